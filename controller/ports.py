@@ -1,0 +1,97 @@
+"""The world, as the shell sees it. Adapters implement these; `cli` plugs them in; tests plug in doubles.
+
+The journal's port lives with the journal: `events.journal.port`.
+"""
+
+from collections.abc import AsyncIterator, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from typing import Any, Protocol
+
+from controller.deciders.fleet import Fleet
+from events.errors import HoldfastError
+from events.fact import Recorded
+from events.order import Position
+from events.wire import Chunk, Generate
+
+
+class Clock(Protocol):
+    """Time, as an argument: real in a process, virtual in a test."""
+
+    def now(self) -> datetime:
+        """Return the current instant, aware and in UTC."""
+        ...
+
+    def monotonic(self) -> float:
+        """Return seconds that never go back."""
+        ...
+
+    async def sleep(self, seconds: float) -> None:
+        """Wait."""
+        ...
+
+
+# --- the state store ------------------------------------------------------------------------------------------------
+
+
+class StoreUnavailable(HoldfastError):
+    """The state store (Postgres) cannot be reached. Frontends route by the fold they hold; the journal keeps everything."""
+
+
+class StoreAhead(HoldfastError):
+    """The state store has folded events that the stream does not hold: the stream was recreated or restored. Check which
+    of the two is right; `holdfast replay rebuild` makes a fresh projection of the stream."""
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """A settled fleet, the position that it was folded to, and the last number of each source."""
+
+    fleet: Fleet
+    position: Position
+    sources: Mapping[str, int]
+
+
+class StateStore(Protocol):
+    """The read model: what the projector writes and the router and the planner read."""
+
+    async def load(self) -> Snapshot | None:
+        """Return the settled state that was stored last; None if the store is empty."""
+        ...
+
+    async def project(self, events: Sequence[Recorded], shown: Fleet, settled: Snapshot, shown_seq: int) -> None:
+        """Append `events` to `fleet_events`, upsert the shown rows and both positions, all in one transaction.
+
+        Raise StoreUnavailable, or StoreAhead if another projector is further on.
+        """
+        ...
+
+    async def snapshot_before(self, seq: int) -> Snapshot | None:
+        """Return the latest kept snapshot whose position is not after `seq`, for time travel."""
+        ...
+
+
+# --- workers, over the request plane ----------------------------------------------------------------------------------
+
+
+class WorkerUnreachable(HoldfastError):
+    """No connection to the worker could be made, or it broke."""
+
+
+class Prober(Protocol):
+    """Asks one worker one question, over the very path of user requests."""
+
+    def ask(self, worker: str, request: Generate) -> AsyncIterator[Chunk]:
+        """Yield the worker's chunks until one finishes. Raise WorkerUnreachable."""
+        ...
+
+
+# --- what the operator asks for ---------------------------------------------------------------------------------------
+
+
+class Control(Protocol):
+    """The operator's wishes, from wherever they come."""
+
+    async def drain(self, worker: str, deadline_s: float | None, by: str) -> str: ...
+    async def resume(self, worker: str, by: str) -> str: ...
+    async def status(self) -> dict[str, Any]: ...

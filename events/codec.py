@@ -1,0 +1,130 @@
+"""How a fact travels: CloudEvents 1.0 in binary mode. Headers say what and whence, the body is the fact as JSON.
+
+Unknown fields in a body are ignored and missing optional ones take their default, so that an optional field may be
+added. An unknown kind is refused: a fold that skipped it would be wrong without anyone knowing.
+"""
+
+import secrets
+import time
+from collections.abc import Mapping
+from datetime import UTC, datetime
+from typing import Any
+from uuid import UUID
+
+import msgspec
+
+from events import decisions, observations
+from events.errors import HoldfastError
+from events.fact import Decision, Fact, Observation, Recorded
+
+TYPE_PREFIX = "holdfast."
+
+
+class UnknownKind(HoldfastError):
+    """The journal holds an event of a kind that this version does not know. Upgrade Holdfast before reading on."""
+
+
+class BadEvent(HoldfastError):
+    """An event on the journal cannot be decoded: it is damaged, or something else wrote to the stream."""
+
+
+def _all_kinds() -> dict[str, type[Fact]]:
+    found: dict[str, type[Fact]] = {}
+    bases = {Fact, Observation, Decision}
+    for module in (observations, decisions):
+        for value in vars(module).values():
+            if isinstance(value, type) and issubclass(value, Fact) and value not in bases:
+                found[value.kind()] = value
+    shared = {base for kind in found.values() for base in kind.__mro__[1:]}
+    return {name: kind for name, kind in found.items() if kind not in shared}
+
+
+KINDS: Mapping[str, type[Fact]] = _all_kinds()
+_encode = msgspec.json.Encoder().encode
+_decoders = {name: msgspec.json.Decoder(kind).decode for name, kind in KINDS.items()}
+
+
+def new_id(now_ms: int | None = None) -> str:
+    """Return a UUIDv7 (RFC 9562 §5.7): 48 bits of Unix milliseconds, 74 random bits."""
+    stamp = time.time_ns() // 1_000_000 if now_ms is None else now_ms  # noqa: TID251 (an id, not an order)
+    value = (stamp & (1 << 48) - 1) << 80 | secrets.randbits(80)
+    value = value & ~(0xF << 76) | 0x7 << 76
+    value = value & ~(0x3 << 62) | 0x2 << 62
+    return str(UUID(int=value))
+
+
+def encode_body(fact: Fact) -> bytes:
+    """Return a fact's body as JSON bytes."""
+    return _encode(fact)
+
+
+def encode_headers(
+    fact: Fact,
+    *,
+    id: str,
+    source: str,
+    source_number: int,
+    said_at: datetime,
+    through: int | None = None,
+    correlation: str = "",
+    causation: str = "",
+    traceparent: str = "",
+) -> dict[str, str]:
+    """Return the message headers of a fact: CloudEvents' attributes and ours."""
+    headers = {
+        "ce-specversion": "1.0",
+        "ce-id": id,
+        "ce-type": TYPE_PREFIX + fact.kind(),
+        "ce-source": source,
+        "ce-time": said_at.astimezone(UTC).isoformat(timespec="microseconds"),
+        "ce-datacontenttype": "application/json",
+        "Nats-Msg-Id": id,
+        "source-number": str(source_number),
+    }
+    if through is not None:
+        headers["through"] = str(through)
+    for name, value in (("correlation", correlation), ("causation", causation), ("traceparent", traceparent)):
+        if value:
+            headers[name] = value
+    return headers
+
+
+def decode(seq: int, at: datetime, headers: Mapping[str, str], body: bytes) -> Recorded:
+    """Return the event of one stream message. Raise UnknownKind or BadEvent, naming the sequence."""
+    kind = headers.get("ce-type", "").removeprefix(TYPE_PREFIX)
+    decoder = _decoders.get(kind)
+    if decoder is None:
+        raise UnknownKind(f"event {seq} is of the unknown kind {kind!r}. {UnknownKind.__doc__}")
+    try:
+        fact = decoder(body)
+        said = headers.get("ce-time")
+        return Recorded(
+            seq=seq,
+            at=at,
+            fact=fact,
+            id=headers["ce-id"],
+            source=headers.get("ce-source", ""),
+            source_number=int(headers.get("source-number", "0")),
+            through=int(headers.get("through", "0")),
+            correlation=headers.get("correlation", ""),
+            causation=headers.get("causation", ""),
+            said_at=datetime.fromisoformat(said) if said else None,
+        )
+    except (msgspec.MsgspecError, KeyError, ValueError) as error:
+        raise BadEvent(f"event {seq} ({kind}) cannot be decoded: {error}") from error
+
+
+def decode_body(kind: str, body: bytes) -> Fact:
+    """Return the fact of a stored body. Raise UnknownKind or BadEvent."""
+    decoder = _decoders.get(kind)
+    if decoder is None:
+        raise UnknownKind(f"the kind {kind!r} is unknown. {UnknownKind.__doc__}")
+    try:
+        return decoder(body)
+    except msgspec.MsgspecError as error:
+        raise BadEvent(f"a {kind} cannot be decoded: {error}") from error
+
+
+def to_builtins(value: Any) -> Any:
+    """Return a fact or any frozen value as plain JSON types."""
+    return msgspec.to_builtins(value)

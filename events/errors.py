@@ -1,0 +1,12 @@
+"""The one base of every error that Holdfast raises on purpose.
+
+Beside each port stand the two or three errors that it may raise. Each docstring is the error's message when no
+other is given: it says what was wrong and what to do.
+"""
+
+
+class HoldfastError(Exception):
+    """Holdfast could not do what was asked."""
+
+    def __str__(self) -> str:
+        return super().__str__() or (self.__doc__ or "").strip()

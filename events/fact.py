@@ -1,0 +1,71 @@
+"""What a fact is: a frozen value in the past tense, and the envelope in which the journal keeps it.
+
+Two families. An *observation* is reported by the world (`events.observations`); a *decision* is made by the
+controller (`events.decisions`). `Recorded` is a fact once the journal has it: only then does it have a place in
+the order of things, and only `Recorded` values are folded.
+"""
+
+import re
+from dataclasses import dataclass, field
+from datetime import datetime
+from typing import ClassVar
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fact:
+    """Something that happened. A subclass is one kind; its fields are the body of the event."""
+
+    @classmethod
+    def kind(cls) -> str:
+        """Return the kind's name on the wire: `CanaryFailed` is `canary_failed`."""
+        return _KINDS.get(cls) or _KINDS.setdefault(cls, _snake(cls.__name__))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Observation(Fact):
+    """What the world reported. `entity` names the subject's second token, and the field that fills its third."""
+
+    entity: ClassVar[str] = "worker"  # one of worker, frontend, fleet, model
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Decision(Fact):
+    """What the controller decided, with its consequence, so that it folds alike under any later policy.
+
+    `number` counts the decisions of the fleet from 1 without a gap. `decided_at` is the deciding controller's
+    clock. `cause` is the id of the event that led here: a `ce-id`, or `decision:N` for decision number N.
+    `incident` is the id under which everything that belongs together is found.
+    """
+
+    number: int = 0
+    decided_at: datetime
+    cause: str = ""
+    incident: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Recorded:
+    """A fact that the journal holds.
+
+    `seq` is its place in the stream, `at` the stream's own timestamp. `source` is the process instance that said it
+    and `source_number` that source's count of its facts, from 1: together they make a repetition recognisable.
+    `through`, on decisions, is the last stream sequence that the controller had read when it decided.
+    """
+
+    seq: int
+    at: datetime
+    fact: Fact
+    id: str
+    source: str = ""
+    source_number: int = 0
+    through: int = 0
+    correlation: str = ""
+    causation: str = ""
+    said_at: datetime | None = field(default=None)  # ce-time: the source's own clock, for display only
+
+
+_KINDS: dict[type, str] = {}
+
+
+def _snake(name: str) -> str:
+    return re.sub(r"(?<!^)(?=[A-Z])", "_", name).lower()

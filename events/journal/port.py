@@ -1,0 +1,62 @@
+"""The journal, as everything above it sees it. Two implementations pass one conformance suite: NATS and memory.
+
+Observations never wait for the broker: `observe` numbers the fact and puts it into a bounded outbox, which is
+published in order and spooled to a local file while the broker is away. Decisions are never spooled: `append` is
+one fenced write that lands entirely or not at all.
+"""
+
+from collections.abc import AsyncIterator, Sequence
+from typing import Protocol
+
+from events.errors import HoldfastError
+from events.fact import Decision, Observation, Recorded
+
+
+class JournalUnavailable(HoldfastError):
+    """The journal cannot be reached. Whether the last append landed is unknown: read again before deciding again."""
+
+
+class Fenced(HoldfastError):
+    """Another controller has decided since: drop what you believe and read again."""
+
+
+class JournalChanged(HoldfastError):
+    """The stream is not the one that was read before: it was recreated, purged or restored to an earlier state."""
+
+
+class Journal(Protocol):
+    """Where facts are kept, in one order."""
+
+    source: str  # this process instance, as `ce-source`
+
+    def observe(self, fact: Observation, *, correlation: str = "", causation: str = "") -> str:
+        """Say one fact and return its id. Never blocks and never fails: what cannot be kept is counted and logged."""
+        ...
+
+    async def flush(self, deadline_s: float) -> bool:
+        """Wait until everything observed so far is acknowledged or safely spooled; False if time ran out."""
+        ...
+
+    async def append(self, decisions: Sequence[Decision], *, through: int, after: int) -> int:
+        """Write decisions as one unit and return the stream sequence of the last.
+
+        `after` is the stream sequence of the last decision that the caller has folded (0: none).
+        Raise Fenced if there is a newer one, JournalUnavailable if the outcome is unknown.
+        """
+        ...
+
+    def read(self, after: int, *, until: int | None = None) -> AsyncIterator[Sequence[Recorded]]:
+        """Yield every event with a sequence above `after`, in order, in batches as they arrive.
+
+        With `until`, end once that sequence has been yielded; else follow for ever, reconnecting by itself.
+        Raise UnknownKind, BadEvent, or JournalChanged if the stream has lost events that were not read.
+        """
+        ...
+
+    async def last_seq(self) -> int:
+        """Return the sequence of the last event of the stream (0: empty). Raise JournalUnavailable."""
+        ...
+
+    async def close(self) -> None:
+        """Flush what can be flushed in half a second and let go of the broker."""
+        ...

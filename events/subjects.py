@@ -1,0 +1,47 @@
+"""Names on the wire: where each fact lives on the stream, and the subjects of what is not a fact of record."""
+
+from events.fact import Decision, Fact, Observation
+
+STREAM = "FLEET"
+OBSERVED = "fleet.observed"
+DECIDED = "fleet.decided"
+DECIDED_ALL = f"{DECIDED}.>"
+STREAM_SUBJECTS = (f"{OBSERVED}.>", DECIDED_ALL)
+
+# Core NATS, not kept: heartbeats of workers, link reports of frontends, the operator's control subjects.
+BEATS = "live.beat.*"
+LINKS = "live.links.*"
+CONTROL = "control"
+
+
+def beat(worker: str) -> str:
+    """Return the subject of a worker's heartbeat."""
+    return f"live.beat.{token(worker)}"
+
+
+def links(frontend: str) -> str:
+    """Return the subject on which a frontend says which workers it is connected to."""
+    return f"live.links.{token(frontend)}"
+
+
+def chaos(worker: str) -> str:
+    """Return the subject on which a worker listens for rehearsed faults."""
+    return f"live.chaos.{token(worker)}"
+
+
+def subject(fact: Fact) -> str:
+    """Return the stream subject of a fact.
+
+    Decisions live on one subject per kind, because the fence's cost grows with the subjects that it covers;
+    observations on `fleet.observed.<entity>.<id>.<kind>`.
+    """
+    if isinstance(fact, Decision):
+        return f"{DECIDED}.{fact.kind()}"
+    assert isinstance(fact, Observation)
+    name = "all" if fact.entity == "fleet" else str(getattr(fact, fact.entity))
+    return f"{OBSERVED}.{fact.entity}.{token(name)}.{fact.kind()}"
+
+
+def token(name: str) -> str:
+    """Return `name` as one subject token: NATS gives dots, wildcards and white space a meaning."""
+    return "".join(c if c.isalnum() or c in "-_" else "_" for c in name) or "_"

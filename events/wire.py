@@ -1,0 +1,180 @@
+"""What a frontend and a worker say to each other: the request plane's frames.
+
+One TCP connection per frontend-worker pair carries every stream between them. A frame is four bytes of length
+(little endian), then one msgpack value. A worker sends one frame per engine step with the new tokens of every stream
+of that frontend in it.
+
+A stream number belongs to one *attempt* of one request and is never used again on a connection, so that what a
+revived worker still says about an old attempt is recognised and dropped.
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+import msgspec
+
+from events.errors import HoldfastError
+
+VERSION = 1
+FRAME_BYTES_MAX = 16 * 1024 * 1024
+_HEADER = 4
+
+
+class BadFrame(HoldfastError):
+    """The other side of the request plane sent something that is not a frame. The connection is closed."""
+
+
+class Sampling(msgspec.Struct, array_like=True, frozen=True):
+    """How to choose tokens, and when to stop. `seed` keys the random numbers together with the position."""
+
+    max_tokens: int
+    min_tokens: int = 0
+    temperature: float = 0.0
+    top_p: float = 1.0
+    top_k: int = 0  # 0: all
+    seed: int | None = None
+    ignore_eos: bool = False
+    stop_token_ids: list[int] = []
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logprobs: int = 0  # top-k logprobs wanted with each token; 0: none
+
+
+class Hello(msgspec.Struct, tag="hello", array_like=True):
+    """A frontend (or prober) opens a connection."""
+
+    frontend: str
+    version: int = VERSION
+
+
+class Generate(msgspec.Struct, tag="gen", array_like=True):
+    """Continue `tokens`. The first `prompt_tokens` of them are the prompt; the rest was generated elsewhere already
+    and is replayed: penalties count it, `max_tokens` and `min_tokens` have been reduced by it."""
+
+    stream: int
+    request: str
+    tokens: list[int]
+    prompt_tokens: int
+    sampling: Sampling
+    canary: bool = False  # bypass the prefix cache, count as nobody's request
+    cache_salt: str = ""
+    prompt_text: str = ""  # for engines that can only take text
+    guided: dict[str, Any] | None = None
+
+
+class Cancel(msgspec.Struct, tag="cancel", array_like=True):
+    """Nobody reads this stream any more."""
+
+    stream: int
+
+
+class Welcome(msgspec.Struct, tag="welcome", array_like=True):
+    """The worker's first frame: whom the frontend has reached."""
+
+    worker: str
+    instance: str
+    model: str
+    version: int = VERSION
+
+
+class Logprob(msgspec.Struct, array_like=True):
+    """One generated position: the chosen token's logprob, and the top-k as (token, logprob), best first."""
+
+    chosen: float
+    top: list[tuple[int, float]] = []
+
+
+class Chunk(msgspec.Struct, array_like=True):
+    """What one step gave one stream. `finish`: stop, length, or None. `error` ends the stream: see `Fault`."""
+
+    stream: int
+    tokens: list[int]
+    finish: str | None = None
+    error: str | None = None  # a reason of ERRORS, with ": detail" behind it
+    logprobs: list[Logprob] | None = None
+    text: str | None = None  # from engines that give text and no tokens
+    cached_tokens: int | None = None  # prompt tokens found in the prefix cache; with the first chunk
+
+
+ERRORS = (
+    "engine_error",  # the engine raised; the request may be tried elsewhere
+    "engine_shutdown",  # the worker is leaving; go elsewhere
+    "overloaded",  # this worker is full; go elsewhere
+    "stream_incomplete",  # the upstream ended without a finish reason
+    "non_finite",  # NaN or infinity in the logits
+    "invalid_request",  # the client's own mistake; nobody else would answer it better
+    "not_serving",  # this worker does not serve this model or instance
+)
+
+
+class Load(msgspec.Struct, array_like=True, frozen=True):
+    """A worker's load, as it counts it itself."""
+
+    running: int = 0
+    waiting: int = 0
+    kv_used: int = 0  # blocks
+    kv_total: int = 0
+    active_tokens: int = 0
+
+
+class Step(msgspec.Struct, tag="step", array_like=True):
+    """One engine step's output for one frontend."""
+
+    chunks: list[Chunk]
+
+
+class Beat(msgspec.Struct, tag="beat", array_like=True):
+    """Sent at least every 100 ms while streams are open, and every second otherwise, from the worker's loop.
+
+    `phase` is idle, prefill or decode; `step_age_ms` how long the engine has been in its current step;
+    `prefill_tokens` how many prompt tokens that step works on: a long prefill earns a longer allowance.
+    """
+
+    phase: str
+    step_age_ms: float
+    prefill_tokens: int = 0
+    load: Load = Load()
+    draining: bool = False
+
+
+ToWorker = Hello | Generate | Cancel
+ToFrontend = Welcome | Step | Beat
+
+_encoder = msgspec.msgpack.Encoder()
+to_worker = msgspec.msgpack.Decoder(ToWorker)
+to_frontend = msgspec.msgpack.Decoder(ToFrontend)
+
+
+def encode(frame: ToWorker | ToFrontend) -> bytes:
+    """Return a frame as bytes, its length before it."""
+    body = _encoder.encode(frame)
+    return len(body).to_bytes(_HEADER, "little") + body
+
+
+class Splitter:
+    """Cuts a byte stream into frame bodies. One per connection and direction."""
+
+    __slots__ = ("_buffer",)
+
+    def __init__(self) -> None:
+        self._buffer = bytearray()
+
+    def feed(self, data: bytes) -> Iterator[bytes]:
+        """Yield the body of every frame that `data` completes. Raise BadFrame if a length is absurd."""
+        buffer = self._buffer
+        buffer += data
+        start, end = 0, len(buffer)
+        try:
+            while end - start >= _HEADER:
+                size = int.from_bytes(buffer[start : start + _HEADER], "little")
+                if size > FRAME_BYTES_MAX:
+                    raise BadFrame(f"a frame of {size} bytes is over the limit of {FRAME_BYTES_MAX}")
+                if end - start - _HEADER < size:
+                    break
+                start += _HEADER
+                body = bytes(buffer[start : start + size])
+                start += size
+                yield body
+        finally:
+            del buffer[:start]
