@@ -1,0 +1,46 @@
+# Everything is installed into .venv, nothing outside this folder.
+# A Python of 3.11 or newer; PYTHON=… overrides.
+PYTHON ?= $(shell for p in python3.11 python3 python3.12 python3.13; do \
+	$$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$p && break; done)
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
+CORES := $(shell nproc 2>/dev/null || echo 2)
+
+.PHONY: install demo test test-engines lint bench clean
+
+install: $(VENV)/.installed
+
+$(VENV)/.installed: pyproject.toml constraints.txt
+	@test -n "$(PYTHON)" || { echo "Holdfast needs Python 3.11 or newer: set PYTHON=/path/to/python3.11"; exit 1; }
+	@echo "Installing Holdfast into $(VENV) (once) …"
+	$(PYTHON) -m venv $(VENV)
+	$(PIP) -e '.[dev]'
+	@touch $@
+
+$(VENV)/.engines: $(VENV)/.installed
+	@echo "Installing torch and transformers into $(VENV) (once) …"
+	$(PIP) torch==2.13.0
+	$(PIP) -e '.[dev,transformers]'
+	@touch $@
+
+demo: install  ## a fleet under load, broken in every way we know, and the table of what its users noticed
+	$(BIN)/holdfast demo
+
+test: install  ## all tests that need no torch; real NATS and Postgres servers
+	$(BIN)/python -m pytest -n $(CORES) --dist loadgroup -m "not engines and not llamacpp and not vllm"
+
+test-engines: $(VENV)/.engines  ## the transformers engine, with torch on the CPU
+	$(BIN)/python -m pytest -m engines
+
+lint: install
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+bench: install  ## the figures of benchmarks/README.md
+	$(BIN)/python -m benchmarks
+
+clean:
+	rm -rf $(VENV) .holdfast

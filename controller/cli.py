@@ -1,0 +1,159 @@
+"""The `holdfast` command: reads arguments and composes a process. Imports wait until a command needs them.
+
+Exit codes: 0 done, 1 failed, 2 usage, 3 a finding (`replay verify`).
+"""
+
+import argparse
+import os
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import NoReturn
+
+from events.errors import HoldfastError
+
+Run = Callable[[argparse.Namespace], int]
+USAGE = 2
+
+
+class Parser(argparse.ArgumentParser):
+    """Says what was wrong in one sentence, and where help is."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(USAGE, f"{self.prog}: {message}. See `{self.prog} --help`.\n")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command and return its exit code."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    parser = Parser(prog="holdfast", description=__doc__.splitlines()[0] if __doc__ else "", allow_abbrev=False)
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND", parser_class=Parser)
+    wanted = next((a for a in arguments if not a.startswith("-")), None)
+    for name, (text, prepare) in COMMANDS.items():
+        command = commands.add_parser(name, help=text, description=text, allow_abbrev=False)
+        if name == wanted:  # only the command that runs needs its flags, and the imports behind them
+            command.set_defaults(run=prepare(command))
+    if not arguments:
+        parser.print_help(sys.stderr)
+        return USAGE
+    return _guarded(parser.parse_args(arguments))
+
+
+def _guarded(args: argparse.Namespace) -> int:
+    try:
+        run: Run = args.run
+        return run(args)
+    except HoldfastError as error:
+        print(f"holdfast: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        return 130
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # `holdfast events | head`
+        return 0
+
+
+def data_flag(parser: argparse.ArgumentParser) -> None:
+    """Add --data, which nearly every command has."""
+    parser.add_argument(
+        "--data",
+        type=Path,
+        default=Path(os.environ.get("HOLDFAST_DATA", ".holdfast")),
+        metavar="DIR",
+        help="the fleet's data directory (default: .holdfast, or HOLDFAST_DATA)",
+    )
+
+
+def _up(parser: argparse.ArgumentParser) -> Run:
+    from controller.processes import up
+
+    data_flag(parser)
+    up.add_arguments(parser)
+    return up.run_cli
+
+
+def _demo(parser: argparse.ArgumentParser) -> Run:
+    from controller.demo import cli as demo
+
+    data_flag(parser)
+    demo.add_arguments(parser)
+    return demo.run_cli
+
+
+def _role(role: str) -> Callable[[argparse.ArgumentParser], Run]:
+    def prepare(parser: argparse.ArgumentParser) -> Run:
+        from controller.processes import roles
+
+        data_flag(parser)
+        return roles.prepare(role, parser)
+
+    return prepare
+
+
+def _worker(parser: argparse.ArgumentParser) -> Run:
+    from workers import cli as worker
+
+    worker.add_arguments(parser)
+    return worker.run_cli
+
+
+def _operator(name: str) -> Callable[[argparse.ArgumentParser], Run]:
+    def prepare(parser: argparse.ArgumentParser) -> Run:
+        from controller.processes import operator
+
+        data_flag(parser)
+        return operator.prepare(name, parser)
+
+    return prepare
+
+
+def _replay(parser: argparse.ArgumentParser) -> Run:
+    from controller.processes import operator
+
+    data_flag(parser)
+    return operator.prepare_replay(parser)
+
+
+def _simulate(parser: argparse.ArgumentParser) -> Run:
+    from controller.simulator import cli as simulate
+
+    simulate.add_arguments(parser)
+    return simulate.run_cli
+
+
+def _model(parser: argparse.ArgumentParser) -> Run:
+    from workers.engines import tiny
+
+    kinds = parser.add_subparsers(title="models", metavar="KIND", required=True, parser_class=Parser)
+    command = kinds.add_parser("tiny", help="a tiny seeded Llama, for tests and rehearsals", allow_abbrev=False)
+    tiny.add_arguments(command)
+    return tiny.run_cli
+
+
+def _settings(parser: argparse.ArgumentParser) -> Run:
+    from controller import settings
+
+    settings.add_arguments(parser)
+    return settings.run_cli
+
+
+COMMANDS: dict[str, tuple[str, Callable[[argparse.ArgumentParser], Run]]] = {
+    "up": ("run a whole fleet: broker, database, controller, projector, frontends, workers", _up),
+    "demo": ("break a fleet under load in every way we know, and show what its users noticed", _demo),
+    "status": ("show the fleet as it is", _operator("status")),
+    "events": ("show the facts on the journal", _operator("events")),
+    "drain": ("let a worker finish what it runs and give it nothing new", _operator("drain")),
+    "resume": ("take a drained worker back into service", _operator("resume")),
+    "chaos": ("break a worker on purpose, or heal it", _operator("chaos")),
+    "replay": ("what happened, how it was, and why: read the journal", _replay),
+    "simulate": ("drive the deciders through faults in virtual time", _simulate),
+    "model": ("make a model to run", _model),
+    "settings": ("print every setting and its effective value", _settings),
+    "controller": ("run the controller alone", _role("controller")),
+    "projector": ("run the projector alone", _role("projector")),
+    "frontend": ("run a frontend alone", _role("frontend")),
+    "worker": ("run a worker alone", _worker),
+}
+
+if __name__ == "__main__":
+    sys.exit(main())

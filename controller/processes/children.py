@@ -1,0 +1,101 @@
+"""Child processes that never outlive their parent, and come back when they die.
+
+A child asks the kernel for SIGKILL at its parent's death (PDEATHSIG, Linux), so that a killed supervisor leaves no
+orphan. It runs in a session of its own: a terminal's Ctrl-C reaches the supervisor alone, which stops the children
+in order.
+"""
+
+import ctypes
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+RESTART_WAIT_MIN_S = 0.2
+RESTART_WAIT_MAX_S = 10.0
+SETTLED_AFTER_S = 20.0  # a life longer than this starts the back-off anew
+_PR_SET_PDEATHSIG = 1
+
+
+def die_with(parent: int) -> Callable[[], None]:
+    """Return a preexec function: SIGKILL for the child when `parent` dies, even if it died before we asked."""
+    libc = ctypes.CDLL(None, use_errno=True) if sys.platform == "linux" else None
+
+    def preexec() -> None:
+        if libc is not None:
+            libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != parent:
+            os._exit(1)
+
+    return preexec
+
+
+@dataclass
+class Child:
+    """One place in the fleet: the command that fills it, and the process that fills it now."""
+
+    name: str
+    role: str
+    command: Sequence[str]
+    log: Path
+    environment: Mapping[str, str] = field(default_factory=dict)
+    restart: bool = True
+    process: subprocess.Popen[bytes] | None = None
+    lives: int = 0
+    _started: float = 0.0
+    _wait_s: float = RESTART_WAIT_MIN_S
+    _due: float = 0.0
+
+    def start(self) -> None:
+        """Start the process, its output appended to its log file."""
+        self.log.parent.mkdir(parents=True, exist_ok=True)
+        with self.log.open("ab") as log:
+            self.process = subprocess.Popen(
+                self.command,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                env={**os.environ, **self.environment},
+                start_new_session=True,
+                preexec_fn=die_with(os.getpid()),  # noqa: PLW1509 (nothing but prctl and getppid happens in it)
+            )
+        self.lives += 1
+        self._started = time.monotonic()
+
+    @property
+    def pid(self) -> int | None:
+        """The pid of the living process."""
+        return self.process.pid if self.process and self.process.returncode is None else None
+
+    def ended(self) -> int | None:
+        """Return the exit status if the process has ended since it was last asked, else None."""
+        if self.process is None or (status := self.process.poll()) is None:
+            return None
+        self.process = None
+        now = time.monotonic()
+        if now - self._started > SETTLED_AFTER_S:
+            self._wait_s = RESTART_WAIT_MIN_S
+        self._due = now + self._wait_s
+        self._wait_s = min(self._wait_s * 2, RESTART_WAIT_MAX_S)
+        return status
+
+    def due(self) -> bool:
+        """Return whether it is time to start the process again."""
+        return self.restart and self.process is None and time.monotonic() >= self._due
+
+    def signal(self, number: int) -> None:
+        """Send a signal to the process, if there is one."""
+        if self.pid is not None and self.process is not None:
+            self.process.send_signal(number)
+
+    def last_words(self, lines: int = 3) -> str:
+        """Return the end of the child's log, for an error message."""
+        try:
+            text = self.log.read_text(errors="replace")
+        except OSError:
+            return ""
+        return "\n".join(text.strip().splitlines()[-lines:])

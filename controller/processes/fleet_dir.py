@@ -1,0 +1,85 @@
+"""The data directory of a fleet: one lock, one version, and where everything in it lies."""
+
+import fcntl
+import json
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from events.errors import HoldfastError
+from events.presence import present
+
+VERSION = 1
+
+
+class DirectoryInUse(HoldfastError):
+    """Another `holdfast up` runs on this data directory. Stop it, or choose another with --data."""
+
+
+class DirectoryTooNew(HoldfastError):
+    """This data directory was written by a newer version of Holdfast. Upgrade, or choose another with --data."""
+
+
+class NoFleet(HoldfastError):
+    """No fleet runs on this data directory."""
+
+
+@dataclass
+class FleetDir:
+    """A data directory, and its lock while this process holds it."""
+
+    path: Path
+    _lock: int | None = None
+
+    @property
+    def nats(self) -> Path:
+        return self.path / "nats"
+
+    @property
+    def postgres(self) -> Path:
+        return self.path / "postgres"
+
+    @property
+    def logs(self) -> Path:
+        return self.path / "logs"
+
+    def take(self) -> None:
+        """Make the directory ours. Raise DirectoryInUse or DirectoryTooNew."""
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+            self._lock = os.open(self.path / "lock", os.O_RDWR | os.O_CREAT, 0o644)
+        except OSError as error:
+            raise HoldfastError(f"the data directory {self.path} cannot be used: {error.strerror}") from error
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise DirectoryInUse(f"{self.path}: {DirectoryInUse.__doc__}") from error
+        self._check_version()
+        for stale in (self.path / "run").glob("*"):
+            stale.unlink(missing_ok=True)
+
+    def _check_version(self) -> None:
+        path = self.path / "version"
+        if not path.exists():
+            path.write_text(f"{VERSION}\n")
+            return
+        text = path.read_text().strip()
+        if not text.isdigit() or int(text) > VERSION:
+            raise DirectoryTooNew(f"{self.path} has version {text}, this is {VERSION}: {DirectoryTooNew.__doc__}")
+
+    def remember(self, **facts: Any) -> None:
+        """Write down how the fleet can be reached, for the other commands."""
+        (self.path / "fleet.json").write_text(json.dumps(facts, indent=1))
+
+    def recall(self) -> dict[str, Any]:
+        """Return what `remember` wrote. Raise NoFleet if no fleet runs here."""
+        try:
+            known: dict[str, Any] = json.loads((self.path / "fleet.json").read_text())
+        except (OSError, ValueError) as error:
+            raise NoFleet(f"{self.path}: {NoFleet.__doc__} Start one with `holdfast up`, or name it with --data.") from error
+        return known
+
+    def running(self, role: str) -> list[str]:
+        """Return the URLs of the living processes of one role."""
+        return [p.url for p in present(self.path) if p.role == role]

@@ -1,0 +1,53 @@
+"""Which processes of a fleet run on this host, and where do they answer? One small file each under DIR/run.
+
+A hint for people and for `holdfast status`, never a source of truth: the journal says who is alive.
+"""
+
+import json
+import os
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+
+@dataclass(frozen=True, slots=True)
+class Presence:
+    """One process of the fleet."""
+
+    role: str  # nats, postgres, controller, projector, frontend, worker
+    name: str  # w0, frontend-1 …
+    pid: int
+    url: str  # where it answers: its admin port, or the server's own address
+
+
+def announce(directory: Path, role: str, name: str, url: str, pid: int | None = None) -> Path:
+    """Write this process's file, whole or not at all, and return its path."""
+    run = directory / "run"
+    run.mkdir(parents=True, exist_ok=True)
+    path = run / f"{name}.json"
+    fresh = path.with_suffix(f".{os.getpid()}.tmp")
+    fresh.write_text(json.dumps(asdict(Presence(role, name, os.getpid() if pid is None else pid, url))))
+    fresh.replace(path)
+    return path
+
+
+def present(directory: Path) -> list[Presence]:
+    """Return every process that has announced itself and still lives."""
+    found = []
+    for path in sorted((directory / "run").glob("*.json")):
+        try:
+            presence = Presence(**json.loads(path.read_text()))
+        except (OSError, ValueError, TypeError):
+            continue
+        if _alive(presence.pid):
+            found.append(presence)
+    return found
+
+
+def _alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    return True
