@@ -6,13 +6,13 @@ The journal's port lives with the journal: `events.journal.port`.
 from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 from controller.deciders.fleet import Fleet
 from events.errors import HoldfastError
 from events.fact import Recorded
 from events.order import Position
-from events.wire import Chunk, Generate
+from events.wire import Chunk, Generate, Load
 
 
 class Clock(Protocol):
@@ -83,6 +83,45 @@ class Prober(Protocol):
 
     def ask(self, worker: str, request: Generate) -> AsyncIterator[Chunk]:
         """Yield the worker's chunks until one finishes. Raise WorkerUnreachable."""
+        ...
+
+
+LostCause = Literal["cannot_connect", "disconnected", "stalled"]
+
+
+class Sink(Protocol):
+    """Whoever reads one stream. Called on the event loop, synchronously; it must not wait."""
+
+    def take(self, chunk: Chunk) -> None:
+        """Take what one engine step gave this stream. After `finish` or `error` nothing more comes."""
+        ...
+
+    def flush(self) -> None:
+        """What one turn of the loop had for this stream is complete: write it out."""
+        ...
+
+    def lost(self, cause: LostCause, detail: str) -> None:
+        """The worker cannot go on with this stream. Nothing more comes."""
+        ...
+
+
+class Plane(Protocol):
+    """The request plane, as the frontend's router and flights see it. No call waits."""
+
+    def reachable(self, worker: str, instance: str) -> bool:
+        """Say whether this instance is connected, and its engine not known to be stuck."""
+        ...
+
+    def load(self, worker: str) -> Load | None:
+        """Return the load that the worker reported last; None if it is not connected."""
+        ...
+
+    def open(self, worker: str, instance: str, request: Generate, sink: Sink) -> int:
+        """Send a request and return its stream number, which is also set in it. Raise WorkerUnreachable."""
+        ...
+
+    def cancel(self, worker: str, stream: int) -> None:
+        """Forget a stream: the worker is told, and late chunks are dropped. Unknown streams are ignored."""
         ...
 
 
