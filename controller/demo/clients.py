@@ -1,0 +1,133 @@
+"""The users: each sends one request, reads its stream, and notes when every token came.
+
+What a user got is compared with the undisturbed answer to the same prompt, piece by piece.
+"""
+
+import asyncio
+import json
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from difflib import SequenceMatcher
+
+import aiohttp
+
+DEADLINE_S = 120.0
+CONNECTIONS_MAX = 512
+
+
+@dataclass(slots=True)
+class Received:
+    """What one user saw of one stream. Times are monotonic seconds."""
+
+    request: str
+    prompt: int
+    wanted: int
+    sent: float
+    pieces: list[str] = field(default_factory=list)
+    times: list[float] = field(default_factory=list)
+    error: str = ""
+    done: bool = False
+
+    def gap_after(self, instant: float) -> float:
+        """Return the seconds from `instant` to the next token (infinity if none came)."""
+        return next((t - instant for t in self.times if t > instant), float("inf"))
+
+    def open_at(self, instant: float) -> bool:
+        """Return whether this stream was in the air at `instant`."""
+        return self.sent <= instant and (not self.times or not self.done or self.times[-1] > instant)
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """Tokens that the user lost, got twice, or got altered."""
+
+    lost: int = 0
+    doubled: int = 0
+    altered: int = 0
+
+
+def compare(got: Sequence[str], expected: Sequence[str]) -> Difference:
+    """Return how a stream differs from the undisturbed answer."""
+    if list(got) == list(expected):
+        return Difference()
+    lost = doubled = altered = 0
+    for tag, i1, i2, j1, j2 in SequenceMatcher(None, expected, got, autojunk=False).get_opcodes():
+        if tag == "delete":
+            lost += i2 - i1
+        elif tag == "insert":
+            doubled += j2 - j1
+        elif tag == "replace":
+            altered += max(i2 - i1, j2 - j1)
+    return Difference(lost, doubled, altered)
+
+
+class Users:
+    """All the users of the demo, on one HTTP session."""
+
+    def __init__(self, url: str, model: str, prompts: Sequence[Sequence[int]]) -> None:
+        self._url, self._model, self._prompts = url, model, prompts
+        self.streams: list[Received] = []
+        self.in_flight = 0
+        self.tokens = 0
+
+    def session(self) -> aiohttp.ClientSession:
+        """Return the session that all requests share."""
+        timeout = aiohttp.ClientTimeout(total=DEADLINE_S)
+        return aiohttp.ClientSession(self._url, timeout=timeout, connector=aiohttp.TCPConnector(limit=CONNECTIONS_MAX))
+
+    async def ask(self, session: aiohttp.ClientSession, prompt: int, tokens: int, name: str) -> Received:
+        """Send one request and read its stream to the end."""
+        got = Received(name, prompt, tokens, time.monotonic())
+        body = {
+            "model": self._model,
+            "prompt": list(self._prompts[prompt]),
+            "max_tokens": tokens,
+            "temperature": 0,
+            "stream": True,
+            "ignore_eos": True,
+        }
+        self.streams.append(got)
+        self.in_flight += 1
+        try:
+            async with session.post("/v1/completions", json=body, headers={"X-Request-Id": name}) as response:
+                if response.status != 200:
+                    got.error = f"{response.status} {(await response.text())[:120]}"
+                    return got
+                async for line in response.content:
+                    self._line(got, line)
+        except (TimeoutError, aiohttp.ClientError) as error:
+            got.error = got.error or f"{type(error).__name__}: {error}"
+        finally:
+            self.in_flight -= 1
+        if not got.done and not got.error:
+            got.error = "the stream ended without [DONE]"
+        return got
+
+    def _line(self, got: Received, line: bytes) -> None:
+        if not line.startswith(b"data: "):
+            return
+        payload = line[6:].strip()
+        if payload == b"[DONE]":
+            got.done = True
+            return
+        chunk = json.loads(payload)
+        if "error" in chunk:
+            got.error = str(chunk["error"].get("message", chunk["error"]))
+            return
+        text = "".join(choice.get("text", "") for choice in chunk.get("choices", ()))
+        if text:
+            got.pieces.append(text)
+            got.times.append(time.monotonic())
+            self.tokens += 1
+
+    async def answers(self, session: aiohttp.ClientSession, tokens: int) -> list[list[str]]:
+        """Return the undisturbed answer to every prompt of the pool. Raise RuntimeError if one failed."""
+        asked = [self.ask(session, p, tokens, f"reference-{p}") for p in range(len(self._prompts))]
+        got = await asyncio.gather(*asked)
+        self.streams.clear()
+        self.tokens = 0
+        for one in got:
+            if one.error:
+                raise RuntimeError(f"the undisturbed answer to prompt {one.prompt} failed: {one.error}")
+        return [one.pieces for one in got]

@@ -1,0 +1,147 @@
+"""What did the faults cost? The demo's table, from what the users saw and what the journal says."""
+
+import statistics
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from datetime import datetime
+
+from rich.table import Table
+
+from controller.demo.clients import Difference, Received, compare
+from events.fact import Recorded
+from events.observations import ExposureUnknown, RequestExposed, RequestMigrated
+
+
+@dataclass(slots=True)
+class Injected:
+    """One fault that was played: on whom, from when until when (None: to the end)."""
+
+    fault: str
+    worker: str
+    began: datetime
+    ended: datetime | None = None
+    hit: dict[str, float] = field(default_factory=dict)  # request -> gap in ms
+    exposed: set[str] = field(default_factory=set)
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One line of the table. Tokens are counted against the undisturbed answer."""
+
+    fault: str
+    worker: str
+    hit: int
+    lost: int
+    difference: Difference
+    p50_ms: float | None
+    p99_ms: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """The whole result. `unnamed`: altered streams that no RequestExposed names; there must be none."""
+
+    requests: int
+    tokens: int
+    failed: Sequence[Received]
+    rows: Sequence[Row]
+    total: Difference
+    altered_streams: int
+    unnamed: Sequence[str]
+
+    @property
+    def clean(self) -> bool:
+        """No stream lost, no token lost or doubled, every altered stream named."""
+        return not (self.failed or self.total.lost or self.total.doubled or self.unnamed)
+
+
+def attribute(events: Iterable[Recorded], injected: Sequence[Injected]) -> None:
+    """Find, for every fault, the streams that it hit: those that left its worker, or were exposed to it, in its time."""
+    for event in events:
+        fact = event.fact
+        if isinstance(fact, RequestMigrated):
+            for one in _at(injected, fact.source, event.at):
+                one.hit[fact.request] = max(fact.gap_ms, one.hit.get(fact.request, 0.0))
+        elif isinstance(fact, RequestExposed):
+            for one in injected:
+                if one.worker == fact.worker and one.began <= event.at:
+                    one.exposed.add(fact.request)
+
+
+def _at(injected: Sequence[Injected], worker: str, at: datetime) -> list[Injected]:
+    """Return the last fault of this worker that had begun by `at`: what a migration is due to."""
+    begun = [one for one in injected if one.worker == worker and one.began <= at]
+    return begun[-1:]
+
+
+def assess(streams: Sequence[Received], answers: Sequence[Sequence[str]], injected: Sequence[Injected]) -> Report:
+    """Compare every stream with the undisturbed answer, and sum up by fault."""
+    differences = {s.request: _difference(s, answers) for s in streams}
+    failed = [s for s in streams if s.error]
+    broken = {s.request for s in failed}
+    named = set().union(*(one.exposed for one in injected)) if injected else set()
+    altered = {r for r, d in differences.items() if d.altered or d.doubled or d.lost}
+    rows = [_row(one, differences, broken) for one in injected]
+    return Report(
+        requests=len(streams),
+        tokens=sum(len(s.pieces) for s in streams),
+        failed=failed,
+        rows=rows,
+        total=_sum(d for r, d in differences.items() if r not in named),
+        altered_streams=len(altered),
+        unnamed=sorted(altered - named - broken),
+    )
+
+
+def _difference(stream: Received, answers: Sequence[Sequence[str]]) -> Difference:
+    if stream.error:
+        return Difference()  # counted as a lost stream
+    return compare(stream.pieces, answers[stream.prompt][: stream.wanted])
+
+
+def _row(one: Injected, differences: dict[str, Difference], broken: set[str]) -> Row:
+    hit = set(one.hit) | (one.exposed if one.fault == "corruption" else set())
+    gaps = sorted(one.hit.values())
+    return Row(
+        fault=one.fault,
+        worker=one.worker,
+        hit=len(hit),
+        lost=len(hit & broken),
+        difference=_sum(differences.get(r, Difference()) for r in hit),
+        p50_ms=statistics.median(gaps) if gaps else None,
+        p99_ms=gaps[min(len(gaps) - 1, round(0.99 * (len(gaps) - 1)))] if gaps else None,
+    )
+
+
+def _sum(differences: Iterable[Difference]) -> Difference:
+    lost = doubled = altered = 0
+    for d in differences:
+        lost, doubled, altered = lost + d.lost, doubled + d.doubled, altered + d.altered
+    return Difference(lost, doubled, altered)
+
+
+def unknown(events: Iterable[Recorded]) -> int:
+    """Return how often a frontend could not say whom a convicted worker had served."""
+    return sum(isinstance(e.fact, ExposureUnknown) for e in events)
+
+
+def table(report: Report) -> Table:
+    """Return the report as a table for the terminal."""
+    shown = Table(title="What the users noticed", title_justify="left")
+    shown.add_column("fault")
+    for name in ("worker", "streams hit", "streams lost", "tokens lost", "doubled", "altered", "resume p50", "p99"):
+        shown.add_column(name, justify="right")
+    for row in report.rows:
+        d = row.difference
+        numbers = [row.worker, row.hit, row.lost, d.lost, d.doubled, d.altered, _ms(row.p50_ms), _ms(row.p99_ms)]
+        shown.add_row(row.fault, *(str(n) for n in numbers))
+    t = report.total
+    shown.add_section()
+    shown.add_row(
+        f"all {report.requests} requests", "", "", str(len(report.failed)), str(t.lost), str(t.doubled), str(t.altered), "", ""
+    )
+    return shown
+
+
+def _ms(value: float | None) -> str:
+    return "–" if value is None else f"{value:.0f} ms"

@@ -1,0 +1,36 @@
+"""What the demo shows while it runs: the workers, the load, the fault that is being played."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from rich.console import Group, RenderableType
+from rich.panel import Panel
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+COLOURS = {"HEALTHY": "green", "SUSPICIOUS": "yellow", "UNHEALTHY": "red", "DRAINING": "blue", "DEAD": "bright_black"}
+
+
+def render(status: Mapping[str, Any], told: list[str], elapsed: float, seconds: float, counts: str) -> RenderableType:
+    """Return one frame of the view."""
+    workers = Table(expand=True, box=None, pad_edge=False)
+    for name in ("worker", "health", "breaker", "weight", "in flight", "pid"):
+        workers.add_column(name, justify="left" if name in ("worker", "health", "breaker") else "right")
+    for worker in status.get("workers", ()):
+        health = str(worker.get("health"))
+        workers.add_row(
+            worker["id"],
+            Text(health, style=COLOURS.get(health, "")),
+            str(worker.get("breaker", "")),
+            f"{worker.get('weight', 0):.2f}",
+            _number(worker.get("in_flight")),
+            _number(worker.get("pid")),
+        )
+    bar = ProgressBar(total=seconds, completed=min(elapsed, seconds))
+    head = Text(f"{elapsed:4.0f} / {seconds:.0f} s   {counts}")
+    return Panel(Group(head, bar, Text(), workers, Text(), *[Text(line) for line in told[-8:]]), title="Holdfast demo")
+
+
+def _number(value: Any) -> str:
+    return "–" if value is None else str(value)

@@ -1,0 +1,344 @@
+"""`holdfast up`: a whole fleet from one command. Starts every part in order, keeps it alive, stops it in order.
+
+    broker ─┬─▶ workers, frontends, controller          (none of them waits for the database)
+            └─▶ database ─▶ migrations ─▶ projector
+
+Everything that can start at the same time does. A part that dies is started again on the same address; its death,
+if it was a worker's, is said on the journal by us, who saw the exit status.
+"""
+
+import argparse
+import asyncio
+import contextlib
+import os
+import signal
+import socket
+import sys
+import time
+from collections.abc import Callable, Coroutine
+from pathlib import Path
+from typing import Any
+
+from controller.adapters.embedded import Server, start_nats, start_postgres
+from controller.processes.children import Child
+from controller.processes.fleet_dir import FleetDir
+from controller.processes.operator import http_ok
+from events.codec import new_id
+from events.errors import HoldfastError
+from events.observations import WorkerLeft
+from events.presence import announce
+
+READY_WITHIN_S = 60.0
+POLL_S = 0.05
+STOP_GRACE_S = 10.0
+LIVES_BEFORE_GIVING_UP = 5  # of one part, before the fleet was ever ready
+WORKERS_MAX = 10_000
+
+
+class PortTaken(HoldfastError):
+    """The port is in use by another process. Stop that one, or choose another with --port."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the flags of `up`."""
+    add = parser.add_argument
+    add("--workers", type=_count, default=3, metavar="N", help="worker processes (default: 3)")
+    add("--engine", choices=("simulated", "transformers", "openai"), default="simulated", help="what runs the model")
+    add("--model", type=Path, metavar="DIR", help="the model's folder (weights for transformers, tokenizer for openai)")
+    add("--upstream", action="append", default=[], metavar="URL", help="an OpenAI-compatible server; one worker for each")
+    add("--host", default="127.0.0.1", help="the address that frontends listen on (default: 127.0.0.1)")
+    add("--port", type=_port, default=8000, help="the port that frontends share (default: 8000)")
+    add("--frontends", type=_count, default=1, metavar="N", help="frontend processes on that port (default: 1)")
+    add("--itl-ms", type=_not_negative, metavar="X", help="simulated engine: milliseconds per step, 0 for flat out")
+    add("--canary-interval", type=_positive, metavar="S", help="seconds between a worker's canaries (default: 30)")
+    add("--breaker-wait", type=_positive, metavar="S", help="seconds until an open breaker's first trial (default: 60)")
+    add("--breaker-backoff", type=_positive, metavar="X", help="factor of that wait after a failed trial (default: 2)")
+    add("--chaos", action="store_true", help="allow `holdfast chaos`: rehearsals only, never in production")
+
+
+def _count(text: str) -> int:
+    if not text.isdigit() or not 1 <= int(text) <= WORKERS_MAX:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number from 1 to {WORKERS_MAX}")
+    return int(text)
+
+
+def _port(text: str) -> int:
+    if not text.isdigit() or not 1 <= int(text) <= 65535:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a port from 1 to 65535")
+    return int(text)
+
+
+def _number(text: str, least: float, inclusive: bool) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = float("nan")
+    if not (value >= least if inclusive else value > least) or value == float("inf"):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number {'of at least' if inclusive else 'above'} {least:g}")
+    return value
+
+
+def _not_negative(text: str) -> float:
+    return _number(text, 0, True)
+
+
+def _positive(text: str) -> float:
+    return _number(text, 0, False)
+
+
+def run_cli(args: argparse.Namespace) -> int:
+    """Run a fleet until it is told to stop."""
+    if args.engine == "transformers" and args.model is None:
+        raise HoldfastError("--engine transformers needs --model DIR; `holdfast model tiny DIR` makes a small one")
+    if args.engine == "openai" and not args.upstream:
+        raise HoldfastError("--engine openai needs --upstream URL, once for each server")
+    if args.model is not None and not args.model.is_dir():
+        raise HoldfastError(f"the model folder {args.model} does not exist")
+    return asyncio.run(Supervisor(args).run())
+
+
+def free_port() -> int:
+    """Return a port of 127.0.0.1 that nobody listens on now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+class Supervisor:
+    """One fleet on one machine."""
+
+    def __init__(self, args: argparse.Namespace) -> None:
+        self.args = args
+        self.dir = FleetDir(args.data)
+        self.nats: Server | None = None
+        self.postgres: Server | None = None
+        self.nats_url = os.environ.get("HOLDFAST_NATS_URL", "")
+        self.database_url = os.environ.get("HOLDFAST_DATABASE_URL", "")
+        self.children: list[Child] = []
+        self.instances: dict[str, str] = {}  # worker -> instance of its present life
+        self.stopping = asyncio.Event()
+        self.ready = False
+        self.journal: Any = None
+        self.embedded = (not self.nats_url, not self.database_url)
+
+    async def run(self) -> int:
+        """Start, watch, stop; 0 after an orderly stop."""
+        began = time.monotonic()
+        self._check_port()
+        self.dir.take()
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.add_signal_handler(number, self.stopping.set)
+        try:
+            await self._start()
+            await self._until_ready(began)
+            await self._watch()
+            return 0
+        finally:
+            await self._stop()
+
+    # --- starting ---------------------------------------------------------------------------------------------------
+
+    def _check_port(self) -> None:
+        with socket.socket() as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                probe.bind((self.args.host, self.args.port))
+            except OSError as error:
+                raise PortTaken(f"{self.args.host}:{self.args.port} cannot be used: {PortTaken.__doc__}") from error
+
+    async def _start(self) -> None:
+        database = asyncio.create_task(self._start_database())
+        try:
+            if not self.nats_url:
+                self.nats = await start_nats(self.dir.nats)
+                self.nats_url = self.nats.url
+                self._present("nats", self.nats)
+            self._plan()
+            for child in self.children:
+                self._spawn(child)
+            await self._open_journal()
+            await database
+        except BaseException:
+            database.cancel()
+            with contextlib.suppress(BaseException):
+                await database
+            raise
+        self._spawn_projector()
+        self.dir.remember(
+            url=f"http://{self.args.host}:{self.args.port}",
+            nats_url=self.nats_url,
+            database_url=self.database_url,
+            chaos=self.args.chaos,
+            pid=os.getpid(),
+        )
+
+    async def _start_database(self) -> None:
+        if not self.database_url:
+            self.postgres = await start_postgres(self.dir.postgres)
+            self.database_url = self.postgres.url
+            self._present("postgres", self.postgres)
+        await self._migrate()
+
+    async def _migrate(self) -> None:
+        """Bring the schema up to date, in a process of its own: its imports are not wanted here."""
+        command = [sys.executable, "-m", "controller.adapters.migrate", self.database_url]
+        process = await asyncio.create_subprocess_exec(
+            *command, stdout=asyncio.subprocess.DEVNULL, stderr=asyncio.subprocess.PIPE
+        )
+        async with asyncio.timeout(READY_WITHIN_S):
+            _, words = await process.communicate()
+        if process.returncode:
+            raise HoldfastError(words.decode(errors="replace").strip().splitlines()[-1].removeprefix("holdfast: "))
+
+    def _present(self, role: str, server: Server) -> None:
+        announce(self.dir.path, role, role, server.url, server.pid)
+
+    def _plan(self) -> None:
+        """Say which children there are, and what each is told through its environment."""
+        a = self.args
+        self._child("controller", "controller", self._controller_environment())
+        for n in range(a.frontends):
+            own = {"HOLDFAST_FRONTEND__HOST": a.host, "HOLDFAST_FRONTEND__PORT": str(a.port)}
+            self._child("frontend", f"frontend-{n}", own)
+        for n in range(len(a.upstream) if a.engine == "openai" else a.workers):
+            self._child("worker", f"w{n}", self._worker_environment(n))
+
+    def _controller_environment(self) -> dict[str, str]:
+        a = self.args
+        own = {"HOLDFAST_CONTROLLER__CHAOS": "true" if a.chaos else "false"}
+        if a.canary_interval is not None:
+            own["HOLDFAST_CONTROLLER__CANARY__INTERVAL_S"] = str(a.canary_interval)
+        if a.breaker_wait is not None:
+            own["HOLDFAST_POLICY__BREAKER__WAIT_MIN"] = str(a.breaker_wait)
+        if a.breaker_backoff is not None:
+            own["HOLDFAST_POLICY__BREAKER__BACKOFF"] = str(a.breaker_backoff)
+        return own
+
+    def _worker_environment(self, n: int) -> dict[str, str]:
+        a = self.args
+        own = {"HOLDFAST_WORKER_ENGINE": a.engine}
+        if a.model is not None:
+            own["HOLDFAST_WORKER_MODEL"] = str(a.model.resolve())
+        if a.engine == "openai":
+            own["HOLDFAST_WORKER_UPSTREAM"] = a.upstream[n]
+        if a.itl_ms is not None:
+            own["HOLDFAST_WORKER_ITL_MS"] = str(a.itl_ms)
+        return own
+
+    def _child(self, role: str, name: str, environment: dict[str, str]) -> None:
+        command = [sys.executable, "-m", "controller.cli", role, "--data", str(self.dir.path), "--name", name]
+        self.children.append(Child(name, role, command, self.dir.logs / f"{name}.log", environment))
+
+    def _spawn_projector(self) -> None:
+        self._child("projector", "projector", {})
+        self._spawn(self.children[-1])
+
+    def _spawn(self, child: Child) -> None:
+        servers = {"HOLDFAST_NATS_URL": self.nats_url, "HOLDFAST_DATABASE_URL": self.database_url}
+        child.environment = {**child.environment, **{k: v for k, v in servers.items() if v}}
+        if child.role == "worker":
+            self.instances[child.name] = new_id()
+            child.environment["HOLDFAST_WORKER_INSTANCE"] = self.instances[child.name]
+        child.start()
+
+    async def _open_journal(self) -> None:
+        from events.journal.nats import NatsJournal
+
+        self.journal = await NatsJournal.connect(
+            self.nats_url, f"supervisor:{new_id()}", self.dir.path / "spool" / "supervisor"
+        )
+
+    async def _until_ready(self, began: float) -> None:
+        url = f"http://{self.args.host}:{self.args.port}"
+        deadline = began + READY_WITHIN_S
+        while not await http_ok(f"{url}/health"):
+            await self._tend()
+            if self.stopping.is_set():
+                return
+            if time.monotonic() > deadline:
+                raise HoldfastError(f"the fleet was not ready after {READY_WITHIN_S:g} s; see {self.dir.logs}")
+            await asyncio.sleep(POLL_S)
+        self.ready = True
+        workers = sum(child.role == "worker" for child in self.children)
+        print(f"Holdfast is ready after {time.monotonic() - began:.1f} s: {url}/v1 with {workers} workers", flush=True)
+        print(f"  data and logs in {self.dir.path}; `holdfast status` shows the fleet, Ctrl-C stops it", flush=True)
+
+    # --- watching ---------------------------------------------------------------------------------------------------
+
+    async def _watch(self) -> None:
+        while not self.stopping.is_set():
+            await self._tend()
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self.stopping.wait(), POLL_S)
+
+    async def _tend(self) -> None:
+        """Notice what has ended, and start again what is due."""
+        for child in self.children:
+            status = child.ended()
+            if status is not None:
+                self._ended(child, status)
+            if child.due():
+                self._spawn(child)
+        await self._tend_servers()
+
+    def _ended(self, child: Child, status: int) -> None:
+        print(f"{child.name} ended with status {status}; starting it again", file=sys.stderr, flush=True)
+        if child.role == "worker" and status != 0:
+            mode = "immediate" if status < 0 else "self_initiated"
+            self.journal.observe(
+                WorkerLeft(worker=child.name, instance=self.instances[child.name], mode=mode, exit=status)
+            )
+        if not self.ready and child.lives >= LIVES_BEFORE_GIVING_UP:
+            words = child.last_words()
+            raise HoldfastError(f"{child.name} does not start: {words or f'see {child.log}'}")
+
+    async def _tend_servers(self) -> None:
+        if self.nats is not None and not self.nats.running:
+            port, self.nats = self.nats.port, None
+            self.nats = await self._again(lambda: start_nats(self.dir.nats, port=port))
+            self._present("nats", self.nats)
+        if self.postgres is not None and not self.postgres.running:
+            port, self.postgres = self.postgres.port, None
+            self.postgres = await self._again(lambda: start_postgres(self.dir.postgres, port=port))
+            self._present("postgres", self.postgres)
+
+    async def _again(self, start: Callable[[], Coroutine[Any, Any, Server]]) -> Server:
+        """Start a server on its old port, which the kernel may take a moment to give back."""
+        deadline = time.monotonic() + READY_WITHIN_S
+        while True:
+            try:
+                return await start()
+            except HoldfastError:
+                if time.monotonic() > deadline or self.stopping.is_set():
+                    raise
+                await asyncio.sleep(0.2)
+
+    # --- stopping ---------------------------------------------------------------------------------------------------
+
+    async def _stop(self) -> None:
+        """Stop in order: who takes requests, who serves them, who decides, who remembers."""
+        for role in ("frontend", "worker", "controller", "projector"):
+            await self._end([child for child in self.children if child.role == role])
+        if self.journal is not None:
+            await self.journal.close()
+        if self.postgres is not None:
+            await self.postgres.stop()
+        if self.nats is not None:
+            await self.nats.stop()
+        (self.dir.path / "fleet.json").unlink(missing_ok=True)
+
+    async def _end(self, children: list[Child]) -> None:
+        for child in children:
+            child.signal(signal.SIGTERM)
+            child.signal(signal.SIGCONT)  # a hung (stopped) worker must hear it
+        deadline = time.monotonic() + STOP_GRACE_S
+        while any(child.process is not None for child in children) and time.monotonic() < deadline:
+            for child in children:
+                child.ended()
+            await asyncio.sleep(POLL_S / 5)
+        for child in children:
+            child.signal(signal.SIGKILL)
+            if child.process is not None:
+                child.process.wait()
