@@ -1,0 +1,73 @@
+"""Time: the real one, and a virtual one that moves only when a test says so."""
+
+import asyncio
+import heapq
+import itertools
+import time
+from datetime import UTC, datetime, timedelta
+
+
+class SystemClock:
+    """The machine's own clock. Implements `controller.ports.Clock`."""
+
+    def now(self) -> datetime:
+        """Return the current instant, aware and in UTC."""
+        return datetime.now(UTC)
+
+    def monotonic(self) -> float:
+        """Return seconds that never go back."""
+        return time.monotonic()
+
+    async def sleep(self, seconds: float) -> None:
+        """Wait `seconds` of real time."""
+        await asyncio.sleep(seconds)
+
+
+class VirtualClock:
+    """A test turns it by hand. Sleepers wake in the order of their instants, not by themselves."""
+
+    def __init__(self, start: datetime = datetime(2026, 1, 1, tzinfo=UTC)) -> None:
+        self._start = start
+        self._elapsed = 0.0
+        self._sleepers: list[tuple[float, int, asyncio.Future[None]]] = []
+        self._ties = itertools.count()
+
+    def now(self) -> datetime:
+        """Return the virtual instant."""
+        return self._start + timedelta(seconds=self._elapsed)
+
+    def monotonic(self) -> float:
+        """Return virtual seconds since the start."""
+        return self._elapsed
+
+    @property
+    def sleepers(self) -> int:
+        """How many are waiting for this clock: a test awaits this before it turns the clock."""
+        return sum(not future.done() for _, _, future in self._sleepers)
+
+    async def sleep(self, seconds: float) -> None:
+        """Wait until the clock has been advanced by `seconds`."""
+        if seconds <= 0:
+            await asyncio.sleep(0)
+            return
+        future = asyncio.get_running_loop().create_future()
+        heapq.heappush(self._sleepers, (self._elapsed + seconds, next(self._ties), future))
+        await future
+
+    async def advance(self, seconds: float) -> None:
+        """Turn the clock, waking every sleeper at its own instant and letting it run before time goes on."""
+        end = self._elapsed + seconds
+        while self._sleepers and self._sleepers[0][0] <= end:
+            at, _, future = heapq.heappop(self._sleepers)
+            self._elapsed = max(self._elapsed, at)
+            if not future.done():
+                future.set_result(None)
+                await _settle()
+        self._elapsed = end
+        await _settle()
+
+
+async def _settle() -> None:
+    """Let everything run that can without time passing: ten turns reach through any chain of awaits here."""
+    for _ in range(10):
+        await asyncio.sleep(0)

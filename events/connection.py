@@ -1,0 +1,157 @@
+"""One NATS connection of one process: made in the background, remade for ever.
+
+nats-py keeps a reconnect buffer that replays what was published while the broker was away, long after the
+publisher has given up on it. We keep none (`pending_size=0`): while disconnected a publish raises at once;
+what must not be lost is kept in the journal's outbox and spool instead.
+"""
+
+import asyncio
+import contextlib
+import time
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import structlog
+from nats.aio.client import Client
+from nats.aio.msg import Msg
+from nats.aio.subscription import Subscription
+from nats.errors import Error as NatsError
+
+RECONNECT_WAIT_S = 0.1
+CONNECT_TIMEOUT_S = 2
+PING_INTERVAL_S = 2
+PINGS_MAX = 2  # a broker that is silent for 4-6 s is taken for dead
+PENDING_MSGS_MAX = 65536  # of one subscription; nats-py drops what is beyond, and readers notice the gap
+
+log = structlog.get_logger(__name__)
+
+DISCONNECTED: tuple[type[Exception], ...] = (NatsError, OSError, TimeoutError)
+"""What nats-py may raise when the broker is not there or does not answer in time."""
+
+
+class Interest:
+    """A subscription that may be wished for before there is a connection."""
+
+    def __init__(self, subject: str, callback: Callable[[Msg], Awaitable[None]]) -> None:
+        self.subject = subject
+        self._callback = callback
+        self._inner: Subscription | None = None
+        self._cancelled = False
+
+    async def start(self, client: Client) -> None:
+        """Tell the broker."""
+        if not self._cancelled:
+            self._inner = await client.subscribe(
+                self.subject, cb=self._callback, pending_msgs_limit=PENDING_MSGS_MAX, pending_bytes_limit=0
+            )
+
+    async def cancel(self) -> None:
+        """Stop hearing."""
+        self._cancelled = True
+        if self._inner is not None:
+            with contextlib.suppress(*DISCONNECTED):
+                await self._inner.unsubscribe()
+
+
+class Connection:
+    """A client that reconnects by itself. `since` is when the present connection was made (None: none)."""
+
+    def __init__(self, url: str, name: str) -> None:
+        self.url = url
+        self.name = name
+        self.client = Client()
+        self.since: float | None = None  # monotonic seconds
+        self.reconnects = 0
+        self.up = asyncio.Event()  # a flag: connected
+        self.last_error: Exception | None = None
+        self._listeners: list[Callable[[bool], None]] = []
+        self._waiting: list[Interest] = []
+        self._ever = False
+        self._task: asyncio.Task[None] | None = None
+
+    @classmethod
+    async def open(cls, url: str, name: str, *, wait_s: float = CONNECT_TIMEOUT_S) -> "Connection":
+        """Start connecting; return once connected, or after `wait_s` and go on trying in the background."""
+        connection = cls(url, name)
+        connection._task = asyncio.create_task(connection._connect(), name=f"nats-connect-{name}")
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(connection.up.wait(), wait_s)
+        return connection
+
+    @property
+    def connected(self) -> bool:
+        """Whether the broker can be talked to right now."""
+        return self.since is not None and bool(self.client.is_connected)
+
+    def listen(self, callback: Callable[[bool], None]) -> None:
+        """Call `callback(connected)` at each change."""
+        self._listeners.append(callback)
+
+    async def subscribe(self, subject: str, callback: Callable[[Msg], Awaitable[None]]) -> "Interest":
+        """Hear `subject` from now or the first connection on; nats-py renews it at each reconnection."""
+        interest = Interest(subject, callback)
+        if self._ever:
+            await interest.start(self.client)
+        else:
+            self._waiting.append(interest)
+        return interest
+
+    async def close(self, deadline_s: float = 1.0) -> None:
+        """Let go of the broker."""
+        self._changed(False)
+        self._listeners.clear()
+        if self._task is not None and not self._task.done():
+            self._task.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await self._task
+        with contextlib.suppress(TimeoutError, NatsError, OSError):
+            await asyncio.wait_for(self.client.close(), deadline_s)
+
+    async def _connect(self) -> None:
+        options: dict[str, Any] = {
+            "name": self.name,
+            "pending_size": 0,
+            "allow_reconnect": True,
+            "max_reconnect_attempts": -1,
+            "reconnect_time_wait": RECONNECT_WAIT_S,
+            "connect_timeout": CONNECT_TIMEOUT_S,
+            "ping_interval": PING_INTERVAL_S,
+            "max_outstanding_pings": PINGS_MAX,
+            "error_cb": self._on_error,
+            "disconnected_cb": self._on_disconnected,
+            "reconnected_cb": self._on_reconnected,
+        }
+        while True:
+            try:
+                await self.client.connect([part.strip() for part in self.url.split(",")], **options)
+                break
+            except DISCONNECTED as error:
+                self.last_error = error
+                await asyncio.sleep(RECONNECT_WAIT_S)
+        self._ever = True
+        for interest in self._waiting:
+            await interest.start(self.client)
+        self._waiting.clear()
+        self._changed(True)
+
+    async def _on_error(self, error: Exception) -> None:
+        self.last_error = error
+        log.debug("nats_error", error=repr(error), connection=self.name)
+
+    async def _on_disconnected(self) -> None:
+        log.warning("nats_disconnected", connection=self.name, url=self.url)
+        self._changed(False)
+
+    async def _on_reconnected(self) -> None:
+        self.reconnects += 1
+        log.info("nats_reconnected", connection=self.name, url=self.url)
+        self._changed(True)
+
+    def _changed(self, connected: bool) -> None:
+        self.since = time.monotonic() if connected else None
+        if connected:
+            self.up.set()
+        else:
+            self.up.clear()
+        for listener in self._listeners:
+            listener(connected)

@@ -1,0 +1,118 @@
+"""Real servers for the tests: on random ports, in their own directories, started once per session."""
+
+import asyncio
+import contextlib
+import inspect
+import threading
+from collections.abc import Awaitable, Callable, Coroutine, Iterator
+from pathlib import Path
+from typing import Any, TypeVar
+
+import nats
+import pytest
+
+from controller.adapters.embedded import Server, start_nats, start_postgres
+
+Condition = Callable[[], object | Awaitable[object]]
+Eventually = Callable[..., Awaitable[None]]
+POLL_S = 0.005
+T = TypeVar("T")
+
+
+class Background:
+    """A thread with a loop of its own, for the session: servers die with the thread that started them."""
+
+    def __init__(self) -> None:
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
+        self._thread.start()
+
+    def run(self, work: Coroutine[Any, Any, T]) -> T:
+        """Run `work` there, whether or not a loop runs here, and return its result."""
+        return asyncio.run_coroutine_threadsafe(work, self._loop).result(60)
+
+    def close(self) -> None:
+        """End the thread."""
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()
+
+
+@pytest.fixture(scope="session")
+def background() -> Iterator[Background]:
+    """A place to run coroutines from fixtures that are not async themselves."""
+    made = Background()
+    yield made
+    made.close()
+
+
+@pytest.fixture(scope="session")
+def nats_server(background: Background, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """A nats-server with JetStream for the whole session. Most tests want `nats_url` instead."""
+    server = background.run(start_nats(tmp_path_factory.mktemp("nats")))
+    yield server
+    background.run(server.kill())
+
+
+@pytest.fixture
+def nats_url(background: Background, nats_server: Server) -> str:
+    """The session's nats-server, with no stream on it."""
+    background.run(_empty(nats_server.url))
+    return nats_server.url
+
+
+@pytest.fixture
+def own_nats(background: Background, tmp_path: Path) -> Iterator[Server]:
+    """A nats-server of the test's own, to kill and restart (30 ms)."""
+    server = background.run(start_nats(tmp_path / "nats"))
+    yield server
+    background.run(server.kill())
+
+
+@pytest.fixture(scope="session")
+def postgres_server(background: Background, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """A PostgreSQL for the whole session."""
+    base = tmp_path_factory.getbasetemp()
+    for directory in (base, *base.parents):  # the unprivileged user must be able to reach its directory
+        with contextlib.suppress(PermissionError):
+            if directory.stat().st_mode & 0o001 == 0:
+                directory.chmod(directory.stat().st_mode | 0o011)
+    server = background.run(start_postgres(tmp_path_factory.mktemp("postgres")))
+    yield server
+    background.run(server.kill())
+
+
+@pytest.fixture(scope="session")
+def postgres_url(postgres_server: Server) -> str:
+    """postgresql://holdfast@127.0.0.1:PORT/holdfast: an empty database for the whole session."""
+    return postgres_server.url
+
+
+@pytest.fixture
+def eventually() -> Eventually:
+    """`await eventually(condition, deadline_s=10)`: wait until a condition (sync or async) holds, or fail."""
+
+    async def wait(condition: Condition, deadline_s: float = 10.0, what: str = "") -> None:
+        loop = asyncio.get_running_loop()
+        end = loop.time() + deadline_s
+        while True:
+            found = condition()
+            if await found if inspect.isawaitable(found) else found:
+                return
+            if loop.time() > end:
+                pytest.fail(
+                    f"{what or inspect.getsource(condition).strip()} did not hold within {deadline_s:g} s"
+                )
+            await asyncio.sleep(POLL_S)
+
+    return wait
+
+
+async def _empty(url: str) -> None:
+    client = await nats.connect(url)
+    try:
+        jetstream = client.jetstream()
+        for stream in await jetstream.streams_info():
+            await jetstream.delete_stream(stream.config.name)
+    finally:
+        await client.close()

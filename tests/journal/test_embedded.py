@@ -1,0 +1,134 @@
+"""The embedded servers: they start fast, resume, refuse clearly, and never outlive their parent."""
+
+import asyncio
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+
+import nats
+import pytest
+
+from controller.adapters import embedded_postgres
+from controller.adapters.embedded import (
+    DirectoryInUse,
+    PortInUse,
+    Server,
+    ServerFailed,
+    start_nats,
+    start_postgres,
+)
+
+pytestmark = pytest.mark.servers
+Eventually = Callable[..., Awaitable[None]]
+
+
+async def test_the_effective_sync_interval_is_read_back(own_nats: Server, tmp_path: Path) -> None:
+    assert own_nats.effective["sync_interval"] == "always"
+    lazy = await start_nats(tmp_path / "lazy", sync_interval="2m")
+    try:
+        assert lazy.effective["sync_interval"] == "120s"
+    finally:
+        await lazy.kill()
+
+
+async def test_a_second_start_resumes_what_a_killed_server_had_acknowledged(own_nats: Server) -> None:
+    client = await nats.connect(own_nats.url, allow_reconnect=False)
+    jetstream = client.jetstream()
+    await jetstream.add_stream(name="KEPT", subjects=["kept"])
+    await jetstream.publish("kept", b"one")
+    await client.close()
+    await own_nats.kill()
+    again = await start_nats(own_nats.directory, port=own_nats.port)
+    try:
+        assert again.url == own_nats.url
+        client = await nats.connect(again.url)
+        assert (await client.jetstream().stream_info("KEPT")).state.last_seq == 1
+        await client.close()
+    finally:
+        await again.kill()
+
+
+async def test_two_servers_never_share_a_directory(own_nats: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("controller.adapters.embedded_server.LOCK_WAIT_S", 0.05)
+    with pytest.raises(DirectoryInUse, match="another --data"):
+        await start_nats(own_nats.directory)
+
+
+async def test_a_port_in_use_is_one_clear_sentence(tmp_path: Path) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        for start in (start_nats, start_postgres):
+            with pytest.raises(PortInUse, match=f"port {port}.*taken"):
+                await start(tmp_path / "server", port=port)
+
+
+async def test_a_server_that_cannot_start_says_why(tmp_path: Path) -> None:
+    with pytest.raises(ServerFailed, match=r"ended with status 1"):
+        await start_nats(tmp_path / "nats", sync_interval="whenever")
+
+
+async def test_postgres_resumes_after_a_kill(tmp_path: Path, postgres_server: Server) -> None:
+    directory = tmp_path / "pg"
+    first = await start_postgres(directory)
+    await first.kill()
+    second = await start_postgres(directory)
+    try:
+        assert second.running
+        assert (directory / "data" / "postmaster.pid").read_text().split()[0] == str(second.pid)
+    finally:
+        await second.stop()
+    assert not second.running
+
+
+def test_postgres_binaries_that_the_user_cannot_reach_are_copied(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hidden = tmp_path / "hidden"
+    (hidden / "bin").mkdir(parents=True)
+    (hidden / "bin" / "postgres").write_text("#!/bin/sh\n")
+    hidden.chmod(0o700)
+    if os.geteuid() != 0:
+        pytest.skip("only root runs postgres as somebody else")
+    monkeypatch.setattr(embedded_postgres.tempfile, "tempdir", str(tmp_path))
+    copy = embedded_postgres._readable(hidden, "nobody")
+    assert copy != hidden
+    assert (copy / "bin" / "postgres").exists()
+    assert embedded_postgres._readable(hidden, "nobody") == copy
+
+
+async def test_a_killed_parent_leaves_no_orphan(tmp_path: Path, eventually: Eventually) -> None:
+    script = f"""
+import asyncio, sys
+from pathlib import Path
+from controller.adapters.embedded import start_nats, start_postgres
+async def main():
+    nats = await start_nats(Path({str(tmp_path)!r}) / "nats")
+    postgres = await start_postgres(Path({str(tmp_path)!r}) / "pg")
+    print(nats.pid, postgres.pid, flush=True)
+    await asyncio.sleep(60)
+asyncio.run(main())
+"""
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    parent = await asyncio.create_subprocess_exec(
+        sys.executable, "-c", script, stdout=subprocess.PIPE, env=environment
+    )
+    assert parent.stdout is not None
+    pids = [int(pid) for pid in (await asyncio.wait_for(parent.stdout.readline(), 30)).split()]
+    assert len(pids) == 2
+    parent.send_signal(signal.SIGKILL)
+    await parent.wait()
+    await eventually(lambda: not any(_alive(pid) for pid in pids))
+
+
+def _alive(pid: int) -> bool:
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0]
+    except OSError:
+        return False
+    return state != "Z"
