@@ -1,0 +1,284 @@
+"""The request plane's client side: one connection to every worker that is wanted, kept up, and judged.
+
+    want({worker: address}) ── dial ── Hello/Welcome ── live ── broken or hung ──▶ streams told at once
+                                 ▲                                  │
+                                 └──── backoff, jittered ◀──────────┘
+
+Implements `controller.ports.Plane` for frontends and `controller.ports.Prober` for the canary loop. It needs
+no broker and no database: with both dead, it goes on.
+"""
+
+import asyncio
+import itertools
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+from urllib.parse import urlsplit
+
+import structlog
+import xxhash
+
+from controller.adapters.hang import HangPolicy
+from controller.adapters.worker_line import Line, Reader
+from controller.ports import LostCause, Sink, WorkerUnreachable
+from events.wire import Chunk, Generate, Load
+
+log = structlog.get_logger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Address:
+    """Where one instance of a worker listens: `tcp://host:port`."""
+
+    instance: str
+    url: str
+
+
+@dataclass(frozen=True, slots=True)
+class PlaneLimits:
+    """The deadlines and bounds of connections."""
+
+    connect_s: float = 1.0
+    welcome_s: float = 1.0
+    backoff_s_min: float = 0.05
+    backoff_s_max: float = 2.0
+    ask_connect_s: float = 1.0  # how long a probe waits for a connection that is being made
+    ask_chunks_max: int = 4096
+    hang: HangPolicy = field(default_factory=HangPolicy)
+
+
+@dataclass(slots=True)
+class _Link:
+    """The wish to be connected to one instance, and what has become of it."""
+
+    worker: str
+    address: Address
+    line: Line | None = None
+    task: asyncio.Task[None] | None = None
+    failures: int = 0  # in a row
+
+    @property
+    def live(self) -> Line | None:
+        return self.line if self.line is not None and self.line.live else None
+
+
+class RequestPlane:
+    """All connections of one frontend (or prober)."""
+
+    def __init__(self, frontend: str, limits: PlaneLimits | None = None) -> None:
+        self._frontend = frontend
+        self._limits = limits or PlaneLimits()
+        self._links: dict[str, _Link] = {}
+        self._group: asyncio.TaskGroup | None = None
+        self._streams = itertools.count(1)  # never used twice, over all connections
+        self._listeners: list[Callable[[], None]] = []
+        self._everyone_since: float | None = None
+        self.hangs = 0
+        self.late_ticks = 0
+
+    # --- whom to be connected to --------------------------------------------------------------------------
+
+    async def run(self) -> None:
+        """Keep the wanted connections up until cancelled."""
+        try:
+            async with asyncio.TaskGroup() as group:
+                self._group = group
+                for link in self._links.values():
+                    self._start(link)
+                await self._watch()
+        finally:
+            self._group = None
+            for link in self._links.values():
+                if link.line is not None:
+                    link.line.close()
+
+    def want(self, addresses: Mapping[str, Address]) -> None:
+        """Be connected to exactly these workers."""
+        for worker, link in list(self._links.items()):
+            if addresses.get(worker) != link.address:
+                del self._links[worker]
+                self._stop(link)
+        for worker, address in addresses.items():
+            if worker not in self._links:
+                link = self._links[worker] = _Link(worker, address)
+                self._start(link)
+
+    def listen(self, changed: Callable[[], None]) -> None:
+        """Call `changed` whenever a connection came, went, or changed its standing."""
+        self._listeners.append(changed)
+
+    @property
+    def connected(self) -> dict[str, str]:
+        """The workers with a live connection, and their instances: what the links report says."""
+        return {link.worker: link.address.instance for link in self._links.values() if link.live is not None}
+
+    def _start(self, link: _Link) -> None:
+        if self._group is not None and link.task is None:
+            link.task = self._group.create_task(self._keep(link), name=f"link {link.worker}")
+
+    def _stop(self, link: _Link) -> None:
+        if link.task is not None:
+            link.task.cancel()
+        if link.line is not None:
+            link.line.abort("disconnected", f"{link.worker} ({link.address.instance}) is gone")
+
+    def _changed(self) -> None:
+        for listener in self._listeners:
+            listener()
+
+    # --- keeping one connection up ------------------------------------------------------------------------
+
+    async def _keep(self, link: _Link) -> None:
+        while True:
+            try:
+                line = await self._dial(link)
+            except (OSError, TimeoutError, WorkerUnreachable) as error:
+                link.failures += 1
+                if link.failures in (1, 10):
+                    log.info("worker_unreachable", worker=link.worker, url=link.address.url, error=str(error))
+                await asyncio.sleep(self._backoff_s(link))
+                continue
+            link.failures = 0
+            log.info("worker_connected", worker=link.worker, instance=link.address.instance)
+            self._changed()
+            await line.ended
+            link.line = None
+            await asyncio.sleep(self._backoff_s(link))
+
+    async def _dial(self, link: _Link) -> Line:
+        host, port = _endpoint(link.address.url)
+        loop = asyncio.get_running_loop()
+        async with asyncio.timeout(self._limits.connect_s):
+            _, line = await loop.create_connection(
+                lambda: Line(self._frontend, self._limits.hang, self._changed), host, port
+            )
+        link.line = line
+        try:
+            async with asyncio.timeout(self._limits.welcome_s):
+                await asyncio.wait((line.greeted,))
+            if line.greeted.cancelled():
+                raise WorkerUnreachable("it closed the connection without a welcome")
+            welcome = line.greeted.result()
+            if (welcome.worker, welcome.instance) != (link.worker, link.address.instance):
+                raise WorkerUnreachable(f"{link.address.url} is {welcome.worker} ({welcome.instance}) now")
+        except BaseException:
+            link.line = None
+            line.abort("cannot_connect", "no welcome")
+            raise
+        return line
+
+    def _backoff_s(self, link: _Link) -> float:
+        """Return the wait before the next attempt: doubling, times 0.5…1 by a hash: frontends spread."""
+        limits = self._limits
+        whole = min(limits.backoff_s_max, limits.backoff_s_min * 2 ** min(link.failures, 16))
+        spread = xxhash.xxh32_intdigest(f"{self._frontend} {link.worker} {link.failures}".encode()) / 2**32
+        return float(whole * (0.5 + spread / 2))
+
+    # --- streams ------------------------------------------------------------------------------------------
+
+    def _line(self, worker: str, instance: str | None = None) -> Line | None:
+        link = self._links.get(worker)
+        if link is None or (instance is not None and link.address.instance != instance):
+            return None
+        return link.live
+
+    def reachable(self, worker: str, instance: str) -> bool:
+        """Say whether this instance is connected, and neither stuck nor leaving."""
+        line = self._line(worker, instance)
+        return line is not None and not line.pulse.stuck and not line.draining
+
+    def load(self, worker: str) -> Load | None:
+        """Return the load that the worker reported last; None if it is not connected."""
+        line = self._line(worker)
+        return line.load if line is not None else None
+
+    def open(self, worker: str, instance: str, request: Generate, sink: Sink) -> int:
+        """Send a request and return its stream number. Raise WorkerUnreachable."""
+        line = self._line(worker, instance)
+        if line is None:
+            raise WorkerUnreachable(f"{worker} ({instance}) is not connected")
+        stream = next(self._streams)
+        line.open(stream, request, sink)
+        return stream
+
+    def cancel(self, worker: str, stream: int) -> None:
+        """Forget a stream: the worker is told, and late chunks are dropped. Unknown streams are ignored."""
+        line = self._line(worker)
+        if line is not None:
+            line.cancel(stream)
+
+    async def ask(self, worker: str, request: Generate) -> AsyncIterator[Chunk]:
+        """Yield the worker's chunks until one finishes; the deadline is the caller's. Raise WorkerUnreachable."""
+        link = await self._awaited(worker)
+        reader = Reader(self._limits.ask_chunks_max)
+        stream = self.open(worker, link.address.instance, request, reader)
+        try:
+            while True:
+                chunk = await reader.next()
+                yield chunk
+                if chunk.finish is not None or chunk.error is not None:
+                    return
+        finally:
+            self.cancel(worker, stream)
+
+    async def _awaited(self, worker: str) -> _Link:
+        loop = asyncio.get_running_loop()
+        until = loop.time() + self._limits.ask_connect_s
+        while True:
+            link = self._links.get(worker)
+            if link is not None and link.live is not None:
+                return link
+            if loop.time() > until:
+                raise WorkerUnreachable(f"{worker} is not connected")
+            await asyncio.sleep(0.01)
+
+    # --- hangs --------------------------------------------------------------------------------------------
+
+    async def _watch(self) -> None:
+        """Judge every connection each tick, after our own lag is taken off and our sockets are read."""
+        loop, policy = asyncio.get_running_loop(), self._limits.hang
+        due = loop.time() + policy.tick_s
+        while True:
+            await asyncio.sleep(max(0.0, due - loop.time()))
+            now = loop.time()
+            if now - due > policy.lag_s:
+                self.late_ticks += 1
+                for line in self._lines():
+                    line.pulse.excuse(now - due, now)
+            due = now + policy.tick_s
+            suspects = [line for line in self._lines() if line.pulse.suspect(now)]
+            if suspects:
+                with suppress(TimeoutError):  # one whole turn of the loop, so that what has arrived is read
+                    await asyncio.sleep(policy.lag_s / 2)
+                self._judge([line for line in suspects if not line.readable()], loop.time())
+            else:
+                self._everyone_since = None
+
+    def _lines(self) -> list[Line]:
+        return [link.line for link in self._links.values() if link.live is not None and link.line is not None]
+
+    def _judge(self, suspects: list[Line], now: float) -> None:
+        policy = self._limits.hang
+        guilty = [(line, why) for line in suspects if (why := line.pulse.suspect(now))]
+        busy = [line for line in self._lines() if line.pulse.open_streams]
+        if len(guilty) > 1 and len(guilty) == len(busy):
+            self._everyone_since = self._everyone_since or now
+            if now - self._everyone_since < policy.everyone_s:
+                return  # all at once: more likely it is us
+        for line, why in guilty:
+            self.hangs += 1
+            worker = next((k.worker for k in self._links.values() if k.line is line), "?")
+            log.warning("worker_hung", worker=worker, why=why, streams=line.pulse.open_streams)
+            cause: LostCause = "stalled"
+            if line.pulse.silent_s(now) > policy.silence_s:
+                line.abort(cause, why)
+            else:
+                line.lose(cause, why)  # its loop lives: it will say when the engine gets on
+                self._changed()
+
+
+def _endpoint(url: str) -> tuple[str, int]:
+    parts = urlsplit(url)
+    if parts.hostname is None or parts.port is None:
+        raise WorkerUnreachable(f"{url!r} is not an address: tcp://host:port is")
+    return parts.hostname, parts.port

@@ -1,0 +1,194 @@
+"""One connection to one worker: frames in, frames out, and who waits for which stream.
+
+Steps are dispatched straight from the bytes' arrival to each stream's sink, without a queue or a task per
+token: this is the frontend's hottest path.
+"""
+
+import asyncio
+import select
+from collections.abc import Callable
+from contextlib import suppress
+
+import msgspec
+import structlog
+
+from controller.adapters.hang import HangPolicy, Pulse
+from controller.ports import LostCause, Sink, WorkerUnreachable
+from events import wire
+
+log = structlog.get_logger(__name__)
+
+WRITE_BYTES_MAX = 8 * 1024 * 1024  # requests queued towards a worker that does not read
+BROKEN = "Stream ended before generation completed"  # the seed's words
+
+
+class Line(asyncio.Protocol):
+    """A connection from Hello to its end."""
+
+    def __init__(self, frontend: str, policy: HangPolicy, changed: Callable[[], None]) -> None:
+        self._frontend = frontend
+        self._changed = changed
+        self._loop = asyncio.get_running_loop()
+        self._split = wire.Splitter()
+        self._transport: asyncio.Transport | None = None
+        self._sinks: dict[int, Sink] = {}
+        self._reason = BROKEN
+        self._cause: LostCause = "disconnected"
+        self.pulse = Pulse(policy, self._loop.time())
+        self.load = wire.Load()
+        self.draining = False
+        self.late = 0  # chunks of streams that nobody reads any more
+        self.tokens = 0
+        self.greeted: asyncio.Future[wire.Welcome] = self._loop.create_future()
+        self.ended: asyncio.Future[None] = self._loop.create_future()
+
+    # --- the protocol -------------------------------------------------------------------------------------
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.Transport)
+        self._transport = transport
+        transport.write(wire.encode(wire.Hello(frontend=self._frontend)))
+
+    def data_received(self, data: bytes) -> None:
+        now = self.pulse.heard_at = self._loop.time()
+        touched: dict[Sink, None] = {}
+        try:
+            for body in self._split.feed(data):
+                frame = wire.to_frontend.decode(body)
+                if type(frame) is wire.Step:
+                    self.pulse.stepped(now)
+                    self._step(frame, touched)
+                elif type(frame) is wire.Beat:
+                    self._beat(frame)
+                elif type(frame) is wire.Welcome and not self.greeted.done():
+                    self.greeted.set_result(frame)
+        except (wire.BadFrame, msgspec.MsgspecError) as error:
+            self.abort("disconnected", f"the worker sent what is not a frame: {error}")
+        for sink in touched:
+            sink.flush()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._transport = None
+        if not self.greeted.done():
+            self.greeted.cancel()
+        if not self.ended.done():
+            self.ended.set_result(None)
+        self.lose(self._cause, self._reason)
+        self._changed()
+
+    # --- what comes in ------------------------------------------------------------------------------------
+
+    def _step(self, frame: wire.Step, touched: dict[Sink, None]) -> None:
+        sinks = self._sinks
+        for chunk in frame.chunks:
+            sink = sinks.get(chunk.stream)
+            if sink is None:
+                self.late += 1
+                continue
+            self.tokens += len(chunk.tokens)
+            if chunk.finish is not None or chunk.error is not None:
+                del sinks[chunk.stream]
+                self.pulse.closed()
+            touched[sink] = None
+            sink.take(chunk)
+
+    def _beat(self, frame: wire.Beat) -> None:
+        was = (self.pulse.stuck, self.draining)
+        self.pulse.beat(frame)
+        self.load = frame.load
+        self.draining = frame.draining
+        if was != (self.pulse.stuck, self.draining):
+            self._changed()
+
+    # --- what goes out ------------------------------------------------------------------------------------
+
+    @property
+    def live(self) -> bool:
+        """Whether the worker has welcomed us and the connection stands."""
+        return self._transport is not None and self.greeted.done() and not self.greeted.cancelled()
+
+    def open(self, stream: int, request: wire.Generate, sink: Sink) -> None:
+        """Send a request. Raise WorkerUnreachable."""
+        transport = self._transport
+        if transport is None or transport.is_closing() or not self.live:
+            raise WorkerUnreachable
+        if transport.get_write_buffer_size() > WRITE_BYTES_MAX:
+            raise WorkerUnreachable("the worker does not read what it is sent")
+        request.stream = stream
+        self._sinks[stream] = sink
+        self.pulse.opened(self._loop.time())
+        transport.write(wire.encode(request))
+
+    def cancel(self, stream: int) -> None:
+        """Forget a stream and tell the worker."""
+        if self._sinks.pop(stream, None) is None:
+            return
+        self.pulse.closed()
+        if self._transport is not None and not self._transport.is_closing():
+            self._transport.write(wire.encode(wire.Cancel(stream=stream)))
+
+    # --- its end ------------------------------------------------------------------------------------------
+
+    def lose(self, cause: LostCause, detail: str) -> None:
+        """Tell every stream at once that nothing more comes; tell the worker too if it can still be told."""
+        sinks, self._sinks = self._sinks, {}
+        self.pulse.open_streams = 0
+        if self._transport is not None and not self._transport.is_closing():
+            for stream in sinks:
+                self._transport.write(wire.encode(wire.Cancel(stream=stream)))
+        for sink in sinks.values():
+            sink.lost(cause, detail)
+
+    def abort(self, cause: LostCause, reason: str) -> None:
+        """Drop the connection; its streams learn why now, not when the socket's end is noticed."""
+        self._cause, self._reason = cause, reason
+        if self._transport is not None:
+            self._transport.abort()
+            self._transport = None
+        self.lose(cause, reason)
+        self._changed()
+
+    def close(self) -> None:
+        """Let go of the connection."""
+        if self._transport is not None:
+            self._transport.close()
+
+    def readable(self) -> bool:
+        """Say whether bytes lie in the socket that we have not read: then it is us who are late."""
+        if self._transport is None:
+            return False
+        sock = self._transport.get_extra_info("socket")
+        return sock is not None and _readable(sock.fileno())
+
+
+class Reader:
+    """A sink for one who reads at his own pace: a probe."""
+
+    def __init__(self, chunks_max: int) -> None:
+        self._chunks: asyncio.Queue[Chunk | WorkerUnreachable] = asyncio.Queue(chunks_max + 1)
+        self._max = chunks_max
+
+    def take(self, chunk: Chunk) -> None:
+        if self._chunks.qsize() < self._max:
+            self._chunks.put_nowait(chunk)
+
+    def flush(self) -> None:
+        pass
+
+    def lost(self, cause: LostCause, detail: str) -> None:
+        with suppress(asyncio.QueueFull):
+            self._chunks.put_nowait(WorkerUnreachable(f"{cause}: {detail}"))
+
+    async def next(self) -> Chunk:
+        item = await self._chunks.get()
+        if isinstance(item, WorkerUnreachable):
+            raise item
+        return item
+
+
+def _readable(descriptor: int) -> bool:
+    if descriptor < 0:
+        return False
+    poll = select.poll()
+    poll.register(descriptor, select.POLLIN)
+    return bool(poll.poll(0))

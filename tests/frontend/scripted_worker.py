@@ -1,0 +1,197 @@
+"""A worker in this process that speaks the request plane and fails exactly as it is told.
+
+Its next token is a pure function of the whole sequence so far, so any lost, doubled or altered token changes
+all that follows; `undisturbed` says what the answer should have been.
+"""
+
+import asyncio
+from collections import deque
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+
+import xxhash
+
+from events import wire
+from events.wire import Beat, Cancel, Chunk, Generate, Hello, Load, Logprob, Step, Welcome
+
+FIRST, LAST = 259, 2047
+
+
+def next_token(tokens: Sequence[int]) -> int:
+    """Return what follows `tokens`."""
+    return FIRST + xxhash.xxh32_intdigest(",".join(map(str, tokens)).encode()) % (LAST - FIRST + 1)
+
+
+def undisturbed(
+    prompt: Sequence[int], count: int, follow: Callable[[Sequence[int]], int] = next_token
+) -> list[int]:
+    """Return the `count` tokens that an unbroken worker gives."""
+    tokens = list(prompt)
+    for _ in range(count):
+        tokens.append(follow(tokens))
+    return tokens[len(prompt) :]
+
+
+@dataclass
+class Act:
+    """How to serve one request: `after` tokens, then `how`. The default serves it to its end.
+
+    `how`: finish, disconnect (the connection breaks), error (a chunk with `error`), stall (the stream stops,
+    the loop lives and reports a growing step), silence (nothing more is said to anyone), finish_late (the
+    last token comes without a finish reason, then the connection breaks).
+    """
+
+    after: int | None = None
+    how: str = "finish"
+    error: str = "engine_error: it broke"
+    finish: str = "length"
+    per_step: int = 1
+    hold: asyncio.Event | None = None  # wait for this before the failure
+
+
+@dataclass
+class ScriptedWorker:
+    """One worker on a port of its own."""
+
+    name: str = "w1"
+    instance: str = "i1"
+    model: str = "m"
+    step_s: float = 0.0
+    follow: Callable[[Sequence[int]], int] = next_token
+    acts: deque[Act] = field(default_factory=deque)
+    always: Act = field(default_factory=Act)
+    requests: list[Generate] = field(default_factory=list)
+    cancelled: list[int] = field(default_factory=list)
+    silent: bool = False
+    draining: bool = False
+    step_age_ms: float = 0.0
+    phase: str = "idle"
+    prefill_tokens: int = 0
+    port: int = 0
+
+    def __post_init__(self) -> None:
+        self._server: asyncio.Server | None = None
+        self._writers: set[asyncio.StreamWriter] = set()
+        self._tasks: dict[tuple[asyncio.StreamWriter, int], asyncio.Task[None]] = {}
+
+    @property
+    def url(self) -> str:
+        return f"tcp://127.0.0.1:{self.port}"
+
+    @property
+    def active(self) -> int:
+        """How many streams are open now."""
+        return len(self._tasks)
+
+    async def start(self) -> "ScriptedWorker":
+        self._server = await asyncio.start_server(self._serve, "127.0.0.1", self.port)
+        self.port = self._server.sockets[0].getsockname()[1]
+        return self
+
+    async def stop(self) -> None:
+        if self._server is not None:
+            self._server.close()
+        self.drop()
+        await asyncio.sleep(0)
+
+    def drop(self) -> None:
+        """Break every connection."""
+        for task in list(self._tasks.values()):
+            task.cancel()
+        for writer in list(self._writers):
+            writer.transport.abort()
+
+    # --- one connection -----------------------------------------------------------------------------------
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self._writers.add(writer)
+        beats = asyncio.create_task(self._beats(writer))
+        split = wire.Splitter()
+        try:
+            while data := await reader.read(65536):
+                for body in split.feed(data):
+                    self._hear(wire.to_worker.decode(body), writer)
+        except (ConnectionError, asyncio.CancelledError):
+            pass
+        finally:
+            beats.cancel()
+            self._writers.discard(writer)
+            for key in [k for k in self._tasks if k[0] is writer]:
+                self._tasks.pop(key).cancel()
+            writer.close()
+
+    def _hear(self, frame: object, writer: asyncio.StreamWriter) -> None:
+        if isinstance(frame, Hello):
+            self._say(writer, Welcome(worker=self.name, instance=self.instance, model=self.model))
+        elif isinstance(frame, Cancel):
+            self.cancelled.append(frame.stream)
+            task = self._tasks.pop((writer, frame.stream), None)
+            if task is not None:
+                task.cancel()
+        elif isinstance(frame, Generate):
+            self.requests.append(frame)
+            act = self.acts.popleft() if self.acts else self.always
+            key = (writer, frame.stream)
+            self._tasks[key] = asyncio.create_task(self._play(writer, frame, act))
+            self._tasks[key].add_done_callback(lambda _: self._tasks.pop(key, None))
+
+    def _say(self, writer: asyncio.StreamWriter, frame: wire.ToFrontend) -> None:
+        if not self.silent and not writer.is_closing():
+            writer.write(wire.encode(frame))
+
+    async def _beats(self, writer: asyncio.StreamWriter) -> None:
+        while True:
+            await asyncio.sleep(0.05)
+            load = Load(running=self.active, kv_total=100)
+            beat = Beat(
+                phase=self.phase,
+                step_age_ms=self.step_age_ms,
+                prefill_tokens=self.prefill_tokens,
+                load=load,
+                draining=self.draining,
+            )
+            self._say(writer, beat)
+
+    # --- one request --------------------------------------------------------------------------------------
+
+    async def _play(self, writer: asyncio.StreamWriter, request: Generate, act: Act) -> None:
+        wanted = request.sampling.max_tokens
+        count = wanted if act.after is None else min(act.after, wanted)
+        ends = act.how == "finish"
+        tokens, made = list(request.tokens), 0
+        while made < count:
+            if self.step_s:
+                await asyncio.sleep(self.step_s)
+            new = []
+            for _ in range(min(act.per_step, count - made)):
+                tokens.append(self.follow(tokens))
+                new.append(tokens[-1])
+            made += len(new)
+            finish = act.finish if ends and made == count else None
+            self._say(writer, Step(chunks=[self._chunk(request, new, finish)]))
+        with suppress(ConnectionError):
+            await writer.drain()
+        if ends and count == 0:
+            self._say(writer, Step(chunks=[Chunk(stream=request.stream, tokens=[], finish=act.finish)]))
+        if not ends:
+            await self._fail(writer, request, act)
+
+    def _chunk(self, request: Generate, new: list[int], finish: str | None) -> Chunk:
+        k = request.sampling.logprobs
+        top = [Logprob(chosen=-0.5, top=[(t, -0.5 - i) for i in range(k)]) for t in new] if k else None
+        return Chunk(stream=request.stream, tokens=new, finish=finish, logprobs=top)
+
+    async def _fail(self, writer: asyncio.StreamWriter, request: Generate, act: Act) -> None:
+        if act.hold is not None:
+            await act.hold.wait()
+        if act.how == "disconnect":
+            writer.transport.abort() if not request.tokens else writer.close()
+        elif act.how == "error":
+            self._say(writer, Step(chunks=[Chunk(stream=request.stream, tokens=[], error=act.error)]))
+        elif act.how == "silence":
+            self.silent = True
+            await asyncio.Event().wait()
+        elif act.how == "stall":
+            self.phase, self.step_age_ms = "decode", 600_000.0
+            await asyncio.Event().wait()

@@ -1,0 +1,212 @@
+"""The request plane's client side: connections kept up, streams told at once, nobody accused falsely."""
+
+import asyncio
+import time
+from collections import deque
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import pytest
+from scripted_worker import Act, ScriptedWorker, undisturbed
+
+from controller.adapters.hang import HangPolicy, Pulse
+from controller.adapters.request_plane import Address, PlaneLimits, RequestPlane
+from controller.ports import WorkerUnreachable
+from events.wire import Beat, Chunk, Generate, Sampling
+
+PROMPT = [300, 301, 302]
+
+
+class Ear:
+    """A sink that keeps what it hears."""
+
+    def __init__(self) -> None:
+        self.tokens: list[int] = []
+        self.flushes = 0
+        self.end: str | None = None
+        self.done = asyncio.Event()
+
+    def take(self, chunk: Chunk) -> None:
+        self.tokens += chunk.tokens
+        self.end = chunk.finish or chunk.error or self.end
+        if chunk.finish or chunk.error:
+            self.done.set()
+
+    def flush(self) -> None:
+        self.flushes += 1
+
+    def lost(self, cause: str, detail: str) -> None:
+        self.end = f"{cause}: {detail}"
+        self.done.set()
+
+
+def question(count: int = 8) -> Generate:
+    return Generate(
+        stream=0, request="r", tokens=list(PROMPT), prompt_tokens=3, sampling=Sampling(max_tokens=count)
+    )
+
+
+async def until(condition: object, seconds: float = 5.0) -> None:
+    end = time.monotonic() + seconds
+    while not condition():  # type: ignore[operator]
+        assert time.monotonic() < end, "not in time"
+        await asyncio.sleep(0.005)
+
+
+@asynccontextmanager
+async def plane_to(
+    *workers: ScriptedWorker, limits: PlaneLimits | None = None
+) -> AsyncIterator[RequestPlane]:
+    plane = RequestPlane("f1", limits)
+    for worker in workers:
+        await worker.start()
+    plane.want({w.name: Address(w.instance, w.url) for w in workers})
+    task = asyncio.create_task(plane.run())
+    await until(lambda: len(plane.connected) == len(workers))
+    try:
+        yield plane
+    finally:
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        for worker in workers:
+            await worker.stop()
+
+
+async def test_a_stream_runs_to_its_end() -> None:
+    async with plane_to(ScriptedWorker()) as plane:
+        ear = Ear()
+        plane.open("w1", "i1", question(), ear)
+        await asyncio.wait_for(ear.done.wait(), 5)
+        assert (ear.tokens, ear.end) == (undisturbed(PROMPT, 8), "length")
+        assert ear.flushes >= 1
+
+
+async def test_a_broken_connection_tells_every_stream_at_once_and_is_made_again() -> None:
+    worker = ScriptedWorker(always=Act(after=3, how="stall"))
+    async with plane_to(worker) as plane:
+        ears = [Ear() for _ in range(5)]
+        for ear in ears:
+            plane.open("w1", "i1", question(), ear)
+        await until(lambda: all(len(ear.tokens) == 3 for ear in ears))
+        worker.drop()
+        await until(lambda: all(ear.end for ear in ears))
+        assert {ear.end for ear in ears} == {"disconnected: Stream ended before generation completed"}
+        await until(lambda: plane.connected == {"w1": "i1"})
+
+
+async def test_another_instance_at_the_address_is_not_taken_for_the_wanted_one() -> None:
+    worker = await ScriptedWorker(instance="i2").start()
+    plane = RequestPlane("f1")
+    plane.want({"w1": Address("i1", worker.url)})
+    task = asyncio.create_task(plane.run())
+    await asyncio.sleep(0.2)
+    assert plane.connected == {}
+    with pytest.raises(WorkerUnreachable):
+        plane.open("w1", "i1", question(), Ear())
+    plane.want({"w1": Address("i2", worker.url)})
+    await until(lambda: plane.connected == {"w1": "i2"})
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
+    await worker.stop()
+
+
+async def test_silence_with_open_streams_is_a_hang_within_a_second() -> None:
+    quiet, other = ScriptedWorker("w1", always=Act(after=2, how="silence")), ScriptedWorker("w2")
+    async with plane_to(quiet, other) as plane:
+        ear = Ear()
+        plane.open("w1", "i1", question(), ear)
+        began = time.monotonic()
+        await asyncio.wait_for(ear.done.wait(), 5)
+        assert ear.end is not None and ear.end.startswith("stalled: no frame for")
+        assert 0.3 < time.monotonic() - began < 2.0
+        assert plane.hangs == 1
+        assert not plane.reachable("w1", "i1")
+
+
+async def test_silence_without_open_streams_is_nothing() -> None:
+    worker = ScriptedWorker()
+    async with plane_to(worker) as plane:
+        worker.silent = True
+        await asyncio.sleep(0.7)
+        assert plane.connected == {"w1": "i1"}
+
+
+async def test_a_stuck_engine_behind_a_live_loop_is_noticed_and_comes_back() -> None:
+    worker = ScriptedWorker(always=Act(after=2, how="stall"))
+    async with plane_to(worker, ScriptedWorker("w2")) as plane:
+        ear = Ear()
+        plane.open("w1", "i1", question(), ear)
+        await asyncio.wait_for(ear.done.wait(), 5)
+        assert ear.end is not None and "its engine's step is" in ear.end
+        assert plane.connected["w1"] == "i1"  # the process lives
+        assert not plane.reachable("w1", "i1")
+        await until(lambda: bool(worker.cancelled))
+        worker.phase, worker.step_age_ms = "idle", 0.0
+        await until(lambda: plane.reachable("w1", "i1"))
+
+
+async def test_our_own_loop_standing_still_accuses_nobody() -> None:
+    worker = ScriptedWorker(step_s=0.02)
+    async with plane_to(worker) as plane:
+        ear = Ear()
+        plane.open("w1", "i1", question(20), ear)
+        await until(lambda: len(ear.tokens) >= 2)
+        time.sleep(0.8)  # noqa: ASYNC251 (the frontend's loop (and here the worker's) does nothing at all)
+        await asyncio.wait_for(ear.done.wait(), 5)
+        assert (plane.hangs, ear.end) == (0, "length")
+        assert ear.tokens == undisturbed(PROMPT, 20)
+
+
+async def test_late_chunks_of_a_cancelled_stream_are_dropped() -> None:
+    worker = ScriptedWorker(step_s=0.01)
+    async with plane_to(worker) as plane:
+        ear = Ear()
+        stream = plane.open("w1", "i1", question(50), ear)
+        await until(lambda: len(ear.tokens) >= 2)
+        plane.cancel("w1", stream)
+        count = len(ear.tokens)
+        await until(lambda: worker.cancelled == [stream])
+        assert len(ear.tokens) == count
+        await until(lambda: worker.active == 0)
+
+
+async def test_a_probe_gets_its_answer_and_its_errors() -> None:
+    worker = ScriptedWorker(acts=deque([Act(), Act(after=1, how="disconnect")]))
+    async with plane_to(worker) as plane:
+        tokens = [t async for chunk in plane.ask("w1", question()) for t in chunk.tokens]
+        assert tokens == undisturbed(PROMPT, 8)
+        with pytest.raises(WorkerUnreachable):
+            async for _ in plane.ask("w1", question()):
+                pass
+        with pytest.raises(WorkerUnreachable):
+            await anext(plane.ask("nobody", question()))
+
+
+def test_a_long_prefill_earns_a_longer_allowance() -> None:
+    pulse = Pulse(HangPolicy(), 0.0)
+    pulse.opened(0.0)
+    pulse.heard_at = 30.0
+    pulse.beat(Beat(phase="prefill", step_age_ms=30_000, prefill_tokens=3000))
+    assert not pulse.suspect(30.0)
+    pulse.beat(Beat(phase="decode", step_age_ms=30_000, prefill_tokens=0))
+    assert "step is 30.0 s old" in pulse.suspect(30.0)
+
+
+def test_the_step_limit_follows_the_recent_step_time() -> None:
+    pulse = Pulse(HangPolicy(), 0.0)
+    pulse.opened(0.0)
+    for at in range(5):
+        pulse.stepped(float(at))
+    pulse.heard_at = 10.0
+    pulse.beat(Beat(phase="decode", step_age_ms=6_000))
+    assert not pulse.suspect(10.0)
+    pulse.beat(Beat(phase="decode", step_age_ms=11_000))
+    assert pulse.suspect(10.0)
+
+
+def test_our_lag_is_taken_off_before_anyone_is_judged() -> None:
+    pulse = Pulse(HangPolicy(), 0.0)
+    pulse.opened(0.0)
+    assert pulse.suspect(0.5)
+    pulse.excuse(0.45, 0.5)
+    assert not pulse.suspect(0.5)
