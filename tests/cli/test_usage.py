@@ -1,0 +1,93 @@
+"""Bad input gets one clear sentence and the right exit code; never a traceback, never a hang."""
+
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+
+def holdfast(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    env = {k: v for k, v in os.environ.items() if not k.startswith("HOLDFAST_")} | environment
+    command = [sys.executable, "-m", "controller.cli", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=60, env=env, check=False)
+
+
+def test_without_arguments_it_shows_the_commands() -> None:
+    done = holdfast()
+    assert done.returncode == 2
+    assert "usage: holdfast" in done.stderr
+    assert "replay" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["upp"], "invalid choice: 'upp'"),
+        (["up", "--workers", "0"], "'0' is not a number from 1"),
+        (["up", "--workers", "many"], "'many' is not a number from 1"),
+        (["up", "--port", "99999"], "'99999' is not a port"),
+        (["up", "--itl-ms", "-1"], "'-1' is not a number of at least 0"),
+        (["up", "--canary-interval", "0"], "'0' is not a number above 0"),
+        (["up", "--bogus"], "unrecognized arguments: --bogus"),
+        (["chaos", "explode", "w0"], "invalid choice: 'explode'"),
+        (["drain"], "the following arguments are required: WORKER"),
+    ],
+)
+def test_wrong_arguments_are_named(arguments: list[str], says: str, tmp_path: Path) -> None:
+    done = holdfast(*arguments)
+    assert done.returncode == 2
+    assert says in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def refused(done: subprocess.CompletedProcess[str], says: str) -> None:
+    assert done.returncode == 1, done.stderr
+    assert says in done.stderr
+    assert done.stderr.count("\n") == 1, done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_a_port_in_use_is_named(tmp_path: Path) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        refused(holdfast("up", "--data", str(tmp_path), "--port", str(port)), f"127.0.0.1:{port} cannot be used")
+
+
+def test_a_data_directory_of_a_newer_version_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "version").write_text("99\n")
+    refused(holdfast("up", "--data", str(tmp_path), "--port", "18999"), "newer version")
+
+
+def test_a_data_directory_that_cannot_be_made_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    refused(holdfast("up", "--data", str(tmp_path / "file" / "x"), "--port", "18999"), "cannot be used")
+
+
+@pytest.mark.parametrize("command", [["status"], ["events"], ["drain", "w0"], ["chaos", "kill", "w0"], ["replay", "timeline"]])
+def test_without_a_fleet_every_command_says_so(command: list[str], tmp_path: Path) -> None:
+    refused(holdfast(*command, "--data", str(tmp_path)), "No fleet runs on this data directory")
+
+
+@pytest.mark.parametrize("command", [["status"], ["events"], ["drain", "w0"]])
+def test_an_unreachable_broker_is_named(command: list[str], tmp_path: Path) -> None:
+    done = holdfast(*command, "--data", str(tmp_path), HOLDFAST_NATS_URL="nats://127.0.0.1:1")
+    assert done.returncode == 1
+    assert "127.0.0.1:1" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("flags", "says"),
+    [
+        (["--engine", "transformers"], "needs --model DIR"),
+        (["--engine", "openai"], "needs --upstream URL"),
+        (["--model", "/nonexistent"], "does not exist"),
+    ],
+)
+def test_flags_that_need_others_say_which(flags: list[str], says: str, tmp_path: Path) -> None:
+    refused(holdfast("up", "--data", str(tmp_path), *flags), says)

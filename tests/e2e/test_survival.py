@@ -1,0 +1,208 @@
+"""Streams survive what befalls their workers. Every answer is compared with the undisturbed one, piece by piece."""
+
+import asyncio
+import itertools
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+import pytest_asyncio
+from fleet import Fleet
+
+from controller.demo.clients import compare
+from events.decisions import HealthChanged
+from events.observations import RequestExposed, RequestMigrated
+
+WORKERS = 3
+STREAMS = 8
+TOKENS = 100
+FLAGS = ("--workers", str(WORKERS), "--chaos", "--canary-interval", "0.5", "--breaker-wait", "1", "--breaker-backoff", "1")
+
+_numbers = itertools.count()
+
+
+@dataclass
+class Stream:
+    """One user's request, and what came of it."""
+
+    request: str
+    prompt: list[int]
+    pieces: list[str] = field(default_factory=list)
+    worker: str = ""
+    started: asyncio.Event = field(default_factory=asyncio.Event)  # a flag: a few tokens have come
+
+
+def prompts() -> list[list[int]]:
+    """Return eight different prompts, as token ids."""
+    return [[300 + (7 * i + 13 * k) % 1500 for k in range(40)] for i in range(STREAMS)]
+
+
+async def run(fleet: Fleet, stream: Stream, tokens: int = TOKENS) -> Stream:
+    """Read one stream to its end with the official client."""
+    async with fleet.client() as client:
+        answer = await client.completions.with_raw_response.create(
+            model=(await model_of(fleet)),
+            prompt=stream.prompt,
+            max_tokens=tokens,
+            temperature=0,
+            stream=True,
+            extra_headers={"X-Request-Id": stream.request},
+            extra_body={"ignore_eos": True},
+        )
+        stream.worker = answer.headers.get("X-Holdfast-Worker", "")
+        async for chunk in answer.parse():
+            if chunk.choices and chunk.choices[0].text:
+                stream.pieces.append(chunk.choices[0].text)
+                if len(stream.pieces) >= 5:
+                    stream.started.set()
+        stream.started.set()
+    return stream
+
+
+_models: dict[int, str] = {}
+
+
+async def model_of(fleet: Fleet) -> str:
+    if fleet.port not in _models:
+        async with fleet.client() as client:
+            _models[fleet.port] = (await client.models.list()).data[0].id
+    return _models[fleet.port]
+
+
+async def answers(fleet: Fleet, tokens: int = TOKENS) -> list[list[str]]:
+    """Return the undisturbed answers."""
+    streams = [Stream(f"undisturbed-{next(_numbers)}", p) for p in prompts()]
+    return [s.pieces for s in await asyncio.gather(*(run(fleet, s, tokens) for s in streams))]
+
+
+async def under_fault(fleet: Fleet, verb: str, argument: float | None = None) -> tuple[str, list[Stream]]:
+    """Start the streams, break the worker that serves the first of them, and return it with the finished streams."""
+    streams = [Stream(f"{verb}-{next(_numbers)}", p) for p in prompts()]
+    async with asyncio.TaskGroup() as group:
+        for stream in streams:
+            group.create_task(run(fleet, stream))
+        await asyncio.gather(*(s.started.wait() for s in streams))
+        victim = streams[0].worker
+        await fleet.act(verb, victim, argument)
+    return victim, streams
+
+
+async def migrated(fleet: Fleet, streams: Sequence[Stream]) -> list[RequestMigrated]:
+    """Return what the journal says of the streams' migrations, once it says so."""
+    ours = {s.request for s in streams}
+    for _ in range(100):
+        facts = [e.fact for e in await fleet.events() if isinstance(e.fact, RequestMigrated) and e.fact.request in ours]
+        if facts:
+            return facts
+        await asyncio.sleep(0.05)
+    return []
+
+
+@pytest_asyncio.fixture(loop_scope="module", scope="module")
+async def fleet(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Fleet]:
+    one = await Fleet.start(tmp_path_factory.mktemp("survival"), *FLAGS, "--itl-ms", "20").ready()
+    yield one
+    assert one.stop() == 0, one.log.read_text()
+
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+FAULTS = [
+    ("kill", None, None),
+    ("hang", None, "unhang"),
+    ("blackhole", None, "heal"),
+    ("drain", None, "resume"),
+]
+
+
+@pytest.mark.parametrize(("verb", "argument", "after"), FAULTS, ids=[f[0] for f in FAULTS])
+async def test_every_stream_survives_intact(fleet: Fleet, verb: str, argument: float | None, after: str | None) -> None:
+    await fleet.healthy(WORKERS)
+    expected = await answers(fleet)
+    victim, streams = await under_fault(fleet, verb, argument)
+    assert [s.pieces for s in streams] == expected
+    if verb != "drain":  # a drained worker finishes what it has
+        moves = await migrated(fleet, streams)
+        assert moves and {m.source for m in moves} == {victim}
+    if after:
+        await fleet.act(after, victim)
+    await fleet.healthy(WORKERS)
+
+
+async def test_an_engine_that_raises_loses_nothing(fleet: Fleet) -> None:
+    await fleet.healthy(WORKERS)
+    expected = await answers(fleet)
+    victim, streams = await under_fault(fleet, "error", 4)
+    assert [s.pieces for s in streams] == expected
+    more = [Stream(f"error-after-{next(_numbers)}", p) for p in prompts()]
+    assert [s.pieces for s in await asyncio.gather(*(run(fleet, s) for s in more))] == expected
+    await fleet.act("heal", victim)
+    await fleet.healthy(WORKERS)
+
+
+async def test_corruption_is_fenced_and_every_altered_stream_is_named(fleet: Fleet) -> None:
+    await fleet.healthy(WORKERS)
+    expected = await answers(fleet)
+    victim, streams = await under_fault(fleet, "corrupt", 8)
+    await fleet.until(lambda s: all(w["health"] != "HEALTHY" for w in s["workers"] if w["id"] == victim))
+    after = [Stream(f"after-{next(_numbers)}", p) for p in prompts()]
+    assert [s.pieces for s in await asyncio.gather(*(run(fleet, s) for s in after))] == expected, "routed to it afterwards"
+    altered = {s.request for s, e in zip(streams, expected, strict=True) if s.pieces != e}
+    for _ in range(100):
+        events = await fleet.events()
+        named = {e.fact.request for e in events if isinstance(e.fact, RequestExposed)}
+        if altered <= named:
+            break
+        await asyncio.sleep(0.05)
+    assert altered <= named
+    assert not [s.request for s in streams if compare(s.pieces, expected[streams.index(s)]).lost]
+    verdicts = [e.fact for e in events if isinstance(e.fact, HealthChanged) and e.fact.worker == victim]
+    assert any("token_mismatch" in v.reason or "logit" in v.reason for v in verdicts)
+    await fleet.act("heal", victim)
+    await fleet.healthy(WORKERS)
+
+
+async def test_streams_go_on_when_the_whole_control_plane_is_dead(fleet: Fleet) -> None:
+    status = await fleet.healthy(WORKERS)
+    expected = await answers(fleet)
+    pids = {p["role"]: p["pid"] for p in status["processes"]}
+    worker = next(w for w in status["workers"])
+    import os
+    import signal
+
+    streams = [Stream(f"dark-{next(_numbers)}", p) for p in prompts()]
+    async with asyncio.TaskGroup() as group:
+        for stream in streams:
+            group.create_task(run(fleet, stream))
+        await asyncio.gather(*(s.started.wait() for s in streams))
+        for role in ("nats", "postgres", "controller"):
+            os.kill(pids[role], signal.SIGKILL)
+        os.kill(worker["pid"], signal.SIGKILL)
+    assert [s.pieces for s in streams] == expected
+    await fleet.until_reachable()
+    await fleet.healthy(WORKERS)
+    assert await migrated(fleet, streams), "the facts arrived after the return"
+
+
+@pytest.mark.engines
+async def test_a_real_model_survives_a_crash_and_corruption(tmp_path: Path) -> None:
+    from workers.engines.tiny import build_tiny
+
+    build_tiny(tmp_path / "model")
+    fleet = await Fleet.start(
+        tmp_path / "fleet", *FLAGS, "--engine", "transformers", "--model", str(tmp_path / "model")
+    ).ready()
+    try:
+        await fleet.healthy(WORKERS)
+        expected = await answers(fleet)
+        _, streams = await under_fault(fleet, "kill")
+        assert [s.pieces for s in streams] == expected
+        await fleet.healthy(WORKERS)
+        victim, streams = await under_fault(fleet, "corrupt", 8)
+        await fleet.until(lambda s: all(w["health"] != "HEALTHY" for w in s["workers"] if w["id"] == victim))
+        altered = {s.request for s, e in zip(streams, expected, strict=True) if s.pieces != e}
+        named = {e.fact.request for e in await fleet.events() if isinstance(e.fact, RequestExposed)}
+        assert altered <= named
+    finally:
+        fleet.stop()
