@@ -43,6 +43,21 @@ class StoreAhead(HoldfastError):
     of the two is right; `holdfast replay rebuild` makes a fresh projection of the stream."""
 
 
+class AnotherProjector(HoldfastError):
+    """Another projector has moved the projection on meanwhile: nothing was written. Read it again and go on from there."""
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """How far the rows of the read model reach: they are the fold of everything up to `seq`."""
+
+    seq: int = 0
+    id: str = ""  # the ce-id of that event: a stream that was made anew has another one there
+    at: datetime | None = None  # the stream's time of it
+    settled: Position = Position()
+    deciders_version: int = 0
+
+
 @dataclass(frozen=True, slots=True)
 class Snapshot:
     """A settled fleet, the position that it was folded to, and the last number of each source."""
@@ -59,16 +74,56 @@ class StateStore(Protocol):
         """Return the settled state that was stored last; None if the store is empty."""
         ...
 
+    async def place(self) -> Place:
+        """Return how far the rows reach. Raise StoreUnavailable."""
+        ...
+
     async def project(self, events: Sequence[Recorded], shown: Fleet, settled: Snapshot, shown_seq: int) -> None:
         """Append `events` to `fleet_events`, upsert the shown rows and both positions, all in one transaction.
 
-        Raise StoreUnavailable, or StoreAhead if another projector is further on.
+        `events` begin right after the store's place. Raise StoreUnavailable, or AnotherProjector if they do not,
+        and write nothing then.
         """
         ...
 
     async def snapshot_before(self, seq: int) -> Snapshot | None:
-        """Return the latest kept snapshot whose position is not after `seq`, for time travel."""
+        """Return the latest kept snapshot that contains nothing after `seq`, for time travel."""
         ...
+
+    async def snapshot_at(self, when: datetime) -> Snapshot | None:
+        """Return the latest kept snapshot that contains nothing after `when`, by the stream's time."""
+        ...
+
+    async def read_status(self) -> "Reading":
+        """Return every row of the read model and its place, as of one instant."""
+        ...
+
+
+class Archive(Protocol):
+    """The events that the store keeps, by what they are about. The journal is the truth; this is its index."""
+
+    async def locate(self, reference: str) -> int | None:
+        """Return the sequence of the event with this ce-id, or of the decision `decision:N`."""
+        ...
+
+    def select(
+        self,
+        *,
+        after: int = 0,
+        since: datetime | None = None,
+        worker: str | None = None,
+        incident: str | None = None,
+    ) -> AsyncIterator[Sequence[Recorded]]:
+        """Yield, in order, the events that match everything given. `incident` finds what carries the incident's id."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """Every row of the read model as of one instant: table name to rows, each a mapping of column to value."""
+
+    place: Place
+    rows: Mapping[str, Sequence[Mapping[str, Any]]]
 
 
 # --- workers, over the request plane ----------------------------------------------------------------------------------
