@@ -1,7 +1,6 @@
 """Real servers for the tests: on random ports, in their own directories, started once per session."""
 
 import asyncio
-import contextlib
 import inspect
 import threading
 from collections.abc import Awaitable, Callable, Coroutine, Iterator
@@ -72,11 +71,6 @@ def own_nats(background: Background, tmp_path: Path) -> Iterator[Server]:
 @pytest.fixture(scope="session")
 def postgres_server(background: Background, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     """A PostgreSQL for the whole session."""
-    base = tmp_path_factory.getbasetemp()
-    for directory in (base, *base.parents):  # the unprivileged user must be able to reach its directory
-        with contextlib.suppress(PermissionError):
-            if directory.stat().st_mode & 0o001 == 0:
-                directory.chmod(directory.stat().st_mode | 0o011)
     server = background.run(start_postgres(tmp_path_factory.mktemp("postgres")))
     yield server
     background.run(server.kill())
@@ -113,6 +107,6 @@ async def _empty(url: str) -> None:
     try:
         jetstream = client.jetstream()
         for stream in await jetstream.streams_info():
-            await jetstream.delete_stream(stream.config.name)
+            await jetstream.delete_stream(str(stream.config.name))
     finally:
         await client.close()

@@ -60,7 +60,7 @@ async def _launch(
 ) -> tuple[subprocess.Popen[bytes], Path]:
     check_port(port, "nats")
     config, log = _configured(directory, port, sync_interval, max_payload)
-    process = await spawn([str(nats_binary()), "-c", str(config)], directory, log, user=None)
+    process = await spawn([str(nats_binary()), "-c", str(config)], directory, log)
     _forget(directory, process.pid)
     return process, log
 

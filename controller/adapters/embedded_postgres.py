@@ -12,6 +12,7 @@ import pwd
 import shutil
 import subprocess
 import tempfile
+from dataclasses import dataclass
 from pathlib import Path
 
 from controller.adapters.embedded_server import (
@@ -51,23 +52,54 @@ async def start_postgres(directory: Path, *, port: int = 0, database: str = "hol
     check_port(port, "postgres")
     directory = _prepared(directory, user)
     install = await asyncio.to_thread(_readable, postgres_install(), user)
-    data, log = directory / "data", directory / "postgres.log"
-    if not _initialised(data):
-        await _initdb(install, data, user)
-    port = port or free_port()
-    process = await spawn(_command(install, data, port), directory, log, user)
+    held = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        place = _Place(install, directory, held, user)
+        if not _initialised(directory):
+            await _initdb(place)
+        return await _start(place, port or free_port(), database)
+    finally:
+        os.close(held)
+
+
+@dataclass(frozen=True)
+class _Place:
+    """Where one database lives. `held` is its open directory: see `name`."""
+
+    install: Path
+    directory: Path
+    held: int
+    user: str | None
+
+    def name(self, part: str) -> str:
+        """Return a path of `part` that `user` can open.
+
+        A directory below root's home (0700) cannot be entered by name by anybody else, but by a descriptor
+        that was opened before the change of user it can.
+        """
+        if self.user is None or _hidden_by(self.directory / part, self.user) is None:
+            return str(self.directory / part)
+        return f"/proc/self/fd/{self.held}/{part}"
+
+    def program(self, name: str) -> str:
+        return str(self.install / "bin" / name)
+
+
+async def _start(place: _Place, port: int, database: str) -> Server:
+    log = place.directory / "postgres.log"
+    process = await spawn(_command(place, port), place.directory, log, user=place.user, fds=(place.held,))
     url = f"postgresql://{ROLE}@127.0.0.1:{port}/{database}"
     try:
-        await until(lambda: _ready(data, process.pid), process, log, "postgres")
-        await _create(install, data, port, database)
+        await until(lambda: _ready(place.directory / "data", process.pid), process, log, "postgres")
+        await _create(place, port, database)
     except BaseException:
         process.kill()
         process.wait()
         raise
-    return Server("postgres", url, port, directory, log, process)
+    return Server("postgres", url, port, place.directory, log, process)
 
 
-def _command(install: Path, data: Path, port: int) -> list[str]:
+def _command(place: _Place, port: int) -> list[str]:
     settings = {
         "listen_addresses": "127.0.0.1",
         "port": port,
@@ -81,37 +113,38 @@ def _command(install: Path, data: Path, port: int) -> list[str]:
         "jit": "off",
     }
     flags = [part for name, value in settings.items() for part in ("-c", f"{name}={value}")]
-    return [str(install / "bin" / "postgres"), "-D", str(data), *flags]
+    return [place.program("postgres"), "-D", place.name("data"), *flags]
 
 
-def _initialised(data: Path) -> bool:
-    return (data / "PG_VERSION").exists()
+def _initialised(directory: Path) -> bool:
+    return (directory / "data" / "PG_VERSION").exists()
 
 
-async def _initdb(install: Path, data: Path, user: str | None) -> None:
+async def _initdb(place: _Place) -> None:
     """Make a cluster beside `data`, then move it there whole: a killed initdb leaves nothing half-made."""
-    partial = data.with_name("data.partial")
+    partial = place.directory / "data.partial"
     shutil.rmtree(partial, ignore_errors=True)
     options = ["-A", "trust", "-E", "UTF8", "--locale=C", "--no-sync", "--no-instructions"]
-    await _run([str(install / "bin" / "initdb"), "-D", str(partial), "-U", ROLE, *options], user, "initdb")
+    command = [place.program("initdb"), "-D", place.name(partial.name), "-U", ROLE, *options]
+    await _run(command, "initdb", user=place.user, fds=(place.held,))
     await asyncio.to_thread(os.sync)
-    partial.rename(data)
+    partial.rename(place.directory / "data")
 
 
-async def _create(install: Path, data: Path, port: int, database: str) -> None:
+async def _create(place: _Place, port: int, database: str) -> None:
     """Make the database unless a mark says that it was made: a start after the first needs no psql."""
-    mark = data.with_name(f"database.{database}")
+    mark = place.directory / f"database.{database}"
     if mark.exists():
         return
-    psql = [str(install / "bin" / "psql"), "-X", "-q", "-A", "-t", "-h", "127.0.0.1", "-p", str(port)]
+    psql = [place.program("psql"), "-X", "-q", "-A", "-t", "-h", "127.0.0.1", "-p", str(port)]
     psql += ["-U", ROLE, "-d", "postgres", "-c"]
-    found = await _run([*psql, f"SELECT 1 FROM pg_database WHERE datname = '{database}'"], None, "psql")
+    found = await _run([*psql, f"SELECT 1 FROM pg_database WHERE datname = '{database}'"], "psql")
     if found.strip() != "1":
-        await _run([*psql, f'CREATE DATABASE "{database}"'], None, "psql")
+        await _run([*psql, f'CREATE DATABASE "{database}"'], "psql")
     mark.touch()
 
 
-async def _run(command: list[str], user: str | None, what: str) -> str:
+async def _run(command: list[str], what: str, *, user: str | None = None, fds: tuple[int, ...] = ()) -> str:
     process = await asyncio.create_subprocess_exec(
         *command,
         stdin=subprocess.DEVNULL,
@@ -119,6 +152,7 @@ async def _run(command: list[str], user: str | None, what: str) -> str:
         stderr=subprocess.STDOUT,
         cwd="/",
         env=environment(),
+        pass_fds=fds,
         **identity(user),
     )
     try:
@@ -147,12 +181,6 @@ def _prepared(directory: Path, user: str | None) -> Path:
     if user is None:
         return directory
     entry = pwd.getpwnam(user)
-    hidden = _hidden_by(directory / "data", user)
-    if hidden is not None and hidden != directory:
-        raise ServerFailed(
-            f"postgres does not run as root, and the user {user!r} that it runs as cannot enter {hidden}. "
-            "Choose a --data directory outside of it, or run holdfast as an ordinary user."
-        )
     if directory.stat().st_uid != entry.pw_uid:
         for path in [directory, *directory.rglob("*")]:
             os.chown(path, entry.pw_uid, entry.pw_gid, follow_symlinks=False)

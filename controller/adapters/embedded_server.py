@@ -80,7 +80,9 @@ class Server:
         return await self.wait()
 
 
-async def spawn(command: list[str], directory: Path, log: Path, user: str | None) -> subprocess.Popen[bytes]:
+async def spawn(
+    command: list[str], directory: Path, log: Path, *, user: str | None = None, fds: tuple[int, ...] = ()
+) -> subprocess.Popen[bytes]:
     """Start a child that holds the lock on `directory` and dies with us. Raise DirectoryInUse.
 
     Call it from the main thread: PDEATHSIG fires when the *thread* that forked exits.
@@ -96,7 +98,7 @@ async def spawn(command: list[str], directory: Path, log: Path, user: str | None
                 stderr=subprocess.STDOUT,
                 cwd="/",
                 env=environment(),
-                pass_fds=(lock,),  # the server itself holds the lock, for as long as it lives
+                pass_fds=(lock, *fds),  # the server itself holds the lock, for as long as it lives
                 preexec_fn=_die_with(os.getpid()),
                 **identity(user),
             )
