@@ -26,7 +26,9 @@ class Parser(argparse.ArgumentParser):
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code."""
     arguments = list(sys.argv[1:] if argv is None else argv)
-    parser = Parser(prog="holdfast", description=__doc__.splitlines()[0] if __doc__ else "", allow_abbrev=False)
+    parser = Parser(
+        prog="holdfast", description=__doc__.splitlines()[0] if __doc__ else "", allow_abbrev=False
+    )
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", parser_class=Parser)
     wanted = next((a for a in arguments if not a.startswith("-")), None)
     for name, (text, prepare) in COMMANDS.items():
@@ -125,7 +127,9 @@ def _model(parser: argparse.ArgumentParser) -> Run:
     from workers.engines import tiny
 
     kinds = parser.add_subparsers(title="models", metavar="KIND", required=True, parser_class=Parser)
-    command = kinds.add_parser("tiny", help="a tiny seeded Llama, for tests and rehearsals", allow_abbrev=False)
+    command = kinds.add_parser(
+        "tiny", help="a tiny seeded Llama, for tests and rehearsals", allow_abbrev=False
+    )
     tiny.add_arguments(command)
     return tiny.run_cli
 

@@ -26,16 +26,22 @@ def add_flags(parser: argparse.ArgumentParser, model: type[BaseModel]) -> None:
     taken = {option for action in parser._actions for option in action.option_strings}
     for name, field in model.model_fields.items():
         flag = "--" + name.replace("_", "-")
-        if flag in taken or isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
+        if flag in taken or (isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel)):
             continue
         text = (field.description or "").replace("%", "%%")
         if field.annotation is bool:
-            parser.add_argument(flag, dest=name, action=argparse.BooleanOptionalAction, default=None, help=text)
+            parser.add_argument(
+                flag, dest=name, action=argparse.BooleanOptionalAction, default=None, help=text
+            )
         else:
-            parser.add_argument(flag, dest=name, default=None, metavar="X", help=f"{text} (default: {field.default})")
+            parser.add_argument(
+                flag, dest=name, default=None, metavar="X", help=f"{text} (default: {field.default})"
+            )
 
 
-def gather(model: type[M], section: str, args: Mapping[str, Any], environment: Mapping[str, str] | None = None) -> M:
+def gather(
+    model: type[M], section: str, args: Mapping[str, Any], environment: Mapping[str, str] | None = None
+) -> M:
     """Build one section of the settings. Raise BadSetting, naming the setting, its value and what is expected."""
     values = from_environment(model, section, os.environ if environment is None else environment)
     for name, field in model.model_fields.items():
@@ -72,7 +78,9 @@ def from_environment(model: type[BaseModel], section: str, environment: Mapping[
 
 def _split(annotation: Any, value: Any) -> Any:
     """Let a comma-separated text fill a tuple or list field."""
-    if isinstance(value, str) and any(get_origin(a) in (tuple, list) for a in (annotation, *get_args(annotation))):
+    if isinstance(value, str) and any(
+        get_origin(a) in (tuple, list) for a in (annotation, *get_args(annotation))
+    ):
         return [part for part in value.split(",") if part]
     return value
 

@@ -4,12 +4,8 @@ import argparse
 import asyncio
 import contextlib
 import json
-import os
-import subprocess
-import sys
 import tempfile
 import time
-from collections.abc import Iterator
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -19,26 +15,36 @@ from rich.live import Live
 
 from controller.demo import profile, report, view
 from controller.demo.clients import Users
+from controller.demo.fleet import Fleet
 from controller.demo.script import SCRIPT, WORKERS, Act
-from controller.processes.children import die_with
-from controller.processes.operator import Operator, http_ok, read_all
-from controller.processes.up import free_port
+from controller.processes.operator import Operator
 from events.errors import HoldfastError
 
-STARTS_WITHIN_S = 60.0
-SETTLES_WITHIN_S = 20.0
 RATE = 8.0  # requests a second: about 20 streams at once
 ITL_MS = 20.0
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the demo's flags."""
-    parser.add_argument("--seconds", type=float, default=60.0, metavar="N", help="how long the load runs (default: 60)")
-    parser.add_argument("--trace", type=Path, metavar="FILE", help="replay a recorded trace (JSON lines) instead of our profile")
-    parser.add_argument("--speedup", type=float, default=3.0, metavar="X", help="play the trace this much faster (default: 3)")
+    parser.add_argument(
+        "--seconds", type=float, default=60.0, metavar="N", help="how long the load runs (default: 60)"
+    )
+    parser.add_argument(
+        "--trace",
+        type=Path,
+        metavar="FILE",
+        help="replay a recorded trace (JSON lines) instead of our profile",
+    )
+    parser.add_argument(
+        "--speedup", type=float, default=3.0, metavar="X", help="play the trace this much faster (default: 3)"
+    )
     parser.add_argument("--engine", choices=("simulated", "transformers"), default="simulated")
-    parser.add_argument("--model", type=Path, metavar="DIR", help="the model folder, for --engine transformers")
-    parser.add_argument("--keep", action="store_true", help="keep the data directory, to look into its journal afterwards")
+    parser.add_argument(
+        "--model", type=Path, metavar="DIR", help="the model folder, for --engine transformers"
+    )
+    parser.add_argument(
+        "--keep", action="store_true", help="keep the data directory, to look into its journal afterwards"
+    )
 
 
 def run_cli(args: argparse.Namespace) -> int:
@@ -51,12 +57,14 @@ def run_cli(args: argparse.Namespace) -> int:
         else profile.from_profile(args.seconds, RATE)
     )
     with contextlib.ExitStack() as stack:
-        data = Path(tempfile.mkdtemp(prefix="holdfast-demo-")) if args.data == Path(".holdfast") else args.data
+        data = (
+            Path(tempfile.mkdtemp(prefix="holdfast-demo-")) if args.data == Path(".holdfast") else args.data
+        )
         if not args.keep and args.data == Path(".holdfast"):
             stack.callback(_remove, data)
-        port = free_port()
-        stack.enter_context(_fleet(args, data, port))
-        return asyncio.run(Demo(args, data, port, load).run())
+        fleet = Fleet.start(data, *_flags(args))
+        stack.callback(fleet.stop)
+        return asyncio.run(Demo(args, fleet, load).run())
 
 
 def _remove(data: Path) -> None:
@@ -65,37 +73,30 @@ def _remove(data: Path) -> None:
     shutil.rmtree(data, ignore_errors=True)
 
 
-@contextlib.contextmanager
-def _fleet(args: argparse.Namespace, data: Path, port: int) -> Iterator[None]:
-    """Run `holdfast up` beside us, and stop it in order at the end."""
-    command = [sys.executable, "-m", "controller.cli", "up", "--data", str(data), "--port", str(port), "--chaos"]
-    command += ["--workers", str(WORKERS), "--canary-interval", "1", "--itl-ms", str(ITL_MS), "--engine", args.engine]
-    command += ["--breaker-wait", "3", "--breaker-backoff", "1"]
-    if args.model:
-        command += ["--model", str(args.model)]
-    data.mkdir(parents=True, exist_ok=True)
-    with (data / "up.log").open("wb") as log:
-        process = subprocess.Popen(
-            command, stdout=log, stderr=log, preexec_fn=die_with(os.getpid()), start_new_session=True
-        )
-    try:
-        yield
-    finally:
-        process.terminate()
-        try:
-            process.wait(SETTLES_WITHIN_S)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
+def _flags(args: argparse.Namespace) -> list[str]:
+    """Return the flags of `up` that the demo wants."""
+    flags = [
+        "--chaos",
+        "--workers",
+        str(WORKERS),
+        "--canary-interval",
+        "1",
+        "--itl-ms",
+        str(ITL_MS),
+        "--engine",
+        args.engine,
+    ]
+    flags += ["--breaker-wait", "3", "--breaker-backoff", "1"]
+    return [*flags, "--model", str(args.model)] if args.model else flags
 
 
 class Demo:
     """One run: the load, the faults, the view, the table."""
 
-    def __init__(self, args: argparse.Namespace, data: Path, port: int, load: profile.Load) -> None:
+    def __init__(self, args: argparse.Namespace, fleet: Fleet, load: profile.Load) -> None:
         self.console = Console()
         self.seconds: float = args.seconds
-        self.data, self.url, self.load = data, f"http://127.0.0.1:{port}", load
+        self.fleet, self.load = fleet, load
         self.told: list[str] = []
         self.injected: list[report.Injected] = []
         self.status: dict[str, Any] = {}
@@ -105,26 +106,20 @@ class Demo:
         """Run it all and return the exit code."""
         self.console.print(f"Starting a fleet of {WORKERS} workers …")
         began = time.monotonic()
-        await self._ready()
-        self.console.print(f"Ready after {time.monotonic() - began:.1f} s at {self.url}; logs in {self.data}")
-        operator = await Operator.connect(self.data)
+        await self.fleet.ready()
+        self.console.print(
+            f"Ready after {time.monotonic() - began:.1f} s at {self.fleet.url}; logs in {self.fleet.data}"
+        )
+        operator = await Operator.connect(self.fleet.data)
         try:
             return await self._rehearse(operator)
         finally:
             await operator.close()
 
-    async def _ready(self) -> None:
-        deadline = time.monotonic() + STARTS_WITHIN_S
-        while not await http_ok(f"{self.url}/health"):
-            if time.monotonic() > deadline:
-                words = (self.data / "up.log").read_text(errors="replace").strip().splitlines()[-3:]
-                raise HoldfastError("the fleet did not start: " + " / ".join(words))
-            await asyncio.sleep(0.1)
-
     async def _rehearse(self, operator: Operator) -> int:
         self.status = await operator.ask("status", {})
         workers = sorted(w["id"] for w in self.status["workers"])
-        users = Users(self.url, self.status["workers"][0]["model"], self.load.prompts)
+        users = Users(self.fleet.url, self.status["workers"][0]["model"], self.load.prompts)
         async with users.session() as session:
             self.console.print(f"Asking for the undisturbed answer to {len(self.load.prompts)} prompts …")
             answers = await users.answers(session, profile.OUTPUT_MAX)
@@ -156,7 +151,7 @@ class Demo:
                 self._tell(f"        {error}")
 
     def _note(self, act: Act, worker: str) -> None:
-        now = datetime.now(UTC)  # noqa: TID251 (the journal's server runs on this machine)
+        now = datetime.now(UTC)
         if act.fault:
             self.injected.append(report.Injected(act.fault, worker, now))
         else:
@@ -178,12 +173,14 @@ class Demo:
                 with contextlib.suppress(HoldfastError):
                     self.status = await operator.ask("status", {}, deadline_s=1.0)
                 counts = f"{len(users.streams)} requests, {users.in_flight} in the air, {users.tokens} tokens"
-                self.live.update(view.render(self.status, self.told, time.monotonic() - started, self.seconds, counts))
+                self.live.update(
+                    view.render(self.status, self.told, time.monotonic() - started, self.seconds, counts)
+                )
                 await asyncio.sleep(0.25)
 
     async def _conclude(self, users: Users, answers: list[list[str]]) -> int:
         self.live = None
-        events = await read_all(self.data)
+        events = await self.fleet.events()
         report.attribute(events, self.injected)
         result = report.assess(users.streams, answers, self.injected)
         self.console.print(report.table(result))
@@ -193,7 +190,7 @@ class Demo:
         self.console.print("\nThe incidents, from the journal:")
         for line in incidents(events):
             self.console.print(line, highlight=False, markup=False)
-        (self.data / "demo.json").write_text(json.dumps(_as_json(result)))
+        (self.fleet.data / "demo.json").write_text(json.dumps(_as_json(result)))
         return 0 if result.clean else 1
 
 
@@ -220,7 +217,14 @@ def _as_json(result: report.Report) -> dict[str, Any]:
         "altered_streams": result.altered_streams,
         "unnamed": list(result.unnamed),
         "faults": [
-            {"fault": r.fault, "worker": r.worker, "hit": r.hit, "lost": r.lost, "p50_ms": r.p50_ms, "p99_ms": r.p99_ms}
+            {
+                "fault": r.fault,
+                "worker": r.worker,
+                "hit": r.hit,
+                "lost": r.lost,
+                "p50_ms": r.p50_ms,
+                "p99_ms": r.p99_ms,
+            }
             for r in result.rows
         ],
     }

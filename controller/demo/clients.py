@@ -74,7 +74,9 @@ class Users:
     def session(self) -> aiohttp.ClientSession:
         """Return the session that all requests share."""
         timeout = aiohttp.ClientTimeout(total=DEADLINE_S)
-        return aiohttp.ClientSession(self._url, timeout=timeout, connector=aiohttp.TCPConnector(limit=CONNECTIONS_MAX))
+        return aiohttp.ClientSession(
+            self._url, timeout=timeout, connector=aiohttp.TCPConnector(limit=CONNECTIONS_MAX)
+        )
 
     async def ask(self, session: aiohttp.ClientSession, prompt: int, tokens: int, name: str) -> Received:
         """Send one request and read its stream to the end."""

@@ -5,6 +5,7 @@ the speed-up. Prompts come from a small pool, so that the undisturbed answer to 
 """
 
 import json
+import math
 import random
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -44,7 +45,7 @@ class Load:
 def from_profile(seconds: float, rate: float, seed: int = 0) -> Load:
     """Return a load of `rate` requests a second, its lengths and burstiness those of the shipped profile."""
     shape = json.loads(files(__package__).joinpath("profile.json").read_text())
-    chance = random.Random(seed)  # noqa: S311 (a load, not a secret)
+    chance = random.Random(seed)
     prompts = _pool(chance, [_quantile(shape["input_tokens"], chance.random()) for _ in range(PROMPTS)])
     requests, at, k = [], 0.0, 1 / shape["arrival_cv"] ** 2
     while (at := at + chance.gammavariate(k, 1 / (rate * k))) < seconds:
@@ -55,14 +56,17 @@ def from_profile(seconds: float, rate: float, seed: int = 0) -> Load:
 
 def from_trace(path: Path, seconds: float, speedup: float, seed: int = 0) -> Load:
     """Return the trace's requests of the first `seconds × speedup` seconds. Raise BadTrace, naming the line."""
-    chance = random.Random(seed)  # noqa: S311
+    chance = random.Random(seed)
     rows = [row for row in _rows(path) if row[0] / speedup < seconds]
     if not rows:
         raise BadTrace(f"{path} holds no request in its first {seconds * speedup:.0f} seconds")
     longest_in, longest_out = max(r[1] for r in rows), max(r[2] for r in rows)
     sizes = [r[1] for r in chance.sample(rows, min(PROMPTS, len(rows)))]
     prompts = _pool(chance, [_scaled(n, longest_in, INPUT_MAX) for n in sizes])
-    requests = (Planned(t / speedup, chance.randrange(len(prompts)), _scaled(o, longest_out, OUTPUT_MAX)) for t, _, o in rows)
+    requests = (
+        Planned(t / speedup, chance.randrange(len(prompts)), _scaled(o, longest_out, OUTPUT_MAX))
+        for t, _, o in rows
+    )
     return Load(prompts, tuple(requests))
 
 
@@ -93,4 +97,4 @@ def _quantile(points: list[int], u: float) -> int:
 
 def _scaled(length: int, longest: int, limit: int) -> int:
     """Shorten by a square root, so that short requests stay short and long ones fit."""
-    return max(8, min(limit, round(limit * (length / longest) ** 0.5)))
+    return max(8, min(limit, round(limit * math.sqrt(length / longest))))

@@ -74,7 +74,9 @@ def _at(injected: Sequence[Injected], worker: str, at: datetime) -> list[Injecte
     return begun[-1:]
 
 
-def assess(streams: Sequence[Received], answers: Sequence[Sequence[str]], injected: Sequence[Injected]) -> Report:
+def assess(
+    streams: Sequence[Received], answers: Sequence[Sequence[str]], injected: Sequence[Injected]
+) -> Report:
     """Compare every stream with the undisturbed answer, and sum up by fault."""
     differences = {s.request: _difference(s, answers) for s in streams}
     failed = [s for s in streams if s.error]
@@ -129,16 +131,42 @@ def table(report: Report) -> Table:
     """Return the report as a table for the terminal."""
     shown = Table(title="What the users noticed", title_justify="left")
     shown.add_column("fault")
-    for name in ("worker", "streams hit", "streams lost", "tokens lost", "doubled", "altered", "resume p50", "p99"):
+    for name in (
+        "worker",
+        "streams hit",
+        "streams lost",
+        "tokens lost",
+        "doubled",
+        "altered",
+        "resume p50",
+        "p99",
+    ):
         shown.add_column(name, justify="right")
     for row in report.rows:
         d = row.difference
-        numbers = [row.worker, row.hit, row.lost, d.lost, d.doubled, d.altered, _ms(row.p50_ms), _ms(row.p99_ms)]
+        numbers = [
+            row.worker,
+            row.hit,
+            row.lost,
+            d.lost,
+            d.doubled,
+            d.altered,
+            _ms(row.p50_ms),
+            _ms(row.p99_ms),
+        ]
         shown.add_row(row.fault, *(str(n) for n in numbers))
     t = report.total
     shown.add_section()
     shown.add_row(
-        f"all {report.requests} requests", "", "", str(len(report.failed)), str(t.lost), str(t.doubled), str(t.altered), "", ""
+        f"all {report.requests} requests",
+        "",
+        "",
+        str(len(report.failed)),
+        str(t.lost),
+        str(t.doubled),
+        str(t.altered),
+        "",
+        "",
     )
     return shown
 

@@ -9,10 +9,18 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-COLOURS = {"HEALTHY": "green", "SUSPICIOUS": "yellow", "UNHEALTHY": "red", "DRAINING": "blue", "DEAD": "bright_black"}
+COLOURS = {
+    "HEALTHY": "green",
+    "SUSPICIOUS": "yellow",
+    "UNHEALTHY": "red",
+    "DRAINING": "blue",
+    "DEAD": "bright_black",
+}
 
 
-def render(status: Mapping[str, Any], told: list[str], elapsed: float, seconds: float, counts: str) -> RenderableType:
+def render(
+    status: Mapping[str, Any], told: list[str], elapsed: float, seconds: float, counts: str
+) -> RenderableType:
     """Return one frame of the view."""
     workers = Table(expand=True, box=None, pad_edge=False)
     for name in ("worker", "health", "breaker", "weight", "in flight", "pid"):
@@ -29,7 +37,9 @@ def render(status: Mapping[str, Any], told: list[str], elapsed: float, seconds: 
         )
     bar = ProgressBar(total=seconds, completed=min(elapsed, seconds))
     head = Text(f"{elapsed:4.0f} / {seconds:.0f} s   {counts}")
-    return Panel(Group(head, bar, Text(), workers, Text(), *[Text(line) for line in told[-8:]]), title="Holdfast demo")
+    return Panel(
+        Group(head, bar, Text(), workers, Text(), *[Text(line) for line in told[-8:]]), title="Holdfast demo"
+    )
 
 
 def _number(value: Any) -> str:

@@ -61,7 +61,7 @@ class Child:
                 stderr=log,
                 env={**os.environ, **self.environment},
                 start_new_session=True,
-                preexec_fn=die_with(os.getpid()),  # noqa: PLW1509 (nothing but prctl and getppid happens in it)
+                preexec_fn=die_with(os.getpid()),
             )
         self.lives += 1
         self._started = time.monotonic()

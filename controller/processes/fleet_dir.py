@@ -66,7 +66,9 @@ class FleetDir:
             return
         text = path.read_text().strip()
         if not text.isdigit() or int(text) > VERSION:
-            raise DirectoryTooNew(f"{self.path} has version {text}, this is {VERSION}: {DirectoryTooNew.__doc__}")
+            raise DirectoryTooNew(
+                f"{self.path} has version {text}, this is {VERSION}: {DirectoryTooNew.__doc__}"
+            )
 
     def remember(self, **facts: Any) -> None:
         """Write down how the fleet can be reached, for the other commands."""
@@ -77,7 +79,9 @@ class FleetDir:
         try:
             known: dict[str, Any] = json.loads((self.path / "fleet.json").read_text())
         except (OSError, ValueError) as error:
-            raise NoFleet(f"{self.path}: {NoFleet.__doc__} Start one with `holdfast up`, or name it with --data.") from error
+            raise NoFleet(
+                f"{self.path}: {NoFleet.__doc__} Start one with `holdfast up`, or name it with --data."
+            ) from error
         return known
 
     def running(self, role: str) -> list[str]:

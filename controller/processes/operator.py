@@ -37,7 +37,7 @@ async def http_ok(url: str, deadline_s: float = 1.0) -> bool:
 
     def get() -> bool:
         try:
-            with urllib.request.urlopen(url, timeout=deadline_s) as answer:  # noqa: S310 (our own http URL)
+            with urllib.request.urlopen(url, timeout=deadline_s) as answer:
                 return bool(answer.status == 200)
         except (urllib.error.URLError, OSError, ValueError):
             return False
@@ -73,7 +73,7 @@ class Operator:
 
     async def ask(self, verb: str, body: dict[str, Any], deadline_s: float = ASK_WITHIN_S) -> dict[str, Any]:
         """Ask the controller for one thing. Raise Refused with its reason, or NoAnswer."""
-        answer: dict[str, Any] = await self._bus.request(f"{subjects.CONTROL}.{verb}", body, deadline_s)
+        answer = dict(await self._bus.request(f"{subjects.CONTROL}.{verb}", body, deadline_s))
         if error := answer.get("error"):
             raise Refused(str(error))
         return answer
@@ -128,7 +128,13 @@ def prepare(name: str, parser: argparse.ArgumentParser) -> Run:
     if name == "chaos":
         add("fault", choices=FAULTS)
         add("worker", metavar="WORKER")
-        add("argument", nargs="?", type=float, metavar="X", help="corrupt: one token in X; slow: X times; error: X requests")
+        add(
+            "argument",
+            nargs="?",
+            type=float,
+            metavar="X",
+            help="corrupt: one token in X; slow: X times; error: X requests",
+        )
     run = {"status": _status, "events": _events, "drain": _drain, "resume": _resume, "chaos": _chaos}[name]
     return lambda args: asyncio.run(run(args))
 
@@ -159,8 +165,12 @@ def _partial(args: argparse.Namespace) -> int:
     """Show what is known without a controller: the processes of this host."""
     processes = [{"role": p.role, "name": p.name, "pid": p.pid, "url": p.url} for p in present(args.data)]
     if args.output == "json":
-        empty = {"workers": [], "levels": {}, "journal": {"last_seq": None}, "leader": None}
-        print(json.dumps({**empty, "projector": {"position": None, "lag": None}, "processes": processes}, indent=1))
+        empty: dict[str, Any] = {"workers": [], "levels": {}, "journal": {"last_seq": None}, "leader": None}
+        print(
+            json.dumps(
+                {**empty, "projector": {"position": None, "lag": None}, "processes": processes}, indent=1
+            )
+        )
     else:
         print("The controller does not answer; these processes of the fleet live:")
         for p in processes:
@@ -174,16 +184,37 @@ def _print_status(status: dict[str, Any]) -> None:
 
     console = Console()
     table = Table(title=None)
-    for column in ("worker", "health", "weight", "breaker", "in flight", "engine", "model", "pid", "last canary"):
+    for column in (
+        "worker",
+        "health",
+        "weight",
+        "breaker",
+        "in flight",
+        "engine",
+        "model",
+        "pid",
+        "last canary",
+    ):
         table.add_column(column)
     for w in status["workers"]:
-        cells = (w["id"], w["health"], w["weight"], w["breaker"], w["in_flight"], w["engine"], w["model"], w["pid"])
+        cells = (
+            w["id"],
+            w["health"],
+            w["weight"],
+            w["breaker"],
+            w["in_flight"],
+            w["engine"],
+            w["model"],
+            w["pid"],
+        )
         table.add_row(*("–" if c is None else str(c) for c in cells), _canary(w.get("last_canary")))
     console.print(table)
     levels = ", ".join(f"{model}: level {level}" for model, level in status["levels"].items()) or "none"
     projector = status["projector"]
     console.print(f"degradation  {levels}")
-    console.print(f"journal      {status['journal']['last_seq']} events; projector at {projector['position']}, lag {projector['lag']}")
+    console.print(
+        f"journal      {status['journal']['last_seq']} events; projector at {projector['position']}, lag {projector['lag']}"
+    )
     console.print(f"leader       {status['leader'] or 'nobody'}")
 
 
@@ -223,7 +254,12 @@ def _wanted(event: Recorded, args: argparse.Namespace) -> bool:
 def _line(event: Recorded, output: str) -> str:
     if output == "json":
         row = {"seq": event.seq, "at": event.at.isoformat(), "kind": event.fact.kind(), "id": event.id}
-        row |= {"source": event.source, "through": event.through, "incident": event.correlation, "cause": event.causation}
+        row |= {
+            "source": event.source,
+            "through": event.through,
+            "incident": event.correlation,
+            "cause": event.causation,
+        }
         return json.dumps({**row, "body": codec.to_builtins(event.fact)})
     body = codec.to_builtins(event.fact)
     fields = " ".join(f"{k}={v}" for k, v in body.items() if v not in (None, "", [], {}))

@@ -17,7 +17,7 @@ import sys
 import time
 from collections.abc import Callable, Coroutine
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from controller.adapters.embedded import Server, start_nats, start_postgres
 from controller.processes.children import Child
@@ -43,16 +43,58 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the flags of `up`."""
     add = parser.add_argument
     add("--workers", type=_count, default=3, metavar="N", help="worker processes (default: 3)")
-    add("--engine", choices=("simulated", "transformers", "openai"), default="simulated", help="what runs the model")
-    add("--model", type=Path, metavar="DIR", help="the model's folder (weights for transformers, tokenizer for openai)")
-    add("--upstream", action="append", default=[], metavar="URL", help="an OpenAI-compatible server; one worker for each")
+    add(
+        "--engine",
+        choices=("simulated", "transformers", "openai"),
+        default="simulated",
+        help="what runs the model",
+    )
+    add(
+        "--model",
+        type=Path,
+        metavar="DIR",
+        help="the model's folder (weights for transformers, tokenizer for openai)",
+    )
+    add(
+        "--upstream",
+        action="append",
+        default=[],
+        metavar="URL",
+        help="an OpenAI-compatible server; one worker for each",
+    )
     add("--host", default="127.0.0.1", help="the address that frontends listen on (default: 127.0.0.1)")
     add("--port", type=_port, default=8000, help="the port that frontends share (default: 8000)")
-    add("--frontends", type=_count, default=1, metavar="N", help="frontend processes on that port (default: 1)")
-    add("--itl-ms", type=_not_negative, metavar="X", help="simulated engine: milliseconds per step, 0 for flat out")
-    add("--canary-interval", type=_positive, metavar="S", help="seconds between a worker's canaries (default: 30)")
-    add("--breaker-wait", type=_positive, metavar="S", help="seconds until an open breaker's first trial (default: 60)")
-    add("--breaker-backoff", type=_positive, metavar="X", help="factor of that wait after a failed trial (default: 2)")
+    add(
+        "--frontends",
+        type=_count,
+        default=1,
+        metavar="N",
+        help="frontend processes on that port (default: 1)",
+    )
+    add(
+        "--itl-ms",
+        type=_not_negative,
+        metavar="X",
+        help="simulated engine: milliseconds per step, 0 for flat out",
+    )
+    add(
+        "--canary-interval",
+        type=_positive,
+        metavar="S",
+        help="seconds between a worker's canaries (default: 30)",
+    )
+    add(
+        "--breaker-wait",
+        type=_positive,
+        metavar="S",
+        help="seconds until an open breaker's first trial (default: 60)",
+    )
+    add(
+        "--breaker-backoff",
+        type=_positive,
+        metavar="X",
+        help="factor of that wait after a failed trial (default: 2)",
+    )
     add("--chaos", action="store_true", help="allow `holdfast chaos`: rehearsals only, never in production")
 
 
@@ -74,7 +116,9 @@ def _number(text: str, least: float, inclusive: bool) -> float:
     except ValueError:
         value = float("nan")
     if not (value >= least if inclusive else value > least) or value == float("inf"):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number {'of at least' if inclusive else 'above'} {least:g}")
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is not a number {'of at least' if inclusive else 'above'} {least:g}"
+        )
     return value
 
 
@@ -89,7 +133,9 @@ def _positive(text: str) -> float:
 def run_cli(args: argparse.Namespace) -> int:
     """Run a fleet until it is told to stop."""
     if args.engine == "transformers" and args.model is None:
-        raise HoldfastError("--engine transformers needs --model DIR; `holdfast model tiny DIR` makes a small one")
+        raise HoldfastError(
+            "--engine transformers needs --model DIR; `holdfast model tiny DIR` makes a small one"
+        )
     if args.engine == "openai" and not args.upstream:
         raise HoldfastError("--engine openai needs --upstream URL, once for each server")
     if args.model is not None and not args.model.is_dir():
@@ -146,7 +192,9 @@ class Supervisor:
             try:
                 probe.bind((self.args.host, self.args.port))
             except OSError as error:
-                raise PortTaken(f"{self.args.host}:{self.args.port} cannot be used: {PortTaken.__doc__}") from error
+                raise PortTaken(
+                    f"{self.args.host}:{self.args.port} cannot be used: {PortTaken.__doc__}"
+                ) from error
 
     async def _start(self) -> None:
         database = asyncio.create_task(self._start_database())
@@ -190,7 +238,9 @@ class Supervisor:
         async with asyncio.timeout(READY_WITHIN_S):
             _, words = await process.communicate()
         if process.returncode:
-            raise HoldfastError(words.decode(errors="replace").strip().splitlines()[-1].removeprefix("holdfast: "))
+            raise HoldfastError(
+                words.decode(errors="replace").strip().splitlines()[-1].removeprefix("holdfast: ")
+            )
 
     def _present(self, role: str, server: Server) -> None:
         announce(self.dir.path, role, role, server.url, server.pid)
@@ -258,12 +308,20 @@ class Supervisor:
             if self.stopping.is_set():
                 return
             if time.monotonic() > deadline:
-                raise HoldfastError(f"the fleet was not ready after {READY_WITHIN_S:g} s; see {self.dir.logs}")
+                raise HoldfastError(
+                    f"the fleet was not ready after {READY_WITHIN_S:g} s; see {self.dir.logs}"
+                )
             await asyncio.sleep(POLL_S)
         self.ready = True
         workers = sum(child.role == "worker" for child in self.children)
-        print(f"Holdfast is ready after {time.monotonic() - began:.1f} s: {url}/v1 with {workers} workers", flush=True)
-        print(f"  data and logs in {self.dir.path}; `holdfast status` shows the fleet, Ctrl-C stops it", flush=True)
+        print(
+            f"Holdfast is ready after {time.monotonic() - began:.1f} s: {url}/v1 with {workers} workers",
+            flush=True,
+        )
+        print(
+            f"  data and logs in {self.dir.path}; `holdfast status` shows the fleet, Ctrl-C stops it",
+            flush=True,
+        )
 
     # --- watching ---------------------------------------------------------------------------------------------------
 
@@ -286,7 +344,7 @@ class Supervisor:
     def _ended(self, child: Child, status: int) -> None:
         print(f"{child.name} ended with status {status}; starting it again", file=sys.stderr, flush=True)
         if child.role == "worker" and status != 0:
-            mode = "immediate" if status < 0 else "self_initiated"
+            mode: Literal["immediate", "self_initiated"] = "immediate" if status < 0 else "self_initiated"
             self.journal.observe(
                 WorkerLeft(worker=child.name, instance=self.instances[child.name], mode=mode, exit=status)
             )

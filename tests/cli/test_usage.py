@@ -55,7 +55,9 @@ def test_a_port_in_use_is_named(tmp_path: Path) -> None:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         port = taken.getsockname()[1]
-        refused(holdfast("up", "--data", str(tmp_path), "--port", str(port)), f"127.0.0.1:{port} cannot be used")
+        refused(
+            holdfast("up", "--data", str(tmp_path), "--port", str(port)), f"127.0.0.1:{port} cannot be used"
+        )
 
 
 def test_a_data_directory_of_a_newer_version_is_refused(tmp_path: Path) -> None:
@@ -68,7 +70,9 @@ def test_a_data_directory_that_cannot_be_made_is_named(tmp_path: Path) -> None:
     refused(holdfast("up", "--data", str(tmp_path / "file" / "x"), "--port", "18999"), "cannot be used")
 
 
-@pytest.mark.parametrize("command", [["status"], ["events"], ["drain", "w0"], ["chaos", "kill", "w0"], ["replay", "timeline"]])
+@pytest.mark.parametrize(
+    "command", [["status"], ["events"], ["drain", "w0"], ["chaos", "kill", "w0"], ["replay", "timeline"]]
+)
 def test_without_a_fleet_every_command_says_so(command: list[str], tmp_path: Path) -> None:
     refused(holdfast(*command, "--data", str(tmp_path)), "No fleet runs on this data directory")
 

@@ -1,141 +1,22 @@
-"""A whole fleet for a test: `holdfast up` in a process of its own, as a user would start it."""
+"""What the end-to-end tests type."""
 
-import asyncio
-import json
 import os
-import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import openai
-import psutil
 
-from controller.processes.children import die_with
-from controller.processes.operator import Operator, http_ok, read_all
-from controller.processes.up import free_port
-from events.errors import HoldfastError
-from events.fact import Recorded
-
-STARTS_WITHIN_S = 60.0
-STOPS_WITHIN_S = 30.0
+from controller.demo.fleet import Fleet
 
 
-def holdfast(*arguments: str, environment: dict[str, str] | None = None, **options: Any) -> subprocess.CompletedProcess[str]:
+def holdfast(*arguments: str, environment: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
     """Run one command to its end."""
     command = [sys.executable, "-m", "controller.cli", *arguments]
-    env = {**os.environ, **(environment or {})}
-    return subprocess.run(command, capture_output=True, text=True, timeout=60, env=env, check=False, **options)
+    env: dict[str, Any] = {**os.environ, **(environment or {})}
+    return subprocess.run(command, capture_output=True, text=True, timeout=60, env=env, check=False)
 
 
-@dataclass
-class Fleet:
-    """A running fleet."""
-
-    data: Path
-    port: int
-    process: subprocess.Popen[bytes]
-    log: Path
-
-    @property
-    def url(self) -> str:
-        return f"http://127.0.0.1:{self.port}"
-
-    @classmethod
-    def start(cls, data: Path, *flags: str, port: int | None = None) -> "Fleet":
-        """Start a fleet; it is not ready yet."""
-        port = port or free_port()
-        data.mkdir(parents=True, exist_ok=True)
-        data.chmod(0o755)
-        log = data / "up.log"
-        command = [sys.executable, "-m", "controller.cli", "up", "--data", str(data), "--port", str(port), *flags]
-        with log.open("ab") as output:
-            process = subprocess.Popen(command, stdout=output, stderr=output, preexec_fn=die_with(os.getpid()))
-        return cls(data, port, process, log)
-
-    async def ready(self) -> "Fleet":
-        """Wait until /health answers 200."""
-        deadline = time.monotonic() + STARTS_WITHIN_S
-        while not await http_ok(f"{self.url}/health"):
-            assert self.process.poll() is None, self.log.read_text()
-            assert time.monotonic() < deadline, self.log.read_text()
-            await asyncio.sleep(0.05)
-        return self
-
-    def client(self) -> openai.AsyncOpenAI:
-        """Return the official client, which retries nothing: what fails must be seen."""
-        return openai.AsyncOpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0, timeout=60)
-
-    async def status(self) -> dict[str, Any]:
-        """Return `holdfast status -o json`."""
-        operator = await Operator.connect(self.data)
-        try:
-            return await operator.ask("status", {})
-        finally:
-            await operator.close()
-
-    async def act(self, verb: str, worker: str, argument: float | None = None) -> None:
-        """Drain, resume, or break a worker."""
-        operator = await Operator.connect(self.data)
-        try:
-            await operator.act(verb, worker, argument)
-        finally:
-            await operator.close()
-
-    async def until(self, holds: Callable[[dict[str, Any]], bool], within_s: float = 30.0) -> dict[str, Any]:
-        """Wait until the status is as `holds` wants it."""
-        deadline = time.monotonic() + within_s
-        while True:
-            status = await self.status()
-            if holds(status):
-                return status
-            assert time.monotonic() < deadline, json.dumps(status, indent=1)
-            await asyncio.sleep(0.1)
-
-    async def until_reachable(self, within_s: float = 30.0) -> None:
-        """Wait until a controller answers again."""
-        deadline = time.monotonic() + within_s
-        while True:
-            try:
-                await self.status()
-                return
-            except HoldfastError:
-                assert time.monotonic() < deadline
-                await asyncio.sleep(0.2)
-
-    async def healthy(self, workers: int) -> dict[str, Any]:
-        """Wait until all workers are in full service."""
-        return await self.until(lambda s: _serving(s) == workers)
-
-    async def events(self) -> list[Recorded]:
-        """Return the whole journal."""
-        return await read_all(self.data)
-
-    def family(self) -> list[psutil.Process]:
-        """Return every process that belongs to the fleet."""
-        parent = psutil.Process(self.process.pid)
-        return [parent, *parent.children(recursive=True)]
-
-    def stop(self) -> int:
-        """Press Ctrl-C and return the exit status."""
-        if self.process.poll() is None:
-            self.process.send_signal(signal.SIGINT)
-        try:
-            return self.process.wait(STOPS_WITHIN_S)
-        except subprocess.TimeoutExpired:
-            self.process.kill()
-            raise
-
-
-def _serving(status: dict[str, Any]) -> int:
-    return sum(w["health"] == "HEALTHY" and w["weight"] == 1 and w["breaker"] == "closed" for w in status["workers"])
-
-
-def gone(processes: Sequence[psutil.Process], within_s: float = 10.0) -> bool:
-    """Return whether all of these processes end in time."""
-    _, alive = psutil.wait_procs(list(processes), timeout=within_s)
-    return not [p for p in alive if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]
+def client(fleet: Fleet) -> openai.AsyncOpenAI:
+    """Return the official client, which retries nothing: what fails must be seen."""
+    return openai.AsyncOpenAI(base_url=f"{fleet.url}/v1", api_key="none", max_retries=0, timeout=60)

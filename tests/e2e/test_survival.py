@@ -8,16 +8,27 @@ from pathlib import Path
 
 import pytest
 import pytest_asyncio
-from fleet import Fleet
+from fleet import client
 
 from controller.demo.clients import compare
+from controller.demo.fleet import Fleet
 from events.decisions import HealthChanged
 from events.observations import RequestExposed, RequestMigrated
 
 WORKERS = 3
 STREAMS = 8
 TOKENS = 100
-FLAGS = ("--workers", str(WORKERS), "--chaos", "--canary-interval", "0.5", "--breaker-wait", "1", "--breaker-backoff", "1")
+FLAGS = (
+    "--workers",
+    str(WORKERS),
+    "--chaos",
+    "--canary-interval",
+    "0.5",
+    "--breaker-wait",
+    "1",
+    "--breaker-backoff",
+    "1",
+)
 
 _numbers = itertools.count()
 
@@ -40,8 +51,8 @@ def prompts() -> list[list[int]]:
 
 async def run(fleet: Fleet, stream: Stream, tokens: int = TOKENS) -> Stream:
     """Read one stream to its end with the official client."""
-    async with fleet.client() as client:
-        answer = await client.completions.with_raw_response.create(
+    async with client(fleet) as api:
+        answer = await api.completions.with_raw_response.create(
             model=(await model_of(fleet)),
             prompt=stream.prompt,
             max_tokens=tokens,
@@ -65,8 +76,8 @@ _models: dict[int, str] = {}
 
 async def model_of(fleet: Fleet) -> str:
     if fleet.port not in _models:
-        async with fleet.client() as client:
-            _models[fleet.port] = (await client.models.list()).data[0].id
+        async with client(fleet) as api:
+            _models[fleet.port] = (await api.models.list()).data[0].id
     return _models[fleet.port]
 
 
@@ -92,7 +103,11 @@ async def migrated(fleet: Fleet, streams: Sequence[Stream]) -> list[RequestMigra
     """Return what the journal says of the streams' migrations, once it says so."""
     ours = {s.request for s in streams}
     for _ in range(100):
-        facts = [e.fact for e in await fleet.events() if isinstance(e.fact, RequestMigrated) and e.fact.request in ours]
+        facts = [
+            e.fact
+            for e in await fleet.events()
+            if isinstance(e.fact, RequestMigrated) and e.fact.request in ours
+        ]
         if facts:
             return facts
         await asyncio.sleep(0.05)
@@ -117,7 +132,9 @@ FAULTS = [
 
 
 @pytest.mark.parametrize(("verb", "argument", "after"), FAULTS, ids=[f[0] for f in FAULTS])
-async def test_every_stream_survives_intact(fleet: Fleet, verb: str, argument: float | None, after: str | None) -> None:
+async def test_every_stream_survives_intact(
+    fleet: Fleet, verb: str, argument: float | None, after: str | None
+) -> None:
     await fleet.healthy(WORKERS)
     expected = await answers(fleet)
     victim, streams = await under_fault(fleet, verb, argument)
@@ -147,7 +164,9 @@ async def test_corruption_is_fenced_and_every_altered_stream_is_named(fleet: Fle
     victim, streams = await under_fault(fleet, "corrupt", 8)
     await fleet.until(lambda s: all(w["health"] != "HEALTHY" for w in s["workers"] if w["id"] == victim))
     after = [Stream(f"after-{next(_numbers)}", p) for p in prompts()]
-    assert [s.pieces for s in await asyncio.gather(*(run(fleet, s) for s in after))] == expected, "routed to it afterwards"
+    assert [s.pieces for s in await asyncio.gather(*(run(fleet, s) for s in after))] == expected, (
+        "routed to it afterwards"
+    )
     altered = {s.request for s, e in zip(streams, expected, strict=True) if s.pieces != e}
     for _ in range(100):
         events = await fleet.events()
