@@ -208,7 +208,7 @@ class RequestPlane:
             line.cancel(stream)
 
     async def ask(self, worker: str, request: Generate) -> AsyncIterator[Chunk]:
-        """Yield the worker's chunks until one finishes; the deadline is the caller's. Raise WorkerUnreachable."""
+        """Yield the worker's chunks until one ends; the deadline is the caller's. Raise WorkerUnreachable."""
         link = await self._awaited(worker)
         reader = Reader(self._limits.ask_chunks_max)
         stream = self.open(worker, link.address.instance, request, reader)

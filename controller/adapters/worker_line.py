@@ -165,10 +165,10 @@ class Reader:
     """A sink for one who reads at his own pace: a probe."""
 
     def __init__(self, chunks_max: int) -> None:
-        self._chunks: asyncio.Queue[Chunk | WorkerUnreachable] = asyncio.Queue(chunks_max + 1)
+        self._chunks: asyncio.Queue[wire.Chunk | WorkerUnreachable] = asyncio.Queue(chunks_max + 1)
         self._max = chunks_max
 
-    def take(self, chunk: Chunk) -> None:
+    def take(self, chunk: wire.Chunk) -> None:
         if self._chunks.qsize() < self._max:
             self._chunks.put_nowait(chunk)
 
@@ -179,7 +179,7 @@ class Reader:
         with suppress(asyncio.QueueFull):
             self._chunks.put_nowait(WorkerUnreachable(f"{cause}: {detail}"))
 
-    async def next(self) -> Chunk:
+    async def next(self) -> wire.Chunk:
         item = await self._chunks.get()
         if isinstance(item, WorkerUnreachable):
             raise item
