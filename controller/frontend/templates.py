@@ -1,0 +1,109 @@
+"""Chat templates: from messages to one prompt, in Jinja2's sandbox, because a template comes with the model's files.
+
+The environment is the one that model makers write for: trimmed blocks, loop controls, `tojson`, `raise_exception`,
+`strftime_now`.
+"""
+
+import json
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, NoReturn
+
+from jinja2 import TemplateError
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from events.errors import HoldfastError
+
+SIM_TEMPLATE = (
+    "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
+    "{% if add_generation_prompt %}assistant:{% endif %}"
+)
+SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "pad_token")
+
+
+class BadTemplate(HoldfastError):
+    """The model's chat template refused these messages."""
+
+
+class NoTemplate(HoldfastError):
+    """This model has no chat template. Use /v1/completions, or add chat_template to its tokenizer_config.json."""
+
+
+class ChatTemplate:
+    """One compiled template and the special tokens that it may name."""
+
+    def __init__(self, source: str, specials: dict[str, str]) -> None:
+        self._specials = specials
+        try:
+            self._template = _environment().from_string(source)
+        except TemplateError as error:
+            raise BadTemplate(f"the chat template does not compile: {error}") from error
+
+    def render(self, messages: Sequence[dict[str, Any]], **extra: Any) -> str:
+        """Return the prompt that ends where the assistant begins. Raise BadTemplate."""
+        names = {"messages": list(messages), "add_generation_prompt": True, "tools": None}
+        try:
+            return str(self._template.render(**(self._specials | names | extra)))
+        except (TemplateError, TypeError, ValueError, KeyError) as error:
+            raise BadTemplate(f"the chat template refused these messages: {error}") from error
+
+
+def load_template(folder: Path | None) -> ChatTemplate | None:
+    """Return the chat template of a model's folder (None: the simulated engine's); None if it has none."""
+    if folder is None:
+        return ChatTemplate(SIM_TEMPLATE, {})
+    config = _config(folder / "tokenizer_config.json")
+    source = _source(folder, config)
+    return ChatTemplate(source, _specials(config)) if source is not None else None
+
+
+def _config(file: Path) -> dict[str, Any]:
+    try:
+        config = json.loads(file.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError) as error:
+        raise BadTemplate(f"{file} cannot be read: {error}") from error
+    return config if isinstance(config, dict) else {}
+
+
+def _source(folder: Path, config: dict[str, Any]) -> str | None:
+    file = folder / "chat_template.jinja"
+    if file.is_file():
+        return file.read_text(encoding="utf-8")
+    source = config.get("chat_template")
+    if isinstance(source, list):  # several, by name
+        named = {entry.get("name"): entry.get("template") for entry in source if isinstance(entry, dict)}
+        source = named.get("default")
+    return source if isinstance(source, str) else None
+
+
+def _specials(config: dict[str, Any]) -> dict[str, str]:
+    found = {name: config.get(name) for name in SPECIAL_NAMES}
+    names = {
+        name: value.get("content") if isinstance(value, dict) else value for name, value in found.items()
+    }
+    return {name: value for name, value in names.items() if isinstance(value, str)}
+
+
+def _environment() -> ImmutableSandboxedEnvironment:
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
+    )
+    environment.filters["tojson"] = _tojson
+    environment.globals["raise_exception"] = _raise
+    environment.globals["strftime_now"] = _strftime_now
+    return environment
+
+
+def _tojson(value: Any, ensure_ascii: bool = False, indent: int | None = None) -> str:
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent)
+
+
+def _raise(message: str) -> NoReturn:
+    raise TemplateError(message)
+
+
+def _strftime_now(form: str) -> str:
+    return datetime.now(UTC).strftime(form)  # noqa: TID251 (a date for the prompt, not an order)

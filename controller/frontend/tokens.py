@@ -1,0 +1,200 @@
+"""Text in, tokens out, and back: one `Tokens` per model, one `Detokenizer` per answer.
+
+A detokeniser is exact and resumable: fed the same tokens in any portions, over any number of workers, it gives the
+text that decoding them all at once gives. For byte-level vocabularies (Llama 3, Qwen, GPT, our own) a token is a
+row of bytes, so it is a table and an incremental UTF-8 decoder. For the others it is `tokenizers`' DecodeStream,
+which has no flush and is quadratic on long runs of incomplete bytes: both are taken care of here.
+"""
+
+import codecs
+import json
+from collections.abc import Sequence
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, Protocol
+
+from tokenizers import Tokenizer
+from tokenizers.decoders import DecodeStream
+
+from controller.frontend.templates import ChatTemplate, load_template
+from events.errors import HoldfastError
+
+BUILTIN = "builtin:sim"
+BUILTIN_FILE = Path(__file__).with_name("builtin_sim_tokenizer.json")
+INCOMPLETE_TOKENS_MAX = 64  # a run of tokens that yields no text is cut here: no character is that long
+
+
+class TokenizerMissing(HoldfastError):
+    """The model's tokenizer cannot be read. It is a folder with tokenizer.json in it, or builtin:sim."""
+
+
+class Detokenizer(Protocol):
+    """The text of one answer, token by token."""
+
+    def feed(self, token: int) -> str:
+        """Return the text that this token completes: often one word, sometimes nothing."""
+        ...
+
+    def flush(self) -> str:
+        """Return what is still held back, once no more tokens come."""
+        ...
+
+
+class ByteTable:
+    """What each token of a byte-level vocabulary is: its bytes; its text, where those are whole characters."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        size = tokenizer.get_vocab_size(with_added_tokens=True)
+        added = tokenizer.get_added_tokens_decoder()
+        self.bytes: list[bytes] = [b""] * size
+        self.text: list[str | None] = [""] * size
+        self.json: list[bytes | None] = [b'""'] * size  # the text as a JSON string, ready to send
+        for token in range(size):
+            if token in added:
+                data = b"" if added[token].special else added[token].content.encode()
+            else:
+                data = _bytes_of(tokenizer.id_to_token(token) or "")
+            self._set(token, data)
+
+    def _set(self, token: int, data: bytes) -> None:
+        self.bytes[token] = data
+        try:
+            text: str | None = data.decode()
+        except UnicodeDecodeError:
+            text = None
+        self.text[token] = text
+        self.json[token] = None if text is None else json.dumps(text).encode()
+
+    def __len__(self) -> int:
+        return len(self.bytes)
+
+
+class ByteDetokenizer:
+    """Detokenise by table. `pending` says whether bytes of an unfinished character are held back."""
+
+    __slots__ = ("_decoder", "pending", "table")
+
+    def __init__(self, table: ByteTable) -> None:
+        self.table = table
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        self.pending = False
+
+    def feed(self, token: int) -> str:
+        if not 0 <= token < len(self.table):
+            return ""
+        if not self.pending:
+            text = self.table.text[token]
+            if text is not None:
+                return text
+        text = self._decoder.decode(self.table.bytes[token])
+        self.pending = bool(self._decoder.getstate()[0])
+        return text
+
+    def flush(self) -> str:
+        self.pending = False
+        return self._decoder.decode(b"", True)
+
+
+class StreamDetokenizer:
+    """Detokenise with DecodeStream, bounded and with a flush."""
+
+    __slots__ = ("_held", "_shown", "_stream", "_tokenizer")
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._stream = DecodeStream(skip_special_tokens=True)
+        self._shown: list[
+            int
+        ] = []  # a few tokens before the held ones: decoding depends on what stands before
+        self._held: list[int] = []
+
+    def feed(self, token: int) -> str:
+        self._held.append(token)
+        text = self._stream.step(self._tokenizer, token)
+        if text is not None:
+            self._shown, self._held = (self._shown + self._held)[-8:], []
+            return str(text)
+        if len(self._held) > INCOMPLETE_TOKENS_MAX:
+            text = self.flush()
+            self._stream = DecodeStream(ids=self._shown, skip_special_tokens=True)
+            return text
+        return ""
+
+    def flush(self) -> str:
+        if not self._held:
+            return ""
+        before = self._tokenizer.decode(self._shown)
+        whole = self._tokenizer.decode(self._shown + self._held)
+        self._shown, self._held = (self._shown + self._held)[-8:], []
+        return whole[len(before) :] if whole.startswith(before) else ""
+
+
+class Tokens:
+    """One model's tokenizer and chat template."""
+
+    def __init__(self, tokenizer: Tokenizer, template: ChatTemplate | None) -> None:
+        self._tokenizer = tokenizer
+        self.template = template
+        self.size: int = tokenizer.get_vocab_size(with_added_tokens=True)
+        self.table = ByteTable(tokenizer) if _is_byte_level(tokenizer) else None
+
+    def encode(self, text: str, *, special: bool) -> list[int]:
+        """Return the tokens of `text`; with `special`, those that the tokenizer puts around a plain prompt."""
+        return list(self._tokenizer.encode(text, add_special_tokens=special).ids)
+
+    def encode_chat(self, messages: Sequence[dict[str, Any]], **extra: Any) -> list[int]:
+        """Return the tokens of a conversation. Raise BadTemplate if the template refuses it."""
+        assert self.template is not None
+        return self.encode(self.template.render(messages, **extra), special=False)
+
+    def detokenizer(self) -> Detokenizer:
+        """Return a detokeniser for one answer."""
+        return ByteDetokenizer(self.table) if self.table is not None else StreamDetokenizer(self._tokenizer)
+
+    def text_of(self, token: int) -> str:
+        """Return one token's own text, as logprobs show it."""
+        if self.table is not None:
+            return self.bytes_of(token).decode("utf-8", "replace")
+        return str(self._tokenizer.decode([token], skip_special_tokens=False))
+
+    def bytes_of(self, token: int) -> bytes:
+        """Return one token's bytes; a special token's name."""
+        if self.table is not None and 0 <= token < len(self.table) and self.table.bytes[token]:
+            return self.table.bytes[token]
+        return (self._tokenizer.id_to_token(token) or "").encode()
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        """Return the text of all of `tokens` at once, by the tokenizer itself: what every detokeniser must equal."""
+        return str(self._tokenizer.decode(list(tokens)))
+
+
+@lru_cache(maxsize=32)
+def load_tokens(name: str) -> Tokens:
+    """Return the tokenizer called `name`: a folder, or "builtin:sim". Raise TokenizerMissing."""
+    folder = Path(name)
+    file = BUILTIN_FILE if name == BUILTIN else folder / "tokenizer.json"
+    try:
+        tokenizer = Tokenizer.from_str(file.read_text(encoding="utf-8"))
+    except Exception as error:  # tokenizers raises bare Exception
+        raise TokenizerMissing(f"{name!r}: {error}. {TokenizerMissing.__doc__}") from error
+    return Tokens(tokenizer, load_template(None if name == BUILTIN else folder))
+
+
+def _is_byte_level(tokenizer: Tokenizer) -> bool:
+    decoder = json.loads(tokenizer.to_str()).get("decoder") or {}
+    return bool(decoder.get("type") == "ByteLevel")
+
+
+@lru_cache(maxsize=1)
+def _byte_of_char() -> dict[str, int]:
+    """Return the byte behind each printable stand-in of byte-level BPE: 188 stand for themselves, 68 are shifted."""
+    own = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
+    shifted = [byte for byte in range(256) if byte not in own]
+    return {chr(byte): byte for byte in own} | {chr(256 + n): byte for n, byte in enumerate(shifted)}
+
+
+def _bytes_of(token: str) -> bytes:
+    chars = _byte_of_char()
+    if all(char in chars for char in token):
+        return bytes(chars[char] for char in token)
+    return token.encode()

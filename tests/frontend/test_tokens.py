@@ -1,0 +1,101 @@
+"""Text in, tokens out, and back, exactly: in any portions, over any cut."""
+
+import json
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+from controller.frontend import make_sim_tokenizer
+from controller.frontend.templates import BadTemplate, ChatTemplate
+from controller.frontend.tokens import (
+    BUILTIN,
+    BUILTIN_FILE,
+    INCOMPLETE_TOKENS_MAX,
+    StreamDetokenizer,
+    TokenizerMissing,
+    load_tokens,
+)
+
+SIM = load_tokens(BUILTIN)
+
+
+def test_the_shipped_tokenizer_is_what_the_script_makes() -> None:
+    assert json.loads(make_sim_tokenizer.make().to_str()) == json.loads(BUILTIN_FILE.read_text())
+
+
+def test_the_shipped_tokenizer_has_the_promised_ids() -> None:
+    assert SIM.size == 2048
+    assert [SIM.bytes_of(i) for i in range(3)] == [b"<unk>", b"<s>", b"</s>"]
+    assert sorted(SIM.bytes_of(i) for i in range(3, 259)) == [bytes([b]) for b in range(256)]
+    assert all(SIM.bytes_of(i).isascii() and SIM.bytes_of(i) for i in range(259, 2048))
+
+
+@given(st.lists(st.integers(0, 2047), max_size=40))
+@settings(max_examples=300)
+def test_byte_tables_decode_any_tokens_as_the_tokenizer_does(tokens: list[int]) -> None:
+    detokenizer = SIM.detokenizer()
+    text = "".join(map(detokenizer.feed, tokens)) + detokenizer.flush()
+    assert text == SIM.decode(tokens)
+
+
+@given(st.text(max_size=60))
+def test_any_text_survives_the_round(text: str) -> None:
+    assert SIM.decode(SIM.encode(text, special=True)) == text
+
+
+def test_tokens_that_do_not_exist_give_no_text() -> None:
+    assert SIM.detokenizer().feed(999_999) == ""
+
+
+def sentencepiece_like() -> Tokenizer:
+    """Llama-2's kind: byte fallback tokens and a metaspace."""
+    vocab = {f"<0x{byte:02X}>": byte for byte in range(256)} | {"▁": 256, "▁hi": 257, "a": 258, "<unk>": 259}
+    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[], byte_fallback=True, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
+    tokenizer.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    return tokenizer
+
+
+def test_other_tokenizers_stream_exactly_and_flush() -> None:
+    tokenizer = sentencepiece_like()
+    tokens = [257, *"😀".encode(), 258, *"é".encode()[:1]]
+    detokenizer = StreamDetokenizer(tokenizer)
+    text = "".join(map(detokenizer.feed, tokens))
+    assert text == "hi😀a"
+    assert text + detokenizer.flush() == tokenizer.decode(tokens)
+
+
+def test_a_run_of_incomplete_bytes_is_bounded() -> None:
+    detokenizer = StreamDetokenizer(sentencepiece_like())
+    out = [detokenizer.feed(0xF0) for _ in range(INCOMPLETE_TOKENS_MAX * 3)]
+    assert any(out)
+
+
+def test_a_missing_tokenizer_says_what_to_do(tmp_path: Path) -> None:
+    with pytest.raises(TokenizerMissing, match=r"tokenizer\.json"):
+        load_tokens(str(tmp_path))
+
+
+def test_a_model_folder_brings_its_template(tmp_path: Path) -> None:
+    (tmp_path / "tokenizer.json").write_text(BUILTIN_FILE.read_text())
+    template = "{{ bos_token }}{% for m in messages %}[{{ m.role }}]{{ m.content | tojson }}{% endfor %}"
+    config = {"chat_template": template, "bos_token": {"content": "<s>"}}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    tokens = load_tokens(str(tmp_path))
+    assert tokens.template is not None
+    assert tokens.template.render([{"role": "user", "content": "é"}]) == '<s>[user]"é"'
+
+
+def test_templates_run_in_the_sandbox() -> None:
+    template = ChatTemplate(
+        "{{ messages.__class__.__mro__ }}{{ ''.__class__.__base__.__subclasses__() }}", {}
+    )
+    with pytest.raises(BadTemplate):
+        template.render([])
+    with pytest.raises(BadTemplate, match="roles must alternate"):
+        ChatTemplate("{{ raise_exception('roles must alternate') }}", {}).render([])
