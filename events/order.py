@@ -50,17 +50,32 @@ class Order(Generic[S]):
     position: Position = Position()
     sources: dict[str, int] = field(default_factory=dict)  # last number of each source, settled
     last_seq: int = field(init=False)  # of the last event seen, whether folded or dropped
-    shown: S = field(init=False)
     pending: deque[Recorded] = field(init=False, default_factory=deque)
+    _shown: S = field(init=False)  # lacks `_fresh`: who reads many events at once asks only after the last
+    _fresh: list[Recorded] = field(init=False, default_factory=list)
     _seen: dict[str, int] = field(init=False)  # last number of each source, pending included
 
     def __post_init__(self) -> None:
         self.last_seq = self.position.through
-        self.shown = self.settled
+        self._shown = self.settled
         self._seen = dict(self.sources)
+
+    @property
+    def shown(self) -> S:
+        """The fold of everything seen: settled, then pending."""
+        if self._fresh:
+            for event in self._fresh:
+                self._shown = self.evolve(self._shown, event)
+            self._fresh.clear()
+        return self._shown
 
     def absorb(self, event: Recorded) -> S:
         """Take one event in and return the shown state. Raise OutOfOrder on a gap or an event out of turn."""
+        self.take(event)
+        return self.shown
+
+    def take(self, event: Recorded) -> None:
+        """Take one event in; fold it when somebody asks. Raise OutOfOrder on a gap or an event out of turn."""
         if event.seq != self.last_seq + 1 and self.last_seq:
             raise OutOfOrder(f"event {event.seq} follows {self.last_seq}: {OutOfOrder.__doc__}")
         self.last_seq = event.seq
@@ -69,8 +84,7 @@ class Order(Generic[S]):
                 self._decide(event, event.fact)
         elif self._is_new(event):
             self.pending.append(event)
-            self.shown = self.evolve(self.shown, event)
-        return self.shown
+            self._fresh.append(event)
 
     def _is_new(self, event: Recorded) -> bool:
         if not event.source or event.source_number <= 0:
@@ -85,18 +99,22 @@ class Order(Generic[S]):
             raise OutOfOrder(
                 f"decision {decision.number} at {event.seq} follows decision {self.position.number}: {OutOfOrder.__doc__}"
             )
-        moved = False
-        while self.pending and self.pending[0].seq <= event.through:
+        self._settle(event.through)
+        self.settled = self.evolve(self.settled, event)
+        through = max(self.position.through, event.through)
+        self.position = Position(through, event.seq, decision.number)
+        self._shown, self._fresh = self.settled, list(self.pending)
+
+    def _settle(self, through: int) -> None:
+        """Move what `through` covers from pending to settled."""
+        if self.pending and self.pending[-1].seq <= through:  # all of it, mostly: then it is folded already
+            self.settled = self.shown
+            for event in self.pending:
+                if event.source:
+                    self.sources[event.source] = event.source_number
+            self.pending.clear()
+        while self.pending and self.pending[0].seq <= through:
             first = self.pending.popleft()
             if first.source:
                 self.sources[first.source] = first.source_number
             self.settled = self.evolve(self.settled, first)
-            moved = True
-        self.settled = self.evolve(self.settled, event)
-        through = max(self.position.through, event.through)
-        self.position = Position(through, event.seq, decision.number)
-        state = self.settled
-        if self.pending or moved:
-            for waiting in self.pending:
-                state = self.evolve(state, waiting)
-        self.shown = state
