@@ -1,13 +1,17 @@
-"""Command-line flags from a settings model: `interval_s` becomes `--interval-s`, with its type, default and text.
+"""Settings from three places, the later winning: defaults, `HOLDFAST_<SECTION>__<FIELD>` in the environment, flags.
 
-A role's settings come from three places, the later winning: the model's defaults, `HOLDFAST_<SECTION>__<FIELD>` in
-the environment, flags.
+A section is a pydantic model; policies inside it are plain dataclasses, and are reached the same way:
+`HOLDFAST_CONTROLLER__POLICY__BREAKER__WAIT_MIN=30`. A field that is no model itself also gets a flag:
+`interval_s` becomes `--interval-s`.
 """
 
 import argparse
+import dataclasses
+import json
 import os
-from collections.abc import Mapping
-from typing import Any, TypeVar, get_args, get_origin
+from collections.abc import Iterator, Mapping
+from datetime import timedelta
+from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 
 from pydantic import BaseModel, ValidationError
 
@@ -21,12 +25,27 @@ class BadSetting(HoldfastError):
     """A setting has a value that makes no sense."""
 
 
+def fields_of(model: type) -> dict[str, Any]:
+    """Return the field names of a settings model or policy, with their types."""
+    if issubclass(model, BaseModel):
+        return {name: field.annotation for name, field in model.model_fields.items()}
+    hints = get_type_hints(model)
+    return {field.name: hints[field.name] for field in dataclasses.fields(model)}
+
+
+def is_section(annotation: Any) -> bool:
+    """Return whether a field has settings of its own below it."""
+    if not isinstance(annotation, type) or get_origin(annotation) is not None:
+        return False
+    return issubclass(annotation, BaseModel) or dataclasses.is_dataclass(annotation)
+
+
 def add_flags(parser: argparse.ArgumentParser, model: type[BaseModel]) -> None:
-    """Give `parser` one flag per plain field of `model`. Fields that are models themselves are left to the environment."""
+    """Give `parser` one flag per plain field of `model`, unless it has one of that name already."""
     taken = {option for action in parser._actions for option in action.option_strings}
     for name, field in model.model_fields.items():
         flag = "--" + name.replace("_", "-")
-        if flag in taken or (isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel)):
+        if flag in taken or is_section(field.annotation):
             continue
         text = (field.description or "").replace("%", "%%")
         if field.annotation is bool:
@@ -34,9 +53,8 @@ def add_flags(parser: argparse.ArgumentParser, model: type[BaseModel]) -> None:
                 flag, dest=name, action=argparse.BooleanOptionalAction, default=None, help=text
             )
         else:
-            parser.add_argument(
-                flag, dest=name, default=None, metavar="X", help=f"{text} (default: {field.default})"
-            )
+            text = f"{text} (default: {field.default})".strip()
+            parser.add_argument(flag, dest=name, default=None, metavar="X", help=text.replace("%", "%%"))
 
 
 def gather(
@@ -46,43 +64,56 @@ def gather(
     values = from_environment(model, section, os.environ if environment is None else environment)
     for name, field in model.model_fields.items():
         if args.get(name) is not None:
-            values[name] = _split(field.annotation, args[name])
+            values[name] = _value(field.annotation, args[name])
     try:
         return model.model_validate(values)
     except ValidationError as error:
         raise BadSetting(describe(error, section)) from error
 
 
-def from_environment(model: type[BaseModel], section: str, environment: Mapping[str, str]) -> dict[str, Any]:
+def from_environment(model: type, section: str, environment: Mapping[str, str]) -> dict[str, Any]:
     """Return the fields that the environment sets, nested as the model is. Raise BadSetting for a name that is none."""
     start = f"{PREFIX}{section.upper()}__"
     found: dict[str, Any] = {}
-    for variable, value in environment.items():
-        if not variable.startswith(start):
-            continue
-        *nest, last = variable[len(start) :].lower().split("__")
-        place, fields = found, model
-        for part in [*nest, last]:
-            if part not in fields.model_fields:
-                raise BadSetting(f"{variable} is not a setting; `holdfast settings` lists them")
-            annotation = fields.model_fields[part].annotation
-            if isinstance(annotation, type) and issubclass(annotation, BaseModel):
-                fields = annotation
-            else:
-                value = _split(annotation, value)
-        for part in nest:
-            place = place.setdefault(part, {})
-        place[last] = value
+    for variable, text in environment.items():
+        if variable.startswith(start):
+            _place(found, model, variable, variable[len(start) :].lower().split("__"), text)
     return found
 
 
-def _split(annotation: Any, value: Any) -> Any:
-    """Let a comma-separated text fill a tuple or list field."""
-    if isinstance(value, str) and any(
-        get_origin(a) in (tuple, list) for a in (annotation, *get_args(annotation))
-    ):
-        return [part for part in value.split(",") if part]
-    return value
+def _place(found: dict[str, Any], model: type, variable: str, path: list[str], text: str) -> None:
+    """Put one variable's value where its name says."""
+    for depth, part in enumerate(path):
+        fields = fields_of(model)
+        if part not in fields:
+            raise BadSetting(f"{variable} is not a setting; `holdfast settings` lists them all")
+        last = depth == len(path) - 1
+        if is_section(fields[part]) and not last:
+            found, model = found.setdefault(part, {}), fields[part]
+        elif last:
+            found[part] = _value(fields[part], text)
+        else:
+            raise BadSetting(f"{variable} is not a setting: {part} has nothing below it")
+
+
+def _value(annotation: Any, text: Any) -> Any:
+    """Read a text as its field wants it: seconds as a duration, JSON or comma-separated values as a collection."""
+    if not isinstance(text, str):
+        return text
+    kinds = {get_origin(a) or a for a in (annotation, *get_args(annotation))}
+    if timedelta in kinds:
+        try:
+            return timedelta(seconds=float(text))
+        except (ValueError, OverflowError):
+            return text
+    if text[:1] in ("[", "{"):
+        try:
+            return json.loads(text)
+        except ValueError:
+            return text
+    if kinds & {tuple, list, frozenset}:
+        return [part for part in text.split(",") if part]
+    return text
 
 
 def describe(error: ValidationError, section: str) -> str:
@@ -91,3 +122,13 @@ def describe(error: ValidationError, section: str) -> str:
         f"{section}.{'.'.join(str(part) for part in e['loc'])} = {e['input']!r}: {e['msg'][0].lower()}{e['msg'][1:]}"
         for e in error.errors()
     )
+
+
+def flatten(value: Any, path: str) -> Iterator[tuple[str, Any]]:
+    """Yield every setting below `value` as (dotted name, effective value)."""
+    for name in fields_of(type(value)):
+        below = getattr(value, name)
+        if is_section(type(below)):
+            yield from flatten(below, f"{path}.{name}")
+        else:
+            yield f"{path}.{name}", below

@@ -7,7 +7,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -42,8 +42,10 @@ class Fleet:
         return f"http://127.0.0.1:{self.port}"
 
     @classmethod
-    def start(cls, data: Path, *flags: str, port: int | None = None) -> "Fleet":
-        """Start a fleet; it is not ready yet."""
+    def start(
+        cls, data: Path, *flags: str, port: int | None = None, environment: Mapping[str, str] | None = None
+    ) -> "Fleet":
+        """Start a fleet; it is not ready yet. `environment` is added to this process's own."""
         port = port or free_port()
         data.mkdir(parents=True, exist_ok=True)
         data.chmod(0o755)
@@ -59,6 +61,7 @@ class Fleet:
             str(port),
             *flags,
         ]
+        env = {**os.environ, **(environment or {})}
         with log.open("ab") as output:
             process = subprocess.Popen(
                 command, stdout=output, stderr=output, preexec_fn=die_with(os.getpid())

@@ -261,9 +261,9 @@ class Supervisor:
         if a.canary_interval is not None:
             own["HOLDFAST_CONTROLLER__CANARY__INTERVAL_S"] = str(a.canary_interval)
         if a.breaker_wait is not None:
-            own["HOLDFAST_POLICY__BREAKER__WAIT_MIN"] = str(a.breaker_wait)
+            own["HOLDFAST_CONTROLLER__POLICY__BREAKER__WAIT_MIN"] = str(a.breaker_wait)
         if a.breaker_backoff is not None:
-            own["HOLDFAST_POLICY__BREAKER__BACKOFF"] = str(a.breaker_backoff)
+            own["HOLDFAST_CONTROLLER__POLICY__BREAKER__BACKOFF"] = str(a.breaker_backoff)
         return own
 
     def _worker_environment(self, n: int) -> dict[str, str]:

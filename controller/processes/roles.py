@@ -1,0 +1,62 @@
+"""`holdfast controller | projector | frontend`: one role alone, for production. `up` starts them the same way."""
+
+import argparse
+import asyncio
+import importlib
+import os
+from collections.abc import Callable
+
+from controller.flags import BadSetting, add_flags, gather
+from controller.settings import refuse_unknown, sections
+from events.errors import HoldfastError
+
+Run = Callable[[argparse.Namespace], int]
+
+
+def prepare(role: str, parser: argparse.ArgumentParser) -> Run:
+    """Add a role's flags and return what runs it."""
+    model = sections()[role]
+    parser.add_argument("--name", default=role, help=f"this process's name (default: {role})")
+    parser.add_argument("--nats-url", default=os.environ.get("HOLDFAST_NATS_URL", ""), metavar="URL")
+    parser.add_argument("--database-url", default=os.environ.get("HOLDFAST_DATABASE_URL", ""), metavar="URL")
+    add_flags(parser, model)
+
+    def run(args: argparse.Namespace) -> int:
+        refuse_unknown(os.environ)
+        settings = gather(model, role, vars(args))
+        if role == "projector" and not args.database_url:
+            raise BadSetting("the projector needs --database-url or HOLDFAST_DATABASE_URL")
+        if not args.nats_url and not getattr(settings, "static", None):
+            raise BadSetting(f"the {role} needs --nats-url or HOLDFAST_NATS_URL")
+        module = importlib.import_module(f"controller.processes.{role}")
+        start = getattr(module, f"run_{role}")
+        work = start(
+            settings,
+            nats_url=args.nats_url,
+            database_url=args.database_url or None,
+            data=args.data,
+            name=args.name,
+        )
+        return _run(work)
+
+    return run
+
+
+def _run(work: object) -> int:
+    import uvloop
+
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        try:
+            result: int = runner.run(work)  # type: ignore[arg-type]
+        except* HoldfastError as group:
+            raise _first(group) from None
+        return result
+
+
+def _first(group: BaseExceptionGroup[HoldfastError]) -> HoldfastError:
+    """Return the first error of a group, however deep."""
+    error: BaseException = group
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    assert isinstance(error, HoldfastError)
+    return error

@@ -1,0 +1,119 @@
+"""The demo counts honestly: what was lost, doubled or altered shows in its table."""
+
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from controller.demo import profile, report
+from controller.demo.clients import Difference, Received, compare
+from events.fact import Recorded
+from events.observations import RequestExposed, RequestMigrated
+
+NOW = datetime(2026, 1, 1, tzinfo=UTC)
+PIECES = st.lists(st.sampled_from([" a", " b", " c", " d", " e"]), max_size=30)
+
+
+@given(PIECES)
+def test_an_equal_stream_has_no_difference(pieces: list[str]) -> None:
+    assert compare(pieces, pieces) == Difference()
+
+
+@given(PIECES, PIECES)
+def test_an_unequal_stream_always_has_one(got: list[str], expected: list[str]) -> None:
+    assert (compare(got, expected) == Difference()) == (got == expected)
+
+
+def test_lost_doubled_and_altered_are_told_apart() -> None:
+    expected = [f" t{n}" for n in range(10)]
+    assert compare(expected[:4] + expected[5:], expected) == Difference(lost=1)
+    assert compare(expected[:4] + expected[3:], expected) == Difference(doubled=1)
+    assert compare([*expected[:4], " x", *expected[5:]], expected) == Difference(altered=1)
+
+
+def received(name: str, pieces: list[str], error: str = "") -> Received:
+    return Received(
+        name, 0, len(pieces), 0.0, pieces, [float(n) for n in range(len(pieces))], error, not error
+    )
+
+
+def recorded(fact: RequestMigrated | RequestExposed, after_s: float) -> Recorded:
+    return Recorded(seq=1, at=NOW + timedelta(seconds=after_s), fact=fact, id="x")
+
+
+def migration(request: str, source: str, gap_ms: float) -> RequestMigrated:
+    return RequestMigrated(
+        frontend="f", request=request, model="m", source=source, source_instance="i", target="w9", target_instance="j",
+        cause="disconnected", method="reprefill", tokens=3, gap_ms=gap_ms, attempt=2, exact=True,
+    )  # fmt: skip
+
+
+def exposure(request: str, worker: str) -> RequestExposed:
+    return RequestExposed(
+        frontend="f",
+        request=request,
+        model="m",
+        worker=worker,
+        instance="i",
+        first=0,
+        last=3,
+        finished=True,
+        action="none",
+    )
+
+
+def test_a_migration_belongs_to_the_last_fault_of_its_source() -> None:
+    kill, hang = (
+        report.Injected("kill -9", "w1", NOW),
+        report.Injected("hang", "w1", NOW + timedelta(seconds=10)),
+    )
+    other = report.Injected("drain", "w2", NOW)
+    events = [recorded(migration("a", "w1", 12.0), 1), recorded(migration("b", "w1", 420.0), 11)]
+    report.attribute(events, [kill, hang, other])
+    assert (kill.hit, hang.hit, other.hit) == ({"a": 12.0}, {"b": 420.0}, {})
+
+
+def test_an_altered_stream_that_nobody_named_fails_the_demo() -> None:
+    answers = [[" a", " b", " c"]]
+    streams = [received("good", [" a", " b", " c"]), received("bad", [" a", " x", " y"])]
+    corrupt = report.Injected("corruption", "w3", NOW)
+    assert report.assess(streams, answers, [corrupt]).unnamed == ["bad"]
+    report.attribute([recorded(exposure("bad", "w3"), 1)], [corrupt])
+    named = report.assess(streams, answers, [corrupt])
+    assert named.unnamed == [] and named.clean and named.altered_streams == 1
+    assert named.rows[0].difference.altered == 2
+
+
+def test_a_lost_stream_fails_the_demo() -> None:
+    assert not report.assess([received("gone", [" a"], "cut")], [[" a"]], []).clean
+
+
+def test_the_profile_gives_the_same_load_for_the_same_seed() -> None:
+    assert profile.from_profile(10, 8, seed=3) == profile.from_profile(10, 8, seed=3)
+    load = profile.from_profile(60, 8)
+    assert 300 < len(load.requests) < 700
+    assert all(0 <= r.at_s < 60 and 8 <= r.output_tokens <= profile.OUTPUT_MAX for r in load.requests)
+
+
+def test_a_trace_is_scaled_in_time_and_length(tmp_path: Path) -> None:
+    trace = tmp_path / "trace.jsonl"
+    trace.write_text(
+        "".join(
+            f'{{"timestamp": {n * 1000}, "input_length": 9000, "output_length": {n}}}\n' for n in range(90)
+        )
+    )
+    load = profile.from_trace(trace, 10, speedup=3)
+    assert len(load.requests) == 30
+    assert load.requests[-1].at_s == pytest.approx(29 / 3)
+
+
+@pytest.mark.parametrize(
+    ("text", "says"), [("{}\n", "line 1"), ("not json\n", "line 1"), ("", "holds no request")]
+)
+def test_a_bad_trace_is_named(text: str, says: str, tmp_path: Path) -> None:
+    trace = tmp_path / "trace.jsonl"
+    trace.write_text(text)
+    with pytest.raises(profile.BadTrace, match=says):
+        profile.from_trace(trace, 10, 1)
