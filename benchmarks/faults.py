@@ -11,6 +11,7 @@ without a frontend.
 import argparse
 import asyncio
 import contextlib
+import functools
 import json
 import os
 import random
@@ -81,6 +82,10 @@ class Bench:
         return {f.request: f for f in facts if isinstance(f, RequestMigrated) and f.request in names}
 
 
+def _out(worker: str, status: dict[str, Any]) -> bool:
+    return all(w["weight"] == 0 for w in status["workers"] if w["id"] == worker)
+
+
 @contextlib.asynccontextmanager
 async def bench(*flags: str, environment: dict[str, str] | None = None) -> AsyncIterator[Bench]:
     """Start a fleet and its users."""
@@ -114,7 +119,7 @@ async def direct_ttft(b: Bench, asks: int = 40) -> dict[str, float]:
         writer.write(wire.encode(wire.Generate(n, f"direct-{n}", prompt, len(prompt), sampling)))
         await _first_step(reader, splitter, n)
         took.append((time.perf_counter() - began) * 1000)
-        await asyncio.sleep(random.random() * 0.02)  # noqa: S311
+        await asyncio.sleep(random.random() * 0.02)
     writer.close()
     await task
     return {"p50": round(statistics.median(took), 1), "p99": round(max(took), 1)}
@@ -146,7 +151,7 @@ async def _resume(verb: str, after: str | None, trials: int) -> dict[str, Any]:
             await b.fleet.healthy(WORKERS)
             status = {w["id"]: w for w in (await b.fleet.status())["workers"]}
             streams, task = await b.round()
-            victim = random.choice(sorted(status))  # noqa: S311
+            victim = random.choice(sorted(status))
             if verb == "kill":
                 os.kill(status[victim]["pid"], signal.SIGKILL)
             elif verb == "hang":
@@ -211,7 +216,7 @@ async def storm(trials: int) -> dict[str, Any]:
                 pids = [p["pid"] for p in (await b.fleet.status())["processes"] if p["role"] == "worker"]
                 if pids:
                     with contextlib.suppress(ProcessLookupError):
-                        os.kill(random.choice(pids), signal.SIGKILL)  # noqa: S311
+                        os.kill(random.choice(pids), signal.SIGKILL)
                         kills += 1
 
         async with asyncio.TaskGroup() as group:
@@ -237,7 +242,7 @@ async def corrupt(trials: int) -> dict[str, Any]:
             victim = sorted(w["id"] for w in (await b.fleet.status())["workers"])[0]
             began = datetime.now(UTC)
             await b.fleet.act("corrupt", victim, 8)
-            await b.fleet.until(lambda s: all(w["weight"] == 0 for w in s["workers"] if w["id"] == victim))
+            await b.fleet.until(functools.partial(_out, victim))
             after, later = await b.round()
             await task
             await later

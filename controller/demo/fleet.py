@@ -64,7 +64,7 @@ class Fleet:
         env = {**os.environ, **(environment or {})}
         with log.open("ab") as output:
             process = subprocess.Popen(
-                command, stdout=output, stderr=output, preexec_fn=die_with(os.getpid())
+                command, stdout=output, stderr=output, env=env, preexec_fn=die_with(os.getpid())
             )
         return cls(data, port, process, log)
 
