@@ -1,0 +1,237 @@
+"""The circuit breaker: do requests to this worker succeed?
+
+    closed ── failures_max in a row, or UNHEALTHY ──▶ open ── retry_at ──▶ half-open
+      ▲                                                ▲                    │    │
+      │                                                └─ trial failed, or ─┘    │
+      │                                                   none by the deadline   │
+      └────────────────────────── trial passed ──────────────────────────────────┘
+
+The fleet's breaker has one trial: the first canary sent under the half-opening decision or a later one. A frontend
+runs the same machine for itself (`trial_by="request"`), where the trial is one real request.
+
+What a reader would get wrong: nothing is compared by time. An outcome counts only if it was sent after the breaker
+last moved, by number; what arrives while the breaker is open is ignored, so late failures cannot keep it open.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from datetime import datetime, timedelta
+from typing import Literal
+
+from events.decisions import (
+    BreakerClosed,
+    BreakerHalfOpened,
+    BreakerOpened,
+    BreakerPosition,
+    Decision,
+    HealthChanged,
+    HealthStatus,
+)
+from events.fact import Fact
+from events.observations import (
+    CanaryFailed,
+    CanaryPassed,
+    CanarySlow,
+    RequestFailed,
+    RequestsServed,
+    WorkerLeft,
+)
+
+TRIAL_FAILED = "trial_failed"  # the reason of a BreakerOpened starts with this when a trial ended so
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BreakerPolicy:
+    """How much failure to bear, and how long to wait before trying again.
+
+    `backoff` multiplies the wait with each trial that failed in a row; 1 gives a fixed wait.
+    """
+
+    failures_max: int = 3
+    wait_min: timedelta = timedelta(seconds=60)
+    wait_max: timedelta = timedelta(minutes=15)
+    backoff: float = 2.0
+    trial_timeout: timedelta = timedelta(seconds=30)
+
+
+@dataclass(frozen=True, slots=True)
+class Breaker:
+    """One worker's breaker."""
+
+    worker: str
+    instance: str
+    position: BreakerPosition = "closed"
+    request_failures: int = 0  # in a row, as the frontend that spoke last counts them
+    canary_failures: int = 0  # in a row
+    unhealthy: str = ""  # why health became UNHEALTHY, until the breaker has answered
+    trial: Literal["", "passed", "failed"] = ""  # its outcome, until the breaker has answered
+    trials_failed: int = 0  # in a row
+    moved_by: int = 0  # number of the decision that moved it last
+    retry_at: datetime | None = None
+    deadline: datetime | None = None  # of the trial
+    resting: bool = False  # the worker drains or is dead: nothing is tried
+    trial_by: Literal["canary", "request"] = "canary"
+    admitted: bool = False  # the one trial request is on its way (frontends only)
+    why: str = ""  # the last failure's reason
+    cause: str = ""  # id of the fact that spoke last
+
+
+def evolve(state: Breaker, fact: Fact, cause: str = "") -> Breaker:
+    """Absorb one fact about this worker and instance."""
+    match fact:
+        case CanaryFailed(reason="latency_spike") | CanaryPassed() | CanarySlow():
+            return _succeeded(state, "canary", fact.sent_under, cause)
+        case CanaryFailed():
+            return _failed(state, "canary", fact.sent_under, state.canary_failures + 1, fact.reason, cause)
+        case RequestsServed():
+            return _succeeded(state, "request", fact.routed_under, cause)
+        case RequestFailed():
+            return _failed(state, "request", fact.routed_under, fact.failures_in_a_row, fact.reason, cause)
+        case HealthChanged():
+            return _health_changed(state, fact, cause)
+        case WorkerLeft():
+            return replace(state, resting=True)
+        case BreakerOpened() | BreakerHalfOpened() | BreakerClosed():
+            return _moved(state, fact)
+        case _:
+            return state
+
+
+def _succeeded(state: Breaker, by: str, sent_under: int, cause: str) -> Breaker:
+    if sent_under < state.moved_by or state.position == "open":
+        return state
+    if state.position == "half_open":
+        return _tried(state, by, "passed", "", cause)
+    if by == "canary":
+        return state if not state.canary_failures else replace(state, canary_failures=0)
+    return state if not state.request_failures else replace(state, request_failures=0)
+
+
+def _failed(state: Breaker, by: str, sent_under: int, in_a_row: int, why: str, cause: str) -> Breaker:
+    if sent_under < state.moved_by or state.position == "open":
+        return state
+    if state.position == "half_open":
+        return _tried(state, by, "failed", why, cause)
+    if by == "canary":
+        return replace(state, canary_failures=in_a_row, why=why, cause=cause)
+    return replace(state, request_failures=in_a_row, why=why, cause=cause)
+
+
+def _tried(state: Breaker, by: str, outcome: Literal["passed", "failed"], why: str, cause: str) -> Breaker:
+    """Take the trial's outcome; only the first counts, and only of the kind that this breaker tries with."""
+    if by != state.trial_by or state.trial:
+        return state
+    return replace(state, trial=outcome, why=why, cause=cause)
+
+
+def _health_changed(state: Breaker, fact: HealthChanged, cause: str) -> Breaker:
+    resting = fact.after in (HealthStatus.DRAINING, HealthStatus.DEAD)
+    if fact.after is HealthStatus.UNHEALTHY and state.position != "open":
+        return replace(state, resting=False, unhealthy=fact.reason, cause=cause)
+    return state if state.resting == resting else replace(state, resting=resting)
+
+
+def _moved(state: Breaker, fact: BreakerOpened | BreakerHalfOpened | BreakerClosed) -> Breaker:
+    fresh = Breaker(
+        state.worker,
+        state.instance,
+        moved_by=fact.number,
+        resting=state.resting,
+        trial_by=state.trial_by,
+        cause=f"decision:{fact.number}",
+    )
+    match fact:
+        case BreakerOpened():
+            return replace(
+                fresh,
+                position="open",
+                retry_at=fact.retry_at,
+                trials_failed=state.trials_failed + (state.position == "half_open"),
+                why=fact.reason,
+            )
+        case BreakerHalfOpened():
+            return replace(
+                fresh, position="half_open", deadline=fact.deadline, trials_failed=state.trials_failed
+            )
+        case _:
+            return fresh
+
+
+def decide(policy: BreakerPolicy, state: Breaker, now: datetime) -> Iterator[Decision]:
+    """Say what is due now."""
+    if state.resting:
+        return
+    match state.position:
+        case "closed":
+            if reason := _trip(policy, state):
+                yield _open(policy, state, now, reason, trials_failed=0)
+        case "open":
+            if state.retry_at is not None and now >= state.retry_at:
+                yield BreakerHalfOpened(
+                    worker=state.worker,
+                    instance=state.instance,
+                    deadline=now + policy.trial_timeout,
+                    decided_at=now,
+                    cause=state.cause,
+                )
+        case "half_open":
+            yield from _end_trial(policy, state, now)
+
+
+def _trip(policy: BreakerPolicy, state: Breaker) -> str:
+    if state.unhealthy:
+        return f"unhealthy: {state.unhealthy}"
+    if state.canary_failures >= policy.failures_max:
+        return f"canaries: {state.why}"
+    if state.request_failures >= policy.failures_max:
+        return f"requests: {state.why}"
+    return ""
+
+
+def _end_trial(policy: BreakerPolicy, state: Breaker, now: datetime) -> Iterator[Decision]:
+    if state.unhealthy:
+        yield _open(policy, state, now, f"unhealthy: {state.unhealthy}", state.trials_failed + 1)
+    elif state.trial == "passed":
+        yield BreakerClosed(worker=state.worker, instance=state.instance, decided_at=now, cause=state.cause)
+    elif state.trial == "failed":
+        yield _open(policy, state, now, f"{TRIAL_FAILED}: {state.why}", state.trials_failed + 1)
+    elif state.deadline is not None and now >= state.deadline:
+        yield _open(policy, state, now, f"{TRIAL_FAILED}: no result", state.trials_failed + 1)
+
+
+def _open(
+    policy: BreakerPolicy, state: Breaker, now: datetime, reason: str, trials_failed: int
+) -> BreakerOpened:
+    wait = wait_after(policy, trials_failed)
+    return BreakerOpened(
+        worker=state.worker,
+        instance=state.instance,
+        retry_at=now + wait,
+        wait_s=wait.total_seconds(),
+        reason=reason,
+        decided_at=now,
+        cause=state.cause,
+    )
+
+
+def wait_after(policy: BreakerPolicy, trials_failed: int) -> timedelta:
+    """Return how long to wait before the next trial when `trials_failed` have failed in a row."""
+    wait, longest = policy.wait_min.total_seconds(), policy.wait_max.total_seconds()
+    for _ in range(trials_failed):
+        if wait >= longest or policy.backoff <= 1:
+            break
+        wait *= policy.backoff
+    return timedelta(seconds=max(min(wait, longest), policy.wait_min.total_seconds()))
+
+
+def admit(state: Breaker) -> Breaker | None:
+    """Return the breaker after one request has been let through; None if the request may not go there.
+
+    For a frontend's own breaker. Half-open admits exactly one; if its outcome is never reported, the trial's
+    deadline passes and counts as a failure, so a lost request cannot block the breaker for ever.
+    """
+    if state.position == "closed":
+        return state
+    if state.position == "half_open" and not state.admitted:
+        return replace(state, admitted=True)
+    return None

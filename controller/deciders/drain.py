@@ -1,0 +1,128 @@
+"""The drain: is this worker on its way out, and until when may what it runs go on?
+
+    ─ ─ ▶ idle ── wanted ──▶ draining until `deadline` ──▶ over (empty, deadline, left, resumed)
+
+Wanted by an operator (DrainRequested), by the worker itself (ShutdownBegan), or by health, which has given it up
+(HealthChanged to DRAINING). The controller waits a margin longer than it tells the worker, so that a worker that ends
+its last streams exactly at the deadline still reports empty in time.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from datetime import datetime, timedelta
+from math import isnan
+from typing import Literal
+
+from events.decisions import Decision, DrainEnded, DrainStarted, HealthChanged, HealthStatus
+from events.fact import Fact
+from events.observations import DrainFinished, DrainRequested, ResumeRequested, ShutdownBegan, WorkerLeft
+
+GONE = "silent"  # a worker drained for this reason is not there any more: its drain ends at once
+DEADLINE_S_MAX = 86_400.0  # a longer wish is cut to a day: a deadline must come
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DrainPolicy:
+    """How long a drain may take.
+
+    The default is the orchestrator's usual 60 s grace less the time to stop and a margin (N24).
+    """
+
+    wait: timedelta = timedelta(seconds=45)
+    margin: timedelta = timedelta(seconds=5)
+
+
+@dataclass(frozen=True, slots=True)
+class Drain:
+    """One worker's drain."""
+
+    worker: str
+    instance: str
+    wanted: str = ""  # why, until the drain has started
+    wanted_s: float | None = None  # the deadline that was asked for
+    deadline: datetime | None = None  # set while the drain runs: what the worker was told
+    reason: str = ""
+    empty: bool = False
+    left: bool = False
+    resumed: bool = False
+    cause: str = ""
+
+    @property
+    def active(self) -> bool:
+        """Whether the worker is draining now."""
+        return self.deadline is not None
+
+
+def evolve(state: Drain, fact: Fact, cause: str = "") -> Drain:
+    """Absorb one fact about this worker and instance."""
+    match fact:
+        case DrainRequested():
+            return _want(state, "operator", fact.deadline_s, cause)
+        case ShutdownBegan():
+            return _want(state, f"shutdown: {fact.mode}", fact.grace_s, cause)
+        case HealthChanged(after=HealthStatus.DRAINING) if not state.active and not state.wanted:
+            return _want(state, fact.reason, None, cause)
+        case HealthChanged(after=HealthStatus.DEAD):
+            return replace(state, wanted="", left=True, cause=cause)
+        case ResumeRequested():
+            return replace(state, wanted="", resumed=state.active, cause=cause)
+        case DrainFinished():
+            return replace(state, empty=True, cause=cause) if state.active or state.wanted else state
+        case WorkerLeft():
+            return replace(state, wanted="", left=True, cause=cause)
+        case DrainStarted():
+            return replace(
+                Drain(state.worker, state.instance),
+                deadline=fact.deadline,
+                reason=fact.reason,
+                empty=state.empty,
+                left=state.left,
+                cause=f"decision:{fact.number}",
+            )
+        case DrainEnded():
+            over = Drain(state.worker, state.instance, left=state.left, cause=f"decision:{fact.number}")
+            return replace(over, wanted=state.wanted, wanted_s=state.wanted_s)
+        case _:
+            return state
+
+
+def _want(state: Drain, reason: str, deadline_s: float | None, cause: str) -> Drain:
+    if state.left or (state.active and not state.resumed):
+        return state
+    return replace(state, wanted=reason, wanted_s=deadline_s, empty=False, cause=cause)
+
+
+def decide(policy: DrainPolicy, state: Drain, now: datetime) -> Iterator[Decision]:
+    """Say what is due now."""
+    if state.deadline is None:
+        if state.wanted and not state.left:
+            yield DrainStarted(
+                worker=state.worker,
+                instance=state.instance,
+                deadline=now + _wait(policy, state.wanted_s),
+                reason=state.wanted,
+                decided_at=now,
+                cause=state.cause,
+            )
+    elif outcome := _outcome(policy, state, state.deadline, now):
+        yield DrainEnded(
+            worker=state.worker, instance=state.instance, outcome=outcome, decided_at=now, cause=state.cause
+        )
+
+
+def _wait(policy: DrainPolicy, wanted_s: float | None) -> timedelta:
+    if wanted_s is None or isnan(wanted_s):
+        return policy.wait
+    return timedelta(seconds=min(max(wanted_s, 0.0), DEADLINE_S_MAX))
+
+
+def _outcome(
+    policy: DrainPolicy, state: Drain, deadline: datetime, now: datetime
+) -> Literal["empty", "deadline", "left", "resumed"] | None:
+    if state.left or state.reason.startswith(GONE):
+        return "left"
+    if state.resumed:
+        return "resumed"
+    if state.empty:
+        return "empty"
+    return "deadline" if now >= deadline + policy.margin else None

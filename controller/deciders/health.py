@@ -1,0 +1,432 @@
+"""A worker's health: what canaries, devices and silence say about one life (instance) of it.
+
+| from | on | to |
+|---|---|---|
+| (new instance) | WorkerJoined | SUSPICIOUS, weight 0, a canary is sent at once |
+| SUSPICIOUS (joining) | good canary | HEALTHY, weight 1 |
+| HEALTHY | failed canary | SUSPICIOUS, 0.5 |
+| HEALTHY | slow (CanarySlow, WorkerSlow) three times in a row | SUSPICIOUS, 0.5; slowness goes no further |
+| SUSPICIOUS | good canary (three not-slow ones, if slow was the reason) | HEALTHY |
+| SUSPICIOUS | third failed canary in a row | UNHEALTHY, 0 |
+| any but DEAD | conviction: confirmed mismatch, non-finite, fatal device or engine fault, silence | UNHEALTHY, 0 |
+| UNHEALTHY | the breaker's trial passes | HEALTHY, 0.25, then 0.5, 1.0 with each good canary |
+| HEALTHY (ramp) | failed canary | UNHEALTHY, 0 |
+| UNHEALTHY | trials_max trials failed in a row, or silent for dead_after | DRAINING, then DEAD when nothing is in flight |
+| any but DEAD | DrainRequested, ShutdownBegan | DRAINING, 0 |
+| DRAINING | empty and left, or deadline | DEAD |
+| DRAINING | ResumeRequested, then a good canary | HEALTHY by the ramp |
+| any | WorkerLeft | DEAD |
+| DEAD | anything about this instance | DEAD |
+
+All other pairs change nothing.
+
+What a reader would get wrong: a conviction of hardware or weights (corruption, a device fault) outlives the instance.
+It blocks every way back to HEALTHY until an operator resumes the worker, the device is reported recovered, or
+`good_to_acquit` good canaries came in a row: one lucky canary does not clear a corrupt worker. And a good canary is
+one with the right answer, however slow; only a suspicion of slowness asks for more.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from datetime import datetime, timedelta
+
+from events.decisions import (
+    BreakerClosed,
+    BreakerOpened,
+    Decision,
+    DrainEnded,
+    GoldenAgreed,
+    HealthChanged,
+    HealthStatus,
+    WeightCapped,
+)
+from events.fact import Fact
+from events.observations import (
+    CanaryFailed,
+    CanaryPassed,
+    CanarySlow,
+    DeviceFaulted,
+    DeviceRecovered,
+    DrainRequested,
+    EngineFaulted,
+    GoldenDisputed,
+    ResumeRequested,
+    ShutdownBegan,
+    WorkerHeard,
+    WorkerJoined,
+    WorkerLeft,
+    WorkerSilent,
+    WorkerSlow,
+    WorkerSlowCleared,
+)
+
+HEALTHY, SUSPICIOUS, UNHEALTHY, DRAINING, DEAD = HealthStatus
+CORRUPT, SILENT, ENGINE, DEVICE = "corrupt", "silent", "engine", "device"  # convictions; a device's names it
+CORRUPT_REASONS = ("token_mismatch", "logit_drift", "non_finite")  # reasons of a HealthChanged for corruption
+TRIALS_FAILED = "trials_failed"
+CONVICTIONS_MAX = 16  # of one worker; more devices than that are one broken host
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HealthPolicy:
+    """How much doubt to bear, and how to come back from it."""
+
+    failures_max: int = 3  # canaries failed in a row: UNHEALTHY
+    slows_max: int = 3  # slow reports in a row: SUSPICIOUS
+    quicks_min: int = 3  # not-slow canaries in a row that end a suspicion of slowness
+    suspicious_weight: float = 0.5
+    ramp: tuple[float, ...] = (0.25, 0.5, 1.0)  # weights on the way back, one step per good canary
+    trials_max: int = 5  # the breaker's trials failed in a row: give up
+    dead_after: timedelta = timedelta(seconds=30)  # of silence
+    good_to_acquit: int = 8  # good canaries in a row: two rounds of the default four
+
+
+@dataclass(frozen=True, slots=True)
+class Health:
+    """One worker's health in its current life."""
+
+    worker: str
+    instance: str
+    status: HealthStatus = SUSPICIOUS
+    weight: float = 0.0
+    reason: str = "joined"
+    joining: bool = True  # has not been HEALTHY in this life
+    ramp: float = 0.0  # the weight that it had when it was HEALTHY last; below 1 while the ramp goes on
+    failures: int = 0  # canaries failed in a row, since it was last HEALTHY or became UNHEALTHY
+    failure: str = ""  # the reason of the last one
+    goods: int = 0  # good canaries in a row, since the last move
+    streak: int = 0  # good canaries in a row, since the last conviction
+    slows: int = 0  # slow reports in a row
+    quicks: int = 0  # not-slow good canaries in a row, since the last move
+    slow: bool = False  # slowness is a reason of the present suspicion
+    convictions: tuple[str, ...] = ()  # what stands against it
+    accused: str = ""  # the reason of a conviction that no decision has answered yet
+    disputed: tuple[str, ...] = ()  # goldens over which it is at odds with another worker
+    trial_passed: bool = False  # the breaker closed since it became UNHEALTHY
+    trials_failed: int = 0  # in a row
+    kept: bool = False  # the ejection budget holds it in service
+    leaving: str = ""  # why it is to drain, until a decision has answered
+    draining: bool = False  # a drain is in force, even while it is UNHEALTHY
+    given_up: bool = False  # drained by this machine: dead as soon as it is empty
+    resumed: bool = False  # an operator wants it back; a good canary will do
+    over: str = ""  # how the drain ended
+    left: str = ""  # how its process ended
+    silent_since: datetime | None = None  # by the clock of the controller that said so
+    moved_by: int = 0  # number of the last decision about its health
+    cause: str = ""  # id of the fact that spoke last
+
+    @property
+    def corrupt(self) -> bool:
+        """Whether wrong answers have convicted it."""
+        return CORRUPT in self.convictions
+
+    @property
+    def convicted(self) -> bool:
+        """Whether anything but doubt stands against it: such a worker is never kept in service."""
+        return bool(self.convictions)
+
+
+def rejoin(previous: Health, joined: WorkerJoined, cause: str = "") -> Health:
+    """Return the health of a worker's next life: what convicts hardware or weights comes along."""
+    carried = tuple(c for c in previous.convictions if c not in (SILENT, ENGINE))
+    return Health(joined.worker, joined.instance, convictions=carried, cause=cause)
+
+
+def evolve(state: Health, fact: Fact, cause: str = "") -> Health:
+    """Absorb one fact about this worker and instance."""
+    if state.status is DEAD:
+        return state
+    match fact:
+        case CanaryPassed():
+            return _good(state, fact.sent_under, False, cause)
+        case CanarySlow() | CanaryFailed(reason="latency_spike"):
+            return _good(state, fact.sent_under, True, cause)
+        case CanaryFailed():
+            return _failed(state, fact, cause)
+        case HealthChanged():
+            return _moved(state, fact)
+        case BreakerClosed():
+            return replace(state, trial_passed=state.status is UNHEALTHY, trials_failed=0, failures=0)
+        case BreakerOpened():
+            failed = state.trials_failed + fact.reason.startswith("trial_failed")
+            return replace(state, trial_passed=False, trials_failed=failed, cause=f"decision:{fact.number}")
+        case WeightCapped():
+            return replace(state, kept=fact.weight is not None)
+        case GoldenAgreed() if state.disputed:
+            settled = _golden(fact.canary_key, fact.canary)
+            return replace(state, disputed=tuple(d for d in state.disputed if d != settled), cause=cause)
+        case _:
+            return _life(state, fact, cause)
+
+
+def _life(state: Health, fact: Fact, cause: str) -> Health:
+    """Absorb a fact that no canary told."""
+    match fact:
+        case WorkerSlow():
+            return replace(state, slows=state.slows + 1, quicks=0, cause=cause)
+        case WorkerSlowCleared():
+            return replace(state, slows=0) if state.slows else state
+        case WorkerSilent():
+            return _convict(state, SILENT, SILENT, cause)
+        case WorkerHeard():
+            return _heard(state)
+        case DeviceFaulted(fatal=True):
+            return _convict(
+                state, _device(fact), f"device_fault: {fact.fault_class} {fact.code}".strip(), cause
+            )
+        case DeviceRecovered():
+            return _clear(state, _device(fact))
+        case EngineFaulted(fatal=True):
+            return _convict(state, ENGINE, f"engine_fault: {fact.reason}", cause)
+        case DrainRequested():
+            return _leave(state, "operator", cause)
+        case ShutdownBegan():
+            return _leave(state, f"shutdown: {fact.mode}", cause)
+        case ResumeRequested():
+            return _resume(state, cause)
+        case DrainEnded() if state.draining and fact.outcome != "resumed":
+            return replace(state, over=fact.outcome, cause=f"decision:{fact.number}")
+        case WorkerLeft():
+            return replace(state, left=f"left: {fact.mode}", cause=cause)
+        case GoldenDisputed():
+            new = _golden(fact.canary_key, fact.canary)
+            return replace(state, disputed=tuple({*state.disputed, new}), cause=cause)
+        case _:
+            return state
+
+
+def _golden(canary_key: str, canary: str) -> str:
+    return f"{canary_key}/{canary}"
+
+
+def _device(fact: DeviceFaulted | DeviceRecovered) -> str:
+    return f"{DEVICE} {fact.device} {fact.fault_class}"
+
+
+def _good(state: Health, sent_under: int, slow: bool, cause: str) -> Health:
+    """Count a right answer. One that was asked for before the last move says nothing about what followed."""
+    if sent_under < state.moved_by:
+        return state
+    calm = state.status is HEALTHY and state.ramp >= 1 and not state.convictions
+    if calm and not slow and not state.failures and not state.slows and not state.disputed:
+        return state
+    if SILENT in state.convictions and not state.accused:
+        state = _heard(state)
+    return replace(
+        state,
+        failures=0,
+        goods=state.goods + 1,
+        streak=state.streak + 1,
+        slows=state.slows + 1 if slow else 0,
+        quicks=0 if slow else state.quicks + 1,
+        cause=cause,
+    )
+
+
+def _failed(state: Health, fact: CanaryFailed, cause: str) -> Health:
+    mismatch = fact.reason in ("token_mismatch", "logit_drift") and fact.confirmed and fact.golden != "none"
+    if mismatch or fact.reason == "non_finite":
+        state = _convict(state, CORRUPT, fact.reason, cause)
+    elif fact.sent_under < state.moved_by:
+        return state
+    return replace(
+        state, failures=state.failures + 1, failure=fact.reason, goods=0, streak=0, quicks=0, cause=cause
+    )
+
+
+def _convict(state: Health, conviction: str, reason: str, cause: str) -> Health:
+    """Hold something against the worker. Only what is new, or belies a recovery, asks for a decision."""
+    new = conviction not in state.convictions and len(state.convictions) < CONVICTIONS_MAX
+    news = new or state.status is not UNHEALTHY or state.trial_passed
+    return replace(
+        state,
+        convictions=(*state.convictions, conviction) if new else state.convictions,
+        accused=reason if news else state.accused,
+        streak=0,
+        goods=0,
+        resumed=False,
+        cause=cause if news else state.cause,
+    )
+
+
+def _heard(state: Health) -> Health:
+    if SILENT not in state.convictions:
+        return state
+    return replace(_clear(state, SILENT), silent_since=None)
+
+
+def _clear(state: Health, conviction: str) -> Health:
+    if conviction not in state.convictions:
+        return state
+    left = tuple(c for c in state.convictions if c != conviction)
+    return replace(state, convictions=left, accused=state.accused if left else "")
+
+
+def _leave(state: Health, reason: str, cause: str) -> Health:
+    if state.status is DRAINING:
+        return replace(state, resumed=False)
+    return replace(state, leaving=reason, cause=cause)
+
+
+def _resume(state: Health, cause: str) -> Health:
+    """Take an operator's word that the worker is well: only silence cannot be argued away."""
+    silent = tuple(c for c in state.convictions if c == SILENT)
+    return replace(
+        state,
+        convictions=silent,
+        accused=state.accused if silent else "",
+        disputed=(),
+        leaving="",
+        draining=state.status is DRAINING,
+        given_up=False,
+        resumed=state.status is DRAINING,
+        over="",
+        goods=0,
+        trials_failed=0,
+        cause=cause,
+    )
+
+
+def _moved(state: Health, fact: HealthChanged) -> Health:
+    """Take the consequence of a decision."""
+    moved = replace(
+        state,
+        status=fact.after,
+        weight=fact.weight,
+        reason=fact.reason,
+        goods=0,
+        quicks=0,
+        accused="",
+        trial_passed=False,
+        moved_by=fact.number,
+        cause=f"decision:{fact.number}",
+    )
+    match fact.after:
+        case HealthStatus.HEALTHY:
+            return Health(
+                state.worker,
+                state.instance,
+                HEALTHY,
+                fact.weight,
+                fact.reason,
+                joining=False,
+                ramp=fact.weight,
+                kept=state.kept,
+                disputed=state.disputed,
+                left=state.left,
+                leaving=state.leaving,
+                moved_by=fact.number,
+                cause=moved.cause,
+            )
+        case HealthStatus.SUSPICIOUS:
+            slow = state.slow or fact.reason == "slow"
+            return replace(moved, slow=slow, slows=0 if slow else state.slows)
+        case HealthStatus.UNHEALTHY:
+            since = fact.decided_at if SILENT in state.convictions else None
+            return replace(moved, failures=0, slow=False, silent_since=state.silent_since or since)
+        case HealthStatus.DRAINING:
+            given_up = fact.reason in (SILENT, TRIALS_FAILED) or (state.draining and state.given_up)
+            return replace(moved, leaving="", draining=True, given_up=given_up, resumed=False, over="")
+        case _:
+            return moved
+
+
+def decide(policy: HealthPolicy, state: Health, now: datetime) -> Iterator[Decision]:
+    """Say what is due now: at most one move."""
+    move = _due(policy, state, now)
+    if move is not None:
+        after, weight, reason = move
+        yield HealthChanged(
+            worker=state.worker,
+            instance=state.instance,
+            before=state.status,
+            after=after,
+            reason=reason,
+            weight=weight,
+            decided_at=now,
+            cause=state.cause,
+        )
+
+
+Move = tuple[HealthStatus, float, str]
+
+
+def _due(policy: HealthPolicy, state: Health, now: datetime) -> Move | None:
+    """Return what is due. A drain comes before an accusation, so that a convicted worker ends up UNHEALTHY."""
+    if state.status is DEAD:
+        return None
+    if state.left:
+        return DEAD, 0.0, state.left
+    if state.over in ("deadline", "left") or (state.over and state.given_up):
+        return DEAD, 0.0, f"drained: {state.over}"
+    if state.leaving:
+        return DRAINING, 0.0, state.leaving
+    if state.accused:
+        return UNHEALTHY, 0.0, state.accused
+    match state.status:
+        case HealthStatus.HEALTHY:
+            return _from_healthy(policy, state)
+        case HealthStatus.SUSPICIOUS:
+            return _from_suspicious(policy, state)
+        case HealthStatus.UNHEALTHY:
+            return _from_unhealthy(policy, state, now)
+        case _:
+            back = state.resumed and state.goods >= 1 and not _blocked(policy, state)
+            return (HEALTHY, policy.ramp[0], "resumed") if back else None
+
+
+def _from_healthy(policy: HealthPolicy, state: Health) -> Move | None:
+    if state.failures:
+        if state.ramp < 1:
+            return UNHEALTHY, 0.0, f"relapse: {state.failure}"
+        return SUSPICIOUS, policy.suspicious_weight, state.failure
+    if state.slows >= policy.slows_max:
+        return SUSPICIOUS, min(state.weight, policy.suspicious_weight), "slow"
+    if state.disputed:
+        return SUSPICIOUS, min(state.weight, policy.suspicious_weight), "golden_disputed"
+    if state.ramp < 1 and state.goods:
+        return HEALTHY, _step(policy, state), "ramp"
+    return None
+
+
+def _step(policy: HealthPolicy, state: Health) -> float:
+    """Return the ramp's weight after the good canaries that came since the last step."""
+    higher = [weight for weight in (*policy.ramp, 1.0) if weight > state.ramp]
+    return higher[min(state.goods, len(higher)) - 1]
+
+
+def _from_suspicious(policy: HealthPolicy, state: Health) -> Move | None:
+    on_ramp = not state.joining and state.ramp < 1
+    if state.failures >= (1 if on_ramp else policy.failures_max):
+        return UNHEALTHY, 0.0, state.failure
+    if state.slows >= policy.slows_max and not state.slow and not state.joining:
+        return SUSPICIOUS, min(state.weight, policy.suspicious_weight), "slow"
+    if not state.goods or state.disputed or _blocked(policy, state):
+        return None
+    if state.slow and state.quicks < policy.quicks_min:
+        return None
+    if not state.joining:
+        return HEALTHY, state.ramp, "canary_passed"
+    return HEALTHY, policy.ramp[0] if state.convictions else 1.0, "joined"
+
+
+def _blocked(policy: HealthPolicy, state: Health) -> bool:
+    """Return whether a conviction stands in the way; enough good canaries acquit of all but silence."""
+    if SILENT in state.convictions:
+        return True
+    standing = [c for c in state.convictions if c != ENGINE]
+    return bool(standing) and state.streak < policy.good_to_acquit
+
+
+def _from_unhealthy(policy: HealthPolicy, state: Health, now: datetime) -> Move | None:
+    if state.trial_passed and state.failures:
+        return UNHEALTHY, 0.0, f"relapse: {state.failure}"
+    if state.trial_passed and not _blocked(policy, state):
+        if state.draining:
+            return DRAINING, 0.0, "still_draining"
+        return HEALTHY, policy.ramp[0], "trial_passed"
+    if state.trials_failed >= policy.trials_max and not state.kept:
+        return DRAINING, 0.0, TRIALS_FAILED
+    if state.silent_since is not None and now >= state.silent_since + policy.dead_after:
+        return DRAINING, 0.0, SILENT
+    return None
