@@ -125,6 +125,11 @@ def decode_body(kind: str, body: bytes) -> Fact:
         raise BadEvent(f"a {kind} cannot be decoded: {error}") from error
 
 
+def to_json(value: Any) -> str:
+    """Return a frozen value as JSON text."""
+    return _encode(value).decode()
+
+
 def to_builtins(value: Any) -> Any:
     """Return a fact or any frozen value as plain JSON types."""
     return msgspec.to_builtins(value)
