@@ -29,6 +29,16 @@ def chaos(worker: str) -> str:
     return f"live.chaos.{token(worker)}"
 
 
+def drain(worker: str) -> str:
+    """Return the subject on which a worker is asked to drain: JSON {instance, deadline_s}."""
+    return f"live.drain.{token(worker)}"
+
+
+def resume(worker: str) -> str:
+    """Return the subject on which a drained worker is asked to serve again: JSON {instance}."""
+    return f"live.resume.{token(worker)}"
+
+
 def subject(fact: Fact) -> str:
     """Return the stream subject of a fact.
 
