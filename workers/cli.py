@@ -1,0 +1,63 @@
+"""`holdfast worker`: one worker process."""
+
+import argparse
+import os
+import sys
+import threading
+from collections.abc import Sequence
+
+from events.errors import HoldfastError
+from workers.settings import BadSetting, WorkerSettings, load_settings
+
+USAGE = 2
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add one flag for each setting."""
+    for name, field in WorkerSettings.model_fields.items():
+        flag, text = "--" + name.replace("_", "-"), (field.description or "").replace("%", "%%")
+        if any(flag in action.option_strings for action in parser._actions):
+            continue
+        if field.annotation is bool:
+            parser.add_argument(
+                flag, dest=name, action=argparse.BooleanOptionalAction, default=None, help=text
+            )
+        else:
+            default = "" if field.default in (None, "") else f" (default: {field.default})"
+            parser.add_argument(flag, dest=name, default=None, metavar="X", help=text + default)
+
+
+def run_cli(args: argparse.Namespace) -> int:
+    """Run a worker as the flags and the environment say; return its exit code."""
+    try:
+        settings = load_settings({name: getattr(args, name, None) for name in WorkerSettings.model_fields})
+    except BadSetting as error:
+        print(f"holdfast worker: {error}", file=sys.stderr)
+        return USAGE
+    import uvloop
+
+    from workers import logs
+    from workers.runtime import run_worker
+
+    logs.configure()
+    return uvloop.run(run_worker(settings))
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a worker from the command line; return its exit code."""
+    parser = argparse.ArgumentParser(prog="holdfast worker", description=__doc__, allow_abbrev=False)
+    add_arguments(parser)
+    try:
+        return run_cli(parser.parse_args(argv))
+    except HoldfastError as error:
+        print(f"holdfast worker: {error}", file=sys.stderr)
+        return 1
+
+
+def leave(code: int) -> None:
+    """End the process with `code`, even where an engine's thread is stuck in a step."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    if threading.active_count() > 1:
+        os._exit(code)
+    sys.exit(code)

@@ -1,0 +1,193 @@
+"""One frontend's connection to this worker: frames in, frames out, and what happens when the frontend does not read.
+
+While the frontend keeps up, every engine step is one frame. While it does not, steps gather in a backlog, one chunk per
+stream, and leave as one frame when it reads again: the slower the reader, the fewer and fuller the frames. What is
+gathered is bounded in bytes and in time; past either bound the connection is cut, and the frontend's streams with it.
+"""
+
+import asyncio
+import socket
+from typing import Protocol, cast
+
+import msgspec
+import structlog
+
+from events import wire
+from events.wire import Cancel, Chunk, Generate, Hello, Step, ToFrontend
+
+BUFFER_BYTES_HIGH = 256 * 1024  # unsent bytes beyond which steps gather
+BUFFER_BYTES_LOW = 64 * 1024
+BACKLOG_BYTES_MAX = 8 * 1024 * 1024  # gathered, estimated from above; one frame, so below FRAME_BYTES_MAX
+STALLED_S_MAX = 10.0  # how long a frontend may not read at all
+TOKEN_BYTES = 5  # at most, in msgpack
+LOGPROB_BYTES = 16
+CHUNK_BYTES = 32
+USER_TIMEOUT_MS = 10_000  # unacknowledged bytes for that long: the frontend's host is gone
+
+log = structlog.get_logger(__name__)
+
+
+class Plane(Protocol):
+    """What a connection tells its server."""
+
+    blackholed: bool
+
+    def opened(self, connection: "Connection") -> None: ...
+    def greeted(self, connection: "Connection", hello: Hello) -> None: ...
+    def generate(self, connection: "Connection", request: Generate) -> None: ...
+    def cancel(self, connection: "Connection", stream: int) -> None: ...
+    def closed(self, connection: "Connection") -> None: ...
+
+
+class Connection(asyncio.Protocol):
+    """The worker's end of one connection."""
+
+    def __init__(self, plane: Plane) -> None:
+        self.frontend = ""  # until it says hello
+        self.streams: dict[int, int] = {}  # stream number -> the engine's key
+        self.batch: list[Chunk] = []  # this step's output, until `flush`
+        self.tainted = False  # a blackhole swallowed something: the connection cannot be trusted again
+        self.opened_at = 0.0
+        self.beaten_at = 0.0
+        self._plane = plane
+        self._transport: asyncio.Transport | None = None
+        self._splitter = wire.Splitter()
+        self._paused_at: float | None = None
+        self._backlog: dict[int, Chunk] = {}
+        self._backlog_bytes = 0
+
+    # --- the transport's callbacks
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast(asyncio.Transport, transport)
+        self._transport.set_write_buffer_limits(high=BUFFER_BYTES_HIGH, low=BUFFER_BYTES_LOW)
+        _tune(transport.get_extra_info("socket"))
+        self.opened_at = asyncio.get_running_loop().time()
+        self._plane.opened(self)
+
+    def data_received(self, data: bytes) -> None:
+        if self._plane.blackholed:
+            self.tainted = True
+            return
+        try:
+            for body in self._splitter.feed(data):
+                self._take(wire.to_worker.decode(body))
+        except (wire.BadFrame, msgspec.MsgspecError) as error:
+            log.warning("bad_frame", frontend=self.frontend, error=str(error))
+            self.abort()
+
+    def eof_received(self) -> bool:
+        return False  # nobody reads any more: let the transport close
+
+    def pause_writing(self) -> None:
+        self._paused_at = asyncio.get_running_loop().time()
+
+    def resume_writing(self) -> None:
+        self._paused_at = None
+        if self._backlog:
+            chunks = list(self._backlog.values())
+            self._backlog.clear()
+            self._backlog_bytes = 0
+            self.send(Step(chunks))
+
+    def connection_lost(self, error: Exception | None) -> None:
+        self._transport = None
+        self._plane.closed(self)
+
+    # --- frames
+
+    def _take(self, frame: wire.ToWorker) -> None:
+        match frame:
+            case Generate() if self.frontend:
+                self._plane.generate(self, frame)
+            case Cancel() if self.frontend:
+                self._plane.cancel(self, frame.stream)
+            case Hello() if not self.frontend and frame.version == wire.VERSION:
+                self.frontend = frame.frontend or "unnamed"
+                self._plane.greeted(self, frame)
+            case Hello():
+                raise wire.BadFrame(
+                    f"hello of version {frame.version}; this worker speaks {wire.VERSION}, once"
+                )
+            case _:
+                raise wire.BadFrame("a frame before hello")
+
+    def send(self, frame: ToFrontend) -> None:
+        """Write one frame."""
+        if self._plane.blackholed:
+            self.tainted = True
+        elif self._transport is not None:
+            self._transport.write(wire.encode(frame))
+
+    def flush(self) -> None:
+        """Send this step's batch as one frame, or gather it while the frontend does not keep up."""
+        batch, self.batch = self.batch, []
+        if self._paused_at is None or self._plane.blackholed:
+            self.send(Step(batch))
+        else:
+            self._gather(batch)
+
+    def _gather(self, batch: list[Chunk]) -> None:
+        backlog = self._backlog
+        for chunk in batch:
+            self._backlog_bytes += _bytes(chunk)
+            earlier = backlog.get(chunk.stream)
+            if earlier is None:
+                backlog[chunk.stream] = chunk
+            else:
+                _join(earlier, chunk)
+        if self._backlog_bytes > BACKLOG_BYTES_MAX:
+            log.warning("frontend_cut", frontend=self.frontend, reason="backlog", bytes=self._backlog_bytes)
+            self.abort()
+
+    @property
+    def behind(self) -> bool:
+        """Whether the frontend has unread output, so that a beat would say nothing new."""
+        return self._paused_at is not None
+
+    def cut_if_stalled(self, now: float) -> None:
+        """End a connection whose frontend has not read for too long."""
+        if self._paused_at is not None and now - self._paused_at > STALLED_S_MAX:
+            log.warning("frontend_cut", frontend=self.frontend, reason="stalled", streams=len(self.streams))
+            self.abort()
+
+    def abort(self) -> None:
+        """Break the connection at once."""
+        if self._transport is not None:
+            self._transport.abort()
+
+    def close(self) -> None:
+        """Send what is buffered, then close."""
+        if self._transport is not None:
+            self._transport.close()
+
+
+def _join(earlier: Chunk, later: Chunk) -> None:
+    """Append a stream's later chunk to its earlier one."""
+    earlier.tokens += later.tokens
+    earlier.finish, earlier.error = later.finish, later.error
+    if later.logprobs:
+        earlier.logprobs = (earlier.logprobs or []) + later.logprobs
+    if later.text is not None:
+        earlier.text = (earlier.text or "") + later.text
+    if earlier.cached_tokens is None:
+        earlier.cached_tokens = later.cached_tokens
+
+
+def _bytes(chunk: Chunk) -> int:
+    """Return an upper bound of a chunk's bytes on the wire."""
+    size = CHUNK_BYTES + TOKEN_BYTES * len(chunk.tokens)
+    if chunk.logprobs:
+        size += sum(LOGPROB_BYTES * (1 + len(logprob.top)) for logprob in chunk.logprobs)
+    if chunk.text:
+        size += 4 * len(chunk.text)
+    return size + (len(chunk.error) * 4 if chunk.error else 0)
+
+
+def _tune(sock: socket.socket | None) -> None:
+    if sock is None or sock.family not in (socket.AF_INET, socket.AF_INET6):
+        return
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    if hasattr(socket, "TCP_USER_TIMEOUT"):
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, USER_TIMEOUT_MS)

@@ -1,0 +1,30 @@
+"""What a worker counts of its own work: plain numbers, turned into metrics only when somebody asks."""
+
+from bisect import bisect_left
+from dataclasses import dataclass, field
+
+DURATION_BOUNDS_S = (0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
+
+
+@dataclass(slots=True)
+class Counters:
+    """One worker's counts since it started."""
+
+    requests: int = 0
+    tokens: int = 0
+    cancelled: int = 0
+    completed: int = 0
+    errors: dict[str, int] = field(default_factory=dict)  # by reason
+    durations: list[int] = field(default_factory=lambda: [0] * (len(DURATION_BOUNDS_S) + 1))  # per bucket
+    duration_sum_s: float = 0.0
+
+    def finished(self, lasted_s: float) -> None:
+        """Count an answer that came to its end."""
+        self.completed += 1
+        self.duration_sum_s += lasted_s
+        self.durations[bisect_left(DURATION_BOUNDS_S, lasted_s)] += 1
+
+    def failed(self, error: str) -> None:
+        """Count a stream that ended with an error."""
+        reason = error.partition(":")[0]
+        self.errors[reason] = self.errors.get(reason, 0) + 1

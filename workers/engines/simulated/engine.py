@@ -1,0 +1,113 @@
+"""The simulated engine: the scheduler's pure steps, and the time they take, spent on the worker's own loop.
+
+A step is so cheap that a thread would only fight the loop for the interpreter lock (five milliseconds a switch), so
+steps run as callbacks of the loop, one per turn: between any two the loop does its reading and writing.
+"""
+
+import asyncio
+
+from events.wire import Chunk, Generate, Load
+from workers.engines.engine import Deliver, EngineDead, EngineIdentity, Phase
+from workers.engines.simulated.scheduler import Plan, Scheduler, Shape
+from workers.engines.simulated.timing import SLOWED_STEP_S, ConstantTiming, Timing
+
+VERSION = "1"
+TOKENIZER = "builtin:sim"
+_IDLE = Phase()
+
+
+class SimulatedEngine:
+    """An `Engine` without a model. Calls of the worker and steps happen on the same loop: no locks."""
+
+    def __init__(self, shape: Shape, timing: Timing | None = None, *, revision: str = "1") -> None:
+        self._scheduler = Scheduler(shape)
+        self._timing = timing or ConstantTiming()
+        self.identity = EngineIdentity(
+            model=shape.model,
+            revision=revision,
+            tokenizer=TOKENIZER,
+            engine="simulated",
+            engine_version=VERSION,
+            dtype="none",
+            tp=1,
+            device="simulated",
+            context_tokens=shape.context_tokens,
+            exact=True,
+            profile=self._timing.profile(shape),
+        )
+        self._phase = _IDLE
+        self._next: asyncio.Handle | None = None  # the callback that goes on; None while idle
+        self._deliver: Deliver = _nowhere
+        self._loop: asyncio.AbstractEventLoop | None = None
+
+    async def start(self, deliver: Deliver) -> None:
+        self._deliver = deliver
+        self._loop = asyncio.get_running_loop()
+
+    def submit(self, key: int, request: Generate) -> None:
+        if refusal := self._scheduler.submit(key, request):
+            self._deliver([(key, refusal)])
+        elif self._next is None and self._loop is not None:
+            self._next = self._loop.call_soon(self._begin, self._loop.time())
+
+    def cancel(self, key: int) -> None:
+        self._scheduler.cancel(key)
+
+    def phase(self) -> Phase:
+        return self._phase
+
+    def load(self) -> Load:
+        return self._scheduler.load()
+
+    async def check(self) -> None:
+        if self._scheduler.faults.dead:
+            raise EngineDead("the simulated engine died, as the rehearsal asked")
+
+    def chaos(self, fault: str, argument: float) -> bool:
+        return self._scheduler.faults.inject(fault, argument)
+
+    async def stop(self) -> None:
+        if self._next is not None:
+            self._next.cancel()
+        self._next = None
+        self._scheduler.drop_all()
+
+    def _begin(self, at: float) -> None:
+        """Begin a step that could begin at `at` (loop time), or fall idle."""
+        assert self._loop is not None
+        plan = self._scheduler.plan()
+        if plan.idle or self._scheduler.faults.dead:
+            self._next, self._phase = None, _IDLE
+            return
+        lasts = self._step_s(plan)
+        if not lasts:
+            self._phase = Phase("decode", at)
+            self._finish(at)
+            return
+        self._phase = Phase("prefill" if plan.prefill_tokens else "decode", at, plan.prefill_tokens)
+        self._next = self._loop.call_at(at + lasts, self._finish, at + lasts)
+
+    def _step_s(self, plan: Plan) -> float:
+        lasts, slow = self._timing.step_s(plan), self._scheduler.faults.slow
+        return lasts if slow == 1.0 else max(lasts, SLOWED_STEP_S) * slow
+
+    def _finish(self, due: float) -> None:
+        """End a step that was due at `due`: hand its output over, and begin the next one in the next turn of the loop.
+
+        The next step begins when this one was due, so that a late timer is not added up; unless the loop is so late
+        that it would have to catch up with a burst.
+        """
+        assert self._loop is not None
+        out = self._scheduler.step()
+        now = self._loop.time()
+        begin = due if now - due < 0.005 else now
+        if self._scheduler.busy:
+            self._next = self._loop.call_soon(self._begin, begin)
+        else:
+            self._next, self._phase = None, _IDLE
+        if out:
+            self._deliver(out)
+
+
+def _nowhere(out: list[tuple[int, Chunk]]) -> None:
+    """Where output goes before `start`."""

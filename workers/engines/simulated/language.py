@@ -1,0 +1,126 @@
+"""Which token comes next? A pure function of the model's name and of every token so far.
+
+The name seeds a 64-bit hash that runs over the whole sequence; its digest at a position *is* the distribution there.
+So any lost, doubled or altered token changes everything that follows it, on every worker alike, and a continuation
+elsewhere equals the undisturbed answer if and only if the replayed tokens were right. A hash that takes one token
+at a time costs the same at any length; a digest over the sequence anew would make long answers quadratic.
+
+Ids follow the shipped tokenizer (`builtin:sim`): 2,048 ids, 2 ends the answer, and what is said are only merges
+(from 259 on), so that every token is whole text by itself.
+"""
+
+import math
+from array import array
+from collections.abc import Collection, Mapping, Sequence
+
+import xxhash
+
+from events.wire import Logprob, Sampling
+
+VOCABULARY = 2048
+EOS = 2
+FIRST = 259  # 3 specials and 256 bytes lie below
+SPAN = VOCABULARY - FIRST  # 1,789, a prime: every stride below visits all ids once
+EOS_BELOW = (1 << 64) // 400  # digests under this end the answer: one in 400
+CANDIDATES = 20
+TAIL = 0.01  # the weight of all that is not a candidate, relative to the first
+TOKEN_BYTES = tuple(token.to_bytes(4, "little") for token in range(VOCABULARY))
+_MASK = (1 << 64) - 1
+
+Candidates = list[tuple[int, float]]  # (token, logit), best first
+
+
+def open_sequence(model: str, tokens: Sequence[int]) -> xxhash.xxh3_64:
+    """Return the running hash of `tokens` under a model's name: `digest` it for the next position, `update` to go on."""
+    running = xxhash.xxh3_64(seed=xxhash.xxh64_intdigest(model.encode()))
+    running.update(as_bytes(tokens))
+    return running
+
+
+def as_bytes(tokens: Sequence[int]) -> bytes:
+    """Return tokens as the hash takes them: four bytes each, little endian."""
+    packed = array("I", tokens)
+    return packed.tobytes()
+
+
+def plain_token(digest: int) -> int:
+    """Return the best token of a position, the end of the answer aside."""
+    return FIRST + digest % SPAN
+
+
+def candidates(digest: int, *, eos: bool) -> Candidates:
+    """Return the best candidates of a position with their logits; the first is 0, and clearly ahead nearly always.
+
+    With `eos` False the end of the answer is not among them (min_tokens not reached, or ignore_eos).
+    """
+    place, stride = digest % SPAN, 1 + (digest >> 33) % (SPAN - 1)
+    tokens = [FIRST + (place + rank * stride) % SPAN for rank in range(CANDIDATES)]
+    if eos and digest < EOS_BELOW:
+        tokens.insert(0, EOS)
+    noise = digest ^ (digest >> 29)
+    logit, ranked = 0.0, []
+    for rank, token in enumerate(tokens[:CANDIDATES]):
+        if rank:
+            noise = (noise * 6364136223846793005 + 1442695040888963407) & _MASK
+            fraction = (noise >> 40) / (1 << 24)
+            logit -= 0.05 + (3.0 if rank == 1 else 0.4) * fraction
+        ranked.append((token, logit))
+    return ranked
+
+
+def logprobs(ranked: Candidates, chosen: int, top: int, drift: float = 0.0) -> Logprob:
+    """Return a position's logprobs; `drift` shifts them the way a sick device would, alternating in sign."""
+    total = math.log(sum(math.exp(logit) for _, logit in ranked) + TAIL)
+    shifted = [
+        (token, logit - total + (drift if rank % 2 else -drift)) for rank, (token, logit) in enumerate(ranked)
+    ]
+    of_chosen = next((value for token, value in shifted if token == chosen), -total - 20.0)
+    return Logprob(of_chosen, sorted(shifted, key=lambda pair: -pair[1])[:top])
+
+
+def choose(
+    ranked: Candidates, sampling: Sampling, counts: Mapping[int, int], banned: Collection[int], luck: float
+) -> int:
+    """Return the token that the sampling parameters pick. `luck` in [0, 1) decides where chance does.
+
+    `counts` says how often each token was generated before; `banned` are the ids that may not end the answer yet.
+    """
+    allowed = [pair for pair in ranked if pair[0] not in banned] or ranked
+    scored = [(token, _penalised(logit, counts.get(token, 0), sampling)) for token, logit in allowed]
+    scored.sort(key=lambda pair: -pair[1])
+    if sampling.temperature <= 0:
+        return scored[0][0]
+    return _draw(scored, sampling, luck)
+
+
+def _penalised(logit: float, count: int, sampling: Sampling) -> float:
+    if not count:
+        return logit
+    logit -= sampling.presence_penalty + sampling.frequency_penalty * count
+    # Candidates' logits are zero or below, where a repetition penalty multiplies; the offset lets it reach the best one.
+    return (logit - 1.0) * sampling.repetition_penalty + 1.0
+
+
+def _draw(scored: Candidates, sampling: Sampling, luck: float) -> int:
+    if sampling.top_k > 0:
+        scored = scored[: sampling.top_k]
+    best = scored[0][1]
+    weights = [math.exp((logit - best) / sampling.temperature) for _, logit in scored]
+    total = sum(weights)
+    kept, reached = 0.0, 0
+    for weight in weights:  # top_p keeps the smallest set of the best whose share reaches it
+        kept += weight
+        reached += 1
+        if kept >= sampling.top_p * total:
+            break
+    mark = luck * kept
+    for (token, _), weight in zip(scored[:reached], weights, strict=False):
+        mark -= weight
+        if mark < 0:
+            return token
+    return scored[reached - 1][0]
+
+
+def luck_at(seed: int, digest: int) -> float:
+    """Return a position's chance in [0, 1), keyed by the seed and all tokens so far: alike after a cut, on any worker."""
+    return xxhash.xxh64_intdigest(digest.to_bytes(8, "little"), seed=seed & _MASK) / (1 << 64)

@@ -1,0 +1,330 @@
+"""What does the simulated engine do next, and what does a step yield? No clock, no asyncio: the driver spends the time.
+
+    waiting ── admit (a place in the batch, KV blocks, prefill budget) ──▶ running ── finish, cancel, error ──▶ gone
+       ▲                                                                     │
+       └──────────────── preempted: the newest, when blocks run out ─────────┘
+
+One `plan` and one `step` are one forward pass: the plan admits and says what the pass works on, the step gives one token
+to everyone who runs. A preempted sequence keeps what it said; it only pays its prefill again.
+"""
+
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import xxhash
+
+from events.errors import HoldfastError
+from events.wire import Chunk, Generate, Load, Logprob, Sampling
+from workers.engines.simulated import language
+from workers.engines.simulated.faults import Faults
+from workers.engines.simulated.kv import Holding, KvBlocks
+from workers.engines.simulated.language import EOS, EOS_BELOW, FIRST, SPAN, TOKEN_BYTES
+
+
+class BadShape(HoldfastError):
+    """The simulated engine's bounds contradict one another."""
+
+
+Output = list[tuple[int, Chunk]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shape:
+    """The engine's bounds."""
+
+    model: str = "sim"
+    context_tokens: int = 16_384
+    block_tokens: int = 16
+    kv_blocks: int = 32_768
+    batch_max: int = 256
+    waiting_max: int = 1024
+    prefill_tokens_max: int = (
+        8192  # prompt tokens admitted to one step; a longer prompt has a step of its own
+    )
+
+    def __post_init__(self) -> None:
+        if self.context_tokens > self.kv_blocks * self.block_tokens:
+            raise BadShape(
+                f"a context of {self.context_tokens} tokens needs more than {self.kv_blocks} KV blocks "
+                f"of {self.block_tokens} tokens"
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What one step works on."""
+
+    prefill_tokens: int
+    decodes: int
+
+    @property
+    def idle(self) -> bool:
+        return not self.prefill_tokens and not self.decodes
+
+
+class Sequence:
+    """One request inside the engine.
+
+    `lease` tokens may be said before anything but the next token has to be looked at: until then a block fills, or the
+    answer reaches its length. That keeps the common step short.
+    """
+
+    __slots__ = (
+        "banned", "cached", "counts", "digest", "ends", "fresh", "hash", "holding", "key", "lease", "leased", "left",
+        "names", "plain", "request", "room", "said", "seed", "update",
+    )  # fmt: skip
+
+    def __init__(self, key: int, request: Generate, shape: Shape) -> None:
+        sampling = request.sampling
+        self.key = key
+        self.request = request
+        self.hash = language.open_sequence(shape.model, request.tokens)
+        self.digest, self.update = self.hash.intdigest, self.hash.update
+        self.left = min(sampling.max_tokens, shape.context_tokens - len(request.tokens))
+        self.said = 0  # before the present lease
+        self.room = self.lease = self.leased = 0
+        self.holding = Holding()
+        self.names: list[int] = []
+        self.cached = 0
+        self.fresh = True  # nothing said since it was admitted
+        self.ends = frozenset({*sampling.stop_token_ids, *(() if sampling.ignore_eos else (EOS,))})
+        self.banned = frozenset({*sampling.stop_token_ids, EOS})
+        self.plain = _is_plain(sampling)
+        self.seed = _seed(request)
+        self.counts = _counts(request) if _penalises(sampling) else {}
+
+    @property
+    def length(self) -> int:
+        """Tokens so far, prompt and all."""
+        return len(self.request.tokens) + self.made
+
+    @property
+    def made(self) -> int:
+        """Tokens said here."""
+        return self.said + self.leased - self.lease
+
+
+class Scheduler:
+    """The requests inside one engine, and the pure step over them."""
+
+    def __init__(self, shape: Shape) -> None:
+        self.shape = shape
+        self.kv = KvBlocks(shape.kv_blocks)
+        self.faults = Faults()
+        self.preemptions = 0
+        self._waiting: deque[Sequence] = deque()
+        self._running: dict[int, Sequence] = {}
+
+    def submit(self, key: int, request: Generate) -> Chunk | None:
+        """Take a request in, or return the chunk that refuses it."""
+        if refusal := self._refusal(request):
+            return Chunk(request.stream, [], error=refusal)
+        sequence = Sequence(key, request, self.shape)
+        if sequence.left <= 0:
+            return Chunk(request.stream, [], finish="length")
+        self._waiting.append(sequence)
+        return None
+
+    def _refusal(self, request: Generate) -> str | None:
+        tokens, limit = request.tokens, self.shape.context_tokens
+        if not tokens:
+            return "invalid_request: the prompt is empty"
+        if len(tokens) >= limit:
+            return f"invalid_request: {len(tokens)} tokens leave no room in a context of {limit}"
+        if min(tokens) < 0 or max(tokens) >= language.VOCABULARY:
+            return f"invalid_request: token ids go from 0 to {language.VOCABULARY - 1}"
+        if len(self._waiting) >= self.shape.waiting_max:
+            return f"overloaded: {len(self._waiting)} requests are waiting already"
+        return None
+
+    def cancel(self, key: int) -> None:
+        """Forget a request."""
+        if sequence := self._running.pop(key, None):
+            self.kv.release(sequence.holding)
+        else:
+            self._waiting = deque(s for s in self._waiting if s.key != key)
+
+    @property
+    def busy(self) -> bool:
+        """Whether there is anything to do."""
+        return bool(self._running or self._waiting)
+
+    def load(self) -> Load:
+        """Return the load as the engine counts it."""
+        active = sum(sequence.length for sequence in self._running.values())
+        return Load(len(self._running), len(self._waiting), self.kv.used, self.kv.total, active)
+
+    def plan(self) -> Plan:
+        """Admit who can be admitted, oldest first, and say what the next step works on."""
+        decodes, prefill = len(self._running), 0
+        waiting, shape = self._waiting, self.shape
+        while waiting and len(self._running) < shape.batch_max:
+            cost = self._prefill_cost(waiting[0])
+            if prefill and prefill + cost > shape.prefill_tokens_max:
+                break
+            if not self._admit(waiting[0]):
+                break
+            sequence = waiting.popleft()
+            self._running[sequence.key] = sequence
+            prefill += max(1, sequence.length - sequence.cached)
+        return Plan(prefill, decodes)
+
+    def _prefill_cost(self, sequence: Sequence) -> int:
+        if not sequence.names and not sequence.request.canary:
+            sequence.names = list(_names(sequence, self.shape))
+        return sequence.length
+
+    def _admit(self, sequence: Sequence) -> bool:
+        length, block = sequence.length, self.shape.block_tokens
+        taken = self.kv.admit(sequence.names, length // block + 1)
+        if taken is None:
+            return False
+        sequence.holding, found = taken
+        sequence.cached = min(found * block, length - 1)
+        sequence.room = block - length % block
+        sequence.fresh = True
+        self._renew(sequence)
+        return True
+
+    def _renew(self, sequence: Sequence) -> None:
+        sequence.lease = sequence.leased = min(sequence.left, sequence.room)
+
+    def step(self) -> Output:
+        """Give one token to every running sequence; return what each gets, in one list."""
+        if self.faults.error:
+            return self._raise()
+        out: Output = []
+        gone: list[Sequence] = []
+        starved: list[Sequence] = []
+        healthy = not self.faults.corrupt_one_in and not self.faults.drift
+        for key, sequence in self._running.items():
+            digest = sequence.digest()
+            finish = None
+            if healthy and sequence.plain and digest >= EOS_BELOW and not sequence.fresh:
+                token = FIRST + digest % SPAN
+                sequence.update(TOKEN_BYTES[token])
+                chunk = Chunk(0, [token])
+            else:
+                token, chunk = self._say(sequence, digest)
+                finish = chunk.finish
+            sequence.lease -= 1
+            if not sequence.lease and finish is None:
+                chunk.finish = finish = self._end_of_lease(sequence, starved)
+            if finish is not None:
+                gone.append(sequence)
+            out.append((key, chunk))
+        for sequence in gone:
+            self.kv.release(self._running.pop(sequence.key).holding)
+        for sequence in starved:
+            self._feed(sequence)
+        return out
+
+    def _say(self, sequence: Sequence, digest: int) -> tuple[int, Chunk]:
+        """Choose a token with everything considered: sampling, penalties, stops, logprobs, faults."""
+        sampling = sequence.request.sampling
+        early = sequence.made < sampling.min_tokens
+        ranked = language.candidates(digest, eos=not early and not sampling.ignore_eos)
+        luck = language.luck_at(sequence.seed, digest) if sampling.temperature > 0 else 0.0
+        token = language.choose(ranked, sampling, sequence.counts, sequence.banned if early else (), luck)
+        if token >= FIRST:
+            token = self.faults.altered(token)
+        sequence.update(TOKEN_BYTES[token])
+        if _penalises(sampling):
+            sequence.counts[token] = sequence.counts.get(token, 0) + 1
+        logprobs: list[Logprob] | None = None
+        if sampling.logprobs:
+            logprobs = [language.logprobs(ranked, token, sampling.logprobs, self.faults.drift)]
+        cached = sequence.cached if sequence.fresh and not sequence.made else None
+        sequence.fresh = False
+        finish = "stop" if not early and token in sequence.ends else None
+        return token, Chunk(0, [token], finish, None, logprobs, None, cached)
+
+    def _end_of_lease(self, sequence: Sequence, starved: list[Sequence]) -> str | None:
+        """Account for a spent lease: the answer has its length, or a block is full and another is needed."""
+        spent = sequence.leased
+        sequence.said += spent
+        sequence.left -= spent
+        sequence.room -= spent
+        sequence.leased = 0
+        if not sequence.left:
+            return "length"
+        if not sequence.room:
+            if not sequence.request.canary:
+                name = sequence.digest()
+                sequence.names.append(name)
+                self.kv.seal(sequence.holding, name)
+            starved.append(sequence)
+        else:
+            self._renew(sequence)
+        return None
+
+    def _feed(self, sequence: Sequence) -> None:
+        """Give a sequence its next block; where there is none, the newest sequence goes back to waiting."""
+        while sequence.key in self._running:
+            if self.kv.grow(sequence.holding):
+                sequence.room = self.shape.block_tokens
+                self._renew(sequence)
+                return
+            newest = next(reversed(self._running.values()))
+            del self._running[newest.key]
+            self.kv.release(newest.holding)
+            newest.said, newest.left = newest.made, newest.left - (newest.leased - newest.lease)
+            newest.lease = newest.leased = 0
+            self._waiting.appendleft(newest)
+            self.preemptions += 1
+
+    def _raise(self) -> Output:
+        taken = list(self._running.values())[: self.faults.raised(len(self._running))]
+        for sequence in taken:
+            self.cancel(sequence.key)
+        return [
+            (s.key, Chunk(0, [], error="engine_error: a rehearsed exception in the forward pass"))
+            for s in taken
+        ]
+
+    def drop_all(self) -> None:
+        """Forget every request."""
+        for sequence in self._running.values():
+            self.kv.release(sequence.holding)
+        self._running.clear()
+        self._waiting.clear()
+
+
+def _names(sequence: Sequence, shape: Shape) -> Iterator[int]:
+    """Yield the prefix hash at the end of each full block of the request's tokens."""
+    block = shape.block_tokens
+    packed = memoryview(language.as_bytes(sequence.request.tokens))
+    running = language.open_sequence(shape.model, ())
+    for start in range(0, len(sequence.request.tokens) // block * block, block):
+        running.update(packed[4 * start : 4 * (start + block)])
+        yield running.intdigest()
+
+
+def _is_plain(sampling: Sampling) -> bool:
+    """Whether the next token needs nothing but the hash."""
+    return (
+        sampling.temperature <= 0
+        and not sampling.logprobs
+        and not sampling.stop_token_ids
+        and not _penalises(sampling)
+    )
+
+
+def _penalises(sampling: Sampling) -> bool:
+    return bool(sampling.presence_penalty or sampling.frequency_penalty) or sampling.repetition_penalty != 1.0
+
+
+def _counts(request: Generate) -> dict[int, int]:
+    """Count the tokens that penalties look at: those generated so far, replayed ones included."""
+    counts: dict[int, int] = {}
+    for token in request.tokens[request.prompt_tokens :]:
+        counts[token] = counts.get(token, 0) + 1
+    return counts
+
+
+def _seed(request: Generate) -> int:
+    """Return the request's seed; without one its id serves, which stays the same wherever the request goes."""
+    if request.sampling.seed is not None:
+        return request.sampling.seed
+    return xxhash.xxh64_intdigest(request.request.encode())

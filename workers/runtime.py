@@ -1,0 +1,158 @@
+"""A worker process, composed: settings in, exit code out.
+
+The broker is connected while the engine starts, and waited for by nobody: a worker without a broker serves, and what it
+has to say is spooled.
+"""
+
+import asyncio
+import contextlib
+import ctypes
+import gc
+import os
+import signal
+import sys
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import structlog
+
+from events import presence
+from events.codec import new_id
+from events.errors import HoldfastError
+from events.journal.port import Journal
+from workers.engines.build import build_engine
+from workers.settings import WorkerSettings
+from workers.worker import Place, Worker
+
+if TYPE_CHECKING:
+    from events.bus import Bus
+
+BROKER_S = 0.5  # how long a start waits for the broker before it goes on without
+FLUSH_S = 0.5
+_PR_SET_PDEATHSIG = 1
+
+log = structlog.get_logger(__name__)
+
+
+@dataclass
+class Links:
+    """What ties this process to the fleet: the journal, and the bus unless it serves alone."""
+
+    journal: Journal
+    bus: "Bus | None"
+
+    async def close(self) -> None:
+        """Say what is left to say, and let go."""
+        await self.journal.flush(FLUSH_S)
+        await self.journal.close()
+        if self.bus is not None:
+            await self.bus.close()
+
+
+async def run_worker(settings: WorkerSettings) -> int:
+    """Run the workers of one process until a signal or the engine's end; return the exit code."""
+    if settings.die_with_parent:
+        _die_with_parent()
+    stop = asyncio.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(number, stop.set)
+    instance = settings.instance or new_id()
+    links = await _connect(settings, instance)
+    try:
+        workers = [
+            Worker(place, build_engine(settings), links.journal, links.bus)
+            for place in _places(settings, instance)
+        ]
+        return await _serve(settings, workers, stop)
+    finally:
+        await links.close()
+
+
+def _places(settings: WorkerSettings, instance: str) -> list[Place]:
+    return [
+        Place(
+            name=name,
+            instance=instance if settings.count == 1 else f"{instance}-{number}",
+            host=settings.host,
+            port=settings.port + number if settings.port else 0,
+            advertise=settings.advertise,
+            grace_s=settings.grace_s,
+            migration_limit=settings.migration_limit,
+            chaos=settings.chaos,
+        )
+        for number, name in enumerate(settings.names)
+    ]
+
+
+async def _connect(settings: WorkerSettings, instance: str) -> Links:
+    source = f"worker:{settings.name}:{instance}"
+    if not settings.nats_url:
+        from events.journal.memory import MemoryJournal, MemoryStream
+
+        return Links(MemoryJournal(MemoryStream(), source), None)
+    from events.bus import NatsBus
+    from events.journal.nats import NatsJournal
+
+    spool = settings.data / "spool" / f"worker-{settings.name}"
+    journal, bus = await asyncio.gather(
+        NatsJournal.connect(settings.nats_url, source, spool),
+        NatsBus.connect(settings.nats_url, source, wait_s=BROKER_S),
+    )
+    return Links(journal, bus)
+
+
+async def _serve(settings: WorkerSettings, workers: list[Worker], stop: asyncio.Event) -> int:
+    """Run all workers; when one ends by itself the others are stopped too, because they share its process."""
+    codes: list[int] = []
+    async with asyncio.TaskGroup() as group:
+
+        async def run(worker: Worker) -> None:
+            try:
+                codes.append(await worker.run(stop))
+            except HoldfastError as error:
+                log.error("worker_failed", worker=worker.place.name, reason=str(error))
+                print(f"holdfast worker: {error}", file=sys.stderr)
+                codes.append(1)
+            stop.set()
+
+        running = [group.create_task(run(worker)) for worker in workers]
+        admin = group.create_task(_administer(settings, workers))
+        await asyncio.wait(running)
+        admin.cancel()
+    return max(codes)
+
+
+async def _administer(settings: WorkerSettings, workers: list[Worker]) -> None:
+    """Open the admin port and make this process findable, once it serves."""
+    for worker in workers:
+        await worker.serving.wait()
+    gc.collect()
+    gc.freeze()  # what lives now lives to the end: no collection needs to look at it again
+    gc.set_threshold(20_000, 20, 50)
+    url, runner = "", None
+    if settings.admin_port >= 0:
+        # In a thread: an import of 200 ms on the loop would look like a hang to every frontend.
+        admin: Any = await asyncio.to_thread(__import__, "workers.admin", fromlist=["serve"])
+        try:
+            runner, url = await admin.serve(workers, settings.host, settings.admin_port)
+        except OSError as error:
+            log.error("admin_port_taken", port=settings.admin_port, error=error.strerror)
+    try:
+        for worker in workers:
+            await asyncio.to_thread(presence.announce, settings.data, "worker", worker.place.name, url)
+        await asyncio.Event().wait()
+    except OSError as error:
+        log.error("presence_unwritable", data=str(settings.data), error=error.strerror)
+    finally:
+        if runner is not None:
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(runner.cleanup(), 1.0)
+
+
+def _die_with_parent() -> None:
+    """Ask the kernel for SIGKILL when the process that started this one dies (Linux only)."""
+    parent = os.getppid()
+    if sys.platform == "linux":
+        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:
+        os._exit(1)

@@ -1,0 +1,280 @@
+"""The request plane's server: streams of many frontends over one engine.
+
+The engine knows keys, frontends know stream numbers; a flight ties the two together, and whatever the engine still says
+about a flight that is over is dropped here. All of this lives on one event loop; only `deliver` may be called from
+another thread.
+
+From its loop the server says that it lives: a beat to each frontend at least every 100 ms while that frontend has
+streams open, every second otherwise. It carries what the engine does and for how long, because a stuck engine behind a
+live loop can only be told by that.
+"""
+
+import asyncio
+import contextlib
+import itertools
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import structlog
+
+from events.wire import Beat, Chunk, Generate, Hello, Welcome
+from workers.connection import Connection
+from workers.counters import Counters
+from workers.engines.engine import Engine
+
+TICK_S = 0.08  # leaves a timer 20 ms of lateness before 100 ms have passed
+IDLE_BEAT_S = 1.0
+HELLO_S_MAX = 5.0  # a connection that says nothing is closed
+CONNECTIONS_MAX = 512
+STREAMS_PER_CONNECTION_MAX = 4096
+
+log = structlog.get_logger(__name__)
+
+
+@dataclass(slots=True)
+class Flight:
+    """One stream in the air: whom its output goes to."""
+
+    connection: Connection
+    stream: int
+    canary: bool
+    begun: float
+
+
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    """Why new requests are turned away. Canaries are let through while the worker may come back."""
+
+    reason: str
+    canaries_too: bool
+
+
+class Server:
+    """Serves one engine on one port."""
+
+    def __init__(
+        self, *, worker: str, instance: str, engine: Engine, counters: Counters | None = None
+    ) -> None:
+        self.worker, self.instance = worker, instance
+        self.counters = counters or Counters()
+        self.blackholed = False
+        self.refusal: Refusal | None = None
+        self.address = ("", 0)
+        self.on_fault: Callable[[str], None] = _ignore  # told of each engine error that a stream ends with
+        self._engine = engine
+        self._flights: dict[int, Flight] = {}
+        self._connections: set[Connection] = set()
+        self._keys = itertools.count(1)
+        self._landed = asyncio.Event()  # a flag: no flight of a user's is in the air
+        self._landed.set()
+        self._alone = asyncio.Event()  # a flag: no connection is open
+        self._alone.set()
+        self._users = 0  # flights that are not canaries
+        self._listener: asyncio.Server | None = None
+        self._ticking: asyncio.TimerHandle | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._thread = 0
+
+    async def start(self, host: str, port: int) -> tuple[str, int]:
+        """Listen, and return the address. Raise OSError if the port cannot be had."""
+        self._loop, self._thread = asyncio.get_running_loop(), threading.get_ident()
+        self._listener = await self._loop.create_server(lambda: Connection(self), host, port, backlog=1024)
+        self.address = self._listener.sockets[0].getsockname()[:2]
+        self._ticking = self._loop.call_later(TICK_S, self._tick)
+        return self.address
+
+    async def close(self, deadline_s: float = 1.0) -> None:
+        """Stop listening, send what is buffered, and break whatever has not closed by then."""
+        if self._ticking is not None:
+            self._ticking.cancel()
+        if self._listener is not None:
+            self._listener.close()
+        for connection in list(self._connections):
+            connection.close()
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._alone.wait(), deadline_s)
+        for connection in list(self._connections):
+            connection.abort()
+
+    # --- what connections tell
+
+    def opened(self, connection: Connection) -> None:
+        """Take a connection in, or break it if there are too many."""
+        self._connections.add(connection)
+        self._alone.clear()
+        if len(self._connections) > CONNECTIONS_MAX:
+            log.warning("connection_refused", worker=self.worker, open=CONNECTIONS_MAX)
+            connection.abort()
+
+    def greeted(self, connection: Connection, hello: Hello) -> None:
+        """Answer a hello: who this is, and how it fares."""
+        connection.send(Welcome(self.worker, self.instance, self._engine.identity.model))
+        connection.send(self.beat())
+
+    def closed(self, connection: Connection) -> None:
+        """Take a lost connection's streams out of the engine."""
+        self._connections.discard(connection)
+        if not self._connections:
+            self._alone.set()
+        for key in list(connection.streams.values()):
+            self._drop(key)
+
+    def cancel(self, connection: Connection, stream: int) -> None:
+        """Take one stream out of the engine."""
+        key = connection.streams.get(stream)
+        if key is not None:
+            self._drop(key)
+
+    def generate(self, connection: Connection, request: Generate) -> None:
+        """Hand a request to the engine, or say at once why not."""
+        if error := self._objection(connection, request):
+            connection.batch.append(Chunk(request.stream, [], error=error))
+            connection.flush()
+            return
+        assert self._loop is not None
+        key = next(self._keys)
+        self._flights[key] = Flight(connection, request.stream, request.canary, self._loop.time())
+        connection.streams[request.stream] = key
+        if not request.canary:
+            self._users += 1
+            self._landed.clear()
+        self.counters.requests += 1
+        self._engine.submit(key, request)
+
+    def _objection(self, connection: Connection, request: Generate) -> str | None:
+        if self.refusal and (self.refusal.canaries_too or not request.canary):
+            return self.refusal.reason
+        if request.stream in connection.streams:
+            return f"invalid_request: stream {request.stream} is open already on this connection"
+        if len(connection.streams) >= STREAMS_PER_CONNECTION_MAX:
+            return f"overloaded: {STREAMS_PER_CONNECTION_MAX} streams on one connection"
+        return None
+
+    def _drop(self, key: int) -> None:
+        self._engine.cancel(key)
+        self.counters.cancelled += 1
+        self._land(key)
+
+    def _land(self, key: int) -> None:
+        """Forget a flight that is over."""
+        flight = self._flights.pop(key, None)
+        if flight is None:
+            return
+        flight.connection.streams.pop(flight.stream, None)
+        if not flight.canary:
+            self._users -= 1
+            if not self._users:
+                self._landed.set()
+
+    # --- what the engine says
+
+    def deliver(self, out: list[tuple[int, Chunk]]) -> None:
+        """Take one step's output, from any thread, and send each frontend its part as one frame."""
+        if threading.get_ident() == self._thread:
+            self._deliver(out)
+        elif self._loop is not None:
+            self._loop.call_soon_threadsafe(self._deliver, out)
+
+    def _deliver(self, out: list[tuple[int, Chunk]]) -> None:
+        flights, tokens = self._flights, 0
+        for key, chunk in out:
+            flight = flights.get(key)
+            if flight is None:
+                continue
+            chunk.stream = flight.stream
+            flight.connection.batch.append(chunk)
+            tokens += len(chunk.tokens)
+            if chunk.finish is not None or chunk.error is not None:
+                self._end(key, flight, chunk)
+        self.counters.tokens += tokens
+        for connection in self._connections:
+            if connection.batch:
+                connection.flush()
+
+    def _end(self, key: int, flight: Flight, chunk: Chunk) -> None:
+        assert self._loop is not None
+        if chunk.error is None:
+            self.counters.finished(self._loop.time() - flight.begun)
+        else:
+            self.counters.failed(chunk.error)
+            if chunk.error.startswith(("engine_error", "non_finite", "stream_incomplete")):
+                self.on_fault(chunk.error)
+        self._land(key)
+
+    # --- draining
+
+    @property
+    def in_flight(self) -> int:
+        """Users' streams in the air; canaries do not count."""
+        return self._users
+
+    async def landed(self, deadline_s: float) -> bool:
+        """Wait until no user's stream is in the air; False if time ran out."""
+        try:
+            await asyncio.wait_for(self._landed.wait(), deadline_s)
+        except TimeoutError:
+            return False
+        return True
+
+    def end_all(self, error: str) -> int:
+        """End every stream with an error, and return how many were users'."""
+        users = self._users
+        for key in list(self._flights):
+            self._engine.cancel(key)
+        self._deliver([(key, Chunk(0, [], error=error)) for key in list(self._flights)])
+        return users
+
+    def refuse(self, refusal: Refusal | None) -> None:
+        """Turn new requests away from now on (None: no longer), and tell every frontend at once."""
+        self.refusal = refusal
+        self._beat_all()
+
+    # --- signs of life
+
+    def beat(self) -> Beat:
+        """Return how the engine fares right now."""
+        phase = self._engine.phase()
+        age_ms = max(0.0, (time.monotonic() - phase.since) * 1e3) if phase.name != "idle" else 0.0
+        return Beat(phase.name, age_ms, phase.prefill_tokens, self._engine.load(), self.refusal is not None)
+
+    def _beat_all(self) -> None:
+        beat = self.beat()
+        for connection in self._connections:
+            if connection.frontend:
+                connection.send(beat)
+
+    def _tick(self) -> None:
+        assert self._loop is not None
+        now = self._loop.time()
+        self._ticking = self._loop.call_at(now + TICK_S, self._tick)
+        beat: Beat | None = None
+        for connection in list(self._connections):
+            if not connection.frontend:
+                if now - connection.opened_at > HELLO_S_MAX:
+                    connection.abort()
+                continue
+            connection.cut_if_stalled(now)
+            if connection.behind or not (
+                connection.streams or now - connection.beaten_at >= IDLE_BEAT_S - TICK_S
+            ):
+                continue
+            beat = beat or self.beat()
+            connection.beaten_at = now
+            connection.send(beat)
+
+    # --- rehearsals
+
+    def blackhole(self, on: bool) -> None:
+        """Swallow everything both ways without closing. Healed, connections that lost something are broken: a stream
+        with a hole in it must not go on."""
+        self.blackholed = on
+        if not on:
+            for connection in list(self._connections):
+                if connection.tainted:
+                    connection.abort()
+
+
+def _ignore(reason: str) -> None:
+    """Tell nobody."""

@@ -1,0 +1,322 @@
+"""One worker: an engine, the server around it, and what the fleet is told about both.
+
+    start ── joined ──▶ serving ◀──── resume ────┐
+                           │  └── drain ──▶ drained (still there, takes nothing new)
+                           ├── stop wanted ──▶ drain within the grace ──▶ left, exit 0
+                           └── engine dead ──▶ streams sent elsewhere ──▶ left, exit 1
+
+It folds nothing: the journal hears from it, and the controller's wishes reach it as requests on the bus that may be
+repeated. Without a bus it serves all the same.
+"""
+
+import asyncio
+import contextlib
+import os
+import socket
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+import structlog
+
+from events import subjects
+from events.errors import HoldfastError
+from events.journal.port import Journal
+from events.observations import (
+    DrainFinished,
+    EngineFaulted,
+    ShutdownBegan,
+    Topology,
+    WorkerJoined,
+    WorkerLeft,
+    canary_key,
+)
+from workers.engines.engine import Engine, EngineDead
+from workers.server import Server
+from workers.shutdown import DRAINING, LEAVING, drain
+
+if TYPE_CHECKING:
+    from events.bus import Bus
+
+BEAT_S = 1.0
+CHECK_S = 1.0
+CHECK_S_MAX = 10.0  # a check that takes longer is a dead engine
+START_S_MAX = 600.0  # loading weights
+STOP_S_MAX = 5.0
+FAULT_SAID_EVERY_S = 10.0  # a raising engine is one fact in a while, not one per request
+DRAIN_S = 60.0  # where the request names no deadline
+EXIT_FAILED = 1
+
+log = structlog.get_logger(__name__)
+
+
+class WrongInstance(HoldfastError):
+    """This worker has another life now; the request was meant for an earlier one."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Place:
+    """Where and as whom a worker serves."""
+
+    name: str
+    instance: str
+    host: str = "127.0.0.1"
+    port: int = 0
+    advertise: str = ""
+    grace_s: float = 60.0
+    migration_limit: int | None = None
+    chaos: bool = True
+
+
+class Worker:
+    """One engine in the fleet."""
+
+    def __init__(self, place: Place, engine: Engine, journal: Journal, bus: "Bus | None") -> None:
+        self.place = place
+        self.engine = engine
+        self.server = Server(worker=place.name, instance=place.instance, engine=engine)
+        self.server.on_fault = self._engine_faulted
+        self.serving = asyncio.Event()  # a flag
+        self._journal = journal
+        self._bus = bus
+        self._beats = 0
+        self._drain: asyncio.Task[None] | None = None
+        self._heal: asyncio.TimerHandle | None = None
+        self._dead: asyncio.Future[EngineDead] | None = None
+        self._fault_said_at = float("-inf")
+        self._strangers: set[str] = set()
+        self._about: dict[str, Any] = {"worker": place.name, "instance": place.instance}
+        self._log = log.bind(**self._about)
+
+    async def run(self, stop: asyncio.Event) -> int:
+        """Serve until `stop` is set or the engine dies; return the exit code. Raise EngineDead if it cannot start."""
+        if not await self._started(stop):
+            return 0
+        self._dead = asyncio.get_running_loop().create_future()
+        async with asyncio.TaskGroup() as group:
+            services = [group.create_task(work) for work in (self._beat(), self._watch(), self._listen())]
+            code = await self._until_over(stop)
+            for service in services:
+                service.cancel()
+        return code
+
+    async def _started(self, stop: asyncio.Event) -> bool:
+        """Start; False if a stop was wanted before that was done (weights can take minutes)."""
+        starting, stopped = asyncio.ensure_future(self._start()), asyncio.ensure_future(stop.wait())
+        await asyncio.wait((starting, stopped), return_when=asyncio.FIRST_COMPLETED)
+        stopped.cancel()
+        if not starting.done():
+            starting.cancel()
+            await asyncio.wait((starting,), timeout=STOP_S_MAX)
+            await self._end()
+            return False
+        starting.result()
+        return True
+
+    async def _start(self) -> None:
+        async with asyncio.timeout(START_S_MAX):
+            await self.engine.start(self.server.deliver)
+        try:
+            host, port = await self.server.start(self.place.host, self.place.port)
+        except OSError as error:
+            await self.engine.stop()
+            raise HoldfastError(
+                f"port {self.place.port} of {self.place.host} cannot be had: {error.strerror}"
+            ) from error
+        url = f"tcp://{self.place.advertise or host}:{port}"
+        self._journal.observe(self._joined(url))
+        self.serving.set()
+        self._log.info(
+            "worker_ready", url=url, model=self.engine.identity.model, engine=self.engine.identity.engine
+        )
+
+    def _joined(self, url: str) -> WorkerJoined:
+        i = self.engine.identity
+        kind: dict[str, Any] = {
+            "model": i.model, "revision": i.revision, "tokenizer": i.tokenizer, "engine": i.engine,
+            "engine_version": i.engine_version, "dtype": i.dtype, "tp": i.tp, "device": i.device,
+        }  # fmt: skip
+        return WorkerJoined(
+            **self._about,
+            **kind,
+            url=url,
+            profile=i.profile,
+            canary_key=canary_key(**kind),
+            pid=os.getpid(),
+            topology=Topology(host=socket.gethostname()),
+            migration_limit=self.place.migration_limit,
+            context_tokens=i.context_tokens,
+            exact=i.exact,
+        )
+
+    # --- until it is over
+
+    async def _until_over(self, stop: asyncio.Event) -> int:
+        assert self._dead is not None
+        stopped = asyncio.ensure_future(stop.wait())
+        await asyncio.wait((stopped, self._dead), return_when=asyncio.FIRST_COMPLETED)
+        if self._drain is not None:
+            self._drain.cancel()
+        if stopped.done():
+            return await self._leave()
+        stopped.cancel()
+        return await self._fall(self._dead.result())
+
+    async def _leave(self) -> int:
+        """Go in good order: told to, and with time to finish what runs."""
+        grace_s = self.place.grace_s
+        self._log.info("shutdown_began", grace_s=grace_s, in_flight=self.server.in_flight)
+        self._journal.observe(ShutdownBegan(**self._about, mode="graceful", grace_s=grace_s, reason="signal"))
+        draining = asyncio.ensure_future(drain(self.server, LEAVING, grace_s))
+        await self._say_beat()
+        drained = await draining
+        self._journal.observe(
+            DrainFinished(**self._about, completed=drained.completed, migrated=drained.migrated)
+        )
+        await self._end()
+        self._journal.observe(WorkerLeft(**self._about, mode="graceful", exit=0))
+        self._log.info("worker_left", completed=drained.completed, migrated=drained.migrated)
+        return 0
+
+    async def _fall(self, reason: EngineDead) -> int:
+        """Go at once: what the engine held is lost, and its streams are wanted elsewhere."""
+        self._log.critical("engine_dead", reason=str(reason), in_flight=self.server.in_flight)
+        self._journal.observe(EngineFaulted(**self._about, reason=str(reason), fatal=True))
+        self.server.refuse(LEAVING)
+        self.server.end_all(f"engine_shutdown: the engine died: {reason}")
+        await self._end()
+        self._journal.observe(WorkerLeft(**self._about, mode="self_initiated", exit=EXIT_FAILED))
+        return EXIT_FAILED
+
+    async def _end(self) -> None:
+        self.serving.clear()
+        await self.server.close()
+        with contextlib.suppress(TimeoutError, HoldfastError):
+            async with asyncio.timeout(STOP_S_MAX):
+                await self.engine.stop()
+
+    # --- services
+
+    async def _beat(self) -> None:
+        while True:
+            await self._say_beat()
+            await asyncio.sleep(BEAT_S)
+
+    async def _say_beat(self) -> None:
+        if self._bus is None or self.server.blackholed:
+            return
+        self._beats += 1
+        body = {
+            **self._about,
+            "seq": self._beats,
+            "load": msgspec.structs.asdict(self.engine.load()),
+            "draining": self.server.refusal is not None,
+            "at": datetime.now(UTC).isoformat(),
+        }
+        await self._bus.publish(subjects.beat(self.place.name), body)
+
+    async def _watch(self) -> None:
+        """Ask the engine every so often whether it can go on."""
+        assert self._dead is not None
+        while not self._dead.done():
+            try:
+                async with asyncio.timeout(CHECK_S_MAX):
+                    await self.engine.check()
+            except TimeoutError:
+                self._dead.set_result(EngineDead(f"its health check did not answer within {CHECK_S_MAX:g} s"))
+            except EngineDead as error:
+                self._dead.set_result(error)
+            await asyncio.sleep(CHECK_S)
+
+    def _engine_faulted(self, reason: str) -> None:
+        now = asyncio.get_running_loop().time()
+        if now - self._fault_said_at < FAULT_SAID_EVERY_S:
+            return
+        self._fault_said_at = now
+        self._log.error("engine_faulted", reason=reason)
+        self._journal.observe(EngineFaulted(**self._about, reason=reason, fatal=False))
+
+    # --- what the controller asks for
+
+    async def _listen(self) -> None:
+        """Hear the controller's requests, as soon as there is a broker to hear them from."""
+        if self._bus is None:
+            return
+        while self._bus.since is None:  # noqa: ASYNC110 (the bus has no flag to wait for)
+            await asyncio.sleep(0.1)
+        name = self.place.name
+        await self._bus.subscribe(subjects.drain(name), self.on_drain)
+        await self._bus.subscribe(subjects.resume(name), self.on_resume)
+        await self._bus.subscribe(subjects.chaos(name), self.on_chaos)
+        await self._bus.subscribe(subjects.beat(name), self._on_beat)
+
+    def on_drain(self, subject: str, body: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Begin to drain, or say how far it has got. Repeating the request changes nothing."""
+        self._check_instance(body)
+        if self.server.refusal is None:
+            deadline_s = body.get("deadline_s")
+            self.server.refuse(DRAINING)
+            self._drain = asyncio.ensure_future(
+                self._drain_until(DRAIN_S if deadline_s is None else float(deadline_s))
+            )
+        return {"draining": True, "in_flight": self.server.in_flight}
+
+    async def _drain_until(self, deadline_s: float) -> None:
+        self._log.info("drain_began", deadline_s=deadline_s, in_flight=self.server.in_flight)
+        await self._say_beat()
+        drained = await drain(self.server, DRAINING, deadline_s)
+        self._journal.observe(
+            DrainFinished(**self._about, completed=drained.completed, migrated=drained.migrated)
+        )
+        self._log.info("drain_finished", completed=drained.completed, migrated=drained.migrated)
+
+    def on_resume(self, subject: str, body: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Take requests again, unless the process is on its way out."""
+        self._check_instance(body)
+        if self.server.refusal is DRAINING:
+            if self._drain is not None:
+                self._drain.cancel()
+            self.server.refuse(None)
+            self._log.info("resumed")
+        return {"draining": self.server.refusal is not None, "in_flight": self.server.in_flight}
+
+    def _check_instance(self, body: Mapping[str, Any]) -> None:
+        wanted = body.get("instance")
+        if wanted not in (None, self.place.instance):
+            raise WrongInstance(f"{wanted} is gone; worker {self.place.name} is {self.place.instance} now")
+
+    def on_chaos(self, subject: str, body: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Play a fault until it is healed, or for `duration` seconds."""
+        fault, argument = str(body.get("fault", "")), float(body.get("argument") or 0)
+        if not self.place.chaos:
+            raise HoldfastError("this worker was told to refuse rehearsed faults (HOLDFAST_WORKER_CHAOS)")
+        if not self._inject(fault, argument):
+            raise HoldfastError(f"the {self.engine.identity.engine} engine cannot play {fault!r}")
+        self._log.warning("chaos", fault=fault, argument=argument)
+        if self._heal is not None:
+            self._heal.cancel()
+        duration_s = float(body.get("duration") or 0)
+        if duration_s > 0 and fault != "heal":
+            self._heal = asyncio.get_running_loop().call_later(duration_s, self._inject, "heal", 0.0)
+        return {"fault": fault, "argument": argument}
+
+    def _inject(self, fault: str, argument: float) -> bool:
+        if fault == "blackhole":
+            self.server.blackhole(True)
+            return True
+        if fault == "heal":
+            self.server.blackhole(False)
+            self.engine.chaos(fault, argument)
+            return True
+        return self.engine.chaos(fault, argument)
+
+    def _on_beat(self, subject: str, body: Mapping[str, Any]) -> None:
+        """Notice another process under our name: the fleet believes the newer one, the operator should know."""
+        other = str(body.get("instance"))
+        if other != self.place.instance and other not in self._strangers:
+            self._strangers.add(other)
+            self._log.error(
+                "name_taken", other=other, advice="two live workers share this name; give each its own"
+            )
