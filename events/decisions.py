@@ -129,6 +129,7 @@ class DegradationChanged(Decision):
     ratio: float  # capacity / SLO throughput when it was decided
     knobs: Knobs
     capacity_rps: float
+    predicted_rps: float = 0.0  # what the level itself leaves of that: its cut batch lowers throughput
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
