@@ -1,0 +1,169 @@
+"""The state store in memory: the double that ships beside the real one and passes the same conformance suite.
+
+Rows go through the same functions as Postgres's, snapshots through the same codec.
+"""
+
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from datetime import datetime
+from typing import Any
+
+from controller import fleet_codec, projection
+from controller.deciders.fleet import DECIDERS_VERSION, Fleet
+from controller.ports import AnotherProjector, Place, Reading, Snapshot, StoreUnavailable
+from events.fact import Decision, Recorded
+from events.order import Position
+
+SNAPSHOT_EVERY = 5_000
+
+
+@dataclass(frozen=True)
+class _Kept:
+    reach: int
+    at: datetime
+    position: Position
+    sources: Mapping[str, int]
+    fleet: bytes
+    deciders_version: int
+
+
+@dataclass
+class MemoryTables:
+    """The shared half: what a database would hold. `reachable` False plays one that is away."""
+
+    reachable: bool = True
+    place: Place = field(default_factory=Place)
+    rows: dict[str, dict[tuple[Any, ...], projection.Row]] = field(
+        default_factory=lambda: {name: {} for name in projection.COLUMNS}
+    )
+    events: dict[str, projection.Row] = field(default_factory=dict)  # by ce-id
+    snapshots: list[_Kept] = field(default_factory=list)
+
+
+class MemoryStore:
+    """One process's handle on MemoryTables."""
+
+    def __init__(self, tables: MemoryTables | None = None, *, snapshot_every: int = SNAPSHOT_EVERY) -> None:
+        self.tables = tables or MemoryTables()
+        self._snapshot_every = snapshot_every
+
+    def _reach(self) -> MemoryTables:
+        if not self.tables.reachable:
+            raise StoreUnavailable
+        return self.tables
+
+    async def place(self) -> Place:
+        return self._reach().place
+
+    async def load(self) -> Snapshot | None:
+        return self._newest(lambda kept: True)
+
+    async def snapshot_before(self, seq: int) -> Snapshot | None:
+        return self._newest(lambda kept: kept.reach <= seq)
+
+    async def snapshot_at(self, when: datetime) -> Snapshot | None:
+        return self._newest(lambda kept: kept.at <= when)
+
+    def _newest(self, fits: Callable[[_Kept], bool]) -> Snapshot | None:
+        for kept in reversed(self._reach().snapshots):
+            if kept.deciders_version == DECIDERS_VERSION and fits(kept):
+                return Snapshot(fleet_codec.decode(kept.fleet), kept.position, dict(kept.sources))
+        return None
+
+    async def project(
+        self, events: Sequence[Recorded], shown: Fleet, settled: Snapshot, shown_seq: int
+    ) -> None:
+        tables = self._reach()
+        assert events and events[-1].seq == shown_seq
+        if tables.place.seq != events[0].seq - 1:
+            raise AnotherProjector
+        for name in projection.STATE:
+            tables.rows[name].clear()
+        for name, rows in projection.changes(None, shown).items():
+            for row in rows:
+                tables.rows[name][row[: projection.KEYS.get(name, 1)]] = row
+        self._remember(projection.history(events))
+        for event in events:
+            tables.events.setdefault(event.id, projection.event_row(event))
+        last = events[-1]
+        tables.place = Place(last.seq, last.id, last.at, settled.position, DECIDERS_VERSION)
+        self._keep(events, settled)
+
+    def _remember(self, history: Mapping[str, Sequence[projection.Row]]) -> None:
+        rows = self.tables.rows
+        for part, found in history.items():
+            verb, _, name = part.partition(" ")
+            for row in found:
+                if verb == "append":
+                    rows[name].setdefault(row[:1], row)
+                elif known := rows[name].get(row[:1]):
+                    rows[name][row[:1]] = (*known[:5], *row[1:])
+
+    def _keep(self, events: Sequence[Recorded], settled: Snapshot) -> None:
+        newest = self.tables.snapshots[-1].reach if self.tables.snapshots else 0
+        position = settled.position
+        decision = next(
+            (e for e in events if e.seq == position.decided and isinstance(e.fact, Decision)), None
+        )
+        if decision is None or position.decided - newest < self._snapshot_every:
+            return
+        fleet = fleet_codec.encode(settled.fleet)
+        kept = _Kept(position.decided, decision.at, position, dict(settled.sources), fleet, DECIDERS_VERSION)
+        self.tables.snapshots.append(kept)
+
+    async def read_status(self) -> Reading:
+        tables = self._reach()
+        rows = {
+            name: [dict(zip(projection.COLUMNS[name], row, strict=True)) for row in rows.values()]
+            for name, rows in tables.rows.items()
+        }
+        return Reading(tables.place, rows)
+
+    @asynccontextmanager
+    async def reading(self) -> AsyncIterator["MemoryFrozen"]:
+        """Give the store as it is now, for as long as the caller likes."""
+        events = sorted(self._reach().events.values(), key=lambda row: int(row[0]))
+        yield MemoryFrozen(await self.read_status(), events)
+
+    async def locate(self, reference: str) -> int | None:
+        number = reference.removeprefix("decision:")
+        by_number = number != reference and number.isdigit()
+        for row in self._reach().events.values():
+            if (row[6] == int(number)) if by_number else (row[2] == reference):
+                return int(row[0])
+        return None
+
+    async def select(
+        self,
+        *,
+        after: int = 0,
+        since: datetime | None = None,
+        worker: str | None = None,
+        incident: str | None = None,
+    ) -> AsyncIterator[Sequence[Recorded]]:
+        wanted = {1: since, 8: worker, 13: incident}
+        found = [
+            projection.recorded(row)
+            for row in sorted(self._reach().events.values(), key=lambda row: int(row[0]))
+            if row[0] > after and (since is None or row[1] >= since)
+            and all(row[place] == value for place, value in wanted.items() if place != 1 and value is not None)
+        ]  # fmt: skip
+        if found:
+            yield found
+
+    async def close(self) -> None:
+        """Do nothing: there is nothing to let go of."""
+
+
+class MemoryFrozen:
+    """The store as of one instant."""
+
+    def __init__(self, reading: Reading, events: Sequence[projection.Row]) -> None:
+        self.reading = reading
+        self._events = events
+
+    async def events(self, after: int) -> AsyncIterator[Sequence[Sequence[Any]]]:
+        """Yield the rows of `fleet_events` above a sequence."""
+        if found := [row for row in self._events if row[0] > after]:
+            yield found

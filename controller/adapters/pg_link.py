@@ -1,0 +1,104 @@
+"""One connection to Postgres that comes back by itself, and speaks our errors.
+
+A link holds at most one connection and lets one task use it at a time: projector and readers have few statements and
+want them in order. Whatever goes wrong with a connection, the link drops it; the next use opens another.
+"""
+
+import asyncio
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
+from typing import Any, TypeAlias
+
+import asyncpg
+
+from controller.adapters.names import SCHEMA
+from controller.ports import StoreUnavailable
+from events.errors import HoldfastError
+
+CONNECT_S = 5.0
+COMMAND_S = 60.0
+
+Connection: TypeAlias = Any  # asyncpg has no types
+
+
+class StoreRefused(HoldfastError):
+    """The state store does not hold the tables that this version needs. `holdfast up` migrates it; so does the projector."""
+
+
+_AWAY = (
+    OSError,
+    TimeoutError,
+    asyncpg.PostgresConnectionError,
+    asyncpg.InterfaceError,
+    asyncpg.OperatorInterventionError,  # shutting down, starting up
+    asyncpg.InsufficientResourcesError,  # out of disk, memory or connections
+    asyncpg.TransactionRollbackError,  # deadlock, serialisation: try again
+)
+_TABLES_MISSING = (asyncpg.UndefinedTableError, asyncpg.UndefinedColumnError, asyncpg.InvalidCatalogNameError)
+
+
+def plain(url: str) -> str:
+    """Return a URL as asyncpg reads it: SQLAlchemy's `postgresql+asyncpg://` becomes `postgresql://`."""
+    scheme, separator, rest = url.partition("://")
+    return f"{scheme.split('+')[0]}{separator}{rest}"
+
+
+def masked(url: str) -> str:
+    """Return a URL that may be shown: without its password."""
+    scheme, separator, rest = url.partition("://")
+    account, at, place = rest.rpartition("@")
+    return f"{scheme}{separator}{account.split(':')[0]}{at}{place}"
+
+
+class Link:
+    """A connection that is opened when it is needed and dropped when it fails."""
+
+    def __init__(self, url: str, schema: str = SCHEMA, settings: Mapping[str, str] | None = None) -> None:
+        self._url = plain(url)
+        self._settings = {
+            "search_path": schema,
+            "jit": "off",
+            "application_name": "holdfast",
+            **(settings or {}),
+        }
+        self._connection: Connection | None = None
+        self._lock = asyncio.Lock()
+
+    @asynccontextmanager
+    async def use(self) -> AsyncIterator[Connection]:
+        """Lend the connection to one task. Raise StoreUnavailable or StoreRefused."""
+        async with self._lock:
+            try:
+                yield await self._open()
+            except _TABLES_MISSING as error:
+                raise StoreRefused(f"{masked(self._url)}: {error}. {StoreRefused.__doc__}") from error
+            except _AWAY as error:
+                self._drop()
+                reason = str(error) or type(error).__name__
+                raise StoreUnavailable(
+                    f"{masked(self._url)}: {reason}. {StoreUnavailable.__doc__}"
+                ) from error
+            except BaseException:
+                self._drop()  # cancelled in the middle of a statement, or our own mistake: begin anew
+                raise
+
+    async def _open(self) -> Connection:
+        if self._connection is None or self._connection.is_closed():
+            self._connection = await asyncpg.connect(
+                self._url, timeout=CONNECT_S, command_timeout=COMMAND_S, server_settings=self._settings
+            )
+        return self._connection
+
+    def _drop(self) -> None:
+        if self._connection is not None:
+            self._connection.terminate()
+        self._connection = None
+
+    async def close(self) -> None:
+        """Close the connection, politely if that is quick."""
+        connection, self._connection = self._connection, None
+        if connection is not None:
+            try:
+                await connection.close(timeout=2.0)
+            except _AWAY:
+                connection.terminate()

@@ -1,0 +1,50 @@
+"""The state store in Postgres: the fleet's rows, every event, snapshots of the fold, and how far all of it reaches.
+
+The position moves from exactly where a batch begins or nothing is written, so an event is projected once however
+often a projector dies or two of them run.
+
+The projector's connection does not wait for the disk (`synchronous_commit = off`): what a crash takes away, rows and
+position alike, the journal gives back. A transaction is still whole or absent.
+"""
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from controller.adapters.names import SCHEMA
+from controller.adapters.pg_link import Link
+from controller.adapters.pg_reader import Reader
+from controller.deciders.fleet import Fleet
+from controller.ports import Snapshot
+from events.fact import Recorded
+
+if TYPE_CHECKING:
+    from controller.adapters.pg_writer import Writer
+
+SNAPSHOT_EVERY = 5_000  # events: what time travel and a starting process must fold at most
+
+
+class PostgresStore(Reader):
+    """One process's handle on the state store."""
+
+    def __init__(self, url: str, *, schema: str = SCHEMA, snapshot_every: int = SNAPSHOT_EVERY) -> None:
+        super().__init__(url, schema)
+        self._snapshot_every = snapshot_every
+        self._link = Link(url, schema, {"synchronous_commit": "off"})
+        self._writer: Writer | None = None
+
+    async def project(
+        self, events: Sequence[Recorded], shown: Fleet, settled: Snapshot, shown_seq: int
+    ) -> None:
+        """Write what a batch of events changed, in one transaction. Raise AnotherProjector or StoreUnavailable."""
+        if self._writer is None:
+            from controller.adapters.pg_writer import (
+                Writer,  # brings SQLAlchemy: only a projector waits for it
+            )
+
+            self._writer = Writer(self._link, self._snapshot_every)
+        await self._writer.project(events, shown, settled, shown_seq)
+
+    async def close(self) -> None:
+        """Let go of the database."""
+        await self._link.close()
+        await super().close()

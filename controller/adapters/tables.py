@@ -1,0 +1,207 @@
+"""The state store's tables: what the projector writes, and what the router, the planner and Grafana read.
+
+All of them live in one schema, which `search_path` selects, so that `rebuild` can make a second one beside it and
+swap the two. The migrations under `migrations/` create them; a test compares the two.
+"""
+
+from sqlalchemy import (
+    BigInteger,
+    Boolean,
+    Column,
+    DateTime,
+    Double,
+    Index,
+    Integer,
+    LargeBinary,
+    MetaData,
+    SmallInteger,
+    Table,
+    Text,
+    text,
+)
+from sqlalchemy.dialects.postgresql import JSONB
+
+metadata = MetaData()
+_instant = DateTime(timezone=True)
+
+
+def _key(name: str, kind: type[Text] | type[BigInteger] = Text) -> "Column[object]":
+    return Column(name, kind, primary_key=True, autoincrement=False)
+
+
+def _text(name: str) -> "Column[str]":
+    return Column(name, Text, nullable=False)
+
+
+workers = Table(
+    "workers",
+    metadata,
+    _key("worker"),
+    _text("instance"),
+    _text("model"),
+    _text("revision"),
+    _text("url"),
+    _text("engine"),
+    _text("engine_version"),
+    _text("device"),
+    _text("canary_key"),
+    Column("pid", BigInteger, nullable=False),
+    _text("health"),
+    Column("health_value", SmallInteger, nullable=False),  # 0 healthy … 4 dead
+    Column("weight", Double, nullable=False),  # the minimum of all reasons; 0 when not routable
+    Column("routable", Boolean, nullable=False),
+    _text("reason"),
+    _text("drain"),  # "" when not draining
+    Column("drain_deadline", _instant),
+    _text("incident"),
+    Column("joined", JSONB, nullable=False),  # the whole registration: profile, topology, tokenizer …
+    Column("last_canary", JSONB),
+)
+
+breakers = Table(
+    "breakers",
+    metadata,
+    _key("worker"),
+    _text("instance"),
+    _text("position"),
+    Column("position_value", SmallInteger, nullable=False),  # 0 closed, 1 open, 2 half-open
+    Column("failures", Integer, nullable=False),  # in a row
+    Column("trials_failed", Integer, nullable=False),  # in a row
+    Column("retry_at", _instant),
+    Column("deadline", _instant),
+)
+
+goldens = Table(
+    "goldens",
+    metadata,
+    _key("canary_key"),
+    _key("canary"),
+    _text("status"),
+    Column("agreed", Boolean, nullable=False),
+    Column("golden", JSONB, nullable=False),
+)
+
+levels = Table(
+    "levels",
+    metadata,
+    _key("model"),
+    Column("level", SmallInteger, nullable=False),
+    Column("ratio", Double),
+    Column("capacity_rps", Double),
+    Column("since", _instant),
+    Column("knobs", JSONB, nullable=False),
+)
+
+incidents = Table(
+    "incidents",
+    metadata,
+    _key("incident"),
+    _text("subject"),
+    _text("symptom"),
+    Column("opened_at", _instant, nullable=False),
+    Column("opened_by", BigInteger, nullable=False),  # the number of the decision
+    Column("closed_at", _instant),
+    Column("outcome", Text),
+)
+
+migrations = Table(
+    "migrations",
+    metadata,
+    _key("id"),
+    Column("seq", BigInteger, nullable=False),
+    Column("at", _instant, nullable=False),
+    _text("frontend"),
+    _text("request"),
+    _text("model"),
+    _text("source"),
+    _text("source_instance"),
+    _text("target"),
+    _text("target_instance"),
+    _text("cause"),
+    _text("method"),
+    Column("tokens", BigInteger, nullable=False),
+    Column("gap_ms", Double, nullable=False),
+    Column("attempt", Integer, nullable=False),
+    Column("exact", Boolean, nullable=False),
+    Index("migrations_at", "at"),
+)
+
+exposures = Table(
+    "exposures",
+    metadata,
+    _key("id"),
+    Column("seq", BigInteger, nullable=False),
+    Column("at", _instant, nullable=False),
+    _text("frontend"),
+    _text("worker"),
+    _text("instance"),
+    Column("request", Text),  # null: unknown which; then since and until say when
+    Column("model", Text),
+    Column("first", BigInteger),
+    Column("last", BigInteger),
+    Column("finished", Boolean),
+    _text("action"),
+    Column("since", _instant),
+    Column("until", _instant),
+    Index("exposures_worker", "worker", "at"),
+)
+
+fleet_events = Table(
+    "fleet_events",
+    metadata,
+    _key("seq", BigInteger),
+    Column("at", _instant, nullable=False),
+    _text("id"),  # ce-id
+    _text("kind"),
+    _text("source"),
+    Column("source_number", BigInteger, nullable=False),
+    Column("number", BigInteger),  # of a decision
+    Column("through", BigInteger),  # how far the decider had read
+    Column("worker", Text),
+    Column("instance", Text),
+    Column("request", Text),
+    Column("model", Text),
+    Column("frontend", Text),
+    Column("incident", Text),
+    _text("causation"),
+    _text("correlation"),
+    Column("said_at", _instant),  # the source's own clock
+    Column("body", JSONB, nullable=False),
+    Index("fleet_events_id", "id", unique=True),
+    Index("fleet_events_at", "at", postgresql_using="brin"),
+    Index("fleet_events_kind", "kind", "seq"),
+    Index("fleet_events_worker", "worker", "seq", postgresql_where=text("worker IS NOT NULL")),
+    Index("fleet_events_incident", "incident", "seq", postgresql_where=text("incident IS NOT NULL")),
+    Index("fleet_events_number", "number", postgresql_where=text("number IS NOT NULL")),
+)
+
+snapshots = Table(
+    "snapshots",
+    metadata,
+    _key("reach", BigInteger),  # the last stream sequence that the settled fold contains
+    Column("at", _instant, nullable=False),  # the stream's time of that event
+    Column("through", BigInteger, nullable=False),
+    Column("decided", BigInteger, nullable=False),
+    Column("number", BigInteger, nullable=False),
+    Column("deciders_version", Integer, nullable=False),
+    Column("codec_version", Integer, nullable=False),
+    Column("fleet", LargeBinary, nullable=False),
+    Column("sources", JSONB, nullable=False),
+)
+
+projection = Table(
+    "projection",
+    metadata,
+    _key("name"),
+    Column("shown_seq", BigInteger, nullable=False),  # the rows are the fold of everything up to here
+    _text("shown_id"),  # ce-id of that event: a stream that was made anew has another one there
+    Column("shown_at", _instant),
+    Column("through", BigInteger, nullable=False),  # the settled position
+    Column("decided", BigInteger, nullable=False),
+    Column("number", BigInteger, nullable=False),
+    Column("deciders_version", Integer, nullable=False),
+    Column("written_at", _instant, nullable=False, server_default=text("clock_timestamp()")),
+)
+
+STATE = (workers, breakers, goldens, levels)  # rows that are a fleet's: written when they differ
+HISTORY = (incidents, migrations, exposures)  # rows that are an event's: written once, incidents closed later

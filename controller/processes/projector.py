@@ -1,0 +1,144 @@
+"""The projector as a process: journal and store, the projector between them, and a small admin port."""
+
+import asyncio
+import os
+import signal
+from pathlib import Path
+
+import structlog
+from aiohttp import web
+from events.journal.nats import NatsJournal
+from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
+
+from controller.adapters import migrate
+from controller.adapters.postgres import PostgresStore
+from controller.ports import StoreUnavailable
+from controller.runtime.projector import Projector
+from controller.runtime.projector_metrics import ProjectorMetrics
+from controller.runtime.projector_settings import ProjectorSettings
+from events import presence
+from events.errors import HoldfastError
+from events.journal.port import Journal, JournalUnavailable
+
+WATCH_S = 1.0
+ASK_S = 2.0
+RETRY_S = 0.5
+log = structlog.get_logger()
+
+
+async def run_projector(
+    settings: ProjectorSettings, *, nats_url: str, database_url: str | None, data: Path, name: str
+) -> int:
+    """Project until SIGTERM (exit 0), or until a person must look (a HoldfastError says why)."""
+    if not database_url:
+        raise HoldfastError("the projector needs a database: set HOLDFAST_DATABASE_URL")
+    await _migrated(database_url)
+    journal = await NatsJournal.connect(nats_url, f"{name}-{os.getpid()}", data / "spool" / name)
+    store = PostgresStore(database_url, snapshot_every=settings.snapshot_every)
+    metrics = ProjectorMetrics(CollectorRegistry())
+    projector = Projector(journal, store, written=metrics.written)
+    watch = Watch(projector, journal, metrics, settings.ready_lag)
+    runner = await _serve(watch, settings)
+    try:
+        presence.announce(data, "projector", name, _url(runner))
+        return await _until_stopped(projector, watch)
+    finally:
+        await runner.cleanup()
+        await store.close()
+        await journal.close()
+
+
+async def _migrated(url: str) -> None:
+    """Bring the database to our version; wait for one that is away."""
+    while True:
+        try:
+            return await migrate.upgrade(url)
+        except StoreUnavailable as error:
+            log.warning("projector_waits", reason=str(error))
+            await asyncio.sleep(RETRY_S)
+
+
+async def _until_stopped(projector: Projector, watch: "Watch") -> int:
+    stop = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stop.set)
+    async with asyncio.TaskGroup() as group:
+        services = [group.create_task(projector.run()), group.create_task(watch.run())]
+        group.create_task(_cancel_after(stop, services))
+    return 0
+
+
+async def _cancel_after(stop: asyncio.Event, services: "list[asyncio.Task[None]]") -> None:
+    await stop.wait()
+    for service in services:
+        service.cancel()
+
+
+class Watch:
+    """Looks at how far the projector is behind, and answers for it over HTTP."""
+
+    def __init__(
+        self, projector: Projector, journal: Journal, metrics: ProjectorMetrics, ready_lag: int
+    ) -> None:
+        self._projector, self._journal, self._metrics = projector, journal, metrics
+        self._ready_lag = ready_lag
+        self._restarts = 0
+        self.lag: int | None = None  # None: the journal cannot be asked
+
+    async def run(self) -> None:
+        """Measure the lag every second."""
+        while True:
+            progress = self._projector.progress
+            try:
+                async with asyncio.timeout(ASK_S):
+                    last = await self._journal.last_seq()
+                self.lag = max(0, last - progress.projected)
+                self._metrics.lag.set(self.lag)
+            except (JournalUnavailable, TimeoutError):
+                self.lag = None
+            self._metrics.position.set(progress.projected)
+            self._metrics.restarts.inc(progress.restarts - self._restarts)
+            self._restarts = progress.restarts
+            await asyncio.sleep(WATCH_S)
+
+    def ready(self) -> str:
+        """Return why the projector is not ready; "" if it is."""
+        if not self._projector.progress.connected:
+            return "the state store or the journal cannot be reached"
+        if self.lag is None:
+            return "the journal cannot be asked how far it is"
+        return f"{self.lag} events behind" if self.lag > self._ready_lag else ""
+
+    def report(self) -> dict[str, object]:
+        """Return what /ready and /health say."""
+        progress = self._projector.progress
+        why = self.ready()
+        return {"ready": not why, "reason": why, "position": progress.projected, "lag": self.lag}
+
+    def render(self) -> bytes:
+        """Return the metrics in Prometheus' text form."""
+        return generate_latest(self._metrics.registry)
+
+
+async def _serve(watch: Watch, settings: ProjectorSettings) -> web.AppRunner:
+    async def metrics(request: web.Request) -> web.Response:
+        return web.Response(body=watch.render(), headers={"Content-Type": CONTENT_TYPE_LATEST})
+
+    async def health(request: web.Request) -> web.Response:
+        return web.json_response(watch.report())
+
+    async def ready(request: web.Request) -> web.Response:
+        return web.json_response(watch.report(), status=503 if watch.ready() else 200)
+
+    app = web.Application()
+    app.add_routes([web.get("/metrics", metrics), web.get("/health", health), web.get("/ready", ready)])
+    runner = web.AppRunner(app, access_log=None)
+    await runner.setup()
+    await web.TCPSite(runner, settings.admin_host, settings.admin_port).start()
+    return runner
+
+
+def _url(runner: web.AppRunner) -> str:
+    host, port = runner.addresses[0][:2]
+    return f"http://{host}:{port}"

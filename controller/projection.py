@@ -1,0 +1,243 @@
+"""Which rows does a fleet make, and which an event? Plain tuples, in the order of the columns named here.
+
+Shared by all who must agree about it: the store that writes the rows, its double in memory, and `replay verify`,
+which makes them again from the journal and compares.
+"""
+
+from collections.abc import Hashable, Iterable, Mapping, Sequence
+from typing import Any, TypeVar
+
+from controller.deciders.degradation import Degradation
+from controller.deciders.fleet import Fleet, Worker
+from controller.deciders.golden import Golden
+from events import codec
+from events.decisions import IncidentClosed, IncidentOpened
+from events.fact import Decision, Fact, Recorded
+from events.observations import ExposureUnknown, RequestExposed, RequestMigrated
+
+Row = tuple[Any, ...]
+K = TypeVar("K", bound=Hashable)
+V = TypeVar("V")
+
+COLUMNS: dict[str, tuple[str, ...]] = {
+    "workers": (
+        "worker", "instance", "model", "revision", "url", "engine", "engine_version", "device", "canary_key", "pid",
+        "health", "health_value", "weight", "routable", "reason", "drain", "drain_deadline", "incident", "joined",
+        "last_canary",
+    ),
+    "breakers": ("worker", "instance", "position", "position_value", "failures", "trials_failed", "retry_at", "deadline"),
+    "goldens": ("canary_key", "canary", "status", "agreed", "golden"),
+    "levels": ("model", "level", "ratio", "capacity_rps", "since", "knobs"),
+    "incidents": ("incident", "subject", "symptom", "opened_at", "opened_by", "closed_at", "outcome"),
+    "migrations": (
+        "id", "seq", "at", "frontend", "request", "model", "source", "source_instance", "target", "target_instance",
+        "cause", "method", "tokens", "gap_ms", "attempt", "exact",
+    ),
+    "exposures": (
+        "id", "seq", "at", "frontend", "worker", "instance", "request", "model", "first", "last", "finished", "action",
+        "since", "until",
+    ),
+}  # fmt: skip
+STATE = ("workers", "breakers", "goldens", "levels")  # rows that are a fleet's; the others are an event's
+KEYS = {"goldens": 2}  # columns of the key; one everywhere else
+_POSITIONS = ("closed", "open", "half_open")
+EVENT_COLUMNS = (
+    "seq", "at", "id", "kind", "source", "source_number", "number", "through", "worker", "instance", "request",
+    "model", "frontend", "incident", "causation", "correlation", "said_at", "body",
+)  # fmt: skip
+_PLACES = ("worker", "instance", "request", "model", "frontend")
+
+
+def _places(kind: type[Fact]) -> tuple[str | None, ...]:
+    fields = set(kind.__dataclass_fields__)
+    if kind is RequestMigrated:  # it is found under the worker that it left
+        return ("source", "source_instance", "request", "model", "frontend")
+    return tuple(name if name in fields else None for name in _PLACES)
+
+
+_PLACES_OF = {kind: _places(kind) for kind in codec.KINDS.values()}
+
+
+def event_row(event: Recorded) -> Row:
+    """Return the row of `fleet_events` for one event."""
+    fact = event.fact
+    places = [getattr(fact, name) if name else None for name in _PLACES_OF[type(fact)]]
+    number = through = None
+    incident = event.correlation or None
+    if isinstance(fact, Decision):
+        number, through, incident = fact.number, event.through, fact.incident or incident
+    body = codec.encode_body(fact).decode()
+    row = (
+        event.seq, event.at, event.id, fact.kind(), event.source, event.source_number, number, through, *places,
+        incident, event.causation, event.correlation, event.said_at, body,
+    )  # fmt: skip
+    return row if "\\u0000" not in body else storable(row)
+
+
+def storable(row: Row) -> Row:
+    """Replace NUL characters, which Postgres keeps neither in text nor in JSON."""
+    return tuple(
+        value.replace("\x00", "\ufffd").replace("\\u0000", "\\ufffd") if isinstance(value, str) else value
+        for value in row
+    )
+
+
+def recorded(row: Sequence[Any]) -> Recorded:
+    """Return the event that a row of `fleet_events` was made of (but for its trace, which is not kept)."""
+    seq, at, id, kind, source, source_number, _number, through = row[:8]
+    causation, correlation, said_at, body = row[14:]
+    return Recorded(
+        seq=seq,
+        at=at,
+        fact=codec.decode_body(kind, body.encode()),
+        id=id,
+        source=source,
+        source_number=source_number,
+        through=through or 0,
+        correlation=correlation,
+        causation=causation,
+        said_at=said_at,
+    )
+
+
+_HISTORICAL = {RequestMigrated, RequestExposed, ExposureUnknown, IncidentOpened, IncidentClosed}
+
+
+def migration_row(event: Recorded) -> Row:
+    """Return the row of `migrations` for a RequestMigrated."""
+    fact = event.fact
+    assert isinstance(fact, RequestMigrated)
+    return storable((
+        event.id, event.seq, event.at, fact.frontend, fact.request, fact.model, fact.source, fact.source_instance,
+        fact.target, fact.target_instance, fact.cause, fact.method, fact.tokens, fact.gap_ms, fact.attempt, fact.exact,
+    ))  # fmt: skip
+
+
+def exposure_row(event: Recorded) -> Row:
+    """Return the row of `exposures` for a RequestExposed or an ExposureUnknown."""
+    fact = event.fact
+    if isinstance(fact, RequestExposed):
+        return storable((
+            event.id, event.seq, event.at, fact.frontend, fact.worker, fact.instance, fact.request, fact.model,
+            fact.first, fact.last, fact.finished, fact.action, None, None,
+        ))  # fmt: skip
+    assert isinstance(fact, ExposureUnknown)
+    return storable((
+        event.id, event.seq, event.at, fact.frontend, fact.worker, fact.instance, None, None, None, None, None,
+        fact.why, fact.since, fact.until,
+    ))  # fmt: skip
+
+
+def state(fleet: Fleet) -> dict[str, list[Row]]:
+    """Return every row of a fleet, by table."""
+    return {
+        "workers": [worker_row(worker) for worker in fleet.workers.values()],
+        "breakers": [breaker_row(worker) for worker in fleet.workers.values()],
+        "goldens": [golden_row(golden) for golden in fleet.goldens.values()],
+        "levels": [level_row(model) for model in fleet.models.values()],
+    }
+
+
+def changes(before: Fleet | None, after: Fleet) -> dict[str, list[Row]]:
+    """Return the rows to write ("workers") and the keys to delete ("delete workers") to go from one fleet to another.
+
+    Two fleets share what did not change, so what is the same object needs no second look. None: write everything.
+    """
+    if before is None:
+        return state(after)
+    workers, gone = _difference(before.workers, after.workers)
+    goldens, retired = _difference(before.goldens, after.goldens)
+    models, dropped = _difference(before.models, after.models)
+    rows = {
+        "workers": [worker_row(worker) for worker in workers],
+        "breakers": [
+            breaker_row(worker)
+            for worker in workers
+            if (old := before.workers.get(worker.joined.worker)) is None or old.breaker is not worker.breaker
+        ],
+        "goldens": [golden_row(golden) for golden in goldens],
+        "levels": [level_row(model) for model in models],
+        "delete workers": [(key,) for key in gone],
+        "delete breakers": [(key,) for key in gone],
+        "delete goldens": list(retired),
+        "delete levels": [(key,) for key in dropped],
+    }
+    return rows
+
+
+def _difference(before: Mapping[K, V], after: Mapping[K, V]) -> tuple[list[V], list[K]]:
+    """Return the values that are not the same object as before, and the keys that are gone."""
+    if before is after:
+        return [], []
+    changed = [value for key, value in after.items() if before.get(key) is not value]
+    return changed, [key for key in before if key not in after]
+
+
+def worker_row(worker: Worker) -> Row:
+    """Return a worker's row."""
+    joined, health, drain = worker.joined, worker.health, worker.drain
+    canary = worker.last_canary
+    return storable((
+        joined.worker, joined.instance, joined.model, joined.revision, joined.url, joined.engine, joined.engine_version,
+        joined.device, joined.canary_key, joined.pid, health.status.value, health.status.metric, worker.weight,
+        worker.routable, worker.why or health.reason, drain.reason if drain.active else "", drain.deadline,
+        worker.incident, codec.encode_body(joined).decode(), codec.to_json(canary) if canary else None,
+    ))  # fmt: skip
+
+
+def breaker_row(worker: Worker) -> Row:
+    """Return a worker's breaker's row."""
+    breaker = worker.breaker
+    return (
+        breaker.worker, breaker.instance, breaker.position, _POSITIONS.index(breaker.position),
+        max(breaker.request_failures, breaker.canary_failures), breaker.trials_failed, breaker.retry_at, breaker.deadline,
+    )  # fmt: skip
+
+
+def golden_row(golden: Golden) -> Row:
+    """Return a golden's row."""
+    row = (golden.canary_key, golden.canary, golden.status, golden.status == "agreed", codec.to_json(golden))
+    return storable(row)
+
+
+def level_row(model: Degradation) -> Row:
+    """Return a model's level's row."""
+    return (
+        model.model,
+        model.level,
+        model.ratio,
+        model.capacity_rps,
+        model.since,
+        codec.to_json(model.knobs),
+    )
+
+
+def history(events: Iterable[Recorded]) -> dict[str, list[Row]]:
+    """Return the rows that events make by themselves: what to append, and which incidents to close."""
+    migrations: list[Row] = []
+    exposures: list[Row] = []
+    opened: dict[str, Row] = {}
+    closed: dict[str, Row] = {}
+    for event in events:
+        if type(event.fact) not in _HISTORICAL:
+            continue
+        match event.fact:
+            case RequestMigrated():
+                migrations.append(migration_row(event))
+            case RequestExposed() | ExposureUnknown():
+                exposures.append(exposure_row(event))
+            case IncidentOpened() as fact:
+                opened.setdefault(
+                    fact.incident,
+                    (fact.incident, fact.subject, fact.symptom, fact.decided_at, fact.number, None, None),
+                )
+            case IncidentClosed() as fact if row := opened.get(fact.incident):
+                opened[fact.incident] = (*row[:5], fact.decided_at, fact.outcome)
+            case IncidentClosed() as fact:
+                closed[fact.incident] = (fact.incident, fact.decided_at, fact.outcome)
+    return {
+        "append migrations": migrations,
+        "append exposures": exposures,
+        "append incidents": [storable(row) for row in opened.values()],
+        "close incidents": list(closed.values()),
+    }

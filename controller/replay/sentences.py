@@ -1,0 +1,205 @@
+"""What an event says, in words. Every kind has its sentence; a test sees to it."""
+
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+from events import decisions as d
+from events import observations as o
+from events.fact import Fact, Recorded
+
+TOKENS_SHOWN = 8
+
+
+def line(event: Recorded, *, date: bool = False) -> str:
+    """Return an event as one line: the stream's time, then what happened."""
+    pattern = "%Y-%m-%d %H:%M:%S" if date else "%H:%M:%S"
+    return f"{event.at.strftime(pattern)}.{event.at.microsecond // 1000:03d} {sentence(event.fact)}"
+
+
+def sentence(fact: Fact) -> str:
+    """Return what a fact says, as one sentence without a full stop."""
+    say = _SAYS.get(type(fact))
+    if say is None:
+        return f"{fact.kind()}: {fact}"
+    return say.format(f=fact) if isinstance(say, str) else say(fact)
+
+
+def kinds_with_a_sentence() -> set[type[Fact]]:
+    """Return the kinds that have a sentence of their own."""
+    return set(_SAYS)
+
+
+def span(seconds: float) -> str:
+    """Return a duration as people say it: 850 ms, 4.2 s, 12 min."""
+    if seconds < 1:
+        return f"{seconds * 1000:.0f} ms"
+    if seconds < 120:
+        return f"{seconds:.3g} s"
+    return str(timedelta(seconds=round(seconds)))
+
+
+def count(number: int, thing: str) -> str:
+    """Return "1 token", "2 tokens"."""
+    return f"{number} {thing}{'' if number == 1 else 's'}"
+
+
+def _tokens(tokens: tuple[int, ...]) -> str:
+    shown = " ".join(map(str, tokens[:TOKENS_SHOWN]))
+    return f"{shown} …" if len(tokens) > TOKENS_SHOWN else shown or "nothing"
+
+
+def _difference(expected: tuple[int, ...], got: tuple[int, ...]) -> str:
+    """Say where an answer went wrong: the first place that differs, and a little around it."""
+    first = next((n for n, (a, b) in enumerate(zip(expected, got, strict=False)) if a != b), None)
+    if first is None:
+        first = min(len(expected), len(got))
+    if first < TOKENS_SHOWN - 2:
+        return f"expected {_tokens(expected)}, got {_tokens(got)}"
+    return f"at token {first}: expected {_tokens(expected[first : first + 3])}, got {_tokens(got[first : first + 3])}"
+
+
+def _joined(f: o.WorkerJoined) -> str:
+    return (
+        f"{f.worker} joined ({f.model} on {f.engine} {f.engine_version}, {f.device}, pid {f.pid}) at {f.url}"
+    )
+
+
+def _left(f: o.WorkerLeft) -> str:
+    if f.exit is not None and f.exit < 0:
+        return f"{f.worker} was ended by signal {-f.exit}"
+    return f"{f.worker} left ({f.mode.replace('_', ' ')}{'' if f.exit is None else f', exit {f.exit}'})"
+
+
+def _drain_requested(f: o.DrainRequested) -> str:
+    within = "" if f.deadline_s is None else f" within {span(f.deadline_s)}"
+    return f"{f.by or 'somebody'} asked {f.worker} to drain{within}"
+
+
+def _device_faulted(f: o.DeviceFaulted) -> str:
+    return f"{f.device} of {f.worker} reported {f.fault_class} {f.code}".rstrip() + (
+        " (fatal)" if f.fatal else ""
+    )
+
+
+def _chaos(f: o.ChaosInjected) -> str:
+    verb = "healed" if f.fault == "heal" else f"played {f.fault} on"
+    return f"{f.by or 'a rehearsal'} {verb} {f.worker}{f' ({f.detail})' if f.detail else ''}"
+
+
+def _canary_failed(f: o.CanaryFailed) -> str:
+    confirmed = ", confirmed" if f.confirmed else ""
+    text = f"{f.worker} failed a canary: {f.reason}{confirmed}"
+    if f.reason == "token_mismatch":
+        return f"{text} ({_difference(f.expected, f.got)})"
+    if f.reason == "logit_drift" and f.distance is not None:
+        return f"{text} (logprobs off by {f.distance:.3g})"
+    return f"{text} ({f.detail})" if f.detail else text
+
+
+def _canary_passed(f: o.CanaryPassed) -> str:
+    trial = {"trial": "its trial canary", "join": "its first canary"}.get(f.check_type, "a canary")
+    return f"{f.worker} passed {trial} in {f.latency_ms:.0f} ms"
+
+
+def _request_failed(f: o.RequestFailed) -> str:
+    return f"a request failed on {f.worker}: {f.reason} ({f.failures_in_a_row} in a row at {f.frontend})"
+
+
+def _migrated(f: o.RequestMigrated) -> str:
+    kept = f"after {count(f.tokens, 'token')}, gap {span(f.gap_ms / 1000)}"
+    exact = "" if f.exact else ", not exact"
+    return f"{f.request} went on from {f.source} to {f.target} ({f.cause}, {kept}{exact})"
+
+
+def _exposed(f: o.RequestExposed) -> str:
+    done = "finished" if f.finished else f"running, action {f.action}"
+    return f"{f.request} holds tokens {f.first}–{f.last} from {f.worker} ({done})"
+
+
+def _unknown(f: o.ExposureUnknown) -> str:
+    since, until = (t.strftime("%H:%M:%S") for t in (f.since, f.until))
+    return f"{f.frontend} cannot say which requests {f.worker} served from {since} to {until} ({f.why})"
+
+
+def _health(f: d.HealthChanged) -> str:
+    if f.before is f.after:
+        return f"{f.worker} stays {f.after} with weight {f.weight:g} ({f.reason})"
+    return f"{f.worker} went from {f.before} to {f.after}, weight {f.weight:g} ({f.reason})"
+
+
+def _level(f: d.DegradationChanged) -> str:
+    return (
+        f"{f.model} went from level {f.before} to {f.after}: capacity {f.capacity_rps:.3g} requests/s, "
+        f"{f.ratio:.0%} of what is promised ({_knobs(f.knobs)})"
+    )
+
+
+def _knobs(k: d.Knobs) -> str:
+    said = [f"batches × {k.batch_size:g}", f"latency × {k.latency:g}"]
+    if k.shed_tier is not None:
+        said.append(f"sheds {k.shed_tier} and below")
+    return ", ".join(said if k.accept_new else [*said, "accepts nothing new"])
+
+
+def _cap(f: d.WeightCapped) -> str:
+    if f.weight is None:
+        return f"the ejection budget lets go of {f.worker} ({f.reason})"
+    return f"the ejection budget keeps {f.worker} in service at weight {f.weight:g} ({f.reason})"
+
+
+_SAYS: dict[type[Fact], str | Callable[[Any], str]] = {
+    o.WorkerJoined: _joined,
+    o.WorkerLeft: _left,
+    o.WorkerSilent: lambda f: f"{f.worker} has been silent for {span(f.silent_s)}, says {f.observer}",
+    o.WorkerHeard: "{f.worker} was heard again, says {f.observer}",
+    o.ObserverBlind: "{f.observer} hears nothing from {f.silent} of {f.known} workers and doubts itself",
+    o.DrainRequested: _drain_requested,
+    o.ResumeRequested: lambda f: f"{f.by or 'somebody'} asked {f.worker} to resume",
+    o.ShutdownBegan: lambda f: (
+        f"{f.worker} began to stop ({f.mode.replace('_', ' ')}, {span(f.grace_s)} of grace)"
+    ),
+    o.DrainFinished: "{f.worker} is empty: {f.completed} completed, {f.migrated} migrated",
+    o.DeviceFaulted: _device_faulted,
+    o.DeviceRecovered: "{f.device} of {f.worker} recovered from {f.fault_class} {f.code}",
+    o.EngineFaulted: lambda f: f"the engine of {f.worker} broke: {f.reason}{' (fatal)' if f.fatal else ''}",
+    o.ChaosInjected: _chaos,
+    o.CanaryPassed: _canary_passed,
+    o.CanarySlow: "{f.worker} passed a canary slowly: {f.latency_ms:.0f} ms against {f.baseline_ms:.0f} ms",
+    o.CanaryFailed: _canary_failed,
+    o.GoldenProposed: lambda f: f"{f.worker} gave an answer to {f.canary}: {_tokens(f.tokens)}",
+    o.GoldenDisputed: "{f.worker} and {f.proposed_by} answer {f.canary} differently: one of them is wrong",
+    o.RequestsServed: lambda f: (
+        f"{f.worker} served {count(f.count, 'request')} of {f.frontend} ({f.tokens} tokens)"
+    ),
+    o.RequestFailed: _request_failed,
+    o.WorkerSlow: "{f.worker} is slow at {f.frontend}: {f.latency_ms:.0f} ms against {f.baseline_ms:.0f} ms",
+    o.WorkerSlowCleared: "{f.worker} keeps up again at {f.frontend}",
+    o.RequestMigrated: _migrated,
+    o.RequestAbandoned: lambda f: (
+        f"{f.request} was lost on {f.worker} after {count(f.tokens, 'token')}: {f.reason}"
+    ),
+    o.RequestsRejected: lambda f: (
+        f"{f.frontend} rejected {count(f.count, 'request')} of {f.model} ({f.tier}): {f.reason}"
+    ),
+    o.RequestExposed: _exposed,
+    o.ExposureUnknown: _unknown,
+    o.PanicBegan: "{f.frontend} began to panic for {f.model}: {f.routable_share:.0%} of its weight is routable",
+    o.PanicEnded: "{f.frontend} is calm again for {f.model}: {f.routable_share:.0%} of its weight is routable",
+    d.HealthChanged: _health,
+    d.BreakerOpened: lambda f: f"the breaker of {f.worker} opened for {span(f.wait_s)} ({f.reason})",
+    d.BreakerHalfOpened: "the breaker of {f.worker} half-opened: one trial until {f.deadline:%H:%M:%S}",
+    d.BreakerClosed: "the breaker of {f.worker} closed",
+    d.DrainStarted: "{f.worker} drains until {f.deadline:%H:%M:%S} ({f.reason})",
+    d.DrainEnded: "the drain of {f.worker} ended ({f.outcome})",
+    d.WeightCapped: _cap,
+    d.GoldenAgreed: lambda f: (
+        f"the answer to {f.canary} is agreed by {', '.join(f.by)}: from now on it convicts"
+    ),
+    d.GoldenRetired: "the answer to {f.canary} counts no longer ({f.reason})",
+    d.DegradationChanged: _level,
+    d.IncidentOpened: "incident {f.incident} opened for {f.subject}: {f.symptom}",
+    d.IncidentClosed: "incident {f.incident} closed for {f.subject}: {f.outcome}",
+    d.PolicyAdopted: "the controller adopted its policy (deciders version {f.deciders_version})",
+    d.Absorbed: "the controller had nothing to decide",
+}

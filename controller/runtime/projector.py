@@ -1,0 +1,190 @@
+"""The projector: the journal, folded into the state store, each event once.
+
+    journal ── read ──▶ fold ──▶ gathered ──▶ project (one transaction) ──▶ gathered meanwhile …
+
+Reading and folding go on while the last batch is written: what has gathered by then is the next batch, so batches
+grow with the load and a lone event waits for nobody. Nothing is remembered outside the store: whatever goes wrong,
+the projector reads its place there and begins anew from it. That is what makes a kill at any step harmless.
+
+What cannot be mended by trying again is raised: a database that is ahead of the stream, a stream that was made
+anew, an event of an unknown kind.
+"""
+
+import asyncio
+import random
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+
+import structlog
+
+from controller.deciders.fleet import Fleet, evolve
+from controller.ports import AnotherProjector, Place, Snapshot, StateStore, StoreAhead, StoreUnavailable
+from events.fact import Recorded
+from events.journal.port import Journal, JournalChanged, JournalUnavailable
+from events.order import Order
+
+GATHER_MAX = 8_192  # events folded and not yet written; the reader waits beyond it
+CHECK_S = 10.0  # how long the comparison of store and stream may take
+WRITE_S = 120.0
+WAIT_MIN_S = 0.05  # after a failure; doubles
+WAIT_MAX_S = 2.0
+YIELD_S = 1.0  # how long to leave the field to another projector
+
+Step = Callable[[str], Awaitable[None]]
+log = structlog.get_logger()
+
+
+async def _no_step(name: str) -> None:
+    """Do nothing between two steps. Tests put an end to the projector here."""
+
+
+@dataclass
+class Gathered:
+    """What has been folded and is to be written next."""
+
+    events: list[Recorded] = field(default_factory=list)
+    grown: asyncio.Event = field(default_factory=asyncio.Event)
+    taken: asyncio.Event = field(default_factory=asyncio.Event)
+
+
+@dataclass
+class Progress:
+    """How far the projector is, for metrics and readiness."""
+
+    projected: int = 0  # the sequence of the last event in the rows
+    folded: int = 0  # the sequence of the last event folded
+    batches: int = 0
+    events: int = 0
+    last_batch: int = 0
+    restarts: int = 0
+    connected: bool = False  # to store and journal, when last heard of
+
+
+class Projector:
+    """Follows a journal and keeps a store's rows at it."""
+
+    def __init__(
+        self,
+        journal: Journal,
+        store: StateStore,
+        *,
+        step: Step = _no_step,
+        written: Callable[[int, int], None] = lambda seq, events: None,
+    ) -> None:
+        self._journal, self._store = journal, store
+        self._step, self._written = step, written
+        self.progress = Progress()
+
+    async def run(self) -> None:
+        """Project for ever. Raise StoreAhead, JournalChanged, UnknownKind, BadEvent or OutOfOrder: see a person."""
+        wait_s = WAIT_MIN_S
+        while True:
+            before = self.progress.batches
+            try:
+                await self._follow(None)
+            except AnotherProjector as error:
+                log.info("another_projector", reason=str(error))
+                await asyncio.sleep(random.uniform(YIELD_S, 2 * YIELD_S))
+            except (StoreUnavailable, JournalUnavailable, TimeoutError) as error:
+                log.warning("projector_waits", reason=str(error) or "out of time", wait_s=wait_s)
+                wait_s = WAIT_MIN_S if self.progress.batches > before else min(wait_s * 2, WAIT_MAX_S)
+                await asyncio.sleep(random.uniform(wait_s / 2, wait_s))
+            self.progress.connected = False
+            self.progress.restarts += 1
+
+    async def catch_up(self, until: int) -> None:
+        """Project everything up to stream sequence `until`, and return. Raise whatever goes wrong."""
+        await self._follow(until)
+
+    async def _follow(self, until: int | None) -> None:
+        place = await self._begin()
+        if until is not None and place.seq >= until:
+            return
+        order = await self._from_snapshot(place)
+        gathered = Gathered()
+        try:
+            async with asyncio.TaskGroup() as group:
+                group.create_task(self._read(order, place, gathered, until))
+                group.create_task(self._write(order, gathered, until))
+        except BaseExceptionGroup as errors:
+            raise _first(errors) from None
+
+    async def _begin(self) -> Place:
+        """Read the store's place and make sure that it lies on this stream."""
+        await self._step("begin")
+        async with asyncio.timeout(CHECK_S):
+            place = await self._store.place()
+            await refuse_foreign_stream(self._journal, place)
+        self.progress.projected = place.seq
+        self.progress.connected = True
+        return place
+
+    async def _from_snapshot(self, place: Place) -> Order[Fleet]:
+        snapshot = await self._store.load()
+        await self._step("loaded")
+        if snapshot is None or max(snapshot.position.decided, snapshot.position.through) > place.seq:
+            return Order(evolve, Fleet())
+        return Order(evolve, snapshot.fleet, snapshot.position, dict(snapshot.sources))
+
+    async def _read(self, order: Order[Fleet], place: Place, gathered: Gathered, until: int | None) -> None:
+        async for batch in self._journal.read(order.position.through, until=until):
+            await self._step("read")
+            while len(gathered.events) >= GATHER_MAX:
+                gathered.taken.clear()
+                await gathered.taken.wait()
+            for event in batch:
+                order.take(event)
+            gathered.events.extend(e for e in batch if e.seq > place.seq)
+            self.progress.folded = order.last_seq
+            await self._step("folded")
+            if gathered.events:
+                gathered.grown.set()
+        gathered.grown.set()
+
+    async def _write(self, order: Order[Fleet], gathered: Gathered, until: int | None) -> None:
+        while True:
+            await gathered.grown.wait()
+            gathered.grown.clear()
+            if not gathered.events:
+                return  # the reader has come to its end
+            events, gathered.events = gathered.events, []
+            gathered.taken.set()
+            shown, settled = order.shown, Snapshot(order.settled, order.position, dict(order.sources))
+            await self._step("writing")
+            async with asyncio.timeout(WRITE_S):
+                await self._store.project(events, shown, settled, events[-1].seq)
+            await self._step("written")
+            self._account(events)
+            if until is not None and events[-1].seq >= until:
+                return
+
+    def _account(self, events: list[Recorded]) -> None:
+        progress = self.progress
+        progress.projected, progress.last_batch = events[-1].seq, len(events)
+        progress.batches += 1
+        progress.events += len(events)
+        self._written(progress.projected, len(events))
+
+
+async def refuse_foreign_stream(journal: Journal, place: Place) -> None:
+    """Raise StoreAhead if a store's place does not lie on this stream: it is ahead, or the stream was made anew."""
+    if not place.seq:
+        return
+    last = await journal.last_seq()
+    if last < place.seq:
+        raise StoreAhead(
+            f"the state store has folded event {place.seq}, the stream ends at {last}. {StoreAhead.__doc__}"
+        )
+    async for batch in journal.read(place.seq - 1, until=place.seq):
+        if batch and batch[0].id != place.id:
+            raise JournalChanged(
+                f"event {place.seq} of the stream is {batch[0].id}, the state store has folded {place.id} there. "
+                f"{JournalChanged.__doc__}"
+            )
+
+
+def _first(errors: BaseExceptionGroup[BaseException]) -> BaseException:
+    """Return the one error that ended a group of two tasks: a refusal before what may be tried again."""
+    leaves = [_first(e) if isinstance(e, BaseExceptionGroup) else e for e in errors.exceptions]
+    retried = (StoreUnavailable, JournalUnavailable, TimeoutError)
+    return next((e for e in leaves if not isinstance(e, retried)), leaves[0])
