@@ -4,6 +4,7 @@ Shared by all who must agree about it: the store that writes the rows, its doubl
 which makes them again from the journal and compares.
 """
 
+import json
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
@@ -171,6 +172,20 @@ def _difference(before: Mapping[K, V], after: Mapping[K, V]) -> tuple[list[V], l
         return [], []
     changed = [value for key, value in after.items() if before.get(key) is not value]
     return changed, [key for key in before if key not in after]
+
+
+_JSON = {
+    table: {n for n, name in enumerate(names) if name in ("joined", "last_canary", "golden", "knobs")}
+    for table, names in COLUMNS.items()
+}
+
+
+def comparable(table: str, row: Row) -> Row:
+    """Return a row so that equal rows compare equal: Postgres keeps JSON's meaning, not its text."""
+    return tuple(
+        json.dumps(json.loads(value), sort_keys=True) if n in _JSON[table] and value is not None else value
+        for n, value in enumerate(row)
+    )
 
 
 def worker_row(worker: Worker) -> Row:

@@ -1,0 +1,181 @@
+"""Histories for tests: a fleet whose facts and decisions are made on the spot and land on a MemoryStream.
+
+Decisions come from the real deciders, decided on what the controller had read: `decide(lag=2)` plays a controller
+whose append lost the race against two observations.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from datetime import UTC, datetime, timedelta
+
+from controller.deciders.fleet import DECIDERS_VERSION, Fleet, FleetPolicy, evolve, settle
+from events import codec
+from events import observations as o
+from events.decisions import Absorbed, PolicyAdopted
+from events.fact import Decision, Fact, Observation, Recorded
+from events.journal.memory import MemoryStream
+from events.order import Order
+
+EPOCH = datetime(2026, 3, 1, 12, 0, tzinfo=UTC)
+PROFILE = o.Profile(
+    kv_blocks=1000,
+    block_tokens=16,
+    max_batch=16,
+    prefill_tokens_per_s=5000.0,
+    tpot_ms=((1, 10.0), (16, 20.0)),
+)
+
+
+@dataclass
+class History:
+    """A fleet that tests drive by hand. Every fact is a second after the last."""
+
+    policy: FleetPolicy = field(default_factory=FleetPolicy)
+    now: datetime = EPOCH
+    stream: MemoryStream = field(default_factory=MemoryStream)
+    numbers: dict[str, int] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.stream.clock = lambda: self.now
+
+    @property
+    def events(self) -> list[Recorded]:
+        return self.stream.events
+
+    def order(self, until: int | None = None) -> Order[Fleet]:
+        """Return the fold up to a sequence."""
+        order: Order[Fleet] = Order(evolve, Fleet())
+        for event in self.events[:until]:
+            order.take(event)
+        return order
+
+    @property
+    def fleet(self) -> Fleet:
+        """Return the shown state."""
+        return self.order().shown
+
+    def say(self, *facts: Observation, source: str = "test-1", seconds: float = 1.0) -> list[str]:
+        """Observe facts and return their ids."""
+        ids = []
+        for fact in facts:
+            self.now += timedelta(seconds=seconds)
+            self.numbers[source] = self.numbers.get(source, 0) + 1
+            ids.append(codec.new_id())
+            self._add(fact, id=ids[-1], source=source, source_number=self.numbers[source])
+        return ids
+
+    def _add(self, fact: Fact, *, id: str, source: str, source_number: int, **more: object) -> None:
+        headers = codec.encode_headers(
+            fact,
+            id=id,
+            source=source,
+            source_number=source_number,
+            said_at=self.now,
+            **more,  # type: ignore[arg-type]
+        )
+        self.stream.add(fact, headers)
+
+    def repeat(self, event: Recorded) -> None:
+        """Let a fact land on the stream a second time, as after a lost acknowledgement and a passed window."""
+        again = replace(event, seq=len(self.events) + 1, at=self.now)
+        self.stream.events.append(again)
+
+    def append(self, decisions: Sequence[Decision], *, through: int) -> None:
+        """Write decisions as one batch."""
+        for decision in decisions:
+            id = codec.new_id()
+            self._add(
+                decision, id=id, source="controller-1", source_number=0, through=through,
+                correlation=decision.incident, causation=decision.cause,
+            )  # fmt: skip
+
+    def adopt(self) -> None:
+        """Let the controller adopt its policy, as a new leader does first."""
+        policy = codec.to_builtins(self.policy)
+        number = self.order().position.number + 1
+        fact = PolicyAdopted(
+            policy=policy, deciders_version=DECIDERS_VERSION, number=number, decided_at=self.now
+        )
+        self.append([fact], through=len(self.events))
+
+    def decide(self, *, lag: int = 0, seconds: float = 0.0) -> tuple[Decision, ...]:
+        """Decide on everything but the last `lag` events, and append what is due."""
+        self.now += timedelta(seconds=seconds)
+        through = len(self.events) - lag
+        decided = settle(self.policy, self.order(through).shown, self.now)
+        self.append(decided, through=through)
+        return decided
+
+    def absorb(self) -> None:
+        """Say that nothing was due."""
+        number = self.order().position.number + 1
+        self.append([Absorbed(number=number, decided_at=self.now)], through=len(self.events))
+
+    # --- facts ------------------------------------------------------------------------------------------------------
+
+    def joined(self, worker: str, instance: str = "") -> o.WorkerJoined:
+        """Return a worker's registration."""
+        return o.WorkerJoined(
+            worker=worker, instance=instance or f"{worker}-a", url="tcp://127.0.0.1:1", model="llama", revision="r1",
+            tokenizer="builtin:sim", engine="simulated", engine_version="1", dtype="f32", tp=1, device="cpu",
+            profile=PROFILE, canary_key="key", pid=4242,
+        )  # fmt: skip
+
+    def passed(
+        self, worker: str, instance: str = "", canary: str = "c0", check: str = "scheduled"
+    ) -> o.CanaryPassed:
+        """Return a good probe's outcome."""
+        return o.CanaryPassed(
+            worker=worker, instance=instance or f"{worker}-a", canary_key="key", canary=canary, check_type=check,  # type: ignore[arg-type]
+            sent_under=self.order().position.number, sent_at=self.now, latency_ms=12.0,
+        )  # fmt: skip
+
+    def failed(
+        self, worker: str, instance: str = "", *, confirmed: bool = False, reason: str = "timeout"
+    ) -> o.CanaryFailed:
+        """Return a bad probe's outcome."""
+        return o.CanaryFailed(
+            worker=worker, instance=instance or f"{worker}-a", canary_key="key", canary="c0", check_type="scheduled",
+            sent_under=self.order().position.number, sent_at=self.now, latency_ms=12.0, reason=reason,  # type: ignore[arg-type]
+            confirmed=confirmed, golden="agreed", expected=(300, 301, 302), got=(300, 999, 302),
+        )  # fmt: skip
+
+    def migrated(self, request: str, source: str, target: str) -> o.RequestMigrated:
+        """Return a request's move."""
+        return o.RequestMigrated(
+            frontend="frontend-0", request=request, model="llama", source=source, source_instance=f"{source}-a",
+            target=target, target_instance=f"{target}-a", cause="unhealthy", method="reprefill", tokens=17, gap_ms=31.5,
+            attempt=2, exact=True,
+        )  # fmt: skip
+
+    def exposed(self, request: str, worker: str) -> o.RequestExposed:
+        """Return what a convicted worker may have altered."""
+        return o.RequestExposed(
+            frontend="frontend-0", request=request, model="llama", worker=worker, instance=f"{worker}-a", first=3, last=19,
+            finished=False, action="continue",
+        )  # fmt: skip
+
+    # --- whole stories ----------------------------------------------------------------------------------------------
+
+    def start(self, workers: int = 3) -> "History":
+        """Let workers join and become healthy."""
+        self.adopt()
+        names = [f"w{n}" for n in range(workers)]
+        self.say(*(self.joined(name) for name in names))
+        self.decide()
+        self.say(*(self.passed(name, check="join") for name in names))
+        self.decide()
+        return self
+
+    def corruption(self, worker: str = "w2") -> "History":
+        """Let a worker be convicted, its requests move, and the worker come back."""
+        self.say(self.failed(worker, confirmed=True, reason="token_mismatch"))
+        self.decide()
+        self.say(self.migrated("req-1", worker, "w0"), self.exposed("req-1", worker), source="frontend-0")
+        self.decide(seconds=61)  # the breaker half-opens
+        self.say(self.passed(worker, check="trial"))
+        self.decide()
+        for _ in range(4):
+            self.say(self.passed(worker))
+            self.decide()
+        return self

@@ -1,0 +1,164 @@
+"""The projector: the store's rows are the journal's fold, each event once, whatever dies."""
+
+import asyncio
+import contextlib
+
+import pytest
+from made_history import History
+from store_databases import AnyStore, OpenStore
+
+from controller import projection
+from controller.adapters.memory_store import MemoryStore
+from controller.ports import StoreAhead
+from controller.runtime.projector import Projector
+from events.journal.memory import MemoryJournal, MemoryStream
+from events.journal.port import JournalChanged
+
+STEPS = ("begin", "loaded", "read", "folded", "writing", "written")
+
+
+class Killed(Exception):
+    """A projector was ended here."""
+
+
+def kill_at(wanted: str, nth: int):  # type: ignore[no-untyped-def]
+    count = 0
+
+    async def step(name: str) -> None:
+        nonlocal count
+        count += name == wanted
+        if name == wanted and count == nth:
+            raise Killed
+
+    return step
+
+
+def journal(history: History) -> MemoryJournal:
+    return MemoryJournal(history.stream, "projector-1")
+
+
+async def in_portions(history: History, store: AnyStore) -> None:
+    """Project whatever is missing, each event its own batch."""
+    for until in range(1, len(history.events) + 1):
+        await Projector(journal(history), store).catch_up(until)
+
+
+async def assert_projected(history: History, store: AnyStore) -> None:
+    """The rows are the fold of the whole history, and every event is kept once."""
+    async with store.reading() as frozen:
+        kept = [projection.recorded(row) async for batch in frozen.events(0) for row in batch]
+        assert kept == history.events
+        assert frozen.reading.place.seq == len(history.events)
+        assert frozen.reading.place.settled == history.order().position
+        for name, rows in projection.state(history.fleet).items():
+            found = {tuple(row[c] for c in projection.COLUMNS[name]) for row in frozen.reading.rows[name]}
+            assert {projection.comparable(name, r) for r in found} == {
+                projection.comparable(name, r) for r in rows
+            }
+        assert len(frozen.reading.rows["migrations"]) == sum(
+            e.fact.kind() == "request_migrated" for e in kept
+        )
+
+
+@pytest.mark.parametrize("name", STEPS)
+async def test_killed_at_every_step_the_state_is_the_fold_and_nothing_is_there_twice(
+    open_store: OpenStore, name: str
+) -> None:
+    history = History().start().corruption()
+    for part in range(1, 4):
+        until = len(history.events) * part // 3
+        with contextlib.suppress(Killed):
+            projector = Projector(journal(history), open_store(snapshot_every=5), step=kill_at(name, 1))
+            await projector.catch_up(until)
+            pytest.fail(f"the projector never came to {name}")
+    store = open_store()
+    await Projector(journal(history), store).catch_up(len(history.events))
+    await assert_projected(history, store)
+
+
+async def test_two_projectors_at_once_are_safe(open_store: OpenStore) -> None:
+    history = History().start()
+    stores = [open_store(snapshot_every=10), open_store(snapshot_every=10)]
+    projectors = [Projector(journal(history), store) for store in stores]
+    async with asyncio.TaskGroup() as group:
+        running = [group.create_task(projector.run()) for projector in projectors]
+        for _ in range(40):
+            history.say(history.passed("w0"), history.passed("w1"))
+            await MemoryJournal(history.stream, "x").flush(1)
+            await asyncio.sleep(0)
+        await until_projected(history, stores[0])
+        for task in running:
+            task.cancel()
+    await assert_projected(history, stores[0])
+
+
+async def until_projected(history: History, store: AnyStore, deadline_s: float = 20.0) -> None:
+    async with asyncio.timeout(deadline_s):
+        while (await store.place()).seq < len(history.events):
+            await MemoryJournal(history.stream, "x").flush(1)
+            await asyncio.sleep(0.01)
+
+
+async def test_a_store_that_is_away_is_waited_for() -> None:
+    history, store = History().start(), MemoryStore()
+    store.tables.reachable = False
+    projector = Projector(journal(history), store)
+    async with asyncio.TaskGroup() as group:
+        running = group.create_task(projector.run())
+        async with asyncio.timeout(10):
+            while projector.progress.restarts < 2:
+                await asyncio.sleep(0.01)
+        assert not projector.progress.connected
+        store.tables.reachable = True
+        await until_projected(history, store)
+        running.cancel()
+    await assert_projected(history, store)
+
+
+async def test_a_store_that_is_ahead_of_the_stream_is_refused(open_store: OpenStore) -> None:
+    history = History().start()
+    await Projector(journal(history), open_store()).catch_up(len(history.events))
+    restored = MemoryStream(events=history.events[:-2])
+    with pytest.raises(StoreAhead, match=f"has folded event {len(history.events)}, the stream ends at"):
+        await Projector(MemoryJournal(restored, "p"), open_store()).run()
+
+
+async def test_a_stream_that_was_made_anew_is_refused(open_store: OpenStore) -> None:
+    history, other = History().start(), History().start().corruption()
+    await Projector(journal(history), open_store()).catch_up(len(history.events))
+    with pytest.raises(JournalChanged, match=f"event {len(history.events)} of the stream is"):
+        await Projector(journal(other), open_store()).run()
+
+
+async def test_a_snapshot_of_other_deciders_is_not_used(open_store: OpenStore, database_url: str) -> None:
+    from store_databases import execute
+
+    history = History().start().corruption()
+    store = open_store(snapshot_every=3)
+    await in_portions(history, store)
+    assert await store.load() is not None
+    if isinstance(store, MemoryStore):
+        from dataclasses import replace
+
+        store.tables.snapshots[:] = [replace(kept, deciders_version=0) for kept in store.tables.snapshots]
+    else:
+        await execute(database_url, "UPDATE holdfast.snapshots SET deciders_version = 0")
+    assert await store.load() is None
+    history.say(history.passed("w0"))
+    await Projector(journal(history), open_store()).catch_up(len(history.events))
+    await assert_projected(history, store)
+
+
+async def test_large_batches_are_copied_with_a_repetition_among_them(open_store: OpenStore) -> None:
+    history = History().start()
+    number = history.order().position.number
+    for _ in range(400):
+        history.say(history.passed("w0"), history.passed("w1"))
+    history.repeat(history.events[-5])
+    assert history.order().position.number == number
+    store = open_store()
+    await Projector(journal(history), store).catch_up(len(history.events))
+    async with store.reading() as frozen:
+        kept = [row async for batch in frozen.events(0) for row in batch]
+    assert len(kept) == len(history.events) - 1
+    assert (await store.place()).seq == len(history.events)

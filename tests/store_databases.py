@@ -1,0 +1,99 @@
+"""Stores and databases for tests: each test its own, cloned from one that was migrated once (25 ms instead of 300)."""
+
+import asyncio
+import itertools
+import re
+from collections.abc import AsyncIterator, Callable, Iterator
+from typing import Any
+
+import asyncpg
+import pytest
+
+from controller.adapters import migrate
+from controller.adapters.embedded import Server
+from controller.adapters.memory_store import MemoryStore, MemoryTables
+from controller.adapters.postgres import PostgresStore
+
+_numbers = itertools.count()
+TEMPLATE = "migrated"
+AnyStore = MemoryStore | PostgresStore
+OpenStore = Callable[..., AnyStore]
+
+
+def on(url: str, database: str) -> str:
+    """Return the URL of another database of the same server."""
+    return re.sub(r"/[^/]*$", f"/{database}", url)
+
+
+async def execute(url: str, statement: str, *arguments: object) -> Any:
+    """Run one statement on a connection of its own and return what it gives."""
+    connection = await asyncpg.connect(url, timeout=10)
+    try:
+        return await connection.fetch(statement, *arguments)
+    finally:
+        await connection.close()
+
+
+async def make_template(server: Server) -> None:
+    """Make the migrated database that the others are cloned from."""
+    await execute(server.url, f"CREATE DATABASE {TEMPLATE}")
+    await migrate.upgrade(on(server.url, TEMPLATE))
+
+
+async def clone(server: Server, template: str = TEMPLATE) -> str:
+    """Make a fresh copy of the template and return its URL."""
+    name = f"t{next(_numbers)}"
+    await execute(server.url, f"CREATE DATABASE {name} TEMPLATE {template}")
+    return on(server.url, name)
+
+
+async def drop(server: Server, url: str) -> None:
+    """Drop a database that `clone` made."""
+    async with asyncio.timeout(10):
+        await execute(server.url, f"DROP DATABASE {url.rpartition('/')[2]} WITH (FORCE)")
+
+
+@pytest.fixture(scope="session")
+def migrated(postgres_server: Server, background: Any) -> Server:
+    """The session's server, with a migrated template in it."""
+    background.run(make_template(postgres_server))
+    return postgres_server
+
+
+@pytest.fixture
+def database_url(migrated: Server, background: Any) -> Iterator[str]:
+    """A migrated database of the test's own."""
+    url = background.run(clone(migrated))
+    yield url
+    background.run(drop(migrated, url))
+
+
+@pytest.fixture
+def empty_database_url(migrated: Server, background: Any) -> Iterator[str]:
+    """An empty database of the test's own."""
+    url = background.run(clone(migrated, "template1"))
+    yield url
+    background.run(drop(migrated, url))
+
+
+@pytest.fixture(params=["memory", pytest.param("postgres", marks=pytest.mark.servers)])
+def place_to_store(request: pytest.FixtureRequest) -> str | MemoryTables:
+    """Where the test's own store is: a database's URL, or tables in memory."""
+    return request.getfixturevalue("database_url") if request.param == "postgres" else MemoryTables()
+
+
+@pytest.fixture
+async def open_store(place_to_store: str | MemoryTables) -> AsyncIterator[OpenStore]:
+    """`open_store(snapshot_every=…)` gives one more handle on the test's own store."""
+    opened: list[AnyStore] = []
+
+    def make(snapshot_every: int = 5_000) -> AnyStore:
+        if isinstance(place_to_store, str):
+            opened.append(PostgresStore(place_to_store, snapshot_every=snapshot_every))
+        else:
+            opened.append(MemoryStore(place_to_store, snapshot_every=snapshot_every))
+        return opened[-1]
+
+    yield make
+    for store in opened:
+        await store.close()
