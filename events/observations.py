@@ -309,7 +309,14 @@ class FrontendObservation(Observation):
 
 
 MigrationCause = Literal[
-    "cannot_connect", "disconnected", "stalled", "engine_error", "engine_shutdown", "unhealthy", "drain"
+    "cannot_connect",
+    "disconnected",
+    "stalled",
+    "engine_error",
+    "engine_shutdown",
+    "overloaded",
+    "unhealthy",
+    "drain",
 ]
 
 
