@@ -23,11 +23,10 @@ from events.decisions import (
     BreakerHalfOpened,
     BreakerOpened,
     BreakerPosition,
-    Decision,
     HealthChanged,
     HealthStatus,
 )
-from events.fact import Fact
+from events.fact import Decision, Fact
 from events.observations import (
     CanaryFailed,
     CanaryPassed,

@@ -4,8 +4,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime
 
-from events.decisions import Decision, WeightCapped
-from events.fact import Fact
+from events.decisions import WeightCapped
+from events.fact import Decision, Fact
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

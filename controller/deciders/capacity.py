@@ -1,1 +1,116 @@
-"""How many requests per second can a worker serve within its SLO? Pure functions of a registered profile."""
+"""How many requests per second can a worker carry within its model's SLO? Pure functions of what it registered.
+
+Little's law ties the sequences that fit into the KV cache to the requests that can arrive: L = lambda W, so
+rps_kv = sequences / E[residence] with E[residence] = TTFT + output tokens * TPOT. Compute bounds it too: each request
+takes its prefill, and its share of every decode step. The smaller of the two holds, both in requests per second.
+
+What a reader would get wrong: blocks are counted in total, never free ones. With free blocks capacity would fall as
+load rises, and the ladder would degrade a fleet for being used.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import lru_cache
+from math import inf
+
+from events.observations import Profile
+
+BATCH_MAX = 8192  # no engine runs more sequences at once; bounds the search below
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Slo:
+    """What one model has promised. Without `slo_throughput_rps` its degradation ladder is off."""
+
+    slo_throughput_rps: float | None = None
+    slo_ttft_ms: float | None = None
+    slo_tpot_ms: float | None = None
+    max_batch_size: int | None = None
+    mean_prompt_tokens: int = 1536  # with the next, the seed's average sequence of 2,048 tokens
+    mean_output_tokens: int = 512
+
+
+@dataclass(frozen=True, slots=True)
+class Capacity:
+    """What workers can carry. All rates are requests per second."""
+
+    max_concurrent_sequences: float = 0.0
+    rps_kv: float = 0.0  # bound by KV memory (Little's law)
+    rps_compute: float = 0.0  # bound by prefill and decode time, and by the wait for the first token
+    effective_capacity_rps: float = 0.0  # the smaller of the two
+
+
+def tpot_ms(profile: Profile, running: float) -> float:
+    """Return milliseconds per output token with `running` sequences: linear between the curve's points.
+
+    Before the first point it is flat, beyond the last it grows in proportion. Without a curve it is infinite: a
+    worker that does not say how fast it is carries nothing.
+    """
+    if not profile.tpot_ms:
+        return inf
+    x0, y0 = profile.tpot_ms[0]
+    if running <= x0:
+        return y0
+    for x1, y1 in profile.tpot_ms[1:]:
+        if running <= x1:
+            return y0 + (y1 - y0) * (running - x0) / (x1 - x0) if x1 > x0 else max(y0, y1)
+        x0, y0 = x1, y1
+    return y0 * running / x0 if x0 > 0 else y0
+
+
+def fleet_capacity(
+    workers: Iterable[tuple[Profile, float]], slo: Slo, *, latency: float = 1.0, batch: float = 1.0
+) -> Capacity:
+    """Return what workers with these profiles and routing weights carry together.
+
+    `latency` relaxes the latency SLOs, `batch` scales the batch: a degradation level's knobs.
+    """
+    parts = [
+        (worker_capacity(profile, slo, latency, batch), weight) for profile, weight in workers if weight > 0
+    ]
+    return Capacity(
+        sum(c.max_concurrent_sequences * weight for c, weight in parts),
+        sum(c.rps_kv * weight for c, weight in parts),
+        sum(c.rps_compute * weight for c, weight in parts),
+        sum(c.effective_capacity_rps * weight for c, weight in parts),
+    )
+
+
+@lru_cache(maxsize=4096)
+def worker_capacity(profile: Profile, slo: Slo, latency: float = 1.0, batch: float = 1.0) -> Capacity:
+    """Return what one worker at full weight carries within `slo`, whose latencies are multiplied by `latency`."""
+    tokens = max(1, slo.mean_prompt_tokens + slo.mean_output_tokens)
+    sequences = max(0, profile.kv_blocks) * max(0, profile.block_tokens) // tokens
+    running = _batch(profile, slo, latency, batch)
+    if not sequences or not running or profile.prefill_tokens_per_s <= 0:
+        return Capacity(sequences)
+    prefill_s = slo.mean_prompt_tokens / profile.prefill_tokens_per_s
+    decode_s = slo.mean_output_tokens * tpot_ms(profile, min(sequences, running)) / 1000
+    rps_kv = sequences / max(prefill_s + decode_s, 1e-9)
+    share_s = slo.mean_output_tokens * tpot_ms(profile, running) / 1000 / running
+    rps_compute = min(
+        1 / max(prefill_s + share_s, 1e-9), _rps_within_ttft(prefill_s, slo.slo_ttft_ms, latency)
+    )
+    return Capacity(sequences, rps_kv, rps_compute, min(rps_kv, rps_compute))
+
+
+def _batch(profile: Profile, slo: Slo, latency: float, batch: float) -> int:
+    """Return the largest batch whose time per output token is within the SLO."""
+    limit = min(profile.max_batch, BATCH_MAX, BATCH_MAX if slo.max_batch_size is None else slo.max_batch_size)
+    largest = max(int(limit * batch), 1) if limit > 0 else 0
+    within = inf if slo.slo_tpot_ms is None else slo.slo_tpot_ms * latency
+    while largest and not tpot_ms(profile, largest) <= within:
+        largest -= 1
+    return 0 if tpot_ms(profile, max(largest, 1)) == inf else largest
+
+
+def _rps_within_ttft(prefill_s: float, slo_ttft_ms: float | None, latency: float) -> float:
+    """Return the arrival rate at which the mean wait and prefill still end within the SLO.
+
+    Prefills queue behind one another: for an M/D/1 queue the mean wait is rho * s / (2 (1 - rho))
+    (Pollaczek-Khinchine), which is solved for rho here.
+    """
+    if slo_ttft_ms is None or prefill_s <= 0:
+        return inf
+    slack = 2 * (slo_ttft_ms * latency / 1000 / prefill_s - 1)
+    return slack / (slack + 1) / prefill_s if slack > 0 else 0.0

@@ -1,23 +1,36 @@
-"""Degradation: does a model's capacity still carry its SLO, and what is given up if not?"""
+"""Degradation: does a model's capacity still carry its SLO, and what is given up if not?
+
+    ratio = capacity of the routable workers, by weight / slo_throughput_rps
+
+    level 0 ── ratio < 1.00 ──▶ 1 ── < 0.75 ──▶ 2 ── < 0.50 ──▶ 3 ── < 0.25 ──▶ 4
+            ◀── ≥ 1.05 ──────     ◀── ≥ 0.80 ──   ◀── ≥ 0.55 ──   ◀── ≥ 0.30 ──      (after the dwell)
+
+| level | batch size | shed | latency | accept new |
+|---|---|---|---|---|
+| 0 NONE | 1.0 | – | 1.0 | yes |
+| 1 | 0.75 | – | 1.0 | yes |
+| 2 | 0.75 | lowest tier | 1.0 | yes |
+| 3 | 0.5 | lowest tier | 2.0 | yes |
+| 4 | 0.5 | lowest tier | 2.0 | no |
+
+A shortfall is answered at once, a recovery only after the dwell; each change is one event that sets all four knobs.
+
+What a reader would get wrong: each level is judged by its own terms. At level 3 the latency SLOs are relaxed, which
+raises the capacity; whether level 2 would do is reckoned with level 2's stricter SLOs, else the ladder would swing.
+The batch knob is left out of the ratio: a cut batch would lower the capacity that caused it. What it costs is told as
+`predicted_rps`.
+"""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import datetime, timedelta
 
-from events.decisions import Decision, DegradationChanged, HealthChanged, HealthStatus, Knobs
-from events.fact import Fact
+from controller.deciders.capacity import Capacity, Slo, fleet_capacity
+from events.decisions import DegradationChanged, HealthChanged, HealthStatus, Knobs, WorkerDecision
+from events.fact import Decision, Fact
+from events.observations import Profile
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Slo:
-    """What one model has promised. Without `slo_throughput_rps` its ladder is off."""
-
-    slo_throughput_rps: float | None = None
-    slo_ttft_ms: float | None = None
-    slo_tpot_ms: float | None = None
-    max_batch_size: int | None = None
-    mean_prompt_tokens: int = 1536  # with the next, the seed's average sequence of 2,048 tokens
-    mean_output_tokens: int = 512
+LEVELS = 5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,7 +38,7 @@ class DegradationPolicy:
     """The ladder of every model, and each model's SLO."""
 
     slos: Mapping[str, Slo] = field(default_factory=dict)  # by model name
-    entries: tuple[float, float, float, float] = (1.0, 0.75, 0.5, 0.25)  # below entries[n] is past level n
+    entries: tuple[float, float, float, float] = (1.0, 0.75, 0.5, 0.25)  # below entries[n]: past level n
     margin: float = 0.05  # a level is left only this far above its entry
     dwell: timedelta = timedelta(seconds=10)  # the least time at a level before a better one
     priority_tiers: tuple[str, ...] = ("premium", "standard", "best_effort")  # best first
@@ -37,10 +50,130 @@ class Degradation:
 
     model: str
     level: int = 0
-    knobs: Knobs = Knobs()
+    knobs: Knobs = field(default_factory=Knobs)
     ratio: float | None = None  # capacity / SLO throughput, when it was last decided
     capacity_rps: float | None = None
     since: datetime | None = None  # when the level was taken, by the deciding controller's clock
     served: bool = False  # a worker of this model has been routable
-    incident: str = ""
-    cause: str = ""
+    incident: str = ""  # under which the level was taken
+    cause: str = ""  # id of the fact that changed the capacity last
+
+
+def knobs_of(level: int, policy: DegradationPolicy) -> Knobs:
+    """Return all four knobs of a level (the seed's table, each level complete)."""
+    shed = policy.priority_tiers[-1] if policy.priority_tiers else None
+    match level:
+        case 0:
+            return Knobs()
+        case 1:
+            return Knobs(batch_size=0.75)
+        case 2:
+            return Knobs(batch_size=0.75, shed_tier=shed)
+        case 3:
+            return Knobs(batch_size=0.5, shed_tier=shed, latency=2.0)
+        case _:
+            return Knobs(batch_size=0.5, shed_tier=shed, latency=2.0, accept_new=False)
+
+
+def tier_of(name: str | None, tiers: Sequence[str]) -> tuple[str, bool]:
+    """Return the tier that a request's priority names, and whether the name was known.
+
+    None is `standard`, or the best tier where that is not configured; an unknown name is the lowest tier.
+    """
+    if name is None:
+        return ("standard" if "standard" in tiers else tiers[0]), True
+    wanted = name.strip().lower()
+    return (wanted, True) if wanted in tiers else (tiers[-1], False)
+
+
+def sheds(knobs: Knobs, tier: str, tiers: Sequence[str]) -> bool:
+    """Return whether these knobs reject a request of this tier: at or below the shed tier, or nothing new at all."""
+    if not knobs.accept_new:
+        return True
+    if knobs.shed_tier is None or knobs.shed_tier not in tiers or tier not in tiers:
+        return False
+    return tiers.index(tier) >= tiers.index(knobs.shed_tier)
+
+
+def evolve(state: Degradation, fact: Fact, cause: str = "") -> Degradation:
+    """Absorb one fact about this model, or about one of its workers."""
+    match fact:
+        case DegradationChanged():
+            return replace(
+                state,
+                level=fact.after,
+                knobs=fact.knobs,
+                ratio=fact.ratio,
+                capacity_rps=fact.capacity_rps,
+                since=fact.decided_at,
+                incident=fact.incident if fact.after else "",
+                cause=cause,
+            )
+        case HealthChanged(after=HealthStatus.HEALTHY):
+            return replace(state, served=True, cause=cause)
+        case WorkerDecision():
+            return replace(state, cause=cause)
+        case _:
+            return state
+
+
+def decide(
+    policy: DegradationPolicy, state: Degradation, workers: Sequence[tuple[Profile, float]], now: datetime
+) -> Iterator[Decision]:
+    """Say which level is due, given the profile and the routing weight of each of the model's workers."""
+    slo = policy.slos.get(state.model)
+    throughput = slo.slo_throughput_rps if slo is not None else None
+    if slo is None or throughput is None or throughput <= 0:
+        if state.level:
+            yield _change(policy, state, 0, 0.0, Capacity(), 0.0, now)
+        return
+    if not state.served:
+        return
+    capacities = {latency: fleet_capacity(workers, slo, latency=latency) for latency in (1.0, 2.0)}
+    ratios = [
+        capacities[knobs_of(n, policy).latency].effective_capacity_rps / throughput for n in range(LEVELS)
+    ]
+    level = _target(policy, state, ratios)
+    dwelt = state.since is None or now >= state.since + policy.dwell
+    if level > state.level or (level < state.level and dwelt):
+        knobs = knobs_of(level, policy)
+        predicted = fleet_capacity(workers, slo, latency=knobs.latency, batch=knobs.batch_size)
+        yield _change(
+            policy,
+            state,
+            level,
+            ratios[level],
+            capacities[knobs.latency],
+            predicted.effective_capacity_rps,
+            now,
+        )
+
+
+def _target(policy: DegradationPolicy, state: Degradation, ratios: Sequence[float]) -> int:
+    """Return the mildest level that can be held; one milder than the present level must hold with a margin."""
+    for level, entry in enumerate(policy.entries):
+        if ratios[level] >= entry + (policy.margin if level < state.level else 0.0):
+            return level
+    return LEVELS - 1
+
+
+def _change(
+    policy: DegradationPolicy,
+    state: Degradation,
+    level: int,
+    ratio: float,
+    capacity: Capacity,
+    predicted_rps: float,
+    now: datetime,
+) -> DegradationChanged:
+    return DegradationChanged(
+        model=state.model,
+        before=state.level,
+        after=level,
+        ratio=ratio,
+        knobs=knobs_of(level, policy),
+        capacity_rps=capacity.effective_capacity_rps,
+        predicted_rps=predicted_rps if level < LEVELS - 1 else 0.0,
+        decided_at=now,
+        cause=state.cause,
+    )

@@ -13,8 +13,8 @@ from datetime import datetime, timedelta
 from math import isnan
 from typing import Literal
 
-from events.decisions import Decision, DrainEnded, DrainStarted, HealthChanged, HealthStatus
-from events.fact import Fact
+from events.decisions import DrainEnded, DrainStarted, HealthChanged, HealthStatus
+from events.fact import Decision, Fact
 from events.observations import DrainFinished, DrainRequested, ResumeRequested, ShutdownBegan, WorkerLeft
 
 GONE = "silent"  # a worker drained for this reason is not there any more: its drain ends at once

@@ -1,23 +1,25 @@
 """The golden answers: what is the right answer to a canary, and who says so?
 
-    (none) ── proposed ──▶ provisional ── second worker agrees ──▶ agreed ── convicts everybody
-                │               │                                    │
-                │               └── disputed ──▶ retired ◀── disputed ┘
-                └── configured ──▶ agreed              │
-                                  agreed ◀── two agree ┘   (voted again as workers join)
+    (none) ── proposed ──▶ provisional ── a second worker agrees ──▶ agreed
+       │                        │                                      ▲
+       │                        └── disputed ──▶ retired ── two agree ─┘
+       └── configured ──▶ agreed
 
 A golden belongs to a canary key: the same model, revision, tokenizer, engine, dtype, TP and device. A provisional one
-convicts only the worker that it came from. Votes are kept per worker and survive a dispute, so that the next worker's
-answer decides between the two; a worker has one vote, its latest.
+convicts only the worker that it came from, a retired one nobody, an agreed one everybody. Votes are kept per worker
+and survive a dispute, so that the next worker's answer decides between the two; a worker has one vote, its latest.
+
+What a reader would get wrong: who is at odds is read off the votes of those who live, not remembered. When the other
+side of a dispute dies, the survivor is no longer in doubt; nobody is left to say that it is wrong.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from datetime import datetime
 from typing import Literal
 
-from events.decisions import Decision, GoldenAgreed, GoldenRetired
-from events.fact import Fact
+from events.decisions import GoldenAgreed, GoldenRetired
+from events.fact import Decision, Fact
 from events.observations import CanaryPassed, CanarySlow, GoldenDisputed, GoldenProposed, TopK
 
 CONFIGURED = "configured"
@@ -40,6 +42,9 @@ class Vote:
     tokens: tuple[int, ...]
     top_k: tuple[TopK, ...] = ()
     cause: str = ""
+    passed: bool = (
+        False  # it passed the canary: its answer was compared with the golden one by the canary loop
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +64,170 @@ class Golden:
     configured: bool = False
     votes: tuple[Vote, ...] = ()
     by: tuple[str, ...] = ()  # who agreed
+    dissent: tuple[str, ...] = ()  # who answered otherwise when it was agreed, and has not passed it since
     disputed_by: str = ""  # worker, until a decision has answered
     moved_by: int = 0  # number of the last decision about it
     cause: str = ""
+
+
+def evolve(state: Golden | None, fact: Fact, cause: str = "") -> Golden | None:
+    """Absorb one fact about this canary under this key; None where nobody has answered yet."""
+    match fact:
+        case GoldenProposed():
+            return _proposed(state, fact, cause)
+        case CanaryPassed() | CanarySlow() if state is not None:
+            return _passed(state, fact, cause)
+        case GoldenDisputed() if state is not None:
+            vote = Vote(fact.worker, fact.instance, fact.tokens, (), cause)
+            disputed = fact.worker if state.status == "provisional" else ""
+            return replace(state, votes=_cast(state.votes, vote), disputed_by=disputed, cause=cause)
+        case GoldenAgreed() if state is not None:
+            return _agreed(state, fact)
+        case GoldenRetired() if state is not None:
+            return replace(
+                state, status="retired", disputed_by="", moved_by=fact.number, cause=f"decision:{fact.number}"
+            )
+        case _:
+            return state
+
+
+def _passed(state: Golden, fact: CanaryPassed | CanarySlow, cause: str) -> Golden:
+    """Take a pass as a vote for the answer that it was compared with."""
+    open_to_votes = state.status == "provisional" and fact.worker != state.proposed_by
+    if fact.sent_under < state.moved_by or not (open_to_votes or fact.worker in state.dissent):
+        return state
+    if any(v.worker == fact.worker and v.instance == fact.instance and v.passed for v in state.votes):
+        return state
+    vote = Vote(fact.worker, fact.instance, state.tokens, (), cause, passed=True)
+    dissent = tuple(worker for worker in state.dissent if worker != fact.worker)
+    return replace(state, votes=_cast(state.votes, vote), dissent=dissent, cause=cause)
+
+
+def _proposed(state: Golden | None, fact: GoldenProposed, cause: str) -> Golden:
+    """Take a vote in. An agreed golden is not voted on, but configuration always has its way."""
+    if state is not None and state.status == "agreed" and not fact.configured:
+        return state
+    voter = CONFIGURED if fact.configured else fact.worker
+    vote = Vote(voter, fact.instance, fact.tokens, fact.top_k, cause)
+    if state is None or fact.configured:
+        fresh = Golden(
+            fact.canary_key,
+            fact.canary,
+            prompt=fact.prompt,
+            tokens=fact.tokens,
+            top_k=fact.top_k,
+            margin=fact.margin,
+            tolerance=fact.tolerance,
+            proposed_by=voter,
+            proposed_instance=fact.instance,
+            configured=fact.configured,
+            moved_by=state.moved_by if state is not None else 0,
+            cause=cause,
+        )
+        return replace(fresh, votes=_cast(state.votes if state is not None else (), vote))
+    return replace(state, votes=_cast(state.votes, vote), cause=cause)
+
+
+def _cast(votes: tuple[Vote, ...], vote: Vote) -> tuple[Vote, ...]:
+    """Return the votes with this one as its worker's only one."""
+    return (*(v for v in votes if v.worker != vote.worker), vote)[-VOTES_MAX:]
+
+
+def _agreed(state: Golden, fact: GoldenAgreed) -> Golden:
+    """Take the answer of those who agreed as the golden one."""
+    votes = sorted((v for v in state.votes if v.worker in fact.by), key=lambda v: not v.top_k)
+    agreed = replace(
+        state,
+        status="agreed",
+        by=fact.by,
+        disputed_by="",
+        moved_by=fact.number,
+        cause=f"decision:{fact.number}",
+    )
+    if not votes:
+        return agreed
+    first = votes[0]
+    others = tuple(v.worker for v in state.votes if not agrees(first, v, state.tolerance))
+    agreed = replace(agreed, dissent=tuple(worker for worker in others if worker != CONFIGURED))
+    if first.tokens == state.tokens:
+        return agreed
+    return replace(
+        agreed,
+        tokens=first.tokens,
+        top_k=first.top_k,
+        proposed_by=first.worker,
+        proposed_instance=first.instance,
+    )
+
+
+def at_odds(state: Golden, lives: Mapping[str, str]) -> tuple[str, ...]:
+    """Return the workers in doubt over this golden; `lives` maps each living worker to its instance.
+
+    While it is not agreed, that is everybody whose vote stands against another's; afterwards whoever dissented.
+    """
+    votes = [vote for vote in state.votes if lives.get(vote.worker) == vote.instance]
+    if state.status == "agreed":
+        return tuple(vote.worker for vote in votes if vote.worker in state.dissent)
+    return tuple(vote.worker for vote in votes) if len(_camps(votes, state.tolerance)) > 1 else ()
+
+
+def decide(policy: GoldenPolicy, state: Golden, now: datetime) -> Iterator[Decision]:
+    """Say whether this golden is agreed, or no longer counts."""
+    if state.status == "agreed":
+        return
+    if by := _majority(policy, state):
+        yield GoldenAgreed(
+            canary_key=state.canary_key, canary=state.canary, by=by, decided_at=now, cause=state.cause
+        )
+    elif state.disputed_by and state.status == "provisional":
+        yield GoldenRetired(
+            canary_key=state.canary_key,
+            canary=state.canary,
+            reason=f"disputed: {state.disputed_by} against {state.proposed_by}",
+            decided_at=now,
+            cause=state.cause,
+        )
+
+
+def _majority(policy: GoldenPolicy, state: Golden) -> tuple[str, ...]:
+    """Return the workers behind the answer that enough of them, and more than behind any other, have given."""
+    if state.configured:
+        return (CONFIGURED,)
+    camps = _camps(state.votes, state.tolerance)
+    sizes = sorted((len(camp) for camp in camps), reverse=True)
+    if not sizes or sizes[0] < policy.voters_min or (len(sizes) > 1 and sizes[1] == sizes[0]):
+        return ()
+    largest = next(camp for camp in camps if len(camp) == sizes[0])
+    return tuple(sorted(vote.worker for vote in largest))
+
+
+def _camps(votes: Iterable[Vote], tolerance: float) -> list[list[Vote]]:
+    """Return the votes grouped by the answer that they give."""
+    camps: list[list[Vote]] = []
+    for vote in votes:
+        camp = next((camp for camp in camps if agrees(camp[0], vote, tolerance)), None)
+        if camp is None:
+            camps.append([vote])
+        else:
+            camp.append(vote)
+    return camps
+
+
+def agrees(one: Vote, other: Vote, tolerance: float) -> bool:
+    """Return whether two answers are the same: equal tokens, and logprobs within the tolerance where both have them."""
+    if one.tokens != other.tokens:
+        return False
+    if tolerance <= 0 or not one.top_k or not other.top_k:
+        return True
+    return distance(one.top_k, other.top_k) <= tolerance
+
+
+def distance(one: tuple[TopK, ...], other: tuple[TopK, ...]) -> float:
+    """Return the largest difference of a logprob over the tokens that both list at the same position."""
+    worst = 0.0
+    for mine, theirs in zip(one, other, strict=False):
+        listed = dict(theirs)
+        for token, logprob in mine:
+            if token in listed:
+                worst = max(worst, abs(logprob - listed[token]))
+    return worst

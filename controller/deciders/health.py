@@ -33,14 +33,12 @@ from datetime import datetime, timedelta
 from events.decisions import (
     BreakerClosed,
     BreakerOpened,
-    Decision,
     DrainEnded,
-    GoldenAgreed,
     HealthChanged,
     HealthStatus,
     WeightCapped,
 )
-from events.fact import Fact
+from events.fact import Decision, Fact
 from events.observations import (
     CanaryFailed,
     CanaryPassed,
@@ -49,7 +47,6 @@ from events.observations import (
     DeviceRecovered,
     DrainRequested,
     EngineFaulted,
-    GoldenDisputed,
     ResumeRequested,
     ShutdownBegan,
     WorkerHeard,
@@ -101,7 +98,7 @@ class Health:
     slow: bool = False  # slowness is a reason of the present suspicion
     convictions: tuple[str, ...] = ()  # what stands against it
     accused: str = ""  # the reason of a conviction that no decision has answered yet
-    disputed: tuple[str, ...] = ()  # goldens over which it is at odds with another worker
+    disputed: tuple[str, ...] = ()  # canaries over whose goldens it is at odds with another worker
     trial_passed: bool = False  # the breaker closed since it became UNHEALTHY
     trials_failed: int = 0  # in a row
     kept: bool = False  # the ejection budget holds it in service
@@ -152,9 +149,6 @@ def evolve(state: Health, fact: Fact, cause: str = "") -> Health:
             return replace(state, trial_passed=False, trials_failed=failed, cause=f"decision:{fact.number}")
         case WeightCapped():
             return replace(state, kept=fact.weight is not None)
-        case GoldenAgreed() if state.disputed:
-            settled = _golden(fact.canary_key, fact.canary)
-            return replace(state, disputed=tuple(d for d in state.disputed if d != settled), cause=cause)
         case _:
             return _life(state, fact, cause)
 
@@ -188,15 +182,15 @@ def _life(state: Health, fact: Fact, cause: str) -> Health:
             return replace(state, over=fact.outcome, cause=f"decision:{fact.number}")
         case WorkerLeft():
             return replace(state, left=f"left: {fact.mode}", cause=cause)
-        case GoldenDisputed():
-            new = _golden(fact.canary_key, fact.canary)
-            return replace(state, disputed=tuple({*state.disputed, new}), cause=cause)
         case _:
             return state
 
 
-def _golden(canary_key: str, canary: str) -> str:
-    return f"{canary_key}/{canary}"
+def at_odds(state: Health, canaries: tuple[str, ...], cause: str) -> Health:
+    """Take the canaries over whose goldens this worker is at odds with another."""
+    if state.disputed == canaries or state.status is DEAD:
+        return state
+    return replace(state, disputed=canaries, cause=cause)
 
 
 def _device(fact: DeviceFaulted | DeviceRecovered) -> str:

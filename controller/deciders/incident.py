@@ -1,19 +1,24 @@
-"""Incidents: what belongs together, from the first symptom to recovery or death?"""
+"""Incidents: what belongs together, from the first symptom to recovery or death?
+
+    (none) ── first symptom of a subject ──▶ open ── the subject is well again, or gone for good ──▶ closed
+
+An incident belongs to a worker's id, not to one life of it: a worker that dies and comes back as a new instance is one
+story. Its id names the decision that opened it, and every later decision about the subject carries it.
+"""
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from datetime import datetime
 
 from events.decisions import (
     BreakerOpened,
-    Decision,
     DegradationChanged,
     HealthChanged,
     HealthStatus,
     IncidentClosed,
     IncidentOpened,
 )
-from events.fact import Fact
+from events.fact import Decision, Fact
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,4 +36,48 @@ class Incident:
     subject: str  # worker:w3, model:llama
     symptom: str
     opened_at: datetime
-    number: int  # of the decision that opened it
+    cause: str = ""
+
+
+def evolve(state: Incident | None, fact: Fact) -> Incident | None:
+    """Absorb one fact about this incident; None: it is closed, or was never opened."""
+    match fact:
+        case IncidentOpened():
+            return Incident(fact.incident, fact.subject, fact.symptom, fact.decided_at, fact.cause)
+        case IncidentClosed():
+            return None
+        case _:
+            return state
+
+
+def incident_id(number: int) -> str:
+    """Return the id of the incident that decision `number` opens."""
+    return f"incident-{number}"
+
+
+def symptom(policy: IncidentPolicy, decision: Decision) -> tuple[str, str] | None:
+    """Return the subject and the symptom if this decision shows that something is wrong.
+
+    A drain that somebody wished for is no symptom, nor is a worker that joins.
+    """
+    match decision:
+        case HealthChanged(after=HealthStatus.UNHEALTHY):
+            return f"worker:{decision.worker}", decision.reason
+        case HealthChanged(after=HealthStatus.SUSPICIOUS) if policy.suspicion:
+            return f"worker:{decision.worker}", decision.reason
+        case HealthChanged(after=HealthStatus.DEAD) if decision.before is not HealthStatus.DRAINING:
+            return f"worker:{decision.worker}", decision.reason
+        case BreakerOpened():
+            return f"worker:{decision.worker}", decision.reason
+        case DegradationChanged() if decision.after > decision.before:
+            return f"model:{decision.model}", f"capacity at {decision.ratio:.2f} of the SLO"
+        case _:
+            return None
+
+
+def decide(state: Incident, outcome: str, now: datetime, cause: str = "") -> Iterator[Decision]:
+    """Say that the incident is over if its subject came to an outcome: recovered, dead."""
+    if outcome:
+        yield IncidentClosed(
+            subject=state.subject, outcome=outcome, incident=state.id, decided_at=now, cause=cause
+        )

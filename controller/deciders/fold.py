@@ -1,0 +1,189 @@
+"""The fold of the whole journal: what one recorded fact makes of the fleet.
+
+What a reader would get wrong: a worker is its present life. A fact about another instance falls through, and a new
+instance starts afresh but for what convicts hardware or weights (`health.rejoin`) and its open incident.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from controller.deciders import degradation, golden, health, incident
+from controller.deciders import worker as one
+from controller.deciders.degradation import Degradation
+from controller.deciders.golden import Golden
+from controller.deciders.incident import Incident
+from controller.deciders.worker import Worker
+from events.decisions import (
+    DegradationChanged,
+    GoldenAgreed,
+    GoldenRetired,
+    HealthChanged,
+    HealthStatus,
+    IncidentClosed,
+    IncidentOpened,
+    PolicyAdopted,
+    WorkerDecision,
+)
+from events.fact import Decision, Fact, Recorded
+from events.observations import (
+    CanaryFailed,
+    CanaryPassed,
+    CanarySlow,
+    GoldenDisputed,
+    GoldenProposed,
+    WorkerJoined,
+    WorkerObservation,
+)
+
+Key = tuple[str, str]  # canary key, canary id
+
+
+@dataclass(frozen=True, slots=True)
+class Fleet:
+    """Everything that is known. Frozen: a new one shares what did not change with the old."""
+
+    workers: Mapping[str, Worker] = field(default_factory=dict)  # by worker id; the present life only
+    goldens: Mapping[Key, Golden] = field(default_factory=dict)
+    models: Mapping[str, Degradation] = field(default_factory=dict)  # by model name
+    incidents: Mapping[str, Incident] = field(default_factory=dict)  # the open ones, by id, oldest first
+    number: int = 0  # of the last decision
+    policy: Mapping[str, Any] | None = None  # as the last leader adopted it: plain JSON values
+    deciders_version: int = 0
+
+
+def evolve(fleet: Fleet, recorded: Recorded) -> Fleet:
+    """Absorb one recorded fact. Never fails: what is unknown, or about another life, falls through."""
+    fact = recorded.fact
+    if isinstance(fact, Decision):
+        return _decided(replace(fleet, number=fact.number), fact, recorded)
+    if isinstance(fact, WorkerJoined):
+        return _joined(fleet, fact, recorded.id)
+    if isinstance(fact, WorkerObservation):
+        worker = fleet.workers.get(fact.worker)
+        if worker is not None and worker.joined.instance == fact.instance:
+            return _observed(fleet, worker, fact, recorded)
+        if isinstance(fact, GoldenProposed) and fact.configured:  # from the settings: no worker has said it
+            return _golden(fleet, fact, recorded.id)
+    return fleet
+
+
+def _decided(fleet: Fleet, fact: Decision, recorded: Recorded) -> Fleet:
+    cause = f"decision:{fact.number}"
+    match fact:
+        case WorkerDecision():
+            return _worker_decided(fleet, fact, recorded, cause)
+        case GoldenAgreed() | GoldenRetired():
+            return _golden(fleet, fact, cause)
+        case DegradationChanged():
+            state = degradation.evolve(fleet.models.get(fact.model, Degradation(fact.model)), fact, cause)
+            return replace(fleet, models={**fleet.models, fact.model: state})
+        case IncidentOpened() | IncidentClosed():
+            return _incident(fleet, fact)
+        case PolicyAdopted():
+            return replace(fleet, policy=fact.policy, deciders_version=fact.deciders_version)
+        case _:
+            return fleet
+
+
+def _with_worker(fleet: Fleet, worker: Worker) -> Fleet:
+    workers = dict(fleet.workers)
+    workers[worker.joined.worker] = worker
+    return Fleet(
+        workers,
+        fleet.goldens,
+        fleet.models,
+        fleet.incidents,
+        fleet.number,
+        fleet.policy,
+        fleet.deciders_version,
+    )
+
+
+def _joined(fleet: Fleet, fact: WorkerJoined, cause: str) -> Fleet:
+    previous = fleet.workers.get(fact.worker)
+    worker = one.join(previous, fact, cause)
+    if worker is previous:
+        return fleet
+    fleet = _with_worker(fleet, worker)
+    if fact.model not in fleet.models:
+        fleet = replace(fleet, models={**fleet.models, fact.model: Degradation(fact.model)})
+    keys = {fact.canary_key} | ({previous.joined.canary_key} if previous is not None else set())
+    return _at_odds(fleet, keys, cause)
+
+
+def _observed(fleet: Fleet, worker: Worker, fact: WorkerObservation, recorded: Recorded) -> Fleet:
+    """Absorb what the world says about a worker's present life."""
+    said: Fact = _only_of_its_own(fleet, worker, fact) if isinstance(fact, CanaryFailed) else fact
+    moved = one.evolve(worker, said, recorded, recorded.id)
+    if moved is not worker:
+        fleet = _with_worker(fleet, moved)
+    if isinstance(fact, CanaryPassed | CanarySlow | GoldenProposed | GoldenDisputed):
+        return _golden(fleet, fact, recorded.id)
+    return fleet
+
+
+def _only_of_its_own(fleet: Fleet, worker: Worker, fact: CanaryFailed) -> CanaryFailed:
+    """Let a provisional golden convict only the worker that it came from."""
+    if fact.golden != "provisional":
+        return fact
+    state = fleet.goldens.get((fact.canary_key, fact.canary))
+    own = state is not None and state.proposed_by == worker.joined.worker
+    return fact if own else replace(fact, golden="none")
+
+
+def _worker_decided(fleet: Fleet, fact: WorkerDecision, recorded: Recorded, cause: str) -> Fleet:
+    worker = fleet.workers.get(fact.worker)
+    if worker is None or worker.joined.instance != fact.instance:
+        return fleet
+    fleet = _with_worker(fleet, one.evolve(worker, fact, recorded, cause))
+    model = worker.joined.model
+    state = degradation.evolve(fleet.models.get(model, Degradation(model)), fact, cause)
+    fleet = replace(fleet, models={**fleet.models, model: state})
+    if isinstance(fact, HealthChanged) and fact.after is HealthStatus.DEAD:
+        return _at_odds(fleet, {worker.joined.canary_key}, cause)
+    return fleet
+
+
+def _golden(fleet: Fleet, fact: Fact, cause: str) -> Fleet:
+    assert isinstance(
+        fact, CanaryPassed | CanarySlow | GoldenProposed | GoldenDisputed | GoldenAgreed | GoldenRetired
+    )
+    key = (fact.canary_key, fact.canary)
+    before = fleet.goldens.get(key)
+    state = golden.evolve(before, fact, cause)
+    if state is None or state is before:
+        return fleet
+    return _at_odds(replace(fleet, goldens={**fleet.goldens, key: state}), {fact.canary_key}, cause)
+
+
+def _at_odds(fleet: Fleet, canary_keys: set[str], cause: str) -> Fleet:
+    """Tell the workers of these canary keys over which canaries they are at odds with one another."""
+    goldens = [state for (canary_key, _), state in fleet.goldens.items() if canary_key in canary_keys]
+    if not goldens:
+        return fleet
+    lives = {name: w.joined.instance for name, w in fleet.workers.items() if w.alive}
+    disputed: dict[str, list[str]] = {}
+    for state in goldens:
+        for name in golden.at_odds(state, lives):
+            disputed.setdefault(name, []).append(state.canary)
+    for name in lives:
+        worker = fleet.workers[name]
+        canaries = tuple(sorted(disputed.get(name, ())))
+        if worker.joined.canary_key in canary_keys and worker.health.disputed != canaries:
+            told = health.at_odds(worker.health, canaries, cause)
+            fleet = _with_worker(fleet, replace(worker, health=told))
+    return fleet
+
+
+def _incident(fleet: Fleet, fact: IncidentOpened | IncidentClosed) -> Fleet:
+    state = incident.evolve(fleet.incidents.get(fact.incident), fact)
+    incidents = {id: known for id, known in fleet.incidents.items() if id != fact.incident}
+    if state is not None:
+        incidents[fact.incident] = state
+    fleet = replace(fleet, incidents=incidents)
+    kind, _, name = fact.subject.partition(":")
+    worker = fleet.workers.get(name) if kind == "worker" else None
+    if worker is None:
+        return fleet
+    return _with_worker(fleet, replace(worker, incident=fact.incident if state is not None else ""))

@@ -1,0 +1,81 @@
+"""Everything that can be set about deciding, and how it is written into the journal.
+
+`PolicyAdopted` carries the policy as plain JSON values, so that `replay verify` decides by what was in force.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields, is_dataclass
+from datetime import timedelta
+from functools import cached_property
+from types import NoneType, UnionType
+from typing import Any, TypeVar, get_args, get_origin, get_type_hints
+
+from controller.deciders.breaker import BreakerPolicy
+from controller.deciders.budget import BudgetPolicy
+from controller.deciders.degradation import DegradationPolicy
+from controller.deciders.drain import DrainPolicy
+from controller.deciders.golden import GoldenPolicy
+from controller.deciders.health import HealthPolicy
+from controller.deciders.incident import IncidentPolicy
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class FleetPolicy:
+    """The policies of all machines."""
+
+    health: HealthPolicy = field(default_factory=HealthPolicy)
+    breaker: BreakerPolicy = field(default_factory=BreakerPolicy)
+    budget: BudgetPolicy = field(default_factory=BudgetPolicy)
+    drain: DrainPolicy = field(default_factory=DrainPolicy)
+    degradation: DegradationPolicy = field(default_factory=DegradationPolicy)
+    golden: GoldenPolicy = field(default_factory=GoldenPolicy)
+    incident: IncidentPolicy = field(default_factory=IncidentPolicy)
+
+    @cached_property
+    def adopted(self) -> Mapping[str, Any]:
+        """This policy as `PolicyAdopted` carries it. Reckoned once: it is compared at every settle."""
+        written = dump(self)
+        assert isinstance(written, dict)
+        return written
+
+
+def dump(value: Any) -> Any:
+    """Return a policy as plain JSON values; durations become seconds."""
+    if is_dataclass(value) and not isinstance(value, type):
+        return {f.name: dump(getattr(value, f.name)) for f in fields(value)}
+    if isinstance(value, timedelta):
+        return value.total_seconds()
+    if isinstance(value, Mapping):
+        return {str(key): dump(item) for key, item in value.items()}
+    if isinstance(value, tuple | list):
+        return [dump(item) for item in value]
+    return value
+
+
+def load(written: Mapping[str, Any]) -> FleetPolicy:
+    """Return the policy that `dump` has written. Unknown names are ignored, missing ones take their default."""
+    return _load(FleetPolicy, written)
+
+
+def _load(kind: type[T], written: Mapping[str, Any]) -> T:
+    hints = get_type_hints(kind)
+    known = {f.name for f in fields(kind)}  # type: ignore[arg-type]
+    return kind(**{name: _value(hints[name], value) for name, value in written.items() if name in known})
+
+
+def _value(hint: Any, value: Any) -> Any:
+    if isinstance(hint, UnionType):
+        options = [option for option in get_args(hint) if option is not NoneType]
+        return None if value is None else _value(options[0], value)
+    if hint is timedelta:
+        return timedelta(seconds=value)
+    if is_dataclass(hint) and isinstance(hint, type):
+        return _load(hint, value)
+    if get_origin(hint) is tuple:
+        return tuple(value)
+    if isinstance(value, Mapping):
+        of = get_args(hint)[1] if get_args(hint) else Any
+        return {key: _value(of, item) for key, item in value.items()}
+    return float(value) if hint is float else value

@@ -1,0 +1,182 @@
+"""One worker as the fleet knows it: its present life, and what all machines say about it."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from datetime import datetime
+
+from controller.deciders import breaker, budget, drain, health
+from controller.deciders.breaker import Breaker
+from controller.deciders.budget import Budget
+from controller.deciders.drain import Drain
+from controller.deciders.health import Health
+from events.decisions import HealthStatus
+from events.fact import Fact, Recorded
+from events.observations import (
+    CanaryFailed,
+    CanaryPassed,
+    CanaryResult,
+    CanarySlow,
+    RequestFailed,
+    RequestsServed,
+    WorkerJoined,
+)
+
+PASSES_MAX = 64  # canaries remembered per worker
+PAST_MAX = 16  # former instances remembered per worker: a late join of one of them is no new life
+
+
+@dataclass(frozen=True, slots=True)
+class LastCanary:
+    """A worker's last probe."""
+
+    canary: str
+    outcome: str  # passed, slow, failed
+    reason: str  # of a failure
+    sent_at: datetime
+    latency_ms: float
+    at: datetime  # when the journal took it
+
+
+@dataclass(frozen=True, slots=True)
+class Worker:
+    """One worker: how it registered, and the state of each machine."""
+
+    joined: WorkerJoined
+    health: Health
+    breaker: Breaker
+    drain: Drain
+    budget: Budget
+    last_canary: LastCanary | None = None
+    passes: Mapping[str, datetime] = field(default_factory=dict)  # canary → when its last pass here was sent
+    incident: str = ""  # id of the open one, if any
+    past: tuple[str, ...] = ()  # former instances
+
+    @property
+    def natural_weight(self) -> float:
+        """The minimum of all reasons but the ejection budget: 0 while the breaker is not closed or it drains."""
+        if self.breaker.position != "closed" or self.drain.active:
+            return 0.0
+        return self.health.weight
+
+    @property
+    def weight(self) -> float:
+        """The share of traffic that it should get, 0…1; 0 when it is not routable."""
+        natural = self.natural_weight
+        if natural == 0.0 and self.budget.kept is not None and self.counts:
+            return self.budget.kept
+        return natural
+
+    @property
+    def routable(self) -> bool:
+        """Whether requests may go there, as far as the fleet is concerned."""
+        return self.weight > 0.0
+
+    @property
+    def counts(self) -> bool:
+        """Whether it is in service, or would be but for doubt. Never so: dead, draining, silent, faulted, corrupt."""
+        h = self.health
+        gone = h.status is HealthStatus.DEAD or h.status is HealthStatus.DRAINING or h.draining
+        return not (gone or h.joining or h.convictions or self.drain.active)
+
+    @property
+    def in_doubt(self) -> bool:
+        """Whether doubt alone (failed but unconfirmed canaries, failed requests) keeps it out of service."""
+        return self.natural_weight == 0.0 and self.counts
+
+    @property
+    def corrupt(self) -> bool:
+        """Whether wrong answers have convicted it: nothing it says may be trusted, panic or not."""
+        return self.health.corrupt
+
+    @property
+    def alive(self) -> bool:
+        """Whether its present life has not ended."""
+        return self.health.status is not HealthStatus.DEAD
+
+    @property
+    def well(self) -> bool:
+        """Whether nothing at all is wrong with it."""
+        h = self.health
+        full = h.status is HealthStatus.HEALTHY and h.weight >= 1.0
+        return (
+            full and self.breaker.position == "closed" and not self.drain.active and self.budget.kept is None
+        )
+
+    @property
+    def reasons(self) -> tuple[str, ...]:
+        """Why it does not get its full share, in a few words each; empty if it does."""
+        found = []
+        if self.health.weight < 1.0:
+            found.append(f"health {self.health.status.value}: {self.health.reason}")
+        if self.breaker.position != "closed":
+            found.append(f"breaker {self.breaker.position}: {self.breaker.why or 'trial'}")
+        if self.drain.active:
+            found.append(f"draining: {self.drain.reason}")
+        if self.budget.kept is not None and self.natural_weight == 0.0:
+            found.append("kept by the ejection budget")
+        return tuple(found)
+
+
+def join(previous: Worker | None, fact: WorkerJoined, cause: str) -> Worker:
+    """Return a worker's next life. The same instance again, or a former one, changes nothing."""
+    name, instance = fact.worker, fact.instance
+    new = Worker(fact, Health(name, instance, cause=cause), *_fresh(name, instance))
+    if previous is None:
+        return new
+    if instance == previous.joined.instance or instance in previous.past:
+        return previous
+    return replace(
+        new,
+        health=health.rejoin(previous.health, fact, cause),
+        incident=previous.incident,
+        past=(*previous.past, previous.joined.instance)[-PAST_MAX:],
+    )
+
+
+def _fresh(name: str, instance: str) -> tuple[Breaker, Drain, Budget]:
+    return Breaker(name, instance), Drain(name, instance), Budget(name, instance)
+
+
+def evolve(state: Worker, fact: Fact, recorded: Recorded, cause: str) -> Worker:
+    """Absorb one fact about this worker and instance: each machine takes what concerns it."""
+    if isinstance(fact, RequestsServed | RequestFailed):  # the hot path: nobody else listens to these
+        moved = breaker.evolve(state.breaker, fact, cause)
+        return state if moved is state.breaker else replace(state, breaker=moved)
+    if isinstance(fact, CanaryResult):
+        return _canary(state, fact, recorded, cause)
+    return replace(
+        state,
+        health=health.evolve(state.health, fact, cause),
+        breaker=breaker.evolve(state.breaker, fact, cause),
+        drain=drain.evolve(state.drain, fact, cause),
+        budget=budget.evolve(state.budget, fact, cause),
+    )
+
+
+def _canary(state: Worker, fact: CanaryResult, recorded: Recorded, cause: str) -> Worker:
+    passes = state.passes
+    if isinstance(fact, CanaryPassed | CanarySlow):
+        passes = {**passes, fact.canary: fact.sent_at}
+        if len(passes) > PASSES_MAX:
+            del passes[next(iter(passes))]
+    return Worker(
+        state.joined,
+        health.evolve(state.health, fact, cause),
+        breaker.evolve(state.breaker, fact, cause),
+        state.drain,
+        state.budget,
+        LastCanary(fact.canary, *_outcome(fact), fact.sent_at, fact.latency_ms, recorded.at),
+        passes,
+        state.incident,
+        state.past,
+    )
+
+
+def _outcome(fact: CanaryResult) -> tuple[str, str]:
+    match fact:
+        case CanaryFailed():
+            return "failed", fact.reason
+        case CanarySlow():
+            return "slow", ""
+        case _:
+            return "passed", ""
