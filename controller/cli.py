@@ -96,7 +96,12 @@ def _worker(parser: argparse.ArgumentParser) -> Run:
     from workers import cli as worker
 
     worker.add_arguments(parser)
-    return worker.run_cli
+
+    def run(args: argparse.Namespace) -> int:
+        worker.leave(worker.run_cli(args))  # even where an engine's thread is stuck in a step
+        return 0
+
+    return run
 
 
 def _operator(name: str) -> Callable[[argparse.ArgumentParser], Run]:
