@@ -1,4 +1,8 @@
-"""A journal in memory: the double that ships beside the real one and passes the same conformance suite."""
+"""A journal in memory: the double that ships beside the real one and passes the same conformance suite.
+
+Several handles share one `MemoryStream`, as processes share a broker. `reachable` plays an outage: observations wait
+in the handle, as they would in its spool, and decisions cannot be made.
+"""
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
@@ -7,42 +11,92 @@ from datetime import UTC, datetime
 
 from events import codec
 from events.fact import Decision, Fact, Observation, Recorded
-from events.journal.port import Fenced, JournalUnavailable
+from events.journal.port import Fenced, JournalChanged, JournalUnavailable
+
+BATCH_MAX = 1000  # events handed out at a time, decisions in one append: as the real one
 
 
 @dataclass
 class MemoryStream:
-    """The shared half: what a broker would hold. `reachable` False plays a broker that is away."""
+    """The shared half: what a broker would hold."""
 
     events: list[Recorded] = field(default_factory=list)
-    reachable: bool = True
-    clock: Callable[[], datetime] = lambda: datetime.now(UTC)  # noqa: TID251 (a broker has its own clock)
-    grown: asyncio.Condition = field(default_factory=asyncio.Condition)
-    _ids: set[str] = field(default_factory=set)
+    clock: Callable[[], datetime] = lambda: datetime.now(UTC)  # a broker has its own
+    decided: int = field(default=0, init=False)  # sequence of the last decision
+    _reachable: bool = True
+    _ids: dict[str, int] = field(default_factory=dict)
+    _waiting: set[asyncio.Future[None]] = field(default_factory=set)
+    _handles: list["MemoryJournal"] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self._ids.update((event.id, event.seq) for event in self.events)
+        self.decided = max((e.seq for e in self.events if isinstance(e.fact, Decision)), default=0)
 
     @property
-    def decided(self) -> int:
-        """The sequence of the last decision."""
-        return next((e.seq for e in reversed(self.events) if isinstance(e.fact, Decision)), 0)
+    def reachable(self) -> bool:
+        """Whether the broker can be talked to. Coming back, it is sent what waited, as a spool would be."""
+        return self._reachable
+
+    @reachable.setter
+    def reachable(self, reachable: bool) -> None:
+        self._reachable = reachable
+        for handle in self._handles:
+            handle.send()
+        if reachable:
+            self.wake()
 
     def add(self, fact: Fact, headers: dict[str, str]) -> int:
         """Store one message as a broker would: repeated ids are acknowledged and not stored again."""
-        if headers["ce-id"] in self._ids:
-            return len(self.events)
-        self._ids.add(headers["ce-id"])
+        known = self._ids.get(headers["ce-id"])
+        if known is not None:
+            return known
         seq = len(self.events) + 1
+        self._ids[headers["ce-id"]] = seq
         self.events.append(codec.decode(seq, self.clock(), headers, codec.encode_body(fact)))
+        if isinstance(fact, Decision):
+            self.decided = seq
         return seq
+
+    def wake(self) -> None:
+        """Tell the readers that there is more."""
+        waiting, self._waiting = self._waiting, set()
+        for future in waiting:
+            if not future.done():
+                future.set_result(None)
+
+    async def grown(self) -> None:
+        """Wait for the next `wake`."""
+        future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._waiting.add(future)
+        try:
+            await future
+        finally:
+            self._waiting.discard(future)
+
+    def attach(self, handle: "MemoryJournal") -> None:
+        """Let a handle know when the broker is back."""
+        self._handles.append(handle)
 
 
 class MemoryJournal:
     """One process instance's handle on a MemoryStream."""
 
     def __init__(self, stream: MemoryStream, source: str) -> None:
-        self.source = source
+        self.source = source if source.count(":") >= 2 else f"{source}:{codec.new_id()}"
         self._stream = stream
         self._number = 0
         self._outbox: list[tuple[Observation, dict[str, str]]] = []
+        stream.attach(self)
+
+    @property
+    def connected(self) -> bool:
+        """Whether the broker can be talked to right now."""
+        return self._stream.reachable
+
+    @property
+    def spool_depth(self) -> int:
+        """How many facts the broker has not taken."""
+        return len(self._outbox)
 
     def observe(self, fact: Observation, *, correlation: str = "", causation: str = "") -> str:
         self._number += 1
@@ -57,27 +111,32 @@ class MemoryJournal:
             causation=causation,
         )
         self._outbox.append((fact, headers))
-        self._send()
+        self.send()
         return id
 
-    def _send(self) -> None:
-        if not self._stream.reachable:
+    def send(self) -> None:
+        """Hand over what waits, if the broker is there."""
+        if not self._stream.reachable or not self._outbox:
             return
         for fact, headers in self._outbox:
             self._stream.add(fact, headers)
         self._outbox.clear()
-        _wake(self._stream)
+        self._stream.wake()
 
     async def flush(self, deadline_s: float) -> bool:
-        self._send()
-        return True
+        self.send()
+        return not self._outbox
 
     async def append(self, decisions: Sequence[Decision], *, through: int, after: int) -> int:
-        if not self._stream.reachable:
+        stream = self._stream
+        if not 0 < len(decisions) <= BATCH_MAX:
+            raise ValueError(
+                f"{len(decisions)} decisions in one append; 1 to {BATCH_MAX} fit one atomic batch"
+            )
+        if not stream.reachable:
             raise JournalUnavailable
-        if self._stream.decided != after:
-            raise Fenced(f"the last decision is at {self._stream.decided}, not {after}. {Fenced.__doc__}")
-        self._send()
+        if stream.decided != after:
+            raise Fenced(f"the last decision is at {stream.decided}, not {after}. {Fenced.__doc__}")
         for decision in decisions:
             headers = codec.encode_headers(
                 decision,
@@ -89,16 +148,22 @@ class MemoryJournal:
                 correlation=decision.incident,
                 causation=decision.cause,
             )
-            self._stream.add(decision, headers)
-        _wake(self._stream)
-        return len(self._stream.events)
+            stream.add(decision, headers)
+        stream.wake()
+        return stream.decided
 
     async def read(self, after: int, *, until: int | None = None) -> AsyncIterator[Sequence[Recorded]]:
         stream = self._stream
+        if after > len(stream.events):
+            raise JournalChanged(
+                f"the stream ends at {len(stream.events)}, but {after} has been read. {JournalChanged.__doc__}"
+            )
         while until is None or after < until:
-            async with stream.grown:
-                await stream.grown.wait_for(lambda: len(stream.events) > after)
-            batch = stream.events[after:until]
+            if not stream.reachable or after >= len(stream.events):
+                await stream.grown()
+                continue
+            end = after + BATCH_MAX if until is None else min(until, after + BATCH_MAX)
+            batch = stream.events[after:end]
             after = batch[-1].seq
             yield batch
 
@@ -108,23 +173,4 @@ class MemoryJournal:
         return len(self._stream.events)
 
     async def close(self) -> None:
-        self._send()
-
-
-def _wake(stream: MemoryStream) -> None:
-    """Tell readers. A condition needs its lock, and `observe` must not wait: a task takes it."""
-    try:
-        loop = asyncio.get_running_loop()
-    except RuntimeError:
-        return  # outside a loop (a plain test) nobody is waiting
-
-    async def notify() -> None:
-        async with stream.grown:
-            stream.grown.notify_all()
-
-    task = loop.create_task(notify())
-    _notifying.add(task)
-    task.add_done_callback(_notifying.discard)
-
-
-_notifying: set[asyncio.Task[None]] = set()
+        self.send()

@@ -6,6 +6,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 
@@ -95,7 +96,7 @@ def test_postgres_binaries_that_the_user_cannot_reach_are_copied(
     hidden.chmod(0o700)
     if os.geteuid() != 0:
         pytest.skip("only root runs postgres as somebody else")
-    monkeypatch.setattr(embedded_postgres.tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     copy = embedded_postgres._readable(hidden, "nobody")
     assert copy != hidden
     assert (copy / "bin" / "postgres").exists()

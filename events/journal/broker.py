@@ -1,0 +1,110 @@
+"""JetStream as we speak it: requests to its API, its answers to publications, and the headers of its messages."""
+
+import asyncio
+from typing import Any
+
+import msgspec
+from nats.errors import NoRespondersError
+
+from events.connection import DISCONNECTED, Connection
+from events.errors import HoldfastError
+from events.journal.port import JournalUnavailable
+
+API = "$JS.API"
+API_DEADLINE_S = 2.0
+
+WRONG_LAST_SEQUENCE = (10071, 10164)  # the fence: somebody else has written
+DUPLICATE_IN_BATCH = 10201
+BATCH_TOO_LARGE = 10199
+BATCH_DISABLED = (10174, 10205)
+MESSAGE_TOO_LARGE = 10054
+STREAM_NOT_FOUND = 10059
+MESSAGE_NOT_FOUND = 10037
+STREAM_EXISTS = 10058
+
+_HEADER_LINE = "NATS/1.0"
+
+
+class Refused(HoldfastError):
+    """JetStream has answered a request with an error."""
+
+    def __init__(self, code: int, description: str) -> None:
+        super().__init__(f"{description} (JetStream error {code})")
+        self.code = code
+
+
+class Ack(msgspec.Struct):
+    """JetStream's answer to a publication."""
+
+    stream: str = ""
+    seq: int = 0
+    duplicate: bool = False
+    count: int = 1
+    error: dict[str, Any] | None = None
+
+    @property
+    def code(self) -> int:
+        """The error's code; 0: there is none."""
+        return int(self.error.get("err_code", self.error.get("code", -1))) if self.error else 0
+
+
+decode_ack = msgspec.json.Decoder(Ack).decode
+NOBODY = Ack(error={"err_code": 503, "description": "no JetStream answers"})
+
+
+async def ask(
+    connection: Connection, verb: str, body: dict[str, Any] | None = None, deadline_s: float = API_DEADLINE_S
+) -> dict[str, Any]:
+    """Ask JetStream's API and return its answer. Raise Refused or JournalUnavailable."""
+    if not connection.connected:
+        raise JournalUnavailable(f"the journal at {connection.url} cannot be reached (NATS is not connected)")
+    payload = msgspec.json.encode(body) if body is not None else b""
+    try:
+        message = await connection.client.request(f"{API}.{verb}", payload, timeout=deadline_s)
+    except NoRespondersError as error:
+        raise JournalUnavailable(
+            f"NATS at {connection.url} runs without JetStream, or is starting"
+        ) from error
+    except DISCONNECTED as error:
+        raise JournalUnavailable(
+            f"the journal at {connection.url} did not answer {verb}: {error!r}"
+        ) from error
+    answer: dict[str, Any] = msgspec.json.decode(message.data)
+    if refusal := answer.get("error"):
+        raise Refused(refusal.get("err_code", refusal.get("code", -1)), refusal.get("description", "refused"))
+    return answer
+
+
+def parse_headers(raw: bytes | None) -> dict[str, str]:
+    """Return the headers of a message. An inline status, as in `NATS/1.0 408 Timeout`, is found under `Status`."""
+    if not raw:
+        return {}
+    first, *lines = raw.decode("utf-8", "replace").rstrip("\r\n").split("\r\n")
+    headers = {}
+    for line in lines:
+        name, _, value = line.partition(":")
+        headers[name] = value.strip()
+    if len(first) > len(_HEADER_LINE):
+        status, _, description = first[len(_HEADER_LINE) :].strip().partition(" ")
+        headers["Status"], headers["Description"] = status, description
+    return headers
+
+
+def delivered(reply: str) -> tuple[int, int]:
+    """Return stream sequence and timestamp (Unix nanoseconds) from a delivered message's reply subject.
+
+    $JS.ACK.stream.consumer.deliveries.SEQ.consumer-seq.TIME.pending, or with domain and account before the stream.
+    """
+    tokens = reply.split(".")
+    at = 5 if len(tokens) == 9 else 7
+    return int(tokens[at]), int(tokens[at + 2])
+
+
+async def within(deadline_s: float, future: "asyncio.Future[Ack]") -> Ack:
+    """Wait for an answer. Raise JournalUnavailable: what has become of the request is unknown."""
+    try:
+        return await asyncio.wait_for(future, deadline_s)
+    except TimeoutError:
+        raise JournalUnavailable(
+            f"the journal did not answer within {deadline_s:g} s. {JournalUnavailable.__doc__}"
+        ) from None

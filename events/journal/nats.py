@@ -1,0 +1,241 @@
+"""The journal on NATS JetStream: the one that is used. `memory` is its double; both pass one conformance suite.
+
+Observations go through `publisher` (in order, spooled, retried), decisions through `append` (one fenced write, never
+retried: if its outcome is unknown the caller reads again), and everything is read by `reader`.
+"""
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+
+import structlog
+from nats.errors import MaxPayloadError
+
+from events import codec, subjects
+from events.connection import CONNECT_TIMEOUT_S, DISCONNECTED, Connection
+from events.fact import Decision, Observation, Recorded
+from events.journal import broker, stream
+from events.journal.broker import Ack
+from events.journal.port import Fenced, JournalUnavailable
+from events.journal.publisher import Counters, Publisher
+from events.journal.reader import Reader
+from events.journal.spool import BYTES_MAX, Letter, Spool
+from events.journal.stream import StreamRefused, StreamState
+
+APPEND_DEADLINE_S = 2.0
+APPEND_MAX = 1000  # decisions in one atomic batch: the server's own limit
+CLOSE_DEADLINE_S = 0.5
+CHECK_RETRY_S = 0.2
+
+log = structlog.get_logger(__name__)
+
+
+class NatsJournal:
+    """One process instance's handle on the stream FLEET. Made by `connect`."""
+
+    def __init__(
+        self, connection: Connection, source: str, spool: Spool | None, replicas: int | None
+    ) -> None:
+        self.source = source
+        self.counters = Counters()
+        self.state: StreamState | None = None  # as it was when we connected
+        self.refused: StreamRefused | None = None  # why this stream cannot be trusted
+        self._connection = connection
+        self._replicas = replicas
+        self._number = 0
+        self._publisher = Publisher(connection, self.counters, spool, self._renumber)
+        self._answers: dict[int, asyncio.Future[Ack]] = {}
+        self._inbox = connection.client.new_inbox()
+        self._asked = 0
+        self._tasks: list[asyncio.Task[None]] = []
+
+    @classmethod
+    async def connect(
+        cls,
+        url: str,
+        source: str,
+        spool_dir: Path | None = None,
+        *,
+        wait_s: float = CONNECT_TIMEOUT_S,
+        replicas: int | None = None,
+        spool_bytes_max: int = BYTES_MAX,
+    ) -> "NatsJournal":
+        """Return a journal that says facts as `source` ("<role>:<name>"; the life's own id is added).
+
+        If the broker is away for longer than `wait_s` it goes on trying: facts are spooled under `spool_dir`
+        meanwhile (None: kept in memory only). Raise StreamRefused if the stream cannot be trusted.
+        """
+        life = codec.new_id()
+        connection = await Connection.open(url, source, wait_s=wait_s)
+        spool = Spool(spool_dir, life, bytes_max=spool_bytes_max) if spool_dir is not None else None
+        journal = cls(connection, source if source.count(":") >= 2 else f"{source}:{life}", spool, replicas)
+        try:
+            await journal._start()
+        except BaseException:
+            await journal.close()
+            raise
+        return journal
+
+    async def _start(self) -> None:
+        await self._connection.subscribe_raw(f"{self._inbox}.*", self._answered)
+        if self._connection.connected:
+            with contextlib.suppress(JournalUnavailable):
+                self.state = await stream.ensure(self._connection, self._replicas)
+        await self._publisher.start()
+        self._tasks.append(asyncio.create_task(self._publish(), name="journal-publish"))
+
+    async def _publish(self) -> None:
+        """Send what is said, once the stream has been found to be as it must be."""
+        while self.state is None:
+            await self._connection.up.wait()
+            try:
+                self.state = await stream.ensure(self._connection, self._replicas)
+            except StreamRefused as error:
+                self.refused = error
+                log.error("stream_refused", why=str(error))
+                await asyncio.sleep(CHECK_RETRY_S * 10)
+            except JournalUnavailable as error:
+                log.debug("stream_unavailable", why=str(error))
+                await asyncio.sleep(CHECK_RETRY_S)
+        self.refused = None
+        await self._publisher.run()
+
+    # --- saying -----------------------------------------------------------------------------------------------------
+
+    @property
+    def connected(self) -> bool:
+        """Whether the broker can be talked to right now."""
+        return self._connection.connected
+
+    @property
+    def spool_depth(self) -> int:
+        """How many facts the broker has not acknowledged."""
+        return self._publisher.depth
+
+    @property
+    def spool_bytes(self) -> int:
+        """About how many bytes they take."""
+        return self._publisher.bytes_open
+
+    def observe(self, fact: Observation, *, correlation: str = "", causation: str = "") -> str:
+        letter = self._letter(fact, correlation, causation)
+        self._publisher.add(letter)
+        return letter.headers["ce-id"]
+
+    def _letter(self, fact: Observation, correlation: str, causation: str) -> Letter:
+        self._number += 1
+        headers = codec.encode_headers(
+            fact,
+            id=codec.new_id(),
+            source=self.source,
+            source_number=self._number,
+            said_at=datetime.now(UTC),
+            correlation=correlation,
+            causation=causation,
+        )
+        return Letter(self._number, subjects.subject(fact), headers, codec.encode_body(fact))
+
+    def _renumber(self, letter: Letter) -> Letter:
+        """Return the same fact as a new one of our own, under our next number."""
+        self._number += 1
+        id = codec.new_id()
+        fresh = {"ce-id": id, "Nats-Msg-Id": id, "ce-source": self.source, "source-number": str(self._number)}
+        return Letter(self._number, letter.subject, {**letter.headers, **fresh}, letter.body)
+
+    async def flush(self, deadline_s: float) -> bool:
+        return await self._publisher.flush(deadline_s)
+
+    # --- deciding ---------------------------------------------------------------------------------------------------
+
+    async def append(self, decisions: Sequence[Decision], *, through: int, after: int) -> int:
+        if not 0 < len(decisions) <= APPEND_MAX:
+            raise ValueError(
+                f"{len(decisions)} decisions in one append; 1 to {APPEND_MAX} fit one atomic batch"
+            )
+        if not self._connection.connected:
+            raise JournalUnavailable
+        self.counters.appends += 1
+        try:
+            ack = await self._write(decisions, through, after)
+        except JournalUnavailable:
+            self.counters.appends_unknown += 1
+            raise
+        if ack.code in broker.WRONG_LAST_SEQUENCE:
+            self.counters.appends_fenced += 1
+            raise Fenced(f"{ack.error}: the last decision is not at {after}. {Fenced.__doc__}")
+        if ack.error:
+            self.counters.appends_unknown += 1
+            raise JournalUnavailable(f"the journal refused to append: {ack.error}")
+        return ack.seq
+
+    async def _write(self, decisions: Sequence[Decision], through: int, after: int) -> Ack:
+        self._asked += 1
+        token = self._asked
+        future: asyncio.Future[Ack] = asyncio.get_running_loop().create_future()
+        self._answers[token] = future
+        batch = codec.new_id() if len(decisions) > 1 else ""
+        try:
+            async with asyncio.timeout(APPEND_DEADLINE_S):
+                for place, decision in enumerate(decisions, 1):
+                    headers = self._decision_headers(decision, through)
+                    if place == 1:
+                        headers["Nats-Expected-Last-Subject-Sequence"] = str(after)
+                        headers["Nats-Expected-Last-Subject-Sequence-Subject"] = subjects.DECIDED_ALL
+                    last = place == len(decisions)
+                    if batch:
+                        headers |= {"Nats-Batch-Id": batch, "Nats-Batch-Sequence": str(place)}
+                        headers |= {"Nats-Batch-Commit": "1"} if last else {}
+                    reply = f"{self._inbox}.{token}" if last else ""
+                    body = codec.encode_body(decision)
+                    await self._connection.client.publish(subjects.subject(decision), body, reply, headers)
+                return await future
+        except MaxPayloadError as error:
+            raise JournalUnavailable(f"a decision is larger than the broker takes: {error!r}") from error
+        except DISCONNECTED as error:
+            raise JournalUnavailable(f"{error!r}: {JournalUnavailable.__doc__}") from error
+        finally:
+            self._answers.pop(token, None)
+
+    def _decision_headers(self, decision: Decision, through: int) -> dict[str, str]:
+        return codec.encode_headers(
+            decision,
+            id=codec.new_id(),
+            source=self.source,
+            source_number=0,  # decisions are numbered by the fleet, not by their source
+            said_at=decision.decided_at,
+            through=through,
+            correlation=decision.incident,
+            causation=decision.cause,
+        )
+
+    def _answered(self, subject: bytes, reply: bytes, data: bytes, headers: bytes | None) -> None:
+        future = self._answers.get(int(subject[subject.rindex(b".") + 1 :]))
+        if future is not None and not future.done():
+            future.set_result(broker.decode_ack(data) if data else broker.NOBODY)
+
+    # --- reading ----------------------------------------------------------------------------------------------------
+
+    def read(self, after: int, *, until: int | None = None) -> AsyncIterator[Sequence[Recorded]]:
+        created = self.state.created if self.state is not None else None
+        return Reader(self._connection, self.counters, created, after).read(until)
+
+    async def last_seq(self) -> int:
+        return (await self.stream_state()).last_seq
+
+    async def stream_state(self) -> StreamState:
+        """Return what the stream holds now. Raise JournalUnavailable."""
+        try:
+            return await stream.state(self._connection)
+        except broker.Refused as error:
+            raise JournalUnavailable(str(error)) from error
+
+    async def close(self) -> None:
+        if self._tasks:
+            await self.flush(CLOSE_DEADLINE_S)
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        self._publisher.close()
+        await self._connection.close()

@@ -1,0 +1,248 @@
+"""How the stream is read: every event once, in order, for ever, as fast as it can be decoded.
+
+One ephemeral pull consumer without acknowledgements or filter, asked again before its last request is used up. It
+can go silent (a restarted broker has forgotten it, a route was lost), so the broker sends idle heartbeats and
+whoever hears nothing makes a new one, from the last event read *inclusive*: if the broker now holds another event
+there, it lost what it had acknowledged, or is another stream, and going on would fold two histories into one.
+"""
+
+import asyncio
+import itertools
+from base64 import b64decode
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass, field
+from datetime import UTC, datetime, timedelta
+
+import msgspec
+import structlog
+
+from events import codec, subjects
+from events.connection import DISCONNECTED, Connection, Interest
+from events.errors import HoldfastError
+from events.fact import Recorded
+from events.journal import stream
+from events.journal.broker import API, MESSAGE_NOT_FOUND, Refused, ask, delivered, parse_headers
+from events.journal.port import JournalChanged, JournalUnavailable
+from events.journal.publisher import Counters
+
+REQUEST = 2000  # events asked for at a time
+LOW = REQUEST // 2  # ask again when so few are still to come
+BATCH_MAX = 1000  # events handed out at a time
+HEARTBEAT_S = 1.0
+SILENCE_S = 2.5
+EXPIRES_S = 60.0
+FORGOTTEN_AFTER_S = 30.0  # the broker drops a consumer that nobody asks
+RETRY_S = 0.1
+
+UNANSWERED: tuple[type[Exception], ...] = (JournalUnavailable, Refused, *DISCONNECTED)
+_EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
+_names = itertools.count(1)
+
+log = structlog.get_logger(__name__)
+
+
+@dataclass
+class _Inbox:
+    """What has arrived and not been decoded. `stale` asks for a new consumer."""
+
+    waiting: list[tuple[str, bytes, bytes | None]] = field(default_factory=list)
+    flag: asyncio.Event = field(default_factory=asyncio.Event)
+    heard_at: float = 0.0
+    outstanding: int = 0  # events asked for and not arrived
+    stale: str = ""
+
+    def take(self, subject: bytes, reply: bytes, data: bytes, headers: bytes | None) -> None:
+        """Called in the read loop."""
+        self.heard_at = asyncio.get_running_loop().time()
+        if reply.startswith(b"$JS.ACK"):
+            self.waiting.append((reply.decode(), data, headers))
+            self.outstanding -= 1
+        else:
+            status = parse_headers(headers)
+            if status.get("Status") in ("404", "408"):  # that request has ended; so many are not coming
+                self.outstanding -= int(status.get("Nats-Pending-Messages", REQUEST))
+            elif status.get("Status") != "100":
+                self.stale = f"{status.get('Status')} {status.get('Description', '')}"
+        self.flag.set()
+
+
+class Reader:
+    """One reading of the stream, from one position on."""
+
+    def __init__(self, connection: Connection, counters: Counters, created: str | None, after: int) -> None:
+        self._connection = connection
+        self._counters = counters
+        self._created = created
+        self._after = after
+        self._last_id = ""  # of the event at `after`, once we have read it ourselves
+        self._inbox = _Inbox()
+        self._interest: Interest | None = None
+        self._address = ""
+        self._consumer = ""
+
+    async def read(self, until: int | None) -> AsyncIterator[Sequence[Recorded]]:
+        """Yield batches until `until` has been yielded."""
+        self._connection.listen(self._connection_changed)
+        try:
+            while until is None or self._after < until:
+                await self._renew()
+                while not self._inbox.stale:
+                    await self._top_up()
+                    batch = self._decode(until)
+                    if batch:
+                        yield batch
+                        if until is not None and self._after >= until:
+                            return
+                    else:
+                        await self._wait()
+                log.info("reader_resumes", after=self._after, why=self._inbox.stale)
+                self._counters.reads_resumed += 1
+        finally:
+            self._connection.unlisten(self._connection_changed)
+            await self._leave()
+
+    # --- the consumer -------------------------------------------------------------------------------------------------
+
+    async def _renew(self) -> None:
+        """Make a consumer that goes on where we are, however long it takes. Raise JournalChanged."""
+        while True:
+            try:
+                await self._leave()
+                await self._check()
+                await self._create()
+                return
+            except UNANSWERED as error:
+                log.debug("reader_waits", after=self._after, why=str(error))
+                await asyncio.sleep(RETRY_S)
+
+    async def _check(self) -> None:
+        found = await stream.state(self._connection)
+        if self._created is None:
+            self._created = found.created
+        if found.created != self._created:
+            raise JournalChanged(f"the stream was made anew at {found.created}. {JournalChanged.__doc__}")
+        if found.last_seq < self._after:
+            raise JournalChanged(
+                f"the stream ends at {found.last_seq}, but {self._after} has been read. {JournalChanged.__doc__}"
+            )
+        if found.first_seq > self._after + 1:
+            raise JournalChanged(
+                f"the stream begins at {found.first_seq}: what follows {self._after} is gone. "
+                "Begin with a snapshot that is further on."
+            )
+        if self._last_id:
+            await self._check_last()
+
+    async def _check_last(self) -> None:
+        try:
+            answer = await ask(self._connection, f"STREAM.MSG.GET.{subjects.STREAM}", {"seq": self._after})
+        except Refused as error:
+            if error.code == MESSAGE_NOT_FOUND:
+                return  # removed by the operator's retention after we had read it
+            raise
+        found = parse_headers(b64decode(answer["message"].get("hdrs", ""))).get("ce-id", "")
+        if found != self._last_id:
+            raise JournalChanged(
+                f"event {self._after} was {self._last_id} and is now {found or 'another'}: the broker has lost "
+                f"events that it had acknowledged. {JournalChanged.__doc__}"
+            )
+
+    async def _create(self) -> None:
+        self._inbox = _Inbox(heard_at=asyncio.get_running_loop().time())
+        name = f"r{next(_names)}-{codec.new_id()[-12:]}"
+        config = {
+            "name": name,
+            "deliver_policy": "by_start_sequence",
+            "opt_start_seq": self._after + 1,
+            "ack_policy": "none",
+            "replay_policy": "instant",
+            "mem_storage": True,
+            "num_replicas": 1,
+            "max_waiting": 16,
+            "inactive_threshold": int(FORGOTTEN_AFTER_S * 1e9),
+        }
+        self._address = self._connection.client.new_inbox()
+        self._interest = await self._connection.subscribe_raw(self._address, self._inbox.take)
+        body = {"stream_name": subjects.STREAM, "config": config, "action": "create"}
+        await ask(self._connection, f"CONSUMER.CREATE.{subjects.STREAM}.{name}", body)
+        self._consumer = name
+        await self._request()
+
+    async def _request(self) -> None:
+        body = {
+            "batch": REQUEST,
+            "expires": int(EXPIRES_S * 1e9),
+            "idle_heartbeat": int(HEARTBEAT_S * 1e9),
+        }
+        self._inbox.outstanding += REQUEST
+        await self._connection.client.publish(
+            f"{API}.CONSUMER.MSG.NEXT.{subjects.STREAM}.{self._consumer}",
+            msgspec.json.encode(body),
+            self._address,
+        )
+
+    async def _leave(self) -> None:
+        """Drop the present consumer, as far as the broker can be told."""
+        interest, self._interest = self._interest, None
+        consumer, self._consumer = self._consumer, ""
+        if interest is not None:
+            await interest.cancel()
+        if consumer and self._connection.connected:
+            try:
+                subject = f"{API}.CONSUMER.DELETE.{subjects.STREAM}.{consumer}"
+                await self._connection.client.publish(subject, b"")
+            except DISCONNECTED:
+                log.debug("consumer_left_behind", consumer=consumer)  # the broker forgets it by itself
+
+    def _connection_changed(self, connected: bool) -> None:
+        self._inbox.stale = "reconnected" if connected else "disconnected"
+        self._inbox.flag.set()
+
+    # --- what arrives -------------------------------------------------------------------------------------------------
+
+    async def _wait(self) -> None:
+        """Wait for something to arrive; give the consumer up when it is silent."""
+        inbox = self._inbox
+        if inbox.waiting:
+            return
+        inbox.flag.clear()
+        try:
+            await asyncio.wait_for(inbox.flag.wait(), SILENCE_S)
+        except TimeoutError:
+            if asyncio.get_running_loop().time() - inbox.heard_at > SILENCE_S:
+                inbox.stale = inbox.stale or "silent"
+
+    async def _top_up(self) -> None:
+        """Ask for more before the last request is used up, but not faster than we read."""
+        inbox = self._inbox
+        if inbox.outstanding > LOW or len(inbox.waiting) > REQUEST:
+            return
+        try:
+            await self._request()
+        except DISCONNECTED as error:
+            inbox.stale = inbox.stale or repr(error)
+
+    def _decode(self, until: int | None) -> list[Recorded]:
+        """Return what has arrived, checked for gaps. Raise UnknownKind or BadEvent."""
+        inbox = self._inbox
+        taken, inbox.waiting = inbox.waiting[:BATCH_MAX], inbox.waiting[BATCH_MAX:]
+        events: list[Recorded] = []
+        for place, (reply, body, raw) in enumerate(taken):
+            seq, nanoseconds = delivered(reply)
+            if seq != self._after + 1:
+                inbox.waiting.clear()
+                inbox.stale = inbox.stale or f"gap: {seq} follows {self._after}"
+                break
+            if until is not None and seq > until:
+                break
+            at = _EPOCH + timedelta(microseconds=nanoseconds // 1000)
+            try:
+                event = codec.decode(seq, at, parse_headers(raw), body)
+            except HoldfastError:
+                if not events:
+                    raise
+                inbox.waiting = taken[place:] + inbox.waiting  # what came before it is handed out first
+                break
+            events.append(event)
+            self._after, self._last_id = seq, event.id
+        return events

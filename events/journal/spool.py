@@ -1,0 +1,261 @@
+"""Facts that the broker has not acknowledged yet, in a local file, so that a killed process loses none.
+
+Write-ahead: a fact is written here when it is said and marked when it is acknowledged, whether the broker is
+there or not. So the file of a process that was killed holds exactly what it had not got through (and at most a few
+facts more, which the ids make recognisable), and the next process on the same directory sends it first.
+
+    record = kind (1 byte) · length (4) · CRC-32 of the body (4) · CRC-32 of these nine bytes (4) · body
+
+The header has a CRC of its own because a flipped bit in a length would otherwise look like a torn tail, and
+hide all that follows it. A torn tail is what a crash leaves and is no damage; anything else that does not add up is
+counted, the readable rest is kept, and the file is put aside for a person to look at.
+
+fsync: none per fact (a killed process loses nothing, the kernel has it); `sync` is called once a second while the
+broker is away, so that a power cut costs at most the last second of facts that no broker had taken.
+"""
+
+import fcntl
+import os
+import struct
+import zlib
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import msgspec
+import structlog
+
+BYTES_MAX = 64 * 1024 * 1024  # of one process; about 100,000 facts
+SEGMENT_BYTES = 2 * 1024 * 1024  # a longer file is followed by another, and removed when all of it is marked
+RECORD_BYTES_MAX = 8 * 1024 * 1024
+SUFFIX = ".spool"  # <life>.<number of the segment>.spool
+
+FACT, ACKED = 1, 2
+_HEAD = struct.Struct("<BII")
+_CRC = struct.Struct("<I")
+_NUMBER = struct.Struct("<Q")
+_HEADER_BYTES = _HEAD.size + _CRC.size
+
+log = structlog.get_logger(__name__)
+
+
+class Letter(msgspec.Struct, array_like=True):
+    """One fact as it will be published: what stands in the spool is what goes over the wire."""
+
+    number: int  # of its source
+    subject: str
+    headers: dict[str, str]
+    body: bytes
+
+
+_encode = msgspec.msgpack.Encoder().encode
+_decode = msgspec.msgpack.Decoder(Letter).decode
+
+
+@dataclass
+class Left:
+    """What a spool file holds."""
+
+    letters: list[Letter] = field(default_factory=list)
+    acked: int = 0  # everything up to this number
+    damaged: int = 0  # places that did not add up
+    torn: bool = False  # the last record was cut off: the process died while writing it
+
+
+def scan(data: bytes) -> Iterator[tuple[int, bytes] | None]:
+    """Yield (kind, body) of each record; None for each damaged stretch. Raise EOFError at a torn tail."""
+    offset = 0
+    while offset < len(data):
+        header = data[offset : offset + _HEADER_BYTES]
+        if len(header) < _HEADER_BYTES:
+            raise EOFError
+        if not _header_holds(header):
+            yield None
+            offset = _next_header(data, offset + 1)
+            continue
+        kind, length, crc = _HEAD.unpack_from(header)
+        body = data[offset + _HEADER_BYTES : offset + _HEADER_BYTES + length]
+        if len(body) < length:
+            raise EOFError
+        yield (kind, body) if zlib.crc32(body) == crc else None
+        offset += _HEADER_BYTES + length
+
+
+def _header_holds(header: bytes) -> bool:
+    (crc,) = _CRC.unpack_from(header, _HEAD.size)
+    return bool(zlib.crc32(header[: _HEAD.size]) == crc)
+
+
+def _next_header(data: bytes, offset: int) -> int:
+    """Return where the next whole header begins, or the end."""
+    while offset + _HEADER_BYTES <= len(data):
+        if data[offset] in (FACT, ACKED) and _header_holds(data[offset : offset + _HEADER_BYTES]):
+            return offset
+        offset += 1
+    return len(data)
+
+
+def read(data: bytes) -> Left:
+    """Return what a spool file's bytes say, whatever has happened to them."""
+    left = Left()
+    try:
+        for record in scan(data):
+            if record is None:
+                left.damaged += 1
+            elif record[0] == ACKED:
+                left.acked = max(left.acked, _NUMBER.unpack(record[1])[0])
+            else:
+                left.letters.append(_decode(record[1]))
+    except EOFError:
+        left.torn = True
+    except (msgspec.MsgspecError, struct.error):
+        left.damaged += 1
+    return left
+
+
+@dataclass
+class _Segment:
+    path: Path
+    file: int
+    bytes: int = 0
+    last: int = 0  # number of its last fact
+
+
+class Spool:
+    """This process's files, and the ones that earlier processes left in the same directory.
+
+    Acknowledgements come in order, so one number marks all up to it.
+    """
+
+    def __init__(self, directory: Path, life: str, *, bytes_max: int = BYTES_MAX) -> None:
+        directory.mkdir(parents=True, exist_ok=True)
+        self.directory = directory
+        self.life = life
+        self.bytes_max = bytes_max
+        self.damaged = 0  # places in earlier files that could not be read
+        self.failures = 0  # writes that the file system refused
+        self._count = 0
+        self._segments: deque[_Segment] = deque()
+        self._earlier: list[tuple[Path, int]] = []
+        self._unsynced = False
+        self._grow()
+
+    def _grow(self) -> None:
+        path = self.directory / f"{self.life}.{self._count:08d}{SUFFIX}"
+        self._count += 1
+        file = _locked(path)
+        assert file is not None, "the name of a life is used once"
+        self._segments.append(_Segment(path, file))
+
+    def take_over(self) -> list[Letter]:
+        """Return what killed processes left here, oldest first. Their files go with `forget_earlier`."""
+        lives: dict[str, list[Path]] = {}
+        for path in sorted(self.directory.glob(f"*{SUFFIX}")):
+            life = path.name.split(".")[0]
+            if life != self.life:
+                lives.setdefault(life, []).append(path)
+        return [letter for paths in lives.values() for letter in self._inherit(paths)]
+
+    def _inherit(self, paths: list[Path]) -> list[Letter]:
+        letters: list[Letter] = []
+        acked = 0
+        for path in paths:
+            file = _locked(path)
+            if file is None:
+                continue  # its process lives
+            left = read(path.read_bytes())
+            self._say(path, left)
+            letters += left.letters
+            acked = max(acked, left.acked)
+            self._earlier.append((path, file))
+        return [letter for letter in letters if letter.number > acked]
+
+    def _say(self, path: Path, left: Left) -> None:
+        if left.damaged:
+            self.damaged += left.damaged
+            aside = path.with_suffix(".damaged")
+            aside.write_bytes(path.read_bytes())
+            log.error("spool_damaged", file=str(aside), places=left.damaged, readable=len(left.letters))
+        if left.letters:
+            log.info("spool_taken_over", file=path.name, facts=len(left.letters), torn=left.torn)
+
+    def forget_earlier(self) -> None:
+        """Remove the earlier processes' files: all that they held has been acknowledged."""
+        for path, file in self._earlier:
+            path.unlink(missing_ok=True)
+            os.close(file)
+        self._earlier.clear()
+
+    def put(self, letter: Letter) -> bool:
+        """Write one fact down. False: it does not fit, or the file system refused it."""
+        body = _encode(letter)
+        held = sum(segment.bytes for segment in self._segments)
+        if held + len(body) > self.bytes_max or len(body) > RECORD_BYTES_MAX:
+            return False
+        if self._segments[-1].bytes > SEGMENT_BYTES:
+            self._grow()
+        if not self._write(FACT, body):
+            return False
+        self._segments[-1].last = letter.number
+        return True
+
+    def mark(self, number: int, *, empty: bool) -> None:
+        """Note that everything up to `number` is acknowledged; `empty`: nothing at all waits."""
+        while len(self._segments) > 1 and self._segments[0].last <= number:
+            self._drop(self._segments.popleft())
+        if empty and self._segments[-1].bytes > SEGMENT_BYTES // 2:
+            os.ftruncate(self._segments[-1].file, 0)
+            self._segments[-1].bytes = 0
+        else:
+            self._write(ACKED, _NUMBER.pack(number))
+
+    def sync(self) -> None:
+        """Bring what was written to the disk."""
+        if self._unsynced and self._segments:
+            self._unsynced = False
+            os.fdatasync(self._segments[-1].file)
+
+    def close(self, *, empty: bool) -> None:
+        """Let go of the files; `empty`: remove ours, for nothing in them waits."""
+        for segment in self._segments:
+            if empty:
+                self._drop(segment)
+            else:
+                os.close(segment.file)
+        self._segments.clear()
+        for _, file in self._earlier:
+            os.close(file)
+        self._earlier.clear()
+
+    def _drop(self, segment: _Segment) -> None:
+        segment.path.unlink(missing_ok=True)
+        os.close(segment.file)
+
+    def _write(self, kind: int, body: bytes) -> bool:
+        segment = self._segments[-1]
+        head = _HEAD.pack(kind, len(body), zlib.crc32(body))
+        record = b"".join((head, _CRC.pack(zlib.crc32(head)), body))
+        try:
+            written = os.write(segment.file, record)
+            if written < len(record):  # a full disk: take the piece back, lest it hide what follows
+                os.ftruncate(segment.file, segment.bytes)
+                raise OSError("short write")
+        except OSError as error:
+            self.failures += 1
+            log.error("spool_write_failed", file=str(segment.path), error=str(error))
+            return False
+        segment.bytes += len(record)
+        self._unsynced = True
+        return True
+
+
+def _locked(path: Path) -> int | None:
+    """Open a spool file for this process alone; None if another one has it."""
+    file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(file)
+        return None
+    return file

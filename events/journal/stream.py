@@ -1,0 +1,148 @@
+"""The stream FLEET: what it must be like for the journal to be trusted, and making it so.
+
+A server drops configuration fields that it does not know without a word, and an operator may have made the stream
+by hand; so it is read back and compared, and what differs in a way that matters is refused with the reason.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import structlog
+
+from events import subjects
+from events.connection import Connection
+from events.errors import HoldfastError
+from events.journal.broker import STREAM_EXISTS, STREAM_NOT_FOUND, Refused, ask
+
+DUPLICATE_WINDOW_S = 120  # a convenience; folds recognise repetitions by number
+REPLICAS = 3  # where there are enough nodes
+
+log = structlog.get_logger(__name__)
+
+
+class StreamRefused(HoldfastError):
+    """The stream on the broker is not one that the journal can trust."""
+
+
+@dataclass(frozen=True, slots=True)
+class StreamState:
+    """What a stream holds. `created` tells it from another of the same name."""
+
+    created: str
+    first_seq: int
+    last_seq: int
+    replicas: int
+    bytes: int
+    bytes_max: int  # -1: no limit but the disk
+
+
+def wanted(replicas: int) -> dict[str, Any]:
+    """Return the configuration that the stream is created with."""
+    return {
+        "name": subjects.STREAM,
+        "subjects": list(subjects.STREAM_SUBJECTS),
+        "retention": "limits",
+        "storage": "file",
+        "discard": "new",  # a full journal refuses; it never forgets
+        "max_consumers": -1,
+        "max_msgs": -1,
+        "max_bytes": -1,
+        "max_age": 0,
+        "max_msgs_per_subject": -1,
+        "max_msg_size": -1,
+        "num_replicas": replicas,
+        "duplicate_window": DUPLICATE_WINDOW_S * 1_000_000_000,
+        "deny_delete": True,
+        "deny_purge": True,
+        "allow_rollup_hdrs": False,
+        "allow_atomic": True,
+        "allow_direct": True,
+    }
+
+
+def differences(config: dict[str, Any], replicas: int) -> list[str]:
+    """Return in words what of a stream's configuration breaks a promise of the journal.
+
+    Limits (age, bytes) are the operator's choice and not compared: whoever reads notices what is gone.
+    """
+    must = {
+        name: value
+        for name, value in wanted(replicas).items()
+        if name
+        in (
+            "retention",
+            "storage",
+            "discard",
+            "deny_delete",
+            "deny_purge",
+            "allow_atomic",
+            "max_msgs_per_subject",
+        )
+    }
+    found = [
+        f"{name} is {config.get(name)!r}, not {value!r}"
+        for name, value in must.items()
+        if config.get(name, False) != value
+    ]
+    if sorted(config.get("subjects") or []) != sorted(subjects.STREAM_SUBJECTS):
+        found.append(f"its subjects are {config.get('subjects')}, not {list(subjects.STREAM_SUBJECTS)}")
+    if config.get("num_replicas", 1) < replicas:
+        found.append(f"it has {config.get('num_replicas', 1)} replicas, not {replicas}")
+    forbidden = ("no_ack", "sealed", "allow_rollup_hdrs", "mirror", "sources", "subject_transform")
+    found += [f"{name} is set" for name in forbidden if config.get(name)]
+    if config.get("persist_mode") == "async":
+        found.append("persist_mode is async: it acknowledges what is not on the disk")
+    return found
+
+
+def nodes(connection: Connection) -> int:
+    """Return how many servers the broker's cluster has, as it announces them."""
+    info = connection.client._server_info
+    return max(1, len(info.get("connect_urls") or [])) if info.get("cluster") else 1
+
+
+async def ensure(connection: Connection, replicas: int | None = None) -> StreamState:
+    """Create the stream if there is none, read it back and return its state. Raise StreamRefused."""
+    replicas = replicas or (REPLICAS if nodes(connection) >= REPLICAS else 1)
+    try:
+        answer = await ask(connection, f"STREAM.INFO.{subjects.STREAM}")
+    except Refused as error:
+        if error.code != STREAM_NOT_FOUND:
+            raise StreamRefused(f"the stream {subjects.STREAM} cannot be read: {error}") from error
+        answer = await _create(connection, replicas)
+    faults = differences(answer["config"], replicas)
+    if faults:
+        version = connection.client._server_info.get("version", "unknown")
+        raise StreamRefused(
+            f"the stream {subjects.STREAM} at {connection.url} cannot be trusted: {'; '.join(faults)}. "
+            f"Holdfast needs nats-server 2.12 or newer (this is {version}) and a stream made by itself."
+        )
+    return _state(answer)
+
+
+async def _create(connection: Connection, replicas: int) -> dict[str, Any]:
+    try:
+        answer = await ask(connection, f"STREAM.CREATE.{subjects.STREAM}", wanted(replicas), 10.0)
+        log.info("stream_created", stream=subjects.STREAM, replicas=replicas)
+        return answer
+    except Refused as error:
+        if error.code != STREAM_EXISTS:  # another process was faster, with another number of replicas
+            raise StreamRefused(f"the stream {subjects.STREAM} cannot be created: {error}") from error
+        return await ask(connection, f"STREAM.INFO.{subjects.STREAM}")
+
+
+async def state(connection: Connection) -> StreamState:
+    """Return what the stream holds now. Raise JournalUnavailable or Refused."""
+    return _state(await ask(connection, f"STREAM.INFO.{subjects.STREAM}"))
+
+
+def _state(answer: dict[str, Any]) -> StreamState:
+    config, state = answer["config"], answer["state"]
+    return StreamState(
+        created=answer["created"],
+        first_seq=state["first_seq"],
+        last_seq=state["last_seq"],
+        replicas=config.get("num_replicas", 1),
+        bytes=state["bytes"],
+        bytes_max=config.get("max_bytes", -1),
+    )
