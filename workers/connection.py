@@ -7,6 +7,7 @@ gathered is bounded in bytes and in time; past either bound the connection is cu
 
 import asyncio
 import socket
+from dataclasses import dataclass
 from typing import Protocol, cast
 
 import msgspec
@@ -15,10 +16,6 @@ import structlog
 from events import wire
 from events.wire import Cancel, Chunk, Generate, Hello, Step, ToFrontend
 
-BUFFER_BYTES_HIGH = 256 * 1024  # unsent bytes beyond which steps gather
-BUFFER_BYTES_LOW = 64 * 1024
-BACKLOG_BYTES_MAX = 8 * 1024 * 1024  # gathered, estimated from above; one frame, so below FRAME_BYTES_MAX
-STALLED_S_MAX = 10.0  # how long a frontend may not read at all
 TOKEN_BYTES = 5  # at most, in msgpack
 LOGPROB_BYTES = 16
 CHUNK_BYTES = 32
@@ -27,10 +24,22 @@ USER_TIMEOUT_MS = 10_000  # unacknowledged bytes for that long: the frontend's h
 log = structlog.get_logger(__name__)
 
 
+@dataclass(frozen=True, slots=True)
+class Patience:
+    """How long, and for how much, a frontend that does not read is borne with."""
+
+    buffer_bytes: int = 256 * 1024  # unsent bytes beyond which steps gather
+    backlog_bytes_max: int = (
+        8 * 1024 * 1024
+    )  # gathered, estimated from above; one frame, so below FRAME_BYTES_MAX
+    stalled_s_max: float = 10.0  # without reading anything
+
+
 class Plane(Protocol):
     """What a connection tells its server."""
 
     blackholed: bool
+    patience: Patience
 
     def opened(self, connection: "Connection") -> None: ...
     def greeted(self, connection: "Connection", hello: Hello) -> None: ...
@@ -60,7 +69,7 @@ class Connection(asyncio.Protocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)
-        self._transport.set_write_buffer_limits(high=BUFFER_BYTES_HIGH, low=BUFFER_BYTES_LOW)
+        self._transport.set_write_buffer_limits(high=self._plane.patience.buffer_bytes)
         _tune(transport.get_extra_info("socket"))
         self.opened_at = asyncio.get_running_loop().time()
         self._plane.opened(self)
@@ -134,9 +143,10 @@ class Connection(asyncio.Protocol):
             earlier = backlog.get(chunk.stream)
             if earlier is None:
                 backlog[chunk.stream] = chunk
+                self._backlog_bytes += CHUNK_BYTES
             else:
                 _join(earlier, chunk)
-        if self._backlog_bytes > BACKLOG_BYTES_MAX:
+        if self._backlog_bytes > self._plane.patience.backlog_bytes_max:
             log.warning("frontend_cut", frontend=self.frontend, reason="backlog", bytes=self._backlog_bytes)
             self.abort()
 
@@ -147,7 +157,7 @@ class Connection(asyncio.Protocol):
 
     def cut_if_stalled(self, now: float) -> None:
         """End a connection whose frontend has not read for too long."""
-        if self._paused_at is not None and now - self._paused_at > STALLED_S_MAX:
+        if self._paused_at is not None and now - self._paused_at > self._plane.patience.stalled_s_max:
             log.warning("frontend_cut", frontend=self.frontend, reason="stalled", streams=len(self.streams))
             self.abort()
 
@@ -175,8 +185,8 @@ def _join(earlier: Chunk, later: Chunk) -> None:
 
 
 def _bytes(chunk: Chunk) -> int:
-    """Return an upper bound of a chunk's bytes on the wire."""
-    size = CHUNK_BYTES + TOKEN_BYTES * len(chunk.tokens)
+    """Return an upper bound of what a chunk says, in bytes on the wire."""
+    size = TOKEN_BYTES * len(chunk.tokens)
     if chunk.logprobs:
         size += sum(LOGPROB_BYTES * (1 + len(logprob.top)) for logprob in chunk.logprobs)
     if chunk.text:

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 import structlog
 
 from events.wire import Beat, Chunk, Generate, Hello, Welcome
-from workers.connection import Connection
+from workers.connection import Connection, Patience
 from workers.counters import Counters
 from workers.engines.engine import Engine
 
@@ -55,10 +55,11 @@ class Server:
     """Serves one engine on one port."""
 
     def __init__(
-        self, *, worker: str, instance: str, engine: Engine, counters: Counters | None = None
+        self, *, worker: str, instance: str, engine: Engine, patience: Patience | None = None
     ) -> None:
         self.worker, self.instance = worker, instance
-        self.counters = counters or Counters()
+        self.counters = Counters()
+        self.patience = patience or Patience()
         self.blackholed = False
         self.refusal: Refusal | None = None
         self.address = ("", 0)

@@ -1,0 +1,236 @@
+"""What every engine must do, whatever it is made of. Subclass `EngineContract` and give it an `engine` fixture.
+
+    class TestMine(EngineContract):
+        @pytest.fixture
+        async def engine(self): ...   # started by `rig`, stopped by it too
+
+The one thing all of this rests on: an answer that was cut anywhere and went on elsewhere, with what was said so far
+replayed, is the undisturbed answer.
+"""
+
+import asyncio
+import itertools
+import math
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+
+from events.wire import Chunk, Generate, Load, Logprob, Sampling
+from workers.engines.engine import Engine
+
+DEADLINE_S = 30.0
+
+
+@dataclass
+class Answer:
+    """What one request was given, and when it was over."""
+
+    chunks: list[Chunk] = field(default_factory=list)
+    over: asyncio.Event = field(default_factory=asyncio.Event)
+
+    @property
+    def tokens(self) -> list[int]:
+        return [token for chunk in self.chunks for token in chunk.tokens]
+
+    @property
+    def logprobs(self) -> list[Logprob]:
+        return [logprob for chunk in self.chunks for logprob in chunk.logprobs or ()]
+
+    @property
+    def finish(self) -> str | None:
+        return self.chunks[-1].finish
+
+    @property
+    def error(self) -> str | None:
+        return self.chunks[-1].error
+
+
+class Rig:
+    """Plays the worker around an engine: keys, deliveries from any thread, one answer per request."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
+        self.answers: dict[int, Answer] = {}
+        self.deliveries = 0
+        self._keys = itertools.count(1)
+        self._loop = asyncio.get_running_loop()
+
+    async def start(self) -> None:
+        async with asyncio.timeout(DEADLINE_S):
+            await self.engine.start(lambda out: self._loop.call_soon_threadsafe(self._take, out))
+
+    def _take(self, out: list[tuple[int, Chunk]]) -> None:
+        self.deliveries += 1
+        for key, chunk in out:
+            answer = self.answers[key]
+            assert not answer.over.is_set(), "an engine goes on after the end of an answer"
+            answer.chunks.append(chunk)
+            if chunk.finish or chunk.error:
+                answer.over.set()
+
+    def submit(
+        self, tokens: list[int], *, prompt: int | None = None, canary: bool = False, **sampling: Any
+    ) -> int:
+        """Hand a request in and return its key."""
+        key = next(self._keys)
+        self.answers[key] = Answer()
+        sampling = {"max_tokens": 16, "ignore_eos": True, **sampling}
+        request = Generate(key, f"r{key}", list(tokens), prompt or len(tokens), Sampling(**sampling), canary)
+        self.engine.submit(key, request)
+        return key
+
+    async def answer(self, key: int) -> Answer:
+        """Wait for the end of an answer."""
+        async with asyncio.timeout(DEADLINE_S):
+            await self.answers[key].over.wait()
+        return self.answers[key]
+
+    async def ask(self, tokens: list[int], **rest: Any) -> Answer:
+        """Hand a request in and wait for the end of its answer."""
+        return await self.answer(self.submit(tokens, **rest))
+
+    async def until(self, condition: Any) -> None:
+        """Wait until a condition holds."""
+        async with asyncio.timeout(DEADLINE_S):
+            while not condition():  # noqa: ASYNC110 (an engine has no flags)
+                await asyncio.sleep(0.002)
+
+
+def prompt(length: int = 40, salt: int = 0) -> list[int]:
+    """Return a prompt that every vocabulary of 2,048 ids knows."""
+    return [300 + (i * 37 + salt * 101 + i * i) % 1500 for i in range(length)]
+
+
+class EngineContract:
+    """The suite. Greedy unless it says otherwise."""
+
+    @pytest.fixture
+    async def engine(self) -> Engine:
+        raise NotImplementedError
+
+    @pytest.fixture
+    async def rig(self, engine: Engine) -> AsyncIterator[Rig]:
+        rig = Rig(engine)
+        await rig.start()
+        yield rig
+        await engine.stop()
+
+    async def test_an_answer_has_the_length_asked_for_and_one_end(self, rig: Rig) -> None:
+        answer = await rig.ask(prompt(), max_tokens=24)
+        assert (len(answer.tokens), answer.finish, answer.error) == (24, "length", None)
+        assert not any(chunk.finish for chunk in answer.chunks[:-1])
+        assert answer.logprobs == []
+
+    @pytest.mark.parametrize("most", [0, 1])
+    async def test_the_shortest_answers(self, rig: Rig, most: int) -> None:
+        answer = await rig.ask(prompt(), max_tokens=most)
+        assert (len(answer.tokens), answer.finish) == (most, "length")
+
+    async def test_the_same_question_has_the_same_answer(self, rig: Rig) -> None:
+        assert (await rig.ask(prompt())).tokens == (await rig.ask(prompt())).tokens
+        assert (await rig.ask(prompt(salt=1))).tokens != (await rig.ask(prompt())).tokens
+
+    async def test_company_in_the_batch_changes_nothing(self, rig: Rig) -> None:
+        alone = [(await rig.ask(prompt(20 + 7 * n, n))).tokens for n in range(6)]
+        keys = [rig.submit(prompt(20 + 7 * n, n)) for n in range(6)]
+        assert [(await rig.answer(key)).tokens for key in keys] == alone
+
+    @pytest.mark.parametrize("cut", [1, 5, 16, 23])
+    async def test_a_cut_answer_goes_on_exactly(self, rig: Rig, cut: int) -> None:
+        whole = (await rig.ask(prompt(33), max_tokens=24)).tokens
+        rest = await rig.ask(prompt(33) + whole[:cut], prompt=33, max_tokens=24 - cut)
+        assert whole[:cut] + rest.tokens == whole
+
+    async def test_a_cut_sampled_answer_goes_on_exactly(self, rig: Rig) -> None:
+        chance = {"temperature": 0.9, "top_p": 0.95, "top_k": 40, "seed": 7}
+        whole = (await rig.ask(prompt(), max_tokens=20, **chance)).tokens
+        rest = await rig.ask(prompt() + whole[:9], prompt=40, max_tokens=11, **chance)
+        assert whole[:9] + rest.tokens == whole
+
+    async def test_another_seed_is_another_answer(self, rig: Rig) -> None:
+        answers = [(await rig.ask(prompt(), temperature=1.5, seed=seed)).tokens for seed in (1, 2, 1)]
+        assert answers[0] != answers[1]
+        assert answers[0] == answers[2]
+
+    async def test_penalties_count_what_was_replayed(self, rig: Rig) -> None:
+        penalties = {"presence_penalty": 1.5, "frequency_penalty": 0.5, "repetition_penalty": 1.3}
+        whole = (await rig.ask(prompt(), max_tokens=40, **penalties)).tokens
+        rest = await rig.ask(prompt() + whole[:17], prompt=40, max_tokens=23, **penalties)
+        assert whole[:17] + rest.tokens == whole
+
+    async def test_a_stop_token_ends_the_answer_and_is_its_last_token(self, rig: Rig) -> None:
+        whole = (await rig.ask(prompt())).tokens
+        stop = whole[5]
+        answer = await rig.ask(prompt(), stop_token_ids=[stop])
+        assert answer.finish == "stop"
+        assert answer.tokens == whole[: whole.index(stop) + 1]
+
+    async def test_min_tokens_keep_the_answer_from_stopping(self, rig: Rig) -> None:
+        whole = (await rig.ask(prompt())).tokens
+        answer = await rig.ask(prompt(), stop_token_ids=[whole[2]], min_tokens=6)
+        assert answer.tokens[:2] == whole[:2]
+        assert whole[2] not in answer.tokens[:6]
+        assert len(answer.tokens) > 6 or answer.finish == "length"
+
+    async def test_logprobs_are_ranked_finite_and_know_the_chosen(self, rig: Rig) -> None:
+        answer = await rig.ask(prompt(), logprobs=5)
+        assert len(answer.logprobs) == len(answer.tokens)
+        for token, logprob in zip(answer.tokens, answer.logprobs, strict=True):
+            values = [value for _, value in logprob.top]
+            assert len(values) == 5
+            assert values == sorted(values, reverse=True)
+            assert all(math.isfinite(value) and value <= 0 for value in values)
+            assert logprob.top[0] == (token, pytest.approx(logprob.chosen, abs=1e-5))
+
+    async def test_logprobs_do_not_change_the_tokens(self, rig: Rig) -> None:
+        assert (await rig.ask(prompt(), logprobs=3)).tokens == (await rig.ask(prompt())).tokens
+
+    async def test_a_canary_bypasses_the_cache_and_gets_the_same_answer(self, rig: Rig) -> None:
+        first = await rig.ask(prompt(96))
+        canary = await rig.ask(prompt(96), canary=True)
+        assert canary.tokens == first.tokens
+        assert not canary.chunks[0].cached_tokens
+
+    async def test_a_cancelled_request_is_gone_at_once(self, rig: Rig) -> None:
+        key = rig.submit(prompt(), max_tokens=1500)
+        await rig.until(lambda: rig.answers[key].tokens)
+        rig.engine.cancel(key)
+        async with asyncio.timeout(1.0):
+            await rig.until(lambda: rig.engine.load().running == 0 and rig.engine.load().kv_used == 0)
+        assert not rig.answers[key].over.is_set()
+
+    async def test_cancelling_what_is_unknown_changes_nothing(self, rig: Rig) -> None:
+        rig.engine.cancel(10_000)
+        assert (await rig.ask(prompt())).finish == "length"
+
+    async def test_an_engine_without_requests_is_idle_and_empty(self, rig: Rig) -> None:
+        await rig.ask(prompt())
+        await rig.until(lambda: rig.engine.phase().name == "idle")
+        total = rig.engine.load().kv_total
+        assert rig.engine.load() == Load(kv_total=total)
+
+    async def test_a_working_engine_says_what_it_does(self, rig: Rig) -> None:
+        key = rig.submit(prompt(), max_tokens=1500)
+        await rig.until(lambda: rig.answers[key].tokens)
+        assert rig.engine.phase().name in ("prefill", "decode")
+        assert rig.engine.load().running == 1
+        rig.engine.cancel(key)
+
+    @pytest.mark.parametrize("bad", ["empty", "over_context", "unknown_token"])
+    async def test_a_bad_request_is_the_clients_mistake(self, rig: Rig, bad: str) -> None:
+        context = rig.engine.identity.context_tokens
+        tokens = {"empty": [], "over_context": [300] * (context + 1), "unknown_token": [300, 1_000_000]}[bad]
+        answer = await rig.ask(tokens, prompt=len(tokens) or 1)
+        assert answer.tokens == []
+        assert (answer.error or "").startswith("invalid_request: ")
+
+    async def test_an_answer_ends_where_the_context_does(self, rig: Rig) -> None:
+        context = rig.engine.identity.context_tokens
+        answer = await rig.ask(prompt(context - 10), max_tokens=50)
+        assert (len(answer.tokens), answer.finish) == (10, "length")
+
+    async def test_a_fault_nobody_knows_is_refused(self, rig: Rig) -> None:
+        assert not rig.engine.chaos("earthquake", 1.0)
+        await rig.engine.check()

@@ -1,0 +1,94 @@
+"""A frontend of few words: says hello, asks, and remembers every frame that comes."""
+
+import asyncio
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+from events import wire
+from events.wire import Beat, Cancel, Chunk, Generate, Hello, Sampling, Step, ToFrontend, Welcome
+
+DEADLINE_S = 20.0
+
+
+class PlainFrontend(asyncio.Protocol):
+    """One connection to a worker."""
+
+    def __init__(self) -> None:
+        self.frames: list[ToFrontend] = []
+        self.heard_at: list[float] = []
+        self.closed = asyncio.Event()
+        self._splitter = wire.Splitter()
+        self._streams = itertools.count(1)
+        self._changed = asyncio.Event()
+        self.transport: Any = None
+
+    @classmethod
+    async def connect(cls, port: int, hello: Hello | None = None) -> "PlainFrontend":
+        loop = asyncio.get_running_loop()
+        _, frontend = await loop.create_connection(cls, "127.0.0.1", port)
+        frontend.say(hello or Hello("test"))
+        return frontend
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self.transport = transport
+
+    def data_received(self, data: bytes) -> None:
+        for body in self._splitter.feed(data):
+            self.frames.append(wire.to_frontend.decode(body))
+            self.heard_at.append(asyncio.get_running_loop().time())
+        self._changed.set()
+
+    def connection_lost(self, error: Exception | None) -> None:
+        self.closed.set()
+        self._changed.set()
+
+    def say(self, frame: wire.ToWorker) -> None:
+        self.transport.write(wire.encode(frame))
+
+    def ask(self, tokens: list[int], *, canary: bool = False, **sampling: Any) -> int:
+        stream = next(self._streams)
+        wanted = Sampling(**{"max_tokens": 16, "ignore_eos": True, **sampling})
+        self.say(Generate(stream, f"r{stream}", tokens, len(tokens), wanted, canary))
+        return stream
+
+    def cancel(self, stream: int) -> None:
+        self.say(Cancel(stream))
+
+    async def until(self, condition: Callable[[], object], deadline_s: float = DEADLINE_S) -> None:
+        """Wait until a condition on what was heard holds."""
+        async with asyncio.timeout(deadline_s):
+            while not condition():
+                self._changed.clear()
+                await self._changed.wait()
+
+    async def lost(self) -> None:
+        """Wait until the connection is closed."""
+        async with asyncio.timeout(DEADLINE_S):
+            await self.closed.wait()
+
+    async def answer(self, stream: int) -> list[int]:
+        """Wait for the end of a stream and return its tokens."""
+        await self.until(lambda: self.end(stream) is not None)
+        return self.tokens(stream)
+
+    def chunks(self, stream: int) -> list[Chunk]:
+        return [c for frame in self.steps for c in frame.chunks if c.stream == stream]
+
+    def tokens(self, stream: int) -> list[int]:
+        return [token for chunk in self.chunks(stream) for token in chunk.tokens]
+
+    def end(self, stream: int) -> Chunk | None:
+        return next((c for c in self.chunks(stream) if c.finish or c.error), None)
+
+    @property
+    def steps(self) -> list[Step]:
+        return [frame for frame in self.frames if isinstance(frame, Step)]
+
+    @property
+    def beats(self) -> list[Beat]:
+        return [frame for frame in self.frames if isinstance(frame, Beat)]
+
+    @property
+    def welcome(self) -> Welcome | None:
+        return next((frame for frame in self.frames if isinstance(frame, Welcome)), None)

@@ -1,0 +1,324 @@
+"""The request plane's server, over real sockets, around the simulated engine."""
+
+import asyncio
+import threading
+from collections.abc import AsyncIterator, Awaitable, Callable
+
+import pytest
+from engine_contract import prompt
+from plain_frontend import PlainFrontend
+
+from events.wire import Chunk, Generate, Hello, Load
+from workers.connection import Patience
+from workers.engines.engine import Deliver, EngineIdentity, Phase
+from workers.engines.simulated.engine import SimulatedEngine
+from workers.engines.simulated.scheduler import Scheduler, Shape
+from workers.engines.simulated.timing import ConstantTiming
+from workers.server import Server
+from workers.shutdown import DRAINING, LEAVING, drain
+
+Dial = Callable[..., Awaitable[PlainFrontend]]
+Eventually = Callable[..., Awaitable[None]]
+Serve = Callable[..., Awaitable[Server]]
+SHAPE = Shape(kv_blocks=65_536)
+
+
+@pytest.fixture
+async def serve() -> AsyncIterator[Serve]:
+    """`await serve(itl_s=0)` starts a server around a simulated engine."""
+    running: list[tuple[Server, SimulatedEngine]] = []
+
+    async def start(patience: Patience | None = None, **timing: float) -> Server:
+        engine = SimulatedEngine(SHAPE, ConstantTiming(**timing))
+        server = Server(worker="w0", instance="i1", engine=engine, patience=patience)
+        await engine.start(server.deliver)
+        await server.start("127.0.0.1", 0)
+        running.append((server, engine))
+        return server
+
+    yield start
+    for server, engine in running:
+        await server.close()
+        await engine.stop()
+
+
+@pytest.fixture
+async def dial() -> AsyncIterator[Dial]:
+    """`await dial(port)` connects a frontend, and lets go of it at the end."""
+    dialled: list[PlainFrontend] = []
+
+    async def connect(port: int, hello: Hello | None = None) -> PlainFrontend:
+        dialled.append(await PlainFrontend.connect(port, hello))
+        return dialled[-1]
+
+    yield connect
+    for frontend in dialled:
+        frontend.transport.abort()
+        await frontend.lost()
+
+
+def undisturbed(tokens: list[int], most: int) -> list[int]:
+    """Return the answer of an engine that nothing happens to."""
+    from test_simulated_engine import generate, run
+
+    scheduler = Scheduler(SHAPE)
+    scheduler.submit(1, generate(tokens, most))
+    return run(scheduler, most + 5)[1]
+
+
+def engine_of(server: Server) -> SimulatedEngine:
+    assert isinstance(server._engine, SimulatedEngine)
+    return server._engine
+
+
+async def test_a_hello_is_welcomed_with_who_this_is(serve: Serve, dial: Dial) -> None:
+    frontend = await dial((await serve()).address[1])
+    await frontend.until(lambda: frontend.welcome and frontend.beats)
+    welcome = frontend.welcome
+    assert welcome is not None
+    assert (welcome.worker, welcome.instance, welcome.model) == ("w0", "i1", "sim")
+
+
+@pytest.mark.parametrize("first", [Hello("test", version=99), Generate(1, "r", [300], 1, None)])  # type: ignore[arg-type]
+async def test_who_does_not_say_a_proper_hello_is_cut_off(serve: Serve, first: Hello, dial: Dial) -> None:
+    frontend = await dial((await serve()).address[1], first)
+    await frontend.lost()
+
+
+@pytest.mark.parametrize("rubbish", [b"\xff\xff\xff\xff", b"\x03\x00\x00\x00abc", b"GET / HTTP/1.1\r\n\r\n"])
+async def test_rubbish_cuts_only_the_connection_it_came_on(serve: Serve, rubbish: bytes, dial: Dial) -> None:
+    server = await serve()
+    good = await dial(server.address[1])
+    bad = await dial(server.address[1])
+    bad.transport.write(rubbish)
+    await bad.lost()
+    assert await good.answer(good.ask(prompt())) == undisturbed(prompt(), 16)
+
+
+async def test_a_step_is_one_frame_with_every_stream_in_it(serve: Serve, dial: Dial) -> None:
+    frontend = await dial((await serve(itl_s=0.002)).address[1])
+    streams = [frontend.ask(prompt(salt=n), max_tokens=50) for n in range(8)]
+    for stream in streams:
+        await frontend.answer(stream)
+    assert max(len(step.chunks) for step in frontend.steps) == 8
+    assert len(frontend.steps) < 100
+
+
+async def test_each_frontend_gets_its_own_streams_only(serve: Serve, dial: Dial) -> None:
+    server = await serve()
+    frontends = [await dial(server.address[1]) for _ in range(3)]
+    asked = [(f, n, f.ask(prompt(salt=n), max_tokens=100)) for n, f in enumerate(frontends)]
+    for frontend, n, stream in asked:
+        assert await frontend.answer(stream) == undisturbed(prompt(salt=n), 100)
+        assert {chunk.stream for step in frontend.steps for chunk in step.chunks} == {stream}
+
+
+async def test_two_hundred_streams_at_once_are_all_exact(serve: Serve, dial: Dial) -> None:
+    frontend = await dial((await serve()).address[1])
+    streams = {frontend.ask(prompt(20 + n % 50, n), max_tokens=40): n for n in range(200)}
+    for stream, n in streams.items():
+        assert await frontend.answer(stream) == undisturbed(prompt(20 + n % 50, n), 40)
+
+
+async def test_a_cancelled_stream_is_gone_within_a_tenth_of_a_second(serve: Serve, dial: Dial) -> None:
+    server = await serve(itl_s=0.005)
+    frontend = await dial(server.address[1])
+    stream = frontend.ask(prompt(), max_tokens=5000)
+    await frontend.until(lambda: frontend.tokens(stream))
+    frontend.cancel(stream)
+    await frontend.until(lambda: server.in_flight == 0 and frontend.beats[-1].load.running == 0, 1.0)
+    assert engine_of(server).load().running == 0
+    assert server.counters.cancelled == 1
+
+
+@pytest.mark.parametrize("how", ["abort", "close"])
+async def test_a_broken_connection_takes_its_streams_with_it(serve: Serve, how: str, dial: Dial) -> None:
+    server = await serve(itl_s=0.005)
+    frontend = await dial(server.address[1])
+    other = await dial(server.address[1])
+    streams = [frontend.ask(prompt(salt=n), max_tokens=5000) for n in range(5)]
+    kept = other.ask(prompt(), max_tokens=60)
+    await frontend.until(lambda: all(frontend.tokens(stream) for stream in streams))
+    getattr(frontend.transport, how)()
+    await other.until(lambda: engine_of(server).load().running <= 1, 1.0)
+    assert await other.answer(kept) == undisturbed(prompt(), 60)
+
+
+async def test_beats_come_ten_times_a_second_while_streams_are_open(serve: Serve, dial: Dial) -> None:
+    server = await serve(itl_s=30.0)  # the engine is stuck in one step; the loop is not
+    frontend = await dial(server.address[1])
+    frontend.ask(prompt(), max_tokens=2)
+    loop = asyncio.get_running_loop()
+    began = loop.time()
+    await frontend.until(lambda: len(frontend.beats) >= 11)
+    assert loop.time() - began < 2.5
+    beat = frontend.beats[-1]
+    assert (beat.phase, beat.load.running) == ("decode", 1)
+    assert beat.step_age_ms > frontend.beats[-5].step_age_ms > 0
+
+
+async def test_an_idle_worker_beats_once_a_second(serve: Serve, dial: Dial) -> None:
+    frontend = await dial((await serve()).address[1])
+    await frontend.until(lambda: len(frontend.beats) >= 3)
+    assert frontend.beats[-1].phase == "idle"
+    assert frontend.heard_at[-1] - frontend.heard_at[-2] > 0.5
+
+
+async def test_a_prefill_says_how_many_tokens_it_works_on(serve: Serve, dial: Dial) -> None:
+    server = await serve(prefill_tokens_per_s=100)
+    frontend = await dial(server.address[1])
+    frontend.ask(prompt(3000))
+    await frontend.until(lambda: frontend.beats and frontend.beats[-1].phase == "prefill")
+    assert frontend.beats[-1].prefill_tokens == 3000
+
+
+# --- frontends that do not read
+
+
+async def test_a_slow_reader_gets_every_token_in_fewer_frames(
+    serve: Serve, dial: Dial, eventually: Eventually
+) -> None:
+    server = await serve(patience=Patience(buffer_bytes=1024))
+    frontend = await dial(server.address[1])
+    await frontend.until(lambda: frontend.welcome)
+    frontend.transport.pause_reading()  # beyond what the kernel keeps for us, several megabytes
+    streams = {frontend.ask(prompt(salt=n), max_tokens=16_000): n for n in range(60)}
+    await eventually(lambda: server.counters.requests == 60 and not server.in_flight)
+    frontend.transport.resume_reading()
+    for stream, n in streams.items():
+        assert await frontend.answer(stream) == undisturbed(prompt(salt=n), 16_000)
+    assert max(len(chunk.tokens) for step in frontend.steps for chunk in step.chunks) > 1
+
+
+async def test_a_frontend_that_never_reads_is_cut_at_a_bound(
+    serve: Serve, dial: Dial, eventually: Eventually
+) -> None:
+    server = await serve(patience=Patience(buffer_bytes=1024, backlog_bytes_max=10_000))
+    frontend = await dial(server.address[1])
+    await frontend.until(lambda: frontend.welcome)
+    frontend.transport.pause_reading()
+    for n in range(60):
+        frontend.ask(prompt(salt=n), max_tokens=16_000)
+    await eventually(lambda: server.counters.cancelled == 60, 20)
+    assert engine_of(server).load() == Load(kv_total=65_536)
+    frontend.transport.resume_reading()
+    await frontend.lost()
+
+
+async def test_a_frontend_that_stops_reading_is_cut_in_time(
+    serve: Serve, dial: Dial, eventually: Eventually
+) -> None:
+    server = await serve(patience=Patience(buffer_bytes=1024, stalled_s_max=0.1))
+    frontend = await dial(server.address[1])
+    await frontend.until(lambda: frontend.welcome)
+    frontend.transport.pause_reading()
+    frontend.ask(prompt(), max_tokens=16_000, logprobs=20)
+    for n in range(20):
+        frontend.ask(prompt(salt=n), max_tokens=16_000, logprobs=20)
+    await eventually(lambda: not server._connections, 30)
+    assert server.in_flight == 0
+
+
+# --- draining
+
+
+async def test_a_draining_worker_finishes_what_runs_and_takes_canaries_only(serve: Serve, dial: Dial) -> None:
+    server = await serve(itl_s=0.002)
+    frontend = await dial(server.address[1])
+    running = frontend.ask(prompt(), max_tokens=100)
+    await frontend.until(lambda: frontend.tokens(running))
+    draining = asyncio.ensure_future(drain(server, DRAINING, 20.0))
+    await frontend.until(lambda: frontend.beats[-1].draining)
+    refused = frontend.ask(prompt(salt=1))
+    canary = frontend.ask(prompt(salt=2), canary=True)
+    assert await frontend.answer(running) == undisturbed(prompt(), 100)
+    assert await frontend.answer(canary) == undisturbed(prompt(salt=2), 16)
+    await frontend.answer(refused)
+    end = frontend.end(refused)
+    assert end is not None and (end.error or "").startswith("engine_shutdown")
+    assert (await draining).migrated == 0
+
+
+async def test_a_drain_that_runs_out_of_time_sends_the_rest_elsewhere(serve: Serve, dial: Dial) -> None:
+    server = await serve(itl_s=0.01)
+    frontend = await dial(server.address[1])
+    stream = frontend.ask(prompt(), max_tokens=10_000)
+    await frontend.until(lambda: frontend.tokens(stream))
+    drained = await drain(server, LEAVING, 0.1)
+    assert (drained.completed, drained.migrated) == (0, 1)
+    said = await frontend.answer(stream)
+    end = frontend.end(stream)
+    assert end is not None and (end.error or "").startswith("engine_shutdown")
+    assert said == undisturbed(prompt(), 10_000)[: len(said)]
+    assert engine_of(server).load().running == 0
+    canary = frontend.ask(prompt(), canary=True)
+    await frontend.answer(canary)
+    assert (frontend.end(canary) or Chunk(0, [])).error is not None
+
+
+# --- a network that swallows everything
+
+
+async def test_a_blackhole_swallows_both_ways_and_closes_nothing_until_it_heals(
+    serve: Serve, dial: Dial, eventually: Eventually
+) -> None:
+    server = await serve(itl_s=0.005)
+    frontend = await dial(server.address[1])
+    stream = frontend.ask(prompt(), max_tokens=10_000)
+    await frontend.until(lambda: len(frontend.tokens(stream)) > 3)
+    server.blackhole(True)
+    await asyncio.sleep(0)
+    newcomer = await dial(server.address[1])
+    await asyncio.sleep(0.05)  # what is on its way arrives
+    heard = len(frontend.frames)
+    steps = len(engine_of(server)._scheduler._running)
+    await eventually(lambda: server.counters.tokens > len(frontend.tokens(stream)) + 50)
+    assert (len(frontend.frames), steps, frontend.closed.is_set()) == (heard, 1, False)
+    assert newcomer.frames == []
+    server.blackhole(False)
+    await frontend.lost()
+    await newcomer.lost()
+    after = await dial(server.address[1])
+    assert await after.answer(after.ask(prompt())) == undisturbed(prompt(), 16)
+
+
+# --- engines with threads of their own
+
+
+class ThreadedEngine:
+    """Says one token of every request from another thread, and the rest never."""
+
+    def __init__(self) -> None:
+        self.identity: EngineIdentity = SimulatedEngine(SHAPE).identity
+        self.deliver: Deliver = lambda out: None
+
+    async def start(self, deliver: Deliver) -> None:
+        self.deliver = deliver
+
+    def submit(self, key: int, request: Generate) -> None:
+        thread = threading.Thread(target=lambda: self.deliver([(key, Chunk(0, [300], "length"))]))
+        thread.start()
+        thread.join()
+
+    def cancel(self, key: int) -> None: ...
+    def phase(self) -> Phase:
+        return Phase()
+
+    def load(self) -> Load:
+        return Load()
+
+    async def check(self) -> None: ...
+    def chaos(self, fault: str, argument: float) -> bool:
+        return False
+
+    async def stop(self) -> None: ...
+
+
+async def test_output_from_another_thread_is_sent_from_the_loop(dial: Dial) -> None:
+    engine = ThreadedEngine()
+    server = Server(worker="w0", instance="i1", engine=engine)
+    await engine.start(server.deliver)
+    await server.start("127.0.0.1", 0)
+    frontend = await dial(server.address[1])
+    assert await frontend.answer(frontend.ask([300])) == [300]
+    await server.close()

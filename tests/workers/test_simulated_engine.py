@@ -1,0 +1,261 @@
+"""The simulated engine: the contract of every engine, and what only it can promise."""
+
+import asyncio
+from collections.abc import AsyncIterator
+
+import pytest
+from engine_contract import EngineContract, Rig, prompt
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from events.wire import Generate, Sampling
+from workers.engines.engine import Engine, EngineDead
+from workers.engines.simulated import language
+from workers.engines.simulated.engine import SimulatedEngine
+from workers.engines.simulated.kv import KvBlocks
+from workers.engines.simulated.scheduler import BadShape, Scheduler, Shape
+from workers.engines.simulated.timing import ConstantTiming
+
+SMALL = Shape(context_tokens=2048, kv_blocks=512)
+
+
+class TestSimulated(EngineContract):
+    """Flat out, as benchmarks run it."""
+
+    @pytest.fixture
+    async def engine(self) -> Engine:
+        return SimulatedEngine(SMALL)
+
+
+class TestSimulatedWithTiming(EngineContract):
+    """With steps that take time."""
+
+    @pytest.fixture
+    async def engine(self) -> Engine:
+        return SimulatedEngine(SMALL, ConstantTiming(itl_s=0.001, prefill_tokens_per_s=200_000))
+
+
+@pytest.fixture
+async def rig() -> AsyncIterator[Rig]:
+    rig = Rig(SimulatedEngine(SMALL))
+    await rig.start()
+    yield rig
+    await rig.engine.stop()
+
+
+def run(scheduler: Scheduler, steps: int = 10_000) -> dict[int, list[int]]:
+    """Step until nothing is left to do; return everybody's tokens."""
+    said: dict[int, list[int]] = {}
+    for _ in range(steps):
+        if scheduler.plan().idle:
+            return said
+        for key, chunk in scheduler.step():
+            said.setdefault(key, []).extend(chunk.tokens)
+    raise AssertionError("the scheduler does not come to an end")
+
+
+def generate(tokens: list[int], most: int = 64, **rest: object) -> Generate:
+    sampling = Sampling(max_tokens=most, ignore_eos=True)
+    return Generate(1, "r", tokens, len(tokens), sampling, **rest)  # type: ignore[arg-type]
+
+
+# --- the language
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.lists(st.integers(259, 2047), min_size=2, max_size=60), st.data())
+def test_any_lost_doubled_or_altered_token_changes_what_follows(
+    tokens: list[int], data: st.DataObject
+) -> None:
+    at = data.draw(st.integers(0, len(tokens) - 1))
+    other = data.draw(st.integers(259, 2047).filter(lambda t: t != tokens[at]))
+    wrong = [
+        tokens[:at] + tokens[at + 1 :],
+        tokens[: at + 1] + tokens[at:],
+        [*tokens[:at], other, *tokens[at + 1 :]],
+    ]
+    right = language.open_sequence("m", tokens).intdigest()
+    assert right not in [language.open_sequence("m", w).intdigest() for w in wrong]
+
+
+def test_the_models_name_is_part_of_the_function() -> None:
+    digests = {language.open_sequence(model, [300, 301]).intdigest() for model in ("a", "b", "c")}
+    assert len(digests) == 3
+
+
+def test_taking_tokens_one_by_one_or_all_at_once_is_the_same() -> None:
+    running = language.open_sequence("m", [300])
+    for token in (301, 302, 303):
+        running.update(language.TOKEN_BYTES[token])
+    assert running.intdigest() == language.open_sequence("m", [300, 301, 302, 303]).intdigest()
+
+
+def test_the_best_candidate_is_clearly_ahead_at_most_positions() -> None:
+    margins = []
+    for n in range(2_000):
+        ranked = language.candidates(language.open_sequence("m", [n % 2048, 300]).intdigest(), eos=True)
+        assert len({token for token, _ in ranked}) == language.CANDIDATES
+        assert [logit for _, logit in ranked] == sorted((logit for _, logit in ranked), reverse=True)
+        margins.append(ranked[0][1] - ranked[1][1])
+    assert sum(margin > 0.5 for margin in margins) > 0.75 * len(margins)
+
+
+def test_answers_end_by_themselves_now_and_then() -> None:
+    ends = sum(
+        language.candidates(language.open_sequence("m", [n % 2048, n // 2048]).intdigest(), eos=True)[0][0]
+        == 2
+        for n in range(20_000)
+    )
+    assert 20 < ends < 100  # one in 400
+
+
+# --- batching, KV blocks, bounds
+
+
+def test_a_full_cache_preempts_the_newest_and_loses_nothing() -> None:
+    roomy = Scheduler(Shape(context_tokens=256, kv_blocks=512))
+    tight = Scheduler(Shape(context_tokens=256, kv_blocks=20))
+    for scheduler in (roomy, tight):
+        for key in range(6):
+            assert scheduler.submit(key, generate(prompt(40, key), most=120)) is None
+    assert run(tight) == run(roomy)
+    assert tight.preemptions > 0
+    assert roomy.preemptions == 0
+    assert tight.kv.used == 0
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.tuples(st.integers(1, 90), st.integers(1, 60), st.booleans()), min_size=1, max_size=12))
+def test_blocks_never_exceed_their_number_and_all_come_back(asked: list[tuple[int, int, bool]]) -> None:
+    scheduler = Scheduler(Shape(context_tokens=160, kv_blocks=12, batch_max=4))
+    for key, (length, most, canary) in enumerate(asked):
+        scheduler.submit(key, generate(prompt(length, key % 3), most, canary=canary))
+    while not scheduler.plan().idle:
+        assert scheduler.kv.used <= scheduler.kv.total
+        scheduler.step()
+    assert scheduler.kv.used == 0
+
+
+def test_a_prefix_that_was_served_before_is_found_in_the_cache() -> None:
+    scheduler = Scheduler(SMALL)
+    scheduler.submit(1, generate(prompt(64)))
+    run(scheduler)
+    scheduler.submit(2, generate(prompt(64) + [777] * 10))
+    assert scheduler.plan().prefill_tokens == 10
+
+
+def test_the_least_recently_used_prefix_is_evicted_first() -> None:
+    blocks = KvBlocks(4)
+    for name in (1, 2, 3, 4):
+        taken = blocks.admit([name], 1)
+        assert taken is not None
+        blocks.release(taken[0])
+    assert blocks.admit([1], 1) is not None  # used again: now 2 is the oldest
+    assert blocks.admit([5], 1) is not None
+    again = blocks.admit([2], 1)
+    assert again is not None and again[1] == 0
+
+
+def test_waiting_is_bounded() -> None:
+    scheduler = Scheduler(Shape(waiting_max=2, batch_max=1))
+    assert [scheduler.submit(key, generate([300])) is None for key in range(3)] == [True, True, False]
+    refusal = scheduler.submit(9, generate([300]))
+    assert refusal is not None and (refusal.error or "").startswith("overloaded: ")
+
+
+def test_bounds_that_contradict_one_another_are_refused() -> None:
+    with pytest.raises(BadShape, match="needs more than 2 KV blocks"):
+        Shape(context_tokens=100, kv_blocks=2, block_tokens=16)
+
+
+def test_a_step_takes_what_its_work_takes() -> None:
+    timing = ConstantTiming(itl_s=0.02, prefill_tokens_per_s=1000)
+    scheduler = Scheduler(SMALL)
+    scheduler.submit(1, generate(prompt(100)))
+    assert timing.step_s(scheduler.plan()) == pytest.approx(0.1)
+    scheduler.step()
+    assert timing.step_s(scheduler.plan()) == pytest.approx(0.02)
+    scheduler.submit(2, generate(prompt(50, 1)))
+    assert timing.step_s(scheduler.plan()) == pytest.approx(0.07)
+
+
+def test_the_profile_says_how_fast_it_is() -> None:
+    engine = SimulatedEngine(SMALL, ConstantTiming(itl_s=0.02, prefill_tokens_per_s=1000))
+    profile = engine.identity.profile
+    assert (profile.kv_blocks, profile.max_batch, profile.prefill_tokens_per_s) == (512, 256, 1000)
+    assert profile.tpot_ms == ((1, 20.0), (256, 20.0))
+
+
+# --- faults
+
+
+async def test_an_error_takes_down_as_many_requests_as_asked(rig: Rig) -> None:
+    rig.engine.chaos("error", 2)
+    answers = [await rig.answer(key) for key in [rig.submit(prompt(salt=n)) for n in range(5)]]
+    assert sum((answer.error or "").startswith("engine_error: ") for answer in answers) == 2
+    assert sum(answer.finish == "length" for answer in answers) == 3
+
+
+async def test_an_error_lasts_until_healed(rig: Rig) -> None:
+    rig.engine.chaos("error", 0)
+    assert [(await rig.ask(prompt())).error is not None for _ in range(3)] == [True] * 3
+    rig.engine.chaos("heal", 0)
+    assert (await rig.ask(prompt())).finish == "length"
+    assert rig.engine.load().kv_used == 0
+
+
+async def test_corruption_alters_one_token_in_k(rig: Rig) -> None:
+    right = (await rig.ask(prompt(), max_tokens=1)).tokens
+    rig.engine.chaos("corrupt", 4)
+    said = [(await rig.ask(prompt(), max_tokens=1)).tokens for _ in range(400)]
+    assert 60 < sum(tokens != right for tokens in said) < 140
+    rig.engine.chaos("heal", 0)
+    assert (await rig.ask(prompt(), max_tokens=1)).tokens == right
+
+
+async def test_a_default_corruption_is_seen_by_nearly_every_canary(rig: Rig) -> None:
+    right = (await rig.ask(prompt(), max_tokens=32)).tokens
+    rig.engine.chaos("corrupt", 0)
+    said = [(await rig.ask(prompt(), max_tokens=32, canary=True)).tokens for _ in range(60)]
+    assert sum(tokens != right for tokens in said) >= 50
+
+
+async def test_drift_moves_logprobs_and_no_token(rig: Rig) -> None:
+    healthy = await rig.ask(prompt(), logprobs=5)
+    rig.engine.chaos("drift", 0.02)
+    sick = await rig.ask(prompt(), logprobs=5)
+    assert sick.tokens == healthy.tokens
+    moved = [abs(a.chosen - b.chosen) for a, b in zip(sick.logprobs, healthy.logprobs, strict=True)]
+    assert moved == pytest.approx([0.02] * len(moved))
+
+
+async def test_slow_multiplies_the_time_of_a_step() -> None:
+    rig = Rig(SimulatedEngine(SMALL, ConstantTiming(itl_s=0.002)))
+    await rig.start()
+    loop = asyncio.get_running_loop()
+
+    async def takes() -> float:
+        began = loop.time()
+        await rig.ask(prompt(), max_tokens=10)
+        return loop.time() - began
+
+    usual = await takes()
+    rig.engine.chaos("slow", 10)
+    assert await takes() > 4 * usual
+    await rig.engine.stop()
+
+
+async def test_a_dead_engine_says_so_when_asked(rig: Rig) -> None:
+    rig.engine.chaos("die", 0)
+    with pytest.raises(EngineDead, match="died"):
+        await rig.engine.check()
+
+
+async def test_an_engine_flat_out_lets_the_loop_do_other_things(rig: Rig) -> None:
+    for n in range(64):
+        rig.submit(prompt(salt=n), max_tokens=1900)
+    turns = 0
+    while rig.engine.load().running or rig.engine.load().waiting:
+        await asyncio.sleep(0)
+        turns += 1
+    assert turns > 1000  # one turn of the loop per step, not one for all of them
