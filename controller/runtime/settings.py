@@ -1,0 +1,104 @@
+"""The settings of the controller process: canaries, liveness, actuator, and what it serves.
+
+The deciders' own policies are fields here as they are: frozen dataclasses of plain numbers and durations.
+"""
+
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from controller.deciders.fleet import FleetPolicy
+
+Positive = Annotated[float, Field(gt=0)]
+
+
+class Strict(BaseModel):
+    """A settings model that refuses names it does not know."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class ConfiguredCanary(Strict):
+    """A canary whose right answer is given, in the seed's form.
+
+    The prompt is sent as it stands, however short: extending it would change the expected answer. The range
+    is of the best value at the first position; it can only be checked on engines that report raw logits,
+    because a logprob is never above 0 (B14).
+    """
+
+    prompt: str = Field(min_length=1)
+    expected_tokens: tuple[Annotated[int, Field(ge=0)], ...] = Field(min_length=1)
+    max_tokens: int = Field(ge=1, le=4096)
+    temperature: float = Field(default=0.0, ge=0, le=0)  # greedy, or there is no right answer
+    check_logits: bool = False
+    expected_top_logit_range: tuple[float, float] | None = None
+    name: str = Field(default="", pattern=r"^[A-Za-z0-9_-]*$")
+    model: str | None = None  # None: of every model
+
+    @model_validator(mode="after")
+    def _consistent(self) -> "ConfiguredCanary":
+        if len(self.expected_tokens) > self.max_tokens:
+            raise ValueError(
+                f"expected_tokens has {len(self.expected_tokens)} tokens, max_tokens is {self.max_tokens}: "
+                "the answer could never be given"
+            )
+        if self.check_logits and self.expected_top_logit_range is None:
+            raise ValueError("check_logits is on but expected_top_logit_range is missing")
+        bounds = self.expected_top_logit_range
+        if bounds is not None and not bounds[0] <= bounds[1]:
+            raise ValueError(f"expected_top_logit_range {bounds} is not (low, high)")
+        return self
+
+
+class CanarySettings(Strict):
+    """How workers are probed. `tolerance` is of one logprob: None calibrates it, 0.0 compares tokens only."""
+
+    interval_s: Positive = 30.0  # from the start of a probe to the start of the next
+    jitter: float = Field(default=0.1, ge=0, lt=1)  # share of the interval, either way
+    timeout_s: Positive = 10.0  # of a whole probe, confirmations included
+    max_retries: int = Field(default=2, ge=0, le=10)
+    concurrency: int = Field(default=32, ge=1)  # probes in the air, over the whole fleet
+    canaries: int = Field(default=4, ge=1, le=64)  # per canary key
+    tokens: int = Field(default=32, ge=1, le=1024)  # of an answer
+    prompt_tokens_min: int = Field(default=32, ge=1, le=1024)
+    top_k: int = Field(default=5, ge=0, le=20)
+    tolerance: float | None = Field(default=None, ge=0)
+    tolerance_floor: Positive = 1e-3  # ten times the noise measured on healthy fp32 workers
+    tolerance_margin: float = Field(default=3.0, ge=1)  # times the largest healthy distance
+    tolerance_uncalibrated: Positive = 0.1  # until there are enough samples: coarse, but never a false alarm
+    samples_min: int = Field(default=30, ge=1)
+    slow_ratio: float = Field(default=3.0, gt=1)
+    slow_floor_ms: float = Field(default=50.0, ge=0)  # less than this over the baseline is never slow
+    warmup_samples: int = Field(default=5, ge=1)
+    canary_prompts: tuple[ConfiguredCanary, ...] = ()
+
+
+class LivenessSettings(Strict):
+    """When a worker counts as silent."""
+
+    silent_after_s: Positive = 3.0
+    beat_s: Positive = 1.0  # how often a worker says that it lives
+    tick_s: Positive = 0.25
+    lag_max_s: Positive = 0.5  # an observer later than this was not listening
+    blind_share: float = Field(default=0.5, gt=0, le=1)
+
+
+class ActuatorSettings(Strict):
+    """How persistently workers are told to drain or resume."""
+
+    answer_s: Positive = 1.0
+    retry_s: Positive = 0.5
+    retry_max_s: Positive = 10.0
+
+
+class ControllerSettings(Strict):
+    """Everything that a controller process can be told."""
+
+    canary: CanarySettings = CanarySettings()
+    liveness: LivenessSettings = LivenessSettings()
+    actuator: ActuatorSettings = ActuatorSettings()
+    policy: FleetPolicy = FleetPolicy()
+    chaos: bool = False  # whether rehearsed faults may be injected
+    metrics_cardinality: Literal["full", "compact"] = "full"
+    admin_host: str = "127.0.0.1"
+    admin_port: int = Field(default=0, ge=0, le=65535)  # 0: any free port
