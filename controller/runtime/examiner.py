@@ -1,0 +1,293 @@
+"""Puts one canary to one worker and says on the journal what came of it. The canary loop decides whom and
+when.
+
+    golden known ───▶ check: right, slow, wrong (asked again at once), or no answer
+    golden unknown ─▶ record: an answer that repeats itself becomes the provisional golden
+
+A candidate whose answer does not repeat itself is no canary; the next best one of the pool takes its place.
+"""
+
+import asyncio
+import random
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+from typing import Literal, Protocol
+
+import structlog
+
+from controller.deciders.fleet import Fleet, Worker
+from controller.deciders.golden import Golden
+from controller.ports import Clock, Prober
+from controller.runtime.canary_book import Book, open_book, open_calibration
+from controller.runtime.canary_facts import Probed, golden_of
+from controller.runtime.goldens import Answer, Calibration, Canary, Difference, Encode, compare, rank
+from controller.runtime.probe import Asked, Verdict, ask, probe, question
+from controller.runtime.settings import CanarySettings
+from events.decisions import HealthStatus
+from events.errors import HoldfastError
+from events.journal.port import Journal
+from events.observations import CanaryPassed, CanarySlow, CheckType, WorkerJoined
+
+Outcome = Literal["passed", "failed", "nothing"]
+"""What a probe said; `nothing`: it was cut short, or the worker is leaving."""
+
+log = structlog.get_logger(__name__)
+
+
+class Meter(Protocol):
+    """Where the prober's own measurements go."""
+
+    def asked(self, worker: str, check_type: CheckType, seconds: float) -> None:
+        """Count one question and how long its answer took."""
+        ...
+
+    def spent(self, worker: str, gpu_seconds: float) -> None:
+        """Count what a canary cost."""
+        ...
+
+    def late(self, seconds: float) -> None:
+        """Say how late a probe began."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Tools:
+    """What the prober works with."""
+
+    journal: Journal
+    prober: Prober
+    clock: Clock
+    meter: Meter
+    encoder: Callable[[str], Awaitable[Encode]]  # by a worker's `tokenizer`; raises HoldfastError
+    leading: Callable[[], bool]
+    running: Callable[[str], int] = lambda worker: 1  # sequences in its batch, the canary's included
+    draw: random.Random = field(default_factory=random.Random)
+
+
+@dataclass(slots=True)
+class Turn:
+    """Where one instance is in the round robin of its canaries."""
+
+    number: int = 0
+    asked: set[str] = field(default_factory=set)  # since it joined
+    first_round: bool = False  # not every canary has been asked yet
+
+
+@dataclass(frozen=True, slots=True)
+class Visit:
+    """One probe of one worker: everything about it that does not change meanwhile."""
+
+    worker: Worker
+    book: Book
+    canary: Canary
+    check: CheckType
+    probed: Probed
+    deadline: float  # monotonic
+
+    @property
+    def name(self) -> str:
+        return self.worker.joined.worker
+
+
+class Examiner:
+    """Knows the canaries of every kind of worker, and what the right answers are."""
+
+    def __init__(self, look: Callable[[], tuple[Fleet, int]], tools: Tools, settings: CanarySettings) -> None:
+        self._look = look  # the shown fleet, and the number of the last decision in it
+        self._tools = tools
+        self._settings = settings
+        self._books: dict[str, Book] = {}
+        self._calibrations: dict[str, Calibration] = {}
+        self._opening = asyncio.Lock()
+
+    def learn(self, fact: CanaryPassed | CanarySlow) -> None:
+        """Take the distance of a passed probe, whichever controller sent it, as a sample of healthy noise."""
+        worker = self._look()[0].workers.get(fact.worker)
+        if worker is not None and worker.health.status is HealthStatus.HEALTHY:
+            self._calibration(fact.canary_key).add(fact.distance)
+
+    def _calibration(self, key: str) -> Calibration:
+        return self._calibrations.setdefault(key, open_calibration(self._settings))
+
+    def forget(self, worker: str) -> None:
+        """Drop what was measured of a worker that is gone."""
+        for book in self._books.values():
+            book.forget((worker,))
+
+    async def examine(self, worker: Worker, turn: Turn, check: CheckType) -> Outcome:
+        """Put the next canary to `worker`; exactly one fact about it is said unless the outcome is
+        `nothing`."""
+        book = await self._book(worker.joined)
+        fleet, _ = self._look()
+        if book.wants_ranking(fleet) and not (book.lock.locked() and book.canaries(fleet)):
+            async with book.lock:
+                outcome = await self._rank(book, worker, check)
+                if outcome is not None:
+                    return outcome
+        for _ in book.pool:
+            canary = self._next(turn, book, worker)
+            said = await self._visit(self._begin(worker, book, canary, check))
+            if said is not None:
+                return said
+        return "failed"
+
+    def _next(self, turn: Turn, book: Book, worker: Worker) -> Canary:
+        """Return the next canary of the round robin. Who is in doubt is not asked what nobody has answered
+        yet."""
+        fleet, _ = self._look()
+        book.folded(fleet)
+        canaries = book.canaries(fleet)
+        doubtful = worker.health.convicted or bool(worker.health.disputed)
+        useful = tuple(c for c in canaries if book.useful(fleet, c, worker.joined.worker, doubtful))
+        canaries = useful or canaries
+        if turn.first_round:
+            canary = next((c for c in canaries if c.id not in turn.asked), canaries[0])
+            turn.asked.add(canary.id)
+            turn.first_round = any(c.id not in turn.asked for c in canaries)
+        else:
+            canary = canaries[turn.number % len(canaries)]
+            turn.number += 1
+        return canary
+
+    async def _book(self, joined: WorkerJoined) -> Book:
+        async with self._opening:
+            book = self._books.get(joined.canary_key)
+            if book is None:
+                encode: Encode | None = None
+                try:
+                    encode = await self._tools.encoder(joined.tokenizer)
+                except HoldfastError as error:
+                    log.warning("canary_tokenizer_missing", tokenizer=joined.tokenizer, error=str(error))
+                key = joined.canary_key
+                book = open_book(key, joined.model, encode, self._calibration(key), self._settings)
+                self._books[key] = book
+            return book
+
+    def _begin(self, worker: Worker, book: Book, canary: Canary, check: CheckType) -> Visit:
+        joined, clock = worker.joined, self._tools.clock
+        probed = Probed(
+            joined.worker, joined.instance, book.key, canary.id, check, self._look()[1], clock.now()
+        )
+        return Visit(worker, book, canary, check, probed, clock.monotonic() + self._settings.timeout_s)
+
+    # --- asking -------------------------------------------------------------------------------------------
+
+    async def _once(self, visit: Visit, canary: Canary, check: CheckType) -> Asked:
+        """Ask one question, and measure it."""
+        top_k = self._settings.top_k
+        request = question(canary, top_k=top_k, ignore_eos=not canary.configured)
+        asked = await ask(self._tools.prober, self._tools.clock, visit.name, request, visit.deadline)
+        seconds = asked.latency_ms / 1000
+        self._tools.meter.asked(visit.name, check, seconds)
+        share = max(1, self._tools.running(visit.name))
+        self._tools.meter.spent(visit.name, seconds * visit.worker.joined.tp / share)
+        return asked
+
+    async def _rank(self, book: Book, worker: Worker, check: CheckType) -> Outcome | None:
+        """Ask a worker the whole pool at once, to choose from it. Return None once there is a choice."""
+        if not book.wants_ranking(self._look()[0]):
+            return None  # another worker's answers have been ranked meanwhile
+        visit = self._begin(worker, book, book.pool[0], check)
+        asked = await asyncio.gather(*(self._once(visit, canary, check) for canary in book.pool))
+        answers = {c.id: a.answer for c, a in zip(book.pool, asked, strict=True) if a.answer is not None}
+        order = rank(answers, tokens=self._settings.tokens)
+        if order:
+            book.rank(answers, order, visit.name)
+            log.info(
+                "canaries_chosen", key=book.key, canaries=order[: self._settings.canaries], by=visit.name
+            )
+            return None
+        if book.canaries(self._look()[0]):
+            return None  # the goldens that there are will do, and will say what is wrong with this worker
+        first = next((a for a in asked if a.answer is None), asked[0])
+        if first.leaving:
+            return "nothing"
+        reason: Literal["non_finite"] | None = None if first.failure else "non_finite"
+        return self._fail(visit, Verdict(first, Difference(reason, None, first.detail), 1, False), None)
+
+    async def _visit(self, visit: Visit) -> Outcome | None:
+        """Check or record. Return None if this canary turned out to be none."""
+        fleet, _ = self._look()
+        golden = visit.book.golden(fleet, visit.canary)
+        if golden is None and visit.canary.configured:
+            golden = self._propose(visit, Answer(()))
+        if golden is None:
+            return await self._record(visit)
+        return await self._check(visit, golden)
+
+    async def _check(self, visit: Visit, golden: Golden) -> Outcome:
+        async def once(again: bool) -> Asked:
+            return await self._once(visit, visit.canary, "confirm" if again else visit.check)
+
+        def judge(answer: Answer) -> Difference:
+            return visit.book.judge(visit.canary, golden, answer)
+
+        verdict = await probe(once, judge, self._settings.max_retries)
+        if verdict.first.leaving or not self._stands(visit):
+            return "nothing"
+        if verdict.first.answer is None or verdict.worst.reason is not None:
+            return self._fail(visit, verdict, golden)
+        return self._pass(visit, verdict)
+
+    async def _record(self, visit: Visit) -> Outcome | None:
+        """Ask for an answer that nobody has given yet, twice, unless this worker has given it for the
+        ranking."""
+        first = await self._once(visit, visit.canary, visit.check)
+        before = visit.book.answer_of(visit.name, visit.canary)
+        attempts = 1
+        if before is None and first.answer is not None:
+            again = await self._once(visit, visit.canary, "confirm")
+            before, attempts = again.answer, 2
+            first = first if before is not None else again
+        if first.leaving or not self._stands(visit):
+            return "nothing"
+        if first.answer is None or before is None:
+            return self._fail(
+                visit, Verdict(first, Difference(None, None, first.detail), attempts, False), None
+            )
+        found = compare(first.answer, tokens=before.tokens, top_k=before.top_k, tolerance=0.0)
+        verdict = Verdict(first, found, attempts, found.reason == "token_mismatch")
+        if found.reason == "token_mismatch" and visit.book.spoil(visit.canary):
+            log.info("canary_spoilt", canary=visit.canary.id, key=visit.book.key, worker=visit.name)
+            return None
+        if found.reason is not None:
+            return self._fail(visit, verdict, None)
+        golden = visit.book.golden(self._look()[0], visit.canary)
+        if golden is None:
+            self._propose(visit, first.answer)
+        elif golden.tokens != first.answer.tokens:
+            return await self._check(visit, golden)  # another worker has answered meanwhile, otherwise
+        return self._pass(visit, verdict)
+
+    # --- saying -------------------------------------------------------------------------------------------
+
+    def _stands(self, visit: Visit) -> bool:
+        """Whether this probe may still speak: the lease is held, and this life of the worker goes on."""
+        worker = self._look()[0].workers.get(visit.name)
+        same = worker is not None and worker.joined.instance == visit.worker.joined.instance and worker.alive
+        return same and self._tools.leading()
+
+    def _propose(self, visit: Visit, answer: Answer) -> Golden:
+        proposal = visit.probed.proposed(visit.canary, answer, visit.book.calibration.tolerance)
+        golden = golden_of(proposal)
+        if not visit.book.voted(self._look()[0], golden):
+            self._tools.journal.observe(proposal)
+        visit.book.propose(golden)
+        return golden
+
+    def _pass(self, visit: Visit, verdict: Verdict) -> Outcome:
+        assert verdict.first.answer is not None
+        tokens, latency = len(verdict.first.answer.tokens), verdict.first.latency_ms
+        usual = visit.book.usual(visit.name, visit.worker.joined.instance, tokens, latency)
+        self._tools.journal.observe(visit.probed.passed(verdict, usual))
+        return "passed"
+
+    def _fail(self, visit: Visit, verdict: Verdict, golden: Golden | None) -> Outcome:
+        if not self._stands(visit):
+            return "nothing"
+        fact = visit.probed.failed(verdict, golden)
+        log.warning(
+            fact.kind(), worker=visit.name, canary=visit.canary.id, reason=getattr(fact, "reason", "")
+        )
+        self._tools.journal.observe(fact)
+        return "failed"

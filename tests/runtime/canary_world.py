@@ -1,0 +1,248 @@
+"""A fleet in one process for the canary loop's tests: memory journal, virtual clock, the real deciders, fake workers."""
+
+import asyncio
+import contextlib
+import hashlib
+import random
+from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any
+
+from controller.adapters.clock import VirtualClock
+from controller.deciders.breaker import BreakerPolicy
+from controller.deciders.fleet import Fleet, FleetPolicy, evolve, settle
+from controller.ports import WorkerUnreachable
+from controller.runtime.canary import CanaryLoop
+from controller.runtime.examiner import Tools
+from controller.runtime.settings import CanarySettings
+from events.fact import Fact, Recorded
+from events.journal.memory import MemoryJournal, MemoryStream
+from events.observations import Profile, WorkerJoined, canary_key
+from events.order import Order
+from events.wire import Chunk, Generate, Logprob
+
+STEP_S = 0.05
+TOP = 5
+
+
+def joined(
+    worker: str, instance: str = "", *, engine_version: str = "1", model: str = "m", **more: Any
+) -> WorkerJoined:
+    """A registration."""
+    identity: dict[str, Any] = {
+        "model": model,
+        "revision": "r1",
+        "tokenizer": "builtin:sim",
+        "engine": "simulated",
+        "engine_version": engine_version,
+        "dtype": "fp32",
+        "tp": 1,
+        "device": "cpu",
+    }
+    profile = Profile(
+        kv_blocks=1000, block_tokens=16, max_batch=8, prefill_tokens_per_s=1e4, tpot_ms=((1, 10.0),)
+    )
+    return WorkerJoined(
+        worker=worker,
+        instance=instance or f"{worker}-1",
+        url="tcp://127.0.0.1:1",
+        profile=profile,
+        canary_key=canary_key(**identity),
+        pid=1,
+        **{**identity, **more},
+    )
+
+
+def spell(tokens: Sequence[int]) -> tuple[int, Logprob]:
+    """The fake model: the next token and its logprobs are a function of all tokens before it."""
+    digest = hashlib.blake2b(repr(list(tokens)).encode(), digest_size=16).digest()
+    token = 300 + int.from_bytes(digest[:2], "little") % 1000
+    gap = 0.5 + digest[2] / 64
+    top = [(token, -0.1)] + [(token + n, -0.1 - gap - n * 0.25) for n in range(1, TOP)]
+    return token, Logprob(-0.1, top)
+
+
+@dataclass
+class FakeWorker:
+    """How one worker answers. Change it while the test runs."""
+
+    latency_s: float = 0.1
+    corrupt: Callable[[Generate], bool] = lambda request: False
+    drift: float = 0.0
+    noise: Callable[[], float] = lambda: 0.0
+    error: str | None = None
+    unreachable: bool = False
+    hangs: bool = False
+    says_nothing: bool = False
+    logprobs: bool = True
+    scramble: int = 0  # answers differ each time
+    asked: int = 0
+    open: int = 0
+    overlapped: int = 0  # more than one question at a time, but for the ranking
+    requests: list[Generate] = field(default_factory=list)
+
+    def chunks(self, request: Generate) -> list[Chunk]:
+        tokens = list(request.tokens)
+        wrong = self.corrupt(request)
+        if self.scramble:
+            self.scramble += 1
+        found: list[Chunk] = []
+        for n in range(request.sampling.max_tokens):
+            token, logprob = spell(tokens)
+            if (wrong and n == 5) or (self.scramble and n == 3):
+                token = 7 + self.scramble
+            shift = self.drift + self.noise()
+            top = [(t, value + shift * (1 if i == 0 else 0.5)) for i, (t, value) in enumerate(logprob.top)]
+            tokens.append(token)
+            last = n == request.sampling.max_tokens - 1
+            said = [Logprob(logprob.chosen + shift, top)] if self.logprobs else None
+            found.append(Chunk(0, [token], finish="length" if last else None, logprobs=said))
+        return found
+
+
+class FakePlane:
+    """A Prober over fake workers."""
+
+    def __init__(self, clock: VirtualClock) -> None:
+        self.clock = clock
+        self.workers: dict[str, FakeWorker] = {}
+
+    async def ask(self, worker: str, request: Generate) -> AsyncIterator[Chunk]:
+        fake = self.workers[worker]
+        fake.asked += 1
+        fake.requests.append(request)
+        fake.open += 1
+        fake.overlapped = max(fake.overlapped, fake.open)
+        try:
+            if fake.unreachable:
+                raise WorkerUnreachable(f"{worker} is not there")
+            if fake.hangs:
+                await asyncio.Event().wait()
+            await self.clock.sleep(fake.latency_s)
+            if fake.error is not None:
+                yield Chunk(0, [], error=fake.error)
+            elif not fake.says_nothing:
+                for chunk in fake.chunks(request):
+                    yield chunk
+        finally:
+            fake.open -= 1
+
+
+@dataclass
+class CountingMeter:
+    """Keeps what the loop measured."""
+
+    questions: list[tuple[str, str, float]] = field(default_factory=list)
+    gpu_seconds: float = 0.0
+    lateness: list[float] = field(default_factory=list)
+
+    def asked(self, worker: str, check_type: str, seconds: float) -> None:
+        self.questions.append((worker, check_type, seconds))
+
+    def spent(self, worker: str, gpu_seconds: float) -> None:
+        self.gpu_seconds += gpu_seconds
+
+    def late(self, seconds: float) -> None:
+        self.lateness.append(seconds)
+
+
+class World:
+    """The journal, its fold, and the controller's deciding, on one virtual clock. It is its own FleetView."""
+
+    def __init__(self, settings: CanarySettings | None = None, policy: FleetPolicy | None = None) -> None:
+        self.clock = VirtualClock()
+        self.stream = MemoryStream(clock=self.clock.now)
+        self.journal = MemoryJournal(self.stream, "controller:test")
+        self.plane = FakePlane(self.clock)
+        self.meter = CountingMeter()
+        self.policy = policy or FleetPolicy(breaker=BreakerPolicy(wait_min=timedelta(seconds=20)))
+        self.leads = True
+        self.tokenizer_missing = False
+        self._order: Order[Fleet] = Order(evolve, Fleet())
+        self._listeners: list[Callable[[Any, Sequence[Recorded]], None]] = []
+        tools = Tools(
+            journal=self.journal,
+            prober=self.plane,
+            clock=self.clock,
+            meter=self.meter,
+            encoder=self._encoder,
+            leading=lambda: self.leads,
+            draw=random.Random(1),
+        )
+        self.loop = CanaryLoop(self, tools, settings or CanarySettings(interval_s=10.0))
+
+    async def _encoder(self, tokenizer: str) -> Callable[[str], Sequence[int]]:
+        if self.tokenizer_missing:
+            raise WorkerUnreachable("no tokenizer")
+        return lambda text: [1, *text.encode()]
+
+    @property
+    def fleet(self) -> Fleet:
+        return self._order.shown
+
+    @property
+    def number(self) -> int:
+        return self._order.position.number
+
+    def listen(self, callback: Callable[[Any, Sequence[Recorded]], None]) -> None:
+        self._listeners.append(callback)
+
+    def join(self, name: str, fake: FakeWorker | None = None, **more: Any) -> FakeWorker:
+        fake = self.plane.workers[name] = fake or FakeWorker()
+        self.journal.observe(joined(name, **more))
+        self.turn()
+        return fake
+
+    def turn(self) -> None:
+        """Fold what is new and decide until nothing more is due."""
+        while True:
+            batch = self.stream.events[self._order.last_seq :]
+            for event in batch:
+                self._order.absorb(event)
+            if batch:
+                for listener in self._listeners:
+                    listener(self, batch)
+            decisions = settle(self.policy, self.fleet, self.clock.now())
+            if not decisions and not batch:
+                return
+            if decisions:
+                through = self._order.last_seq
+                for decision in decisions:
+                    headers = {"ce-id": f"d{decision.number}", "ce-type": f"holdfast.{decision.kind()}"}
+                    self.stream.add(decision, {**headers, "through": str(through)})
+
+    @contextlib.asynccontextmanager
+    async def running(self) -> AsyncIterator["World"]:
+        task = asyncio.create_task(self.loop.run())
+        try:
+            await self.pass_time(0.0)
+            yield self
+        finally:
+            task.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await task
+
+    async def pass_time(self, seconds: float) -> None:
+        end = self.clock.monotonic() + seconds
+        while True:
+            self.turn()
+            await self.clock.advance(min(STEP_S, max(0.0, end - self.clock.monotonic())))
+            self.turn()
+            if self.clock.monotonic() >= end - 1e-9:
+                return
+
+    async def until(self, condition: Callable[[], bool], seconds: float) -> float:
+        """Let time pass until `condition` holds; return how long it took. Fail after `seconds`."""
+        began = self.clock.monotonic()
+        while not condition():
+            assert self.clock.monotonic() - began < seconds, f"not within {seconds} s"
+            await self.pass_time(STEP_S)
+        return self.clock.monotonic() - began
+
+    def facts(self, kind: type[Fact], worker: str | None = None) -> list[Any]:
+        found = [e.fact for e in self.stream.events if isinstance(e.fact, kind)]
+        return [f for f in found if worker is None or getattr(f, "worker", None) == worker]
+
+    def status(self, worker: str) -> str:
+        return self.fleet.workers[worker].health.status.value
