@@ -18,6 +18,7 @@ from events.connection import CONNECT_TIMEOUT_S, DISCONNECTED, Connection
 from events.fact import Decision, Observation, Recorded
 from events.journal import broker, stream
 from events.journal.broker import Ack
+from events.journal.cell import NatsCell
 from events.journal.port import Fenced, JournalUnavailable
 from events.journal.publisher import Counters, Publisher
 from events.journal.reader import Reader
@@ -214,6 +215,10 @@ class NatsJournal:
         future = self._answers.get(int(subject[subject.rindex(b".") + 1 :]))
         if future is not None and not future.done():
             future.set_result(broker.decode_ack(data) if data else broker.NOBODY)
+
+    def cell(self, key: str) -> NatsCell:
+        """Return a small value for compare-and-set, over the same connection."""
+        return NatsCell(self._connection, key)
 
     # --- reading ----------------------------------------------------------------------------------------------------
 

@@ -1,0 +1,115 @@
+"""Which controller should decide? The holder of the lease. It only saves work: what fences is the journal.
+
+The holder renews a value every quarter of its time to live. Nobody compares clocks: a standby watches the value's
+revision, and when that has stood still for a whole time to live by the standby's own clock, it takes over by
+compare-and-set. The holder counts its time from *before* it asked for a renewal, and so stops earlier than anybody
+can begin.
+
+    ttl 1 s: killed ─▶ 1.2 s without a new revision ─▶ the next look (0.25 s) ─▶ another one holds it
+"""
+
+import asyncio
+import random
+from collections.abc import Callable
+
+import msgspec
+import structlog
+
+from controller.ports import Clock
+from events.journal.cell import Cell
+from events.journal.port import Fenced, JournalUnavailable
+
+TTL_S = 1.0
+PATIENCE = 1.2  # times to live that a standby waits: a late renewal is not a dead holder
+LOOKS = 4  # per time to live
+
+log = structlog.get_logger(__name__)
+
+
+class Claim(msgspec.Struct):
+    """What the cell holds. An empty holder has let go."""
+
+    holder: str = ""
+
+
+class Lease:
+    """One contender. `held` is true only while nobody else can hold it."""
+
+    def __init__(self, cell: Cell, holder: str, clock: Clock, *, ttl_s: float = TTL_S) -> None:
+        self.holder = holder
+        self.leader = ""  # who held it when we looked last
+        self.takeovers = 0
+        self._cell = cell
+        self._clock = clock
+        self._ttl_s = ttl_s
+        self._revision = 0
+        self._seen_at = clock.monotonic()
+        self._held_until = 0.0
+        self._was_held = False
+        self._listeners: list[Callable[[bool], None]] = []
+
+    @property
+    def held(self) -> bool:
+        """Whether we hold it at this very moment."""
+        return self._clock.monotonic() < self._held_until
+
+    def listen(self, callback: Callable[[bool], None]) -> None:
+        """Call `callback(held)` when that changes (a loss by time is told at the next look)."""
+        self._listeners.append(callback)
+
+    async def run(self) -> None:
+        """Contend for ever; let go when cancelled."""
+        try:
+            while True:
+                await self.look()
+                await self._clock.sleep(self._ttl_s / LOOKS * random.uniform(0.9, 1.1))
+        finally:
+            await self.release()
+
+    async def look(self) -> None:
+        """Renew, or take over if the holder is gone."""
+        try:
+            await (self._renew() if self.held else self._contend())
+        except Fenced:
+            self._held_until = 0.0
+            self._seen_at = self._clock.monotonic()
+        except JournalUnavailable as error:
+            log.debug("lease_unreachable", why=str(error))
+        self._tell()
+
+    async def release(self) -> None:
+        """Let go at once, so that a standby need not wait."""
+        if not self.held:
+            return
+        self._held_until = 0.0
+        self._tell()
+        try:
+            await self._cell.write(msgspec.json.encode(Claim()), self._revision)
+        except (Fenced, JournalUnavailable, asyncio.CancelledError) as error:
+            log.debug("lease_not_released", why=str(error))
+
+    async def _renew(self) -> None:
+        asked_at = self._clock.monotonic()
+        claim = msgspec.json.encode(Claim(self.holder))
+        self._revision = await self._cell.write(claim, self._revision)
+        self._held_until = asked_at + self._ttl_s
+        self.leader = self.holder
+
+    async def _contend(self) -> None:
+        value, revision = await self._cell.read()
+        now = self._clock.monotonic()
+        self.leader = msgspec.json.decode(value, type=Claim).holder if value else ""
+        if revision != self._revision:
+            self._revision, self._seen_at = revision, now
+        gone = now - self._seen_at > self._ttl_s * PATIENCE
+        if not self.leader or self.leader == self.holder or gone:
+            await self._renew()
+            self.takeovers += 1
+
+    def _tell(self) -> None:
+        held = self.held
+        if held != self._was_held:
+            self._was_held = held
+            log.info("lease_taken" if held else "lease_lost", holder=self.holder)
+            for listener in self._listeners:
+                listener(held)

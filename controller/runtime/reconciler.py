@@ -1,0 +1,206 @@
+"""The one loop of the controller: read the journal, settle, append what is due, all of it or nothing.
+
+    journal ─▶ order ─▶ settle ─▶ append (fenced) ─▶ journal
+                  ▲                     │
+                  └──── read again ◀────┴── Fenced, or the outcome is unknown
+
+It folds only what it has read from the stream, never what it hopes to have appended. So after a refusal, or an
+append of unknown outcome, there is nothing to undo: it reads to the end of the stream and settles again. A standby
+reads along and decides nothing, and so takes over at once.
+
+`settle` is level-triggered: it is asked when something new was read, and every `ask_s` for what time makes due.
+"""
+
+import asyncio
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+
+import structlog
+
+from controller.deciders.fleet import Fleet, FleetPolicy, absorbed, absorption_due, evolve, settle
+from controller.ports import Clock, StateStore
+from controller.runtime.lease import Lease
+from controller.runtime.view import begin
+from events.codec import to_builtins
+from events.errors import HoldfastError
+from events.fact import Decision
+from events.journal.port import Fenced, Journal, JournalUnavailable
+from events.order import Order
+
+ASK_S = 0.2  # how late a decision that only time makes due may be
+BUSY_SHARE = 0.5  # of the time may be spent settling: facts that arrive meanwhile are settled together
+APPEND_MAX = 1000  # decisions in one atomic batch, the server's limit
+READ_BACK_S = 5.0  # how long what was appended may take to be read back
+BACKOFF_MIN_S, BACKOFF_MAX_S = 0.05, 2.0
+
+log = structlog.get_logger(__name__)
+
+
+@dataclass
+class ReconcilerCounters:
+    """What the reconciler has done. Exported as metrics."""
+
+    settles: int = 0
+    decisions: int = 0
+    fenced: int = 0
+    unavailable: int = 0
+    settle_s: float = 0.0  # in total
+
+
+class Reconciler:
+    """Decides while it holds the lease."""
+
+    def __init__(
+        self,
+        journal: Journal,
+        lease: Lease,
+        policy: FleetPolicy,
+        clock: Clock,
+        *,
+        store: StateStore | None = None,
+        ask_s: float = ASK_S,
+    ) -> None:
+        self.counters = ReconcilerCounters()
+        self.order: Order[Fleet] = Order(evolve, Fleet())
+        self._journal = journal
+        self._lease = lease
+        self._policy = policy
+        self._clock = clock
+        self._store = store
+        self._ask_s = ask_s
+        self._barrier: int | None = (
+            None  # decide nothing before this sequence has been read; None: ask where it is
+        )
+        self._backoff_s = BACKOFF_MIN_S
+        self._pending_since = clock.monotonic()
+        self._news = asyncio.Event()
+        self._listeners: list[Callable[[Sequence[Decision]], None]] = []
+
+    @property
+    def leading(self) -> bool:
+        """Whether our decisions are the fleet's: we hold the lease and have read to the end."""
+        return self._lease.held and self._barrier is not None and self.order.last_seq >= self._barrier
+
+    def listen(self, callback: Callable[[Sequence[Decision]], None]) -> None:
+        """Call `callback(decisions)` after each append that we know to have landed."""
+        self._listeners.append(callback)
+
+    def wake(self) -> None:
+        """Ask now, not at the next interval."""
+        self._news.set()
+
+    async def run(self) -> None:
+        """Read and decide for ever. Raise UnknownKind, BadEvent, OutOfOrder or JournalChanged: then nothing is safe."""
+        self.order = await begin(self._store)
+        self._lease.listen(self._lease_changed)
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                tasks.create_task(self._read(), name="reconciler-read")
+                tasks.create_task(self._decide(), name="reconciler-decide")
+        except BaseExceptionGroup as group:
+            first = next((e for e in group.exceptions if isinstance(e, HoldfastError)), None)
+            if first is None:
+                raise
+            log.error("reconciler_stopped", seq=self.order.last_seq, why=str(first))
+            raise first from None
+
+    def _lease_changed(self, held: bool) -> None:
+        self._barrier = None
+        self._news.set()
+
+    async def _read(self) -> None:
+        async for batch in self._journal.read(self.order.last_seq):
+            had, decided = bool(self.order.pending), self.order.position.number
+            for event in batch:
+                self.order.take(event)
+            if not had or self.order.position.number != decided:
+                self._pending_since = self._clock.monotonic()
+            self._news.set()
+
+    # --- deciding ---------------------------------------------------------------------------------------------------
+
+    async def _decide(self) -> None:
+        while True:
+            await self._next()
+            if not self._lease.held:
+                continue
+            try:
+                await self.step()
+                self._backoff_s = BACKOFF_MIN_S
+            except Fenced as error:
+                self.counters.fenced += 1
+                log.warning("append_fenced", why=str(error))
+                await self._back_off()
+            except JournalUnavailable as error:
+                self.counters.unavailable += 1
+                log.warning("append_unavailable", why=str(error))
+                await self._back_off()
+
+    async def _next(self) -> None:
+        """Wait for news, or for the next time to ask."""
+        waiting = asyncio.ensure_future(self._news.wait())
+        sleeping = asyncio.ensure_future(self._clock.sleep(self._ask_s))
+        try:
+            await asyncio.wait({waiting, sleeping}, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for each in (waiting, sleeping):
+                each.cancel()
+        self._news.clear()
+
+    async def step(self) -> Sequence[Decision]:
+        """Settle once and append what is due. Raise Fenced or JournalUnavailable."""
+        if self._barrier is None:
+            self._barrier = await self._journal.last_seq()
+        if self.order.last_seq < self._barrier:
+            return ()
+        began = self._clock.monotonic()
+        decisions = self._due()
+        took = self._clock.monotonic() - began
+        self.counters.settles += 1
+        self.counters.settle_s += took
+        if decisions:
+            await self._append(decisions)
+        elif took:
+            await self._clock.sleep(took * (1 - BUSY_SHARE) / BUSY_SHARE)
+        return decisions
+
+    def _due(self) -> Sequence[Decision]:
+        fleet, now = self.order.shown, self._clock.now()
+        decisions = settle(self._policy, fleet, now)
+        if decisions:
+            return decisions
+        waited = self._clock.monotonic() - self._pending_since
+        if absorption_due(len(self.order.pending), timedelta(seconds=waited)):
+            return (absorbed(fleet, now),)
+        return ()
+
+    async def _append(self, decisions: Sequence[Decision]) -> None:
+        """Append in atomic batches, then wait until they have been read back.
+
+        More than the server's limit at once goes in several: each leaves a state from which the rest is due again.
+        """
+        through, after = self.order.last_seq, self.order.position.decided
+        self._barrier = None  # unless it lands, and we know it
+        for start in range(0, len(decisions), APPEND_MAX):
+            part = decisions[start : start + APPEND_MAX]
+            after = await self._journal.append(part, through=through, after=after)
+            self._landed(part, after)
+        self._barrier = after
+
+    def _landed(self, decisions: Sequence[Decision], seq: int) -> None:
+        self.counters.decisions += len(decisions)
+        for decision in decisions:
+            fields = {name: value for name, value in to_builtins(decision).items() if value not in ("", None)}
+            fields.pop("policy", None)
+            log.info(decision.kind(), seq=seq, **fields)
+        for listener in self._listeners:
+            listener(decisions)
+
+    async def _back_off(self) -> None:
+        """Wait, longer each time and never in step with others; then read to the end before deciding again."""
+        self._barrier = None
+        await self._clock.sleep(self._backoff_s * random.uniform(0.5, 1.5))
+        self._backoff_s = min(BACKOFF_MAX_S, self._backoff_s * 2)
+        self._news.set()

@@ -1,0 +1,132 @@
+"""The fleet as this process knows it: a snapshot from the state store, and the journal from there on.
+
+Whoever needs to know the fleet (the router, the canary loop, liveness, the actuator, metrics) hangs on a view. When
+the broker is away it holds what it last knew; when the journal turns out to be another one it says so and keeps
+what it held, for requests must be served whatever becomes of the control plane.
+"""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Sequence
+
+import structlog
+
+from controller.deciders.fleet import Fleet, evolve
+from controller.ports import Snapshot, StateStore, StoreUnavailable
+from events.errors import HoldfastError
+from events.fact import Recorded
+from events.journal.port import Journal, JournalUnavailable
+from events.order import Order
+
+LOAD_DEADLINE_S = 3.0
+ASK_END_DEADLINE_S = 2.0
+
+Batch = Sequence[Recorded]
+log = structlog.get_logger(__name__)
+
+
+class ViewNotReady(HoldfastError):
+    """The fleet is not known yet: neither the journal nor the state store has been read to its end."""
+
+
+class FleetView:
+    """A fold that follows the journal."""
+
+    def __init__(self, journal: Journal, *, store: StateStore | None = None) -> None:
+        self.fault: HoldfastError | None = None  # why following has ended
+        self.order: Order[Fleet] = Order(evolve, Fleet())
+        self._journal = journal
+        self._store = store
+        self._ready = asyncio.Event()
+        self._target: int | None = None  # the end of the stream when we began
+        self._listeners: list[Callable[[FleetView, Batch], None]] = []
+
+    @property
+    def fleet(self) -> Fleet:
+        """The fleet with everything folded that has been read."""
+        return self.order.shown
+
+    @property
+    def seq(self) -> int:
+        """The sequence of the last event read."""
+        return self.order.last_seq
+
+    @property
+    def number(self) -> int:
+        """The number of the last decision folded: what requests are routed under."""
+        return self.order.position.number
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether everything has been read that the journal held when we began."""
+        return self._ready.is_set()
+
+    def listen(self, callback: Callable[["FleetView", Batch], None]) -> None:
+        """Call `callback(view, batch)` after each absorbed batch, in the order of registration."""
+        self._listeners.append(callback)
+
+    async def ready(self, deadline_s: float) -> None:
+        """Wait until the fleet is known. Raise ViewNotReady, or what has ended the following."""
+        try:
+            await asyncio.wait_for(self._ready.wait(), deadline_s)
+        except TimeoutError:
+            raise self.fault or ViewNotReady(f"after {deadline_s:g} s: {ViewNotReady.__doc__}") from None
+
+    async def run(self) -> None:
+        """Follow for ever. Raise UnknownKind, BadEvent, OutOfOrder or JournalChanged; the fleet stays as it was."""
+        try:
+            self.order = await begin(self._store)
+            self._tell(())
+            async with asyncio.TaskGroup() as tasks:
+                tasks.create_task(self._find_end())
+                await self._follow()
+        except HoldfastError as error:
+            self._fail(error)
+            raise
+        except BaseExceptionGroup as group:
+            first = next((e for e in group.exceptions if isinstance(e, HoldfastError)), None)
+            if first is None:
+                raise
+            self._fail(first)
+            raise first from None
+
+    def _fail(self, error: HoldfastError) -> None:
+        self.fault = error
+        log.error("view_stopped", seq=self.seq, why=str(error))
+
+    async def _follow(self) -> None:
+        batches: AsyncIterator[Batch] = self._journal.read(self.seq)
+        async for batch in batches:
+            for event in batch:
+                self.order.take(event)
+            self._tell(batch)
+            self._check_ready()
+
+    async def _find_end(self) -> None:
+        """Learn where the stream ends now; with an empty stream nothing will ever arrive to tell."""
+        while self._target is None:
+            try:
+                self._target = await asyncio.wait_for(self._journal.last_seq(), ASK_END_DEADLINE_S)
+            except (JournalUnavailable, TimeoutError):
+                await asyncio.sleep(0.1)
+        self._check_ready()
+
+    def _check_ready(self) -> None:
+        if self._target is not None and self.seq >= self._target:
+            self._ready.set()
+
+    def _tell(self, batch: Batch) -> None:
+        for listener in self._listeners:
+            listener(self, batch)
+
+
+async def begin(store: StateStore | None) -> Order[Fleet]:
+    """Return the order to begin with: the store's last settled state, or nothing."""
+    snapshot: Snapshot | None = None
+    if store is not None:
+        try:
+            snapshot = await asyncio.wait_for(store.load(), LOAD_DEADLINE_S)
+        except (StoreUnavailable, TimeoutError) as error:
+            log.warning("store_unreachable_reading_all", why=str(error))
+    if snapshot is None:
+        return Order(evolve, Fleet())
+    return Order(evolve, snapshot.fleet, snapshot.position, dict(snapshot.sources))

@@ -1,0 +1,115 @@
+"""One small value that many processes may write and only one at a time does: compare-and-set on a KV bucket.
+
+It is kept in memory on the broker: what it is used for (a lease that lives a second) is worth nothing after a
+restart, and a renewal then costs no fsync. Expiry is the user's business. The bucket's own TTL is not used: a
+create after an expiry would wait for the TTL of the deletion's marker on top.
+"""
+
+from base64 import b64decode
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from events.connection import DISCONNECTED, Connection
+from events.journal import broker, stream
+from events.journal.broker import MESSAGE_NOT_FOUND, STREAM_NOT_FOUND, WRONG_LAST_SEQUENCE, Ack, Refused, ask
+from events.journal.port import Fenced, JournalUnavailable
+
+BUCKET = "HOLDFAST"
+DEADLINE_S = 0.5
+
+
+class Cell(Protocol):
+    """A value and its revision. 0: nothing has been written."""
+
+    async def read(self) -> tuple[bytes, int]:
+        """Return value and revision. Raise JournalUnavailable."""
+        ...
+
+    async def write(self, value: bytes, revision: int) -> int:
+        """Replace the value of that revision, and return the new one. Raise Fenced or JournalUnavailable."""
+        ...
+
+
+@dataclass
+class MemoryCell:
+    """The double."""
+
+    value: bytes = b""
+    revision: int = 0
+    reachable: bool = True
+
+    async def read(self) -> tuple[bytes, int]:
+        if not self.reachable:
+            raise JournalUnavailable
+        return self.value, self.revision
+
+    async def write(self, value: bytes, revision: int) -> int:
+        if not self.reachable:
+            raise JournalUnavailable
+        if revision != self.revision:
+            raise Fenced(f"revision {self.revision} has been written since {revision}")
+        self.value, self.revision = value, revision + 1
+        return self.revision
+
+
+@dataclass
+class NatsCell:
+    """A key of the KV bucket HOLDFAST."""
+
+    connection: Connection
+    key: str
+    _made: bool = field(default=False, init=False)
+
+    @property
+    def subject(self) -> str:
+        return f"$KV.{BUCKET}.{self.key}"
+
+    async def read(self) -> tuple[bytes, int]:
+        try:
+            request = {"last_by_subj": self.subject}
+            answer = await ask(self.connection, f"STREAM.MSG.GET.KV_{BUCKET}", request, DEADLINE_S)
+        except Refused as error:
+            if error.code == STREAM_NOT_FOUND:
+                await self._make()
+            elif error.code != MESSAGE_NOT_FOUND:
+                raise JournalUnavailable(str(error)) from error
+            return b"", 0
+        message: dict[str, Any] = answer["message"]
+        return b64decode(message.get("data", "")), int(message["seq"])
+
+    async def write(self, value: bytes, revision: int) -> int:
+        ack = await self._publish(value, revision)
+        if ack.code in WRONG_LAST_SEQUENCE:
+            raise Fenced(f"{self.key} has been written since {revision}")
+        if ack.error:
+            raise JournalUnavailable(f"{self.key} was not written: {ack.error}")
+        return ack.seq
+
+    async def _publish(self, value: bytes, revision: int) -> Ack:
+        if not self.connection.connected:
+            raise JournalUnavailable
+        headers = {"Nats-Expected-Last-Subject-Sequence": str(revision)}
+        try:
+            answer = await self.connection.client.request(self.subject, value, DEADLINE_S, headers=headers)
+        except DISCONNECTED as error:
+            raise JournalUnavailable(f"{self.key} was not written: {error!r}") from error
+        return broker.decode_ack(answer.data)
+
+    async def _make(self) -> None:
+        replicas = stream.REPLICAS if stream.nodes(self.connection) >= stream.REPLICAS else 1
+        config = {
+            "name": f"KV_{BUCKET}",
+            "subjects": [f"$KV.{BUCKET}.>"],
+            "storage": "memory",
+            "max_msgs_per_subject": 1,
+            "discard": "new",
+            "num_replicas": replicas,
+            "allow_rollup_hdrs": True,
+            "deny_delete": True,
+            "allow_direct": True,
+        }
+        try:
+            await ask(self.connection, f"STREAM.CREATE.KV_{BUCKET}", config)
+        except Refused as error:
+            if error.code != broker.STREAM_EXISTS:
+                raise JournalUnavailable(str(error)) from error
