@@ -3,7 +3,8 @@
     ─ ─ ▶ idle ── wanted ──▶ draining until `deadline` ──▶ over (empty, deadline, left, resumed)
 
 Wanted by an operator (DrainRequested), by the worker itself (ShutdownBegan), or by health, which has given it up
-(HealthChanged to DRAINING). The controller waits a margin longer than it tells the worker, so that a worker that ends
+(HealthChanged to DRAINING). An operator's worker that is empty stays so, drained, until it is resumed or leaves; to wish
+for its drain again changes nothing. The controller waits a margin longer than it tells the worker, so that a worker that ends
 its last streams exactly at the deadline still reports empty in time.
 """
 
@@ -43,6 +44,7 @@ class Drain:
     deadline: datetime | None = None  # set while the drain runs: what the worker was told
     reason: str = ""
     empty: bool = False
+    done: bool = False  # it drained empty, and nobody has resumed it since
     left: bool = False
     resumed: bool = False
     cause: str = ""
@@ -61,11 +63,11 @@ def evolve(state: Drain, fact: Fact, cause: str = "") -> Drain:
         case ShutdownBegan():
             return _want(state, f"shutdown: {fact.mode}", fact.grace_s, cause)
         case HealthChanged(after=HealthStatus.DRAINING) if not state.active and not state.wanted:
-            return _want(state, fact.reason, None, cause)
+            return replace(_want(replace(state, done=False), fact.reason, None, cause), empty=state.done)
         case HealthChanged(after=HealthStatus.DEAD):
             return replace(state, wanted="", left=True, cause=cause)
         case ResumeRequested():
-            return replace(state, wanted="", resumed=state.active, cause=cause)
+            return replace(state, wanted="", resumed=state.active, done=False, cause=cause)
         case DrainFinished():
             return replace(state, empty=True, cause=cause) if state.active or state.wanted else state
         case WorkerLeft():
@@ -80,14 +82,21 @@ def evolve(state: Drain, fact: Fact, cause: str = "") -> Drain:
                 cause=f"decision:{fact.number}",
             )
         case DrainEnded():
-            over = Drain(state.worker, state.instance, left=state.left, cause=f"decision:{fact.number}")
-            return replace(over, wanted=state.wanted, wanted_s=state.wanted_s)
+            return Drain(
+                state.worker,
+                state.instance,
+                wanted=state.wanted,
+                wanted_s=state.wanted_s,
+                done=fact.outcome == "empty",
+                left=state.left,
+                cause=f"decision:{fact.number}",
+            )
         case _:
             return state
 
 
 def _want(state: Drain, reason: str, deadline_s: float | None, cause: str) -> Drain:
-    if state.left or (state.active and not state.resumed):
+    if state.left or state.done or (state.active and not state.resumed):
         return state
     return replace(state, wanted=reason, wanted_s=deadline_s, empty=False, cause=cause)
 

@@ -178,7 +178,7 @@ def _life(state: Health, fact: Fact, cause: str) -> Health:
             return _leave(state, f"shutdown: {fact.mode}", cause)
         case ResumeRequested():
             return _resume(state, cause)
-        case DrainEnded() if state.draining and fact.outcome != "resumed":
+        case DrainEnded() if fact.outcome != "resumed" and not state.resumed:
             return replace(state, over=fact.outcome, cause=f"decision:{fact.number}")
         case WorkerLeft():
             return replace(state, left=f"left: {fact.mode}", cause=cause)
@@ -271,7 +271,7 @@ def _resume(state: Health, cause: str) -> Health:
         accused=state.accused if silent else "",
         disputed=(),
         leaving="",
-        draining=state.status is DRAINING,
+        draining=False,
         given_up=False,
         resumed=state.status is DRAINING,
         over="",
@@ -366,7 +366,7 @@ def _due(policy: HealthPolicy, state: Health, now: datetime) -> Move | None:
             return _from_unhealthy(policy, state, now)
         case _:
             back = state.resumed and state.goods >= 1 and not _blocked(policy, state)
-            return (HEALTHY, policy.ramp[0], "resumed") if back else None
+            return (HEALTHY, _first(policy), "resumed") if back else None
 
 
 def _from_healthy(policy: HealthPolicy, state: Health) -> Move | None:
@@ -381,6 +381,10 @@ def _from_healthy(policy: HealthPolicy, state: Health) -> Move | None:
     if state.ramp < 1 and state.goods:
         return HEALTHY, _step(policy, state), "ramp"
     return None
+
+
+def _first(policy: HealthPolicy) -> float:
+    return policy.ramp[0] if policy.ramp else 1.0
 
 
 def _step(policy: HealthPolicy, state: Health) -> float:
@@ -401,7 +405,7 @@ def _from_suspicious(policy: HealthPolicy, state: Health) -> Move | None:
         return None
     if not state.joining:
         return HEALTHY, state.ramp, "canary_passed"
-    return HEALTHY, policy.ramp[0] if state.convictions else 1.0, "joined"
+    return HEALTHY, _first(policy) if state.convictions else 1.0, "joined"
 
 
 def _blocked(policy: HealthPolicy, state: Health) -> bool:
@@ -418,7 +422,7 @@ def _from_unhealthy(policy: HealthPolicy, state: Health, now: datetime) -> Move 
     if state.trial_passed and not _blocked(policy, state):
         if state.draining:
             return DRAINING, 0.0, "still_draining"
-        return HEALTHY, policy.ramp[0], "trial_passed"
+        return HEALTHY, _first(policy), "trial_passed"
     if state.trials_failed >= policy.trials_max and not state.kept:
         return DRAINING, 0.0, TRIALS_FAILED
     if state.silent_since is not None and now >= state.silent_since + policy.dead_after:

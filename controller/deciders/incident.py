@@ -65,7 +65,7 @@ def symptom(policy: IncidentPolicy, decision: Decision) -> tuple[str, str] | Non
             return f"worker:{decision.worker}", decision.reason
         case HealthChanged(after=HealthStatus.SUSPICIOUS) if policy.suspicion:
             return f"worker:{decision.worker}", decision.reason
-        case HealthChanged(after=HealthStatus.DEAD) if decision.before is not HealthStatus.DRAINING:
+        case HealthChanged(after=HealthStatus.DEAD) if not _wished(decision):
             return f"worker:{decision.worker}", decision.reason
         case BreakerOpened():
             return f"worker:{decision.worker}", decision.reason
@@ -73,6 +73,10 @@ def symptom(policy: IncidentPolicy, decision: Decision) -> tuple[str, str] | Non
             return f"model:{decision.model}", f"capacity at {decision.ratio:.2f} of the SLO"
         case _:
             return None
+
+
+def _wished(decision: HealthChanged) -> bool:
+    return decision.before is HealthStatus.DRAINING or decision.reason == "left: graceful"
 
 
 def decide(state: Incident, outcome: str, now: datetime, cause: str = "") -> Iterator[Decision]:

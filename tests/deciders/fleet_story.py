@@ -1,0 +1,295 @@
+"""A fleet told as a story: facts go in, time passes, and every settle goes through a journal in memory.
+
+Shared by the deciders' tests. Time is virtual; the story keeps every recorded event, so that a test can fold it again.
+"""
+
+from collections.abc import Iterable
+from dataclasses import replace
+from datetime import UTC, datetime, timedelta
+
+from controller.deciders.fleet import Fleet, FleetPolicy, Worker, evolve, settle
+from events.decisions import Decision, HealthStatus
+from events.fact import Fact, Recorded
+from events.observations import (
+    CanaryFailed,
+    CanaryPassed,
+    CanarySlow,
+    DeviceFaulted,
+    DeviceRecovered,
+    DrainFinished,
+    DrainRequested,
+    EngineFaulted,
+    GoldenDisputed,
+    GoldenProposed,
+    Profile,
+    RequestFailed,
+    RequestsServed,
+    ResumeRequested,
+    ShutdownBegan,
+    WorkerHeard,
+    WorkerJoined,
+    WorkerLeft,
+    WorkerSilent,
+    WorkerSlow,
+    WorkerSlowCleared,
+)
+from events.order import Order
+
+START = datetime(2026, 1, 1, tzinfo=UTC)
+PROFILE = Profile(
+    kv_blocks=8192,
+    block_tokens=16,
+    max_batch=64,
+    prefill_tokens_per_s=20_000.0,
+    tpot_ms=((1, 10.0), (64, 20.0)),
+)
+
+
+def joined(
+    worker: str, instance: str = "i1", *, model: str = "llama", profile: Profile = PROFILE, key: str = "k"
+):
+    return WorkerJoined(
+        worker=worker,
+        instance=instance,
+        url="tcp://127.0.0.1:1",
+        model=model,
+        revision="r1",
+        tokenizer="builtin:sim",
+        engine="simulated",
+        engine_version="1",
+        dtype="float32",
+        tp=1,
+        device="cpu",
+        profile=profile,
+        canary_key=key,
+        pid=1,
+    )
+
+
+def passed(
+    worker: str,
+    instance: str = "i1",
+    *,
+    under: int = 0,
+    canary: str = "c1",
+    slow: bool = False,
+    key: str = "k",
+):
+    shared = {
+        "worker": worker,
+        "instance": instance,
+        "canary_key": key,
+        "canary": canary,
+        "check_type": "scheduled",
+        "sent_under": under,
+        "sent_at": START,
+        "latency_ms": 5.0,
+    }
+    return CanarySlow(**shared, baseline_ms=1.0) if slow else CanaryPassed(**shared)
+
+
+def failed(
+    worker: str,
+    instance: str = "i1",
+    *,
+    under: int = 0,
+    reason: str = "timeout",
+    confirmed: bool = False,
+    golden: str = "none",
+    canary: str = "c1",
+):
+    return CanaryFailed(
+        worker=worker,
+        instance=instance,
+        canary_key="k",
+        canary=canary,
+        check_type="scheduled",
+        sent_under=under,
+        sent_at=START,
+        latency_ms=5.0,
+        reason=reason,
+        confirmed=confirmed,
+        golden=golden,
+    )
+
+
+def proposed(
+    worker: str, tokens=(1, 2), *, instance="i1", canary="c1", top_k=(), tolerance=0.0, configured=False
+):
+    return GoldenProposed(
+        worker=worker,
+        instance=instance,
+        canary_key="k",
+        canary=canary,
+        prompt=(9,),
+        tokens=tuple(tokens),
+        top_k=tuple(top_k),
+        margin=1.0,
+        tolerance=tolerance,
+        configured=configured,
+    )
+
+
+def disputed(worker: str, tokens, *, against: str, instance="i1", canary="c1"):
+    return GoldenDisputed(
+        worker=worker,
+        instance=instance,
+        canary_key="k",
+        canary=canary,
+        proposed_by=against,
+        tokens=tuple(tokens),
+    )
+
+
+def request_failed(worker: str, count: int, *, instance="i1", under: int = 0, frontend="f0"):
+    return RequestFailed(
+        worker=worker,
+        instance=instance,
+        frontend=frontend,
+        failures_in_a_row=count,
+        reason="disconnected",
+        routed_under=under,
+    )
+
+
+def served(worker: str, *, instance="i1", under: int = 0, frontend="f0"):
+    return RequestsServed(
+        worker=worker,
+        instance=instance,
+        frontend=frontend,
+        count=3,
+        tokens=30,
+        ttft_ms=1.0,
+        itl_ms=1.0,
+        routed_under=under,
+        window_s=1.0,
+    )
+
+
+def slow(worker: str, instance="i1"):
+    return WorkerSlow(worker=worker, instance=instance, frontend="f0", latency_ms=9.0, baseline_ms=1.0)
+
+
+def slow_cleared(worker: str, instance="i1"):
+    return WorkerSlowCleared(worker=worker, instance=instance, frontend="f0", latency_ms=1.0, baseline_ms=1.0)
+
+
+def silent(worker: str, instance="i1"):
+    return WorkerSilent(worker=worker, instance=instance, silent_s=3.0, observer="o")
+
+
+def heard(worker: str, instance="i1"):
+    return WorkerHeard(worker=worker, instance=instance, observer="o")
+
+
+def left(worker: str, instance="i1", mode="graceful"):
+    return WorkerLeft(worker=worker, instance=instance, mode=mode, exit=0)
+
+
+def drain_requested(worker: str, instance="i1", deadline_s=None):
+    return DrainRequested(worker=worker, instance=instance, deadline_s=deadline_s, by="op")
+
+
+def resume(worker: str, instance="i1"):
+    return ResumeRequested(worker=worker, instance=instance, by="op")
+
+
+def shutdown(worker: str, instance="i1"):
+    return ShutdownBegan(worker=worker, instance=instance, mode="graceful")
+
+
+def drained(worker: str, instance="i1"):
+    return DrainFinished(worker=worker, instance=instance, completed=1, migrated=0)
+
+
+def device_faulted(worker: str, instance="i1", fatal=True, device="gpu0"):
+    return DeviceFaulted(
+        worker=worker, instance=instance, device=device, fault_class="xid", code="48", fatal=fatal
+    )
+
+
+def device_recovered(worker: str, instance="i1", device="gpu0"):
+    return DeviceRecovered(worker=worker, instance=instance, device=device, fault_class="xid")
+
+
+def engine_faulted(worker: str, instance="i1", fatal=True):
+    return EngineFaulted(worker=worker, instance=instance, reason="died", fatal=fatal)
+
+
+class Story:
+    """One fleet, its journal and its clock."""
+
+    def __init__(self, policy: FleetPolicy | None = None) -> None:
+        self.policy = policy or FleetPolicy()
+        self.now = START
+        self.events: list[Recorded] = []
+        self.order: Order[Fleet] = Order(evolve, Fleet())
+        self.settle()  # adopts the policy
+
+    @property
+    def fleet(self) -> Fleet:
+        return self.order.shown
+
+    def worker(self, name: str = "w0") -> Worker:
+        return self.fleet.workers[name]
+
+    def status(self, name: str = "w0") -> HealthStatus:
+        return self.worker(name).health.status
+
+    def record(self, fact: Fact, *, through: int = 0) -> Recorded:
+        """Put one fact into the journal, as a broker would."""
+        seq = len(self.events) + 1
+        said = isinstance(fact, Decision)
+        event = Recorded(
+            seq=seq,
+            at=self.now,
+            fact=fact,
+            id=f"e{seq}",
+            source="" if said else "world",
+            source_number=0 if said else seq,
+            through=through,
+        )
+        self.events.append(event)
+        self.order.absorb(event)
+        return event
+
+    def settle(self, *, quiet: bool = True) -> tuple[Decision, ...]:
+        """Decide, append, absorb; and check that nothing more is due."""
+        decisions = settle(self.policy, self.fleet, self.now)
+        through = self.order.last_seq
+        for decision in decisions:
+            self.record(decision, through=through)
+        if quiet:
+            assert settle(self.policy, self.fleet, self.now) == (), "not quiescent"
+        return decisions
+
+    def tell(self, *facts: Fact, fresh: bool = True) -> tuple[Decision, ...]:
+        """Record facts and settle. `fresh`: what was sent, was sent just now."""
+        for fact in facts:
+            self.record(self.stamp(fact) if fresh else fact)
+        return self.settle()
+
+    def stamp(self, fact: Fact) -> Fact:
+        if isinstance(fact, CanaryPassed | CanarySlow | CanaryFailed):
+            return replace(fact, sent_under=self.fleet.number, sent_at=self.now)
+        if isinstance(fact, RequestFailed | RequestsServed):
+            return replace(fact, routed_under=self.fleet.number)
+        return fact
+
+    def wait(self, seconds: float) -> tuple[Decision, ...]:
+        """Let time pass and settle once at its end."""
+        self.now += timedelta(seconds=seconds)
+        return self.settle()
+
+    def up(self, *names: str, model: str = "llama") -> "Story":
+        """Bring workers to HEALTHY, weight 1."""
+        for name in names:
+            self.tell(joined(name, model=model))
+            self.tell(passed(name))
+            assert self.worker(name).weight == 1.0
+        return self
+
+
+def kinds(decisions: Iterable[Decision]) -> list[str]:
+    """Return the kinds of decisions, in order."""
+    return [type(decision).__name__ for decision in decisions]

@@ -1,0 +1,233 @@
+"""What the machines together must never do, whatever the world says and in whatever order."""
+
+import random
+from dataclasses import replace
+from datetime import timedelta
+
+import pytest
+from fleet_story import (
+    Story,
+    device_faulted,
+    device_recovered,
+    disputed,
+    drain_requested,
+    drained,
+    engine_faulted,
+    failed,
+    heard,
+    joined,
+    left,
+    passed,
+    proposed,
+    request_failed,
+    resume,
+    served,
+    shutdown,
+    silent,
+    slow,
+    slow_cleared,
+)
+
+from controller.deciders.capacity import Slo
+from controller.deciders.degradation import DegradationPolicy
+from controller.deciders.fleet import Fleet, FleetPolicy, evolve, settle
+from events.decisions import BreakerClosed, BreakerHalfOpened, BreakerOpened, HealthStatus
+from events.fact import Decision, Fact, Recorded
+from events.order import Order
+
+SLO = Slo(slo_throughput_rps=40.0, slo_ttft_ms=500.0, slo_tpot_ms=30.0)
+POLICY = FleetPolicy(degradation=DegradationPolicy(slos={"llama": SLO}))
+
+
+def random_fact(r: random.Random, story: Story, workers: int) -> Fact:
+    """Return something that the world might say now; a good part of it late, repeated or about a former life."""
+    name = f"w{r.randrange(workers)}"
+    known = story.fleet.workers.get(name)
+    if known is None:
+        return joined(name)
+    now = known.joined.instance
+    it = now if r.random() < 0.93 else f"i{r.randrange(1, 4)}"
+    under = max(0, story.fleet.number - (0 if r.random() < 0.8 else r.randrange(12)))
+    canary = f"c{r.randrange(3)}"
+    key = {"under": under}
+    choices = [
+        (30, lambda: passed(name, it, canary=canary, **key)),
+        (8, lambda: passed(name, it, canary=canary, slow=True, **key)),
+        (12, lambda: failed(name, it, canary=canary, **key)),
+        (
+            2,
+            lambda: failed(
+                name, it, reason="token_mismatch", confirmed=True, golden=r.choice(GOLDENS), **key
+            ),
+        ),
+        (1, lambda: failed(name, it, reason="non_finite", **key)),
+        (1, lambda: failed(name, it, reason="latency_spike", **key)),
+        (8, lambda: served(name, instance=it, **key)),
+        (10, lambda: request_failed(name, r.randrange(1, 5), instance=it, **key)),
+        (3, lambda: slow(name, it)),
+        (1, lambda: slow_cleared(name, it)),
+        (2, lambda: silent(name, it)),
+        (2, lambda: heard(name, it)),
+        (1, lambda: device_faulted(name, it, fatal=r.random() < 0.7)),
+        (1, lambda: device_recovered(name, it)),
+        (1, lambda: engine_faulted(name, it, fatal=r.random() < 0.7)),
+        (2, lambda: drain_requested(name, it, r.choice([None, 0.0, 5.0, float("nan"), -1.0]))),
+        (2, lambda: resume(name, it)),
+        (1, lambda: shutdown(name, it)),
+        (2, lambda: drained(name, it)),
+        (1, lambda: left(name, it)),
+        (3, lambda: joined(name, f"i{int(now[1:]) + (r.random() < 0.7)}")),
+        (2, lambda: proposed(name, r.choice([(1, 2), (1, 2), (3,)]), instance=it, canary=canary)),
+        (1, lambda: disputed(name, (4,), against="w0", instance=it, canary=canary)),
+    ]
+    return r.choices([make for _, make in choices], [weight for weight, _ in choices])[0]()
+
+
+GOLDENS = ("agreed", "provisional", "none")
+
+
+def random_story(seed: int, steps: int = 250, workers: int = 5, policy: FleetPolicy = POLICY) -> Story:
+    """Play a random history; between reading and appending more facts slip in, as they do in the world."""
+    r = random.Random(seed)
+    story = Story(policy)
+    for _ in range(steps):
+        for _ in range(r.randrange(1, 4)):
+            story.record(random_fact(r, story, workers))
+        story.now += timedelta(seconds=r.choice([0, 0, 0.1, 1, 1, 5, 20, 70]))
+        decisions, through = settle(policy, story.fleet, story.now), story.order.last_seq
+        for _ in range(r.choice([0, 0, 0, 1, 2])):
+            story.record(random_fact(r, story, workers))
+        for decision in decisions:
+            story.record(decision, through=through)
+    return story
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_quiescence_what_is_decided_is_decided(seed: int) -> None:
+    r = random.Random(seed)
+    story = Story(POLICY)
+    for _ in range(120):
+        story.record(random_fact(r, story, 5))
+        story.now += timedelta(seconds=r.choice([0, 0, 1, 10, 40]))
+        story.settle()  # asserts that a second settle says nothing
+
+
+@pytest.mark.parametrize("seed", range(25))
+def test_replay_equals_live(seed: int) -> None:
+    story = random_story(seed)
+    again: Order[Fleet] = Order(evolve, Fleet())
+    for event in story.events:
+        again.absorb(event)
+    assert again.shown == story.fleet
+    assert again.settled == story.order.settled
+
+
+@pytest.mark.parametrize("seed", range(25))
+def test_every_batch_is_decided_again_alike(seed: int) -> None:
+    """What `replay verify` does: at each decision, fold what its controller had read and ask again."""
+    story = random_story(seed)
+    order: Order[Fleet] = Order(evolve, Fleet())
+    seen: list[Recorded] = []
+    expected: list[Decision] = []
+    for event in story.events:
+        if isinstance(event.fact, Decision):
+            if not expected:
+                at = Fleet()
+                rerun: Order[Fleet] = Order(evolve, at)
+                for past in seen:
+                    if isinstance(past.fact, Decision) or past.seq <= event.through:
+                        rerun.last_seq = past.seq - 1  # the gap is meant: what came later was not read
+                        rerun.absorb(past)
+                expected = list(settle(POLICY, rerun.shown, event.fact.decided_at))
+            assert expected.pop(0) == event.fact
+        seen.append(event)
+        order.absorb(event)
+    assert not expected
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_a_snapshot_and_the_rest_equal_the_whole(seed: int) -> None:
+    story = random_story(seed)
+    cut = random.Random(seed).randrange(len(story.events))
+    first: Order[Fleet] = Order(evolve, Fleet())
+    for event in story.events[:cut]:
+        first.absorb(event)
+    rest = Order(evolve, first.settled, first.position, dict(first.sources))
+    for event in story.events[first.position.through :]:
+        rest.absorb(event)
+    assert rest.shown == story.fleet
+
+
+def test_raw_stream_order_is_wrong_in_some_histories(capsys: pytest.CaptureFixture[str]) -> None:
+    wrong = 0
+    histories = 120
+    for seed in range(histories):
+        story = random_story(seed, steps=60)
+        raw = Fleet()
+        for event in story.events:
+            raw = evolve(raw, event)
+        wrong += raw != story.fleet
+    with capsys.disabled():
+        print(
+            f"\nraw stream order gave a wrong state in {wrong} of {histories} histories ({wrong / histories:.0%})"
+        )
+    assert 0 < wrong < histories
+
+
+@pytest.mark.parametrize("seed", range(25))
+def test_at_most_one_trial_at_a_time_and_moves_alternate(seed: int) -> None:
+    position: dict[tuple[str, str], str] = {}
+    allowed = {
+        BreakerOpened: {"closed", "half_open"},
+        BreakerHalfOpened: {"open"},
+        BreakerClosed: {"half_open"},
+    }
+    after = {BreakerOpened: "open", BreakerHalfOpened: "half_open", BreakerClosed: "closed"}
+    for event in random_story(seed).events:
+        kind = type(event.fact)
+        if kind in allowed:
+            life = (event.fact.worker, event.fact.instance)
+            assert position.get(life, "closed") in allowed[kind]
+            position[life] = after[kind]
+
+
+@pytest.mark.parametrize("seed", range(25))
+def test_the_budget_is_never_exceeded(seed: int) -> None:
+    r = random.Random(seed)
+    story = Story(POLICY).up(*(f"w{n}" for n in range(6)))
+    for _ in range(150):
+        for _ in range(r.randrange(1, 7)):  # simultaneous failures
+            story.record(random_fact(r, story, 6))
+        story.now += timedelta(seconds=r.choice([0, 0, 1, 30, 70]))
+        story.settle()
+        counted = [w for w in story.fleet.workers.values() if w.counts]
+        ejected = [w for w in counted if w.weight == 0.0]
+        assert len(ejected) <= len(counted) / 2
+        for worker in story.fleet.workers.values():
+            if worker.health.status in (HealthStatus.DEAD, HealthStatus.DRAINING) or worker.health.convicted:
+                assert worker.weight == 0.0 and worker.budget.kept is None
+
+
+@pytest.mark.parametrize("seed", range(25))
+def test_dead_is_dead_and_convicted_is_not_routable(seed: int) -> None:
+    order: Order[Fleet] = Order(evolve, Fleet())
+    dead: set[tuple[str, str]] = set()
+    for event in random_story(seed).events:
+        order.absorb(event)
+        for name, worker in order.settled.workers.items():
+            life = (name, worker.joined.instance)
+            if worker.health.status is HealthStatus.DEAD:
+                dead.add(life)
+                assert not worker.routable
+            else:
+                assert life not in dead
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_every_incident_closes_at_recovery_or_death(seed: int) -> None:
+    story = random_story(seed)
+    for name in story.fleet.workers:
+        story.record(replace(left(name), instance=story.fleet.workers[name].joined.instance))
+    story.settle()
+    assert not [i for i in story.fleet.incidents.values() if i.subject.startswith("worker:")]
+    assert all(not worker.incident for worker in story.fleet.workers.values())
