@@ -1,0 +1,202 @@
+"""A tiny real model, built here: `holdfast model tiny DIR`.
+
+Llama architecture, 4 layers, hidden 256, 8 heads over 4 KV heads, a byte-level BPE vocabulary of 2,048 trained on the
+standard library's sources, seeded weights: 4.2 million parameters, 17 MB. It says nothing sensible; it is there so
+that real tensors, a real KV cache and real faults can be tested without downloading anything.
+
+The weights are drawn with a deviation of 0.2, not Llama's usual 0.02: at 0.02 a greedy answer repeats itself (11
+distinct tokens in 128) and makes useless canaries; at 0.2 there are 124 in 128.
+
+The same Python and library versions give the same bytes. Another Python release has other sources, hence another
+vocabulary; whoever shares a folder shares the model, because a worker's revision is a hash of the folder's content.
+"""
+
+import argparse
+import importlib.util
+import json
+import sys
+import sysconfig
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from events.errors import HoldfastError
+
+VOCABULARY = 2048
+SPECIAL_TOKENS = ("<unk>", "<s>", "</s>")  # ids 0, 1, 2
+CORPUS_BYTES_MAX = 8_000_000
+WEIGHT_DEVIATION = 0.2
+SEED = 20_2611
+
+CONFIG: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "vocab_size": VOCABULARY,
+    "hidden_size": 256,
+    "intermediate_size": 768,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 32,
+    "hidden_act": "silu",
+    "max_position_embeddings": 4096,
+    "initializer_range": WEIGHT_DEVIATION,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 10000.0,
+    "attention_bias": False,
+    "mlp_bias": False,
+    "tie_word_embeddings": False,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "torch_dtype": "float32",
+}
+
+CHAT_TEMPLATE = (
+    "{{ bos_token }}{% for message in messages %}"
+    "{{ '### ' + message['role'] + '\\n' + message['content'] + '\\n' }}"
+    "{% endfor %}{% if add_generation_prompt %}{{ '### assistant\\n' }}{% endif %}"
+)
+
+Progress = Callable[[str], None]
+
+
+class TorchMissing(HoldfastError):
+    """Real models need torch, which is not installed. Install it with: pip install 'holdfast[transformers]'"""
+
+
+class FolderInUse(HoldfastError):
+    """The folder already holds something else. Give a new or empty folder, or one that holds a tiny model."""
+
+
+def build_tiny(directory: Path, progress: Progress = lambda line: None) -> Path:
+    """Write the tiny model and its tokenizer into `directory` and return it. Takes about ten seconds.
+
+    Raise TorchMissing or FolderInUse.
+    """
+    _require_torch()
+    _claim(directory)
+    progress("training a byte-level BPE vocabulary of 2,048 on the standard library's sources")
+    _train_tokenizer().save(str(directory / "tokenizer.json"))
+    _write_json(directory / "tokenizer_config.json", _tokenizer_config())
+    progress("drawing 4.2 million weights")
+    _write_weights(directory / "model.safetensors")
+    # config.json comes last: a folder that has it is complete.
+    _write_json(directory / "config.json", CONFIG)
+    return directory
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of `holdfast model tiny`."""
+    parser.add_argument("directory", type=Path, metavar="DIR", help="where to write the model (17 MB)")
+
+
+def run_cli(args: argparse.Namespace) -> int:
+    """Build the tiny model; return the exit code."""
+    try:
+        directory = build_tiny(args.directory, lambda line: print(f"{line} …", file=sys.stderr))
+    except HoldfastError as error:
+        print(f"holdfast model tiny: {error}", file=sys.stderr)
+        return 1
+    except OSError as error:
+        print(f"holdfast model tiny: cannot write to {args.directory}: {error.strerror}", file=sys.stderr)
+        return 1
+    print(
+        f"The model is in {directory}. Serve it with: holdfast up --engine transformers --model {directory}"
+    )
+    return 0
+
+
+def _require_torch() -> None:
+    if any(importlib.util.find_spec(name) is None for name in ("torch", "safetensors")):
+        raise TorchMissing
+
+
+def _claim(directory: Path) -> None:
+    if directory.exists() and not directory.is_dir():
+        raise FolderInUse(f"{directory} is a file. Give a folder.")
+    directory.mkdir(parents=True, exist_ok=True)
+    ours = {"config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"}
+    if strangers := sorted(path.name for path in directory.iterdir() if path.name not in ours):
+        raise FolderInUse(f"{directory} already holds {strangers[0]}. Give a new or empty folder.")
+    (directory / "config.json").unlink(missing_ok=True)
+
+
+def _corpus() -> Iterator[str]:
+    root = Path(sysconfig.get_path("stdlib"))
+    left = CORPUS_BYTES_MAX
+    for path in sorted(root.glob("*.py")) + sorted(root.glob("[a-r]*/*.py")):
+        if "site-packages" in path.parts or left <= 0:
+            continue
+        text = path.read_text(encoding="utf-8", errors="replace")
+        left -= len(text)
+        yield text
+
+
+def _train_tokenizer() -> Any:
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=VOCABULARY,
+        special_tokens=list(SPECIAL_TOKENS),
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(_corpus(), trainer)
+    return tokenizer
+
+
+def _tokenizer_config() -> dict[str, Any]:
+    unknown, begin, end = SPECIAL_TOKENS
+    return {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "unk_token": unknown,
+        "bos_token": begin,
+        "eos_token": end,
+        "add_bos_token": False,
+        "clean_up_tokenization_spaces": False,
+        "model_max_length": CONFIG["max_position_embeddings"],
+        "chat_template": CHAT_TEMPLATE,
+    }
+
+
+def _shapes() -> Iterator[tuple[str, tuple[int, ...]]]:
+    hidden, wide = CONFIG["hidden_size"], CONFIG["intermediate_size"]
+    keys = CONFIG["num_key_value_heads"] * CONFIG["head_dim"]
+    yield "model.embed_tokens.weight", (VOCABULARY, hidden)
+    for layer in range(CONFIG["num_hidden_layers"]):
+        prefix = f"model.layers.{layer}"
+        yield f"{prefix}.input_layernorm.weight", (hidden,)
+        yield f"{prefix}.self_attn.q_proj.weight", (hidden, hidden)
+        yield f"{prefix}.self_attn.k_proj.weight", (keys, hidden)
+        yield f"{prefix}.self_attn.v_proj.weight", (keys, hidden)
+        yield f"{prefix}.self_attn.o_proj.weight", (hidden, hidden)
+        yield f"{prefix}.post_attention_layernorm.weight", (hidden,)
+        yield f"{prefix}.mlp.gate_proj.weight", (wide, hidden)
+        yield f"{prefix}.mlp.up_proj.weight", (wide, hidden)
+        yield f"{prefix}.mlp.down_proj.weight", (hidden, wide)
+    yield "model.norm.weight", (hidden,)
+    yield "lm_head.weight", (VOCABULARY, hidden)
+
+
+def _write_weights(path: Path) -> None:
+    """Draw with numpy's PCG64, whose streams are stable across releases; torch promises no such thing."""
+    import numpy
+    import torch
+    from safetensors.torch import save_file
+
+    draw = numpy.random.Generator(numpy.random.PCG64(SEED))
+    weights = {}
+    for name, shape in _shapes():
+        if len(shape) == 1:
+            values = numpy.ones(shape, dtype=numpy.float32)
+        else:
+            values = draw.standard_normal(shape, dtype=numpy.float32) * numpy.float32(WEIGHT_DEVIATION)
+        weights[name] = torch.from_numpy(values)
+    save_file(weights, path, metadata={"format": "pt"})
+
+
+def _write_json(path: Path, value: dict[str, Any]) -> None:
+    path.write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
