@@ -1,0 +1,141 @@
+"""Attention over a paged KV cache, such that a row's answer does not depend on who computes beside it.
+
+A matrix product may sum in another order when its shape changes, and float addition is not associative: the same
+prompt alone, in a batch, or replayed at another cut would differ in the last bits, and once in a while in a token.
+So every sum here has a fixed shape and order:
+
+    scores   q · kᵀ   over the head's width                 one product per (block, KV head): always the same depth
+    weights  p · v    over the tokens of one block          one product per (block, KV head): always the same depth
+    answer            over the blocks of a sequence         added one by one, in the order of positions
+
+Measured on CPU (MKL, fp32, 1 to 4 threads): rows of such products are bit-identical for every number of rows that is a
+multiple of four, and for every number of products in one call; with one to three rows another kernel runs. Hence
+ROWS. What is masked is exactly zero and changes no sum. `invariance.py` checks all this at start, on the very machine.
+
+The blocks in use lie close together (the lowest free one is taken first), so a whole slice of the pool is computed
+without copying it; only when most of the slice is somebody else's are blocks gathered.
+"""
+
+from collections.abc import Sequence as Sequential
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+ROWS = 4  # query rows come in multiples of this
+SCRATCH_FLOATS_MAX = 16 * 1024 * 1024  # of one score tensor; longer prompts are cut into bands of rows
+_SPARSE = 3  # gather blocks when the slice that holds them is more than this many times larger
+
+
+class Pool:
+    """Keys and values of every block: [layer, block, KV head, token in block, head width]. The last block is a sink:
+    what padding rows write goes there and is never read."""
+
+    def __init__(
+        self, *, layers: int, blocks: int, kv_heads: int, block_tokens: int, width: int,
+        dtype: torch.dtype, device: torch.device,
+    ) -> None:  # fmt: skip
+        shape = (layers, blocks + 1, kv_heads, block_tokens, width)
+        # Not zeroed here: a block is cleared when it is taken, and memory that is never taken is never touched.
+        self.keys = torch.empty(shape, dtype=dtype, device=device)
+        self.values = torch.empty(shape, dtype=dtype, device=device)
+        self.block_tokens = block_tokens
+        self.sink = blocks
+
+    def clear(self, blocks: Sequential[int]) -> None:
+        """Zero these blocks: what is masked must not be NaN, which would survive a multiplication by zero."""
+        if blocks:
+            index = torch.tensor(sorted(set(blocks)), device=self.keys.device)
+            self.keys[:, index] = 0
+            self.values[:, index] = 0
+
+    def read(self, block: int) -> tuple[Tensor, Tensor]:
+        """Return a block's keys and values, [layer, KV head, token, width] each: what a transfer would send."""
+        return self.keys[:, block], self.values[:, block]
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """Which blocks one attention call reads, and for whom: built once per step, used in every layer.
+
+    `picked` are the pool's rows (a slice, or an index when sparse); `query_of` says for each picked block which item
+    asks; `visible` is [picked, item rows or 1, block tokens]; `order` lists the picked blocks item by item in order of
+    position, and `owner` the item of each of these.
+    """
+
+    items: int
+    picked: slice | Tensor
+    query_of: Tensor
+    hidden: Tensor
+    order: Tensor
+    owner: Tensor
+
+
+def span(tables: Sequential[Sequential[int]], hidden: Tensor, device: torch.device) -> Span:
+    """Return the span of items whose blocks are `tables`; `hidden` is True where a row must not look, in that order."""
+    blocks = [block for table in tables for block in table]
+    owner = torch.tensor([item for item, table in enumerate(tables) for _ in table], device=device)
+    low, high = min(blocks), max(blocks) + 1
+    if high - low > _SPARSE * len(blocks):
+        everything = torch.arange(len(blocks), device=device)
+        return Span(len(tables), torch.tensor(blocks, device=device), owner, hidden, everything, owner)
+    order = torch.tensor(blocks, device=device) - low
+    query_of = torch.zeros(high - low, dtype=torch.long, device=device)
+    query_of[order] = owner
+    spread = torch.ones((high - low, *hidden.shape[1:]), dtype=torch.bool, device=device)
+    spread[order] = hidden
+    return Span(len(tables), slice(low, high), query_of, spread, order, owner)
+
+
+def attend(queries: Tensor, keys: Tensor, values: Tensor, over: Span) -> Tensor:
+    """Return softmax(queries · keysᵀ) · values per item.
+
+    `queries` is [item, KV head, row, width], scaled already, its rows a multiple of ROWS; `keys` and `values` are one
+    layer of the pool. The result has the shape of `queries`.
+    """
+    items, heads, rows, width = queries.shape
+    keys, values = keys[over.picked], values[over.picked]
+    picked, _, tokens, _ = keys.shape
+    asked = queries[over.query_of] if items > 1 else queries.expand(picked, -1, -1, -1)
+    scores = torch.bmm(asked.reshape(-1, rows, width), keys.reshape(-1, tokens, width).transpose(1, 2))
+    scores = scores.view(picked, heads, rows, tokens).float()
+    scores.masked_fill_(over.hidden[:, None], -torch.inf)
+    highest = _highest(scores.amax(dim=-1), over)
+    weights = scores.sub_(highest[over.query_of][..., None]).exp_()
+    parts = torch.bmm(weights.view(-1, rows, tokens).to(values.dtype), values.reshape(-1, tokens, width))
+    parts = parts.view(picked, heads, rows, width).float()
+    total = _added(weights.sum(dim=-1, keepdim=True), over)
+    return (_added(parts, over) / total).to(queries.dtype)
+
+
+def banded(queries: Tensor, keys: Tensor, values: Tensor, table: Sequential[int], first: Tensor) -> Tensor:
+    """Attend for one item with many rows, in bands that keep the scratch memory bounded.
+
+    `queries` is [KV head, row, width]; `first` is each row's position: it sees every token up to its own.
+    """
+    heads, rows, _ = queries.shape
+    tokens = keys.shape[2]
+    room = SCRATCH_FLOATS_MAX // (len(table) * heads * tokens)
+    band = max(ROWS, room // ROWS * ROWS)
+    places = torch.arange(len(table) * tokens, device=queries.device).view(len(table), 1, tokens)
+    answers = []
+    for start in range(0, rows, band):
+        hidden = places > first[None, start : start + band, None]
+        over = span([table], hidden, queries.device)
+        answers.append(attend(queries[None, :, start : start + band], keys, values, over)[0])
+    return answers[0] if len(answers) == 1 else torch.cat(answers, dim=1)
+
+
+def _highest(blocks: Tensor, over: Span) -> Tensor:
+    """Return the maximum of each item over its blocks; the order does not matter to a maximum."""
+    if over.items == 1:
+        return blocks[over.order].amax(dim=0, keepdim=True)
+    index = over.owner.view(-1, 1, 1).expand(-1, *blocks.shape[1:])
+    start = torch.full((over.items, *blocks.shape[1:]), -torch.inf, device=blocks.device)
+    return start.scatter_reduce_(0, index, blocks[over.order], reduce="amax")
+
+
+def _added(blocks: Tensor, over: Span) -> Tensor:
+    """Return the sum of each item over its blocks, added in the order of positions."""
+    start = torch.zeros((over.items, *blocks.shape[1:]), dtype=blocks.dtype, device=blocks.device)
+    return start.index_add_(0, over.owner, blocks[over.order])

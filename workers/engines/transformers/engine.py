@@ -1,0 +1,278 @@
+"""The transformers engine: a thread that steps a real model, and the protocol that the worker speaks to it.
+
+    worker's loop ── submit, cancel ──▶ inbox ──▶ engine's thread: plan → compute → choose ──▶ deliver
+
+The thread sleeps while there is nothing to do. Everything that the loop asks for is put into an inbox and taken out
+between two steps; what the loop reads (phase, load) are values that the thread replaces whole.
+"""
+
+import asyncio
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from pathlib import Path
+
+import structlog
+import torch
+
+from events.observations import Profile
+from events.wire import Chunk, Generate, Load
+from workers.engines.engine import Deliver, EngineDead, EngineIdentity, Phase
+from workers.engines.transformers.invariance import is_exact
+from workers.engines.transformers.measure import measured_profile
+from workers.engines.transformers.model import load_model
+from workers.engines.transformers.revision import revision_of
+from workers.engines.transformers.schedule import Work
+from workers.engines.transformers.settings import TransformersSettings
+from workers.engines.transformers.stepper import Output, Stepper
+
+log = structlog.get_logger(__name__)
+
+LOAD_DEADLINE_S = 900.0  # the largest models that one machine holds, from a slow disk
+STOP_DEADLINE_S = 10.0
+FAILURES_MAX = 3  # steps in a row that raise, and the engine is dead
+
+
+class TransformersEngine:
+    """An `Engine` around a Llama-family model in a local folder."""
+
+    def __init__(self, settings: TransformersSettings) -> None:
+        self._settings = settings
+        self.identity = _identity(settings, revision="", exact=False, context_tokens=settings.context_tokens)
+        self._inbox: deque[tuple[int, Generate | None]] = deque()  # None: cancel
+        self._wake = threading.Condition()
+        self._stopping = threading.Event()
+        self._stepper: Stepper | None = None
+        self._deliver: Deliver = _nowhere
+        self._phase = Phase(since=time.monotonic())
+        self._load = Load()
+        self._dead: str | None = None
+        self._thread: threading.Thread | None = None
+
+    async def start(self, deliver: Deliver) -> None:
+        """Load the model, check and measure it, and begin to step. Raise EngineDead with the reason if it cannot."""
+        self._deliver = deliver
+        loop = asyncio.get_running_loop()
+        ready: asyncio.Future[str | None] = loop.create_future()
+
+        def report(reason: str | None) -> None:
+            loop.call_soon_threadsafe(_settle, ready, reason)
+
+        self._thread = threading.Thread(target=self._main, args=(report,), name="engine", daemon=True)
+        self._thread.start()
+        try:
+            reason = await asyncio.wait_for(ready, LOAD_DEADLINE_S)
+        except TimeoutError:
+            self._stopping.set()
+            reason = f"loading {self._settings.folder} took longer than {LOAD_DEADLINE_S:.0f} s"
+        if reason is not None:
+            raise EngineDead(reason)
+
+    def submit(self, key: int, request: Generate) -> None:
+        """Take a request in, or deliver at once why not."""
+        refusal = self._refusal(request)
+        if refusal is not None:
+            self._deliver([(key, Chunk(request.stream, [], error=refusal))])
+            return
+        self._put(key, request)
+
+    def cancel(self, key: int) -> None:
+        """Forget a request before the next step."""
+        self._put(key, None)
+
+    def phase(self) -> Phase:
+        """Return what the engine is doing."""
+        return self._phase
+
+    def load(self) -> Load:
+        """Return the load after the last step, with what has come in since."""
+        load = self._load
+        return Load(
+            load.running, load.waiting + len(self._inbox), load.kv_used, load.kv_total, load.active_tokens
+        )
+
+    async def check(self) -> None:
+        """Raise EngineDead if the engine's thread has given up."""
+        if self._stepper is not None and self._stepper.faults.dead:
+            raise EngineDead("the transformers engine died, as the rehearsal asked")
+        if self._dead is not None:
+            raise EngineDead(self._dead)
+
+    def chaos(self, fault: str, argument: float) -> bool:
+        """Play a fault: error, corrupt, drift, slow, bitflip (argument: its seed), die, heal."""
+        return self._stepper is not None and self._stepper.faults.inject(fault, argument)
+
+    async def stop(self) -> None:
+        """Stop after the current step, and free everything."""
+        self._stopping.set()
+        with self._wake:
+            self._wake.notify_all()
+        thread = self._thread
+        if thread is not None:
+            await asyncio.to_thread(thread.join, STOP_DEADLINE_S)
+        if thread is None or not thread.is_alive():
+            self._stepper = None
+            self._load = Load()
+
+    # --- on the engine's thread -------------------------------------------------------------------------------------
+
+    def _main(self, report: Callable[[str | None], None]) -> None:
+        try:
+            self._prepare()
+        except EngineDead as error:
+            report(str(error))
+            return
+        except Exception as error:
+            log.exception("engine_failed_to_start")
+            report(f"the engine could not start: {error!r}")
+            return
+        report(None)
+        try:
+            while self._wait():
+                self._turn()
+        except Exception as error:
+            log.exception("engine_died")
+            self._dead = f"the engine's thread died: {error!r}"
+
+    def _prepare(self) -> None:
+        settings = self._settings
+        torch.set_num_threads(settings.threads)
+        revision = revision_of(settings.folder)
+        model = load_model(
+            settings.folder,
+            device=settings.device,
+            dtype=settings.dtype,
+            context_tokens=settings.context_tokens,
+        )
+        stepper = Stepper(model, settings)
+        exact = is_exact(model, stepper.pool, stepper.blocks)
+        if not exact:
+            log.warning(
+                "not_batch_invariant", device=settings.device, dtype=settings.dtype, threads=settings.threads
+            )
+        profile = settings.profile or measured_profile(stepper, settings)
+        self.identity = _identity(
+            settings, revision=revision, exact=exact, context_tokens=stepper.limit, profile=profile
+        )
+        self._stepper, self._load = stepper, stepper.load()
+
+    def _wait(self) -> bool:
+        """Wait until there is something to do; False when the engine is to stop."""
+        stepper = self._running_stepper()
+        with self._wake:
+            while not (self._inbox or stepper.busy or self._stopping.is_set()):
+                self._phase = Phase(since=time.monotonic())
+                self._wake.wait()
+        return not self._stopping.is_set()
+
+    def _turn(self) -> None:
+        """Take what came in, make one step, hand over what it gave."""
+        stepper = self._running_stepper()
+        self._take_inbox(stepper)
+        if stepper.faults.dead:
+            self._stopping.wait(0.05)  # a dead engine does nothing; the worker finds out by `check`
+            return
+        began = time.monotonic()
+        works = stepper.plan()
+        if not works:
+            self._load = stepper.load()
+            return
+        self._phase = _phase(works, began)
+        out = self._step(stepper, works)
+        if stepper.faults.slow > 1.0:
+            self._stopping.wait((time.monotonic() - began) * (stepper.faults.slow - 1.0))
+        self._load = stepper.load()
+        if out:
+            self._deliver(out)
+
+    def _step(self, stepper: Stepper, works: list[Work]) -> Output:
+        try:
+            out = stepper.step(works)
+            self._failures = 0
+            return out
+        except (
+            RuntimeError,
+            ArithmeticError,
+            MemoryError,
+        ) as error:  # what torch raises, out of memory included
+            self._failures += 1
+            log.exception("engine_step_failed", in_a_row=self._failures)
+            if self._failures >= FAILURES_MAX:
+                self._dead = f"{self._failures} steps in a row failed, the last with: {error}"
+            return stepper.fail_all(str(error).strip().partition("\n")[0])
+
+    def _take_inbox(self, stepper: Stepper) -> None:
+        while self._inbox:
+            key, request = self._inbox.popleft()
+            if request is None:
+                stepper.cancel(key)
+            elif chunk := stepper.submit(key, request):
+                self._deliver([(key, chunk)])
+
+    # --- both -------------------------------------------------------------------------------------------------------
+
+    _failures = 0  # steps in a row
+
+    def _refusal(self, request: Generate) -> str | None:
+        if self._stepper is None or self._dead is not None:
+            return "engine_error: the engine is not running"
+        schedule = self._stepper.schedule
+        if len(schedule.waiting) + len(self._inbox) >= self._settings.waiting_max + schedule.room:
+            return f"overloaded: {len(schedule.waiting)} requests are waiting already"
+        return self._stepper.refusal(request)
+
+    def _put(self, key: int, request: Generate | None) -> None:
+        with self._wake:
+            self._inbox.append((key, request))
+            self._wake.notify()
+
+    def _running_stepper(self) -> Stepper:
+        assert self._stepper is not None, "the engine has not started"
+        return self._stepper
+
+
+def _settle(ready: asyncio.Future[str | None], reason: str | None) -> None:
+    if not ready.done():  # whoever waited may have given up
+        ready.set_result(reason)
+
+
+def _phase(works: list[Work], began: float) -> Phase:
+    prompt = sum(work.count for work in works if work.count > 1)
+    return Phase("prefill" if prompt else "decode", began, prompt)
+
+
+def _identity(
+    settings: TransformersSettings,
+    *,
+    revision: str,
+    exact: bool,
+    context_tokens: int,
+    profile: Profile | None = None,
+) -> EngineIdentity:
+    import transformers
+
+    folder: Path = settings.folder.resolve()
+    device = settings.device
+    if device.startswith("cuda") and torch.cuda.is_available():
+        device = torch.cuda.get_device_name(device)
+    blank = Profile(
+        kv_blocks=0, block_tokens=settings.block_tokens, max_batch=0, prefill_tokens_per_s=0, tpot_ms=()
+    )
+    return EngineIdentity(
+        model=settings.model or folder.name,
+        revision=revision,
+        tokenizer=str(folder),
+        engine="transformers",
+        engine_version=f"{transformers.__version__}+torch{torch.__version__.partition('+')[0]}",
+        dtype=settings.dtype,
+        tp=1,
+        device=device,
+        context_tokens=context_tokens,
+        exact=exact,
+        profile=profile or blank,
+    )
+
+
+def _nowhere(out: Output) -> None:
+    """Where output goes before `start`."""

@@ -1,0 +1,104 @@
+"""Faults that the transformers engine plays for rehearsals. They last until healed."""
+
+import random
+from dataclasses import dataclass, field
+
+import xxhash
+from torch import Tensor
+
+from workers.engines.transformers.weight_faults import Surgeon, draw_fault
+
+CORRUPT_ONE_IN = 8
+DRIFT = 0.05
+SLOW_TIMES = 5.0
+NAMES = ("error", "corrupt", "drift", "slow", "bitflip", "die", "heal")
+
+
+@dataclass(slots=True)
+class Faults:
+    """What is wrong with the engine right now. A fresh value is a healthy engine."""
+
+    error: bool = False
+    errors_left: int = 0  # 0: until healed
+    corrupt_one_in: int = 0
+    drift: float = 0.0
+    slow: float = 1.0
+    dead: bool = False
+    flips: list[int] = field(
+        default_factory=list
+    )  # seeds of bit flips that the engine's thread has yet to make
+    healing: bool = False  # the engine's thread has yet to undo them
+    _said: int = 0  # tokens said while corrupting
+
+    def inject(self, fault: str, argument: float) -> bool:
+        """Begin one fault, or `heal` all; False if there is no such fault. An argument of 0 takes the fault's default.
+
+        `bitflip` flips one exponent bit of one weight; its argument is the seed that chooses them.
+        """
+        match fault:
+            case "error":
+                self.error, self.errors_left = True, int(argument)
+            case "corrupt":
+                self.corrupt_one_in = max(1, int(argument) or CORRUPT_ONE_IN)
+            case "drift":
+                self.drift = argument or DRIFT
+            case "slow":
+                self.slow = max(1.0, argument or SLOW_TIMES)
+            case "bitflip":
+                self.flips.append(int(argument))
+            case "die":
+                self.dead = True
+            case "heal":
+                self.error, self.errors_left, self.corrupt_one_in = False, 0, 0
+                self.drift, self.slow = 0.0, 1.0
+                self.flips.clear()
+                self.healing = True
+            case _:
+                return False
+        return True
+
+    def raised(self, requests: int) -> int:
+        """Return how many of `requests` the raising engine takes down now, and count them."""
+        if not self.error:
+            return 0
+        if not self.errors_left:
+            return requests
+        taken = min(requests, self.errors_left)
+        self.errors_left -= taken
+        self.error = self.errors_left > 0
+        return taken
+
+    def take_flips(self) -> list[int]:
+        """Return the bit flips that are to be made, once."""
+        taken, self.flips = self.flips, []
+        return taken
+
+    def take_heal(self) -> bool:
+        """Return whether the weights are to be healed, once."""
+        taken, self.healing = self.healing, False
+        return taken
+
+    def altered(self, token: int, vocabulary: int, spared: frozenset[int]) -> int:
+        """Return the token as the sick engine says it: one in k is another one, never one of `spared`.
+
+        Which ones is a hash of a running count, as in the simulated engine: no stream and no canary is spared for ever.
+        """
+        if not self.corrupt_one_in or token in spared:
+            return token
+        self._said += 1
+        dice = xxhash.xxh64_intdigest(self._said.to_bytes(8, "little"))
+        if dice % self.corrupt_one_in:
+            return token
+        wrong = (token + 1 + (dice >> 32) % (vocabulary - 1)) % vocabulary
+        return token if wrong in spared else wrong
+
+    def drifted(self, logits: Tensor) -> Tensor:
+        """Return logits that are off but choose the same greedy tokens: scaled, so that their order stays."""
+        return logits * (1.0 + self.drift) if self.drift else logits
+
+
+def flip_bit(weights: dict[str, Tensor], surgeon: Surgeon, seed: int) -> str:
+    """Flip one exponent bit of one weight, chosen by `seed`; return where. Raise NotFloat32."""
+    fault = draw_fault(weights, "other exponent bit", random.Random(seed))
+    surgeon.inflict(fault)
+    return str(fault)

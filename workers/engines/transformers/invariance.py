@@ -1,0 +1,71 @@
+"""Is a row's answer the same alone, in a batch, and in a replay, on this very machine?
+
+The engine's claim of exactness rests on how the installed libraries add: see attention.py. They may do it otherwise on
+another processor, so the claim is checked at start on the model itself, bit by bit: one prompt read at once, the same
+prompt read in uneven pieces with strangers in the batch. It takes a few steps, and covers every matrix of the model.
+"""
+
+import random
+
+import torch
+
+from events.wire import Sampling
+from workers.engines.transformers.attention import Pool
+from workers.engines.transformers.model import Model
+from workers.engines.transformers.schedule import Blocks, Sequence, Work
+
+_PROMPT = 80
+_PIECES = (37, 1, 1, 2, 16, 1, 21, 1)  # adds up to _PROMPT: single tokens, odd pieces, and a long one
+_STRANGERS = 3
+
+
+def is_exact(model: Model, pool: Pool, blocks: Blocks) -> bool:
+    """Return whether the last logits of a prompt are bit-identical however it is read. Leaves the pool as it was."""
+    draw = random.Random(1)
+    length = min(
+        _PROMPT, model.context_tokens - 2, (blocks.count * blocks.tokens) // (_STRANGERS + 2) - blocks.tokens
+    )
+    if length < _PROMPT:
+        return False  # an engine this small is a test's; it may say so
+    reader = _Reader(model, pool, blocks)
+    tokens = [draw.randrange(model.vocabulary) for _ in range(length)]
+    whole, pieces = _sequence(tokens), _sequence(tokens)
+    strangers = [
+        _sequence([draw.randrange(model.vocabulary) for _ in range(9 + 11 * n)]) for n in range(_STRANGERS)
+    ]
+    try:
+        expected = reader.read([(whole, length)])[whole]
+        reader.read([(stranger, 8) for stranger in strangers])
+        got = {}
+        for count in _PIECES:
+            got = reader.read(
+                [(pieces, count), *((stranger, 1) for stranger in strangers if stranger.uncached)]
+            )
+        return bool(torch.equal(expected, got[pieces]))
+    finally:
+        for sequence in (whole, pieces, *strangers):
+            blocks.give_back(sequence.blocks)
+
+
+class _Reader:
+    def __init__(self, model: Model, pool: Pool, blocks: Blocks) -> None:
+        self._model, self._pool, self._blocks = model, pool, blocks
+
+    def read(self, parts: list[tuple[Sequence, int]]) -> dict[Sequence, torch.Tensor]:
+        """Read so many tokens of each sequence in one step; return the logits of those that are at their end."""
+        works = []
+        for sequence, count in parts:
+            while len(sequence.blocks) < self._blocks.needed(sequence.cached + count):
+                sequence.blocks.append(self._blocks.take())
+                self._pool.clear(sequence.blocks[-1:])
+            works.append(Work(sequence, sequence.cached, count))
+        works.sort(key=lambda work: work.count > 1)
+        logits = self._model.forward(works, self._pool)
+        at_end = [work.sequence for work in works if work.samples]
+        for work in works:
+            work.sequence.cached += work.count
+        return dict(zip(at_end, logits, strict=True))
+
+
+def _sequence(tokens: list[int]) -> Sequence:
+    return Sequence(0, tokens, len(tokens), Sampling(max_tokens=1), 0)

@@ -1,0 +1,294 @@
+"""A Llama-family model from a local folder, and its forward pass over the rows of one engine step.
+
+The weights are Hugging Face's own modules, loaded by transformers; the pass over them is ours, because everything that
+Holdfast does with a real engine needs the KV cache in its own hands: batches joined and left at any step, blocks that
+can be moved to another worker, faults put into named weights.
+
+Q, K and V are one matrix here, gate and up another; the modules' parameters are views of them, so that a fault put
+into a named parameter is a fault in what is computed.
+"""
+
+from collections.abc import Sequence as Sequential
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from workers.engines.engine import EngineDead
+from workers.engines.transformers.attention import ROWS, Pool, Span, attend, banded, span
+from workers.engines.transformers.schedule import Work
+
+FAMILIES = ("llama", "mistral", "qwen2", "qwen3")  # those whose layers are what `Layer` says
+TILE = 8  # rows of a matrix product come in multiples of this: see attention.py
+
+
+@dataclass(frozen=True, slots=True)
+class Layer:
+    """One decoder layer, ready to be computed."""
+
+    norm: Tensor
+    qkv: Tensor
+    qkv_bias: Tensor | None
+    q_norm: Tensor | None
+    k_norm: Tensor | None
+    out: Tensor
+    out_bias: Tensor | None
+    mlp_norm: Tensor
+    gate_up: Tensor
+    gate_up_bias: Tensor | None
+    down: Tensor
+    down_bias: Tensor | None
+    act: Any
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """One step's rows: what every layer needs to know. `decoding` sequences come first, one row each."""
+
+    cos: Tensor
+    sin: Tensor
+    blocks: Tensor
+    offsets: Tensor
+    decoding: int
+    over: Span | None
+    prompts: tuple[
+        tuple[int, int, list[int], Tensor], ...
+    ]  # first row, rows, block table, position of each query row
+
+
+class Model:
+    """A loaded model. Not thread-safe: one engine thread computes."""
+
+    def __init__(self, module: Any, *, context_tokens: int) -> None:
+        config = module.config
+        self.module = module
+        self.config = config
+        self.vocabulary = int(config.vocab_size)
+        self.heads = int(config.num_attention_heads)
+        self.kv_heads = int(getattr(config, "num_key_value_heads", None) or self.heads)
+        self.width = int(getattr(config, "head_dim", None) or config.hidden_size // self.heads)
+        self.context_tokens = _context(config, context_tokens)
+        self._eps = float(config.rms_norm_eps)
+        self._embed = _aligned(module.model.embed_tokens)
+        self._norm = module.model.norm.weight
+        self._head = _aligned(module.lm_head)
+        self._layers = [_layer(layer) for layer in module.model.layers]
+        self.device: torch.device = self._embed.device
+        self.dtype: torch.dtype = self._embed.dtype
+        self._cos, self._sin = _rotations(module, self.context_tokens, self._embed)
+
+    def pool(self, *, blocks: int, block_tokens: int) -> Pool:
+        """Return an empty KV cache for this model."""
+        return Pool(
+            layers=len(self._layers), blocks=blocks, kv_heads=self.kv_heads, block_tokens=block_tokens,
+            width=self.width, dtype=self.dtype, device=self.device,
+        )  # fmt: skip
+
+    def parameters(self) -> dict[str, Tensor]:
+        """Return the weights by name, as the folder names them."""
+        return {name: parameter.data for name, parameter in self.module.named_parameters()}
+
+    @torch.inference_mode()
+    def forward(self, works: Sequential[Work], pool: Pool, *, every: bool = False) -> Tensor:
+        """Compute one step: store keys and values, and return float32 logits for each work that samples, in order.
+
+        Works of a single token come first. `every`: a row of logits for every token instead.
+        """
+        tokens = [
+            token for work in works for token in work.sequence.tokens[work.start : work.start + work.count]
+        ]
+        padding = -len(tokens) % TILE
+        rows = self._rows(works, pool, padding)
+        x = self._embed[torch.tensor(tokens + [0] * padding, device=self.device)]
+        for number, layer in enumerate(self._layers):
+            x = self._pass(x, layer, rows, pool.keys[number], pool.values[number])
+        return self._logits(x, list(range(len(tokens))) if every else _last_rows(works))
+
+    def _pass(self, x: Tensor, layer: Layer, rows: Rows, keys: Tensor, values: Tensor) -> Tensor:
+        h = functional.rms_norm(x, x.shape[-1:], layer.norm, self._eps)
+        qkv = functional.linear(h, layer.qkv, layer.qkv_bias).view(len(x), -1, self.width)
+        q, k, v = torch.split(qkv, [self.heads, self.kv_heads, self.kv_heads], dim=1)
+        if layer.q_norm is not None and layer.k_norm is not None:
+            q = functional.rms_norm(q, (self.width,), layer.q_norm, self._eps)
+            k = functional.rms_norm(k, (self.width,), layer.k_norm, self._eps)
+        q = _rotate(q, rows.cos, rows.sin) * self.width**-0.5
+        keys[rows.blocks, :, rows.offsets] = _rotate(k, rows.cos, rows.sin)
+        values[rows.blocks, :, rows.offsets] = v
+        attended = self._attention(q, keys, values, rows)
+        x = x + functional.linear(attended, layer.out, layer.out_bias)
+        h = functional.rms_norm(x, x.shape[-1:], layer.mlp_norm, self._eps)
+        gate, up = functional.linear(h, layer.gate_up, layer.gate_up_bias).chunk(2, dim=-1)
+        return x + functional.linear(layer.act(gate) * up, layer.down, layer.down_bias)
+
+    def _attention(self, q: Tensor, keys: Tensor, values: Tensor, rows: Rows) -> Tensor:
+        group = self.heads // self.kv_heads
+        answer = torch.zeros_like(q)
+        if rows.over is not None:
+            asked = q[: rows.decoding].reshape(rows.decoding, self.kv_heads, group, self.width)
+            padded = functional.pad(asked, (0, 0, 0, -group % ROWS))
+            got = attend(padded, keys, values, rows.over)[:, :, :group]
+            answer[: rows.decoding] = got.reshape(rows.decoding, self.heads, self.width)
+        for first, count, table, places in rows.prompts:
+            part = q[first : first + count].view(count, self.kv_heads, group, self.width)
+            asked = part.permute(1, 0, 2, 3).reshape(self.kv_heads, count * group, self.width)
+            padded = functional.pad(asked, (0, 0, 0, len(places) - count * group))
+            got = banded(padded, keys, values, table, places)[:, : count * group]
+            got = got.view(self.kv_heads, count, group, self.width).permute(1, 0, 2, 3)
+            answer[first : first + count] = got.reshape(count, self.heads, self.width)
+        return answer.flatten(1)
+
+    def _logits(self, x: Tensor, wanted: list[int]) -> Tensor:
+        padded = wanted + wanted[-1:] * (-len(wanted) % TILE)
+        if not padded:
+            return torch.empty((0, self.vocabulary), device=self.device)
+        x = functional.rms_norm(x[padded], x.shape[-1:], self._norm, self._eps)
+        return functional.linear(x, self._head)[: len(wanted)].float()
+
+    def _rows(self, works: Sequential[Work], pool: Pool, padding: int) -> Rows:
+        places: list[int] = []
+        blocks: list[int] = []
+        for work in works:
+            span_ = range(work.start, work.start + work.count)
+            places += span_
+            blocks += [work.sequence.blocks[place // pool.block_tokens] for place in span_]
+        blocks += [pool.sink] * padding
+        at = torch.tensor(places + [0] * padding, device=self.device)
+        decoding = sum(1 for work in works if work.count == 1)
+        return Rows(
+            cos=self._cos[at][:, None],
+            sin=self._sin[at][:, None],
+            blocks=torch.tensor(blocks, device=self.device),
+            offsets=at % pool.block_tokens,
+            decoding=decoding,
+            over=self._decode_span(works[:decoding], pool) if decoding else None,
+            prompts=tuple(self._prompts(works[decoding:], decoding, pool)),
+        )
+
+    def _decode_span(self, works: Sequential[Work], pool: Pool) -> Span:
+        size = pool.block_tokens
+        tables = [work.sequence.blocks[: work.start // size + 1] for work in works]
+        seen = [
+            work.start + 1 - n * size for work, t in zip(works, tables, strict=True) for n in range(len(t))
+        ]
+        within = torch.arange(size, device=self.device)
+        hidden = within[None, None] >= torch.tensor(seen, device=self.device)[:, None, None]
+        return span(tables, hidden, self.device)
+
+    def _prompts(
+        self, works: Sequential[Work], first: int, pool: Pool
+    ) -> list[tuple[int, int, list[int], Tensor]]:
+        group = self.heads // self.kv_heads
+        found = []
+        for work in works:
+            end = work.start + work.count
+            table = work.sequence.blocks[: -(-end // pool.block_tokens)]
+            places = torch.arange(work.start, end, device=self.device).repeat_interleave(group)
+            places = functional.pad(places, (0, -len(places) % ROWS), value=work.start)
+            found.append((first, work.count, table, places))
+            first += work.count
+        return found
+
+
+def load_model(folder: Path, *, device: str, dtype: str, context_tokens: int) -> Model:
+    """Load a folder's model. Raise EngineDead with the reason if it cannot be served."""
+    import transformers
+
+    transformers.utils.logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+    try:
+        config = transformers.AutoConfig.from_pretrained(folder, local_files_only=True)
+        if config.model_type not in FAMILIES:
+            raise EngineDead(
+                f"{folder} holds a {config.model_type} model; this engine serves {', '.join(FAMILIES)}. "
+                "Serve others with --engine openai and an upstream that knows them."
+            )
+        _refuse_moving_rotations(folder, config)
+        module: Any = transformers.AutoModelForCausalLM.from_pretrained(
+            folder, config=config, local_files_only=True, dtype=getattr(torch, dtype), use_safetensors=True
+        )
+        return Model(module.to(device).eval().requires_grad_(False), context_tokens=context_tokens)
+    except (OSError, ValueError, RuntimeError, AssertionError) as error:
+        first_line = str(error).strip().partition("\n")[0]
+        raise EngineDead(f"cannot load the model in {folder} on {device}: {first_line}") from error
+
+
+def _refuse_moving_rotations(folder: Path, config: Any) -> None:
+    kind = (getattr(config, "rope_parameters", None) or {}).get("rope_type", "default")
+    if kind in (
+        "dynamic",
+        "longrope",
+    ):  # they change with the sequence's length: no step could be repeated exactly
+        raise EngineDead(f"{folder} uses {kind} rotary embeddings, which this engine does not support.")
+
+
+def _context(config: Any, wanted: int) -> int:
+    limits = [wanted, int(config.max_position_embeddings)]
+    window = getattr(config, "sliding_window", None)
+    if window and getattr(config, "use_sliding_window", True):
+        limits.append(int(window))  # within its window, attention is the plain one
+    return min(limits)
+
+
+def _rotations(module: Any, tokens: int, like: Tensor) -> tuple[Tensor, Tensor]:
+    places = torch.arange(tokens, device=like.device)[None]
+    cos, sin = module.model.rotary_emb(like, places)
+    return cos[0].clone(), sin[0].clone()
+
+
+def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    left, right = x.chunk(2, dim=-1)
+    return x * cos + torch.cat((-right, left), dim=-1) * sin
+
+
+def _last_rows(works: Sequential[Work]) -> list[int]:
+    rows, end = [], 0
+    for work in works:
+        end += work.count
+        if work.samples:
+            rows.append(end - 1)
+    return rows
+
+
+def _layer(layer: Any) -> Layer:
+    attention, mlp = layer.self_attn, layer.mlp
+    qkv, qkv_bias = _fuse(attention.q_proj, attention.k_proj, attention.v_proj)
+    gate_up, gate_up_bias = _fuse(mlp.gate_proj, mlp.up_proj)
+    return Layer(
+        norm=layer.input_layernorm.weight,
+        qkv=qkv,
+        qkv_bias=qkv_bias,
+        q_norm=attention.q_norm.weight if hasattr(attention, "q_norm") else None,
+        k_norm=attention.k_norm.weight if hasattr(attention, "k_norm") else None,
+        out=_aligned(attention.o_proj),
+        out_bias=attention.o_proj.bias,
+        mlp_norm=layer.post_attention_layernorm.weight,
+        gate_up=gate_up,
+        gate_up_bias=gate_up_bias,
+        down=_aligned(mlp.down_proj),
+        down_bias=mlp.down_proj.bias,
+        act=mlp.act_fn,
+    )
+
+
+def _fuse(*linears: Any) -> tuple[Tensor, Tensor | None]:
+    """Join linear maps into one, and make their parameters views of it."""
+    weight = torch.cat([linear.weight.data for linear in linears])
+    bias = None if linears[0].bias is None else torch.cat([linear.bias.data for linear in linears])
+    start = 0
+    for linear in linears:
+        end = start + linear.weight.shape[0]
+        linear.weight.data = weight[start:end]
+        if bias is not None:
+            linear.bias.data = bias[start:end]
+        start = end
+    return weight, bias
+
+
+def _aligned(module: Any) -> Tensor:
+    """Return a module's weight at an aligned address: a library may choose its kernel by alignment."""
+    if module.weight.data_ptr() % 64:
+        module.weight.data = module.weight.data.clone()
+    weight: Tensor = module.weight
+    return weight

@@ -1,0 +1,122 @@
+"""Which token comes next? From one step's logits, for every sequence that is due.
+
+Random numbers are keyed by (seed, position): position is the token's index in the whole sequence, prompt included. So
+a sampled answer goes on exactly after a migration, and does not depend on who else is in the batch; an engine whose
+generator keeps a state loses its place on the way (vLLM does).
+
+Penalties: presence and frequency count generated tokens, repetition counts the prompt too. Logprobs are those of the
+raw logits, before temperature and penalties, so that they say something about the model alone.
+"""
+
+import struct
+from collections import Counter
+from collections.abc import Sequence as Sequential
+from dataclasses import dataclass
+
+import torch
+import xxhash
+from torch import Tensor
+
+from events.wire import Logprob, Sampling
+
+GREEDY_BELOW = 1e-5  # a temperature under this is greedy: dividing by it would overflow
+
+
+@dataclass(frozen=True, slots=True)
+class Due:
+    """A sequence whose next token is to be chosen. `tokens` is all of it so far; `generated` what this engine added."""
+
+    tokens: Sequential[int]
+    prompt_tokens: int
+    generated: int
+    sampling: Sampling
+    seed: int
+    barred: frozenset[int]  # not before `min_tokens`
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """The next token; None if its logits were not finite."""
+
+    token: int | None
+    logprob: Logprob | None = None
+
+
+def choose(logits: Tensor, due: Sequential[Due]) -> list[Choice]:
+    """Choose one token per row of `logits` (rows by vocabulary, float32)."""
+    finite = torch.isfinite(logits).all(dim=-1).tolist()
+    greedy = logits.argmax(dim=-1).tolist()
+    tokens = [
+        (best if plain(one) else _adjusted(row, one)) if sound else None
+        for sound, best, row, one in zip(finite, greedy, logits, due, strict=True)
+    ]
+    logprobs = _logprobs(logits, due, tokens)
+    return [Choice(token, logprob) for token, logprob in zip(tokens, logprobs, strict=True)]
+
+
+def plain(one: Due) -> bool:
+    """Return whether the largest logit is the answer."""
+    s = one.sampling
+    penalised = s.presence_penalty or s.frequency_penalty or s.repetition_penalty != 1.0
+    return s.temperature < GREEDY_BELOW and not penalised and one.generated >= s.min_tokens
+
+
+def uniform(seed: int, position: int) -> float:
+    """Return the random number in [0, 1) that belongs to this seed and position."""
+    return (xxhash.xxh3_64_intdigest(struct.pack("<Qq", seed % 2**64, position)) >> 11) * 2.0**-53
+
+
+def _adjusted(row: Tensor, one: Due) -> int:
+    scores = row.to("cpu", torch.float64, copy=True)
+    _penalise(scores, one)
+    if one.generated < one.sampling.min_tokens and one.barred:
+        scores[list(one.barred)] = -torch.inf
+    if one.sampling.temperature < GREEDY_BELOW:
+        return int(scores.argmax())
+    return _draw(scores, one)
+
+
+def _penalise(scores: Tensor, one: Due) -> None:
+    s = one.sampling
+    if s.repetition_penalty != 1.0:
+        seen = torch.tensor(sorted(set(one.tokens)))
+        values = scores[seen]
+        scores[seen] = torch.where(values > 0, values / s.repetition_penalty, values * s.repetition_penalty)
+    if s.presence_penalty or s.frequency_penalty:
+        counts = Counter(one.tokens[one.prompt_tokens :])
+        if counts:
+            ids = torch.tensor(list(counts))
+            times = torch.tensor(list(counts.values()), dtype=torch.float64)
+            scores[ids] -= s.presence_penalty + s.frequency_penalty * times
+
+
+def _draw(scores: Tensor, one: Due) -> int:
+    s = one.sampling
+    values, ids = scores.sort(descending=True, stable=True)
+    if 0 < s.top_k < len(values):
+        values, ids = values[: s.top_k], ids[: s.top_k]
+    cumulated = (values / s.temperature).softmax(dim=0).cumsum(dim=0)
+    kept = len(cumulated)
+    if s.top_p < 1.0:  # the smallest set whose probability reaches top_p
+        kept = min(kept, int((cumulated < s.top_p).sum()) + 1)
+    target = uniform(one.seed, len(one.tokens)) * float(cumulated[kept - 1])
+    drawn = int(torch.searchsorted(cumulated[:kept], target, right=True))
+    return int(ids[min(drawn, kept - 1)])
+
+
+def _logprobs(logits: Tensor, due: Sequential[Due], tokens: Sequential[int | None]) -> list[Logprob | None]:
+    found: list[Logprob | None] = [None] * len(due)
+    rows = [i for i, one in enumerate(due) if one.sampling.logprobs > 0 and tokens[i] is not None]
+    if not rows:
+        return found
+    values = logits[rows].float().log_softmax(dim=-1)
+    width = min(max(due[i].sampling.logprobs for i in rows), values.shape[-1])
+    top = values.topk(width, dim=-1)
+    best, ids = top.values.tolist(), top.indices.tolist()
+    chosen = (
+        values.gather(1, torch.tensor([[tokens[i]] for i in rows], device=values.device)).squeeze(1).tolist()
+    )
+    for n, i in enumerate(rows):
+        k = due[i].sampling.logprobs
+        found[i] = Logprob(chosen[n], list(zip(ids[n][:k], best[n][:k], strict=True)))
+    return found

@@ -1,0 +1,39 @@
+"""What a transformers engine can be told."""
+
+from pathlib import Path
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from events.observations import Profile
+
+
+class TransformersSettings(BaseModel):
+    """One engine: which folder it serves, on what, and within which bounds."""
+
+    model_config = ConfigDict(
+        extra="forbid", frozen=True, arbitrary_types_allowed=True, protected_namespaces=()
+    )
+
+    folder: Path
+    """The model: config.json, *.safetensors, tokenizer.json."""
+    model: str = ""
+    """The name under which it is served; empty: the folder's name."""
+    device: str = "cpu"
+    """cpu, cuda or cuda:N."""
+    dtype: Literal["float32", "bfloat16", "float16"] = "float32"
+    threads: int = Field(default=1, ge=1, le=256)
+    """CPU threads of one step. Fleets on one machine want 1: workers compete for the same cores."""
+    context_tokens: int = Field(default=4096, ge=16)
+    """The longest sequence; never more than the model was made for."""
+    kv_tokens: int = Field(default=65_536, ge=64)
+    """The KV cache's budget, all sequences together."""
+    block_tokens: int = Field(default=32, ge=8, multiple_of=8)
+    batch_max: int = Field(default=32, ge=1)
+    """Sequences that run at once; the rest wait."""
+    waiting_max: int = Field(default=256, ge=0)
+    """Sequences that wait at most; the next is refused as overloaded."""
+    prefill_tokens_max: int = Field(default=256, ge=8)
+    """Prompt tokens per step: a long prompt is taken in chunks, and everybody else decodes between them."""
+    profile: Profile | None = None
+    """What the engine can do; None: measured at start, in about a second."""
