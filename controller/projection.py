@@ -6,6 +6,7 @@ which makes them again from the journal and compares.
 
 import json
 from collections.abc import Hashable, Iterable, Mapping, Sequence
+from datetime import datetime
 from typing import Any, TypeVar
 
 from controller.deciders.degradation import Degradation
@@ -188,6 +189,18 @@ def comparable(table: str, row: Row) -> Row:
     )
 
 
+def as_json(table: str, row: Row) -> dict[str, Any]:
+    """Return a row as a mapping of plain JSON types."""
+    return {
+        name: json.loads(value)
+        if n in _JSON[table] and value is not None
+        else value.isoformat()
+        if isinstance(value, datetime)
+        else value
+        for n, (name, value) in enumerate(zip(COLUMNS[table], row, strict=True))
+    }
+
+
 def worker_row(worker: Worker) -> Row:
     """Return a worker's row."""
     joined, health, drain = worker.joined, worker.health, worker.drain
@@ -195,7 +208,7 @@ def worker_row(worker: Worker) -> Row:
     return storable((
         joined.worker, joined.instance, joined.model, joined.revision, joined.url, joined.engine, joined.engine_version,
         joined.device, joined.canary_key, joined.pid, health.status.value, health.status.metric, worker.weight,
-        worker.routable, worker.why or health.reason, drain.reason if drain.active else "", drain.deadline,
+        worker.routable, "; ".join(worker.reasons), drain.reason if drain.active else "", drain.deadline,
         worker.incident, codec.encode_body(joined).decode(), codec.to_json(canary) if canary else None,
     ))  # fmt: skip
 

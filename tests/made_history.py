@@ -8,10 +8,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime, timedelta
 
-from controller.deciders.fleet import DECIDERS_VERSION, Fleet, FleetPolicy, evolve, settle
+from controller.deciders.fleet import Fleet, FleetPolicy, evolve, settle
 from events import codec
 from events import observations as o
-from events.decisions import Absorbed, PolicyAdopted
+from events.decisions import Absorbed
 from events.fact import Decision, Fact, Observation, Recorded
 from events.journal.memory import MemoryStream
 from events.order import Order
@@ -89,15 +89,6 @@ class History:
                 correlation=decision.incident, causation=decision.cause,
             )  # fmt: skip
 
-    def adopt(self) -> None:
-        """Let the controller adopt its policy, as a new leader does first."""
-        policy = codec.to_builtins(self.policy)
-        number = self.order().position.number + 1
-        fact = PolicyAdopted(
-            policy=policy, deciders_version=DECIDERS_VERSION, number=number, decided_at=self.now
-        )
-        self.append([fact], through=len(self.events))
-
     def decide(self, *, lag: int = 0, seconds: float = 0.0) -> tuple[Decision, ...]:
         """Decide on everything but the last `lag` events, and append what is due."""
         self.now += timedelta(seconds=seconds)
@@ -159,7 +150,6 @@ class History:
 
     def start(self, workers: int = 3) -> "History":
         """Let workers join and become healthy."""
-        self.adopt()
         names = [f"w{n}" for n in range(workers)]
         self.say(*(self.joined(name) for name in names))
         self.decide()

@@ -35,7 +35,9 @@ async def execute(url: str, statement: str, *arguments: object) -> Any:
 
 
 async def make_template(server: Server) -> None:
-    """Make the migrated database that the others are cloned from."""
+    """Make the migrated database that the others are cloned from, unless another folder's fixture has."""
+    if await execute(server.url, "SELECT 1 FROM pg_database WHERE datname = $1", TEMPLATE):
+        return
     await execute(server.url, f"CREATE DATABASE {TEMPLATE}")
     await migrate.upgrade(on(server.url, TEMPLATE))
 

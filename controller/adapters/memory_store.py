@@ -152,6 +152,16 @@ class MemoryStore:
         if found:
             yield found
 
+    async def beside(self) -> "MemoryStore":
+        return MemoryStore(snapshot_every=self._snapshot_every)
+
+    async def swap(self, fresh: "MemoryStore", *, foreign: bool) -> bool:
+        if fresh.tables.place.seq < self._reach().place.seq and not foreign:
+            return False
+        for name in ("place", "rows", "events", "snapshots"):
+            setattr(self.tables, name, getattr(fresh.tables, name))
+        return True
+
     async def close(self) -> None:
         """Do nothing: there is nothing to let go of."""
 

@@ -44,6 +44,38 @@ class PostgresStore(Reader):
             self._writer = Writer(self._link, self._snapshot_every)
         await self._writer.project(events, shown, settled, shown_seq)
 
+    # --- a fresh one beside it --------------------------------------------------------------------------------------
+
+    async def beside(self) -> "PostgresStore":
+        """Make an empty store in a second schema; what an interrupted rebuild left there is dropped."""
+        from controller.adapters import migrate
+
+        fresh = f"{self.schema}_next"
+        async with self._reader.use() as connection:
+            for leftover in (fresh, f"{self.schema}_old"):
+                await connection.execute(f'DROP SCHEMA IF EXISTS "{leftover}" CASCADE')
+        await migrate.upgrade(self.url, schema=fresh)
+        return PostgresStore(self.url, schema=fresh, snapshot_every=self._snapshot_every)
+
+    async def swap(self, fresh: "PostgresStore", *, foreign: bool) -> bool:
+        """Let the fresh schema take the name of this one, in one transaction; False if it lags behind.
+
+        The lock keeps a projector at work from moving the old position meanwhile. It finds the new tables under the
+        old name when it gets on, and reads its place again.
+        """
+        await fresh.close()
+        async with self._reader.use() as connection:
+            async with connection.transaction():
+                await connection.execute("LOCK TABLE projection IN ACCESS EXCLUSIVE MODE")
+                query = "SELECT shown_seq FROM {}.projection WHERE name = 'fleet'"
+                old, new = [await connection.fetchval(query.format(s.schema)) for s in (self, fresh)]
+                if new < old and not foreign:
+                    return False
+                await connection.execute(f'ALTER SCHEMA "{self.schema}" RENAME TO "{self.schema}_old"')
+                await connection.execute(f'ALTER SCHEMA "{fresh.schema}" RENAME TO "{self.schema}"')
+            await connection.execute(f'DROP SCHEMA "{self.schema}_old" CASCADE')
+        return True
+
     async def close(self) -> None:
         """Let go of the database."""
         await self._link.close()

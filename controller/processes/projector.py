@@ -1,13 +1,11 @@
 """The projector as a process: journal and store, the projector between them, and a small admin port."""
 
 import asyncio
-import os
 import signal
 from pathlib import Path
 
 import structlog
 from aiohttp import web
-from events.journal.nats import NatsJournal
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
 
 from controller.adapters import migrate
@@ -18,6 +16,7 @@ from controller.runtime.projector_metrics import ProjectorMetrics
 from controller.runtime.projector_settings import ProjectorSettings
 from events import presence
 from events.errors import HoldfastError
+from events.journal.nats import NatsJournal
 from events.journal.port import Journal, JournalUnavailable
 
 WATCH_S = 1.0
@@ -33,7 +32,7 @@ async def run_projector(
     if not database_url:
         raise HoldfastError("the projector needs a database: set HOLDFAST_DATABASE_URL")
     await _migrated(database_url)
-    journal = await NatsJournal.connect(nats_url, f"{name}-{os.getpid()}", data / "spool" / name)
+    journal = await NatsJournal.connect(nats_url, f"projector:{name}", data / "spool" / name)
     store = PostgresStore(database_url, snapshot_every=settings.snapshot_every)
     metrics = ProjectorMetrics(CollectorRegistry())
     projector = Projector(journal, store, written=metrics.written)

@@ -2,12 +2,13 @@
 
     journal ── read ──▶ fold ──▶ gathered ──▶ project (one transaction) ──▶ gathered meanwhile …
 
-Reading and folding go on while the last batch is written: what has gathered by then is the next batch, so batches
-grow with the load and a lone event waits for nobody. Nothing is remembered outside the store: whatever goes wrong,
-the projector reads its place there and begins anew from it. That is what makes a kill at any step harmless.
+Reading and folding go on while the last batch is written: what has gathered by then is the next batch, so
+batches grow with the load and a lone event waits for nobody. Nothing is remembered outside the store:
+whatever goes wrong, the projector reads its place there and begins anew from it. That is what makes a kill at
+any step harmless.
 
-What cannot be mended by trying again is raised: a database that is ahead of the stream, a stream that was made
-anew, an event of an unknown kind.
+What cannot be mended by trying again is raised: a database that is ahead of the stream, a stream that was
+made anew, an event of an unknown kind.
 """
 
 import asyncio
@@ -76,7 +77,8 @@ class Projector:
         self.progress = Progress()
 
     async def run(self) -> None:
-        """Project for ever. Raise StoreAhead, JournalChanged, UnknownKind, BadEvent or OutOfOrder: see a person."""
+        """Project for ever. Raise StoreAhead, JournalChanged, UnknownKind, BadEvent or OutOfOrder: see a
+        person."""
         wait_s = WAIT_MIN_S
         while True:
             before = self.progress.batches
@@ -167,7 +169,8 @@ class Projector:
 
 
 async def refuse_foreign_stream(journal: Journal, place: Place) -> None:
-    """Raise StoreAhead if a store's place does not lie on this stream: it is ahead, or the stream was made anew."""
+    """Raise StoreAhead if a store's place does not lie on this stream: it is ahead, or the stream was made
+    anew."""
     if not place.seq:
         return
     last = await journal.last_seq()

@@ -72,7 +72,7 @@ def test_rows_have_the_columns_of_their_tables() -> None:
 
 async def test_a_database_of_a_newer_version_is_refused_in_one_sentence(database_url: str) -> None:
     await execute(database_url, "UPDATE holdfast.alembic_version SET version_num = '9999'")
-    with pytest.raises(DatabaseTooNew, match="migration 9999.*Upgrade Holdfast"):
+    with pytest.raises(DatabaseTooNew, match=r"migration 9999.*Upgrade Holdfast"):
         await migrate.upgrade(database_url)
     with pytest.raises(DatabaseTooNew):
         await migrate.downgrade(database_url)
@@ -83,7 +83,7 @@ async def test_a_database_that_is_away_or_not_migrated_is_said_so(empty_database
     with pytest.raises(StoreRefused, match="does not hold the tables"):
         await store.place()
     await store.close()
-    with pytest.raises(StoreUnavailable, match="127.0.0.1:1/"):
+    with pytest.raises(StoreUnavailable, match=r"127\.0\.0\.1:1/"):
         await migrate.upgrade("postgresql://somebody:secret@127.0.0.1:1/nowhere")
 
 

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+from typing import Any
 
 import pytest
 from made_history import History
@@ -99,15 +100,13 @@ async def until_projected(history: History, store: AnyStore, deadline_s: float =
             await asyncio.sleep(0.01)
 
 
-async def test_a_store_that_is_away_is_waited_for() -> None:
+async def test_a_store_that_is_away_is_waited_for(eventually: Any) -> None:
     history, store = History().start(), MemoryStore()
     store.tables.reachable = False
     projector = Projector(journal(history), store)
     async with asyncio.TaskGroup() as group:
         running = group.create_task(projector.run())
-        async with asyncio.timeout(10):
-            while projector.progress.restarts < 2:
-                await asyncio.sleep(0.01)
+        await eventually(lambda: projector.progress.restarts >= 2)
         assert not projector.progress.connected
         store.tables.reachable = True
         await until_projected(history, store)

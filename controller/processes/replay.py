@@ -1,0 +1,45 @@
+"""Replay, connected to a fleet's journal and state store."""
+
+import argparse
+import asyncio
+import sys
+from typing import Any
+
+from controller.adapters.postgres import PostgresStore
+from controller.ports import StoreUnavailable
+from controller.replay import cli
+from events.journal.nats import NatsJournal
+
+REACH_S = 3.0
+
+
+def run_cli(args: argparse.Namespace, found: dict[str, Any]) -> int:
+    """Run one replay command against the fleet at `found` (nats_url, database_url) and return its exit code."""
+    return asyncio.run(_run(args, found["nats_url"], found.get("database_url", "")))
+
+
+async def _run(args: argparse.Namespace, nats_url: str, database_url: str) -> int:
+    journal = await NatsJournal.connect(nats_url, f"replay:{args.replay}", wait_s=REACH_S)
+    store = PostgresStore(database_url) if database_url else None
+    try:
+        return await cli.execute(args, journal, await _reached(store))
+    finally:
+        if store is not None:
+            await store.close()
+        await journal.close()
+
+
+async def _reached(store: PostgresStore | None) -> PostgresStore | None:
+    """Return the store if it answers: the journal can do without it, only slower."""
+    if store is None:
+        return None
+    try:
+        async with asyncio.timeout(REACH_S):
+            await store.place()
+    except (StoreUnavailable, TimeoutError) as error:
+        print(
+            f"holdfast: reading the journal alone: {error or 'the state store does not answer'}",
+            file=sys.stderr,
+        )
+        return None
+    return store

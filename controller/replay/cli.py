@@ -1,0 +1,174 @@
+"""`holdfast replay timeline | at | why | verify | rebuild`: arguments in, text or JSON out.
+
+What it needs of the world, a journal and a store, is handed to it: see `controller.processes.replay`.
+"""
+
+import argparse
+import json
+from collections.abc import Awaitable, Callable
+from dataclasses import asdict
+from datetime import UTC, datetime
+from typing import Any
+
+from controller.ports import Archive
+from controller.replay import moment, sentences, timeline, travel
+from controller.replay.rebuild import rebuild
+from controller.replay.scan import JournalArchive
+from controller.replay.store import HistoryStore
+from controller.replay.verify import verify
+from controller.replay.why import as_json, why
+from controller.replay.why import lines as why_lines
+from events.errors import HoldfastError
+from events.journal.port import Journal
+
+FINDING = 3
+MOMENT = (
+    "a sequence, an instant (2026-03-01T12:00:03Z), a time of day in UTC (12:00:03), or how long ago (10m)"
+)
+Say = Callable[[str], None]
+Command = Callable[[argparse.Namespace, Journal, HistoryStore | None, Say], Awaitable[int]]
+
+
+class NeedsStore(HoldfastError):
+    """This needs the state store, which cannot be reached or is not known: set HOLDFAST_DATABASE_URL."""
+
+
+def add_arguments(commands: Any) -> None:
+    """Add the replay commands to an argparse subparsers object."""
+    command = _command(commands, "timeline", "what happened, in words and times")
+    command.add_argument("--incident", metavar="ID", help="one incident, from its first symptom to recovery")
+    command.add_argument("--worker", metavar="W", help="only what concerns this worker")
+    command.add_argument("--since", metavar="WHEN", help=MOMENT)
+    command.add_argument(
+        "--all", action="store_true", help="also what is routine: good canaries, served requests"
+    )
+    command = _command(commands, "at", "the fleet as it was")
+    command.add_argument("when", metavar="TIME|SEQ", help=MOMENT)
+    command = _command(commands, "why", "what led to an event, back to what the world reported")
+    command.add_argument("event", metavar="EVENT", help="its sequence, its ce-id, or decision:N")
+    command = _command(
+        commands, "verify", "fold and decide everything again, and compare (exit 3: a difference)"
+    )
+    command.add_argument("--since", metavar="WHEN", help=f"from the last snapshot before: {MOMENT}")
+    _command(commands, "rebuild", "project the journal anew beside the old projection, and swap the two")
+
+
+def _command(commands: Any, name: str, text: str) -> argparse.ArgumentParser:
+    command: argparse.ArgumentParser = commands.add_parser(
+        name, help=text, description=text, allow_abbrev=False
+    )
+    command.add_argument(
+        "-o", "--output", choices=("text", "json"), default="text", help="how to print (default: text)"
+    )
+    command.set_defaults(replay=name)
+    return command
+
+
+async def execute(
+    args: argparse.Namespace, journal: Journal, store: HistoryStore | None, say: Say = print
+) -> int:
+    """Run one replay command and return its exit code. Without a store, the journal alone must do."""
+    return await _COMMANDS[args.replay](args, journal, store, say)
+
+
+def _archive(journal: Journal, store: HistoryStore | None) -> Archive:
+    return JournalArchive(journal) if store is None else store
+
+
+def _now() -> datetime:
+    return datetime.now(UTC)
+
+
+async def _timeline(args: argparse.Namespace, journal: Journal, store: HistoryStore | None, say: Say) -> int:
+    archive = _archive(journal, store)
+    if args.incident:
+        return await _story(args, journal, archive, say)
+    since = moment.parse(args.since, _now()) if args.since else None
+    day = None
+    async for event in timeline.events(archive, worker=args.worker, since=since, routine=args.all):
+        if args.output == "json":
+            say(json.dumps(as_json(event)))
+        else:
+            say(sentences.line(event, date=event.at.date() != day))
+        day = event.at.date()
+    return 0
+
+
+async def _story(args: argparse.Namespace, journal: Journal, archive: Archive, say: Say) -> int:
+    story = await timeline.story(
+        journal, archive, await timeline.incident_of(archive, journal, args.incident)
+    )
+    if args.output == "json":
+        told = [as_json(event) for event in story.events]
+        say(json.dumps({"incident": story.incident, "subject": story.subject, "symptom": story.symptom,
+                        "closed": story.closed, "outcome": story.outcome, "lasted_s": story.lasted_s,
+                        "events": told}, indent=1))  # fmt: skip
+        return 0
+    say(story.headline())
+    for n, event in enumerate(story.events):
+        say(f"  {sentences.line(event, date=n == 0)}")
+    return 0
+
+
+async def _at(args: argparse.Namespace, journal: Journal, store: HistoryStore | None, say: Say) -> int:
+    found = await travel.at(journal, store, moment.parse(args.when, _now()))
+    if args.output == "json":
+        say(json.dumps(travel.describe(found), indent=1))
+        return 0
+    for line in travel.lines(found):
+        say(line)
+    return 0
+
+
+async def _why(args: argparse.Namespace, journal: Journal, store: HistoryStore | None, say: Say) -> int:
+    chain = await why(journal, store, args.event)
+    if args.output == "json":
+        say(json.dumps([as_json(event) for event in chain], indent=1))
+    else:
+        for line in why_lines(chain):
+            say(line)
+    return 0
+
+
+async def _verify(args: argparse.Namespace, journal: Journal, store: HistoryStore | None, say: Say) -> int:
+    if store is None:
+        raise NeedsStore
+    report = await verify(journal, store, since=await _sequence(args.since, journal, store))
+    if args.output == "json":
+        say(json.dumps(report.as_json(), indent=1, default=str))
+    else:
+        for line in report.lines():
+            say(line)
+    return FINDING if report.difference else 0
+
+
+async def _sequence(text: str | None, journal: Journal, store: HistoryStore) -> int:
+    """Return the first sequence from which `--since` counts."""
+    if not text:
+        return 0
+    when = moment.parse(text, _now())
+    if isinstance(when, int):
+        return when
+    async for batch in _archive(journal, store).select(since=when):
+        return batch[0].seq
+    return await journal.last_seq()
+
+
+async def _rebuild(args: argparse.Namespace, journal: Journal, store: HistoryStore | None, say: Say) -> int:
+    if store is None:
+        raise NeedsStore
+    rebuilt = await rebuild(journal, store)
+    if args.output == "json":
+        say(json.dumps(asdict(rebuilt)))
+        return 0
+    say(
+        f"projected {rebuilt.events} events anew up to {rebuilt.position} in {sentences.span(rebuilt.seconds)}"
+    )
+    if rebuilt.foreign:
+        say("the old projection was of another stream")
+    return 0
+
+
+_COMMANDS: dict[str, Command] = {
+    "timeline": _timeline, "at": _at, "why": _why, "verify": _verify, "rebuild": _rebuild,
+}  # fmt: skip

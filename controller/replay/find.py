@@ -1,0 +1,48 @@
+"""Where is an event? By sequence, by ce-id, or as `decision:N`."""
+
+from controller.ports import Archive
+from events.errors import HoldfastError
+from events.fact import Decision, Recorded
+from events.journal.port import Journal
+
+
+class NoSuchEvent(HoldfastError):
+    """The journal holds no such event. Name it by its sequence (8812), its ce-id, or as decision:N."""
+
+
+async def find(journal: Journal, archive: Archive | None, reference: str) -> Recorded:
+    """Return the event that `reference` names. Raise NoSuchEvent."""
+    last = await journal.last_seq()
+    seq = int(reference) if reference.isdigit() else None
+    if seq is None and archive is not None:
+        seq = await archive.locate(reference)
+    if seq is not None and 0 < seq <= last:
+        async for batch in journal.read(seq - 1, until=seq):
+            for event in batch:
+                return event
+    elif seq is None and (found := await _scan(journal, reference, last)):
+        return found
+    raise NoSuchEvent(f"{reference}: {NoSuchEvent.__doc__}")
+
+
+async def _scan(journal: Journal, reference: str, last: int) -> Recorded | None:
+    """Read the journal until the event turns up: the index does not have it (yet)."""
+    if last == 0:
+        return None
+    async for batch in journal.read(0, until=last):
+        for event in batch:
+            if event.id == reference or reference == name(event):
+                return event
+    return None
+
+
+def name(event: Recorded) -> str:
+    """Return how other events refer to this one."""
+    return f"decision:{event.fact.number}" if isinstance(event.fact, Decision) else event.id
+
+
+def cause(event: Recorded) -> str:
+    """Return the name of the event that led to this one; "" if none is recorded."""
+    if isinstance(event.fact, Decision) and event.fact.cause:
+        return event.fact.cause
+    return event.causation

@@ -1,0 +1,35 @@
+"""How people name a place in history: a sequence, an instant, a time of day, or how long ago."""
+
+import re
+from datetime import UTC, datetime, timedelta
+
+from events.errors import HoldfastError
+
+_UNITS = {"ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
+_AGO = re.compile(r"(\d+(?:\.\d+)?)(ms|s|m|h|d)")
+
+
+class BadMoment(HoldfastError):
+    """A place in history is a sequence (8812), an instant (2026-03-01T12:00:03Z), a time of day in UTC (12:00:03),
+    or how long ago (90s, 10m, 2h, 1d)."""
+
+
+def parse(text: str, now: datetime) -> int | datetime:
+    """Return the sequence or the instant that `text` names. Raise BadMoment."""
+    if text.isdigit():
+        return int(text)
+    if ago := _AGO.fullmatch(text):
+        return now - timedelta(seconds=float(ago[1]) * _UNITS[ago[2]])
+    try:
+        if re.fullmatch(r"\d\d:\d\d(:\d\d(\.\d+)?)?", text):
+            return _time_of_day(text, now)
+        found = datetime.fromisoformat(text)
+    except ValueError as error:
+        raise BadMoment(f"{text!r} is no place in history. {BadMoment.__doc__}") from error
+    return found if found.tzinfo else found.replace(tzinfo=UTC)
+
+
+def _time_of_day(text: str, now: datetime) -> datetime:
+    """Return the last instant that had this time of day, in UTC."""
+    found = datetime.fromisoformat(f"{now.astimezone(UTC).date().isoformat()}T{text}").replace(tzinfo=UTC)
+    return found if found <= now else found - timedelta(days=1)

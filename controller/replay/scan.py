@@ -1,0 +1,53 @@
+"""The journal as its own index: slower than the store's, and enough when there is no store to ask."""
+
+from collections.abc import AsyncIterator, Sequence
+from datetime import datetime
+
+from controller import projection
+from controller.replay.find import name
+from events.fact import Recorded
+from events.journal.port import Journal
+
+_WORKER = projection.EVENT_COLUMNS.index("worker")
+_INCIDENT = projection.EVENT_COLUMNS.index("incident")
+
+
+class JournalArchive:
+    """Finds events by reading the journal from its beginning."""
+
+    def __init__(self, journal: Journal) -> None:
+        self._journal = journal
+
+    async def locate(self, reference: str) -> int | None:
+        """Return the sequence of the event with this ce-id, or of the decision `decision:N`."""
+        async for batch in self._all(0):
+            for event in batch:
+                if reference in (event.id, name(event)):
+                    return event.seq
+        return None
+
+    async def select(
+        self,
+        *,
+        after: int = 0,
+        since: datetime | None = None,
+        worker: str | None = None,
+        incident: str | None = None,
+    ) -> AsyncIterator[Sequence[Recorded]]:
+        """Yield the events that match, in order, in batches."""
+        async for batch in self._all(after):
+            found = [e for e in batch if since is None or e.at >= since]
+            if worker is not None or incident is not None:
+                found = [e for e in found if _about(projection.event_row(e), worker, incident)]
+            if found:
+                yield found
+
+    async def _all(self, after: int) -> AsyncIterator[Sequence[Recorded]]:
+        last = await self._journal.last_seq()
+        if last > after:
+            async for batch in self._journal.read(after, until=last):
+                yield batch
+
+
+def _about(row: projection.Row, worker: str | None, incident: str | None) -> bool:
+    return (worker is None or row[_WORKER] == worker) and (incident is None or row[_INCIDENT] == incident)

@@ -1,0 +1,40 @@
+"""What replay asks of a state store, beyond what the projector does."""
+
+from collections.abc import AsyncIterator, Sequence
+from contextlib import AbstractAsyncContextManager
+from typing import Any, Protocol, Self
+
+from controller.ports import Archive, Reading, StateStore
+
+
+class Frozen(Protocol):
+    """A store as of one instant: everything read from it belongs together."""
+
+    reading: Reading
+
+    def events(self, after: int) -> AsyncIterator[Sequence[Sequence[Any]]]:
+        """Yield the rows of `fleet_events` above a sequence, in order, in batches."""
+        ...
+
+
+class HistoryStore(StateStore, Archive, Protocol):
+    """A state store that can be looked into, and made anew."""
+
+    def reading(self) -> AbstractAsyncContextManager[Frozen]:
+        """Hold the store as of one instant (one REPEATABLE READ transaction)."""
+        ...
+
+    async def beside(self) -> Self:
+        """Make an empty store beside this one, for a fresh projection."""
+        ...
+
+    async def swap(self, fresh: Self, *, foreign: bool) -> bool:
+        """Put `fresh` in this store's place in one transaction; False if it lags behind what it would replace.
+
+        `foreign`: this store was projected from another stream, so how far it reaches means nothing.
+        """
+        ...
+
+    async def close(self) -> None:
+        """Let go of it."""
+        ...

@@ -1,0 +1,132 @@
+"""What happened? One incident from its first symptom to recovery, or everything about a worker, in words."""
+
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass
+from datetime import datetime, timedelta
+
+from controller.ports import Archive
+from controller.replay import sentences
+from controller.replay.find import NoSuchEvent, cause, find, name
+from controller.replay.why import why
+from events.decisions import Absorbed, IncidentClosed, IncidentOpened
+from events.fact import Decision, Fact, Recorded
+from events.journal.port import Journal
+from events.observations import (
+    CanaryPassed,
+    ChaosInjected,
+    RequestAbandoned,
+    RequestExposed,
+    RequestMigrated,
+    RequestsRejected,
+    RequestsServed,
+)
+
+CHAOS_BEFORE = timedelta(
+    seconds=60
+)  # a rehearsed fault this long before the first symptom is where the story begins
+_ROUTINE = (RequestsServed, Absorbed)
+
+
+@dataclass(frozen=True, slots=True)
+class Story:
+    """The events of one incident, in order, and what it amounts to."""
+
+    incident: str
+    subject: str
+    symptom: str
+    events: Sequence[Recorded]
+    closed: bool
+    outcome: str
+
+    @property
+    def lasted_s(self) -> float:
+        """Seconds from the first event to the last, by the stream's clock."""
+        return (self.events[-1].at - self.events[0].at).total_seconds()
+
+    def headline(self) -> str:
+        """Return the story in one line."""
+        moved = [e.fact for e in self.events if isinstance(e.fact, RequestMigrated)]
+        exposed = sum(isinstance(e.fact, RequestExposed) for e in self.events)
+        lost = sum(isinstance(e.fact, RequestAbandoned) for e in self.events)
+        said = [f"incident {self.incident}: {self.subject}, {self.symptom}"]
+        said.append(f"{sentences.span(self.lasted_s)}, {self.outcome if self.closed else 'not over yet'}")
+        if moved:
+            gap = max(fact.gap_ms for fact in moved)
+            said.append(
+                f"{sentences.count(len(moved), 'request')} migrated (longest gap {sentences.span(gap / 1000)})"
+            )
+        said += [f"{n} {word}" for n, word in ((exposed, "exposed"), (lost, "lost")) if n]
+        return "; ".join(said)
+
+
+def is_routine(fact: Fact) -> bool:
+    """Return whether a fact says only that all goes on as it should."""
+    return isinstance(fact, _ROUTINE) or (isinstance(fact, CanaryPassed) and fact.check_type == "scheduled")
+
+
+async def events(
+    archive: Archive,
+    *,
+    worker: str | None = None,
+    since: int | datetime | None = None,
+    routine: bool = False,
+) -> AsyncIterator[Recorded]:
+    """Yield what happened, in order; without what is routine unless it is asked for."""
+    after = since - 1 if isinstance(since, int) else 0
+    start = since if isinstance(since, datetime) else None
+    async for batch in archive.select(after=max(0, after), since=start, worker=worker):
+        for event in batch:
+            if routine or not is_routine(event.fact):
+                yield event
+
+
+async def story(journal: Journal, archive: Archive, incident: str) -> Story:
+    """Return one incident from its first symptom to its end. Raise NoSuchEvent if there is no such incident."""
+    carried = [e async for batch in archive.select(incident=incident) for e in batch]
+    opened = next((e for e in carried if isinstance(e.fact, IncidentOpened)), None)
+    if opened is None:
+        raise NoSuchEvent(
+            f"the journal holds no incident {incident!r}; `holdfast replay timeline` shows all of them"
+        )
+    assert isinstance(opened.fact, IncidentOpened)
+    closed = next((e for e in carried if isinstance(e.fact, IncidentClosed)), None)
+    symptom = (await why(journal, archive, str(opened.seq)))[-1]
+    end = closed.seq if closed else await journal.last_seq()
+    scene = await _scene(archive, opened.fact.subject, symptom, end)
+    causes = {cause(event) for event in [*carried, *scene]}
+    told = {event.seq: event for event in [symptom, *carried]}
+    told |= {e.seq: e for e in scene if not is_routine(e.fact) or name(e) in causes}
+    outcome = closed.fact.outcome if closed and isinstance(closed.fact, IncidentClosed) else ""
+    ordered = [told[seq] for seq in sorted(told)]
+    return Story(incident, opened.fact.subject, opened.fact.symptom, ordered, closed is not None, outcome)
+
+
+async def _scene(archive: Archive, subject: str, symptom: Recorded, end: int) -> list[Recorded]:
+    """Return what concerns an incident's subject, from a little before the first symptom to the end."""
+    kind, _, who = subject.partition(":")
+    worker = who if kind == "worker" else None
+    found: list[Recorded] = []
+    async for batch in archive.select(since=symptom.at - CHAOS_BEFORE, worker=worker):
+        for event in batch:
+            if event.seq > end:
+                return found
+            if _belongs(event, symptom.seq, kind, who):
+                found.append(event)
+    return found
+
+
+def _belongs(event: Recorded, symptom: int, kind: str, who: str) -> bool:
+    if event.seq < symptom:
+        return isinstance(event.fact, ChaosInjected)
+    if kind == "worker":
+        return True
+    return isinstance(event.fact, RequestsRejected | Decision) and getattr(event.fact, "model", None) == who
+
+
+async def incident_of(archive: Archive, journal: Journal, reference: str) -> str:
+    """Return the incident that an event belongs to, by any name of the event; the reference itself if it is none."""
+    try:
+        event = await find(journal, archive, reference)
+    except NoSuchEvent:
+        return reference
+    return event.fact.incident if isinstance(event.fact, Decision) else event.correlation or reference

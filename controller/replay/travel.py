@@ -1,0 +1,102 @@
+"""How was the fleet then? The last snapshot before, and the journal from there."""
+
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from datetime import datetime
+from typing import Any
+
+from controller import projection
+from controller.deciders.fleet import Fleet, evolve
+from controller.ports import Snapshot, StateStore
+from events.errors import HoldfastError
+from events.fact import Recorded
+from events.journal.port import Journal
+from events.order import Order
+
+
+class NotYet(HoldfastError):
+    """The journal does not reach that far."""
+
+
+@dataclass(frozen=True, slots=True)
+class Moment:
+    """The fleet as somebody saw it who had read up to `seq` and no further."""
+
+    seq: int
+    at: datetime | None  # the stream's time of that event
+    number: int  # of the last decision then
+    fleet: Fleet
+    folded: int  # events that had to be folded to get here
+
+
+def order_from(snapshot: Snapshot | None) -> Order[Fleet]:
+    """Return the fold as a snapshot left it; from the beginning without one."""
+    if snapshot is None:
+        return Order(evolve, Fleet())
+    return Order(evolve, snapshot.fleet, snapshot.position, dict(snapshot.sources))
+
+
+async def at(journal: Journal, store: StateStore | None, when: int | datetime) -> Moment:
+    """Return the fleet as it was at a sequence or an instant. Raise NotYet if the journal ends before a sequence."""
+    last = await journal.last_seq()
+    if isinstance(when, int) and when > last:
+        raise NotYet(f"the journal ends at {last}, not {when}. {NotYet.__doc__}")
+    order = order_from(await _before(store, when))
+    start, reached = order.last_seq, None
+    async for event in _events(journal, start, when if isinstance(when, int) else last):
+        if isinstance(when, datetime) and event.at > when:
+            break
+        order.take(event)
+        reached = event.at
+    return Moment(order.last_seq, reached, order.position.number, order.shown, order.last_seq - start)
+
+
+async def _events(journal: Journal, after: int, until: int) -> AsyncIterator[Recorded]:
+    if until > after:
+        async for batch in journal.read(after, until=until):
+            for event in batch:
+                yield event
+
+
+async def _before(store: StateStore | None, when: int | datetime) -> Snapshot | None:
+    if store is None:
+        return None
+    return await (store.snapshot_before(when) if isinstance(when, int) else store.snapshot_at(when))
+
+
+def describe(moment: Moment) -> dict[str, Any]:
+    """Return a moment as plain JSON types: the rows that the state store showed then."""
+    rows = projection.state(moment.fleet)
+    tables = {
+        name: [projection.as_json(name, row) for row in sorted(found, key=lambda row: str(row[0]))]
+        for name, found in rows.items()
+    }
+    incidents = [
+        {"incident": i.id, "subject": i.subject, "symptom": i.symptom, "opened_at": i.opened_at.isoformat()}
+        for i in moment.fleet.incidents.values()
+    ]
+    return {
+        "seq": moment.seq,
+        "at": moment.at.isoformat() if moment.at else None,
+        "number": moment.number,
+        **tables,
+        "incidents": incidents,
+    }
+
+
+def lines(moment: Moment) -> list[str]:
+    """Return a moment readably."""
+    when = f", {moment.at:%Y-%m-%d %H:%M:%S.%f}"[:-3] if moment.at else ""
+    said = [f"at {moment.seq}{when}, after decision {moment.number}"]
+    for name, worker in sorted(moment.fleet.workers.items()):
+        why = f"  ({'; '.join(worker.reasons)})" if worker.reasons else ""
+        said.append(
+            f"  {name:<12} {worker.health.status.value:<10} breaker {worker.breaker.position:<9} "
+            f"weight {worker.weight:<4g} {worker.joined.model}{why}"
+        )
+    said += [f"  {name}: level {model.level}" for name, model in sorted(moment.fleet.models.items())]
+    said += [
+        f"  open: {i.id}, {i.subject}, {i.symptom}, since {i.opened_at:%H:%M:%S}"
+        for i in moment.fleet.incidents.values()
+    ]
+    return said

@@ -1,0 +1,301 @@
+"""Is what the store shows, and what the controller decided, what the journal says?
+
+The journal is folded once more. At every decision the deciders are asked again, in the state and by the policy in
+force then: they must say the very same. At the store's place the store's rows must be the fold's, and every event
+that it keeps must be the journal's. What other deciders decided is folded and not asked again.
+"""
+
+import json
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from controller import projection
+from controller.deciders.fleet import DECIDERS_VERSION, Fleet, FleetPolicy, evolve, load, settle
+from controller.ports import Place, Reading, Snapshot
+from controller.replay.find import name
+from controller.replay.store import Frozen, HistoryStore
+from controller.replay.travel import order_from
+from events import codec
+from events.decisions import Absorbed, PolicyAdopted
+from events.fact import Decision, Recorded
+from events.journal.port import Journal
+from events.order import Order
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """The first place where something is not what the journal says."""
+
+    where: str  # a table's row, an event of the audit table, a decision
+    seq: int
+    expected: Any
+    found: Any
+
+    def text(self) -> str:
+        """Return it readably."""
+        return f"{self.where} differs at {self.seq}:\n  expected {self.expected}\n  found    {self.found}"
+
+
+@dataclass
+class Report:
+    """What was verified, and what was found."""
+
+    since: int = 0  # folded from here, from a snapshot; 0: from the start
+    folded: int = 0  # events
+    decided: int = 0  # decisions that were decided again, alike
+    skipped: int = 0  # decisions of other deciders, or from before any policy was adopted
+    skipped_versions: set[int] = field(default_factory=set)
+    rows: int = 0  # compared, alike
+    audited: int = 0  # kept events compared, alike
+    position: int = 0  # the store's place
+    lag: int = 0  # events that the store does not show yet
+    difference: Difference | None = None
+
+    def as_json(self) -> dict[str, Any]:
+        """Return it as plain JSON types."""
+        found = {name: getattr(self, name) for name in self.__dataclass_fields__}
+        found["skipped_versions"] = sorted(self.skipped_versions)
+        found["difference"] = self.difference and codec.to_builtins(self.difference)
+        return found
+
+    def lines(self) -> list[str]:
+        """Return it readably."""
+        said = [
+            f"folded {self.folded} events from {self.since + 1}",
+            f"decided {self.decided} decisions again, {'all but the last alike' if self.difference else 'all alike'}",
+            f"compared {self.rows} rows and {self.audited} kept events at {self.position}",
+        ]
+        if self.difference is None or not self.difference.where.startswith("decision"):
+            said[1] = f"decided {self.decided} decisions again, all alike"
+        if self.skipped:
+            of = ", ".join(map(str, sorted(self.skipped_versions))) or "none adopted"
+            said.append(
+                f"did not decide {self.skipped} decisions again: deciders version {of}, ours is {DECIDERS_VERSION}"
+            )
+        if self.lag:
+            said.append(f"the projector is {self.lag} events behind")
+        said.append(self.difference.text() if self.difference else "no difference")
+        return said
+
+
+class Differs(Exception):
+    """Carries the first difference out of the fold."""
+
+    def __init__(self, difference: Difference) -> None:
+        super().__init__(difference.where)
+        self.difference = difference
+
+
+async def verify(journal: Journal, store: HistoryStore, *, since: int = 0) -> Report:
+    """Verify everything from the last snapshot before `since` (0: from the start). Stop at the first difference."""
+    async with store.reading() as frozen:
+        place = frozen.reading.place
+        last = await journal.last_seq()
+        snapshot = await store.snapshot_before(min(since, place.seq)) if since else None
+        run = _Run(frozen, snapshot)
+        run.report.position, run.report.lag = place.seq, max(0, last - place.seq)
+        try:
+            await run.all(journal, last)
+        except Differs as found:
+            run.report.difference = found.difference
+        return run.report
+
+
+class _Run:
+    def __init__(self, frozen: Frozen, snapshot: Snapshot | None) -> None:
+        self._order: Order[Fleet] = order_from(snapshot)
+        self._reading: Reading = frozen.reading
+        self._place: Place = frozen.reading.place
+        self._audit = _rows(frozen, self._order.last_seq)
+        self._kept: Sequence[Any] | None = None  # the next row of the audit table
+        self._history: dict[str, dict[Any, projection.Row]] = {
+            "migrations": {},
+            "exposures": {},
+            "incidents": {},
+        }
+        self._batch: list[Recorded] = []  # decisions of one settle
+        self._state: Fleet | None = None  # what that settle was decided on
+        self.report = Report(since=self._order.last_seq)
+
+    async def all(self, journal: Journal, last: int) -> None:
+        """Fold to the end, comparing on the way."""
+        self._kept = await anext(self._audit, None)
+        if self._place.seq <= self._order.last_seq:
+            self._compare_rows()
+        if last > self._order.last_seq:
+            async for batch in journal.read(self._order.last_seq, until=last):
+                for event in batch:
+                    await self._one(event)
+        self._decide_again()
+        if self._place.seq > self._order.last_seq:
+            raise Differs(Difference("the end of the stream", last, f"at least {self._place.seq}", last))
+
+    async def _one(self, event: Recorded) -> None:
+        self._gather(event)
+        pending = len(self._order.pending)
+        self._order.take(event)
+        self.report.folded += 1
+        if event.seq <= self._place.seq:
+            repeated = not isinstance(event.fact, Decision) and len(self._order.pending) == pending
+            await self._compare_event(event, repeated)
+            if event.seq == self._place.seq:
+                self._compare_rows()
+
+    # --- decisions --------------------------------------------------------------------------------------------------
+
+    def _gather(self, event: Recorded) -> None:
+        """Collect the decisions of one settle, and the state that they were decided on."""
+        if not isinstance(event.fact, Decision):
+            return self._decide_again()
+        if event.seq <= self._order.position.decided:
+            return  # the snapshot contains it
+        if self._batch and _settle_of(event) != _settle_of(self._batch[0]):
+            self._decide_again()
+        if not self._batch:
+            self._state = self._as_read(event.through)
+        self._batch.append(event)
+
+    def _as_read(self, through: int) -> Fleet:
+        """Return the state of a controller that had read up to `through`."""
+        pending = self._order.pending
+        if not pending or pending[-1].seq <= through:
+            return self._order.shown
+        state = self._order.settled
+        for event in pending:
+            if event.seq <= through:
+                state = evolve(state, event)
+        return state
+
+    def _decide_again(self) -> None:
+        batch, state = self._batch, self._state
+        self._batch, self._state = [], None
+        if not batch or state is None:
+            return
+        first = batch[0].fact
+        assert isinstance(first, Decision)
+        policy = self._policy(state, first, len(batch))
+        if policy is None:
+            return
+        found = [event.fact for event in batch if not isinstance(event.fact, Absorbed)]
+        expected = settle(policy, state, first.decided_at)
+        for n in range(max(len(expected), len(found))):
+            ours, theirs = (side[n] if n < len(side) else None for side in (expected, found))
+            if ours != theirs:
+                event = batch[min(n, len(batch) - 1)]
+                raise Differs(Difference(name(event), event.seq, _shown(ours), _shown(theirs)))
+        self.report.decided += len(batch)
+
+    def _policy(self, state: Fleet, first: Decision, decisions: int) -> FleetPolicy | None:
+        """Return the policy in force; None if these decisions are not ours to repeat."""
+        adopted, version = state.policy, state.deciders_version
+        if isinstance(first, PolicyAdopted):  # a new leader's first word, under which it decided the rest
+            adopted, version = first.policy, first.deciders_version
+        if adopted is None or version != DECIDERS_VERSION:
+            self.report.skipped += decisions
+            if adopted is not None:
+                self.report.skipped_versions.add(version)
+            return None
+        return load(adopted)
+
+    # --- the store --------------------------------------------------------------------------------------------------
+
+    async def _compare_event(self, event: Recorded, repeated: bool) -> None:
+        row = self._kept
+        for part, found in projection.history([event]).items():
+            self._remember(part, found)
+        if row is None or row[0] > event.seq:
+            if repeated:
+                return  # the same event again: it is kept under its first sequence
+            raise Differs(Difference("fleet_events", event.seq, _shown(event.fact), None))
+        expected = projection.event_row(event)
+        if tuple(row[:-1]) != expected[:-1] or json.loads(row[-1]) != json.loads(expected[-1]):
+            names = projection.EVENT_COLUMNS
+            n = next(n for n in range(len(names)) if row[n] != expected[n])
+            column = f"fleet_events: {names[n]}"
+            raise Differs(Difference(column, event.seq, _plain(expected[n]), _plain(row[n])))
+        self.report.audited += 1
+        self._kept = await anext(self._audit, None)
+
+    def _remember(self, part: str, rows: Sequence[projection.Row]) -> None:
+        verb, _, table = part.partition(" ")
+        for row in rows:
+            if verb == "append":
+                self._history[table].setdefault(row[0], row)
+            elif known := self._history[table].get(row[0]):
+                self._history[table][row[0]] = (*known[:5], *row[1:])
+
+    def _compare_rows(self) -> None:
+        expected = projection.state(self._order.shown)
+        for table in projection.COLUMNS:
+            if table in expected:
+                self._compare(table, expected[table], complete=True)
+            else:
+                self._compare(table, list(self._history[table].values()), complete=self.report.since == 0)
+        for what, ours, theirs in (
+            ("settled position", self._order.position, self._place.settled),
+            ("shown position", self._order.last_seq, self._place.seq),
+        ):
+            if ours != theirs and self._place.seq >= self._order.last_seq > 0:
+                raise Differs(Difference(f"projection: {what}", self._place.seq, ours, theirs))
+
+    def _compare(self, table: str, expected: Sequence[projection.Row], *, complete: bool) -> None:
+        width = projection.KEYS.get(table, 1)
+        columns = projection.COLUMNS[table]
+        found = {}
+        for mapping in self._reading.rows[table]:
+            row = projection.comparable(table, tuple(mapping[c] for c in columns))
+            found[row[:width]] = row
+        for row in expected:
+            ours = projection.comparable(table, row)
+            theirs = found.pop(ours[:width], None)
+            if ours != theirs:
+                raise Differs(self._row_difference(table, ours, theirs))
+            self.report.rows += 1
+        if complete and found:
+            key, row = next(iter(found.items()))
+            raise Differs(
+                Difference(
+                    f"{table}: row {'/'.join(map(str, key))}", self._place.seq, None, _named(table, row)
+                )
+            )
+
+    def _row_difference(self, table: str, ours: projection.Row, theirs: projection.Row | None) -> Difference:
+        key = "/".join(map(str, ours[: projection.KEYS.get(table, 1)]))
+        if theirs is None:
+            return Difference(f"{table}: row {key}", self._place.seq, _named(table, ours), None)
+        columns = projection.COLUMNS[table]
+        n = next(n for n in range(len(columns)) if ours[n] != theirs[n])
+        return Difference(
+            f"{table}: {columns[n]} of {key}", self._place.seq, _plain(ours[n]), _plain(theirs[n])
+        )
+
+
+async def _rows(frozen: Frozen, after: int) -> AsyncIterator[Sequence[Any]]:
+    async for batch in frozen.events(after):
+        for row in batch:
+            yield row
+
+
+def _settle_of(event: Recorded) -> tuple[object, ...]:
+    """Return what the decisions of one settle have in common."""
+    assert isinstance(event.fact, Decision)
+    return (event.source, event.through, event.fact.decided_at)
+
+
+def _shown(fact: object) -> Any:
+    if fact is None:
+        return None
+    return (
+        {"kind": fact.kind(), **codec.to_builtins(fact)}
+        if isinstance(fact, Decision)
+        else codec.to_builtins(fact)
+    )
+
+
+def _named(table: str, row: projection.Row) -> dict[str, Any]:
+    return {name: _plain(value) for name, value in zip(projection.COLUMNS[table], row, strict=True)}
+
+
+def _plain(value: object) -> object:
+    return value if isinstance(value, str | int | float | bool | None) else str(value)

@@ -1,0 +1,54 @@
+"""Why did this happen? The chain of causes, back to what the world reported."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from controller.ports import Archive
+from controller.replay import sentences
+from controller.replay.find import NoSuchEvent, cause, find, name
+from events import codec
+from events.fact import Recorded
+from events.journal.port import Journal
+
+DEEP_MAX = 200
+
+
+async def why(journal: Journal, archive: Archive | None, reference: str) -> list[Recorded]:
+    """Return the event and its causes, the first cause last. Raise NoSuchEvent if there is no such event."""
+    chain = [await find(journal, archive, reference)]
+    while (before := cause(chain[-1])) and len(chain) < DEEP_MAX:
+        try:
+            found = await find(journal, archive, before)
+        except NoSuchEvent:
+            break  # it was said by somebody whose own cause never reached the journal
+        if found.seq >= chain[-1].seq:
+            break  # a cause lies before its effect; anything else is no cause
+        chain.append(found)
+    return chain
+
+
+def lines(chain: Sequence[Recorded]) -> list[str]:
+    """Return a chain as readable lines."""
+    said = []
+    for depth, event in enumerate(chain):
+        lead = f"{'  ' * depth}because " if depth else ""
+        said.append(f"{lead}{sentences.line(event, date=not depth)}  [{event.seq} {name(event)}]")
+    if cause(chain[-1]):
+        said.append(f"{'  ' * len(chain)}because of {cause(chain[-1])}, which the journal does not hold")
+    return said
+
+
+def as_json(event: Recorded) -> dict[str, Any]:
+    """Return an event as plain JSON types, with its sentence."""
+    return {
+        "seq": event.seq,
+        "at": event.at.isoformat(),
+        "id": event.id,
+        "name": name(event),
+        "kind": event.fact.kind(),
+        "text": sentences.sentence(event.fact),
+        "cause": cause(event),
+        "source": event.source,
+        "correlation": event.correlation,
+        "body": codec.to_builtins(event.fact),
+    }

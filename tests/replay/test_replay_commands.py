@@ -1,0 +1,192 @@
+"""timeline, at and why: what people read, from a history that the real deciders made."""
+
+import argparse
+import json
+from datetime import UTC, datetime, timedelta
+
+import pytest
+from made_history import EPOCH, History
+from store_databases import AnyStore, OpenStore
+
+from controller.adapters.memory_store import MemoryStore
+from controller.replay import cli, moment, sentences, timeline, travel
+from controller.replay.find import NoSuchEvent
+from controller.replay.moment import BadMoment
+from controller.replay.travel import NotYet
+from controller.runtime.projector import Projector
+from events import codec
+from events.journal.memory import MemoryJournal
+
+
+@pytest.fixture
+def history() -> History:
+    return History().start().corruption()
+
+
+@pytest.fixture
+async def store(history: History, open_store: OpenStore) -> AnyStore:
+    """The history, projected, with snapshots on the way."""
+    store = open_store(snapshot_every=4)
+    for until in range(1, len(history.events) + 1):
+        await Projector(journal(history), store).catch_up(until)
+    return store
+
+
+def journal(history: History) -> MemoryJournal:
+    return MemoryJournal(history.stream, "replay-1")
+
+
+async def typed(history: History, store: AnyStore | None, *words: str) -> tuple[int, list[str]]:
+    """Run a command as it would be typed; return its exit code and what it printed."""
+    parser = argparse.ArgumentParser()
+    cli.add_arguments(parser.add_subparsers(required=True))
+    said: list[str] = []
+    code = await cli.execute(parser.parse_args(words), journal(history), store, said.append)
+    return code, said
+
+
+def seq_of(history: History, kind: str, nth: int = 0) -> int:
+    return [e.seq for e in history.events if e.fact.kind() == kind][nth]
+
+
+def test_every_kind_has_its_sentence() -> None:
+    assert sentences.kinds_with_a_sentence() == set(codec.KINDS.values())
+
+
+def test_a_sentence_says_what_happened(history: History) -> None:
+    said = [sentences.line(event) for event in history.events]
+    expected = "w2 failed a canary: token_mismatch, confirmed (expected 300 301 302, got 300 999 302)"
+    assert any(line.endswith(expected) for line in said)
+    assert any("req-1 went on from w2 to w0 (unhealthy, after 17 tokens, gap 32 ms)" in line for line in said)
+    assert all(line.startswith("12:0") for line in said)
+
+
+def test_a_long_answer_is_shown_where_it_differs() -> None:
+    expected, got = tuple(range(300, 332)), (*range(300, 320), 7, *range(321, 332))
+    assert sentences._difference(expected, got) == "at token 20: expected 320 321 322, got 7 321 322"
+
+
+async def test_the_timeline_leaves_out_what_is_routine(history: History, store: AnyStore) -> None:
+    _, said = await typed(history, store, "timeline")
+    assert not any("passed a canary" in line for line in said)
+    assert any("passed its trial canary" in line for line in said)
+    _, everything = await typed(history, store, "timeline", "--all")
+    assert len(everything) == len(history.events)
+    _, machine = await typed(history, store, "timeline", "--all", "-o", "json")
+    assert [json.loads(line)["seq"] for line in machine] == [e.seq for e in history.events]
+
+
+async def test_the_timeline_of_one_worker_and_since(history: History, store: AnyStore) -> None:
+    _, said = await typed(history, store, "timeline", "--worker", "w2")
+    assert said and all("w2" in line for line in said)
+    failed = seq_of(history, "canary_failed")
+    _, late = await typed(history, store, "timeline", "--since", str(failed))
+    assert "w2 failed a canary" in late[0]
+
+
+async def test_one_incident_from_first_symptom_to_recovery(history: History, store: AnyStore) -> None:
+    opened = next(e.fact for e in history.events if e.fact.kind() == "incident_opened")
+    for name in (opened.incident, f"decision:{opened.number}"):  # type: ignore[attr-defined]
+        code, said = await typed(history, store, "timeline", "--incident", name)
+        assert code == 0
+        assert (
+            "worker:w2, token_mismatch" in said[0]
+            and "1 request migrated" in said[0]
+            and "1 exposed" in said[0]
+        )
+        assert "w2 failed a canary" in said[1]
+        assert any("the breaker of w2 closed" in line for line in said)
+        assert not any("w0 passed" in line for line in said)
+
+
+async def test_a_rehearsed_fault_begins_the_story(open_store: OpenStore) -> None:
+    from events.observations import ChaosInjected
+
+    history = History().start()
+    history.say(ChaosInjected(worker="w2", instance="w2-a", fault="corrupt", by="operator"))
+    history.say(history.passed("w2"))
+    history.corruption()
+    store = open_store()
+    await Projector(journal(history), store).catch_up(len(history.events))
+    opened = next(e.fact for e in history.events if e.fact.kind() == "incident_opened")
+    story = await timeline.story(journal(history), store, opened.incident)  # type: ignore[attr-defined]
+    assert sentences.sentence(story.events[0].fact) == "operator played corrupt on w2"
+
+
+async def test_no_such_incident_is_said(history: History, store: AnyStore) -> None:
+    with pytest.raises(NoSuchEvent, match="no incident 'i99'"):
+        await typed(history, store, "timeline", "--incident", "i99")
+
+
+async def test_at_every_sequence_the_fleet_is_what_was_shown_then(history: History, store: AnyStore) -> None:
+    for seq in range(1, len(history.events) + 1):
+        found = await travel.at(journal(history), store, seq)
+        order = history.order(seq)
+        assert (found.fleet, found.seq, found.number) == (order.shown, seq, order.position.number)
+        assert found.folded <= 12  # from a snapshot, not from the start
+
+
+async def test_at_a_time_and_without_a_store(history: History, store: AnyStore) -> None:
+    failed = seq_of(history, "canary_failed")
+    when = history.events[failed - 1].at
+    for kept in (store, None):
+        before = await travel.at(journal(history), kept, when - timedelta(milliseconds=1))
+        assert before.seq == failed - 1
+        after = await travel.at(journal(history), kept, when + timedelta(milliseconds=1))
+        assert after.fleet.workers["w2"].weight == 0 and after.seq > failed
+
+
+async def test_at_prints_a_table_and_json(history: History, store: AnyStore) -> None:
+    seq = seq_of(history, "breaker_opened")
+    _, said = await typed(history, store, "at", str(seq))
+    assert said[0].startswith(f"at {seq}, 2026-03-01 12:00:07.000")
+    assert any("w2" in line and "UNHEALTHY" in line and "breaker open" in line for line in said)
+    _, (machine,) = await typed(history, store, "at", str(seq), "-o", "json")
+    fleet = json.loads(machine)
+    assert {w["worker"]: w["health"] for w in fleet["workers"]}["w2"] == "UNHEALTHY"
+    assert fleet["incidents"][0]["subject"] == "worker:w2"
+
+
+async def test_at_beyond_the_end_is_said(history: History, store: AnyStore) -> None:
+    with pytest.raises(NotYet, match=f"the journal ends at {len(history.events)}, not 99999"):
+        await typed(history, store, "at", "99999")
+
+
+async def test_why_leads_back_to_the_observation(history: History, store: AnyStore) -> None:
+    opened = seq_of(history, "breaker_opened")
+    event = history.events[opened - 1]
+    for name in (str(opened), event.id, f"decision:{event.fact.number}"):  # type: ignore[attr-defined]
+        for kept in (store, None):
+            _, said = await typed(history, kept, "why", name)
+            assert "the breaker of w2 opened" in said[0]
+            assert "because" in said[-1] and "w2 failed a canary: token_mismatch" in said[-1]
+    _, (machine,) = await typed(history, store, "why", str(opened), "-o", "json")
+    assert json.loads(machine)[-1]["kind"] == "canary_failed"
+
+
+async def test_why_of_nothing_is_said(history: History, store: AnyStore) -> None:
+    for name in ("99999", "0", "decision:999", "no-such-id"):
+        with pytest.raises(
+            NoSuchEvent, match="The journal holds no such event|the journal holds no such event"
+        ):
+            await typed(history, store, "why", name)
+
+
+async def test_why_finds_what_the_projector_has_not_seen_yet(history: History) -> None:
+    _, said = await typed(history, MemoryStore(), "why", history.events[-1].id)
+    assert len(said) == 1
+
+
+@pytest.mark.parametrize("text", ["yesterday", "12:99", "8x", "", "-5"])
+def test_a_bad_moment_is_said(text: str) -> None:
+    with pytest.raises(BadMoment, match="A place in history is"):
+        moment.parse(text, EPOCH)
+
+
+def test_moments() -> None:
+    now = datetime(2026, 3, 1, 12, 0, tzinfo=UTC)
+    assert moment.parse("8812", now) == 8812
+    assert moment.parse("90s", now) == now - timedelta(seconds=90)
+    assert moment.parse("11:59:03.5", now) == datetime(2026, 3, 1, 11, 59, 3, 500_000, tzinfo=UTC)
+    assert moment.parse("12:30", now) == datetime(2026, 2, 28, 12, 30, tzinfo=UTC)
+    assert moment.parse("2026-03-01T10:00:00", now) == datetime(2026, 3, 1, 10, 0, tzinfo=UTC)

@@ -1,0 +1,179 @@
+"""verify: it says nothing when all is well, and finds what somebody has planted."""
+
+import json
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from made_history import History
+from store_databases import AnyStore, OpenStore, execute
+from test_replay_commands import journal, seq_of, typed
+
+from controller.adapters.memory_store import MemoryStore
+from controller.deciders.fleet import DECIDERS_VERSION
+from controller.replay.verify import verify
+from controller.runtime.projector import Projector
+from events.decisions import HealthChanged
+
+
+async def projected(history: History, store: AnyStore, until: int | None = None) -> AnyStore:
+    for seq in range(3, until or len(history.events), 3):
+        await Projector(journal(history), store).catch_up(seq)
+    await Projector(journal(history), store).catch_up(until or len(history.events))
+    return store
+
+
+def busy() -> History:
+    """A history in which appends lose races against observations."""
+    history = History().start(4)
+    for n in range(12):
+        history.say(history.failed("w1", reason="timeout"), history.passed("w0"), history.passed("w2"))
+        history.decide(lag=n % 3, seconds=n * 3)
+    history.corruption("w3")
+    history.say(history.passed("w0"))
+    history.absorb()
+    return history
+
+
+async def test_a_true_history_has_no_difference(open_store: OpenStore) -> None:
+    history = busy()
+    store = await projected(history, open_store(snapshot_every=5))
+    report = await verify(journal(history), store)
+    assert report.difference is None, report.lines()
+    assert report.folded == report.audited == len(history.events) == report.position
+    assert report.decided == history.order().position.number
+    assert report.rows > 8 and report.lag == 0 and report.skipped == 0
+
+
+async def test_from_a_snapshot_and_with_a_lag(open_store: OpenStore) -> None:
+    history = busy()
+    store = await projected(history, open_store(snapshot_every=5), until=len(history.events) - 4)
+    report = await verify(journal(history), store, since=len(history.events) - 10)
+    assert report.difference is None, report.lines()
+    assert report.since > 0 and report.folded < len(history.events) and report.lag == 4
+    code, said = await typed(history, store, "verify", "--since", str(len(history.events) - 10))
+    assert code == 0 and "the projector is 4 events behind" in said
+
+
+async def test_an_empty_store_and_an_empty_journal_are_equal(open_store: OpenStore) -> None:
+    report = await verify(journal(History()), open_store())
+    assert report.difference is None and report.folded == 0
+
+
+async def test_repetitions_on_the_stream_are_no_difference(open_store: OpenStore) -> None:
+    history = busy()
+    history.repeat(history.events[-3])
+    history.repeat(next(e for e in reversed(history.events) if e.fact.kind() == "request_migrated"))
+    report = await verify(journal(history), await projected(history, open_store()))
+    assert report.difference is None, report.lines()
+
+
+async def plant(store: AnyStore, url: str, table: str, column: str, value: Any, where: str) -> None:
+    """Change one row behind everybody's back."""
+    if isinstance(store, MemoryStore):
+        from controller import projection
+
+        rows, n = store.tables.rows[table], projection.COLUMNS[table].index(column)
+        (key,) = [key for key in rows if key[0] == where]
+        rows[key] = (*rows[key][:n], value, *rows[key][n + 1 :])
+    else:
+        name = "id" if table == "migrations" else "worker"
+        await execute(url, f'UPDATE holdfast.{table} SET "{column}" = $1 WHERE {name} = $2', value, where)
+
+
+@pytest.mark.parametrize(
+    ("table", "column", "value"),
+    [("workers", "weight", 0.123), ("workers", "health", "DEAD"), ("breakers", "position", "open"),
+     ("migrations", "tokens", 999)],
+)  # fmt: skip
+async def test_a_planted_difference_in_a_row_is_found(
+    open_store: OpenStore, database_url: str, table: str, column: str, value: Any
+) -> None:
+    history = busy()
+    store = await projected(history, open_store())
+    where = (
+        "w0"
+        if table != "migrations"
+        else next(e.id for e in history.events if e.fact.kind() == "request_migrated")
+    )
+    await plant(store, database_url, table, column, value, where)
+    code, said = await typed(history, store, "verify")
+    assert code == 3
+    assert (
+        f"{table}: {column} of {where} differs at {len(history.events)}:" in said[-1]
+        and str(value) in said[-1]
+    )
+    code, (machine,) = await typed(history, store, "verify", "-o", "json")
+    assert code == 3 and json.loads(machine)["difference"]["found"] == value
+
+
+async def test_a_row_too_many_is_found(database_url: str, open_store: OpenStore) -> None:
+    history = busy()
+    store = await projected(history, open_store())
+    if isinstance(store, MemoryStore):
+        rows = store.tables.rows["breakers"]
+        rows["w9",] = ("w9", *rows["w0",][1:])
+    else:
+        await execute(
+            database_url, "INSERT INTO holdfast.breakers SELECT 'w9', instance, position, position_value, failures, "
+            "trials_failed, retry_at, deadline FROM holdfast.breakers WHERE worker = 'w0'",
+        )  # fmt: skip
+    report = await verify(journal(history), store)
+    assert report.difference is not None and report.difference.where == "breakers: row w9"
+
+
+@pytest.mark.servers
+async def test_a_planted_change_of_a_kept_event_is_found(database_url: str, open_store: OpenStore) -> None:
+    history = busy()
+    store = await projected(history, open_store())
+    if isinstance(store, MemoryStore):
+        row = store.tables.events[history.events[6].id]
+        store.tables.events[history.events[6].id] = (*row[:-1], row[-1].replace("w", "x"))
+    else:
+        await execute(database_url, "ALTER TABLE holdfast.fleet_events DISABLE TRIGGER ALL")
+        await execute(
+            database_url, 'UPDATE holdfast.fleet_events SET body = body || \'{"worker": "x1"}\' WHERE seq = 7'
+        )
+    report = await verify(journal(history), store)
+    assert report.difference is not None
+    assert (report.difference.where, report.difference.seq) == ("fleet_events: body", 7)
+
+
+async def test_a_planted_wrong_decision_is_found(open_store: OpenStore) -> None:
+    history = busy()
+    seq = seq_of(history, "health_changed", 5)
+    event = history.events[seq - 1]
+    assert isinstance(event.fact, HealthChanged)
+    history.events[seq - 1] = replace(event, fact=replace(event.fact, weight=0.75))
+    store = await projected(history, open_store())
+    code, said = await typed(history, store, "verify")
+    assert code == 3
+    assert f"decision:{event.fact.number} differs at {seq}" in said[-1] and "0.75" in said[-1]
+
+
+async def test_a_decision_too_few_is_found(open_store: OpenStore) -> None:
+    history = History().start()
+    history.say(history.failed("w0", confirmed=True, reason="token_mismatch"))
+    decided = history.decide()
+    dropped = len(history.events) - len(decided)
+    history.stream.events[dropped:] = history.events[dropped:-1]
+    report = await verify(journal(history), await projected(history, open_store()))
+    assert report.difference is not None and report.difference.found is None
+
+
+async def test_other_deciders_are_not_asked_again(open_store: OpenStore) -> None:
+    history = busy()
+    first = seq_of(history, "policy_adopted")
+    event = history.events[first - 1]
+    older = replace(event.fact, deciders_version=DECIDERS_VERSION - 1)  # type: ignore[arg-type]
+    history.events[first - 1] = replace(event, fact=older)
+    wrong = seq_of(history, "health_changed", 5)
+    history.events[wrong - 1] = replace(
+        history.events[wrong - 1], fact=replace(history.events[wrong - 1].fact, weight=0.75)
+    )  # type: ignore[arg-type]
+    store = await projected(history, open_store())
+    report = await verify(journal(history), store)
+    assert report.difference is None, report.lines()
+    assert report.skipped_versions == {DECIDERS_VERSION - 1} and report.decided == 0
+    _, said = await typed(history, store, "verify")
+    assert any("did not decide" in line for line in said)
