@@ -1,0 +1,320 @@
+"""The reconciler: it decides once, all or nothing, on what it has read, whoever else decides and whatever breaks."""
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+
+import pytest
+from made_history import History
+
+from controller.adapters.clock import SystemClock
+from controller.deciders.fleet import Fleet, FleetPolicy, evolve
+from controller.deciders.health import HealthPolicy
+from controller.ports import Snapshot
+from controller.runtime.lease import Lease
+from controller.runtime.reconciler import Reconciler
+from controller.runtime.view import FleetView, ViewNotReady
+from events.codec import UnknownKind
+from events.decisions import Absorbed, HealthStatus, PolicyAdopted
+from events.fact import Decision, Recorded
+from events.journal.cell import MemoryCell
+from events.journal.memory import MemoryJournal, MemoryStream
+from events.journal.port import Fenced, JournalChanged, JournalUnavailable
+from events.order import Order
+
+Eventually = Callable[..., Awaitable[None]]
+CLOCK = SystemClock()
+
+
+class Flaky(MemoryJournal):
+    """Appends as told: `land` says whether the next one lands, `say` what its caller is told."""
+
+    def __init__(self, stream: MemoryStream, source: str) -> None:
+        super().__init__(stream, source)
+        self.script: list[tuple[bool, type[Exception] | None]] = []
+        self.attempts = 0
+
+    async def append(self, decisions: Sequence[Decision], *, through: int, after: int) -> int:
+        self.attempts += 1
+        land, say = self.script.pop(0) if self.script else (True, None)
+        seq = await super().append(decisions, through=through, after=after) if land else 0
+        if say is not None:
+            raise say
+        return seq
+
+
+class Controller:
+    """A reconciler with its lease, running."""
+
+    def __init__(
+        self,
+        stream: MemoryStream,
+        cell: MemoryCell,
+        name: str,
+        policy: FleetPolicy | None = None,
+        **more: object,
+    ) -> None:
+        self.journal = Flaky(stream, f"controller:{name}")
+        self.lease = Lease(cell, name, CLOCK, ttl_s=0.2)
+        self.reconciler = Reconciler(
+            self.journal,
+            self.lease,
+            policy or FleetPolicy(),
+            CLOCK,
+            ask_s=0.01,
+            **more,  # type: ignore[arg-type]
+        )
+        self.tasks: list[asyncio.Task[None]] = []
+
+    def start(self) -> "Controller":
+        self.tasks = [asyncio.create_task(self.lease.run()), asyncio.create_task(self.reconciler.run())]
+        return self
+
+    async def kill(self) -> None:
+        """End without letting go of the lease."""
+        self.lease._held_until = 0.0
+        for task in self.tasks:
+            task.cancel()
+        await asyncio.gather(*self.tasks, return_exceptions=True)
+
+
+@pytest.fixture
+async def controllers() -> AsyncIterator[list[Controller]]:
+    made: list[Controller] = []
+    yield made
+    for controller in made:
+        await controller.kill()
+
+
+def decisions(stream: MemoryStream) -> list[Recorded]:
+    return [event for event in stream.events if isinstance(event.fact, Decision)]
+
+
+def assert_one_history(stream: MemoryStream) -> Order[Fleet]:
+    """The stream folds, and its decisions are numbered from one without a gap."""
+    order: Order[Fleet] = Order(evolve, Fleet())
+    for event in stream.events:
+        order.take(event)
+    assert [event.fact.number for event in decisions(stream)] == list(range(1, len(decisions(stream)) + 1))  # type: ignore[attr-defined]
+    return order
+
+
+def healthy(stream: MemoryStream, worker: str = "w0") -> bool:
+    order = assert_one_history(stream)
+    found = order.shown.workers.get(worker)
+    return found is not None and found.health.status is HealthStatus.HEALTHY
+
+
+def beginning() -> History:
+    history = History()
+    history.stream.clock = CLOCK.now
+    history.now = CLOCK.now()
+    return history
+
+
+async def test_it_adopts_its_policy_and_decides_what_is_due(
+    controllers: list[Controller], eventually: Eventually
+) -> None:
+    history = beginning()
+    controllers.append(Controller(history.stream, MemoryCell(), "c1").start())
+    speaker = MemoryJournal(history.stream, "worker:w0")
+    speaker.observe(history.joined("w0"))
+    await eventually(lambda: "w0" in assert_one_history(history.stream).shown.workers)
+    speaker.observe(history.passed("w0", check="join"))
+    await eventually(lambda: healthy(history.stream))
+    assert isinstance(decisions(history.stream)[0].fact, PolicyAdopted)
+    await eventually(lambda: controllers[0].reconciler.leading)
+
+
+async def test_a_new_leader_with_the_same_policy_adopts_nothing_and_another_policy_is_adopted_first(
+    controllers: list[Controller], eventually: Eventually
+) -> None:
+    stream, cell = MemoryStream(), MemoryCell()
+    for name, policy in (("c1", None), ("c2", None), ("c3", FleetPolicy(health=HealthPolicy(trials_max=9)))):
+        controller = Controller(stream, cell, name, policy).start()
+        controllers.append(controller)
+        await eventually(lambda controller=controller: controller.reconciler.leading)
+        await eventually(lambda controller=controller: controller.reconciler.counters.settles > 2)
+        await controller.kill()
+    assert [type(event.fact) for event in decisions(stream)] == [PolicyAdopted, PolicyAdopted]
+
+
+async def test_of_two_controllers_one_decides_and_the_other_takes_over(
+    controllers: list[Controller], eventually: Eventually
+) -> None:
+    history, cell = beginning(), MemoryCell()
+    controllers += [Controller(history.stream, cell, name).start() for name in ("c1", "c2")]
+    await eventually(lambda: any(c.reconciler.leading for c in controllers))
+    first = next(c for c in controllers if c.lease.held)
+    other = next(c for c in controllers if c is not first)
+    assert other.journal.attempts == 0
+    await first.kill()
+    speaker = MemoryJournal(history.stream, "worker:w0")
+    speaker.observe(history.joined("w0"))
+    speaker.observe(history.passed("w0", check="join"))
+    await eventually(lambda: healthy(history.stream))
+    assert other.lease.held
+
+
+async def test_two_that_both_believe_they_lead_write_one_history(
+    controllers: list[Controller], eventually: Eventually
+) -> None:
+    history = beginning()
+    controllers += [
+        Controller(history.stream, MemoryCell(), name).start() for name in ("c1", "c2")
+    ]  # a cell each
+    speaker = MemoryJournal(history.stream, "worker:test")
+    for number in range(20):
+        speaker.observe(history.joined(f"w{number}"))
+        speaker.observe(history.passed(f"w{number}", check="join"))
+        await asyncio.sleep(0)
+    await eventually(lambda: healthy(history.stream, "w19"))
+    assert all(controller.lease.held for controller in controllers)
+    assert_one_history(history.stream)
+
+
+@pytest.mark.parametrize(
+    ("land", "say"), [(True, JournalUnavailable), (False, JournalUnavailable), (False, Fenced)]
+)
+async def test_an_append_of_unknown_outcome_is_read_back_not_repeated(
+    controllers: list[Controller], eventually: Eventually, land: bool, say: type[Exception]
+) -> None:
+    history = beginning()
+    controller = Controller(history.stream, MemoryCell(), "c1")
+    controller.journal.script = [(land, say)]
+    controllers.append(controller.start())
+    speaker = MemoryJournal(history.stream, "worker:w0")
+    speaker.observe(history.joined("w0"))
+    speaker.observe(history.passed("w0", check="join"))
+    await eventually(lambda: healthy(history.stream))
+    assert_one_history(history.stream)
+    counters = controller.reconciler.counters
+    assert counters.fenced + counters.unavailable == 1
+
+
+async def test_it_decides_nothing_while_the_journal_is_away_and_goes_on_after(
+    controllers: list[Controller], eventually: Eventually
+) -> None:
+    history = beginning()
+    controllers.append(Controller(history.stream, MemoryCell(), "c1").start())
+    await eventually(lambda: len(decisions(history.stream)) == 1)
+    history.stream.reachable = False
+    speaker = MemoryJournal(history.stream, "worker:w0")
+    speaker.observe(history.joined("w0"))
+    speaker.observe(history.passed("w0", check="join"))
+    assert speaker.spool_depth == 2
+    history.stream.reachable = True
+    await eventually(lambda: healthy(history.stream))
+
+
+async def test_more_than_an_append_can_take_goes_in_several(
+    controllers: list[Controller], eventually: Eventually, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("controller.runtime.reconciler.APPEND_MAX", 7)
+    history = beginning()
+    speaker = MemoryJournal(history.stream, "worker:test")
+    for number in range(20):
+        speaker.observe(history.joined(f"w{number}"))
+        speaker.observe(history.passed(f"w{number}", check="join"))
+    controllers.append(Controller(history.stream, MemoryCell(), "c1").start())
+    await eventually(lambda: healthy(history.stream, "w19"))
+    assert controllers[0].journal.attempts >= 3
+    assert_one_history(history.stream)
+
+
+async def test_a_calm_fleet_s_pending_facts_are_absorbed(
+    controllers: list[Controller], eventually: Eventually
+) -> None:
+    history = beginning()
+    controller = Controller(history.stream, MemoryCell(), "c1").start()
+    controllers.append(controller)
+    await eventually(lambda: controller.reconciler.leading)
+    speaker = MemoryJournal(history.stream, "worker:w0")
+    for _ in range(1001):
+        speaker.observe(history.passed("nobody"))
+    await eventually(lambda: isinstance(decisions(history.stream)[-1].fact, Absorbed))
+    await eventually(lambda: not controller.reconciler.order.pending)
+
+
+async def test_it_refuses_to_go_on_with_a_kind_that_it_does_not_know(
+    controllers: list[Controller], eventually: Eventually, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Strange(MemoryJournal):
+        async def read(self, after: int, *, until: int | None = None) -> AsyncIterator[Sequence[Recorded]]:
+            raise UnknownKind("event 3 is of the unknown kind 'of_tomorrow'")
+            yield ()  # type: ignore[unreachable]
+
+    reconciler = Reconciler(
+        Strange(MemoryStream(), "controller:c1"), Lease(MemoryCell(), "c1", CLOCK), FleetPolicy(), CLOCK
+    )
+    with pytest.raises(UnknownKind, match="of_tomorrow"):
+        await asyncio.wait_for(reconciler.run(), 5)
+
+
+class Store:
+    """A store that has one snapshot."""
+
+    def __init__(self, snapshot: Snapshot) -> None:
+        self.snapshot = snapshot
+
+    async def load(self) -> Snapshot | None:
+        return self.snapshot
+
+
+def kept(history: History) -> Store:
+    order = history.order()
+    return Store(Snapshot(order.settled, order.position, dict(order.sources)))
+
+
+async def test_it_begins_with_the_store_and_goes_on_from_its_position(
+    controllers: list[Controller], eventually: Eventually
+) -> None:
+    history = beginning().start()
+    history.absorb()
+    store = kept(history)
+    controller = Controller(history.stream, MemoryCell(), "c1", store=store)
+    controllers.append(controller.start())
+    speaker = MemoryJournal(history.stream, "canary:c1")
+    speaker.observe(history.failed("w1", confirmed=True, reason="token_mismatch"))
+    await eventually(
+        lambda: assert_one_history(history.stream).shown.workers["w1"].health.status is HealthStatus.UNHEALTHY
+    )
+
+
+async def test_a_store_that_is_ahead_of_the_stream_is_refused() -> None:
+    history = beginning().start()
+    shorter = MemoryStream(events=history.events[:2])
+    view = FleetView(MemoryJournal(shorter, "frontend:f1"), store=kept(history))  # type: ignore[arg-type]
+    with pytest.raises(JournalChanged, match="ends at 2"):
+        await asyncio.wait_for(view.run(), 5)
+    assert view.fault is not None
+    assert view.fleet.workers.keys() == {"w0", "w1", "w2"}  # what it held, it holds
+
+
+async def test_a_view_is_ready_once_all_is_read_and_tells_of_each_batch(eventually: Eventually) -> None:
+    history = beginning().start()
+    view = FleetView(MemoryJournal(history.stream, "frontend:f1"))
+    heard: list[int] = []
+    view.listen(lambda v, batch: heard.extend(event.seq for event in batch))
+    with pytest.raises(ViewNotReady):
+        await view.ready(0.01)
+    task = asyncio.create_task(view.run())
+    await view.ready(5)
+    assert view.seq == len(history.events) and view.number == history.order().position.number
+    assert view.fleet.workers["w0"].routable
+    speaker = MemoryJournal(history.stream, "worker:w9")
+    speaker.observe(history.joined("w9"))
+    await eventually(lambda: "w9" in view.fleet.workers)
+    assert heard == list(range(1, len(history.events) + 1))
+    task.cancel()
+    with contextlib.suppress(asyncio.CancelledError):
+        await task
+
+
+async def test_a_view_of_an_empty_journal_is_ready(eventually: Eventually) -> None:
+    view = FleetView(MemoryJournal(MemoryStream(), "frontend:f1"))
+    task = asyncio.create_task(view.run())
+    await view.ready(5)
+    assert not view.fleet.workers
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
