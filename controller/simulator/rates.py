@@ -13,6 +13,9 @@ from the size of the fleet. A 3 % annual failure rate at 1,000 GPUs is one failu
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
+from typing import TypeVar
+
+V = TypeVar("V", int, float)
 
 DAYS_PER_YEAR = 365.0
 HOURS_PER_YEAR = 8760.0
@@ -22,7 +25,7 @@ GPUS_PER_NODE = 8
 FAULTS = ("crash", "hang", "device", "error", "corrupt", "slow", "network")
 
 
-def _frozen(mix: Mapping[str, float]) -> Mapping[str, float]:
+def _frozen(mix: Mapping[str, V]) -> Mapping[str, V]:
     return MappingProxyType(dict(mix))
 
 
@@ -43,7 +46,7 @@ class Rates:
     mttr_hours: float = 24.0
     mttr_source: str = "assumed: one working day until a device is swapped"
     sdc_gpu_days: float | None = None  # GPU-days between silent corruptions
-    classes: Mapping[str, int] = field(default_factory=lambda: _frozen({}))
+    classes: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def afr(self) -> float:

@@ -1,0 +1,53 @@
+"""Checks of the folds: against one another, and against the ledger."""
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from controller.deciders.fleet import Fleet
+from controller.simulator.replica import Replica
+from events.decisions import HealthStatus
+from events.fact import Recorded
+
+if TYPE_CHECKING:
+    from controller.simulator.watch import Watch
+
+
+def agree(watch: "Watch", replica: Replica, batch: Sequence[Recorded]) -> str | None:
+    if not replica.whole:
+        return None
+    mine, true = replica.fleet, watch.shown[replica.seq]
+    last = watch.compared.get(replica.name)
+    known = last[1] if last is not None and last[0] is replica else None
+    watch.compared[replica.name] = (replica, mine)
+    return differs(mine, true, known, f"{replica.name} at {replica.seq}")
+
+
+def differs(mine: Fleet, true: Fleet, known: Fleet | None, who: str) -> str | None:
+    """Say in what two fleets differ. What is the same object in `known` was compared before."""
+    if mine.number != true.number or mine.policy != true.policy or mine.workers.keys() != true.workers.keys():
+        return f"{who}: number {mine.number} for {true.number}, workers {sorted(mine.workers)} for {sorted(true.workers)}"
+    for name, worker in mine.workers.items():
+        if known is not None and known.workers.get(name) is worker:
+            continue
+        if worker != true.workers[name]:
+            return f"{who}: {name} is {worker}, should be {true.workers[name]}"
+    for part in ("goldens", "models", "incidents"):
+        one, other = getattr(mine, part), getattr(true, part)
+        if known is not None and getattr(known, part) is one:
+            continue
+        if one is not other and one != other:
+            return f"{who}: {part} are {one}, should be {other}"
+    return None
+
+
+def keeps(watch: "Watch", event: Recorded) -> str | None:
+    name = getattr(event.fact, "worker", None)
+    page = watch.ledger.pages.get(name) if name is not None else None
+    if page is None:
+        return None
+    shown = watch.shown[-1].workers.get(page.worker)
+    if shown is None or shown.joined.instance != page.instance:
+        return f"the fold does not show {page.instance}"
+    decided = (page.status or HealthStatus.SUSPICIOUS, page.weight, page.position)
+    folded = (shown.health.status, shown.health.weight, shown.breaker.position)
+    return None if decided == folded else f"{page.instance}: decided {decided}, folded {folded}"

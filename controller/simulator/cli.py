@@ -1,0 +1,96 @@
+"""`holdfast simulate`: play the deciders through faults in virtual time, and say what came of it."""
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+from controller.simulator.rates import PRESETS
+
+WORKERS_MAX = 1000
+MINUTES_MAX = 7 * 24 * 60
+RUNS_MAX = 100_000
+TP = 8
+EXIT_OK, EXIT_FAILED, EXIT_USAGE, EXIT_FOUND = 0, 1, 2, 3
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the command's flags."""
+    parser.description = (
+        "Play the deciders through a seeded history of faults in virtual time, and check every invariant "
+        "all along. Exit status 3: an invariant was broken."
+    )
+    parser.add_argument("--seed", type=int, default=1, metavar="N", help="which history (default: 1)")
+    parser.add_argument(
+        "--runs", type=int, default=1, metavar="K", help="play K seeds, from N on (default: 1)"
+    )
+    parser.add_argument(
+        "--workers", type=int, default=16, metavar="W", help="size of the fleet (default: 16)"
+    )
+    parser.add_argument(
+        "--minutes", type=float, default=60.0, metavar="M", help="virtual minutes (default: 60)"
+    )
+    parser.add_argument(
+        "--rates", choices=sorted(PRESETS), help="divide the workers' faults as this field study found them"
+    )
+    parser.add_argument(
+        "--tp", type=int, default=TP, metavar="T", help=f"GPUs per worker, for --rates (default: {TP})"
+    )
+    parser.add_argument("--dump", type=Path, metavar="FILE", help="write the history as JSON lines")
+    parser.add_argument("-o", dest="output", choices=("text", "json"), default="text", help="how to report")
+
+
+def run_cli(args: argparse.Namespace) -> int:
+    """Run the command and return its exit status."""
+    if wrong := _wrong(args):
+        print(f"holdfast simulate: {wrong}", file=sys.stderr)
+        return EXIT_USAGE
+    from controller.simulator.scenario import draw
+    from controller.simulator.simulation import Simulation
+
+    status = EXIT_OK
+    for seed in range(args.seed, args.seed + args.runs):
+        simulation = Simulation(draw(seed, args.workers, args.minutes, args.rates))
+        result = simulation.run()
+        if args.dump is not None:
+            try:
+                args.dump.write_text("".join(simulation.history()), encoding="utf-8")
+            except OSError as error:
+                print(f"holdfast simulate: cannot write {args.dump}: {error.strerror}", file=sys.stderr)
+                return EXIT_FAILED
+        _report(args, result)
+        if result.violation is not None:
+            status = EXIT_FOUND
+    return status
+
+
+def command(seed: int, workers: int, minutes: float, rates: str | None = None) -> str:
+    """Return the command that plays a seed again."""
+    with_rates = f" --rates {rates}" if rates else ""
+    return f"holdfast simulate --seed {seed} --workers {workers} --minutes {minutes:g}{with_rates}"
+
+
+def _wrong(args: argparse.Namespace) -> str:
+    if not 1 <= args.workers <= WORKERS_MAX:
+        return f"--workers {args.workers}: give a number from 1 to {WORKERS_MAX}"
+    if not 1 <= args.minutes <= MINUTES_MAX:
+        return f"--minutes {args.minutes:g}: give a number from 1 to {MINUTES_MAX} (a week)"
+    if not 1 <= args.runs <= RUNS_MAX:
+        return f"--runs {args.runs}: give a number from 1 to {RUNS_MAX}"
+    if args.dump is not None and args.runs > 1:
+        return "--dump writes one history: leave --runs away"
+    return f"--tp {args.tp}: a worker has at least one GPU" if args.tp < 1 else ""
+
+
+def _report(args: argparse.Namespace, result: Any) -> None:
+    from controller.simulator import report
+
+    again = command(result.scenario.seed, args.workers, args.minutes, args.rates)
+    forecast = report.forecast(args.rates, args.workers, args.tp)
+    if args.output == "json":
+        print(json.dumps(report.as_plain(result, again, forecast)))
+    elif args.runs > 1 and result.violation is None:
+        print(report.line(result))
+    else:
+        print(report.text(result, again, forecast))

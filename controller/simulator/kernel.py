@@ -1,0 +1,70 @@
+"""What happens next? Virtual time, and chance that a seed fixes.
+
+Time is an integer of microseconds since the simulation began; two events of the same instant happen in the order in
+which they were asked for. Every use of chance draws from a stream of its own, named after who draws, so that one
+more draw in one place does not change every other: `Random(text)` hashes its text with SHA-512, which no
+`PYTHONHASHSEED` touches.
+"""
+
+import heapq
+from collections.abc import Callable
+from datetime import UTC, datetime, timedelta
+from random import Random
+from typing import Any
+
+EPOCH = datetime(2026, 1, 1, tzinfo=UTC)
+MS = 1_000
+SECOND = 1_000_000
+MINUTE = 60 * SECOND
+
+Act = Callable[..., None]
+
+
+class Kernel:
+    """The event heap. `after` asks for something to happen; `run` lets it happen."""
+
+    __slots__ = ("_heap", "_instant", "_instant_of", "_tie", "happened", "now", "seed")
+
+    def __init__(self, seed: int) -> None:
+        self.seed = seed
+        self.now = 0
+        self.happened = 0  # events that ran
+        self._heap: list[tuple[int, int, Act, tuple[Any, ...]]] = []
+        self._tie = 0
+        self._instant = EPOCH
+        self._instant_of = 0
+
+    def chance(self, name: str) -> Random:
+        """Return the stream of random numbers that belongs to `name`."""
+        return Random(f"{self.seed}/{name}")
+
+    def after(self, delay: int, act: Act, *args: Any) -> None:
+        """Let `act(*args)` happen `delay` microseconds from now."""
+        self._tie += 1
+        heapq.heappush(self._heap, (self.now + delay, self._tie, act, args))
+
+    def run(self, until: int) -> None:
+        """Let everything happen that is due by `until`."""
+        heap, pop = self._heap, heapq.heappop
+        while heap and heap[0][0] <= until:
+            self.now, _, act, args = pop(heap)
+            self.happened += 1
+            act(*args)
+        self.now = until
+
+    def instant(self) -> datetime:
+        """Return the current instant as the deciders see it."""
+        if self._instant_of != self.now:
+            self._instant = EPOCH + timedelta(microseconds=self.now)
+            self._instant_of = self.now
+        return self._instant
+
+
+def micros(duration: timedelta) -> int:
+    """Return a duration in microseconds."""
+    return duration // timedelta(microseconds=1)
+
+
+def since_start(instant: datetime) -> int:
+    """Return an instant as microseconds since the simulation began."""
+    return micros(instant - EPOCH)

@@ -1,0 +1,141 @@
+"""What the decisions say, and nothing else: a second, naive reading of the journal.
+
+It shares no code with the deciders. It writes down, decision by decision, what each one carried, and so can
+contradict a fold that drifted away from them.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from datetime import datetime
+
+from events.decisions import (
+    BreakerClosed,
+    BreakerHalfOpened,
+    BreakerOpened,
+    DegradationChanged,
+    DrainEnded,
+    DrainStarted,
+    GoldenAgreed,
+    HealthChanged,
+    HealthStatus,
+    IncidentClosed,
+    IncidentOpened,
+    Knobs,
+    WeightCapped,
+)
+from events.fact import Decision, Recorded
+from events.observations import WorkerJoined, WorkerObservation
+
+
+@dataclass(slots=True)
+class Page:
+    """What was last decided about one instance of a worker."""
+
+    worker: str
+    instance: str
+    model: str
+    status: HealthStatus | None = None  # None: nothing decided yet
+    weight: float = 0.0
+    reason: str = ""
+    ever_healthy: bool = False
+    position: str = "closed"
+    moved_by: int = 0
+    moved_at: datetime | None = None
+    deadline: datetime | None = None  # of the trial
+    retry_at: datetime | None = None
+    opened_by: str = ""
+    draining_until: datetime | None = None
+    cap: float | None = None
+
+    @property
+    def share(self) -> float:
+        """The part of its capacity that the decisions leave it."""
+        if self.position != "closed" and self.cap is None:
+            return 0.0
+        return max(self.weight, self.cap or 0.0)
+
+
+@dataclass(slots=True)
+class Ledger:
+    """All pages, by worker, and what concerns models and incidents."""
+
+    number: int = 0
+    pages: dict[str, Page] = field(default_factory=dict)
+    dead: set[str] = field(default_factory=set)  # instances
+    knobs: dict[str, Knobs] = field(default_factory=dict)
+    levels: dict[str, int] = field(default_factory=dict)
+    level_since: dict[str, datetime] = field(default_factory=dict)
+    incidents: dict[str, datetime] = field(default_factory=dict)
+    agreed: set[tuple[str, str]] = field(default_factory=set)
+    observed: dict[str, tuple[int, WorkerObservation]] = field(default_factory=dict)  # id: sequence, fact
+
+    def write(self, event: Recorded) -> None:
+        """Write one event down."""
+        fact = event.fact
+        if isinstance(fact, WorkerObservation):
+            self.observed.setdefault(event.id, (event.seq, fact))
+            if isinstance(fact, WorkerJoined):
+                self._join(fact)
+        elif isinstance(fact, Decision):
+            self.number = fact.number
+            self._decide(fact)
+
+    def of(self, worker: str, instance: str) -> Page | None:
+        """Return an instance's page, if it is the current one."""
+        page = self.pages.get(worker)
+        return page if page is not None and page.instance == instance else None
+
+    def _join(self, fact: WorkerJoined) -> None:
+        page = self.pages.get(fact.worker)
+        if page is None or _life(page.instance) < _life(fact.instance):
+            self.pages[fact.worker] = Page(fact.worker, fact.instance, fact.model)
+
+    def _decide(self, fact: Decision) -> None:
+        match fact:
+            case DegradationChanged():
+                self.levels[fact.model] = fact.after
+                self.knobs[fact.model] = fact.knobs
+                self.level_since[fact.model] = fact.decided_at
+            case IncidentOpened():
+                self.incidents[fact.incident or fact.subject] = fact.decided_at
+            case IncidentClosed():
+                self.incidents.pop(fact.incident or fact.subject, None)
+            case GoldenAgreed():
+                self.agreed.add((fact.canary_key, fact.canary))
+            case _:
+                page = self.of(getattr(fact, "worker", ""), getattr(fact, "instance", ""))
+                if page is not None:
+                    _write(page, fact)
+                    if page.status is HealthStatus.DEAD:
+                        self.dead.add(page.instance)
+
+
+def _write(page: Page, fact: Decision) -> None:
+    match fact:
+        case HealthChanged():
+            page.status, page.weight, page.reason = fact.after, fact.weight, fact.reason
+            page.ever_healthy |= fact.after is HealthStatus.HEALTHY
+        case BreakerOpened():
+            page.position, page.opened_by = "open", fact.reason
+            page.retry_at, page.deadline = fact.retry_at, None
+        case BreakerHalfOpened():
+            page.position, page.deadline = "half_open", fact.deadline
+        case BreakerClosed():
+            page.position, page.opened_by, page.deadline = "closed", "", None
+        case DrainStarted():
+            page.draining_until = fact.deadline
+        case DrainEnded():
+            page.draining_until = None
+        case WeightCapped():
+            page.cap = fact.weight
+    if isinstance(fact, BreakerOpened | BreakerHalfOpened | BreakerClosed):
+        page.moved_by, page.moved_at = fact.number, fact.decided_at
+
+
+def _life(instance: str) -> int:
+    return int(instance.rpartition(".")[2])
+
+
+def run_of(events: Sequence[Recorded]) -> list[Decision]:
+    """Return the decisions of a run of events."""
+    return [e.fact for e in events if isinstance(e.fact, Decision)]

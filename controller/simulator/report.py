@@ -1,0 +1,135 @@
+"""What a run came to, for people and for programs."""
+
+from dataclasses import asdict
+from typing import Any
+
+from controller.simulator.invariants import INVARIANTS
+from controller.simulator.rates import PRESETS, Forecast
+from controller.simulator.simulation import Result
+
+
+def forecast(rates: str | None, workers: int, tp: int) -> Forecast | None:
+    """Return what a preset means for a fleet of `workers` groups of `tp` GPUs."""
+    return None if rates is None else Forecast(rates=PRESETS[rates], gpus=workers * tp, tp=tp)
+
+
+def line(result: Result) -> str:
+    """Return one line about a run in which every invariant held."""
+    return (
+        f"seed {result.scenario.seed}: {result.events} events, {result.decisions} decisions, "
+        f"{sum(result.faults.values())} faults, {result.speed:,.0f} x real time: all invariants held"
+    )
+
+
+def text(result: Result, again: str, expected: Forecast | None) -> str:
+    """Return a run as readable text."""
+    parts = [_head(result), _happened(result), _clients(result), _checked(result)]
+    if expected is not None:
+        parts.append(_expected(expected))
+    if result.violation is not None:
+        found = result.violation
+        parts.append(
+            f"BROKEN at {found.at_s:.3f} s, after event {found.seq}: {found.invariant}\n"
+            f"  {found.sentence}\n  {found.detail}"
+        )
+    parts.append(f"again: {again}")
+    return "\n\n".join(parts)
+
+
+def as_plain(result: Result, again: str, expected: Forecast | None) -> dict[str, Any]:
+    """Return a run as plain JSON values."""
+    scenario = result.scenario
+    return {
+        "seed": scenario.seed,
+        "workers": scenario.workers,
+        "minutes": scenario.minutes,
+        "models": list(scenario.models),
+        "controllers": scenario.controllers,
+        "frontends": scenario.frontends,
+        "canary_interval_s": scenario.interval / 1e6,
+        "healed_at_s": scenario.heal_at / 1e6,
+        "events": result.events,
+        "decisions": result.decisions,
+        "kinds": result.kinds,
+        "faults": result.faults,
+        "requests": asdict(result.tally),
+        "worst_level": result.levels,
+        "appends_fenced": result.fenced,
+        "stored_twice": result.repeated,
+        "checks": result.checks,
+        "violation": None if result.violation is None else asdict(result.violation),
+        "wall_s": round(result.wall_s, 3),
+        "times_real_time": round(result.speed, 1),
+        "digest": result.digest,
+        "command": again,
+        "rates": None if expected is None else _expected_plain(expected),
+    }
+
+
+def _head(result: Result) -> str:
+    scenario = result.scenario
+    return (
+        f"seed {scenario.seed}: {scenario.workers} workers ({', '.join(scenario.models)}), "
+        f"{scenario.controllers} controllers, {scenario.frontends} frontends, a canary every "
+        f"{scenario.interval / 1e6:g} s\n{scenario.minutes:g} virtual minutes in {result.wall_s:.2f} s: "
+        f"{result.speed:,.0f} x real time, {result.happened:,} steps\nhistory {result.digest[:16]}"
+    )
+
+
+def _happened(result: Result) -> str:
+    faults = ", ".join(f"{count} {name}" for name, count in result.faults.items()) or "none"
+    kinds = sorted(result.kinds.items(), key=lambda pair: -pair[1])
+    rows = [f"  {count:>7,}  {kind}" for kind, count in kinds]
+    return (
+        f"faults until {result.scenario.heal_at / 60e6:.1f} min: {faults}\n"
+        f"{result.events:,} events, {result.decisions:,} of them decisions; {result.fenced} appends fenced, "
+        f"{result.repeated} facts stored twice\n" + "\n".join(rows)
+    )
+
+
+def _clients(result: Result) -> str:
+    tally = result.tally
+    return (
+        f"requests: {tally.requests:,} came, {tally.served:,} served, {tally.migrated:,} migrations, "
+        f"{tally.rejected:,} shed, {tally.unserved:,} without a worker, {tally.lost:,} lost, "
+        f"{tally.altered:,} served by a worker that was corrupt"
+    )
+
+
+def _checked(result: Result) -> str:
+    rows = [f"  {result.checks.get(i.name, 0):>9,} x  {i.sentence}" for i in INVARIANTS.values()]
+    verdict = "all held" if result.violation is None else f"{result.violation.invariant} was broken"
+    return f"invariants: {verdict}\n" + "\n".join(rows)
+
+
+def _expected(expected: Forecast) -> str:
+    rates = expected.rates
+    mix = ", ".join(f"{name} {share:.1%}" for name, share in rates.mix.items() if share)
+    gpu = "" if rates.gpu_share is None else f" (the GPU's own fault: {rates.gpu_share:.0%})"
+    return (
+        f"rates {rates.name}: {rates.source}\n"
+        f"  per GPU                   {rates.per_gpu_day:.3e} a day = {rates.afr:.1%} a year{gpu}\n"
+        f"  fleet                     {expected.gpus} GPUs in groups of {expected.tp}\n"
+        f"  failure events per day    {expected.failures_per_day:.4f}   (whatever the groups)\n"
+        f"  time between failures     {expected.mtbf_hours:,.1f} h\n"
+        f"  GPU-hours lost per day    {expected.gpu_hours_lost_per_day:.2f}   "
+        f"(events x {expected.tp} GPUs x {rates.mttr_hours:g} h; {rates.mttr_source})\n"
+        f"  mix of the faults played  {mix}"
+    )
+
+
+def _expected_plain(expected: Forecast) -> dict[str, Any]:
+    rates = expected.rates
+    return {
+        "preset": rates.name,
+        "source": rates.source,
+        "gpus": expected.gpus,
+        "tp": expected.tp,
+        "per_gpu_day": rates.per_gpu_day,
+        "annual_failure_rate": rates.afr,
+        "failures_per_day": expected.failures_per_day,
+        "mtbf_hours": expected.mtbf_hours,
+        "gpu_hours_lost_per_day": expected.gpu_hours_lost_per_day,
+        "mttr_hours": rates.mttr_hours,
+        "mix": dict(rates.mix),
+    }

@@ -1,0 +1,55 @@
+"""Where a piece of the system can be swapped, so that planted faults need no patching.
+
+The defaults are production's own functions wherever production has one: the fold, the deciders, the order. The others
+are the rules that the played servers and processes keep.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from controller.deciders import fleet
+from controller.deciders.fleet import Worker
+from events.fact import Decision
+from events.order import Order
+
+
+def fence(after: int, decided: int) -> bool:
+    """Accept an append only if nobody has decided since the appender read."""
+    return after == decided
+
+
+def lands(batch: Sequence[Decision]) -> Sequence[Decision]:
+    """Return how much of a batch is stored when it is accepted: all of it."""
+    return batch
+
+
+def vetoed(linked: bool) -> bool:
+    """Return whether a frontend's live connection keeps a worker from being called silent."""
+    return linked
+
+
+def routable(worker: Worker) -> bool:
+    """Return whether the fleet's verdict lets a frontend send a new request to this worker."""
+    return worker.routable
+
+
+def knobs(fleet: fleet.Fleet, model: str) -> Any:
+    """Return the four knobs that a frontend obeys for a model; None while nothing was ever decided."""
+    level = fleet.models.get(model)
+    return None if level is None else level.knobs
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Seams:
+    """One field per piece. `frontend_order` is apart so that one kind of process can be wrong alone."""
+
+    evolve: Callable[..., Any] = fleet.evolve
+    settle: Callable[..., tuple[Decision, ...]] = fleet.settle
+    order: Callable[..., Order[Any]] = Order
+    frontend_order: Callable[..., Order[Any]] | None = None
+    fence: Callable[[int, int], bool] = fence
+    lands: Callable[[Sequence[Decision]], Sequence[Decision]] = lands
+    vetoed: Callable[[bool], bool] = vetoed
+    routable: Callable[[Worker], bool] = routable
+    knobs: Callable[..., Any] = knobs

@@ -1,0 +1,255 @@
+"""One run: the played world around the real deciders, watched all the time."""
+
+import hashlib
+import json
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from controller.deciders.fleet import Fleet
+from controller.simulator.broker import Broker, Network
+from controller.simulator.controllers import Controller, Surroundings
+from controller.simulator.faults import Faults
+from controller.simulator.frontends import Frontend
+from controller.simulator.kernel import SECOND, Kernel
+from controller.simulator.machines import Machine
+from controller.simulator.operators import Operators, Supervisor
+from controller.simulator.outbox import Outbox, Said
+from controller.simulator.projector import Projector
+from controller.simulator.replica import Replica
+from controller.simulator.scenario import Scenario, draw
+from controller.simulator.seams import Seams
+from controller.simulator.traffic import Tally, Traffic
+from controller.simulator.watch import Violated, Violation, Watch
+from events import codec
+from events.fact import Recorded
+from events.order import OutOfOrder
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Result:
+    """What a run came to. `violation` None: every invariant held."""
+
+    scenario: Scenario
+    violation: Violation | None
+    events: int
+    decisions: int
+    kinds: dict[str, int]
+    faults: dict[str, int]
+    checks: dict[str, int]
+    tally: Tally
+    fenced: int
+    repeated: int
+    happened: int
+    wall_s: float
+    digest: str  # of the history
+    levels: dict[str, int] = field(default_factory=dict)  # worst level reached, by model
+
+    @property
+    def speed(self) -> float:
+        """Virtual seconds per second."""
+        return self.scenario.minutes * 60 / self.wall_s if self.wall_s else 0.0
+
+
+class Simulation:
+    """The world of one seed. `run` plays it to the end or to the first broken invariant."""
+
+    def __init__(self, scenario: Scenario, seams: Seams | None = None) -> None:
+        self.scenario = scenario
+        self.seams = seams or Seams()
+        self.kernel = kernel = Kernel(scenario.seed)
+        self.said = Said()
+        self.notes: list[tuple[int, int, str]] = []  # when, after which event, what
+        self.broker = Broker(kernel, self.seams, Network(kernel.chance("network")))
+        self.watch = Watch(self)
+        self.broker.watchers.append(self.watch.recorded)
+        self.machines = {name: self._machine(name, i) for i, name in enumerate(self._names())}
+        self.around = self._surroundings()
+        self.projector = Projector(self.around, kernel.chance("projector"))
+        self.controllers = [self._controller(i) for i in range(scenario.controllers)]
+        self.tally = Tally()
+        self.frontends = [self._frontend(i) for i in range(scenario.frontends)]
+        self.operators = Operators(self, kernel.chance("operators"))
+        self.supervisor = Supervisor(self, kernel.chance("supervisor"))
+        self.faults = Faults(self, kernel.chance("faults"), self._note)
+
+    def run(self) -> Result:
+        """Play the scenario."""
+        began = time.perf_counter()
+        violation = None
+        try:
+            self._play()
+        except Violated as found:
+            violation = found.violation
+        except OutOfOrder as found:
+            violation = self.watch.out_of_order(found)
+        return self._result(violation, time.perf_counter() - began)
+
+    def believed(self) -> Fleet:
+        """Return the fleet as the leader sees it, or else as everybody who read everything would."""
+        for controller in self.controllers:
+            if controller.up and controller.leading and not controller.paused:
+                return controller.replica.fleet
+        return self.watch.reference.shown
+
+    def stalled(self, machine: Machine) -> None:
+        """Nothing has come from this worker for longer than a frontend bears."""
+        for frontend in self.frontends:
+            frontend.stalled(machine)
+
+    def linked(self, machine: Machine) -> bool:
+        """Return whether any frontend reports a live connection to this worker."""
+        return any(frontend.linked(machine) for frontend in self.frontends)
+
+    def was_corrupt(self, worker: str, instance: str) -> bool:
+        """Return whether this life of a worker ever answered wrongly."""
+        return instance in self.machines[worker].corrupt_lives
+
+    def replicas(self) -> list[Replica]:
+        """Return the folds of all processes that are up."""
+        folds = [c.replica for c in self.controllers if c.up] + [f.replica for f in self.frontends if f.up]
+        return [*folds, self.projector.replica] if self.projector.up else folds
+
+    def outboxes(self) -> list[Outbox]:
+        """Return what all processes that are up have still to say."""
+        boxes = [c.outbox for c in self.controllers if c.up] + [f.outbox for f in self.frontends if f.up]
+        return boxes + [m.outbox for m in self.machines.values() if m.up]
+
+    def history(self) -> Iterator[str]:
+        """Yield everything that happened as JSON lines: every event of the journal, and every fault between them."""
+        notes = iter([*self.notes, (0, len(self.broker.events) + 1, "")])
+        note = next(notes)
+        for event in self.broker.events:
+            while note[1] < event.seq:
+                yield _note_line(note)
+                note = next(notes)
+            yield _event_line(event)
+        while note[2]:
+            yield _note_line(note)
+            note = next(notes)
+
+    # --- setting up ---------------------------------------------------------------------------------------------
+
+    def _names(self) -> list[str]:
+        return [f"w{i + 1}" for i in range(self.scenario.workers)]
+
+    def _machine(self, name: str, index: int) -> Machine:
+        models = self.scenario.models
+        chance = self.kernel.chance(name)
+        model = models[index % len(models)]
+        return Machine(name, model, self.kernel, self.broker, self.said, chance, self._broken)
+
+    def _surroundings(self) -> Surroundings:
+        policy = self.scenario.policy
+        return Surroundings(
+            kernel=self.kernel,
+            broker=self.broker,
+            network=self.broker.network,
+            seams=self.seams,
+            said=self.said,
+            policy=policy,
+            machines=self.machines,
+            linked=self.linked,
+            interval=self.scenario.interval,
+            listen=self.watch.absorbed,
+            decided=self.watch.appended,
+            accused=self.watch.accused,
+        )
+
+    def _controller(self, index: int) -> Controller:
+        name = f"controller{index + 1}"
+        chance = self.kernel.chance(name)
+        return Controller(name, self.around, chance, chance.randint(-self.scenario.skew, self.scenario.skew))
+
+    def _frontend(self, index: int) -> Frontend:
+        name = f"frontend{index + 1}"
+        traffic = Traffic(
+            per_second=self.scenario.requests_per_second,
+            machines=self.machines,
+            models=self.scenario.models,
+            tally=self.tally,
+            routed=self.watch.routed,
+            stored=lambda: self.projector.stored,
+        )
+        return Frontend(name, self.around, traffic, self.kernel.chance(name))
+
+    # --- playing ------------------------------------------------------------------------------------------------
+
+    def _play(self) -> None:
+        kernel, chance = self.kernel, self.kernel.chance("start")
+        for machine in self.machines.values():
+            kernel.after(int(chance.random() * 5 * SECOND), machine.start)
+        starts = [c.start for c in self.controllers] + [f.start for f in self.frontends]
+        for start in (*starts, self.projector.start):
+            kernel.after(int(chance.random() * 2 * SECOND), start)
+        kernel.after(SECOND, self.watch.tick)
+        kernel.after(20 * SECOND, self.faults.begin)
+        kernel.after(self.scenario.heal_at, self._heal)
+        kernel.run(self.scenario.end_at)
+        self.watch.end()
+
+    def _heal(self) -> None:
+        self.faults.heal()
+        self.operators.resume_all()
+
+    def _broken(self, machine: Machine) -> None:
+        for frontend in self.frontends:
+            frontend.broken(machine)
+
+    def _note(self, text: str) -> None:
+        self.notes.append((self.kernel.now, self.broker.last_seq, text))
+
+    def _result(self, violation: Violation | None, wall_s: float) -> Result:
+        kinds: dict[str, int] = {}
+        for event in self.broker.events:
+            kind = event.fact.kind()
+            kinds[kind] = kinds.get(kind, 0) + 1
+        digest = hashlib.sha256()
+        for line in self.history():
+            digest.update(line.encode())
+        return Result(
+            scenario=self.scenario,
+            violation=violation,
+            events=self.broker.last_seq,
+            decisions=self.watch.ledger.number,
+            kinds=dict(sorted(kinds.items())),
+            faults=dict(sorted(self.faults.struck.items())),
+            checks=dict(sorted(self.watch.checks.items())),
+            tally=self.tally,
+            fenced=self.broker.fenced,
+            repeated=self.broker.repeated,
+            happened=self.kernel.happened,
+            wall_s=wall_s,
+            digest=digest.hexdigest(),
+            levels=dict(self.watch.worst_level),
+        )
+
+
+def simulate(
+    seed: int,
+    workers: int = 16,
+    minutes: float = 60.0,
+    *,
+    rates: str | None = None,
+    seams: Seams | None = None,
+) -> Result:
+    """Play one seed and return what came of it."""
+    return Simulation(draw(seed, workers, minutes, rates), seams).run()
+
+
+def _note_line(note: tuple[int, int, str]) -> str:
+    return json.dumps({"at_us": note[0], "fault": note[2]}) + "\n"
+
+
+def _event_line(event: Recorded) -> str:
+    head = {
+        "seq": event.seq,
+        "at": event.at.isoformat(),
+        "id": event.id,
+        "source": event.source,
+        "number": event.source_number,
+        "through": event.through,
+        "causation": event.causation,
+        "kind": event.fact.kind(),
+    }
+    return json.dumps(head)[:-1] + ', "body": ' + codec.encode_body(event.fact).decode() + "}\n"

@@ -1,0 +1,185 @@
+"""Who sees everything: the true fold, a naive ledger of the decisions, and what was really the case.
+
+The watch listens at every point where something can go wrong and runs the invariants of `invariants` there. The
+first that is broken ends the run.
+"""
+
+from bisect import bisect_right
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from controller.deciders.fleet import Fleet
+from controller.simulator import invariants
+from controller.simulator.invariants import Invariant, On
+from controller.simulator.kernel import SECOND
+from controller.simulator.ledger import Ledger
+from controller.simulator.machines import Machine
+from controller.simulator.replica import Replica
+from events.decisions import DegradationChanged, GoldenAgreed, GoldenRetired, HealthChanged, HealthStatus
+from events.fact import Decision, Recorded
+from events.observations import GoldenDisputed, GoldenProposed
+from events.order import Order, OutOfOrder
+
+if TYPE_CHECKING:
+    from controller.simulator.controllers import Controller
+    from controller.simulator.frontends import Frontend
+    from controller.simulator.simulation import Simulation
+    from controller.simulator.traffic import Flight
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Violation:
+    """A broken invariant: which, when (virtual seconds, after which event), and what was seen."""
+
+    invariant: str
+    sentence: str
+    at_s: float
+    seq: int
+    detail: str
+
+
+class Violated(Exception):
+    """Ends a run."""
+
+    def __init__(self, violation: Violation) -> None:
+        super().__init__(f"{violation.invariant}: {violation.detail}")
+        self.violation = violation
+
+
+class Watch:
+    """The all-seeing side of one run. What it keeps is for the invariants to read."""
+
+    def __init__(self, simulation: "Simulation") -> None:
+        self.world = simulation
+        self.kernel = simulation.kernel
+        self.seams = simulation.seams
+        self.policy = simulation.scenario.policy
+        self.ledger = Ledger()
+        self.reference: Order[Fleet] = Order(
+            self.seams.evolve, Fleet()
+        )  # whatever is swapped, this order is right
+        self.shown: list[Fleet] = [Fleet()]  # by sequence
+        self.verdicts: dict[
+            str, list[tuple[int, str, HealthStatus]]
+        ] = {}  # by worker: sequence, instance, status
+        self.run_began = 0  # sequence before the last append's first decision
+        self.decided: Recorded | None = None  # the last decision
+        self.steady_since = 0  # since when a leader, the broker and the prober have been without any fault
+        self.steady_leader: Controller | None = None
+        self.probed_since: dict[str, int] = {}  # since when nothing kept a worker's canaries from being asked
+        self.serving_since: dict[str, int] = {}  # since when the decisions leave a worker's instance a share
+        self.compared: dict[str, tuple[Replica, Fleet]] = {}
+        self.checks: dict[str, int] = dict.fromkeys(invariants.INVARIANTS, 0)
+        self.goldens_moved: dict[str, int] = {}  # by canary key
+        self.worst_level: dict[str, int] = {}
+        self._by_hook: dict[On, list[Invariant]] = {}
+        for found in invariants.INVARIANTS.values():
+            self._by_hook.setdefault(found.on, []).append(found)
+
+    # --- where it listens ---------------------------------------------------------------------------------------
+
+    def recorded(self, event: Recorded) -> None:
+        """The journal has stored an event."""
+        self._run("before", event)
+        self.ledger.write(event)
+        fact = event.fact
+        self._note_share(getattr(fact, "worker", ""))
+        if isinstance(fact, HealthChanged):
+            self.verdicts.setdefault(fact.worker, []).append((event.seq, fact.instance, fact.after))
+        elif isinstance(fact, DegradationChanged):
+            self.worst_level[fact.model] = max(fact.after, self.worst_level.get(fact.model, 0))
+        elif isinstance(fact, GoldenAgreed | GoldenRetired | GoldenDisputed | GoldenProposed):
+            self.goldens_moved[fact.canary_key] = self.kernel.now
+        self.shown.append(self.reference.absorb(event))
+        if isinstance(fact, Decision):
+            self.decided = event
+        self._run("recorded", event)
+
+    def appended(self, source: str) -> None:
+        """An append has reached the broker, and landed or not."""
+        run = self.world.broker.events[self.run_began :]
+        while run and not (run[0].source == source and isinstance(run[0].fact, Decision)):
+            run = run[1:]
+        self.run_began = self.world.broker.last_seq
+        if run:
+            self._run("appended", run)
+
+    def absorbed(self, replica: Replica, batch: Sequence[Recorded]) -> None:
+        """A process has folded a batch."""
+        self._run("absorbed", replica, batch)
+
+    def routed(self, frontend: "Frontend", flight: "Flight") -> None:
+        """A frontend has sent a request to a worker."""
+        self._run("routed", frontend, flight)
+
+    def accused(self, machine: Machine, instance: str) -> None:
+        """An observer has called a worker silent."""
+        self._run("accused", machine, instance)
+
+    def tick(self) -> None:
+        """A second has passed."""
+        self.kernel.after(SECOND, self.tick)
+        self._look_for_steadiness()
+        self._run("tick")
+
+    def end(self) -> None:
+        """The run is over."""
+        self._run("end")
+
+    def out_of_order(self, error: OutOfOrder) -> Violation:
+        """A fold refused the journal: its numbers do not follow one another."""
+        found = invariants.INVARIANTS["decisions_gapless"]
+        return self._violation(found, str(error))
+
+    def goldens_since(self, key: str) -> int:
+        """Return since when nothing has moved about the goldens of a canary key."""
+        return self.goldens_moved.get(key, 0)
+
+    def status_at(self, worker: str, instance: str, seq: int) -> HealthStatus | None:
+        """Return the last health that was decided for an instance, among the events up to `seq`."""
+        verdicts = self.verdicts.get(worker, [])
+        at = bisect_right(verdicts, seq, key=lambda v: v[0])
+        for _, whose, status in reversed(verdicts[:at]):
+            if whose == instance:
+                return status
+        return None
+
+    # --- within -------------------------------------------------------------------------------------------------
+
+    def _run(self, on: On, *args: Any) -> None:
+        for found in self._by_hook.get(on, ()):
+            self.checks[found.name] += 1
+            if detail := found.check(self, *args):
+                raise Violated(self._violation(found, detail))
+
+    def _violation(self, found: Invariant, detail: str) -> Violation:
+        return Violation(
+            invariant=found.name,
+            sentence=found.sentence,
+            at_s=self.kernel.now / SECOND,
+            seq=self.world.broker.last_seq,
+            detail=detail,
+        )
+
+    def _note_share(self, worker: str) -> None:
+        page = self.ledger.pages.get(worker)
+        if page is not None and page.share > 0:
+            self.serving_since.setdefault(page.instance, self.kernel.now)
+        elif page is not None:
+            self.serving_since.pop(page.instance, None)
+
+    def _look_for_steadiness(self) -> None:
+        world, now = self.world, self.kernel.now
+        leaders = [c for c in world.controllers if c.up and c.leading and not c.paused]
+        network = world.broker.network
+        calm = world.broker.up and not network.loss and not network.slow
+        fit = calm and len(leaders) == 1 and not leaders[0].prober.stalled and not leaders[0].hold_append
+        leader = leaders[0] if fit else None
+        if leader is None or leader is not self.steady_leader:
+            self.steady_leader, self.steady_since = leader, now
+        for machine in world.machines.values():
+            condition = machine.condition
+            clear = machine.reachable("canary") and not condition.flaky and not condition.erring
+            if leader is None or not clear or condition.cut or self.steady_since == now:
+                self.probed_since[machine.name] = now
