@@ -18,7 +18,9 @@ from events.decisions import DrainEnded, DrainStarted, HealthChanged, HealthStat
 from events.fact import Decision, Fact
 from events.observations import DrainFinished, DrainRequested, ResumeRequested, ShutdownBegan, WorkerLeft
 
-GONE = "silent"  # a worker drained for this reason is not there any more: its drain ends at once
+GONE = (
+    "silent"  # the reason of a HealthChanged for a worker that is not there any more: its drain ends at once
+)
 DEADLINE_S_MAX = 86_400.0  # a longer wish is cut to a day: a deadline must come
 
 
@@ -45,6 +47,7 @@ class Drain:
     reason: str = ""
     empty: bool = False
     done: bool = False  # it drained empty, and nobody has resumed it since
+    gone: bool = False  # health has given it up as silent
     left: bool = False
     resumed: bool = False
     cause: str = ""
@@ -62,8 +65,8 @@ def evolve(state: Drain, fact: Fact, cause: str = "") -> Drain:
             return _want(state, "operator", fact.deadline_s, cause)
         case ShutdownBegan():
             return _want(state, f"shutdown: {fact.mode}", fact.grace_s, cause)
-        case HealthChanged(after=HealthStatus.DRAINING) if not state.active and not state.wanted:
-            return replace(_want(replace(state, done=False), fact.reason, None, cause), empty=state.done)
+        case HealthChanged(after=HealthStatus.DRAINING):
+            return _given_up(state, fact.reason, cause)
         case HealthChanged(after=HealthStatus.DEAD):
             return replace(state, wanted="", left=True, cause=cause)
         case ResumeRequested():
@@ -78,6 +81,7 @@ def evolve(state: Drain, fact: Fact, cause: str = "") -> Drain:
                 deadline=fact.deadline,
                 reason=fact.reason,
                 empty=state.empty,
+                gone=state.gone,
                 left=state.left,
                 cause=f"decision:{fact.number}",
             )
@@ -99,6 +103,14 @@ def _want(state: Drain, reason: str, deadline_s: float | None, cause: str) -> Dr
     if state.left or state.done or (state.active and not state.resumed):
         return state
     return replace(state, wanted=reason, wanted_s=deadline_s, empty=False, cause=cause)
+
+
+def _given_up(state: Drain, reason: str, cause: str) -> Drain:
+    """Follow health into a drain, or in one that goes on already, learn that nobody is there any more."""
+    state = replace(state, gone=reason == GONE)
+    if state.active or state.wanted:
+        return state
+    return replace(_want(replace(state, done=False), reason, None, cause), empty=state.done)
 
 
 def decide(policy: DrainPolicy, state: Drain, now: datetime) -> Iterator[Decision]:
@@ -128,7 +140,7 @@ def _wait(policy: DrainPolicy, wanted_s: float | None) -> timedelta:
 def _outcome(
     policy: DrainPolicy, state: Drain, deadline: datetime, now: datetime
 ) -> Literal["empty", "deadline", "left", "resumed"] | None:
-    if state.left or state.reason.startswith(GONE):
+    if state.left or state.gone:
         return "left"
     if state.resumed:
         return "resumed"
