@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 
 BROKER_S = 0.5  # how long a start waits for the broker before it goes on without
 FLUSH_S = 0.5
+CLOSE_S = 2.0
 _PR_SET_PDEATHSIG = 1
 
 log = structlog.get_logger(__name__)
@@ -42,11 +43,13 @@ class Links:
     bus: "Bus | None"
 
     async def close(self) -> None:
-        """Say what is left to say, and let go."""
-        await self.journal.flush(FLUSH_S)
-        await self.journal.close()
-        if self.bus is not None:
-            await self.bus.close()
+        """Say what is left to say, and let go; what the broker does not take in time is in the spool."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(CLOSE_S):
+                await self.journal.flush(FLUSH_S)
+                if self.bus is not None:
+                    await self.bus.close()
+                await self.journal.close()
 
 
 async def run_worker(settings: WorkerSettings) -> int:
@@ -95,7 +98,7 @@ async def _connect(settings: WorkerSettings, instance: str) -> Links:
 
     spool = settings.data / "spool" / f"worker-{settings.name}"
     journal, bus = await asyncio.gather(
-        NatsJournal.connect(settings.nats_url, source, spool),
+        NatsJournal.connect(settings.nats_url, source, spool, wait_s=BROKER_S),
         NatsBus.connect(settings.nats_url, source, wait_s=BROKER_S),
     )
     return Links(journal, bus)

@@ -241,11 +241,9 @@ class Worker:
     # --- what the controller asks for
 
     async def _listen(self) -> None:
-        """Hear the controller's requests, as soon as there is a broker to hear them from."""
+        """Hear the controller's requests, now or as soon as there is a broker to hear them from."""
         if self._bus is None:
             return
-        while self._bus.since is None:  # noqa: ASYNC110 (the bus has no flag to wait for)
-            await asyncio.sleep(0.1)
         name = self.place.name
         await self._bus.subscribe(subjects.drain(name), self.on_drain)
         await self._bus.subscribe(subjects.resume(name), self.on_resume)

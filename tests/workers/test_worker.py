@@ -1,0 +1,321 @@
+"""A worker in the fleet: what it says, what it obeys, and how it goes."""
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+from engine_contract import prompt
+from plain_frontend import PlainFrontend
+from structlog.testing import capture_logs
+
+from events import subjects
+from events.bus import MemoryBus
+from events.errors import HoldfastError
+from events.fact import Fact
+from events.journal.memory import MemoryJournal, MemoryStream
+from events.observations import (
+    DrainFinished,
+    EngineFaulted,
+    ShutdownBegan,
+    WorkerJoined,
+    WorkerLeft,
+)
+from workers.engines.engine import Deliver, EngineDead
+from workers.engines.simulated.engine import SimulatedEngine
+from workers.engines.simulated.scheduler import Shape
+from workers.engines.simulated.timing import ConstantTiming
+from workers.worker import Place, Worker
+
+Eventually = Callable[..., Awaitable[None]]
+ABOUT = {"worker": "w0", "instance": "i1"}
+
+
+@dataclass
+class Life:
+    """One worker, running in this process, and what the fleet heard of it."""
+
+    worker: Worker
+    stream: MemoryStream
+    bus: MemoryBus
+    stop: asyncio.Event
+    running: asyncio.Task[int]
+
+    @property
+    def facts(self) -> list[Fact]:
+        return [event.fact for event in self.stream.events]
+
+    @property
+    def port(self) -> int:
+        return self.worker.server.address[1]
+
+    @property
+    def beats(self) -> list[Any]:
+        return [body for subject, body in self.bus.said if subject == subjects.beat("w0")]
+
+    async def end(self) -> int:
+        self.stop.set()
+        async with asyncio.timeout(20):
+            return await self.running
+
+
+Begin = Callable[..., Awaitable[Life]]
+
+
+@pytest.fixture
+async def begin() -> AsyncIterator[Begin]:
+    """`await begin(itl_s=…, grace_s=…)` starts a worker."""
+    lives: list[Life] = []
+
+    async def start(itl_s: float = 0.002, engine: SimulatedEngine | None = None, **place: Any) -> Life:
+        stream, bus, stop = MemoryStream(), MemoryBus(), asyncio.Event()
+        engine = engine or SimulatedEngine(Shape(), ConstantTiming(itl_s=itl_s))
+        worker = Worker(
+            Place(name="w0", instance="i1", **place), engine, MemoryJournal(stream, "worker:w0"), bus
+        )
+        life = Life(worker, stream, bus, stop, asyncio.ensure_future(worker.run(stop)))
+        lives.append(life)
+        async with asyncio.timeout(10):
+            await asyncio.wait(
+                (life.running, asyncio.ensure_future(worker.serving.wait())),
+                return_when=asyncio.FIRST_COMPLETED,
+            )
+        return life
+
+    yield start
+    for life in lives:
+        if not life.running.done():
+            await life.end()
+
+
+async def test_a_worker_joins_with_all_that_others_need(begin: Begin) -> None:
+    life = await begin(itl_s=0.02, migration_limit=5)
+    (joined,) = life.facts
+    assert isinstance(joined, WorkerJoined)
+    assert joined.url == f"tcp://127.0.0.1:{life.port}"
+    assert (joined.worker, joined.instance, joined.model, joined.tokenizer) == (
+        "w0",
+        "i1",
+        "sim",
+        "builtin:sim",
+    )
+    assert (joined.engine, joined.exact, joined.migration_limit) == ("simulated", True, 5)
+    assert joined.canary_key == "sim|1|builtin:sim|simulated|1|none|tp1|simulated"
+    assert joined.profile.tpot_ms[0] == (1, 20.0)
+
+
+async def test_a_worker_beats_every_second_with_its_load(begin: Begin, eventually: Eventually) -> None:
+    life = await begin()
+    await eventually(lambda: len(life.beats) >= 2)
+    first, second = life.beats[:2]
+    assert {**first, "at": "", "seq": 0} == {
+        **ABOUT, "at": "", "seq": 0, "draining": False,
+        "load": {"running": 0, "waiting": 0, "kv_used": 0, "kv_total": 32768, "active_tokens": 0},
+    }  # fmt: skip
+    assert (first["seq"], second["seq"]) == (1, 2)
+
+
+async def test_without_a_broker_a_worker_serves_all_the_same(begin: Begin) -> None:
+    life = await begin()
+    life.bus.reachable = life.stream.reachable = False
+    frontend = await PlainFrontend.connect(life.port)
+    assert len(await frontend.answer(frontend.ask(prompt()))) == 16
+    frontend.transport.close()
+    assert await life.end() == 0
+
+
+async def test_a_drain_lets_streams_finish_and_is_said_once(begin: Begin, eventually: Eventually) -> None:
+    life = await begin()
+    frontend = await PlainFrontend.connect(life.port)
+    stream = frontend.ask(prompt(), max_tokens=60)
+    await frontend.until(lambda: frontend.tokens(stream))
+    body = {"instance": "i1", "deadline_s": 20}
+    answers = [await life.bus.request(subjects.drain("w0"), body) for _ in range(3)]
+    assert answers[0] == {"draining": True, "in_flight": 1}
+    assert len(await frontend.answer(stream)) == 60
+    await eventually(lambda: len(life.facts) > 1)
+    assert life.facts[1:] == [DrainFinished(**ABOUT, completed=1, migrated=0)]
+    await eventually(lambda: life.beats[-1]["draining"])
+    assert frontend.beats[-1].draining
+    assert (await life.bus.request(subjects.drain("w0"), body))["in_flight"] == 0
+    assert len(life.facts) == 2
+    frontend.transport.close()
+
+
+async def test_a_drain_past_its_deadline_sends_streams_elsewhere(
+    begin: Begin, eventually: Eventually
+) -> None:
+    life = await begin(itl_s=0.01)
+    frontend = await PlainFrontend.connect(life.port)
+    stream = frontend.ask(prompt(), max_tokens=10_000)
+    await frontend.until(lambda: frontend.tokens(stream))
+    await life.bus.request(subjects.drain("w0"), {"instance": "i1", "deadline_s": 0.05})
+    await frontend.answer(stream)
+    await eventually(lambda: len(life.facts) > 1)
+    assert life.facts[1:] == [DrainFinished(**ABOUT, completed=0, migrated=1)]
+    frontend.transport.close()
+
+
+async def test_a_resumed_worker_takes_requests_again(begin: Begin) -> None:
+    life = await begin()
+    frontend = await PlainFrontend.connect(life.port)
+    await life.bus.request(subjects.drain("w0"), {"instance": "i1", "deadline_s": 5})
+    refused = frontend.ask(prompt())
+    await frontend.answer(refused)
+    answer = await life.bus.request(subjects.resume("w0"), {"instance": "i1"})
+    assert answer == {"draining": False, "in_flight": 0}
+    assert len(await frontend.answer(frontend.ask(prompt()))) == 16
+    frontend.transport.close()
+
+
+async def test_a_request_for_an_earlier_life_is_refused(begin: Begin) -> None:
+    life = await begin()
+    answer = await life.bus.request(subjects.drain("w0"), {"instance": "i0", "deadline_s": 5})
+    assert answer == {"error": "i0 is gone; worker w0 is i1 now"}
+    assert life.worker.server.refusal is None
+
+
+# --- going
+
+
+async def test_a_stopped_worker_drains_and_leaves_in_good_order(begin: Begin) -> None:
+    life = await begin()
+    frontend = await PlainFrontend.connect(life.port)
+    stream = frontend.ask(prompt(), max_tokens=60)
+    await frontend.until(lambda: frontend.tokens(stream))
+    life.stop.set()
+    assert len(await frontend.answer(stream)) == 60
+    assert await life.end() == 0
+    assert life.facts[1:] == [
+        ShutdownBegan(**ABOUT, mode="graceful", grace_s=60.0, reason="signal"),
+        DrainFinished(**ABOUT, completed=1, migrated=0),
+        WorkerLeft(**ABOUT, mode="graceful", exit=0),
+    ]
+    await frontend.lost()
+
+
+async def test_what_the_grace_does_not_suffice_for_goes_elsewhere(begin: Begin) -> None:
+    life = await begin(itl_s=0.01, grace_s=0.05)
+    frontend = await PlainFrontend.connect(life.port)
+    streams = [frontend.ask(prompt(salt=n), max_tokens=10_000) for n in range(3)]
+    await frontend.until(lambda: all(frontend.tokens(stream) for stream in streams))
+    assert await life.end() == 0
+    ends = [frontend.end(stream) for stream in streams]
+    assert all(end is not None and (end.error or "").startswith("engine_shutdown") for end in ends)
+    assert DrainFinished(**ABOUT, completed=0, migrated=3) in life.facts
+    frontend.transport.close()
+
+
+async def test_a_dead_engine_ends_the_worker_at_once(begin: Begin) -> None:
+    life = await begin(itl_s=0.01)
+    frontend = await PlainFrontend.connect(life.port)
+    stream = frontend.ask(prompt(), max_tokens=10_000)
+    await frontend.until(lambda: frontend.tokens(stream))
+    await life.bus.request(subjects.chaos("w0"), {"fault": "die"})
+    async with asyncio.timeout(10):
+        assert await life.running == 1
+    await frontend.answer(stream)
+    end = frontend.end(stream)
+    assert end is not None and (end.error or "").startswith("engine_shutdown")
+    assert life.facts[1:] == [
+        EngineFaulted(**ABOUT, reason="the simulated engine died, as the rehearsal asked", fatal=True),
+        WorkerLeft(**ABOUT, mode="self_initiated", exit=1),
+    ]
+    frontend.transport.close()
+
+
+class Stillborn(SimulatedEngine):
+    """An engine that cannot start, or never ends starting."""
+
+    def __init__(self, reason: str | None) -> None:
+        super().__init__(Shape())
+        self.reason = reason
+
+    async def start(self, deliver: Deliver) -> None:
+        if self.reason:
+            raise EngineDead(self.reason)
+        await asyncio.Event().wait()
+
+
+async def test_an_engine_that_cannot_start_is_one_clear_error_and_no_fact(begin: Begin) -> None:
+    life = await begin(engine=Stillborn("the weights are missing"))
+    with pytest.raises(EngineDead, match="the weights are missing"):
+        await life.running
+    assert life.facts == []
+
+
+async def test_a_stop_while_the_engine_loads_is_obeyed(begin: Begin) -> None:
+    stop = asyncio.Event()
+    worker = Worker(
+        Place(name="w0", instance="i1"), Stillborn(None), MemoryJournal(MemoryStream(), "worker:w0"), None
+    )
+    running = asyncio.ensure_future(worker.run(stop))
+    await asyncio.sleep(0)
+    stop.set()
+    async with asyncio.timeout(10):
+        assert await running == 0
+
+
+async def test_a_port_in_use_is_one_clear_error(begin: Begin) -> None:
+    first = await begin()
+    second = await begin(port=first.port)
+    with pytest.raises(HoldfastError, match=f"port {first.port} of 127.0.0.1 cannot be had"):
+        await second.running
+
+
+# --- rehearsals and mistakes
+
+
+async def test_a_raising_engine_is_one_fact_for_many_requests(begin: Begin) -> None:
+    life = await begin()
+    frontend = await PlainFrontend.connect(life.port)
+    assert "fault" in await life.bus.request(subjects.chaos("w0"), {"fault": "error", "argument": 0})
+    for n in range(5):
+        await frontend.answer(frontend.ask(prompt(salt=n)))
+    faults = [fact for fact in life.facts if isinstance(fact, EngineFaulted)]
+    assert len(faults) == 1
+    assert not faults[0].fatal
+    frontend.transport.close()
+
+
+async def test_a_fault_with_a_duration_heals_by_itself(begin: Begin, eventually: Eventually) -> None:
+    life = await begin()
+    await life.bus.request(subjects.chaos("w0"), {"fault": "blackhole", "duration": 0.05})
+    assert life.worker.server.blackholed
+    await eventually(lambda: not life.worker.server.blackholed)
+
+
+async def test_a_worker_in_a_blackhole_is_not_heard_on_the_bus_either(
+    begin: Begin, eventually: Eventually
+) -> None:
+    life = await begin()
+    await eventually(lambda: life.beats)
+    await life.bus.request(subjects.chaos("w0"), {"fault": "blackhole"})
+    before = len(life.beats)
+    await life.worker._say_beat()
+    assert len(life.beats) == before
+    await life.bus.request(subjects.chaos("w0"), {"fault": "heal"})
+    await life.worker._say_beat()
+    assert len(life.beats) == before + 1
+
+
+@pytest.mark.parametrize(
+    ("fault", "place", "words"),
+    [("earthquake", {}, "cannot play 'earthquake'"), ("slow", {"chaos": False}, "told to refuse")],
+)
+async def test_faults_that_cannot_be_played_are_refused_in_words(
+    begin: Begin, fault: str, place: dict[str, Any], words: str
+) -> None:
+    life = await begin(**place)
+    answer = await life.bus.request(subjects.chaos("w0"), {"fault": fault})
+    assert words in str(answer["error"])
+
+
+async def test_two_processes_under_one_name_are_said_in_the_log(begin: Begin, eventually: Eventually) -> None:
+    with capture_logs() as logs:
+        life = await begin()
+        await eventually(lambda: len(life.bus.entries) == 4)
+        for _ in range(3):
+            await life.bus.publish(subjects.beat("w0"), {"worker": "w0", "instance": "other"})
+    assert [line["other"] for line in logs if line["event"] == "name_taken"] == ["other"]

@@ -1,0 +1,220 @@
+"""A worker as an operating system process, with a real broker, a broker that is away, and none."""
+
+import asyncio
+import contextlib
+import json
+import os
+import signal
+import sys
+from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from urllib.parse import urlsplit
+
+import aiohttp
+import pytest
+from engine_contract import prompt
+from plain_frontend import PlainFrontend
+
+from controller.adapters.embedded import Server
+from events import subjects
+from events.bus import NatsBus
+from events.fact import Fact
+from events.journal.nats import NatsJournal
+from events.observations import WorkerJoined, WorkerLeft
+from events.presence import present
+
+ROOT = Path(__file__).parents[2]
+START_S = 20.0
+
+
+@dataclass
+class Process:
+    """A worker process and what it has logged."""
+
+    inner: asyncio.subprocess.Process
+    data: Path
+    lines: list[str] = field(default_factory=list)
+    reader: asyncio.Task[None] | None = None
+
+    @property
+    def ready(self) -> list[dict[str, str]]:
+        return [line for line in map(_parsed, self.lines) if line.get("event") == "worker_ready"]
+
+    def port(self, number: int = 0) -> int:
+        return urlsplit(self.ready[number]["url"]).port or 0
+
+    async def ended(self) -> int:
+        async with asyncio.timeout(START_S):
+            code = await self.inner.wait()
+            assert self.reader is not None
+            await self.reader
+        return code
+
+
+def _parsed(line: str) -> dict[str, str]:
+    return json.loads(line) if line.startswith("{") else {}
+
+
+Spawn = Callable[..., Awaitable[Process]]
+
+
+@pytest.fixture
+async def spawn(tmp_path: Path) -> AsyncIterator[Spawn]:
+    """`await spawn("--itl-ms", "5", nats_url=…)` starts a worker process."""
+    processes: list[Process] = []
+
+    async def start(*flags: str, nats_url: str = "", **environment: str) -> Process:
+        inner = await asyncio.create_subprocess_exec(
+            sys.executable, "-m", "workers", "--data", str(tmp_path), *flags,
+            cwd=ROOT, env={**os.environ, "HOLDFAST_NATS_URL": nats_url, **environment},
+            stdout=asyncio.subprocess.DEVNULL, stderr=asyncio.subprocess.PIPE,
+        )  # fmt: skip
+        process = Process(inner, tmp_path)
+
+        async def read() -> None:
+            assert inner.stderr is not None
+            async for line in inner.stderr:
+                process.lines.append(line.decode())
+
+        process.reader = asyncio.ensure_future(read())
+        processes.append(process)
+        return process
+
+    yield start
+    for process in processes:
+        if process.inner.returncode is None:
+            process.inner.kill()
+        await process.ended()
+
+
+async def facts(url: str, count: int) -> list[Fact]:
+    """Return the first `count` facts of the journal."""
+    journal = await NatsJournal.connect(url, "test:reader:1")
+    found: list[Fact] = []
+    try:
+        async with asyncio.timeout(20), contextlib.aclosing(journal.read(0)) as batches:
+            async for batch in batches:
+                found += [event.fact for event in batch]
+                if len(found) >= count:
+                    break
+    except TimeoutError:
+        pytest.fail(f"only {len(found)} of {count} facts came: {found}")
+    finally:
+        await journal.close()
+    return found
+
+
+async def test_a_process_serves_without_a_fleet_and_goes_at_sigterm(spawn: Spawn, eventually) -> None:  # type: ignore[no-untyped-def]
+    process = await spawn("--itl-ms", "1")
+    await eventually(lambda: process.ready, START_S)
+    frontend = await PlainFrontend.connect(process.port())
+    stream = frontend.ask(prompt(), max_tokens=100)
+    await frontend.until(lambda: frontend.tokens(stream))
+    process.inner.send_signal(signal.SIGTERM)
+    assert len(await frontend.answer(stream)) == 100
+    assert await process.ended() == 0
+    assert not any("Traceback" in line for line in process.lines)
+    await frontend.lost()
+
+
+@pytest.mark.servers
+async def test_a_process_joins_beats_and_leaves(spawn: Spawn, nats_url: str, eventually) -> None:  # type: ignore[no-untyped-def]
+    bus = await NatsBus.connect(nats_url, "test")
+    beats: list[dict[str, object]] = []
+    await bus.subscribe(subjects.beat("w5"), lambda subject, body: beats.append(dict(body)))
+    process = await spawn("--name", "w5", nats_url=nats_url, HOLDFAST_WORKER_INSTANCE="life-1")
+    await eventually(lambda: beats, START_S)
+    answer = await bus.request(subjects.drain("w5"), {"instance": "life-1", "deadline_s": 1})
+    assert answer["draining"] is True
+    process.inner.send_signal(signal.SIGTERM)
+    assert await process.ended() == 0
+    said = await facts(nats_url, 5)
+    assert [fact.kind() for fact in said] == [
+        "worker_joined", "drain_finished", "shutdown_began", "drain_finished", "worker_left",
+    ]  # fmt: skip
+    assert isinstance(said[0], WorkerJoined) and said[0].pid == process.inner.pid
+    assert said[-1] == WorkerLeft(worker="w5", instance="life-1", mode="graceful", exit=0)
+    await bus.close()
+
+
+@pytest.mark.servers
+async def test_a_broker_that_is_away_keeps_nobody_from_serving(
+    spawn: Spawn, own_nats: Server, background, eventually
+) -> None:  # type: ignore[no-untyped-def]
+    from controller.adapters.embedded import start_nats
+
+    background.run(own_nats.kill())
+    process = await spawn(nats_url=own_nats.url)
+    await eventually(lambda: process.ready, START_S)
+    frontend = await PlainFrontend.connect(process.port())
+    assert len(await frontend.answer(frontend.ask(prompt()))) == 16
+    process.inner.kill()  # before the broker has heard of it
+    await process.ended()
+    back = background.run(start_nats(process.data / "nats-2", port=own_nats.port))
+    try:
+        successor = await spawn(nats_url=own_nats.url)
+        await eventually(lambda: successor.ready, START_S)
+        joined = [fact for fact in await facts(own_nats.url, 2) if isinstance(fact, WorkerJoined)]
+        assert len({fact.instance for fact in joined}) == 2
+        assert joined[-1].pid == successor.inner.pid
+    finally:
+        background.run(back.kill())
+    frontend.transport.abort()
+
+
+async def test_several_workers_share_a_process(spawn: Spawn, eventually) -> None:  # type: ignore[no-untyped-def]
+    process = await spawn("--name", "w3", "--count", "3")
+    await eventually(lambda: len(process.ready) == 3, START_S)
+    assert sorted(line["worker"] for line in process.ready) == ["w3", "w4", "w5"]
+    answers = []
+    for number in range(3):
+        frontend = await PlainFrontend.connect(process.port(number))
+        answers.append(await frontend.answer(frontend.ask(prompt())))
+        frontend.transport.abort()
+    assert answers[0] == answers[1] == answers[2]
+    process.inner.send_signal(signal.SIGTERM)
+    assert await process.ended() == 0
+
+
+async def test_a_process_can_be_found_and_scraped(spawn: Spawn, eventually) -> None:  # type: ignore[no-untyped-def]
+    process = await spawn("--name", "w7")
+    await eventually(lambda: present(process.data), START_S)
+    (presence,) = present(process.data)
+    assert (presence.role, presence.name, presence.pid) == ("worker", "w7", process.inner.pid)
+    frontend = await PlainFrontend.connect(process.port())
+    await frontend.answer(frontend.ask(prompt()))
+    async with aiohttp.ClientSession() as http:
+        async with http.get(f"{presence.url}/health") as response:
+            assert await response.json() == {"status": "healthy", "workers": {"w7": "serving"}}
+        async with http.get(f"{presence.url}/metrics") as response:
+            metrics = await response.text()
+    assert 'holdfast_worker_tokens_total{model="sim",worker_id="w7"} 16.0' in metrics
+    assert (
+        'dynamo_component_request_duration_seconds_bucket{le="+Inf",model="sim",worker_id="w7"} 1.0'
+        in metrics
+    )
+    frontend.transport.abort()
+
+
+@pytest.mark.parametrize(
+    ("flags", "environment", "code", "words"),
+    [
+        (["--engine", "simulate"], {}, 2, "engine = 'simulate': input should be 'simulated'"),
+        (["--itl-ms", "-1"], {}, 2, "itl_ms = '-1'"),
+        ([], {"HOLDFAST_WORKER_SPEED": "9"}, 2, "HOLDFAST_WORKER_SPEED is not a setting"),
+        (["--engine", "openai"], {}, 2, "needs the URL of a server"),
+        (["--engine", "transformers", "--model", "/nowhere"], {}, 2, "needs a model's folder"),
+        (["--engine", "openai", "--upstream", "http://x", "--count", "2"], {}, 2, "only simulated engines"),
+        (["--kv-blocks", "1"], {}, 1, "needs more than 1 KV blocks"),
+        (["--host", "203.0.113.1"], {}, 1, "cannot be had"),
+    ],
+)
+async def test_a_mistake_is_one_clear_sentence(
+    spawn: Spawn, flags: list[str], environment: dict[str, str], code: int, words: str
+) -> None:
+    process = await spawn(*flags, **environment)
+    assert await process.ended() == code
+    said = [line for line in process.lines if not line.startswith("{")]
+    assert len(said) == 1
+    assert words in said[0]
