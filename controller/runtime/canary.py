@@ -79,6 +79,8 @@ class CanaryLoop:
     # --- whom ---------------------------------------------------------------------------------------------
 
     def _heard(self, view: Any, batch: Sequence[Recorded]) -> None:
+        if not batch:  # the view began from a snapshot
+            self._changed.set()
         for recorded in batch:
             fact = recorded.fact
             if isinstance(fact, WorkerJoined | WorkerLeft):

@@ -49,8 +49,7 @@ def joined(
         url="tcp://127.0.0.1:1",
         profile=profile,
         canary_key=canary_key(**identity),
-        pid=1,
-        **{**identity, **more},
+        **{"pid": 1, **identity, **more},
     )
 
 

@@ -1,0 +1,142 @@
+"""Makes the world agree with the fold: workers that are to drain are told so, and those that are resumed.
+
+It keeps no position and needs none: it compares what the fold wants with what the worker's beats say, and tells the
+worker until they agree. Telling it twice changes nothing. A worker that does not answer is asked again, less and
+less often; that it is gone is for others to say.
+"""
+
+import asyncio
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import structlog
+
+from controller.deciders.fleet import Worker
+from controller.ports import Clock
+from controller.runtime.beats import Beats
+from controller.runtime.canary import View
+from controller.runtime.settings import ActuatorSettings
+from events import subjects
+from events.bus import Bus, BusUnavailable, NoAnswer
+from events.decisions import HealthStatus, WorkerDecision
+from events.fact import Recorded
+from events.observations import ResumeRequested
+
+BEAT_FRESH_S = 3.0
+DEADLINE_S_MIN = 0.1
+CONFIRMED_S = 2.0  # how long a worker that has agreed has until its beats show it
+
+Wish = Literal["drain", "resume"]
+
+log = structlog.get_logger(__name__)
+
+
+@dataclass(slots=True)
+class _Try:
+    """What one instance is being told."""
+
+    instance: str
+    wish: Wish
+    next_at: float = 0.0
+    wait_s: float = 0.0
+    told: bool = False  # it has confirmed; its beats will show it
+
+
+class Actuator:
+    """Tells workers what the fleet wants of them, while its controller leads."""
+
+    def __init__(
+        self,
+        view: View,
+        beats: Beats,
+        bus: Bus,
+        clock: Clock,
+        settings: ActuatorSettings,
+        leading: Callable[[], bool],
+    ) -> None:
+        self._view = view
+        self._beats = beats
+        self._bus = bus
+        self._clock = clock
+        self._settings = settings
+        self._leading = leading
+        self._tries: dict[str, _Try] = {}
+        self._changed = asyncio.Event()  # a flag: the fold has moved
+        view.listen(self._heard)
+
+    def _heard(self, view: Any, batch: Sequence[Recorded]) -> None:
+        if any(isinstance(recorded.fact, WorkerDecision | ResumeRequested) for recorded in batch):
+            self._changed.set()
+
+    async def run(self) -> None:
+        """Compare and tell until cancelled."""
+        while True:
+            self._changed.clear()
+            if self._leading():
+                await asyncio.gather(*(self._tell(name, wish) for name, wish in self._wishes().items()))
+            await self._wait()
+
+    async def _wait(self) -> None:
+        """Wait until the fold moves, but look at the beats again before long."""
+        timer = asyncio.ensure_future(self._clock.sleep(self._settings.retry_s))
+        moved = asyncio.ensure_future(self._changed.wait())
+        try:
+            await asyncio.wait((timer, moved), return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            timer.cancel()
+            moved.cancel()
+            await asyncio.gather(timer, moved, return_exceptions=True)
+
+    def _wishes(self) -> dict[str, Wish]:
+        """Return what is wanted of whom, where the world does not agree yet and it is time to say so again."""
+        found: dict[str, Wish] = {}
+        workers = self._view.fleet.workers
+        for name in self._tries.keys() - workers.keys():
+            del self._tries[name]
+        for name, worker in workers.items():
+            wish = self._wish(worker)
+            known = self._tries.get(name)
+            if wish is None:
+                self._tries.pop(name, None)
+                continue
+            if known is None or (known.instance, known.wish) != (worker.joined.instance, wish):
+                known = self._tries[name] = _Try(worker.joined.instance, wish)
+            if self._clock.monotonic() >= known.next_at:
+                found[name] = wish
+        return found
+
+    def _wish(self, worker: Worker) -> Wish | None:
+        """Return what the worker must be told; None if its last beat agrees, or if there is nobody to tell."""
+        if not worker.alive:
+            return None
+        health = worker.health
+        draining = worker.drain.active or (health.status is HealthStatus.DRAINING and not health.resumed)
+        beat = self._beats.fresh(worker.joined.worker, worker.joined.instance, BEAT_FRESH_S)
+        if draining:
+            return None if beat is not None and beat.draining else "drain"
+        return "resume" if beat is not None and beat.draining and not health.leaving else None
+
+    async def _tell(self, name: str, wish: Wish) -> None:
+        worker, trying = self._view.fleet.workers[name], self._tries[name]
+        body: dict[str, Any] = {"instance": trying.instance}
+        subject = subjects.resume(name)
+        if wish == "drain":
+            subject = subjects.drain(name)
+            if worker.drain.deadline is not None:
+                left = (worker.drain.deadline - self._clock.now()).total_seconds()
+                body["deadline_s"] = max(left, DEADLINE_S_MIN)
+        try:
+            answer = await self._bus.request(subject, body, self._settings.answer_s)
+            refusal = str(answer.get("error") or "")
+        except (BusUnavailable, NoAnswer) as error:
+            refusal = str(error)
+        s = self._settings
+        least = s.retry_s if refusal else max(s.retry_s, CONFIRMED_S)
+        trying.wait_s = min(max(trying.wait_s * 2, least), s.retry_max_s)
+        trying.next_at = self._clock.monotonic() + trying.wait_s
+        if refusal:
+            log.warning("worker_not_told", worker=name, wish=wish, why=refusal)
+        elif not trying.told:
+            trying.told = True
+            log.info("worker_told", worker=name, wish=wish)

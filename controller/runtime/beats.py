@@ -1,0 +1,125 @@
+"""What workers and frontends have just said of themselves: heartbeats and link reports. Kept by nobody else.
+
+Core NATS, so a beat that nobody heard is gone; whoever concludes something from silence must know that it was
+listening (`Liveness`). `at` in here is our own monotonic clock at the time of hearing; a worker's clock is only ever
+compared with ours to measure how far it is off.
+"""
+
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from datetime import datetime
+from statistics import median
+from typing import Any
+
+import structlog
+
+from controller.ports import Clock
+from events import subjects
+from events.bus import Body, Bus
+
+SKEWS_KEPT = 9
+NAMES_MAX = 100_000  # workers and frontends remembered; more than that is somebody's mistake
+
+log = structlog.get_logger(__name__)
+
+
+@dataclass(slots=True)
+class Beat:
+    """The last heartbeat of one worker."""
+
+    instance: str
+    at: float
+    draining: bool
+    load: Mapping[str, int]
+    skews: deque[float] = field(default_factory=lambda: deque(maxlen=SKEWS_KEPT))
+
+    @property
+    def in_flight(self) -> int:
+        """Requests in its engine, running and waiting."""
+        return self.load.get("running", 0) + self.load.get("waiting", 0)
+
+    @property
+    def skew_s(self) -> float:
+        """How far its clock is ahead of ours, seconds; the time on the wire makes it look a little behind."""
+        return median(self.skews) if self.skews else 0.0
+
+
+@dataclass(slots=True)
+class Links:
+    """One frontend's last report of the workers that it is connected to."""
+
+    at: float
+    workers: Mapping[str, str]  # worker to instance
+
+
+class Beats:
+    """Hears heartbeats and link reports."""
+
+    def __init__(self, bus: Bus, clock: Clock) -> None:
+        self._bus = bus
+        self._clock = clock
+        self.workers: dict[str, Beat] = {}
+        self.frontends: dict[str, Links] = {}
+        self.bad = 0  # messages that made no sense
+
+    async def start(self) -> None:
+        """Begin to hear."""
+        await self._bus.subscribe(subjects.BEATS, self.on_beat)
+        await self._bus.subscribe(subjects.LINKS, self.on_links)
+
+    def fresh(self, worker: str, instance: str, within_s: float) -> Beat | None:
+        """Return this instance's last beat if it is not older than `within_s`."""
+        beat = self.workers.get(worker)
+        if beat is None or beat.instance != instance or self._clock.monotonic() - beat.at > within_s:
+            return None
+        return beat
+
+    def linked(self, worker: str, instance: str, within_s: float) -> bool:
+        """Whether a frontend said within `within_s` that it has a live connection to this instance."""
+        now = self._clock.monotonic()
+        return any(
+            now - links.at <= within_s and links.workers.get(worker) == instance
+            for links in self.frontends.values()
+        )
+
+    def on_beat(self, subject: str, body: Body) -> None:
+        """Take one heartbeat in."""
+        try:
+            worker, instance = str(body["worker"]), str(body["instance"])
+            load = {name: int(count) for name, count in dict(body.get("load") or {}).items()}
+            skew = (datetime.fromisoformat(body["at"]) - self._clock.now()).total_seconds()
+        except (KeyError, TypeError, ValueError) as error:
+            return self._refuse(subject, error)
+        known = self.workers.get(worker)
+        if known is None and len(self.workers) >= NAMES_MAX:
+            return self._refuse(subject, "too many workers")
+        skews = known.skews if known is not None else deque(maxlen=SKEWS_KEPT)
+        skews.append(skew)
+        draining = bool(body.get("draining", False))
+        self.workers[worker] = Beat(instance, self._clock.monotonic(), draining, load, skews)
+        return None
+
+    def on_links(self, subject: str, body: Body) -> None:
+        """Take one link report in."""
+        try:
+            frontend = str(body["frontend"])
+            workers = {str(name): str(instance) for name, instance in dict(body["workers"]).items()}
+        except (KeyError, TypeError, ValueError) as error:
+            return self._refuse(subject, error)
+        if frontend not in self.frontends and len(self.frontends) >= NAMES_MAX:
+            return self._refuse(subject, "too many frontends")
+        self.frontends[frontend] = Links(self._clock.monotonic(), workers)
+        return None
+
+    def forget(self, keep: Mapping[str, Any], older_than_s: float) -> None:
+        """Drop what is old and no longer known."""
+        now = self._clock.monotonic()
+        for name in [n for n, beat in self.workers.items() if n not in keep and now - beat.at > older_than_s]:
+            del self.workers[name]
+        for name in [n for n, links in self.frontends.items() if now - links.at > older_than_s]:
+            del self.frontends[name]
+
+    def _refuse(self, subject: str, why: object) -> None:
+        self.bad += 1
+        log.debug("beat_refused", subject=subject, why=str(why))

@@ -1,0 +1,156 @@
+"""Who has fallen silent? Says WorkerSilent, once per silence, and WorkerHeard when the worker is back.
+
+    heard ── no beat for `silent_after_s`, seen by one who listened all that time ──▶ silent ── a beat ──▶ heard
+
+What a reader would get wrong: silence is a statement about the observer as well. It counts only if we were
+connected and our own loop ran during the whole window. If more than half of the fleet is unheard at once we doubt
+ourselves and say ObserverBlind, accusing nobody. The last beats of a fleet that is cut off lie within about one beat
+of each other, so those who will be late a beat and a half from now are counted when the first one is. A frontend's
+live connection to the instance vetoes: it is heard, just not by us.
+"""
+
+import asyncio
+from collections.abc import Callable
+from typing import Literal, Protocol
+
+import structlog
+
+from controller.deciders.fleet import Fleet, Worker
+from controller.deciders.health import SILENT
+from controller.ports import Clock
+from controller.runtime.beats import Beats
+from controller.runtime.settings import LivenessSettings
+from events.bus import Bus
+from events.journal.port import Journal
+from events.observations import ObserverBlind, WorkerHeard, WorkerSilent
+
+FORGET_AFTER_S = 600.0
+SPREAD_BEATS = 1.5  # the last beats of a fleet that is cut off at once lie within this many beats
+
+log = structlog.get_logger(__name__)
+
+Life = tuple[str, str]  # worker, instance
+
+
+class Shown(Protocol):
+    """What liveness needs of a FleetView."""
+
+    @property
+    def fleet(self) -> Fleet: ...
+
+
+class Liveness:
+    """The observer of heartbeats. Every controller listens; only the holder of the lease speaks."""
+
+    def __init__(
+        self,
+        view: Shown,
+        beats: Beats,
+        journal: Journal,
+        bus: Bus,
+        clock: Clock,
+        settings: LivenessSettings,
+        leading: Callable[[], bool],
+    ) -> None:
+        self._view = view
+        self._beats = beats
+        self._journal = journal
+        self._bus = bus
+        self._clock = clock
+        self._settings = settings
+        self._leading = leading
+        self._awake_since = clock.monotonic()  # our own loop has not lagged since then
+        self._met: dict[Life, float] = {}  # when we first knew of an instance
+        self._said: dict[Life, Literal["silent", "heard"]] = {}
+        self.blind = False
+
+    async def run(self) -> None:
+        """Watch until cancelled."""
+        tick = self._settings.tick_s
+        while True:
+            due = self._clock.monotonic() + tick
+            await self._clock.sleep(tick)
+            now = self._clock.monotonic()
+            if now - due > self._settings.lag_max_s:
+                self._awake_since = now
+                await asyncio.sleep(0)  # what arrived meanwhile is heard first
+            self.look(now)
+
+    def look(self, now: float) -> None:
+        """Compare what was heard with what should have been."""
+        living = {name: w for name, w in self._view.fleet.workers.items() if w.alive}
+        self._meet(living, now)
+        since = self._bus.since
+        if since is None:
+            return
+        listening = max(since, self._awake_since)
+        unheard = {name: now - max(self._last(w), listening) for name, w in living.items()}
+        self._welcome(living)
+        self._accuse(living, unheard, now)
+
+    def _meet(self, living: dict[str, Worker], now: float) -> None:
+        lives = {(name, w.joined.instance) for name, w in living.items()}
+        for life in lives - self._met.keys():
+            self._met[life] = now
+        for life in self._met.keys() - lives:
+            del self._met[life]
+            self._said.pop(life, None)
+        self._beats.forget(living, FORGET_AFTER_S)
+
+    def _last(self, worker: Worker) -> float:
+        """Return when this instance was heard last, or first known of."""
+        name, instance = worker.joined.worker, worker.joined.instance
+        beat = self._beats.workers.get(name)
+        met = self._met[name, instance]
+        return max(beat.at, met) if beat is not None and beat.instance == instance else met
+
+    def _welcome(self, living: dict[str, Worker]) -> None:
+        for name, worker in living.items():
+            life = (name, worker.joined.instance)
+            silent = SILENT in worker.health.convictions
+            beat = self._beats.fresh(*life, self._settings.beat_s + self._settings.tick_s)
+            if silent and beat is not None and self._said.get(life) != "heard" and self._leading():
+                self._said[life] = "heard"
+                self._journal.observe(
+                    WorkerHeard(worker=name, instance=life[1], observer=self._journal.source)
+                )
+                log.info("worker_heard", worker=name)
+
+    def _accuse(self, living: dict[str, Worker], unheard: dict[str, float], now: float) -> None:
+        s = self._settings
+        new = [name for name, w in living.items() if not self._known_silent(w)]
+        late = [name for name in new if unheard[name] >= s.silent_after_s]
+        suspects = [name for name in new if unheard[name] >= s.silent_after_s - SPREAD_BEATS * s.beat_s]
+        if len(suspects) > s.blind_share * len(living):
+            if late and not self.blind:
+                self._be_blind(len(suspects), len(living))
+            return
+        if self.blind:
+            self.blind = False
+            self._awake_since = now  # everybody gets a whole window again
+            log.info("observer_sees_again")
+            return
+        for name in late:
+            self._say_silent(living[name], unheard[name])
+
+    def _known_silent(self, worker: Worker) -> bool:
+        life = (worker.joined.worker, worker.joined.instance)
+        return SILENT in worker.health.convictions or self._said.get(life) == "silent"
+
+    def _be_blind(self, silent: int, known: int) -> None:
+        self.blind = True
+        log.warning("observer_blind", silent=silent, known=known)
+        if self._leading():
+            self._journal.observe(ObserverBlind(observer=self._journal.source, silent=silent, known=known))
+
+    def _say_silent(self, worker: Worker, seconds: float) -> None:
+        name, instance = worker.joined.worker, worker.joined.instance
+        if not self._leading() or self._beats.linked(name, instance, self._settings.silent_after_s):
+            return
+        self._said[name, instance] = "silent"
+        log.warning("worker_silent", worker=name, silent_s=round(seconds, 3))
+        self._journal.observe(
+            WorkerSilent(
+                worker=name, instance=instance, silent_s=round(seconds, 3), observer=self._journal.source
+            )
+        )

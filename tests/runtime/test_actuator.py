@@ -1,0 +1,135 @@
+"""Workers are told what the fleet wants of them, until they agree."""
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Mapping
+from typing import Any
+
+from canary_world import World
+
+from controller.runtime.actuator import Actuator
+from controller.runtime.beats import Beats
+from controller.runtime.settings import ActuatorSettings
+from events import subjects
+from events.bus import MemoryBus
+from events.observations import DrainRequested, ResumeRequested, WorkerLeft
+
+
+class Told:
+    """One worker on the bus, that does as it is told."""
+
+    def __init__(self) -> None:
+        self.world = World()
+        self.bus = MemoryBus(connected_since=0.0)
+        self.beats = Beats(self.bus, self.world.clock)
+        self.actuator = Actuator(
+            self.world, self.beats, self.bus, self.world.clock, ActuatorSettings(), lambda: self.world.leads
+        )
+        self.draining = False
+        self.deaf = False
+        self.heard: list[tuple[str, Mapping[str, Any]]] = []
+
+    async def on_drain(self, subject: str, body: Mapping[str, Any]) -> Mapping[str, Any] | None:
+        self.heard.append(("drain", body))
+        if self.deaf:
+            return {"error": "not now"}
+        self.draining = True
+        return {"draining": True}
+
+    async def on_resume(self, subject: str, body: Mapping[str, Any]) -> Mapping[str, Any]:
+        self.heard.append(("resume", body))
+        self.draining = False
+        return {"draining": False}
+
+    @contextlib.asynccontextmanager
+    async def running(self) -> AsyncIterator["Told"]:
+        await self.beats.start()
+        await self.bus.subscribe(subjects.drain("w1"), self.on_drain)
+        await self.bus.subscribe(subjects.resume("w1"), self.on_resume)
+        self.world.join("w1")
+        task = asyncio.create_task(self.actuator.run())
+        try:
+            yield self
+        finally:
+            task.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await task
+
+    async def pass_time(self, seconds: float) -> None:
+        for _ in range(int(seconds)):
+            body = {"worker": "w1", "instance": "w1-1", "draining": self.draining, "load": {}}
+            await self.bus.publish(subjects.beat("w1"), {**body, "at": self.world.clock.now().isoformat()})
+            await self.world.pass_time(1.0)
+
+    def wish(self, fact: type[DrainRequested] | type[ResumeRequested], **more: Any) -> None:
+        self.world.journal.observe(fact(worker="w1", instance="w1-1", **more))
+        self.world.turn()
+
+
+async def test_a_draining_worker_is_told_once_with_its_deadline() -> None:
+    async with Told().running() as told:
+        await told.pass_time(2)
+        assert not told.heard
+        told.wish(DrainRequested, deadline_s=30)
+        await told.pass_time(5)
+    ((what, body),) = told.heard
+    assert what == "drain"
+    assert body["instance"] == "w1-1"
+    assert 25 <= body["deadline_s"] <= 30
+
+
+async def test_a_worker_that_refuses_is_told_again_less_and_less_often() -> None:
+    async with Told().running() as told:
+        await told.pass_time(1)
+        told.deaf = True
+        told.wish(DrainRequested, deadline_s=300)
+        await told.pass_time(30)
+        few = len(told.heard)
+        assert 4 <= few <= 12
+        told.deaf = False
+        await told.pass_time(12)
+        assert told.draining
+        said = len(told.heard)
+        await told.pass_time(20)
+        assert len(told.heard) == said
+
+
+async def test_a_worker_that_nobody_hears_of_does_not_stop_the_loop() -> None:
+    async with Told().running() as told:
+        told.world.join("w2")
+        told.world.journal.observe(DrainRequested(worker="w2", instance="w2-1", deadline_s=100))
+        told.wish(DrainRequested, deadline_s=100)
+        await told.pass_time(3)
+    assert told.draining
+
+
+async def test_a_resumed_worker_is_told_so() -> None:
+    async with Told().running() as told:
+        told.wish(DrainRequested, deadline_s=300)
+        await told.pass_time(3)
+        assert told.draining
+        told.wish(ResumeRequested)
+        await told.pass_time(3)
+        assert not told.draining
+    assert [what for what, _ in told.heard] == ["drain", "resume"]
+
+
+async def test_only_the_holder_of_the_lease_tells() -> None:
+    async with Told().running() as told:
+        told.world.leads = False
+        told.wish(DrainRequested, deadline_s=300)
+        await told.pass_time(5)
+        assert not told.heard
+        told.world.leads = True
+        await told.pass_time(2)
+    assert told.draining
+
+
+async def test_the_dead_are_told_nothing() -> None:
+    async with Told().running() as told:
+        told.wish(DrainRequested, deadline_s=300)
+        told.world.journal.observe(WorkerLeft(worker="w1", instance="w1-1", mode="immediate", exit=-9))
+        told.world.turn()
+        told.draining = False
+        await told.pass_time(5)
+    assert len(told.heard) <= 1

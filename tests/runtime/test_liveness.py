@@ -1,0 +1,235 @@
+"""Who has fallen silent, and who only looks as if."""
+
+from datetime import timedelta
+from typing import Any
+
+import pytest
+from canary_world import World
+
+from controller.runtime.beats import Beats
+from controller.runtime.liveness import Liveness
+from controller.runtime.settings import LivenessSettings
+from events import subjects
+from events.bus import MemoryBus
+from events.observations import ObserverBlind, WorkerHeard, WorkerLeft, WorkerSilent
+
+
+class Watched:
+    """A fleet whose workers beat as told, and the observer."""
+
+    def __init__(self, *names: str) -> None:
+        self.world = World()
+        self.bus = MemoryBus(connected_since=0.0)
+        self.beats = Beats(self.bus, self.world.clock)
+        self.liveness = Liveness(
+            self.world,
+            self.beats,
+            self.world.journal,
+            self.bus,
+            self.world.clock,
+            LivenessSettings(),
+            lambda: self.world.leads,
+        )
+        for name in names:
+            self.world.join(name)
+        self.beating = set(names)
+        self.linked: dict[str, str] = {}
+        self.skew = timedelta(0)
+
+    async def start(self) -> "Watched":
+        await self.beats.start()
+        return self
+
+    async def beat(self, name: str, **more: Any) -> None:
+        body = {
+            "worker": name,
+            "instance": self.world.fleet.workers[name].joined.instance,
+            "seq": 1,
+            "load": {"running": 2, "waiting": 1},
+            "draining": False,
+            "at": (self.world.clock.now() + self.skew).isoformat(),
+        }
+        await self.bus.publish(subjects.beat(name), {**body, **more})
+
+    async def pass_time(self, seconds: float) -> None:
+        for step in range(int(seconds * 4)):
+            if step % 4 == 0:
+                for name in sorted(self.beating):
+                    await self.beat(name)
+                if self.linked:
+                    body = {"frontend": "f", "at": "now", "workers": self.linked}
+                    await self.bus.publish(subjects.links("f"), body)
+            await self.world.clock.advance(0.25)
+            self.liveness.look(self.world.clock.monotonic())
+            self.world.turn()
+
+
+async def test_a_worker_that_stops_beating_is_silent_after_three_seconds() -> None:
+    w = await Watched("w1", "w2", "w3").start()
+    await w.pass_time(10)
+    assert not w.world.facts(WorkerSilent)
+    w.beating.discard("w2")
+    await w.pass_time(1.75)
+    assert not w.world.facts(WorkerSilent)
+    await w.pass_time(2)
+    (silent,) = w.world.facts(WorkerSilent)
+    assert silent.worker == "w2"
+    assert 3.0 <= silent.silent_s <= 4.0
+    assert w.world.status("w2") == "UNHEALTHY"
+
+
+async def test_a_worker_that_returns_is_heard() -> None:
+    w = await Watched("w1", "w2", "w3").start()
+    await w.pass_time(5)
+    w.beating.discard("w2")
+    await w.pass_time(6)
+    w.beating.add("w2")
+    await w.pass_time(4)
+    assert [f.worker for f in w.world.facts(WorkerHeard)] == ["w2"]
+    assert len(w.world.facts(WorkerSilent)) == 1
+    w.beating.discard("w2")
+    await w.pass_time(6)
+    assert len(w.world.facts(WorkerSilent)) == 2
+
+
+async def test_a_worker_that_never_beat_is_silent_from_its_joining_on() -> None:
+    w = await Watched("w1", "w2", "w3").start()
+    await w.pass_time(5)
+    w.world.join("w4")
+    await w.pass_time(2.5)
+    assert not w.world.facts(WorkerSilent)
+    await w.pass_time(2)
+    assert [f.worker for f in w.world.facts(WorkerSilent)] == ["w4"]
+
+
+@pytest.mark.parametrize("phase", [0, 1, 2, 3])
+async def test_a_fleet_that_falls_silent_at_once_is_the_observers_own_fault(phase: int) -> None:
+    w = await Watched(*(f"w{n}" for n in range(8))).start()
+    await w.pass_time(5)
+    for step in range(8 + phase):  # every worker beats at its own phase of the second
+        for n in range(8):
+            if n % 4 == step % 4:
+                await w.beat(f"w{n}")
+        await w.world.clock.advance(0.25)
+    w.beating.clear()
+    await w.pass_time(20)
+    assert not w.world.facts(WorkerSilent)
+    (blind,) = w.world.facts(ObserverBlind)
+    assert blind.known == 8
+    assert blind.silent > 4
+    w.beating = {f"w{n}" for n in range(8)} - {"w3"}
+    await w.pass_time(2)
+    assert not w.world.facts(WorkerSilent)  # the one that is still unheard gets a whole window
+    await w.pass_time(4)
+    assert [f.worker for f in w.world.facts(WorkerSilent)] == ["w3"]
+
+
+async def test_half_of_the_fleet_is_not_more_than_half() -> None:
+    w = await Watched("w1", "w2", "w3", "w4").start()
+    await w.pass_time(5)
+    w.beating -= {"w1", "w2"}
+    await w.pass_time(5)
+    assert {f.worker for f in w.world.facts(WorkerSilent)} == {"w1", "w2"}
+
+
+async def test_an_observer_without_a_connection_says_nothing() -> None:
+    w = await Watched("w1", "w2", "w3").start()
+    await w.pass_time(5)
+    w.bus.reachable = False
+    await w.pass_time(30)
+    w.beating.discard("w2")
+    w.bus.reachable, w.bus.connected_since = True, w.world.clock.monotonic()
+    await w.pass_time(2.5)
+    assert not w.world.facts(WorkerSilent)
+    await w.pass_time(2)
+    assert [f.worker for f in w.world.facts(WorkerSilent)] == ["w2"]
+    assert not w.world.facts(ObserverBlind)
+
+
+async def test_an_observer_whose_own_loop_lagged_was_not_listening() -> None:
+    w = await Watched("w1", "w2", "w3").start()
+    await w.pass_time(5)
+
+    class Stalled:
+        """Its sleeps take ten seconds longer than asked."""
+
+        def __init__(self) -> None:
+            self.calls = 0
+
+        def now(self) -> Any:
+            return w.world.clock.now()
+
+        def monotonic(self) -> float:
+            return w.world.clock.monotonic()
+
+        async def sleep(self, seconds: float) -> None:
+            self.calls += 1
+            if self.calls == 2:
+                raise StopAsyncIteration
+            await w.world.clock.advance(seconds + 10)
+
+    w.liveness._clock = Stalled()  # type: ignore[assignment]
+    with pytest.raises(StopAsyncIteration):
+        await w.liveness.run()
+    w.world.turn()
+    assert not w.world.facts(WorkerSilent)
+    assert not w.world.facts(ObserverBlind)
+
+
+async def test_a_frontends_live_connection_vetoes() -> None:
+    w = await Watched("w1", "w2", "w3").start()
+    await w.pass_time(5)
+    w.beating.discard("w2")
+    w.linked = {"w2": "w2-1"}
+    await w.pass_time(10)
+    assert not w.world.facts(WorkerSilent)
+    w.linked = {"w2": "w2-0"}  # another life of it
+    await w.pass_time(5)
+    assert [f.worker for f in w.world.facts(WorkerSilent)] == ["w2"]
+
+
+async def test_only_the_holder_of_the_lease_speaks_and_it_knows_the_past() -> None:
+    w = await Watched("w1", "w2", "w3").start()
+    w.world.leads = False
+    await w.pass_time(5)
+    w.beating.discard("w2")
+    await w.pass_time(10)
+    assert not w.world.facts(WorkerSilent)
+    w.world.leads = True
+    await w.pass_time(0.5)
+    assert [f.worker for f in w.world.facts(WorkerSilent)] == ["w2"]
+
+
+async def test_the_dead_are_not_silent() -> None:
+    w = await Watched("w1", "w2", "w3").start()
+    await w.pass_time(5)
+    w.beating.discard("w2")
+    w.world.journal.observe(WorkerLeft(worker="w2", instance="w2-1", mode="immediate", exit=-9))
+    await w.pass_time(10)
+    assert not w.world.facts(WorkerSilent)
+
+
+async def test_the_skew_of_a_clock_is_measured_and_decides_nothing() -> None:
+    w = await Watched("w1", "w2").start()
+    w.skew = timedelta(hours=-2)
+    await w.pass_time(10)
+    assert w.beats.workers["w1"].skew_s == pytest.approx(-7200, abs=0.5)
+    assert w.beats.workers["w1"].in_flight == 3
+    assert not w.world.facts(WorkerSilent)
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        {},
+        {"worker": "w1"},
+        {"worker": "w1", "instance": "i", "at": "noon"},
+        {"worker": "w", "instance": "i", "at": 5},
+    ],
+)
+async def test_a_beat_that_makes_no_sense_is_counted_and_dropped(body: dict[str, Any]) -> None:
+    w = await Watched("w1").start()
+    await w.bus.publish(subjects.beat("w1"), body)
+    await w.bus.publish(subjects.links("f"), {"frontend": "f", "workers": 3})
+    assert w.beats.bad == 2
+    assert not w.beats.workers
