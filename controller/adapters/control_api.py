@@ -1,0 +1,156 @@
+"""The operator's control subjects over NATS, by FastStream: control.drain, .resume, .status and .chaos.
+
+Each takes a JSON object and answers with one: `says`, what was done, or `error`, why not. Controllers share
+the subjects as one queue group, so each request is handled once, by whichever controller is there.
+"""
+
+import asyncio
+from typing import Annotated, Any, Literal, Protocol
+
+import structlog
+from faststream import ExceptionMiddleware
+from faststream.nats import NatsBroker
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from controller.ports import Control
+from events.errors import HoldfastError
+from events.subjects import CONTROL
+
+QUEUE = "controllers"
+RECONNECT_WAIT_S = 0.2
+STOP_WITHIN_S = 2.0
+NAME_MAX = 200
+
+Fault = Literal["kill", "hang", "unhang", "error", "corrupt", "drift", "slow", "blackhole", "heal"]
+Name = Annotated[str, Field(min_length=1, max_length=NAME_MAX)]
+Answer = dict[str, str]  # "says": what was done, or "error": why it was not
+Who = Annotated[str, Field(max_length=NAME_MAX)]
+
+log = structlog.get_logger(__name__)
+
+
+class Operations(Control, Protocol):
+    """What an operator can ask for, rehearsals included."""
+
+    async def chaos(
+        self, worker: str, fault: str, argument: float | None, duration_s: float | None, by: str
+    ) -> str: ...
+
+
+class Body(BaseModel):
+    """What an operator sends. Unknown fields are refused: a misspelt one must not be ignored."""
+
+    model_config = ConfigDict(extra="forbid")
+
+
+class DrainBody(Body):
+    """Let a worker finish what it runs, and give it nothing new."""
+
+    worker: Name
+    deadline_s: float | None = Field(default=None, gt=0, le=86_400)
+    by: Who = ""
+
+
+class ResumeBody(Body):
+    """Take a drained worker back, after its next good canary."""
+
+    worker: Name
+    by: Who = ""
+
+
+class StatusBody(Body):
+    """Show the fleet as it is."""
+
+
+class ChaosBody(Body):
+    """Break a worker on purpose, or heal it. `argument`: one token in X wrong, X times slower, X requests
+    fail."""
+
+    worker: Name
+    fault: Fault
+    argument: float | None = Field(default=None, ge=0)
+    duration_s: float | None = Field(default=None, gt=0, le=86_400)
+    by: Who = ""
+
+
+def declare(broker: NatsBroker, operations: Operations | None) -> None:
+    """Register the control subjects on `broker`. Without operations they only serve documentation."""
+
+    def subscribe(verb: str, description: str) -> Any:
+        return broker.subscriber(
+            f"{CONTROL}.{verb}",
+            queue=QUEUE,
+            title=f"{CONTROL}.{verb}",
+            description=description,
+            no_reply=False,
+        )
+
+    def ready() -> Operations:
+        assert operations is not None, "a broker for documentation only was started"
+        return operations
+
+    @subscribe("drain", DrainBody.__doc__ or "")  # type: ignore[untyped-decorator]
+    async def drain(body: DrainBody) -> Answer:
+        return {"says": await ready().drain(body.worker, body.deadline_s, body.by)}
+
+    @subscribe("resume", ResumeBody.__doc__ or "")  # type: ignore[untyped-decorator]
+    async def resume(body: ResumeBody) -> Answer:
+        return {"says": await ready().resume(body.worker, body.by)}
+
+    @subscribe("status", StatusBody.__doc__ or "")  # type: ignore[untyped-decorator]
+    async def status(body: StatusBody) -> dict[str, Any]:
+        return await ready().status()
+
+    @subscribe("chaos", ChaosBody.__doc__ or "")  # type: ignore[untyped-decorator]
+    async def chaos(body: ChaosBody) -> Answer:
+        b = body
+        return {"says": await ready().chaos(b.worker, b.fault, b.argument, b.duration_s, b.by)}
+
+
+class ControlApi:
+    """The control subjects, served until cancelled."""
+
+    def __init__(self, url: str, operations: Operations) -> None:
+        guard = ExceptionMiddleware(
+            publish_handlers={ValidationError: _invalid, HoldfastError: _refused, Exception: _failed}
+        )
+        self._broker = NatsBroker(
+            [part.strip() for part in url.split(",")],
+            middlewares=[guard],
+            max_reconnect_attempts=-1,
+            reconnect_time_wait=1,
+            logger=None,
+        )
+        declare(self._broker, operations)
+        self.serving = asyncio.Event()  # a flag: the subjects are subscribed
+
+    async def run(self) -> None:
+        """Serve. A broker that is away is tried again until it is there."""
+        try:
+            while not self.serving.is_set():
+                try:
+                    await self._broker.start()
+                    self.serving.set()
+                except Exception as error:  # whatever the client library raises while nobody answers
+                    log.debug("control_api_waits", error=repr(error))
+                    await asyncio.sleep(RECONNECT_WAIT_S)
+            await asyncio.Event().wait()
+        finally:
+            async with asyncio.timeout(STOP_WITHIN_S):
+                await self._broker.stop()
+
+
+def _invalid(error: ValidationError) -> Answer:
+    says = "; ".join(
+        f"{'.'.join(str(part) for part in e['loc']) or 'body'}: {e['msg']}" for e in error.errors()
+    )
+    return {"error": f"the request is not valid: {says}"}
+
+
+def _refused(error: HoldfastError) -> Answer:
+    return {"error": str(error)}
+
+
+def _failed(error: Exception) -> Answer:
+    log.error("control_request_failed", error=repr(error), exc_info=error)
+    return {"error": "internal error, see the controller's log"}

@@ -1,0 +1,201 @@
+"""What an operator can ask for: drain, resume, status, and rehearsed faults. Wishes become facts; deciding is not done
+here.
+
+A wish is checked against the fleet as we know it, so that a misspelt worker is refused at once and not ignored.
+"""
+
+import asyncio
+import os
+import platform
+import signal
+from collections.abc import Awaitable, Callable, Sequence
+from datetime import datetime
+from typing import Any
+
+import structlog
+
+from controller.deciders.fleet import Fleet, Worker
+from controller.ports import StoreUnavailable
+from controller.runtime.beats import Beats
+from events import subjects
+from events.bus import Bus, NoAnswer
+from events.errors import HoldfastError
+from events.journal.port import Journal, JournalUnavailable
+from events.observations import ChaosInjected, DrainRequested, ResumeRequested
+from events.presence import Presence
+
+SIGNALS = {"kill": signal.SIGKILL, "hang": signal.SIGSTOP, "unhang": signal.SIGCONT}
+ASK_S = 1.0
+STALE_S = 3.0  # a load report older than this is no news
+
+log = structlog.get_logger(__name__)
+
+
+class UnknownWorker(HoldfastError):
+    """There is no worker of that name; `holdfast status` lists them."""
+
+
+class NotPossible(HoldfastError):
+    """What was asked for cannot be done to this worker now."""
+
+
+class ChaosRefused(HoldfastError):
+    """Rehearsed faults are refused: this fleet was not started with --chaos."""
+
+
+class Operations:
+    """Implements `ports.Control`, and chaos."""
+
+    def __init__(
+        self,
+        look: Callable[[], Fleet],
+        journal: Journal,
+        bus: Bus,
+        beats: Beats,
+        *,
+        chaos: bool,
+        leader: Callable[[], str],
+        present: Callable[[], Sequence[Presence]],
+        projected: Callable[[], Awaitable[int | None]],
+        send_signal: Callable[[int, int], None] = os.kill,
+    ) -> None:
+        self._look = look
+        self._journal = journal
+        self._bus = bus
+        self._beats = beats
+        self._chaos = chaos
+        self._leader = leader
+        self._present = present
+        self._projected = projected
+        self._signal = send_signal
+
+    async def drain(self, worker: str, deadline_s: float | None, by: str) -> str:
+        """Wish a worker empty. Raise UnknownWorker or NotPossible."""
+        known = self._living(worker)
+        self._journal.observe(
+            DrainRequested(worker=worker, instance=known.joined.instance, deadline_s=deadline_s, by=by)
+        )
+        await self._journal.flush(ASK_S)
+        return f"{worker} is to drain" + ("" if deadline_s is None else f" within {deadline_s:g} s")
+
+    async def resume(self, worker: str, by: str) -> str:
+        """Wish a worker back. Raise UnknownWorker or NotPossible."""
+        known = self._living(worker)
+        self._journal.observe(ResumeRequested(worker=worker, instance=known.joined.instance, by=by))
+        await self._journal.flush(ASK_S)
+        return f"{worker} is to come back, after its next good canary"
+
+    async def chaos(
+        self, worker: str, fault: str, argument: float | None, duration_s: float | None, by: str
+    ) -> str:
+        """Break a worker on purpose, or heal it. Raise ChaosRefused, UnknownWorker or NotPossible."""
+        if not self._chaos:
+            raise ChaosRefused
+        known = self._living(worker)
+        detail = "" if argument is None else f"argument={argument:g}"
+        said = ChaosInjected(worker=worker, instance=known.joined.instance, fault=fault, detail=detail, by=by)
+        if fault in SIGNALS:
+            self._check_process(known)
+            self._journal.observe(said)  # the cause stands before its effects
+            self._signal(known.joined.pid, SIGNALS[fault])
+        else:
+            await self._forward(worker, fault, argument, duration_s)
+            self._journal.observe(said)
+        log.warning("chaos_injected", worker=worker, fault=fault, argument=argument, by=by)
+        return f"{worker}: {fault}" + (f" ({detail})" if detail else "")
+
+    async def _forward(
+        self, worker: str, fault: str, argument: float | None, duration_s: float | None
+    ) -> None:
+        body = {"fault": fault, "argument": argument, "duration": duration_s}
+        try:
+            answer = await self._bus.request(subjects.chaos(worker), body, ASK_S)
+        except NoAnswer as error:
+            raise NotPossible(f"{worker} does not answer: {error}") from error
+        if answer.get("error"):
+            raise NotPossible(f"{worker} refuses: {answer['error']}")
+
+    def _check_process(self, worker: Worker) -> None:
+        """Raise NotPossible unless the worker's process is on this host and lives."""
+        joined = worker.joined
+        if joined.topology.host not in ("", platform.node()):
+            raise NotPossible(
+                f"{joined.worker} runs on {joined.topology.host}; signals reach only processes on {platform.node()}"
+            )
+        try:
+            self._signal(joined.pid, 0)
+        except OSError as error:
+            raise NotPossible(f"process {joined.pid} of {joined.worker}: {error.strerror}") from error
+
+    def _living(self, name: str) -> Worker:
+        worker = self._look().workers.get(name)
+        if worker is None:
+            raise UnknownWorker(f"{name!r}: {UnknownWorker.__doc__}")
+        if not worker.alive:
+            raise NotPossible(f"{name} is dead ({worker.health.reason}); only a new instance of it can live")
+        return worker
+
+    # --- status -------------------------------------------------------------------------------------------
+
+    async def status(self) -> dict[str, Any]:
+        """Return the fleet as it is. The keys are stable: `holdfast status -o json` prints them."""
+        fleet = self._look()
+        last, position = await asyncio.gather(self._last_seq(), self._projected_or_none())
+        lag = None if last is None or position is None else max(0, last - position)
+        return {
+            "workers": [self._worker(fleet.workers[name]) for name in sorted(fleet.workers)],
+            "processes": [
+                {"role": p.role, "name": p.name, "pid": p.pid, "url": p.url} for p in self._present()
+            ],
+            "levels": _levels(fleet),
+            "journal": {"last_seq": last},
+            "projector": {"position": position, "lag": lag},
+            "leader": self._leader() or None,
+        }
+
+    def _worker(self, worker: Worker) -> dict[str, Any]:
+        joined, last = worker.joined, worker.last_canary
+        beat = self._beats.fresh(joined.worker, joined.instance, STALE_S)
+        return {
+            "id": joined.worker,
+            "instance": joined.instance,
+            "pid": joined.pid,
+            "engine": joined.engine,
+            "model": joined.model,
+            "health": worker.health.status.value,
+            "breaker": worker.breaker.position,
+            "weight": worker.weight,
+            "in_flight": beat.in_flight if beat is not None and worker.alive else None,
+            "last_canary": None
+            if last is None
+            else {
+                "outcome": last.outcome,
+                "reason": last.reason or None,
+                "canary": last.canary,
+                "latency_ms": last.latency_ms,
+                "at": _instant(last.at),
+            },
+        }
+
+    async def _last_seq(self) -> int | None:
+        try:
+            return await asyncio.wait_for(self._journal.last_seq(), ASK_S)
+        except (JournalUnavailable, TimeoutError):
+            return None
+
+    async def _projected_or_none(self) -> int | None:
+        try:
+            return await asyncio.wait_for(self._projected(), ASK_S)
+        except (StoreUnavailable, TimeoutError):
+            return None
+
+
+def _levels(fleet: Fleet) -> dict[str, int]:
+    """Return every model's degradation level; a model whose ladder is off is at level 0."""
+    levels = {worker.joined.model: 0 for worker in fleet.workers.values() if worker.alive}
+    levels |= {model: state.level for model, state in fleet.models.items()}
+    return dict(sorted(levels.items()))
+
+
+def _instant(at: datetime) -> str:
+    return at.isoformat(timespec="milliseconds")

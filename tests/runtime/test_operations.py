@@ -1,0 +1,166 @@
+"""What an operator asks for becomes a fact, or a clear refusal."""
+
+import platform
+import signal
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+from canary_world import World, joined
+
+from controller.ports import StoreUnavailable
+from controller.runtime.beats import Beats
+from controller.runtime.operations import ChaosRefused, NotPossible, Operations, UnknownWorker
+from events import subjects
+from events.bus import MemoryBus
+from events.observations import ChaosInjected, DrainRequested, ResumeRequested, Topology, WorkerLeft
+from events.presence import Presence
+
+
+class Desk:
+    """An operator's desk over a fleet of doubles."""
+
+    def __init__(self, chaos: bool = True) -> None:
+        self.world = World()
+        self.bus = MemoryBus()
+        self.beats = Beats(self.bus, self.world.clock)
+        self.signals: list[tuple[int, int]] = []
+        self.dead_pids: set[int] = set()
+        self.projected: int | Exception = 1
+        self.operations = Operations(
+            lambda: self.world.fleet,
+            self.world.journal,
+            self.bus,
+            self.beats,
+            chaos=chaos,
+            leader=lambda: "controller:1",
+            present=lambda: [Presence("worker", "w1", 17, "tcp://x:1")],
+            projected=self._projected,
+            send_signal=self._signal,
+        )
+
+    async def _projected(self) -> int | None:
+        if isinstance(self.projected, Exception):
+            raise self.projected
+        return self.projected
+
+    def _signal(self, pid: int, number: int) -> None:
+        if pid in self.dead_pids:
+            raise ProcessLookupError(3, "No such process")
+        if number:
+            self.signals.append((pid, number))
+
+
+async def test_a_drain_and_a_resume_become_facts_of_the_present_instance() -> None:
+    desk = Desk()
+    desk.world.join("w1")
+    assert "30 s" in await desk.operations.drain("w1", 30, "ada")
+    await desk.operations.resume("w1", "ada")
+    (drain,), (resume,) = desk.world.facts(DrainRequested), desk.world.facts(ResumeRequested)
+    assert (drain.instance, drain.deadline_s, drain.by) == ("w1-1", 30, "ada")
+    assert (resume.instance, resume.by) == ("w1-1", "ada")
+
+
+async def test_a_misspelt_or_dead_worker_is_refused() -> None:
+    desk = Desk()
+    desk.world.join("w1")
+    with pytest.raises(UnknownWorker, match="'w9'"):
+        await desk.operations.drain("w9", None, "")
+    desk.world.journal.observe(WorkerLeft(worker="w1", instance="w1-1", mode="immediate", exit=-9))
+    desk.world.turn()
+    with pytest.raises(NotPossible, match="dead"):
+        await desk.operations.resume("w1", "")
+    assert not desk.world.facts(DrainRequested)
+
+
+async def test_chaos_is_refused_unless_the_fleet_was_started_for_it() -> None:
+    desk = Desk(chaos=False)
+    desk.world.join("w1")
+    with pytest.raises(ChaosRefused, match="--chaos"):
+        await desk.operations.chaos("w1", "kill", None, None, "ada")
+    assert not desk.signals
+    assert not desk.world.facts(ChaosInjected)
+
+
+@pytest.mark.parametrize(
+    ("fault", "number"), [("kill", signal.SIGKILL), ("hang", signal.SIGSTOP), ("unhang", signal.SIGCONT)]
+)
+async def test_a_process_is_killed_or_hung_by_signal(fault: str, number: int) -> None:
+    desk = Desk()
+    desk.world.join("w1", pid=4711)
+    await desk.operations.chaos("w1", fault, None, None, "ada")
+    assert desk.signals == [(4711, number)]
+    assert [(f.fault, f.by) for f in desk.world.facts(ChaosInjected)] == [(fault, "ada")]
+
+
+async def test_a_process_elsewhere_or_gone_gets_no_signal() -> None:
+    desk = Desk()
+    desk.world.join("w1", topology=Topology(host=f"not-{platform.node()}"))
+    with pytest.raises(NotPossible, match="runs on"):
+        await desk.operations.chaos("w1", "kill", None, None, "")
+    desk.world.join("w2", pid=99)
+    desk.dead_pids.add(99)
+    with pytest.raises(NotPossible, match="No such process"):
+        await desk.operations.chaos("w2", "kill", None, None, "")
+    assert not desk.signals
+    assert not desk.world.facts(ChaosInjected)
+
+
+async def test_other_faults_are_forwarded_to_the_worker() -> None:
+    desk = Desk()
+    desk.world.join("w1")
+    heard: list[Mapping[str, Any]] = []
+
+    async def on_chaos(subject: str, body: Mapping[str, Any]) -> Mapping[str, Any]:
+        heard.append(body)
+        return {"error": "cannot drift"} if body["fault"] == "drift" else {"fault": body["fault"]}
+
+    with pytest.raises(NotPossible, match="does not answer"):
+        await desk.operations.chaos("w1", "corrupt", 8, None, "")
+    await desk.bus.subscribe(subjects.chaos("w1"), on_chaos)
+    await desk.operations.chaos("w1", "corrupt", 8, 5, "ada")
+    assert heard == [{"fault": "corrupt", "argument": 8, "duration": 5}]
+    with pytest.raises(NotPossible, match="cannot drift"):
+        await desk.operations.chaos("w1", "drift", None, None, "")
+    assert [f.fault for f in desk.world.facts(ChaosInjected)] == ["corrupt"]
+
+
+async def test_the_status_has_the_keys_that_are_promised() -> None:
+    desk = Desk()
+    await desk.beats.start()
+    desk.world.join("w1", pid=17)
+    async with desk.world.running():
+        await desk.world.pass_time(3)
+    body = {"worker": "w1", "instance": "w1-1", "load": {"running": 2, "waiting": 1}, "draining": False}
+    await desk.bus.publish(subjects.beat("w1"), {**body, "at": desk.world.clock.now().isoformat()})
+    status = await desk.operations.status()
+    assert set(status) == {"workers", "processes", "levels", "journal", "projector", "leader"}
+    (worker,) = status["workers"]
+    assert list(worker) == [
+        "id", "instance", "pid", "engine", "model", "health", "breaker", "weight", "in_flight", "last_canary",
+    ]  # fmt: skip
+    assert (worker["health"], worker["breaker"], worker["weight"]) == ("HEALTHY", "closed", 1.0)
+    assert worker["in_flight"] == 3
+    assert worker["last_canary"]["outcome"] == "passed"
+    assert status["processes"] == [{"role": "worker", "name": "w1", "pid": 17, "url": "tcp://x:1"}]
+    assert status["levels"] == {"m": 0}
+    last = len(desk.world.stream.events)
+    assert status["journal"] == {"last_seq": last}
+    assert status["projector"] == {"position": 1, "lag": last - 1}
+    assert status["leader"] == "controller:1"
+
+
+async def test_what_is_not_known_is_null() -> None:
+    desk = Desk()
+    desk.world.join("w1")
+    desk.world.stream.reachable = False
+    desk.projected = StoreUnavailable()
+    status = await desk.operations.status()
+    assert status["journal"] == {"last_seq": None}
+    assert status["projector"] == {"position": None, "lag": None}
+    assert status["workers"][0]["in_flight"] is None
+    assert status["workers"][0]["last_canary"] is None
+
+
+def test_a_registration_of_the_double_can_be_changed() -> None:
+    assert joined("w", pid=5).pid == 5
