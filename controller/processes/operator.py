@@ -287,11 +287,13 @@ async def _chaos(args: argparse.Namespace) -> int:
 
 def prepare_replay(parser: argparse.ArgumentParser) -> Run:
     """Add the replay commands."""
-    from controller.replay import cli as replay
+    from controller.replay import cli
 
-    replay.add_arguments(parser.add_subparsers(title="commands", metavar="COMMAND", required=True))
+    cli.add_arguments(parser.add_subparsers(title="commands", metavar="COMMAND", required=True))
 
     def run(args: argparse.Namespace) -> int:
+        from controller.processes import replay
+
         return replay.run_cli(args, find(args.data))
 
     return run
