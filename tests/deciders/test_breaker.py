@@ -1,0 +1,335 @@
+"""The breaker: examples, the seed's defects (B1–B6), and an independent model over a long random walk."""
+
+import random
+from dataclasses import replace
+from datetime import datetime, timedelta
+
+import pytest
+from fleet_story import START, Story, failed, kinds, left, passed, request_failed, served, silent
+
+from controller.deciders.breaker import Breaker, BreakerPolicy, admit, decide, evolve, wait_after
+from controller.deciders.fleet import FleetPolicy
+from events.decisions import BreakerClosed, BreakerHalfOpened, BreakerOpened, HealthChanged, HealthStatus
+
+POLICY = BreakerPolicy()
+OTHERS = ("w1", "w2", "w3")  # so that the ejection budget has room
+
+
+def opened_by_requests(story: Story | None = None) -> Story:
+    story = (story or Story()).up("w0", *OTHERS)
+    story.tell(request_failed("w0", 3))
+    assert story.worker().breaker.position == "open"
+    return story
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_fewer_failures_than_the_threshold_open_nothing(count: int) -> None:
+    story = Story().up("w0", *OTHERS)
+    assert story.tell(request_failed("w0", count)) == ()
+
+
+def test_a_frontends_third_failure_in_a_row_opens_for_60_s() -> None:
+    story = opened_by_requests()
+    breaker = story.worker().breaker
+    assert breaker.retry_at == story.now + timedelta(seconds=60)
+    assert not story.worker().routable
+    assert story.wait(59) == ()
+    assert kinds(story.wait(1)) == ["BreakerHalfOpened"]
+
+
+def test_the_first_canary_sent_under_half_open_is_the_trial() -> None:
+    story = opened_by_requests()
+    story.wait(60)
+    number = story.worker().breaker.moved_by
+    story.tell(passed("w0", under=number - 1), fresh=False)  # sent before
+    assert story.worker().breaker.position == "half_open"
+    story.tell(passed("w0", under=number), fresh=False)
+    assert story.worker().breaker.position == "closed"
+    assert story.worker().routable
+
+
+def test_a_failed_trial_opens_again_for_twice_as_long_up_to_15_minutes() -> None:
+    story = opened_by_requests()
+    waits = []
+    for _ in range(6):
+        story.now = story.worker().breaker.retry_at
+        story.settle()
+        story.tell(failed("w0"))
+        if story.worker().health.status in (HealthStatus.DRAINING, HealthStatus.DEAD):
+            break
+        waits.append((story.worker().breaker.retry_at - story.now).total_seconds())
+    assert waits[:4] == [120, 240, 480, 900]
+
+
+def test_backoff_1_gives_the_seeds_fixed_60_s() -> None:
+    policy = BreakerPolicy(backoff=1)
+    assert {wait_after(policy, n) for n in range(20)} == {timedelta(seconds=60)}
+
+
+def test_waits_are_bounded_for_any_number_of_trials() -> None:
+    assert wait_after(POLICY, 10_000) == timedelta(minutes=15)
+    assert wait_after(BreakerPolicy(wait_min=timedelta(hours=1)), 3) == timedelta(hours=1)
+
+
+def test_three_canaries_failed_in_a_row_open_it() -> None:
+    state = Breaker("w0", "i1")
+    for _ in range(3):
+        state = evolve(state, failed("w0"))
+    assert [d.reason for d in decide(POLICY, state, START)] == ["canaries: timeout"]
+
+
+def test_unhealthy_opens_it() -> None:
+    story = Story().up("w0", *OTHERS)
+    decisions = story.tell(silent("w0"))
+    assert kinds(decisions) == ["IncidentOpened", "HealthChanged", "BreakerOpened"]
+    assert decisions[-1].reason == "unhealthy: silent"
+
+
+def test_b01_successes_between_failures_reset_the_count() -> None:
+    state = Breaker("w0", "i1")
+    for _ in range(50):
+        state = evolve(evolve(state, failed("w0")), passed("w0"))
+        state = evolve(evolve(state, request_failed("w0", 1)), served("w0"))
+        state = evolve(evolve(state, failed("w0")), passed("w0", slow=True))
+    assert list(decide(POLICY, state, START)) == []
+
+
+def test_b02_half_open_admits_exactly_one_request() -> None:
+    state = Breaker("w0", "i1", trial_by="request")
+    half = evolve(
+        state, BreakerHalfOpened(worker="w0", instance="i1", deadline=START, number=4, decided_at=START)
+    )
+    once = admit(half)
+    assert once is not None
+    assert admit(once) is None
+    assert admit(evolve(state, opened(1))) is None
+    assert admit(state) is state
+
+
+def test_b03_a_trial_without_an_outcome_counts_as_failed_at_its_deadline() -> None:
+    story = opened_by_requests()
+    story.wait(60)
+    assert story.wait(29.9) == ()
+    decisions = story.wait(0.1)
+    assert kinds(decisions) == ["BreakerOpened"]
+    assert decisions[0].reason == "trial_failed: no result"
+    assert decisions[0].wait_s == 120
+    assert story.worker().health.trials_failed == 1
+
+
+def test_b04_failures_while_open_do_not_keep_it_open() -> None:
+    story = opened_by_requests()
+    for _ in range(59):
+        story.wait(1)
+        assert story.tell(request_failed("w0", 9)) == ()
+    assert kinds(story.wait(1)) == ["BreakerHalfOpened"]
+
+
+def test_b05_any_failure_of_the_trial_opens_again_and_one_success_closes() -> None:
+    story = opened_by_requests()
+    story.wait(60)
+    assert "BreakerOpened" in kinds(story.tell(failed("w0")))
+    story.now = story.worker().breaker.retry_at
+    story.settle()
+    assert "BreakerClosed" in kinds(story.tell(passed("w0")))
+    assert story.worker().breaker.trials_failed == 0
+
+
+def test_b06_time_is_an_argument() -> None:
+    state = evolve(Breaker("w0", "i1"), opened(1, retry_at=START + timedelta(seconds=60)))
+    assert list(decide(POLICY, state, START + timedelta(seconds=59))) == []
+    assert [type(d) for d in decide(POLICY, state, START + timedelta(seconds=60))] == [BreakerHalfOpened]
+
+
+def test_stragglers_from_before_a_move_say_nothing() -> None:
+    story = opened_by_requests()
+    story.wait(60)
+    story.tell(passed("w0"))
+    closed_by = story.worker().breaker.moved_by
+    assert story.tell(request_failed("w0", 3, under=closed_by - 1), fresh=False) == ()
+    assert "BreakerOpened" in kinds(story.tell(request_failed("w0", 3, under=closed_by), fresh=False))
+
+
+def test_requests_are_no_trial_of_the_fleets_breaker() -> None:
+    story = opened_by_requests()
+    story.wait(60)
+    story.tell(served("w0"), request_failed("w0", 1))
+    assert story.worker().breaker.position == "half_open"
+
+
+def test_a_slow_trial_has_passed() -> None:
+    story = opened_by_requests()
+    story.wait(60)
+    story.tell(passed("w0", slow=True))
+    assert story.worker().breaker.position == "closed"
+
+
+def test_the_second_result_of_a_trial_is_ignored() -> None:
+    half = evolve(evolve(Breaker("w0", "i1"), opened(1)), half_opened(2))
+    state = evolve(evolve(half, failed("w0", under=2)), passed("w0", under=2))
+    assert [type(d) for d in decide(POLICY, state, START)] == [BreakerOpened]
+
+
+def test_nothing_is_tried_on_a_dead_worker() -> None:
+    story = opened_by_requests()
+    story.tell(left("w0"))
+    assert story.wait(100_000) == ()
+
+
+def test_a_frontends_own_breaker_runs_on_its_requests_alone() -> None:
+    local, number, now = Breaker("w0", "i1", trial_by="request"), 0, START
+    for count in (1, 2, 3):
+        local = evolve(local, request_failed("w0", count, under=number))
+    local, number = absorb(local, number, now)
+    assert local.position == "open" and admit(local) is None
+    now += timedelta(seconds=60)
+    local, number = absorb(local, number, now)
+    local = admit(local)
+    assert local is not None and admit(local) is None
+    local = evolve(local, served("w0", under=number))
+    local, number = absorb(local, number, now)
+    assert admit(local) is local
+
+
+def absorb(state: Breaker, number: int, now: datetime) -> tuple[Breaker, int]:
+    """Do what a frontend does: number the breaker's own decisions and take them in."""
+    for decision in list(decide(POLICY, state, now)):
+        number += 1
+        state = evolve(state, replace(decision, number=number))
+    return state, number
+
+
+def opened(number: int, retry_at: datetime = START) -> BreakerOpened:
+    return BreakerOpened(
+        worker="w0",
+        instance="i1",
+        retry_at=retry_at,
+        wait_s=60.0,
+        reason="x",
+        number=number,
+        decided_at=START,
+    )
+
+
+def half_opened(number: int) -> BreakerHalfOpened:
+    return BreakerHalfOpened(
+        worker="w0", instance="i1", deadline=START + timedelta(seconds=30), number=number, decided_at=START
+    )
+
+
+class Model:
+    """The breaker once more, told as a history: it keeps what was said since the last move and reads it again."""
+
+    def __init__(self) -> None:
+        self.position, self.moved_by, self.lost = "closed", 0, 0
+        self.said: list[tuple[str, bool, int]] = []  # by, good, failures in a row
+        self.sick = self.rests = False
+        self.until = START
+
+    def hear(self, by: str, good: bool, in_a_row: int, under: int) -> None:
+        if under >= self.moved_by and self.position != "open":
+            self.said.append((by, good, in_a_row))
+
+    def health(self, after: HealthStatus) -> None:
+        self.rests = after in (HealthStatus.DRAINING, HealthStatus.DEAD)
+        if after is HealthStatus.UNHEALTHY and self.position != "open":
+            self.sick = True
+
+    def due(self, now: datetime) -> str | None:
+        if self.rests:
+            return None
+        if self.position == "closed":
+            return "opened" if self.sick or self._tripped() else None
+        if self.position == "open":
+            return "half_opened" if now >= self.until else None
+        if self.sick:
+            return "opened"
+        trials = [good for by, good, _ in self.said if by == "canary"]
+        if trials:
+            return "closed" if trials[0] else "opened"
+        return "opened" if now >= self.until else None
+
+    def _tripped(self) -> bool:
+        canaries = 0
+        for by, good, _ in self.said:
+            if by == "canary":
+                canaries = 0 if good else canaries + 1
+        requests = [(good, n) for by, good, n in self.said if by == "request"]
+        return canaries >= 3 or (bool(requests) and not requests[-1][0] and requests[-1][1] >= 3)
+
+    def move(self, kind: str, number: int, now: datetime) -> None:
+        if kind == "opened":
+            self.lost = self.lost + 1 if self.position == "half_open" else 0
+            self.until = now + timedelta(seconds=min(60 * 2**self.lost, 900))
+        elif kind == "half_opened":
+            self.until = now + timedelta(seconds=30)
+        self.position = {"opened": "open", "half_opened": "half_open", "closed": "closed"}[kind]
+        self.said, self.sick, self.moved_by = [], False, number
+
+
+KINDS = {BreakerOpened: "opened", BreakerHalfOpened: "half_opened", BreakerClosed: "closed"}
+STEPS = 120_000
+
+
+def test_the_breaker_agrees_with_an_independent_model_over_a_long_random_walk() -> None:
+    r = random.Random(7)
+    state, model, number, now, moves = Breaker("w0", "i1"), Model(), 0, START, 0
+    for step in range(STEPS):
+        state, model = say_something(r, state, model, number)
+        now += timedelta(seconds=r.choice([0, 0, 0, 1, 7, 31]))
+        number += r.random() < 0.2  # other workers' decisions
+        if r.random() < 0.5:
+            continue
+        decided = list(decide(POLICY, state, now))
+        kind = KINDS[type(decided[0])] if decided else None
+        assert kind == model.due(now), f"step {step}"
+        if kind is not None:
+            number += 1
+            moves += 1
+            state = evolve(state, replace(decided[0], number=number))
+            model.move(kind, number, now)
+            due = {"opened": state.retry_at, "half_opened": state.deadline, "closed": model.until}[kind]
+            assert (state.position, due) == (model.position, model.until), f"step {step}"
+    assert moves > STEPS / 100
+
+
+def say_something(r: random.Random, state: Breaker, model: Model, number: int) -> tuple[Breaker, Model]:
+    under = max(0, number - (r.randrange(4) if r.random() < 0.3 else 0))
+    match r.randrange(12):
+        case 0 | 1 | 2:
+            model.hear("canary", True, 0, under)
+            return evolve(state, passed("w0", under=under, slow=r.random() < 0.2)), model
+        case 3 | 4 | 5:
+            model.hear("canary", False, 0, under)
+            return evolve(state, failed("w0", under=under)), model
+        case 6 | 7:
+            model.hear("request", True, 0, under)
+            return evolve(state, served("w0", under=under)), model
+        case 8 | 9 | 10:
+            count = r.randrange(1, 5)
+            model.hear("request", False, count, under)
+            return evolve(state, request_failed("w0", count, under=under)), model
+        case _:
+            after = r.choice(list(HealthStatus)[:4])
+            model.health(after)
+            return evolve(state, health_changed(after)), model
+
+
+def health_changed(after: HealthStatus) -> HealthChanged:
+    return HealthChanged(
+        worker="w0",
+        instance="i1",
+        before=HealthStatus.HEALTHY,
+        after=after,
+        reason="x",
+        weight=0.0,
+        number=0,
+        decided_at=START,
+    )
+
+
+def test_the_settings_reach_the_breaker() -> None:
+    policy = FleetPolicy(breaker=BreakerPolicy(failures_max=1, wait_min=timedelta(seconds=5)))
+    story = Story(policy).up("w0", *OTHERS)
+    story.tell(request_failed("w0", 1))
+    assert story.worker().breaker.retry_at == story.now + timedelta(seconds=5)
