@@ -21,14 +21,14 @@ import xxhash
 from controller.adapters.hang import HangPolicy
 from controller.adapters.worker_line import Line, Reader
 from controller.ports import LostCause, Sink, WorkerUnreachable
-from events.wire import Chunk, Generate, Load
+from events.wire import Chunk, Generate, Load, Welcome
 
 log = structlog.get_logger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
 class Address:
-    """Where one instance of a worker listens: `tcp://host:port`."""
+    """Where one instance of a worker listens: `tcp://host:port`. An empty instance: whoever answers there."""
 
     instance: str
     url: str
@@ -56,6 +56,11 @@ class _Link:
     line: Line | None = None
     task: asyncio.Task[None] | None = None
     failures: int = 0  # in a row
+
+    @property
+    def instance(self) -> str:
+        line = self.live
+        return line.greeted.result().instance if line is not None else self.address.instance
 
     @property
     def live(self) -> Line | None:
@@ -110,7 +115,18 @@ class RequestPlane:
     @property
     def connected(self) -> dict[str, str]:
         """The workers with a live connection, and their instances: what the links report says."""
-        return {link.worker: link.address.instance for link in self._links.values() if link.live is not None}
+        return {link.worker: link.instance for link in self._links.values() if link.live is not None}
+
+    @property
+    def welcomes(self) -> dict[str, Welcome]:
+        """What each connected worker said of itself."""
+        lines = {link.worker: link.live for link in self._links.values()}
+        return {worker: line.greeted.result() for worker, line in lines.items() if line is not None}
+
+    @property
+    def late_chunks(self) -> int:
+        """Chunks of streams that nobody reads any more, over the connections that stand."""
+        return sum(line.late for line in self._lines())
 
     def _start(self, link: _Link) -> None:
         if self._group is not None and link.task is None:
@@ -139,7 +155,7 @@ class RequestPlane:
                 await asyncio.sleep(self._backoff_s(link))
                 continue
             link.failures = 0
-            log.info("worker_connected", worker=link.worker, instance=link.address.instance)
+            log.info("worker_connected", worker=link.worker, instance=link.instance)
             self._changed()
             await line.ended
             link.line = None
@@ -159,7 +175,8 @@ class RequestPlane:
             if line.greeted.cancelled():
                 raise WorkerUnreachable("it closed the connection without a welcome")
             welcome = line.greeted.result()
-            if (welcome.worker, welcome.instance) != (link.worker, link.address.instance):
+            known = not link.address.instance or welcome.instance == link.address.instance
+            if not known or (link.address.instance and welcome.worker != link.worker):
                 raise WorkerUnreachable(f"{link.address.url} is {welcome.worker} ({welcome.instance}) now")
         except BaseException:
             link.line = None
@@ -178,7 +195,7 @@ class RequestPlane:
 
     def _line(self, worker: str, instance: str | None = None) -> Line | None:
         link = self._links.get(worker)
-        if link is None or (instance is not None and link.address.instance != instance):
+        if link is None or (instance is not None and link.instance != instance):
             return None
         return link.live
 
@@ -211,7 +228,7 @@ class RequestPlane:
         """Yield the worker's chunks until one ends; the deadline is the caller's. Raise WorkerUnreachable."""
         link = await self._awaited(worker)
         reader = Reader(self._limits.ask_chunks_max)
-        stream = self.open(worker, link.address.instance, request, reader)
+        stream = self.open(worker, link.instance, request, reader)
         try:
             while True:
                 chunk = await reader.next()

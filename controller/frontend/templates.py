@@ -1,7 +1,8 @@
-"""Chat templates: from messages to one prompt, in Jinja2's sandbox, because a template comes with the model's files.
+"""Chat templates: from messages to one prompt, in Jinja2's sandbox, because a template comes with the model's
+files.
 
-The environment is the one that model makers write for: trimmed blocks, loop controls, `tojson`, `raise_exception`,
-`strftime_now`.
+The environment is the one that model makers write for: trimmed blocks, loop controls, `tojson`,
+`raise_exception`, `strftime_now`.
 """
 
 import json

@@ -1,9 +1,10 @@
 """Text in, tokens out, and back: one `Tokens` per model, one `Detokenizer` per answer.
 
-A detokeniser is exact and resumable: fed the same tokens in any portions, over any number of workers, it gives the
-text that decoding them all at once gives. For byte-level vocabularies (Llama 3, Qwen, GPT, our own) a token is a
-row of bytes, so it is a table and an incremental UTF-8 decoder. For the others it is `tokenizers`' DecodeStream,
-which has no flush and is quadratic on long runs of incomplete bytes: both are taken care of here.
+A detokeniser is exact and resumable: fed the same tokens in any portions, over any number of workers, it
+gives the text that decoding them all at once gives. For byte-level vocabularies (Llama 3, Qwen, GPT, our own)
+a token is a row of bytes, so it is a table and an incremental UTF-8 decoder. For the others it is
+`tokenizers`' DecodeStream, which has no flush and is quadratic on long runs of incomplete bytes: both are
+taken care of here.
 """
 
 import codecs

@@ -1,0 +1,153 @@
+"""Who is let in? Tiers, the knobs of the model's degradation level, and a bounded queue for a free worker.
+
+A request passes, in this order: does anyone serve the model; are new requests accepted; is its tier shed; is
+a worker free, or becomes free within the queue's deadline. Every refusal says when to come back, and is
+counted into `RequestsRejected`.
+"""
+
+import asyncio
+from collections import deque
+from collections.abc import Callable
+
+from controller.frontend.errors import ApiError, shed, unavailable
+from controller.frontend.settings import AdmissionSettings
+from controller.router.pick import AllBusy, NoWorker
+from controller.router.table import Lineage, Table
+from events.fact import Observation
+from events.observations import RequestsRejected
+
+TIERS = ("premium", "standard", "best_effort")  # best first
+TIER_DEFAULT = "standard"
+
+
+def tier_of(priority: str | None) -> tuple[str, str]:
+    """Return the tier that X-Priority names, and a warning for the client if it is none: then it is the lowest."""
+    if priority is None or not priority.strip():
+        return TIER_DEFAULT, ""
+    tier = priority.strip().lower()
+    if tier in TIERS:
+        return tier, ""
+    shown = "".join(c for c in priority[:40] if c.isprintable() and c.isascii() and c not in '"\\')
+    return TIERS[-1], f'299 - "unknown X-Priority {shown}: served as {TIERS[-1]}"'
+
+
+def is_shed(tier: str, shed_tier: str | None) -> bool:
+    """Say whether a level that sheds `shed_tier` rejects `tier`: itself and all below it."""
+    if shed_tier is None:
+        return False
+    if shed_tier not in TIERS:
+        return tier == TIERS[-1]
+    return TIERS.index(tier) >= TIERS.index(shed_tier)
+
+
+class Admission:
+    """The door of one frontend."""
+
+    def __init__(
+        self,
+        frontend: str,
+        settings: AdmissionSettings,
+        table: Table,
+        find: Callable[[str], Lineage],
+        observe: Callable[[Observation], object],
+        retry_after_s: int,
+    ) -> None:
+        self._frontend = frontend
+        self._settings = settings
+        self._table = table
+        self._find = find  # raises NoWorker
+        self._observe = observe
+        self._retry_after_s = retry_after_s
+        self._waiting: dict[str, deque[asyncio.Future[None]]] = {}
+        self._rejected: dict[tuple[str, str, str], int] = {}
+        self.open = True
+
+    def queued(self, model: str) -> int:
+        """Return how many requests wait for a free worker of this model."""
+        return len(self._waiting.get(model, ()))
+
+    async def admit(self, model: str, tier: str) -> Lineage:
+        """Return the lineage that a request is bound to from now on. Raise ApiError if it is not let in."""
+        if not self.open:
+            raise self._refused(
+                model, tier, "draining", unavailable("this frontend is shutting down", "draining", 1)
+            )
+        knobs = self._table.knobs(model)
+        if not knobs.accept_new:
+            why = "the fleet is far short of capacity and accepts no new requests now"
+            raise self._refused(model, tier, "not_accepting", self._unavailable(why, "not_accepting"))
+        if is_shed(tier, knobs.shed_tier):
+            raise self._refused(model, tier, "capacity_shed", shed(tier))
+        try:
+            if not self.queued(model):
+                return self._find(model)
+        except AllBusy:
+            pass
+        except NoWorker as error:
+            raise self.no_worker(error, model, tier) from error
+        return await self._queue(model, tier)
+
+    async def _queue(self, model: str, tier: str) -> Lineage:
+        waiting = self._waiting.setdefault(model, deque())
+        if len(waiting) >= self._settings.queue_max:
+            why = f"{len(waiting)} requests wait for a worker already"
+            raise self._refused(model, tier, "queue_full", self._unavailable(why, "queue_full"))
+        deadline = self._settings.queue_s * self._table.knobs(model).latency
+        turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        waiting.append(turn)
+        try:
+            async with asyncio.timeout(deadline):
+                while True:
+                    await turn
+                    try:
+                        return self._find(model)
+                    except AllBusy:
+                        turn = asyncio.get_running_loop().create_future()
+                        waiting.appendleft(turn)
+        except TimeoutError:
+            why = f"no worker became free within {deadline:g} s"
+            raise self._refused(
+                model, tier, "queue_timeout", self._unavailable(why, "queue_timeout")
+            ) from None
+        except NoWorker as error:
+            raise self.no_worker(error, model, tier) from error
+        finally:
+            if turn in waiting:
+                waiting.remove(turn)
+            elif turn.done():
+                self.wake(model)  # our turn was used up: the next one looks too
+
+    def wake(self, model: str | None = None) -> None:
+        """A worker may have become free: let the first in line look."""
+        for name in (model,) if model is not None else tuple(self._waiting):
+            waiting = self._waiting.get(name)
+            while waiting:
+                turn = waiting.popleft()
+                if not turn.done():
+                    turn.set_result(None)
+                    break
+
+    # --- refusals -----------------------------------------------------------------------------------------
+
+    def no_worker(self, error: NoWorker, model: str, tier: str) -> ApiError:
+        """Return what a client is told when nobody can take his request."""
+        if error.code == "model_not_found":
+            return ApiError(404, f"the model {model!r} does not exist", code=error.code, param="model")
+        retry = 1 if error.code == "no_reachable_worker" else self._retry_after_s
+        return self._refused(model, tier, error.code, unavailable(str(error), error.code, retry))
+
+    def _unavailable(self, message: str, code: str) -> ApiError:
+        return unavailable(message, code, self._retry_after_s)
+
+    def _refused(self, model: str, tier: str, reason: str, error: ApiError) -> ApiError:
+        key = (model, reason, tier)
+        self._rejected[key] = self._rejected.get(key, 0) + 1
+        return error
+
+    def report(self) -> None:
+        """Say how many were rejected since the last time."""
+        rejected, self._rejected = self._rejected, {}
+        for (model, reason, tier), count in rejected.items():
+            self._observe(
+                RequestsRejected(frontend=self._frontend, model=model, count=count, reason=reason, tier=tier)
+            )

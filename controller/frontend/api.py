@@ -1,0 +1,304 @@
+"""The OpenAI-compatible API: from bytes to an exchange, and back.
+
+A bare aiohttp server with a table of paths: an `Application`'s routing and middlewares would cost as much as
+relaying thirty tokens, on every request.
+"""
+
+import asyncio
+import itertools
+import json
+import time
+import uuid
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import msgspec
+import structlog
+from aiohttp import web
+
+from controller.frontend.admission import tier_of
+from controller.frontend.bodies import Ask, bad_json, parse_chat, parse_completion
+from controller.frontend.desk import Desk
+from controller.frontend.errors import ApiError, invalid, unavailable, unknown_model
+from controller.frontend.exchange import Admitted, Exchange, refuse_guided
+from controller.frontend.sse import SseStream, StreamedResponse, head
+from controller.frontend.templates import BadTemplate
+from controller.frontend.tokens import TokenizerMissing, Tokens
+from controller.frontend.voice import Form
+from controller.router.table import Lineage
+
+log = structlog.get_logger(__name__)
+REQUEST_ID_MAX = 128
+ERROR_TYPES = {
+    400: "validation",
+    404: "not_found",
+    502: "backend_error",
+    503: "unavailable",
+    504: "response_timeout",
+}
+
+Handler = Callable[[web.BaseRequest], Awaitable[web.StreamResponse]]
+
+
+class Api:
+    """What a frontend answers over HTTP."""
+
+    def __init__(self, desk: Desk) -> None:
+        self.desk = desk
+        self.draining = False
+        self.exchanges: dict[Exchange, SseStream | None] = {}
+        self._serial = itertools.count(1)
+        self._routes: dict[tuple[str, str], Handler] = {
+            ("POST", "/v1/chat/completions"): self._chat,
+            ("POST", "/v1/completions"): self._completion,
+            ("GET", "/v1/models"): self._models,
+            ("GET", "/health"): self._health,
+            ("GET", "/ready"): self._health,
+            ("GET", "/live"): self._live,
+            ("GET", "/metrics"): self._metrics,
+        }
+
+    # --- dispatch -----------------------------------------------------------------------------------------
+
+    async def handle(self, request: web.BaseRequest) -> web.StreamResponse:
+        """Answer one request."""
+        handler = self._routes.get((request.method, request.path))
+        try:
+            if handler is None:
+                raise self._nowhere(request)
+            return await handler(request)
+        except ApiError as error:
+            return refusal(error, {})
+        except web.HTTPRequestEntityTooLarge:
+            limit = self.desk.settings.admission.body_mb_max
+            return refusal(ApiError(413, f"the body is larger than {limit} MB", code="body_too_large"), {})
+
+    async def admin(self, request: web.BaseRequest) -> web.StreamResponse:
+        """Answer one request on the admin port: everything but the API."""
+        if request.path.startswith("/v1/"):
+            return refusal(self._nowhere(request), {})
+        return await self.handle(request)
+
+    def _nowhere(self, request: web.BaseRequest) -> ApiError:
+        methods = sorted(method for method, path in self._routes if path == request.path)
+        if methods:
+            return ApiError(405, f"{request.path} wants {' or '.join(methods)}", code="method_not_allowed")
+        path = request.path[:200]
+        return ApiError(404, f"unknown path: {request.method} {path}", code="unknown_url")
+
+    # --- the two calls that matter ------------------------------------------------------------------------
+
+    async def _chat(self, request: web.BaseRequest) -> web.StreamResponse:
+        return await self._serve(request, parse_chat, "chat_completions")
+
+    async def _completion(self, request: web.BaseRequest) -> web.StreamResponse:
+        return await self._serve(request, parse_completion, "completions")
+
+    async def _serve(
+        self, request: web.BaseRequest, parse: Callable[[Any], Ask], endpoint: str
+    ) -> web.StreamResponse:
+        headers = {"X-Request-Id": request_id(request.headers.get("X-Request-Id"))}
+        tier, warning = tier_of(request.headers.get("X-Priority"))
+        if warning:
+            headers["Warning"] = warning
+        ask: Ask | None = None
+        error: ApiError | None = None
+        try:
+            ask = parse(await _json(request))
+            self.desk.metrics.active.labels(ask.model).inc() if self._known(ask.model) else None
+            return await self._answer(request, ask, headers, tier)
+        except ApiError as raised:
+            error = raised
+            return refusal(raised, headers)
+        except asyncio.CancelledError:
+            error = ApiError(499, "the client has gone", code="cancelled")
+            raise
+        finally:
+            self._count(ask, endpoint, error)
+
+    def _known(self, model: str) -> bool:
+        return model in self.desk.table.models
+
+    async def _answer(
+        self, request: web.BaseRequest, ask: Ask, headers: dict[str, str], tier: str
+    ) -> web.StreamResponse:
+        if not self._known(ask.model):
+            raise unknown_model(ask.model)
+        lineage = await self.desk.admission.admit(ask.model, tier)
+        admitted, tokens = self._admitted(ask, headers["X-Request-Id"], tier, lineage)
+        form = Form(
+            id=("chatcmpl-" if ask.chat else "cmpl-") + headers["X-Request-Id"],
+            model=ask.model,
+            created=int(time.time()),  # noqa: TID251 (shown to the client, compared with nothing)
+            chat=ask.chat,
+            usage=ask.stream and ask.include_usage,
+            tokens=tokens,
+            stops=ask.stop,
+            min_tokens=ask.min_tokens,
+            logprobs=ask.logprobs,
+        )
+        if ask.stream:
+            return await self._stream(request, admitted, form, headers)
+        return await self._whole(admitted, form, headers)
+
+    def _admitted(self, ask: Ask, request: str, tier: str, lineage: Lineage) -> tuple[Admitted, Tokens]:
+        desk = self.desk
+        refuse_guided(ask, desk.engine(ask.model, lineage))
+        began = desk.now()
+        try:
+            tokens = desk.tokens_of(lineage)
+            prompts = list(_prompts(ask, tokens))
+        except TokenizerMissing as error:
+            log.error("tokenizer_missing", model=ask.model, why=str(error))
+            raise unavailable(
+                f"the tokenizer of {ask.model} cannot be read", "tokenizer_missing", 30
+            ) from error
+        except BadTemplate as error:
+            raise invalid(str(error), "messages") from error
+        desk.metrics.tokenizer_ms.of("encode").add((desk.now() - began) * 1000)
+        context = desk.context(ask.model, lineage)
+        return Admitted(ask, request, tier, lineage, prompts, context, next(self._serial)), tokens
+
+    async def _whole(self, admitted: Admitted, form: Form, headers: dict[str, str]) -> web.StreamResponse:
+        exchange = Exchange(self.desk, admitted, form, None)
+        error = await self._fly(exchange, None)
+        if exchange.worker:
+            headers["X-Holdfast-Worker"] = exchange.worker
+        if error is not None:
+            raise error
+        body = json.dumps(exchange.body(), ensure_ascii=False).encode()
+        return web.Response(body=body, content_type="application/json", headers=headers)
+
+    async def _stream(
+        self, request: web.BaseRequest, admitted: Admitted, form: Form, headers: dict[str, str]
+    ) -> web.StreamResponse:
+        version = (request.version.major, request.version.minor)
+        chunked = version >= (1, 1)
+        keep = bool(request.keep_alive) and chunked
+        transport = request.transport
+        if transport is None:
+            raise asyncio.CancelledError
+        stream = SseStream(
+            transport,
+            self.desk.settings.stream,
+            chunked=chunked,
+            overflow=lambda why: self._cut(exchange, why),
+        )
+        exchange = Exchange(self.desk, admitted, form, stream)
+
+        def make_head() -> bytes:
+            return head(version, headers | {"X-Holdfast-Worker": exchange.worker}, chunked=chunked, keep=keep)
+
+        stream.set_head(make_head)
+        error = await self._fly(exchange, stream)
+        if error is not None and not stream.started:
+            raise error
+        return StreamedResponse(keep=keep)
+
+    async def _fly(self, exchange: Exchange, stream: SseStream | None) -> ApiError | None:
+        """Launch and wait for the end. A client that goes away takes his flights with him."""
+        self.exchanges[exchange] = stream
+        try:
+            exchange.launch()
+            return await exchange.over
+        except asyncio.CancelledError:
+            exchange.cancel()
+            raise
+        finally:
+            del self.exchanges[exchange]
+
+    def _cut(self, exchange: Exchange, why: str) -> None:
+        """Drop a client that does not read."""
+        stream = self.exchanges.get(exchange)
+        if stream is not None:
+            log.warning("client_cut_off", request=exchange.flights[0].plan.request, why=why)
+            self.desk.metrics.slow_clients.inc()
+            stream.abort()
+            exchange.cancel()
+
+    def _count(self, ask: Ask | None, endpoint: str, error: ApiError | None) -> None:
+        metrics = self.desk.metrics
+        model = ask.model if ask is not None and self._known(ask.model) else ""
+        kind = "stream" if ask is not None and ask.stream else "unary"
+        if ask is not None and model:
+            metrics.active.labels(model).dec()
+        if error is None:
+            metrics.requests.labels(model, endpoint, kind, "success", "").inc()
+            return
+        why = "cancelled" if error.status == 499 else ERROR_TYPES.get(error.status, "internal")
+        metrics.requests.labels(model, endpoint, kind, "error", why).inc()
+        if error.status == 499:
+            metrics.cancellations.labels(model, endpoint, kind).inc()
+            metrics.disconnected.inc()
+        elif error.status == 503:
+            metrics.rejections.labels(model, endpoint).inc()
+
+    # --- the rest -----------------------------------------------------------------------------------------
+
+    async def _models(self, request: web.BaseRequest) -> web.StreamResponse:
+        served = sorted(m for m, seats in self.desk.table.models.items() if any(s.routable for s in seats))
+        rows = [{"id": m, "object": "model", "created": 0, "owned_by": "holdfast"} for m in served]
+        return web.json_response({"object": "list", "data": rows})
+
+    async def _health(self, request: web.BaseRequest) -> web.StreamResponse:
+        ready = self.desk.servable and not self.draining
+        status = "healthy" if ready else "shutting_down" if self.draining else "not_ready"
+        message = {
+            "healthy": "requests are served",
+            "not_ready": "no worker in service can be reached yet",
+            "shutting_down": "this frontend finishes its streams and takes no new ones",
+        }[status]
+        body = {"status": status, "message": message, "workers": self.desk.roll()}
+        return web.json_response(body, status=200 if ready else 503)
+
+    async def _live(self, request: web.BaseRequest) -> web.StreamResponse:
+        return web.json_response({"status": "live", "message": "Service is live"})
+
+    async def _metrics(self, request: web.BaseRequest) -> web.StreamResponse:
+        return web.Response(
+            body=self.desk.render_metrics(), headers={"Content-Type": "text/plain; version=0.0.4"}
+        )
+
+
+def _prompts(ask: Ask, tokens: Tokens) -> list[tuple[list[int], str]]:
+    if ask.messages is not None:
+        if tokens.template is None:
+            message = "this model has no chat template; use /v1/completions"
+            raise invalid(message, "messages", "no_chat_template")
+        text = tokens.template.render(ask.messages, **(ask.template_extra or {}))
+        return [(tokens.encode(text, special=False), text)]
+    out = []
+    for prompt in ask.prompts or ():
+        if isinstance(prompt, str):
+            out.append((tokens.encode(prompt, special=True), prompt))
+        else:
+            if any(token >= tokens.size for token in prompt):
+                raise invalid(f"a token of the prompt is not below {tokens.size}", "prompt")
+            out.append((list(prompt), tokens.decode(prompt)))
+    if any(not prompt for prompt, _ in out):
+        raise invalid("prompt must not be empty", "prompt")
+    return out
+
+
+async def _json(request: web.BaseRequest) -> Any:
+    try:
+        return msgspec.json.decode(await request.read())
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise bad_json(str(error)) from error
+
+
+def request_id(given: str | None) -> str:
+    """Return the client's own id for a request if it is usable, else a fresh one."""
+    if given and len(given) <= REQUEST_ID_MAX and given.isascii() and given.isprintable():
+        return given
+    return uuid.uuid4().hex
+
+
+def refusal(error: ApiError, headers: dict[str, str]) -> web.Response:
+    """Return an error as a response."""
+    return web.Response(
+        status=error.status,
+        body=error.encoded(),
+        content_type="application/json",
+        headers={**headers, **error.headers},
+    )

@@ -1,0 +1,248 @@
+"""The bodies of requests, and what becomes of them: one `Ask`, the same for chat and for plain completions.
+
+Unknown fields pass: clients send what their other servers understand. Fields that would change the answer and
+that nobody here obeys are refused, by name.
+"""
+
+from dataclasses import dataclass
+from typing import Annotated, Any, TypeVar
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from controller.frontend.errors import ApiError, invalid, unsupported
+
+STOPS_MAX = 16
+N_MAX = 16
+TOP_LOGPROBS_MAX = 20
+
+B = TypeVar("B", bound="Body")
+Token = Annotated[int, Field(ge=0, lt=2**31)]
+
+
+class StreamOptions(BaseModel):
+    """What a stream should say besides tokens."""
+
+    include_usage: bool = False
+
+
+class Body(BaseModel):
+    """What both kinds of request share."""
+
+    model_config = ConfigDict(extra="allow", strict=False, protected_namespaces=())
+
+    model: str
+    stream: bool = False
+    stream_options: StreamOptions | None = None
+    max_tokens: int | None = Field(default=None, ge=1)
+    min_tokens: int | None = Field(default=None, ge=0)
+    temperature: float | None = Field(default=None, ge=0, le=2, allow_inf_nan=False)
+    top_p: float | None = Field(default=None, gt=0, le=1)
+    top_k: int | None = Field(default=None, ge=-1)
+    seed: int | None = Field(default=None, ge=-(2**63), lt=2**63)
+    stop: str | list[str] | None = None
+    stop_token_ids: list[Token] | None = None
+    n: int | None = Field(default=None, ge=1, le=N_MAX)
+    ignore_eos: bool = False
+    presence_penalty: float | None = Field(default=None, ge=-2, le=2)
+    frequency_penalty: float | None = Field(default=None, ge=-2, le=2)
+    repetition_penalty: float | None = Field(default=None, gt=0, le=10)
+
+
+class Part(BaseModel):
+    """One part of a message's content."""
+
+    model_config = ConfigDict(extra="allow")
+
+    type: str
+    text: str | None = None
+
+
+class Message(BaseModel):
+    """One message of a conversation."""
+
+    model_config = ConfigDict(extra="allow")
+
+    role: str
+    content: str | list[Part] | None = None
+
+
+class ChatBody(Body):
+    """POST /v1/chat/completions."""
+
+    messages: list[Message] = Field(min_length=1)
+    max_completion_tokens: int | None = Field(default=None, ge=1)
+    logprobs: bool | None = None
+    top_logprobs: int | None = Field(default=None, ge=0, le=TOP_LOGPROBS_MAX)
+    chat_template_kwargs: dict[str, Any] | None = None
+
+
+class CompletionBody(Body):
+    """POST /v1/completions."""
+
+    prompt: str | list[Token] | list[str] | list[list[Token]]
+    logprobs: int | None = Field(default=None, ge=0, le=TOP_LOGPROBS_MAX)
+
+
+@dataclass(slots=True, kw_only=True)
+class Ask:
+    """A request as the flights see it, whatever its form was. `logprobs` None: not wanted; else the top-k's k."""
+
+    chat: bool
+    model: str
+    stream: bool
+    include_usage: bool
+    max_tokens: int | None
+    min_tokens: int
+    temperature: float
+    top_p: float
+    top_k: int
+    seed: int | None
+    stop: tuple[str, ...]
+    stop_token_ids: tuple[int, ...]
+    n: int
+    ignore_eos: bool
+    presence_penalty: float
+    frequency_penalty: float
+    repetition_penalty: float
+    logprobs: int | None
+    guided: dict[str, Any] | None
+    messages: list[dict[str, Any]] | None = None
+    template_extra: dict[str, Any] | None = None
+    prompts: list[str | list[int]] | None = None  # completions: one answer each
+
+
+# Fields that change the answer, and the values that are harmless.
+_REFUSED_BY_BOTH: dict[str, tuple[Any, ...]] = {"logit_bias": (None, {}), "best_of": (None, 1)}
+_REFUSED_BY_CHAT: dict[str, tuple[Any, ...]] = {
+    "tools": (None, []),
+    "functions": (None, []),
+    "tool_choice": (None, "none", "auto"),
+    "function_call": (None, "none", "auto"),
+    "audio": (None,),
+    "modalities": (None, ["text"]),
+    "prediction": (None,),
+    "web_search_options": (None,),
+}
+_REFUSED_BY_COMPLETIONS: dict[str, tuple[Any, ...]] = {"echo": (None, False), "suffix": (None, "")}
+GUIDED = ("guided_json", "guided_regex", "guided_choice", "guided_grammar", "structured_outputs")
+
+
+def parse_chat(data: Any) -> Ask:
+    """Return the Ask of a chat body. Raise ApiError, naming the field."""
+    body = _validate(ChatBody, data)
+    _refuse(body, _REFUSED_BY_CHAT)
+    if body.top_logprobs is not None and not body.logprobs:
+        raise invalid("top_logprobs needs logprobs: true", "top_logprobs")
+    ask = _ask(body, chat=True, logprobs=(body.top_logprobs or 0) if body.logprobs else None)
+    ask.max_tokens = body.max_completion_tokens or body.max_tokens
+    ask.messages = [_plain(place, message) for place, message in enumerate(body.messages)]
+    ask.template_extra = body.chat_template_kwargs
+    return ask
+
+
+def parse_completion(data: Any) -> Ask:
+    """Return the Ask of a completions body. Raise ApiError, naming the field."""
+    body = _validate(CompletionBody, data)
+    _refuse(body, _REFUSED_BY_COMPLETIONS)
+    ask = _ask(body, chat=False, logprobs=body.logprobs)
+    ask.prompts = _prompts(body.prompt)
+    if len(ask.prompts) * ask.n > N_MAX:
+        raise invalid(f"prompts times n is more than {N_MAX}", "prompt")
+    return ask
+
+
+def _validate(model: type[B], data: Any) -> B:
+    if not isinstance(data, dict):
+        raise invalid("the body must be a JSON object", code="invalid_json")
+    try:
+        return model.model_validate(data)
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_input=False)[0]
+        where = [str(step) for step in first["loc"] if not _is_type(step)]
+        field = ".".join(where)
+        raise invalid(f"{field}: {first['msg']}", where[0] if where else None) from error
+
+
+def _is_type(step: int | str) -> bool:
+    """Say whether a step of pydantic's path is the name of a union's branch, which means nothing to a client."""
+    return isinstance(step, str) and (step in ("str", "int") or "[" in step)
+
+
+def _refuse(body: Body, refused: dict[str, tuple[Any, ...]]) -> None:
+    extra = body.model_extra or {}
+    for name, harmless in (_REFUSED_BY_BOTH | refused).items():
+        if name in extra and extra[name] not in harmless:
+            raise unsupported(name)
+
+
+def _ask(body: Body, *, chat: bool, logprobs: int | None) -> Ask:
+    return Ask(
+        chat=chat,
+        model=body.model,
+        stream=body.stream,
+        include_usage=body.stream_options is not None and body.stream_options.include_usage,
+        max_tokens=body.max_tokens,
+        min_tokens=body.min_tokens or 0,
+        temperature=1.0 if body.temperature is None else body.temperature,
+        top_p=1.0 if body.top_p is None else body.top_p,
+        top_k=max(0, body.top_k or 0),
+        seed=body.seed,
+        stop=_stops(body.stop),
+        stop_token_ids=tuple(body.stop_token_ids or ()),
+        n=body.n or 1,
+        ignore_eos=body.ignore_eos,
+        presence_penalty=body.presence_penalty or 0.0,
+        frequency_penalty=body.frequency_penalty or 0.0,
+        repetition_penalty=1.0 if body.repetition_penalty is None else body.repetition_penalty,
+        logprobs=logprobs,
+        guided=_guided(body.model_extra or {}),
+    )
+
+
+def _stops(stop: str | list[str] | None) -> tuple[str, ...]:
+    stops = (stop,) if isinstance(stop, str) else tuple(stop or ())
+    if len(stops) > STOPS_MAX:
+        raise invalid(f"at most {STOPS_MAX} stop strings", "stop")
+    if any(not text for text in stops):
+        raise invalid("a stop string must not be empty", "stop")
+    return stops
+
+
+def _guided(extra: dict[str, Any]) -> dict[str, Any] | None:
+    """Return what constrains the answer's form, for engines that can obey it."""
+    found = {name: extra[name] for name in GUIDED if extra.get(name) is not None}
+    form = extra.get("response_format")
+    if form is not None:
+        if not isinstance(form, dict) or form.get("type") not in ("text", "json_object", "json_schema"):
+            raise invalid("response_format.type must be text, json_object or json_schema", "response_format")
+        if form["type"] != "text":
+            found["response_format"] = form
+    return found or None
+
+
+def _plain(place: int, message: Message) -> dict[str, Any]:
+    """Return a message as templates expect it: its content as one text."""
+    plain = {"role": message.role, **(message.model_extra or {})}
+    if isinstance(message.content, list):
+        for part in message.content:
+            if part.type != "text" or part.text is None:
+                raise unsupported(f"messages.{place}.content", f"parts of the type {part.type!r}")
+        plain["content"] = "".join(part.text or "" for part in message.content)
+    else:
+        plain["content"] = message.content or ""
+    return plain
+
+
+def _prompts(prompt: str | list[int] | list[str] | list[list[int]]) -> list[str | list[int]]:
+    if isinstance(prompt, str):
+        return [prompt]
+    if not prompt:
+        raise invalid("prompt must not be empty", "prompt")
+    if isinstance(prompt[0], int):
+        return [prompt]
+    return list(prompt)
+
+
+def bad_json(why: str) -> ApiError:
+    """Return the 400 for a body that is not JSON."""
+    return invalid(f"the body is not JSON: {why}", code="invalid_json")

@@ -1,0 +1,399 @@
+"""The desk that all flights of one frontend report to: who goes where, who waits, and what is said about it.
+
+It holds the router's table, this frontend's own breakers, the memory of exposure and the door; it follows the
+fold, and acts at once on what it sees there: a convicted worker's streams move, a closed breaker clears what
+was held against the worker, a new worker gets the parked ones.
+"""
+
+import asyncio
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+
+import structlog
+
+from controller.deciders.fleet import Fleet
+from controller.frontend.admission import Admission
+from controller.frontend.errors import ApiError
+from controller.frontend.exposure import Exposures, Stint
+from controller.frontend.flight import Flight, Move
+from controller.frontend.meter import POSITIONS, Meter
+from controller.frontend.metrics import FrontendMetrics
+from controller.frontend.migration import Failure, smallest_limit
+from controller.frontend.outcomes import Outcomes
+from controller.frontend.settings import FrontendSettings
+from controller.frontend.tokens import Tokens, load_tokens
+from controller.ports import Clock, Plane
+from controller.router.pick import NotServed, NoWorker, Picker, Rules
+from controller.router.table import Key, Lineage, Seat, Table
+from events.decisions import BreakerClosed, HealthStatus
+from events.fact import Observation, Recorded
+from events.observations import (
+    CanaryFailed,
+    PanicBegan,
+    PanicEnded,
+    RequestAbandoned,
+    RequestMigrated,
+    WorkerJoined,
+)
+
+log = structlog.get_logger(__name__)
+LONG_AGO = datetime(1970, 1, 1, tzinfo=UTC)
+
+
+@dataclass(frozen=True, slots=True)
+class World:
+    """What a desk is given of the world."""
+
+    name: str  # this frontend's
+    plane: Plane
+    observe: Callable[[Observation], object]
+    clock: Clock
+
+
+class Desk:
+    """One frontend's flights, seats and memory."""
+
+    def __init__(self, world: World, settings: FrontendSettings) -> None:
+        loop = asyncio.get_running_loop()
+        self.settings = settings
+        self.plane = world.plane
+        self.now = loop.time
+        self.live = False  # until the fold has caught up, what it shows is history and nothing to act on
+        self._world = world
+        self._observe = world.observe
+        self.table = Table()
+        self.metrics = FrontendMetrics()
+        self.meter = Meter(self.metrics)
+        self.outcomes = Outcomes(world.name, settings.breaker, settings.facts, world.observe, self.now)
+        self.exposures = Exposures(
+            world.name,
+            settings.facts.exposure_entries_max,
+            world.clock.now(),
+            lambda: (world.clock.now(), self.now()),
+        )
+        self.admission = Admission(
+            world.name, settings.admission, self.table, self.lineage, world.observe, settings.retry_after_s
+        )
+        self._picker = Picker()
+        self._rules = Rules(self.plane.reachable, self._allowed, self.plane.load, self.cap)
+        self._parked: dict[Flight, float] = {}  # until when
+        self._flights: dict[Flight, None] = {}  # those without a first token yet
+        self._panicked: set[str] = set()
+        self._ignoring = False
+        self._joined_at: dict[Key, datetime] = {}
+        self._failed_canary: dict[Key, str] = {}
+        self._reported_at = self.now()
+
+    @property
+    def number(self) -> int:
+        """The number of the last decision that this frontend routes by."""
+        return self.table.number
+
+    # --- the fold -----------------------------------------------------------------------------------------
+
+    def absorb(self, fleet: Fleet, batch: Sequence[Recorded]) -> None:
+        """Take in what the fold shows after a batch of events, and act on it."""
+        for recorded in batch:
+            match recorded.fact:
+                case WorkerJoined() as fact:
+                    self._joined_at[(fact.worker, fact.instance)] = recorded.at
+                case CanaryFailed(confirmed=True) as fact:
+                    self._failed_canary[(fact.worker, fact.instance)] = fact.canary
+                case BreakerClosed() as fact:
+                    self.outcomes.reset((fact.worker, fact.instance))
+        passes = {(w.joined.worker, w.joined.instance): w.passes for w in fleet.workers.values()}
+        for seat in self.table.absorb(fleet):
+            if self.live:
+                self._convict(seat, passes.get(seat.key, {}))
+        self._forget(passes)
+        self.changed()
+
+    def set_static(self, joined: Sequence[WorkerJoined]) -> None:
+        """Serve with workers that were given directly."""
+        self.table.set_static(joined)
+        self.changed()
+
+    def changed(self) -> None:
+        """The table or a connection changed: move who must, and let those who wait try."""
+        for seat in list(self.table.seats.values()):
+            if seat.flights and (seat.corrupt or seat.status is HealthStatus.UNHEALTHY):
+                for flight in list(seat.flights):
+                    flight.evict(corrupt=seat.corrupt)
+        for flight in list(self._parked):
+            if flight in self._parked:
+                del self._parked[flight]
+                flight.retry()
+        self.admission.wake()
+
+    def _convict(self, seat: Seat, passes: Mapping[str, datetime]) -> None:
+        canary = self._failed_canary.get(seat.key, "")
+        since = passes.get(canary) or self._joined_at.get(seat.key) or LONG_AGO
+        now = self._world.clock.now()
+        log.warning("worker_convicted", worker=seat.worker, canary=canary, flights=len(seat.flights))
+        for fact in self.exposures.convict(
+            seat.key, since, lambda s, first: self._exposed(seat, s, first), now
+        ):
+            self._observe(fact)
+            self.meter.exposed(fact)
+
+    def _exposed(self, seat: Seat, stint: Stint, first: int) -> str:
+        flight = stint.flight
+        assert flight is not None
+        return flight.expose(first, on_source=flight.seat is seat)
+
+    def _forget(self, passes: Mapping[Key, Mapping[str, datetime]]) -> None:
+        keys = set(self.table.seats)
+        for key, by_canary in passes.items():
+            if by_canary and key in keys:
+                self.exposures.passed(key, min(by_canary.values()))
+        self.outcomes.keep(keys)
+        self.exposures.keep(keys)
+        self._picker.forget(keys)
+        self._joined_at = {key: at for key, at in self._joined_at.items() if key in keys}
+        self._failed_canary = {key: canary for key, canary in self._failed_canary.items() if key in keys}
+
+    # --- who goes where -----------------------------------------------------------------------------------
+
+    def cap(self, seat: Seat) -> int:
+        """Return how many requests of this frontend may be in flight there."""
+        limits = self.settings.admission
+        whole = limits.inflight_max or seat.joined.profile.max_batch * limits.inflight_per_batch
+        return max(1, int(whole * self.table.knobs(seat.joined.model).batch_size))
+
+    def _allowed(self, seat: Seat) -> bool:
+        return self._ignoring or self.outcomes.allowed(seat)
+
+    def _seats(self, model: str) -> list[Seat]:
+        """Return a model's seats, and see whether there is panic."""
+        seats = self.table.models.get(model, [])
+        self._ignoring = self._panic(model, seats)
+        return seats
+
+    def lineage(self, model: str) -> Lineage:
+        """Return the lineage of the worker that a new request would go to. Raise NoWorker."""
+        return self._picker.pick(self._seats(model), self._rules).lineage
+
+    def route(self, flight: Flight) -> Seat:
+        """Return the seat for a flight's next attempt. Raise NoWorker."""
+        plan = flight.plan
+        return self._picker.pick(
+            self._seats(plan.model),
+            self._rules,
+            lineage=plan.lineage,
+            tried=flight.allowance.tried,
+            capped=False,
+        )
+
+    def anyone(self, flight: Flight) -> bool:
+        """Say whether another worker could take this flight now."""
+        tried = flight.allowance.tried | ({flight.seat.key} if flight.seat is not None else set())
+        plan = flight.plan
+        try:
+            self._picker.pick(
+                self._seats(plan.model), self._rules, lineage=plan.lineage, tried=tried, capped=False
+            )
+        except NoWorker:
+            return False
+        return True
+
+    def _panic(self, model: str, seats: Sequence[Seat]) -> bool:
+        """Say whether own breakers are to be ignored: they leave less than half of the model's weight."""
+        if not self.outcomes.any_open and model not in self._panicked:
+            return False
+        service = [seat for seat in seats if seat.counts]
+        closed = sum(seat.weight for seat in service if self.outcomes.allowed(seat))
+        held = any(seat.routable and not self.outcomes.allowed(seat) for seat in service)
+        share = closed / len(service) if service else 0.0
+        panic = held and share < self.settings.breaker.panic_share
+        if panic != (model in self._panicked):
+            kind = PanicBegan if panic else PanicEnded
+            (self._panicked.add if panic else self._panicked.discard)(model)
+            self._observe(kind(frontend=self._world.name, model=model, routable_share=share))
+            self.metrics.panic.labels(model).set(panic)
+        return panic
+
+    def no_worker(self, error: NoWorker, flight: Flight) -> ApiError:
+        """Return what a client is told when nobody can take his request."""
+        return self.admission.no_worker(error, flight.plan.model, flight.plan.tier)
+
+    def limit(self, model: str) -> int:
+        """Return how many migrations a request of this model may have."""
+        seats = self.table.models.get(model, ())
+        return smallest_limit(self.settings.migration_limit, (seat.joined.migration_limit for seat in seats))
+
+    def tokens_of(self, lineage: Lineage) -> Tokens:
+        """Return a lineage's tokenizer. Raise TokenizerMissing."""
+        return load_tokens(lineage[1])
+
+    def context(self, model: str, lineage: Lineage) -> int:
+        """Return how many tokens a prompt and its answer may have together."""
+        seats = [seat for seat in self.table.models.get(model, ()) if seat.lineage == lineage]
+        if not seats:
+            raise NotServed
+        return min(seat.joined.context_tokens for seat in seats)
+
+    def engine(self, model: str, lineage: Lineage) -> str:
+        """Return the kind of engine that serves a lineage."""
+        return next((s.joined.engine for s in self.table.models.get(model, ()) if s.lineage == lineage), "")
+
+    @property
+    def servable(self) -> bool:
+        """Whether any request could be served now."""
+        reachable = self.plane.reachable
+        return any(s.routable and reachable(s.worker, s.instance) for s in self.table.seats.values())
+
+    def roll(self) -> list[dict[str, object]]:
+        """Return what /health says of each worker."""
+        return [
+            {
+                "id": seat.worker,
+                "instance": seat.instance,
+                "model": seat.joined.model,
+                "health": seat.status.value,
+                "weight": seat.weight,
+                "reachable": self.plane.reachable(seat.worker, seat.instance),
+                "in_flight": seat.active,
+            }
+            for seat in self.table.seats.values()
+        ]
+
+    # --- what flights say ---------------------------------------------------------------------------------
+
+    def boarded(self, flight: Flight, seat: Seat) -> None:
+        """A flight's request was sent to a worker."""
+        seat.active += 1
+        seat.tokens += len(flight.plan.prompt) + flight.plan.sampling.max_tokens
+        seat.flights[flight] = None
+        self.outcomes.sent(seat.key)
+        if flight.first_at is None:
+            self._flights[flight] = None
+
+    def alighted(self, flight: Flight, seat: Seat) -> None:
+        """A flight has left its worker."""
+        seat.active -= 1
+        seat.tokens -= len(flight.plan.prompt) + flight.plan.sampling.max_tokens
+        seat.flights.pop(flight, None)
+        self.admission.wake(flight.plan.model)
+
+    def first_token(self, flight: Flight) -> None:
+        """The first token of an answer has come."""
+        self._flights.pop(flight, None)
+
+    def landed(self, flight: Flight, seat: Seat) -> None:
+        """An answer was completed on this worker."""
+        straight = flight.first_seat is seat
+        first, count = flight.first_at, len(flight.accepted)
+        ttft = first - flight.began_at if straight and first is not None else None
+        itl = (self.now() - first) / (count - 1) if straight and first is not None and count > 1 else None
+        self.outcomes.served(seat.key, count, ttft, itl, flight.under)
+
+    def blame(self, seat: Seat, failure: Failure, under: int) -> None:
+        """A request failed by this worker's fault."""
+        self.outcomes.failed(seat.key, failure.reason, under)
+
+    def park(self, flight: Flight) -> None:
+        """Nobody can go on with this flight now: it waits for a worker, for a while."""
+        self._parked[flight] = flight.moving_since + self.settings.reroute_s
+
+    def migrated(
+        self, flight: Flight, move: Move, target: Seat, now: float, *, exact: bool, outcome: str
+    ) -> None:
+        """A flight went on elsewhere: its next token has come, or that attempt failed too."""
+        gap_s = now - (flight.last_at if flight.first_at is not None else move.since)
+        self.meter.moved(flight, move, gap_s, now, outcome)
+        self._observe(
+            RequestMigrated(
+                frontend=self._world.name,
+                request=flight.plan.request,
+                model=flight.plan.model,
+                source=move.source.worker,
+                source_instance=move.source.instance,
+                target=target.worker,
+                target_instance=target.instance,
+                cause=move.failure.kind.cause,
+                method="reprefill",
+                tokens=move.tokens,
+                gap_ms=gap_s * 1000,
+                attempt=flight.attempts,
+                exact=exact,
+                kind_of_move="ongoing_request" if move.tokens else "new_request",
+            )
+        )
+
+    def abandoned(self, flight: Flight, reason: str) -> None:
+        """A flight could not be continued."""
+        seat = flight.last_seat
+        fact = RequestAbandoned(
+            frontend=self._world.name,
+            request=flight.plan.request,
+            model=flight.plan.model,
+            worker=seat.worker if seat is not None else "",
+            instance=seat.instance if seat is not None else "",
+            reason=reason,
+            tokens=len(flight.accepted),
+        )
+        self._observe(fact)
+
+    def ended(self, flight: Flight) -> None:
+        """A flight is over."""
+        self._parked.pop(flight, None)
+        self._flights.pop(flight, None)
+        self.meter.ended(flight, self.now())
+
+    # --- time ---------------------------------------------------------------------------------------------
+
+    def tick(self) -> None:
+        """Do what is due: breakers, deadlines, reports. Called ten times a second."""
+        now = self.now()
+        service = [seat.key for seat in self.table.seats.values() if seat.routable]
+        self.outcomes.tick(service)
+        for flight, until in list(self._parked.items()):
+            if now > until and flight in self._parked:
+                del self._parked[flight]
+                flight.give_up()
+        for flight in list(self._flights):
+            knobs = self.table.knobs(flight.plan.model)
+            if now - flight.began_at > self.settings.admission.first_token_s * knobs.latency:
+                flight.too_late()
+        if now - self._reported_at >= self.settings.facts.rejected_window_s:
+            self._reported_at = now
+            self.admission.report()
+            for model, seats in self.table.models.items():
+                self._panic(model, seats)
+        if self._parked:
+            self.changed()
+
+    def report(self) -> None:
+        """Say what has not been said yet, at the process's end."""
+        self.outcomes.report()
+        self.admission.report()
+
+    def render_metrics(self) -> bytes:
+        """Return the metrics as they stand now."""
+        metrics = self.metrics
+        self.meter.settle()
+        metrics.parked.set(len(self._parked))
+        for model, seats in self.table.models.items():
+            _gauge_model(metrics, model, seats, self.limit(model), self.admission.queued(model))
+        positions = self.outcomes.positions()
+        for seat in self.table.seats.values():
+            load = self.plane.load(seat.worker)
+            metrics.breakers.labels(seat.worker).set(POSITIONS[positions.get(seat.key, "closed")])
+            if load is not None:
+                metrics.waiting.labels(seat.worker).set(load.waiting)
+                metrics.decode_blocks.labels(seat.worker).set(load.kv_used)
+        return metrics.render()
+
+
+def _gauge_model(
+    metrics: FrontendMetrics, model: str, seats: Sequence[Seat], limit: int, queued: int
+) -> None:
+    profile = seats[0].joined.profile
+    metrics.inflight.labels(model).set(sum(seat.active for seat in seats))
+    metrics.queued.labels(model).set(queued)
+    metrics.migration_limit.labels(model).set(limit)
+    metrics.context_length.labels(model).set(seats[0].joined.context_tokens)
+    metrics.total_kv_blocks.labels(model).set(profile.kv_blocks)
+    metrics.max_num_seqs.labels(model).set(profile.max_batch)
+    metrics.kv_block_size.labels(model).set(profile.block_tokens)

@@ -1,0 +1,74 @@
+"""What a client is told when a request cannot be served: OpenAI's shape, one clear sentence."""
+
+import json
+from typing import Any
+
+from events.errors import HoldfastError
+
+RETRY_AFTER_SHED_S = 30
+
+
+class ApiError(HoldfastError):
+    """A request that ends with an error. `code` is stable and for programs, `message` for people."""
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        code: str,
+        param: str | None = None,
+        kind: str = "",
+        retry_after_s: int | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        self.code = code
+        self.param = param
+        self.kind = kind or _kind(status)
+        self.retry_after_s = retry_after_s
+
+    def body(self) -> dict[str, Any]:
+        """Return the JSON body."""
+        error = {"message": str(self), "type": self.kind, "param": self.param, "code": self.code}
+        return {"error": error}
+
+    def encoded(self) -> bytes:
+        """Return the body as bytes."""
+        return json.dumps(self.body(), ensure_ascii=False).encode()
+
+    @property
+    def headers(self) -> dict[str, str]:
+        return {} if self.retry_after_s is None else {"Retry-After": str(self.retry_after_s)}
+
+
+def _kind(status: int) -> str:
+    if status < 500:
+        return "invalid_request_error"
+    return "service_unavailable_error" if status == 503 else "server_error"
+
+
+def invalid(message: str, param: str | None = None, code: str = "invalid_value") -> ApiError:
+    """Return a 400 that names the field."""
+    return ApiError(400, message, code=code, param=param)
+
+
+def unsupported(param: str, why: str = "") -> ApiError:
+    """Return the 400 for a field that this frontend does not serve."""
+    return invalid(f"{param} is not supported{': ' + why if why else ''}", param, "unsupported_parameter")
+
+
+def unknown_model(model: str) -> ApiError:
+    """Return the 404 for a model that nobody serves."""
+    return ApiError(404, f"the model {model!r} does not exist", code="model_not_found", param="model")
+
+
+def unavailable(message: str, code: str, retry_after_s: int) -> ApiError:
+    """Return a 503 that says when to come back."""
+    return ApiError(503, message, code=code, retry_after_s=retry_after_s)
+
+
+def shed(tier: str) -> ApiError:
+    """Return the 503 of a request that a degradation level sheds."""
+    message = f"the fleet is short of capacity and does not serve the tier {tier} now"
+    return ApiError(503, message, code=f"capacity_shed: tier={tier}", retry_after_s=RETRY_AFTER_SHED_S)

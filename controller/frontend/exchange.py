@@ -1,0 +1,183 @@
+"""One HTTP request and its answers: one flight per prompt and choice, one response made of them all."""
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from controller.frontend.bodies import Ask
+from controller.frontend.desk import Desk
+from controller.frontend.errors import ApiError, invalid, unsupported
+from controller.frontend.flight import Flight, Plan
+from controller.frontend.migration import Allowance
+from controller.frontend.sse import DONE, SseStream
+from controller.frontend.voice import FoldVoice, Form, StreamVoice, event
+from controller.router.table import Lineage
+from events.wire import Sampling
+
+COMPLETION_TOKENS_DEFAULT = 16  # what OpenAI's completions endpoint does without max_tokens
+SEED_BITS = 31
+
+
+@dataclass(frozen=True, slots=True)
+class Admitted:
+    """A request that has been let in, tokenised."""
+
+    ask: Ask
+    request: str  # its id
+    tier: str
+    lineage: Lineage
+    prompts: Sequence[tuple[list[int], str]]  # tokens, and the text for engines that can only take text
+    context: int  # tokens that a prompt and its answer may have together
+    serial: int  # of this frontend's requests: unseeded sampling is seeded with it
+
+
+class Exchange:
+    """The flights of one request, and what becomes of them together."""
+
+    def __init__(self, desk: Desk, admitted: Admitted, form: Form, stream: SseStream | None) -> None:
+        self._desk = desk
+        self._ask = admitted.ask
+        self._form = form
+        self._stream = stream
+        self.over: asyncio.Future[ApiError | None] = asyncio.get_running_loop().create_future()
+        self.flights: list[Flight] = []
+        self.voices: list[StreamVoice | FoldVoice] = []
+        self._left = len(admitted.prompts) * admitted.ask.n
+        for prompt, text in admitted.prompts:
+            for choice in range(admitted.ask.n):
+                self._add(admitted, prompt, text, choice)
+
+    def _add(self, admitted: Admitted, prompt: list[int], text: str, choice: int) -> None:
+        ask, desk = admitted.ask, self._desk
+        index = len(self.flights)
+        voice = (
+            StreamVoice(self._form, self._stream, index)
+            if self._stream is not None
+            else FoldVoice(self._form)
+        )
+        plan = Plan(
+            request=admitted.request,
+            model=ask.model,
+            lineage=admitted.lineage,
+            prompt=prompt,
+            prompt_text=text,
+            sampling=sampling(ask, len(prompt), admitted.context, choice, admitted.serial),
+            guided=ask.guided,
+            deterministic=True,  # greedy, or sampled from random numbers that the seed and the position name
+            tier=admitted.tier,
+        )
+        forbidden = "n_over_1" if self._left > 1 else "guided_decoding" if ask.guided else ""
+        allowance = Allowance(desk.limit(ask.model), desk.settings.migration_max_seq_len, forbidden)
+        self.voices.append(voice)
+        self.flights.append(Flight(desk, plan, voice, allowance, self._ended))
+
+    def launch(self) -> None:
+        """Send every flight off."""
+        for flight in self.flights:
+            self._desk.meter.began(self._ask.model, len(flight.plan.prompt))
+            flight.launch()
+
+    def cancel(self) -> None:
+        """The client has gone."""
+        for flight in self.flights:
+            flight.cancel()
+
+    def fail(self, error: ApiError) -> None:
+        """End everything with an error of the frontend's own."""
+        self._finish(error)
+        self.cancel()
+
+    # --- the end ------------------------------------------------------------------------------------------
+
+    def _ended(self, flight: Flight) -> None:
+        """One flight is over; the last one ends the response, and so does the first that fails."""
+        self._left -= 1
+        if flight.error is not None:
+            self._finish(flight.error)
+            for other in self.flights:
+                other.cancel()
+        elif self._left == 0 and flight.finish != "cancelled":
+            self._finish(None)
+
+    def _finish(self, error: ApiError | None) -> None:
+        if self.over.done():
+            return
+        self.over.set_result(error)
+        stream = self._stream
+        if stream is None or (error is not None and not stream.started):
+            if stream is not None:
+                stream.parts.clear()
+            return
+        if error is not None:
+            stream.parts.append(event(error.body()))
+        else:
+            if self._ask.include_usage:
+                stream.parts.append(event(self._form.envelope([]) | {"usage": self.usage()}))
+            stream.parts.append(DONE)
+        stream.ended = True
+        stream.flush()
+
+    def usage(self) -> dict[str, Any]:
+        """Return the usage: the client's own prompt, and every token that was accepted, over all attempts."""
+        prompt = sum(len(flight.plan.prompt) for flight in self.flights[:: self._ask.n])
+        made = sum(len(flight.accepted) for flight in self.flights)
+        cached = sum(flight.cached_tokens or 0 for flight in self.flights[:: self._ask.n])
+        return {
+            "prompt_tokens": prompt,
+            "completion_tokens": made,
+            "total_tokens": prompt + made,
+            "prompt_tokens_details": {"cached_tokens": cached},
+        }
+
+    def body(self) -> dict[str, Any]:
+        """Return the whole answer of a request that is not streamed."""
+        choices = [voice.choice(i) for i, voice in enumerate(self.voices) if isinstance(voice, FoldVoice)]
+        form = self._form
+        name = "chat.completion" if form.chat else "text_completion"
+        head = {"id": form.id, "object": name, "created": form.created, "model": form.model}
+        return head | {"choices": choices, "usage": self.usage()}
+
+    @property
+    def worker(self) -> str:
+        """Who answers: the worker that the first answer is with, or was with last."""
+        seat = self.flights[0].last_seat
+        return seat.worker if seat is not None else ""
+
+
+def sampling(ask: Ask, prompt_tokens: int, context: int, choice: int, serial: int) -> Sampling:
+    """Return how the workers should choose tokens. Raise ApiError if the request does not fit into the context."""
+    room = context - prompt_tokens
+    if room < 1:
+        message = f"the prompt has {prompt_tokens} tokens, the model's context is {context}"
+        raise invalid(message, "messages" if ask.chat else "prompt", "context_length_exceeded")
+    wanted = ask.max_tokens or (room if ask.chat else min(room, COMPLETION_TOKENS_DEFAULT))
+    if wanted > room:
+        message = f"{prompt_tokens} prompt tokens and max_tokens {wanted} are more than the model's context {context}"
+        raise invalid(message, "max_tokens", "context_length_exceeded")
+    if ask.min_tokens > wanted:
+        raise invalid(f"min_tokens {ask.min_tokens} is more than max_tokens {wanted}", "min_tokens")
+    # An unseeded request gets a seed of ours: after a migration the random numbers go on where they were.
+    seed = ask.seed if ask.seed is not None else (serial * 2_654_435_761 & (1 << SEED_BITS) - 1)
+    return Sampling(
+        max_tokens=wanted,
+        min_tokens=ask.min_tokens,
+        temperature=ask.temperature,
+        top_p=ask.top_p,
+        top_k=ask.top_k,
+        seed=seed + choice if ask.temperature > 0 else ask.seed,
+        ignore_eos=ask.ignore_eos,
+        stop_token_ids=list(ask.stop_token_ids),
+        presence_penalty=ask.presence_penalty,
+        frequency_penalty=ask.frequency_penalty,
+        repetition_penalty=ask.repetition_penalty,
+        logprobs=0 if ask.logprobs is None else max(1, ask.logprobs),
+    )
+
+
+def refuse_guided(ask: Ask, engine: str) -> None:
+    """Raise ApiError if the answer's form is constrained and this engine cannot obey."""
+    if ask.guided and engine != "openai":
+        raise unsupported(
+            next(iter(ask.guided)), f"the {engine} engine cannot constrain the form of its answer"
+        )

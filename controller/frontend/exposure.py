@@ -1,0 +1,167 @@
+"""Whom has a corrupt worker served? A bounded memory of who was fed by whom, and since when.
+
+    CanaryPassed(sent) ───────── tokens to requests a, b, c ─────────▶ CanaryFailed, confirmed: convicted
+          │                                                                 │
+          └── up to here this worker is known to have been right ────▶ a, b, c are exposed, finished or not
+
+The span begins when *the canary that failed* was last sent and passed on this instance: other canaries may
+not see this fault. Where the memory does not reach back so far, that is said too (`ExposureUnknown`): never
+silently less.
+
+Clocks: `sent` is the prober's, our marks are ours. A margin covers small differences; it errs towards naming
+more.
+"""
+
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from datetime import datetime, timedelta
+from typing import TYPE_CHECKING
+
+from controller.router.table import Key
+from events.observations import ExposureUnknown, FrontendObservation, RequestExposed
+
+if TYPE_CHECKING:
+    from controller.frontend.flight import Flight
+
+MARGIN = timedelta(milliseconds=200)
+MARK_S = 0.05  # how finely a stint remembers when its tokens came
+
+
+@dataclass(slots=True, eq=False)
+class Stint:
+    """What one worker gave one request: tokens `first`… (0-based), and when, to within MARK_S."""
+
+    request: str
+    model: str
+    first: int
+    flight: "Flight | None"  # None once the request has ended
+    open: bool = True  # False once the request has left this worker
+    count: int = 0
+    marks: list[tuple[float, int]] = field(default_factory=list)  # (instant, index of the first token then)
+    last_at: float = 0.0
+
+    def add(self, now: float, tokens: int) -> None:
+        """Count tokens that came now."""
+        if not self.marks or now - self.marks[-1][0] > MARK_S:
+            self.marks.append((now, self.first + self.count))
+        self.count += tokens
+        self.last_at = now
+
+    def since(self, instant: float) -> tuple[int, int] | None:
+        """Return the first and last index of the tokens that came at `instant` or later; None if none did."""
+        if not self.count or self.last_at < instant:
+            return None
+        first = self.first
+        for at, index in self.marks:
+            if at > instant:
+                break
+            first = index  # tokens after this mark may have come later than `instant`
+        return first, self.first + self.count - 1
+
+
+class Ring:
+    """The stints of one life of a worker, oldest first."""
+
+    def __init__(self, entries_max: int) -> None:
+        self.stints: deque[Stint] = deque()
+        self._max = entries_max
+        self.forgotten_at: float | None = None  # what ended before this is not known any more
+
+    def add(self, stint: Stint) -> None:
+        if len(self.stints) >= self._max:
+            self.forgotten_at = self.stints.popleft().last_at
+        self.stints.append(stint)
+
+    def trim(self, instant: float) -> None:
+        """Forget ended stints from before `instant`, which no conviction can reach any more."""
+        stints = self.stints
+        while stints and not stints[0].open and stints[0].last_at < instant:
+            stints.popleft()
+
+
+class Exposures:
+    """The rings of all workers."""
+
+    def __init__(
+        self, frontend: str, entries_max: int, began: datetime, wall: Callable[[], tuple[datetime, float]]
+    ) -> None:
+        self._frontend = frontend
+        self._max = entries_max
+        self._began = began
+        self._wall = wall  # now, by the calendar and by the loop's clock
+        self._rings: dict[Key, Ring] = {}
+
+    def note(self, key: Key, stint: Stint) -> None:
+        """Remember a stint from its first token on."""
+        ring = self._rings.get(key)
+        if ring is None:
+            ring = self._rings[key] = Ring(self._max)
+        ring.add(stint)
+
+    def passed(self, key: Key, oldest_pass: datetime) -> None:
+        """Forget what came before every canary of this worker was last sent and passed."""
+        ring = self._rings.get(key)
+        if ring is not None:
+            ring.trim(self._instant(oldest_pass - MARGIN))
+
+    def keep(self, keys: set[Key]) -> None:
+        """Forget lives of workers that are gone for good."""
+        for key in [key for key in self._rings if key not in keys]:
+            del self._rings[key]
+
+    def convict(
+        self, key: Key, since: datetime, act: Callable[[Stint, int], str], until: datetime
+    ) -> list[FrontendObservation]:
+        """Return a fact for every request that this worker fed since `since`; `act` deals with those in the air."""
+        facts: list[FrontendObservation] = list(self._unknown(key, since, until))
+        instant = self._instant(since - MARGIN)
+        ring = self._rings.get(key)
+        for stint in list(ring.stints) if ring is not None else ():
+            span = stint.since(instant)
+            if span is None:
+                continue
+            finished = stint.flight is None
+            action = "none" if finished else act(stint, span[0])
+            facts.append(
+                RequestExposed(
+                    frontend=self._frontend,
+                    request=stint.request,
+                    model=stint.model,
+                    worker=key[0],
+                    instance=key[1],
+                    first=span[0],
+                    last=span[1],
+                    finished=finished,
+                    action=action,  # type: ignore[arg-type]
+                )
+            )
+        return facts
+
+    def _unknown(self, key: Key, since: datetime, until: datetime) -> list[ExposureUnknown]:
+        ring, out = self._rings.get(key), []
+        if since < self._began:
+            out.append((since, self._began, "this frontend started only then"))
+        if ring is not None and ring.forgotten_at is not None:
+            forgotten = self._calendar(ring.forgotten_at)
+            if forgotten > since:
+                out.append((max(since, self._began), forgotten, "more requests than this frontend remembers"))
+        return [
+            ExposureUnknown(
+                frontend=self._frontend,
+                worker=key[0],
+                instance=key[1],
+                since=start,
+                until=min(end, until),
+                why=why,
+            )
+            for start, end, why in out
+        ]
+
+    def _instant(self, moment: datetime) -> float:
+        now, instant = self._wall()
+        return instant - (now - moment).total_seconds()
+
+    def _calendar(self, instant: float) -> datetime:
+        now, then = self._wall()
+        return now - timedelta(seconds=then - instant)

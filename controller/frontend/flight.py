@@ -1,0 +1,430 @@
+"""A request in the air: one answer, from its first attempt to its end, over any number of workers.
+
+    launch ─▶ flying ── tokens ──▶ landed (finish)
+                │  ▲
+      failure   │  │ another worker goes on from every token that was accepted
+                ▼  │
+              moving ── nobody there: parked, for a while ── budget ended ──▶ abandoned (the original error)
+
+Called by the request plane synchronously, token by token; it never waits. What one would get wrong: the log
+of accepted tokens is what is replayed, not what the client has read; and an attempt that has been left is
+cancelled at the plane, so that nothing late of it can come in.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from controller.frontend.errors import ApiError
+from controller.frontend.exposure import Stint
+from controller.frontend.migration import Allowance, Failure, classify
+from controller.frontend.voice import Voice
+from controller.ports import LostCause, WorkerUnreachable
+from controller.router.pick import NoWorker
+from controller.router.table import Lineage, Seat
+from events.wire import Chunk, Generate, Sampling
+
+if TYPE_CHECKING:
+    from controller.frontend.desk import Desk
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """What is asked of the workers: the same on every attempt, but for what has been accepted already."""
+
+    request: str
+    model: str
+    lineage: Lineage
+    prompt: list[int]
+    prompt_text: str  # for engines that can only take text; else empty
+    sampling: Sampling
+    guided: dict[str, Any] | None
+    deterministic: bool  # the same tokens come from any healthy worker
+    tier: str = "standard"
+
+
+@dataclass(slots=True)
+class Move:
+    """A migration that has begun and whose first token has not come yet."""
+
+    failure: Failure
+    source: Seat
+    since: float  # when the failure was noticed
+    tokens: int  # accepted until then
+    spoilt: bool = False  # those tokens may be wrong: the source has been convicted
+
+
+class Flight:
+    """One answer in the air. Implements `controller.ports.Sink`."""
+
+    __slots__ = (
+        "_counted",
+        "_desk",
+        "_ended",
+        "_meter",
+        "_move",
+        "_spoilt",
+        "_stint",
+        "_stints",
+        "accepted",
+        "allowance",
+        "attempts",
+        "began_at",
+        "cached_tokens",
+        "done",
+        "error",
+        "finish",
+        "first_at",
+        "first_seat",
+        "last_at",
+        "last_seat",
+        "plan",
+        "seat",
+        "stream",
+        "texts",
+        "under",
+        "voice",
+    )
+
+    def __init__(
+        self, desk: "Desk", plan: Plan, voice: Voice, allowance: Allowance, ended: Callable[["Flight"], None]
+    ) -> None:
+        self._desk = desk
+        self._meter = desk.meter.of(plan.model)
+        self._ended = ended
+        self._move: Move | None = None
+        self._stint: Stint | None = None
+        self._stints: list[Stint] = []  # all of them: a conviction may come when the request has moved on
+        self._counted = 0  # accepted tokens when the last turn ended
+        self._spoilt = False
+        self.plan = plan
+        self.voice = voice
+        self.allowance = allowance
+        self.accepted: list[int] = []
+        self.texts: list[str] = []  # of engines that give text and no tokens
+        self.seat: Seat | None = None
+        self.first_seat: Seat | None = None
+        self.last_seat: Seat | None = None
+        self.attempts = 0
+        self.stream = 0
+        self.under = 0
+        self.began_at = desk.now()
+        self.first_at: float | None = None
+        self.last_at = self.began_at
+        self.cached_tokens: int | None = None
+        self.finish: str | None = None
+        self.error: ApiError | None = None
+        self.done = False
+
+    # --- sending it off -----------------------------------------------------------------------------------
+
+    def launch(self) -> None:
+        """Send the request to the best worker; a connection that cannot be made costs no budget."""
+        desk = self._desk
+        while not self.done:
+            try:
+                seat = desk.route(self)
+            except NoWorker as error:
+                self._nowhere(error)
+                return
+            try:
+                self.stream = desk.plane.open(seat.worker, seat.instance, self._request(seat), self)
+            except WorkerUnreachable:
+                self.allowance.tried.add(seat.key)
+                desk.meter.failed(self)
+                continue
+            self.attempts += 1
+            self.allowance.spent += 1
+            self.seat, self.under = seat, desk.number
+            self.last_seat = seat
+            self.first_seat = self.first_seat or seat
+            desk.boarded(self, seat)
+            return
+
+    def _request(self, seat: Seat) -> Generate:
+        plan, made = self.plan, len(self.accepted)
+        sampling = plan.sampling
+        if made:
+            left = sampling.max_tokens - made
+            floor = max(0, sampling.min_tokens - made)
+            sampling = msgspec.structs.replace(sampling, max_tokens=left, min_tokens=floor)
+        text = plan.prompt_text + "".join(self.texts) if seat.joined.engine == "openai" else ""
+        return Generate(
+            stream=0,
+            request=plan.request,
+            tokens=plan.prompt + self.accepted,
+            prompt_tokens=len(plan.prompt),
+            sampling=sampling,
+            guided=plan.guided,
+            prompt_text=text,
+        )
+
+    def _nowhere(self, error: NoWorker) -> None:
+        """Nobody can take it now. A request that had begun waits for a worker; a new one is told."""
+        if self._move is None:
+            self._abort(self._desk.no_worker(error, self))
+        elif self._move.failure.kind.patient or error.code != "all_workers_failed":
+            self._desk.park(self)
+        else:
+            self._abandon(error.code, self._move.failure)
+
+    # --- what the plane says ------------------------------------------------------------------------------
+
+    def take(self, chunk: Chunk) -> None:
+        """Take one step's output for this stream."""
+        if self.done:
+            return
+        if chunk.tokens:
+            self._accept(chunk)
+        elif chunk.text is not None:
+            self._accept_text(chunk.text)
+        if self.finish is not None or self.error is not None:
+            return  # a stop string, or a mistake of ours, ended it meanwhile
+        if chunk.error is not None:
+            self._told(chunk.error)
+        elif chunk.finish is not None:
+            self._land(chunk.finish)
+
+    def flush(self) -> None:
+        """A turn of the loop is over: count and write what it brought."""
+        new = len(self.accepted) - self._counted
+        if new:
+            now = self._desk.now()
+            meter = self._meter
+            meter.tokens += new
+            if self._counted:
+                meter.itl.add((now - self.last_at) / new, new)
+            self._counted += new
+            self.last_at = now
+        self.voice.flush()
+
+    def lost(self, cause: LostCause, detail: str) -> None:
+        """The connection broke, or the worker hangs."""
+        if not self.done and self.seat is not None:
+            self._failed(Failure(cause, detail))
+
+    def _accept(self, chunk: Chunk) -> None:
+        tokens, logprobs = chunk.tokens, chunk.logprobs
+        room = self.plan.sampling.max_tokens - len(self.accepted)
+        if len(tokens) > room:
+            tokens = tokens[:room]
+        hidden = 0
+        if chunk.finish == "stop" and tokens and tokens[-1] in self.plan.sampling.stop_token_ids:
+            hidden = 1  # a stop token ends the answer and is no part of its text
+        if self._move is not None or self.first_at is None:
+            self._heard(chunk)
+        used = self.voice.say(tokens[:-1] if hidden else tokens, logprobs) + hidden
+        self.accepted += tokens if used == len(tokens) else tokens[:used]
+        self._noted(used)
+        if self.voice.stopped:
+            self._stop(chunk)
+
+    def _accept_text(self, text: str) -> None:
+        if self._move is not None or self.first_at is None:
+            self._heard(None)
+        tokens = self._desk.tokens_of(self.plan.lineage).encode(text, special=False)
+        self.voice.say_text(text, len(tokens))
+        self.texts.append(text)
+        self.accepted += tokens
+        self._noted(len(tokens))
+        if self.voice.stopped:
+            self._stop(None)
+
+    def _noted(self, tokens: int) -> None:
+        stint, now = self._stint, self._desk.now()
+        if stint is None:
+            assert self.seat is not None
+            first = len(self.accepted) - tokens
+            stint = self._stint = Stint(self.plan.request, self.plan.model, first, self)
+            self._stints.append(stint)
+            self._desk.exposures.note(self.seat.key, stint)
+        stint.add(now, tokens)
+
+    def _heard(self, chunk: Chunk | None) -> None:
+        """Something came: the first of the answer, or the first after a move."""
+        now = self._desk.now()
+        if chunk is not None and chunk.cached_tokens is not None and self.cached_tokens is None:
+            self.cached_tokens = chunk.cached_tokens
+        if self.first_at is None:
+            self.first_at = now
+            self._meter.ttft.add(now - self.began_at)
+            self._desk.first_token(self)
+        if self._move is not None:
+            self._moved(now, "success")
+
+    def _stop(self, chunk: Chunk | None) -> None:
+        """A stop string has been reached: the worker need not go on."""
+        if chunk is None or chunk.finish is None:
+            self._cancel_stream()
+        self._land("stop")
+
+    def _told(self, error: str) -> None:
+        """The worker says that it cannot go on."""
+        reason, _, detail = error.partition(":")
+        if reason == "invalid_request":
+            message = detail.strip() or "the worker refused the request"
+            self._leave()
+            self._abort(ApiError(400, message, code="invalid_request"))
+        else:
+            self._failed(classify(error))
+
+    # --- moving -------------------------------------------------------------------------------------------
+
+    def evict(self, *, corrupt: bool) -> None:
+        """The fleet took this worker out of service: go on elsewhere, at once if somebody is there.
+
+        From a worker that is only slow or silent a stream does not move into nowhere: it stays while it
+        flows.
+        """
+        if self.done or self.seat is None:
+            return
+        if not corrupt and (self.allowance.refusal(self._length()) or not self._desk.anyone(self)):
+            return
+        self._cancel_stream()
+        self._failed(Failure("unhealthy", ""), spoilt=corrupt)
+
+    def expose(self, first: int, *, on_source: bool) -> str:
+        """Tokens from index `first` on may be wrong. Do what `on_corruption` says, and return what was done."""
+        wish = self._desk.settings.on_corruption
+        seen = self.voice.reached > first
+        if wish == "error" or (wish == "restart" and seen):
+            self._cancel_stream()
+            self._leave()
+            self._desk.meter.failed(self)
+            self._desk.abandoned(self, "corrupt_output")
+            message = "the worker that answered was found to compute wrong results; ask again"
+            self._abort(ApiError(502, message, code="corrupt_output"))
+            return "error"
+        if seen or self.texts:
+            self._spoilt = True
+            return "continue"  # a flight that is still there is moved with all others of its worker
+        self._cancel_stream()
+        self.accepted = self.accepted[:first]
+        self._counted = min(self._counted, first)
+        self.voice.rewind(first)
+        self._failed(Failure("unhealthy", "corrupt output"), on_source=on_source)
+        return "error" if self.error is not None else "restart"
+
+    def retry(self) -> None:
+        """Try again to find a worker, after having been parked."""
+        if not self.done and self.seat is None:
+            self.launch()
+
+    def give_up(self) -> None:
+        """Nobody has come in time."""
+        if not self.done and self._move is not None:
+            self._abandon("no_worker", self._move.failure)
+
+    def too_late(self) -> None:
+        """The first token has not come within its deadline."""
+        if not self.done and self.first_at is None:
+            self._cancel_stream()
+            self._leave()
+            message = "no token came in time"
+            self._abort(ApiError(503, message, code="first_token_timeout", retry_after_s=1))
+
+    def _failed(self, failure: Failure, *, spoilt: bool = False, on_source: bool = True) -> None:
+        """An attempt has ended. Go on elsewhere, or tell the client why not."""
+        seat, now = self.seat, self._desk.now()
+        if self._move is not None:
+            self._moved(now, "failure")
+        if seat is not None:
+            if on_source:
+                self.allowance.tried.add(seat.key)
+            self._leave()
+            if failure.kind.blames:
+                self._desk.blame(seat, failure, self.under)
+            if failure.kind.free:
+                self.allowance.spent -= 1
+        self._desk.meter.failed(self)
+        if len(self.accepted) >= self.plan.sampling.max_tokens:
+            self._land("length")  # only the worker's last word is missing
+            return
+        if refusal := self.allowance.refusal(self._length()):
+            self._abandon(refusal, failure)
+            return
+        self._spoilt = self._spoilt or spoilt
+        source = seat or self.first_seat
+        assert source is not None
+        self._move = Move(failure, source, now, len(self.accepted), spoilt)
+        self.launch()
+
+    def _moved(self, now: float, outcome: str) -> None:
+        move, self._move = self._move, None
+        assert move is not None
+        if self.seat is not None:
+            self._desk.migrated(
+                self, move, self.seat, now, exact=self._exact(move, self.seat), outcome=outcome
+            )
+
+    def _exact(self, move: Move, target: Seat) -> bool:
+        exact = move.source.joined.exact and target.joined.exact and not self.texts
+        return exact and self.plan.deterministic and not self._spoilt
+
+    @property
+    def moving_since(self) -> float:
+        """When the failure was noticed after which this flight has not got on yet."""
+        return self._move.since if self._move is not None else self._desk.now()
+
+    def _length(self) -> int:
+        return len(self.plan.prompt) + len(self.accepted)
+
+    # --- ending -------------------------------------------------------------------------------------------
+
+    def cancel(self) -> None:
+        """The client has gone: nobody reads this any more."""
+        if self.done:
+            return
+        moving = self._move is not None
+        self._cancel_stream()
+        self._leave()
+        if moving:
+            self._desk.abandoned(self, "cancelled")
+        self.finish = "cancelled"
+        self._end()
+
+    def _land(self, reason: str) -> None:
+        seat = self.seat
+        if self._move is not None:
+            self._moved(self._desk.now(), "success")
+        self._leave()
+        if seat is not None:
+            self._desk.landed(self, seat)
+        self.finish = reason
+        self.voice.finish(reason)
+        self._end()
+
+    def _abandon(self, reason: str, failure: Failure) -> None:
+        self._desk.abandoned(self, reason)
+        self._abort(failure.error)
+
+    def _abort(self, error: ApiError) -> None:
+        self.error = error
+        self._end()
+
+    def _end(self) -> None:
+        self.done = True
+        for stint in self._stints:
+            stint.flight = None
+        if self._move is not None:
+            move, self._move, now = self._move, None, self._desk.now()
+            outcome = "cancelled" if self.finish == "cancelled" else "failure"
+            self._desk.meter.moved(self, move, 0.0, now, outcome)
+        self._desk.ended(self)
+        self._ended(self)
+        self.flush()
+
+    def _leave(self) -> None:
+        """Get off the worker."""
+        if self._stint is not None:
+            self._stint.open = False
+            self._stint = None
+        if self.seat is not None:
+            seat, self.seat = self.seat, None
+            self._desk.alighted(self, seat)
+
+    def _cancel_stream(self) -> None:
+        if self.seat is not None:
+            self._desk.plane.cancel(self.seat.worker, self.stream)

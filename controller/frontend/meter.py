@@ -1,0 +1,83 @@
+"""Counting, close to the token path: per model, with everything looked up once."""
+
+from typing import TYPE_CHECKING
+
+from controller.frontend.metrics import Buckets, FrontendMetrics
+from events.observations import FrontendObservation, RequestExposed
+
+if TYPE_CHECKING:
+    from controller.frontend.flight import Flight, Move
+
+POSITIONS = {"closed": 0, "open": 1, "half_open": 2}
+
+
+class ModelMeter:
+    """What is counted for one model."""
+
+    __slots__ = ("cached", "duration", "inputs", "itl", "outputs", "rendered", "tokens", "ttft")
+
+    def __init__(self, metrics: FrontendMetrics, model: str) -> None:
+        self.tokens = 0
+        self.rendered = 0  # of them, already in the counter
+        self.itl: Buckets = metrics.itl.of(model)
+        self.ttft: Buckets = metrics.ttft.of(model)
+        self.duration: Buckets = metrics.duration.of(model)
+        self.inputs: Buckets = metrics.input_tokens.of(model)
+        self.outputs: Buckets = metrics.output_sequence.of(model)
+        self.cached: Buckets = metrics.cached_tokens.of(model)
+
+
+class Meter:
+    """All of a frontend's counting that has to do with flights."""
+
+    def __init__(self, metrics: FrontendMetrics) -> None:
+        self._metrics = metrics
+        self._models: dict[str, ModelMeter] = {}
+
+    def of(self, model: str) -> ModelMeter:
+        """Return one model's meter."""
+        found = self._models.get(model)
+        if found is None:
+            found = self._models[model] = ModelMeter(self._metrics, model)
+        return found
+
+    def began(self, model: str, prompt_tokens: int) -> None:
+        """A request of so many prompt tokens begins."""
+        self.of(model).inputs.add(prompt_tokens)
+
+    def ended(self, flight: "Flight", now: float) -> None:
+        """A flight is over."""
+        meter = self.of(flight.plan.model)
+        meter.duration.add(now - flight.began_at)
+        meter.outputs.add(len(flight.accepted))
+        if flight.cached_tokens is not None:
+            meter.cached.add(flight.cached_tokens)
+        if flight.allowance.over_cap(len(flight.plan.prompt) + len(flight.accepted)):
+            self._metrics.over_cap.labels(flight.plan.model).inc()
+
+    def failed(self, flight: "Flight") -> None:
+        """An attempt of a flight failed: counted whether or not another one can be made."""
+        self._metrics.migrations.labels(flight.plan.model, kind_of(len(flight.accepted))).inc()
+
+    def moved(self, flight: "Flight", move: "Move", gap_s: float, now: float, outcome: str) -> None:
+        """A migration ended: `success`, `failure` or `cancelled`."""
+        model, kind = flight.plan.model, kind_of(move.tokens)
+        self._metrics.migration_s.of(model, kind, outcome).add(now - move.since)
+        if outcome == "success":
+            self._metrics.resume.of(move.failure.kind.cause).add(gap_s)
+
+    def exposed(self, fact: FrontendObservation) -> None:
+        """A request was found to have been fed by a convicted worker."""
+        if isinstance(fact, RequestExposed):
+            self._metrics.exposed.labels(fact.action).inc()
+
+    def settle(self) -> None:
+        """Bring the counters up to date, because somebody looks."""
+        for model, meter in self._models.items():
+            self._metrics.output_tokens.labels(model).inc(meter.tokens - meter.rendered)
+            meter.rendered = meter.tokens
+
+
+def kind_of(tokens: int) -> str:
+    """Return the seed's word for a migration of a request that had so many tokens."""
+    return "ongoing_request" if tokens else "new_request"

@@ -1,0 +1,186 @@
+"""What a frontend counts: the names of the seeds (`dynamo_frontend_*`), and our own (`holdfast_*`).
+
+Histograms on the token path are plain lists of counts, filled once per turn and stream, and rendered only
+when they are asked for: `prometheus_client` observes one value in the time in which we relay a token.
+"""
+
+from bisect import bisect_left
+from collections.abc import Iterable, Sequence
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, generate_latest
+from prometheus_client.core import HistogramMetricFamily
+from prometheus_client.registry import Collector
+
+PREFIX = "dynamo_frontend_"
+
+
+def log_spaced(first: float, last: float, count: int) -> tuple[float, ...]:
+    """Return `count` bounds from `first` to `last`, evenly spaced in their logarithm, with two significant digits."""
+    ratio = (last / first) ** (1 / (count - 1))
+    return tuple(float(f"{first * ratio**place:.2g}") for place in range(count))
+
+
+class Buckets:
+    """One histogram of one label set."""
+
+    __slots__ = ("_bounds", "counts", "total")
+
+    def __init__(self, bounds: Sequence[float]) -> None:
+        self._bounds = bounds
+        self.counts = [0] * (len(bounds) + 1)
+        self.total = 0.0
+
+    def add(self, value: float, times: int = 1) -> None:
+        """Count a value, or the same value several times."""
+        self.counts[bisect_left(self._bounds, value)] += times
+        self.total += value * times
+
+    def rows(self) -> list[tuple[str, float]]:
+        """Return the cumulative counts, by upper bound."""
+        out, running = [], 0
+        for bound, count in zip((*map(str, self._bounds), "+Inf"), self.counts, strict=True):
+            running += count
+            out.append((bound, float(running)))
+        return out
+
+
+class Histogram(Collector):
+    """A histogram by labels."""
+
+    def __init__(self, name: str, text: str, bounds: Sequence[float], labels: Sequence[str]) -> None:
+        self._name, self._text, self._bounds, self._labels = name, text, tuple(bounds), tuple(labels)
+        self._by: dict[tuple[str, ...], Buckets] = {}
+
+    def of(self, *labels: str) -> Buckets:
+        """Return the buckets of one label set. Keep them: this is a look-up."""
+        found = self._by.get(labels)
+        if found is None:
+            found = self._by[labels] = Buckets(self._bounds)
+        return found
+
+    def collect(self) -> Iterable[HistogramMetricFamily]:
+        family = HistogramMetricFamily(self._name, self._text, labels=self._labels)
+        for labels, buckets in self._by.items():
+            family.add_metric(labels, buckets=buckets.rows(), sum_value=buckets.total)
+        yield family
+
+
+class FrontendMetrics:
+    """Every metric of one frontend, in a registry of its own."""
+
+    def __init__(self) -> None:
+        registry = self.registry = CollectorRegistry()
+
+        def counter(name: str, text: str, *labels: str) -> Counter:
+            return Counter(name, text, labels, registry=registry)
+
+        def gauge(name: str, text: str, *labels: str) -> Gauge:
+            return Gauge(name, text, labels, registry=registry)
+
+        def histogram(name: str, text: str, bounds: Sequence[float], *labels: str) -> Histogram:
+            made = Histogram(name, text, bounds, labels)
+            registry.register(made)
+            return made
+
+        ends = ("model", "endpoint", "request_type", "status", "error_type")
+        self.requests = counter(f"{PREFIX}requests", "Requests that have ended.", *ends)
+        self.active = gauge(
+            f"{PREFIX}active_requests", "Requests between their arrival and their end.", "model"
+        )
+        self.inflight = gauge(f"{PREFIX}inflight_requests", "Requests that are with a worker.", "model")
+        self.queued = gauge(f"{PREFIX}queued_requests", "Requests that wait for a free worker.", "model")
+        self.disconnected = gauge(
+            f"{PREFIX}disconnected_clients", "Clients that went before their answer ended."
+        )
+        self.output_tokens = counter(f"{PREFIX}output_tokens", "Tokens relayed to clients.", "model")
+        self.cancellations = counter(
+            f"{PREFIX}model_cancellation",
+            "Requests that their client gave up.",
+            "model",
+            "endpoint",
+            "request_type",
+        )
+        self.rejections = counter(f"{PREFIX}model_rejection", "Requests turned away.", "model", "endpoint")
+        self.migrations = counter(
+            f"{PREFIX}model_migration", "Failed attempts that were to migrate.", "model", "migration_type"
+        )
+        self.over_cap = counter(
+            f"{PREFIX}model_migration_max_seq_len_exceeded", "Requests grown too long to migrate.", "model"
+        )
+        self.migration_limit = gauge(
+            f"{PREFIX}model_migration_limit", "Migrations allowed to a request.", "model"
+        )
+        self.context_length = gauge(f"{PREFIX}model_context_length", "Tokens of a model's context.", "model")
+        self.total_kv_blocks = gauge(
+            f"{PREFIX}model_total_kv_blocks", "KV blocks of a model's worker.", "model"
+        )
+        self.max_num_seqs = gauge(
+            f"{PREFIX}model_max_num_seqs", "Largest batch of a model's worker.", "model"
+        )
+        self.kv_block_size = gauge(f"{PREFIX}model_kv_cache_block_size", "Tokens of a KV block.", "model")
+        self.waiting = gauge(
+            f"{PREFIX}worker_waiting_requests", "Requests that wait at a worker.", "worker_id"
+        )
+        self.decode_blocks = gauge(f"{PREFIX}worker_active_decode_blocks", "KV blocks in use.", "worker_id")
+        self.duration = histogram(
+            f"{PREFIX}request_duration_seconds", "From arrival to end.", log_spaced(1, 512, 10), "model"
+        )
+        self.ttft = histogram(
+            f"{PREFIX}time_to_first_token_seconds",
+            "From arrival to first token.",
+            log_spaced(0.001, 480, 18),
+            "model",
+        )
+        self.itl = histogram(
+            f"{PREFIX}inter_token_latency_seconds", "Between tokens.", log_spaced(0.001, 2, 13), "model"
+        )
+        self.input_tokens = histogram(
+            f"{PREFIX}input_sequence_tokens", "Tokens of a prompt.", log_spaced(50, 128_000, 12), "model"
+        )
+        self.output_sequence = histogram(
+            f"{PREFIX}output_sequence_tokens", "Tokens of an answer.", log_spaced(50, 32_000, 10), "model"
+        )
+        self.cached_tokens = histogram(
+            f"{PREFIX}cached_tokens",
+            "Prompt tokens found in a prefix cache.",
+            log_spaced(50, 128_000, 12),
+            "model",
+        )
+        self.tokenizer_ms = histogram(
+            f"{PREFIX}tokenizer_latency_ms",
+            "Time to tokenise a prompt.",
+            log_spaced(0.01, 1000, 16),
+            "operation",
+        )
+        self.migration_s = histogram(
+            f"{PREFIX}model_migration_duration_seconds",
+            "From a failure's detection to the next token.",
+            log_spaced(0.001, 30, 15),
+            "model",
+            "migration_type",
+            "outcome",
+        )
+        self.resume = histogram(
+            "holdfast_resume_seconds",
+            "What a client saw: from its last token before a fault to the next.",
+            log_spaced(0.001, 30, 15),
+            "cause",
+        )
+        self.exposed = counter(
+            "holdfast_requests_exposed", "Requests that a convicted worker had fed.", "action"
+        )
+        self.hangs = gauge("holdfast_worker_hangs", "Workers that this frontend has found hung.")
+        self.late_ticks = gauge("holdfast_late_ticks", "Times that this frontend's own loop was late.")
+        self.late_chunks = gauge("holdfast_late_chunks", "Chunks of attempts that had been left, dropped.")
+        self.slow_clients = counter("holdfast_slow_clients", "Clients cut off because they did not read.")
+        self.parked = gauge("holdfast_parked_requests", "Requests that wait for a worker to go on with.")
+        self.breakers = gauge(
+            "holdfast_local_breaker_state",
+            "This frontend's own breaker: 0 closed, 1 open, 2 half-open.",
+            "worker_id",
+        )
+        self.panic = gauge("holdfast_panic", "1 while this frontend ignores its own breakers.", "model")
+
+    def render(self) -> bytes:
+        """Return the exposition text."""
+        return generate_latest(self.registry)

@@ -1,0 +1,100 @@
+"""May this request go on elsewhere, and what is its client told if not?
+
+Migration replays the prompt and every token that was accepted, on a worker that has not failed this request
+yet. A worker's failure is classified once, here: does it move the request, does it speak against the worker,
+does it cost budget. One budget serves all kinds of failure: with a limit of 3 a request is sent at most four
+times.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from controller.frontend.errors import ApiError
+from controller.router.table import Key
+from events.observations import MigrationCause
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """What a failure means. `patient`: when every worker was tried, waiting for a new one is worth it."""
+
+    cause: MigrationCause
+    status: int
+    message: str
+    blames: bool = True  # it speaks against the worker
+    free: bool = False  # it costs no budget: nothing was ever begun
+    patient: bool = True
+
+
+KINDS = {
+    "cannot_connect": Kind("cannot_connect", 503, "the worker cannot be reached", free=True),
+    "disconnected": Kind("disconnected", 502, "Stream ended before generation completed"),
+    "stalled": Kind("stalled", 504, "the worker stopped answering"),
+    "engine_error": Kind("engine_error", 500, "the engine failed", patient=False),
+    "engine_shutdown": Kind("engine_shutdown", 503, "the worker is shutting down", blames=False),
+    "overloaded": Kind("overloaded", 503, "the worker is full", blames=False, patient=False),
+    "stream_incomplete": Kind("engine_error", 502, "Stream ended before generation completed", patient=False),
+    "non_finite": Kind("engine_error", 500, "the engine computed numbers that are not finite", patient=False),
+    "not_serving": Kind(
+        "cannot_connect", 503, "the worker does not serve this model", blames=False, free=True
+    ),
+    "unhealthy": Kind("unhealthy", 503, "the worker was taken out of service", blames=False),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """Why an attempt ended, in the worker's or the connection's own words."""
+
+    reason: str  # a key of KINDS
+    detail: str
+
+    @property
+    def kind(self) -> Kind:
+        return KINDS[self.reason]
+
+    @property
+    def error(self) -> ApiError:
+        """The error that the client gets if nothing else can be done."""
+        kind = self.kind
+        message = f"{kind.message}: {self.detail}" if self.detail not in ("", kind.message) else kind.message
+        retry = 1 if kind.status == 503 else None
+        return ApiError(kind.status, message, code=self.reason, retry_after_s=retry)
+
+
+def classify(error: str) -> Failure:
+    """Return the failure that a chunk's `error` names; what is unknown is the engine's fault."""
+    reason, _, detail = error.partition(":")
+    return Failure(reason if reason in KINDS else "engine_error", detail.strip() or error)
+
+
+def smallest_limit(own: int, workers: Iterable[int | None]) -> int:
+    """Return the limit that holds: the smallest of the frontend's and those of the model's workers."""
+    return min([own, *(limit for limit in workers if limit is not None)])
+
+
+@dataclass(slots=True)
+class Allowance:
+    """How often one request may still be sent, and where it must not go again."""
+
+    limit: int
+    max_seq_len: int | None = None
+    forbidden: str = ""  # why it may not move at all: guided_decoding, n_over_1
+    spent: int = 0  # attempts that cost budget, the first one included
+    tried: set[Key] = field(default_factory=set)
+
+    def refusal(self, length: int) -> str:
+        """Return why a request of `length` tokens may not be sent again; empty if it may.
+
+        Exactly at the cap is still allowed: only more disables migration.
+        """
+        if self.forbidden:
+            return self.forbidden
+        if self.over_cap(length):
+            return "over_cap"
+        if self.spent > self.limit:
+            return "budget_exhausted"
+        return ""
+
+    def over_cap(self, length: int) -> bool:
+        return self.max_seq_len is not None and length > self.max_seq_len

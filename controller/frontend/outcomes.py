@@ -1,0 +1,261 @@
+"""How do requests fare on each worker, as this frontend sees it? Its own breakers, and the facts that it
+reports.
+
+The local breaker is the fleet's machine (`deciders.breaker`) run on this frontend's outcomes, with its own
+numbers for its own moves: it can only subtract, and none of its moves is journalled. Its trial is one real
+request.
+
+A broken connection is one failure, however many streams it carried. If every worker in service breaks within
+one tick, it is more likely us: nobody is blamed.
+"""
+
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field, replace
+from datetime import UTC, datetime, timedelta
+from statistics import median
+
+import structlog
+
+from controller.deciders import breaker
+from controller.deciders.breaker import Breaker, BreakerPolicy
+from controller.frontend.settings import FactSettings, LocalBreakerSettings
+from controller.router.table import Key, Seat
+from events.fact import Decision, Observation
+from events.observations import (
+    RequestFailed,
+    RequestsServed,
+    WorkerSlow,
+    WorkerSlowCleared,
+)
+
+log = structlog.get_logger(__name__)
+
+SAMPLES_MAX = 256  # per worker and window
+SLOW_MS_MIN = 5.0  # a difference below this is nobody's slowness
+TRANSPORT = frozenset({"disconnected", "stalled", "cannot_connect"})
+_ZERO = datetime(2000, 1, 1, tzinfo=UTC)  # the loop's clock as a datetime, for the machine that wants one
+
+
+@dataclass(slots=True)
+class Window:
+    """What one worker has served since the last report."""
+
+    count: int = 0
+    tokens: int = 0
+    ttft_ms: list[float] = field(default_factory=list)
+    itl_ms: list[float] = field(default_factory=list)  # each request's mean
+    under: int | None = None  # the smallest, so that a straggler is never taken for news
+
+
+@dataclass(slots=True)
+class Tally:
+    """One life of a worker, as this frontend fares with it."""
+
+    breaker: Breaker
+    under: int = 0  # local number when the last request was sent there
+    failures: int = 0  # in a row
+    broken: str = ""  # a transport failure of this tick, not judged yet
+    broken_under: int = 0
+    reports: int = 0  # RequestFailed in this second
+    slow: bool = False
+    window: Window = field(default_factory=Window)
+
+
+class Outcomes:
+    """All tallies of one frontend."""
+
+    def __init__(
+        self,
+        frontend: str,
+        local: LocalBreakerSettings,
+        facts: FactSettings,
+        observe: Callable[[Observation], object],
+        now: Callable[[], float],
+    ) -> None:
+        self._frontend = frontend
+        self._local = local
+        self._facts = facts
+        self._observe = observe
+        self._now = now
+        self._number = 0  # of this frontend's own breaker moves
+        self._tallies: dict[Key, Tally] = {}
+        self._window_at = now()
+        self._second_at = now()
+        self.blamed_on_us = 0
+        self._policy = BreakerPolicy(
+            failures_max=local.failures_max,
+            wait_min=timedelta(seconds=local.wait_s),
+            wait_max=timedelta(seconds=local.wait_s_max),
+            trial_timeout=timedelta(seconds=local.trial_timeout_s),
+        )
+
+    def tally(self, key: Key) -> Tally:
+        """Return the tally of one life of a worker."""
+        found = self._tallies.get(key)
+        if found is None:
+            state = Breaker(key[0], key[1], trial_by="request")
+            found = self._tallies[key] = Tally(state)
+        return found
+
+    def keep(self, keys: Collection[Key]) -> None:
+        """Forget lives of workers that are gone."""
+        for key in [key for key in self._tallies if key not in keys]:
+            del self._tallies[key]
+
+    def reset(self, key: Key) -> None:
+        """The fleet's breaker closed: whatever this frontend held against the worker is void."""
+        if key in self._tallies:
+            self._tallies[key].breaker = Breaker(key[0], key[1], trial_by="request", moved_by=self._number)
+            self._tallies[key].failures = 0
+
+    # --- the breaker --------------------------------------------------------------------------------------
+
+    def allowed(self, seat: Seat) -> bool:
+        """Say whether this frontend's own breaker lets a request go there."""
+        found = self._tallies.get(seat.key)
+        return found is None or breaker.admit(found.breaker) is not None
+
+    def sent(self, key: Key) -> None:
+        """A request went there; half-open, it is the trial."""
+        found = self.tally(key)
+        found.under = self._number
+        admitted = breaker.admit(found.breaker)
+        if admitted is not None:
+            found.breaker = admitted
+
+    def positions(self) -> Mapping[Key, str]:
+        """Return where every breaker stands."""
+        return {key: tally.breaker.position for key, tally in self._tallies.items()}
+
+    @property
+    def any_open(self) -> bool:
+        return any(tally.breaker.position != "closed" for tally in self._tallies.values())
+
+    # --- outcomes -----------------------------------------------------------------------------------------
+
+    def served(self, key: Key, tokens: int, ttft_s: float | None, itl_s: float | None, under: int) -> None:
+        """A request ended well on this worker."""
+        found, window = self.tally(key), self.tally(key).window
+        found.failures = 0
+        if found.breaker.request_failures or found.breaker.position != "closed":
+            fact = self._served(key, window, 0.0, routed_under=found.under)
+            found.breaker = breaker.evolve(found.breaker, fact)
+        window.count += 1
+        window.tokens += tokens
+        window.under = under if window.under is None else min(window.under, under)
+        if len(window.ttft_ms) < SAMPLES_MAX:
+            if ttft_s is not None:
+                window.ttft_ms.append(ttft_s * 1000)
+            if itl_s is not None:
+                window.itl_ms.append(itl_s * 1000)
+
+    def failed(self, key: Key, reason: str, under: int) -> None:
+        """A request failed on this worker, and it was the worker's fault."""
+        found = self.tally(key)
+        if reason in TRANSPORT:
+            found.broken = found.broken or reason
+            found.broken_under = under
+        else:
+            self._count(key, found, reason, under)
+
+    def _count(self, key: Key, found: Tally, reason: str, under: int) -> None:
+        found.failures += 1
+        fact = RequestFailed(
+            worker=key[0],
+            instance=key[1],
+            frontend=self._frontend,
+            failures_in_a_row=found.failures,
+            reason=reason,
+            routed_under=under,
+        )
+        found.breaker = breaker.evolve(found.breaker, replace(fact, routed_under=found.under))
+        if (
+            found.reports < self._facts.failures_per_s_max
+        ):  # the next report carries the count of those left out
+            found.reports += 1
+            self._observe(fact)
+
+    # --- time ---------------------------------------------------------------------------------------------
+
+    def tick(self, in_service: Collection[Key]) -> None:
+        """Judge what broke, move the breakers that are due, and report the windows that are full."""
+        self._judge(in_service)
+        now = self._now()
+        moment = _ZERO + timedelta(seconds=now)
+        for key, found in self._tallies.items():
+            for decision in breaker.decide(self._policy, found.breaker, moment):
+                self._move(key, found, decision)
+        if now - self._second_at >= 1.0:
+            self._second_at = now
+            for found in self._tallies.values():
+                found.reports = 0
+        if now - self._window_at >= self._facts.window_s:
+            self._report(now - self._window_at)
+            self._window_at = now
+
+    def _judge(self, in_service: Collection[Key]) -> None:
+        broken = [(key, found) for key, found in self._tallies.items() if found.broken]
+        ours = len(in_service) > 1 and {key for key, _ in broken} >= set(in_service)
+        if ours:
+            self.blamed_on_us += 1
+            log.warning("every_connection_failed", workers=len(broken))
+        for key, found in broken:
+            reason, found.broken = found.broken, ""
+            if not ours:
+                self._count(key, found, reason, found.broken_under)
+
+    def _move(self, key: Key, found: Tally, decision: Decision) -> None:
+        self._number += 1
+        found.breaker = breaker.evolve(found.breaker, replace(decision, number=self._number))
+        log.info("local_breaker", worker=key[0], instance=key[1], position=found.breaker.position)
+
+    # --- reports ------------------------------------------------------------------------------------------
+
+    def report(self) -> None:
+        """Report what the current window holds, at the process's end."""
+        self._report(max(1e-3, self._now() - self._window_at))
+
+    def _report(self, window_s: float) -> None:
+        speeds = {
+            key: median(found.window.itl_ms)
+            for key, found in self._tallies.items()
+            if found.window.itl_ms and found.window.tokens >= self._facts.slow_tokens_min
+        }
+        for key, found in self._tallies.items():
+            if found.window.count:
+                self._observe(self._served(key, found.window, window_s, routed_under=found.window.under or 0))
+                found.window = Window()
+            if key in speeds:
+                self._compare(key, found, speeds)
+
+    def _compare(self, key: Key, found: Tally, speeds: Mapping[Key, float]) -> None:
+        others = [speed for other, speed in speeds.items() if other != key]
+        if not others:
+            return
+        own, usual = speeds[key], median(others)
+        slow = own > self._facts.slow_factor * usual and own - usual > SLOW_MS_MIN
+        kind = WorkerSlow if slow else WorkerSlowCleared
+        if slow or found.slow:
+            self._observe(
+                kind(
+                    worker=key[0],
+                    instance=key[1],
+                    frontend=self._frontend,
+                    latency_ms=own,
+                    baseline_ms=usual,
+                )
+            )
+        found.slow = slow
+
+    def _served(self, key: Key, window: Window, window_s: float, *, routed_under: int) -> RequestsServed:
+        return RequestsServed(
+            worker=key[0],
+            instance=key[1],
+            frontend=self._frontend,
+            count=window.count,
+            tokens=window.tokens,
+            ttft_ms=median(window.ttft_ms) if window.ttft_ms else 0.0,
+            itl_ms=median(window.itl_ms) if window.itl_ms else 0.0,
+            routed_under=routed_under,
+            window_s=window_s,
+        )

@@ -1,0 +1,83 @@
+"""The settings of a frontend."""
+
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+Positive = Annotated[float, Field(gt=0)]
+Share = Annotated[float, Field(ge=0, le=1)]
+OnCorruption = Literal["continue", "restart", "error"]
+
+
+class Strict(BaseModel):
+    """A settings model that refuses names it does not know."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class AdmissionSettings(Strict):
+    """Who is let in, and how long he may wait. A degradation level's knobs scale these."""
+
+    inflight_per_batch: Positive = 4.0  # requests in flight per worker, times the worker's own max_batch
+    inflight_max: int | None = Field(default=None, ge=1)  # the same per worker, as a plain number
+    queue_max: int = Field(default=1024, ge=0)  # requests that wait for a free worker, per model
+    queue_s: Positive = 10.0
+    first_token_s: Positive = 120.0
+    body_mb_max: int = Field(default=45, ge=1)
+
+
+class StreamSettings(Strict):
+    """What a client may cost that does not read."""
+
+    buffer_bytes_max: int = Field(default=1024 * 1024, ge=4096)
+    write_deadline_s: Positive = 30.0
+
+
+class LocalBreakerSettings(Strict):
+    """This frontend's own breakers: shorter than the fleet's, because they know less and can only subtract."""
+
+    failures_max: int = Field(default=3, ge=1)
+    wait_s: Positive = 5.0
+    wait_s_max: Positive = 60.0
+    trial_timeout_s: Positive = 30.0
+    panic_share: Share = 0.5  # less routable weight than this: local breakers are ignored
+
+
+class FactSettings(Strict):
+    """How often a frontend reports, and how much it remembers."""
+
+    window_s: Positive = 5.0  # of RequestsServed and WorkerSlow
+    rejected_window_s: Positive = 1.0
+    failures_per_s_max: int = Field(
+        default=20, ge=1
+    )  # RequestFailed per worker; more are counted into the next
+    slow_factor: Annotated[float, Field(gt=1)] = 3.0  # times the median of the model's other workers
+    slow_tokens_min: int = Field(default=32, ge=1)  # tokens in a window, below which nobody is called slow
+    exposure_entries_max: int = Field(default=65_536, ge=1)  # per worker
+
+
+class FrontendSettings(Strict):
+    """One frontend process.
+
+    `migration_limit` is 3 where the seed's default is 0 (no migration at all), which surprises everyone.
+    `on_corruption` says what becomes of a stream that a convicted worker has fed: `continue` goes on from
+    what was accepted, and starts over where nothing of it has reached the client; `restart` starts over, and
+    ends with an error where the client has already seen some; `error` always ends with an error.
+    """
+
+    host: str = "127.0.0.1"
+    port: int = Field(default=8000, ge=0, le=65_535)  # 0: the system chooses
+    admin_host: str = "127.0.0.1"
+    admin_port: int = Field(default=0, ge=0, le=65_535)
+    migration_limit: int = Field(default=3, ge=0, le=2**32 - 1)
+    migration_max_seq_len: int | None = Field(default=None, ge=1)
+    on_corruption: OnCorruption = "continue"
+    reroute_s: Positive = 10.0  # how long a stream without a worker waits for one
+    grace_s: Positive = 30.0  # how long streams may go on after SIGTERM
+    retry_after_s: int = Field(default=30, ge=1)
+    static: str = ""  # host:port,…: workers given directly, without a broker, for benchmarks and tests
+    static_tokenizer: str = "builtin:sim"
+    admission: AdmissionSettings = AdmissionSettings()
+    stream: StreamSettings = StreamSettings()
+    breaker: LocalBreakerSettings = LocalBreakerSettings()
+    facts: FactSettings = FactSettings()

@@ -1,0 +1,127 @@
+"""One HTTP response as a stream of server-sent events, written straight to the transport.
+
+Everything that one turn of the loop brings for a stream becomes one write; each token stays its own event.
+The head goes out with the first event, so that whatever fails before the first token is a proper HTTP error.
+The pump never waits for a client: what he does not read is buffered up to a bound and a deadline, past which
+he is cancelled.
+"""
+
+import asyncio
+from collections.abc import Callable, Mapping
+from email.utils import formatdate
+
+from aiohttp import web
+from aiohttp.abc import AbstractStreamWriter
+
+from controller.frontend.settings import StreamSettings
+
+DONE = b"data: [DONE]\n\n"
+
+
+class SseStream:
+    """The client's end of one streamed request."""
+
+    __slots__ = (
+        "_chunked",
+        "_head",
+        "_limits",
+        "_moved_at",
+        "_overflow",
+        "_seen",
+        "_transport",
+        "_written",
+        "ended",
+        "parts",
+        "started",
+    )
+
+    def __init__(
+        self,
+        transport: asyncio.Transport,
+        limits: StreamSettings,
+        *,
+        chunked: bool,
+        overflow: Callable[[str], None],
+    ) -> None:
+        self._transport = transport
+        self._limits = limits
+        self._chunked = chunked
+        self._overflow = overflow
+        self._head: Callable[[], bytes] | None = None
+        self._written = 0
+        self._seen = 0  # bytes that had left our buffer when we looked last
+        self._moved_at: float | None = None  # None: nothing is waiting
+        self.parts: list[bytes] = []
+        self.started = False
+        self.ended = False
+
+    def set_head(self, head: Callable[[], bytes]) -> None:
+        """Say how to make the response's head; it is asked for once, with the first event."""
+        self._head = head
+
+    def flush(self) -> None:
+        """Write what has gathered, as one chunk."""
+        parts = self.parts
+        if not parts:
+            return
+        payload = b"".join(parts)
+        parts.clear()
+        if self._chunked:
+            payload = b"%x\r\n%b\r\n%b" % (len(payload), payload, b"0\r\n\r\n" if self.ended else b"")
+        if not self.started:
+            self.started = True
+            assert self._head is not None
+            payload = self._head() + payload
+        transport = self._transport
+        if transport.is_closing():
+            return
+        transport.write(payload)
+        self._written += len(payload)
+        if transport.get_write_buffer_size() > self._limits.buffer_bytes_max:
+            self._overflow("the client does not read what it asked for")
+
+    def check(self, now: float) -> None:
+        """Cancel the client if bytes have waited for him, without any of them moving, for the write deadline."""
+        waiting = self._transport.get_write_buffer_size()
+        left = self._written - waiting
+        if not waiting:
+            self._moved_at = None
+        elif self._moved_at is None or left > self._seen:
+            self._moved_at = now
+        elif now - self._moved_at > self._limits.write_deadline_s:
+            self._overflow(f"the client has read nothing for {self._limits.write_deadline_s:g} s")
+        self._seen = left
+
+    def abort(self) -> None:
+        """Drop the client's connection."""
+        self._transport.abort()
+
+
+class StreamedResponse(web.StreamResponse):
+    """Tells aiohttp that the response has been written already, by an SseStream."""
+
+    def __init__(self, *, keep: bool) -> None:
+        super().__init__()
+        self._keep_alive = keep
+
+    async def prepare(self, request: web.BaseRequest) -> AbstractStreamWriter | None:
+        return None
+
+    async def write_eof(self, data: bytes = b"") -> None:
+        self._eof_sent = True
+
+
+def head(version: tuple[int, int], headers: Mapping[str, str], *, chunked: bool, keep: bool) -> bytes:
+    """Return the head of a 200 response that streams events."""
+    lines = [
+        f"HTTP/{version[0]}.{version[1]} 200 OK",
+        "Content-Type: text/event-stream; charset=utf-8",
+        "Cache-Control: no-cache",
+        f"Date: {formatdate(usegmt=True)}",
+        *(f"{name}: {value}" for name, value in headers.items()),
+    ]
+    if chunked:
+        lines.append("Transfer-Encoding: chunked")
+    if not keep:
+        lines.append("Connection: close")
+    return ("\r\n".join(lines) + "\r\n\r\n").encode("latin-1", "replace")

@@ -1,0 +1,291 @@
+"""How an answer reaches its client: as events of a stream, or gathered and sent whole.
+
+A voice is fed the tokens that a worker gave; it turns them into text, ends at stop strings, and carries
+logprobs. The streaming voice has a fast path: without stop strings and logprobs, over a byte-level
+vocabulary, a token's event is three byte strings of which two never change and the third stands in a table.
+"""
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from controller.frontend.speech import Speech
+from controller.frontend.sse import SseStream
+from controller.frontend.tokens import ByteDetokenizer, Tokens
+from events.wire import Logprob
+
+
+class Voice(Protocol):
+    """One answer, on its way to the client."""
+
+    stopped: bool  # a stop string has been reached
+
+    @property
+    def reached(self) -> int:
+        """How many of the tokens the client may have seen already."""
+        ...
+
+    def say(self, tokens: Sequence[int], logprobs: Sequence[Logprob] | None) -> int:
+        """Take tokens and return how many of them were used: a stop string may end the answer among them."""
+        ...
+
+    def say_text(self, text: str, tokens: int) -> None:
+        """Take a text that came without tokens."""
+        ...
+
+    def finish(self, reason: str) -> None:
+        """Say what is left, and why the answer ends."""
+        ...
+
+    def flush(self) -> None:
+        """Write what one turn of the loop has brought."""
+        ...
+
+    def rewind(self, count: int) -> None:
+        """Forget all tokens after the first `count`, none of which the client has seen."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Form:
+    """What every part of one response shares."""
+
+    id: str
+    model: str
+    created: int
+    chat: bool
+    usage: bool  # a stream's chunks carry "usage": null, because the last one will carry it
+    tokens: Tokens
+    stops: tuple[str, ...]
+    min_tokens: int
+    logprobs: int | None
+
+    def speech(self) -> Speech:
+        return Speech(self.tokens.detokenizer(), self.stops, self.min_tokens)
+
+    def envelope(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
+        """Return one chunk of a stream."""
+        name = "chat.completion.chunk" if self.chat else "text_completion"
+        out = {
+            "id": self.id,
+            "object": name,
+            "created": self.created,
+            "model": self.model,
+            "choices": choices,
+        }
+        return out | {"usage": None} if self.usage else out
+
+    def chunk(self, index: int, text: str | None, logprobs: Any, finish: str | None) -> bytes:
+        """Return one event of a stream."""
+        choice: dict[str, Any] = {"index": index}
+        if self.chat:
+            choice["delta"] = {} if text is None else {"content": text}
+        else:
+            choice["text"] = text or ""
+        choice |= {"logprobs": logprobs, "finish_reason": finish}
+        return event(self.envelope([choice]))
+
+
+def event(body: dict[str, Any]) -> bytes:
+    """Return a body as one server-sent event."""
+    return b"data: " + json.dumps(body, ensure_ascii=False, separators=(",", ":")).encode() + b"\n\n"
+
+
+class StreamVoice:
+    """Says each token as it comes."""
+
+    __slots__ = (
+        "_fast",
+        "_form",
+        "_index",
+        "_json",
+        "_opened",
+        "_prefix",
+        "_said",
+        "_speech",
+        "_stream",
+        "_suffix",
+        "stopped",
+    )
+
+    def __init__(self, form: Form, stream: SseStream, index: int) -> None:
+        self._form = form
+        self._stream = stream
+        self._index = index
+        self._opened = not form.chat
+        self._said = 0
+        self.stopped = False
+        self._speech = form.speech()
+        self._prefix, self._suffix = _frame(form, index)
+        table = form.tokens.table
+        self._fast: ByteDetokenizer | None = None
+        self._json: list[bytes | None] = []
+        if table is not None and not form.stops and form.logprobs is None:
+            self._fast, self._json = ByteDetokenizer(table), table.json
+
+    @property
+    def reached(self) -> int:
+        return self._said
+
+    def _open(self) -> None:
+        """Begin a chat answer: the first chunk names the role."""
+        self._opened = True
+        choice = {"index": self._index, "delta": {"role": "assistant", "content": ""}}
+        self._stream.parts.append(
+            event(self._form.envelope([choice | {"logprobs": None, "finish_reason": None}]))
+        )
+
+    def say(self, tokens: Sequence[int], logprobs: Sequence[Logprob] | None) -> int:
+        if not self._opened:
+            self._open()
+        if self._fast is None:
+            return self._say_slowly(tokens, logprobs)
+        parts, prefix, suffix, table, fast = (
+            self._stream.parts,
+            self._prefix,
+            self._suffix,
+            self._json,
+            self._fast,
+        )
+        for token in tokens:
+            text = table[token] if not fast.pending and 0 <= token < len(table) else None
+            if text is None:
+                text = json.dumps(fast.feed(token)).encode()
+            if text != b'""':
+                parts += (prefix, text, suffix)
+        self._said += len(tokens)
+        return len(tokens)
+
+    def _say_slowly(self, tokens: Sequence[int], logprobs: Sequence[Logprob] | None) -> int:
+        form, speech = self._form, self._speech
+        for place, token in enumerate(tokens):
+            text = speech.feed(token)
+            shown = None
+            if form.logprobs is not None and logprobs is not None:
+                shown = show_logprobs(form, [token], [logprobs[place]], 0)
+            if text or shown is not None:
+                self._stream.parts.append(form.chunk(self._index, text, shown, None))
+            self._said += 1
+            if speech.stopped:
+                self.stopped = True
+                return place + 1
+        return len(tokens)
+
+    def say_text(self, text: str, tokens: int) -> None:
+        if not self._opened:
+            self._open()
+        said = self._speech.feed_text(text, tokens)
+        if said:
+            self._stream.parts.append(self._form.chunk(self._index, said, None, None))
+        self._said += tokens
+        self.stopped = self._speech.stopped
+
+    def finish(self, reason: str) -> None:
+        if not self._opened:
+            self._open()
+        rest = (self._fast.flush() if self._fast is not None else "") + self._speech.end()
+        if rest:
+            self._stream.parts.append(self._form.chunk(self._index, rest, None, None))
+        self._stream.parts.append(self._form.chunk(self._index, None, None, reason))
+
+    def flush(self) -> None:
+        self._stream.flush()
+
+    def rewind(self, count: int) -> None:
+        assert count >= self._said, "what a client has seen cannot be unsaid"
+
+
+class FoldVoice:
+    """Gathers the answer, and gives it whole."""
+
+    def __init__(self, form: Form) -> None:
+        self._form = form
+        self._tokens: list[int] = []
+        self._logprobs: list[Logprob] = []
+        self._loose = ""  # text that came without tokens
+        self._speech = form.speech() if form.stops else None
+        self._text: list[str] = []
+        self.stopped = False
+        self.reason = ""
+
+    @property
+    def reached(self) -> int:
+        return 0
+
+    def say(self, tokens: Sequence[int], logprobs: Sequence[Logprob] | None) -> int:
+        used = len(tokens)
+        if self._speech is not None:
+            for place, token in enumerate(tokens):
+                self._text.append(self._speech.feed(token))
+                if self._speech.stopped:
+                    self.stopped, used = True, place + 1
+                    break
+        self._tokens += tokens[:used]
+        self._logprobs += (logprobs or ())[:used]
+        return used
+
+    def say_text(self, text: str, tokens: int) -> None:
+        if self._speech is None:
+            self._speech = self._form.speech()
+        self._text.append(self._speech.feed_text(text, tokens))
+        self.stopped = self._speech.stopped
+
+    def finish(self, reason: str) -> None:
+        self.reason = reason
+        if self._speech is None:
+            self._speech = self._form.speech()
+            self._text = [self._speech.feed(token) for token in self._tokens]
+        self._text.append(self._speech.end())
+
+    def flush(self) -> None:
+        pass
+
+    def rewind(self, count: int) -> None:
+        tokens, self._tokens = self._tokens[:count], []
+        logprobs, self._logprobs = self._logprobs[:count], []
+        self._text, self.stopped = [], False
+        self._speech = self._form.speech() if self._form.stops else None
+        self.say(tokens, logprobs)
+
+    def choice(self, index: int) -> dict[str, Any]:
+        """Return the finished answer as one choice of the response."""
+        form, text = self._form, "".join(self._text)
+        shown = show_logprobs(form, self._tokens, self._logprobs, 0) if form.logprobs is not None else None
+        out: dict[str, Any] = {"index": index, "finish_reason": self.reason, "logprobs": shown}
+        if form.chat:
+            return out | {"message": {"role": "assistant", "content": text, "refusal": None}}
+        return out | {"text": text}
+
+
+def _frame(form: Form, index: int) -> tuple[bytes, bytes]:
+    """Return what stands before and after a token's text in its event."""
+    mark = "\x00"
+    whole = form.chunk(index, mark, None, None)
+    before, after = whole.split(json.dumps(mark).encode())
+    return before, after
+
+
+def show_logprobs(
+    form: Form, tokens: Sequence[int], logprobs: Sequence[Logprob], offset: int
+) -> dict[str, Any]:
+    """Return logprobs in the shape that the endpoint's clients expect."""
+    k = form.logprobs or 0
+    if form.chat:
+        return {
+            "content": [_chat_logprob(form.tokens, t, lp, k) for t, lp in zip(tokens, logprobs, strict=False)]
+        }
+    names = [form.tokens.text_of(token) for token in tokens]
+    offsets = [offset + sum(map(len, names[:place])) for place in range(len(names))]
+    tops = [{form.tokens.text_of(t): value for t, value in lp.top[:k]} for lp in logprobs]
+    chosen = [lp.chosen for lp in logprobs]
+    return {"tokens": names, "token_logprobs": chosen, "top_logprobs": tops, "text_offset": offsets}
+
+
+def _chat_logprob(tokens: Tokens, token: int, logprob: Logprob, k: int) -> dict[str, Any]:
+    top = [_named(tokens, other, value) for other, value in logprob.top[:k]]
+    return _named(tokens, token, logprob.chosen) | {"top_logprobs": top}
+
+
+def _named(tokens: Tokens, token: int, value: float) -> dict[str, Any]:
+    return {"token": tokens.text_of(token), "logprob": value, "bytes": list(tokens.bytes_of(token))}

@@ -1,0 +1,129 @@
+"""Who gets the request? Filter, score, pick.
+
+    filter   the model's seats: lineage, routable, reachable, not tried by this request, breaker, in-flight
+    cap score    (requests in flight + 1, and tokens) / weight: lower is better
+    pick     the lowest; among equals the one that was picked longest ago
+
+Every way to find nobody is an error of its own, because the client should be told different things.
+"""
+
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+
+from controller.router.table import Key, Lineage, Seat
+from events.errors import HoldfastError
+from events.wire import Load
+
+TOKENS_PER_REQUEST = 4096  # so many tokens in flight weigh as much as one more request
+
+
+class NoWorker(HoldfastError):
+    """No worker can take this request."""
+
+    code = "no_worker"
+
+
+class NotServed(NoWorker):
+    """No worker of this model is known."""
+
+    code = "model_not_found"
+
+
+class NoneRoutable(NoWorker):
+    """Every worker of this model is out of service, or its breaker is open."""
+
+    code = "no_routable_worker"
+
+
+class NoneReachable(NoWorker):
+    """The workers of this model that are in service cannot be reached from this frontend."""
+
+    code = "no_reachable_worker"
+
+
+class AllTried(NoWorker):
+    """Every worker of this model that is in service has already failed this request."""
+
+    code = "all_workers_failed"
+
+
+class AllBusy(NoWorker):
+    """Every worker of this model has as many requests in flight as it may have."""
+
+    code = "all_workers_busy"
+
+
+@dataclass(frozen=True, slots=True)
+class Rules:
+    """What the filter and the score ask about a seat."""
+
+    reachable: Callable[[str, str], bool]
+    allowed: Callable[[Seat], bool]  # this frontend's own breaker
+    load: Callable[[str], Load | None]
+    cap: Callable[[Seat], int]
+
+
+class Picker:
+    """Picks seats. Remembers nothing but whose turn it is."""
+
+    def __init__(self) -> None:
+        self._turn = 0
+        self._last: dict[Key, int] = {}
+
+    def pick(
+        self,
+        seats: Sequence[Seat],
+        rules: Rules,
+        *,
+        lineage: Lineage | None = None,
+        tried: Collection[Key] = (),
+        capped: bool = True,
+    ) -> Seat:
+        """Return the best seat. Raise NotServed, NoneRoutable, NoneReachable, AllTried or AllBusy."""
+        left = _filtered(seats, rules, lineage, tried, capped)
+        best = min(left, key=lambda seat: (cost(seat, rules.load(seat.worker)), self._last.get(seat.key, 0)))
+        self._turn += 1
+        self._last[best.key] = self._turn
+        return best
+
+    def forget(self, keys: Collection[Key]) -> None:
+        """Drop the memory of seats that are gone; keep `keys`."""
+        self._last = {key: turn for key, turn in self._last.items() if key in keys}
+
+
+def _filtered(
+    seats: Sequence[Seat], rules: Rules, lineage: Lineage | None, tried: Collection[Key], capped: bool
+) -> list[Seat]:
+    if lineage is not None:
+        seats = [seat for seat in seats if seat.lineage == lineage]
+    if not seats:
+        raise NotServed
+    routable = [seat for seat in seats if seat.routable]
+    if not routable:
+        raise NoneRoutable
+    reachable = [seat for seat in routable if rules.reachable(seat.worker, seat.instance)]
+    if not reachable:
+        raise NoneReachable
+    untried = [seat for seat in reachable if seat.key not in tried]
+    if not untried:
+        raise AllTried
+    allowed = [seat for seat in untried if rules.allowed(seat)]
+    if not allowed:
+        raise NoneRoutable
+    free = [seat for seat in allowed if not capped or seat.active < rules.cap(seat)]
+    if not free:
+        raise AllBusy
+    return free
+
+
+def cost(seat: Seat, load: Load | None) -> float:
+    """Return how much a request would wait there: what we know ourselves, or what the worker says if that is
+    more.
+
+    The worker's own report counts what other frontends sent; ours is newer. The larger of the two is taken.
+    """
+    active, tokens = seat.active, seat.tokens
+    if load is not None:
+        active = max(active, load.running + load.waiting)
+        tokens = max(tokens, load.active_tokens)
+    return (active + 1 + tokens / TOKENS_PER_REQUEST) / max(seat.weight, 1e-6)

@@ -1,0 +1,113 @@
+"""Who could serve a request? The router's table: one seat per life of a worker, kept from the fold.
+
+A seat says what the fleet thinks of a worker (weight, health) and what this frontend has in flight there.
+Lineage is what must stay the same over a request's life: the revision of the weights, and the tokenizer.
+"""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from controller.deciders.fleet import Fleet, Worker
+from events.decisions import HealthStatus, Knobs
+from events.observations import WorkerJoined
+
+Key = tuple[str, str]  # worker, instance
+Lineage = tuple[str, str]  # revision, tokenizer
+
+
+@dataclass(slots=True, eq=False)
+class Seat:
+    """One life of a worker, as a place for requests."""
+
+    joined: WorkerJoined
+    weight: float = 0.0
+    status: HealthStatus = HealthStatus.SUSPICIOUS
+    corrupt: bool = False
+    active: int = 0  # requests of this frontend in flight there
+    tokens: int = 0  # their prompt tokens and what they may still generate
+    flights: dict[Any, None] = field(default_factory=dict)  # in the order of their arrival
+
+    @property
+    def key(self) -> Key:
+        return self.joined.worker, self.joined.instance
+
+    @property
+    def worker(self) -> str:
+        return self.joined.worker
+
+    @property
+    def instance(self) -> str:
+        return self.joined.instance
+
+    @property
+    def lineage(self) -> Lineage:
+        return self.joined.revision, self.joined.tokenizer
+
+    @property
+    def routable(self) -> bool:
+        """Whether the fleet lets requests go there."""
+        return self.weight > 0.0
+
+    @property
+    def counts(self) -> bool:
+        """Whether it is in service, or should be: the denominator of panic."""
+        return self.status not in (HealthStatus.DEAD, HealthStatus.DRAINING)
+
+
+class Table:
+    """All seats, by key and by model."""
+
+    def __init__(self) -> None:
+        self.seats: dict[Key, Seat] = {}
+        self.models: dict[str, list[Seat]] = {}
+        self.number = 0  # of the last decision that this table reflects
+        self._known: Mapping[str, Worker] = {}
+        self._knobs: dict[str, Knobs] = {}
+
+    def absorb(self, fleet: Fleet) -> list[Seat]:
+        """Take the fold's shown state in. Return the known seats whose worker has just been convicted as corrupt."""
+        self.number = fleet.number
+        self._knobs = {model: degradation.knobs for model, degradation in fleet.models.items()}
+        if fleet.workers is self._known:
+            return []
+        self._known = fleet.workers
+        convicted, fresh = [], {}
+        for worker in fleet.workers.values():
+            key = (worker.joined.worker, worker.joined.instance)
+            seat = self.seats.get(key)
+            if seat is None:
+                seat = Seat(worker.joined, corrupt=worker.health.corrupt)
+            elif worker.health.corrupt and not seat.corrupt:
+                convicted.append(seat)
+            _update(seat, worker)
+            if worker.alive:
+                fresh[key] = seat
+        self._replace(fresh.values())
+        return convicted
+
+    def set_static(self, joined: Iterable[WorkerJoined]) -> None:
+        """Make the table of workers that were given directly: all of them HEALTHY."""
+        fresh = []
+        for fact in joined:
+            seat = self.seats.get((fact.worker, fact.instance)) or Seat(fact)
+            seat.weight, seat.status = 1.0, HealthStatus.HEALTHY
+            fresh.append(seat)
+        self._replace(fresh)
+
+    def knobs(self, model: str) -> Knobs:
+        """Return the knobs of a model's degradation level."""
+        return self._knobs.get(model) or Knobs()
+
+    def _replace(self, seats: Iterable[Seat]) -> None:
+        self.seats = {seat.key: seat for seat in seats}
+        self.models = {}
+        for seat in self.seats.values():
+            self.models.setdefault(seat.joined.model, []).append(seat)
+
+
+def _update(seat: Seat, worker: Worker) -> None:
+    """Bring one seat up to date. A corrupt worker gets nothing from the moment that the evidence is seen."""
+    seat.status = worker.health.status
+    seat.corrupt = worker.health.corrupt
+    seat.weight = 0.0 if seat.corrupt else worker.weight

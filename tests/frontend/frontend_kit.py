@@ -1,0 +1,187 @@
+"""A whole frontend in this process, before scripted workers, fed with facts by hand."""
+
+import asyncio
+import json
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field, replace
+from datetime import UTC, datetime
+from typing import Any
+
+import aiohttp
+from scripted_worker import ScriptedWorker
+
+from controller.adapters.clock import SystemClock
+from controller.adapters.request_plane import Address, RequestPlane
+from controller.deciders.fleet import Fleet, evolve
+from controller.frontend.api import Api
+from controller.frontend.desk import Desk, World
+from controller.frontend.server import Doors
+from controller.frontend.settings import FrontendSettings
+from controller.frontend.tokens import BUILTIN, load_tokens
+from events.decisions import HealthChanged, HealthStatus
+from events.fact import Decision, Fact, Observation, Recorded
+from events.observations import Profile, WorkerJoined
+
+TOKENS = load_tokens(BUILTIN)
+PROFILE = Profile(kv_blocks=100, block_tokens=16, max_batch=8, prefill_tokens_per_s=1e5, tpot_ms=((1, 1.0),))
+
+
+def joined(worker: ScriptedWorker, **changes: Any) -> WorkerJoined:
+    """Return the registration of a scripted worker."""
+    fact = WorkerJoined(
+        worker=worker.name,
+        instance=worker.instance,
+        url=worker.url,
+        model=worker.model,
+        revision="r1",
+        tokenizer=BUILTIN,
+        engine="simulated",
+        engine_version="1",
+        dtype="fp32",
+        tp=1,
+        device="cpu",
+        profile=PROFILE,
+        canary_key="k",
+        pid=1,
+    )
+    return replace(fact, **changes)
+
+
+@dataclass
+class Kit:
+    """What a test drives and sees."""
+
+    desk: Desk
+    api: Api
+    plane: RequestPlane
+    url: str
+    admin: str
+    http: aiohttp.ClientSession
+    facts: list[Observation]
+    fleet: Fleet = field(default_factory=Fleet)
+    seq: int = 0
+
+    def tell(self, *facts: Fact) -> None:
+        """Let the fold absorb facts, as if the journal had brought them."""
+        batch = []
+        for fact in facts:
+            self.seq += 1
+            if isinstance(fact, Decision):
+                fact = replace(fact, number=self.fleet.number + 1)
+            batch.append(Recorded(self.seq, datetime.now(UTC), fact, f"e{self.seq}"))
+            self.fleet = evolve(self.fleet, batch[-1])
+        alive = [w for w in self.fleet.workers.values() if w.alive]
+        self.plane.want({w.joined.worker: Address(w.joined.instance, w.joined.url) for w in alive})
+        self.desk.absorb(self.fleet, batch)
+
+    def health(
+        self, worker: ScriptedWorker, after: HealthStatus, weight: float, reason: str = "test"
+    ) -> None:
+        """Let the controller have decided on a worker's health."""
+        before = self.fleet.workers[worker.name].health.status
+        self.tell(
+            HealthChanged(
+                worker=worker.name,
+                instance=worker.instance,
+                before=before,
+                after=after,
+                reason=reason,
+                weight=weight,
+                decided_at=datetime.now(UTC),
+            )
+        )
+
+    async def add(self, worker: ScriptedWorker, **changes: Any) -> None:
+        """Let a worker join, become healthy and be connected."""
+        self.tell(joined(worker, **changes))
+        self.health(worker, HealthStatus.HEALTHY, 1.0)
+        await until(lambda: self.plane.connected.get(worker.name) == worker.instance)
+
+    def said(self, kind: type[Fact]) -> list[Any]:
+        """Return the facts of one kind that the frontend has observed."""
+        return [fact for fact in self.facts if isinstance(fact, kind)]
+
+    async def post(
+        self, path: str, headers: dict[str, str] | None = None, **body: Any
+    ) -> tuple[int, Any, Any]:
+        """Return status, JSON body and headers of an answer that is not streamed."""
+        async with self.http.post(self.url + path, json=body, headers=headers) as response:
+            return response.status, await response.json(), response.headers
+
+    async def complete(self, prompt: list[int] | str, count: int, **more: Any) -> tuple[str, dict[str, Any]]:
+        """Return the text and the whole body of a completion that must succeed."""
+        status, body, _ = await self.post(
+            "/v1/completions", model="m", prompt=prompt, max_tokens=count, **more
+        )
+        assert status == 200, body
+        return body["choices"][0]["text"], body
+
+    async def stream(self, path: str = "/v1/completions", **body: Any) -> list[dict[str, Any]]:
+        """Return every event of a streamed answer; the last is {"done": True} if the stream said so."""
+        events: list[dict[str, Any]] = []
+        async with self.http.post(self.url + path, json=body | {"stream": True}) as response:
+            assert response.status == 200, await response.text()
+            async for line in response.content:
+                if line.startswith(b"data: "):
+                    data = line[6:].strip()
+                    events.append({"done": True} if data == b"[DONE]" else json.loads(data))
+        return events
+
+
+def text_of(events: list[dict[str, Any]], index: int = 0) -> str:
+    """Return the text that a stream's events make."""
+    out = []
+    for item in events:
+        for choice in item.get("choices", ()):
+            if choice["index"] == index:
+                out.append(choice.get("text") or choice.get("delta", {}).get("content") or "")
+    return "".join(out)
+
+
+async def until(condition: Callable[[], object], seconds: float = 5.0) -> None:
+    """Wait for a condition, with a deadline."""
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, "not in time"
+        await asyncio.sleep(0.005)
+
+
+async def _ticks(desk: Desk) -> None:
+    while True:
+        await asyncio.sleep(0.05)
+        desk.tick()
+
+
+@asynccontextmanager
+async def frontend(*workers: ScriptedWorker, join: bool = True, **settings: Any) -> AsyncIterator[Kit]:
+    """Run a frontend before these workers."""
+    facts: list[Observation] = []
+    chosen = FrontendSettings(port=0, **{"reroute_s": 1.0, **settings})
+    plane = RequestPlane("f1")
+    desk = Desk(World("f1", plane, facts.append, SystemClock()), chosen)
+    desk.live = True
+    plane.listen(desk.changed)
+    api = Api(desk)
+    doors = Doors(api, chosen)
+    await doors.open()
+    running = [asyncio.create_task(plane.run()), asyncio.create_task(_ticks(desk))]
+    try:
+        async with aiohttp.ClientSession() as http:
+            kit = Kit(desk, api, plane, doors.url, doors.admin_url, http, facts)
+            for worker in workers:
+                await worker.start()
+                if join:
+                    await kit.add(worker)
+            yield kit
+    finally:
+        for task in running:
+            task.cancel()
+        results = await asyncio.gather(*running, return_exceptions=True)
+        await doors.close()
+        for worker in workers:
+            await worker.stop()
+    for result in results:
+        if isinstance(result, Exception):
+            raise result
