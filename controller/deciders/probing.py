@@ -1,0 +1,36 @@
+"""How often does a fleet probe itself, at what cost, and what does it see when? Pure arithmetic (N6–N9)."""
+
+from datetime import timedelta
+from math import inf
+
+
+def checks_per_minute(interval: timedelta, workers: int = 1) -> float:
+    """Return how many canaries are sent per minute: 2 per worker at 30 s (N6)."""
+    return workers * 60 / interval.total_seconds() if interval > timedelta(0) else inf
+
+
+def gpu_share(busy: timedelta, interval: timedelta) -> float:
+    """Return the share of a worker's time that canaries take: `busy` is how long one holds the engine (N7)."""
+    return busy / interval if interval > timedelta(0) else inf
+
+
+def detection_after(
+    interval: timedelta, failures_max: int = 3, *, confirmed: bool = False
+) -> tuple[timedelta, timedelta]:
+    """Return the least and the most time from a fault that every canary sees to UNHEALTHY (N8).
+
+    A confirmed mismatch convicts with the first canary; doubt needs `failures_max` in a row.
+    """
+    later = 0 if confirmed else max(failures_max - 1, 0)
+    return later * interval, (later + 1) * interval
+
+
+def false_opens_per_day(
+    failure_share: float, interval: timedelta, failures_max: int = 3, workers: int = 1
+) -> float:
+    """Return how often independent false failures reach `failures_max` in a row, per day (N9).
+
+    A run begins with a failure after a success: (1 - p) * p ** n per check, for rare failures.
+    """
+    checks = timedelta(days=1) / interval
+    return workers * checks * (1 - failure_share) * failure_share**failures_max
