@@ -12,7 +12,6 @@ vocabulary; whoever shares a folder shares the model, because a worker's revisio
 """
 
 import argparse
-import importlib.util
 import json
 import sys
 import sysconfig
@@ -21,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from events.errors import HoldfastError
+from workers.engines.torch_missing import require_torch
 
 VOCABULARY = 2048
 SPECIAL_TOKENS = ("<unk>", "<s>", "</s>")  # ids 0, 1, 2
@@ -60,10 +60,6 @@ CHAT_TEMPLATE = (
 Progress = Callable[[str], None]
 
 
-class TorchMissing(HoldfastError):
-    """Real models need torch, which is not installed. Install it with: pip install 'holdfast[transformers]'"""
-
-
 class FolderInUse(HoldfastError):
     """The folder already holds something else. Give a new or empty folder, or one that holds a tiny model."""
 
@@ -73,7 +69,7 @@ def build_tiny(directory: Path, progress: Progress = lambda line: None) -> Path:
 
     Raise TorchMissing or FolderInUse.
     """
-    _require_torch()
+    require_torch()
     _claim(directory)
     progress("training a byte-level BPE vocabulary of 2,048 on the standard library's sources")
     _train_tokenizer().save(str(directory / "tokenizer.json"))
@@ -104,11 +100,6 @@ def run_cli(args: argparse.Namespace) -> int:
         f"The model is in {directory}. Serve it with: holdfast up --engine transformers --model {directory}"
     )
     return 0
-
-
-def _require_torch() -> None:
-    if any(importlib.util.find_spec(name) is None for name in ("torch", "safetensors")):
-        raise TorchMissing
 
 
 def _claim(directory: Path) -> None:

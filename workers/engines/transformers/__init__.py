@@ -1,6 +1,8 @@
-"""Real inference on torch: Llama-family models from a local folder, on CPU or CUDA. Importing this imports torch."""
+"""Real inference on torch: Llama-family models from a local folder, on CPU or CUDA.
 
-from workers.engines.transformers.engine import TransformersEngine
-from workers.engines.transformers.settings import TransformersSettings
+Importing anything from here raises TorchMissing, with what to do, where torch is not installed.
+"""
 
-__all__ = ["TransformersEngine", "TransformersSettings"]
+from workers.engines.torch_missing import require_torch
+
+require_torch()

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from torch import Tensor
 from torch.nn import functional
 
@@ -205,13 +206,28 @@ def load_model(folder: Path, *, device: str, dtype: str, context_tokens: int) ->
                 "Serve others with --engine openai and an upstream that knows them."
             )
         _refuse_moving_rotations(folder, config)
-        module: Any = transformers.AutoModelForCausalLM.from_pretrained(
-            folder, config=config, local_files_only=True, dtype=getattr(torch, dtype), use_safetensors=True
-        )
+        module = _loaded(folder, config, getattr(torch, dtype))
         return Model(module.to(device).eval().requires_grad_(False), context_tokens=context_tokens)
-    except (OSError, ValueError, RuntimeError, AssertionError) as error:
+    except (OSError, ValueError, RuntimeError, AssertionError, SafetensorError) as error:
         first_line = str(error).strip().partition("\n")[0]
         raise EngineDead(f"cannot load the model in {folder} on {device}: {first_line}") from error
+
+
+def _loaded(folder: Path, config: Any, dtype: torch.dtype) -> Any:
+    import transformers
+
+    load: Any = transformers.AutoModelForCausalLM.from_pretrained
+    module, report = load(
+        folder,
+        config=config,
+        local_files_only=True,
+        dtype=dtype,
+        use_safetensors=True,
+        output_loading_info=True,
+    )
+    if absent := sorted(report["missing_keys"]):  # transformers would serve random numbers in their place
+        raise EngineDead(f"the weights in {folder} lack {absent[0]} and {len(absent) - 1} more.")
+    return module
 
 
 def _refuse_moving_rotations(folder: Path, config: Any) -> None:

@@ -1,11 +1,16 @@
 """What a transformers engine can be told."""
 
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from events.errors import HoldfastError
 from events.observations import Profile
+
+
+class BadEngineSetting(HoldfastError):
+    """A setting of the transformers engine has a value that makes no sense."""
 
 
 class TransformersSettings(BaseModel):
@@ -14,6 +19,17 @@ class TransformersSettings(BaseModel):
     model_config = ConfigDict(
         extra="forbid", frozen=True, arbitrary_types_allowed=True, protected_namespaces=()
     )
+
+    def __init__(self, **given: Any) -> None:
+        """Check what was given. Raise BadEngineSetting, naming the setting and the value."""
+        try:
+            super().__init__(**given)
+        except ValidationError as error:
+            first = error.errors()[0]
+            name, message = first["loc"][0], first["msg"]
+            raise BadEngineSetting(
+                f"{name} = {first['input']!r}: {message[0].lower()}{message[1:]}"
+            ) from None
 
     folder: Path
     """The model: config.json, *.safetensors, tokenizer.json."""

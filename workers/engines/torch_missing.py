@@ -1,0 +1,22 @@
+"""Is torch here? It is an extra: most of Holdfast runs without it."""
+
+import importlib.util
+from collections.abc import Callable
+from typing import Any
+
+from events.errors import HoldfastError
+
+NEEDED = ("torch", "transformers", "safetensors")
+
+
+class TorchMissing(HoldfastError):
+    """Real models need torch, which is not installed. Install it with: pip install 'holdfast[transformers]'"""
+
+
+def require_torch(find: Callable[[str], Any] = importlib.util.find_spec) -> None:
+    """Raise TorchMissing unless everything that real models need is installed. Imports nothing."""
+    if missing := [name for name in NEEDED if find(name) is None]:
+        raise TorchMissing(
+            f"real models need {', '.join(missing)}, which {'is' if len(missing) == 1 else 'are'} not installed. "
+            "Install the extra: pip install 'holdfast[transformers]'"
+        )
