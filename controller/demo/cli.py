@@ -13,11 +13,11 @@ from typing import Any
 from rich.console import Console
 from rich.live import Live
 
-from controller.demo import profile, report, view
+from controller.demo import incidents, profile, report, view
 from controller.demo.clients import Users
 from controller.demo.fleet import Fleet
 from controller.demo.script import SCRIPT, WORKERS, Act
-from controller.processes.operator import Operator
+from controller.processes.operator import Operator, find
 from events.errors import HoldfastError
 
 RATE = 8.0  # requests a second: about 20 streams at once
@@ -185,11 +185,9 @@ class Demo:
         result = report.assess(users.streams, answers, self.injected)
         self.console.print(report.table(result))
         self.console.print(_verdict(result, events))
-        from controller.replay.timeline import incidents
-
-        self.console.print("\nThe incidents, from the journal:")
-        for line in incidents(events):
-            self.console.print(line, highlight=False, markup=False)
+        self.console.print("\nThe incidents, from the journal (`holdfast replay timeline` tells more):")
+        async for line in incidents.tell(find(self.fleet.data)["nats_url"], events):
+            self.console.print(line, highlight=False, markup=False, soft_wrap=True)
         (self.fleet.data / "demo.json").write_text(json.dumps(_as_json(result)))
         return 0 if result.clean else 1
 

@@ -1,0 +1,36 @@
+"""The demo's incidents as the journal tells them: a headline each, and the steps from first symptom to recovery."""
+
+from collections.abc import AsyncIterator, Sequence
+
+from controller.replay import sentences, timeline
+from controller.replay.scan import JournalArchive
+from events.decisions import IncidentOpened
+from events.fact import Recorded
+from events.journal.nats import NatsJournal
+from events.observations import CanaryResult, RequestExposed, RequestFailed, RequestMigrated
+
+STEPS_MAX = 12  # of one incident
+_COUNTED = (RequestMigrated, RequestExposed, RequestFailed)  # the headline counts these
+
+
+async def tell(nats_url: str, events: Sequence[Recorded]) -> AsyncIterator[str]:
+    """Yield the lines of every incident that `events` open."""
+    journal = await NatsJournal.connect(nats_url, "demo", None)
+    try:
+        archive = JournalArchive(journal)
+        for event in events:
+            if isinstance(event.fact, IncidentOpened):
+                story = await timeline.story(journal, archive, event.fact.incident)
+                yield story.headline()
+                for line in _steps(story.events):
+                    yield f"    {line}"
+    finally:
+        await journal.close()
+
+
+def _steps(events: Sequence[Recorded]) -> list[str]:
+    told = [e for e in events if not isinstance(e.fact, _COUNTED)]
+    first_canary = next((e for e in told if isinstance(e.fact, CanaryResult)), None)
+    told = [e for e in told if e is first_canary or not isinstance(e.fact, CanaryResult)]
+    lines = [sentences.line(e, date=False) for e in told]
+    return lines if len(lines) <= STEPS_MAX else [*lines[:STEPS_MAX], f"… and {len(lines) - STEPS_MAX} more"]
