@@ -9,4 +9,5 @@ class HoldfastError(Exception):
     """Holdfast could not do what was asked."""
 
     def __str__(self) -> str:
-        return super().__str__() or (self.__doc__ or "").strip()
+        text = super().__str__() or self.__doc__ or ""
+        return " ".join(text.split())  # docstrings are wrapped; a message is one line
