@@ -13,7 +13,8 @@
 | 3 | 0.5 | lowest tier | 2.0 | yes |
 | 4 | 0.5 | lowest tier | 2.0 | no |
 
-A shortfall is answered at once, a recovery only after the dwell; each change is one event that sets all four knobs.
+A shortfall is answered at once, a recovery only after the dwell; each change is one event that sets all four knobs. A
+fleet that starts is not degraded: the first level is taken a warm-up after its first worker was routable.
 
 What a reader would get wrong: each level is judged by its own terms. At level 3 the latency SLOs are relaxed, which
 raises the capacity; whether level 2 would do is reckoned with level 2's stricter SLOs, else the ladder would swing.
@@ -41,6 +42,7 @@ class DegradationPolicy:
     entries: tuple[float, float, float, float] = (1.0, 0.75, 0.5, 0.25)  # below entries[n]: past level n
     margin: float = 0.05  # a level is left only this far above its entry
     dwell: timedelta = timedelta(seconds=10)  # the least time at a level before a better one
+    warmup: timedelta = timedelta(seconds=5)  # from the first routable worker until the first level is taken
     priority_tiers: tuple[str, ...] = ("premium", "standard", "best_effort")  # best first
 
 
@@ -54,7 +56,7 @@ class Degradation:
     ratio: float | None = None  # capacity / SLO throughput, when it was last decided
     capacity_rps: float | None = None
     since: datetime | None = None  # when the level was taken, by the deciding controller's clock
-    served: bool = False  # a worker of this model has been routable
+    served_since: datetime | None = None  # when a worker of this model was routable for the first time
     incident: str = ""  # under which the level was taken
     cause: str = ""  # id of the fact that changed the capacity last
 
@@ -109,8 +111,8 @@ def evolve(state: Degradation, fact: Fact, cause: str = "") -> Degradation:
                 incident=fact.incident if fact.after else "",
                 cause=cause,
             )
-        case HealthChanged(after=HealthStatus.HEALTHY):
-            return replace(state, served=True, cause=cause)
+        case HealthChanged(after=HealthStatus.HEALTHY) if state.served_since is None:
+            return replace(state, served_since=fact.decided_at, cause=cause)
         case WorkerDecision():
             return replace(state, cause=cause)
         case _:
@@ -127,7 +129,7 @@ def decide(
         if state.level:
             yield _change(policy, state, 0, 0.0, Capacity(), 0.0, now)
         return
-    if not state.served:
+    if state.served_since is None or (state.since is None and now < state.served_since + policy.warmup):
         return
     capacities = {latency: fleet_capacity(workers, slo, latency=latency) for latency in (1.0, 2.0)}
     ratios = [

@@ -1,0 +1,150 @@
+"""The ejection budget: doubt may take half of a model out of service, and no more; certainty is not limited."""
+
+import pytest
+from fleet_story import (
+    Story,
+    drain_requested,
+    engine_faulted,
+    failed,
+    joined,
+    kinds,
+    left,
+    passed,
+    request_failed,
+    resume,
+    silent,
+)
+
+from controller.deciders.budget import BudgetPolicy
+from controller.deciders.fleet import FleetPolicy
+from events.decisions import HealthStatus, WeightCapped
+
+FOUR = ("w0", "w1", "w2", "w3")
+
+
+def doubt(*names: str) -> list:
+    return [failed(name) for name in names for _ in range(3)]
+
+
+def kept(story: Story) -> set[str]:
+    return {name for name, worker in story.fleet.workers.items() if worker.budget.kept is not None}
+
+
+@pytest.mark.parametrize("share, ejected", [(0.5, 2), (0.0, 0), (0.25, 1), (0.99, 3), (1.0, 4)])
+def test_simultaneous_failures_eject_no_more_than_the_share(share: float, ejected: int) -> None:
+    story = Story(FleetPolicy(budget=BudgetPolicy(max_ejection_share=share))).up(*FOUR)
+    story.tell(*doubt(*FOUR))
+    weights = [story.worker(name).weight for name in FOUR]
+    assert weights.count(0.0) == ejected
+    assert weights.count(0.1) == 4 - ejected
+
+
+def test_the_least_bad_stay() -> None:
+    story = Story().up(*FOUR)
+    story.tell(*doubt("w0", "w1"))
+    assert kept(story) == set()
+    story.now = story.worker("w0").breaker.retry_at
+    story.settle()
+    story.tell(failed("w0"), failed("w1"))  # their trials
+    story.tell(*doubt("w2"))
+    assert kept(story) == {"w2"}
+
+
+def test_breakers_opened_by_requests_count_as_doubt() -> None:
+    story = Story().up(*FOUR)
+    story.tell(*(request_failed(name, 3) for name in FOUR))
+    assert len(kept(story)) == 2
+    assert all(story.worker(name).health.status is HealthStatus.HEALTHY for name in FOUR)
+
+
+def test_the_only_worker_is_kept_whatever_is_doubted() -> None:
+    story = Story().up("w0")
+    decisions = story.tell(*doubt("w0"))
+    assert story.worker().weight == 0.1
+    assert [d.reason for d in decisions if isinstance(d, WeightCapped)] == ["ejection_budget"]
+
+
+@pytest.mark.parametrize(
+    "fact",
+    [
+        silent("w0"),
+        engine_faulted("w0"),
+        left("w0"),
+        drain_requested("w0"),
+        failed("w0", reason="token_mismatch", confirmed=True, golden="agreed"),
+        failed("w0", reason="non_finite"),
+    ],
+)
+def test_certainty_is_never_kept_and_does_not_count(fact) -> None:
+    story = Story().up("w0")
+    story.tell(*doubt("w0"))
+    assert kept(story) == {"w0"}
+    story.tell(fact)
+    assert kept(story) == set()
+    assert story.worker().weight == 0.0
+    story = Story().up(*FOUR)
+    story.tell(fact)
+    story.tell(*doubt("w1", "w2", "w3"))
+    assert len(kept(story)) == 2  # of three that count, one may go
+
+
+def test_a_kept_worker_is_let_go_when_it_recovers() -> None:
+    story = Story().up(*FOUR)
+    story.tell(*doubt(*FOUR))
+    name = min(kept(story))
+    story.wait(60)
+    decisions = story.tell(passed(name))
+    assert "WeightCapped" in kinds(decisions)
+    assert story.worker(name).weight == 0.25
+    assert story.worker(name).budget.kept is None
+
+
+def test_a_cap_is_lifted_when_the_budget_grows() -> None:
+    story = Story().up("w0", "w1", "w2")
+    story.tell(*doubt("w0", "w1"))
+    assert len(kept(story)) == 1
+    story.up("w3")
+    assert kept(story) == set()
+
+
+def test_equally_bad_workers_do_not_take_turns() -> None:
+    story = Story().up(*FOUR)
+    story.tell(*doubt(*FOUR))
+    before = kept(story)
+    for _ in range(10):
+        story.wait(61)
+        story.tell(*(failed(name) for name in FOUR))
+        assert before <= kept(story) | {n for n in before if not story.worker(n).counts}
+
+
+def test_a_kept_worker_is_not_given_up() -> None:
+    story = Story().up("w0")
+    story.tell(*doubt("w0"))
+    for _ in range(8):
+        story.now = story.worker().breaker.retry_at
+        story.settle()
+        story.tell(failed("w0"))
+    assert story.status() is HealthStatus.UNHEALTHY
+    assert story.worker().weight == 0.1
+
+
+def test_models_have_budgets_of_their_own() -> None:
+    story = Story().up("w0", "w1").up("w2", "w3", model="qwen")
+    story.tell(*doubt("w0", "w1"))
+    assert len(kept(story)) == 1
+    assert story.worker("w2").weight == story.worker("w3").weight == 1.0
+
+
+def test_a_joining_worker_neither_counts_nor_is_kept() -> None:
+    story = Story().up("w0")
+    story.tell(joined("w1"))
+    story.tell(*doubt("w0", "w1"))
+    assert kept(story) == {"w0"}
+
+
+def test_a_resumed_convict_may_be_kept() -> None:
+    story = Story().up("w0")
+    story.tell(engine_faulted("w0"))
+    assert story.worker().weight == 0.0
+    story.tell(resume("w0"))
+    assert (story.status(), story.worker().weight) == (HealthStatus.UNHEALTHY, 0.1)
