@@ -1,0 +1,258 @@
+"""What a controller exposes: the fleet as it folds it, and its own work.
+
+Every controller folds the same journal and so exposes the same fleet: aggregate over controllers with `max`, never
+with `sum`. What is a state of the fold is read from it at the scrape; what is counted is counted from the facts that
+arrive after the start, so that a restart does not count history again.
+
+`cardinality="compact"` (B29) writes "all" for the labels that multiply: the worker of a histogram or counter, and
+the two ends of a migration. Who needs the pairs reads the journal.
+"""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Literal, get_args
+
+from prometheus_client import (
+    CONTENT_TYPE_LATEST,
+    CollectorRegistry,
+    Counter,
+    Gauge,
+    Histogram,
+    generate_latest,
+)
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from controller.deciders.fleet import Fleet
+from controller.runtime.beats import Beats
+from events.decisions import HealthStatus
+from events.fact import Recorded
+from events.observations import (
+    CanaryFailed,
+    CanaryReason,
+    CanarySlow,
+    CheckType,
+    RequestMigrated,
+    WorkerJoined,
+)
+
+Cardinality = Literal["full", "compact"]
+CONTENT_TYPE = CONTENT_TYPE_LATEST
+ALL = "all"
+REASONS: tuple[CanaryReason, ...] = get_args(CanaryReason)
+BREAKER = {"closed": 0, "open": 1, "half_open": 2}
+CHECK_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
+MIGRATION_S = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0)
+BEAT_FRESH_S = 3.0
+OWN: Mapping[str, tuple[str, Literal["gauge", "counter"]]] = {
+    "leader": ("1 while this controller holds the lease", "gauge"),
+    "lease_takeovers": ("Times that this controller took the lease over", "counter"),
+    "observer_blind": ("1 while more than half of the fleet is unheard and nobody is accused", "gauge"),
+    "journal_position": ("Stream sequence of the last event that this controller has folded", "gauge"),
+    "decisions": ("Decisions that this controller appended", "counter"),
+    "settles": ("Times that this controller asked the deciders what is due", "counter"),
+    "settle_seconds": ("Time that the deciders took", "counter"),
+    "appends": ("Appends of decisions that were tried; each is one fenced write", "counter"),
+    "appends_fenced": ("Appends that were refused because another controller had decided", "counter"),
+    "appends_unknown": ("Appends whose outcome stayed unknown; the controller reads again", "counter"),
+    "facts_observed": ("Facts that this process has said", "counter"),
+    "facts_acknowledged": ("Facts of this process that the journal has taken", "counter"),
+    "facts_retried": ("Facts that were sent again", "counter"),
+    "facts_dropped": ("Facts that did not fit into the spool, or that the broker will never take", "counter"),
+    "spool_depth": ("Facts of this process that the journal has not taken yet", "gauge"),
+    "spool_bytes": ("About how many bytes those take", "gauge"),
+}
+"""What the process says of itself at a scrape, under holdfast_."""
+
+
+class ControllerMetrics:
+    """The counted half: a canary `Meter`, and a listener of a FleetView."""
+
+    def __init__(self, cardinality: Cardinality = "full", registry: CollectorRegistry | None = None) -> None:
+        self.registry = registry or CollectorRegistry()
+        self._compact = cardinality == "compact"
+        self._known: set[str] = set()  # workers whose failure counters exist
+        self.checks = Histogram(
+            "dynamo_health_check_duration_seconds",
+            "Canary health check latency",
+            ["worker_id", "check_type"],
+            buckets=CHECK_S,
+            registry=self.registry,
+        )
+        self.migrations = Counter(
+            "dynamo_migration",
+            "Number of request migrations",
+            ["source_group", "target_group", "method"],
+            registry=self.registry,
+        )
+        self.migration_seconds = Histogram(
+            "dynamo_migration_duration_seconds",
+            "Time to migrate a single request: the gap that its client saw",
+            ["method"],
+            buckets=MIGRATION_S,
+            registry=self.registry,
+        )
+        self.canary_failures = Counter(
+            "dynamo_canary_failures",
+            "Probes that found something wrong; a slow one counts as latency_spike",
+            ["worker_id", "reason"],
+            registry=self.registry,
+        )
+        self.gpu_seconds = Counter(
+            "holdfast_canary_gpu_seconds",
+            "Device time taken by canaries: answering time × devices of the worker ÷ sequences in its batch",
+            ["worker_id"],
+            registry=self.registry,
+        )
+        self.lateness = Gauge(
+            "holdfast_canary_lateness_seconds",
+            "How long after its time the last probe began: the sweep keeps up while this is small",
+            registry=self.registry,
+        )
+        for method in ("transfer", "reprefill"):
+            self.migration_seconds.labels(method)
+
+    # --- what the canary loop measures ----------------------------------------------------------------------
+
+    def asked(self, worker: str, check_type: CheckType, seconds: float) -> None:
+        """Count one question and how long its answer took."""
+        self.checks.labels(self._worker(worker), check_type).observe(seconds)
+
+    def spent(self, worker: str, gpu_seconds: float) -> None:
+        """Count what a canary cost."""
+        self.gpu_seconds.labels(self._worker(worker)).inc(gpu_seconds)
+
+    def late(self, seconds: float) -> None:
+        """Say how late a probe began."""
+        self.lateness.set(seconds)
+
+    def _worker(self, worker: str) -> str:
+        return ALL if self._compact else worker
+
+    # --- what the journal tells -----------------------------------------------------------------------------
+
+    def know(self, fleet: Fleet) -> None:
+        """Begin every reason of every worker at 0: the increase of a counter that is born at 1 is lost (B26)."""
+        for worker in fleet.workers.keys() - self._known:
+            self._begin(worker)
+
+    def _begin(self, worker: str) -> None:
+        self._known.add(worker)
+        for reason in REASONS:
+            self.canary_failures.labels(worker, reason)
+
+    def count(self, batch: Sequence[Recorded]) -> None:
+        """Count facts. Call it for what arrives, not for history."""
+        for recorded in batch:
+            fact = recorded.fact
+            if isinstance(fact, CanaryFailed):
+                self.canary_failures.labels(fact.worker, fact.reason).inc()
+            elif isinstance(fact, CanarySlow):
+                self.canary_failures.labels(fact.worker, "latency_spike").inc()
+            elif isinstance(fact, RequestMigrated):
+                ends = (ALL, ALL) if self._compact else (fact.source, fact.target)
+                self.migrations.labels(*ends, fact.method).inc()
+                self.migration_seconds.labels(fact.method).observe(fact.gap_ms / 1000)
+            elif isinstance(fact, WorkerJoined) and fact.worker not in self._known:
+                self._begin(fact.worker)
+
+    def render(self) -> bytes:
+        """Return everything in Prometheus' text form."""
+        return generate_latest(self.registry)
+
+
+class FleetCollector(Collector):
+    """The state half: the fold, the beats and the process's own numbers, read when somebody scrapes."""
+
+    def __init__(
+        self, look: Callable[[], Fleet], beats: Beats | None, own: Callable[[], Mapping[str, float]]
+    ) -> None:
+        self._look = look
+        self._beats = beats
+        self._own = own
+
+    def collect(self) -> Iterable[Metric]:
+        fleet = self._look()
+        yield from self._workers(fleet)
+        yield from self._models(fleet)
+        yield from self._process()
+
+    def _workers(self, fleet: Fleet) -> Iterable[Metric]:
+        status = GaugeMetricFamily(
+            "dynamo_worker_status",
+            "Current health status (0=healthy, 1=suspicious, 2=unhealthy, 3=draining, 4=dead)",
+            labels=["worker_id", "tp_group"],
+        )
+        state = GaugeMetricFamily(
+            "dynamo_worker_state", "1 for the state that the worker is in", labels=["worker_id", "state"]
+        )
+        breaker = GaugeMetricFamily(
+            "dynamo_circuit_breaker_state",
+            "Circuit breaker state (0=closed, 1=open, 2=half_open)",
+            labels=["worker_id"],
+        )
+        weight = GaugeMetricFamily(
+            "holdfast_worker_weight", "Share of traffic, 0 to 1; 0: not routable", labels=["worker_id"]
+        )
+        for name, worker in fleet.workers.items():
+            health = worker.health.status
+            status.add_metric([name, name], health.metric)
+            for each in HealthStatus:
+                state.add_metric([name, each.value.lower()], float(each is health))
+            breaker.add_metric([name], BREAKER[worker.breaker.position])
+            weight.add_metric([name], worker.weight)
+        return (status, state, breaker, weight, *self._reports(fleet))
+
+    def _reports(self, fleet: Fleet) -> Iterable[Metric]:
+        living = {name: w for name, w in fleet.workers.items() if w.alive}
+        skew = GaugeMetricFamily(
+            "holdfast_clock_skew_seconds",
+            "How far a worker's clock is ahead of this controller's; decides nothing",
+            labels=["worker_id"],
+        )
+        reporting = 0
+        for name, worker in living.items():
+            beat = self._beats and self._beats.fresh(name, worker.joined.instance, BEAT_FRESH_S)
+            if beat:
+                reporting += 1
+                skew.add_metric([name], beat.skew_s)
+        yield skew
+        yield GaugeMetricFamily(
+            "holdfast_workers_registered", "Workers that have joined and are not dead", value=len(living)
+        )
+        yield GaugeMetricFamily(
+            "holdfast_workers_reporting", "Those of them whose heartbeat is fresh", value=reporting
+        )
+
+    def _models(self, fleet: Fleet) -> Iterable[Metric]:
+        level = GaugeMetricFamily(
+            "holdfast_degradation_level", "A model's degradation level (0-4)", labels=["model"]
+        )
+        capacity = GaugeMetricFamily(
+            "holdfast_model_routable_weight", "The sum of the weights of a model's workers", labels=["model"]
+        )
+        weights = {worker.joined.model: 0.0 for worker in fleet.workers.values()}
+        for worker in fleet.workers.values():
+            weights[worker.joined.model] += worker.weight
+        levels = {model: state.level for model, state in fleet.models.items()}
+        for model, value in weights.items():
+            capacity.add_metric([model], value)
+            level.add_metric([model], levels.get(model, 0))
+        yield GaugeMetricFamily(
+            "dynamo_degradation_level",
+            "Current degradation level (0-4): the worst of all models",
+            value=max(levels.values(), default=0),
+        )
+        yield level
+        yield capacity
+        yield GaugeMetricFamily(
+            "holdfast_incidents_open", "Incidents that are not over", value=len(fleet.incidents)
+        )
+
+    def _process(self) -> Iterable[Metric]:
+        own = self._own()
+        for name, (text, kind) in OWN.items():
+            value = own.get(name, 0.0)
+            if kind == "counter":
+                yield CounterMetricFamily(f"holdfast_{name}", text, value=value)
+            else:
+                yield GaugeMetricFamily(f"holdfast_{name}", text, value=value)

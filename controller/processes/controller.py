@@ -1,0 +1,287 @@
+"""The controller as a process: it decides while it holds the lease, and stands by with everything ready while not.
+
+    lease ─▶ reconciler (decides)     journal ─▶ view ─┬─▶ canary loop ─▶ request plane
+                                                       ├─▶ liveness ◀─ heartbeats
+                                                       ├─▶ actuator ─▶ workers
+                                                       └─▶ metrics, operator's control
+
+Whatever is slow to import and not needed to decide (FastStream, tokenizers) is imported after the loops run.
+"""
+
+import asyncio
+import json
+import signal
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import structlog
+from aiohttp import web
+
+from controller.adapters.clock import SystemClock
+from controller.adapters.request_plane import Address, RequestPlane
+from controller.metrics import CONTENT_TYPE, ControllerMetrics, FleetCollector
+from controller.ports import StateStore
+from controller.runtime.actuator import Actuator
+from controller.runtime.beats import Beats
+from controller.runtime.canary import CanaryLoop
+from controller.runtime.examiner import Tools
+from controller.runtime.goldens import Encode
+from controller.runtime.lease import Lease
+from controller.runtime.liveness import Liveness
+from controller.runtime.operations import Operations
+from controller.runtime.reconciler import Reconciler
+from controller.runtime.settings import ControllerSettings
+from controller.runtime.view import FleetView
+from events import presence
+from events.bus import NatsBus
+from events.decisions import HealthChanged
+from events.errors import HoldfastError
+from events.fact import Recorded
+from events.journal.nats import NatsJournal
+from events.observations import WorkerJoined, WorkerLeft
+
+READY_S = 3600.0  # how long a broker may be away before a fresh controller gives up
+PROJECTOR_S = 0.8
+LEASE_KEY = "controller"
+
+log = structlog.get_logger(__name__)
+
+
+async def run_controller(
+    settings: ControllerSettings, *, nats_url: str, database_url: str | None, data: Path, name: str
+) -> int:
+    """Decide, or stand by, until SIGTERM (exit 0), or until a person must look (a HoldfastError says why)."""
+    stop = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stop.set)
+    journal = await NatsJournal.connect(nats_url, f"controller:{name}", data / "spool" / f"controller-{name}")
+    bus = await NatsBus.connect(nats_url, name)
+    store = _store(database_url)
+    controller = Controller(settings, journal, bus, store, data)
+    try:
+        await controller.run(stop, nats_url, name)
+    finally:
+        await bus.close()
+        await journal.close()
+        if store is not None:
+            await store.close()
+    return 0
+
+
+def _store(url: str | None) -> Any:
+    if not url:
+        return None
+    from controller.adapters.postgres import PostgresStore
+
+    return PostgresStore(url)
+
+
+async def load_encoder(tokenizer: str) -> Encode:
+    """Return the encoder of a worker's tokenizer, loaded off the loop. Raise TokenizerMissing."""
+
+    def load() -> Encode:
+        from controller.frontend.tokens import load_tokens
+
+        tokens = load_tokens(tokenizer)
+        return lambda text: tokens.encode(text, special=True)
+
+    return await asyncio.to_thread(load)
+
+
+class Controller:
+    """All services of one controller."""
+
+    def __init__(
+        self,
+        settings: ControllerSettings,
+        journal: NatsJournal,
+        bus: NatsBus,
+        store: StateStore | None,
+        data: Path,
+    ) -> None:
+        clock = SystemClock()
+        self._settings = settings
+        self._journal = journal
+        self._bus = bus
+        self._data = data
+        self.view = FleetView(journal, store=store)
+        self.lease = Lease(journal.cell(LEASE_KEY), journal.source, clock)
+        self.reconciler = Reconciler(journal, self.lease, settings.policy, clock, store=store)
+        self.plane = RequestPlane("canary")
+        self.metrics = ControllerMetrics(settings.metrics_cardinality)
+        self.beats = Beats(bus, clock)
+        self.canary = CanaryLoop(self.view, self._tools(clock), settings.canary)
+        self.liveness = Liveness(
+            self.view, self.beats, journal, bus, clock, settings.liveness, lambda: self.leading
+        )
+        self.actuator = Actuator(self.view, self.beats, bus, clock, settings.actuator, lambda: self.leading)
+        self.metrics.registry.register(FleetCollector(lambda: self.view.fleet, self.beats, self._own))
+        self.view.listen(self._heard)
+        self.lease.listen(self._lease_changed)
+
+    @property
+    def leading(self) -> bool:
+        """Whether to act for the fleet: the lease is held, and the fleet known to its end."""
+        return self.lease.held and self.view.is_ready
+
+    def _tools(self, clock: SystemClock) -> Tools:
+        def running(worker: str) -> int:
+            beat = self.beats.workers.get(worker)
+            return max(1, beat.load.get("running", 1)) if beat is not None else 1
+
+        return Tools(
+            journal=self._journal,
+            prober=self.plane,
+            clock=clock,
+            meter=self.metrics,
+            encoder=load_encoder,
+            leading=lambda: self.leading,
+            running=running,
+        )
+
+    async def run(self, stop: asyncio.Event, nats_url: str, name: str) -> None:
+        """Run every service until `stop`, or until one of them cannot go on."""
+        await self.beats.start()
+        runner = await self._serve()
+        try:
+            async with asyncio.TaskGroup() as group:
+                services = [
+                    group.create_task(work, name=label)
+                    for label, work in (
+                        ("lease", self.lease.run()),
+                        ("reconciler", self.reconciler.run()),
+                        ("view", self.view.run()),
+                        ("plane", self.plane.run()),
+                        ("canary", self.canary.run()),
+                        ("liveness", self.liveness.run()),
+                        ("actuator", self.actuator.run()),
+                        ("control", self._control(nats_url)),
+                        ("ready", self._announce(runner, name)),
+                    )
+                ]
+                await stop.wait()
+                log.info("controller_stops")
+                for service in services:
+                    service.cancel()
+        finally:
+            await runner.cleanup()
+
+    async def _announce(self, runner: web.AppRunner, name: str) -> None:
+        await self.view.ready(READY_S)
+        self._lease_changed(self.lease.held)
+        presence.announce(self._data, "controller", name, _url(runner))
+        log.info("controller_ready", seq=self.view.seq, leading=self.leading)
+
+    async def _control(self, nats_url: str) -> None:
+        await self.view.ready(READY_S)
+        api_module = await asyncio.to_thread(_import_control_api)
+        operations = Operations(
+            lambda: self.view.fleet,
+            self._journal,
+            self._bus,
+            self.beats,
+            chaos=self._settings.chaos,
+            leader=lambda: self.lease.leader,
+            present=lambda: presence.present(self._data),
+            projected=self._projected,
+        )
+        await api_module.ControlApi(nats_url, operations).run()
+
+    # --- what moves the loops -------------------------------------------------------------------------------
+
+    def _lease_changed(self, held: bool) -> None:
+        self._connect()
+        self.canary.kick()
+
+    def _heard(self, view: FleetView, batch: Sequence[Recorded]) -> None:
+        if view.is_ready:
+            self.metrics.count(batch)
+        if not batch or any(isinstance(r.fact, WorkerJoined | WorkerLeft | HealthChanged) for r in batch):
+            self.metrics.know(view.fleet)
+            self._connect()
+
+    def _connect(self) -> None:
+        """Be connected to every worker that lives, while leading."""
+        workers = self.view.fleet.workers if self.leading else {}
+        self.plane.want({n: Address(w.joined.instance, w.joined.url) for n, w in workers.items() if w.alive})
+
+    # --- what is shown --------------------------------------------------------------------------------------
+
+    def _own(self) -> Mapping[str, float]:
+        said, decided = self._journal.counters, self.reconciler.counters
+        return {
+            "leader": float(self.lease.held),
+            "lease_takeovers": self.lease.takeovers,
+            "observer_blind": float(self.liveness.blind),
+            "journal_position": self.view.seq,
+            "decisions": decided.decisions,
+            "settles": decided.settles,
+            "settle_seconds": decided.settle_s,
+            "appends": said.appends,
+            "appends_fenced": said.appends_fenced,
+            "appends_unknown": said.appends_unknown,
+            "facts_observed": said.observed,
+            "facts_acknowledged": said.acknowledged,
+            "facts_retried": said.retried,
+            "facts_dropped": said.dropped,
+            "spool_depth": self._journal.spool_depth,
+            "spool_bytes": self._journal.spool_bytes,
+        }
+
+    async def _projected(self) -> int | None:
+        """Return how far the projector is, by its own word; None if it cannot be asked."""
+        urls = [p.url for p in presence.present(self._data) if p.role == "projector" and p.url]
+        timeout = aiohttp.ClientTimeout(total=PROJECTOR_S)
+        async with aiohttp.ClientSession(timeout=timeout) as session:
+            for url in urls:
+                try:
+                    async with session.get(f"{url}/health") as answer:
+                        return int((await answer.json())["position"])
+                except (aiohttp.ClientError, TimeoutError, KeyError, ValueError, TypeError):
+                    continue
+        return None
+
+    def _ready(self) -> str:
+        """Return why this controller is not ready; "" if it is."""
+        if self.view.fault is not None:
+            return str(self.view.fault)
+        if not self.view.is_ready:
+            return "the journal has not been read to its end yet"
+        return "" if self._journal.connected else "the broker cannot be reached"
+
+    async def _serve(self) -> web.AppRunner:
+        async def metrics(request: web.Request) -> web.Response:
+            return web.Response(body=self.metrics.render(), headers={"Content-Type": CONTENT_TYPE})
+
+        async def health(request: web.Request) -> web.Response:
+            why = self._ready()
+            body = {"ready": not why, "reason": why, "leading": self.leading, "position": self.view.seq}
+            status = 503 if why and request.path == "/ready" else 200
+            return web.json_response(body, status=status, dumps=json.dumps)
+
+        app = web.Application()
+        app.add_routes([web.get("/metrics", metrics), web.get("/health", health), web.get("/ready", health)])
+        runner = web.AppRunner(app, access_log=None)
+        await runner.setup()
+        site = web.TCPSite(runner, self._settings.admin_host, self._settings.admin_port)
+        try:
+            await site.start()
+        except OSError as error:
+            await runner.cleanup()
+            where = f"{self._settings.admin_host}:{self._settings.admin_port}"
+            raise HoldfastError(f"the admin port {where} cannot be used: {error.strerror}") from error
+        return runner
+
+
+def _import_control_api() -> Any:
+    from controller.adapters import control_api
+
+    return control_api
+
+
+def _url(runner: web.AppRunner) -> str:
+    host, port = runner.addresses[0][:2]
+    return f"http://{host}:{port}"
