@@ -1,0 +1,163 @@
+"""The wiring: policy in force, bounds, what others read off a worker, and what the fold does with nonsense."""
+
+import json
+from dataclasses import replace
+from datetime import timedelta
+
+import msgspec
+import pytest
+from any_fact import facts
+from fleet_story import (
+    START,
+    Story,
+    drain_requested,
+    failed,
+    joined,
+    kinds,
+    passed,
+    proposed,
+    request_failed,
+    silent,
+)
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from controller.deciders.breaker import BreakerPolicy
+from controller.deciders.capacity import Slo
+from controller.deciders.degradation import DegradationPolicy
+from controller.deciders.fleet import (
+    DECIDERS_VERSION,
+    Fleet,
+    FleetPolicy,
+    absorbed,
+    absorption_due,
+    dump,
+    evolve,
+    load,
+    settle,
+)
+from controller.deciders.health import HealthPolicy
+from events.decisions import PolicyAdopted
+from events.fact import Decision, Recorded
+
+
+def test_a_new_leader_first_adopts_its_policy() -> None:
+    first = settle(FleetPolicy(), Fleet(), START)
+    assert kinds(first) == ["PolicyAdopted"]
+    story = Story()
+    assert (story.fleet.policy, story.fleet.deciders_version) == (FleetPolicy().adopted, DECIDERS_VERSION)
+    story.policy = FleetPolicy(health=HealthPolicy(trials_max=9))
+    assert kinds(story.settle()) == ["PolicyAdopted"]
+
+
+def test_another_version_of_the_deciders_is_adopted_too() -> None:
+    fleet = replace(Story().fleet, deciders_version=DECIDERS_VERSION - 1)
+    assert kinds(settle(FleetPolicy(), fleet, START)) == ["PolicyAdopted"]
+
+
+def test_a_policy_survives_the_journal() -> None:
+    policy = FleetPolicy(
+        health=HealthPolicy(ramp=(0.1, 1.0), dead_after=timedelta(seconds=1.5)),
+        breaker=BreakerPolicy(backoff=1.0),
+        degradation=DegradationPolicy(slos={"llama": Slo(slo_throughput_rps=3.5, max_batch_size=8)}),
+    )
+    written = json.loads(json.dumps(policy.adopted))
+    assert load(written) == policy
+    assert written == policy.adopted
+    fact = PolicyAdopted(policy=dict(policy.adopted), deciders_version=1, decided_at=START)
+    assert msgspec.json.decode(msgspec.json.encode(fact), type=PolicyAdopted) == fact
+
+
+def test_an_older_or_newer_policy_loads_with_defaults() -> None:
+    assert load({}) == FleetPolicy()
+    assert load({"health": {"trials_max": 2, "unheard_of": 1}, "tomorrow": {}}).health.trials_max == 2
+    assert dump(load(FleetPolicy().adopted)) == FleetPolicy().adopted
+
+
+def test_decisions_are_numbered_without_a_gap_and_name_their_cause() -> None:
+    story = Story().up("w0", "w1", "w2")
+    story.tell(silent("w0"), failed("w1"))
+    story.wait(30)
+    told = [e.fact for e in story.events if isinstance(e.fact, Decision)]
+    assert [d.number for d in told] == list(range(1, len(told) + 1))
+    ids = {e.id for e in story.events} | {f"decision:{d.number}" for d in told}
+    assert all(d.cause in ids for d in told if not isinstance(d, PolicyAdopted))
+
+
+def test_a_calm_fleet_absorbs_after_a_thousand_facts_or_ten_seconds() -> None:
+    assert not absorption_due(0, timedelta(days=1))
+    assert not absorption_due(1000, timedelta(seconds=9.9))
+    assert absorption_due(1001, timedelta(0))
+    assert absorption_due(1, timedelta(seconds=10))
+    story = Story()
+    assert absorbed(story.fleet, story.now).number == story.fleet.number + 1
+
+
+def test_a_workers_weight_is_the_minimum_of_its_reasons() -> None:
+    story = Story().up("w0", "w1")
+    assert (story.worker().weight, story.worker().reasons) == (1.0, ())
+    story.tell(failed("w0"))
+    assert (story.worker().weight, story.worker().reasons) == (0.5, ("health SUSPICIOUS: timeout",))
+    story.tell(request_failed("w0", 3))
+    assert story.worker().weight == 0.0
+    assert not story.worker().routable and story.worker().in_doubt
+    assert story.worker().reasons[1] == "breaker open: requests: disconnected"
+    story.tell(drain_requested("w0"))
+    assert story.worker().reasons[-1] == "draining: operator"
+
+
+def test_the_last_pass_of_each_canary_is_remembered_for_exposure() -> None:
+    story = Story().up("w0")
+    story.now += timedelta(seconds=7)
+    story.tell(passed("w0", canary="c2"))
+    assert story.worker().passes == {"c1": START, "c2": START + timedelta(seconds=7)}
+    for n in range(100):
+        story.tell(passed("w0", canary=f"x{n}"))
+    assert len(story.worker().passes) == 64
+    story.tell(failed("w0", canary="c2"))
+    last = story.worker().last_canary
+    assert (last.canary, last.outcome, last.reason) == ("c2", "failed", "timeout")
+
+
+def test_a_fleet_can_be_written_down_and_read_again() -> None:
+    story = Story().up("w0", "w1")
+    story.tell(proposed("w0"), silent("w1"), failed("w0"))
+    written = msgspec.msgpack.encode(story.fleet)
+    assert msgspec.msgpack.decode(written, type=Fleet) == story.fleet
+
+
+def test_evolve_shares_what_did_not_change() -> None:
+    story = Story().up("w0", "w1")
+    before = story.fleet
+    story.record(failed("w0", under=before.number))
+    assert story.fleet.workers["w1"] is before.workers["w1"]
+    assert story.fleet.goldens is before.goldens
+    assert before.workers["w0"].health.failures == 0
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.lists(st.tuples(facts(), st.sampled_from([0, 1, 30, 100])), max_size=40))
+def test_evolve_and_settle_take_anything(told) -> None:
+    fleet, now, policy = Fleet(), START, FleetPolicy()
+    for name in ("w0", "w1"):
+        fleet = evolve(fleet, Recorded(seq=1, at=START, fact=joined(name), id="j"))
+    for seq, (fact, waited) in enumerate(told):
+        now += timedelta(seconds=waited)
+        fleet = evolve(fleet, Recorded(seq=seq, at=now, fact=fact, id=str(seq)))
+    for decision in settle(policy, fleet, now):
+        fleet = evolve(fleet, Recorded(seq=0, at=now, fact=decision, id="d"))
+    assert settle(policy, fleet, now) == ()
+    for worker in fleet.workers.values():
+        assert worker.reasons is not None and isinstance(worker.routable, bool)
+
+
+@pytest.mark.parametrize("count", [1000])
+def test_a_thousand_workers_that_fail_at_once_are_decided_at_once(count: int) -> None:
+    story = Story()
+    for n in range(count):
+        story.record(joined(f"w{n}"))
+        story.record(passed(f"w{n}"))
+    story.settle()
+    for n in range(count):
+        story.record(silent(f"w{n}"))
+    assert len(story.settle()) == 3 * count

@@ -1,0 +1,170 @@
+"""Goldens: proposed, agreed, disputed, voted on again."""
+
+import pytest
+from fleet_story import Story, disputed, failed, joined, kinds, left, passed, proposed, resume
+
+from controller.deciders.golden import Golden, Vote, agrees, distance
+from events.decisions import GoldenAgreed, GoldenRetired, HealthStatus
+
+H, S, U, DR, DEAD = HealthStatus
+KEY = ("k", "c1")
+RIGHT, WRONG = (1, 2), (1, 3)
+
+
+def golden(story: Story) -> Golden:
+    return story.fleet.goldens[KEY]
+
+
+def dispute() -> Story:
+    """w0 has proposed, w1 answers otherwise."""
+    story = Story().up("w0", "w1")
+    story.tell(proposed("w0", WRONG))
+    story.tell(disputed("w1", RIGHT, against="w0"))
+    return story
+
+
+def test_a_first_answer_is_provisional_and_a_second_workers_agrees() -> None:
+    story = Story().up("w0", "w1")
+    assert story.tell(proposed("w0")) == ()
+    assert golden(story).status == "provisional"
+    decisions = story.tell(proposed("w1"))
+    assert [(type(d), d.by) for d in decisions] == [(GoldenAgreed, ("w0", "w1"))]
+    assert golden(story).status == "agreed"
+
+
+def test_a_pass_against_a_provisional_golden_is_a_vote() -> None:
+    story = Story().up("w0", "w1")
+    story.tell(proposed("w0"))
+    assert kinds(story.tell(passed("w1"))) == ["GoldenAgreed"]
+
+
+def test_one_worker_never_agrees_with_itself() -> None:
+    story = Story().up("w0")
+    story.tell(proposed("w0"), proposed("w0"), passed("w0"))
+    story.tell(left("w0"), joined("w0", "i2"))
+    story.tell(proposed("w0", instance="i2"), passed("w0", "i2"))
+    assert golden(story).status == "provisional"
+
+
+def test_a_configured_answer_is_agreed_at_once_whoever_says_it() -> None:
+    story = Story()
+    assert kinds(story.tell(proposed("", configured=True))) == ["GoldenAgreed"]
+    assert golden(story).by == ("configured",)
+    story = Story().up("w0", "w1")
+    story.tell(proposed("w0", WRONG), proposed("w1", WRONG))
+    story.tell(proposed("w0", RIGHT, configured=True))
+    assert (golden(story).status, golden(story).tokens) == ("agreed", RIGHT)
+
+
+def test_logits_must_agree_within_the_tolerance() -> None:
+    near, far = ((((1, -0.1),),), (((1, -0.1005),),)), ((((1, -0.1),),), (((1, -0.2),),))
+    for (one, other), expected in ((near, "agreed"), (far, "provisional")):
+        story = Story().up("w0", "w1")
+        story.tell(proposed("w0", top_k=one, tolerance=1e-3))
+        story.tell(proposed("w1", top_k=other, tolerance=1e-3))
+        assert golden(story).status == expected
+
+
+def test_a_dispute_makes_both_suspicious_and_retires_the_golden() -> None:
+    story = Story().up("w0", "w1")
+    story.tell(proposed("w0", WRONG))
+    decisions = story.tell(disputed("w1", RIGHT, against="w0"))
+    assert any(isinstance(d, GoldenRetired) for d in decisions)
+    assert golden(story).status == "retired"
+    for name in ("w0", "w1"):
+        assert (story.status(name), story.worker(name).weight) == (S, 0.5)
+
+
+def test_other_canaries_do_not_end_a_dispute() -> None:
+    story = dispute()
+    for _ in range(5):
+        story.tell(passed("w0", canary="c2"), passed("w1", canary="c2"))
+    assert story.status("w0") is story.status("w1") is S
+
+
+def test_the_next_worker_decides_and_the_other_is_convicted_by_its_next_canary() -> None:
+    story = dispute()
+    story.tell(joined("w2"), proposed("w2", RIGHT), passed("w2", canary="c2"))
+    assert (golden(story).status, golden(story).tokens, golden(story).by) == ("agreed", RIGHT, ("w1", "w2"))
+    story.tell(passed("w0", canary="c2"), passed("w1", canary="c2"))
+    assert story.status("w1") is H
+    assert story.status("w0") is S  # it dissents until it passes this canary
+    story.tell(failed("w0", reason="token_mismatch", confirmed=True, golden="agreed"))
+    assert story.status("w0") is U
+
+
+def test_a_dissenter_that_passes_is_forgiven() -> None:
+    story = dispute()
+    story.tell(joined("w2"), proposed("w2", RIGHT))
+    story.tell(passed("w0"))
+    story.tell(passed("w0"))
+    assert story.status("w0") is H
+
+
+def test_the_survivor_of_a_dispute_is_not_in_doubt_for_ever() -> None:
+    story = dispute()
+    story.tell(left("w0"))
+    story.tell(passed("w1", canary="c2"))
+    assert story.status("w1") is H
+
+
+def test_a_disputing_worker_that_joins_stays_out_of_service() -> None:
+    story = Story().up("w0")
+    story.tell(proposed("w0"))
+    story.tell(joined("w1"), disputed("w1", WRONG, against="w0"), passed("w1", canary="c2"))
+    assert (story.status("w1"), story.worker("w1").weight) == (S, 0.0)
+    story.tell(resume("w1"))
+    story.tell(passed("w1", canary="c2"))
+    assert story.status("w1") is H
+
+
+def test_a_restarted_worker_votes_again() -> None:
+    story = dispute()
+    story.tell(left("w0"), joined("w0", "i2"))
+    story.tell(proposed("w0", RIGHT, instance="i2"), passed("w0", "i2", canary="c2"))
+    assert golden(story).by == ("w0", "w1")
+    assert story.status("w0") is H
+
+
+def test_a_dispute_about_an_agreed_golden_is_nothing() -> None:
+    story = Story().up("w0", "w1", "w2")
+    story.tell(proposed("w0"), proposed("w1"))
+    story.tell(disputed("w2", WRONG, against="w0"))
+    assert golden(story).status == "agreed"
+    assert story.status("w2") is H
+
+
+def test_n23_goldens_are_kept_per_canary_key() -> None:
+    story = Story().up("w0")
+    story.tell(proposed("w0"))
+    upgraded = joined("w1", key="k2")
+    story.tell(upgraded)
+    story.tell(passed("w1", key="k2"))
+    assert golden(story).status == "provisional"
+    assert story.status("w1") is H
+
+
+def test_votes_are_bounded() -> None:
+    names = [f"w{n}" for n in range(80)]
+    story = Story()
+    for n, name in enumerate(names):
+        story.record(joined(name))
+        story.record(proposed(name, (n,)))
+    assert len(golden(story).votes) == 64
+
+
+@pytest.mark.parametrize(
+    "one, other, expected",
+    [
+        ((((1, -1.0), (2, -2.0)),), (((1, -1.5), (3, -2.0)),), 0.5),
+        ((), (), 0.0),
+        ((((1, -1.0),),), (), 0.0),
+    ],
+)
+def test_distance_is_the_worst_shared_logprob(one, other, expected: float) -> None:
+    assert distance(one, other) == expected
+
+
+def test_answers_without_logits_agree_by_their_tokens() -> None:
+    assert agrees(Vote("a", "i", (1,), (((1, -1.0),),)), Vote("b", "i", (1,)), 1e-3)
+    assert not agrees(Vote("a", "i", (1,)), Vote("b", "i", (2,)), 1e-3)
