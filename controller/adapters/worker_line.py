@@ -8,6 +8,7 @@ import asyncio
 import select
 from collections.abc import Callable
 from contextlib import suppress
+from typing import cast
 
 import msgspec
 import structlog
@@ -45,9 +46,8 @@ class Line(asyncio.Protocol):
     # --- the protocol -------------------------------------------------------------------------------------
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.Transport)
-        self._transport = transport
-        transport.write(wire.encode(wire.Hello(frontend=self._frontend)))
+        self._transport = cast(asyncio.Transport, transport)  # uvloop's is not a subclass
+        self._transport.write(wire.encode(wire.Hello(frontend=self._frontend)))
 
     def data_received(self, data: bytes) -> None:
         now = self.pulse.heard_at = self._loop.time()
