@@ -71,13 +71,21 @@ class Rig:
                 answer.over.set()
 
     def submit(
-        self, tokens: list[int], *, prompt: int | None = None, canary: bool = False, **sampling: Any
+        self,
+        tokens: list[int],
+        *,
+        prompt: int | None = None,
+        canary: bool = False,
+        prompt_text: str = "",
+        **sampling: Any,
     ) -> int:
         """Hand a request in and return its key."""
         key = next(self._keys)
         self.answers[key] = Answer()
         sampling = {"max_tokens": 16, "ignore_eos": True, **sampling}
-        request = Generate(key, f"r{key}", list(tokens), prompt or len(tokens), Sampling(**sampling), canary)
+        request = Generate(
+            key, f"r{key}", list(tokens), prompt or len(tokens), Sampling(**sampling), canary, "", prompt_text
+        )
         self.engine.submit(key, request)
         return key
 

@@ -1,0 +1,217 @@
+"""An OpenAI-compatible server that answers like the simulated engine, in the manner of real ones, and misbehaves as told.
+
+Manners: `vllm` takes and gives token ids; `llamacpp` takes token ids and gives them with logprobs; `text` knows only text.
+"""
+
+import asyncio
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from aiohttp import web
+
+from events.wire import Chunk, Generate, Logprob, Sampling
+from workers.engines.simulated.scheduler import Scheduler, Shape
+
+Manner = Literal["vllm", "llamacpp", "text"]
+FIELDS = set(Sampling.__struct_fields__) - {"max_tokens", "logprobs"}
+
+
+@dataclass
+class Upstream:
+    """What the server does. `fault` strikes every completion after `after` good tokens, the probe's aside."""
+
+    manner: Manner = "vllm"
+    fault: str = ""
+    after: int = 3
+    token_s: float = 0.0
+    context: int = 2048
+    healthy: bool = True
+    model: str = "up"
+    bodies: list[dict[str, Any]] = field(default_factory=list)
+    streaming: int = 0
+    abandoned: int = 0  # streams whose reader went away
+    url: str = ""
+    release: asyncio.Event = field(default_factory=asyncio.Event)  # ends a stall
+    _runner: web.AppRunner | None = None
+
+    async def start(self, port: int = 0) -> "Upstream":
+        app = web.Application(client_max_size=64 * 1024 * 1024)
+        app.add_routes(
+            [
+                web.get("/health", self._health),
+                web.get("/version", self._version),
+                web.get("/v1/models", self._models),
+                web.post("/v1/completions", self._completions),
+            ]
+        )
+        self._runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.1, handler_cancellation=True)
+        await self._runner.setup()
+        site = web.TCPSite(self._runner, "127.0.0.1", port)
+        await site.start()
+        self.url = f"http://127.0.0.1:{self._runner.addresses[0][1]}"
+        return self
+
+    async def stop(self) -> None:
+        self.release.set()
+        if self._runner is not None:
+            await self._runner.cleanup()
+
+    async def _health(self, request: web.Request) -> web.Response:
+        return web.Response(status=200 if self.healthy else 503)
+
+    async def _version(self, request: web.Request) -> web.Response:
+        if self.manner != "vllm":
+            raise web.HTTPNotFound
+        return web.json_response({"version": "0.32.0"})
+
+    async def _models(self, request: web.Request) -> web.Response:
+        about: dict[str, Any] = {"id": self.model, "object": "model"}
+        if self.manner == "vllm":
+            about["max_model_len"] = self.context
+        else:
+            about["meta"] = {"n_ctx": self.context}
+        return web.json_response({"object": "list", "data": [about]})
+
+    async def _completions(self, request: web.Request) -> web.StreamResponse:
+        body = await request.json()
+        if refusal := self._refusal(body):
+            return web.json_response({"error": {"message": refusal, "code": 400}}, status=400)
+        answer = list(self._answer(body))
+        if not body.get("stream"):
+            return web.json_response(self._event(body, answer, "length"))
+        self.bodies.append(body)
+        if self.fault.startswith("http_"):
+            status = int(self.fault[5:])
+            return web.json_response({"error": {"message": f"told to answer {status}"}}, status=status)
+        return await self._stream(request, body, answer)
+
+    def _refusal(self, body: dict[str, Any]) -> str:
+        prompt = body["prompt"]
+        if self.manner == "text":
+            return "prompt must be a string" if isinstance(prompt, list) else ""
+        if any(token >= 2048 for token in prompt):
+            return "a token id is out of the vocabulary"
+        if len(prompt) + body["max_tokens"] > self.context:
+            return "this model's maximum context length is exceeded"
+        return ""
+
+    def _answer(self, body: dict[str, Any]) -> Iterator[Chunk]:
+        """Yield the undisturbed answer, a chunk per token."""
+        prompt = body["prompt"]
+        tokens = [300 + byte for byte in prompt.encode()] if isinstance(prompt, str) else prompt
+        sampling = Sampling(
+            max_tokens=body["max_tokens"],
+            temperature=body["temperature"],
+            logprobs=max(1, body.get("logprobs", 0)),
+            **{name: body[name] for name in FIELDS if name in body and name != "temperature"},
+        )
+        scheduler = Scheduler(Shape(model=self.model, context_tokens=self.context))
+        # A server sees no difference between a prompt and what is replayed; penalties need to be told in our double.
+        scheduler.submit(1, Generate(1, "r", tokens, body.get("prompt_tokens", len(tokens)), sampling))
+        while not scheduler.plan().idle:
+            yield from (chunk for _, chunk in scheduler.step())
+
+    async def _stream(
+        self, request: web.Request, body: dict[str, Any], answer: list[Chunk]
+    ) -> web.StreamResponse:
+        response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+        await response.prepare(request)
+        self.streaming += 1
+        try:
+            for place, chunk in enumerate(answer):
+                if self.fault and place == self.after:
+                    await self._misbehave(request, response, body, chunk)
+                    return response
+                if self.token_s:
+                    await asyncio.sleep(self.token_s)
+                await self._send(response, self._event(body, [chunk], chunk.finish))
+            await response.write(b"data: [DONE]\n\n")
+        except (asyncio.CancelledError, ConnectionError):
+            self.abandoned += 1
+            raise
+        finally:
+            self.streaming -= 1
+        return response
+
+    async def _misbehave(
+        self, request: web.Request, response: web.StreamResponse, body: dict[str, Any], chunk: Chunk
+    ) -> None:
+        assert request.transport is not None
+        match self.fault:
+            case "zeros":
+                for _ in range(20):
+                    await self._send(response, self._event(body, [Chunk(0, [0])], None))
+            case "zeros_then_stop":
+                await self._send(response, self._event(body, [Chunk(0, [0])] * 2, "stop"))
+            case "null_logprob":
+                event = self._event(body, [chunk], None)
+                event["choices"][0]["logprobs"] = {"token_logprobs": [None], "tokens": ["x"]}
+                await self._send(response, event)
+            case "abort":
+                await self._send(response, self._event(body, [], "abort"))
+                await response.write(b"data: [DONE]\n\n")
+            case "error_then_done":
+                await self._send(response, {"error": {"message": "EngineCore died", "code": 500}})
+                await response.write(b"data: [DONE]\n\n")
+            case "done_without_finish":
+                await response.write(b"data: [DONE]\n\n")
+            case "no_finish":
+                await response.write_eof()
+            case "not_json":
+                await response.write(b"data: <html>bad gateway</html>\n\n")
+            case "cut":
+                request.transport.abort()
+            case "too_many":
+                await self._send(response, self._event(body, [Chunk(0, [300] * 5000)], None))
+            case "long_line":
+                await response.write(b"data: " + b"x" * (5 * 1024 * 1024))
+            case "stall":
+                await self.release.wait()
+            case _:
+                raise AssertionError(f"no such fault: {self.fault}")
+
+    async def _send(self, response: web.StreamResponse, event: dict[str, Any]) -> None:
+        data = f"data: {json.dumps(event)}\r\n\r\n".encode()
+        half = len(data) // 2
+        await response.write(data[:half])  # events arrive in pieces, now and then
+        await response.write(data[half:])
+
+    def _event(self, body: dict[str, Any], chunks: list[Chunk], finish: str | None) -> dict[str, Any]:
+        tokens = [token for chunk in chunks for token in chunk.tokens]
+        choice: dict[str, Any] = {
+            "index": 0,
+            "text": "".join(f"<{token}>" for token in tokens if token > 2),
+            "finish_reason": finish,
+            "logprobs": None,
+        }
+        if self.manner == "vllm" and body.get("return_token_ids"):
+            choice["token_ids"] = tokens
+        logprobs = [logprob for chunk in chunks for logprob in chunk.logprobs or []]
+        if "logprobs" in body and logprobs:
+            choice["logprobs"] = self._logprobs(body, tokens, logprobs)
+        return {
+            "id": "cmpl-1",
+            "object": "text_completion",
+            "system_fingerprint": "b7777",
+            "choices": [choice],
+        }
+
+    def _logprobs(self, body: dict[str, Any], tokens: list[int], found: list[Logprob]) -> dict[str, Any]:
+        if self.manner == "llamacpp":
+            return {
+                "content": [
+                    {
+                        "id": token, "token": f"<{token}>", "logprob": one.chosen,
+                        "top_logprobs": [{"id": t, "token": f"<{t}>", "logprob": v} for t, v in one.top],
+                    }
+                    for token, one in zip(tokens, found, strict=True)
+                ]
+            }  # fmt: skip
+        name = "token_id:{}" if body.get("return_tokens_as_token_ids") else "<{}>"
+        return {
+            "tokens": [name.format(token) for token in tokens],
+            "token_logprobs": [one.chosen for one in found],
+            "top_logprobs": [{name.format(t): v for t, v in one.top} for one in found],
+        }

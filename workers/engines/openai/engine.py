@@ -1,0 +1,228 @@
+"""The openai engine: an OpenAI-compatible server somewhere else does the work, and this worker vouches for it.
+
+Each request is one streamed completion. What arrives on all streams in one turn of the loop is delivered together. Where
+the upstream takes and gives token ids, a continuation is exact; where it only knows text, chunks carry text, and the
+registration says `exact=False`.
+"""
+
+import asyncio
+import time
+from dataclasses import dataclass
+
+import aiohttp
+import msgspec
+import structlog
+
+from events.observations import Profile
+from events.wire import Chunk, Generate, Load
+from workers.engines.engine import Deliver, EngineDead, EngineIdentity, Phase
+from workers.engines.openai.reading import Reading
+from workers.engines.openai.upstream import Abilities, Upstream, UpstreamAway, refusal
+
+START_S = 120.0  # a real server loads weights first
+START_RETRY_S = 0.5
+CHECK_S_MAX = 2.0
+CHECKS_FAILED_MAX = 3  # in a row, and the upstream is dead
+STOP_S_MAX = 2.0
+CONTEXT_TOKENS = 4096  # where the upstream does not say
+PREFILL_TOKENS_PER_S = 5000.0  # a guess for the profile; requests correct it nowhere yet
+BATCH_SLOWDOWN = 2.0  # a guess: a full batch takes so many times the single stream's time per token
+
+log = structlog.get_logger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UpstreamSettings:
+    """Where the server is, what we know of it that it does not say, and the bounds."""
+
+    url: str
+    key: str = ""
+    tokenizer: str = ""
+    revision: str = "unknown"
+    context_tokens: int | None = None
+    block_tokens: int = 16
+    kv_blocks: int | None = None
+    batch_max: int = 64
+    waiting_max: int = 256
+    start_s: float = START_S
+
+
+class OpenAIEngine:
+    """An `Engine` in front of one upstream."""
+
+    def __init__(self, settings: UpstreamSettings) -> None:
+        self._settings = settings
+        self._abilities = Abilities("unknown")
+        self.identity = self._identify()
+        self._upstream: Upstream | None = None
+        self._deliver: Deliver = _nowhere
+        self._tasks: dict[int, asyncio.Task[None]] = {}
+        self._silent: dict[int, int] = {}  # key -> prompt tokens, of requests that have no output yet
+        self._lengths: dict[int, int] = {}  # key -> tokens so far
+        self._out: list[tuple[int, Chunk]] = []
+        self._moved_at = 0.0  # when the upstream last said anything, or was given its only work
+        self._failures = 0  # checks in a row
+
+    async def start(self, deliver: Deliver) -> None:
+        self._deliver = deliver
+        limit = self._settings.batch_max + self._settings.waiting_max
+        self._upstream = Upstream(self._settings.url, self._settings.key, limit)
+        try:
+            self._abilities = await self._found(self._upstream)
+        except BaseException:
+            await self._upstream.close()
+            raise
+        self.identity = self._identify()
+        if not self._abilities.exact:
+            log.warning(
+                "text_only_upstream", url=self._settings.url, advice="continuations will not be exact"
+            )
+
+    async def _found(self, upstream: Upstream) -> Abilities:
+        """Ask until the upstream answers; it may still be loading."""
+        until = asyncio.get_running_loop().time() + self._settings.start_s
+        while True:
+            try:
+                return await upstream.abilities()
+            except UpstreamAway as error:
+                if asyncio.get_running_loop().time() > until:
+                    raise EngineDead(f"after {self._settings.start_s:g} s: {error}") from None
+                log.info("upstream_away", reason=str(error))
+            await asyncio.sleep(START_RETRY_S)
+
+    def _identify(self) -> EngineIdentity:
+        settings, known = self._settings, self._abilities
+        context = settings.context_tokens or known.context_tokens or CONTEXT_TOKENS
+        blocks = settings.kv_blocks or -(-context * settings.batch_max // settings.block_tokens)
+        return EngineIdentity(
+            model=known.model,
+            revision=settings.revision,
+            tokenizer=settings.tokenizer,
+            engine="openai",
+            engine_version=known.version,
+            dtype="unknown",
+            tp=1,
+            device="upstream",
+            context_tokens=context,
+            exact=known.exact,
+            profile=Profile(
+                kv_blocks=blocks,
+                block_tokens=settings.block_tokens,
+                max_batch=settings.batch_max,
+                prefill_tokens_per_s=PREFILL_TOKENS_PER_S,
+                tpot_ms=((1, known.token_ms), (max(2, settings.batch_max), known.token_ms * BATCH_SLOWDOWN)),
+            ),
+        )
+
+    # --- requests
+
+    def submit(self, key: int, request: Generate) -> None:
+        if error := self._objection(request):
+            self._deliver([(key, Chunk(request.stream, [], error=error))])
+            return
+        room = self.identity.context_tokens - len(request.tokens)
+        most = min(request.sampling.max_tokens, room)  # real servers refuse more, rather than end there
+        if most <= 0:
+            self._deliver([(key, Chunk(request.stream, [], finish="length"))])
+            return
+        request = msgspec.structs.replace(
+            request, sampling=msgspec.structs.replace(request.sampling, max_tokens=most)
+        )
+        if not self._tasks:
+            self._moved_at = time.monotonic()
+        self._silent[key] = self._lengths[key] = len(request.tokens)
+        self._tasks[key] = asyncio.ensure_future(self._serve(key, request))
+
+    def _objection(self, request: Generate) -> str | None:
+        limit = self.identity.context_tokens
+        if len(self._tasks) >= self._settings.batch_max + self._settings.waiting_max:
+            return f"overloaded: {len(self._tasks)} requests are with the upstream already"
+        if not (request.tokens if self._abilities.token_prompts else request.prompt_text):
+            return "invalid_request: the prompt is empty"
+        if len(request.tokens) >= limit:
+            return f"invalid_request: {len(request.tokens)} tokens leave no room in a context of {limit}"
+        return None
+
+    def cancel(self, key: int) -> None:
+        if task := self._tasks.get(key):
+            self._forget(key)
+            task.cancel()  # closes the connection, which is how an upstream learns that nobody reads
+
+    async def _serve(self, key: int, request: Generate) -> None:
+        assert self._upstream is not None
+        reading = Reading(request, self._abilities.ids_from)
+        try:
+            async with self._upstream.complete(self._abilities, request) as response:
+                if response.status != 200:
+                    self._say(key, [Chunk(0, [], error=await refusal(response, canary=request.canary))])
+                    return
+                async for data in response.content.iter_any():
+                    self._say(key, reading.feed(data))
+                    if reading.over:
+                        return
+                self._say(key, reading.end())
+        except (aiohttp.ClientError, OSError, TimeoutError) as error:
+            words = str(error) or type(error).__name__
+            self._say(key, [Chunk(0, [], error=f"engine_error: the upstream's connection broke: {words}")])
+        finally:
+            self._forget(key)
+
+    def _say(self, key: int, chunks: list[Chunk]) -> None:
+        """Put a request's chunks to what is delivered at the end of this turn of the loop."""
+        self._moved_at = time.monotonic()
+        if not chunks or key not in self._tasks:
+            return
+        if not self._out:
+            asyncio.get_running_loop().call_soon(self._flush)
+        self._silent.pop(key, None)
+        for chunk in chunks:
+            self._lengths[key] += len(chunk.tokens) or (1 if chunk.text else 0)
+            self._out.append((key, chunk))
+
+    def _flush(self) -> None:
+        out, self._out = self._out, []
+        self._deliver(out)
+
+    def _forget(self, key: int) -> None:
+        self._tasks.pop(key, None)
+        self._silent.pop(key, None)
+        self._lengths.pop(key, None)
+
+    # --- how it fares
+
+    def phase(self) -> Phase:
+        if not self._tasks:
+            return Phase("idle", self._moved_at)
+        waiting = sum(self._silent.values())
+        return Phase("prefill" if waiting else "decode", self._moved_at, waiting)
+
+    def load(self) -> Load:
+        running = min(len(self._tasks), self._settings.batch_max)
+        tokens = sum(self._lengths.values())
+        used = -(-tokens // self._settings.block_tokens)
+        return Load(running, len(self._tasks) - running, used, self.identity.profile.kv_blocks, tokens)
+
+    async def check(self) -> None:
+        assert self._upstream is not None
+        trouble = await self._upstream.healthy(CHECK_S_MAX)
+        self._failures = self._failures + 1 if trouble else 0
+        if trouble:
+            log.warning("upstream_unhealthy", reason=trouble, in_a_row=self._failures)
+        if self._failures >= CHECKS_FAILED_MAX:
+            raise EngineDead(f"the upstream {self._settings.url} is unhealthy: {trouble}")
+
+    def chaos(self, fault: str, argument: float) -> bool:
+        return False  # break the upstream itself: that is what is to be rehearsed
+
+    async def stop(self) -> None:
+        tasks = list(self._tasks.values())
+        for task in tasks:
+            task.cancel()
+        if tasks:
+            await asyncio.wait(tasks, timeout=STOP_S_MAX)
+        if self._upstream is not None:
+            await self._upstream.close()
+
+
+def _nowhere(out: list[tuple[int, Chunk]]) -> None:
+    """Where output goes before `start`."""

@@ -1,0 +1,227 @@
+"""What does an upstream's stream really say? Bytes in, chunks out; no IO, no clock.
+
+An HTTP 200 is no proof of an answer. These are faults of the engine, and none of them may look like an end:
+
+    an error object in the stream, with or without [DONE] behind it      engine_error
+    finish_reason "abort" (an engine that is being stopped)              engine_error
+    the stream ends without any finish_reason                            stream_incomplete
+    a null or infinite logprob; nothing but token id 0                   non_finite
+
+The last is how NaN logits show on vLLM: the argmax of nothing is 0, on and on, with HTTP 200. Zeros in a row are held
+back until something else follows, so that a client never sees them if they turn out to be that.
+"""
+
+import json
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from events.wire import Chunk, Generate, Logprob
+
+LINE_BYTES_MAX = 4 * 1024 * 1024
+ZEROS_MAX = 8  # token id 0 so often in a row is no answer
+ZEROS_ALONE_MAX = 3  # an answer of nothing but zeros may be this long, if a user asked for it
+WORDS_MAX = 300  # of an upstream's error message
+DONE = "[DONE]"
+
+IdsFrom = Literal["token_ids", "logprobs", "nowhere"]
+
+
+class Fault(Exception):
+    """The upstream's stream is not an answer. Carries a reason of `events.wire.ERRORS` and the detail."""
+
+
+@dataclass(slots=True)
+class Piece:
+    """What one server-sent event adds."""
+
+    tokens: list[int]
+    text: str
+    logprobs: list[Logprob]
+
+
+class Reading:
+    """One request's stream, read as it comes. `over` once a chunk with a finish or an error was returned."""
+
+    def __init__(self, request: Generate, ids_from: IdsFrom) -> None:
+        self.over = False
+        self.begun = False  # something was said
+        self._request = request
+        self._ids_from = ids_from
+        self._pending = bytearray()
+        self._held: list[Piece] = []  # zeros in a row, not yet believed
+        self._zeros = 0  # in a row
+        self._only_zeros = True
+        self._said = 0
+
+    def feed(self, data: bytes) -> list[Chunk]:
+        """Return the chunks that these bytes complete, at most one of them an end."""
+        chunks: list[Chunk] = []
+        try:
+            for payload in self._payloads(data):
+                if self.over:
+                    break
+                chunks.extend(self._take(payload))
+        except Fault as fault:
+            chunks.append(self._end(error=str(fault)))
+        return chunks
+
+    def end(self) -> list[Chunk]:
+        """Return what is left to say when the upstream has closed the stream."""
+        return (
+            []
+            if self.over
+            else [self._end(error="stream_incomplete: the upstream closed without a finish reason")]
+        )
+
+    def _payloads(self, data: bytes) -> Iterator[str]:
+        """Yield the data of each complete server-sent event line."""
+        pending = self._pending
+        pending += data
+        lines: list[bytes] = []
+        if b"\n" in data:
+            *lines, rest = bytes(pending).split(b"\n")
+            pending[:] = rest
+        if len(pending) > LINE_BYTES_MAX:
+            raise Fault(f"engine_error: the upstream sent a line of more than {LINE_BYTES_MAX} bytes")
+        for line in lines:
+            if line.startswith(b"data:"):
+                yield line[5:].decode(errors="replace").strip()
+
+    def _take(self, payload: str) -> Iterator[Chunk]:
+        if payload == DONE:
+            raise Fault("stream_incomplete: the upstream ended without a finish reason")
+        try:
+            said = json.loads(payload)
+        except ValueError:
+            raise Fault(f"engine_error: the upstream sent what is not JSON: {_cut(payload)}") from None
+        if not isinstance(said, dict) or "error" in said or (said.get("message") and "choices" not in said):
+            raise Fault(f"engine_error: {error_words(said)}")
+        choices = said.get("choices") or []
+        if choices:  # without any: usage, which we count ourselves
+            yield from self._choice(choices[0])
+
+    def _choice(self, choice: dict[str, Any]) -> Iterator[Chunk]:
+        piece = read_piece(choice, self._ids_from, self._request.sampling.logprobs)
+        self._said += len(piece.tokens)
+        if self._said > self._request.sampling.max_tokens:
+            raise Fault(f"engine_error: more than the {self._request.sampling.max_tokens} tokens asked for")
+        believed = self._believe(piece)
+        reason = choice.get("finish_reason")
+        if reason is None:
+            if believed is not None and (believed.tokens or believed.text):
+                yield self._chunk(believed)
+            return
+        if reason in ("abort", "error"):
+            raise Fault(f"engine_error: the upstream ended the request itself ({reason})")
+        self._doubt_zeros_alone()
+        last = _joined([*self._held, *([] if believed is None else [believed])])
+        self.over = True
+        yield self._chunk(last, finish="length" if reason == "length" else "stop")
+
+    def _believe(self, piece: Piece) -> Piece | None:
+        """Return what may be passed on: not yet a run of zeros, and all that was held back once something follows."""
+        for token in piece.tokens:
+            self._zeros = self._zeros + 1 if token == 0 else 0
+            self._only_zeros = self._only_zeros and token == 0
+            if self._zeros >= ZEROS_MAX:
+                raise Fault(f"non_finite: {self._zeros} times token id 0 in a row, as from NaN logits")
+        if piece.tokens and self._zeros:
+            self._held.append(piece)
+            return None
+        if not self._held or not (piece.tokens or piece.text):
+            return piece
+        held, self._held = [*self._held, piece], []
+        return _joined(held)
+
+    def _doubt_zeros_alone(self) -> None:
+        """A whole answer of zeros is none, unless a user asked for so few tokens that it may be a word of theirs."""
+        if self._said and self._only_zeros and (self._request.canary or self._said > ZEROS_ALONE_MAX):
+            raise Fault("non_finite: nothing but token id 0, as from NaN logits")
+
+    def _chunk(self, piece: Piece, finish: str | None = None) -> Chunk:
+        self.begun = True
+        text = piece.text if self._ids_from == "nowhere" else None
+        return Chunk(0, piece.tokens, finish, None, piece.logprobs or None, text)
+
+    def _end(self, error: str) -> Chunk:
+        self.over = True
+        return Chunk(0, [], error=error)
+
+
+def read_piece(choice: dict[str, Any], ids_from: IdsFrom, wanted: int) -> Piece:
+    """Return what one choice adds. Raise Fault for logprobs that are no numbers."""
+    given = choice.get("logprobs") or {}
+    try:
+        logprobs, ids = _detailed(given, wanted) if "content" in given else _classic(given, wanted)
+        tokens = (
+            list(choice.get("token_ids") or [])
+            if ids_from == "token_ids"
+            else ids
+            if ids_from == "logprobs"
+            else []
+        )
+    except (TypeError, KeyError, AttributeError) as error:
+        raise Fault(f"engine_error: the upstream's logprobs cannot be read: {error!r}") from None
+    return Piece(tokens, str(choice.get("text") or ""), logprobs if wanted else [])
+
+
+def _classic(given: dict[str, Any], wanted: int) -> tuple[list[Logprob], list[int]]:
+    """Read the logprobs of /v1/completions: parallel lists, tokens as text or as `token_id:N` (vLLM)."""
+    tops = given.get("top_logprobs") or []
+    found: list[Logprob] = []
+    for place, value in enumerate(given.get("token_logprobs") or []):
+        top = tops[place] if place < len(tops) and tops[place] else {}
+        pairs = [(number, _finite(v)) for name, v in top.items() if (number := _token_id(name)) is not None]
+        found.append(_ranked(_finite(value), pairs, wanted))
+    return found, []
+
+
+def _detailed(given: dict[str, Any], wanted: int) -> tuple[list[Logprob], list[int]]:
+    """Read logprobs that carry token ids (llama.cpp)."""
+    found: list[Logprob] = []
+    ids: list[int] = []
+    for position in given.get("content") or []:
+        pairs = [
+            (int(p["id"]), _finite(p["logprob"])) for p in position.get("top_logprobs") or [] if "id" in p
+        ]
+        found.append(_ranked(_finite(position["logprob"]), pairs, wanted))
+        if "id" in position:
+            ids.append(int(position["id"]))
+    return found, ids
+
+
+def _ranked(chosen: float, pairs: list[tuple[int, float]], wanted: int) -> Logprob:
+    return Logprob(chosen, sorted(pairs, key=lambda pair: -pair[1])[:wanted])
+
+
+def _token_id(name: str) -> int | None:
+    number = name.removeprefix("token_id:")
+    return int(number) if number != name and number.isdigit() else None
+
+
+def _finite(value: Any) -> float:
+    if value is None or not math.isfinite(value):
+        raise Fault(f"non_finite: a logprob is {value}")
+    return float(value)
+
+
+def _joined(pieces: list[Piece]) -> Piece:
+    return Piece(
+        [token for piece in pieces for token in piece.tokens],
+        "".join(piece.text for piece in pieces),
+        [logprob for piece in pieces for logprob in piece.logprobs],
+    )
+
+
+def error_words(said: Any) -> str:
+    """Return the message of an upstream's error body, cut to a readable length."""
+    if isinstance(said, dict):
+        error = said.get("error", said)
+        said = error.get("message", error) if isinstance(error, dict) else error
+    return _cut(str(said))
+
+
+def _cut(words: str) -> str:
+    return words if len(words) <= WORDS_MAX else words[:WORDS_MAX] + "…"

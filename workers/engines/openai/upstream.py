@@ -1,0 +1,201 @@
+"""An OpenAI-compatible server, as far as we need it: who it is, what it can do, and how to ask it for a completion."""
+
+import asyncio
+import json
+import secrets
+from dataclasses import dataclass, replace
+from typing import Any
+
+import aiohttp
+
+from events.errors import HoldfastError
+from events.wire import Generate, Sampling
+from workers.engines.openai.reading import Fault, IdsFrom, error_words, read_piece
+
+ASK_S_MAX = 5.0  # for what costs the upstream nothing
+PROBE_S_MAX = 60.0  # for a short completion, cold
+PROBE_TOKENS = 8
+BODY_BYTES_MAX = 4 * 1024 * 1024
+CONNECT_S_MAX = 2.0
+READ_S_MAX = 600.0  # between two bytes of one stream; the frontend's own limits are far below
+PROMPT_IDS = [1, 2, 3]  # any vocabulary has these
+CLIENT_MISTAKES = (400, 413, 422)
+
+
+class UpstreamAway(HoldfastError):
+    """The upstream server cannot be reached, or does not answer as an OpenAI-compatible server does."""
+
+
+@dataclass(frozen=True, slots=True)
+class Abilities:
+    """Who an upstream is, and what of our extensions it can do."""
+
+    model: str
+    version: str = "unknown"
+    context_tokens: int | None = None
+    token_prompts: bool = False
+    ids_from: IdsFrom = "nowhere"
+    token_ms: float = 50.0  # measured on one stream
+
+    @property
+    def exact(self) -> bool:
+        """Whether a continuation can be asked for token by token."""
+        return self.token_prompts and self.ids_from != "nowhere"
+
+
+class Upstream:
+    """One server."""
+
+    def __init__(self, url: str, key: str, streams_max: int) -> None:
+        self._url = url.rstrip("/").removesuffix("/v1")
+        self._session = aiohttp.ClientSession(
+            headers={"Authorization": f"Bearer {key}"} if key else {},
+            connector=aiohttp.TCPConnector(limit=streams_max + 8),
+            timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_S_MAX, sock_read=READ_S_MAX),
+        )
+
+    async def close(self) -> None:
+        await self._session.close()
+
+    async def healthy(self, deadline_s: float) -> str:
+        """Return what is wrong with the server, or nothing."""
+        for path in ("/health", "/v1/models"):  # not every server has the first
+            try:
+                async with asyncio.timeout(deadline_s), self._session.get(self._url + path) as response:
+                    if response.status == 404:
+                        continue
+                    return "" if response.status < 400 else f"{path} answers {response.status}"
+            except TimeoutError:
+                return f"{path} does not answer within {deadline_s:g} s"
+            except aiohttp.ClientError as error:
+                return f"{path} cannot be reached: {error}"
+        return "it has neither /health nor /v1/models"
+
+    async def abilities(self) -> Abilities:
+        """Find out who the server is and what it can do, by asking it. Raise UpstreamAway."""
+        listed = await self._get("/v1/models")
+        try:
+            about = listed["data"][0]
+            found = Abilities(str(about["id"]), context_tokens=_context(about))
+        except (KeyError, IndexError, TypeError):
+            raise UpstreamAway(f"{self._url}/v1/models lists no model") from None
+        version = str((await self._get("/version", needed=False)).get("version", ""))
+        for token_prompts in (True, False):
+            answer, took_s = await self._probe(found.model, token_prompts)
+            if answer is not None:
+                return replace(
+                    found,
+                    version=version or str(answer.get("system_fingerprint") or "unknown"),
+                    token_prompts=token_prompts,
+                    ids_from=_ids_from(answer),
+                    token_ms=max(0.1, took_s * 1e3 / PROBE_TOKENS),
+                )
+        raise UpstreamAway(f"{self._url}/v1/completions completes neither token ids nor text")
+
+    async def _probe(self, model: str, token_prompts: bool) -> tuple[dict[str, Any] | None, float]:
+        """Ask for a few tokens; None if the server refuses this kind of prompt."""
+        sampling = Sampling(max_tokens=PROBE_TOKENS, logprobs=1)
+        request = Generate(0, "probe", PROMPT_IDS, 3, sampling, canary=True, prompt_text="One, two, three,")
+        body = completion(Abilities(model, token_prompts=token_prompts, ids_from="token_ids"), request)
+        body["stream"] = False
+        began = asyncio.get_running_loop().time()
+        try:
+            async with (
+                asyncio.timeout(PROBE_S_MAX),
+                self._session.post(self._url + "/v1/completions", json=body) as r,
+            ):
+                said = await _bounded_json(r)
+                if r.status in CLIENT_MISTAKES:
+                    return None, 0.0
+                if r.status >= 400:
+                    raise UpstreamAway(f"{self._url}/v1/completions answers {r.status}: {error_words(said)}")
+        except (aiohttp.ClientError, TimeoutError, ValueError) as error:
+            raise UpstreamAway(f"{self._url}/v1/completions: {error or type(error).__name__}") from error
+        return said if isinstance(said, dict) else {}, asyncio.get_running_loop().time() - began
+
+    async def _get(self, path: str, needed: bool = True) -> dict[str, Any]:
+        try:
+            async with asyncio.timeout(ASK_S_MAX), self._session.get(self._url + path) as response:
+                if response.status < 400:
+                    said = await _bounded_json(response)
+                    return said if isinstance(said, dict) else {}
+                trouble = f"answers {response.status}"
+        except (aiohttp.ClientError, TimeoutError, ValueError) as error:
+            trouble = str(error) or type(error).__name__
+        if needed:
+            raise UpstreamAway(f"{self._url}{path}: {trouble}")
+        return {}
+
+    def complete(self, abilities: Abilities, request: Generate) -> Any:
+        """Return the context manager of a streamed completion's HTTP response."""
+        return self._session.post(self._url + "/v1/completions", json=completion(abilities, request))
+
+
+def completion(abilities: Abilities, request: Generate) -> dict[str, Any]:
+    """Return the body that asks for a completion: the standard's fields, and extensions only where they say something."""
+    sampling = request.sampling
+    body: dict[str, Any] = {
+        "model": abilities.model,
+        "prompt": request.tokens if abilities.token_prompts else request.prompt_text,
+        "max_tokens": sampling.max_tokens,
+        "temperature": sampling.temperature,
+        "stream": True,
+        **(request.guided or {}),
+    }
+    usual = Sampling(max_tokens=0)
+    for name in (
+        "min_tokens", "top_p", "top_k", "seed", "ignore_eos", "stop_token_ids",
+        "presence_penalty", "frequency_penalty", "repetition_penalty",
+    ):  # fmt: skip
+        if (value := getattr(sampling, name)) != getattr(usual, name):
+            body[name] = value
+    if sampling.logprobs or abilities.ids_from == "logprobs":
+        body["logprobs"] = max(1, sampling.logprobs)
+    if abilities.ids_from == "token_ids":
+        body["return_token_ids"] = True
+        if sampling.logprobs:
+            body["return_tokens_as_token_ids"] = True
+    if request.cache_salt or request.canary:
+        body["cache_salt"] = request.cache_salt or secrets.token_hex(16)
+    return body
+
+
+async def refusal(response: aiohttp.ClientResponse, *, canary: bool) -> str:
+    """Return the error of a response that is no stream. A refused canary is no client's mistake: we know our canaries."""
+    try:
+        async with asyncio.timeout(ASK_S_MAX):
+            words = error_words(await _bounded_json(response))
+    except (aiohttp.ClientError, TimeoutError, ValueError):
+        words = "no reason given"
+    if response.status == 429:
+        return f"overloaded: the upstream answers 429: {words}"
+    if response.status in CLIENT_MISTAKES and not canary:
+        return f"invalid_request: {words}"
+    return f"engine_error: the upstream answers {response.status}: {words}"
+
+
+async def _bounded_json(response: aiohttp.ClientResponse) -> Any:
+    """Return a body as JSON. Raise ValueError if it is none, or too long."""
+    body = await response.content.read(BODY_BYTES_MAX)
+    while not response.content.at_eof():
+        if len(body) >= BODY_BYTES_MAX:
+            raise ValueError(f"a body of more than {BODY_BYTES_MAX} bytes")
+        body += await response.content.read(BODY_BYTES_MAX - len(body))
+    return json.loads(body)
+
+
+def _ids_from(answer: dict[str, Any]) -> IdsFrom:
+    """Say where in an answer the ids of its tokens can be found."""
+    choice = (answer.get("choices") or [{}])[0]
+    if choice.get("token_ids"):
+        return "token_ids"
+    try:
+        return "logprobs" if read_piece(choice, "logprobs", 1).tokens else "nowhere"
+    except Fault:
+        return "nowhere"
+
+
+def _context(about: dict[str, Any]) -> int | None:
+    meta = about.get("meta") or {}
+    found = about.get("max_model_len") or meta.get("n_ctx") or meta.get("n_ctx_train")
+    return int(found) if found else None
