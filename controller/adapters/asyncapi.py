@@ -1,0 +1,42 @@
+"""The AsyncAPI document of every event and of the operator's control subjects, as FastStream generates it."""
+
+import re
+from typing import Any
+
+from faststream.nats import NatsBroker
+from faststream.specification import AsyncAPI
+
+from controller.adapters.control_api import declare
+from controller.catalogue import entries
+
+DESCRIPTION = """Every fact of a Holdfast fleet, and what an operator can ask for.
+
+Facts are CloudEvents 1.0 in binary mode on the JetStream stream FLEET: the headers `ce-id` (a UUIDv7, also
+`Nats-Msg-Id`), `ce-type` (`holdfast.` and the kind), `ce-source`, `ce-time`, `source-number`, and where they apply
+`through`, `correlation`, `causation` and `traceparent`; the body is JSON. docs/events.md says what each kind promises.
+Control subjects are core NATS requests with JSON bodies; an answer with `error` is a refusal.
+"""
+
+
+def document() -> str:
+    """Return the document as YAML."""
+    broker = NatsBroker("nats://localhost:4222")
+    declare(broker, None)
+    for entry in entries():
+        broker.publisher(
+            re.sub(r"<(\w+)>", r"{\1}", entry.subject),
+            schema=entry.fact,
+            title=entry.kind,
+            description=f"{entry.promise} Said by {entry.emitter}.",
+        )
+    made: Any = AsyncAPI(broker, title="Holdfast", version="1", description=DESCRIPTION).to_specification()
+    parts = (
+        (made, "channels"),
+        (made, "operations"),
+        (made.components, "messages"),
+        (made.components, "schemas"),
+    )
+    for part, name in parts:  # FastStream keeps what it was told in a set: every run has another order
+        setattr(part, name, dict(sorted(getattr(part, name).items())))
+    text: str = made.to_yaml()
+    return text

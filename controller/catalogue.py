@@ -1,0 +1,185 @@
+"""Which kinds of event are there, and what does each promise? Read from the dataclasses themselves, so never
+stale.
+
+    python -m controller.catalogue        rewrites docs/asyncapi.yaml and the generated part of docs/events.md
+
+A test compares both files with what this module makes.
+"""
+
+import dataclasses
+import inspect
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from events import codec
+from events.decisions import HealthStatus, Knobs
+from events.fact import Decision, Fact, Observation
+from events.observations import Profile, Topology
+from events.subjects import DECIDED, OBSERVED
+
+BEGIN = "<!-- generated: kinds (python -m controller.catalogue) -->"
+END = "<!-- end of generated -->"
+
+EMITTERS: Mapping[str, str] = {
+    "worker_joined": "the worker, once per instance",
+    "worker_left": "the worker as it ends; the supervisor when it was killed",
+    "worker_silent": "the leading controller's liveness watch, once per silence",
+    "worker_heard": "the leading controller's liveness watch, once per return",
+    "observer_blind": "the leading controller's liveness watch, once per blindness",
+    "drain_requested": "a controller, for an operator",
+    "resume_requested": "a controller, for an operator",
+    "shutdown_began": "the worker, once per instance",
+    "drain_finished": "the worker, once per drain",
+    "device_faulted": "the worker's device watch",
+    "device_recovered": "the worker's device watch",
+    "engine_faulted": "the worker",
+    "chaos_injected": "a controller that was started with --chaos",
+    "canary_passed": "the leading controller's canary loop, once per probe",
+    "canary_slow": "the leading controller's canary loop, once per probe",
+    "canary_failed": "the leading controller's canary loop, once per probe",
+    "golden_proposed": "the leading controller's canary loop",
+    "golden_disputed": "the leading controller's canary loop, once per probe",
+    "requests_served": "a frontend, per worker and window with traffic",
+    "request_failed": "a frontend, once per failure",
+    "worker_slow": "a frontend, while it lasts",
+    "worker_slow_cleared": "a frontend, once per recovery",
+    "request_migrated": "a frontend, once per migration",
+    "request_abandoned": "a frontend, once per request",
+    "requests_rejected": "a frontend, per window with rejections",
+    "request_exposed": "a frontend, per exposed request",
+    "exposure_unknown": "a frontend, per span that it cannot vouch for",
+    "panic_began": "a frontend, once per entry",
+    "panic_ended": "a frontend, once per exit",
+}
+"""Who says each observation, and how often. Decisions are all said by the leading controller."""
+
+LEADER = "the leading controller, when it is due"
+
+
+@dataclass(frozen=True, slots=True)
+class FieldEntry:
+    """One field of a kind's body."""
+
+    name: str
+    type: str
+    optional: bool
+    note: str
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One kind of event."""
+
+    kind: str
+    fact: type[Fact]
+    subject: str
+    emitter: str
+    promise: str
+    fields: tuple[FieldEntry, ...]
+
+    @property
+    def decided(self) -> bool:
+        return issubclass(self.fact, Decision)
+
+
+def entries() -> tuple[Entry, ...]:
+    """Return every kind, observations before decisions, in the order in which they are written down."""
+    return tuple(_entry(kind, fact) for kind, fact in codec.KINDS.items())
+
+
+def subject_of(fact: type[Fact]) -> str:
+    """Return the subject pattern of a kind, its variable token in angle brackets."""
+    if issubclass(fact, Decision):
+        return f"{DECIDED}.{fact.kind()}"
+    assert issubclass(fact, Observation)
+    name = "all" if fact.entity == "fleet" else f"<{fact.entity}>"
+    return f"{OBSERVED}.{fact.entity}.{name}.{fact.kind()}"
+
+
+def _entry(kind: str, fact: type[Fact]) -> Entry:
+    decided = issubclass(fact, Decision)
+    emitter = LEADER if decided else EMITTERS[kind]
+    promise = " ".join(inspect.cleandoc(fact.__doc__ or "").split())
+    return Entry(kind, fact, subject_of(fact), emitter, promise, tuple(_fields(fact)))
+
+
+def _fields(shape: type) -> Iterator[FieldEntry]:
+    notes = _notes(shape)
+    for f in dataclasses.fields(shape):
+        optional = f.default is not dataclasses.MISSING or f.default_factory is not dataclasses.MISSING
+        yield FieldEntry(f.name, _type_text(f.type), optional, notes.get(f.name, ""))
+
+
+def _type_text(annotation: object) -> str:
+    text = inspect.formatannotation(annotation)
+    text = re.sub(r"\b(?:events\.\w+|datetime|typing)\.(?=[A-Z]|datetime)", "", text)
+    text = text.replace("tuple[tuple[tuple[int, float], ...], ...]", "tuple[TopK, ...]")
+    return text.replace("tuple[tuple[int, float], ...]", "TopK") if "TopK" not in text else text
+
+
+def _notes(shape: type) -> dict[str, str]:
+    """Return the comment behind each field, of the kind and its bases."""
+    found: dict[str, str] = {}
+    for cls in reversed(shape.__mro__[:-1]):
+        for match in re.finditer(r"^    (\w+): [^#\n]+  # (.+)$", inspect.getsource(cls), re.MULTILINE):
+            found[match.group(1)] = match.group(2)
+    return found
+
+
+# --- pages ------------------------------------------------------------------------------------------------
+
+
+def markdown() -> str:
+    """Return the generated part of docs/events.md."""
+    lines = []
+    for title, decided in (("Observations", False), ("Decisions", True)):
+        lines += [f"### {title}", "", "| kind | said by | promise |", "|---|---|---|"]
+        chosen = [entry for entry in entries() if entry.decided is decided]
+        lines += [f"| [`{e.kind}`](#{e.kind}) | {e.emitter} | {_cell(e.promise)} |" for e in chosen]
+        lines.append("")
+    lines += ["### Schemas", "", "Every body is a JSON object. A field that is optional may be missing.", ""]
+    for entry in entries():
+        lines += [f"#### {entry.kind}", "", f"`{entry.subject}`", "", *_table(entry.fields), ""]
+    for shape in (Profile, Topology, Knobs):
+        text = " ".join(inspect.cleandoc(shape.__doc__ or "").split())
+        lines += [f"#### {shape.__name__}", "", text, "", *_table(tuple(_fields(shape))), ""]
+    lines += ["#### HealthStatus", "", "One of " + ", ".join(f"`{s}`" for s in HealthStatus) + ".", ""]
+    lines += ["#### TopK", "", "`[[token, logprob], …]`, best first, of one position.", ""]
+    return "\n".join(lines)
+
+
+def _table(fields: tuple[FieldEntry, ...]) -> list[str]:
+    rows = [
+        f"| `{f.name}` | `{_cell(f.type)}` | {'yes' if f.optional else ''} | {_cell(f.note)} |"
+        for f in fields
+    ]
+    return ["| field | type | optional | note |", "|---|---|---|---|", *rows]
+
+
+def _cell(text: str) -> str:
+    return text.replace("|", "\\|")
+
+
+def renewed(page: str) -> str:
+    """Return `page` with its generated part made anew. Raise ValueError if it has none."""
+    before, begin, rest = page.partition(BEGIN)
+    _, end, after = rest.partition(END)
+    if not begin or not end:
+        raise ValueError(f"the page lacks {BEGIN!r} or {END!r}")
+    return f"{before}{BEGIN}\n\n{markdown()}\n{END}{after}"
+
+
+def main() -> None:
+    """Rewrite the generated documents."""
+    from controller.adapters.asyncapi import document
+
+    docs = Path(__file__).resolve().parent.parent / "docs"
+    (docs / "asyncapi.yaml").write_text(document())
+    page = docs / "events.md"
+    page.write_text(renewed(page.read_text()))
+
+
+if __name__ == "__main__":
+    main()
