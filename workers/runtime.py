@@ -21,8 +21,9 @@ from events.codec import new_id
 from events.errors import HoldfastError
 from events.journal.port import Journal
 from workers.engines.build import build_engine
+from workers.obedience import Place
 from workers.settings import WorkerSettings
-from workers.worker import Place, Worker
+from workers.worker import Worker
 
 if TYPE_CHECKING:
     from events.bus import Bus

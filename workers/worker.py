@@ -14,7 +14,6 @@ import contextlib
 import os
 import socket
 from collections.abc import Mapping
-from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
 
@@ -34,8 +33,9 @@ from events.observations import (
     canary_key,
 )
 from workers.engines.engine import Engine, EngineDead
+from workers.obedience import Obedience, Place
 from workers.server import Server
-from workers.shutdown import DRAINING, LEAVING, drain
+from workers.shutdown import LEAVING, drain
 
 if TYPE_CHECKING:
     from events.bus import Bus
@@ -46,28 +46,9 @@ CHECK_S_MAX = 10.0  # a check that takes longer is a dead engine
 START_S_MAX = 600.0  # loading weights
 STOP_S_MAX = 5.0
 FAULT_SAID_EVERY_S = 10.0  # a raising engine is one fact in a while, not one per request
-DRAIN_S = 60.0  # where the request names no deadline
 EXIT_FAILED = 1
 
 log = structlog.get_logger(__name__)
-
-
-class WrongInstance(HoldfastError):
-    """This worker has another life now; the request was meant for an earlier one."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Place:
-    """Where and as whom a worker serves."""
-
-    name: str
-    instance: str
-    host: str = "127.0.0.1"
-    port: int = 0
-    advertise: str = ""
-    grace_s: float = 60.0
-    migration_limit: int | None = None
-    chaos: bool = True
 
 
 class Worker:
@@ -78,12 +59,11 @@ class Worker:
         self.engine = engine
         self.server = Server(worker=place.name, instance=place.instance, engine=engine)
         self.server.on_fault = self._engine_faulted
+        self.obedience = Obedience(place, engine, self.server, journal, self._say_beat)
         self.serving = asyncio.Event()  # a flag
         self._journal = journal
         self._bus = bus
         self._beats = 0
-        self._drain: asyncio.Task[None] | None = None
-        self._heal: asyncio.TimerHandle | None = None
         self._dead: asyncio.Future[EngineDead] | None = None
         self._fault_said_at = float("-inf")
         self._strangers: set[str] = set()
@@ -157,8 +137,7 @@ class Worker:
         assert self._dead is not None
         stopped = asyncio.ensure_future(stop.wait())
         await asyncio.wait((stopped, self._dead), return_when=asyncio.FIRST_COMPLETED)
-        if self._drain is not None:
-            self._drain.cancel()
+        self.obedience.stop()
         if stopped.done():
             return await self._leave()
         stopped.cancel()
@@ -245,70 +224,10 @@ class Worker:
         if self._bus is None:
             return
         name = self.place.name
-        await self._bus.subscribe(subjects.drain(name), self.on_drain)
-        await self._bus.subscribe(subjects.resume(name), self.on_resume)
-        await self._bus.subscribe(subjects.chaos(name), self.on_chaos)
+        await self._bus.subscribe(subjects.drain(name), self.obedience.on_drain)
+        await self._bus.subscribe(subjects.resume(name), self.obedience.on_resume)
+        await self._bus.subscribe(subjects.chaos(name), self.obedience.on_chaos)
         await self._bus.subscribe(subjects.beat(name), self._on_beat)
-
-    def on_drain(self, subject: str, body: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Begin to drain, or say how far it has got. Repeating the request changes nothing."""
-        self._check_instance(body)
-        if self.server.refusal is None:
-            deadline_s = body.get("deadline_s")
-            self.server.refuse(DRAINING)
-            self._drain = asyncio.ensure_future(
-                self._drain_until(DRAIN_S if deadline_s is None else float(deadline_s))
-            )
-        return {"draining": True, "in_flight": self.server.in_flight}
-
-    async def _drain_until(self, deadline_s: float) -> None:
-        self._log.info("drain_began", deadline_s=deadline_s, in_flight=self.server.in_flight)
-        await self._say_beat()
-        drained = await drain(self.server, DRAINING, deadline_s)
-        self._journal.observe(
-            DrainFinished(**self._about, completed=drained.completed, migrated=drained.migrated)
-        )
-        self._log.info("drain_finished", completed=drained.completed, migrated=drained.migrated)
-
-    def on_resume(self, subject: str, body: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Take requests again, unless the process is on its way out."""
-        self._check_instance(body)
-        if self.server.refusal is DRAINING:
-            if self._drain is not None:
-                self._drain.cancel()
-            self.server.refuse(None)
-            self._log.info("resumed")
-        return {"draining": self.server.refusal is not None, "in_flight": self.server.in_flight}
-
-    def _check_instance(self, body: Mapping[str, Any]) -> None:
-        wanted = body.get("instance")
-        if wanted not in (None, self.place.instance):
-            raise WrongInstance(f"{wanted} is gone; worker {self.place.name} is {self.place.instance} now")
-
-    def on_chaos(self, subject: str, body: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Play a fault until it is healed, or for `duration` seconds."""
-        fault, argument = str(body.get("fault", "")), float(body.get("argument") or 0)
-        if not self.place.chaos:
-            raise HoldfastError("this worker was told to refuse rehearsed faults (HOLDFAST_WORKER_CHAOS)")
-        if not self._inject(fault, argument):
-            raise HoldfastError(f"the {self.engine.identity.engine} engine cannot play {fault!r}")
-        self._log.warning("chaos", fault=fault, argument=argument)
-        if self._heal is not None:
-            self._heal.cancel()
-        duration_s = float(body.get("duration") or 0)
-        if duration_s > 0 and fault != "heal":
-            self._heal = asyncio.get_running_loop().call_later(duration_s, self._inject, "heal", 0.0)
-        return {"fault": fault, "argument": argument}
-
-    def _inject(self, fault: str, argument: float) -> bool:
-        if fault == "blackhole":
-            self.server.blackhole(True)
-            return True
-        if fault == "heal":
-            self.server.blackhole(False)
-            self.engine.chaos(fault, argument)
-            return True
-        return self.engine.chaos(fault, argument)
 
     def _on_beat(self, subject: str, body: Mapping[str, Any]) -> None:
         """Notice another process under our name: the fleet believes the newer one, the operator should know."""

@@ -12,7 +12,8 @@ from events.wire import Chunk, Generate, Hello, Load
 from workers.connection import Patience
 from workers.engines.engine import Deliver, EngineIdentity, Phase
 from workers.engines.simulated.engine import SimulatedEngine
-from workers.engines.simulated.scheduler import Scheduler, Shape
+from workers.engines.simulated.scheduler import Scheduler
+from workers.engines.simulated.sequence import Shape
 from workers.engines.simulated.timing import ConstantTiming
 from workers.server import Server
 from workers.shutdown import DRAINING, LEAVING, drain

@@ -13,7 +13,8 @@ from workers.engines.engine import Engine, EngineDead
 from workers.engines.simulated import language
 from workers.engines.simulated.engine import SimulatedEngine
 from workers.engines.simulated.kv import KvBlocks
-from workers.engines.simulated.scheduler import BadShape, Scheduler, Shape
+from workers.engines.simulated.scheduler import Scheduler
+from workers.engines.simulated.sequence import BadShape, Shape
 from workers.engines.simulated.timing import ConstantTiming
 
 SMALL = Shape(context_tokens=2048, kv_blocks=512)

@@ -24,9 +24,10 @@ from events.observations import (
 )
 from workers.engines.engine import Deliver, EngineDead
 from workers.engines.simulated.engine import SimulatedEngine
-from workers.engines.simulated.scheduler import Shape
+from workers.engines.simulated.sequence import Shape
 from workers.engines.simulated.timing import ConstantTiming
-from workers.worker import Place, Worker
+from workers.obedience import Place
+from workers.worker import Worker
 
 Eventually = Callable[..., Awaitable[None]]
 ABOUT = {"worker": "w0", "instance": "i1"}

@@ -12,7 +12,8 @@ from typing import Any, Literal
 from aiohttp import web
 
 from events.wire import Chunk, Generate, Logprob, Sampling
-from workers.engines.simulated.scheduler import Scheduler, Shape
+from workers.engines.simulated.scheduler import Scheduler
+from workers.engines.simulated.sequence import Shape
 
 Manner = Literal["vllm", "llamacpp", "text"]
 FIELDS = set(Sampling.__struct_fields__) - {"max_tokens", "logprobs"}

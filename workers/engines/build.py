@@ -25,7 +25,7 @@ def _given(settings: WorkerSettings, *names: str) -> dict[str, Any]:
 
 def _simulated(settings: WorkerSettings) -> Engine:
     from workers.engines.simulated.engine import SimulatedEngine
-    from workers.engines.simulated.scheduler import Shape
+    from workers.engines.simulated.sequence import Shape
     from workers.engines.simulated.timing import PREFILL_TOKENS_PER_S, ConstantTiming
 
     bounds = _given(

@@ -8,7 +8,8 @@ import asyncio
 
 from events.wire import Chunk, Generate, Load
 from workers.engines.engine import Deliver, EngineDead, EngineIdentity, Phase
-from workers.engines.simulated.scheduler import Plan, Scheduler, Shape
+from workers.engines.simulated.scheduler import Plan, Scheduler
+from workers.engines.simulated.sequence import Shape
 from workers.engines.simulated.timing import SLOWED_STEP_S, ConstantTiming, Timing
 
 VERSION = "1"

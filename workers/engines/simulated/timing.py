@@ -4,7 +4,8 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from events.observations import Profile
-from workers.engines.simulated.scheduler import Plan, Shape
+from workers.engines.simulated.scheduler import Plan
+from workers.engines.simulated.sequence import Shape
 
 PREFILL_TOKENS_PER_S = 50_000.0  # where steps take time and nothing else was said
 FLAT_OUT_PREFILL_TOKENS_PER_S = 5_000_000.0  # for the profile only: about what a core does

@@ -1,0 +1,134 @@
+"""What the controller asks of a worker: to drain, to come back, to play a fault.
+
+Requests may be repeated and may be late: a drain that runs is not begun again, and one that was meant for an earlier life
+of this worker is refused.
+"""
+
+import asyncio
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import structlog
+
+from events.errors import HoldfastError
+from events.journal.port import Journal
+from events.observations import DrainFinished
+from workers.engines.engine import Engine
+from workers.server import Server
+from workers.shutdown import DRAINING, drain
+
+DRAIN_S = 60.0  # where the request names no deadline
+
+log = structlog.get_logger(__name__)
+
+
+class WrongInstance(HoldfastError):
+    """This worker has another life now; the request was meant for an earlier one."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Place:
+    """Where and as whom a worker serves."""
+
+    name: str
+    instance: str
+    host: str = "127.0.0.1"
+    port: int = 0
+    advertise: str = ""
+    grace_s: float = 60.0
+    migration_limit: int | None = None
+    chaos: bool = True
+
+
+class Obedience:
+    """Does what is asked, through the server and the engine."""
+
+    def __init__(
+        self,
+        place: Place,
+        engine: Engine,
+        server: Server,
+        journal: Journal,
+        say_beat: Callable[[], Awaitable[None]],
+    ) -> None:
+        self._place = place
+        self._engine = engine
+        self._server = server
+        self._journal = journal
+        self._say_beat = say_beat
+        self._drain: asyncio.Task[None] | None = None
+        self._heal: asyncio.TimerHandle | None = None
+        self._log = log.bind(worker=place.name, instance=place.instance)
+
+    def stop(self) -> None:
+        """Leave a drain to whoever ends the worker now."""
+        if self._drain is not None:
+            self._drain.cancel()
+        if self._heal is not None:
+            self._heal.cancel()
+
+    def on_drain(self, subject: str, body: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Begin to drain, or say how far it has got. Repeating the request changes nothing."""
+        self._check_instance(body)
+        if self._server.refusal is None:
+            deadline_s = body.get("deadline_s")
+            self._server.refuse(DRAINING)
+            self._drain = asyncio.ensure_future(
+                self._drain_until(DRAIN_S if deadline_s is None else float(deadline_s))
+            )
+        return {"draining": True, "in_flight": self._server.in_flight}
+
+    async def _drain_until(self, deadline_s: float) -> None:
+        self._log.info("drain_began", deadline_s=deadline_s, in_flight=self._server.in_flight)
+        await self._say_beat()
+        drained = await drain(self._server, DRAINING, deadline_s)
+        self._journal.observe(
+            DrainFinished(
+                worker=self._place.name,
+                instance=self._place.instance,
+                completed=drained.completed,
+                migrated=drained.migrated,
+            )
+        )
+        self._log.info("drain_finished", completed=drained.completed, migrated=drained.migrated)
+
+    def on_resume(self, subject: str, body: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Take requests again, unless the process is on its way out."""
+        self._check_instance(body)
+        if self._server.refusal is DRAINING:
+            if self._drain is not None:
+                self._drain.cancel()
+            self._server.refuse(None)
+            self._log.info("resumed")
+        return {"draining": self._server.refusal is not None, "in_flight": self._server.in_flight}
+
+    def _check_instance(self, body: Mapping[str, Any]) -> None:
+        wanted = body.get("instance")
+        if wanted not in (None, self._place.instance):
+            raise WrongInstance(f"{wanted} is gone; worker {self._place.name} is {self._place.instance} now")
+
+    def on_chaos(self, subject: str, body: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Play a fault until it is healed, or for `duration` seconds."""
+        fault, argument = str(body.get("fault", "")), float(body.get("argument") or 0)
+        if not self._place.chaos:
+            raise HoldfastError("this worker was told to refuse rehearsed faults (HOLDFAST_WORKER_CHAOS)")
+        if not self._inject(fault, argument):
+            raise HoldfastError(f"the {self._engine.identity.engine} engine cannot play {fault!r}")
+        self._log.warning("chaos", fault=fault, argument=argument)
+        if self._heal is not None:
+            self._heal.cancel()
+        duration_s = float(body.get("duration") or 0)
+        if duration_s > 0 and fault != "heal":
+            self._heal = asyncio.get_running_loop().call_later(duration_s, self._inject, "heal", 0.0)
+        return {"fault": fault, "argument": argument}
+
+    def _inject(self, fault: str, argument: float) -> bool:
+        if fault == "blackhole":
+            self._server.blackhole(True)
+            return True
+        if fault == "heal":
+            self._server.blackhole(False)
+            self._engine.chaos(fault, argument)
+            return True
+        return self._engine.chaos(fault, argument)
