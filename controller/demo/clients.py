@@ -48,7 +48,11 @@ class Difference:
 
 
 def compare(got: Sequence[str], expected: Sequence[str]) -> Difference:
-    """Return how a stream differs from the undisturbed answer."""
+    """Return how a stream differs from the undisturbed answer.
+
+    Where tokens were replaced, all that differs counts as altered: what follows a wrong token is another answer,
+    and what seems lost or doubled in it is chance.
+    """
     if list(got) == list(expected):
         return Difference()
     lost = doubled = altered = 0
@@ -59,7 +63,7 @@ def compare(got: Sequence[str], expected: Sequence[str]) -> Difference:
             doubled += j2 - j1
         elif tag == "replace":
             altered += max(i2 - i1, j2 - j1)
-    return Difference(lost, doubled, altered)
+    return Difference(altered=lost + doubled + altered) if altered else Difference(lost, doubled)
 
 
 class Users:

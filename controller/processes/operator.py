@@ -184,29 +184,10 @@ def _print_status(status: dict[str, Any]) -> None:
 
     console = Console()
     table = Table(title=None)
-    for column in (
-        "worker",
-        "health",
-        "weight",
-        "breaker",
-        "in flight",
-        "engine",
-        "model",
-        "pid",
-        "last canary",
-    ):
-        table.add_column(column)
+    for column in ("worker", "health", "weight", "breaker", "flying", "model", "pid", "last canary"):
+        table.add_column(column, no_wrap=True, overflow="fold")
     for w in status["workers"]:
-        cells = (
-            w["id"],
-            w["health"],
-            w["weight"],
-            w["breaker"],
-            w["in_flight"],
-            w["engine"],
-            w["model"],
-            w["pid"],
-        )
+        cells = (w["id"], w["health"], w["weight"], w["breaker"], w["in_flight"], w["model"], w["pid"])
         table.add_row(*("–" if c is None else str(c) for c in cells), _canary(w.get("last_canary")))
     console.print(table)
     levels = ", ".join(f"{model}: level {level}" for model, level in status["levels"].items()) or "none"
@@ -220,8 +201,10 @@ def _print_status(status: dict[str, Any]) -> None:
 
 def _canary(last: Any) -> str:
     if not isinstance(last, dict):
-        return "–" if last is None else str(last)
-    return " ".join(str(v) for v in last.values() if v is not None)
+        return "–"
+    took = last.get("latency_ms")
+    said = str(last.get("reason") or last.get("outcome", ""))
+    return said + (f", {took:.0f} ms" if isinstance(took, float) else "")
 
 
 async def _events(args: argparse.Namespace) -> int:
@@ -289,7 +272,10 @@ def prepare_replay(parser: argparse.ArgumentParser) -> Run:
     """Add the replay commands."""
     from controller.replay import cli
 
-    cli.add_arguments(parser.add_subparsers(title="commands", metavar="COMMAND", required=True))
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    cli.add_arguments(commands)
+    for command in commands.choices.values():  # --data is understood before and after the command
+        command.add_argument("--data", type=Path, default=argparse.SUPPRESS, help=argparse.SUPPRESS)
 
     def run(args: argparse.Namespace) -> int:
         from controller.processes import replay
