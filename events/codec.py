@@ -8,6 +8,8 @@ import secrets
 import time
 from collections.abc import Mapping
 from datetime import UTC, datetime
+from math import copysign, isfinite, isnan
+from sys import float_info
 from typing import Any
 from uuid import UUID
 
@@ -54,8 +56,33 @@ def new_id(now_ms: int | None = None) -> str:
 
 
 def encode_body(fact: Fact) -> bytes:
-    """Return a fact's body as JSON bytes."""
-    return _encode(fact)
+    """Return a fact's body as JSON bytes.
+
+    JSON has no NaN and no infinity: they would be written as null, and a fact that cannot be read again stops
+    everybody who folds. Where null may not stand, NaN becomes 0 and infinity the largest number that fits.
+    """
+    body = _encode(fact)
+    if b"null" in body and not _readable(fact.kind(), body):
+        return _encode(_finite(msgspec.to_builtins(fact)))
+    return body
+
+
+def _readable(kind: str, body: bytes) -> bool:
+    try:
+        _decoders[kind](body)
+    except msgspec.MsgspecError:
+        return False
+    return True
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, float) and not isfinite(value):
+        return 0.0 if isnan(value) else copysign(float_info.max, value)
+    if isinstance(value, dict):
+        return {key: _finite(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(item) for item in value]
+    return value
 
 
 def encode_headers(
