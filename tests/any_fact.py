@@ -2,6 +2,7 @@
 
 from dataclasses import fields
 from datetime import UTC, datetime
+from functools import cache
 
 from hypothesis import strategies as st
 
@@ -37,6 +38,7 @@ MEETING = {
 }
 
 
+@cache
 def facts_of(kind: type[Fact]) -> st.SearchStrategy[Fact]:
     """Return facts of one kind, with optional fields sometimes left out."""
     st.register_type_strategy(float, st.floats(allow_nan=False, allow_infinity=False))

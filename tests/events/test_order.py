@@ -1,0 +1,118 @@
+"""Settled and pending: the one order in which everybody folds."""
+
+import random
+from datetime import UTC, datetime
+
+import pytest
+
+from events.decisions import Absorbed
+from events.fact import Fact, Recorded
+from events.observations import ObserverBlind
+from events.order import Order, OutOfOrder, Position
+
+AT = datetime(2026, 1, 1, tzinfo=UTC)
+Log = tuple[str, ...]
+
+
+def fold(state: Log, event: Recorded) -> Log:
+    """Keep the ids in the order in which they were folded."""
+    return (*state, event.id)
+
+
+def seen(seq: int, *, source: str = "", number: int = 0) -> Recorded:
+    fact: Fact = ObserverBlind(observer="o", silent=1, known=1)
+    return Recorded(seq=seq, at=AT, fact=fact, id=f"o{seq}", source=source, source_number=number)
+
+
+def decided(seq: int, number: int, through: int) -> Recorded:
+    fact = Absorbed(number=number, decided_at=AT)
+    return Recorded(seq=seq, at=AT, fact=fact, id=f"d{seq}", through=through)
+
+
+def order(*events: Recorded) -> Order[Log]:
+    made: Order[Log] = Order(fold, ())
+    for event in events:
+        made.absorb(event)
+    return made
+
+
+def test_a_decision_is_folded_after_what_its_controller_had_read_and_before_the_rest() -> None:
+    made = order(seen(1), seen(2), seen(3), decided(4, 1, through=2))
+    assert made.settled == ("o1", "o2", "d4")
+    assert made.shown == ("o1", "o2", "d4", "o3")
+    assert [event.seq for event in made.pending] == [3]
+    assert made.position == Position(through=2, decided=4, number=1)
+
+
+def test_a_batch_is_folded_as_one() -> None:
+    made = order(seen(1), seen(2), decided(3, 1, through=1), decided(4, 2, through=1), seen(5))
+    assert made.shown == ("o1", "d3", "d4", "o2", "o5")
+    assert made.settled == ("o1", "d3", "d4")
+
+
+def test_a_decision_that_read_everything_leaves_nothing_pending() -> None:
+    made = order(seen(1), seen(2), decided(3, 1, through=2))
+    assert made.shown == made.settled == ("o1", "o2", "d3")
+    assert not made.pending
+
+
+def test_repetitions_of_a_source_are_dropped() -> None:
+    made = order(
+        seen(1, source="w", number=1),
+        seen(2, source="w", number=1),
+        seen(3, source="v", number=1),
+        seen(4, source="w", number=2),
+        seen(5, source="w", number=1),
+    )
+    assert made.shown == ("o1", "o3", "o4")
+
+
+def test_repetitions_are_dropped_after_a_snapshot_too() -> None:
+    first = order(seen(1, source="w", number=1), seen(2, source="w", number=2), decided(3, 1, through=1))
+    again: Order[Log] = Order(fold, first.settled, first.position, dict(first.sources))
+    for event in (
+        seen(2, source="w", number=2),
+        decided(3, 1, through=1),
+        seen(4, source="w", number=1),
+        seen(5, source="w", number=3),
+    ):
+        again.absorb(event)
+    assert again.shown == ("o1", "d3", "o2", "o5")
+
+
+@pytest.mark.parametrize(
+    "events",
+    [
+        (seen(1), seen(3)),
+        (seen(1), seen(1)),
+        (seen(2), seen(1)),
+        (decided(1, 2, through=0),),
+        (decided(1, 1, through=0), decided(2, 3, through=0)),
+        (decided(1, 1, through=0), decided(2, 1, through=0)),
+    ],
+)
+def test_gaps_and_repeated_numbers_are_refused(events: tuple[Recorded, ...]) -> None:
+    with pytest.raises(OutOfOrder, match="truncated"):
+        order(*events)
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_whoever_starts_from_whichever_snapshot_shows_the_same(seed: int) -> None:
+    r = random.Random(seed)
+    events: list[Recorded] = []
+    number = read = 0
+    for seq in range(1, 200):
+        if r.random() < 0.3:
+            number += 1
+            read = r.randint(read, seq - 1)
+            events.append(decided(seq, number, read))
+        else:
+            events.append(seen(seq, source=f"s{r.randrange(3)}", number=r.randrange(1, 60)))
+    whole = order(*events)
+    for cut in r.sample(range(1, 199), 10):
+        part = order(*events[:cut])
+        rest: Order[Log] = Order(fold, part.settled, part.position, dict(part.sources))
+        for event in events[part.position.through :]:
+            rest.absorb(event)
+        assert (rest.shown, rest.settled, rest.position) == (whole.shown, whole.settled, whole.position)
+        assert rest.sources == whole.sources
