@@ -1,0 +1,79 @@
+"""Reads every metric of the product from its registries, and writes docs/metrics.md's tables:
+
+python tests/docs/metrics_page.py
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from prometheus_client import CollectorRegistry
+from prometheus_client.registry import Collector
+
+from controller.deciders.fleet import Fleet
+from controller.frontend.metrics import FrontendMetrics
+from controller.metrics import ControllerMetrics, FleetCollector
+from controller.runtime.projector_metrics import ProjectorMetrics
+from workers.admin import WorkerMetrics
+
+PAGE = Path(__file__).parents[2] / "docs" / "metrics.md"
+BEGIN = "<!-- generated: metrics (python tests/docs/metrics_page.py) -->"
+END = "<!-- end of generated -->"
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One metric as somebody who scrapes sees it."""
+
+    name: str
+    type: str
+    labels: tuple[str, ...]
+    text: str
+
+
+def roles() -> dict[str, list[Entry]]:
+    """Return the metrics of each role."""
+    controller = ControllerMetrics()
+    controller.registry.register(FleetCollector(Fleet, None, dict))
+    projector = ProjectorMetrics(CollectorRegistry())
+    worker = CollectorRegistry()
+    worker.register(WorkerMetrics([]))
+    registries = {
+        "Controller": controller.registry,
+        "Frontend": FrontendMetrics().registry,
+        "Projector": projector.registry,
+        "Worker": worker,
+    }
+    return {role: sorted(_entries(registry), key=lambda e: e.name) for role, registry in registries.items()}
+
+
+def _entries(registry: CollectorRegistry) -> Iterator[Entry]:
+    collectors: list[Collector] = list(registry._collector_to_names)
+    for collector in collectors:
+        for family in collector.collect():
+            labels = getattr(collector, "_labelnames", None) or getattr(family, "_labelnames", ())
+            name = f"{family.name}_total" if family.type == "counter" else family.name
+            yield Entry(name, family.type, tuple(labels), family.documentation)
+
+
+def tables() -> str:
+    """Return the page's generated part."""
+    lines = []
+    for role, entries in roles().items():
+        lines += [f"### {role}", "", "| metric | type | labels | says |", "|---|---|---|---|"]
+        for e in entries:
+            labels = ", ".join(f"`{label}`" for label in e.labels)
+            lines.append(f"| `{e.name}` | {e.type} | {labels} | {e.text.rstrip('.')} |")
+        lines.append("")
+    return "\n".join(lines)
+
+
+def renewed(page: str) -> str:
+    """Return `page` with its tables made anew."""
+    before, _, rest = page.partition(BEGIN)
+    _, _, after = rest.partition(END)
+    return f"{before}{BEGIN}\n\n{tables()}\n{END}{after}"
+
+
+if __name__ == "__main__":
+    PAGE.write_text(renewed(PAGE.read_text()))

@@ -1,0 +1,47 @@
+"""docs/metrics.md documents every metric of every role."""
+
+import re
+
+from metrics_page import PAGE, renewed, roles
+
+
+def test_the_tables_are_what_the_registries_say() -> None:
+    page = PAGE.read_text()
+    assert renewed(page) == page, "run `python tests/docs/metrics_page.py`"
+
+
+def test_every_metric_says_what_it_is_and_belongs_to_one_of_three_families() -> None:
+    for entries in roles().values():
+        for entry in entries:
+            assert len(entry.text) > 8, entry
+            assert entry.name.startswith(("dynamo_", "holdfast_")), entry
+
+
+def test_no_metric_is_exposed_twice_with_different_labels() -> None:
+    seen = {}
+    for role, entries in roles().items():
+        for entry in entries:
+            known = seen.setdefault(entry.name, (entry.labels, entry.type))
+            assert known == (entry.labels, entry.type), f"{entry.name} of {role}"
+
+
+def test_what_the_prose_names_exists() -> None:
+    names = {entry.name for entries in roles().values() for entry in entries}
+    prose = PAGE.read_text().partition("## All of them")[0]
+    for name in re.findall(r"\b(?:dynamo|holdfast)_[a-z_]+[a-z]\b", prose):
+        assert name in names or name in ("holdfast_", "dynamo_"), name
+
+
+def test_the_seeds_names_and_labels_are_exact() -> None:
+    found = {e.name: (e.type, e.labels) for e in roles()["Controller"]}
+    for name, expected in {
+        "dynamo_health_check_duration_seconds": ("histogram", ("worker_id", "check_type")),
+        "dynamo_worker_status": ("gauge", ("worker_id", "tp_group")),
+        "dynamo_migration_total": ("counter", ("source_group", "target_group", "method")),
+        "dynamo_migration_duration_seconds": ("histogram", ("method",)),
+        "dynamo_degradation_level": ("gauge", ()),
+        "dynamo_circuit_breaker_state": ("gauge", ("worker_id",)),
+        "dynamo_worker_state": ("gauge", ("worker_id", "state")),
+        "dynamo_canary_failures_total": ("counter", ("worker_id", "reason")),
+    }.items():
+        assert found[name] == expected, name
