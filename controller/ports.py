@@ -3,7 +3,7 @@
 The journal's port lives with the journal: `events.journal.port`.
 """
 
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from typing import Any, Literal, Protocol
@@ -65,6 +65,10 @@ class Snapshot:
     fleet: Fleet
     position: Position
     sources: Mapping[str, int]
+
+
+CatchUp = Callable[[Place], Awaitable[None]]
+"""Brings a fresh projection to where another one stands (still, as long as this runs)."""
 
 
 class StateStore(Protocol):

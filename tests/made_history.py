@@ -34,6 +34,7 @@ class History:
     now: datetime = EPOCH
     stream: MemoryStream = field(default_factory=MemoryStream)
     numbers: dict[str, int] = field(default_factory=dict)
+    _folded: Order[Fleet] = field(default_factory=lambda: Order(evolve, Fleet()))
 
     def __post_init__(self) -> None:
         self.stream.clock = lambda: self.now
@@ -50,9 +51,16 @@ class History:
         return order
 
     @property
+    def latest(self) -> Order[Fleet]:
+        """Return the fold of everything so far."""
+        for event in self.events[self._folded.last_seq :]:
+            self._folded.take(event)
+        return self._folded
+
+    @property
     def fleet(self) -> Fleet:
         """Return the shown state."""
-        return self.order().shown
+        return self.latest.shown
 
     def say(self, *facts: Observation, source: str = "test-1", seconds: float = 1.0) -> list[str]:
         """Observe facts and return their ids."""
@@ -74,6 +82,7 @@ class History:
             **more,  # type: ignore[arg-type]
         )
         self.stream.add(fact, headers)
+        self.stream.wake()
 
     def repeat(self, event: Recorded) -> None:
         """Let a fact land on the stream a second time, as after a lost acknowledgement and a passed window."""
@@ -93,13 +102,14 @@ class History:
         """Decide on everything but the last `lag` events, and append what is due."""
         self.now += timedelta(seconds=seconds)
         through = len(self.events) - lag
-        decided = settle(self.policy, self.order(through).shown, self.now)
+        read = self.order(through) if lag else self.latest
+        decided = settle(self.policy, read.shown, self.now)
         self.append(decided, through=through)
         return decided
 
     def absorb(self) -> None:
         """Say that nothing was due."""
-        number = self.order().position.number + 1
+        number = self.latest.position.number + 1
         self.append([Absorbed(number=number, decided_at=self.now)], through=len(self.events))
 
     # --- facts ------------------------------------------------------------------------------------------------------
@@ -118,7 +128,7 @@ class History:
         """Return a good probe's outcome."""
         return o.CanaryPassed(
             worker=worker, instance=instance or f"{worker}-a", canary_key="key", canary=canary, check_type=check,  # type: ignore[arg-type]
-            sent_under=self.order().position.number, sent_at=self.now, latency_ms=12.0,
+            sent_under=self.latest.position.number, sent_at=self.now, latency_ms=12.0,
         )  # fmt: skip
 
     def failed(
@@ -127,7 +137,7 @@ class History:
         """Return a bad probe's outcome."""
         return o.CanaryFailed(
             worker=worker, instance=instance or f"{worker}-a", canary_key="key", canary="c0", check_type="scheduled",
-            sent_under=self.order().position.number, sent_at=self.now, latency_ms=12.0, reason=reason,  # type: ignore[arg-type]
+            sent_under=self.latest.position.number, sent_at=self.now, latency_ms=12.0, reason=reason,  # type: ignore[arg-type]
             confirmed=confirmed, golden="agreed", expected=(300, 301, 302), got=(300, 999, 302),
         )  # fmt: skip
 

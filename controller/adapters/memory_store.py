@@ -11,7 +11,7 @@ from typing import Any
 
 from controller import fleet_codec, projection
 from controller.deciders.fleet import DECIDERS_VERSION, Fleet
-from controller.ports import AnotherProjector, Place, Reading, Snapshot, StoreUnavailable
+from controller.ports import AnotherProjector, CatchUp, Place, Reading, Snapshot, StoreUnavailable
 from events.fact import Decision, Recorded
 from events.order import Position
 
@@ -155,12 +155,10 @@ class MemoryStore:
     async def beside(self) -> "MemoryStore":
         return MemoryStore(snapshot_every=self._snapshot_every)
 
-    async def swap(self, fresh: "MemoryStore", *, foreign: bool) -> bool:
-        if fresh.tables.place.seq < self._reach().place.seq and not foreign:
-            return False
+    async def swap(self, fresh: "MemoryStore", catch_up: CatchUp) -> None:
+        await catch_up(self._reach().place)
         for name in ("place", "rows", "events", "snapshots"):
             setattr(self.tables, name, getattr(fresh.tables, name))
-        return True
 
     async def close(self) -> None:
         """Do nothing: there is nothing to let go of."""

@@ -30,6 +30,7 @@ _AWAY = (
     TimeoutError,
     asyncpg.PostgresConnectionError,
     asyncpg.InterfaceError,
+    asyncpg.InternalClientError,  # what asyncpg says of a connection that broke between two of its own messages
     asyncpg.OperatorInterventionError,  # shutting down, starting up
     asyncpg.InsufficientResourcesError,  # out of disk, memory or connections
     asyncpg.TransactionRollbackError,  # deadlock, serialisation: try again

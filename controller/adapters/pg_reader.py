@@ -34,7 +34,7 @@ class Reader:
     async def place(self) -> Place:
         """Return how far the rows reach."""
         async with self._reader.use() as connection:
-            return await _place(connection)
+            return await read_place(connection)
 
     async def load(self) -> Snapshot | None:
         """Return the newest snapshot that these deciders folded; None if there is none."""
@@ -129,7 +129,8 @@ def _frozen(connection: Connection) -> asyncpg.transaction.Transaction:
     return connection.transaction(isolation="repeatable_read", readonly=True)
 
 
-async def _place(connection: Connection) -> Place:
+async def read_place(connection: Connection) -> Place:
+    """Return how far the rows reach, as this connection sees it."""
     row = await connection.fetchrow(_PLACE)
     if row is None:
         return Place()
@@ -138,7 +139,7 @@ async def _place(connection: Connection) -> Place:
 
 
 async def _reading(connection: Connection) -> Reading:
-    place = await _place(connection)
+    place = await read_place(connection)
     rows = {
         name: [dict(row) for row in await connection.fetch(f"SELECT * FROM {name}")] for name in _ROW_TABLES
     }

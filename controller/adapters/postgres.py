@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING
 
 from controller.adapters.names import SCHEMA
 from controller.adapters.pg_link import Link
-from controller.adapters.pg_reader import Reader
+from controller.adapters.pg_reader import Reader, read_place
 from controller.deciders.fleet import Fleet
-from controller.ports import Snapshot
+from controller.ports import CatchUp, Snapshot
 from events.fact import Recorded
 
 if TYPE_CHECKING:
@@ -57,24 +57,20 @@ class PostgresStore(Reader):
         await migrate.upgrade(self.url, schema=fresh)
         return PostgresStore(self.url, schema=fresh, snapshot_every=self._snapshot_every)
 
-    async def swap(self, fresh: "PostgresStore", *, foreign: bool) -> bool:
-        """Let the fresh schema take the name of this one, in one transaction; False if it lags behind.
+    async def swap(self, fresh: "PostgresStore", catch_up: CatchUp) -> None:
+        """Let the fresh schema take the name of this one, in one transaction.
 
-        The lock keeps a projector at work from moving the old position meanwhile. It finds the new tables under the
-        old name when it gets on, and reads its place again.
+        A projector at work waits meanwhile, readers do not: so the fresh one catches up with a position that stands
+        still. The projector finds the new tables under the old name when it gets on.
         """
-        await fresh.close()
         async with self._reader.use() as connection:
             async with connection.transaction():
-                await connection.execute("LOCK TABLE projection IN ACCESS EXCLUSIVE MODE")
-                query = "SELECT shown_seq FROM {}.projection WHERE name = 'fleet'"
-                old, new = [await connection.fetchval(query.format(s.schema)) for s in (self, fresh)]
-                if new < old and not foreign:
-                    return False
+                await connection.execute("LOCK TABLE projection IN EXCLUSIVE MODE")
+                await catch_up(await read_place(connection))
+                await fresh.close()
                 await connection.execute(f'ALTER SCHEMA "{self.schema}" RENAME TO "{self.schema}_old"')
                 await connection.execute(f'ALTER SCHEMA "{fresh.schema}" RENAME TO "{self.schema}"')
             await connection.execute(f'DROP SCHEMA "{self.schema}_old" CASCADE')
-        return True
 
     async def close(self) -> None:
         """Let go of the database."""

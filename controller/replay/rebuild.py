@@ -1,20 +1,18 @@
 """A fresh projection beside the old one, swapped in one transaction, while the old one keeps serving."""
 
+import asyncio
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from controller.ports import StoreAhead
+from controller.ports import Place, StoreAhead
 from controller.replay.store import HistoryStore
 from controller.runtime.projector import Projector, refuse_foreign_stream
-from events.errors import HoldfastError
 from events.journal.port import Journal, JournalChanged
 
-SWAPS_MAX = 50  # attempts to overtake a projector that is at work
-
-
-class NotOvertaken(HoldfastError):
-    """The fresh projection never caught up with the one at work. Try again when there is less load."""
+NEAR = 1_000  # events behind: near enough to let the old projection wait for the rest
+ROUNDS_MAX = 20  # attempts to come near
+LAST_BIT_S = 60.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,21 +28,32 @@ class Rebuilt:
 async def rebuild(
     journal: Journal, store: HistoryStore, *, written: Callable[[int, int], None] = lambda seq, events: None
 ) -> Rebuilt:
-    """Project the whole journal anew and put the result in the store's place. Raise NotOvertaken."""
+    """Project the whole journal anew and put the result in the store's place."""
     began = time.monotonic()
     foreign = await _is_foreign(journal, store)
     fresh = await store.beside()
+    projector = Projector(journal, fresh, written=written)
+
+    async def catch_up(place: Place) -> None:
+        async with asyncio.timeout(LAST_BIT_S):
+            await projector.catch_up(await journal.last_seq() if foreign else place.seq)
+
     try:
-        projector = Projector(journal, fresh, written=written)
-        for _ in range(SWAPS_MAX):
-            last = await journal.last_seq()
-            await projector.catch_up(last)
-            if await store.swap(fresh, foreign=foreign):
-                took = time.monotonic() - began
-                return Rebuilt(projector.progress.events, projector.progress.projected, took, foreign)
+        await _come_near(journal, projector)
+        await store.swap(fresh, catch_up)
     finally:
         await fresh.close()
-    raise NotOvertaken
+    took = time.monotonic() - began
+    return Rebuilt(projector.progress.events, projector.progress.projected, took, foreign)
+
+
+async def _come_near(journal: Journal, projector: Projector) -> None:
+    """Project nearly everything before anybody has to wait."""
+    for _ in range(ROUNDS_MAX):
+        last = await journal.last_seq()
+        await projector.catch_up(last)
+        if await journal.last_seq() - last < NEAR:
+            return
 
 
 async def _is_foreign(journal: Journal, store: HistoryStore) -> bool:

@@ -4,7 +4,7 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import AbstractAsyncContextManager
 from typing import Any, Protocol, Self
 
-from controller.ports import Archive, Reading, StateStore
+from controller.ports import Archive, CatchUp, Reading, StateStore
 
 
 class Frozen(Protocol):
@@ -28,11 +28,8 @@ class HistoryStore(StateStore, Archive, Protocol):
         """Make an empty store beside this one, for a fresh projection."""
         ...
 
-    async def swap(self, fresh: Self, *, foreign: bool) -> bool:
-        """Put `fresh` in this store's place in one transaction; False if it lags behind what it would replace.
-
-        `foreign`: this store was projected from another stream, so how far it reaches means nothing.
-        """
+    async def swap(self, fresh: Self, catch_up: CatchUp) -> None:
+        """Put `fresh` in this store's place in one transaction, after `catch_up` has brought it to where this stands."""
         ...
 
     async def close(self) -> None:

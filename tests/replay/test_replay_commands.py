@@ -166,9 +166,7 @@ async def test_why_leads_back_to_the_observation(history: History, store: AnySto
 
 async def test_why_of_nothing_is_said(history: History, store: AnyStore) -> None:
     for name in ("99999", "0", "decision:999", "no-such-id"):
-        with pytest.raises(
-            NoSuchEvent, match=r"(?i)the journal holds no such event"
-        ):
+        with pytest.raises(NoSuchEvent, match=r"(?i)the journal holds no such event"):
             await typed(history, store, "why", name)
 
 

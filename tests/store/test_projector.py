@@ -77,7 +77,7 @@ async def test_killed_at_every_step_the_state_is_the_fold_and_nothing_is_there_t
     await assert_projected(history, store)
 
 
-async def test_two_projectors_at_once_are_safe(open_store: OpenStore) -> None:
+async def test_two_projectors_at_once_are_safe(open_store: OpenStore, eventually: Any) -> None:
     history = History().start()
     stores = [open_store(snapshot_every=10), open_store(snapshot_every=10)]
     projectors = [Projector(journal(history), store) for store in stores]
@@ -85,19 +85,11 @@ async def test_two_projectors_at_once_are_safe(open_store: OpenStore) -> None:
         running = [group.create_task(projector.run()) for projector in projectors]
         for _ in range(40):
             history.say(history.passed("w0"), history.passed("w1"))
-            await MemoryJournal(history.stream, "x").flush(1)
             await asyncio.sleep(0)
-        await until_projected(history, stores[0])
+        await eventually(lambda: max(p.progress.projected for p in projectors) == len(history.events), 20)
         for task in running:
             task.cancel()
     await assert_projected(history, stores[0])
-
-
-async def until_projected(history: History, store: AnyStore, deadline_s: float = 20.0) -> None:
-    async with asyncio.timeout(deadline_s):
-        while (await store.place()).seq < len(history.events):
-            await MemoryJournal(history.stream, "x").flush(1)
-            await asyncio.sleep(0.01)
 
 
 async def test_a_store_that_is_away_is_waited_for(eventually: Any) -> None:
@@ -109,7 +101,7 @@ async def test_a_store_that_is_away_is_waited_for(eventually: Any) -> None:
         await eventually(lambda: projector.progress.restarts >= 2)
         assert not projector.progress.connected
         store.tables.reachable = True
-        await until_projected(history, store)
+        await eventually(lambda: projector.progress.projected == len(history.events), 20)
         running.cancel()
     await assert_projected(history, store)
 

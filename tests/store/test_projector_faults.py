@@ -1,0 +1,287 @@
+"""The projector with real servers and real deaths: its own, Postgres's, and what it must refuse."""
+
+import asyncio
+import signal
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import asyncpg
+import nats
+import pytest
+from made_history import History
+from store_databases import execute
+
+from controller import projection
+from controller.adapters import migrate
+from controller.adapters.embedded import start_postgres
+from controller.adapters.postgres import PostgresStore
+from controller.deciders.fleet import Fleet, evolve
+from controller.replay.rebuild import rebuild
+from controller.replay.verify import verify
+from controller.runtime.projector import Projector
+from events import codec, subjects
+from events.fact import Recorded
+from events.journal.memory import MemoryJournal
+from events.journal.nats import NatsJournal
+from events.order import Order
+
+pytestmark = pytest.mark.servers
+CHILD = Path(__file__).parent / "projector_child.py"
+
+
+async def publish(url: str, events: Sequence[Recorded]) -> int:
+    """Put a made history on a real stream as it is, and return the last sequence."""
+    client = await nats.connect(url)
+    try:
+        for event in events:
+            headers = codec.encode_headers(
+                event.fact, id=event.id, source=event.source, source_number=event.source_number,
+                said_at=event.said_at or event.at, through=event.through or None, causation=event.causation,
+                correlation=event.correlation,
+            )  # fmt: skip
+            body = codec.encode_body(event.fact)
+            ack = await client.jetstream().publish(subjects.subject(event.fact), body, headers=headers)
+        return ack.seq
+    finally:
+        await client.close()
+
+
+async def everything(journal: Any) -> list[Recorded]:
+    last = await journal.last_seq()
+    return [event async for batch in journal.read(0, until=last) for event in batch]
+
+
+async def assert_is_the_fold(journal: Any, url: str) -> None:
+    """Rows, position and kept events are the journal's, each event once; verify says so too."""
+    store = PostgresStore(url)
+    events = await everything(journal)
+    order: Order[Fleet] = Order(evolve, Fleet())
+    for event in events:
+        order.take(event)
+    kept = await execute(url, "SELECT seq, id FROM holdfast.fleet_events ORDER BY seq")
+    assert [(row["seq"], row["id"]) for row in kept] == [(event.seq, event.id) for event in events]
+    reading = await store.read_status()
+    assert reading.place.seq == len(events) and reading.place.settled == order.position
+    for name, rows in projection.state(order.shown).items():
+        found = {tuple(row[c] for c in projection.COLUMNS[name]) for row in reading.rows[name]}
+        assert {projection.comparable(name, r) for r in found} == {
+            projection.comparable(name, r) for r in rows
+        }
+    report = await verify(journal, store)
+    assert report.difference is None, report.lines()
+    await store.close()
+
+
+async def child(*arguments: object) -> int:
+    process = await asyncio.create_subprocess_exec(sys.executable, str(CHILD), *map(str, arguments))
+    async with asyncio.timeout(60):
+        return await process.wait()
+
+
+async def test_killed_at_every_step_in_a_process_of_its_own(
+    nats_url: str, database_url: str, tmp_path: Path
+) -> None:
+    history = History().start().corruption()
+    journal = await NatsJournal.connect(nats_url, "test:history", tmp_path / "spool")
+    half = len(history.events) // 2
+    steps = ("begin", "loaded", "read", "folded", "writing", "written")
+    for n, step in enumerate(steps):
+        last = await publish(nats_url, history.events[half * n // 6 : half * (n + 1) // 6])
+        died = await child(nats_url, database_url, tmp_path / "child", last, step, 1)
+        assert died == -signal.SIGKILL, step
+    last = await publish(nats_url, history.events[half:])
+    assert await child(nats_url, database_url, tmp_path / "child", last, "never", 1) == 0
+    await assert_is_the_fold(journal, database_url)
+    await journal.close()
+
+
+class Load:
+    """A history that goes on while things die."""
+
+    def __init__(self, history: History) -> None:
+        self.history = history
+        self.journal = MemoryJournal(history.stream, "load-1")
+
+    async def run(self, seconds: float = 0.001) -> None:
+        """Say facts for ever, with decisions among them."""
+        for n in range(10**9):
+            worker = f"w{n % 3}"
+            fact = self.history.failed(worker) if n % 7 == 0 else self.history.passed(worker)
+            self.history.say(fact)
+            if n % 5 == 0:
+                self.history.say(self.history.migrated(f"req-{n}", worker, "w0"), source="frontend-0")
+            if n % 10 == 0:
+                self.history.decide(seconds=5)
+            await asyncio.sleep(seconds)
+
+
+async def test_postgres_killed_again_and_again_under_load(tmp_path: Path, eventually: Any) -> None:
+    directory = tmp_path / "postgres"
+    server = await start_postgres(directory)
+    await migrate.upgrade(server.url)
+    load, store = Load(History().start()), PostgresStore(server.url, snapshot_every=25)
+    projector = Projector(load.journal, store)
+    try:
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(load.run()), group.create_task(projector.run())]
+            for _ in range(6):
+                goal = projector.progress.events + 20
+                await eventually(lambda goal=goal: projector.progress.events >= goal, 30)
+                await server.kill()
+                server = await start_postgres(directory, port=server.port)
+            tasks[0].cancel()
+            end = len(load.history.events)
+            await eventually(lambda: projector.progress.projected == end, 30)
+            tasks[1].cancel()
+        assert projector.progress.restarts >= 5
+        await assert_is_the_fold(load.journal, server.url)
+    finally:
+        await store.close()
+        await server.kill()
+
+
+async def test_a_rebuild_while_a_projector_writes(database_url: str, eventually: Any) -> None:
+    load, store = Load(History().start()), PostgresStore(database_url, snapshot_every=25)
+    projector = Projector(load.journal, store)
+    seen: list[int] = []
+
+    async def look() -> None:
+        reader = PostgresStore(database_url)
+        try:
+            while True:
+                seen.append((await reader.place()).seq)
+                await asyncio.sleep(0.002)
+        finally:
+            await reader.close()
+
+    async with asyncio.TaskGroup() as group:
+        tasks = [group.create_task(work) for work in (load.run(), projector.run(), look())]
+        await eventually(lambda: projector.progress.events > 50, 30)
+        for _ in range(3):
+            maker = PostgresStore(database_url)
+            rebuilt = await rebuild(load.journal, maker)
+            assert rebuilt.events >= rebuilt.position > 50 and not rebuilt.foreign
+            await maker.close()
+            goal = len(load.history.events) + 20
+            await eventually(lambda goal=goal: projector.progress.projected >= goal, 30)
+        tasks[0].cancel()
+        end = len(load.history.events)
+        await eventually(lambda: projector.progress.projected == end, 30)
+        for task in tasks:
+            task.cancel()
+    await store.close()
+    assert seen == sorted(seen), "readers saw the projection go back"
+    await assert_is_the_fold(load.journal, database_url)
+    schemas = await execute(database_url, "SELECT nspname FROM pg_namespace WHERE nspname LIKE 'holdfast%'")
+    assert [row["nspname"] for row in schemas] == ["holdfast"]
+
+
+async def test_a_rebuild_mends_a_projection_of_another_stream(database_url: str) -> None:
+    old, new = History().start().corruption(), History().start(2)
+    store = PostgresStore(database_url)
+    await Projector(MemoryJournal(old.stream, "p"), store).catch_up(len(old.events))
+    rebuilt = await rebuild(MemoryJournal(new.stream, "p"), store)
+    assert rebuilt.foreign and rebuilt.position == len(new.events)
+    await store.close()
+    await assert_is_the_fold(MemoryJournal(new.stream, "p"), database_url)
+
+
+async def refused(nats_url: str, database_url: str, data: Path) -> str:
+    """Start the real process, expect it to give up, and return the last line it said."""
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-m", "controller.cli", "projector", "--nats-url", nats_url, "--database-url", database_url,
+        "--data", str(data), stderr=asyncio.subprocess.PIPE,
+    )  # fmt: skip
+    async with asyncio.timeout(30):
+        _, words = await process.communicate()
+    assert process.returncode == 1
+    assert b"Traceback" not in words
+    return words.decode().strip().splitlines()[-1]
+
+
+async def test_the_process_refuses_a_database_that_is_ahead(
+    nats_url: str, database_url: str, tmp_path: Path
+) -> None:
+    await execute(database_url, "UPDATE holdfast.projection SET shown_seq = 500, shown_id = 'x'")
+    journal = await NatsJournal.connect(nats_url, "test:history")
+    await publish(nats_url, History().start().events)
+    await journal.close()
+    assert "the state store has folded event 500, the stream ends at" in await refused(
+        nats_url, database_url, tmp_path
+    )
+
+
+async def test_the_process_refuses_a_kind_that_it_does_not_know(
+    nats_url: str, database_url: str, tmp_path: Path
+) -> None:
+    journal = await NatsJournal.connect(nats_url, "test:history")
+    last = await publish(nats_url, History().start().events)
+    client = await nats.connect(nats_url)
+    headers = {"ce-id": "x", "ce-type": "holdfast.worker_dreamt", "ce-source": "future", "source-number": "1"}
+    await client.jetstream().publish("fleet.observed.worker.w0.worker_dreamt", b"{}", headers=headers)
+    said = await refused(nats_url, database_url, tmp_path)
+    assert f"event {last + 1} is of the unknown kind 'worker_dreamt'" in said and "Upgrade" in said
+    await client.close()
+    await journal.close()
+    place = (await execute(database_url, "SELECT shown_seq FROM holdfast.projection"))[0]["shown_seq"]
+    assert place <= last
+
+
+async def test_the_process_projects_serves_its_admin_port_and_stops_in_order(
+    nats_url: str, database_url: str, tmp_path: Path, eventually: Any
+) -> None:
+    import aiohttp
+
+    from events.presence import present
+
+    journal = await NatsJournal.connect(nats_url, "test:history")
+    last = await publish(nats_url, History().start().corruption().events)
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-m", "controller.cli", "projector", "--nats-url", nats_url, "--database-url", database_url,
+        "--data", str(tmp_path), stderr=asyncio.subprocess.DEVNULL,
+    )  # fmt: skip
+    try:
+        await eventually(lambda: present(tmp_path), 20)
+        (found,) = present(tmp_path)
+        assert (found.role, found.pid) == ("projector", process.pid)
+        async with aiohttp.ClientSession() as session:
+
+            async def lag() -> bool:
+                async with session.get(f"{found.url}/ready") as answer:
+                    report = await answer.json()
+                    return answer.status == 200 and (report["position"], report["lag"]) == (last, 0)
+
+            await eventually(lag, 20)
+            async with session.get(f"{found.url}/metrics") as answer:
+                text = await answer.text()
+        assert f"holdfast_projector_position {last}.0" in text
+        assert "holdfast_projector_lag 0.0" in text
+        process.terminate()
+        assert await asyncio.wait_for(process.wait(), 10) == 0
+    finally:
+        if process.returncode is None:
+            process.kill()
+            await process.wait()
+        await journal.close()
+    await assert_is_the_fold_of(nats_url, database_url)
+
+
+async def assert_is_the_fold_of(nats_url: str, database_url: str) -> None:
+    journal = await NatsJournal.connect(nats_url, "test:check")
+    await assert_is_the_fold(journal, database_url)
+    await journal.close()
+
+
+async def test_the_views_answer(database_url: str) -> None:
+    history = History().start().corruption()
+    store = PostgresStore(database_url)
+    await Projector(MemoryJournal(history.stream, "p"), store).catch_up(len(history.events))
+    await store.close()
+    connection: asyncpg.Connection = await asyncpg.connect(database_url)
+    now = await connection.fetch("SELECT worker, health, breaker FROM holdfast.fleet_now ORDER BY worker")
+    (capacity,) = await connection.fetch("SELECT * FROM holdfast.model_capacity")
+    await connection.close()
+    assert [row["worker"] for row in now] == ["w0", "w1", "w2"]
+    assert (capacity["model"], capacity["workers"]) == ("llama", 3)
