@@ -5,6 +5,7 @@ the subjects as one queue group, so each request is handled once, by whichever c
 """
 
 import asyncio
+import contextlib
 from typing import Annotated, Any, Literal, Protocol
 
 import structlog
@@ -130,14 +131,16 @@ class ControlApi:
             while not self.serving.is_set():
                 try:
                     await self._broker.start()
+                    await self._broker.connection.flush()  # the broker has our subscriptions
                     self.serving.set()
                 except Exception as error:  # whatever the client library raises while nobody answers
                     log.debug("control_api_waits", error=repr(error))
                     await asyncio.sleep(RECONNECT_WAIT_S)
             await asyncio.Event().wait()
         finally:
-            async with asyncio.timeout(STOP_WITHIN_S):
-                await self._broker.stop()
+            with contextlib.suppress(Exception):  # a broker that is away need not be told
+                async with asyncio.timeout(STOP_WITHIN_S):
+                    await self._broker.stop()
 
 
 def _invalid(error: ValidationError) -> Answer:

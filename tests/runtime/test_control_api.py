@@ -1,0 +1,119 @@
+"""The operator's control subjects over a real broker: answers, and refusals that say what was wrong."""
+
+import asyncio
+import contextlib
+from typing import Any
+
+import pytest
+
+from controller.adapters.control_api import ControlApi
+from controller.adapters.embedded import Server, start_nats
+from events.bus import BusUnavailable, NatsBus, NoAnswer
+from events.errors import HoldfastError
+
+pytestmark = pytest.mark.servers
+
+
+class Desk:
+    """Operations that write down what they were asked."""
+
+    def __init__(self) -> None:
+        self.asked: list[tuple[Any, ...]] = []
+
+    async def drain(self, worker: str, deadline_s: float | None, by: str) -> str:
+        self.asked.append(("drain", worker, deadline_s, by))
+        return f"{worker} is to drain"
+
+    async def resume(self, worker: str, by: str) -> str:
+        raise HoldfastError(f"{worker} is dead")
+
+    async def status(self) -> dict[str, Any]:
+        return {"workers": [{"id": "w1", "weight": 0.5, "last_canary": None}], "leader": None}
+
+    async def chaos(
+        self, worker: str, fault: str, argument: float | None, duration_s: float | None, by: str
+    ) -> str:
+        raise KeyError("a bug of ours")
+
+
+@contextlib.asynccontextmanager
+async def served(url: str) -> Any:
+    desk = Desk()
+    api = ControlApi(url, desk)
+    task = asyncio.create_task(api.run())
+    bus = await NatsBus.connect(url, "operator")
+    try:
+        await asyncio.wait_for(api.serving.wait(), 10)
+        yield desk, bus
+    finally:
+        task.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await task
+        await bus.close()
+
+
+async def test_a_request_is_answered(nats_url: str) -> None:
+    async with served(nats_url) as (desk, bus):
+        assert await bus.request("control.drain", {"worker": "w1", "deadline_s": 30, "by": "ada"}) == {
+            "says": "w1 is to drain"
+        }
+        assert desk.asked == [("drain", "w1", 30, "ada")]
+        status = await bus.request("control.status", {})
+        assert status == {"workers": [{"id": "w1", "weight": 0.5, "last_canary": None}], "leader": None}
+
+
+@pytest.mark.parametrize(
+    ("verb", "body", "says"),
+    [
+        ("drain", {}, "worker: Field required"),
+        ("drain", {"worker": ""}, "at least 1 character"),
+        ("drain", {"worker": "w1", "deadline": 3}, "deadline: Extra inputs are not permitted"),
+        ("drain", {"worker": "w1", "deadline_s": -3}, "greater than 0"),
+        ("resume", {"worker": "w1"}, "w1 is dead"),
+        ("chaos", {"worker": "w1", "fault": "nuke"}, "'kill', 'hang'"),
+        ("chaos", {"worker": "w1", "fault": "kill"}, "internal error"),
+        ("status", {"verbose": True}, "Extra inputs"),
+    ],
+)
+async def test_a_refusal_says_what_was_wrong(
+    nats_url: str, verb: str, body: dict[str, Any], says: str
+) -> None:
+    async with served(nats_url) as (_, bus):
+        answer = await bus.request(f"control.{verb}", body)
+    assert set(answer) == {"error"}
+    assert says in answer["error"]
+
+
+@pytest.mark.parametrize("body", [b"", b"nonsense{", b"[1, 2]", b"\xff\xfe", b"null", b'"w1"'])
+async def test_what_is_no_json_object_is_refused_and_does_no_harm(nats_url: str, body: bytes) -> None:
+    async with served(nats_url) as (desk, bus):
+        message = await bus.connection.client.request("control.drain", body, timeout=5)
+        assert b"error" in message.data
+        assert "says" in await bus.request("control.drain", {"worker": "w2"})
+    assert [asked[1] for asked in desk.asked] == ["w2"]
+
+
+async def test_two_controllers_handle_each_request_once(nats_url: str) -> None:
+    async with served(nats_url) as (one, bus), served(nats_url) as (two, _):
+        for n in range(20):
+            await bus.request("control.drain", {"worker": f"w{n}"})
+    assert len(one.asked) + len(two.asked) == 20
+
+
+async def test_it_serves_again_after_the_broker_was_killed(
+    own_nats: Server, tmp_path: Any, eventually: Any
+) -> None:
+    async with served(own_nats.url) as (_, bus):
+        await own_nats.kill()
+        again = await start_nats(tmp_path / "nats", port=own_nats.port)
+        try:
+
+            async def answered() -> bool:
+                try:
+                    return "says" in await bus.request("control.drain", {"worker": "w1"}, 0.5)
+                except (NoAnswer, BusUnavailable):
+                    return False
+
+            await eventually(answered, 20)
+        finally:
+            await again.kill()

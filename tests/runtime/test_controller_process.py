@@ -1,0 +1,184 @@
+"""The controller as a process, with a real broker and real (simulated) workers."""
+
+import asyncio
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import pytest
+
+from events.bus import NatsBus, NoAnswer
+from events.decisions import BreakerOpened, GoldenAgreed
+from events.fact import Fact
+from events.journal.nats import NatsJournal
+from events.observations import CanaryFailed, CanaryPassed, ChaosInjected
+
+pytestmark = pytest.mark.servers
+INTERVAL_S = 0.5
+CANARIES = 4
+
+
+class Processes:
+    """A few processes of one fleet, and an operator's connection to it."""
+
+    def __init__(self, url: str, data: Path, bus: NatsBus) -> None:
+        self.url = url
+        self.data = data
+        self.bus = bus
+        self.children: dict[str, subprocess.Popen[bytes]] = {}
+
+    def start(self, name: str, *arguments: str) -> subprocess.Popen[bytes]:
+        log = (self.data / f"{name}.log").open("ab")
+        environment = {
+            **os.environ,
+            "HOLDFAST_NATS_URL": self.url,
+            "HOLDFAST_CONTROLLER__CANARY__INTERVAL_S": str(INTERVAL_S),
+        }
+        command = [
+            sys.executable,
+            "-m",
+            "controller.cli",
+            *arguments,
+            "--data",
+            str(self.data),
+            "--name",
+            name,
+        ]
+        child = subprocess.Popen(command, env=environment, stdout=log, stderr=log)
+        log.close()
+        self.children[name] = child
+        return child
+
+    async def ask(self, verb: str, **body: Any) -> dict[str, Any]:
+        return dict(await self.bus.request(f"control.{verb}", body, 2.0))
+
+    async def status(self) -> dict[str, Any]:
+        try:
+            return await self.ask("status")
+        except NoAnswer:
+            return {"workers": [], "processes": [], "leader": None}
+
+    async def healthy(self, count: int) -> bool:
+        return [w["health"] for w in (await self.status())["workers"]] == ["HEALTHY"] * count
+
+    async def facts(self, kind: type[Fact]) -> list[Any]:
+        journal = await NatsJournal.connect(self.url, "test:reader")
+        found = []
+        try:
+            async for batch in journal.read(0, until=await journal.last_seq()):
+                found += [event.fact for event in batch if isinstance(event.fact, kind)]
+        finally:
+            await journal.close()
+        return found
+
+    def stop(self) -> dict[str, int]:
+        for child in self.children.values():
+            child.terminate()
+        try:
+            return {name: child.wait(15) for name, child in self.children.items()}
+        finally:
+            for child in self.children.values():
+                child.kill()
+
+
+@contextlib.asynccontextmanager
+async def fleet(url: str, data: Path) -> AsyncIterator[Processes]:
+    bus = await NatsBus.connect(url, "test-operator")
+    processes = Processes(url, data, bus)
+    try:
+        yield processes
+    finally:
+        processes.stop()
+        await bus.close()
+
+
+async def test_a_corrupt_worker_is_convicted_and_a_healthy_one_never(
+    nats_url: str, tmp_path: Path, eventually: Any
+) -> None:
+    async with fleet(nats_url, tmp_path) as processes:
+        processes.start("controller", "controller", "--chaos")
+        processes.start("w", "worker", "--count", "3")
+        await eventually(lambda: processes.healthy(3), 30)
+
+        async def agreed() -> bool:
+            return len(await processes.facts(GoldenAgreed)) == CANARIES
+
+        await eventually(agreed, 20)
+        assert not await processes.facts(CanaryFailed)
+        name = (await processes.status())["workers"][1]["id"]
+        said = await processes.ask("chaos", worker=name, fault="corrupt", argument=8)
+        assert "error" not in said
+        began = time.monotonic()
+
+        async def convicted() -> bool:
+            workers = {w["id"]: w for w in (await processes.status())["workers"]}
+            return workers[name]["health"] == "UNHEALTHY" and workers[name]["weight"] == 0
+
+        await eventually(convicted, 20)
+        assert time.monotonic() - began <= CANARIES * INTERVAL_S + 6  # loose: the machine may be busy
+        failed = await processes.facts(CanaryFailed)
+        assert {f.worker for f in failed} == {name}
+        assert failed[0].reason == "token_mismatch" and failed[0].confirmed and failed[0].golden == "agreed"
+        assert [f.worker for f in await processes.facts(BreakerOpened)] == [name]
+        assert [f.fault for f in await processes.facts(ChaosInjected)] == ["corrupt"]
+        await scraped(await processes.status(), name)
+        codes = processes.stop()
+    assert codes == {"controller": 0, "w": 0}
+
+
+async def scraped(status: dict[str, Any], worker: str) -> None:
+    """Look at what the controller's admin port says about a convicted worker."""
+    (url,) = [p["url"] for p in status["processes"] if p["role"] == "controller"]
+    async with aiohttp.ClientSession() as session:
+        async with session.get(f"{url}/metrics") as answer:
+            text = await answer.text()
+        async with session.get(f"{url}/ready") as answer:
+            assert answer.status == 200
+            assert json.loads(await answer.text())["leading"] is True
+    assert f'dynamo_worker_state{{state="unhealthy",worker_id="{worker}"}} 1.0' in text
+    assert f'dynamo_circuit_breaker_state{{worker_id="{worker}"}} 1.0' in text
+    assert f'dynamo_canary_failures_total{{reason="timeout",worker_id="{worker}"}} 0.0' in text
+
+
+async def test_a_second_controller_stands_by_and_takes_over(
+    nats_url: str, tmp_path: Path, eventually: Any
+) -> None:
+    async with fleet(nats_url, tmp_path) as processes:
+        first = processes.start("one", "controller")
+        processes.start("w", "worker", "--count", "2")
+        await eventually(lambda: processes.healthy(2), 30)
+        processes.start("two", "controller")
+
+        async def both() -> bool:
+            return [p["role"] for p in (await processes.status())["processes"]].count("controller") == 2
+
+        await eventually(both, 30)
+        leader = (await processes.status())["leader"]
+        assert ":one:" in leader
+        first.send_signal(signal.SIGKILL)
+        await asyncio.to_thread(first.wait)
+        began = time.monotonic()
+
+        async def taken_over() -> bool:
+            return ":two:" in str((await processes.status())["leader"])
+
+        await eventually(taken_over, 10)
+        assert time.monotonic() - began < 6  # loose; the benchmark measures it
+        before = len(await processes.facts(CanaryPassed))
+
+        async def probed() -> bool:
+            return len(await processes.facts(CanaryPassed)) > before + 4
+
+        await eventually(probed, 20)
+        assert not await processes.facts(CanaryFailed)
+        assert await processes.healthy(2)
+        processes.children.pop("one")
+        assert processes.stop()["two"] == 0
