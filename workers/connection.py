@@ -93,6 +93,9 @@ class Connection(asyncio.Protocol):
 
     def resume_writing(self) -> None:
         self._paused_at = None
+        self._send_backlog()
+
+    def _send_backlog(self) -> None:
         if self._backlog:
             chunks = list(self._backlog.values())
             self._backlog.clear()
@@ -167,7 +170,8 @@ class Connection(asyncio.Protocol):
             self._transport.abort()
 
     def close(self) -> None:
-        """Send what is buffered, then close."""
+        """Send what is gathered and buffered, then close."""
+        self._send_backlog()
         if self._transport is not None:
             self._transport.close()
 

@@ -23,6 +23,10 @@ DRAIN_S = 60.0  # where the request names no deadline
 log = structlog.get_logger(__name__)
 
 
+class BadRequest(HoldfastError):
+    """A request to this worker makes no sense."""
+
+
 class WrongInstance(HoldfastError):
     """This worker has another life now; the request was meant for an earlier one."""
 
@@ -72,11 +76,9 @@ class Obedience:
         """Begin to drain, or say how far it has got. Repeating the request changes nothing."""
         self._check_instance(body)
         if self._server.refusal is None:
-            deadline_s = body.get("deadline_s")
+            deadline_s = _number(body, "deadline_s", DRAIN_S)
             self._server.refuse(DRAINING)
-            self._drain = asyncio.ensure_future(
-                self._drain_until(DRAIN_S if deadline_s is None else float(deadline_s))
-            )
+            self._drain = asyncio.ensure_future(self._drain_until(deadline_s))
         return {"draining": True, "in_flight": self._server.in_flight}
 
     async def _drain_until(self, deadline_s: float) -> None:
@@ -110,7 +112,8 @@ class Obedience:
 
     def on_chaos(self, subject: str, body: Mapping[str, Any]) -> Mapping[str, Any]:
         """Play a fault until it is healed, or for `duration` seconds."""
-        fault, argument = str(body.get("fault", "")), float(body.get("argument") or 0)
+        fault, argument = str(body.get("fault", "")), _number(body, "argument", 0.0)
+        duration_s = _number(body, "duration", 0.0)
         if not self._place.chaos:
             raise HoldfastError("this worker was told to refuse rehearsed faults (HOLDFAST_WORKER_CHAOS)")
         if not self._inject(fault, argument):
@@ -118,7 +121,6 @@ class Obedience:
         self._log.warning("chaos", fault=fault, argument=argument)
         if self._heal is not None:
             self._heal.cancel()
-        duration_s = float(body.get("duration") or 0)
         if duration_s > 0 and fault != "heal":
             self._heal = asyncio.get_running_loop().call_later(duration_s, self._inject, "heal", 0.0)
         return {"fault": fault, "argument": argument}
@@ -132,3 +134,13 @@ class Obedience:
             self._engine.chaos(fault, argument)
             return True
         return self._engine.chaos(fault, argument)
+
+
+def _number(body: Mapping[str, Any], name: str, otherwise: float) -> float:
+    """Return a number of a request's body. Raise BadRequest if it is none, or below zero."""
+    value = body.get(name)
+    if value is None:
+        return otherwise
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < float("inf"):
+        raise BadRequest(f"{name} = {value!r}: a number from 0 up is wanted")
+    return float(value)

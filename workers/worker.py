@@ -38,7 +38,7 @@ from workers.server import Server
 from workers.shutdown import LEAVING, drain
 
 if TYPE_CHECKING:
-    from events.bus import Bus
+    from events.bus import Bus, Handler
 
 BEAT_S = 1.0
 CHECK_S = 1.0
@@ -46,6 +46,7 @@ CHECK_S_MAX = 10.0  # a check that takes longer is a dead engine
 START_S_MAX = 600.0  # loading weights
 STOP_S_MAX = 5.0
 FAULT_SAID_EVERY_S = 10.0  # a raising engine is one fact in a while, not one per request
+LISTEN_RETRY_S = 0.2
 EXIT_FAILED = 1
 
 log = structlog.get_logger(__name__)
@@ -224,10 +225,24 @@ class Worker:
         if self._bus is None:
             return
         name = self.place.name
-        await self._bus.subscribe(subjects.drain(name), self.obedience.on_drain)
-        await self._bus.subscribe(subjects.resume(name), self.obedience.on_resume)
-        await self._bus.subscribe(subjects.chaos(name), self.obedience.on_chaos)
-        await self._bus.subscribe(subjects.beat(name), self._on_beat)
+        for subject, handler in (
+            (subjects.drain(name), self.obedience.on_drain),
+            (subjects.resume(name), self.obedience.on_resume),
+            (subjects.chaos(name), self.obedience.on_chaos),
+            (subjects.beat(name), self._on_beat),
+        ):
+            await self._hear(self._bus, subject, handler)
+
+    async def _hear(self, bus: "Bus", subject: str, handler: "Handler") -> None:
+        """Subscribe, again and again while the broker is on its way out or back."""
+        from events.connection import DISCONNECTED
+
+        while True:
+            try:
+                await bus.subscribe(subject, handler)
+                return
+            except DISCONNECTED:
+                await asyncio.sleep(LISTEN_RETRY_S)
 
     def _on_beat(self, subject: str, body: Mapping[str, Any]) -> None:
         """Notice another process under our name: the fleet believes the newer one, the operator should know."""

@@ -220,6 +220,23 @@ async def test_a_frontend_that_stops_reading_is_cut_in_time(
     assert server.in_flight == 0
 
 
+async def test_what_a_slow_reader_was_owed_is_sent_before_the_connection_closes(
+    serve: Serve, dial: Dial, eventually: Eventually
+) -> None:
+    server = await serve(patience=Patience(buffer_bytes=1024))
+    frontend = await dial(server.address[1])
+    await frontend.until(lambda: frontend.welcome)
+    frontend.transport.pause_reading()
+    streams = [frontend.ask(prompt(salt=n), max_tokens=16_000) for n in range(60)]
+    await eventually(lambda: server.counters.completed > 50, 20)
+    closing = asyncio.ensure_future(server.close(10.0))
+    await asyncio.sleep(0)
+    frontend.transport.resume_reading()
+    await closing
+    await frontend.lost()
+    assert sum(frontend.end(stream) is not None for stream in streams) > 50
+
+
 # --- draining
 
 

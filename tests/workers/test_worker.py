@@ -177,6 +177,14 @@ async def test_a_request_for_an_earlier_life_is_refused(begin: Begin) -> None:
     assert life.worker.server.refusal is None
 
 
+@pytest.mark.parametrize("deadline_s", [-1, "soon", True, float("inf")])
+async def test_a_deadline_that_makes_no_sense_is_refused_in_words(begin: Begin, deadline_s: Any) -> None:
+    life = await begin()
+    with pytest.raises(HoldfastError, match=r"deadline_s = .*: a number from 0 up is wanted"):
+        life.worker.obedience.on_drain("", {"deadline_s": deadline_s})
+    assert life.worker.server.refusal is None
+
+
 # --- going
 
 
