@@ -12,7 +12,7 @@ pytestmark = pytest.mark.engines
 from events.wire import Sampling  # noqa: E402
 from workers.engines.engine import EngineDead  # noqa: E402
 from workers.engines.transformers.attention import Pool  # noqa: E402
-from workers.engines.transformers.invariance import is_exact  # noqa: E402
+from workers.engines.transformers.invariance import is_exact, make_exact  # noqa: E402
 from workers.engines.transformers.model import Model, load_model  # noqa: E402
 from workers.engines.transformers.schedule import Blocks, Sequence, Work  # noqa: E402
 
@@ -140,6 +140,16 @@ def test_the_check_at_start_notices_when_company_matters(model: Model) -> None:
 
     sociable = Sociable(model.module, context_tokens=1024)
     assert not is_exact(sociable, sociable.pool(blocks=64, block_tokens=32), Blocks(64, 32))
+
+
+def test_a_machine_that_adds_otherwise_gets_larger_tiles(model: Model) -> None:
+    class Coarse(Model):
+        def forward(self, works: Any, pool: Pool, *, every: bool = False) -> Any:
+            return super().forward(works, pool, every=every) + (1e-7 * len(works) if self.tile < 16 else 0.0)
+
+    coarse = Coarse(model.module, context_tokens=1024)
+    assert make_exact(coarse, coarse.pool(blocks=64, block_tokens=32), Blocks(64, 32))
+    assert coarse.tile == 16
 
 
 def test_what_cannot_be_served_is_refused_with_the_reason(tmp_path: Path) -> None:

@@ -8,9 +8,10 @@ So every sum here has a fixed shape and order:
     weights  p · v    over the tokens of one block          one product per (block, KV head): always the same depth
     answer            over the blocks of a sequence         added one by one, in the order of positions
 
-Measured on CPU (MKL, fp32, 1 to 4 threads): rows of such products are bit-identical for every number of rows that is a
-multiple of four, and for every number of products in one call; with one to three rows another kernel runs. Hence
-ROWS. What is masked is exactly zero and changes no sum. `invariance.py` checks all this at start, on the very machine.
+Measured on CPU (MKL, fp32 and bf16, 1 to 4 threads): rows of such products are bit-identical for every number of rows
+that is a multiple of four, and for every number of products in one call; with one to three rows another kernel runs. So
+rows come in tiles of four, filled up with padding. What is masked is exactly zero and changes no sum. `invariance.py`
+checks all this at start, on the very machine, and tries larger tiles where four are not enough.
 
 The blocks in use lie close together (the lowest free one is taken first), so a whole slice of the pool is computed
 without copying it; only when most of the slice is somebody else's are blocks gathered.
@@ -22,7 +23,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-ROWS = 4  # query rows come in multiples of this
 SCRATCH_FLOATS_MAX = 16 * 1024 * 1024  # of one score tensor; longer prompts are cut into bands of rows
 _SPARSE = 3  # gather blocks when the slice that holds them is more than this many times larger
 
@@ -90,7 +90,7 @@ def span(tables: Sequential[Sequential[int]], hidden: Tensor, device: torch.devi
 def attend(queries: Tensor, keys: Tensor, values: Tensor, over: Span) -> Tensor:
     """Return softmax(queries · keysᵀ) · values per item.
 
-    `queries` is [item, KV head, row, width], scaled already, its rows a multiple of ROWS; `keys` and `values` are one
+    `queries` is [item, KV head, row, width], scaled already, its rows whole tiles; `keys` and `values` are one
     layer of the pool. The result has the shape of `queries`.
     """
     items, heads, rows, width = queries.shape
@@ -108,15 +108,18 @@ def attend(queries: Tensor, keys: Tensor, values: Tensor, over: Span) -> Tensor:
     return (_added(parts, over) / total).to(queries.dtype)
 
 
-def banded(queries: Tensor, keys: Tensor, values: Tensor, table: Sequential[int], first: Tensor) -> Tensor:
+def banded(
+    queries: Tensor, keys: Tensor, values: Tensor, table: Sequential[int], first: Tensor, tile: int
+) -> Tensor:
     """Attend for one item with many rows, in bands that keep the scratch memory bounded.
 
-    `queries` is [KV head, row, width]; `first` is each row's position: it sees every token up to its own.
+    `queries` is [KV head, row, width], its rows whole tiles; `first` is each row's position: it sees every token up to
+    its own.
     """
     heads, rows, _ = queries.shape
     tokens = keys.shape[2]
     room = SCRATCH_FLOATS_MAX // (len(table) * heads * tokens)
-    band = max(ROWS, room // ROWS * ROWS)
+    band = max(tile, room // tile * tile)
     places = torch.arange(len(table) * tokens, device=queries.device).view(len(table), 1, tokens)
     answers = []
     for start in range(0, rows, band):

@@ -19,7 +19,7 @@ import torch
 from events.observations import Profile
 from events.wire import Chunk, Generate, Load
 from workers.engines.engine import Deliver, EngineDead, EngineIdentity, Phase
-from workers.engines.transformers.invariance import is_exact
+from workers.engines.transformers.invariance import make_exact
 from workers.engines.transformers.measure import measured_profile
 from workers.engines.transformers.model import load_model
 from workers.engines.transformers.revision import revision_of
@@ -146,7 +146,7 @@ class TransformersEngine:
             context_tokens=settings.context_tokens,
         )
         stepper = Stepper(model, settings)
-        exact = is_exact(model, stepper.pool, stepper.blocks)
+        exact = make_exact(model, stepper.pool, stepper.blocks)
         if not exact:
             log.warning(
                 "not_batch_invariant", device=settings.device, dtype=settings.dtype, threads=settings.threads

@@ -11,12 +11,21 @@ import torch
 
 from events.wire import Sampling
 from workers.engines.transformers.attention import Pool
-from workers.engines.transformers.model import Model
+from workers.engines.transformers.model import TILES, Model
 from workers.engines.transformers.schedule import Blocks, Sequence, Work
 
 _PROMPT = 80
 _PIECES = (37, 1, 1, 2, 16, 1, 21, 1)  # adds up to _PROMPT: single tokens, odd pieces, and a long one
 _STRANGERS = 3
+
+
+def make_exact(model: Model, pool: Pool, blocks: Blocks) -> bool:
+    """Give the model the smallest tile of rows with which it is exact here; False if there is none."""
+    for model.tile in TILES:
+        if is_exact(model, pool, blocks):
+            return True
+    model.tile = TILES[0]
+    return False
 
 
 def is_exact(model: Model, pool: Pool, blocks: Blocks) -> bool:

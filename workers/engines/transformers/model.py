@@ -19,11 +19,11 @@ from torch import Tensor
 from torch.nn import functional
 
 from workers.engines.engine import EngineDead
-from workers.engines.transformers.attention import ROWS, Pool, Span, attend, banded, span
+from workers.engines.transformers.attention import Pool, Span, attend, banded, span
 from workers.engines.transformers.schedule import Work
 
+TILES = (4, 8, 16)  # rows of a matrix product come in multiples of the first that is exact: see attention.py
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3")  # those whose layers are what `Layer` says
-TILE = 8  # rows of a matrix product come in multiples of this: see attention.py
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +66,7 @@ class Model:
     def __init__(self, module: Any, *, context_tokens: int) -> None:
         config = module.config
         self.module = module
+        self.tile = TILES[0]
         self.config = config
         self.vocabulary = int(config.vocab_size)
         self.heads = int(config.num_attention_heads)
@@ -101,7 +102,7 @@ class Model:
         tokens = [
             token for work in works for token in work.sequence.tokens[work.start : work.start + work.count]
         ]
-        padding = -len(tokens) % TILE
+        padding = -len(tokens) % self.tile
         rows = self._rows(works, pool, padding)
         x = self._embed[torch.tensor(tokens + [0] * padding, device=self.device)]
         for number, layer in enumerate(self._layers):
@@ -129,20 +130,20 @@ class Model:
         answer = torch.zeros_like(q)
         if rows.over is not None:
             asked = q[: rows.decoding].reshape(rows.decoding, self.kv_heads, group, self.width)
-            padded = functional.pad(asked, (0, 0, 0, -group % ROWS))
+            padded = functional.pad(asked, (0, 0, 0, -group % self.tile))
             got = attend(padded, keys, values, rows.over)[:, :, :group]
             answer[: rows.decoding] = got.reshape(rows.decoding, self.heads, self.width)
         for first, count, table, places in rows.prompts:
             part = q[first : first + count].view(count, self.kv_heads, group, self.width)
             asked = part.permute(1, 0, 2, 3).reshape(self.kv_heads, count * group, self.width)
             padded = functional.pad(asked, (0, 0, 0, len(places) - count * group))
-            got = banded(padded, keys, values, table, places)[:, : count * group]
+            got = banded(padded, keys, values, table, places, self.tile)[:, : count * group]
             got = got.view(self.kv_heads, count, group, self.width).permute(1, 0, 2, 3)
             answer[first : first + count] = got.reshape(count, self.heads, self.width)
         return answer.flatten(1)
 
     def _logits(self, x: Tensor, wanted: list[int]) -> Tensor:
-        padded = wanted + wanted[-1:] * (-len(wanted) % TILE)
+        padded = wanted + wanted[-1:] * (-len(wanted) % self.tile)
         if not padded:
             return torch.empty((0, self.vocabulary), device=self.device)
         x = functional.rms_norm(x[padded], x.shape[-1:], self._norm, self._eps)
@@ -187,7 +188,7 @@ class Model:
             end = work.start + work.count
             table = work.sequence.blocks[: -(-end // pool.block_tokens)]
             places = torch.arange(work.start, end, device=self.device).repeat_interleave(group)
-            places = functional.pad(places, (0, -len(places) % ROWS), value=work.start)
+            places = functional.pad(places, (0, -len(places) % self.tile), value=work.start)
             found.append((first, work.count, table, places))
             first += work.count
         return found
