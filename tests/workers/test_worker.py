@@ -65,7 +65,7 @@ Begin = Callable[..., Awaitable[Life]]
 
 
 @pytest.fixture
-async def begin() -> AsyncIterator[Begin]:
+async def begin(eventually: Eventually) -> AsyncIterator[Begin]:
     """`await begin(itl_s=…, grace_s=…)` starts a worker."""
     lives: list[Life] = []
 
@@ -77,11 +77,7 @@ async def begin() -> AsyncIterator[Begin]:
         )
         life = Life(worker, stream, bus, stop, asyncio.ensure_future(worker.run(stop)))
         lives.append(life)
-        async with asyncio.timeout(10):
-            await asyncio.wait(
-                (life.running, asyncio.ensure_future(worker.serving.wait())),
-                return_when=asyncio.FIRST_COMPLETED,
-            )
+        await eventually(lambda: len(bus.entries) == 4 or life.running.done())  # it listens, or never will
         return life
 
     yield start
