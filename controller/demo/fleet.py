@@ -1,6 +1,7 @@
 """A fleet in a process of its own, as a user would start it: for the demo, the benchmarks and the end-to-end tests."""
 
 import asyncio
+import contextlib
 import json
 import os
 import signal
@@ -98,27 +99,20 @@ class Fleet:
             await operator.close()
 
     async def until(self, holds: Callable[[dict[str, Any]], bool], within_s: float = 30.0) -> dict[str, Any]:
-        """Wait until the status is as `holds` wants it."""
-        deadline = time.monotonic() + within_s
+        """Wait until the status is as `holds` wants it. Raise NotAsExpected."""
+        deadline, status = time.monotonic() + within_s, {}
         while True:
-            status = await self.status()
-            if holds(status):
-                return status
+            with contextlib.suppress(HoldfastError):  # a controller that only starts answers a moment later
+                status = await self.status()
+                if holds(status):
+                    return status
             if time.monotonic() > deadline:
                 raise NotAsExpected(f"{NotAsExpected.__doc__} {json.dumps(status)}")
             await asyncio.sleep(0.1)
 
     async def until_reachable(self, within_s: float = 30.0) -> None:
         """Wait until a controller answers again."""
-        deadline = time.monotonic() + within_s
-        while True:
-            try:
-                await self.status()
-                return
-            except HoldfastError:
-                if time.monotonic() > deadline:
-                    raise
-                await asyncio.sleep(0.2)
+        await self.until(lambda status: True, within_s)
 
     async def healthy(self, workers: int) -> dict[str, Any]:
         """Wait until all workers are in full service."""

@@ -203,6 +203,7 @@ class Supervisor:
                 self.nats = await start_nats(self.dir.nats)
                 self.nats_url = self.nats.url
                 self._present("nats", self.nats)
+            self._remember()
             self._plan()
             for child in self.children:
                 self._spawn(child)
@@ -214,6 +215,9 @@ class Supervisor:
                 await database
             raise
         self._spawn_projector()
+
+    def _remember(self) -> None:
+        """Write down how the fleet is reached, as soon as each part of it is known."""
         self.dir.remember(
             url=f"http://{self.args.host}:{self.args.port}",
             nats_url=self.nats_url,
@@ -227,6 +231,7 @@ class Supervisor:
             self.postgres = await start_postgres(self.dir.postgres)
             self.database_url = self.postgres.url
             self._present("postgres", self.postgres)
+        self._remember()
         await self._migrate()
 
     async def _migrate(self) -> None:

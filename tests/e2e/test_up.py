@@ -1,0 +1,117 @@
+"""`holdfast up` as its user meets it: it starts, resumes, stops in order, and leaves nothing behind."""
+
+import json
+import os
+import signal
+from pathlib import Path
+
+import psutil
+import pytest
+from fleet import holdfast
+
+from controller.demo.fleet import Fleet, gone
+from events.observations import WorkerJoined, WorkerLeft
+
+FAST = ("--workers", "2", "--canary-interval", "0.5")
+
+
+@pytest.fixture
+def data(tmp_path: Path) -> Path:
+    return tmp_path / "fleet"
+
+
+async def test_a_killed_parent_leaves_no_orphan(data: Path) -> None:
+    fleet = await Fleet.start(data, *FAST).ready()
+    family = fleet.family()
+    assert len(family) >= 8, "supervisor, nats, postgres, controller, projector, frontend, two workers"
+    os.kill(fleet.process.pid, signal.SIGKILL)
+    fleet.process.wait()
+    assert gone(family)
+
+
+async def test_ctrl_c_stops_all_in_order_and_a_second_up_resumes_the_history(data: Path) -> None:
+    fleet = await Fleet.start(data, *FAST).ready()
+    await fleet.healthy(2)
+    before = await fleet.events()
+    family = fleet.family()
+    assert fleet.stop() == 0, fleet.last_words()
+    assert gone(family)
+    again = await Fleet.start(data, *FAST).ready()
+    try:
+        await again.healthy(2)
+        after = await again.events()
+        assert [e.id for e in after[: len(before)]] == [e.id for e in before]
+        left = [e.fact for e in after if isinstance(e.fact, WorkerLeft)]
+        assert {(f.worker, f.mode, f.exit) for f in left} == {("w0", "graceful", 0), ("w1", "graceful", 0)}
+        assert sum(isinstance(e.fact, WorkerJoined) for e in after) == 4
+        verify = holdfast("replay", "verify", "--data", str(data))
+        assert verify.returncode == 0, verify.stdout + verify.stderr
+        rebuilt = holdfast("replay", "rebuild", "--data", str(data))
+        assert rebuilt.returncode == 0, rebuilt.stdout + rebuilt.stderr
+        assert holdfast("replay", "verify", "--data", str(data)).returncode == 0
+    finally:
+        again.stop()
+
+
+async def test_a_second_up_on_a_busy_directory_is_refused(data: Path) -> None:
+    fleet = Fleet.start(data, *FAST)
+    try:
+        await fleet.ready()
+        done = holdfast("up", "--data", str(data), "--port", "18998")
+        assert done.returncode == 1
+        assert "Another `holdfast up` runs on this data directory" in done.stderr
+    finally:
+        fleet.stop()
+
+
+async def test_status_events_and_chaos_as_an_operator_types_them(data: Path) -> None:
+    fleet = await Fleet.start(data, *FAST, "--frontends", "2").ready()
+    try:
+        await fleet.healthy(2)
+        await fleet.until(lambda s: {"postgres", "projector"} <= {p["role"] for p in s["processes"]})
+        status = json.loads(holdfast("status", "-o", "json", "--data", str(data)).stdout)
+        assert set(status) >= {"workers", "processes", "levels", "journal", "projector", "leader"}
+        keys = {
+            "id",
+            "instance",
+            "pid",
+            "engine",
+            "model",
+            "health",
+            "breaker",
+            "weight",
+            "in_flight",
+            "last_canary",
+        }
+        assert all(set(w) >= keys for w in status["workers"])
+        roles = sorted(p["role"] for p in status["processes"])
+        assert roles == [
+            "controller",
+            "frontend",
+            "frontend",
+            "nats",
+            "postgres",
+            "projector",
+            "worker",
+            "worker",
+        ]
+        assert all(psutil.pid_exists(p["pid"]) for p in status["processes"])
+        assert "HEALTHY" in holdfast("status", "--data", str(data)).stdout
+        lines = holdfast(
+            "events", "--kind", "worker_joined", "-o", "json", "--data", str(data)
+        ).stdout.splitlines()
+        assert {json.loads(line)["body"]["worker"] for line in lines} == {"w0", "w1"}
+        refused = holdfast("chaos", "kill", "w0", "--data", str(data))
+        assert (refused.returncode, refused.stderr.count("\n")) == (1, 1)
+        assert "--chaos" in refused.stderr
+        unknown = holdfast("drain", "w77", "--data", str(data))
+        assert unknown.returncode == 1 and "w77" in unknown.stderr
+        drained = holdfast("drain", "w1", "--data", str(data))
+        assert drained.returncode == 0, drained.stderr
+        await fleet.until(
+            lambda s: {w["id"]: w["health"] for w in s["workers"]}["w1"] in ("DRAINING", "DEAD")
+        )
+        assert holdfast("resume", "w1", "--data", str(data)).returncode == 0
+        await fleet.healthy(2)
+    finally:
+        fleet.stop()
