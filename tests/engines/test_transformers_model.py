@@ -13,7 +13,8 @@ from events.wire import Sampling  # noqa: E402
 from workers.engines.engine import EngineDead  # noqa: E402
 from workers.engines.transformers.attention import Pool  # noqa: E402
 from workers.engines.transformers.invariance import is_exact, make_exact  # noqa: E402
-from workers.engines.transformers.model import Model, load_model  # noqa: E402
+from workers.engines.transformers.loading import load_model  # noqa: E402
+from workers.engines.transformers.model import Model  # noqa: E402
 from workers.engines.transformers.schedule import Blocks, Sequence, Work  # noqa: E402
 
 SMALL: dict[str, Any] = {

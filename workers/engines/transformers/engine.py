@@ -20,8 +20,8 @@ from events.observations import Profile
 from events.wire import Chunk, Generate, Load
 from workers.engines.engine import Deliver, EngineDead, EngineIdentity, Phase
 from workers.engines.transformers.invariance import make_exact
+from workers.engines.transformers.loading import load_model
 from workers.engines.transformers.measure import measured_profile
-from workers.engines.transformers.model import load_model
 from workers.engines.transformers.revision import revision_of
 from workers.engines.transformers.schedule import Work
 from workers.engines.transformers.settings import TransformersSettings
@@ -48,6 +48,7 @@ class TransformersEngine:
         self._phase = Phase(since=time.monotonic())
         self._load = Load()
         self._dead: str | None = None
+        self._failures = 0  # steps in a row
         self._thread: threading.Thread | None = None
 
     async def start(self, deliver: Deliver) -> None:
@@ -211,8 +212,6 @@ class TransformersEngine:
                 self._deliver([(key, chunk)])
 
     # --- both -------------------------------------------------------------------------------------------------------
-
-    _failures = 0  # steps in a row
 
     def _refusal(self, request: Generate) -> str | None:
         if self._stepper is None or self._dead is not None:

@@ -70,8 +70,7 @@ class Faults:
 
     def take_flips(self) -> list[int]:
         """Return the bit flips that are to be made, once."""
-        taken, self.flips = self.flips, []
-        return taken
+        return [self.flips.pop(0) for _ in range(len(self.flips))]
 
     def take_heal(self) -> bool:
         """Return whether the weights are to be healed, once."""

@@ -1,6 +1,6 @@
-"""A Llama-family model from a local folder, and its forward pass over the rows of one engine step.
+"""A Llama-family model, and its forward pass over the rows of one engine step.
 
-The weights are Hugging Face's own modules, loaded by transformers; the pass over them is ours, because everything that
+The weights are Hugging Face's own modules (`loading.py`); the pass over them is ours, because everything that
 Holdfast does with a real engine needs the KV cache in its own hands: batches joined and left at any step, blocks that
 can be moved to another worker, faults put into named weights.
 
@@ -10,20 +10,16 @@ into a named parameter is a fault in what is computed.
 
 from collections.abc import Sequence as Sequential
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
 from torch import Tensor
 from torch.nn import functional
 
-from workers.engines.engine import EngineDead
 from workers.engines.transformers.attention import Pool, Span, attend, banded, span
 from workers.engines.transformers.schedule import Work
 
 TILES = (4, 8, 16)  # rows of a matrix product come in multiples of the first that is exact: see attention.py
-FAMILIES = ("llama", "mistral", "qwen2", "qwen3")  # those whose layers are what `Layer` says
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,52 +188,6 @@ class Model:
             found.append((first, work.count, table, places))
             first += work.count
         return found
-
-
-def load_model(folder: Path, *, device: str, dtype: str, context_tokens: int) -> Model:
-    """Load a folder's model. Raise EngineDead with the reason if it cannot be served."""
-    import transformers
-
-    transformers.utils.logging.disable_progress_bar()  # type: ignore[no-untyped-call]
-    try:
-        config = transformers.AutoConfig.from_pretrained(folder, local_files_only=True)
-        if config.model_type not in FAMILIES:
-            raise EngineDead(
-                f"{folder} holds a {config.model_type} model; this engine serves {', '.join(FAMILIES)}. "
-                "Serve others with --engine openai and an upstream that knows them."
-            )
-        _refuse_moving_rotations(folder, config)
-        module = _loaded(folder, config, getattr(torch, dtype))
-        return Model(module.to(device).eval().requires_grad_(False), context_tokens=context_tokens)
-    except (OSError, ValueError, RuntimeError, AssertionError, SafetensorError) as error:
-        first_line = str(error).strip().partition("\n")[0]
-        raise EngineDead(f"cannot load the model in {folder} on {device}: {first_line}") from error
-
-
-def _loaded(folder: Path, config: Any, dtype: torch.dtype) -> Any:
-    import transformers
-
-    load: Any = transformers.AutoModelForCausalLM.from_pretrained
-    module, report = load(
-        folder,
-        config=config,
-        local_files_only=True,
-        dtype=dtype,
-        use_safetensors=True,
-        output_loading_info=True,
-    )
-    if absent := sorted(report["missing_keys"]):  # transformers would serve random numbers in their place
-        raise EngineDead(f"the weights in {folder} lack {absent[0]} and {len(absent) - 1} more.")
-    return module
-
-
-def _refuse_moving_rotations(folder: Path, config: Any) -> None:
-    kind = (getattr(config, "rope_parameters", None) or {}).get("rope_type", "default")
-    if kind in (
-        "dynamic",
-        "longrope",
-    ):  # they change with the sequence's length: no step could be repeated exactly
-        raise EngineDead(f"{folder} uses {kind} rotary embeddings, which this engine does not support.")
 
 
 def _context(config: Any, wanted: int) -> int:
