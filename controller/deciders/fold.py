@@ -56,7 +56,9 @@ def evolve(fleet: Fleet, recorded: Recorded) -> Fleet:
     """Absorb one recorded fact. Never fails: what is unknown, or about another life, falls through."""
     fact = recorded.fact
     if isinstance(fact, Decision):
-        return _decided(replace(fleet, number=fact.number), fact, recorded)
+        if isinstance(fact, WorkerDecision):
+            return _worker_decided(fleet, fact, recorded, f"decision:{fact.number}")
+        return _decided(replace(fleet, number=fact.number), fact, f"decision:{fact.number}")
     if isinstance(fact, WorkerJoined):
         return _joined(fleet, fact, recorded.id)
     if isinstance(fact, WorkerObservation):
@@ -68,11 +70,8 @@ def evolve(fleet: Fleet, recorded: Recorded) -> Fleet:
     return fleet
 
 
-def _decided(fleet: Fleet, fact: Decision, recorded: Recorded) -> Fleet:
-    cause = f"decision:{fact.number}"
+def _decided(fleet: Fleet, fact: Decision, cause: str) -> Fleet:
     match fact:
-        case WorkerDecision():
-            return _worker_decided(fleet, fact, recorded, cause)
         case GoldenAgreed() | GoldenRetired():
             return _golden(fleet, fact, cause)
         case DegradationChanged():
@@ -135,11 +134,20 @@ def _only_of_its_own(fleet: Fleet, worker: Worker, fact: CanaryFailed) -> Canary
 def _worker_decided(fleet: Fleet, fact: WorkerDecision, recorded: Recorded, cause: str) -> Fleet:
     worker = fleet.workers.get(fact.worker)
     if worker is None or worker.joined.instance != fact.instance:
-        return fleet
-    fleet = _with_worker(fleet, one.evolve(worker, fact, recorded, cause))
+        return replace(fleet, number=fact.number)
+    workers = dict(fleet.workers)
+    workers[fact.worker] = one.evolve(worker, fact, recorded, cause)
     model = worker.joined.model
     state = degradation.evolve(fleet.models.get(model, Degradation(model)), fact, cause)
-    fleet = replace(fleet, models={**fleet.models, model: state})
+    fleet = Fleet(
+        workers,
+        fleet.goldens,
+        {**fleet.models, model: state},
+        fleet.incidents,
+        fact.number,
+        fleet.policy,
+        fleet.deciders_version,
+    )
     if isinstance(fact, HealthChanged) and fact.after is HealthStatus.DEAD:
         return _at_odds(fleet, {worker.joined.canary_key}, cause)
     return fleet

@@ -105,7 +105,8 @@ def _passed(state: Golden, fact: CanaryPassed | CanarySlow, cause: str) -> Golde
 
 def _proposed(state: Golden | None, fact: GoldenProposed, cause: str) -> Golden:
     """Take a vote in. An agreed golden is not voted on, but configuration always has its way."""
-    if state is not None and state.status == "agreed" and not fact.configured:
+    known = state is not None and state.configured and state.tokens == fact.tokens
+    if state is not None and state.status == "agreed" and (known or not fact.configured):
         return state
     voter = CONFIGURED if fact.configured else fact.worker
     vote = Vote(voter, fact.instance, fact.tokens, fact.top_k, cause)

@@ -144,12 +144,16 @@ def evolve(state: Worker, fact: Fact, recorded: Recorded, cause: str) -> Worker:
         return state if moved is state.breaker else replace(state, breaker=moved)
     if isinstance(fact, CanaryResult):
         return _canary(state, fact, recorded, cause)
-    return replace(
-        state,
-        health=health.evolve(state.health, fact, cause),
-        breaker=breaker.evolve(state.breaker, fact, cause),
-        drain=drain.evolve(state.drain, fact, cause),
-        budget=budget.evolve(state.budget, fact, cause),
+    return Worker(
+        state.joined,
+        health.evolve(state.health, fact, cause),
+        breaker.evolve(state.breaker, fact, cause),
+        drain.evolve(state.drain, fact, cause),
+        budget.evolve(state.budget, fact, cause),
+        state.last_canary,
+        state.passes,
+        state.incident,
+        state.past,
     )
 
 

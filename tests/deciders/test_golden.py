@@ -50,6 +50,7 @@ def test_a_configured_answer_is_agreed_at_once_whoever_says_it() -> None:
     story = Story()
     assert kinds(story.tell(proposed("", configured=True))) == ["GoldenAgreed"]
     assert golden(story).by == ("configured",)
+    assert story.tell(proposed("", configured=True)) == ()
     story = Story().up("w0", "w1")
     story.tell(proposed("w0", WRONG), proposed("w1", WRONG))
     story.tell(proposed("w0", RIGHT, configured=True))
