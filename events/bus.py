@@ -172,7 +172,8 @@ class MemoryBus:
         if not self.reachable:
             raise BusUnavailable
         try:
-            answers = await asyncio.wait_for(self._deliver(subject, body), deadline_s)
+            async with asyncio.timeout(deadline_s):
+                answers = await self._deliver(subject, body)
         except TimeoutError as error:
             raise NoAnswer(f"nobody answered on {subject} within {deadline_s:g} s") from error
         if not answers:

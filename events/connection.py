@@ -115,7 +115,8 @@ class Connection:
         connection = cls(url, name)
         connection._task = asyncio.create_task(connection._connect(), name=f"nats-connect-{name}")
         with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(connection.up.wait(), wait_s)
+            async with asyncio.timeout(wait_s):
+                await connection.up.wait()
         return connection
 
     @property
@@ -157,10 +158,10 @@ class Connection:
         self._listeners.clear()
         if self._task is not None and not self._task.done():
             self._task.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await self._task
+            await asyncio.wait({self._task}, timeout=deadline_s)
         with contextlib.suppress(TimeoutError, NatsError, OSError):
-            await asyncio.wait_for(self.client.close(), deadline_s)
+            async with asyncio.timeout(deadline_s):
+                await self.client.close()
 
     async def _connect(self) -> None:
         options: dict[str, Any] = {

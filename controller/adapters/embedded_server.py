@@ -68,7 +68,8 @@ class Server:
         if self.running:
             self.process.send_signal(signal.SIGINT)
             try:
-                return await asyncio.wait_for(self.wait(), deadline_s)
+                async with asyncio.timeout(deadline_s):
+                    return await self.wait()
             except TimeoutError:
                 self.process.kill()
         return await self.wait()

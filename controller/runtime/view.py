@@ -67,7 +67,8 @@ class FleetView:
     async def ready(self, deadline_s: float) -> None:
         """Wait until the fleet is known. Raise ViewNotReady, or what has ended the following."""
         try:
-            await asyncio.wait_for(self._ready.wait(), deadline_s)
+            async with asyncio.timeout(deadline_s):
+                await self._ready.wait()
         except TimeoutError:
             raise self.fault or ViewNotReady(f"after {deadline_s:g} s: {ViewNotReady.__doc__}") from None
 
@@ -105,7 +106,8 @@ class FleetView:
         """Learn where the stream ends now; with an empty stream nothing will ever arrive to tell."""
         while self._target is None:
             try:
-                self._target = await asyncio.wait_for(self._journal.last_seq(), ASK_END_DEADLINE_S)
+                async with asyncio.timeout(ASK_END_DEADLINE_S):
+                    self._target = await self._journal.last_seq()
             except (JournalUnavailable, TimeoutError):
                 await asyncio.sleep(0.1)
         self._check_ready()
@@ -124,7 +126,8 @@ async def begin(store: StateStore | None) -> Order[Fleet]:
     snapshot: Snapshot | None = None
     if store is not None:
         try:
-            snapshot = await asyncio.wait_for(store.load(), LOAD_DEADLINE_S)
+            async with asyncio.timeout(LOAD_DEADLINE_S):
+                snapshot = await store.load()
         except (StoreUnavailable, TimeoutError) as error:
             log.warning("store_unreachable_reading_all", why=str(error))
     if snapshot is None:

@@ -103,7 +103,8 @@ def delivered(reply: str) -> tuple[int, int]:
 async def within(deadline_s: float, future: "asyncio.Future[Ack]") -> Ack:
     """Wait for an answer. Raise JournalUnavailable: what has become of the request is unknown."""
     try:
-        return await asyncio.wait_for(future, deadline_s)
+        async with asyncio.timeout(deadline_s):
+            return await future
     except TimeoutError:
         raise JournalUnavailable(
             f"the journal did not answer within {deadline_s:g} s. {JournalUnavailable.__doc__}"

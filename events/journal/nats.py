@@ -15,20 +15,23 @@ from nats.errors import MaxPayloadError
 
 from events import codec, subjects
 from events.connection import CONNECT_TIMEOUT_S, DISCONNECTED, Connection
+from events.errors import HoldfastError
 from events.fact import Decision, Observation, Recorded
 from events.journal import broker, stream
 from events.journal.broker import Ack
 from events.journal.cell import NatsCell
-from events.journal.port import Fenced, JournalUnavailable
-from events.journal.publisher import Counters, Publisher
+from events.journal.counters import Counters
+from events.journal.port import Fenced, JournalChanged, JournalUnavailable
+from events.journal.publisher import Publisher
 from events.journal.reader import Reader
 from events.journal.spool import BYTES_MAX, Letter, Spool
 from events.journal.stream import StreamRefused, StreamState
+from events.journal.witness import Witness
 
 APPEND_DEADLINE_S = 2.0
 APPEND_MAX = 1000  # decisions in one atomic batch: the server's own limit
 CLOSE_DEADLINE_S = 0.5
-CHECK_RETRY_S = 0.2
+WITNESS = "acknowledged.json"
 
 log = structlog.get_logger(__name__)
 
@@ -42,14 +45,20 @@ class NatsJournal:
         self.source = source
         self.counters = Counters()
         self.state: StreamState | None = None  # as it was when we connected
-        self.refused: StreamRefused | None = None  # why this stream cannot be trusted
+        self.fault: HoldfastError | None = (
+            None  # why this stream cannot be trusted: facts are spooled meanwhile
+        )
         self._connection = connection
         self._replicas = replicas
         self._number = 0
-        self._publisher = Publisher(connection, self.counters, spool, self._renumber)
+        self._witness = Witness(spool.directory / WITNESS if spool else None)
+        self._publisher = Publisher(
+            connection, self.counters, spool, self._renumber, self._check, self._witness
+        )
         self._answers: dict[int, asyncio.Future[Ack]] = {}
         self._inbox = connection.client.new_inbox()
         self._asked = 0
+        self._last_id = ""  # of the decision written last
         self._tasks: list[asyncio.Task[None]] = []
 
     @classmethod
@@ -66,7 +75,7 @@ class NatsJournal:
         """Return a journal that says facts as `source` ("<role>:<name>"; the life's own id is added).
 
         If the broker is away for longer than `wait_s` it goes on trying: facts are spooled under `spool_dir`
-        meanwhile (None: kept in memory only). Raise StreamRefused if the stream cannot be trusted.
+        meanwhile (None: kept in memory only). Raise StreamRefused or JournalChanged if the stream cannot be trusted.
         """
         life = codec.new_id()
         connection = await Connection.open(url, source, wait_s=wait_s)
@@ -81,27 +90,37 @@ class NatsJournal:
 
     async def _start(self) -> None:
         await self._connection.subscribe_raw(f"{self._inbox}.*", self._answered)
+        await self._publisher.start()
         if self._connection.connected:
             with contextlib.suppress(JournalUnavailable):
-                self.state = await stream.ensure(self._connection, self._replicas)
-        await self._publisher.start()
-        self._tasks.append(asyncio.create_task(self._publish(), name="journal-publish"))
+                await self._examine()
+        self._tasks.append(asyncio.create_task(self._publisher.run(), name="journal-publish"))
 
-    async def _publish(self) -> None:
-        """Send what is said, once the stream has been found to be as it must be."""
-        while self.state is None:
-            await self._connection.up.wait()
-            try:
-                self.state = await stream.ensure(self._connection, self._replicas)
-            except StreamRefused as error:
-                self.refused = error
-                log.error("stream_refused", why=str(error))
-                await asyncio.sleep(CHECK_RETRY_S * 10)
-            except JournalUnavailable as error:
-                log.debug("stream_unavailable", why=str(error))
-                await asyncio.sleep(CHECK_RETRY_S)
-        self.refused = None
-        await self._publisher.run()
+    async def _examine(self) -> None:
+        """Make sure of the stream. Raise StreamRefused, JournalChanged or JournalUnavailable."""
+        found = await stream.ensure(self._connection, self._replicas)
+        if self.state is not None and found.created != self.state.created:
+            raise JournalChanged(f"the stream was made anew at {found.created}. {JournalChanged.__doc__}")
+        try:
+            await self._witness.check(self._connection, found)
+        except broker.Refused as error:
+            raise JournalUnavailable(str(error)) from error
+        self.state = self.state or found
+        self.fault = None
+
+    async def _check(self) -> bool:
+        """Return whether the broker may be given facts, now that we are connected (again)."""
+        try:
+            await self._examine()
+        except (StreamRefused, JournalChanged) as error:
+            if self.fault is None:
+                log.error("journal_refused", why=str(error))
+            self.fault = error
+            return False
+        except JournalUnavailable as error:
+            log.debug("journal_unavailable", why=str(error))
+            return False
+        return True
 
     # --- saying -----------------------------------------------------------------------------------------------------
 
@@ -155,6 +174,8 @@ class NatsJournal:
             raise ValueError(
                 f"{len(decisions)} decisions in one append; 1 to {APPEND_MAX} fit one atomic batch"
             )
+        if self.fault is not None:
+            raise self.fault
         if not self._connection.connected:
             raise JournalUnavailable
         self.counters.appends += 1
@@ -169,6 +190,7 @@ class NatsJournal:
         if ack.error:
             self.counters.appends_unknown += 1
             raise JournalUnavailable(f"the journal refused to append: {ack.error}")
+        self._witness.note(ack.seq, self._last_id)
         return ack.seq
 
     async def _write(self, decisions: Sequence[Decision], through: int, after: int) -> Ack:
@@ -181,6 +203,7 @@ class NatsJournal:
             async with asyncio.timeout(APPEND_DEADLINE_S):
                 for place, decision in enumerate(decisions, 1):
                     headers = self._decision_headers(decision, through)
+                    self._last_id = headers["ce-id"]
                     if place == 1:
                         headers["Nats-Expected-Last-Subject-Sequence"] = str(after)
                         headers["Nats-Expected-Last-Subject-Sequence-Subject"] = subjects.DECIDED_ALL

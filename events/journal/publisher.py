@@ -15,8 +15,8 @@ again under a new number.
 import asyncio
 import contextlib
 from collections import deque
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
 
 import msgspec
 import structlog
@@ -26,7 +26,9 @@ from events import codec
 from events.connection import DISCONNECTED, Connection
 from events.journal import broker
 from events.journal.broker import Ack
+from events.journal.counters import Counters
 from events.journal.spool import BYTES_MAX, Letter, Spool
+from events.journal.witness import Witness
 
 WINDOW = 64  # messages in flight: 15 ms of a server that syncs each
 BATCH_MIN = 32  # an atomic batch costs 2.5 ms, as much as a dozen single messages
@@ -34,29 +36,11 @@ BATCH_MAX = 500  # the server allows 1,000
 ACK_DEADLINE_S = 2.5
 PAUSE_MIN_S, PAUSE_MAX_S = 0.05, 2.0  # after a refusal
 MARK_EVERY = 64  # acknowledgements per mark in the spool
-SYNC_EVERY_S = 1.0
+KEEP_EVERY_S = 0.6
 RECENT = 4 * BATCH_MAX  # acknowledged sequences kept to see who overtook whom
 OVERHEAD_BYTES = 400  # of a fact's subject, headers and records, beside its body
 
 log = structlog.get_logger(__name__)
-
-
-@dataclass
-class Counters:
-    """What the journal has done since the process began. Exported as metrics."""
-
-    observed: int = 0
-    acknowledged: int = 0
-    retried: int = 0  # sent again
-    dropped: int = 0  # facts that did not fit, or that the broker will never take
-    renumbered: int = 0  # said again under a new number, having been overtaken
-    inherited: int = 0  # facts that an earlier process had left
-    batches: int = 0
-    appends: int = 0
-    appends_fenced: int = 0
-    appends_unknown: int = 0
-    reads_resumed: int = 0  # consumers made anew
-    spool_damaged: int = 0
 
 
 @dataclass(slots=True)
@@ -71,11 +55,6 @@ class _Entry:
         return len(self.letter.body) + OVERHEAD_BYTES
 
 
-@dataclass(slots=True)
-class _Batch:
-    tokens: list[int] = field(default_factory=list)
-
-
 class Publisher:
     """One process's outbox. `add` never waits; `run` sends."""
 
@@ -85,6 +64,8 @@ class Publisher:
         counters: Counters,
         spool: Spool | None,
         renumber: Callable[[Letter], Letter],
+        check: Callable[[], Awaitable[bool]],
+        witness: Witness,
         *,
         bytes_max: int = BYTES_MAX,
     ) -> None:
@@ -93,12 +74,15 @@ class Publisher:
         self._counters = counters
         self._spool = spool
         self._renumber = renumber
+        self._check = check  # may the broker be trusted, since the last reconnection?
+        self._checked = False
+        self._witness = witness
         self._bytes_max = bytes_max
         self._inbox = connection.client.new_inbox()
         self._open: dict[int, _Entry] = {}  # by token, in the order of saying; unacknowledged
         self._outbox: deque[int] = deque()  # tokens
         self._flight: dict[int, None] = {}  # tokens, in the order of sending
-        self._batch: dict[int, _Batch] = {}  # by the token of the commit
+        self._batch: dict[int, list[int]] = {}  # tokens, by that of the commit
         self._recent: deque[tuple[str, int, int]] = deque(maxlen=RECENT)  # source, number, sequence
         self._top: dict[str, int] = {}  # highest acknowledged number of each source
         self._next_token = 0
@@ -162,32 +146,40 @@ class Publisher:
     async def run(self) -> None:
         """Send for ever: whenever something waits, and again what was not acknowledged in time."""
         loop = asyncio.get_running_loop()
-        synced_at = loop.time()
+        kept_at = loop.time()
         while True:
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._wake.wait(), self._patience(loop.time()))
+                # not wait_for: that of Python 3.11 can swallow a cancellation
+                async with asyncio.timeout(self._patience(loop.time())):
+                    await self._wake.wait()
             self._wake.clear()
             now = loop.time()
             if self._overdue(now):
                 log.warning("acknowledgement_overdue", in_flight=len(self._flight))
                 self._rewind()
-            if (
-                self._spool
-                and self._open
-                and now - synced_at > SYNC_EVERY_S
-                and not self._connection.connected
-            ):
-                synced_at = now
-                await asyncio.to_thread(self._spool.sync)
-            if self._connection.connected and now >= self._paused_until:
+            if now - kept_at > KEEP_EVERY_S:
+                kept_at = now
+                await asyncio.to_thread(self._keep)
+            if self._connection.connected and now >= self._paused_until and await self._trusted(now):
                 await self._pump(now)
 
+    def _keep(self) -> None:
+        """Once a second: write down what would be needed after a power cut."""
+        self._witness.save()
+        if self._spool and self._open and not self._connection.connected:
+            self._spool.sync()
+
+    async def _trusted(self, now: float) -> bool:
+        if not self._checked:
+            self._checked = await self._check()
+            if not self._checked:
+                self._pause(now)
+        return self._checked
+
     def _patience(self, now: float) -> float:
-        if not self._open:
-            return 60.0
         if self._paused_until > now:
             return self._paused_until - now
-        return ACK_DEADLINE_S / 4
+        return KEEP_EVERY_S if self._open or self._witness.unsaved else 60.0
 
     def _overdue(self, now: float) -> bool:
         first = next(iter(self._flight), None)
@@ -223,7 +215,7 @@ class Publisher:
         while self._outbox and self._outbox[0] <= tokens[-1]:
             self._outbox.popleft()
         batch_id = codec.new_id()
-        self._batch[tokens[-1]] = _Batch(tokens)
+        self._batch[tokens[-1]] = tokens
         self._flight.update(dict.fromkeys(tokens))
         self._counters.batches += 1
         for place, token in enumerate(tokens, 1):
@@ -251,8 +243,7 @@ class Publisher:
             ack = broker.decode_ack(data) if data else broker.NOBODY
         except msgspec.MsgspecError:
             ack = broker.NOBODY
-        batch = self._batch.pop(token, None)
-        tokens = batch.tokens if batch else [token]
+        tokens = self._batch.pop(token, [token])
         if ack.error:
             self._refused(tokens, ack)
         else:
@@ -268,6 +259,7 @@ class Publisher:
             return  # an answer to an earlier attempt has been here
         self._settle(token)
         self._counters.acknowledged += 1
+        self._witness.note(seq, entry.letter.headers["ce-id"])
         if self._overtaken(entry.letter, seq):
             self._counters.renumbered += 1
             log.warning("fact_overtaken", subject=entry.letter.subject, number=entry.letter.number)
@@ -314,6 +306,7 @@ class Publisher:
             self._singly = len(tokens)
         duplicate = ack.code == broker.DUPLICATE_IN_BATCH
         if not duplicate:
+            self._counters.refused += 1
             log.warning("journal_refuses", error=ack.error, waiting=len(self._open))
         self._rewind()
         if not duplicate:
@@ -333,6 +326,7 @@ class Publisher:
 
     def _connection_changed(self, connected: bool) -> None:
         if connected:
+            self._checked = False
             self._paused_until, self._pause_s = 0.0, PAUSE_MIN_S
             if self._flight:
                 self._singly = len(self._flight)  # a batch of them would be refused for one that had landed
@@ -359,5 +353,6 @@ class Publisher:
 
     def close(self) -> None:
         """Let go of the spool; what was not acknowledged stays in it."""
+        self._witness.save()
         if self._spool is not None:
             self._spool.close(empty=not self._open)

@@ -8,7 +8,6 @@ there, it lost what it had acknowledged, or is another stream, and going on woul
 
 import asyncio
 import itertools
-from base64 import b64decode
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
@@ -21,9 +20,9 @@ from events.connection import DISCONNECTED, Connection, Interest
 from events.errors import HoldfastError
 from events.fact import Recorded
 from events.journal import stream
-from events.journal.broker import API, MESSAGE_NOT_FOUND, Refused, ask, delivered, parse_headers
+from events.journal.broker import API, Refused, ask, delivered, parse_headers
+from events.journal.counters import Counters
 from events.journal.port import JournalChanged, JournalUnavailable
-from events.journal.publisher import Counters
 
 REQUEST = 2000  # events asked for at a time
 LOW = REQUEST // 2  # ask again when so few are still to come
@@ -77,6 +76,7 @@ class Reader:
         self._last_id = ""  # of the event at `after`, once we have read it ourselves
         self._inbox = _Inbox()
         self._interest: Interest | None = None
+        self._gap_at = -1  # position after which an event was missing
         self._address = ""
         self._consumer = ""
 
@@ -134,14 +134,8 @@ class Reader:
             await self._check_last()
 
     async def _check_last(self) -> None:
-        try:
-            answer = await ask(self._connection, f"STREAM.MSG.GET.{subjects.STREAM}", {"seq": self._after})
-        except Refused as error:
-            if error.code == MESSAGE_NOT_FOUND:
-                return  # removed by the operator's retention after we had read it
-            raise
-        found = parse_headers(b64decode(answer["message"].get("hdrs", ""))).get("ce-id", "")
-        if found != self._last_id:
+        found = await stream.id_at(self._connection, self._after)
+        if found is not None and found != self._last_id:  # None: removed by the operator's retention
             raise JournalChanged(
                 f"event {self._after} was {self._last_id} and is now {found or 'another'}: the broker has lost "
                 f"events that it had acknowledged. {JournalChanged.__doc__}"
@@ -207,7 +201,8 @@ class Reader:
             return
         inbox.flag.clear()
         try:
-            await asyncio.wait_for(inbox.flag.wait(), SILENCE_S)
+            async with asyncio.timeout(SILENCE_S):
+                await inbox.flag.wait()
         except TimeoutError:
             if asyncio.get_running_loop().time() - inbox.heard_at > SILENCE_S:
                 inbox.stale = inbox.stale or "silent"
@@ -222,6 +217,16 @@ class Reader:
         except DISCONNECTED as error:
             inbox.stale = inbox.stale or repr(error)
 
+    def _gap(self, seq: int) -> None:
+        """Read again from where we are, once. Raise JournalChanged if the broker itself has the gap."""
+        if self._gap_at == self._after:
+            raise JournalChanged(
+                f"event {self._after + 1} cannot be read: the broker goes on with {seq}, and has lost or removed it"
+            )
+        self._gap_at = self._after
+        self._inbox.waiting.clear()
+        self._inbox.stale = self._inbox.stale or f"gap: {seq} follows {self._after}"
+
     def _decode(self, until: int | None) -> list[Recorded]:
         """Return what has arrived, checked for gaps. Raise UnknownKind or BadEvent."""
         inbox = self._inbox
@@ -230,8 +235,7 @@ class Reader:
         for place, (reply, body, raw) in enumerate(taken):
             seq, nanoseconds = delivered(reply)
             if seq != self._after + 1:
-                inbox.waiting.clear()
-                inbox.stale = inbox.stale or f"gap: {seq} follows {self._after}"
+                self._gap(seq)
                 break
             if until is not None and seq > until:
                 break

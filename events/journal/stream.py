@@ -4,6 +4,7 @@ A server drops configuration fields that it does not know without a word, and an
 by hand; so it is read back and compared, and what differs in a way that matters is refused with the reason.
 """
 
+from base64 import b64decode
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,7 +13,14 @@ import structlog
 from events import subjects
 from events.connection import Connection
 from events.errors import HoldfastError
-from events.journal.broker import STREAM_EXISTS, STREAM_NOT_FOUND, Refused, ask
+from events.journal.broker import (
+    MESSAGE_NOT_FOUND,
+    STREAM_EXISTS,
+    STREAM_NOT_FOUND,
+    Refused,
+    ask,
+    parse_headers,
+)
 
 DUPLICATE_WINDOW_S = 120  # a convenience; folds recognise repetitions by number
 REPLICAS = 3  # where there are enough nodes
@@ -134,6 +142,17 @@ async def _create(connection: Connection, replicas: int) -> dict[str, Any]:
 async def state(connection: Connection) -> StreamState:
     """Return what the stream holds now. Raise JournalUnavailable or Refused."""
     return _state(await ask(connection, f"STREAM.INFO.{subjects.STREAM}"))
+
+
+async def id_at(connection: Connection, seq: int) -> str | None:
+    """Return the `ce-id` of a stored event ("" if it has none); None if it is not stored."""
+    try:
+        answer = await ask(connection, f"STREAM.MSG.GET.{subjects.STREAM}", {"seq": seq})
+    except Refused as error:
+        if error.code == MESSAGE_NOT_FOUND:
+            return None
+        raise
+    return parse_headers(b64decode(answer["message"].get("hdrs", ""))).get("ce-id", "")
 
 
 def _state(answer: dict[str, Any]) -> StreamState:
