@@ -47,6 +47,7 @@ class Api:
         self.desk = desk
         self.draining = False
         self.exchanges: dict[Exchange, SseStream | None] = {}
+        self._unread: dict[SseStream, None] = {}  # finished, but their clients have not taken all of it yet
         self._serial = itertools.count(1)
         self._routes: dict[tuple[str, str], Handler] = {
             ("POST", "/v1/chat/completions"): self._chat,
@@ -63,6 +64,8 @@ class Api:
     async def handle(self, request: web.BaseRequest) -> web.StreamResponse:
         """Answer one request."""
         handler = self._routes.get((request.method, request.path))
+        if handler is None and request.method == "GET" and request.path.startswith("/v1/models/"):
+            handler = self._model
         try:
             if handler is None:
                 raise self._nowhere(request)
@@ -76,7 +79,8 @@ class Api:
     async def admin(self, request: web.BaseRequest) -> web.StreamResponse:
         """Answer one request on the admin port: everything but the API."""
         if request.path.startswith("/v1/"):
-            return refusal(self._nowhere(request), {})
+            why = "this is the admin port; the API is on the frontend's own port"
+            return refusal(ApiError(404, why, code="unknown_url"), {})
         return await self.handle(request)
 
     def _nowhere(self, request: web.BaseRequest) -> ApiError:
@@ -182,7 +186,7 @@ class Api:
             transport,
             self.desk.settings.stream,
             chunked=chunked,
-            overflow=lambda why: self._cut(exchange, why),
+            overflow=lambda why: self._cut(exchange, stream, why),
         )
         exchange = Exchange(self.desk, admitted, form, stream)
 
@@ -206,15 +210,22 @@ class Api:
             raise
         finally:
             del self.exchanges[exchange]
+            if stream is not None and stream.waiting:
+                self._unread[stream] = None
 
-    def _cut(self, exchange: Exchange, why: str) -> None:
+    def check(self, now: float) -> None:
+        """Cut off the clients that have not read for too long. Called every second."""
+        for stream in [*self.exchanges.values(), *self._unread]:
+            if stream is not None:
+                stream.check(now)
+        self._unread = {stream: None for stream in self._unread if stream.waiting}
+
+    def _cut(self, exchange: Exchange, stream: SseStream, why: str) -> None:
         """Drop a client that does not read."""
-        stream = self.exchanges.get(exchange)
-        if stream is not None:
-            log.warning("client_cut_off", request=exchange.flights[0].plan.request, why=why)
-            self.desk.metrics.slow_clients.inc()
-            stream.abort()
-            exchange.cancel()
+        log.warning("client_cut_off", request=exchange.flights[0].plan.request, why=why)
+        self.desk.metrics.slow_clients.inc()
+        stream.abort()
+        exchange.cancel()
 
     def _count(self, ask: Ask | None, endpoint: str, error: ApiError | None) -> None:
         metrics = self.desk.metrics
@@ -236,9 +247,13 @@ class Api:
     # --- the rest -----------------------------------------------------------------------------------------
 
     async def _models(self, request: web.BaseRequest) -> web.StreamResponse:
-        served = sorted(m for m, seats in self.desk.table.models.items() if any(s.routable for s in seats))
-        rows = [{"id": m, "object": "model", "created": 0, "owned_by": "holdfast"} for m in served]
-        return web.json_response({"object": "list", "data": rows})
+        return web.json_response({"object": "list", "data": [_row(model) for model in self.desk.served]})
+
+    async def _model(self, request: web.BaseRequest) -> web.StreamResponse:
+        model = request.path.removeprefix("/v1/models/")
+        if model not in self.desk.served:
+            raise unknown_model(model)
+        return web.json_response(_row(model))
 
     async def _health(self, request: web.BaseRequest) -> web.StreamResponse:
         ready = self.desk.servable and not self.draining
@@ -258,6 +273,10 @@ class Api:
         return web.Response(
             body=self.desk.render_metrics(), headers={"Content-Type": "text/plain; version=0.0.4"}
         )
+
+
+def _row(model: str) -> dict[str, Any]:
+    return {"id": model, "object": "model", "created": 0, "owned_by": "holdfast"}
 
 
 def _prompts(ask: Ask, tokens: Tokens) -> list[tuple[list[int], str]]:

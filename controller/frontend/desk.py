@@ -238,6 +238,11 @@ class Desk:
         return next((s.joined.engine for s in self.table.models.get(model, ()) if s.lineage == lineage), "")
 
     @property
+    def served(self) -> list[str]:
+        """The models that some worker in service serves."""
+        return sorted(model for model, seats in self.table.models.items() if any(s.routable for s in seats))
+
+    @property
     def servable(self) -> bool:
         """Whether any request could be served now."""
         reachable = self.plane.reachable

@@ -82,7 +82,7 @@ class SseStream:
 
     def check(self, now: float) -> None:
         """Cancel the client if bytes have waited for him, without any of them moving, for the write deadline."""
-        waiting = self._transport.get_write_buffer_size()
+        waiting = self.waiting
         left = self._written - waiting
         if not waiting:
             self._moved_at = None
@@ -91,6 +91,11 @@ class SseStream:
         elif now - self._moved_at > self._limits.write_deadline_s:
             self._overflow(f"the client has read nothing for {self._limits.write_deadline_s:g} s")
         self._seen = left
+
+    @property
+    def waiting(self) -> int:
+        """How many bytes the client has not taken yet."""
+        return 0 if self._transport.is_closing() else self._transport.get_write_buffer_size()
 
     def abort(self) -> None:
         """Drop the client's connection."""

@@ -100,6 +100,7 @@ class StreamVoice:
         "_form",
         "_index",
         "_json",
+        "_offset",
         "_opened",
         "_prefix",
         "_said",
@@ -115,6 +116,7 @@ class StreamVoice:
         self._index = index
         self._opened = not form.chat
         self._said = 0
+        self._offset = 0  # characters of the tokens whose logprobs were shown
         self.stopped = False
         self._speech = form.speech()
         self._prefix, self._suffix = _frame(form, index)
@@ -163,7 +165,8 @@ class StreamVoice:
             text = speech.feed(token)
             shown = None
             if form.logprobs is not None and logprobs is not None:
-                shown = show_logprobs(form, [token], [logprobs[place]], 0)
+                shown = show_logprobs(form, [token], [logprobs[place]], self._offset)
+                self._offset += len(form.tokens.text_of(token))
             if text or shown is not None:
                 self._stream.parts.append(form.chunk(self._index, text, shown, None))
             self._said += 1

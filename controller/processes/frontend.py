@@ -190,10 +190,7 @@ async def _check(api: Api) -> None:
     loop = asyncio.get_running_loop()
     while True:
         await asyncio.sleep(CHECK_S)
-        now = loop.time()
-        for stream in list(api.exchanges.values()):
-            if stream is not None:
-                stream.check(now)
+        api.check(loop.time())
 
 
 def _say_nothing(fact: Observation) -> str:

@@ -62,6 +62,7 @@ class Kit:
     facts: list[Observation]
     fleet: Fleet = field(default_factory=Fleet)
     seq: int = 0
+    workers: list[ScriptedWorker] = field(default_factory=list)  # stopped at the end
 
     def tell(self, *facts: Fact) -> None:
         """Let the fold absorb facts, as if the journal had brought them."""
@@ -94,7 +95,10 @@ class Kit:
         )
 
     async def add(self, worker: ScriptedWorker, **changes: Any) -> None:
-        """Let a worker join, become healthy and be connected."""
+        """Let a worker start, join, become healthy and be connected."""
+        if not worker.port:
+            await worker.start()
+        self.workers.append(worker)
         self.tell(joined(worker, **changes))
         self.health(worker, HealthStatus.HEALTHY, 1.0)
         await until(lambda: self.plane.connected.get(worker.name) == worker.instance)
@@ -132,12 +136,8 @@ class Kit:
 
 def text_of(events: list[dict[str, Any]], index: int = 0) -> str:
     """Return the text that a stream's events make."""
-    out = []
-    for item in events:
-        for choice in item.get("choices", ()):
-            if choice["index"] == index:
-                out.append(choice.get("text") or choice.get("delta", {}).get("content") or "")
-    return "".join(out)
+    choices = [choice for item in events for choice in item.get("choices", ()) if choice["index"] == index]
+    return "".join(c.get("text") or c.get("delta", {}).get("content") or "" for c in choices)
 
 
 async def until(condition: Callable[[], object], seconds: float = 5.0) -> None:
@@ -155,7 +155,7 @@ async def _ticks(desk: Desk) -> None:
 
 
 @asynccontextmanager
-async def frontend(*workers: ScriptedWorker, join: bool = True, **settings: Any) -> AsyncIterator[Kit]:
+async def frontend(*workers: ScriptedWorker, **settings: Any) -> AsyncIterator[Kit]:
     """Run a frontend before these workers."""
     facts: list[Observation] = []
     chosen = FrontendSettings(port=0, **{"reroute_s": 1.0, **settings})
@@ -171,16 +171,14 @@ async def frontend(*workers: ScriptedWorker, join: bool = True, **settings: Any)
         async with aiohttp.ClientSession() as http:
             kit = Kit(desk, api, plane, doors.url, doors.admin_url, http, facts)
             for worker in workers:
-                await worker.start()
-                if join:
-                    await kit.add(worker)
+                await kit.add(worker)
             yield kit
     finally:
         for task in running:
             task.cancel()
         results = await asyncio.gather(*running, return_exceptions=True)
         await doors.close()
-        for worker in workers:
+        for worker in kit.workers:
             await worker.stop()
     for result in results:
         if isinstance(result, Exception):

@@ -92,8 +92,10 @@ class ScriptedWorker:
     async def stop(self) -> None:
         if self._server is not None:
             self._server.close()
+            self._server = None
         self.drop()
-        await asyncio.sleep(0)
+        for _ in range(3):
+            await asyncio.sleep(0)
 
     def drop(self) -> None:
         """Break every connection."""

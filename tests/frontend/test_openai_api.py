@@ -1,23 +1,370 @@
-"""The API, as plain HTTP sees it."""
+"""The API, as plain HTTP sees it: bad input, ids, tiers and knobs, clients that go away or do not read."""
 
-from frontend_kit import TOKENS, frontend, text_of
-from scripted_worker import ScriptedWorker, undisturbed
+import asyncio
+import io
+import json
+import socket
+from datetime import UTC, datetime
+from typing import Any
+
+import pytest
+from frontend_kit import TOKENS, Kit, frontend, text_of, until
+from scripted_worker import Act, ScriptedWorker, undisturbed
+
+from controller.frontend.settings import AdmissionSettings, StreamSettings
+from events.decisions import DegradationChanged, HealthStatus, Knobs
+from events.observations import RequestFailed, RequestsRejected, RequestsServed
 
 PROMPT = [300, 301, 302]
+CHAT = {"model": "m", "messages": [{"role": "user", "content": "hi"}]}
 
 
 async def test_a_completion_is_what_the_worker_said() -> None:
     async with frontend(ScriptedWorker()) as kit:
         text, body = await kit.complete(PROMPT, 8)
         assert text == TOKENS.decode(undisturbed(PROMPT, 8))
-        assert body["usage"]["prompt_tokens"] == 3
-        assert body["usage"]["completion_tokens"] == 8
+        assert (body["usage"]["prompt_tokens"], body["usage"]["completion_tokens"]) == (3, 8)
         assert body["choices"][0]["finish_reason"] == "length"
 
 
 async def test_a_stream_says_the_same_token_by_token() -> None:
-    async with frontend(ScriptedWorker()) as kit:
+    async with frontend(ScriptedWorker(always=Act(per_step=3))) as kit:
         events = await kit.stream(model="m", prompt=PROMPT, max_tokens=8)
         assert text_of(events) == TOKENS.decode(undisturbed(PROMPT, 8))
         assert events[-1] == {"done": True}
         assert [e["choices"][0]["finish_reason"] for e in events[:-1]] == [None] * 8 + ["length"]
+
+
+@pytest.mark.parametrize(
+    ("body", "param", "words"),
+    [
+        ({}, "model", "Field required"),
+        ({"model": "m"}, "messages", "Field required"),
+        (CHAT | {"messages": []}, "messages", "at least 1 item"),
+        (CHAT | {"messages": [{"content": "x"}]}, "messages", "role"),
+        (CHAT | {"temperature": 9}, "temperature", "less than or equal to 2"),
+        (CHAT | {"max_tokens": 0}, "max_tokens", "greater than or equal to 1"),
+        (CHAT | {"max_tokens": "many"}, "max_tokens", "integer"),
+        (CHAT | {"n": 99}, "n", "16"),
+        (CHAT | {"stop": [""]}, "stop", "must not be empty"),
+        (CHAT | {"stop": ["x"] * 40}, "stop", "at most"),
+        (CHAT | {"top_logprobs": 3}, "top_logprobs", "logprobs"),
+        (CHAT | {"logit_bias": {"1": 2}}, "logit_bias", "not supported"),
+        (CHAT | {"tools": [{}]}, "tools", "not supported"),
+        (CHAT | {"response_format": {"type": "json_object"}}, "response_format", "not supported"),
+        (CHAT | {"response_format": {"type": "odd"}}, "response_format", "must be"),
+        (CHAT | {"min_tokens": 9, "max_tokens": 3}, "min_tokens", "more than max_tokens"),
+        (CHAT | {"max_tokens": 5000}, "max_tokens", "context"),
+        (
+            CHAT | {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]},
+            "messages.0.content",
+            "image_url",
+        ),
+        (CHAT | {"messages": [{"role": "user", "content": "hello " * 6000}]}, "messages", "context"),
+    ],
+)
+async def test_bad_input_gets_one_clear_sentence(body: dict[str, Any], param: str, words: str) -> None:
+    async with frontend(ScriptedWorker()) as kit:
+        status, answer, _ = await kit.post("/v1/chat/completions", **body)
+        error = answer["error"]
+        assert (status, error["type"], error["param"]) == (400, "invalid_request_error", param), error
+        assert words in error["message"]
+        assert kit.facts == []
+
+
+@pytest.mark.parametrize("prompt", [[], "", [[]], [-1], [99999], [[1], ["a"]], {"a": 1}, [1.5]])
+async def test_bad_prompts(prompt: Any) -> None:
+    async with frontend(ScriptedWorker()) as kit:
+        status, answer, _ = await kit.post("/v1/completions", model="m", prompt=prompt, max_tokens=1)
+        assert (status, answer["error"]["param"]) == (400, "prompt"), answer
+
+
+@pytest.mark.parametrize("raw", [b"", b"{", b"[]", b"null", b'"x"', b"\xff\xfe", b"{" * 100_000])
+async def test_bodies_that_are_no_json_objects(raw: bytes) -> None:
+    async with (
+        frontend(ScriptedWorker()) as kit,
+        kit.http.post(kit.url + "/v1/chat/completions", data=raw) as answer,
+    ):
+        assert answer.status == 400
+        assert (await answer.json())["error"]["code"] == "invalid_json"
+
+
+async def test_too_large_unknown_paths_and_methods() -> None:
+    async with frontend(ScriptedWorker(), admission=AdmissionSettings(body_mb_max=1)) as kit:
+        async with kit.http.post(kit.url + "/v1/completions", data=io.BytesIO(b" " * 2_000_000)) as answer:
+            assert (answer.status, (await answer.json())["error"]["code"]) == (413, "body_too_large")
+        async with kit.http.get(kit.url + "/v1/completions") as answer:
+            assert (answer.status, (await answer.json())["error"]["code"]) == (405, "method_not_allowed")
+        async with kit.http.get(kit.url + "/nowhere") as answer:
+            assert (answer.status, (await answer.json())["error"]["code"]) == (404, "unknown_url")
+
+
+async def test_harmless_unknown_fields_pass() -> None:
+    async with frontend(ScriptedWorker()) as kit:
+        extra = {"user": "me", "store": False, "metadata": {"a": "b"}, "tool_choice": "none", "odd": [1]}
+        text, _ = await kit.complete(PROMPT, 3, **extra)
+        assert text == TOKENS.decode(undisturbed(PROMPT, 3))
+
+
+async def test_content_in_parts_is_one_text() -> None:
+    worker = ScriptedWorker()
+    async with frontend(worker) as kit:
+        parts = [{"type": "text", "text": "h"}, {"type": "text", "text": "i"}]
+        for content in ("hi", parts):
+            messages = [{"role": "user", "content": content}]
+            await kit.post("/v1/chat/completions", model="m", messages=messages, max_tokens=1)
+        assert worker.requests[0].tokens == worker.requests[1].tokens
+
+
+async def test_an_unusable_request_id_is_replaced() -> None:
+    async with frontend(ScriptedWorker()) as kit:
+        for given in ("x" * 500, "caf\u00e9"):
+            _, _, headers = await kit.post("/v1/completions", {"X-Request-Id": given}, model="m", prompt="a")
+            assert len(headers["X-Request-Id"]) == 32
+
+
+async def test_a_stop_token_ends_the_answer_and_is_not_shown() -> None:
+    worker = ScriptedWorker(always=Act(after=4, finish="stop"))
+    ids = undisturbed(PROMPT, 4)
+    async with frontend(worker) as kit:
+        text, body = await kit.complete(PROMPT, 9, stop_token_ids=[ids[-1]])
+        assert (text, body["choices"][0]["finish_reason"]) == (TOKENS.decode(ids[:-1]), "stop")
+        assert body["usage"]["completion_tokens"] == 4
+
+
+async def test_min_tokens_holds_stop_strings_off() -> None:
+    async with frontend(ScriptedWorker()) as kit:
+        whole = TOKENS.decode(undisturbed(PROMPT, 8))
+        stop = TOKENS.decode(undisturbed(PROMPT, 1))
+        text, _ = await kit.complete(PROMPT, 8, stop=[stop])
+        assert text == ""
+        text, _ = await kit.complete(PROMPT, 8, stop=[stop], min_tokens=4)
+        assert text == whole
+
+
+# --- the knobs of a degradation level ---------------------------------------------------------------------
+
+
+def degrade(kit: Kit, **knobs: Any) -> None:
+    kit.tell(
+        DegradationChanged(
+            model="m",
+            before=0,
+            after=1,
+            ratio=0.9,
+            knobs=Knobs(**knobs),
+            capacity_rps=1.0,
+            decided_at=datetime.now(UTC),
+        )
+    )
+
+
+async def ask_as(kit: Kit, tier: str | None) -> tuple[int, Any, Any]:
+    headers = {} if tier is None else {"X-Priority": tier}
+    return await kit.post("/v1/completions", headers, model="m", prompt=PROMPT, max_tokens=2)
+
+
+@pytest.mark.parametrize(
+    ("shed", "served"),
+    [
+        (None, {"premium", "standard", "best_effort", "odd", None}),
+        ("best_effort", {"premium", "standard", None}),
+        ("standard", {"premium"}),
+        ("premium", set()),
+    ],
+)
+async def test_knob_shed_tier(shed: str | None, served: set[str | None]) -> None:
+    async with frontend(ScriptedWorker()) as kit:
+        degrade(kit, shed_tier=shed)
+        for tier in ("premium", "standard", "best_effort", "odd", None):
+            status, body, headers = await ask_as(kit, tier)
+            assert status == (200 if tier in served else 503), (tier, body)
+            if status == 503:
+                shown = {"odd": "best_effort", None: "standard"}.get(tier, tier)
+                assert body["error"]["code"] == f"capacity_shed: tier={shown}"
+                assert headers["Retry-After"] == "30"
+        await until(lambda: sum(f.count for f in kit.said(RequestsRejected)) == 5 - len(served))
+
+
+async def test_b25_an_unknown_tier_is_the_lowest_and_warned_of() -> None:
+    async with frontend(ScriptedWorker()) as kit:
+        status, _, headers = await ask_as(kit, 'gold"\t')
+        assert (status, headers["Warning"]) == (200, '299 - "unknown X-Priority gold: served as best_effort"')
+
+
+async def test_knob_accept_new() -> None:
+    async with frontend(ScriptedWorker()) as kit:
+        degrade(kit, accept_new=False)
+        status, body, headers = await ask_as(kit, "premium")
+        assert (status, body["error"]["code"], headers["Retry-After"]) == (503, "not_accepting", "30")
+        degrade(kit)  # b22: every level sets all four knobs
+        assert (await ask_as(kit, "best_effort"))[0] == 200
+
+
+async def test_knob_batch_size_scales_the_cap_and_the_rest_waits_in_line() -> None:
+    hold = asyncio.Event()
+    worker = ScriptedWorker(always=Act(after=1, how="error", error="invalid_request: over", hold=hold))
+    async with frontend(worker, admission=AdmissionSettings(inflight_max=4)) as kit:
+        degrade(kit, batch_size=0.5)
+        asking = [asyncio.create_task(ask_as(kit, None)) for _ in range(6)]
+        await until(lambda: kit.desk.admission.queued("m") == 4)
+        assert worker.active == 2
+        degrade(kit, batch_size=1.0)
+        await until(lambda: worker.active == 4)
+        hold.set()
+        await asyncio.wait_for(asyncio.gather(*asking), 5)
+        assert len(worker.requests) == 6
+
+
+async def test_knob_latency_scales_the_queue_and_first_token_deadlines() -> None:
+    worker = ScriptedWorker(always=Act(after=0, how="error", hold=asyncio.Event()))
+    limits = AdmissionSettings(inflight_max=1, queue_s=0.1, first_token_s=0.3)
+    async with frontend(worker, admission=limits) as kit:
+        for latency in (1.0, 3.0):
+            degrade(kit, latency=latency)
+            began = kit.desk.now()
+            first = asyncio.create_task(ask_as(kit, None))
+            await until(lambda: worker.active == 1)
+            status, body, _ = await ask_as(kit, None)
+            assert (status, body["error"]["code"]) == (503, "queue_timeout")
+            assert kit.desk.now() - began >= 0.1 * latency
+            status, body, _ = await first
+            assert (status, body["error"]["code"]) == (503, "first_token_timeout")
+            assert 0.3 * latency <= kit.desk.now() - began < 0.3 * latency + 2
+            await until(lambda: worker.active == 0)
+
+
+async def test_a_full_queue_says_so() -> None:
+    worker = ScriptedWorker(always=Act(after=0, how="error", hold=asyncio.Event()))
+    limits = AdmissionSettings(inflight_max=1, queue_max=0)
+    async with frontend(worker, admission=limits) as kit:
+        first = asyncio.create_task(ask_as(kit, None))
+        await until(lambda: worker.active == 1)
+        status, body, _ = await ask_as(kit, None)
+        assert (status, body["error"]["code"]) == (503, "queue_full")
+        first.cancel()
+
+
+# --- nobody there -----------------------------------------------------------------------------------------
+
+
+async def test_unknown_model_and_nobody_in_service_are_told_apart() -> None:
+    worker = ScriptedWorker()
+    async with frontend(worker) as kit:
+        status, body, _ = await kit.post("/v1/completions", model="other", prompt="a")
+        assert (status, body["error"]["code"], body["error"]["param"]) == (404, "model_not_found", "model")
+        kit.health(worker, HealthStatus.UNHEALTHY, 0.0)
+        status, body, headers = await ask_as(kit, None)
+        assert (status, body["error"]["code"]) == (503, "no_routable_worker")
+        assert "Retry-After" in headers
+        kit.health(worker, HealthStatus.HEALTHY, 1.0)
+        await worker.stop()
+        await until(lambda: not kit.plane.connected)
+        status, body, _ = await ask_as(kit, None)
+        assert (status, body["error"]["code"]) == (503, "no_reachable_worker")
+
+
+async def test_health_ready_live_metrics_models() -> None:
+    worker = ScriptedWorker()
+    async with frontend(worker) as kit:
+        await kit.complete(PROMPT, 4)
+        for base in (kit.url, kit.admin):
+            for path, status in (("/health", 200), ("/ready", 200), ("/live", 200), ("/metrics", 200)):
+                async with kit.http.get(base + path) as answer:
+                    assert answer.status == status, path
+        async with kit.http.get(kit.admin + "/v1/models") as answer:
+            assert answer.status == 404
+        text = kit.desk.render_metrics().decode()
+        assert 'dynamo_frontend_output_tokens_total{model="m"} 4.0' in text
+        labels = 'endpoint="completions",error_type="",model="m",request_type="unary",status="success"'
+        assert f"dynamo_frontend_requests_total{{{labels}}} 1.0" in text
+        assert 'dynamo_frontend_time_to_first_token_seconds_count{model="m"} 1.0' in text
+        kit.health(worker, HealthStatus.UNHEALTHY, 0.0)
+        async with kit.http.get(kit.url + "/health") as answer:
+            assert (answer.status, (await answer.json())["status"]) == (503, "not_ready")
+        async with kit.http.get(kit.url + "/v1/models") as answer:
+            assert (await answer.json())["data"] == []
+
+
+# --- clients ----------------------------------------------------------------------------------------------
+
+
+async def test_a_client_that_goes_away_is_gone_from_the_worker() -> None:
+    worker = ScriptedWorker(step_s=0.01)
+    async with frontend(worker) as kit:
+        for stream in (True, False):
+            asking = asyncio.create_task(
+                kit.post("/v1/completions", model="m", prompt=PROMPT, max_tokens=4000, stream=stream)
+            )
+            await until(lambda: worker.active == 1)
+            await asyncio.sleep(0.05)
+            began = kit.desk.now()
+            asking.cancel()
+            await until(lambda: worker.active == 0)
+            assert kit.desk.now() - began < 1.0
+        assert len(worker.cancelled) == 2
+        assert not kit.api.exchanges
+        text = kit.desk.render_metrics().decode()
+        assert 'request_type="stream"} 1.0' in text and "model_cancellation_total" in text
+        assert kit.said(RequestFailed) == []
+
+
+async def unread(kit: Kit) -> socket.socket:
+    """Ask for a long stream and read nothing of it."""
+    host, port = kit.url.removeprefix("http://").split(":")
+    client = socket.socket()
+    client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+    client.connect((host, int(port)))
+    body = json.dumps({"model": "m", "prompt": PROMPT, "max_tokens": 4000, "stream": True}).encode()
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % len(body)
+    client.sendall(head + body)
+    return client
+
+
+@pytest.mark.parametrize(
+    "limits",
+    [StreamSettings(buffer_bytes_max=65536), StreamSettings(write_deadline_s=0.2)],
+    ids=["too many bytes", "too long"],
+)
+async def test_a_client_that_does_not_read_is_cut_off(limits: StreamSettings) -> None:
+    worker = ScriptedWorker(always=Act(per_step=50), step_s=0.001)
+    worker.follow = lambda tokens: 300
+    async with frontend(worker, stream=limits) as kit:
+        # Shrink what the kernel takes, so that the test does not depend on its buffers.
+        client = await unread(kit)
+        try:
+            await until(lambda: kit.api.exchanges)
+            for stream in kit.api.exchanges.values():
+                assert stream is not None
+                sock = stream._transport.get_extra_info("socket")
+                sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+
+            def cut_off() -> bool:
+                kit.api.check(kit.desk.now())
+                return "holdfast_slow_clients_total 1.0" in kit.desk.render_metrics().decode()
+
+            await until(cut_off)
+            await until(lambda: worker.active == 0)
+        finally:
+            client.close()
+
+
+async def test_http_1_0_gets_an_unchunked_stream() -> None:
+    async with frontend(ScriptedWorker()) as kit:
+        host, port = kit.url.removeprefix("http://").split(":")
+        reader, writer = await asyncio.open_connection(host, int(port))
+        body = json.dumps({"model": "m", "prompt": PROMPT, "max_tokens": 2, "stream": True}).encode()
+        writer.write(b"POST /v1/completions HTTP/1.0\r\nContent-Length: %d\r\n\r\n" % len(body) + body)
+        whole = await asyncio.wait_for(reader.read(), 5)
+        assert b"Transfer-Encoding" not in whole and whole.endswith(b"data: [DONE]\n\n")
+        writer.close()
+
+
+async def test_what_was_served_is_reported() -> None:
+    async with frontend(ScriptedWorker()) as kit:
+        for _ in range(3):
+            await kit.complete(PROMPT, 4)
+        kit.desk.report()
+        (fact,) = kit.said(RequestsServed)
+        assert (fact.worker, fact.instance, fact.count, fact.tokens) == ("w1", "i1", 3, 12)
+        assert fact.routed_under == 1
