@@ -48,21 +48,17 @@ class TestOverTokenIds(EngineContract):
     async def test_penalties_count_what_was_replayed(self, rig: Rig) -> None: ...
 
 
-class TestOverLogprobs(TestOverTokenIds):
-    """An upstream like llama.cpp, which names token ids only in its logprobs."""
-
-    @pytest.fixture
-    async def engine(self, upstream: Upstream) -> Engine:
-        upstream.manner, upstream.token_s = "llamacpp", 0.0005
-        return OpenAIEngine(UpstreamSettings(url=upstream.url))
-
-
 # --- who the upstream is
 
 
 @pytest.mark.parametrize(
     ("manner", "exact", "version"),
-    [("vllm", True, "0.32.0"), ("llamacpp", True, "b7777"), ("text", False, "b7777")],
+    [
+        ("vllm", True, "0.32.0"),
+        ("llamacpp", False, "b7777"),
+        ("strict", False, "b7777"),
+        ("text", False, "b7777"),
+    ],
 )
 async def test_the_upstream_is_asked_what_it_can_do(
     upstream: Upstream, manner: Any, exact: bool, version: str
@@ -83,6 +79,29 @@ async def test_an_upstream_that_only_knows_text_is_asked_in_text(upstream: Upstr
         assert answer.tokens == []
         assert "".join(chunk.text or "" for chunk in answer.chunks).count("<") == 5
         assert answer.finish == "length"
+        refused = await rig.ask(prompt())
+        assert refused.error == "invalid_request: this model's server takes text only, no token ids"
+
+
+@pytest.mark.parametrize("manner", ["llamacpp", "strict", "text"])
+async def test_canaries_are_compared_by_numbers_even_where_users_get_text(
+    upstream: Upstream, manner: Any
+) -> None:
+    upstream.manner = manner
+    async for rig in rigged(upstream):
+        canaries = [await rig.ask(prompt(salt=salt), canary=True) for salt in (0, 0, 1)]
+        assert canaries[0].tokens == canaries[1].tokens != canaries[2].tokens
+        assert len(canaries[0].tokens) > 10
+
+
+async def test_an_upstream_that_keeps_silent_about_tokens_is_not_taken_for_exact(upstream: Upstream) -> None:
+    upstream.manner = "llamacpp"
+    async for rig in rigged(upstream):
+        canary = await rig.ask(prompt(), max_tokens=40, canary=True)
+        assert 20 < len(canary.tokens) < 40  # some are missing, and a replay would be wrong
+        user = await rig.ask(prompt(), max_tokens=40, prompt_text="x")
+        assert user.tokens == []
+        assert upstream.bodies[-1]["prompt"] == prompt()
 
 
 async def test_an_upstream_that_comes_late_is_waited_for(upstream: Upstream) -> None:
@@ -186,10 +205,9 @@ STREAM_FAULTS = [
 ]
 
 
-@pytest.mark.parametrize("manner", ["vllm", "llamacpp"])
 @pytest.mark.parametrize(("fault", "error"), STREAM_FAULTS)
 async def test_a_fault_in_the_stream_is_an_error_and_no_answer(
-    upstream: Upstream, rig: Rig, fault: str, error: str, manner: Any
+    upstream: Upstream, rig: Rig, fault: str, error: str
 ) -> None:
     right = (await rig.ask(prompt(), logprobs=2)).tokens
     upstream.fault = fault
@@ -197,6 +215,20 @@ async def test_a_fault_in_the_stream_is_an_error_and_no_answer(
     assert (answer.error or "").startswith(error)
     assert answer.finish is None
     assert answer.tokens == right[:3]  # what was good before is kept, and not one bad token passes
+
+
+@pytest.mark.parametrize(
+    ("fault", "error"),
+    [pair for pair in STREAM_FAULTS if pair[0] not in ("zeros", "too_many", "null_logprob")],
+)
+async def test_a_fault_in_a_stream_of_text_is_an_error_too(
+    upstream: Upstream, fault: str, error: str
+) -> None:
+    upstream.manner, upstream.fault = "text", fault
+    async for rig in rigged(upstream):
+        answer = await rig.ask(prompt(), prompt_text="Say it.")
+        assert (answer.error or "").startswith(error)
+        assert "".join(chunk.text or "" for chunk in answer.chunks).count("<") == 3
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,8 @@
 """An OpenAI-compatible server that answers like the simulated engine, in the manner of real ones, and misbehaves as told.
 
-Manners: `vllm` takes and gives token ids; `llamacpp` takes token ids and gives them with logprobs; `text` knows only text.
+Manners: `vllm` takes and gives token ids; `llamacpp` takes token ids and gives them with logprobs, where it gives any
+(a token that leaves a character incomplete is not spoken of: here, every id that 7 divides); `strict` takes
+token ids and refuses fields that OpenAI does not know; `text` knows only text.
 """
 
 import asyncio
@@ -15,8 +17,9 @@ from events.wire import Chunk, Generate, Logprob, Sampling
 from workers.engines.simulated.scheduler import Scheduler
 from workers.engines.simulated.sequence import Shape
 
-Manner = Literal["vllm", "llamacpp", "text"]
+Manner = Literal["vllm", "llamacpp", "strict", "text"]
 FIELDS = set(Sampling.__struct_fields__) - {"max_tokens", "logprobs"}
+EXTENSIONS = {"return_token_ids", "return_tokens_as_token_ids", "cache_salt"}
 
 
 @dataclass
@@ -90,6 +93,8 @@ class Upstream:
 
     def _refusal(self, body: dict[str, Any]) -> str:
         prompt = body["prompt"]
+        if self.manner in ("strict", "text") and (extra := EXTENSIONS & set(body)):
+            return f"unknown fields: {extra}"
         if self.manner == "text":
             return "prompt must be a string" if isinstance(prompt, list) else ""
         if any(token >= 2048 for token in prompt):
@@ -127,7 +132,8 @@ class Upstream:
                     return response
                 if self.token_s:
                     await asyncio.sleep(self.token_s)
-                await self._send(response, self._event(body, [chunk], chunk.finish))
+                if self.manner != "llamacpp" or chunk.tokens[0] % 7 or chunk.finish:
+                    await self._send(response, self._event(body, [chunk], chunk.finish))
             await response.write(b"data: [DONE]\n\n")
         except (asyncio.CancelledError, ConnectionError):
             self.abandoned += 1

@@ -17,7 +17,7 @@ from events.observations import Profile
 from events.wire import Chunk, Generate, Load
 from workers.engines.engine import Deliver, EngineDead, EngineIdentity, Phase
 from workers.engines.openai.reading import Reading
-from workers.engines.openai.upstream import Abilities, Upstream, UpstreamAway, refusal
+from workers.engines.openai.upstream import Abilities, Upstream, UpstreamAway, prompt_text, refusal
 
 START_S = 120.0  # a real server loads weights first
 START_RETRY_S = 0.5
@@ -137,8 +137,10 @@ class OpenAIEngine:
         limit = self.identity.context_tokens
         if len(self._tasks) >= self._settings.batch_max + self._settings.waiting_max:
             return f"overloaded: {len(self._tasks)} requests are with the upstream already"
-        if not (request.tokens if self._abilities.token_prompts else request.prompt_text):
+        if not request.tokens and not request.prompt_text:
             return "invalid_request: the prompt is empty"
+        if not self._abilities.token_prompts and not prompt_text(request):
+            return "invalid_request: this model's server takes text only, no token ids"
         if len(request.tokens) >= limit:
             return f"invalid_request: {len(request.tokens)} tokens leave no room in a context of {limit}"
         return None
@@ -150,7 +152,7 @@ class OpenAIEngine:
 
     async def _serve(self, key: int, request: Generate) -> None:
         assert self._upstream is not None
-        reading = Reading(request, self._abilities.ids_from)
+        reading = Reading(request, self._abilities.ids_for(request))
         try:
             async with self._upstream.complete(self._abilities, request) as response:
                 if response.status != 200:

@@ -25,7 +25,9 @@ ZEROS_ALONE_MAX = 3  # an answer of nothing but zeros may be this long, if a use
 WORDS_MAX = 300  # of an upstream's error message
 DONE = "[DONE]"
 
-IdsFrom = Literal["token_ids", "logprobs", "nowhere"]
+IdsFrom = Literal["token_ids", "logprobs", "text_bytes", "nowhere"]
+"""Where a stream's token ids are. `text_bytes` is for canaries of upstreams that only know text: any deterministic
+numbers will do to tell a right answer from a wrong one, and nobody continues a canary."""
 
 
 class Fault(Exception):
@@ -105,7 +107,7 @@ class Reading:
     def _choice(self, choice: dict[str, Any]) -> Iterator[Chunk]:
         piece = read_piece(choice, self._ids_from, self._request.sampling.logprobs)
         self._said += len(piece.tokens)
-        if self._said > self._request.sampling.max_tokens:
+        if self._said > self._request.sampling.max_tokens and self._ids_from != "text_bytes":
             raise Fault(f"engine_error: more than the {self._request.sampling.max_tokens} tokens asked for")
         believed = self._believe(piece)
         reason = choice.get("finish_reason")
@@ -152,19 +154,20 @@ class Reading:
 
 def read_piece(choice: dict[str, Any], ids_from: IdsFrom, wanted: int) -> Piece:
     """Return what one choice adds. Raise Fault for logprobs that are no numbers."""
-    given = choice.get("logprobs") or {}
+    given, text = choice.get("logprobs") or {}, str(choice.get("text") or "")
     try:
         logprobs, ids = _detailed(given, wanted) if "content" in given else _classic(given, wanted)
-        tokens = (
-            list(choice.get("token_ids") or [])
-            if ids_from == "token_ids"
-            else ids
-            if ids_from == "logprobs"
-            else []
-        )
+        match ids_from:
+            case "token_ids":
+                return Piece(list(choice.get("token_ids") or []), text, logprobs if wanted else [])
+            case "logprobs":
+                return Piece(ids, text, logprobs if wanted else [])
+            case "text_bytes":
+                return Piece(list(text.encode()), text, [])
+            case "nowhere":
+                return Piece([], text, logprobs if wanted else [])
     except (TypeError, KeyError, AttributeError) as error:
         raise Fault(f"engine_error: the upstream's logprobs cannot be read: {error!r}") from None
-    return Piece(tokens, str(choice.get("text") or ""), logprobs if wanted else [])
 
 
 def _classic(given: dict[str, Any], wanted: int) -> tuple[list[Logprob], list[int]]:

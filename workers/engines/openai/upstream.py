@@ -19,6 +19,20 @@ BODY_BYTES_MAX = 4 * 1024 * 1024
 CONNECT_S_MAX = 2.0
 READ_S_MAX = 600.0  # between two bytes of one stream; the frontend's own limits are far below
 PROMPT_IDS = [1, 2, 3]  # any vocabulary has these
+WORDS = [
+    "river",
+    "seven",
+    "copper",
+    "morning",
+    "engine",
+    "quiet",
+    "ladder",
+    "paper",
+    "north",
+    "falcon",
+    "winter",
+    "table",
+]
 CLIENT_MISTAKES = (400, 413, 422)
 
 
@@ -34,13 +48,24 @@ class Abilities:
     version: str = "unknown"
     context_tokens: int | None = None
     token_prompts: bool = False
+    extensions: bool = False  # fields that OpenAI does not know are taken, or ignored
     ids_from: IdsFrom = "nowhere"
     token_ms: float = 50.0  # measured on one stream
 
     @property
     def exact(self) -> bool:
-        """Whether a continuation can be asked for token by token."""
-        return self.token_prompts and self.ids_from != "nowhere"
+        """Whether a continuation can be asked for token by token.
+
+        Ids in logprobs are not enough: llama-server says nothing of a token that leaves a character incomplete, so
+        some are missing. What is missing is always the same, so they do for canaries.
+        """
+        return self.token_prompts and self.ids_from == "token_ids"
+
+    def ids_for(self, request: Generate) -> IdsFrom:
+        """Say where the token ids of this request's answer are to be found."""
+        if request.canary and self.ids_from == "nowhere":
+            return "text_bytes"
+        return self.ids_from if self.exact or request.canary else "nowhere"
 
 
 class Upstream:
@@ -80,23 +105,26 @@ class Upstream:
         except (KeyError, IndexError, TypeError):
             raise UpstreamAway(f"{self._url}/v1/models lists no model") from None
         version = str((await self._get("/version", needed=False)).get("version", ""))
-        for token_prompts in (True, False):
-            answer, took_s = await self._probe(found.model, token_prompts)
+        for variant in (
+            replace(found, token_prompts=True, extensions=True, ids_from="token_ids"),
+            replace(found, token_prompts=True),
+            found,
+        ):
+            answer, took_s = await self._probe(variant)
             if answer is not None:
                 return replace(
-                    found,
+                    variant,
                     version=version or str(answer.get("system_fingerprint") or "unknown"),
-                    token_prompts=token_prompts,
                     ids_from=_ids_from(answer),
                     token_ms=max(0.1, took_s * 1e3 / PROBE_TOKENS),
                 )
         raise UpstreamAway(f"{self._url}/v1/completions completes neither token ids nor text")
 
-    async def _probe(self, model: str, token_prompts: bool) -> tuple[dict[str, Any] | None, float]:
-        """Ask for a few tokens; None if the server refuses this kind of prompt."""
+    async def _probe(self, variant: Abilities) -> tuple[dict[str, Any] | None, float]:
+        """Ask for a few tokens in one variant; None if the server refuses that."""
         sampling = Sampling(max_tokens=PROBE_TOKENS, logprobs=1)
-        request = Generate(0, "probe", PROMPT_IDS, 3, sampling, canary=True, prompt_text="One, two, three,")
-        body = completion(Abilities(model, token_prompts=token_prompts, ids_from="token_ids"), request)
+        request = Generate(0, "probe", PROMPT_IDS, 3, sampling, prompt_text="One, two, three,")
+        body = completion(variant, request)
         body["stream"] = False
         began = asyncio.get_running_loop().time()
         try:
@@ -136,7 +164,7 @@ def completion(abilities: Abilities, request: Generate) -> dict[str, Any]:
     sampling = request.sampling
     body: dict[str, Any] = {
         "model": abilities.model,
-        "prompt": request.tokens if abilities.token_prompts else request.prompt_text,
+        "prompt": request.tokens if abilities.token_prompts else prompt_text(request),
         "max_tokens": sampling.max_tokens,
         "temperature": sampling.temperature,
         "stream": True,
@@ -149,15 +177,22 @@ def completion(abilities: Abilities, request: Generate) -> dict[str, Any]:
     ):  # fmt: skip
         if (value := getattr(sampling, name)) != getattr(usual, name):
             body[name] = value
-    if sampling.logprobs or abilities.ids_from == "logprobs":
+    if sampling.logprobs or abilities.ids_for(request) == "logprobs":
         body["logprobs"] = max(1, sampling.logprobs)
-    if abilities.ids_from == "token_ids":
+    if abilities.ids_for(request) == "token_ids":
         body["return_token_ids"] = True
         if sampling.logprobs:
             body["return_tokens_as_token_ids"] = True
-    if request.cache_salt or request.canary:
+    if abilities.extensions and (request.cache_salt or request.canary):
         body["cache_salt"] = request.cache_salt or secrets.token_hex(16)
     return body
+
+
+def prompt_text(request: Generate) -> str:
+    """Return the prompt for an upstream that only takes text. A canary without any gets words made of its ids."""
+    if request.prompt_text or not request.canary:
+        return request.prompt_text
+    return " ".join(WORDS[token % len(WORDS)] for token in request.tokens)
 
 
 async def refusal(response: aiohttp.ClientResponse, *, canary: bool) -> str:
