@@ -8,8 +8,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime, timedelta
 
+import nats
+
 from controller.deciders.fleet import Fleet, FleetPolicy, evolve, settle
-from events import codec
+from events import codec, subjects
 from events import observations as o
 from events.decisions import Absorbed
 from events.fact import Decision, Fact, Observation, Recorded
@@ -179,3 +181,20 @@ class History:
             self.say(self.passed(worker))
             self.decide()
         return self
+
+
+async def publish(url: str, events: Sequence[Recorded]) -> int:
+    """Put a made history on a real stream as it is, and return the last sequence."""
+    client = await nats.connect(url)
+    try:
+        for event in events:
+            headers = codec.encode_headers(
+                event.fact, id=event.id, source=event.source, source_number=event.source_number,
+                said_at=event.said_at or event.at, through=event.through or None, causation=event.causation,
+                correlation=event.correlation,
+            )  # fmt: skip
+            body = codec.encode_body(event.fact)
+            ack = await client.jetstream().publish(subjects.subject(event.fact), body, headers=headers)
+        return ack.seq
+    finally:
+        await client.close()

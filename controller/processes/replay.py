@@ -5,6 +5,8 @@ import asyncio
 import sys
 from typing import Any
 
+import structlog
+
 from controller.adapters.postgres import PostgresStore
 from controller.ports import StoreUnavailable
 from controller.replay import cli
@@ -15,6 +17,10 @@ REACH_S = 3.0
 
 def run_cli(args: argparse.Namespace, found: dict[str, Any]) -> int:
     """Run one replay command against the fleet at `found` (nats_url, database_url) and return its exit code."""
+    if not structlog.is_configured():
+        structlog.configure(
+            logger_factory=structlog.PrintLoggerFactory(sys.stderr)
+        )  # stdout is the answer's alone
     return asyncio.run(_run(args, found["nats_url"], found.get("database_url", "")))
 
 

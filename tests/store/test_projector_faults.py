@@ -3,14 +3,13 @@
 import asyncio
 import signal
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import asyncpg
 import nats
 import pytest
-from made_history import History
+from made_history import History, publish
 from store_databases import execute
 
 from controller import projection
@@ -21,7 +20,6 @@ from controller.deciders.fleet import Fleet, evolve
 from controller.replay.rebuild import rebuild
 from controller.replay.verify import verify
 from controller.runtime.projector import Projector
-from events import codec, subjects
 from events.fact import Recorded
 from events.journal.memory import MemoryJournal
 from events.journal.nats import NatsJournal
@@ -29,23 +27,6 @@ from events.order import Order
 
 pytestmark = pytest.mark.servers
 CHILD = Path(__file__).parent / "projector_child.py"
-
-
-async def publish(url: str, events: Sequence[Recorded]) -> int:
-    """Put a made history on a real stream as it is, and return the last sequence."""
-    client = await nats.connect(url)
-    try:
-        for event in events:
-            headers = codec.encode_headers(
-                event.fact, id=event.id, source=event.source, source_number=event.source_number,
-                said_at=event.said_at or event.at, through=event.through or None, causation=event.causation,
-                correlation=event.correlation,
-            )  # fmt: skip
-            body = codec.encode_body(event.fact)
-            ack = await client.jetstream().publish(subjects.subject(event.fact), body, headers=headers)
-        return ack.seq
-    finally:
-        await client.close()
 
 
 async def everything(journal: Any) -> list[Recorded]:

@@ -1,0 +1,68 @@
+"""The replay commands as they are typed, against real servers."""
+
+import asyncio
+import json
+import os
+import sys
+from pathlib import Path
+
+import pytest
+from made_history import History, publish
+
+from controller.adapters.postgres import PostgresStore
+from controller.runtime.projector import Projector
+from events.journal.nats import NatsJournal
+
+pytestmark = pytest.mark.servers
+
+
+async def typed(nats_url: str, database_url: str, *words: str) -> tuple[int, str, str]:
+    """Run `holdfast replay …` and return exit code, standard output and standard error."""
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-m", "controller.cli", "replay", *words,
+        stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE,
+        env={**os.environ, "HOLDFAST_NATS_URL": nats_url, "HOLDFAST_DATABASE_URL": database_url},
+    )  # fmt: skip
+    async with asyncio.timeout(30):
+        out, err = await process.communicate()
+    assert b"Traceback" not in err, err.decode()
+    assert process.returncode is not None
+    return process.returncode, out.decode(), err.decode()
+
+
+async def test_every_command_answers(nats_url: str, database_url: str, tmp_path: Path) -> None:
+    history = History().start().corruption()
+    journal = await NatsJournal.connect(nats_url, "projector:test", tmp_path)
+    last = await publish(nats_url, history.events)
+    store = PostgresStore(database_url)
+    await Projector(journal, store).catch_up(last)
+    await store.close()
+    await journal.close()
+    code, out, _ = await typed(nats_url, database_url, "verify")
+    assert code == 0 and "no difference" in out
+    code, out, _ = await typed(nats_url, database_url, "timeline", "--worker", "w2", "-o", "json")
+    assert code == 0 and [json.loads(line) for line in out.splitlines()]
+    code, out, _ = await typed(nats_url, database_url, "at", str(last), "-o", "json")
+    assert code == 0 and len(json.loads(out)["workers"]) == 3
+    code, out, _ = await typed(nats_url, database_url, "why", f"decision:{history.latest.position.number}")
+    assert code == 0 and "because" in out
+    code, out, _ = await typed(nats_url, database_url, "rebuild", "-o", "json")
+    assert code == 0 and json.loads(out)["position"] == last
+    code, out, err = await typed(nats_url, database_url, "at", "tomorrow")
+    assert (code, out) == (1, "") and "'tomorrow' is no place in history" in err
+
+
+async def test_without_a_store_the_journal_answers(nats_url: str) -> None:
+    journal = await NatsJournal.connect(nats_url, "projector:test")
+    last = await publish(nats_url, History().start().events)
+    await journal.close()
+    nowhere = "postgresql://holdfast@127.0.0.1:1/nowhere"
+    code, out, err = await typed(nats_url, nowhere, "at", str(last))
+    assert code == 0 and "w0" in out and "reading the journal alone" in err
+    code, _, err = await typed(nats_url, nowhere, "verify")
+    assert code == 1 and "needs the state store" in err
+
+
+async def test_without_a_journal_it_is_said(database_url: str) -> None:
+    code, _, err = await typed("nats://127.0.0.1:1", database_url, "verify")
+    assert code == 1 and len(err.strip().splitlines()[-1]) < 400
