@@ -57,6 +57,7 @@ class Broker:
         self.seams = seams
         self.network = network
         self.up = True
+        self.mute = False  # it stores, and nobody hears that it did
         self.events: list[Recorded] = []
         self.decided = 0  # sequence of the last decision
         self.watchers: list[Callable[[Recorded], None]] = []
@@ -77,7 +78,7 @@ class Broker:
 
     def come_up(self) -> None:
         """Be reachable again; whoever follows goes on reading."""
-        self.up = True
+        self.up, self.mute = True, False
         for follower in self.followers:
             follower.wake()
 

@@ -19,7 +19,7 @@ AT_REST = (HealthStatus.DRAINING, HealthStatus.DEAD)
 
 
 def verdict(watch: "Watch", frontend: "Frontend", flight: "Flight") -> str | None:
-    seq = frontend.replica.seq
+    seq = max(frontend.replica.seq, frontend.replica.order.position.decided)
     status = watch.status_at(flight.worker, flight.instance, seq)
     if status in OUT and not _kept(watch, flight, seq):
         return f"{frontend.name} at {seq} sent {flight.request} to {flight.instance}, which is {status}"

@@ -5,15 +5,16 @@ sending (a long garbage collection, a frozen virtual machine) still believes in 
 keeps the history right is the fence.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 from random import Random
+from typing import TYPE_CHECKING
 
 from controller.deciders.fleet import FleetPolicy, absorbed, absorption_due
 from controller.simulator.broker import LEASE_TTL, Broker, Message, Network
 from controller.simulator.kernel import MS, SECOND, Kernel
-from controller.simulator.liveness import Liveness
+from controller.simulator.liveness import Ear
 from controller.simulator.machines import Machine
 from controller.simulator.outbox import Outbox, Said
 from controller.simulator.prober import Prober
@@ -21,6 +22,9 @@ from controller.simulator.replica import Replica
 from controller.simulator.seams import Seams
 from events.decisions import HealthStatus
 from events.fact import Decision, Recorded
+
+if TYPE_CHECKING:
+    from controller.simulator.frontends import Frontend
 
 TICK = 1 * SECOND
 APPEND_DEADLINE = 2 * SECOND
@@ -37,11 +41,11 @@ class Surroundings:
     said: Said
     policy: FleetPolicy
     machines: Mapping[str, Machine]
-    linked: Callable[[Machine], bool]
+    frontends: Callable[[], Iterable["Frontend"]]
     interval: int
     listen: Callable[[Replica, Sequence[Recorded]], None]
     decided: Callable[[str], None]  # an append has reached the broker
-    accused: Callable[[Machine, str], None]  # an observer calls a worker silent
+    accused: Callable[[str, str], None]  # an observer calls a worker silent
 
 
 class Controller:
@@ -80,7 +84,14 @@ class Controller:
         self.outbox.inherit(self._spool)
         self._spool = []
         self.replica = self._replica()
-        self.liveness = Liveness(self.name, around.seams, around.linked, around.accused)
+        self.ear = Ear(
+            around.kernel,
+            around.seams,
+            lambda: self.replica.fleet,
+            self.outbox,
+            around.frontends,
+            around.accused,
+        )
         self.prober = Prober(
             kernel=around.kernel,
             chance=self._chance,
@@ -117,7 +128,7 @@ class Controller:
         if not self.up or self.life != life:
             return
         self.paused = False
-        self.liveness.deaf()
+        self.ear.deaf()
         self.replica.follower.open = True
         self.replica.follower.wake()
         if self._held is not None:
@@ -144,10 +155,10 @@ class Controller:
         if self._wait_read and broker.up:
             self._wait_read, self._must_read = False, broker.last_seq
         if not self.leading or not broker.up:
-            self.liveness.deaf()
+            self.ear.deaf()
             return
         if self._caught_up():
-            self.liveness.listen(now, self.replica.fleet, self.around.machines, self.outbox)
+            self.ear.listen(self.around.machines)
             self.prober.round()
             self._act_on_drains()
         self._decide()
@@ -221,7 +232,7 @@ class Controller:
         source = f"{self.name}.{life}"
         landed = broker.append(batch, source=source, through=through, after=after)
         self.around.decided(source)
-        if not broker.network.loses():
+        if not broker.mute and not broker.network.loses():
             self.around.kernel.after(
                 broker.network.delay(), self._answered, life, turn, landed, broker.last_seq
             )

@@ -165,10 +165,18 @@ class Faults:
     # --- of the fleet -------------------------------------------------------------------------------------------
 
     def _broker(self) -> None:
-        broker = self._world.broker
-        if broker.up:
-            broker.go_down()
-            self._world.kernel.after(self._seconds(2, 90), self._broker_back)
+        """It goes away; sometimes it stores for a while before, and nobody hears that it did."""
+        broker, kernel = self._world.broker, self._world.kernel
+        if not broker.up or broker.mute:
+            return
+        broker.mute = self._coin()
+        kernel.after(self._seconds(1, 10) if broker.mute else 0, self._broker_gone)
+
+    def _broker_gone(self) -> None:
+        if not self.over:
+            self._world.broker.go_down()
+            lasts = self._seconds(2, 90) if self._chance.random() < 0.7 else self._seconds(125, 240)
+            self._world.kernel.after(lasts, self._broker_back)
 
     def _broker_back(self) -> None:
         self._world.broker.come_up()

@@ -1,6 +1,6 @@
 """What must never happen, or must always happen in the end. Each invariant is one sentence and one check.
 
-`on` says when it is checked: before an event is written into the ledger, after it was recorded, after an append,
+`on` says when it is checked: before a decision is written into the ledger, after it was recorded, after an append,
 after a process folded a batch, when a request was routed, when a worker was accused of silence, once a second, and at
 the end. A check returns what it saw if the sentence is false, and nothing if it holds.
 """

@@ -1,86 +1,92 @@
-"""Who has gone quiet? Said only by an observer that was listening all the while, and doubted when it is everybody.
+"""Production's observer of heartbeats (`controller.runtime.liveness`), fed with played heartbeats.
 
-Heartbeats arrive each second; a worker from which nothing came for three seconds is reported, unless a frontend's
-live connection vetoes it. If more than half of the fleet fell quiet at once it is the observer that is deaf.
+Who beats and who is linked is taken from the machines once a second; what follows from it is said by the very code
+that runs in a controller.
 """
 
-from collections.abc import Callable, Mapping
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping
+from datetime import datetime
+from typing import TYPE_CHECKING, Any, cast
 
 from controller.deciders.fleet import Fleet
-from controller.simulator.kernel import SECOND
+from controller.runtime.beats import Beat, Beats, Links
+from controller.runtime.liveness import Liveness
+from controller.runtime.settings import LivenessSettings
+from controller.simulator.kernel import SECOND, Kernel
 from controller.simulator.machines import Machine
 from controller.simulator.outbox import Outbox
 from controller.simulator.seams import Seams
-from events.decisions import HealthStatus
-from events.observations import ObserverBlind, WorkerHeard, WorkerSilent
+from events.fact import Observation
+from events.observations import WorkerSilent
 
-SILENT_AFTER = 3 * SECOND
-# After this long without a report a frontend's connections no longer count.
-LINKS_FRESH = 3 * SECOND
+if TYPE_CHECKING:
+    from controller.simulator.frontends import Frontend
 
 
-class Liveness:
-    """One controller's ear. Told of every tick at which it was able to listen."""
+class Ear:
+    """One controller's observer. Told of every second in which it was able to listen."""
 
     def __init__(
         self,
-        observer: str,
+        kernel: Kernel,
         seams: Seams,
-        linked: Callable[[Machine], bool],
-        accused: Callable[[Machine, str], None],
+        fleet: Callable[[], Fleet],
+        outbox: Outbox,
+        frontends: Callable[[], Iterable["Frontend"]],
+        accused: Callable[[str, str], None],
     ) -> None:
-        self.observer = observer
+        self.source = outbox.source
+        self.since: float | None = None  # connected, and awake, since then
+        self._kernel = kernel
         self._seams = seams
-        self._linked = linked
-        self._tell = accused
-        self._listening_since = -1
-        self._heard: dict[str, int] = {}  # by instance
-        self._accused: set[str] = set()  # instances
-        self._blind = False
+        self._fleet = fleet
+        self._outbox = outbox
+        self._frontends = frontends
+        self._accused = accused
+        port = cast(Any, self)  # it plays the view, the journal, the bus and the clock
+        self._beats = Beats(port, port)
+        self._liveness = Liveness(port, self._beats, port, port, port, LivenessSettings(), lambda: True)
 
     def deaf(self) -> None:
         """Nothing could be heard: whoever was quiet now is not thereby silent."""
-        self._listening_since = -1
+        self.since = None
 
-    def listen(self, now: int, fleet: Fleet, machines: Mapping[str, Machine], outbox: Outbox) -> None:
-        """Hear who beats, and report who does not."""
-        if self._listening_since < 0:
-            self._listening_since = now
-        quiet: list[Machine] = []
-        known = 0
-        for name, worker in fleet.workers.items():
-            if worker.health.status is HealthStatus.DEAD:
-                continue
-            known += 1
-            machine, instance = machines[name], worker.joined.instance
-            if machine.beating and machine.instance == instance:
-                self._heard[instance] = now
-                if instance in self._accused:
-                    self._accused.discard(instance)
-                    outbox.observe(WorkerHeard(worker=name, instance=instance, observer=self.observer))
-                continue
-            since = max(self._heard.get(instance, 0), self._listening_since)
-            if now - since >= SILENT_AFTER and instance not in self._accused:
-                quiet.append(machine)
-        self._report(now, known, quiet, fleet, outbox)
+    def listen(self, machines: Mapping[str, Machine]) -> None:
+        """Hear who beats and who is linked, and let the observer judge."""
+        now = self.monotonic()
+        if self.since is None:
+            self.since = now
+        heard, reports = self._beats.workers, self._beats.frontends
+        for name, machine in machines.items():
+            if machine.beating:
+                heard[name] = Beat(machine.instance, now, machine.draining, {}, _NO_SKEWS)
+        for frontend in self._frontends():
+            vetoed = self._seams.vetoed
+            linked = {name: m.instance for name, m in machines.items() if vetoed(frontend.linked(m))}
+            reports[frontend.name] = Links(now, linked)
+        self._liveness.look(now)
 
-    def _report(self, now: int, known: int, quiet: list[Machine], fleet: Fleet, outbox: Outbox) -> None:
-        if len(quiet) * 2 > known and len(quiet) > 1:
-            if not self._blind:
-                self._blind = True
-                outbox.observe(ObserverBlind(observer=self.observer, silent=len(quiet), known=known))
-            return
-        self._blind = False
-        for machine in quiet:
-            instance = fleet.workers[machine.name].joined.instance
-            linked = machine.instance == instance and self._linked(machine)
-            if self._seams.vetoed(linked):
-                continue
-            self._accused.add(instance)
-            self._tell(machine, instance)
-            silent_s = (now - max(self._heard.get(instance, 0), self._listening_since)) / SECOND
-            outbox.observe(
-                WorkerSilent(
-                    worker=machine.name, instance=instance, silent_s=silent_s, observer=self.observer
-                )
-            )
+    # --- what the observer needs ----------------------------------------------------------------------------------
+
+    @property
+    def fleet(self) -> Fleet:
+        """As a view: the fleet as this controller has folded it."""
+        return self._fleet()
+
+    def observe(self, fact: Observation) -> str:
+        """As a journal: say what the observer found."""
+        if isinstance(fact, WorkerSilent):
+            self._accused(fact.worker, fact.instance)
+        return self._outbox.observe(fact)
+
+    def monotonic(self) -> float:
+        """As a clock: virtual seconds."""
+        return self._kernel.now / SECOND
+
+    def now(self) -> datetime:
+        """As a clock: the virtual instant."""
+        return self._kernel.instant()
+
+
+_NO_SKEWS: deque[float] = deque(maxlen=1)

@@ -87,11 +87,17 @@ class Outbox:
         if not broker.up or not self.reachable:
             return
         broker.store(message)
-        if not broker.network.loses():
+        if not broker.mute and not broker.network.loses():
             broker.kernel.after(broker.network.delay(), self._acknowledged, message, turn)
 
     def _acknowledged(self, message: Message, turn: int) -> None:
-        if turn != self._turn or not self._busy or not self._alive:
+        if (
+            turn != self._turn
+            or not self._busy
+            or not self._alive
+            or not self.reachable
+            or not self._broker.up
+        ):
             return  # an answer to an attempt that was given up: the message is being sent again
         self._busy = False
         self._turn += 1
@@ -105,5 +111,7 @@ class Outbox:
         if turn != self._turn or not self._alive:
             return
         self._busy = False
+        if self._broker.seams.gives_up(self._waiting[0].fact):
+            self._waiting.popleft()
         self._spooled.update(m.id for m in self._waiting)  # written down before the next attempt
         self._send()

@@ -5,7 +5,8 @@ from random import Random
 
 from controller.simulator.controllers import Surroundings
 from controller.simulator.kernel import MS
-from controller.simulator.replica import Replica, Stored
+from controller.simulator.replica import Replica
+from controller.simulator.seams import Stored
 from events.fact import Recorded
 
 

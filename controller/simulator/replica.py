@@ -4,11 +4,9 @@ from collections.abc import Callable, Sequence
 
 from controller.deciders.fleet import Fleet
 from controller.simulator.broker import Broker, Follower, Network
-from controller.simulator.seams import Seams
+from controller.simulator.seams import Seams, Stored
 from events.fact import Recorded
 from events.order import Order, Position
-
-Stored = tuple[Fleet, Position, dict[str, int]]  # what the state store keeps: settled, how far, sources
 
 
 class Replica:
@@ -28,6 +26,7 @@ class Replica:
         fleet, position, sources = stored or (Fleet(), Position(), {})
         self.order: Order[Fleet] = (order or seams.order)(seams.evolve, fleet, position, dict(sources))
         self._listen = listen
+        self._seams = seams
         self.follower = Follower(broker, network, position.through, self._take)
 
     @property
@@ -47,8 +46,7 @@ class Replica:
 
     def store(self) -> Stored:
         """Return what a state store keeps of this fold."""
-        order = self.order
-        return order.settled, order.position, dict(order.sources)
+        return self._seams.snapshot(self.order)
 
     def close(self) -> None:
         """Stop reading."""

@@ -10,8 +10,10 @@ from typing import Any
 
 from controller.deciders import fleet
 from controller.deciders.fleet import Worker
-from events.fact import Decision
-from events.order import Order
+from events.fact import Decision, Observation
+from events.order import Order, Position
+
+Stored = tuple[fleet.Fleet, Position, dict[str, int]]  # what the state store keeps of a fold
 
 
 def fence(after: int, decided: int) -> bool:
@@ -27,6 +29,16 @@ def lands(batch: Sequence[Decision]) -> Sequence[Decision]:
 def vetoed(linked: bool) -> bool:
     """Return whether a frontend's live connection keeps a worker from being called silent."""
     return linked
+
+
+def gives_up(fact: Observation) -> bool:
+    """Return whether a fact whose acknowledgement did not come is dropped: never."""
+    return False
+
+
+def snapshot(order: Order[fleet.Fleet]) -> Stored:
+    """Return what the state store keeps: the settled fold, its own position, and the sources as settled."""
+    return order.settled, order.position, dict(order.sources)
 
 
 def routable(worker: Worker) -> bool:
@@ -51,5 +63,7 @@ class Seams:
     fence: Callable[[int, int], bool] = fence
     lands: Callable[[Sequence[Decision]], Sequence[Decision]] = lands
     vetoed: Callable[[bool], bool] = vetoed
+    gives_up: Callable[[Observation], bool] = gives_up
+    snapshot: Callable[[Order[Any]], Stored] = snapshot
     routable: Callable[[Worker], bool] = routable
     knobs: Callable[..., Any] = knobs

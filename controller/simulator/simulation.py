@@ -1,10 +1,14 @@
 """One run: the played world around the real deciders, watched all the time."""
 
+import contextlib
 import hashlib
 import json
+import logging
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+
+import structlog
 
 from controller.deciders.fleet import Fleet
 from controller.simulator.broker import Broker, Network
@@ -78,7 +82,8 @@ class Simulation:
         began = time.perf_counter()
         violation = None
         try:
-            self._play()
+            with quiet():
+                self._play()
         except Violated as found:
             violation = found.violation
         except OutOfOrder as found:
@@ -149,7 +154,7 @@ class Simulation:
             said=self.said,
             policy=policy,
             machines=self.machines,
-            linked=self.linked,
+            frontends=lambda: [f for f in self.frontends if f.up],
             interval=self.scenario.interval,
             listen=self.watch.absorbed,
             decided=self.watch.appended,
@@ -223,6 +228,17 @@ class Simulation:
             digest=digest.hexdigest(),
             levels=dict(self.watch.worst_level),
         )
+
+
+@contextlib.contextmanager
+def quiet() -> Iterator[None]:
+    """Silence the production code that logs; a virtual hour of it would be a flood."""
+    before = structlog.get_config()
+    structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.CRITICAL))
+    try:
+        yield
+    finally:
+        structlog.configure(**before)
 
 
 def simulate(

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from controller.simulator.machines import Machine
-from controller.simulator.replica import Stored
+from controller.simulator.seams import Stored
 
 if TYPE_CHECKING:
     from controller.simulator.frontends import Frontend

@@ -14,7 +14,6 @@ from controller.simulator import invariants
 from controller.simulator.invariants import Invariant, On
 from controller.simulator.kernel import SECOND
 from controller.simulator.ledger import Ledger
-from controller.simulator.machines import Machine
 from controller.simulator.replica import Replica
 from events.decisions import DegradationChanged, GoldenAgreed, GoldenRetired, HealthChanged, HealthStatus
 from events.fact import Decision, Recorded
@@ -65,7 +64,7 @@ class Watch:
         ] = {}  # by worker: sequence, instance, status
         self.run_began = 0  # sequence before the last append's first decision
         self.decided: Recorded | None = None  # the last decision
-        self.steady_since = 0  # since when a leader, the broker and the prober have been without any fault
+        self.steady_since = 0  # since when the leader and the broker have been without any fault
         self.steady_leader: Controller | None = None
         self.probed_since: dict[str, int] = {}  # since when nothing kept a worker's canaries from being asked
         self.serving_since: dict[str, int] = {}  # since when the decisions leave a worker's instance a share
@@ -81,7 +80,8 @@ class Watch:
 
     def recorded(self, event: Recorded) -> None:
         """The journal has stored an event."""
-        self._run("before", event)
+        if isinstance(event.fact, Decision):
+            self._run("before", event)
         self.ledger.write(event)
         fact = event.fact
         self._note_share(getattr(fact, "worker", ""))
@@ -113,9 +113,9 @@ class Watch:
         """A frontend has sent a request to a worker."""
         self._run("routed", frontend, flight)
 
-    def accused(self, machine: Machine, instance: str) -> None:
+    def accused(self, worker: str, instance: str) -> None:
         """An observer has called a worker silent."""
-        self._run("accused", machine, instance)
+        self._run("accused", self.world.machines[worker], instance)
 
     def tick(self) -> None:
         """A second has passed."""
@@ -174,12 +174,13 @@ class Watch:
         leaders = [c for c in world.controllers if c.up and c.leading and not c.paused]
         network = world.broker.network
         calm = world.broker.up and not network.loss and not network.slow
-        fit = calm and len(leaders) == 1 and not leaders[0].prober.stalled and not leaders[0].hold_append
+        fit = calm and len(leaders) == 1 and not leaders[0].hold_append
         leader = leaders[0] if fit else None
         if leader is None or leader is not self.steady_leader:
             self.steady_leader, self.steady_since = leader, now
         for machine in world.machines.values():
             condition = machine.condition
             clear = machine.reachable("canary") and not condition.flaky and not condition.erring
-            if leader is None or not clear or condition.cut or self.steady_since == now:
+            probing = leader is not None and not leader.prober.stalled and self.steady_since != now
+            if not probing or not clear or condition.cut:
                 self.probed_since[machine.name] = now
