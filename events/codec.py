@@ -110,9 +110,8 @@ def encode_headers(
     }
     if through is not None:
         headers["through"] = str(through)
-    for name, value in (("correlation", correlation), ("causation", causation), ("traceparent", traceparent)):
-        if value:
-            headers[name] = value
+    optional = {"correlation": correlation, "causation": causation, "traceparent": traceparent}
+    headers.update({name: value for name, value in optional.items() if value})
     return headers
 
 
