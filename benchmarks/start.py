@@ -1,0 +1,61 @@
+"""How long from `holdfast up` to the first request that can be served?
+
+    python -m benchmarks.start [--trials 3]
+
+Cold: an empty data directory. Warm: one that was used before. Simulated workers, as a newcomer starts them.
+"""
+
+import argparse
+import asyncio
+import json
+import statistics
+import tempfile
+import time
+from pathlib import Path
+
+import psutil
+
+from controller.demo.fleet import Fleet
+
+
+async def started(data: Path) -> tuple[float, float]:
+    """Start a fleet on a directory; return the seconds until /health answers 200, and its memory in MB."""
+    began = time.monotonic()
+    fleet = Fleet.start(data, "--workers", "3")
+    try:
+        await fleet.ready()
+        took = time.monotonic() - began
+        await fleet.healthy(3)
+        return took, sum(p.memory_full_info().uss for p in fleet.family() if psutil.pid_exists(p.pid)) / 1e6
+    finally:
+        fleet.stop()
+
+
+async def measure(trials: int) -> dict[str, object]:
+    """Return the medians of `trials` cold and warm starts."""
+    cold, warm, memory = [], [], []
+    for _ in range(trials):
+        with tempfile.TemporaryDirectory(prefix="holdfast-start-") as folder:
+            cold.append((await started(Path(folder) / "data"))[0])
+            took, mb = await started(Path(folder) / "data")
+            warm.append(took)
+            memory.append(mb)
+    return {
+        "cold_s": round(statistics.median(cold), 2),
+        "cold_s_all": [round(s, 2) for s in cold],
+        "warm_s": round(statistics.median(warm), 2),
+        "warm_s_all": [round(s, 2) for s in warm],
+        "fleet_memory_mb": round(statistics.median(memory)),
+    }
+
+
+def main() -> None:
+    """Measure and print one JSON object."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
+    parser.add_argument("--trials", type=int, default=3)
+    args = parser.parse_args()
+    print(json.dumps({"benchmark": "start", **asyncio.run(measure(args.trials))}))
+
+
+if __name__ == "__main__":
+    main()
