@@ -20,7 +20,7 @@ from controller.deciders import breaker
 from controller.deciders.breaker import Breaker, BreakerPolicy
 from controller.frontend.settings import FactSettings, LocalBreakerSettings
 from controller.router.table import Key, Seat
-from events.fact import Decision, Observation
+from events.fact import Observation
 from events.observations import (
     RequestFailed,
     RequestsServed,
@@ -140,6 +140,7 @@ class Outcomes:
         if found.breaker.request_failures or found.breaker.position != "closed":
             fact = self._served(key, window, 0.0, routed_under=found.under)
             found.breaker = breaker.evolve(found.breaker, fact)
+            self._settle(key, found)
         window.count += 1
         window.tokens += tokens
         window.under = under if window.under is None else min(window.under, under)
@@ -169,6 +170,7 @@ class Outcomes:
             routed_under=under,
         )
         found.breaker = breaker.evolve(found.breaker, replace(fact, routed_under=found.under))
+        self._settle(key, found)
         if (
             found.reports < self._facts.failures_per_s_max
         ):  # the next report carries the count of those left out
@@ -181,10 +183,8 @@ class Outcomes:
         """Judge what broke, move the breakers that are due, and report the windows that are full."""
         self._judge(in_service)
         now = self._now()
-        moment = _ZERO + timedelta(seconds=now)
         for key, found in self._tallies.items():
-            for decision in breaker.decide(self._policy, found.breaker, moment):
-                self._move(key, found, decision)
+            self._settle(key, found)
         if now - self._second_at >= 1.0:
             self._second_at = now
             for found in self._tallies.values():
@@ -204,10 +204,13 @@ class Outcomes:
             if not ours:
                 self._count(key, found, reason, found.broken_under)
 
-    def _move(self, key: Key, found: Tally, decision: Decision) -> None:
-        self._number += 1
-        found.breaker = breaker.evolve(found.breaker, replace(decision, number=self._number))
-        log.info("local_breaker", worker=key[0], instance=key[1], position=found.breaker.position)
+    def _settle(self, key: Key, found: Tally) -> None:
+        """Move one breaker if it is due: at once after an outcome, and when its time has come."""
+        moment = _ZERO + timedelta(seconds=self._now())
+        for decision in breaker.decide(self._policy, found.breaker, moment):
+            self._number += 1
+            found.breaker = breaker.evolve(found.breaker, replace(decision, number=self._number))
+            log.info("local_breaker", worker=key[0], instance=key[1], position=found.breaker.position)
 
     # --- reports ------------------------------------------------------------------------------------------
 

@@ -1,0 +1,225 @@
+"""What a convicted worker has said: who is named, what is done, and what cannot be known."""
+
+import asyncio
+from collections.abc import Sequence
+from datetime import UTC, datetime, timedelta
+from typing import Any
+
+import pytest
+from frontend_kit import TOKENS, Kit, frontend, text_of, until
+from scripted_worker import ScriptedWorker, next_token, undisturbed
+
+from controller.frontend.exposure import Exposures, Ring, Stint
+from controller.frontend.settings import FactSettings
+from events.decisions import HealthStatus
+from events.observations import (
+    CanaryFailed,
+    CanaryPassed,
+    ExposureUnknown,
+    RequestExposed,
+    RequestMigrated,
+)
+
+PROMPT = [300, 301, 302]
+EXACT = TOKENS.decode(undisturbed(PROMPT, 12))
+
+
+def corrupt(tokens: Sequence[int]) -> int:
+    """Say the wrong token, always."""
+    return 259 + (next_token(tokens) + 1 - 259) % 1789
+
+
+def canary(kind: type[Any], worker: ScriptedWorker, **more: Any) -> Any:
+    sent = more.pop("sent_at", None) or datetime.now(UTC)
+    return kind(
+        worker=worker.name,
+        instance=worker.instance,
+        canary_key="k",
+        canary=more.pop("canary", "c1"),
+        check_type="scheduled",
+        sent_under=99,
+        sent_at=sent,
+        latency_ms=1.0,
+        **more,
+    )
+
+
+def convict(kit: Kit, worker: ScriptedWorker, which: str = "c1") -> None:
+    """Let a canary fail, confirmed against an agreed golden, and the controller decide."""
+    kit.tell(
+        canary(
+            CanaryFailed,
+            worker,
+            canary=which,
+            reason="token_mismatch",
+            confirmed=True,
+            golden="agreed",
+            attempts=2,
+        )
+    )
+    kit.health(worker, HealthStatus.UNHEALTHY, 0.0, "token_mismatch")
+
+
+async def midway(kit: Kit, bad: ScriptedWorker, good: ScriptedWorker, stream: bool) -> asyncio.Task[Any]:
+    """Have a request on the bad worker that has got some tokens."""
+    await kit.add(bad)
+    await kit.add(good)
+    kit.desk.table.seats[(good.name, good.instance)].active += 50
+    kit.tell(canary(CanaryPassed, bad))
+    ask = {"model": "m", "prompt": PROMPT, "max_tokens": 12}
+    call = kit.stream(**ask) if stream else kit.post("/v1/completions", **ask)
+    asking = asyncio.create_task(call)
+    await until(lambda: bad.active)
+    await until(
+        lambda: any(f for s in kit.desk.table.seats.values() for f in s.flights if len(f.accepted) >= 4)
+    )
+    return asking
+
+
+async def test_continue_goes_on_from_what_was_said_and_names_it() -> None:
+    bad, good = ScriptedWorker("w1", follow=corrupt, step_s=0.02), ScriptedWorker("w2")
+    async with frontend() as kit:
+        asking = await midway(kit, bad, good, stream=True)
+        convict(kit, bad)
+        events = await asking
+        (fact,) = kit.said(RequestExposed)
+        assert (fact.worker, fact.instance, fact.first, fact.finished, fact.action) == (
+            "w1",
+            "i1",
+            0,
+            False,
+            "continue",
+        )
+        kept = good.requests[0].tokens[3:]
+        assert len(kept) == fact.last + 1 >= 4
+        assert text_of(events) == TOKENS.decode(kept + undisturbed(PROMPT + kept, 12 - len(kept)))
+        (move,) = kit.said(RequestMigrated)
+        assert (move.cause, move.exact) == ("unhealthy", False)
+        assert not bad.active
+
+
+async def test_continue_starts_over_where_the_client_has_seen_nothing() -> None:
+    bad, good = ScriptedWorker("w1", follow=corrupt, step_s=0.02), ScriptedWorker("w2")
+    async with frontend() as kit:
+        asking = await midway(kit, bad, good, stream=False)
+        convict(kit, bad)
+        _, body, _ = await asking
+        assert body["choices"][0]["text"] == EXACT
+        assert body["usage"]["completion_tokens"] == 12
+        (fact,) = kit.said(RequestExposed)
+        assert fact.action == "restart"
+
+
+@pytest.mark.parametrize(("wish", "stream"), [("restart", True), ("error", True), ("error", False)])
+async def test_error_where_it_cannot_be_unsaid_or_is_wished(wish: str, stream: bool) -> None:
+    bad, good = ScriptedWorker("w1", follow=corrupt, step_s=0.02), ScriptedWorker("w2")
+    async with frontend(on_corruption=wish) as kit:
+        asking = await midway(kit, bad, good, stream)
+        convict(kit, bad)
+        answer = await asking
+        error = answer[-1]["error"] if stream else answer[1]["error"]
+        assert error["code"] == "corrupt_output"
+        (fact,) = kit.said(RequestExposed)
+        assert fact.action == "error"
+
+
+async def test_finished_requests_are_named_and_those_before_the_last_pass_are_not() -> None:
+    worker = ScriptedWorker("w1")
+    async with frontend(worker) as kit:
+        await kit.complete(PROMPT, 4)
+        await asyncio.sleep(0.5)  # more than the margin between two machines' clocks
+        kit.tell(canary(CanaryPassed, worker))
+        _, _, headers = await kit.post("/v1/completions", model="m", prompt=PROMPT, max_tokens=5)
+        kit.tell(canary(CanaryPassed, worker, canary="c2"))  # another canary sees other faults: no absolution
+        convict(kit, worker)
+        (fact,) = kit.said(RequestExposed)
+        assert (fact.request, fact.first, fact.last) == (headers["X-Request-Id"], 0, 4)
+        assert (fact.finished, fact.action) == (True, "none")
+        assert kit.said(ExposureUnknown) == []
+
+
+async def test_a_request_that_has_moved_on_is_still_named() -> None:
+    bad, good = ScriptedWorker("w1", follow=corrupt, step_s=0.02), ScriptedWorker("w2", step_s=0.02)
+    async with frontend() as kit:
+        asking = await midway(kit, bad, good, stream=True)
+        bad.drop()  # it goes on elsewhere with wrong tokens, before anyone knows
+        await until(lambda: good.active)
+        convict(kit, bad)
+        await asking
+        (fact,) = kit.said(RequestExposed)
+        assert (fact.first, fact.finished, fact.action) == (0, False, "continue")
+        assert fact.last < 11
+
+
+async def test_new_requests_do_not_go_to_a_convicted_worker_before_the_decision() -> None:
+    bad, good = ScriptedWorker("w1", follow=corrupt), ScriptedWorker("w2")
+    async with frontend(bad, good) as kit:
+        kit.tell(
+            canary(CanaryFailed, bad, reason="logit_drift", confirmed=True, golden="agreed", distance=0.5)
+        )
+        for _ in range(4):
+            text, _ = await kit.complete(PROMPT, 12)
+            assert text == EXACT
+        assert bad.requests == []
+
+
+async def test_a_frontend_that_started_later_says_what_it_cannot_know() -> None:
+    worker = ScriptedWorker("w1")
+    async with frontend(worker) as kit:
+        passed = datetime.now(UTC) - timedelta(minutes=5)
+        kit.tell(canary(CanaryPassed, worker, sent_at=passed))
+        convict(kit, worker)
+        (fact,) = kit.said(ExposureUnknown)
+        assert fact.since == passed
+        assert fact.since < fact.until <= datetime.now(UTC)
+
+
+async def test_a_full_memory_says_what_it_has_forgotten() -> None:
+    worker = ScriptedWorker("w1")
+    async with frontend(worker, facts=FactSettings(exposure_entries_max=2)) as kit:
+        kit.tell(canary(CanaryPassed, worker))
+        for _ in range(5):
+            await kit.complete(PROMPT, 4)
+        convict(kit, worker)
+        assert len(kit.said(RequestExposed)) == 2
+        (fact,) = kit.said(ExposureUnknown)
+        assert "more requests" in fact.why
+
+
+async def test_history_is_not_acted_on() -> None:
+    worker = ScriptedWorker("w1")
+    async with frontend(worker) as kit:
+        kit.desk.live = False
+        convict(kit, worker)
+        assert kit.facts == []
+
+
+# --- the ring ---------------------------------------------------------------------------------------------
+
+
+def test_a_stint_says_which_tokens_came_since_an_instant() -> None:
+    stint = Stint("r", "m", 10, None)
+    for at in range(5):
+        stint.add(float(at), 2)
+    assert stint.since(0.0) == (10, 19)
+    assert stint.since(2.5) == (14, 19)  # to within a mark: rather too many than too few
+    assert stint.since(4.0) == (18, 19)
+    assert stint.since(4.1) is None
+
+
+def test_a_ring_forgets_what_no_conviction_can_reach() -> None:
+    ring = Ring(100)
+    for at in range(10):
+        stint = Stint("r", "m", 0, None, open=False)
+        stint.add(float(at), 1)
+        ring.add(stint)
+    ring.trim(5.0)
+    assert [stint.last_at for stint in ring.stints] == [5.0, 6.0, 7.0, 8.0, 9.0]
+
+
+def test_lives_that_are_gone_are_forgotten() -> None:
+    now = datetime.now(UTC)
+    exposures = Exposures("f", 10, now, lambda: (now, 0.0))
+    exposures.note(("w1", "i1"), Stint("r", "m", 0, None))
+    exposures.keep({("w1", "i2")})
+    assert exposures.convict(("w1", "i1"), now, lambda s, f: "none", now) == []

@@ -1,0 +1,185 @@
+"""What a frontend makes of its own outcomes: breakers, blame, panic, slowness."""
+
+from collections import deque
+from typing import Any
+
+from frontend_kit import frontend, joined, until
+from scripted_worker import Act, ScriptedWorker
+
+from controller.frontend.outcomes import Outcomes
+from controller.frontend.settings import FactSettings, LocalBreakerSettings
+from controller.router.table import Seat
+from events.decisions import BreakerClosed
+from events.observations import (
+    Observation,
+    PanicBegan,
+    PanicEnded,
+    RequestFailed,
+    RequestsServed,
+    WorkerSlow,
+    WorkerSlowCleared,
+)
+
+PROMPT = [300, 301, 302]
+A, B, C = ("a", "i1"), ("b", "i1"), ("c", "i1")
+
+
+class Bench:
+    """Outcomes with a clock that a test turns."""
+
+    def __init__(self, **facts: Any) -> None:
+        self.now = 100.0
+        self.facts: list[Observation] = []
+        local = LocalBreakerSettings(failures_max=3, wait_s=5, wait_s_max=20, trial_timeout_s=2)
+        self.it = Outcomes("f", local, FactSettings(**facts), self.facts.append, lambda: self.now)
+
+    def tick(self, seconds: float = 0.1, service: tuple[tuple[str, str], ...] = (A, B)) -> None:
+        self.now += seconds
+        self.it.tick(service)
+
+    def said(self, kind: type[Observation]) -> list[Any]:
+        return [fact for fact in self.facts if isinstance(fact, kind)]
+
+    def allows(self, name: str) -> bool:
+        return self.it.allowed(Seat(joined(ScriptedWorker(name))))
+
+
+def test_three_failures_in_a_row_open_and_one_request_is_the_trial() -> None:
+    bench = Bench()
+    for _ in range(3):
+        bench.it.sent(A)
+        bench.it.failed(A, "engine_error", 7)
+    bench.tick()
+    assert (bench.allows("a"), bench.allows("b")) == (False, True)
+    assert [f.failures_in_a_row for f in bench.said(RequestFailed)] == [1, 2, 3]
+    assert {f.routed_under for f in bench.said(RequestFailed)} == {7}
+    bench.tick(5.1)
+    assert bench.allows("a")
+    bench.it.sent(A)
+    assert not bench.allows("a")  # b02: one trial, not two
+    bench.it.served(A, 4, 0.1, 0.01, 7)
+    bench.tick()
+    assert bench.allows("a")
+
+
+def test_b01_success_resets_the_count() -> None:
+    bench = Bench()
+    for _ in range(10):
+        bench.it.sent(A)
+        bench.it.failed(A, "engine_error", 0)
+        bench.it.failed(A, "engine_error", 0)
+        bench.it.served(A, 4, 0.1, 0.01, 0)
+        bench.tick()
+        assert bench.allows("a")
+    assert max(f.failures_in_a_row for f in bench.said(RequestFailed)) == 2
+
+
+def test_b03_a_trial_without_an_outcome_is_reclaimed() -> None:
+    bench = Bench()
+    for _ in range(3):
+        bench.it.failed(A, "engine_error", 0)
+    bench.tick()
+    bench.tick(5.1)
+    bench.it.sent(A)
+    bench.tick(2.1)  # no outcome by the deadline: open again, for longer
+    assert not bench.allows("a")
+    bench.tick(10.1)
+    assert bench.allows("a")
+
+
+def test_a_broken_connection_is_one_failure_however_many_streams_it_carried() -> None:
+    bench = Bench()
+    for _ in range(64):
+        bench.it.failed(A, "disconnected", 0)
+    bench.tick()
+    assert [f.failures_in_a_row for f in bench.said(RequestFailed)] == [1]
+    assert bench.allows("a")
+
+
+def test_failures_towards_everyone_at_once_are_our_own_fault() -> None:
+    bench = Bench(failures_per_s_max=100)
+    for _ in range(5):
+        bench.it.failed(A, "stalled", 0)
+        bench.it.failed(B, "disconnected", 0)
+        bench.tick()
+    assert bench.facts == []
+    assert bench.allows("a") and bench.allows("b")
+    assert bench.it.blamed_on_us == 5
+
+
+def test_reports_of_failures_are_bounded_and_carry_the_count() -> None:
+    bench = Bench(failures_per_s_max=2)
+    for _ in range(50):
+        bench.it.failed(A, "engine_error", 0)
+    bench.tick(1.0)
+    bench.it.failed(A, "engine_error", 0)
+    assert [f.failures_in_a_row for f in bench.said(RequestFailed)] == [1, 2, 51]
+
+
+def test_windows_of_what_was_served() -> None:
+    bench = Bench(window_s=5.0)
+    for under in (9, 7, 8):
+        bench.it.served(A, 10, 0.1, 0.02, under)
+    bench.tick(5.0)
+    (fact,) = bench.said(RequestsServed)
+    assert (fact.count, fact.tokens, fact.routed_under) == (3, 30, 7)
+    assert (round(fact.ttft_ms), round(fact.itl_ms), fact.window_s) == (100, 20, 5.0)
+    bench.tick(5.0)
+    assert len(bench.said(RequestsServed)) == 1  # nothing served, nothing said
+
+
+def test_slower_than_three_times_its_peers() -> None:
+    bench = Bench(window_s=1.0, slow_tokens_min=1)
+    for speed in (0.09, 0.09, 0.02):
+        bench.it.served(A, 10, 0.1, speed, 0)
+        bench.it.served(B, 10, 0.1, 0.02, 0)
+        bench.it.served(C, 10, 0.1, 0.021, 0)
+        bench.tick(1.0)
+    slow, cleared = bench.said(WorkerSlow), bench.said(WorkerSlowCleared)
+    assert [(f.worker, round(f.latency_ms)) for f in slow] == [("a", 90), ("a", 90)]
+    assert [f.worker for f in cleared] == ["a"]
+
+
+def test_small_differences_flat_out_are_not_slowness() -> None:
+    bench = Bench(window_s=1.0, slow_tokens_min=1)
+    bench.it.served(A, 10, 0.1, 0.0009, 0)
+    bench.it.served(B, 10, 0.1, 0.0001, 0)
+    bench.tick(1.0)
+    assert bench.said(WorkerSlow) == []
+
+
+async def test_an_erring_worker_is_left_alone_and_the_fleets_word_clears_it() -> None:
+    bad = ScriptedWorker("w1", always=Act(after=0, how="error"))
+    good = [ScriptedWorker("w2"), ScriptedWorker("w3")]
+    async with frontend(bad, *good, breaker=LocalBreakerSettings(wait_s=60)) as kit:
+        for _ in range(20):
+            await kit.complete(PROMPT, 4)
+        assert len(bad.requests) == 3  # then its breaker is open
+        closed = BreakerClosed(
+            worker="w1", instance="i1", decided_at=kit.desk._world.clock.now(), cause="test"
+        )
+        kit.tell(closed)
+        for _ in range(6):
+            await kit.complete(PROMPT, 4)
+        assert len(bad.requests) > 3
+
+
+async def test_panic_ignores_own_breakers_and_says_so() -> None:
+    workers = [ScriptedWorker(n, acts=deque([Act(after=0, how="error")] * 4)) for n in ("w1", "w2", "w3")]
+    for worker in workers[1:]:
+        worker.acts.extend([Act(after=0, how="error")] * 8)
+    async with frontend(*workers, breaker=LocalBreakerSettings(wait_s=60), migration_limit=0) as kit:
+        for _ in range(12):
+            await kit.post("/v1/completions", model="m", prompt=PROMPT, max_tokens=4)
+            kit.desk.tick()
+        (fact,) = kit.said(PanicBegan)
+        assert (fact.model, fact.routable_share < 0.5) == ("m", True)
+        for worker in workers:
+            worker.acts.clear()
+        for worker in workers:
+            kit.tell(
+                BreakerClosed(
+                    worker=worker.name, instance="i1", decided_at=kit.desk._world.clock.now(), cause="test"
+                )
+            )
+        await until(lambda: kit.said(PanicEnded))

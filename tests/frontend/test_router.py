@@ -1,0 +1,95 @@
+"""Who gets the request: the filter's distinct refusals, the score, and whose turn it is."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from frontend_kit import joined
+from scripted_worker import ScriptedWorker
+
+from controller.router.pick import (
+    AllBusy,
+    AllTried,
+    NoneReachable,
+    NoneRoutable,
+    NotServed,
+    NoWorker,
+    Picker,
+    Rules,
+    cost,
+)
+from controller.router.table import Seat, Table
+from events.decisions import HealthStatus
+from events.wire import Load
+
+
+def seat(name: str, weight: float = 1.0, **changes: Any) -> Seat:
+    return Seat(joined(ScriptedWorker(name), **changes), weight=weight, status=HealthStatus.HEALTHY)
+
+
+OPEN = Rules(lambda w, i: True, lambda s: True, lambda w: None, lambda s: 4)
+
+
+@pytest.mark.parametrize(
+    ("seats", "rules", "tried", "error"),
+    [
+        ([], OPEN, (), NotServed),
+        ([seat("w1", 0.0)], OPEN, (), NoneRoutable),
+        ([seat("w1")], replace(OPEN, reachable=lambda w, i: False), (), NoneReachable),
+        ([seat("w1")], OPEN, {("w1", "i1")}, AllTried),
+        ([seat("w1")], replace(OPEN, allowed=lambda s: False), (), NoneRoutable),
+        ([seat("w1")], replace(OPEN, cap=lambda s: 0), (), AllBusy),
+    ],
+)
+def test_every_way_to_find_nobody_has_its_own_error(
+    seats: list[Seat], rules: Rules, tried: Any, error: type[NoWorker]
+) -> None:
+    with pytest.raises(error):
+        Picker().pick(seats, rules, tried=tried)
+
+
+def test_lineage_binds() -> None:
+    seats = [seat("w1", revision="r1"), seat("w2", revision="r2")]
+    assert Picker().pick(seats, OPEN, lineage=("r2", "builtin:sim")).worker == "w2"
+    with pytest.raises(NotServed):
+        Picker().pick(seats, OPEN, lineage=("r3", "builtin:sim"))
+
+
+def test_the_least_loaded_for_its_weight_is_picked() -> None:
+    a, b, c = seat("a", 1.0), seat("b", 0.25), seat("c", 0.5)
+    picker, got = Picker(), {"a": 0, "b": 0, "c": 0}
+    rules = replace(OPEN, cap=lambda s: 10_000)
+    for _ in range(700):
+        best = picker.pick([a, b, c], rules)
+        best.active += 1
+        got[best.worker] += 1
+    assert got["a"] == pytest.approx(400, abs=4)
+    assert got["c"] == pytest.approx(200, abs=4)
+    assert got["b"] == pytest.approx(100, abs=4)
+
+
+def test_equals_take_turns() -> None:
+    seats, picker = [seat(n) for n in "abc"], Picker()
+    assert [picker.pick(seats, OPEN).worker for _ in range(6)] == ["a", "b", "c"] * 2
+
+
+def test_what_the_worker_reports_counts_when_it_is_more() -> None:
+    one = seat("a")
+    assert cost(one, Load(running=3, waiting=1)) > cost(one, None)
+    one.active = 9
+    assert cost(one, Load(running=3)) == cost(one, None)
+
+
+def test_mid_flight_the_cap_does_not_bind() -> None:
+    full = seat("a")
+    full.active = 4
+    assert Picker().pick([full], OPEN, capped=False) is full
+
+
+def test_a_static_table_keeps_what_is_in_flight() -> None:
+    table = Table()
+    table.set_static([joined(ScriptedWorker("w1"))])
+    table.seats[("w1", "i1")].active = 3
+    table.set_static([joined(ScriptedWorker("w1")), joined(ScriptedWorker("w2"))])
+    assert [s.active for s in table.models["m"]] == [3, 0]
+    assert all(s.routable for s in table.models["m"])

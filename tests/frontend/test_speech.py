@@ -1,0 +1,62 @@
+"""Stop strings over any cutting of the text, and nothing of them ever said."""
+
+import itertools
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from controller.frontend.speech import Speech, StopWindow
+from controller.frontend.tokens import BUILTIN, load_tokens
+
+LETTERS = st.text(alphabet="ab", max_size=30)
+
+
+def cut(text: str, places: list[int]) -> list[str]:
+    bounds = sorted({0, len(text), *(place % (len(text) + 1) for place in places)})
+    return [text[a:b] for a, b in itertools.pairwise(bounds)]
+
+
+@given(
+    LETTERS,
+    st.lists(st.text(alphabet="ab", min_size=1, max_size=4), min_size=1, max_size=3),
+    st.lists(st.integers(0, 99)),
+)
+def test_any_cutting_gives_the_text_before_the_first_stop(
+    text: str, stops: list[str], places: list[int]
+) -> None:
+    window, said = StopWindow(stops), ""
+    for piece in cut(text, places):
+        said += window.feed(piece)
+        if window.stopped:
+            break
+    if not window.stopped:
+        said += window.rest()
+    assert window.stopped == any(stop in text for stop in stops)
+    if not window.stopped:
+        assert said == text
+    else:
+        assert text.startswith(said)
+        assert not any(stop in said for stop in stops)
+
+
+@given(LETTERS, st.text(alphabet="ab", min_size=1, max_size=4))
+def test_nothing_is_held_back_that_cannot_become_a_stop_string(text: str, stop: str) -> None:
+    window = StopWindow([stop])
+    said = window.feed(text)
+    held = len(text) - len(said) if not window.stopped else 0
+    assert held < len(stop)
+
+
+def test_what_was_held_back_is_said_at_the_end() -> None:
+    tokens = load_tokens(BUILTIN)
+    speech = Speech(tokens.detokenizer(), ["river bed"], 0)
+    said = "".join(speech.feed(token) for token in tokens.encode("a river b", special=False))
+    assert said == "a "
+    assert said + speech.end() == "a river b"
+
+
+def test_unfinished_characters_are_flushed_at_the_end() -> None:
+    tokens = load_tokens(BUILTIN)
+    ids = tokens.encode("é", special=False)[:1]
+    speech = Speech(tokens.detokenizer(), [], 0)
+    assert "".join(map(speech.feed, ids)) + speech.end() == tokens.decode(ids) == "\ufffd"
