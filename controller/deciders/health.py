@@ -297,21 +297,7 @@ def _moved(state: Health, fact: HealthChanged) -> Health:
     )
     match fact.after:
         case HealthStatus.HEALTHY:
-            return Health(
-                state.worker,
-                state.instance,
-                HEALTHY,
-                fact.weight,
-                fact.reason,
-                joining=False,
-                ramp=fact.weight,
-                kept=state.kept,
-                disputed=state.disputed,
-                left=state.left,
-                leaving=state.leaving,
-                moved_by=fact.number,
-                cause=moved.cause,
-            )
+            return _recovered(state, fact)
         case HealthStatus.SUSPICIOUS:
             slow = state.slow or fact.reason == "slow"
             return replace(moved, slow=slow, slows=0 if slow else state.slows)
@@ -323,6 +309,25 @@ def _moved(state: Health, fact: HealthChanged) -> Health:
             return replace(moved, leaving="", draining=True, given_up=given_up, resumed=False, over="")
         case _:
             return moved
+
+
+def _recovered(state: Health, fact: HealthChanged) -> Health:
+    """Forget what was held against it; a wish to drain it and a dispute go on."""
+    return Health(
+        state.worker,
+        state.instance,
+        HEALTHY,
+        fact.weight,
+        fact.reason,
+        joining=False,
+        ramp=fact.weight,
+        kept=state.kept,
+        disputed=state.disputed,
+        left=state.left,
+        leaving=state.leaving,
+        moved_by=fact.number,
+        cause=f"decision:{fact.number}",
+    )
 
 
 def decide(policy: HealthPolicy, state: Health, now: datetime) -> Iterator[Decision]:
