@@ -1,6 +1,6 @@
 """A worker process's admin port: /health, /live and /metrics. Imported after the worker serves: aiohttp takes its time."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from aiohttp import web
 from prometheus_client import CollectorRegistry, generate_latest
@@ -8,10 +8,26 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
 from prometheus_client.registry import Collector
 
+from events.wire import ERRORS, Load
 from workers.counters import DURATION_BOUNDS_S
 from workers.worker import Worker
 
 SHUTDOWN_S = 0.2
+
+
+Read = Callable[[Worker], float]
+LABELS = ("worker_id", "model")
+COUNTERS: tuple[tuple[str, str, Read], ...] = (
+    ("dynamo_component_requests", "Requests taken.", lambda w: w.server.counters.requests),
+    ("dynamo_component_cancellation", "Streams that nobody read.", lambda w: w.server.counters.cancelled),
+    ("holdfast_worker_tokens", "Tokens said.", lambda w: w.server.counters.tokens),
+)
+GAUGES: tuple[tuple[str, str, Read], ...] = (
+    ("dynamo_component_inflight_requests", "Streams in the air.", lambda w: w.server.in_flight),
+    ("holdfast_worker_waiting_requests", "Not yet in the batch.", lambda w: w.engine.load().waiting),
+    ("holdfast_worker_kv_used_ratio", "KV blocks in use, of all.", lambda w: _kv_used(w.engine.load())),
+    ("holdfast_worker_draining", "1 while nothing new is taken.", lambda w: w.server.refusal is not None),
+)
 
 
 class WorkerMetrics(Collector):
@@ -21,47 +37,43 @@ class WorkerMetrics(Collector):
         self._workers = workers
 
     def collect(self) -> Iterable[Metric]:
-        labels = ["worker_id", "model"]
-        counted = {
-            "requests": CounterMetricFamily("dynamo_component_requests", "Requests taken.", labels=labels),
-            "cancelled": CounterMetricFamily(
-                "dynamo_component_cancellation", "Streams nobody read.", labels=labels
-            ),
-            "tokens": CounterMetricFamily("holdfast_worker_tokens", "Tokens said.", labels=labels),
-        }
-        errors = CounterMetricFamily(
-            "dynamo_component_errors", "Streams that ended with an error.", labels=[*labels, "error_type"]
-        )
-        durations = HistogramMetricFamily(
-            "dynamo_component_request_duration_seconds", "From a request to its end.", labels=labels
-        )
-        gauges = {
-            "in_flight": GaugeMetricFamily(
-                "dynamo_component_inflight_requests", "Streams in the air.", labels=labels
-            ),
-            "waiting": GaugeMetricFamily(
-                "holdfast_worker_waiting_requests", "Not yet in the batch.", labels=labels
-            ),
-            "kv": GaugeMetricFamily(
-                "holdfast_worker_kv_used_ratio", "KV blocks in use, of all.", labels=labels
-            ),
-            "draining": GaugeMetricFamily(
-                "holdfast_worker_draining", "1 while nothing new is taken.", labels=labels
-            ),
-        }
+        for name, text, read in COUNTERS:
+            counter = CounterMetricFamily(name, text, labels=LABELS)
+            for worker in self._workers:
+                counter.add_metric(_who(worker), read(worker))
+            yield counter
+        for name, text, read in GAUGES:
+            gauge = GaugeMetricFamily(name, text, labels=LABELS)
+            for worker in self._workers:
+                gauge.add_metric(_who(worker), read(worker))
+            yield gauge
+        yield self._errors()
+        yield self._durations()
+
+    def _errors(self) -> Metric:
+        text = "Streams that ended with an error."
+        family = CounterMetricFamily("dynamo_component_errors", text, labels=(*LABELS, "error_type"))
         for worker in self._workers:
-            who = [worker.place.name, worker.engine.identity.model]
-            counters, load = worker.server.counters, worker.engine.load()
-            for name, family in counted.items():
-                family.add_metric(who, getattr(counters, name))
-            for reason, count in counters.errors.items():
-                errors.add_metric([*who, reason], count)
-            durations.add_metric(who, _buckets(counters.durations), counters.duration_sum_s)
-            gauges["in_flight"].add_metric(who, worker.server.in_flight)
-            gauges["waiting"].add_metric(who, load.waiting)
-            gauges["kv"].add_metric(who, load.kv_used / load.kv_total if load.kv_total else 0.0)
-            gauges["draining"].add_metric(who, worker.server.refusal is not None)
-        return [*counted.values(), errors, durations, *gauges.values()]
+            counted = dict.fromkeys(ERRORS, 0) | worker.server.counters.errors  # an alert needs the zeros
+            for reason, count in counted.items():
+                family.add_metric([*_who(worker), reason], count)
+        return family
+
+    def _durations(self) -> Metric:
+        name, text = "dynamo_component_request_duration_seconds", "From a request to its end."
+        family = HistogramMetricFamily(name, text, labels=LABELS)
+        for worker in self._workers:
+            counters = worker.server.counters
+            family.add_metric(_who(worker), _buckets(counters.durations), counters.duration_sum_s)
+        return family
+
+
+def _who(worker: Worker) -> list[str]:
+    return [worker.place.name, worker.engine.identity.model]
+
+
+def _kv_used(load: Load) -> float:
+    return load.kv_used / load.kv_total if load.kv_total else 0.0
 
 
 def _buckets(counts: Sequence[int]) -> list[tuple[str, float]]:

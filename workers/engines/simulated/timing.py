@@ -7,7 +7,7 @@ from events.observations import Profile
 from workers.engines.simulated.scheduler import Plan
 from workers.engines.simulated.sequence import Shape
 
-PREFILL_TOKENS_PER_S = 200_000.0  # where steps take time and nothing else was said: an 8B model on a recent GPU
+PREFILL_TOKENS_PER_S = 200_000.0  # where steps take time: about an 8B model on a recent GPU
 FLAT_OUT_PREFILL_TOKENS_PER_S = 5_000_000.0  # for the profile only: about what a core does
 FLAT_OUT_TOKEN_MS = 0.001
 SLOWED_STEP_S = 0.001  # what a step that takes no time is taken for when it is slowed
