@@ -25,6 +25,10 @@ class StoreRefused(HoldfastError):
     """The state store does not hold the tables that this version needs. `holdfast up` migrates it; so does the projector."""
 
 
+class StoreCannotKeep(HoldfastError):
+    """The state store refuses what it was given, and would refuse it again: this is a fault of Holdfast's."""
+
+
 _AWAY = (
     OSError,
     TimeoutError,
@@ -73,12 +77,22 @@ class Link:
                 yield await self._open()
             except _TABLES_MISSING as error:
                 raise StoreRefused(f"{masked(self._url)}: {error}. {StoreRefused.__doc__}") from error
+            except (
+                ValueError,
+                OverflowError,
+                TypeError,
+            ) as error:  # a value that no column can hold; asyncpg's own counts as InterfaceError too
+                self._drop()
+                raise StoreCannotKeep(f"{masked(self._url)}: {error}. {StoreCannotKeep.__doc__}") from error
             except _AWAY as error:
                 self._drop()
                 reason = str(error) or type(error).__name__
                 raise StoreUnavailable(
                     f"{masked(self._url)}: {reason}. {StoreUnavailable.__doc__}"
                 ) from error
+            except asyncpg.PostgresError as error:
+                self._drop()
+                raise StoreCannotKeep(f"{masked(self._url)}: {error}. {StoreCannotKeep.__doc__}") from error
             except BaseException:
                 self._drop()  # cancelled in the middle of a statement, or our own mistake: begin anew
                 raise

@@ -3,6 +3,7 @@
 import asyncio
 import signal
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from store_databases import execute
 from controller import projection
 from controller.adapters import migrate
 from controller.adapters.embedded import start_postgres
+from controller.adapters.pg_link import StoreCannotKeep
 from controller.adapters.postgres import PostgresStore
 from controller.deciders.fleet import Fleet, evolve
 from controller.replay.rebuild import rebuild
@@ -253,6 +255,17 @@ async def assert_is_the_fold_of(nats_url: str, database_url: str) -> None:
     journal = await NatsJournal.connect(nats_url, "test:check")
     await assert_is_the_fold(journal, database_url)
     await journal.close()
+
+
+async def test_what_no_column_can_hold_is_refused_and_not_tried_for_ever(database_url: str) -> None:
+    for portion in (1, 600):  # as arrays, and by COPY
+        history = History().start(1)
+        history.say(*(history.passed("w0") for _ in range(portion)))
+        history.events[-1] = replace(history.events[-1], source_number=2**70)
+        store = PostgresStore(database_url)
+        with pytest.raises(StoreCannotKeep, match="refuses what it was given"):
+            await Projector(MemoryJournal(history.stream, "p"), store).run()
+        await store.close()
 
 
 async def test_the_views_answer(database_url: str) -> None:
