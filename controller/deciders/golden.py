@@ -96,8 +96,9 @@ def _passed(state: Golden, fact: CanaryPassed | CanarySlow, cause: str) -> Golde
     open_to_votes = state.status == "provisional" and fact.worker != state.proposed_by
     if fact.sent_under < state.moved_by or not (open_to_votes or fact.worker in state.dissent):
         return state
-    if any(v.worker == fact.worker and v.instance == fact.instance and v.passed for v in state.votes):
-        return state
+    own = next((v for v in state.votes if v.worker == fact.worker and v.instance == fact.instance), None)
+    if own is not None and (own.passed or (open_to_votes and own.tokens != state.tokens)):
+        return state  # it voted already; or it answered otherwise before it could know of this golden
     vote = Vote(fact.worker, fact.instance, state.tokens, (), cause, passed=True)
     dissent = tuple(worker for worker in state.dissent if worker != fact.worker)
     return replace(state, votes=_cast(state.votes, vote), dissent=dissent, cause=cause)

@@ -38,6 +38,16 @@ def test_a_pass_against_a_provisional_golden_is_a_vote() -> None:
     assert kinds(story.tell(passed("w1"))) == ["GoldenAgreed"]
 
 
+def test_a_pass_from_before_the_golden_was_known_does_not_overrule_the_workers_own_answer() -> None:
+    """Both are asked before either answer is folded: w1 passed because there was nothing to compare with."""
+    story = Story().up("w0", "w1")
+    story.tell(proposed("w0", WRONG), proposed("w1", RIGHT), passed("w1"))
+    assert golden(story).status == "provisional"
+    assert (story.status("w0"), story.status("w1")) == (S, S)  # one of them is wrong; nobody knows which
+    story.tell(joined("w2"), proposed("w2", RIGHT))
+    assert (golden(story).by, golden(story).tokens) == (("w1", "w2"), RIGHT)
+
+
 def test_one_worker_never_agrees_with_itself() -> None:
     story = Story().up("w0")
     story.tell(proposed("w0"), proposed("w0"), passed("w0"))
