@@ -7,7 +7,8 @@ from dataclasses import dataclass
 
 from controller.ports import Place, StoreAhead
 from controller.replay.store import HistoryStore
-from controller.runtime.projector import Projector, refuse_foreign_stream
+from controller.runtime.lineage import refuse_foreign_stream
+from controller.runtime.projector import Projector
 from events.journal.port import Journal, JournalChanged
 
 NEAR = 1_000  # events behind: near enough to let the old projection wait for the rest

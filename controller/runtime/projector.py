@@ -19,9 +19,10 @@ from dataclasses import dataclass, field
 import structlog
 
 from controller.deciders.fleet import Fleet, evolve
-from controller.ports import AnotherProjector, Place, Snapshot, StateStore, StoreAhead, StoreUnavailable
+from controller.ports import AnotherProjector, Place, Snapshot, StateStore, StoreUnavailable
+from controller.runtime.lineage import refuse_foreign_stream
 from events.fact import Recorded
-from events.journal.port import Journal, JournalChanged, JournalUnavailable
+from events.journal.port import Journal, JournalUnavailable
 from events.order import Order
 
 GATHER_MAX = 8_192  # events folded and not yet written; the reader waits beyond it
@@ -166,24 +167,6 @@ class Projector:
         progress.batches += 1
         progress.events += len(events)
         self._written(progress.projected, len(events))
-
-
-async def refuse_foreign_stream(journal: Journal, place: Place) -> None:
-    """Raise StoreAhead if a store's place does not lie on this stream: it is ahead, or the stream was made
-    anew."""
-    if not place.seq:
-        return
-    last = await journal.last_seq()
-    if last < place.seq:
-        raise StoreAhead(
-            f"the state store has folded event {place.seq}, the stream ends at {last}. {StoreAhead.__doc__}"
-        )
-    async for batch in journal.read(place.seq - 1, until=place.seq):
-        if batch and batch[0].id != place.id:
-            raise JournalChanged(
-                f"event {place.seq} of the stream is {batch[0].id}, the state store has folded {place.id} there. "
-                f"{JournalChanged.__doc__}"
-            )
 
 
 def _first(errors: BaseExceptionGroup[BaseException]) -> BaseException:

@@ -22,7 +22,7 @@ import structlog
 from controller.deciders.fleet import Fleet, FleetPolicy, absorbed, absorption_due, evolve, settle
 from controller.ports import Clock, StateStore
 from controller.runtime.lease import Lease
-from controller.runtime.view import begin
+from controller.runtime.view import begin, same_history
 from events.codec import to_builtins
 from events.errors import HoldfastError
 from events.fact import Decision
@@ -92,8 +92,9 @@ class Reconciler:
         self._news.set()
 
     async def run(self) -> None:
-        """Read and decide for ever. Raise UnknownKind, BadEvent, OutOfOrder or JournalChanged: then nothing is safe."""
-        self.order = await begin(self._store)
+        """Read and decide for ever. Raise UnknownKind, BadEvent, OutOfOrder, StoreAhead or JournalChanged: stop."""
+        self.order, place = await begin(self._store)
+        await same_history(self._journal, place)
         self._lease.listen(self._lease_changed)
         try:
             async with asyncio.TaskGroup() as tasks:

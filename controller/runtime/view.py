@@ -11,7 +11,8 @@ from collections.abc import AsyncIterator, Callable, Sequence
 import structlog
 
 from controller.deciders.fleet import Fleet, evolve
-from controller.ports import Snapshot, StateStore, StoreUnavailable
+from controller.ports import Place, Snapshot, StateStore, StoreUnavailable
+from controller.runtime.lineage import refuse_foreign_stream
 from events.errors import HoldfastError
 from events.fact import Recorded
 from events.journal.port import Journal, JournalUnavailable
@@ -73,10 +74,11 @@ class FleetView:
             raise self.fault or ViewNotReady(f"after {deadline_s:g} s: {ViewNotReady.__doc__}") from None
 
     async def run(self) -> None:
-        """Follow for ever. Raise UnknownKind, BadEvent, OutOfOrder or JournalChanged; the fleet stays as it was."""
+        """Follow for ever. Raise UnknownKind, BadEvent, OutOfOrder, StoreAhead or JournalChanged: the fleet stays."""
         try:
-            self.order = await begin(self._store)
+            self.order, place = await begin(self._store)
             self._tell(())
+            await same_history(self._journal, place)
             async with asyncio.TaskGroup() as tasks:
                 tasks.create_task(self._find_end())
                 await self._follow()
@@ -121,15 +123,28 @@ class FleetView:
             listener(self, batch)
 
 
-async def begin(store: StateStore | None) -> Order[Fleet]:
-    """Return the order to begin with: the store's last settled state, or nothing."""
+async def begin(store: StateStore | None) -> tuple[Order[Fleet], Place]:
+    """Return the order to begin with, the store's last settled state or nothing, and where the store stands."""
     snapshot: Snapshot | None = None
+    place = Place()
     if store is not None:
         try:
             async with asyncio.timeout(LOAD_DEADLINE_S):
                 snapshot = await store.load()
+                place = await store.place() if snapshot is not None else place
         except (StoreUnavailable, TimeoutError) as error:
             log.warning("store_unreachable_reading_all", why=str(error))
+            snapshot = None
     if snapshot is None:
-        return Order(evolve, Fleet())
-    return Order(evolve, snapshot.fleet, snapshot.position, dict(snapshot.sources))
+        return Order(evolve, Fleet()), Place()
+    return Order(evolve, snapshot.fleet, snapshot.position, dict(snapshot.sources)), place
+
+
+async def same_history(journal: Journal, place: Place) -> None:
+    """Wait until the journal can be asked; raise StoreAhead or JournalChanged if the store is of another one."""
+    while True:
+        try:
+            async with asyncio.timeout(ASK_END_DEADLINE_S):
+                return await refuse_foreign_stream(journal, place)
+        except (JournalUnavailable, TimeoutError):
+            await asyncio.sleep(0.1)

@@ -10,7 +10,7 @@ from made_history import History
 from controller.adapters.clock import SystemClock
 from controller.deciders.fleet import Fleet, FleetPolicy, evolve
 from controller.deciders.health import HealthPolicy
-from controller.ports import Snapshot
+from controller.ports import Place, Snapshot, StoreAhead
 from controller.runtime.lease import Lease
 from controller.runtime.reconciler import Reconciler
 from controller.runtime.view import FleetView, ViewNotReady
@@ -254,8 +254,12 @@ async def test_it_refuses_to_go_on_with_a_kind_that_it_does_not_know(
 class Store:
     """A store that has one snapshot."""
 
-    def __init__(self, snapshot: Snapshot) -> None:
+    def __init__(self, snapshot: Snapshot, place: Place) -> None:
         self.snapshot = snapshot
+        self.at = place
+
+    async def place(self) -> Place:
+        return self.at
 
     async def load(self) -> Snapshot | None:
         return self.snapshot
@@ -263,7 +267,10 @@ class Store:
 
 def kept(history: History) -> Store:
     order = history.order()
-    return Store(Snapshot(order.settled, order.position, dict(order.sources)))
+    last = history.events[-1]
+    return Store(
+        Snapshot(order.settled, order.position, dict(order.sources)), Place(last.seq, last.id, last.at)
+    )
 
 
 async def test_it_begins_with_the_store_and_goes_on_from_its_position(
@@ -285,10 +292,19 @@ async def test_a_store_that_is_ahead_of_the_stream_is_refused() -> None:
     history = beginning().start()
     shorter = MemoryStream(events=history.events[:2])
     view = FleetView(MemoryJournal(shorter, "frontend:f1"), store=kept(history))  # type: ignore[arg-type]
-    with pytest.raises(JournalChanged, match="ends at 2"):
+    with pytest.raises(StoreAhead, match="ends at 2"):
         await asyncio.wait_for(view.run(), 5)
     assert view.fault is not None
     assert view.fleet.workers.keys() == {"w0", "w1", "w2"}  # what it held, it holds
+
+
+async def test_a_store_of_another_stream_is_refused_by_who_decides() -> None:
+    history, other = beginning().start(), beginning().start().corruption()
+    journal = MemoryJournal(other.stream, "controller:c1")
+    lease = Lease(MemoryCell(), "c1", CLOCK)
+    reconciler = Reconciler(journal, lease, FleetPolicy(), CLOCK, store=kept(history))  # type: ignore[arg-type]
+    with pytest.raises(JournalChanged, match="the state store has folded"):
+        await asyncio.wait_for(reconciler.run(), 5)
 
 
 async def test_a_view_is_ready_once_all_is_read_and_tells_of_each_batch(eventually: Eventually) -> None:
