@@ -11,6 +11,7 @@ from pydantic_settings import BaseSettings, SettingsConfigDict
 from events.errors import HoldfastError
 
 PREFIX = "HOLDFAST_WORKER_"
+WILDCARDS = ("0.0.0.0", "::", "")
 
 
 class BadSetting(HoldfastError):
@@ -89,12 +90,16 @@ def load_settings(flags: Mapping[str, Any], environment: Mapping[str, str] | Non
     try:
         settings = WorkerSettings(**given)
     except ValidationError as error:
-        raise BadSetting(_describe(error)) from None
+        raise BadSetting(describe(error)) from None
     _check(settings)
     return settings
 
 
 def _check(settings: WorkerSettings) -> None:
+    if settings.host in WILDCARDS and not settings.advertise:
+        raise BadSetting(
+            f"host = {settings.host!r}: with it, advertise must say which address frontends shall use"
+        )
     if settings.count > 1 and settings.engine != "simulated":
         raise BadSetting(f"count = {settings.count}: only simulated engines share a process")
     if settings.engine == "openai" and not settings.upstream.startswith(("http://", "https://")):
@@ -107,7 +112,8 @@ def _check(settings: WorkerSettings) -> None:
         )
 
 
-def _describe(error: ValidationError) -> str:
+def describe(error: ValidationError) -> str:
+    """Say in one sentence which settings are wrong, with their values, and what they should be."""
     return "; ".join(
         f"{'.'.join(str(part) for part in e['loc'])} = {e['input']!r}: {e['msg'][0].lower()}{e['msg'][1:]}"
         for e in error.errors()

@@ -106,7 +106,8 @@ class Worker:
             raise HoldfastError(
                 f"port {self.place.port} of {self.place.host} cannot be had: {error.strerror}"
             ) from error
-        url = f"tcp://{self.place.advertise or host}:{port}"
+        reach = self.place.advertise or host
+        url = f"tcp://[{reach}]:{port}" if ":" in reach else f"tcp://{reach}:{port}"
         self._journal.observe(self._joined(url))
         self.serving.set()
         self._log.info(

@@ -206,6 +206,7 @@ async def test_a_process_can_be_found_and_scraped(spawn: Spawn, eventually) -> N
         (["--engine", "openai"], {}, 2, "needs the URL of a server"),
         (["--engine", "transformers", "--model", "/nowhere"], {}, 2, "needs a model's folder"),
         (["--engine", "openai", "--upstream", "http://x", "--count", "2"], {}, 2, "only simulated engines"),
+        (["--host", "0.0.0.0"], {}, 2, "advertise must say which address"),
         (["--kv-blocks", "1"], {}, 1, "needs more than 1 KV blocks"),
         (["--host", "203.0.113.1"], {}, 1, "cannot be had"),
     ],

@@ -49,7 +49,11 @@ class Phase:
 
 
 Deliver = Callable[[list[tuple[int, Chunk]]], None]
-"""Called once per step, from any thread, with (request key, chunk) pairs. Chunk.stream is filled in by the worker."""
+"""Called once per step, from any thread, with (request key, chunk) pairs. Chunk.stream is filled in by the worker.
+
+A token that ends an answer (the end-of-sequence token, or one of `stop_token_ids`) is the last token of its last chunk.
+`tests/workers/engine_contract.py` is the suite that every engine passes.
+"""
 
 
 class Engine(Protocol):
