@@ -131,7 +131,8 @@ class ControlApi:
             while not self.serving.is_set():
                 try:
                     await self._broker.start()
-                    await self._broker.connection.flush()  # the broker has our subscriptions
+                    for _ in range(2):  # a flush's ping overtakes what is pending; the second one does not
+                        await self._broker.connection.flush()
                     self.serving.set()
                 except Exception as error:  # whatever the client library raises while nobody answers
                     log.debug("control_api_waits", error=repr(error))

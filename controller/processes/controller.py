@@ -44,6 +44,8 @@ from events.observations import WorkerJoined, WorkerLeft
 
 READY_S = 3600.0  # how long a broker may be away before a fresh controller gives up
 PROJECTOR_S = 0.8
+CONNECT_S = 0.5
+LINGER_S = 3.0
 LEASE_KEY = "controller"
 
 log = structlog.get_logger(__name__)
@@ -121,6 +123,7 @@ class Controller:
         self.metrics.registry.register(FleetCollector(lambda: self.view.fleet, self.beats, self._own))
         self.view.listen(self._heard)
         self.lease.listen(self._lease_changed)
+        self._led_at = float("-inf")  # by the loop's clock
 
     @property
     def leading(self) -> bool:
@@ -159,6 +162,7 @@ class Controller:
                         ("liveness", self.liveness.run()),
                         ("actuator", self.actuator.run()),
                         ("control", self._control(nats_url)),
+                        ("links", self._keep_connected()),
                         ("ready", self._announce(runner, name)),
                     )
                 ]
@@ -203,8 +207,19 @@ class Controller:
             self.metrics.know(view.fleet)
             self._connect()
 
+    async def _keep_connected(self) -> None:
+        """Compare connections with the fleet every so often, whatever was missed."""
+        while True:
+            self._connect()
+            await asyncio.sleep(CONNECT_S)
+
     def _connect(self) -> None:
-        """Be connected to every worker that lives, while leading."""
+        """Be connected to every worker that lives, while leading and a little longer: a lease can flicker."""
+        now = asyncio.get_running_loop().time()
+        if self.leading:
+            self._led_at = now
+        elif now - self._led_at < LINGER_S:
+            return
         workers = self.view.fleet.workers if self.leading else {}
         self.plane.want({n: Address(w.joined.instance, w.joined.url) for n, w in workers.items() if w.alive})
 

@@ -22,6 +22,7 @@ from events.decisions import HealthStatus, WorkerDecision
 from events.fact import Recorded
 from events.observations import CanaryPassed, CanarySlow, CheckType, ResumeRequested, WorkerJoined, WorkerLeft
 
+LOOK_S = 1.0  # how often it is compared who is probed and who should be
 JOIN_AGAIN_S = 2.0  # after a failed join probe; doubles up to the interval
 LEAVING_AGAIN_S = 1.0  # after a worker said that it is leaving
 
@@ -69,12 +70,12 @@ class CanaryLoop:
         self._changed.set()
 
     async def run(self) -> None:
-        """Probe until cancelled."""
+        """Probe until cancelled. Looks again every second: a lease can be lost for a moment and nobody be told."""
         async with asyncio.TaskGroup() as group:
             while True:
                 self._changed.clear()
                 self._match(group)
-                await self._changed.wait()
+                await self._pause(self._changed, LOOK_S)
 
     # --- whom ---------------------------------------------------------------------------------------------
 
@@ -100,11 +101,12 @@ class CanaryLoop:
         wanted = {name: w for name, w in workers.items() if w.alive}
         for name, watch in list(self._watches.items()):
             worker = wanted.get(name)
-            if worker is None or worker.joined.instance != watch.instance:
-                assert watch.task is not None
+            assert watch.task is not None
+            if worker is None or worker.joined.instance != watch.instance or watch.task.done():
                 watch.task.cancel()
                 del self._watches[name]
-                self._examiner.forget(name)
+                if worker is None:
+                    self._examiner.forget(name)
         for name, worker in wanted.items():
             if name not in self._watches:
                 watch = self._watches[name] = self._begin(worker)
@@ -156,7 +158,7 @@ class CanaryLoop:
             wait = watch.next_at - self._tools.clock.monotonic()
             if wait <= 0:
                 return "join" if watch.turn.first_round else "scheduled"
-            await self._pause(watch, wait)
+            await self._pause(watch.wake, wait)
 
     def _drained(self, watch: Watch, worker: Worker) -> bool:
         """Whether there is no use in probing it: it drains, and nobody wants it back. A resumed one is due at
@@ -168,16 +170,16 @@ class CanaryLoop:
         watch.resumed = worker.health.resumed
         return not watch.resumed
 
-    async def _pause(self, watch: Watch, seconds: float) -> None:
-        """Wait, or until something about the worker changes."""
+    async def _pause(self, flag: asyncio.Event, seconds: float) -> None:
+        """Wait, but no longer than until the flag is set."""
         timer = asyncio.ensure_future(self._tools.clock.sleep(seconds))
-        woken = asyncio.ensure_future(watch.wake.wait())
+        flagged = asyncio.ensure_future(flag.wait())
         try:
-            await asyncio.wait((timer, woken), return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait((timer, flagged), return_when=asyncio.FIRST_COMPLETED)
         finally:
             timer.cancel()
-            woken.cancel()
-            await asyncio.gather(timer, woken, return_exceptions=True)
+            flagged.cancel()
+            await asyncio.gather(timer, flagged, return_exceptions=True)
 
     def _plan(self, watch: Watch, began: float, outcome: Outcome, joining: bool) -> None:
         """Decide when to ask next. `joining`: the first round was not over when this probe began."""

@@ -93,9 +93,12 @@ class Book:
         """Keep the pool's answers, as one worker gave them, best first."""
         self.ranked, self.ranking, self.ranked_by = answers, order, by
 
-    def answer_of(self, worker: str, canary: Canary) -> Answer | None:
-        """Return the answer that this worker itself gave for the ranking."""
-        return self.ranked.get(canary.id) if worker == self.ranked_by else None
+    def answer_before(self, worker: str, canary: Canary, answer: Answer) -> Answer | None:
+        """Return the ranking's answer, if this worker gave it, or another one that agrees with `answer`."""
+        before = self.ranked.get(canary.id)
+        if before is None or worker == self.ranked_by:
+            return before
+        return before if before.tokens == answer.tokens else None
 
     def useful(self, fleet: Fleet, canary: Canary, worker: str, doubtful: bool) -> bool:
         """Whether asking this worker tells anything: not what only doubtful workers know, or what it has

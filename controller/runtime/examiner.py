@@ -233,8 +233,8 @@ class Examiner:
         """Ask for an answer that nobody has given yet, twice, unless this worker has given it for the
         ranking."""
         first = await self._once(visit, visit.canary, visit.check)
-        before = visit.book.answer_of(visit.name, visit.canary)
-        attempts = 1
+        answer = first.answer or Answer(())
+        before, attempts = visit.book.answer_before(visit.name, visit.canary, answer), 1
         if before is None and first.answer is not None:
             again = await self._once(visit, visit.canary, "confirm")
             before, attempts = again.answer, 2

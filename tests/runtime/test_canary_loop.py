@@ -196,6 +196,18 @@ async def test_only_the_holder_of_the_lease_probes() -> None:
         await world.until(lambda: world.status("w1") == "HEALTHY", 5)
 
 
+async def test_a_lease_that_flickers_loses_no_worker() -> None:
+    world = await settled("w1", "w2", settings=CanarySettings(interval_s=2))
+    async with world.running():
+        await world.pass_time(5)
+        world.leads = False  # nobody is told
+        await world.pass_time(2.5)
+        world.leads = True
+        said = len(world.facts(CanaryResult))
+        await world.pass_time(6)
+    assert {f.worker for f in world.facts(CanaryResult)[said:]} == {"w1", "w2"}
+
+
 async def test_a_probe_cut_by_a_lost_lease_or_shutdown_says_nothing() -> None:
     world = await settled("w1", settings=CanarySettings(interval_s=5))
     async with world.running():
