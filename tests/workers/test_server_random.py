@@ -1,0 +1,123 @@
+"""Random lives of frontends on one worker: whatever they do to it, nobody gets a wrong, doubled or late token.
+
+A stream may be cancelled, refused, raised at or cut off by the end of a connection; what it was given until then is always
+the beginning of the undisturbed answer, and an end comes at most once and comes last.
+"""
+
+import asyncio
+import random
+from collections.abc import Iterator
+
+import pytest
+from plain_frontend import PlainFrontend
+
+from events.wire import Generate, Sampling
+from workers.connection import Patience
+from workers.engines.simulated.engine import SimulatedEngine
+from workers.engines.simulated.scheduler import Scheduler
+from workers.engines.simulated.sequence import Shape
+from workers.engines.simulated.timing import ConstantTiming
+from workers.server import Server
+from workers.shutdown import DRAINING
+
+SHAPE = Shape(context_tokens=512, kv_blocks=60, batch_max=12, waiting_max=20)  # tight, so that it preempts
+ROOMY = Shape(context_tokens=512, kv_blocks=4096)
+STEPS = 120
+
+
+def undisturbed(tokens: list[int], most: int) -> list[int]:
+    """Return the answer that an engine with room for everything gives."""
+    scheduler = Scheduler(ROOMY)
+    scheduler.submit(1, Generate(1, "r", tokens, len(tokens), Sampling(max_tokens=most, ignore_eos=True)))
+    said: list[int] = []
+    while not scheduler.plan().idle:
+        said += [token for _, chunk in scheduler.step() for token in chunk.tokens]
+    return said
+
+
+class Life:
+    """One random course of events."""
+
+    def __init__(self, seed: int, server: Server, engine: SimulatedEngine) -> None:
+        self.dice = random.Random(seed)
+        self.server, self.engine = server, engine
+        self.frontends: list[PlainFrontend] = []
+        self.asked: list[tuple[PlainFrontend, int, list[int], int]] = []
+
+    async def step(self) -> None:
+        roll = self.dice.random()
+        if roll < 0.05 or not self.frontends:
+            self.frontends.append(await PlainFrontend.connect(self.server.address[1]))
+        elif roll < 0.60:
+            self.ask(self.dice.choice(self.frontends))
+        elif roll < 0.75 and self.asked:
+            frontend, stream, _, _ = self.dice.choice(self.asked)
+            if not frontend.closed.is_set():
+                frontend.cancel(stream)
+        elif roll < 0.78:
+            self.dice.choice(self.frontends).transport.abort()
+        elif roll < 0.83:
+            self.server.refuse(self.dice.choice([None, DRAINING]))
+        elif roll < 0.87:
+            self.engine.chaos(*self.dice.choice([("error", 2.0), ("slow", 3.0), ("heal", 0.0)]))
+        elif roll < 0.95:
+            self.pause(self.dice.choice(self.frontends))
+        else:
+            await asyncio.sleep(self.dice.random() * 0.01)
+        self.frontends = [frontend for frontend in self.frontends if not frontend.closed.is_set()]
+
+    def ask(self, frontend: PlainFrontend) -> None:
+        if frontend.transport.is_closing():
+            return
+        tokens = [self.dice.randrange(259, 2048) for _ in range(self.dice.randrange(1, 90))]
+        most = self.dice.randrange(1, 200)
+        self.asked.append((frontend, frontend.ask(tokens, max_tokens=most), tokens, most))
+
+    def pause(self, frontend: PlainFrontend) -> None:
+        if not frontend.transport.is_closing():
+            frontend.transport.pause_reading()
+            asyncio.get_running_loop().call_later(0.01, self.go_on, frontend)
+
+    @staticmethod
+    def go_on(frontend: PlainFrontend) -> None:
+        if not frontend.transport.is_closing():
+            frontend.transport.resume_reading()
+
+    async def settle(self) -> None:
+        """Let everything come to its end."""
+        self.server.refuse(None)
+        self.engine.chaos("heal", 0.0)
+        assert await self.server.landed(20.0)
+        for frontend in self.frontends:
+            self.go_on(frontend)
+            frontend.transport.close()
+            await frontend.lost()
+
+    def faults(self) -> Iterator[str]:
+        """Yield every promise that was broken."""
+        for frontend, stream, tokens, most in self.asked:
+            chunks = frontend.chunks(stream)
+            said = frontend.tokens(stream)
+            right = undisturbed(tokens, most)
+            if said != right[: len(said)]:
+                yield f"stream {stream} was given a wrong token"
+            if any(chunk.finish or chunk.error for chunk in chunks[:-1]):
+                yield f"stream {stream} goes on after its end"
+            if chunks and chunks[-1].finish == "length" and said != right:
+                yield f"stream {stream} ends too early"
+
+
+@pytest.mark.parametrize("seed", range(12))
+async def test_no_course_of_events_breaks_a_promise(seed: int) -> None:
+    engine = SimulatedEngine(SHAPE, ConstantTiming(itl_s=0.0 if seed % 2 else 0.001))
+    server = Server(worker="w0", instance="i1", engine=engine, patience=Patience(buffer_bytes=512))
+    await engine.start(server.deliver)
+    await server.start("127.0.0.1", 0)
+    life = Life(seed, server, engine)
+    for _ in range(STEPS):
+        await life.step()
+    await life.settle()
+    assert list(life.faults()) == []
+    assert (engine.load().running, engine.load().waiting, engine.load().kv_used) == (0, 0, 0)
+    await server.close()
+    await engine.stop()
