@@ -16,6 +16,7 @@ from nats.aio.client import Client
 from nats.aio.msg import Msg
 from nats.aio.subscription import Subscription
 from nats.errors import Error as NatsError
+from nats.errors import UnexpectedEOF
 
 RECONNECT_WAIT_S = 0.1
 CONNECT_TIMEOUT_S = 2
@@ -44,6 +45,24 @@ class FastClient(Client):
     def __init__(self) -> None:
         super().__init__()
         self.raw: dict[int, Raw] = {}
+
+    async def _connect_to_server(self, s: Any) -> None:
+        """Let go of a connection that broke while it was being made: nats-py would forget it, open."""
+        if self._transport is not None and self._transport:
+            self._transport.close()  # type: ignore[no-untyped-call]
+        await super()._connect_to_server(s)
+
+    def abandon(self) -> None:
+        """The connection is gone. Fail every request that waits, and forget what was not written.
+
+        The answers were lost; waiting for them would cost seconds. nats-py would write the rest first thing on the
+        next connection, where it would overtake what was lost on this one.
+        """
+        self._pending.clear()
+        self._pending_data_size = 0
+        for future in list(self._resp_map.values()):
+            if not future.done():
+                future.set_exception(UnexpectedEOF())
 
     async def _process_msg(self, sid: int, subject: bytes, reply: bytes, data: bytes, headers: Any) -> None:
         take = self.raw.get(sid)
@@ -191,12 +210,14 @@ class Connection:
         self._changed(True)
 
     async def _on_error(self, error: Exception) -> None:
+        if repr(error) != repr(self.last_error):  # one that is away says the same ten times a second
+            log.debug("nats_error", error=repr(error), connection=self.name)
         self.last_error = error
-        log.debug("nats_error", error=repr(error), connection=self.name)
 
     async def _on_disconnected(self) -> None:
         if not self._closing:
             log.warning("nats_disconnected", connection=self.name, url=self.url)
+            self.client.abandon()
             self._changed(False)
 
     async def _on_reconnected(self) -> None:

@@ -53,7 +53,13 @@ class NatsJournal:
         self._number = 0
         self._witness = Witness(spool.directory / WITNESS if spool else None)
         self._publisher = Publisher(
-            connection, self.counters, spool, self._renumber, self._check, self._witness
+            connection,
+            self.counters,
+            spool,
+            self._renumber,
+            self._check,
+            self._witness,
+            bytes_max=spool.bytes_max if spool else BYTES_MAX,
         )
         self._answers: dict[int, asyncio.Future[Ack]] = {}
         self._inbox = connection.client.new_inbox()
@@ -90,6 +96,7 @@ class NatsJournal:
 
     async def _start(self) -> None:
         await self._connection.subscribe_raw(f"{self._inbox}.*", self._answered)
+        self._connection.listen(self._connection_changed)
         await self._publisher.start()
         if self._connection.connected:
             with contextlib.suppress(JournalUnavailable):
@@ -242,6 +249,11 @@ class NatsJournal:
     def cell(self, key: str) -> NatsCell:
         """Return a small value for compare-and-set, over the same connection."""
         return NatsCell(self._connection, key)
+
+    def _connection_changed(self, connected: bool) -> None:
+        for future in self._answers.values():
+            if not future.done():  # the answer was lost with the connection
+                future.set_exception(JournalUnavailable())
 
     # --- reading ----------------------------------------------------------------------------------------------------
 

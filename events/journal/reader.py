@@ -113,7 +113,8 @@ class Reader:
                 return
             except UNANSWERED as error:
                 log.debug("reader_waits", after=self._after, why=str(error))
-                await asyncio.sleep(RETRY_S)
+                await asyncio.sleep(RETRY_S if self._connection.connected else 0)
+                await self._connection.up.wait()
 
     async def _check(self) -> None:
         found = await stream.state(self._connection)

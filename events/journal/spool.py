@@ -204,7 +204,7 @@ class Spool:
         """Note that everything up to `number` is acknowledged; `empty`: nothing at all waits."""
         while len(self._segments) > 1 and self._segments[0].last <= number:
             self._drop(self._segments.popleft())
-        if empty and self._segments[-1].bytes > SEGMENT_BYTES // 2:
+        if empty and self._segments[-1].bytes > min(SEGMENT_BYTES // 2, self.bytes_max // 4):
             os.ftruncate(self._segments[-1].file, 0)
             self._segments[-1].bytes = 0
         else:
