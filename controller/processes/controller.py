@@ -59,9 +59,12 @@ async def run_controller(
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop.set)
-    journal = await NatsJournal.connect(nats_url, f"controller:{name}", data / "spool" / f"controller-{name}")
-    bus = await NatsBus.connect(nats_url, name)
-    store = _store(database_url)
+    spool = data / "spool" / f"controller-{name}"
+    async with asyncio.TaskGroup() as group:
+        connecting = group.create_task(NatsJournal.connect(nats_url, f"controller:{name}", spool))
+        calling = group.create_task(NatsBus.connect(nats_url, name))
+        store = _store(database_url)
+    journal, bus = connecting.result(), calling.result()
     controller = Controller(settings, journal, bus, store, data)
     try:
         await controller.run(stop, nats_url, name)

@@ -15,11 +15,12 @@ from typing import Any
 import aiohttp
 import pytest
 
-from events.bus import NatsBus, NoAnswer
+from controller.adapters.embedded import Server, start_nats
+from events.bus import BusUnavailable, NatsBus, NoAnswer
 from events.decisions import BreakerOpened, GoldenAgreed
 from events.fact import Fact
 from events.journal.nats import NatsJournal
-from events.observations import CanaryFailed, CanaryPassed, ChaosInjected
+from events.observations import CanaryFailed, CanaryPassed, ChaosInjected, ObserverBlind, WorkerSilent
 
 pytestmark = pytest.mark.servers
 INTERVAL_S = 0.5
@@ -63,7 +64,7 @@ class Processes:
     async def status(self) -> dict[str, Any]:
         try:
             return await self.ask("status")
-        except NoAnswer:
+        except (NoAnswer, BusUnavailable):
             return {"workers": [], "processes": [], "leader": None}
 
     async def healthy(self, count: int) -> bool:
@@ -182,3 +183,60 @@ async def test_a_second_controller_stands_by_and_takes_over(
         assert await processes.healthy(2)
         processes.children.pop("one")
         assert processes.stop()["two"] == 0
+
+
+async def test_a_broker_that_dies_accuses_nobody(own_nats: Server, tmp_path: Path, eventually: Any) -> None:
+    data = tmp_path / "fleet"
+    data.mkdir()
+    async with fleet(own_nats.url, data) as processes:
+        processes.start("controller", "controller")
+        processes.start("w", "worker", "--count", "3")
+        await eventually(lambda: processes.healthy(3), 30)
+        await own_nats.kill()
+        await asyncio.sleep(
+            4
+        )  # longer than a worker may be silent: what is tested is that this time is not held
+        again = await start_nats(tmp_path / "nats", port=own_nats.port)
+        try:
+            before = len(await processes.facts(CanaryPassed))
+
+            async def probed() -> bool:
+                return len(await processes.facts(CanaryPassed)) > before + 3
+
+            await eventually(probed, 20)
+            await eventually(lambda: processes.healthy(3), 10)
+            for kind in (CanaryFailed, WorkerSilent, ObserverBlind):
+                assert not await processes.facts(kind), kind
+            assert set(processes.stop().values()) == {0}
+        finally:
+            await again.kill()
+
+
+async def test_a_controller_waits_for_a_broker_that_is_not_there_yet(tmp_path: Path, eventually: Any) -> None:
+    server = await start_nats(tmp_path / "nats")
+    await server.kill()
+    data = tmp_path / "fleet"
+    data.mkdir()
+    async with fleet(server.url, data) as processes:
+        child = processes.start("controller", "controller")
+        await eventually(
+            lambda: "controller" in (data / "controller.log").read_text() or child.poll() is None, 5
+        )
+        again = await start_nats(tmp_path / "nats", port=server.port)
+        try:
+            processes.start("w", "worker", "--count", "2")
+            await eventually(lambda: processes.healthy(2), 30)
+            assert set(processes.stop().values()) == {0}
+        finally:
+            await again.kill()
+
+
+async def test_a_controller_that_never_reached_a_broker_still_stops(tmp_path: Path) -> None:
+    server = await start_nats(tmp_path / "nats")
+    await server.kill()
+    async with fleet(server.url, tmp_path) as processes:
+        child = processes.start("controller", "controller")
+        await asyncio.sleep(1.0)  # let it get past its imports; whenever the signal comes it must end
+        child.send_signal(signal.SIGTERM)
+        assert await asyncio.to_thread(child.wait, 10) in (0, -signal.SIGTERM)
+        processes.children.clear()
