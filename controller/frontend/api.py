@@ -23,7 +23,7 @@ from controller.frontend.errors import ApiError, invalid, unavailable, unknown_m
 from controller.frontend.exchange import Admitted, Exchange, refuse_guided
 from controller.frontend.sse import SseStream, StreamedResponse, head
 from controller.frontend.templates import BadTemplate
-from controller.frontend.tokens import TokenizerMissing, Tokens
+from controller.frontend.tokens import TokenizerMissing, Tokens, ready_tokens
 from controller.frontend.voice import Form
 from controller.router.table import Lineage
 
@@ -75,6 +75,12 @@ class Api:
         except web.HTTPRequestEntityTooLarge:
             limit = self.desk.settings.admission.body_mb_max
             return refusal(ApiError(413, f"the body is larger than {limit} MB", code="body_too_large"), {})
+        except Exception:  # a mistake of ours: this client gets an answer, and the others are not touched
+            log.exception("request_failed", path=request.path[:200])
+            transport = request.transport
+            if request.writer.output_size or transport is None or transport.is_closing():
+                raise
+            return refusal(ApiError(500, "internal error", code="internal"), {})
 
     async def admin(self, request: web.BaseRequest) -> web.StreamResponse:
         """Answer one request on the admin port: everything but the API."""
@@ -129,7 +135,7 @@ class Api:
         if not self._known(ask.model):
             raise unknown_model(ask.model)
         lineage = await self.desk.admission.admit(ask.model, tier)
-        admitted, tokens = self._admitted(ask, headers["X-Request-Id"], tier, lineage)
+        admitted, tokens = await self._admitted(ask, headers["X-Request-Id"], tier, lineage)
         form = Form(
             id=("chatcmpl-" if ask.chat else "cmpl-") + headers["X-Request-Id"],
             model=ask.model,
@@ -145,13 +151,13 @@ class Api:
             return await self._stream(request, admitted, form, headers)
         return await self._whole(admitted, form, headers)
 
-    def _admitted(self, ask: Ask, request: str, tier: str, lineage: Lineage) -> tuple[Admitted, Tokens]:
+    async def _admitted(self, ask: Ask, request: str, tier: str, lineage: Lineage) -> tuple[Admitted, Tokens]:
         desk = self.desk
         refuse_guided(ask, desk.engine(ask.model, lineage))
         began = desk.now()
         try:
-            tokens = desk.tokens_of(lineage)
-            prompts = list(_prompts(ask, tokens))
+            tokens = await ready_tokens(lineage[1])
+            prompts = await _prompts(ask, tokens)
         except TokenizerMissing as error:
             log.error("tokenizer_missing", model=ask.model, why=str(error))
             raise unavailable(
@@ -279,17 +285,17 @@ def _row(model: str) -> dict[str, Any]:
     return {"id": model, "object": "model", "created": 0, "owned_by": "holdfast"}
 
 
-def _prompts(ask: Ask, tokens: Tokens) -> list[tuple[list[int], str]]:
+async def _prompts(ask: Ask, tokens: Tokens) -> list[tuple[list[int], str]]:
     if ask.messages is not None:
         if tokens.template is None:
             message = "this model has no chat template; use /v1/completions"
             raise invalid(message, "messages", "no_chat_template")
         text = tokens.template.render(ask.messages, **(ask.template_extra or {}))
-        return [(tokens.encode(text, special=False), text)]
+        return [(await tokens.encode_soon(text, special=False), text)]
     out = []
     for prompt in ask.prompts or ():
         if isinstance(prompt, str):
-            out.append((tokens.encode(prompt, special=True), prompt))
+            out.append((await tokens.encode_soon(prompt, special=True), prompt))
         else:
             if any(token >= tokens.size for token in prompt):
                 raise invalid(f"a token of the prompt is not below {tokens.size}", "prompt")

@@ -7,12 +7,13 @@ a token is a row of bytes, so it is a table and an incremental UTF-8 decoder. Fo
 taken care of here.
 """
 
+import asyncio
 import codecs
 import json
 from collections.abc import Sequence
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 from tokenizers import Tokenizer
 from tokenizers.decoders import DecodeStream
@@ -22,6 +23,7 @@ from events.errors import HoldfastError
 
 BUILTIN = "builtin:sim"
 BUILTIN_FILE = Path(__file__).with_name("builtin_sim_tokenizer.json")
+LONG_TEXT = 16_384  # characters from which a text is tokenised off the loop
 INCOMPLETE_TOKENS_MAX = 64  # a run of tokens that yields no text is cut here: no character is that long
 
 
@@ -143,10 +145,11 @@ class Tokens:
         """Return the tokens of `text`; with `special`, those that the tokenizer puts around a plain prompt."""
         return list(self._tokenizer.encode(text, add_special_tokens=special).ids)
 
-    def encode_chat(self, messages: Sequence[dict[str, Any]], **extra: Any) -> list[int]:
-        """Return the tokens of a conversation. Raise BadTemplate if the template refuses it."""
-        assert self.template is not None
-        return self.encode(self.template.render(messages, **extra), special=False)
+    async def encode_soon(self, text: str, *, special: bool) -> list[int]:
+        """Return the tokens of `text`, without holding the loop up if it is long."""
+        if len(text) < LONG_TEXT:
+            return self.encode(text, special=special)
+        return await asyncio.to_thread(self.encode, text, special=special)
 
     def detokenizer(self) -> Detokenizer:
         """Return a detokeniser for one answer."""
@@ -169,6 +172,13 @@ class Tokens:
         return str(self._tokenizer.decode(list(tokens)))
 
 
+async def ready_tokens(name: str) -> Tokens:
+    """Return a tokenizer; if it must be read first, off the loop: a large vocabulary takes seconds."""
+    if name not in _loaded:
+        _loaded[name] = await asyncio.to_thread(load_tokens, name)
+    return _loaded[name]
+
+
 @lru_cache(maxsize=32)
 def load_tokens(name: str) -> Tokens:
     """Return the tokenizer called `name`: a folder, or "builtin:sim". Raise TokenizerMissing."""
@@ -179,6 +189,9 @@ def load_tokens(name: str) -> Tokens:
     except Exception as error:  # tokenizers raises bare Exception
         raise TokenizerMissing(f"{name!r}: {error}. {TokenizerMissing.__doc__}") from error
     return Tokens(tokenizer, load_template(None if name == BUILTIN else folder))
+
+
+_loaded: dict[str, Tokens] = {}
 
 
 def _is_byte_level(tokenizer: Tokenizer) -> bool:
