@@ -2,6 +2,7 @@
 
 import asyncio
 import itertools
+import socket
 from collections.abc import Callable
 from typing import Any
 
@@ -24,9 +25,15 @@ class PlainFrontend(asyncio.Protocol):
         self.transport: Any = None
 
     @classmethod
-    async def connect(cls, port: int, hello: Hello | None = None) -> "PlainFrontend":
+    async def connect(cls, port: int, hello: Hello | None = None, *, narrow: bool = False) -> "PlainFrontend":
+        """Connect and say hello; `narrow` lets the kernel keep next to nothing for us."""
         loop = asyncio.get_running_loop()
-        _, frontend = await loop.create_connection(cls, "127.0.0.1", port)
+        sock = socket.socket()
+        sock.setblocking(False)
+        if narrow:
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1)
+        await loop.sock_connect(sock, ("127.0.0.1", port))
+        _, frontend = await loop.create_connection(cls, sock=sock)
         frontend.say(hello or Hello("test"))
         return frontend
 

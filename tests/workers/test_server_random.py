@@ -6,6 +6,7 @@ the beginning of the undisturbed answer, and an end comes at most once and comes
 
 import asyncio
 import random
+import socket
 from collections.abc import Iterator
 
 import pytest
@@ -35,6 +36,14 @@ def undisturbed(tokens: list[int], most: int) -> list[int]:
     return said
 
 
+def narrow(server: Server) -> None:
+    """Let the kernel keep next to nothing on the worker's side, so that slow readers are felt."""
+    for connection in server._connections:
+        assert connection._transport is not None
+        sock = connection._transport.get_extra_info("socket")
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1)
+
+
 class Life:
     """One random course of events."""
 
@@ -47,7 +56,8 @@ class Life:
     async def step(self) -> None:
         roll = self.dice.random()
         if roll < 0.05 or not self.frontends:
-            self.frontends.append(await PlainFrontend.connect(self.server.address[1]))
+            self.frontends.append(await PlainFrontend.connect(self.server.address[1], narrow=True))
+            narrow(self.server)
         elif roll < 0.60:
             self.ask(self.dice.choice(self.frontends))
         elif roll < 0.75 and self.asked:
@@ -76,7 +86,7 @@ class Life:
     def pause(self, frontend: PlainFrontend) -> None:
         if not frontend.transport.is_closing():
             frontend.transport.pause_reading()
-            asyncio.get_running_loop().call_later(0.01, self.go_on, frontend)
+            asyncio.get_running_loop().call_later(0.03, self.go_on, frontend)
 
     @staticmethod
     def go_on(frontend: PlainFrontend) -> None:
