@@ -79,8 +79,9 @@ def evolve(state: Golden | None, fact: Fact, cause: str = "") -> Golden | None:
             return _passed(state, fact, cause)
         case GoldenDisputed() if state is not None:
             vote = Vote(fact.worker, fact.instance, fact.tokens, (), cause)
-            disputed = fact.worker if state.status == "provisional" else ""
-            return replace(state, votes=_cast(state.votes, vote), disputed_by=disputed, cause=cause)
+            votes = _cast(state.votes, vote)
+            disputed_by = fact.worker if state.status == "provisional" else ""
+            return replace(state, votes=votes, disputed_by=disputed_by, cause=cause)
         case GoldenAgreed() if state is not None:
             return _agreed(state, fact)
         case GoldenRetired() if state is not None:
@@ -92,8 +93,13 @@ def evolve(state: Golden | None, fact: Fact, cause: str = "") -> Golden | None:
 
 
 def _passed(state: Golden, fact: CanaryPassed | CanarySlow, cause: str) -> Golden:
-    """Take a pass as a vote for the answer that it was compared with."""
-    open_to_votes = state.status == "provisional" and fact.worker != state.proposed_by
+    """Take a pass as a vote for the golden answer, as long as nobody contradicts that.
+
+    A pass does not say which answer it was compared with: a new leader may hold another proposal than the fold.
+    """
+    open_to_votes = (
+        state.status == "provisional" and fact.worker != state.proposed_by and not state.disputed_by
+    )
     if fact.sent_under < state.moved_by or not (open_to_votes or fact.worker in state.dissent):
         return state
     own = next((v for v in state.votes if v.worker == fact.worker and v.instance == fact.instance), None)
@@ -127,7 +133,15 @@ def _proposed(state: Golden | None, fact: GoldenProposed, cause: str) -> Golden:
             cause=cause,
         )
         return replace(fresh, votes=_cast(state.votes if state is not None else (), vote))
-    return replace(state, votes=_cast(state.votes, vote), cause=cause)
+    return replace(state, votes=_cast(state.votes, vote), disputed_by=_disputed_by(state, vote), cause=cause)
+
+
+def _disputed_by(state: Golden, vote: Vote) -> str:
+    """Return who contradicts a provisional answer, this vote included."""
+    contradicts = state.status == "provisional" and vote.worker != state.proposed_by
+    if contradicts and not agrees(Vote("", "", state.tokens, state.top_k), vote, state.tolerance):
+        return vote.worker
+    return state.disputed_by
 
 
 def _cast(votes: tuple[Vote, ...], vote: Vote) -> tuple[Vote, ...]:

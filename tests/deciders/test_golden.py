@@ -42,7 +42,7 @@ def test_a_pass_from_before_the_golden_was_known_does_not_overrule_the_workers_o
     """Both are asked before either answer is folded: w1 passed because there was nothing to compare with."""
     story = Story().up("w0", "w1")
     story.tell(proposed("w0", WRONG), proposed("w1", RIGHT), passed("w1"))
-    assert golden(story).status == "provisional"
+    assert golden(story).status == "retired"
     assert (story.status("w0"), story.status("w1")) == (S, S)  # one of them is wrong; nobody knows which
     story.tell(joined("w2"), proposed("w2", RIGHT))
     assert (golden(story).by, golden(story).tokens) == (("w1", "w2"), RIGHT)
@@ -69,7 +69,7 @@ def test_a_configured_answer_is_agreed_at_once_whoever_says_it() -> None:
 
 def test_logits_must_agree_within_the_tolerance() -> None:
     near, far = ((((1, -0.1),),), (((1, -0.1005),),)), ((((1, -0.1),),), (((1, -0.2),),))
-    for (one, other), expected in ((near, "agreed"), (far, "provisional")):
+    for (one, other), expected in ((near, "agreed"), (far, "retired")):
         story = Story().up("w0", "w1")
         story.tell(proposed("w0", top_k=one, tolerance=1e-3))
         story.tell(proposed("w1", top_k=other, tolerance=1e-3))
@@ -117,6 +117,26 @@ def test_the_survivor_of_a_dispute_is_not_in_doubt_for_ever() -> None:
     story.tell(left("w0"))
     story.tell(passed("w1", canary="c2"))
     assert story.status("w1") is H
+
+
+def test_a_pass_is_no_vote_for_an_answer_that_somebody_contradicts() -> None:
+    """A former leader's proposal (wrong) is folded before the new leader's (right), against which w2 has passed."""
+    story = Story().up("w0", "w1", "w2")
+    story.record(proposed("w0", WRONG))
+    story.record(proposed("w1", RIGHT))
+    story.record(story.stamp(passed("w2")))
+    story.settle()
+    assert golden(story).status == "retired"
+    assert not any(isinstance(e.fact, GoldenAgreed) for e in story.events)
+    story.tell(proposed("w2", RIGHT))
+    assert golden(story).tokens == RIGHT
+
+
+def test_contradicting_proposals_are_a_dispute() -> None:
+    story = Story().up("w0", "w1")
+    story.tell(proposed("w0", WRONG))
+    assert "GoldenRetired" in kinds(story.tell(proposed("w1", RIGHT)))
+    assert story.status("w0") is story.status("w1") is S
 
 
 def test_a_disputing_worker_that_joins_stays_out_of_service() -> None:
