@@ -32,6 +32,7 @@ from events.observations import (
     CanaryReason,
     CanarySlow,
     CheckType,
+    GoldenDisputed,
     RequestMigrated,
     WorkerJoined,
 )
@@ -99,6 +100,12 @@ class ControllerMetrics:
             ["worker_id", "reason"],
             registry=self.registry,
         )
+        self.disputes = Counter(
+            "holdfast_golden_disputes",
+            "Confirmed answers that contradict another worker's provisional golden: one of the two is wrong",
+            ["worker_id"],
+            registry=self.registry,
+        )
         self.gpu_seconds = Counter(
             "holdfast_canary_gpu_seconds",
             "Device time taken by canaries: answering time × devices of the worker ÷ sequences in its batch",
@@ -139,6 +146,7 @@ class ControllerMetrics:
 
     def _begin(self, worker: str) -> None:
         self._known.add(worker)
+        self.disputes.labels(worker)
         for reason in REASONS:
             self.canary_failures.labels(worker, reason)
 
@@ -150,6 +158,8 @@ class ControllerMetrics:
                 self.canary_failures.labels(fact.worker, fact.reason).inc()
             elif isinstance(fact, CanarySlow):
                 self.canary_failures.labels(fact.worker, "latency_spike").inc()
+            elif isinstance(fact, GoldenDisputed):
+                self.disputes.labels(fact.worker).inc()
             elif isinstance(fact, RequestMigrated):
                 ends = (ALL, ALL) if self._compact else (fact.source, fact.target)
                 self.migrations.labels(*ends, fact.method).inc()

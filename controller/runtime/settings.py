@@ -98,7 +98,9 @@ class ControllerSettings(Strict):
     liveness: LivenessSettings = LivenessSettings()
     actuator: ActuatorSettings = ActuatorSettings()
     policy: FleetPolicy = FleetPolicy()
-    chaos: bool = False  # whether rehearsed faults may be injected
-    metrics_cardinality: Literal["full", "compact"] = "full"
-    admin_host: str = "127.0.0.1"
-    admin_port: int = Field(default=0, ge=0, le=65535)  # 0: any free port
+    chaos: bool = Field(False, description="allow rehearsed faults (holdfast chaos); never in production")
+    metrics_cardinality: Literal["full", "compact"] = Field(
+        "full", description="full, or compact: no metric by pairs of workers, no histogram by worker"
+    )
+    admin_host: str = Field("127.0.0.1", description="where /metrics, /health and /ready are served")
+    admin_port: int = Field(0, ge=0, le=65535, description="its port; 0: any free one")
