@@ -6,6 +6,7 @@ import importlib
 import os
 from collections.abc import Callable
 
+from controller import logs
 from controller.flags import BadSetting, add_flags, gather
 from controller.settings import refuse_unknown, sections
 from events.errors import HoldfastError
@@ -23,6 +24,7 @@ def prepare(role: str, parser: argparse.ArgumentParser) -> Run:
 
     def run(args: argparse.Namespace) -> int:
         refuse_unknown(os.environ)
+        logs.configure()
         settings = gather(model, role, vars(args))
         if role == "projector" and not args.database_url:
             raise BadSetting("the projector needs --database-url or HOLDFAST_DATABASE_URL")

@@ -1,0 +1,25 @@
+"""Logs of a controller-side process: structlog to stderr, JSON lines when stderr is no terminal."""
+
+import logging
+import sys
+
+import structlog
+
+
+def configure() -> None:
+    """Set structlog up for this process."""
+    renderer: structlog.typing.Processor = structlog.processors.JSONRenderer()
+    if sys.stderr.isatty():
+        renderer = structlog.dev.ConsoleRenderer()
+    structlog.configure(
+        processors=[
+            structlog.contextvars.merge_contextvars,
+            structlog.processors.add_log_level,
+            structlog.processors.TimeStamper(fmt="iso", utc=True),
+            structlog.processors.format_exc_info,
+            renderer,
+        ],
+        wrapper_class=structlog.make_filtering_bound_logger(logging.INFO),
+        logger_factory=structlog.PrintLoggerFactory(sys.stderr),
+        cache_logger_on_first_use=True,
+    )
