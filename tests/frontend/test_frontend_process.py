@@ -1,0 +1,159 @@
+"""The frontend as a process of its own, before real worker processes: it survives them, and it ends well."""
+
+import asyncio
+import json
+import os
+import signal
+import socket
+import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import pytest
+from frontend_kit import text_of
+
+from events.presence import present
+
+HOLDFAST = str(Path(sys.executable).with_name("holdfast"))
+ASK = {"model": "m", "prompt": [300, 301, 302], "max_tokens": 60, "temperature": 0, "ignore_eos": True}
+Process = asyncio.subprocess.Process
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+class Rig:
+    """Processes, and an HTTP client."""
+
+    def __init__(self, data: Path, http: aiohttp.ClientSession) -> None:
+        self.data = data
+        self.http = http
+        self.running: list[Process] = []
+        self.url = ""
+
+    async def start(self, *words: str) -> Process:
+        environment = {k: v for k, v in os.environ.items() if not k.startswith("HOLDFAST_")}
+        process = await asyncio.create_subprocess_exec(
+            HOLDFAST, *words, "--data", str(self.data), env=environment, stderr=asyncio.subprocess.DEVNULL
+        )
+        self.running.append(process)
+        return process
+
+    async def worker(self, name: str, port: int) -> Process:
+        sim = ("--itl-ms", "10", "--admin-port", "-1")
+        return await self.start("worker", "--name", name, "--model", "m", "--port", str(port), *sim)
+
+    async def frontend(self, name: str, port: int, *ports: int) -> Process:
+        static = ",".join(f"127.0.0.1:{p}" for p in ports)
+        process = await self.start("frontend", "--name", name, "--static", static, "--port", str(port))
+        self.url = f"http://127.0.0.1:{port}"
+        async with asyncio.timeout(20):
+            while not await self.healthy(name, len(ports)):  # noqa: ASYNC110 (another process)
+                await asyncio.sleep(0.05)
+        return process
+
+    def admin(self, name: str) -> str:
+        return next((p.url for p in present(self.data) if p.name == name), "")
+
+    async def healthy(self, name: str, workers: int) -> bool:
+        url = self.admin(name)
+        if not url:
+            return False
+        async with self.http.get(url + "/health") as answer:
+            return answer.status == 200 and len((await answer.json())["workers"]) == workers
+
+    async def stream(self, on_token: Any = None, **more: Any) -> list[dict[str, Any]]:
+        events: list[dict[str, Any]] = []
+        body = ASK | {"stream": True} | more
+        async with self.http.post(self.url + "/v1/completions", json=body) as answer:
+            assert answer.status == 200, await answer.text()
+            async for line in answer.content:
+                if line.startswith(b"data: {"):
+                    events.append(json.loads(line[6:]))
+                    if on_token is not None:
+                        await on_token(len(events), answer.headers["X-Holdfast-Worker"])
+        return events
+
+
+@pytest.fixture
+async def rig(tmp_path: Path) -> AsyncIterator[Rig]:
+    async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(30)) as http:
+        made = Rig(tmp_path, http)
+        try:
+            yield made
+        finally:
+            for process in made.running:
+                if process.returncode is None:
+                    process.kill()
+                await process.wait()
+
+
+async def test_kill_nine_in_the_middle_of_a_stream(rig: Rig) -> None:
+    ports = [free_port(), free_port()]
+    workers = {f"static-{n}": await rig.worker(f"w{n}", port) for n, port in enumerate(ports)}
+    await rig.frontend("f0", free_port(), *ports)
+    whole = text_of(await rig.stream())
+
+    async def kill(count: int, worker: str) -> None:
+        if count == 20:
+            workers[worker].kill()
+
+    events = await rig.stream(kill)
+    assert text_of(events) == whole
+    assert events[-1]["choices"][0]["finish_reason"] == "length"
+    assert text_of(await rig.stream()) == whole  # and new requests find the one that lives
+
+
+async def test_sigterm_finishes_what_is_in_flight_and_the_other_frontend_takes_what_is_new(rig: Rig) -> None:
+    port, shared = free_port(), free_port()
+    await rig.worker("w0", port)
+    first = await rig.frontend("f0", shared, port)
+    begun, seen = asyncio.Event(), {}
+
+    async def note(count: int, worker: str) -> None:
+        if count == 10:
+            begun.set()
+
+    streaming = asyncio.create_task(rig.stream(note, max_tokens=150))  # the only frontend serves it
+    await asyncio.wait_for(begun.wait(), 10)
+    second = await rig.frontend("f1", shared, port)
+    first.send_signal(signal.SIGTERM)
+    async with asyncio.timeout(5):
+        while seen.get("/ready") != 503:
+            for path in ("/ready", "/live"):
+                async with rig.http.get(rig.admin("f0") + path) as answer:
+                    seen[path] = answer.status
+    assert seen == {"/ready": 503, "/live": 200}
+    assert len(await rig.stream()) == 61  # on a new connection, which only the second one accepts
+    events = await asyncio.wait_for(streaming, 20)
+    assert (len(events), events[-1]["choices"][0]["finish_reason"]) == (151, "length")
+    assert await asyncio.wait_for(first.wait(), 10) == 0
+    second.send_signal(signal.SIGINT)
+    assert await asyncio.wait_for(second.wait(), 10) == 0
+
+
+@asynccontextmanager
+async def occupied() -> AsyncIterator[int]:
+    with socket.socket() as holder:
+        holder.bind(("127.0.0.1", 0))
+        holder.listen()
+        yield int(holder.getsockname()[1])
+
+
+async def test_a_taken_port_is_one_sentence_and_exit_one(rig: Rig) -> None:
+    async with occupied() as port:
+        process = await asyncio.create_subprocess_exec(
+            HOLDFAST,
+            *("frontend", "--static", "127.0.0.1:1", "--port", str(port), "--data", str(rig.data)),
+            stderr=asyncio.subprocess.PIPE,
+        )
+        rig.running.append(process)
+        _, words = await asyncio.wait_for(process.communicate(), 20)
+        assert process.returncode == 1
+        assert f"port {port}" in words.decode() and "Traceback" not in words.decode()
