@@ -1,0 +1,99 @@
+"""Opt-in: the openai engine against real servers that already run, two of each kind with the same model.
+
+    HOLDFAST_TEST_VLLM_URLS=http://127.0.0.1:8001,http://127.0.0.1:8002 pytest -m vllm tests/workers
+    HOLDFAST_TEST_LLAMACPP_URLS=… pytest -m llamacpp tests/workers
+
+How to start them, and what came out, is in docs/engines.md.
+"""
+
+import asyncio
+import os
+from collections.abc import AsyncIterator
+
+import pytest
+from engine_contract import Answer, Rig
+
+from workers.engines.openai.engine import OpenAIEngine, UpstreamSettings
+
+PROMPT = [40 + n * 7 % 1900 for n in range(48)]  # ids that any vocabulary of 2,048 knows
+TEXT = "def main(argv):\n    parser = ArgumentParser(description="
+GREEDY = {"temperature": 0.0, "max_tokens": 32, "ignore_eos": True}
+
+
+def urls(variable: str) -> list[str]:
+    """Return the two servers that a variable names, or skip."""
+    found = [url for url in os.environ.get(variable, "").split(",") if url]
+    if len(found) < 2:
+        pytest.skip(f"{variable} names no two servers")
+    return found[:2]
+
+
+@pytest.fixture(
+    params=[
+        pytest.param("HOLDFAST_TEST_VLLM_URLS", marks=pytest.mark.vllm),
+        pytest.param("HOLDFAST_TEST_LLAMACPP_URLS", marks=pytest.mark.llamacpp),
+    ]
+)
+async def pair(request: pytest.FixtureRequest) -> AsyncIterator[tuple[Rig, Rig]]:
+    """Two engines in front of two servers."""
+    rigs = [Rig(OpenAIEngine(UpstreamSettings(url=url))) for url in urls(request.param)]
+    for rig in rigs:
+        await rig.start()
+    yield rigs[0], rigs[1]
+    for rig in rigs:
+        await rig.engine.stop()
+
+
+def exact(rig: Rig) -> bool:
+    return rig.engine.identity.exact
+
+
+def text(answer: Answer) -> str:
+    return "".join(chunk.text or "" for chunk in answer.chunks)
+
+
+async def test_a_stream_comes_to_its_end(pair: tuple[Rig, Rig]) -> None:
+    answer = await pair[0].ask(PROMPT, prompt_text=TEXT, **GREEDY)
+    assert (answer.error, answer.finish) == (None, "length")
+    assert len(answer.tokens) == 32 if exact(pair[0]) else text(answer)
+
+
+async def test_a_canary_has_the_same_answer_on_both(pair: tuple[Rig, Rig]) -> None:
+    answers = [await rig.ask(PROMPT, prompt_text=TEXT, canary=True, logprobs=5, **GREEDY) for rig in pair * 2]
+    assert all(answer.error is None and answer.tokens for answer in answers)
+    assert all(answer.tokens == answers[0].tokens for answer in answers)
+
+
+async def test_a_cut_answer_goes_on_on_the_other(pair: tuple[Rig, Rig]) -> None:
+    here, there = pair
+    whole = await here.ask(PROMPT, prompt_text=TEXT, **GREEDY)
+    if not exact(here):
+        rest = await there.ask(PROMPT, prompt_text=TEXT + text(whole)[:20], **GREEDY)
+        assert text(rest)
+        return
+    cut = whole.tokens[:11]
+    rest = await there.ask(PROMPT + cut, prompt=len(PROMPT), **{**GREEDY, "max_tokens": 21})
+    assert cut + rest.tokens == whole.tokens
+
+
+async def test_a_cancelled_stream_leaves_the_server_well(pair: tuple[Rig, Rig]) -> None:
+    rig = pair[0]
+    key = rig.submit(PROMPT, prompt_text=TEXT, **{**GREEDY, "max_tokens": 1000})
+    await rig.until(lambda: rig.answers[key].chunks)
+    rig.engine.cancel(key)
+    assert rig.engine.load().running == 0
+    assert (await rig.ask(PROMPT, prompt_text=TEXT, **GREEDY)).finish == "length"
+    await rig.engine.check()
+
+
+async def test_eight_streams_at_once_all_come_to_their_end(pair: tuple[Rig, Rig]) -> None:
+    rig = pair[0]
+    keys = [rig.submit([*PROMPT, 300 + n], prompt_text=f"{TEXT}{n}", **GREEDY) for n in range(8)]
+    ends = await asyncio.gather(*(rig.answer(key) for key in keys))
+    assert [end.finish for end in ends] == ["length"] * 8
+
+
+async def test_a_mistake_of_the_clients_is_told_as_one(pair: tuple[Rig, Rig]) -> None:
+    rig = pair[0]
+    answer = await rig.ask(PROMPT, prompt_text=TEXT, temperature=-1.0, max_tokens=4)
+    assert answer.error is None or answer.error.startswith("invalid_request: ")
