@@ -17,7 +17,17 @@ from events.decisions import (
     WorkerDecision,
 )
 from events.fact import Decision, Recorded
-from events.observations import CanaryResult, RequestFailed, RequestsServed, WorkerObservation
+from events.observations import (
+    CanaryPassed,
+    CanaryResult,
+    CanarySlow,
+    GoldenDisputed,
+    GoldenProposed,
+    RequestFailed,
+    RequestsServed,
+    WorkerJoined,
+    WorkerObservation,
+)
 
 if TYPE_CHECKING:
     from controller.simulator.watch import Watch
@@ -42,6 +52,7 @@ LADDER = (
     Knobs(batch_size=0.5, shed_tier="best_effort", latency=2.0),
     Knobs(batch_size=0.5, shed_tier="best_effort", latency=2.0, accept_new=False),
 )
+VOTES = (GoldenProposed, GoldenDisputed, CanaryPassed, CanarySlow, WorkerJoined)
 
 
 def gapless(watch: "Watch", event: Recorded) -> str | None:
@@ -82,9 +93,11 @@ def own_life(watch: "Watch", event: Recorded) -> str | None:
     if not isinstance(fact, WorkerDecision):
         return None
     found = watch.ledger.observed.get(fact.cause)
-    if found is not None and (found[1].worker, found[1].instance) != (fact.worker, fact.instance):
-        return f"{fact.kind()} of {fact.instance} is caused by {found[1].kind()} of {found[1].instance}"
-    return None
+    if found is None or (found[1].worker, found[1].instance) == (fact.worker, fact.instance):
+        return None
+    if found[1].worker != fact.worker and isinstance(fact, HealthChanged) and isinstance(found[1], VOTES):
+        return None  # goldens are voted on: another worker's answer can raise or end a doubt
+    return f"{fact.kind()} of {fact.instance} is caused by {found[1].kind()} of {found[1].instance}"
 
 
 def whole(watch: "Watch", run: Sequence[Recorded]) -> str | None:

@@ -4,7 +4,7 @@ from typing import TYPE_CHECKING
 
 from controller.simulator.kernel import SECOND, micros, since_start
 from controller.simulator.ledger import Page
-from controller.simulator.machines import CANARIES, Machine, key_of
+from controller.simulator.machines import CANARIES, Machine
 from controller.simulator.prober import DEADLINE, RETRIES
 from events.decisions import HealthStatus
 
@@ -65,7 +65,7 @@ def corrupt(watch: "Watch") -> str | None:
 
 def _known_answers(watch: "Watch", machine: Machine, since: int) -> bool:
     """Return whether all that while there was an agreed answer to every canary that it gets wrong."""
-    goldens, key = watch.shown[-1].goldens, key_of(machine.model)
+    goldens, key = watch.shown[-1].goldens, machine.joined.canary_key
     found = [goldens.get((key, f"c{i}")) for i in machine.condition.corrupt]
     return watch.goldens_since(key) <= since and all(g is not None and g.status == "agreed" for g in found)
 

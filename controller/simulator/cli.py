@@ -11,6 +11,7 @@ from controller.simulator.rates import PRESETS
 WORKERS_MAX = 1000
 MINUTES_MAX = 7 * 24 * 60
 RUNS_MAX = 100_000
+PROCESSES_MAX = 256
 TP = 8
 EXIT_OK, EXIT_FAILED, EXIT_USAGE, EXIT_FOUND = 0, 1, 2, 3
 
@@ -25,6 +26,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--runs", type=int, default=1, metavar="K", help="play K seeds, from N on (default: 1)"
     )
+    parser.add_argument("--processes", type=int, default=1, metavar="P", help="cores for --runs (default: 1)")
     parser.add_argument(
         "--workers", type=int, default=16, metavar="W", help="size of the fleet (default: 16)"
     )
@@ -46,19 +48,30 @@ def run_cli(args: argparse.Namespace) -> int:
     if wrong := _wrong(args):
         print(f"holdfast simulate: {wrong}", file=sys.stderr)
         return EXIT_USAGE
+    if args.runs > 1:
+        return _sweep(args)
     from controller.simulator.scenario import draw
     from controller.simulator.simulation import Simulation
 
+    simulation = Simulation(draw(args.seed, args.workers, args.minutes, args.rates))
+    result = simulation.run()
+    if args.dump is not None:
+        try:
+            args.dump.write_text("".join(simulation.history()), encoding="utf-8")
+        except OSError as error:
+            print(f"holdfast simulate: cannot write {args.dump}: {error.strerror}", file=sys.stderr)
+            return EXIT_FAILED
+    _report(args, result)
+    return EXIT_OK if result.violation is None else EXIT_FOUND
+
+
+def _sweep(args: argparse.Namespace) -> int:
+    from controller.simulator.sweep import Run, sweep
+
+    seeds = range(args.seed, args.seed + args.runs)
+    runs = [Run(seed, args.workers, args.minutes, args.rates) for seed in seeds]
     status = EXIT_OK
-    for seed in range(args.seed, args.seed + args.runs):
-        simulation = Simulation(draw(seed, args.workers, args.minutes, args.rates))
-        result = simulation.run()
-        if args.dump is not None:
-            try:
-                args.dump.write_text("".join(simulation.history()), encoding="utf-8")
-            except OSError as error:
-                print(f"holdfast simulate: cannot write {args.dump}: {error.strerror}", file=sys.stderr)
-                return EXIT_FAILED
+    for result in sweep(runs, args.processes):
         _report(args, result)
         if result.violation is not None:
             status = EXIT_FOUND
@@ -78,6 +91,8 @@ def _wrong(args: argparse.Namespace) -> str:
         return f"--minutes {args.minutes:g}: give a number from 1 to {MINUTES_MAX} (a week)"
     if not 1 <= args.runs <= RUNS_MAX:
         return f"--runs {args.runs}: give a number from 1 to {RUNS_MAX}"
+    if not 1 <= args.processes <= PROCESSES_MAX:
+        return f"--processes {args.processes}: give a number from 1 to {PROCESSES_MAX}"
     if args.dump is not None and args.runs > 1:
         return "--dump writes one history: leave --runs away"
     return f"--tp {args.tp}: a worker has at least one GPU" if args.tp < 1 else ""

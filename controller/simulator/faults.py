@@ -48,6 +48,8 @@ class Faults:
         self.struck[kind] = self.struck.get(kind, 0) + 1
         if kind in self._world.scenario.worker_faults:
             machine = self._machine()
+            if not machine.life:
+                return  # it has not been started yet
             self._note(f"{kind} {machine.name}")
             getattr(self, f"_{kind}")(machine)
         else:
@@ -90,6 +92,12 @@ class Faults:
         visible = visible or frozenset({self._chance.randrange(CANARIES)})
         machine.corrupt(visible, in_hardware=self._coin())
         self._world.kernel.after(self._seconds(60, 1200), machine.heal_corruption)
+
+    def corrupt_from_start(self, machine: Machine) -> None:
+        """A worker is wrong before anybody knows what is right."""
+        self._note(f"corrupt from the start: {machine.name}")
+        machine.corrupt(frozenset(range(self._chance.randrange(1, CANARIES + 1))), in_hardware=True)
+        self._world.kernel.after(self._seconds(60, 1800), machine.heal_corruption)
 
     def _slow(self, machine: Machine) -> None:
         machine.condition.slow = self._chance.choice((2.0, 3.5, 10.0))
@@ -196,7 +204,7 @@ class Faults:
     def _deaf(self) -> None:
         """Most workers lose the broker at once: a switch, not the workers."""
         for machine in self._world.machines.values():
-            if self._chance.random() < 0.8:
+            if machine.life and self._chance.random() < 0.8:
                 self._cut(machine)
 
     def _controller_crash(self) -> None:
@@ -237,6 +245,18 @@ class Faults:
         self._world.projector.crash()
         self._world.kernel.after(self._seconds(1, 120), self._world.projector.start)
 
+    def _upgrade(self) -> None:
+        """A new engine version, one worker after another."""
+        machines = list(self._world.machines.values())
+        version = 1 + max(machine.next_version for machine in machines)
+        for i, machine in enumerate(machines):
+            machine.next_version = version
+            self._world.kernel.after(i * 30 * SECOND, self._renew, machine)
+
+    def _renew(self, machine: Machine) -> None:
+        if not self.over:
+            machine.stop()
+
     def _drain(self) -> None:
         self._world.operators.drain(self._machine())
 
@@ -244,7 +264,7 @@ class Faults:
         """Several workers fail at the same moment, as behind one switch or after one bad release."""
         kind = self._chance.choice(("error", "flaky", "dark", "crash"))
         for machine in self._world.machines.values():
-            if self._chance.random() < 0.7:
+            if machine.life and self._chance.random() < 0.7:
                 getattr(self, f"_{kind}")(machine)
 
     # --- the end of it ------------------------------------------------------------------------------------------

@@ -67,6 +67,8 @@ class Machine:
     corrupt_since: int = -1
     corrupt_lives: set[str] = field(default_factory=set)  # instances that ever were corrupt
     outbox: Outbox = field(init=False)
+    version: int = 1  # of the engine: another one gives other answers, and has its own canary key
+    next_version: int = 1  # with which the next process starts
     spool: list[Message] = field(default_factory=list)
     joined: WorkerJoined = field(init=False)
     beat_at: int = 0
@@ -90,6 +92,7 @@ class Machine:
         if self.up:
             return
         self.life += 1
+        self.version = self.next_version
         self.up, self.draining, self.drained = True, False, False
         self.condition.hung = False
         self.condition.erring = False
@@ -153,9 +156,9 @@ class Machine:
 
     def answer(self, canary: int) -> tuple[int, ...]:
         """Return the tokens that this worker gives to a canary: the right ones, or its own wrong ones."""
-        right = tuple(1000 * (canary + 1) + i for i in range(ANSWER_TOKENS))
+        right = tuple(100_000 * self.version + 1000 * (canary + 1) + i for i in range(ANSWER_TOKENS))
         if canary in self.condition.corrupt:
-            wrong = 500_000 + 100 * int(self.name[1:]) + self.life % 100
+            wrong = 50_000_000 + 100 * int(self.name[1:]) + self.life % 100
             return (*right[:-1], wrong)
         return right
 
@@ -192,25 +195,25 @@ def _joined(machine: Machine) -> WorkerJoined:
         revision="r1",
         tokenizer="builtin:sim",
         engine="simulated",
-        engine_version="1",
+        engine_version=str(machine.version),
         dtype="float32",
         tp=1,
         device="sim",
         profile=PROFILE,
-        canary_key=key_of(machine.model),
+        canary_key=key_of(machine.model, machine.version),
         pid=machine.life,
         topology=Topology(host=machine.name),
     )
 
 
-def key_of(model: str) -> str:
-    """Return the canary key of a model's workers: they are all alike here."""
+def key_of(model: str, version: int) -> str:
+    """Return the canary key of the workers of a model: but for the engine's version they are all alike here."""
     return canary_key(
         model=model,
         revision="r1",
         tokenizer="builtin:sim",
         engine="simulated",
-        engine_version="1",
+        engine_version=str(version),
         dtype="float32",
         tp=1,
         device="sim",

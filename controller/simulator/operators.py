@@ -47,9 +47,15 @@ class Operators:
         self._say(lambda: ResumeRequested(worker=machine.name, instance=instance, by="operator"), 5)
 
     def resume_all(self) -> None:
-        """Want everything back that was drained."""
+        """Want everything back that was drained, and restart whoever is at odds with others over a canary.
+
+        Such a dispute is voted on again only when a worker joins, so that somebody has to see to it.
+        """
         for name, instance in self.drained.items():
             self.resume(self._world.machines[name], instance)
+        for name, worker in self._world.believed().workers.items():
+            if worker.health.disputed:
+                self._world.machines[name].stop()
 
     def _stop(self, machine: Machine, instance: str) -> None:
         if machine.instance == instance:
@@ -88,6 +94,8 @@ class Supervisor:
         world.kernel.after(PATROL, self._patrol)
         fleet = world.believed()
         for machine in world.machines.values():
+            if not machine.up and not machine.life and world.kernel.now < world.scenario.late:
+                continue
             if not machine.up:
                 world.kernel.after(self._chance.randrange(3, 20) * SECOND, machine.start)
                 continue

@@ -13,7 +13,7 @@ from typing import Any, Literal
 from controller.deciders.fleet import Fleet, Worker
 from controller.deciders.golden import Golden
 from controller.simulator.kernel import MS, SECOND, Kernel
-from controller.simulator.machines import CANARIES, Machine, key_of
+from controller.simulator.machines import CANARIES, Machine
 from controller.simulator.outbox import Outbox
 from events.decisions import HealthStatus
 from events.observations import (
@@ -127,13 +127,10 @@ class Prober:
     def _ask(self, fleet: Fleet, turn: Turn, worker: Worker, kind: CheckType) -> None:
         turn.busy = True
         turn.due = self.kernel.now + int(self.interval * (0.9 + 0.2 * self.chance.random()))
+        joining = turn.joining
         canary = self._next(fleet, turn, worker)
-        probe = Probe(
-            worker.joined.worker, turn.instance, canary, kind, fleet.number, self.clock(), turn.joining
-        )
-        if turn.joining:
-            turn.asked.add(canary)
-            turn.joining = len(turn.asked) < CANARIES
+        name, sent_at = worker.joined.worker, self.clock()
+        probe = Probe(name, turn.instance, canary, kind, fleet.number, sent_at, joining)
         self._send(turn, probe)
 
     def _next(self, fleet: Fleet, turn: Turn, worker: Worker) -> int:
@@ -143,7 +140,10 @@ class Prober:
         canaries = [c for c in range(CANARIES) if _useful(fleet.goldens.get((key, f"c{c}")), name, doubtful)]
         canaries = canaries or list(range(CANARIES))
         if turn.joining:
-            return next((c for c in canaries if c not in turn.asked), canaries[0])
+            canary = next((c for c in canaries if c not in turn.asked), canaries[0])
+            turn.asked.add(canary)
+            turn.joining = any(c not in turn.asked for c in canaries)
+            return canary
         turn.number += 1
         return canaries[turn.number % len(canaries)]
 
@@ -191,7 +191,7 @@ class Prober:
 
     def _compare(self, turn: Turn, probe: Probe, machine: Machine) -> None:
         tokens = machine.answer(probe.canary)
-        key, canary = key_of(machine.model), f"c{probe.canary}"
+        key, canary = machine.joined.canary_key, f"c{probe.canary}"
         golden = self.fleet().goldens.get((key, canary))
         if golden is None or golden.status == "retired":
             if not _voted(golden, probe.worker, tokens):
@@ -293,7 +293,7 @@ def _common(probe: Probe, machine: Machine, latency_ms: float) -> dict[str, Any]
     return {
         "worker": probe.worker,
         "instance": probe.instance,
-        "canary_key": key_of(machine.model),
+        "canary_key": machine.joined.canary_key,
         "canary": f"c{probe.canary}",
         "check_type": probe.check_type,
         "sent_under": probe.sent_under,

@@ -22,6 +22,7 @@ WORKER_FAULTS = {
 FLEET_FAULTS = {
     "broker": 3.0, "lossy": 3.0, "controller_crash": 4.0, "controller_pause": 4.0, "zombie": 6.0, "prober_stall": 3.0,
     "frontend_crash": 3.0, "frontend_lag": 4.0, "projector_crash": 4.0, "drain": 5.0, "together": 3.0, "deaf": 1.0,
+    "upgrade": 0.7,
 }  # fmt: skip
 
 
@@ -38,6 +39,8 @@ class Scenario:
     requests_per_second: float  # of one frontend
     interval: int  # between canaries of one worker
     skew: int  # of controllers' clocks, at most
+    late: int  # how long the last worker takes to be started first
+    corrupt_from_start: int  # workers
     policy: FleetPolicy
     worker_faults: dict[str, float]  # per hour and worker
     fleet_faults: dict[str, float]  # per hour
@@ -69,6 +72,8 @@ def draw(seed: int, workers: int, minutes: float, rates: str | None = None) -> S
         requests_per_second=chance.choice((0.05, 0.1, 0.2)),
         interval=interval,
         skew=chance.choice((0, 50_000, 2 * SECOND)),
+        late=chance.choice((2 * SECOND, 2 * SECOND, 5 * MINUTE)),
+        corrupt_from_start=chance.choice((0, 0, 0, 1, 1, 2)) if "corrupt" in worker_faults else 0,
         policy=policy,
         worker_faults=worker_faults,
         fleet_faults=fleet_faults,

@@ -183,7 +183,9 @@ class Simulation:
     def _play(self) -> None:
         kernel, chance = self.kernel, self.kernel.chance("start")
         for machine in self.machines.values():
-            kernel.after(int(chance.random() * 5 * SECOND), machine.start)
+            kernel.after(int(chance.random() * self.scenario.late), machine.start)
+        for machine in chance.sample(list(self.machines.values()), min(self.scenario.corrupt_from_start, 2)):
+            self.faults.corrupt_from_start(machine)
         starts = [c.start for c in self.controllers] + [f.start for f in self.frontends]
         for start in (*starts, self.projector.start):
             kernel.after(int(chance.random() * 2 * SECOND), start)

@@ -1,0 +1,32 @@
+"""Many seeds, on several cores."""
+
+import multiprocessing
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
+
+from controller.simulator.simulation import Result, simulate
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """Which history to play."""
+
+    seed: int
+    workers: int
+    minutes: float
+    rates: str | None = None
+
+
+def play(run: Run) -> Result:
+    """Play one history."""
+    return simulate(run.seed, run.workers, run.minutes, rates=run.rates)
+
+
+def sweep(runs: Iterable[Run], processes: int) -> Iterator[Result]:
+    """Yield the results of all runs, in their order."""
+    if processes == 1:
+        yield from map(play, runs)
+        return
+    with ProcessPoolExecutor(processes, multiprocessing.get_context("spawn")) as pool:
+        yield from pool.map(play, runs, chunksize=4)

@@ -1,0 +1,40 @@
+"""A seed is a history: byte for byte, in any process, under any hash seed."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+from controller.simulator.simulation import simulate
+
+ROOT = Path(__file__).parents[2]
+
+
+def dump(to: Path, hash_seed: str, seed: int = 6) -> bytes:
+    """Play a seed in a process of its own and return its history."""
+    subprocess.run(
+        [sys.executable, "-m", "controller.simulator", "--seed", str(seed), "--workers", "6", "--minutes", "40",
+         "--dump", str(to)],
+        check=True, cwd=ROOT, env={**os.environ, "PYTHONHASHSEED": hash_seed}, capture_output=True, timeout=120,
+    )  # fmt: skip
+    return to.read_bytes()
+
+
+def test_a_seed_gives_the_same_bytes_in_two_processes_with_different_hash_seeds(tmp_path: Path) -> None:
+    one, other = dump(tmp_path / "one", "1"), dump(tmp_path / "other", "4242")
+    assert len(one) > 100_000
+    assert one == other
+
+
+def test_seeds_differ() -> None:
+    digests = {simulate(seed, 3, 5.0).digest for seed in range(4)}
+    assert len(digests) == 4
+
+
+def test_a_run_leaves_nothing_behind_that_changes_the_next() -> None:
+    assert simulate(2, 3, 10.0).digest == simulate(2, 3, 10.0).digest
+
+
+def test_the_simulator_is_much_faster_than_time() -> None:
+    """The figure itself is measured in benchmarks; this only catches a fall by an order of magnitude."""
+    assert simulate(1, 16, 30.0).speed > 60

@@ -1,0 +1,51 @@
+"""200 seeds of 60 virtual minutes: every invariant holds in every one of them. And those that once broke one."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from controller.simulator.cli import command
+from controller.simulator.simulation import Result
+from controller.simulator.sweep import Run, sweep
+
+SEEDS = 200
+PROCESSES = 2
+FOUND = Path(__file__).with_name("seeds.txt")
+
+
+def broken(results: Iterator[Result]) -> list[str]:
+    """Return what was broken, each with the command that plays it again."""
+    found = []
+    for result in results:
+        if result.violation is not None:
+            scenario, seen = result.scenario, result.violation
+            again = command(scenario.seed, scenario.workers, scenario.minutes)
+            found.append(f"{again}\n    {seen.invariant} at {seen.at_s:.3f} s: {seen.detail}")
+    return found
+
+
+def once_broken() -> list[Run]:
+    """Return the runs of seeds.txt: seed, workers, minutes, then the cause."""
+    lines = [line.partition("#")[0].split() for line in FOUND.read_text().splitlines()]
+    return [Run(int(seed), int(workers), float(minutes)) for seed, workers, minutes in filter(None, lines)]
+
+
+def test_every_invariant_holds_in_200_seeds() -> None:
+    runs = [Run(seed, 3 + seed % 3, 60.0) for seed in range(SEEDS)]
+    assert not (found := broken(sweep(runs, PROCESSES))), "\n".join(["add these to seeds.txt:", *found])
+
+
+def test_seeds_that_once_broke_an_invariant_hold() -> None:
+    runs = once_broken()
+    assert runs
+    assert not (found := broken(sweep(runs, PROCESSES))), "\n".join(found)
+
+
+def test_a_full_fleet_of_two_models_holds() -> None:
+    assert not (found := broken(sweep([Run(seed, 16, 60.0) for seed in (3, 7)], PROCESSES))), "\n".join(found)
+
+
+@pytest.mark.parametrize("rates", ["llama3", "stepfun-2024"])
+def test_faults_in_the_mix_of_a_field_study_hold(rates: str) -> None:
+    assert not (found := broken(sweep([Run(5, 6, 30.0, rates)], 1))), "\n".join(found)
