@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 import xxhash
 from torch import Tensor
 
-from workers.engines.transformers.weight_faults import Surgeon, draw_fault
+from workers.engines.transformers.weight_faults import Surgeon, WeightFault, draw_fault
 
 CORRUPT_ONE_IN = 8
 DRIFT = 0.05
@@ -33,7 +33,7 @@ class Faults:
     def inject(self, fault: str, argument: float) -> bool:
         """Begin one fault, or `heal` all; False if there is no such fault. An argument of 0 takes the fault's default.
 
-        `bitflip` flips one exponent bit of one weight; its argument is the seed that chooses them.
+        `bitflip` flips any one bit of one weight; its argument is the seed that chooses them.
         """
         match fault:
             case "error":
@@ -97,7 +97,12 @@ class Faults:
 
 
 def flip_bit(weights: dict[str, Tensor], surgeon: Surgeon, seed: int) -> str:
-    """Flip one exponent bit of one weight, chosen by `seed`; return where. Raise NotFloat32."""
-    fault = draw_fault(weights, "other exponent bit", random.Random(seed))
+    """Flip one bit of one weight, chosen by `seed`; return where. Raise NotFloat32."""
+    fault = bit_flip(weights, seed)
     surgeon.inflict(fault)
     return str(fault)
+
+
+def bit_flip(weights: dict[str, Tensor], seed: int) -> WeightFault:
+    """Return the fault that `bitflip` with this seed is."""
+    return draw_fault(weights, "any one bit", random.Random(seed))
