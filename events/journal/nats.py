@@ -6,7 +6,7 @@ retried: if its outcome is unknown the caller reads again), and everything is re
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -21,6 +21,7 @@ from events.journal import broker, stream
 from events.journal.broker import Ack
 from events.journal.cell import NatsCell
 from events.journal.counters import Counters
+from events.journal.outbox import Outbox
 from events.journal.port import Fenced, JournalChanged, JournalUnavailable
 from events.journal.publisher import Publisher
 from events.journal.reader import Reader
@@ -55,11 +56,10 @@ class NatsJournal:
         self._publisher = Publisher(
             connection,
             self.counters,
-            spool,
-            self._renumber,
-            self._check,
+            Outbox(spool, self.counters),
             self._witness,
-            bytes_max=spool.bytes_max if spool else BYTES_MAX,
+            renumber=self._renumber,
+            check=self._check,
         )
         self._answers: dict[int, asyncio.Future[Ack]] = {}
         self._inbox = connection.client.new_inbox()
@@ -101,7 +101,17 @@ class NatsJournal:
         if self._connection.connected:
             with contextlib.suppress(JournalUnavailable):
                 await self._examine()
-        self._tasks.append(asyncio.create_task(self._publisher.run(), name="journal-publish"))
+        self._tasks = [
+            asyncio.create_task(self._serve(work)) for work in (self._publisher.run, self._publisher.keep)
+        ]
+
+    async def _serve(self, work: Callable[[], Awaitable[None]]) -> None:
+        """Run one of the publisher's loops. A mistake of ours in it must be seen: everything else refuses from then on."""
+        try:
+            await work()
+        except Exception as error:
+            log.exception("journal_failed")
+            self.fault = HoldfastError(f"the journal's own loop has failed: {error!r}")
 
     async def _examine(self) -> None:
         """Make sure of the stream. Raise StreamRefused, JournalChanged or JournalUnavailable."""
@@ -139,12 +149,12 @@ class NatsJournal:
     @property
     def spool_depth(self) -> int:
         """How many facts the broker has not acknowledged."""
-        return self._publisher.depth
+        return len(self._publisher.outbox)
 
     @property
     def spool_bytes(self) -> int:
         """About how many bytes they take."""
-        return self._publisher.bytes_open
+        return self._publisher.outbox.bytes
 
     def observe(self, fact: Observation, *, correlation: str = "", causation: str = "") -> str:
         letter = self._letter(fact, correlation, causation)

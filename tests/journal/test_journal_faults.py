@@ -123,7 +123,7 @@ async def test_a_killed_process_s_facts_are_sent_first_by_its_successor_with_the
     for task in dead._tasks:
         task.cancel()
     await asyncio.gather(*dead._tasks, return_exceptions=True)
-    dead._publisher._spool.close(empty=False)  # type: ignore[union-attr]  # the kernel lets go of a killed process's files
+    dead._publisher.outbox._spool.close(empty=False)  # type: ignore[union-attr]  # as the kernel does
     await dead._connection.close()
     successor = await NatsJournal.connect(broker.url, "worker:w1", tmp_path / "spool", wait_s=0.05)
     ids.append(successor.observe(drain(40)))

@@ -1,0 +1,152 @@
+"""What has been said and not been acknowledged, in the order of saying: in memory, and in the spool.
+
+Every fact has a token, which grows with the order of saying. What earlier processes left comes first.
+"""
+
+import asyncio
+from collections import deque
+from dataclasses import dataclass
+
+import structlog
+
+from events.journal.counters import Counters
+from events.journal.spool import BYTES_MAX, Letter, Spool
+
+MARK_EVERY = 64  # acknowledgements per mark in the spool
+RECENT = 2000  # acknowledged sequences kept to see who overtook whom
+OVERHEAD_BYTES = 400  # of a fact's subject, headers and records, beside its body
+
+log = structlog.get_logger(__name__)
+
+
+@dataclass(slots=True)
+class Entry:
+    """One fact that waits."""
+
+    letter: Letter
+    own: bool  # said by this process, not left by an earlier one
+    sent_at: float = 0.0  # monotonic; the last attempt
+
+    @property
+    def size(self) -> int:
+        return len(self.letter.body) + OVERHEAD_BYTES
+
+
+class Outbox:
+    """The facts that wait, bounded in bytes."""
+
+    def __init__(self, spool: Spool | None, counters: Counters) -> None:
+        self.bytes = 0
+        self.moved = (
+            asyncio.Event()
+        )  # a flag for `flush`: something was acknowledged, or the connection changed
+        self._spool = spool
+        self._counters = counters
+        self._bytes_max = spool.bytes_max if spool is not None else BYTES_MAX
+        self._open: dict[int, Entry] = {}
+        self._next = 0
+        self._last_number = 0  # own number said last
+        self._inherited = 0
+        self._unmarked = 0
+        self._full = False
+        self._recent: deque[tuple[str, int, int]] = deque(maxlen=RECENT)  # source, number, sequence
+        self._top: dict[str, int] = {}  # highest acknowledged number of each source
+
+    def __len__(self) -> int:
+        return len(self._open)
+
+    def get(self, token: int) -> Entry | None:
+        """Return a fact that still waits."""
+        return self._open.get(token)
+
+    def inherit(self) -> list[int]:
+        """Take over what earlier processes left, and return its tokens."""
+        if self._spool is None:
+            return []
+        tokens = [self._enter(letter, own=False) for letter in self._spool.take_over()]
+        self._inherited = self._counters.inherited = len(tokens)
+        self._counters.spool_damaged = self._spool.damaged
+        self._forget_earlier()
+        return tokens
+
+    def add(self, letter: Letter) -> int | None:
+        """Take one fact and return its token; beyond the bound it is dropped, counted and said."""
+        self._counters.observed += 1
+        if self.bytes + len(letter.body) + OVERHEAD_BYTES > self._bytes_max:
+            self._counters.dropped += 1
+            if not self._full:
+                self._full = True
+                log.error("facts_dropped", why="the spool is full", waiting=len(self._open))
+            return None
+        if self._full:
+            self._full = False
+            log.warning("facts_kept_again", dropped=self._counters.dropped)
+        self._last_number = letter.number
+        if self._spool is not None:
+            self._spool.put(letter)  # if the disk refuses, memory still has it
+        return self._enter(letter, own=True)
+
+    def _enter(self, letter: Letter, *, own: bool) -> int:
+        token, self._next = self._next, self._next + 1
+        entry = Entry(letter, own)
+        self._open[token] = entry
+        self.bytes += entry.size
+        return token
+
+    def give_up(self, token: int, why: str) -> None:
+        """Drop a fact that the broker will never take."""
+        entry = self.settle(token)
+        self._counters.dropped += 1
+        log.error("fact_dropped", why=why, subject=entry.letter.subject, number=entry.letter.number)
+
+    def settle(self, token: int) -> Entry:
+        """Let go of a fact that needs no more sending."""
+        entry = self._open.pop(token)
+        self.bytes -= entry.size
+        if not entry.own:
+            self._inherited -= 1
+            self._forget_earlier()
+        self._unmarked += 1
+        if self._spool is not None and (not self._open or self._unmarked >= MARK_EVERY):
+            self._unmarked = 0
+            waiting = next((e.letter.number for e in self._open.values() if e.own), self._last_number + 1)
+            self._spool.mark(waiting - 1, empty=not self._open)
+        return entry
+
+    def _forget_earlier(self) -> None:
+        if self._inherited == 0 and self._spool is not None:
+            self._spool.forget_earlier()
+
+    def overtaken(self, letter: Letter, seq: int) -> bool:
+        """Return whether a later fact of the same source was stored before this one: then every fold drops this one."""
+        source, number = letter.headers["ce-source"], letter.number
+        self._recent.append((source, number, seq))
+        if number > self._top.get(source, 0):
+            self._top[source] = number
+            return False
+        return any(s == source and n > number and q < seq for s, n, q in self._recent)
+
+    async def flush(self, deadline_s: float, broker_away: "asyncio.Event") -> bool:
+        """Wait until what was said so far is acknowledged, or safely on the disk while the broker is away."""
+        last = self._next - 1
+        try:
+            async with asyncio.timeout(deadline_s):
+                while next(iter(self._open), last + 1) <= last:
+                    if broker_away.is_set() and self._spool is not None:
+                        await asyncio.to_thread(self._spool.sync)
+                        return self._spool.failures == 0
+                    self.moved.clear()
+                    await self.moved.wait()
+        except TimeoutError:
+            return False
+        return True
+
+    def sync(self) -> None:
+        """Bring what waits to the disk."""
+        if self._spool is not None and self._open:
+            self._spool.sync()
+
+    def close(self) -> None:
+        """Let go of the spool; what was not acknowledged stays in it."""
+        if self._spool is not None:
+            self._spool.close(empty=not self._open)
