@@ -128,7 +128,7 @@ class Connection(asyncio.Protocol):
         """Write one frame."""
         if self._plane.blackholed:
             self.tainted = True
-        elif self._transport is not None:
+        elif self._transport is not None and not self._transport.is_closing():
             self._transport.write(wire.encode(frame))
 
     def flush(self) -> None:

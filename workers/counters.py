@@ -1,7 +1,12 @@
-"""What a worker counts of its own work: plain numbers, turned into metrics only when somebody asks."""
+"""What a worker counts of its own work: plain numbers, turned into metrics only when somebody asks.
+
+Canaries are nobody's requests and are not counted; their tokens are.
+"""
 
 from bisect import bisect_left
 from dataclasses import dataclass, field
+
+from events.wire import ERRORS
 
 DURATION_BOUNDS_S = (0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
 
@@ -27,4 +32,6 @@ class Counters:
     def failed(self, error: str) -> None:
         """Count a stream that ended with an error."""
         reason = error.partition(":")[0]
+        if reason not in ERRORS:  # a label has few values
+            reason = "engine_error"
         self.errors[reason] = self.errors.get(reason, 0) + 1

@@ -29,6 +29,7 @@ IDLE_BEAT_S = 1.0
 HELLO_S_MAX = 5.0  # a connection that says nothing is closed
 CONNECTIONS_MAX = 512
 STREAMS_PER_CONNECTION_MAX = 4096
+FAULTS = ("engine_error", "non_finite", "stream_incomplete")  # errors that are the engine's own
 
 log = structlog.get_logger(__name__)
 
@@ -141,7 +142,7 @@ class Server:
         if not request.canary:
             self._users += 1
             self._landed.clear()
-        self.counters.requests += 1
+            self.counters.requests += 1
         self._engine.submit(key, request)
 
     def _objection(self, connection: Connection, request: Generate) -> str | None:
@@ -155,7 +156,7 @@ class Server:
 
     def _drop(self, key: int) -> None:
         self._engine.cancel(key)
-        self.counters.cancelled += 1
+        self.counters.cancelled += not self._flights[key].canary
         self._land(key)
 
     def _land(self, key: int) -> None:
@@ -196,12 +197,13 @@ class Server:
 
     def _end(self, key: int, flight: Flight, chunk: Chunk) -> None:
         assert self._loop is not None
-        if chunk.error is None:
-            self.counters.finished(self._loop.time() - flight.begun)
-        else:
-            self.counters.failed(chunk.error)
-            if chunk.error.startswith(("engine_error", "non_finite", "stream_incomplete")):
-                self.on_fault(chunk.error)
+        if chunk.error is not None and chunk.error.startswith(FAULTS):
+            self.on_fault(chunk.error)
+        if not flight.canary:  # nobody's request
+            if chunk.error is None:
+                self.counters.finished(self._loop.time() - flight.begun)
+            else:
+                self.counters.failed(chunk.error)
         self._land(key)
 
     # --- draining

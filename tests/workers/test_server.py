@@ -274,6 +274,17 @@ async def test_a_drain_that_runs_out_of_time_sends_the_rest_elsewhere(serve: Ser
     assert (frontend.end(canary) or Chunk(0, [])).error is not None
 
 
+async def test_canaries_are_nobodys_requests(serve: Serve, dial: Dial) -> None:
+    server = await serve()
+    frontend = await dial(server.address[1])
+    await frontend.answer(frontend.ask(prompt(), canary=True))
+    engine_of(server).chaos("error", 1)
+    await frontend.answer(frontend.ask(prompt(), canary=True))
+    assert (server.counters.requests, server.counters.completed, server.counters.errors) == (0, 0, {})
+    await frontend.answer(frontend.ask(prompt()))
+    assert (server.counters.requests, server.counters.completed) == (1, 1)
+
+
 # --- a network that swallows everything
 
 

@@ -81,13 +81,16 @@ class OpenAIEngine:
     async def _found(self, upstream: Upstream) -> Abilities:
         """Ask until the upstream answers; it may still be loading."""
         until = asyncio.get_running_loop().time() + self._settings.start_s
+        said = ""
         while True:
             try:
                 return await upstream.abilities()
             except UpstreamAway as error:
                 if asyncio.get_running_loop().time() > until:
                     raise EngineDead(f"after {self._settings.start_s:g} s: {error}") from None
-                log.info("upstream_away", reason=str(error))
+                if str(error) != said:
+                    said = str(error)
+                    log.info("upstream_away", reason=said, patience_s=self._settings.start_s)
             await asyncio.sleep(START_RETRY_S)
 
     def _identify(self) -> EngineIdentity:
