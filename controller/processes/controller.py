@@ -27,7 +27,7 @@ from controller.runtime.actuator import Actuator
 from controller.runtime.beats import Beats
 from controller.runtime.canary import CanaryLoop
 from controller.runtime.examiner import Tools
-from controller.runtime.goldens import Encode
+from controller.runtime.goldens import Vocabulary
 from controller.runtime.lease import Lease
 from controller.runtime.liveness import Liveness
 from controller.runtime.operations import Operations
@@ -84,14 +84,14 @@ def _store(url: str | None) -> Any:
     return PostgresStore(url)
 
 
-async def load_encoder(tokenizer: str) -> Encode:
-    """Return the encoder of a worker's tokenizer, loaded off the loop. Raise TokenizerMissing."""
+async def load_vocabulary(tokenizer: str) -> Vocabulary:
+    """Return a worker's tokenizer, loaded off the loop. Raise TokenizerMissing."""
 
-    def load() -> Encode:
+    def load() -> Vocabulary:
         from controller.frontend.tokens import load_tokens
 
         tokens = load_tokens(tokenizer)
-        return lambda text: tokens.encode(text, special=True)
+        return Vocabulary(lambda text: tokens.encode(text, special=True), tokens.size)
 
     return await asyncio.to_thread(load)
 
@@ -143,7 +143,7 @@ class Controller:
             prober=self.plane,
             clock=clock,
             meter=self.metrics,
-            encoder=load_encoder,
+            vocabulary=load_vocabulary,
             leading=lambda: self.leading,
             running=running,
         )

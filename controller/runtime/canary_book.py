@@ -15,19 +15,23 @@ import structlog
 from controller.deciders.fleet import Fleet
 from controller.deciders.golden import Golden
 from controller.runtime.baseline import Baseline
+from controller.runtime.coverage import covering, dealt
 from controller.runtime.goldens import (
     POOL,
     Answer,
     Calibration,
     Canary,
     Difference,
-    Encode,
+    Vocabulary,
     compare,
     configured,
     pool,
+    rank,
 )
 from controller.runtime.settings import CanarySettings
+from events.observations import WorkerJoined
 
+CONTEXT_SHARE = 2  # a covering question must fit so many times into the context
 FALLBACK_TOKENS = (16, 1_000)  # ids that every language model's vocabulary has
 
 log = structlog.get_logger(__name__)
@@ -42,6 +46,7 @@ class Book:
     configured: tuple[Canary, ...]
     pool: tuple[Canary, ...]
     calibration: Calibration
+    covers: bool = False  # a slice of the vocabulary stands before each question of the pool
     ranking: tuple[str, ...] | None = None  # the pool's ids, best first; None: not ranked yet
     ranked: dict[str, Answer] = field(default_factory=dict)
     ranked_by: str = ""  # the worker that gave those answers
@@ -89,9 +94,13 @@ class Book:
         """Whether there are fewer canaries than there should be, and the pool has not been asked for more."""
         return self.ranking is None and len(self.canaries(fleet)) < self.settings.canaries
 
-    def rank(self, answers: dict[str, Answer], order: tuple[str, ...], by: str) -> None:
-        """Keep the pool's answers, as one worker gave them, best first."""
-        self.ranked, self.ranking, self.ranked_by = answers, order, by
+    def rank(self, answers: dict[str, Answer], by: str) -> tuple[str, ...]:
+        """Keep the pool's answers, as one worker gave them, and return their order: best first."""
+        order = rank(answers, tokens=self.settings.tokens)
+        if order:
+            self.ranking = dealt(order, self.pool) if self.covers else order
+            self.ranked, self.ranked_by = answers, by
+        return self.ranking or ()
 
     def answer_before(self, worker: str, canary: Canary, answer: Answer) -> Answer | None:
         """Return the ranking's answer, if this worker gave it, or another one that agrees with `answer`."""
@@ -165,18 +174,21 @@ def open_calibration(settings: CanarySettings) -> Calibration:
 
 
 def open_book(
-    key: str, model: str, encode: Encode | None, calibration: Calibration, settings: CanarySettings
+    joined: WorkerJoined, vocabulary: Vocabulary | None, calibration: Calibration, settings: CanarySettings
 ) -> Book:
-    """Return a fresh book. Without a tokenizer the questions are fixed token ids: a canary need not be
-    text."""
-    s = settings
-    if encode is None:
-        own: tuple[Canary, ...] = ()
-        candidates = _ids_only(s)
-    else:
-        own = configured(s.canary_prompts, model, encode)
-        candidates = pool(encode, tokens=s.tokens, prompt_tokens_min=s.prompt_tokens_min)
-    return Book(key, s, own, candidates, calibration)
+    """Return a fresh book for workers like `joined`.
+
+    Without a tokenizer the questions are fixed token ids: a canary need not be text.
+    """
+    s, key = settings, joined.canary_key
+    if vocabulary is None:
+        return Book(key, s, (), _ids_only(s), calibration)
+    own = configured(s.canary_prompts, joined.model, vocabulary.encode)
+    candidates = pool(vocabulary.encode, tokens=s.tokens, prompt_tokens_min=s.prompt_tokens_min)
+    wide = covering(candidates, vocabulary.size)
+    longest = max(len(canary.prompt) for canary in wide) + s.tokens
+    covers = s.coverage and longest * CONTEXT_SHARE <= joined.context_tokens
+    return Book(key, s, own, wide if covers else candidates, calibration, covers=covers)
 
 
 def _ids_only(settings: CanarySettings) -> tuple[Canary, ...]:

@@ -20,7 +20,7 @@ from controller.deciders.golden import Golden
 from controller.ports import Clock, Prober
 from controller.runtime.canary_book import Book, open_book, open_calibration
 from controller.runtime.canary_facts import Probed, golden_of
-from controller.runtime.goldens import Answer, Calibration, Canary, Difference, Encode, compare, rank
+from controller.runtime.goldens import Answer, Calibration, Canary, Difference, Vocabulary, compare
 from controller.runtime.probe import Asked, Verdict, ask, probe, question
 from controller.runtime.settings import CanarySettings
 from events.decisions import HealthStatus
@@ -58,7 +58,7 @@ class Tools:
     prober: Prober
     clock: Clock
     meter: Meter
-    encoder: Callable[[str], Awaitable[Encode]]  # by a worker's `tokenizer`; raises HoldfastError
+    vocabulary: Callable[[str], Awaitable[Vocabulary]]  # by a worker's `tokenizer`; raises HoldfastError
     leading: Callable[[], bool]
     running: Callable[[str], int] = lambda worker: 1  # sequences in its batch, the canary's included
     draw: random.Random = field(default_factory=random.Random)
@@ -153,13 +153,13 @@ class Examiner:
         async with self._opening:
             book = self._books.get(joined.canary_key)
             if book is None:
-                encode: Encode | None = None
+                vocabulary: Vocabulary | None = None
                 try:
-                    encode = await self._tools.encoder(joined.tokenizer)
+                    vocabulary = await self._tools.vocabulary(joined.tokenizer)
                 except HoldfastError as error:
                     log.warning("canary_tokenizer_missing", tokenizer=joined.tokenizer, error=str(error))
                 key = joined.canary_key
-                book = open_book(key, joined.model, encode, self._calibration(key), self._settings)
+                book = open_book(joined, vocabulary, self._calibration(key), self._settings)
                 self._books[key] = book
             return book
 
@@ -190,9 +190,7 @@ class Examiner:
         visit = self._begin(worker, book, book.pool[0], check)
         asked = await asyncio.gather(*(self._once(visit, canary, check) for canary in book.pool))
         answers = {c.id: a.answer for c, a in zip(book.pool, asked, strict=True) if a.answer is not None}
-        order = rank(answers, tokens=self._settings.tokens)
-        if order:
-            book.rank(answers, order, visit.name)
+        if order := book.rank(answers, visit.name):
             log.info(
                 "canaries_chosen", key=book.key, canaries=order[: self._settings.canaries], by=visit.name
             )

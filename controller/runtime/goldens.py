@@ -23,7 +23,16 @@ from events.observations import TopK
 from events.wire import Chunk, Logprob
 
 Encode = Callable[[str], Sequence[int]]
-"""Text to token ids, by a model's own tokenizer, without special tokens."""
+"""Text to token ids, by a model's own tokenizer, as a plain prompt is encoded."""
+
+
+@dataclass(frozen=True, slots=True)
+class Vocabulary:
+    """A model's own tokens: how text becomes them, and how many there are."""
+
+    encode: Encode
+    size: int
+
 
 SAMPLES_MAX = 1_000  # distances kept per canary key
 

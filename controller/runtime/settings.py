@@ -62,6 +62,9 @@ class CanarySettings(Strict):
     tokens: int = Field(default=32, ge=1, le=1024)  # of an answer
     prompt_tokens_min: int = Field(default=32, ge=1, le=1024)
     top_k: int = Field(default=5, ge=0, le=20)
+    coverage: bool = (
+        True  # put a slice of the vocabulary before each question, so that embeddings are read as well
+    )
     tolerance: float | None = Field(default=None, ge=0)
     tolerance_floor: Positive = 1e-3  # ten times the noise measured on healthy fp32 workers
     tolerance_margin: float = Field(default=3.0, ge=1)  # times the largest healthy distance

@@ -15,6 +15,7 @@ from controller.deciders.fleet import Fleet, FleetPolicy, evolve, settle
 from controller.ports import WorkerUnreachable
 from controller.runtime.canary import CanaryLoop
 from controller.runtime.examiner import Tools
+from controller.runtime.goldens import Vocabulary
 from controller.runtime.settings import CanarySettings
 from events.fact import Fact, Recorded
 from events.journal.memory import MemoryJournal, MemoryStream
@@ -165,16 +166,16 @@ class World:
             prober=self.plane,
             clock=self.clock,
             meter=self.meter,
-            encoder=self._encoder,
+            vocabulary=self._vocabulary,
             leading=lambda: self.leads,
             draw=random.Random(1),
         )
         self.loop = CanaryLoop(self, tools, settings or CanarySettings(interval_s=10.0))
 
-    async def _encoder(self, tokenizer: str) -> Callable[[str], Sequence[int]]:
+    async def _vocabulary(self, tokenizer: str) -> Vocabulary:
         if self.tokenizer_missing:
             raise WorkerUnreachable("no tokenizer")
-        return lambda text: [1, *text.encode()]
+        return Vocabulary(lambda text: [1, *text.encode()], 2048)
 
     @property
     def fleet(self) -> Fleet:

@@ -62,6 +62,24 @@ async def test_prompts_are_long_greedy_and_past_the_prefix_cache() -> None:
     assert len({r.cache_salt for r in requests}) == len(requests)
 
 
+async def test_the_chosen_canaries_together_read_every_row_of_a_small_vocabulary() -> None:
+    world = await settled("w1")
+    async with world.running():
+        await world.pass_time(5)
+    prompts = [f.prompt for f in world.facts(GoldenProposed)]
+    assert {token for prompt in prompts for token in prompt} >= set(range(3, 2048))
+
+
+async def test_a_short_context_or_the_operator_gets_plain_questions() -> None:
+    for settings, context in ((CanarySettings(), 1_000), (CanarySettings(coverage=False), 4_096)):
+        world = World(settings)
+        world.join("w1", context_tokens=context)
+        async with world.running():
+            await world.pass_time(5)
+        assert world.status("w1") == "HEALTHY"
+        assert all(32 <= len(f.prompt) < 250 for f in world.facts(GoldenProposed))
+
+
 async def test_n06_a_worker_is_probed_twice_a_minute_at_thirty_seconds() -> None:
     world = await settled("w1", settings=CanarySettings(interval_s=30))
     async with world.running():

@@ -4,6 +4,8 @@ import math
 import random
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from controller.runtime.goldens import (
@@ -242,3 +244,42 @@ def test_a_configured_canary_can_be_for_one_model_only() -> None:
 
 def test_only_a_configured_canary_brings_its_answer() -> None:
     assert not Canary("x", (1,), 4).configured
+
+
+# --- properties -------------------------------------------------------------------------------------------
+
+VALUES = st.floats(-30, 0)
+TOPS = st.lists(st.tuples(st.integers(0, 50), VALUES), min_size=1, max_size=6, unique_by=lambda e: e[0]).map(
+    lambda entries: tuple(sorted(entries, key=lambda e: -e[1]))
+)
+ANSWERS = st.lists(st.tuples(st.integers(0, 50), TOPS), min_size=1, max_size=8).map(
+    lambda rows: Answer(tuple(t for t, _ in rows), tuple(top for _, top in rows))
+)
+
+
+@given(ANSWERS)
+def test_an_answer_never_differs_from_itself(answer: Answer) -> None:
+    found = compare(answer, tokens=answer.tokens, top_k=answer.top_k, tolerance=1e-3)
+    assert (found.reason, found.distance) == (None, 0.0)
+
+
+@given(ANSWERS, ANSWERS)
+def test_the_distance_is_symmetric_and_wrong_tokens_are_never_overlooked(one: Answer, other: Answer) -> None:
+    forth = distance(one.top_k, other.top_k, positions=8)
+    assert forth == distance(other.top_k, one.top_k, positions=8)
+    assert forth is not None and forth >= 0
+    found = compare(other, tokens=one.tokens, top_k=one.top_k, tolerance=100.0)
+    assert (found.reason == "token_mismatch") == (one.tokens != other.tokens)
+
+
+@given(ANSWERS, st.integers(0, 7), st.floats(0.01, 5))
+def test_one_shifted_logprob_is_found_wherever_it_is(answer: Answer, place: int, shift: float) -> None:
+    place %= len(answer.tokens)
+    (token, value), *rest = answer.top_k[place]
+    moved = ((token, value + shift), *rest)
+    top_k = (*answer.top_k[:place], moved, *answer.top_k[place + 1 :])
+    found = compare(
+        Answer(answer.tokens, top_k), tokens=answer.tokens, top_k=answer.top_k, tolerance=shift / 2
+    )
+    assert found.reason == "logit_drift"
+    assert found.distance == pytest.approx(shift)
