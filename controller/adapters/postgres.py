@@ -7,11 +7,14 @@ The projector's connection does not wait for the disk (`synchronous_commit = off
 position alike, the journal gives back. A transaction is still whole or absent.
 """
 
+import asyncio
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+import asyncpg
+
 from controller.adapters.names import SCHEMA
-from controller.adapters.pg_link import Link
+from controller.adapters.pg_link import Connection, Link
 from controller.adapters.pg_reader import Reader, read_place
 from controller.deciders.fleet import Fleet
 from controller.ports import CatchUp, Snapshot
@@ -20,6 +23,8 @@ from events.fact import Recorded
 if TYPE_CHECKING:
     from controller.adapters.pg_writer import Writer
 
+DROPS_MAX = 8  # attempts; each lost deadlock takes Postgres a second to find
+DROP_WAIT_S = 0.05
 SNAPSHOT_EVERY = 5_000  # events: what time travel and a starting process must fold at most
 
 
@@ -53,7 +58,7 @@ class PostgresStore(Reader):
         fresh = f"{self.schema}_next"
         async with self._reader.use() as connection:
             for leftover in (fresh, f"{self.schema}_old"):
-                await connection.execute(f'DROP SCHEMA IF EXISTS "{leftover}" CASCADE')
+                await _drop(connection, leftover)
         await migrate.upgrade(self.url, schema=fresh)
         return PostgresStore(self.url, schema=fresh, snapshot_every=self._snapshot_every)
 
@@ -70,9 +75,21 @@ class PostgresStore(Reader):
                 await fresh.close()
                 await connection.execute(f'ALTER SCHEMA "{self.schema}" RENAME TO "{self.schema}_old"')
                 await connection.execute(f'ALTER SCHEMA "{fresh.schema}" RENAME TO "{self.schema}"')
-            await connection.execute(f'DROP SCHEMA "{self.schema}_old" CASCADE')
+            await _drop(connection, f"{self.schema}_old")
 
     async def close(self) -> None:
         """Let go of the database."""
         await self._link.close()
         await super().close()
+
+
+async def _drop(connection: Connection, schema: str) -> None:
+    """Drop a schema, though statements that began before a swap may still hold some of its tables and want others."""
+    for attempt in range(1, DROPS_MAX + 1):
+        try:
+            await connection.execute(f'DROP SCHEMA IF EXISTS "{schema}" CASCADE')
+            return
+        except asyncpg.TransactionRollbackError:  # a deadlock that was ours to lose
+            if attempt == DROPS_MAX:
+                raise
+            await asyncio.sleep(DROP_WAIT_S * attempt)
