@@ -39,7 +39,6 @@ class Line(asyncio.Protocol):
         self.load = wire.Load()
         self.draining = False
         self.late = 0  # chunks of streams that nobody reads any more
-        self.tokens = 0
         self.greeted: asyncio.Future[wire.Welcome] = self._loop.create_future()
         self.ended: asyncio.Future[None] = self._loop.create_future()
 
@@ -85,7 +84,6 @@ class Line(asyncio.Protocol):
             if sink is None:
                 self.late += 1
                 continue
-            self.tokens += len(chunk.tokens)
             if chunk.finish is not None or chunk.error is not None:
                 del sinks[chunk.stream]
                 self.pulse.closed()

@@ -218,6 +218,8 @@ class Api:
             del self.exchanges[exchange]
             if stream is not None and stream.waiting:
                 self._unread[stream] = None
+            elif stream is not None:
+                stream.release()
 
     def check(self, now: float) -> None:
         """Cut off the clients that have not read for too long. Called every second."""

@@ -63,8 +63,10 @@ class Flight:
         "_counted",
         "_desk",
         "_ended",
+        "_max",
         "_meter",
         "_move",
+        "_plain",
         "_spoilt",
         "_stint",
         "_stints",
@@ -97,6 +99,8 @@ class Flight:
         self._move: Move | None = None
         self._stint: Stint | None = None
         self._stints: list[Stint] = []  # all of them: a conviction may come when the request has moved on
+        self._max = plan.sampling.max_tokens
+        self._plain = False  # this attempt's first token has come
         self._counted = 0  # accepted tokens when the last turn ended
         self._spoilt = False
         self.plan = plan
@@ -138,6 +142,7 @@ class Flight:
             self.attempts += 1
             self.allowance.spent += 1
             self.seat, self.under = seat, desk.number
+            self._plain = False
             self.last_seat = seat
             self.first_seat = self.first_seat or seat
             desk.boarded(self, seat)
@@ -177,7 +182,10 @@ class Flight:
         if self.done:
             return
         if chunk.tokens:
-            self._accept(chunk)
+            if self._plain and chunk.finish is None:
+                self._go_on(chunk)
+            else:
+                self._accept(chunk)
         elif chunk.text is not None:
             self._accept_text(chunk.text)
         if self.finish is not None or self.error is not None:
@@ -189,23 +197,47 @@ class Flight:
 
     def flush(self) -> None:
         """A turn of the loop is over: count and write what it brought."""
-        new = len(self.accepted) - self._counted
-        if new:
-            now = self._desk.now()
-            meter = self._meter
-            meter.tokens += new
-            if self._counted:
-                meter.itl.add((now - self.last_at) / new, new)
-            self._counted += new
-            self.last_at = now
+        self._account()
         self.voice.flush()
+
+    def _account(self) -> None:
+        """Count the tokens of this turn, and note from whom they came."""
+        counted = self._counted
+        new = len(self.accepted) - counted
+        if not new:
+            return
+        now, meter, stint = self._desk.now(), self._meter, self._stint
+        if stint is None:
+            assert self.seat is not None
+            stint = self._stint = Stint(self.plan.request, self.plan.model, counted, self)
+            self._stints.append(stint)
+            self._desk.exposures.note(self.seat.key, stint)
+        stint.add(now, new)
+        meter.tokens += new
+        if counted:
+            meter.itl.add((now - self.last_at) / new, new)
+        self._counted += new
+        self.last_at = now
 
     def lost(self, cause: LostCause, detail: str) -> None:
         """The connection broke, or the worker hangs."""
         if not self.done and self.seat is not None:
             self._failed(Failure(cause, detail))
 
+    def _go_on(self, chunk: Chunk) -> None:
+        """Take tokens from the middle of an answer: nearly all of them are."""
+        tokens, voice = chunk.tokens, self.voice
+        if len(self.accepted) + len(tokens) > self._max:
+            tokens = tokens[: self._max - len(self.accepted)]
+        used = voice.say(tokens, chunk.logprobs)
+        if voice.stopped:
+            self.accepted += tokens[:used]
+            self._stop(chunk)
+        else:
+            self.accepted += tokens
+
     def _accept(self, chunk: Chunk) -> None:
+        """Take tokens from the beginning or the end of an attempt."""
         tokens, logprobs = chunk.tokens, chunk.logprobs
         room = self.plan.sampling.max_tokens - len(self.accepted)
         if len(tokens) > room:
@@ -213,37 +245,24 @@ class Flight:
         hidden = 0
         if chunk.finish == "stop" and tokens and tokens[-1] in self.plan.sampling.stop_token_ids:
             hidden = 1  # a stop token ends the answer and is no part of its text
-        if self._move is not None or self.first_at is None:
-            self._heard(chunk)
+        self._heard(chunk)
         used = self.voice.say(tokens[:-1] if hidden else tokens, logprobs) + hidden
         self.accepted += tokens if used == len(tokens) else tokens[:used]
-        self._noted(used)
         if self.voice.stopped:
             self._stop(chunk)
 
     def _accept_text(self, text: str) -> None:
-        if self._move is not None or self.first_at is None:
-            self._heard(None)
+        self._heard(None)
         tokens = self._desk.tokens_of(self.plan.lineage).encode(text, special=False)
         self.voice.say_text(text, len(tokens))
         self.texts.append(text)
         self.accepted += tokens
-        self._noted(len(tokens))
         if self.voice.stopped:
             self._stop(None)
 
-    def _noted(self, tokens: int) -> None:
-        stint, now = self._stint, self._desk.now()
-        if stint is None:
-            assert self.seat is not None
-            first = len(self.accepted) - tokens
-            stint = self._stint = Stint(self.plan.request, self.plan.model, first, self)
-            self._stints.append(stint)
-            self._desk.exposures.note(self.seat.key, stint)
-        stint.add(now, tokens)
-
     def _heard(self, chunk: Chunk | None) -> None:
-        """Something came: the first of the answer, or the first after a move."""
+        """Something came from this attempt: perhaps the first of the answer, or the first after a move."""
+        self._plain = True
         now = self._desk.now()
         if chunk is not None and chunk.cached_tokens is not None and self.cached_tokens is None:
             self.cached_tokens = chunk.cached_tokens
@@ -413,11 +432,13 @@ class Flight:
             outcome = "cancelled" if self.finish == "cancelled" else "failure"
             self._desk.meter.moved(self, move, 0.0, now, outcome)
         self._desk.ended(self)
-        self._ended(self)
+        ended, self._ended = self._ended, _nothing  # no cycle: what is over is freed at once
+        ended(self)
         self.flush()
 
     def _leave(self) -> None:
         """Get off the worker."""
+        self._account()
         if self._stint is not None:
             self._stint.open = False
             self._stint = None
@@ -428,3 +449,7 @@ class Flight:
     def _cancel_stream(self) -> None:
         if self.seat is not None:
             self._desk.plane.cancel(self.seat.worker, self.stream)
+
+
+def _nothing(flight: Flight) -> None:
+    pass

@@ -97,9 +97,17 @@ class SseStream:
         """How many bytes the client has not taken yet."""
         return 0 if self._transport.is_closing() else self._transport.get_write_buffer_size()
 
+    def release(self) -> None:
+        """Let go of who listens: what is over is freed at once, not by the collector of cycles."""
+        self._overflow, self._head = _nothing, None
+
     def abort(self) -> None:
         """Drop the client's connection."""
         self._transport.abort()
+
+
+def _nothing(why: str) -> None:
+    pass
 
 
 class StreamedResponse(web.StreamResponse):
