@@ -18,6 +18,7 @@ from dataclasses import dataclass, replace
 from datetime import datetime, timedelta
 from typing import Literal
 
+from controller.deciders.demands import STRICT, at_least
 from events.decisions import (
     BreakerClosed,
     BreakerHalfOpened,
@@ -51,6 +52,11 @@ class BreakerPolicy:
     wait_max: timedelta = timedelta(minutes=15)
     backoff: float = 2.0
     trial_timeout: timedelta = timedelta(seconds=30)
+    __pydantic_config__ = STRICT
+
+    def __post_init__(self) -> None:
+        at_least(1, failures_max=self.failures_max, backoff=self.backoff)
+        at_least(0, wait_min=self.wait_min, wait_max=self.wait_max, trial_timeout=self.trial_timeout)
 
 
 @dataclass(frozen=True, slots=True)

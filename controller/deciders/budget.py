@@ -4,6 +4,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime
 
+from controller.deciders.demands import STRICT, demand, share
 from events.decisions import WeightCapped
 from events.fact import Decision, Fact
 
@@ -14,6 +15,11 @@ class BudgetPolicy:
 
     max_ejection_share: float = 0.5
     kept_weight: float = 0.1
+    __pydantic_config__ = STRICT
+
+    def __post_init__(self) -> None:
+        share(max_ejection_share=self.max_ejection_share, kept_weight=self.kept_weight)
+        demand(self.kept_weight > 0, "kept_weight is 0: a worker that is kept must get something")
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from math import inf
 
+from controller.deciders.demands import STRICT, at_least
 from events.observations import Profile
 
 BATCH_MAX = 8192  # no engine runs more sequences at once; bounds the search below
@@ -28,6 +29,12 @@ class Slo:
     max_batch_size: int | None = None
     mean_prompt_tokens: int = 1536  # with the next, the seed's average sequence of 2,048 tokens
     mean_output_tokens: int = 512
+    __pydantic_config__ = STRICT
+
+    def __post_init__(self) -> None:
+        at_least(0, slo_throughput_rps=self.slo_throughput_rps, slo_ttft_ms=self.slo_ttft_ms)
+        at_least(0, slo_tpot_ms=self.slo_tpot_ms, max_batch_size=self.max_batch_size)
+        at_least(0, mean_prompt_tokens=self.mean_prompt_tokens, mean_output_tokens=self.mean_output_tokens)
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,8 +25,10 @@ The batch knob is left out of the ratio: a cut batch would lower the capacity th
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import datetime, timedelta
+from itertools import pairwise
 
 from controller.deciders.capacity import Capacity, Slo, fleet_capacity
+from controller.deciders.demands import STRICT, at_least, demand
 from events.decisions import DegradationChanged, HealthChanged, HealthStatus, Knobs, WorkerDecision
 from events.fact import Decision, Fact
 from events.observations import Profile
@@ -44,6 +46,16 @@ class DegradationPolicy:
     dwell: timedelta = timedelta(seconds=10)  # the least time at a level before a better one
     warmup: timedelta = timedelta(seconds=5)  # from the first routable worker until the first level is taken
     priority_tiers: tuple[str, ...] = ("premium", "standard", "best_effort")  # best first
+    __pydantic_config__ = STRICT
+
+    def __post_init__(self) -> None:
+        at_least(0, margin=self.margin, dwell=self.dwell, warmup=self.warmup)
+        falls = all(high > low for high, low in pairwise((*self.entries, 0.0)))
+        demand(falls, f"entries are {self.entries}: they must fall from level to level, and stay above 0")
+        names = self.priority_tiers
+        demand(
+            bool(names) and len(set(names)) == len(names), f"priority_tiers are {names}: name each tier once"
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +75,7 @@ class Degradation:
 
 def knobs_of(level: int, policy: DegradationPolicy) -> Knobs:
     """Return all four knobs of a level (the seed's table, each level complete)."""
-    shed = policy.priority_tiers[-1] if policy.priority_tiers else None
+    shed = policy.priority_tiers[-1]
     match level:
         case 0:
             return Knobs()

@@ -14,6 +14,7 @@ from datetime import datetime, timedelta
 from math import isnan
 from typing import Literal
 
+from controller.deciders.demands import STRICT, at_least
 from events.decisions import DrainEnded, DrainStarted, HealthChanged, HealthStatus
 from events.fact import Decision, Fact
 from events.observations import DrainFinished, DrainRequested, ResumeRequested, ShutdownBegan, WorkerLeft
@@ -33,6 +34,10 @@ class DrainPolicy:
 
     wait: timedelta = timedelta(seconds=45)
     margin: timedelta = timedelta(seconds=5)
+    __pydantic_config__ = STRICT
+
+    def __post_init__(self) -> None:
+        at_least(0, wait=self.wait, margin=self.margin)
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,6 +18,7 @@ from dataclasses import dataclass, replace
 from datetime import datetime
 from typing import Literal
 
+from controller.deciders.demands import STRICT, at_least
 from events.decisions import GoldenAgreed, GoldenRetired
 from events.fact import Decision, Fact
 from events.observations import CanaryPassed, CanarySlow, GoldenDisputed, GoldenProposed, TopK
@@ -31,6 +32,10 @@ class GoldenPolicy:
     """How many different workers must give the same answer before it convicts others."""
 
     voters_min: int = 2
+    __pydantic_config__ = STRICT
+
+    def __post_init__(self) -> None:
+        at_least(2, voters_min=self.voters_min)
 
 
 @dataclass(frozen=True, slots=True)

@@ -29,7 +29,9 @@ one with the right answer, however slow; only a suspicion of slowness asks for m
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from datetime import datetime, timedelta
+from itertools import pairwise
 
+from controller.deciders.demands import STRICT, at_least, demand, share
 from events.decisions import (
     BreakerClosed,
     BreakerOpened,
@@ -76,6 +78,18 @@ class HealthPolicy:
     trials_max: int = 5  # the breaker's trials failed in a row: give up
     dead_after: timedelta = timedelta(seconds=30)  # of silence
     good_to_acquit: int = 8  # good canaries in a row: two rounds of the default four
+    __pydantic_config__ = STRICT
+
+    def __post_init__(self) -> None:
+        at_least(1, failures_max=self.failures_max, slows_max=self.slows_max, trials_max=self.trials_max)
+        at_least(1, quicks_min=self.quicks_min, good_to_acquit=self.good_to_acquit)
+        at_least(0, dead_after=self.dead_after)
+        share(suspicious_weight=self.suspicious_weight)
+        rises = all(low < high for low, high in pairwise((0.0, *self.ramp)))
+        demand(
+            rises and bool(self.ramp) and max(self.ramp) <= 1,
+            f"ramp is {self.ramp}: it must rise from above 0 to 1",
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -371,7 +385,7 @@ def _due(policy: HealthPolicy, state: Health, now: datetime) -> Move | None:
             return _from_unhealthy(policy, state, now)
         case _:
             back = state.resumed and state.goods >= 1 and not _blocked(policy, state)
-            return (HEALTHY, _first(policy), "resumed") if back else None
+            return (HEALTHY, policy.ramp[0], "resumed") if back else None
 
 
 def _from_healthy(policy: HealthPolicy, state: Health) -> Move | None:
@@ -386,10 +400,6 @@ def _from_healthy(policy: HealthPolicy, state: Health) -> Move | None:
     if state.ramp < 1 and state.goods:
         return HEALTHY, _step(policy, state), "ramp"
     return None
-
-
-def _first(policy: HealthPolicy) -> float:
-    return policy.ramp[0] if policy.ramp else 1.0
 
 
 def _step(policy: HealthPolicy, state: Health) -> float:
@@ -410,7 +420,7 @@ def _from_suspicious(policy: HealthPolicy, state: Health) -> Move | None:
         return None
     if not state.joining:
         return HEALTHY, state.ramp, "canary_passed"
-    return HEALTHY, _first(policy) if state.convictions else 1.0, "joined"
+    return HEALTHY, policy.ramp[0] if state.convictions else 1.0, "joined"
 
 
 def _blocked(policy: HealthPolicy, state: Health) -> bool:
@@ -427,7 +437,7 @@ def _from_unhealthy(policy: HealthPolicy, state: Health, now: datetime) -> Move 
     if state.trial_passed and not _blocked(policy, state):
         if state.draining:
             return DRAINING, 0.0, "still_draining"
-        return HEALTHY, _first(policy), "trial_passed"
+        return HEALTHY, policy.ramp[0], "trial_passed"
     if state.trials_failed >= policy.trials_max and not state.kept:
         return DRAINING, 0.0, TRIALS_FAILED
     if state.silent_since is not None and now >= state.silent_since + policy.dead_after:

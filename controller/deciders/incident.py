@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import datetime
 
+from controller.deciders.demands import STRICT
 from events.decisions import (
     BreakerOpened,
     DegradationChanged,
@@ -26,6 +27,7 @@ class IncidentPolicy:
     """What counts as a first symptom."""
 
     suspicion: bool = True  # a suspicion opens an incident; False: only what takes a worker out of service
+    __pydantic_config__ = STRICT
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,6 +13,7 @@ from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 from controller.deciders.breaker import BreakerPolicy
 from controller.deciders.budget import BudgetPolicy
 from controller.deciders.degradation import DegradationPolicy
+from controller.deciders.demands import STRICT
 from controller.deciders.drain import DrainPolicy
 from controller.deciders.golden import GoldenPolicy
 from controller.deciders.health import HealthPolicy
@@ -32,6 +33,7 @@ class FleetPolicy:
     degradation: DegradationPolicy = field(default_factory=DegradationPolicy)
     golden: GoldenPolicy = field(default_factory=GoldenPolicy)
     incident: IncidentPolicy = field(default_factory=IncidentPolicy)
+    __pydantic_config__ = STRICT
 
     @cached_property
     def adopted(self) -> Mapping[str, Any]:

@@ -283,7 +283,7 @@ slos = st.builds(
     slo_throughput_rps=maybe,
     slo_ttft_ms=maybe,
     slo_tpot_ms=maybe,
-    max_batch_size=st.one_of(st.none(), st.integers(-1, 512)),
+    max_batch_size=st.one_of(st.none(), st.integers(0, 512)),
     mean_prompt_tokens=st.integers(0, 10_000),
     mean_output_tokens=st.integers(0, 10_000),
 )

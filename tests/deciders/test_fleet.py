@@ -21,6 +21,7 @@ from fleet_story import (
 )
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from pydantic import TypeAdapter
 
 from controller.deciders.breaker import BreakerPolicy
 from controller.deciders.capacity import Slo
@@ -72,6 +73,47 @@ def test_an_older_or_newer_policy_loads_with_defaults() -> None:
     assert load({}) == FleetPolicy()
     assert load({"health": {"trials_max": 2, "unheard_of": 1}, "tomorrow": {}}).health.trials_max == 2
     assert dump(load(FleetPolicy().adopted)) == FleetPolicy().adopted
+
+
+SETTINGS = TypeAdapter(FleetPolicy)
+
+
+@pytest.mark.parametrize(
+    "wrong, said",
+    [
+        ({"breaker": {"bakoff": 1}}, "bakoff"),
+        ({"brakes": {}}, "brakes"),
+        ({"breaker": {"failures_max": 0}}, "failures_max is 0: it must be at least 1"),
+        ({"breaker": {"backoff": 0.5}}, "backoff is 0.5: it must be at least 1"),
+        ({"breaker": {"wait_min": -5}}, "wait_min"),
+        ({"budget": {"max_ejection_share": 7}}, "max_ejection_share is 7.0: it must be between 0 and 1"),
+        ({"budget": {"kept_weight": 0}}, "kept_weight"),
+        ({"health": {"ramp": []}}, "ramp"),
+        ({"health": {"ramp": [0.5, 0.25]}}, "ramp"),
+        ({"health": {"trials_max": 0}}, "trials_max"),
+        ({"degradation": {"entries": [1.0, 0.5, 0.75, 0.25]}}, "entries"),
+        ({"degradation": {"priority_tiers": []}}, "priority_tiers"),
+        ({"degradation": {"slos": {"m": {"slo_ttft_ms": -1}}}}, "slo_ttft_ms"),
+        ({"degradation": {"slos": {"m": {"slo_ttft": 1}}}}, "slo_ttft"),
+        ({"golden": {"voters_min": 1}}, "voters_min"),
+        ({"drain": {"wait": -1}}, "wait"),
+    ],
+)
+def test_settings_that_make_no_sense_are_refused_in_a_sentence(wrong, said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        SETTINGS.validate_python(wrong)
+
+
+def test_settings_are_read_as_people_write_them() -> None:
+    policy = SETTINGS.validate_python(
+        {
+            "breaker": {"backoff": 1, "wait_min": "PT5S"},
+            "degradation": {"slos": {"llama": {"slo_throughput_rps": 3}}},
+        }
+    )
+    assert policy.breaker == BreakerPolicy(backoff=1.0, wait_min=timedelta(seconds=5))
+    assert policy.degradation.slos["llama"].slo_throughput_rps == 3.0
+    assert load(policy.adopted) == policy
 
 
 def test_decisions_are_numbered_without_a_gap_and_name_their_cause() -> None:

@@ -1,0 +1,27 @@
+"""What a policy must satisfy: a setting that makes no sense is refused where it is made, in one sentence.
+
+A policy is a plain dataclass. Where pydantic reads one from the settings, `STRICT` makes it refuse unknown names.
+"""
+
+from datetime import timedelta
+
+STRICT = {"extra": "forbid"}  # as `__pydantic_config__`
+
+
+def demand(holds: bool, sentence: str) -> None:
+    """Raise ValueError with `sentence` unless it holds."""
+    if not holds:
+        raise ValueError(sentence)
+
+
+def at_least(least: float, **values: float | timedelta | None) -> None:
+    """Raise ValueError for the first of `values` that is below `least` (seconds, for durations) or no number."""
+    for name, value in values.items():
+        number = value.total_seconds() if isinstance(value, timedelta) else value
+        demand(number is None or number >= least, f"{name} is {value}: it must be at least {least:g}")
+
+
+def share(**values: float) -> None:
+    """Raise ValueError for the first of `values` that is not between 0 and 1."""
+    for name, value in values.items():
+        demand(0 <= value <= 1, f"{name} is {value}: it must be between 0 and 1")
