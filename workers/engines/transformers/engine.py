@@ -7,6 +7,7 @@ between two steps; what the loop reads (phase, load) are values that the thread 
 """
 
 import asyncio
+import contextlib
 import threading
 import time
 from collections import deque
@@ -30,7 +31,7 @@ from workers.engines.transformers.stepper import Output, Stepper
 log = structlog.get_logger(__name__)
 
 LOAD_DEADLINE_S = 900.0  # the largest models that one machine holds, from a slow disk
-STOP_DEADLINE_S = 10.0
+STOP_DEADLINE_S = 4.0  # less than the worker waits
 FAILURES_MAX = 3  # steps in a row that raise, and the engine is dead
 
 
@@ -58,7 +59,8 @@ class TransformersEngine:
         ready: asyncio.Future[str | None] = loop.create_future()
 
         def report(reason: str | None) -> None:
-            loop.call_soon_threadsafe(_settle, ready, reason)
+            with contextlib.suppress(RuntimeError):  # the loop was closed while the model was loading
+                loop.call_soon_threadsafe(_settle, ready, reason)
 
         self._thread = threading.Thread(target=self._main, args=(report,), name="engine", daemon=True)
         self._thread.start()
