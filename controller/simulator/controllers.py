@@ -26,7 +26,6 @@ from events.fact import Decision, Recorded
 if TYPE_CHECKING:
     from controller.simulator.frontends import Frontend
 
-TICK = 1 * SECOND
 APPEND_DEADLINE = 2 * SECOND
 
 
@@ -42,7 +41,8 @@ class Surroundings:
     policy: FleetPolicy
     machines: Mapping[str, Machine]
     frontends: Callable[[], Iterable["Frontend"]]
-    interval: int
+    interval: int  # between canaries of one worker
+    tick: int  # between looks at the clock, at heartbeats, and at who is to be probed
     listen: Callable[[Replica, Sequence[Recorded]], None]
     decided: Callable[[str], None]  # an append has reached the broker
     accused: Callable[[str, str], None]  # an observer calls a worker silent
@@ -102,7 +102,7 @@ class Controller:
             clock=self.clock,
             leading=lambda: self.leading,
         )
-        around.kernel.after(self._chance.randrange(TICK), self._tick, self.life)
+        around.kernel.after(self._chance.randrange(SECOND), self._tick, self.life)
 
     def crash(self) -> None:
         """End without a word; an append on its way may still arrive."""
@@ -145,7 +145,7 @@ class Controller:
     def _tick(self, life: int) -> None:
         if not self.up or self.life != life:
             return
-        self.around.kernel.after(TICK, self._tick, life)
+        self.around.kernel.after(self.around.tick, self._tick, life)
         if not self.paused:
             self._tick_body()
 

@@ -4,7 +4,6 @@ Who beats and who is linked is taken from the machines once a second; what follo
 that runs in a controller.
 """
 
-from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from datetime import datetime
 from typing import TYPE_CHECKING, Any, cast
@@ -58,12 +57,12 @@ class Ear:
         if self.since is None:
             self.since = now
         heard, reports = self._beats.workers, self._beats.frontends
+        quiet = [machine for machine in machines.values() if not machine.beating]
         for name, machine in machines.items():
             if machine.beating:
-                heard[name] = Beat(machine.instance, now, machine.draining, {}, _NO_SKEWS)
-        for frontend in self._frontends():
-            vetoed = self._seams.vetoed
-            linked = {name: m.instance for name, m in machines.items() if vetoed(frontend.linked(m))}
+                _hear(heard, name, machine, now)
+        for frontend in self._frontends():  # connections to workers that are heard change nothing
+            linked = {m.name: m.instance for m in quiet if self._seams.vetoed(frontend.linked(m))}
             reports[frontend.name] = Links(now, linked)
         self._liveness.look(now)
 
@@ -89,4 +88,9 @@ class Ear:
         return self._kernel.instant()
 
 
-_NO_SKEWS: deque[float] = deque(maxlen=1)
+def _hear(heard: dict[str, Beat], name: str, machine: Machine, now: float) -> None:
+    beat = heard.get(name)
+    if beat is None or beat.instance != machine.instance:
+        heard[name] = Beat(machine.instance, now, machine.draining, {})
+    else:
+        beat.at, beat.draining = now, machine.draining

@@ -38,6 +38,7 @@ class Scenario:
     frontends: int
     requests_per_second: float  # of one frontend
     interval: int  # between canaries of one worker
+    tick: int  # between a controller's looks at the clock
     skew: int  # of controllers' clocks, at most
     late: int  # how long the last worker takes to be started first
     corrupt_from_start: int  # workers
@@ -71,6 +72,7 @@ def draw(seed: int, workers: int, minutes: float, rates: str | None = None) -> S
         frontends=chance.choice((1, 2, 2, 3)),
         requests_per_second=chance.choice((0.05, 0.1, 0.2)),
         interval=interval,
+        tick=chance.choice((1, 1, 2)) * SECOND,
         skew=chance.choice((0, 50_000, 2 * SECOND)),
         late=chance.choice((2 * SECOND, 2 * SECOND, 5 * MINUTE)),
         corrupt_from_start=chance.choice((0, 0, 0, 1, 1, 2)) if "corrupt" in worker_faults else 0,

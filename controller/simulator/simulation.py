@@ -156,6 +156,7 @@ class Simulation:
             machines=self.machines,
             frontends=lambda: [f for f in self.frontends if f.up],
             interval=self.scenario.interval,
+            tick=self.scenario.tick,
             listen=self.watch.absorbed,
             decided=self.watch.appended,
             accused=self.watch.accused,
