@@ -1,0 +1,105 @@
+"""Several models in one fleet, and engines that give text instead of tokens."""
+
+import asyncio
+
+from frontend_kit import TOKENS, frontend, text_of
+from scripted_worker import ScriptedWorker, undisturbed
+
+from controller.adapters.request_plane import RequestPlane
+from events import wire
+from events.observations import RequestMigrated
+
+PROMPT = [300, 301, 302]
+
+
+async def test_a_request_never_moves_across_models() -> None:
+    one, two = ScriptedWorker("w1", model="m"), ScriptedWorker("w2", model="other")
+    async with frontend(one, two, reroute_s=0.2) as kit:
+        for _ in range(4):
+            await kit.complete(PROMPT, 3)
+        assert (len(one.requests), len(two.requests)) == (4, 0)
+        status, body, _ = await kit.post("/v1/completions", model="other", prompt=PROMPT, max_tokens=3)
+        assert (status, body["model"]) == (200, "other")
+        async with kit.http.get(kit.url + "/v1/models") as answer:
+            assert [row["id"] for row in (await answer.json())["data"]] == ["m", "other"]
+        one.drop()
+        await one.stop()
+        status, _, _ = await kit.post("/v1/completions", model="m", prompt=PROMPT, max_tokens=3)
+        assert status == 503
+        assert len(two.requests) == 1
+
+
+class TextWorker:
+    """An upstream that gives text and no token ids; its first life breaks after three pieces."""
+
+    def __init__(self, name: str, breaks: bool) -> None:
+        self.name, self.breaks = name, breaks
+        self.instance, self.model, self.port = "i1", "m", 0
+        self.requests: list[wire.Generate] = []
+        self._server: asyncio.Server | None = None
+
+    @property
+    def url(self) -> str:
+        return f"tcp://127.0.0.1:{self.port}"
+
+    async def start(self) -> None:
+        self._server = await asyncio.start_server(self._serve, "127.0.0.1", 0)
+        self.port = self._server.sockets[0].getsockname()[1]
+
+    async def stop(self) -> None:
+        if self._server is not None:
+            self._server.close()
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        split = wire.Splitter()
+        while data := await reader.read(65536):
+            for body in split.feed(data):
+                frame = wire.to_worker.decode(body)
+                if isinstance(frame, wire.Hello):
+                    writer.write(wire.encode(wire.Welcome(worker=self.name, instance="i1", model="m")))
+                elif isinstance(frame, wire.Generate):
+                    self.requests.append(frame)
+                    for piece in self._pieces(frame):
+                        chunk = wire.Chunk(stream=frame.stream, tokens=[], text=piece)
+                        writer.write(wire.encode(wire.Step(chunks=[chunk])))
+                    if self.breaks:
+                        await writer.drain()
+                        writer.close()
+                        return
+                    end = wire.Chunk(stream=frame.stream, tokens=[], finish="stop")
+                    writer.write(wire.encode(wire.Step(chunks=[end])))
+        writer.close()
+
+    def _pieces(self, frame: wire.Generate) -> list[str]:
+        story = ["once ", "upon ", "a ", "time ", "é"]
+        said = frame.prompt_text.removeprefix("tell:")
+        rest = story[len(said.split()) :]
+        return rest[:3] if self.breaks else rest
+
+
+async def test_text_only_engines_stream_and_move_and_are_marked_not_exact() -> None:
+    first, second = TextWorker("w1", breaks=True), TextWorker("w2", breaks=False)
+    async with frontend() as kit:
+        for worker in (first, second):
+            await kit.add(worker, engine="openai", exact=False)  # type: ignore[arg-type]
+        kit.desk.table.seats[("w2", "i1")].active += 1
+        events = await kit.stream(model="m", prompt="tell:", max_tokens=50)
+        assert text_of(events) == "once upon a time é"
+        assert second.requests[0].prompt_text == "tell:once upon a "
+        (fact,) = kit.said(RequestMigrated)
+        assert (fact.exact, fact.source, fact.target) == (False, "w1", "w2")
+        second_text, body = await kit.complete("tell:", 50, stop=["time"])
+        assert second_text == "once upon a "
+        assert body["choices"][0]["finish_reason"] == "stop"
+
+
+async def test_token_engines_are_not_sent_the_text() -> None:
+    worker = ScriptedWorker()
+    async with frontend(worker) as kit:
+        text, _ = await kit.complete("hello", 3)
+        assert worker.requests[0].prompt_text == ""
+        assert text == TOKENS.decode(undisturbed(TOKENS.encode("hello", special=True), 3))
+
+
+def test_a_plane_that_wants_nobody_is_connected_to_nobody() -> None:
+    assert RequestPlane("f").connected == {}
