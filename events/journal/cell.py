@@ -96,14 +96,13 @@ class NatsCell:
         return broker.decode_ack(answer.data)
 
     async def _make(self) -> None:
-        replicas = stream.REPLICAS if stream.nodes(self.connection) >= stream.REPLICAS else 1
         config = {
             "name": f"KV_{BUCKET}",
             "subjects": [f"$KV.{BUCKET}.>"],
             "storage": "memory",
             "max_msgs_per_subject": 1,
             "discard": "new",
-            "num_replicas": replicas,
+            "num_replicas": stream.replicas_for(self.connection),
             "allow_rollup_hdrs": True,
             "deny_delete": True,
             "allow_direct": True,

@@ -102,6 +102,7 @@ class Publisher:
     async def run(self) -> None:
         """Send for ever: whenever something waits, and again what was not acknowledged in time."""
         loop = asyncio.get_running_loop()
+        self._wake.set()  # whether the broker can be trusted is asked at once
         while True:
             with contextlib.suppress(TimeoutError):
                 # not wait_for: that of Python 3.11 can swallow a cancellation

@@ -21,9 +21,15 @@ from events.journal.broker import (
     ask,
     parse_headers,
 )
+from events.journal.port import JournalUnavailable
 
 DUPLICATE_WINDOW_S = 120  # a convenience; folds recognise repetitions by number
-REPLICAS = 3  # where there are enough nodes
+REPLICAS = 3  # in a cluster
+NOT_YET = (
+    10005,
+    10008,
+    10023,
+)  # no suitable peers, no leader, not enough resources: nodes are still coming up
 
 log = structlog.get_logger(__name__)
 
@@ -103,15 +109,14 @@ def differences(config: dict[str, Any], replicas: int) -> list[str]:
     return found
 
 
-def nodes(connection: Connection) -> int:
-    """Return how many servers the broker's cluster has, as it announces them."""
-    info = connection.client._server_info
-    return max(1, len(info.get("connect_urls") or [])) if info.get("cluster") else 1
+def replicas_for(connection: Connection) -> int:
+    """Return how many replicas a stream of this broker gets: three in a cluster, however many nodes are up just now."""
+    return REPLICAS if connection.client._server_info.get("cluster") else 1
 
 
 async def ensure(connection: Connection, replicas: int | None = None) -> StreamState:
     """Create the stream if there is none, read it back and return its state. Raise StreamRefused."""
-    replicas = replicas or (REPLICAS if nodes(connection) >= REPLICAS else 1)
+    replicas = replicas or replicas_for(connection)
     try:
         answer = await ask(connection, f"STREAM.INFO.{subjects.STREAM}")
     except Refused as error:
@@ -134,6 +139,11 @@ async def _create(connection: Connection, replicas: int) -> dict[str, Any]:
         log.info("stream_created", stream=subjects.STREAM, replicas=replicas)
         return answer
     except Refused as error:
+        if error.code in NOT_YET:
+            raise JournalUnavailable(
+                f"the stream {subjects.STREAM} cannot have {replicas} replicas yet: {error}. A cluster needs "
+                f"{REPLICAS} nodes with JetStream."
+            ) from error
         if error.code != STREAM_EXISTS:  # another process was faster, with another number of replicas
             raise StreamRefused(f"the stream {subjects.STREAM} cannot be created: {error}") from error
         return await ask(connection, f"STREAM.INFO.{subjects.STREAM}")
