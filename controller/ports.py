@@ -99,7 +99,7 @@ class StateStore(Protocol):
         ...
 
     async def read_status(self) -> "Reading":
-        """Return every row of the read model and its place, as of one instant."""
+        """Return the rows of the fleet's present state, the open incidents, and their place, as of one instant."""
         ...
 
 
@@ -124,7 +124,7 @@ class Archive(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """Every row of the read model as of one instant: table name to rows, each a mapping of column to value."""
+    """Rows of the read model as of one instant: table name to rows, each a mapping of column to value."""
 
     place: Place
     rows: Mapping[str, Sequence[Mapping[str, Any]]]

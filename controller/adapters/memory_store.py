@@ -113,6 +113,12 @@ class MemoryStore:
         self.tables.snapshots.append(kept)
 
     async def read_status(self) -> Reading:
+        reading = self._all()
+        rows = {name: found for name, found in reading.rows.items() if name in projection.STATE}
+        rows["incidents"] = [row for row in reading.rows["incidents"] if row["closed_at"] is None]
+        return Reading(reading.place, rows)
+
+    def _all(self) -> Reading:
         tables = self._reach()
         rows = {
             name: [dict(zip(projection.COLUMNS[name], row, strict=True)) for row in rows.values()]
@@ -124,7 +130,7 @@ class MemoryStore:
     async def reading(self) -> AsyncIterator["MemoryFrozen"]:
         """Give the store as it is now, for as long as the caller likes."""
         events = sorted(self._reach().events.values(), key=lambda row: int(row[0]))
-        yield MemoryFrozen(await self.read_status(), events)
+        yield MemoryFrozen(self._all(), events)
 
     async def locate(self, reference: str) -> int | None:
         number = reference.removeprefix("decision:")

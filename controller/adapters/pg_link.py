@@ -21,7 +21,7 @@ COMMAND_S = 60.0
 Connection: TypeAlias = Any  # asyncpg has no types
 
 
-class StoreRefused(HoldfastError):
+class StoreRefused(StoreUnavailable):
     """The state store does not hold the tables that this version needs. `holdfast up` migrates it; so does the projector."""
 
 

@@ -1,7 +1,7 @@
 """What is read from the state store. Needs no more than the driver, so that a frontend's start is quick."""
 
 import json
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from datetime import datetime
 from typing import Any
@@ -21,7 +21,7 @@ SELECT_BATCH = 1_000
 _PLACE = "SELECT * FROM projection WHERE name = 'fleet'"
 _SNAPSHOT = "SELECT * FROM snapshots WHERE deciders_version = $1 AND codec_version = $2"
 _EVENTS = f"SELECT {', '.join(projection.EVENT_COLUMNS)} FROM fleet_events"
-_ROW_TABLES = ("workers", "breakers", "goldens", "levels", "incidents", "migrations", "exposures")
+_OPEN = "SELECT * FROM incidents WHERE closed_at IS NULL"
 
 
 class Reader:
@@ -58,9 +58,9 @@ class Reader:
         return Snapshot(fleet_codec.decode(row["fleet"]), position, json.loads(row["sources"]))
 
     async def read_status(self) -> Reading:
-        """Return every row but the events', as of one instant."""
+        """Return the rows of the fleet's present state and the open incidents, as of one instant."""
         async with self._reader.use() as connection, _frozen(connection):
-            return await _reading(connection)
+            return await _reading(connection, {**_all(projection.STATE), "incidents": _OPEN})
 
     @asynccontextmanager
     async def reading(self) -> AsyncIterator["Frozen"]:
@@ -68,7 +68,7 @@ class Reader:
         link = Link(self.url, self.schema)
         try:
             async with link.use() as connection, _frozen(connection):
-                yield Frozen(await _reading(connection), connection)
+                yield Frozen(await _reading(connection, _all(projection.COLUMNS)), connection)
         finally:
             await link.close()
 
@@ -138,9 +138,11 @@ async def read_place(connection: Connection) -> Place:
     return Place(row["shown_seq"], row["shown_id"], row["shown_at"], position, row["deciders_version"])
 
 
-async def _reading(connection: Connection) -> Reading:
+def _all(tables: Iterable[str]) -> dict[str, str]:
+    return {name: f"SELECT * FROM {name}" for name in tables}
+
+
+async def _reading(connection: Connection, queries: Mapping[str, str]) -> Reading:
     place = await read_place(connection)
-    rows = {
-        name: [dict(row) for row in await connection.fetch(f"SELECT * FROM {name}")] for name in _ROW_TABLES
-    }
+    rows = {name: [dict(row) for row in await connection.fetch(query)] for name, query in queries.items()}
     return Reading(place, rows)

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from controller import projection
+from controller.comparison import differences, plain
 from controller.deciders.fleet import DECIDERS_VERSION, Fleet, FleetPolicy, evolve, load, settle
 from controller.ports import Place, Reading, Snapshot
 from controller.replay.find import name
@@ -213,7 +214,7 @@ class _Run:
             names = projection.EVENT_COLUMNS
             n = next(n for n in range(len(names)) if row[n] != expected[n])
             column = f"fleet_events: {names[n]}"
-            raise Differs(Difference(column, event.seq, _plain(expected[n]), _plain(row[n])))
+            raise Differs(Difference(column, event.seq, plain(expected[n]), plain(row[n])))
         self.report.audited += 1
         self._kept = await anext(self._audit, None)
 
@@ -240,35 +241,9 @@ class _Run:
                 raise Differs(Difference(f"projection: {what}", self._place.seq, ours, theirs))
 
     def _compare(self, table: str, expected: Sequence[projection.Row], *, complete: bool) -> None:
-        width = projection.KEYS.get(table, 1)
-        columns = projection.COLUMNS[table]
-        found = {}
-        for mapping in self._reading.rows[table]:
-            row = projection.comparable(table, tuple(mapping[c] for c in columns))
-            found[row[:width]] = row
-        for row in expected:
-            ours = projection.comparable(table, row)
-            theirs = found.pop(ours[:width], None)
-            if ours != theirs:
-                raise Differs(self._row_difference(table, ours, theirs))
-            self.report.rows += 1
-        if complete and found:
-            key, row = next(iter(found.items()))
-            raise Differs(
-                Difference(
-                    f"{table}: row {'/'.join(map(str, key))}", self._place.seq, None, _named(table, row)
-                )
-            )
-
-    def _row_difference(self, table: str, ours: projection.Row, theirs: projection.Row | None) -> Difference:
-        key = "/".join(map(str, ours[: projection.KEYS.get(table, 1)]))
-        if theirs is None:
-            return Difference(f"{table}: row {key}", self._place.seq, _named(table, ours), None)
-        columns = projection.COLUMNS[table]
-        n = next(n for n in range(len(columns)) if ours[n] != theirs[n])
-        return Difference(
-            f"{table}: {columns[n]} of {key}", self._place.seq, _plain(ours[n]), _plain(theirs[n])
-        )
+        for found in differences(table, expected, self._reading.rows[table], complete=complete):
+            raise Differs(Difference(found.where, self._place.seq, found.expected, found.found))
+        self.report.rows += len(expected)
 
 
 async def _rows(frozen: Frozen, after: int) -> AsyncIterator[Sequence[Any]]:
@@ -291,11 +266,3 @@ def _shown(fact: object) -> Any:
         if isinstance(fact, Decision)
         else codec.to_builtins(fact)
     )
-
-
-def _named(table: str, row: projection.Row) -> dict[str, Any]:
-    return {name: _plain(value) for name, value in zip(projection.COLUMNS[table], row, strict=True)}
-
-
-def _plain(value: object) -> object:
-    return value if isinstance(value, str | int | float | bool | None) else str(value)
