@@ -195,3 +195,5 @@ class CanaryLoop:
         elif joining and watch.turn.first_round:
             watch.failures = 0
             watch.next_at = now
+        elif (worker := self._worker(watch)) is not None and self._examiner.wants_samples(worker):
+            watch.next_at = min(watch.next_at, max(now, began + self._settings.calibrate_every_s))

@@ -106,6 +106,12 @@ class Examiner:
         if worker is not None and worker.health.status is HealthStatus.HEALTHY:
             self._calibration(fact.canary_key).add(fact.distance)
 
+    def wants_samples(self, worker: Worker) -> bool:
+        """Whether the tolerance for workers like this one is still to be calibrated, and this one can help."""
+        if self._settings.tolerance is not None or worker.health.status is not HealthStatus.HEALTHY:
+            return False
+        return not self._calibration(worker.joined.canary_key).enough
+
     def _calibration(self, key: str) -> Calibration:
         return self._calibrations.setdefault(key, open_calibration(self._settings))
 

@@ -70,6 +70,7 @@ class CanarySettings(Strict):
     tolerance_margin: float = Field(default=3.0, ge=1)  # times the largest healthy distance
     tolerance_uncalibrated: Positive = 0.1  # until there are enough samples: coarse, but never a false alarm
     samples_min: int = Field(default=30, ge=1)
+    calibrate_every_s: Positive = 1.0  # how often a healthy worker is probed until there are enough samples
     slow_ratio: float = Field(default=3.0, gt=1)
     slow_floor_ms: float = Field(default=50.0, ge=0)  # less than this over the baseline is never slow
     warmup_samples: int = Field(default=5, ge=1)

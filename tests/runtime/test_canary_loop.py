@@ -1,5 +1,7 @@
 """The canary loop: who is probed when, and what is said about it."""
 
+import random
+
 from canary_world import FakeWorker, World, joined
 
 from controller.runtime.settings import CanarySettings, ConfiguredCanary
@@ -83,11 +85,37 @@ async def test_a_short_context_or_the_operator_gets_plain_questions() -> None:
 async def test_n06_a_worker_is_probed_twice_a_minute_at_thirty_seconds() -> None:
     world = await settled("w1", settings=CanarySettings(interval_s=30))
     async with world.running():
-        await world.pass_time(5)
+        await world.pass_time(60)  # the first round, and the calibration
         before = len(world.facts(CanaryResult, "w1"))
         await world.pass_time(600)
     scheduled = len(world.facts(CanaryResult, "w1")) - before
     assert 18 <= scheduled <= 22
+
+
+async def test_the_tolerance_is_calibrated_within_half_a_minute_and_then_finds_small_drifts() -> None:
+    world = await settled("w1", "w2", settings=CanarySettings(interval_s=30))
+    async with world.running():
+        await world.pass_time(35)
+        assert len(world.facts(CanaryPassed)) >= 30
+        asked = len(world.facts(CanaryPassed))
+        await world.pass_time(10)
+        assert len(world.facts(CanaryPassed)) <= asked + 2  # the calibration is over
+        world.plane.workers["w2"].drift = 0.002
+        await world.until(lambda: world.status("w2") == "UNHEALTHY", 40)
+    failed = world.facts(CanaryFailed)
+    assert {(f.worker, f.reason, f.confirmed) for f in failed} == {("w2", "logit_drift", True)}
+    assert 0.001 < failed[0].distance < 0.003
+
+
+async def test_healthy_noise_of_an_engine_never_fails() -> None:
+    world = World(CanarySettings(interval_s=1))
+    draw = random.Random(5)
+    for n in range(3):
+        world.join(f"w{n}", FakeWorker(noise=lambda: draw.uniform(-0.01, 0.01)))
+    async with world.running():
+        await world.pass_time(200)
+    assert len(world.facts(CanaryPassed)) > 500
+    assert not world.facts(CanaryFailed)
 
 
 async def test_n07_what_canaries_cost_is_measured() -> None:
@@ -184,7 +212,7 @@ async def test_a_mismatch_that_does_not_repeat_is_not_confirmed() -> None:
         await world.pass_time(1)
     failed = world.facts(CanaryFailed)
     assert [(f.reason, f.confirmed, f.attempts) for f in failed] == [("token_mismatch", False, 3)]
-    assert world.status("w1") == "SUSPICIOUS"
+    assert world.facts(HealthChanged, "w1")[1].after.value == "SUSPICIOUS"
 
 
 async def test_probes_of_one_worker_never_overlap_and_the_fleet_has_a_cap() -> None:
