@@ -150,7 +150,8 @@ async def _administer(settings: WorkerSettings, workers: list[Worker]) -> None:
     finally:
         if runner is not None:
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(runner.cleanup(), 1.0)
+                async with asyncio.timeout(CLOSE_S):
+                    await runner.cleanup()
 
 
 def _die_with_parent() -> None:

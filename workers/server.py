@@ -96,7 +96,8 @@ class Server:
         for connection in list(self._connections):
             connection.close()
         with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(self._alone.wait(), deadline_s)
+            async with asyncio.timeout(deadline_s):
+                await self._alone.wait()
         for connection in list(self._connections):
             connection.abort()
 
@@ -216,7 +217,8 @@ class Server:
     async def landed(self, deadline_s: float) -> bool:
         """Wait until no user's stream is in the air; False if time ran out."""
         try:
-            await asyncio.wait_for(self._landed.wait(), deadline_s)
+            async with asyncio.timeout(deadline_s):  # wait_for of Python 3.11 can swallow a cancellation
+                await self._landed.wait()
         except TimeoutError:
             return False
         return True
