@@ -38,6 +38,10 @@ class StoreUnavailable(HoldfastError):
     """The state store (Postgres) cannot be reached. Frontends route by the fold they hold; the journal keeps everything."""
 
 
+class StoreRefused(HoldfastError):
+    """The state store does not hold the tables that this version needs. `holdfast up` migrates it; so does the projector."""
+
+
 class StoreAhead(HoldfastError):
     """The state store has folded events that the stream does not hold: the stream was recreated or restored. Check which
     of the two is right; `holdfast replay rebuild` makes a fresh projection of the stream."""
@@ -82,7 +86,9 @@ class StateStore(Protocol):
         """Return how far the rows reach. Raise StoreUnavailable."""
         ...
 
-    async def project(self, events: Sequence[Recorded], shown: Fleet, settled: Snapshot, shown_seq: int) -> None:
+    async def project(
+        self, events: Sequence[Recorded], shown: Fleet, settled: Snapshot, shown_seq: int
+    ) -> None:
         """Append `events` to `fleet_events`, upsert the shown rows and both positions, all in one transaction.
 
         `events` begin right after the store's place. Raise StoreUnavailable, or AnotherProjector if they do not,

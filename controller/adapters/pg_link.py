@@ -12,17 +12,13 @@ from typing import Any, TypeAlias
 import asyncpg
 
 from controller.adapters.names import SCHEMA
-from controller.ports import StoreUnavailable
+from controller.ports import StoreRefused, StoreUnavailable
 from events.errors import HoldfastError
 
 CONNECT_S = 5.0
 COMMAND_S = 60.0
 
 Connection: TypeAlias = Any  # asyncpg has no types
-
-
-class StoreRefused(StoreUnavailable):
-    """The state store does not hold the tables that this version needs. `holdfast up` migrates it; so does the projector."""
 
 
 class StoreCannotKeep(HoldfastError):

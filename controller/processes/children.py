@@ -17,7 +17,7 @@ from pathlib import Path
 
 RESTART_WAIT_MIN_S = 0.2
 RESTART_WAIT_MAX_S = 10.0
-SETTLED_AFTER_S = 20.0  # a life longer than this starts the back-off anew
+SETTLED_AFTER_S = 3.0  # a life longer than this was no failure to start: the back-off begins anew
 _PR_SET_PDEATHSIG = 1
 
 

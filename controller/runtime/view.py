@@ -11,7 +11,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 import structlog
 
 from controller.deciders.fleet import Fleet, evolve
-from controller.ports import Place, Snapshot, StateStore, StoreUnavailable
+from controller.ports import Place, Snapshot, StateStore, StoreRefused, StoreUnavailable
 from controller.runtime.lineage import refuse_foreign_stream
 from events.errors import HoldfastError
 from events.fact import Recorded
@@ -132,7 +132,7 @@ async def begin(store: StateStore | None) -> tuple[Order[Fleet], Place]:
             async with asyncio.timeout(LOAD_DEADLINE_S):
                 snapshot = await store.load()
                 place = await store.place() if snapshot is not None else place
-        except (StoreUnavailable, TimeoutError) as error:
+        except (StoreUnavailable, StoreRefused, TimeoutError) as error:
             log.warning("store_unreachable_reading_all", why=str(error))
             snapshot = None
     if snapshot is None:
