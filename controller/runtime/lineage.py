@@ -13,7 +13,9 @@ async def refuse_foreign_stream(journal: Journal, place: Place) -> None:
         return
     last = await journal.last_seq()
     if last < place.seq:
-        raise StoreAhead(f"the state store has folded event {place.seq}, the stream ends at {last}. {StoreAhead.__doc__}")
+        raise StoreAhead(
+            f"the state store has folded event {place.seq}, the stream ends at {last}. {StoreAhead.__doc__}"
+        )
     async for batch in journal.read(place.seq - 1, until=place.seq):
         if batch and batch[0].id != place.id:
             raise JournalChanged(
