@@ -5,40 +5,28 @@ fold, and acts at once on what it sees there: a convicted worker's streams move,
 was held against the worker, a new worker gets the parked ones.
 """
 
-import asyncio
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from datetime import UTC, datetime
-
-import structlog
 
 from controller.deciders.fleet import Fleet
 from controller.frontend.admission import Admission
+from controller.frontend.convictions import Convictions
 from controller.frontend.errors import ApiError
-from controller.frontend.exposure import Exposures, Stint
+from controller.frontend.exposure import Exposures
 from controller.frontend.flight import Flight, Move
-from controller.frontend.meter import POSITIONS, Meter
+from controller.frontend.meter import Meter, gauge_model, gauge_worker
 from controller.frontend.metrics import FrontendMetrics
 from controller.frontend.migration import Failure, smallest_limit
 from controller.frontend.outcomes import Outcomes
+from controller.frontend.panic import Panic
 from controller.frontend.settings import FrontendSettings
 from controller.frontend.tokens import Tokens, load_tokens
 from controller.ports import Clock, Plane
 from controller.router.pick import NotServed, NoWorker, Picker, Rules
-from controller.router.table import Key, Lineage, Seat, Table
+from controller.router.table import Lineage, Seat, Table
 from events.decisions import BreakerClosed, HealthStatus
 from events.fact import Observation, Recorded
-from events.observations import (
-    CanaryFailed,
-    PanicBegan,
-    PanicEnded,
-    RequestAbandoned,
-    RequestMigrated,
-    WorkerJoined,
-)
-
-log = structlog.get_logger(__name__)
-LONG_AGO = datetime(1970, 1, 1, tzinfo=UTC)
+from events.observations import RequestAbandoned, RequestMigrated, WorkerJoined
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,10 +43,11 @@ class Desk:
     """One frontend's flights, seats and memory."""
 
     def __init__(self, world: World, settings: FrontendSettings) -> None:
-        loop = asyncio.get_running_loop()
         self.settings = settings
         self.plane = world.plane
-        self.now = loop.time
+        self.now = (
+            world.clock.monotonic
+        )  # uvloop's own time stands still within a turn, and counts milliseconds
         self.live = False  # until the fold has caught up, what it shows is history and nothing to act on
         self._world = world
         self._observe = world.observe
@@ -79,10 +68,11 @@ class Desk:
         self._rules = Rules(self.plane.reachable, self._allowed, self.plane.load, self.cap)
         self._parked: dict[Flight, float] = {}  # until when
         self._flights: dict[Flight, None] = {}  # those without a first token yet
-        self._panicked: set[str] = set()
-        self._ignoring = False
-        self._joined_at: dict[Key, datetime] = {}
-        self._failed_canary: dict[Key, str] = {}
+        self._panic = Panic(
+            world.name, settings.breaker.panic_share, self.outcomes, world.observe, self.metrics
+        )
+        self._ignoring = False  # own breakers, for the pick that is made now
+        self._convictions = Convictions(self.exposures, world.clock.now)
         self._reported_at = self.now()
 
     @property
@@ -95,19 +85,21 @@ class Desk:
     def absorb(self, fleet: Fleet, batch: Sequence[Recorded]) -> None:
         """Take in what the fold shows after a batch of events, and act on it."""
         for recorded in batch:
-            match recorded.fact:
-                case WorkerJoined() as fact:
-                    self._joined_at[(fact.worker, fact.instance)] = recorded.at
-                case CanaryFailed(confirmed=True) as fact:
-                    self._failed_canary[(fact.worker, fact.instance)] = fact.canary
-                case BreakerClosed() as fact:
-                    self.outcomes.reset((fact.worker, fact.instance))
-        passes = {(w.joined.worker, w.joined.instance): w.passes for w in fleet.workers.values()}
-        for seat in self.table.absorb(fleet):
-            if self.live:
-                self._convict(seat, passes.get(seat.key, {}))
-        self._forget(passes)
-        self.changed()
+            self._convictions.note(recorded)
+            if isinstance(recorded.fact, BreakerClosed):
+                self.outcomes.reset((recorded.fact.worker, recorded.fact.instance))
+        change = self.table.absorb(fleet)
+        for seat, worker in change.updated:
+            if change.convicted and seat in change.convicted and self.live:
+                for fact in self._convictions.convict(seat, worker.passes):
+                    self._observe(fact)
+                    self.meter.exposed(fact)
+            if worker.passes:
+                self.exposures.passed(seat.key, min(worker.passes.values()))
+        if change.left:
+            self._forget()
+        if change:
+            self.changed()
 
     def set_static(self, joined: Sequence[WorkerJoined]) -> None:
         """Serve with workers that were given directly."""
@@ -126,32 +118,13 @@ class Desk:
                 flight.retry()
         self.admission.wake()
 
-    def _convict(self, seat: Seat, passes: Mapping[str, datetime]) -> None:
-        canary = self._failed_canary.get(seat.key, "")
-        since = passes.get(canary) or self._joined_at.get(seat.key) or LONG_AGO
-        now = self._world.clock.now()
-        log.warning("worker_convicted", worker=seat.worker, canary=canary, flights=len(seat.flights))
-        for fact in self.exposures.convict(
-            seat.key, since, lambda s, first: self._exposed(seat, s, first), now
-        ):
-            self._observe(fact)
-            self.meter.exposed(fact)
-
-    def _exposed(self, seat: Seat, stint: Stint, first: int) -> str:
-        flight = stint.flight
-        assert flight is not None
-        return flight.expose(first, on_source=flight.seat is seat)
-
-    def _forget(self, passes: Mapping[Key, Mapping[str, datetime]]) -> None:
+    def _forget(self) -> None:
+        """Forget lives of workers that are gone."""
         keys = set(self.table.seats)
-        for key, by_canary in passes.items():
-            if by_canary and key in keys:
-                self.exposures.passed(key, min(by_canary.values()))
         self.outcomes.keep(keys)
         self.exposures.keep(keys)
         self._picker.forget(keys)
-        self._joined_at = {key: at for key, at in self._joined_at.items() if key in keys}
-        self._failed_canary = {key: canary for key, canary in self._failed_canary.items() if key in keys}
+        self._convictions.keep(keys)
 
     # --- who goes where -----------------------------------------------------------------------------------
 
@@ -167,7 +140,7 @@ class Desk:
     def _seats(self, model: str) -> list[Seat]:
         """Return a model's seats, and see whether there is panic."""
         seats = self.table.models.get(model, [])
-        self._ignoring = self._panic(model, seats)
+        self._ignoring = self._panic.look(model, seats)
         return seats
 
     def lineage(self, model: str) -> Lineage:
@@ -196,22 +169,6 @@ class Desk:
         except NoWorker:
             return False
         return True
-
-    def _panic(self, model: str, seats: Sequence[Seat]) -> bool:
-        """Say whether own breakers are to be ignored: they leave less than half of the model's weight."""
-        if not self.outcomes.any_open and model not in self._panicked:
-            return False
-        service = [seat for seat in seats if seat.counts]
-        closed = sum(seat.weight for seat in service if self.outcomes.allowed(seat))
-        held = any(seat.routable and not self.outcomes.allowed(seat) for seat in service)
-        share = closed / len(service) if service else 0.0
-        panic = held and share < self.settings.breaker.panic_share
-        if panic != (model in self._panicked):
-            kind = PanicBegan if panic else PanicEnded
-            (self._panicked.add if panic else self._panicked.discard)(model)
-            self._observe(kind(frontend=self._world.name, model=model, routable_share=share))
-            self.metrics.panic.labels(model).set(panic)
-        return panic
 
     def no_worker(self, error: NoWorker, flight: Flight) -> ApiError:
         """Return what a client is told when nobody can take his request."""
@@ -250,18 +207,8 @@ class Desk:
 
     def roll(self) -> list[dict[str, object]]:
         """Return what /health says of each worker."""
-        return [
-            {
-                "id": seat.worker,
-                "instance": seat.instance,
-                "model": seat.joined.model,
-                "health": seat.status.value,
-                "weight": seat.weight,
-                "reachable": self.plane.reachable(seat.worker, seat.instance),
-                "in_flight": seat.active,
-            }
-            for seat in self.table.seats.values()
-        ]
+        reachable = self.plane.reachable
+        return [seat.shown(reachable(seat.worker, seat.instance)) for seat in self.table.seats.values()]
 
     # --- what flights say ---------------------------------------------------------------------------------
 
@@ -365,7 +312,7 @@ class Desk:
             self._reported_at = now
             self.admission.report()
             for model, seats in self.table.models.items():
-                self._panic(model, seats)
+                self._panic.look(model, seats)
         if self._parked:
             self.changed()
 
@@ -376,29 +323,12 @@ class Desk:
 
     def render_metrics(self) -> bytes:
         """Return the metrics as they stand now."""
-        metrics = self.metrics
         self.meter.settle()
-        metrics.parked.set(len(self._parked))
+        self.metrics.parked.set(len(self._parked))
         for model, seats in self.table.models.items():
-            _gauge_model(metrics, model, seats, self.limit(model), self.admission.queued(model))
+            gauge_model(self.metrics, model, seats, self.limit(model), self.admission.queued(model))
         positions = self.outcomes.positions()
         for seat in self.table.seats.values():
             load = self.plane.load(seat.worker)
-            metrics.breakers.labels(seat.worker).set(POSITIONS[positions.get(seat.key, "closed")])
-            if load is not None:
-                metrics.waiting.labels(seat.worker).set(load.waiting)
-                metrics.decode_blocks.labels(seat.worker).set(load.kv_used)
-        return metrics.render()
-
-
-def _gauge_model(
-    metrics: FrontendMetrics, model: str, seats: Sequence[Seat], limit: int, queued: int
-) -> None:
-    profile = seats[0].joined.profile
-    metrics.inflight.labels(model).set(sum(seat.active for seat in seats))
-    metrics.queued.labels(model).set(queued)
-    metrics.migration_limit.labels(model).set(limit)
-    metrics.context_length.labels(model).set(seats[0].joined.context_tokens)
-    metrics.total_kv_blocks.labels(model).set(profile.kv_blocks)
-    metrics.max_num_seqs.labels(model).set(profile.max_batch)
-    metrics.kv_block_size.labels(model).set(profile.block_tokens)
+            gauge_worker(self.metrics, seat, positions.get(seat.key, "closed"), load)
+        return self.metrics.render()

@@ -77,7 +77,7 @@ class Ring:
         """Forget ended stints from before `instant`, which no conviction can reach any more."""
         stints = self.stints
         while stints and not stints[0].open and stints[0].last_at < instant:
-            stints.popleft()
+            self.forgotten_at = stints.popleft().last_at
 
 
 class Exposures:
@@ -145,7 +145,13 @@ class Exposures:
         if ring is not None and ring.forgotten_at is not None:
             forgotten = self._calendar(ring.forgotten_at)
             if forgotten > since:
-                out.append((max(since, self._began), forgotten, "more requests than this frontend remembers"))
+                out.append(
+                    (
+                        max(since, self._began),
+                        forgotten,
+                        "this frontend remembers no longer whom it served then",
+                    )
+                )
         return [
             ExposureUnknown(
                 frontend=self._frontend,

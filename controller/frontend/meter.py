@@ -1,9 +1,12 @@
 """Counting, close to the token path: per model, with everything looked up once."""
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from controller.frontend.metrics import Buckets, FrontendMetrics
+from controller.router.table import Seat
 from events.observations import FrontendObservation, RequestExposed
+from events.wire import Load
 
 if TYPE_CHECKING:
     from controller.frontend.flight import Flight, Move
@@ -81,3 +84,23 @@ class Meter:
 def kind_of(tokens: int) -> str:
     """Return the seed's word for a migration of a request that had so many tokens."""
     return "ongoing_request" if tokens else "new_request"
+
+
+def gauge_model(metrics: FrontendMetrics, model: str, seats: Sequence[Seat], limit: int, queued: int) -> None:
+    """Bring one model's gauges up to date."""
+    profile = seats[0].joined.profile
+    metrics.inflight.labels(model).set(sum(seat.active for seat in seats))
+    metrics.queued.labels(model).set(queued)
+    metrics.migration_limit.labels(model).set(limit)
+    metrics.context_length.labels(model).set(seats[0].joined.context_tokens)
+    metrics.total_kv_blocks.labels(model).set(profile.kv_blocks)
+    metrics.max_num_seqs.labels(model).set(profile.max_batch)
+    metrics.kv_block_size.labels(model).set(profile.block_tokens)
+
+
+def gauge_worker(metrics: FrontendMetrics, seat: Seat, breaker: str, load: Load | None) -> None:
+    """Bring one worker's gauges up to date."""
+    metrics.breakers.labels(seat.worker).set(POSITIONS[breaker])
+    if load is not None:
+        metrics.waiting.labels(seat.worker).set(load.waiting)
+        metrics.decode_blocks.labels(seat.worker).set(load.kv_used)

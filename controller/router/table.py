@@ -49,10 +49,36 @@ class Seat:
         """Whether the fleet lets requests go there."""
         return self.weight > 0.0
 
+    def shown(self, reachable: bool) -> dict[str, object]:
+        """Return what a person may want to know of it."""
+        return {
+            "id": self.worker,
+            "instance": self.instance,
+            "model": self.joined.model,
+            "health": self.status.value,
+            "weight": self.weight,
+            "reachable": reachable,
+            "in_flight": self.active,
+        }
+
     @property
     def counts(self) -> bool:
         """Whether it is in service, or should be: the denominator of panic."""
         return self.status not in (HealthStatus.DEAD, HealthStatus.DRAINING)
+
+
+@dataclass(slots=True)
+class Change:
+    """What one absorbed state has changed in the table."""
+
+    updated: list[tuple[Seat, Worker]] = field(default_factory=list)
+    convicted: set[Seat] = field(default_factory=set)  # known before, and corrupt only now
+    joined: int = 0
+    left: bool = False
+    knobs: bool = False
+
+    def __bool__(self) -> bool:
+        return bool(self.updated or self.left or self.knobs)
 
 
 class Table:
@@ -65,26 +91,48 @@ class Table:
         self._known: Mapping[str, Worker] = {}
         self._knobs: dict[str, Knobs] = {}
 
-    def absorb(self, fleet: Fleet) -> list[Seat]:
-        """Take the fold's shown state in. Return the known seats whose worker has just been convicted as corrupt."""
+    def absorb(self, fleet: Fleet) -> Change:
+        """Take the fold's shown state in, and return what has changed by it.
+
+        Workers are compared by identity: a thousand of them cost next to nothing when one has changed.
+        """
+        change = Change()
         self.number = fleet.number
-        self._knobs = {model: degradation.knobs for model, degradation in fleet.models.items()}
+        knobs = {model: degradation.knobs for model, degradation in fleet.models.items()}
+        change.knobs, self._knobs = knobs != self._knobs, knobs
         if fleet.workers is self._known:
-            return []
-        self._known = fleet.workers
-        convicted, fresh = [], {}
-        for worker in fleet.workers.values():
-            key = (worker.joined.worker, worker.joined.instance)
-            seat = self.seats.get(key)
-            if seat is None:
-                seat = Seat(worker.joined, corrupt=worker.health.corrupt)
-            elif worker.health.corrupt and not seat.corrupt:
-                convicted.append(seat)
-            _update(seat, worker)
-            if worker.alive:
-                fresh[key] = seat
-        self._replace(fresh.values())
-        return convicted
+            return change
+        known, self._known = self._known, fleet.workers
+        for name, worker in fleet.workers.items():
+            if known.get(name) is not worker:
+                self._update(worker, known.get(name), change)
+        if len(fleet.workers) < len(known) + change.joined:
+            change.left = True
+        if change.left or change.joined:
+            self._replace(seat for seat in self.seats.values() if self._lives(seat))
+        return change
+
+    def _update(self, worker: Worker, before: Worker | None, change: Change) -> None:
+        """Bring one seat up to date. A corrupt worker gets nothing from the moment the evidence is seen."""
+        key = (worker.joined.worker, worker.joined.instance)
+        seat = self.seats.get(key)
+        change.left = change.left or (before is not None and before.joined.instance != key[1])
+        if seat is None:
+            if not worker.alive:
+                return
+            seat = self.seats[key] = Seat(worker.joined, corrupt=worker.health.corrupt)
+            change.joined += 1
+        elif worker.health.corrupt and not seat.corrupt:
+            change.convicted.add(seat)
+        change.left = change.left or not worker.alive
+        seat.status = worker.health.status
+        seat.corrupt = worker.health.corrupt
+        seat.weight = 0.0 if seat.corrupt else worker.weight
+        change.updated.append((seat, worker))
+
+    def _lives(self, seat: Seat) -> bool:
+        worker = self._known.get(seat.worker)
+        return worker is not None and worker.alive and worker.joined.instance == seat.instance
 
     def set_static(self, joined: Iterable[WorkerJoined]) -> None:
         """Make the table of workers that were given directly: all of them HEALTHY."""
@@ -104,10 +152,3 @@ class Table:
         self.models = {}
         for seat in self.seats.values():
             self.models.setdefault(seat.joined.model, []).append(seat)
-
-
-def _update(seat: Seat, worker: Worker) -> None:
-    """Bring one seat up to date. A corrupt worker gets nothing from the moment that the evidence is seen."""
-    seat.status = worker.health.status
-    seat.corrupt = worker.health.corrupt
-    seat.weight = 0.0 if seat.corrupt else worker.weight

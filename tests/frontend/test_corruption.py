@@ -183,7 +183,7 @@ async def test_a_full_memory_says_what_it_has_forgotten() -> None:
         convict(kit, worker)
         assert len(kit.said(RequestExposed)) == 2
         (fact,) = kit.said(ExposureUnknown)
-        assert "more requests" in fact.why
+        assert "remembers no longer" in fact.why
 
 
 async def test_history_is_not_acted_on() -> None:

@@ -1,12 +1,14 @@
 """Who gets the request: the filter's distinct refusals, the score, and whose turn it is."""
 
 from dataclasses import replace
+from datetime import UTC, datetime
 from typing import Any
 
 import pytest
 from frontend_kit import joined
 from scripted_worker import ScriptedWorker
 
+from controller.deciders.fleet import Fleet, evolve
 from controller.router.pick import (
     AllBusy,
     AllTried,
@@ -20,6 +22,7 @@ from controller.router.pick import (
 )
 from controller.router.table import Seat, Table
 from events.decisions import HealthStatus
+from events.fact import Recorded
 from events.wire import Load
 
 
@@ -93,3 +96,29 @@ def test_a_static_table_keeps_what_is_in_flight() -> None:
     table.set_static([joined(ScriptedWorker("w1")), joined(ScriptedWorker("w2"))])
     assert [s.active for s in table.models["m"]] == [3, 0]
     assert all(s.routable for s in table.models["m"])
+
+
+def fleet_of(*workers: ScriptedWorker) -> Fleet:
+    fleet = Fleet()
+    for seq, worker in enumerate(workers, 1):
+        fleet = evolve(fleet, Recorded(seq, datetime.now(UTC), joined(worker), f"e{seq}"))
+    return fleet
+
+
+def test_the_table_follows_lives_and_forgets_those_that_ended() -> None:
+    table = Table()
+    one, two = ScriptedWorker("w1"), ScriptedWorker("w2")
+    change = table.absorb(fleet_of(one, two))
+    assert (change.joined, change.left, bool(change)) == (2, False, True)
+    assert set(table.seats) == {("w1", "i1"), ("w2", "i1")}
+    reborn = ScriptedWorker("w1", instance="i2")
+    change = table.absorb(fleet_of(one, two, reborn))
+    assert (change.joined, change.left) == (1, True)
+    assert set(table.seats) == {("w1", "i2"), ("w2", "i1")}
+    assert {s.instance for s in table.models["m"] if s.worker == "w1"} == {"i2"}
+
+
+def test_nothing_new_changes_nothing() -> None:
+    table, fleet = Table(), fleet_of(ScriptedWorker("w1"))
+    table.absorb(fleet)
+    assert not table.absorb(fleet)
