@@ -26,7 +26,7 @@ from controller.ports import StateStore
 from controller.runtime.actuator import Actuator
 from controller.runtime.beats import Beats
 from controller.runtime.canary import CanaryLoop
-from controller.runtime.examiner import Tools
+from controller.runtime.canary_tools import Tools
 from controller.runtime.goldens import Vocabulary
 from controller.runtime.lease import Lease
 from controller.runtime.liveness import Liveness

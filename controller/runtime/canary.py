@@ -16,7 +16,8 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from controller.deciders.fleet import Fleet, Worker
-from controller.runtime.examiner import Examiner, Outcome, Tools, Turn
+from controller.runtime.canary_tools import Tools
+from controller.runtime.examiner import Examiner, Outcome, Turn
 from controller.runtime.settings import CanarySettings
 from events.decisions import HealthStatus, WorkerDecision
 from events.fact import Recorded

@@ -8,60 +8,30 @@ A candidate whose answer does not repeat itself is no canary; the next best one 
 """
 
 import asyncio
-import random
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Literal, Protocol
+from typing import Literal
 
 import structlog
 
 from controller.deciders.fleet import Fleet, Worker
 from controller.deciders.golden import Golden
-from controller.ports import Clock, Prober
 from controller.runtime.canary_book import Book, open_book, open_calibration
 from controller.runtime.canary_facts import Probed, golden_of
-from controller.runtime.goldens import Answer, Calibration, Canary, Difference, Vocabulary, compare
+from controller.runtime.canary_tools import Tools
+from controller.runtime.goldens import Answer, Calibration, Canary, Difference, compare
 from controller.runtime.probe import Asked, Verdict, ask, probe, question
 from controller.runtime.settings import CanarySettings
 from events.decisions import HealthStatus
 from events.errors import HoldfastError
-from events.journal.port import Journal
 from events.observations import CanaryPassed, CanarySlow, CheckType, WorkerJoined
+
+VOCABULARY_S = 30.0  # to read a tokenizer; the largest take a few seconds
 
 Outcome = Literal["passed", "failed", "nothing"]
 """What a probe said; `nothing`: it was cut short, or the worker is leaving."""
 
 log = structlog.get_logger(__name__)
-
-
-class Meter(Protocol):
-    """Where the prober's own measurements go."""
-
-    def asked(self, worker: str, check_type: CheckType, seconds: float) -> None:
-        """Count one question and how long its answer took."""
-        ...
-
-    def spent(self, worker: str, gpu_seconds: float) -> None:
-        """Count what a canary cost."""
-        ...
-
-    def late(self, seconds: float) -> None:
-        """Say how late a probe began."""
-        ...
-
-
-@dataclass(frozen=True, slots=True)
-class Tools:
-    """What the prober works with."""
-
-    journal: Journal
-    prober: Prober
-    clock: Clock
-    meter: Meter
-    vocabulary: Callable[[str], Awaitable[Vocabulary]]  # by a worker's `tokenizer`; raises HoldfastError
-    leading: Callable[[], bool]
-    running: Callable[[str], int] = lambda worker: 1  # sequences in its batch, the canary's included
-    draw: random.Random = field(default_factory=random.Random)
 
 
 @dataclass(slots=True)
@@ -159,15 +129,18 @@ class Examiner:
         async with self._opening:
             book = self._books.get(joined.canary_key)
             if book is None:
-                vocabulary: Vocabulary | None = None
-                try:
-                    vocabulary = await self._tools.vocabulary(joined.tokenizer)
-                except HoldfastError as error:
-                    log.warning("canary_tokenizer_missing", tokenizer=joined.tokenizer, error=str(error))
-                key = joined.canary_key
-                book = open_book(joined, vocabulary, self._calibration(key), self._settings)
-                self._books[key] = book
+                book = self._books[joined.canary_key] = await self._opened(joined)
             return book
+
+    async def _opened(self, joined: WorkerJoined) -> Book:
+        calibration = self._calibration(joined.canary_key)
+        try:
+            async with asyncio.timeout(VOCABULARY_S):
+                vocabulary = await self._tools.vocabulary(joined.tokenizer)
+            return open_book(joined, vocabulary, calibration, self._settings)
+        except (HoldfastError, ValueError, TimeoutError) as error:
+            log.warning("canary_tokenizer_missing", tokenizer=joined.tokenizer, error=str(error))
+            return open_book(joined, None, calibration, self._settings)
 
     def _begin(self, worker: Worker, book: Book, canary: Canary, check: CheckType) -> Visit:
         joined, clock = worker.joined, self._tools.clock

@@ -14,7 +14,7 @@ from controller.deciders.breaker import BreakerPolicy
 from controller.deciders.fleet import Fleet, FleetPolicy, evolve, settle
 from controller.ports import WorkerUnreachable
 from controller.runtime.canary import CanaryLoop
-from controller.runtime.examiner import Tools
+from controller.runtime.canary_tools import Tools
 from controller.runtime.goldens import Vocabulary
 from controller.runtime.settings import CanarySettings
 from events.fact import Fact, Recorded

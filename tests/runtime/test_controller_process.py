@@ -16,6 +16,8 @@ import aiohttp
 import pytest
 
 from controller.adapters.embedded import Server, start_nats
+from controller.frontend.tokens import TokenizerMissing
+from controller.processes.controller import load_vocabulary
 from events.bus import BusUnavailable, NatsBus, NoAnswer
 from events.decisions import BreakerOpened, GoldenAgreed
 from events.fact import Fact
@@ -240,3 +242,11 @@ async def test_a_controller_that_never_reached_a_broker_still_stops(tmp_path: Pa
         child.send_signal(signal.SIGTERM)
         assert await asyncio.to_thread(child.wait, 10) in (0, -signal.SIGTERM)
         processes.children.clear()
+
+
+async def test_a_tokenizer_is_loaded_off_the_loop_or_said_to_be_missing(tmp_path: Path) -> None:
+    vocabulary = await load_vocabulary("builtin:sim")
+    assert vocabulary.size == 2048
+    assert len(vocabulary.encode("The capital of France is")) > 3
+    with pytest.raises(TokenizerMissing):
+        await load_vocabulary(str(tmp_path / "nowhere"))
