@@ -31,6 +31,7 @@ _AWAY = (
     asyncpg.PostgresConnectionError,
     asyncpg.InterfaceError,
     asyncpg.InternalClientError,  # what asyncpg says of a connection that broke between two of its own messages
+    asyncpg.InvalidCachedStatementError,  # the tables were changed under a prepared statement: prepare it again
     asyncpg.OperatorInterventionError,  # shutting down, starting up
     asyncpg.InsufficientResourcesError,  # out of disk, memory or connections
     asyncpg.TransactionRollbackError,  # deadlock, serialisation: try again
