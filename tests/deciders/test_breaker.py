@@ -191,6 +191,22 @@ def test_a_frontends_own_breaker_runs_on_its_requests_alone() -> None:
     assert admit(local) is local
 
 
+def test_b03_a_frontends_trial_that_gets_lost_is_reclaimed() -> None:
+    local, number, now = Breaker("w0", "i1", trial_by="request"), 0, START
+    local = evolve(local, request_failed("w0", 3))
+    local, number = absorb(local, number, now)
+    for waited in (60, 120, 240):
+        now += timedelta(seconds=waited)
+        local, number = absorb(local, number, now)
+        local = admit(local)
+        assert (
+            local is not None and admit(local) is None
+        )  # cancelled or crashed: nobody ever says how it ended
+        now += timedelta(seconds=30)
+        local, number = absorb(local, number, now)
+        assert local.position == "open"
+
+
 def absorb(state: Breaker, number: int, now: datetime) -> tuple[Breaker, int]:
     """Do what a frontend does: number the breaker's own decisions and take them in."""
     for decision in list(decide(POLICY, state, now)):
