@@ -57,7 +57,7 @@ class CanarySettings(Strict):
     jitter: float = Field(default=0.1, ge=0, lt=1)  # share of the interval, either way
     timeout_s: Positive = 10.0  # of a whole probe, confirmations included
     max_retries: int = Field(default=2, ge=0, le=10)
-    concurrency: int = Field(default=32, ge=1)  # probes in the air, over the whole fleet
+    concurrency: int = Field(default=128, ge=1)  # probes in the air, over the whole fleet
     canaries: int = Field(default=4, ge=1, le=64)  # per canary key
     tokens: int = Field(default=32, ge=1, le=1024)  # of an answer
     prompt_tokens_min: int = Field(default=32, ge=1, le=1024)
