@@ -95,6 +95,12 @@ def suspected_slow_quick_twice(story: Story) -> None:
     story.tell(passed("w0"))
 
 
+def slow_on_the_ramp(story: Story) -> None:
+    """Suspected of slowness at 0.25: a failure is still a failure during the ramp."""
+    ramping(story)
+    story.tell(slow("w0"), slow("w0"), slow("w0"))
+
+
 def doubted(story: Story) -> None:
     """UNHEALTHY by three failed canaries; the budget of one worker keeps it in service."""
     suspicious_twice(story)
@@ -162,6 +168,7 @@ STATES: dict[str, tuple[Arrange, HealthStatus, float]] = {
     "suspicious_twice": (suspicious_twice, S, 0.5),
     "suspected_slow": (suspected_slow, S, 0.5),
     "suspected_slow_quick_twice": (suspected_slow_quick_twice, S, 0.5),
+    "slow_on_the_ramp": (slow_on_the_ramp, S, 0.25),
     "doubted": (doubted, U, 0.0),
     "trial_due": (trial_due, U, 0.0),
     "trial_due_corrupt": (trial_due_corrupt, U, 0.0),
@@ -263,7 +270,7 @@ ROWS = [
     Row(["joining_failed_twice", "suspicious_twice"], FAILING, U, 0.0),
     Row(["ramping"], GOOD, H, 0.5),
     Row(["ramping_half"], GOOD, H, 1.0),
-    Row(["ramping", "ramping_half"], FAILING, U, 0.0),
+    Row(["ramping", "ramping_half", "slow_on_the_ramp"], FAILING, U, 0.0),
     Row(["trial_due"], GOOD, H, 0.25),
     Row(["draining_resumed"], GOOD, H, 0.25),
     Row(ALIVE, CONVICTING, U, 0.0),
