@@ -15,7 +15,7 @@ from store_databases import execute
 
 from controller import projection
 from controller.adapters import migrate
-from controller.adapters.embedded import start_postgres
+from controller.adapters.embedded import Server, start_nats, start_postgres
 from controller.adapters.pg_link import StoreCannotKeep
 from controller.adapters.postgres import PostgresStore
 from controller.deciders.fleet import Fleet, evolve
@@ -123,6 +123,46 @@ async def test_postgres_killed_again_and_again_under_load(tmp_path: Path, eventu
     finally:
         await store.close()
         await server.kill()
+
+
+async def test_a_broker_killed_twenty_times_leaves_every_fact_in_postgres_once(
+    own_nats: Server, database_url: str, tmp_path: Path, eventually: Any
+) -> None:
+    history, server = History(), own_nats
+    speaker = await NatsJournal.connect(server.url, "worker:w0", tmp_path / "spool")
+    reader = await NatsJournal.connect(server.url, "projector:p0")
+    store, said = PostgresStore(database_url, snapshot_every=50), 0
+    projector = Projector(reader, store)
+
+    async def speak() -> None:
+        nonlocal said
+        speaker.observe(history.joined("w0"))
+        for said in range(1, 10**9):  # noqa: B007
+            speaker.observe(history.passed("w0"))
+            await asyncio.sleep(0.002)
+
+    async with asyncio.TaskGroup() as group:
+        speaking, projecting = group.create_task(speak()), group.create_task(projector.run())
+        for _ in range(20):
+            goal = projector.progress.events + 5
+            await eventually(lambda goal=goal: projector.progress.events >= goal, 30)
+            await server.kill()
+            server = await start_nats(server.directory, port=server.port)
+        speaking.cancel()
+        await eventually(lambda: speaker.spool_depth == 0, 30)
+        end = await speaker.last_seq()
+        await eventually(lambda: projector.progress.projected == end, 30)
+        projecting.cancel()
+    await assert_is_the_fold(reader, database_url)
+    kept = await execute(
+        database_url,
+        "SELECT source_number FROM holdfast.fleet_events WHERE source LIKE 'worker:w0%' ORDER BY source_number",
+    )
+    assert [row["source_number"] for row in kept] == list(range(1, said + 2))
+    await store.close()
+    await speaker.close()
+    await reader.close()
+    await server.kill()
 
 
 async def test_a_rebuild_while_a_projector_writes(database_url: str, eventually: Any) -> None:
