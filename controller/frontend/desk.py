@@ -217,7 +217,7 @@ class Desk:
         seat.active += 1
         seat.tokens += len(flight.plan.prompt) + flight.plan.sampling.max_tokens
         seat.flights[flight] = None
-        self.outcomes.sent(seat.key)
+        flight.sent = self.outcomes.sent(seat.key)
         if flight.first_at is None:
             self._flights[flight] = None
 
@@ -238,11 +238,11 @@ class Desk:
         first, count = flight.first_at, len(flight.accepted)
         ttft = first - flight.began_at if straight and first is not None else None
         itl = (self.now() - first) / (count - 1) if straight and first is not None and count > 1 else None
-        self.outcomes.served(seat.key, count, ttft, itl, flight.under)
+        self.outcomes.served(seat.key, count, ttft, itl, flight.under, flight.sent)
 
-    def blame(self, seat: Seat, failure: Failure, under: int) -> None:
+    def blame(self, seat: Seat, failure: Failure, under: int, sent: int) -> None:
         """A request failed by this worker's fault."""
-        self.outcomes.failed(seat.key, failure.reason, under)
+        self.outcomes.failed(seat.key, failure.reason, under, sent)
 
     def park(self, flight: Flight) -> None:
         """Nobody can go on with this flight now: it waits for a worker, for a while."""

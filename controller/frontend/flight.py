@@ -84,6 +84,7 @@ class Flight:
         "last_seat",
         "plan",
         "seat",
+        "sent",
         "stream",
         "texts",
         "under",
@@ -113,7 +114,8 @@ class Flight:
         self.last_seat: Seat | None = None
         self.attempts = 0
         self.stream = 0
-        self.under = 0
+        self.under = 0  # the last decision when this attempt was routed
+        self.sent = 0  # the last move of our own breakers then
         self.began_at = desk.now()
         self.first_at: float | None = None
         self.last_at = self.began_at
@@ -354,7 +356,7 @@ class Flight:
                 self.allowance.tried.add(seat.key)
             self._leave()
             if failure.kind.blames:
-                self._desk.blame(seat, failure, self.under)
+                self._desk.blame(seat, failure, self.under, self.sent)
             if failure.kind.free:
                 self.allowance.spent -= 1
         self._desk.meter.failed(self)

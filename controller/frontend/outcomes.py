@@ -56,6 +56,7 @@ class Tally:
     failures: int = 0  # in a row
     broken: str = ""  # a transport failure of this tick, not judged yet
     broken_under: int = 0
+    broken_sent: int = 0
     reports: int = 0  # RequestFailed in this second
     slow: bool = False
     window: Window = field(default_factory=Window)
@@ -105,6 +106,7 @@ class Outcomes:
     def reset(self, key: Key) -> None:
         """The fleet's breaker closed: whatever this frontend held against the worker is void."""
         if key in self._tallies:
+            self._number += 1  # a move of its own: what was sent before it is void
             self._tallies[key].breaker = Breaker(key[0], key[1], trial_by="request", moved_by=self._number)
             self._tallies[key].failures = 0
 
@@ -115,13 +117,15 @@ class Outcomes:
         found = self._tallies.get(seat.key)
         return found is None or breaker.admit(found.breaker) is not None
 
-    def sent(self, key: Key) -> None:
-        """A request went there; half-open, it is the trial."""
+    def sent(self, key: Key) -> int:
+        """A request went there; half-open, it is the trial. Return the number of our own last move: its outcome
+        counts only if the breaker has not moved since."""
         found = self.tally(key)
         found.under = self._number
         admitted = breaker.admit(found.breaker)
         if admitted is not None:
             found.breaker = admitted
+        return self._number
 
     def positions(self) -> Mapping[Key, str]:
         """Return where every breaker stands."""
@@ -133,12 +137,20 @@ class Outcomes:
 
     # --- outcomes -----------------------------------------------------------------------------------------
 
-    def served(self, key: Key, tokens: int, ttft_s: float | None, itl_s: float | None, under: int) -> None:
-        """A request ended well on this worker."""
+    def served(
+        self,
+        key: Key,
+        tokens: int,
+        ttft_s: float | None,
+        itl_s: float | None,
+        under: int,
+        sent: int | None = None,
+    ) -> None:
+        """A request ended well on this worker. `sent` is what `sent` returned for it; None: it was the last."""
         found, window = self.tally(key), self.tally(key).window
         found.failures = 0
         if found.breaker.request_failures or found.breaker.position != "closed":
-            fact = self._served(key, window, 0.0, routed_under=found.under)
+            fact = self._served(key, window, 0.0, routed_under=found.under if sent is None else sent)
             found.breaker = breaker.evolve(found.breaker, fact)
             self._settle(key, found)
         window.count += 1
@@ -150,16 +162,17 @@ class Outcomes:
             if itl_s is not None:
                 window.itl_ms.append(itl_s * 1000)
 
-    def failed(self, key: Key, reason: str, under: int) -> None:
-        """A request failed on this worker, and it was the worker's fault."""
+    def failed(self, key: Key, reason: str, under: int, sent: int | None = None) -> None:
+        """A request failed on this worker, and it was the worker's fault. `sent` as in `served`."""
         found = self.tally(key)
+        sent = found.under if sent is None else sent
         if reason in TRANSPORT:
             found.broken = found.broken or reason
-            found.broken_under = under
+            found.broken_under, found.broken_sent = under, sent
         else:
-            self._count(key, found, reason, under)
+            self._count(key, found, reason, under, sent)
 
-    def _count(self, key: Key, found: Tally, reason: str, under: int) -> None:
+    def _count(self, key: Key, found: Tally, reason: str, under: int, sent: int) -> None:
         found.failures += 1
         fact = RequestFailed(
             worker=key[0],
@@ -169,7 +182,7 @@ class Outcomes:
             reason=reason,
             routed_under=under,
         )
-        found.breaker = breaker.evolve(found.breaker, replace(fact, routed_under=found.under))
+        found.breaker = breaker.evolve(found.breaker, replace(fact, routed_under=sent))
         self._settle(key, found)
         if (
             found.reports < self._facts.failures_per_s_max
@@ -202,7 +215,7 @@ class Outcomes:
         for key, found in broken:
             reason, found.broken = found.broken, ""
             if not ours:
-                self._count(key, found, reason, found.broken_under)
+                self._count(key, found, reason, found.broken_under, found.broken_sent)
 
     def _settle(self, key: Key, found: Tally) -> None:
         """Move one breaker if it is due: at once after an outcome, and when its time has come."""

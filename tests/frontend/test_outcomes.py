@@ -74,6 +74,30 @@ def test_b01_success_resets_the_count() -> None:
     assert max(f.failures_in_a_row for f in bench.said(RequestFailed)) == 2
 
 
+def test_a_straggler_is_no_trial() -> None:
+    """A request from before the breaker opened ends while the trial is on its way."""
+    bench = Bench()
+    early = bench.it.sent(A)
+    for _ in range(3):
+        bench.it.failed(A, "engine_error", 0, bench.it.sent(A))
+    bench.tick(5.1)
+    assert bench.allows("a")
+    trial = bench.it.sent(A)
+    bench.it.served(A, 4, 0.1, 0.01, 0, early)
+    assert not bench.allows("a")
+    bench.it.served(A, 4, 0.1, 0.01, 0, trial)
+    assert bench.allows("a")
+
+
+def test_what_was_sent_before_the_fleet_cleared_a_worker_is_void() -> None:
+    bench = Bench()
+    early = [bench.it.sent(A) for _ in range(3)]
+    bench.it.reset(A)
+    for sent in early:
+        bench.it.failed(A, "engine_error", 0, sent)
+    assert bench.allows("a")
+
+
 def test_b03_a_trial_without_an_outcome_is_reclaimed() -> None:
     bench = Bench()
     for _ in range(3):
