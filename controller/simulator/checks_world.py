@@ -2,6 +2,7 @@
 
 from typing import TYPE_CHECKING
 
+from controller.deciders.breaker import Breaker
 from controller.simulator.kernel import SECOND, micros, since_start
 from controller.simulator.ledger import Page
 from controller.simulator.machines import CANARIES, Machine
@@ -39,6 +40,15 @@ def shedding(watch: "Watch", frontend: "Frontend", flight: "Flight") -> str | No
     level = watch.shown[frontend.replica.seq].models.get(flight.model)
     if flight.attempt == 1 and level is not None and level.level >= 4 and frontend.replica.whole:
         return f"{frontend.name} sent {flight.request} while {flight.model} is at level {level.level}"
+    return None
+
+
+def own_straggler(
+    watch: "Watch", frontend: "Frontend", flight: "Flight", before: Breaker, after: Breaker
+) -> str | None:
+    by_time = before.position == "open" and after.position == "half_open" and not after.trial
+    if flight.sent < before.moved_by and after != before and not by_time:
+        return f"{frontend.name}'s breaker of {flight.instance}: {before} became {after} by {flight.request}"
     return None
 
 

@@ -7,34 +7,28 @@ which outcome reaches the journal.
 from collections.abc import Sequence
 from random import Random
 
-from controller.deciders.fleet import Worker
+from controller.frontend.outcomes import Outcomes
+from controller.frontend.settings import FactSettings, LocalBreakerSettings
+from controller.router.pick import NoWorker, Picker, Rules
+from controller.router.table import Key, Seat
 from controller.simulator.broker import Message
 from controller.simulator.controllers import Surroundings
 from controller.simulator.kernel import MS, SECOND
-from controller.simulator.local import LocalBreakers
 from controller.simulator.machines import Machine
 from controller.simulator.outbox import Outbox
 from controller.simulator.replica import Replica
-from controller.simulator.traffic import Flight, Traffic, Window
-from events.decisions import HealthChanged, HealthStatus
+from controller.simulator.traffic import Flight, Traffic
+from events.decisions import BreakerClosed, HealthStatus
 from events.fact import Recorded
-from events.observations import (
-    MigrationCause,
-    RequestAbandoned,
-    RequestFailed,
-    RequestMigrated,
-    RequestsRejected,
-    RequestsServed,
-    WorkerSlow,
-    WorkerSlowCleared,
-)
+from events.observations import MigrationCause, RequestAbandoned, RequestMigrated, RequestsRejected
 
-WINDOW = 30 * SECOND
+TICK = 2 * SECOND
+WINDOW_S = 30.0  # of what is reported
 ATTEMPTS_MAX = 4  # migration limit 3
-STALL = 450 * MS
 CONNECT_DEADLINE = 200 * MS
-SLOW_FROM = 3.0
 PANIC_BELOW = 0.5
+CAP = 64  # requests in flight at one worker
+TOKENS = 64  # of an answer
 TIERS = ("premium", "standard", "best_effort")
 
 
@@ -58,22 +52,27 @@ class Frontend:
         around, kernel = self.around, self.around.kernel
         self.life += 1
         self.up = True
-        self.flights: dict[str, list[Flight]] = {}
+        self.flights: dict[Flight, None] = {}  # in the order of their arrival
         self.outbox = Outbox(around.broker, f"{self.name}.{self.life}", around.said)
         self.outbox.inherit(self._spool)
         self._spool = []
         self._requests = 0
-        self._in_a_row: dict[str, int] = {}
-        self._windows: dict[str, Window] = {}
-        self._slow: set[str] = set()
-        self.local = LocalBreakers(around.policy.breaker, self.name)
+        self.table = around.seams.table()
+        self.outcomes = Outcomes(
+            self.name, LocalBreakerSettings(), FactSettings(window_s=WINDOW_S), self.outbox.observe, self._now
+        )
+        self._picker = Picker()
+        self._ignoring = False
+        self._rules = Rules(
+            lambda worker, instance: True, self._allowed, lambda worker: None, lambda seat: CAP
+        )
         self.replica = Replica(
             f"{self.name}.{self.life}", around.broker, around.network, around.seams, self._absorbed,
             self.traffic.stored() if self._chance.random() < 0.7 else None,
             around.seams.frontend_order,
         )  # fmt: skip
         self.replica.follower.lag = self.lag
-        kernel.after(self._chance.randrange(WINDOW), self._report, self.life)
+        kernel.after(self._chance.randrange(TICK), self._tick, self.life)
         kernel.after(self._gap(), self._arrive, self.life)
 
     def crash(self) -> None:
@@ -82,7 +81,7 @@ class Frontend:
             self.up = False
             self._spool = self.outbox.crash()
             self.replica.close()
-            self.traffic.tally.lost += sum(map(len, self.flights.values()))
+            self.traffic.tally.lost += len(self.flights)
 
     def slow_down(self, lag: int) -> None:
         """Read the journal this much later from now on."""
@@ -134,41 +133,38 @@ class Frontend:
         return "capacity_shed" if shed is not None and TIERS.index(tier) >= TIERS.index(shed) else ""
 
     def _route(
-        self, request: str, model: str, attempt: int, tokens: int, avoid: tuple[str, ...]
+        self, request: str, model: str, attempt: int, tokens: int, avoid: tuple[Key, ...]
     ) -> Flight | None:
-        worker = self._pick(model, avoid)
-        if worker is None:
+        seat = self._pick(model, avoid)
+        if seat is None:
             self.traffic.tally.unserved += 1
             return None
-        name, instance = worker.joined.worker, worker.joined.instance
-        self.local.took(name, instance, self.around.kernel.instant())
-        flight = Flight(
-            request,
-            model,
-            name,
-            instance,
-            self.replica.fleet.number,
-            self.local.moves,
-            attempt,
-            tokens,
-            avoid,
-        )
-        self.flights.setdefault(name, []).append(flight)
+        sent = self.outcomes.sent(seat.key)
+        flight = Flight(request, model, seat, self.table.number, sent, attempt, tokens, avoid)
+        seat.active += 1
+        self.flights[flight] = None
         self.traffic.routed(self, flight)
         self._fly(flight)
         return flight
 
-    def _pick(self, model: str, avoid: tuple[str, ...]) -> Worker | None:
-        may = self.around.seams.routable
-        mine = [w for w in self.replica.fleet.workers.values() if w.joined.model == model]
-        candidates = [w for w in mine if may(w) and w.joined.worker not in avoid]
-        now = self.around.kernel.instant()
-        admitted = [w for w in candidates if self.local.admits(w.joined.worker, w.joined.instance, now)]
-        if sum(w.weight for w in admitted) < PANIC_BELOW * len(mine):
-            admitted = candidates  # panic: our own breakers are ignored, never the fleet's verdict
-        if not admitted:
+    def _pick(self, model: str, avoid: tuple[Key, ...]) -> Seat | None:
+        seats = self.table.models.get(model, [])
+        self._ignoring = self._panics(seats)
+        try:
+            return self._picker.pick(seats, self._rules, tried=avoid)
+        except NoWorker:
             return None
-        return self._chance.choices(admitted, [max(w.weight, 0.01) for w in admitted])[0]
+
+    def _allowed(self, seat: Seat) -> bool:
+        return self._ignoring or self.outcomes.allowed(seat)
+
+    def _panics(self, seats: Sequence[Seat]) -> bool:
+        """Our own breakers are ignored where they leave less than half of the weight, never the fleet's verdict."""
+        if not self.outcomes.any_open:
+            return False
+        service = [seat for seat in seats if seat.counts]
+        left = sum(seat.weight for seat in service if self.outcomes.allowed(seat))
+        return bool(service) and left / len(service) < PANIC_BELOW
 
     def _fly(self, flight: Flight) -> None:
         machine, kernel = self.traffic.machines[flight.worker], self.around.kernel
@@ -185,7 +181,11 @@ class Frontend:
     # --- outcomes -----------------------------------------------------------------------------------------------
 
     def _gone(self, life: int, flight: Flight) -> bool:
-        return not self.up or self.life != life or flight not in self.flights.get(flight.worker, ())
+        return not self.up or self.life != life or flight not in self.flights
+
+    def _leave(self, flight: Flight) -> None:
+        del self.flights[flight]
+        flight.seat.active -= 1
 
     def _landed(self, life: int, flight: Flight) -> None:
         if self._gone(life, flight):
@@ -194,43 +194,31 @@ class Frontend:
         if machine.condition.erring or self._chance.random() < machine.condition.flaky:
             self._failed(life, flight, "engine_error")
             return
-        self.flights[flight.worker].remove(flight)
+        self._leave(flight)
         tally = self.traffic.tally
         tally.served += 1
         tally.altered += bool(machine.condition.corrupt)
-        self._in_a_row.pop(flight.instance, None)
-        self.local.succeeded(flight.worker, flight.instance, flight.own_moves)
-        window = self._windows.setdefault(flight.instance, Window())
-        window.count += 1
-        window.routed_under = flight.routed_under
+        step_s = 0.01 * machine.condition.slow
+        before = self.outcomes.tally(flight.seat.key).breaker
+        self.outcomes.served(flight.seat.key, TOKENS, 5 * step_s, step_s, flight.routed_under, flight.sent)
+        self.traffic.judged(self, flight, before, self.outcomes.tally(flight.seat.key).breaker)
 
     def _failed(self, life: int, flight: Flight, cause: MigrationCause) -> None:
-        if self._gone(life, flight):
-            return
-        in_a_row = self._in_a_row.get(flight.instance, 0) + 1
-        self._in_a_row[flight.instance] = in_a_row
-        self.local.failed(flight.worker, flight.instance, in_a_row, flight.own_moves)
-        self.outbox.observe(
-            RequestFailed(
-                worker=flight.worker,
-                instance=flight.instance,
-                frontend=self.name,
-                failures_in_a_row=in_a_row,
-                reason=cause,
-                routed_under=flight.routed_under,
-            )
-        )
-        self._moved_on(life, flight, cause)
+        if not self._gone(life, flight):
+            before = self.outcomes.tally(flight.seat.key).breaker
+            self.outcomes.failed(flight.seat.key, cause, flight.routed_under, flight.sent)
+            self.traffic.judged(self, flight, before, self.outcomes.tally(flight.seat.key).breaker)
+            self._moved_on(life, flight, cause)
 
     def _moved_on(self, life: int, flight: Flight, cause: MigrationCause) -> None:
         if self._gone(life, flight):
             return
-        self.flights[flight.worker].remove(flight)
+        self._leave(flight)
         if flight.attempt >= ATTEMPTS_MAX:
             self.traffic.tally.lost += 1
             self._abandon(flight, "budget_exhausted")
             return
-        avoid = (*flight.avoid, flight.worker)
+        avoid = (*flight.avoid, flight.seat.key)
         onward = self._route(flight.request, flight.model, flight.attempt + 1, flight.tokens + 8, avoid)
         if onward is None:
             self._abandon(flight, "no_worker")
@@ -268,58 +256,28 @@ class Frontend:
         )
 
     def _fail_all(self, worker: str, cause: MigrationCause) -> None:
-        for flight in tuple(self.flights.get(worker, ())):
+        for flight in [f for f in self.flights if f.worker == worker]:
             self._failed(self.life, flight, cause)
 
     # --- the journal --------------------------------------------------------------------------------------------
 
     def _absorbed(self, replica: Replica, batch: Sequence[Recorded]) -> None:
         self.around.listen(replica, batch)
-        self.local.follow(batch)
         for event in batch:
-            fact = event.fact
-            if isinstance(fact, HealthChanged) and fact.after in (HealthStatus.UNHEALTHY, HealthStatus.DEAD):
-                for flight in tuple(self.flights.get(fact.worker, ())):
-                    if flight.instance == fact.instance:
-                        self._moved_on(self.life, flight, "unhealthy")
+            if isinstance(event.fact, BreakerClosed):
+                self.outcomes.reset((event.fact.worker, event.fact.instance))
+        self.table.absorb(replica.fleet)
+        self.outcomes.keep(self.table.seats)
+        for flight in list(self.flights):
+            seat = self.table.seats.get(flight.seat.key)
+            if seat is None or seat.corrupt or seat.status is HealthStatus.UNHEALTHY:
+                self._moved_on(self.life, flight, "unhealthy")
 
-    def _report(self, life: int) -> None:
-        """Say what each worker has served since the last report, and who has become slow."""
-        if not self.up or self.life != life:
-            return
-        self.around.kernel.after(WINDOW, self._report, life)
-        for name, machine in self.traffic.machines.items():
-            window = self._windows.pop(machine.instance, None)
-            if window is None:
-                continue
-            self.outbox.observe(
-                RequestsServed(
-                    worker=name,
-                    instance=machine.instance,
-                    frontend=self.name,
-                    count=window.count,
-                    tokens=window.count * 32,
-                    ttft_ms=50.0 * machine.condition.slow,
-                    itl_ms=10.0 * machine.condition.slow,
-                    routed_under=window.routed_under,
-                    window_s=WINDOW / SECOND,
-                )
-            )
-            self._judge_speed(machine)
-        self._windows.clear()
+    def _tick(self, life: int) -> None:
+        """Let the breakers that are due move, and say what each worker has served."""
+        if self.up and self.life == life:
+            self.around.kernel.after(TICK, self._tick, life)
+            self.outcomes.tick([key for key, seat in self.table.seats.items() if seat.routable])
 
-    def _judge_speed(self, machine: Machine) -> None:
-        slow = machine.condition.slow >= SLOW_FROM
-        if not slow and machine.instance not in self._slow:
-            return
-        kind = WorkerSlow if slow else WorkerSlowCleared
-        (self._slow.add if slow else self._slow.discard)(machine.instance)
-        self.outbox.observe(
-            kind(
-                worker=machine.name,
-                instance=machine.instance,
-                frontend=self.name,
-                latency_ms=50.0 * machine.condition.slow,
-                baseline_ms=50.0,
-            )
-        )
+    def _now(self) -> float:
+        return self.around.kernel.now / SECOND

@@ -1,8 +1,9 @@
 """What must never happen, or must always happen in the end. Each invariant is one sentence and one check.
 
-`on` says when it is checked: before a decision is written into the ledger, after it was recorded, after an append,
-after a process folded a batch, when a request was routed, when a worker was accused of silence, once a second, and at
-the end. A check returns what it saw if the sentence is false, and nothing if it holds.
+`on` says when it is checked: before a decision is written into the ledger, after an event was recorded, after an
+append, after a process folded a batch, when a request was routed, when its outcome is in, when a worker was accused
+of silence, once a second, and at the end. A check returns what it saw if the sentence is false, and nothing if it
+holds.
 """
 
 from collections.abc import Callable, Mapping
@@ -11,7 +12,7 @@ from typing import Any, Literal
 
 from controller.simulator import checks_decisions, checks_end, checks_folds, checks_world
 
-On = Literal["before", "recorded", "appended", "absorbed", "routed", "accused", "tick", "end"]
+On = Literal["before", "recorded", "appended", "absorbed", "routed", "judged", "accused", "tick", "end"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,6 +109,12 @@ INVARIANTS: Mapping[str, Invariant] = _all(
         "routed",
         w.shedding,
         "No new request of a model is sent while its level accepts none.",
+    ),
+    (
+        "own_breaker",
+        "judged",
+        w.own_straggler,
+        "No outcome of a request from before a frontend's own breaker moved moves it.",
     ),
     (
         "heard_is_not_silent",

@@ -17,7 +17,7 @@ MS = 1_000
 SECOND = 1_000_000
 MINUTE = 60 * SECOND
 
-Act = Callable[..., None]
+Act = Callable[..., object]
 
 
 class Kernel:

@@ -84,9 +84,9 @@ class Supervisor:
         if machine.up:
             return
         if self._chance.random() < 0.6:
-            self._outbox.observe(
-                WorkerLeft(worker=machine.name, instance=machine.instance, mode="immediate", exit=-9)
-            )
+            left = WorkerLeft(worker=machine.name, instance=machine.instance, mode="immediate", exit=-9)
+            late = self._chance.choice((0, 0, 40 * SECOND))  # the next process may be up before it is said
+            self._world.kernel.after(late, self._outbox.observe, left)
         self._world.kernel.after(self._chance.randrange(1, 30) * SECOND, machine.start)
 
     def _patrol(self) -> None:

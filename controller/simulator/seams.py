@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from controller.deciders import fleet
-from controller.deciders.fleet import Worker
+from controller.router.table import Table
 from events.fact import Decision, Observation
 from events.order import Order, Position
 
@@ -41,11 +41,6 @@ def snapshot(order: Order[fleet.Fleet]) -> Stored:
     return order.settled, order.position, dict(order.sources)
 
 
-def routable(worker: Worker) -> bool:
-    """Return whether the fleet's verdict lets a frontend send a new request to this worker."""
-    return worker.routable
-
-
 def knobs(fleet: fleet.Fleet, model: str) -> Any:
     """Return the four knobs that a frontend obeys for a model; None while nothing was ever decided."""
     level = fleet.models.get(model)
@@ -65,5 +60,5 @@ class Seams:
     vetoed: Callable[[bool], bool] = vetoed
     gives_up: Callable[[Observation], bool] = gives_up
     snapshot: Callable[[Order[Any]], Stored] = snapshot
-    routable: Callable[[Worker], bool] = routable
+    table: Callable[[], Table] = Table
     knobs: Callable[..., Any] = knobs

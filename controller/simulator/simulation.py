@@ -175,6 +175,7 @@ class Simulation:
             models=self.scenario.models,
             tally=self.tally,
             routed=self.watch.routed,
+            judged=self.watch.judged,
             stored=lambda: self.projector.stored,
         )
         return Frontend(name, self.around, traffic, self.kernel.chance(name))

@@ -4,6 +4,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from controller.deciders.breaker import Breaker
+from controller.router.table import Key, Seat
 from controller.simulator.machines import Machine
 from controller.simulator.seams import Stored
 
@@ -17,21 +19,22 @@ class Flight:
 
     request: str
     model: str
-    worker: str
-    instance: str
+    seat: Seat
     routed_under: int
-    own_moves: int
+    sent: int  # the last move of the frontend's own breakers when it was sent
     attempt: int = 1
     tokens: int = 0
-    avoid: tuple[str, ...] = ()
+    avoid: tuple[Key, ...] = ()
 
+    @property
+    def worker(self) -> str:
+        """Where it is."""
+        return self.seat.worker
 
-@dataclass(slots=True)
-class Window:
-    """What one worker has served since the last report."""
-
-    count: int = 0
-    routed_under: int = 0
+    @property
+    def instance(self) -> str:
+        """In which process."""
+        return self.seat.instance
 
 
 @dataclass(slots=True)
@@ -56,4 +59,5 @@ class Traffic:
     models: tuple[str, ...]
     tally: Tally
     routed: Callable[["Frontend", Flight], None]
+    judged: Callable[["Frontend", Flight, Breaker, Breaker], None]  # own breaker before and after an outcome
     stored: Callable[[], Stored | None]

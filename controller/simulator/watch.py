@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from controller.deciders.breaker import Breaker
 from controller.deciders.fleet import Fleet
 from controller.simulator import invariants
 from controller.simulator.invariants import Invariant, On
@@ -112,6 +113,10 @@ class Watch:
     def routed(self, frontend: "Frontend", flight: "Flight") -> None:
         """A frontend has sent a request to a worker."""
         self._run("routed", frontend, flight)
+
+    def judged(self, frontend: "Frontend", flight: "Flight", before: Breaker, after: Breaker) -> None:
+        """A frontend has told its own breaker how a request fared."""
+        self._run("judged", frontend, flight, before, after)
 
     def accused(self, worker: str, instance: str) -> None:
         """An observer has called a worker silent."""

@@ -10,9 +10,10 @@ from datetime import datetime, timedelta
 from typing import Any
 
 from controller.deciders import fleet as deciders
-from controller.deciders.fleet import Fleet, FleetPolicy, Worker
+from controller.deciders.fleet import Fleet, FleetPolicy
+from controller.router.table import Seat, Table
 from controller.simulator.seams import Seams, Stored
-from events.decisions import DegradationChanged, HealthStatus, WeightCapped
+from events.decisions import DegradationChanged, WeightCapped
 from events.fact import Decision, Observation, Recorded
 from events.observations import (
     CanaryResult,
@@ -129,8 +130,14 @@ def _shown_as_settled(order: Order[Fleet]) -> Stored:
     return order.shown, order.position, dict(order.sources)
 
 
-def _by_health_alone(worker: Worker) -> bool:
-    return worker.health.status is not HealthStatus.DEAD
+class HealthAlone(Table):
+    """Lets requests go wherever a worker is not dead."""
+
+    def absorb(self, fleet: Fleet) -> list[Seat]:
+        convicted = super().absorb(fleet)
+        for seat in self.seats.values():
+            seat.weight = max(seat.weight, 0.1)
+        return convicted
 
 
 PLANTED: dict[str, Planted] = {
@@ -201,7 +208,7 @@ PLANTED: dict[str, Planted] = {
     ),
     "health_alone": Planted(
         "frontends route to whatever is not dead",
-        Seams(routable=_by_health_alone),
+        Seams(table=HealthAlone),
         ("verdict_obeyed",),
     ),
 }
