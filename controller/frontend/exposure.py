@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from controller.frontend.flight import Flight
 
 MARGIN = timedelta(milliseconds=200)
-MARK_S = 0.05  # how finely a stint remembers when its tokens came
+MARK_S = 0.2  # how finely a stint remembers when its tokens came
 
 
 @dataclass(slots=True, eq=False)

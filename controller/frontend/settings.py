@@ -53,7 +53,7 @@ class FactSettings(Strict):
     )  # RequestFailed per worker; more are counted into the next
     slow_factor: Annotated[float, Field(gt=1)] = 3.0  # times the median of the model's other workers
     slow_tokens_min: int = Field(default=32, ge=1)  # tokens in a window, below which nobody is called slow
-    exposure_entries_max: int = Field(default=65_536, ge=1)  # per worker
+    exposure_entries_max: int = Field(default=20_000, ge=1)  # per worker
 
 
 class FrontendSettings(Strict):
@@ -65,18 +65,27 @@ class FrontendSettings(Strict):
     ends with an error where the client has already seen some; `error` always ends with an error.
     """
 
-    host: str = "127.0.0.1"
-    port: int = Field(default=8000, ge=0, le=65_535)  # 0: the system chooses
-    admin_host: str = "127.0.0.1"
-    admin_port: int = Field(default=0, ge=0, le=65_535)
-    migration_limit: int = Field(default=3, ge=0, le=2**32 - 1)
-    migration_max_seq_len: int | None = Field(default=None, ge=1)
-    on_corruption: OnCorruption = "continue"
-    reroute_s: Positive = 10.0  # how long a stream without a worker waits for one
-    grace_s: Positive = 30.0  # how long streams may go on after SIGTERM
-    retry_after_s: int = Field(default=30, ge=1)
-    static: str = ""  # host:port,…: workers given directly, without a broker, for benchmarks and tests
-    static_tokenizer: str = "builtin:sim"
+    host: str = Field(default="127.0.0.1", description="the address that the API listens on")
+    port: int = Field(
+        default=8000, ge=0, le=65_535, description="its port, which frontends share; 0: any free one"
+    )
+    admin_host: str = Field(default="127.0.0.1", description="the address of metrics and readiness")
+    admin_port: int = Field(default=0, ge=0, le=65_535, description="their port; 0: any free one")
+    migration_limit: int = Field(
+        default=3, ge=0, le=2**32 - 1, description="how often a request may move to another worker; 0: never"
+    )
+    migration_max_seq_len: int | None = Field(
+        default=None, ge=1, description="requests of more tokens than this do not move"
+    )
+    on_corruption: OnCorruption = Field(
+        default="continue",
+        description="what becomes of a stream that a convicted worker fed: continue, restart, error",
+    )
+    reroute_s: Positive = Field(default=10.0, description="how long a stream without a worker waits for one")
+    grace_s: Positive = Field(default=30.0, description="how long streams may go on after SIGTERM")
+    retry_after_s: int = Field(default=30, ge=1, description="what a rejected client is told to wait")
+    static: str = Field(default="", description="host:port,...: workers given directly, without a broker")
+    static_tokenizer: str = Field(default="builtin:sim", description="their tokenizer")
     admission: AdmissionSettings = AdmissionSettings()
     stream: StreamSettings = StreamSettings()
     breaker: LocalBreakerSettings = LocalBreakerSettings()
