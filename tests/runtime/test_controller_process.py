@@ -22,7 +22,14 @@ from events.bus import BusUnavailable, NatsBus, NoAnswer
 from events.decisions import BreakerOpened, GoldenAgreed
 from events.fact import Fact
 from events.journal.nats import NatsJournal
-from events.observations import CanaryFailed, CanaryPassed, ChaosInjected, ObserverBlind, WorkerSilent
+from events.observations import (
+    CanaryFailed,
+    CanaryPassed,
+    ChaosInjected,
+    DrainFinished,
+    ObserverBlind,
+    WorkerSilent,
+)
 
 pytestmark = pytest.mark.servers
 INTERVAL_S = 0.5
@@ -133,8 +140,27 @@ async def test_a_corrupt_worker_is_convicted_and_a_healthy_one_never(
         assert [f.worker for f in await processes.facts(BreakerOpened)] == [name]
         assert [f.fault for f in await processes.facts(ChaosInjected)] == ["corrupt"]
         await scraped(await processes.status(), name)
+        await drained_and_resumed(processes, (await processes.status())["workers"][0]["id"], eventually)
         codes = processes.stop()
     assert codes == {"controller": 0, "w": 0}
+
+
+async def drained_and_resumed(processes: Processes, name: str, eventually: Any) -> None:
+    """Empty one worker and take it back, as an operator does."""
+
+    async def is_in(health: str, weight: float) -> bool:
+        workers = {w["id"]: w for w in (await processes.status())["workers"]}
+        return bool(workers[name]["health"] == health and workers[name]["weight"] == weight)
+
+    async def finished() -> bool:
+        return [f.worker for f in await processes.facts(DrainFinished)] == [name]
+
+    assert "says" in await processes.ask("drain", worker=name, deadline_s=30)
+    await eventually(lambda: is_in("DRAINING", 0.0), 10)
+    await eventually(finished, 10)
+    assert "says" in await processes.ask("resume", worker=name)
+    await eventually(lambda: is_in("HEALTHY", 1.0), 20)
+    assert name not in {f.worker for f in await processes.facts(CanaryFailed)}
 
 
 async def scraped(status: dict[str, Any], worker: str) -> None:
