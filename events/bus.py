@@ -118,8 +118,8 @@ class NatsBus:
         if not self.connection.connected:
             raise BusUnavailable
         try:
-            message = await self.connection.client.request(subject, _encode(body), timeout=deadline_s)
-            return _decode(message.data)
+            answer = await self.connection.request(subject, _encode(body), deadline_s)
+            return _decode(answer.body)
         except NoRespondersError as error:
             raise NoAnswer(f"nobody listens on {subject}") from error
         except TimeoutError as error:

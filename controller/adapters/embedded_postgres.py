@@ -23,6 +23,7 @@ from controller.adapters.embedded_server import (
     environment,
     free_port,
     identity,
+    libc,
     spawn,
     until,
 )
@@ -127,7 +128,7 @@ async def _initdb(place: _Place) -> None:
     options = ["-A", "trust", "-E", "UTF8", "--locale=C", "--no-sync", "--no-instructions"]
     command = [place.program("initdb"), "-D", place.name(partial.name), "-U", ROLE, *options]
     await _run(command, "initdb", user=place.user, fds=(place.held,))
-    await asyncio.to_thread(os.sync)
+    await asyncio.to_thread(libc.syncfs, place.held)  # --no-sync saved a second; once for all is 50 ms
     partial.rename(place.directory / "data")
 
 

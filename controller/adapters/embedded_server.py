@@ -21,7 +21,7 @@ LOCK_WAIT_S = 3.0  # the children of a killed postgres hold its directory for a 
 POLL_S = 0.004
 PR_SET_PDEATHSIG = 1
 
-_libc = ctypes.CDLL(None, use_errno=True)
+libc = ctypes.CDLL(None, use_errno=True)
 
 
 class ServerFailed(HoldfastError):
@@ -122,7 +122,7 @@ async def _take(lock: int, directory: Path) -> None:
 def _die_with(parent: int) -> Callable[[], None]:
     def arrange() -> None:
         os.setsid()  # Ctrl-C is for us: we stop the servers in order
-        _libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+        libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
         if os.getppid() != parent:  # it died in between
             os._exit(1)
 

@@ -98,7 +98,7 @@ class Lease:
     async def _contend(self) -> None:
         value, revision = await self._cell.read()
         now = self._clock.monotonic()
-        self.leader = msgspec.json.decode(value, type=Claim).holder if value else ""
+        self.leader = _holder(value)
         if revision != self._revision:
             self._revision, self._seen_at = revision, now
         gone = now - self._seen_at > self._ttl_s * PATIENCE
@@ -113,3 +113,11 @@ class Lease:
             log.info("lease_taken" if held else "lease_lost", holder=self.holder)
             for listener in self._listeners:
                 listener(held)
+
+
+def _holder(value: bytes) -> str:
+    """Return who holds the lease by this value; nobody, if it is none of ours."""
+    try:
+        return msgspec.json.decode(value, type=Claim).holder
+    except msgspec.MsgspecError:
+        return ""

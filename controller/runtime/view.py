@@ -6,6 +6,7 @@ what it held, for requests must be served whatever becomes of the control plane.
 """
 
 import asyncio
+import random
 from collections.abc import AsyncIterator, Callable, Sequence
 
 import structlog
@@ -16,10 +17,11 @@ from controller.runtime.lineage import refuse_foreign_stream
 from events.errors import HoldfastError
 from events.fact import Recorded
 from events.journal.port import Journal, JournalUnavailable
-from events.order import Order
+from events.order import Order, Position
 
 LOAD_DEADLINE_S = 3.0
 ASK_END_DEADLINE_S = 2.0
+AUDIT_EVERY_S = 5.0
 
 Batch = Sequence[Recorded]
 log = structlog.get_logger(__name__)
@@ -34,6 +36,8 @@ class FleetView:
 
     def __init__(self, journal: Journal, *, store: StateStore | None = None) -> None:
         self.fault: HoldfastError | None = None  # why following has ended
+        self.differences = 0  # times that the store's state was not ours at the same position
+        self.audits = 0  # times that it could be compared
         self.order: Order[Fleet] = Order(evolve, Fleet())
         self._journal = journal
         self._store = store
@@ -81,6 +85,8 @@ class FleetView:
             await same_history(self._journal, place)
             async with asyncio.TaskGroup() as tasks:
                 tasks.create_task(self._find_end())
+                if self._store is not None:
+                    tasks.create_task(self._audit(self._store))
                 await self._follow()
         except HoldfastError as error:
             self._fail(error)
@@ -113,6 +119,27 @@ class FleetView:
             except (JournalUnavailable, TimeoutError):
                 await asyncio.sleep(0.1)
         self._check_ready()
+
+    async def _audit(self, store: StateStore) -> None:
+        """Every few seconds, compare the store's settled state with ours. Where both stand at the same position they
+        are the fold of the same facts: a difference is a fault of one of us, and is said."""
+        compared = Position()
+        while True:
+            await asyncio.sleep(AUDIT_EVERY_S * random.uniform(0.8, 1.2))
+            if self.order.position == compared:
+                continue  # nothing has been decided since
+            try:
+                async with asyncio.timeout(LOAD_DEADLINE_S):
+                    kept = await store.load()
+            except (StoreUnavailable, TimeoutError):
+                continue
+            if kept is None or kept.position != self.order.position:
+                continue
+            compared = kept.position
+            self.audits += 1
+            if kept.fleet != self.order.settled:
+                self.differences += 1
+                log.error("store_differs", position=compared.decided, number=compared.number)
 
     def _check_ready(self) -> None:
         if self._target is not None and self.seq >= self._target:

@@ -1,6 +1,5 @@
 """JetStream as we speak it: requests to its API, its answers to publications, and the headers of its messages."""
 
-import asyncio
 from typing import Any
 
 import msgspec
@@ -60,7 +59,7 @@ async def ask(
         raise JournalUnavailable(f"the journal at {connection.url} cannot be reached (NATS is not connected)")
     payload = msgspec.json.encode(body) if body is not None else b""
     try:
-        message = await connection.client.request(f"{API}.{verb}", payload, timeout=deadline_s)
+        message = await connection.request(f"{API}.{verb}", payload, deadline_s)
     except NoRespondersError as error:
         raise JournalUnavailable(
             f"NATS at {connection.url} runs without JetStream, or is starting"
@@ -69,7 +68,7 @@ async def ask(
         raise JournalUnavailable(
             f"the journal at {connection.url} did not answer {verb}: {error!r}"
         ) from error
-    answer: dict[str, Any] = msgspec.json.decode(message.data)
+    answer: dict[str, Any] = msgspec.json.decode(message.body)
     if refusal := answer.get("error"):
         raise Refused(refusal.get("err_code", refusal.get("code", -1)), refusal.get("description", "refused"))
     return answer
@@ -98,14 +97,3 @@ def delivered(reply: str) -> tuple[int, int]:
     tokens = reply.split(".")
     at = 5 if len(tokens) == 9 else 7
     return int(tokens[at]), int(tokens[at + 2])
-
-
-async def within(deadline_s: float, future: "asyncio.Future[Ack]") -> Ack:
-    """Wait for an answer. Raise JournalUnavailable: what has become of the request is unknown."""
-    try:
-        async with asyncio.timeout(deadline_s):
-            return await future
-    except TimeoutError:
-        raise JournalUnavailable(
-            f"the journal did not answer within {deadline_s:g} s. {JournalUnavailable.__doc__}"
-        ) from None

@@ -90,10 +90,10 @@ class NatsCell:
             raise JournalUnavailable
         headers = {"Nats-Expected-Last-Subject-Sequence": str(revision)}
         try:
-            answer = await self.connection.client.request(self.subject, value, DEADLINE_S, headers=headers)
+            answer = await self.connection.request(self.subject, value, DEADLINE_S, headers)
         except DISCONNECTED as error:
             raise JournalUnavailable(f"{self.key} was not written: {error!r}") from error
-        return broker.decode_ack(answer.data)
+        return broker.decode_ack(answer.body)
 
     async def _make(self) -> None:
         config = {

@@ -29,6 +29,7 @@ from events.journal.spool import BYTES_MAX, Letter, Spool
 from events.journal.stream import StreamRefused, StreamState
 from events.journal.witness import Witness
 
+FENCE = "Nats-Expected-Last-Subject-Sequence"
 APPEND_DEADLINE_S = 2.0
 APPEND_MAX = 1000  # decisions in one atomic batch: the server's own limit
 CLOSE_DEADLINE_S = 0.5
@@ -61,9 +62,6 @@ class NatsJournal:
             renumber=self._renumber,
             check=self._check,
         )
-        self._answers: dict[int, asyncio.Future[Ack]] = {}
-        self._inbox = connection.client.new_inbox()
-        self._asked = 0
         self._last_id = ""  # of the decision written last
         self._tasks: list[asyncio.Task[None]] = []
 
@@ -95,8 +93,6 @@ class NatsJournal:
         return journal
 
     async def _start(self) -> None:
-        await self._connection.subscribe_raw(f"{self._inbox}.*", self._answered)
-        self._connection.listen(self._connection_changed)
         await self._publisher.start()
         if self._connection.connected:
             with contextlib.suppress(JournalUnavailable):
@@ -211,38 +207,36 @@ class NatsJournal:
         return ack.seq
 
     async def _write(self, decisions: Sequence[Decision], through: int, after: int) -> Ack:
-        self._asked += 1
-        token = self._asked
-        future: asyncio.Future[Ack] = asyncio.get_running_loop().create_future()
-        self._answers[token] = future
+        """Publish a fenced message or atomic batch and return the broker's answer. Raise JournalUnavailable."""
         batch = codec.new_id() if len(decisions) > 1 else ""
         try:
-            async with asyncio.timeout(APPEND_DEADLINE_S):
-                for place, decision in enumerate(decisions, 1):
-                    headers = self._decision_headers(decision, through)
-                    self._last_id = headers["ce-id"]
-                    if place == 1:
-                        headers["Nats-Expected-Last-Subject-Sequence"] = str(after)
-                        headers["Nats-Expected-Last-Subject-Sequence-Subject"] = subjects.DECIDED_ALL
-                    last = place == len(decisions)
-                    if batch:
-                        headers |= {"Nats-Batch-Id": batch, "Nats-Batch-Sequence": str(place)}
-                        headers |= {"Nats-Batch-Commit": "1"} if last else {}
-                    reply = f"{self._inbox}.{token}" if last else ""
-                    body = codec.encode_body(decision)
-                    await self._connection.client.publish(subjects.subject(decision), body, reply, headers)
-                return await future
+            with self._connection.expect() as (address, future):
+                async with asyncio.timeout(APPEND_DEADLINE_S):
+                    for place, decision in enumerate(decisions, 1):
+                        last = place == len(decisions)
+                        headers = self._decision_headers(decision, through)
+                        if place == 1:
+                            headers |= {FENCE: str(after), f"{FENCE}-Subject": subjects.DECIDED_ALL}
+                        if batch:
+                            headers |= {"Nats-Batch-Id": batch, "Nats-Batch-Sequence": str(place)}
+                            headers |= {"Nats-Batch-Commit": "1"} if last else {}
+                        body = codec.encode_body(decision)
+                        reply = address if last else ""
+                        await self._connection.client.publish(
+                            subjects.subject(decision), body, reply, headers
+                        )
+                    answer = await future
+            return broker.NOBODY if answer.nobody else broker.decode_ack(answer.body)
         except MaxPayloadError as error:
             raise JournalUnavailable(f"a decision is larger than the broker takes: {error!r}") from error
         except DISCONNECTED as error:
             raise JournalUnavailable(f"{error!r}: {JournalUnavailable.__doc__}") from error
-        finally:
-            self._answers.pop(token, None)
 
     def _decision_headers(self, decision: Decision, through: int) -> dict[str, str]:
+        self._last_id = codec.new_id()
         return codec.encode_headers(
             decision,
-            id=codec.new_id(),
+            id=self._last_id,
             source=self.source,
             source_number=0,  # decisions are numbered by the fleet, not by their source
             said_at=decision.decided_at,
@@ -251,19 +245,9 @@ class NatsJournal:
             causation=decision.cause,
         )
 
-    def _answered(self, subject: bytes, reply: bytes, data: bytes, headers: bytes | None) -> None:
-        future = self._answers.get(int(subject[subject.rindex(b".") + 1 :]))
-        if future is not None and not future.done():
-            future.set_result(broker.decode_ack(data) if data else broker.NOBODY)
-
     def cell(self, key: str) -> NatsCell:
         """Return a small value for compare-and-set, over the same connection."""
         return NatsCell(self._connection, key)
-
-    def _connection_changed(self, connected: bool) -> None:
-        for future in self._answers.values():
-            if not future.done():  # the answer was lost with the connection
-                future.set_exception(JournalUnavailable())
 
     # --- reading ----------------------------------------------------------------------------------------------------
 
@@ -286,6 +270,7 @@ class NatsJournal:
             await self.flush(CLOSE_DEADLINE_S)
         for task in self._tasks:
             task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        if self._tasks:
+            await asyncio.wait(self._tasks, timeout=CLOSE_DEADLINE_S)
         self._publisher.close()
         await self._connection.close()

@@ -11,7 +11,8 @@ import nats
 import pytest
 from nats_world import Broker, Wire, absorbed, drain, folded, make_stream, read_all
 
-from controller.adapters.embedded import Server, start_nats
+from controller.adapters.embedded import Server, nats_binary, start_nats
+from controller.adapters.embedded_server import free_port, spawn
 from events import subjects
 from events.fact import Recorded
 from events.journal import publisher as publisher_module
@@ -457,6 +458,20 @@ async def test_purging_and_deleting_are_refused(nats_url: str) -> None:
     await journal.close()
 
 
-async def test_a_broker_without_jetstream_is_said_to_be_one(tmp_path: Path) -> None:
+def test_too_few_replicas_are_a_reason() -> None:
     assert differences(wanted(3), 3) == []
-    assert differences({**wanted(1)}, 3) == ["it has 1 replicas, not 3"]
+    assert differences(wanted(1), 3) == ["it has 1 replicas, not 3"]
+
+
+async def test_a_broker_without_jetstream_is_said_to_be_one(tmp_path: Path) -> None:
+    port = free_port()
+    command = [str(nats_binary()), "-a", "127.0.0.1", "-p", str(port)]
+    process = await spawn(command, tmp_path, tmp_path / "log")
+    journal = await NatsJournal.connect(f"nats://127.0.0.1:{port}", "worker:w1")
+    journal.observe(drain(1))
+    with pytest.raises(JournalUnavailable, match="without JetStream"):
+        await journal.last_seq()
+    assert journal.spool_depth == 1
+    await journal.close()
+    process.kill()
+    process.wait()

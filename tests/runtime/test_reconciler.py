@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from dataclasses import replace
 
 import pytest
 from made_history import History
@@ -325,6 +326,28 @@ async def test_a_view_is_ready_once_all_is_read_and_tells_of_each_batch(eventual
     task.cancel()
     with contextlib.suppress(asyncio.CancelledError):
         await task
+
+
+@pytest.mark.parametrize("wrong", [False, True])
+async def test_a_view_compares_itself_with_the_store(
+    eventually: Eventually, monkeypatch: pytest.MonkeyPatch, wrong: bool
+) -> None:
+    monkeypatch.setattr("controller.runtime.view.AUDIT_EVERY_S", 0.01)
+    history = beginning().start()
+    store = kept(history)
+    view = FleetView(MemoryJournal(history.stream, "frontend:f1"), store=store)  # type: ignore[arg-type]
+    task = asyncio.create_task(view.run())
+    await view.ready(5)
+    if wrong:
+        store.snapshot = replace(store.snapshot, fleet=Fleet())
+    history.absorb()
+    later = kept(history).snapshot
+    store.snapshot = replace(later, fleet=Fleet()) if wrong else later
+    history.stream.wake()
+    await eventually(lambda: view.audits > 0)
+    assert view.differences == int(wrong)
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
 
 
 async def test_a_view_of_an_empty_journal_is_ready(eventually: Eventually) -> None:
