@@ -135,8 +135,9 @@ class Controller:
 
     def _tools(self, clock: SystemClock) -> Tools:
         def running(worker: str) -> int:
-            beat = self.beats.workers.get(worker)
-            return max(1, beat.load.get("running", 1)) if beat is not None else 1
+            known = self.view.fleet.workers.get(worker)
+            beat = known and self.beats.lives.get((worker, known.joined.instance))
+            return max(1, beat.load.get("running", 1)) if beat else 1
 
         return Tools(
             journal=self._journal,

@@ -6,11 +6,10 @@ compared with ours to measure how far it is off.
 """
 
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from dataclasses import dataclass, field
 from datetime import datetime
 from statistics import median
-from typing import Any
 
 import structlog
 
@@ -21,14 +20,15 @@ from events.bus import Body, Bus
 SKEWS_KEPT = 9
 NAMES_MAX = 100_000  # workers and frontends remembered; more than that is somebody's mistake
 
+Life = tuple[str, str]  # worker, instance
+
 log = structlog.get_logger(__name__)
 
 
 @dataclass(slots=True)
 class Beat:
-    """The last heartbeat of one worker."""
+    """The last heartbeat of one instance of one worker."""
 
-    instance: str
     at: float
     draining: bool
     load: Mapping[str, int]
@@ -59,7 +59,7 @@ class Beats:
     def __init__(self, bus: Bus, clock: Clock) -> None:
         self._bus = bus
         self._clock = clock
-        self.workers: dict[str, Beat] = {}
+        self.lives: dict[Life, Beat] = {}
         self.frontends: dict[str, Links] = {}
         self.bad = 0  # messages that made no sense
 
@@ -70,10 +70,8 @@ class Beats:
 
     def fresh(self, worker: str, instance: str, within_s: float) -> Beat | None:
         """Return this instance's last beat if it is not older than `within_s`."""
-        beat = self.workers.get(worker)
-        if beat is None or beat.instance != instance or self._clock.monotonic() - beat.at > within_s:
-            return None
-        return beat
+        beat = self.lives.get((worker, instance))
+        return beat if beat is not None and self._clock.monotonic() - beat.at <= within_s else None
 
     def linked(self, worker: str, instance: str, within_s: float) -> bool:
         """Whether a frontend said within `within_s` that it has a live connection to this instance."""
@@ -91,13 +89,13 @@ class Beats:
             skew = (datetime.fromisoformat(body["at"]) - self._clock.now()).total_seconds()
         except (KeyError, TypeError, ValueError) as error:
             return self._refuse(subject, error)
-        known = self.workers.get(worker)
-        if known is None and len(self.workers) >= NAMES_MAX:
+        life = (worker, instance)
+        known = self.lives.get(life)
+        if known is None and len(self.lives) >= NAMES_MAX:
             return self._refuse(subject, "too many workers")
         skews = known.skews if known is not None else deque(maxlen=SKEWS_KEPT)
         skews.append(skew)
-        draining = bool(body.get("draining", False))
-        self.workers[worker] = Beat(instance, self._clock.monotonic(), draining, load, skews)
+        self.lives[life] = Beat(self._clock.monotonic(), bool(body.get("draining", False)), load, skews)
         return None
 
     def on_links(self, subject: str, body: Body) -> None:
@@ -112,11 +110,11 @@ class Beats:
         self.frontends[frontend] = Links(self._clock.monotonic(), workers)
         return None
 
-    def forget(self, keep: Mapping[str, Any], older_than_s: float) -> None:
+    def forget(self, keep: Container[Life], older_than_s: float) -> None:
         """Drop what is old and no longer known."""
         now = self._clock.monotonic()
-        for name in [n for n, beat in self.workers.items() if n not in keep and now - beat.at > older_than_s]:
-            del self.workers[name]
+        for life in [k for k, beat in self.lives.items() if k not in keep and now - beat.at > older_than_s]:
+            del self.lives[life]
         for name in [n for n, links in self.frontends.items() if now - links.at > older_than_s]:
             del self.frontends[name]
 

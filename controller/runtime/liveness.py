@@ -18,7 +18,7 @@ import structlog
 from controller.deciders.fleet import Fleet, Worker
 from controller.deciders.health import SILENT
 from controller.ports import Clock
-from controller.runtime.beats import Beats
+from controller.runtime.beats import Beats, Life
 from controller.runtime.settings import LivenessSettings
 from events.bus import Bus
 from events.journal.port import Journal
@@ -28,8 +28,6 @@ FORGET_AFTER_S = 600.0
 SPREAD_BEATS = 1.5  # the last beats of a fleet that is cut off at once lie within this many beats
 
 log = structlog.get_logger(__name__)
-
-Life = tuple[str, str]  # worker, instance
 
 
 class Shown(Protocol):
@@ -95,14 +93,13 @@ class Liveness:
         for life in self._met.keys() - lives:
             del self._met[life]
             self._said.pop(life, None)
-        self._beats.forget(living, FORGET_AFTER_S)
+        self._beats.forget(lives, FORGET_AFTER_S)
 
     def _last(self, worker: Worker) -> float:
         """Return when this instance was heard last, or first known of."""
-        name, instance = worker.joined.worker, worker.joined.instance
-        beat = self._beats.workers.get(name)
-        met = self._met[name, instance]
-        return max(beat.at, met) if beat is not None and beat.instance == instance else met
+        life = (worker.joined.worker, worker.joined.instance)
+        beat = self._beats.lives.get(life)
+        return max(beat.at, self._met[life]) if beat is not None else self._met[life]
 
     def _welcome(self, living: dict[str, Worker]) -> None:
         for name, worker in living.items():

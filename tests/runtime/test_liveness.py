@@ -200,6 +200,16 @@ async def test_only_the_holder_of_the_lease_speaks_and_it_knows_the_past() -> No
     assert [f.worker for f in w.world.facts(WorkerSilent)] == ["w2"]
 
 
+async def test_a_stranger_under_a_workers_name_does_not_make_it_silent() -> None:
+    w = await Watched("w1", "w2", "w3").start()
+    for _ in range(10):
+        await w.pass_time(1)
+        await w.beat("w1", instance="somebody-else")
+        w.liveness.look(w.world.clock.monotonic())
+        w.world.turn()
+    assert not w.world.facts(WorkerSilent)
+
+
 async def test_the_dead_are_not_silent() -> None:
     w = await Watched("w1", "w2", "w3").start()
     await w.pass_time(5)
@@ -213,8 +223,8 @@ async def test_the_skew_of_a_clock_is_measured_and_decides_nothing() -> None:
     w = await Watched("w1", "w2").start()
     w.skew = timedelta(hours=-2)
     await w.pass_time(10)
-    assert w.beats.workers["w1"].skew_s == pytest.approx(-7200, abs=0.5)
-    assert w.beats.workers["w1"].in_flight == 3
+    assert w.beats.lives["w1", "w1-1"].skew_s == pytest.approx(-7200, abs=0.5)
+    assert w.beats.lives["w1", "w1-1"].in_flight == 3
     assert not w.world.facts(WorkerSilent)
 
 
@@ -232,4 +242,4 @@ async def test_a_beat_that_makes_no_sense_is_counted_and_dropped(body: dict[str,
     await w.bus.publish(subjects.beat("w1"), body)
     await w.bus.publish(subjects.links("f"), {"frontend": "f", "workers": 3})
     assert w.beats.bad == 2
-    assert not w.beats.workers
+    assert not w.beats.lives
