@@ -19,6 +19,7 @@ import re
 import time
 import urllib.request
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -212,15 +213,19 @@ def reference_from(a: argparse.Namespace) -> dict[str, str]:
     if not a.reference.startswith("http"):
         found: dict[str, str] = json.loads(Path(a.reference).read_text())
         return found
-    answers = {}
-    for user in range(a.concurrency):
+
+    def answer_to(user: int) -> str:
         data = json.dumps(body(a, user, stream=False)).encode()
         headers = {"Content-Type": "application/json"}
         ask = urllib.request.Request(a.reference.rstrip("/") + a.path, data, headers)
         with urllib.request.urlopen(ask, timeout=120) as answer:
             choice = json.load(answer)["choices"][0]
-        answers[str(user)] = choice["text"] if "text" in choice else choice["message"]["content"]
-    return answers
+        return str(choice["text"] if "text" in choice else choice["message"]["content"])
+
+    with ThreadPoolExecutor(min(64, a.concurrency)) as threads:
+        return dict(
+            zip(map(str, range(a.concurrency)), threads.map(answer_to, range(a.concurrency)), strict=True)
+        )
 
 
 class Load:

@@ -181,6 +181,10 @@ class Plane(Protocol):
         """Return the load that the worker reported last; None if it is not connected."""
         ...
 
+    def others(self, worker: str) -> Load | None:
+        """Return what requests that are not ours load the worker with; None if it is not connected."""
+        ...
+
     def open(self, worker: str, instance: str, request: Generate, sink: Sink) -> int:
         """Send a request and return its stream number, which is also set in it. Raise WorkerUnreachable."""
         ...

@@ -209,6 +209,11 @@ class RequestPlane:
         line = self._line(worker)
         return line.load if line is not None else None
 
+    def others(self, worker: str) -> Load | None:
+        """Return what requests that are not ours load the worker with; None if it is not connected."""
+        line = self._line(worker)
+        return line.others if line is not None else None
+
     def open(self, worker: str, instance: str, request: Generate, sink: Sink) -> int:
         """Send a request and return its stream number. Raise WorkerUnreachable."""
         line = self._line(worker, instance)

@@ -37,6 +37,7 @@ class Line(asyncio.Protocol):
         self._cause: LostCause = "disconnected"
         self.pulse = Pulse(policy, self._loop.time())
         self.load = wire.Load()
+        self.others = wire.Load()  # of it, what is not ours
         self.draining = False
         self.late = 0  # chunks of streams that nobody reads any more
         self.greeted: asyncio.Future[wire.Welcome] = self._loop.create_future()
@@ -94,6 +95,7 @@ class Line(asyncio.Protocol):
         was = (self.pulse.stuck, self.draining)
         self.pulse.beat(frame)
         self.load = frame.load
+        self.others = _without(frame.load, self.pulse.open_streams)
         self.draining = frame.draining
         if was != (self.pulse.stuck, self.draining):
             self._changed()
@@ -182,6 +184,13 @@ class Reader:
         if isinstance(item, WorkerUnreachable):
             raise item
         return item
+
+
+def _without(load: wire.Load, own: int) -> wire.Load:
+    """Return what others have at a worker, when `own` of its requests are ours. Tokens are taken to be spread evenly."""
+    whole = load.running + load.waiting
+    others = max(0, whole - own)
+    return wire.Load(running=others, active_tokens=load.active_tokens * others // whole if whole else 0)
 
 
 def _readable(descriptor: int) -> bool:

@@ -65,7 +65,7 @@ class Desk:
             world.name, settings.admission, self.table, self.lineage, world.observe, settings.retry_after_s
         )
         self._picker = Picker()
-        self._rules = Rules(self.plane.reachable, self._allowed, self.plane.load, self.cap)
+        self._rules = Rules(self.plane.reachable, self._allowed, self.plane.others, self.cap)
         self._parked: dict[Flight, float] = {}  # until when
         self._flights: dict[Flight, None] = {}  # those without a first token yet
         self._panic = Panic(

@@ -59,7 +59,7 @@ class Rules:
 
     reachable: Callable[[str, str], bool]
     allowed: Callable[[Seat], bool]  # this frontend's own breaker
-    load: Callable[[str], Load | None]
+    others: Callable[[str], Load | None]  # what is in flight there that is not this frontend's
     cap: Callable[[Seat], int]
 
 
@@ -81,7 +81,9 @@ class Picker:
     ) -> Seat:
         """Return the best seat. Raise NotServed, NoneRoutable, NoneReachable, AllTried or AllBusy."""
         left = _filtered(seats, rules, lineage, tried, capped)
-        best = min(left, key=lambda seat: (cost(seat, rules.load(seat.worker)), self._last.get(seat.key, 0)))
+        best = min(
+            left, key=lambda seat: (cost(seat, rules.others(seat.worker)), self._last.get(seat.key, 0))
+        )
         self._turn += 1
         self._last[best.key] = self._turn
         return best
@@ -116,14 +118,15 @@ def _filtered(
     return free
 
 
-def cost(seat: Seat, load: Load | None) -> float:
-    """Return how much a request would wait there: what we know ourselves, or what the worker says if that is
-    more.
+def cost(seat: Seat, others: Load | None) -> float:
+    """Return how much a request would wait there: behind ours, which we know to the moment, and behind
+    others'.
 
-    The worker's own report counts what other frontends sent; ours is newer. The larger of the two is taken.
+    The worker's report of everything is not simply compared with ours: it is older, and everyone would send
+    to the worker whose last report happens to be the oldest.
     """
     active, tokens = seat.active, seat.tokens
-    if load is not None:
-        active = max(active, load.running + load.waiting)
-        tokens = max(tokens, load.active_tokens)
+    if others is not None:
+        active += others.running + others.waiting
+        tokens += others.active_tokens
     return (active + 1 + tokens / TOKENS_PER_REQUEST) / max(seat.weight, 1e-6)

@@ -12,7 +12,7 @@ from scripted_worker import Act, ScriptedWorker, undisturbed
 from controller.adapters.hang import HangPolicy, Pulse
 from controller.adapters.request_plane import Address, PlaneLimits, RequestPlane
 from controller.ports import WorkerUnreachable
-from events.wire import Beat, Chunk, Generate, Sampling
+from events.wire import Beat, Chunk, Generate, Load, Sampling
 
 PROMPT = [300, 301, 302]
 
@@ -210,3 +210,18 @@ def test_our_lag_is_taken_off_before_anyone_is_judged() -> None:
     assert pulse.suspect(0.5)
     pulse.excuse(0.45, 0.5)
     assert not pulse.suspect(0.5)
+
+
+async def test_the_workers_load_is_told_apart_from_our_share_of_it() -> None:
+    worker = ScriptedWorker(always=Act(after=1, how="stall"))
+    async with plane_to(worker) as plane:
+        for _ in range(3):
+            plane.open("w1", "i1", question(), Ear())
+        await until(lambda: (plane.load("w1") or Load()).running == 3)
+        assert plane.others("w1") == Load()
+        stranger = RequestPlane("f2")
+        stranger.want({"w1": Address("i1", worker.url)})
+        task = asyncio.create_task(stranger.run())
+        await until(lambda: stranger.others("w1") == Load(running=3))
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)

@@ -76,11 +76,13 @@ def test_equals_take_turns() -> None:
     assert [picker.pick(seats, OPEN).worker for _ in range(6)] == ["a", "b", "c"] * 2
 
 
-def test_what_the_worker_reports_counts_when_it_is_more() -> None:
+def test_what_others_sent_counts_too() -> None:
     one = seat("a")
-    assert cost(one, Load(running=3, waiting=1)) > cost(one, None)
+    alone = cost(one, None)
+    assert cost(one, Load(running=3, waiting=1)) == alone + 4
+    assert cost(one, Load()) == alone
     one.active = 9
-    assert cost(one, Load(running=3)) == cost(one, None)
+    assert cost(one, Load(running=3)) == alone + 12
 
 
 def test_mid_flight_the_cap_does_not_bind() -> None:
