@@ -14,9 +14,10 @@ from collections.abc import Callable, Sequence
 import structlog
 
 from controller.comparison import RowDifference, differs_from
-from controller.deciders.fleet import Fleet
-from controller.ports import StateStore, StoreUnavailable
+from controller.deciders.fleet import DECIDERS_VERSION, Fleet
+from controller.ports import StateStore
 from controller.runtime.view import FleetView
+from events.errors import HoldfastError
 from events.fact import Recorded
 
 EVERY_S = 5.0
@@ -54,7 +55,10 @@ class RowWatch:
             await asyncio.sleep(self._every_s)
             try:
                 await self.compare()
-            except (StoreUnavailable, TimeoutError) as error:
+            except (
+                HoldfastError,
+                TimeoutError,
+            ) as error:  # whoever only looks must not fall over what he sees
                 log.debug("rows_not_compared", why=str(error))
 
     async def compare(self) -> list[RowDifference] | None:
@@ -62,8 +66,8 @@ class RowWatch:
         async with asyncio.timeout(READ_S):
             reading = await self._store.read_status()
         fleet = next((fleet for seq, fleet in self._kept if seq == reading.place.seq), None)
-        if fleet is None:
-            return None
+        if fleet is None or reading.place.deciders_version not in (0, DECIDERS_VERSION):
+            return None  # other deciders fold to other rows: a fleet in the middle of an upgrade
         self.compared += 1
         found = list(differs_from(fleet, reading.rows))
         for difference in found:

@@ -7,7 +7,9 @@ from made_history import History
 
 from controller import projection
 from controller.adapters.memory_store import MemoryStore
+from controller.adapters.pg_link import StoreRefused
 from controller.comparison import RowDifference
+from controller.ports import Reading, StoreUnavailable
 from controller.runtime.projector import Projector
 from controller.runtime.row_watch import RowWatch
 from controller.runtime.view import FleetView
@@ -33,3 +35,18 @@ async def test_rows_are_compared_at_their_own_position(eventually: Any) -> None:
         following.cancel()
     assert found == heard == [RowDifference("workers: weight of w1", 1.0, 0.25)]
     assert (watch.compared, watch.differences) == (4, 1)
+
+
+async def test_a_store_that_is_away_or_without_tables_does_not_end_the_watch(eventually: Any) -> None:
+    class Strange(MemoryStore):
+        asked = 0
+
+        async def read_status(self) -> Reading:
+            self.asked += 1
+            raise (StoreUnavailable, StoreRefused)[self.asked % 2]
+
+    view, store = FleetView(MemoryJournal(History().stream, "frontend:f0")), Strange()
+    async with asyncio.TaskGroup() as group:
+        watching = group.create_task(RowWatch(view, store, every_s=0.001).run())
+        await eventually(lambda: store.asked >= 3)
+        watching.cancel()
