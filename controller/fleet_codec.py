@@ -16,7 +16,7 @@ from events.errors import HoldfastError
 
 
 class BadSnapshot(HoldfastError):
-    """A kept snapshot cannot be read. Delete it: the journal has everything that it holds."""
+    """A kept snapshot cannot be read. The journal has everything that it holds."""
 
 
 _encode = msgspec.msgpack.Encoder().encode

@@ -7,6 +7,7 @@ from datetime import datetime
 from typing import Any
 
 import asyncpg
+import structlog
 
 from controller import fleet_codec, projection
 from controller.adapters.names import SCHEMA
@@ -17,6 +18,7 @@ from events.fact import Recorded
 from events.order import Position
 
 SELECT_BATCH = 1_000
+log = structlog.get_logger(__name__)
 
 _PLACE = "SELECT * FROM projection WHERE name = 'fleet'"
 _SNAPSHOT = "SELECT * FROM snapshots WHERE deciders_version = $1 AND codec_version = $2"
@@ -54,8 +56,13 @@ class Reader:
             row = await connection.fetchrow(query, DECIDERS_VERSION, fleet_codec.VERSION, *arguments)
         if row is None:
             return None
+        try:
+            fleet = fleet_codec.decode(row["fleet"])
+        except fleet_codec.BadSnapshot as error:
+            log.error("snapshot_not_used", reach=row["reach"], why=str(error))
+            return None
         position = Position(row["through"], row["decided"], row["number"])
-        return Snapshot(fleet_codec.decode(row["fleet"]), position, json.loads(row["sources"]))
+        return Snapshot(fleet, position, json.loads(row["sources"]))
 
     async def read_status(self) -> Reading:
         """Return the rows of the fleet's present state and the open incidents, as of one instant."""

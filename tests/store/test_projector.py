@@ -6,10 +6,11 @@ from typing import Any
 
 import pytest
 from made_history import History
-from store_databases import AnyStore, OpenStore
+from store_databases import AnyStore, OpenStore, execute
 
 from controller import projection
 from controller.adapters.memory_store import MemoryStore
+from controller.adapters.postgres import PostgresStore
 from controller.ports import StoreAhead
 from controller.runtime.projector import Projector
 from events.journal.memory import MemoryJournal, MemoryStream
@@ -122,8 +123,6 @@ async def test_a_stream_that_was_made_anew_is_refused(open_store: OpenStore) -> 
 
 
 async def test_a_snapshot_of_other_deciders_is_not_used(open_store: OpenStore, database_url: str) -> None:
-    from store_databases import execute
-
     history = History().start().corruption()
     store = open_store(snapshot_every=3)
     await in_portions(history, store)
@@ -138,6 +137,17 @@ async def test_a_snapshot_of_other_deciders_is_not_used(open_store: OpenStore, d
     history.say(history.passed("w0"))
     await Projector(journal(history), open_store()).catch_up(len(history.events))
     await assert_projected(history, store)
+
+
+async def test_a_damaged_snapshot_is_not_used(database_url: str) -> None:
+    history, store = History().start().corruption(), PostgresStore(database_url, snapshot_every=3)
+    await in_portions(history, store)
+    await execute(database_url, "UPDATE holdfast.snapshots SET fleet = 'broken'::bytea")
+    assert await store.load() is None
+    history.say(history.passed("w0"))
+    await Projector(journal(history), store).catch_up(len(history.events))
+    await assert_projected(history, store)
+    await store.close()
 
 
 async def test_large_batches_are_copied_with_a_repetition_among_them(open_store: OpenStore) -> None:
