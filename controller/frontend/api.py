@@ -308,6 +308,8 @@ async def _prompts(ask: Ask, tokens: Tokens) -> list[tuple[list[int], str]]:
 
 
 async def _json(request: web.BaseRequest) -> Any:
+    if request.headers.get("Expect", "").lower() == "100-continue" and request.transport is not None:
+        request.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")  # curl waits a second for it otherwise
     try:
         return msgspec.json.decode(await request.read())
     except (msgspec.DecodeError, UnicodeDecodeError) as error:

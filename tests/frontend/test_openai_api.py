@@ -360,6 +360,38 @@ async def test_http_1_0_gets_an_unchunked_stream() -> None:
         writer.close()
 
 
+async def test_a_client_that_expects_100_continue_is_told_so() -> None:
+    async with frontend(ScriptedWorker()) as kit:
+        body = {"model": "m", "prompt": PROMPT, "max_tokens": 2}
+        async with kit.http.post(kit.url + "/v1/completions", json=body, expect100=True) as answer:
+            assert answer.status == 200
+
+
+async def test_accepted_sockets_send_at_once() -> None:
+    worker = ScriptedWorker(always=Act(after=1, how="error", hold=asyncio.Event()))
+    async with frontend(worker) as kit:
+        asking = asyncio.create_task(kit.stream(model="m", prompt=PROMPT, max_tokens=9))
+        await until(lambda: worker.active)
+        (stream,) = kit.api.exchanges.values()
+        assert stream is not None
+        sock = stream._transport.get_extra_info("socket")
+        assert sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
+        asking.cancel()
+
+
+async def test_keep_alive_carries_one_stream_after_another() -> None:
+    async with frontend(ScriptedWorker()) as kit:
+        host, port = kit.url.removeprefix("http://").split(":")
+        reader, writer = await asyncio.open_connection(host, int(port))
+        body = json.dumps({"model": "m", "prompt": PROMPT, "max_tokens": 2, "stream": True}).encode()
+        head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % len(body)
+        for _ in range(3):
+            writer.write(head + body)
+            whole = await asyncio.wait_for(reader.readuntil(b"0\r\n\r\n"), 5)
+            assert whole.startswith(b"HTTP/1.1 200 OK\r\n") and b"data: [DONE]" in whole
+        writer.close()
+
+
 async def test_what_was_served_is_reported() -> None:
     async with frontend(ScriptedWorker()) as kit:
         for _ in range(3):
