@@ -15,7 +15,7 @@ import structlog
 
 from controller.comparison import RowDifference, differs_from
 from controller.deciders.fleet import DECIDERS_VERSION, Fleet
-from controller.ports import StateStore
+from controller.ports import Reading, StateStore
 from controller.runtime.view import FleetView
 from events.errors import HoldfastError
 from events.fact import Recorded
@@ -69,9 +69,15 @@ class RowWatch:
         if fleet is None or reading.place.deciders_version not in (0, DECIDERS_VERSION):
             return None  # other deciders fold to other rows: a fleet in the middle of an upgrade
         self.compared += 1
-        found = list(differs_from(fleet, reading.rows))
+        found = await asyncio.to_thread(
+            _all, fleet, reading
+        )  # a thousand workers' rows would hold up the loop
         for difference in found:
             self.differences += 1
             log.error("rows_differ_from_the_fold", seq=reading.place.seq, difference=str(difference))
             self._differ(difference)
         return found
+
+
+def _all(fleet: Fleet, reading: Reading) -> list[RowDifference]:
+    return list(differs_from(fleet, reading.rows))
