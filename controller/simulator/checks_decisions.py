@@ -4,6 +4,8 @@ from collections.abc import Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
+from controller.deciders.fleet import load
+from events import codec
 from events.decisions import (
     Absorbed,
     BreakerClosed,
@@ -14,6 +16,7 @@ from events.decisions import (
     HealthChanged,
     HealthStatus,
     Knobs,
+    PolicyAdopted,
     WorkerDecision,
 )
 from events.fact import Decision, Recorded
@@ -191,6 +194,17 @@ def bounded(watch: "Watch", event: Recorded) -> str | None:
     return None
 
 
+def policy(watch: "Watch", event: Recorded) -> str | None:
+    """The policy that the journal keeps, read back, must be one that a controller was started with."""
+    fact = event.fact
+    if not isinstance(fact, PolicyAdopted):
+        return None
+    written = codec.decode_body(fact.kind(), codec.encode_body(fact))
+    assert isinstance(written, PolicyAdopted)
+    known = load(written.policy) in watch.world.scenario.policies
+    return None if known else f"decision {fact.number} adopts {written.policy}"
+
+
 def knobs(watch: "Watch", event: Recorded) -> str | None:
     fact = event.fact
     if not isinstance(fact, DegradationChanged):
@@ -204,6 +218,8 @@ def hysteresis(watch: "Watch", event: Recorded) -> str | None:
     fact, policy = event.fact, watch.policy.degradation
     if not isinstance(fact, DegradationChanged):
         return None
+    if fact.model not in policy.slos:  # the ladder was switched off
+        return f"level {fact.after} without an SLO" if fact.after else None
     if fact.after > fact.before:
         return (
             None

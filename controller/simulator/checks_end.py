@@ -79,6 +79,8 @@ def caught_up(watch: "Watch") -> str | None:
 
 
 def all_well(watch: "Watch") -> str | None:
+    if not watch.world.scenario.settles:
+        return None
     for machine in watch.world.machines.values():
         page = watch.ledger.of(machine.name, machine.instance)
         shown = watch.shown[-1].workers.get(machine.name)
@@ -90,6 +92,8 @@ def all_well(watch: "Watch") -> str | None:
 
 
 def incidents(watch: "Watch") -> str | None:
+    if not watch.world.scenario.settles:
+        return None
     if watch.ledger.incidents or watch.shown[-1].incidents:
         return f"open incidents: {watch.ledger.incidents} {watch.shown[-1].incidents}"
     low = {m: level for m, level in watch.ledger.levels.items() if level}

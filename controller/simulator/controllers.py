@@ -38,7 +38,7 @@ class Surroundings:
     network: Network
     seams: Seams
     said: Said
-    policy: FleetPolicy
+    policy: Callable[[], FleetPolicy]  # with which a controller starts
     machines: Mapping[str, Machine]
     frontends: Callable[[], Iterable["Frontend"]]
     interval: int  # between canaries of one worker
@@ -73,6 +73,7 @@ class Controller:
         around = self.around
         self.life += 1
         self.up, self.paused, self.leading = True, False, False
+        self._policy = around.policy()
         self._appending = 0  # which append is on its way; 0: none
         self._appends = 0
         self._must_read = 0
@@ -206,7 +207,7 @@ class Controller:
 
     def _due(self, now: datetime) -> tuple[Decision, ...]:
         fleet = self.replica.fleet
-        batch = self.around.seams.settle(self.around.policy, fleet, now)
+        batch = self.around.seams.settle(self._policy, fleet, now)
         if batch or not self.replica.order.pending:
             self._pending_since = None
             return batch

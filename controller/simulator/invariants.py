@@ -69,6 +69,12 @@ INVARIANTS: Mapping[str, Invariant] = _all(
         d.own_life,
         "A fact about one life of a worker decides nothing about another.",
     ),
+    (
+        "policy_kept",
+        "before",
+        d.policy,
+        "An adopted policy, read back from the journal, is the one that was adopted.",
+    ),
     ("within_policy", "before", d.bounded, "Waits, trials and drains end within what the policy allows."),
     ("all_knobs", "before", d.knobs, "Every degradation level sets all four knobs to the level's values."),
     (

@@ -9,7 +9,7 @@ from datetime import datetime
 from typing import TYPE_CHECKING, Any, cast
 
 from controller.deciders.fleet import Fleet
-from controller.runtime.beats import Beat, Beats, Links
+from controller.runtime.beats import Beats
 from controller.runtime.liveness import Liveness
 from controller.runtime.settings import LivenessSettings
 from controller.simulator.kernel import SECOND, Kernel
@@ -54,16 +54,16 @@ class Ear:
     def listen(self, machines: Mapping[str, Machine]) -> None:
         """Hear who beats and who is linked, and let the observer judge."""
         now = self.monotonic()
-        if self.since is None:
-            self.since = now
-        heard, reports = self._beats.workers, self._beats.frontends
+        self.since = now if self.since is None else self.since
+        at = self.now().isoformat()
         quiet = [machine for machine in machines.values() if not machine.beating]
         for name, machine in machines.items():
             if machine.beating:
-                _hear(heard, name, machine, now)
+                beat = {"worker": name, "instance": machine.instance, "draining": machine.draining, "at": at}
+                self._beats.on_beat(name, beat)
         for frontend in self._frontends():  # connections to workers that are heard change nothing
             linked = {m.name: m.instance for m in quiet if self._seams.vetoed(frontend.linked(m))}
-            reports[frontend.name] = Links(now, linked)
+            self._beats.on_links(frontend.name, {"frontend": frontend.name, "workers": linked})
         self._liveness.look(now)
 
     # --- what the observer needs ----------------------------------------------------------------------------------
@@ -86,11 +86,3 @@ class Ear:
     def now(self) -> datetime:
         """As a clock: the virtual instant."""
         return self._kernel.instant()
-
-
-def _hear(heard: dict[str, Beat], name: str, machine: Machine, now: float) -> None:
-    beat = heard.get(name)
-    if beat is None or beat.instance != machine.instance:
-        heard[name] = Beat(machine.instance, now, machine.draining, {})
-    else:
-        beat.at, beat.draining = now, machine.draining

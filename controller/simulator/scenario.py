@@ -42,21 +42,26 @@ class Scenario:
     skew: int  # of controllers' clocks, at most
     late: int  # how long the last worker takes to be started first
     corrupt_from_start: int  # workers
-    policy: FleetPolicy
+    policies: tuple[FleetPolicy, ...]  # the first, and perhaps one that the controllers are restarted with
+    change_at: int
     worker_faults: dict[str, float]  # per hour and worker
     fleet_faults: dict[str, float]  # per hour
     heal_at: int
     end_at: int
+    settles: bool  # whether there is time enough after `heal_at` for everything to be well again
 
 
 def draw(seed: int, workers: int, minutes: float, rates: str | None = None) -> Scenario:
     """Return the scenario of a seed. With `rates`, the faults of workers divide as that field study says."""
     chance = Kernel(seed).chance("scenario")
-    interval = chance.choice((5, 10, 30)) * SECOND
+    interval = chance.choice((5, 10, 30) if minutes >= 30 else (5,)) * SECOND
     models = ("llama", "qwen")[: 2 if workers >= 4 and chance.random() < 0.3 else 1]
-    policy = draw_policy(chance, workers, minutes, models)
+    policies = [draw_policy(chance, workers, minutes, models)]
+    if chance.random() < 0.25:
+        policies.append(draw_policy(chance, workers, minutes, models))
     end = int(minutes * MINUTE)
-    calm = settling_time(policy, interval)
+    calm = max(settling_time(policy, interval) for policy in policies)
+    heal_at = max(end - calm, end // 4)
     heavy = chance.choice((0.5, 1.0, 1.0, 2.0))
     worker_faults = {k: v * heavy for k, v in WORKER_FAULTS.items() if chance.random() < 0.65}
     fleet_faults = {k: v * heavy for k, v in FLEET_FAULTS.items() if chance.random() < 0.65}
@@ -76,11 +81,13 @@ def draw(seed: int, workers: int, minutes: float, rates: str | None = None) -> S
         skew=chance.choice((0, 50_000, 2 * SECOND)),
         late=chance.choice((2 * SECOND, 2 * SECOND, 5 * MINUTE)),
         corrupt_from_start=chance.choice((0, 0, 0, 1, 1, 2)) if "corrupt" in worker_faults else 0,
-        policy=policy,
+        policies=tuple(policies),
+        change_at=int(chance.uniform(0.2, 0.8) * heal_at),
         worker_faults=worker_faults,
         fleet_faults=fleet_faults,
-        heal_at=max(end - calm, end // 4),
+        heal_at=heal_at,
         end_at=end,
+        settles=end - heal_at >= calm,
     )
 
 
@@ -117,9 +124,9 @@ def settling_time(policy: FleetPolicy, interval: int) -> int:
     """Return how long after the last fault everything must be well again.
 
     The longest wait of a breaker and its trial, the drain that a worker may be in, a new process, and then one canary
-    after another: the trial, the ramp, and as many as lift a suspicion of slowness. Incidents and levels come last.
+    after another: those that acquit of a conviction, the trial, the ramp. Incidents and levels come last.
     """
     waits = micros(policy.breaker.wait_max) + micros(policy.breaker.trial_timeout) * 2
     drains = micros(policy.drain.wait) + micros(policy.drain.margin) + 30 * SECOND
-    canaries = 10 * int(interval * 1.2)
+    canaries = 14 * int(interval * 1.2)
     return waits + drains + canaries + 2 * MINUTE

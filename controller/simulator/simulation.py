@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 import structlog
 
-from controller.deciders.fleet import Fleet
+from controller.deciders.fleet import Fleet, FleetPolicy
 from controller.simulator.broker import Broker, Network
 from controller.simulator.controllers import Controller, Surroundings
 from controller.simulator.faults import Faults
@@ -90,6 +90,10 @@ class Simulation:
             violation = self.watch.out_of_order(found)
         return self._result(violation, time.perf_counter() - began)
 
+    def policy(self) -> FleetPolicy:
+        """Return the policy with which a controller would be started now."""
+        return self.scenario.policies[-1 if self.kernel.now >= self.scenario.change_at else 0]
+
     def believed(self) -> Fleet:
         """Return the fleet as the leader sees it, or else as everybody who read everything would."""
         for controller in self.controllers:
@@ -145,14 +149,13 @@ class Simulation:
         return Machine(name, model, self.kernel, self.broker, self.said, chance, self._broken)
 
     def _surroundings(self) -> Surroundings:
-        policy = self.scenario.policy
         return Surroundings(
             kernel=self.kernel,
             broker=self.broker,
             network=self.broker.network,
             seams=self.seams,
             said=self.said,
-            policy=policy,
+            policy=self.policy,
             machines=self.machines,
             frontends=lambda: [f for f in self.frontends if f.up],
             interval=self.scenario.interval,
@@ -194,8 +197,17 @@ class Simulation:
         kernel.after(SECOND, self.watch.tick)
         kernel.after(20 * SECOND, self.faults.begin)
         kernel.after(self.scenario.heal_at, self._heal)
+        if len(self.scenario.policies) > 1:
+            kernel.after(self.scenario.change_at, self._change_policy)
         kernel.run(self.scenario.end_at)
         self.watch.end()
+
+    def _change_policy(self) -> None:
+        """Restart the controllers with another policy, one after another."""
+        self._note("another policy")
+        for i, controller in enumerate(self.controllers):
+            self.kernel.after(i * 45 * SECOND, controller.crash)
+            self.kernel.after(i * 45 * SECOND + 2 * SECOND, controller.start)
 
     def _heal(self) -> None:
         self.faults.heal()

@@ -19,8 +19,12 @@ class Run:
 
 
 def play(run: Run) -> Result:
-    """Play one history."""
-    return simulate(run.seed, run.workers, run.minutes, rates=run.rates)
+    """Play one history. An exception out of it says which one it was."""
+    try:
+        return simulate(run.seed, run.workers, run.minutes, rates=run.rates)
+    except Exception as error:
+        error.add_note(f"while playing {run}")
+        raise
 
 
 def sweep(runs: Iterable[Run], processes: int) -> Iterator[Result]:

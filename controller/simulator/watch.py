@@ -16,7 +16,14 @@ from controller.simulator.invariants import Invariant, On
 from controller.simulator.kernel import SECOND
 from controller.simulator.ledger import Ledger
 from controller.simulator.replica import Replica
-from events.decisions import DegradationChanged, GoldenAgreed, GoldenRetired, HealthChanged, HealthStatus
+from events.decisions import (
+    DegradationChanged,
+    GoldenAgreed,
+    GoldenRetired,
+    HealthChanged,
+    HealthStatus,
+    PolicyAdopted,
+)
 from events.fact import Decision, Recorded
 from events.observations import GoldenDisputed, GoldenProposed
 from events.order import Order, OutOfOrder
@@ -54,7 +61,7 @@ class Watch:
         self.world = simulation
         self.kernel = simulation.kernel
         self.seams = simulation.seams
-        self.policy = simulation.scenario.policy
+        self.policy = simulation.scenario.policies[0]  # in force: as the journal's last adoption says
         self.ledger = Ledger()
         self.reference: Order[Fleet] = Order(
             self.seams.evolve, Fleet()
@@ -85,6 +92,9 @@ class Watch:
             self._run("before", event)
         self.ledger.write(event)
         fact = event.fact
+        if isinstance(fact, PolicyAdopted):
+            known = self.world.scenario.policies
+            self.policy = next((p for p in known if p.adopted == fact.policy), self.policy)
         self._note_share(getattr(fact, "worker", ""))
         if isinstance(fact, HealthChanged):
             self.verdicts.setdefault(fact.worker, []).append((event.seq, fact.instance, fact.after))
