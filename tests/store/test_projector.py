@@ -153,7 +153,7 @@ async def test_a_damaged_snapshot_is_not_used(database_url: str) -> None:
 async def test_large_batches_are_copied_with_a_repetition_among_them(open_store: OpenStore) -> None:
     history = History().start()
     number = history.order().position.number
-    for _ in range(400):
+    for _ in range(600):  # more than one page of reading
         history.say(history.passed("w0"), history.passed("w1"))
     history.repeat(history.events[-5])
     assert history.order().position.number == number
@@ -162,4 +162,5 @@ async def test_large_batches_are_copied_with_a_repetition_among_them(open_store:
     async with store.reading() as frozen:
         kept = [row async for batch in frozen.events(0) for row in batch]
     assert len(kept) == len(history.events) - 1
+    assert [row[0] for row in kept] == [e.seq async for batch in store.select() for e in batch]
     assert (await store.place()).seq == len(history.events)
