@@ -24,6 +24,11 @@ def links(frontend: str) -> str:
     return f"live.links.{token(frontend)}"
 
 
+def retire(worker: str) -> str:
+    """Return the subject on which a worker hears that the fleet holds its instance for dead: JSON {instance}."""
+    return f"live.retire.{token(worker)}"
+
+
 def chaos(worker: str) -> str:
     """Return the subject on which a worker listens for rehearsed faults."""
     return f"live.chaos.{token(worker)}"

@@ -55,12 +55,14 @@ class Obedience:
         server: Server,
         journal: Journal,
         say_beat: Callable[[], Awaitable[None]],
+        retire: Callable[[], None],
     ) -> None:
         self._place = place
         self._engine = engine
         self._server = server
         self._journal = journal
         self._say_beat = say_beat
+        self._retire = retire
         self._drain: asyncio.Task[None] | None = None
         self._heal: asyncio.TimerHandle | None = None
         self._log = log.bind(worker=place.name, instance=place.instance)
@@ -104,6 +106,12 @@ class Obedience:
             self._server.refuse(None)
             self._log.info("resumed")
         return {"draining": self._server.refusal is not None, "in_flight": self._server.in_flight}
+
+    def on_retire(self, subject: str, body: Mapping[str, Any]) -> Mapping[str, Any]:
+        """End this process: the fleet holds this instance for dead, and only a new one lives."""
+        self._check_instance(body)
+        self._retire()
+        return {"retired": True}
 
     def _check_instance(self, body: Mapping[str, Any]) -> None:
         wanted = body.get("instance")

@@ -52,6 +52,10 @@ EXIT_FAILED = 1
 log = structlog.get_logger(__name__)
 
 
+class Retired(EngineDead):
+    """The fleet holds this instance for dead: it was silent too long. A new one takes its place."""
+
+
 class Worker:
     """One engine in the fleet."""
 
@@ -60,7 +64,7 @@ class Worker:
         self.engine = engine
         self.server = Server(worker=place.name, instance=place.instance, engine=engine)
         self.server.on_fault = self._engine_faulted
-        self.obedience = Obedience(place, engine, self.server, journal, self._say_beat)
+        self.obedience = Obedience(place, engine, self.server, journal, self._say_beat, self._retire)
         self.serving = asyncio.Event()  # a flag
         self._journal = journal
         self._bus = bus
@@ -163,10 +167,11 @@ class Worker:
 
     async def _fall(self, reason: EngineDead) -> int:
         """Go at once: what the engine held is lost, and its streams are wanted elsewhere."""
-        self._log.critical("engine_dead", reason=str(reason), in_flight=self.server.in_flight)
-        self._journal.observe(EngineFaulted(**self._about, reason=str(reason), fatal=True))
+        self._log.critical("worker_falls", reason=str(reason), in_flight=self.server.in_flight)
+        if not isinstance(reason, Retired):
+            self._journal.observe(EngineFaulted(**self._about, reason=str(reason), fatal=True))
         self.server.refuse(LEAVING)
-        self.server.end_all(f"engine_shutdown: the engine died: {reason}")
+        self.server.end_all(f"engine_shutdown: {reason}")
         await self._end()
         self._journal.observe(WorkerLeft(**self._about, mode="self_initiated", exit=EXIT_FAILED))
         return EXIT_FAILED
@@ -211,6 +216,10 @@ class Worker:
                 self._dead.set_result(error)
             await asyncio.sleep(CHECK_S)
 
+    def _retire(self) -> None:
+        if self._dead is not None and not self._dead.done():
+            self._dead.set_result(Retired())
+
     def _engine_faulted(self, reason: str) -> None:
         now = asyncio.get_running_loop().time()
         if now - self._fault_said_at < FAULT_SAID_EVERY_S:
@@ -230,6 +239,7 @@ class Worker:
             (subjects.drain(name), self.obedience.on_drain),
             (subjects.resume(name), self.obedience.on_resume),
             (subjects.chaos(name), self.obedience.on_chaos),
+            (subjects.retire(name), self.obedience.on_retire),
             (subjects.beat(name), self._on_beat),
         ):
             await self._hear(self._bus, subject, handler)

@@ -1,4 +1,5 @@
-"""Makes the world agree with the fold: workers that are to drain are told so, and those that are resumed.
+"""Makes the world agree with the fold: workers that are to drain are told so, those that are resumed, and those whose
+instance was declared dead and that live all the same: DEAD is for ever, so such a process ends, and its successor joins.
 
 It keeps no position and needs none: it compares what the fold wants with what the worker's beats say, and tells the
 worker until they agree. Telling it twice changes nothing. A worker that does not answer is asked again, less and
@@ -27,7 +28,7 @@ BEAT_FRESH_S = 3.0
 DEADLINE_S_MIN = 0.1
 CONFIRMED_S = 2.0  # how long a worker that has agreed has until its beats show it
 
-Wish = Literal["drain", "resume"]
+Wish = Literal["drain", "resume", "retire"]
 
 log = structlog.get_logger(__name__)
 
@@ -108,11 +109,11 @@ class Actuator:
 
     def _wish(self, worker: Worker) -> Wish | None:
         """Return what the worker must be told; None if its last beat agrees, or if there is nobody to tell."""
-        if not worker.alive:
-            return None
         health = worker.health
-        draining = worker.drain.active or (health.status is HealthStatus.DRAINING and not health.resumed)
         beat = self._beats.fresh(worker.joined.worker, worker.joined.instance, BEAT_FRESH_S)
+        if not worker.alive:
+            return "retire" if beat is not None and not health.left else None
+        draining = worker.drain.active or (health.status is HealthStatus.DRAINING and not health.resumed)
         if draining:
             return None if beat is not None and beat.draining else "drain"
         return "resume" if beat is not None and beat.draining and not health.leaving else None
@@ -120,9 +121,8 @@ class Actuator:
     async def _tell(self, name: str, wish: Wish) -> None:
         worker, trying = self._view.fleet.workers[name], self._tries[name]
         body: dict[str, Any] = {"instance": trying.instance}
-        subject = subjects.resume(name)
+        subject = {"drain": subjects.drain, "resume": subjects.resume, "retire": subjects.retire}[wish](name)
         if wish == "drain":
-            subject = subjects.drain(name)
             if worker.drain.deadline is not None:
                 left = (worker.drain.deadline - self._clock.now()).total_seconds()
                 body["deadline_s"] = max(left, DEADLINE_S_MIN)

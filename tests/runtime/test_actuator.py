@@ -12,7 +12,7 @@ from controller.runtime.beats import Beats
 from controller.runtime.settings import ActuatorSettings
 from events import subjects
 from events.bus import MemoryBus
-from events.observations import DrainRequested, ResumeRequested, WorkerLeft
+from events.observations import DrainRequested, ResumeRequested, WorkerLeft, WorkerSilent
 
 
 class Told:
@@ -41,11 +41,16 @@ class Told:
         self.draining = False
         return {"draining": False}
 
+    async def on_retire(self, subject: str, body: Mapping[str, Any]) -> Mapping[str, Any]:
+        self.heard.append(("retire", body))
+        return {"retired": True}
+
     @contextlib.asynccontextmanager
     async def running(self) -> AsyncIterator["Told"]:
         await self.beats.start()
         await self.bus.subscribe(subjects.drain("w1"), self.on_drain)
         await self.bus.subscribe(subjects.resume("w1"), self.on_resume)
+        await self.bus.subscribe(subjects.retire("w1"), self.on_retire)
         self.world.join("w1")
         task = asyncio.create_task(self.actuator.run())
         try:
@@ -133,3 +138,14 @@ async def test_the_dead_are_told_nothing() -> None:
         told.draining = False
         await told.pass_time(5)
     assert len(told.heard) <= 1
+
+
+async def test_a_worker_that_was_declared_dead_and_lives_is_told_to_end() -> None:
+    async with Told().running() as told:
+        await told.pass_time(1)
+        told.world.journal.observe(WorkerSilent(worker="w1", instance="w1-1", silent_s=3.0, observer="c"))
+        told.world.turn()
+        await told.world.until(lambda: not told.world.fleet.workers["w1"].alive, 200)
+        assert "retire" not in {what for what, _ in told.heard}, "nothing is heard of it"
+        await told.pass_time(3)
+    assert told.heard[-1] == ("retire", {"instance": "w1-1"})

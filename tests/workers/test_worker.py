@@ -77,7 +77,7 @@ async def begin(eventually: Eventually) -> AsyncIterator[Begin]:
         )
         life = Life(worker, stream, bus, stop, asyncio.ensure_future(worker.run(stop)))
         lives.append(life)
-        await eventually(lambda: len(bus.entries) == 4 or life.running.done())  # it listens, or never will
+        await eventually(lambda: len(bus.entries) == 5 or life.running.done())  # it listens, or never will
         return life
 
     yield start
@@ -230,6 +230,14 @@ async def test_a_dead_engine_ends_the_worker_at_once(begin: Begin) -> None:
     frontend.transport.close()
 
 
+async def test_an_instance_that_the_fleet_holds_for_dead_ends_and_blames_no_engine(begin: Begin) -> None:
+    life = await begin(itl_s=0.01)
+    await life.bus.request(subjects.retire("w0"), {"instance": ABOUT["instance"]})
+    async with asyncio.timeout(10):
+        assert await life.running == 1
+    assert life.facts[1:] == [WorkerLeft(**ABOUT, mode="self_initiated", exit=1)]
+
+
 class Stillborn(SimulatedEngine):
     """An engine that cannot start, or never ends starting."""
 
@@ -320,7 +328,7 @@ async def test_faults_that_cannot_be_played_are_refused_in_words(
 async def test_two_processes_under_one_name_are_said_in_the_log(begin: Begin, eventually: Eventually) -> None:
     with capture_logs() as logs:
         life = await begin()
-        await eventually(lambda: len(life.bus.entries) == 4)
+        await eventually(lambda: len(life.bus.entries) == 5)
         for _ in range(3):
             await life.bus.publish(subjects.beat("w0"), {"worker": "w0", "instance": "other"})
     assert [line["other"] for line in logs if line["event"] == "name_taken"] == ["other"]
