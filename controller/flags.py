@@ -30,6 +30,7 @@ def fields_of(model: type) -> dict[str, Any]:
     if issubclass(model, BaseModel):
         return {name: field.annotation for name, field in model.model_fields.items()}
     hints = get_type_hints(model)
+    assert dataclasses.is_dataclass(model)
     return {field.name: hints[field.name] for field in dataclasses.fields(model)}
 
 

@@ -347,7 +347,9 @@ class RequestAbandoned(FrontendObservation):
     model: str
     worker: str
     instance: str
-    reason: str  # guided_decoding, n_over_1, cancelled, over_cap, budget_exhausted, no_worker, corrupt_output …
+    reason: (
+        str  # guided_decoding, n_over_1, cancelled, over_cap, budget_exhausted, no_worker, corrupt_output …
+    )
     tokens: int
 
 
@@ -402,7 +404,16 @@ class PanicEnded(FrontendObservation):
     routable_share: float
 
 
-def canary_key(*, model: str, revision: str, tokenizer: str, engine: str, engine_version: str, dtype: str,
-               tp: int, device: str) -> str:
+def canary_key(
+    *,
+    model: str,
+    revision: str,
+    tokenizer: str,
+    engine: str,
+    engine_version: str,
+    dtype: str,
+    tp: int,
+    device: str,
+) -> str:
     """Return the name under which goldens are kept: answers are comparable only where all of this is equal (N23)."""
     return "|".join((model, revision, tokenizer, engine, engine_version, dtype, f"tp{tp}", device))
