@@ -22,6 +22,7 @@ from events.order import Order, Position
 LOAD_DEADLINE_S = 3.0
 ASK_END_DEADLINE_S = 2.0
 AUDIT_EVERY_S = 5.0
+STORE_SUFFICES_AFTER_S = 3.0  # without the broker: what the store holds is better than knowing nothing
 
 Batch = Sequence[Recorded]
 log = structlog.get_logger(__name__)
@@ -62,7 +63,7 @@ class FleetView:
 
     @property
     def is_ready(self) -> bool:
-        """Whether everything has been read that the journal held when we began."""
+        """Whether everything has been read that the journal held when we began (or the store, if the broker is away)."""
         return self._ready.is_set()
 
     def listen(self, callback: Callable[["FleetView", Batch], None]) -> None:
@@ -82,9 +83,9 @@ class FleetView:
         try:
             self.order, place = await begin(self._store)
             self._tell(())
-            await same_history(self._journal, place)
             async with asyncio.TaskGroup() as tasks:
                 tasks.create_task(self._find_end())
+                await same_history(self._journal, place)
                 if self._store is not None:
                     tasks.create_task(self._audit(self._store))
                 await self._follow()
@@ -112,11 +113,16 @@ class FleetView:
 
     async def _find_end(self) -> None:
         """Learn where the stream ends now; with an empty stream nothing will ever arrive to tell."""
+        loop = asyncio.get_running_loop()
+        give_up_at = loop.time() + STORE_SUFFICES_AFTER_S
         while self._target is None:
             try:
                 async with asyncio.timeout(ASK_END_DEADLINE_S):
                     self._target = await self._journal.last_seq()
             except (JournalUnavailable, TimeoutError):
+                if self.seq and not self.is_ready and loop.time() > give_up_at:
+                    log.warning("view_knows_only_the_store", seq=self.seq)
+                    self._ready.set()
                 await asyncio.sleep(0.1)
         self._check_ready()
 
@@ -131,7 +137,7 @@ class FleetView:
             try:
                 async with asyncio.timeout(LOAD_DEADLINE_S):
                     kept = await store.load()
-            except (StoreUnavailable, TimeoutError):
+            except (HoldfastError, TimeoutError):
                 continue
             if kept is None or kept.position != self.order.position:
                 continue

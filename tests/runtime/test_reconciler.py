@@ -328,6 +328,23 @@ async def test_a_view_is_ready_once_all_is_read_and_tells_of_each_batch(eventual
         await task
 
 
+async def test_without_a_broker_a_view_makes_do_with_the_store(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("controller.runtime.view.STORE_SUFFICES_AFTER_S", 0.05)
+    history = beginning().start()
+    history.stream.reachable = False
+    journal = MemoryJournal(history.stream, "frontend:f1")
+    knowing, knowing_nothing = FleetView(journal, store=kept(history)), FleetView(journal)  # type: ignore[arg-type]
+    tasks = [asyncio.create_task(view.run()) for view in (knowing, knowing_nothing)]
+    await knowing.ready(5)
+    assert knowing.fleet.workers.keys() == {"w0", "w1", "w2"}
+    assert not knowing_nothing.is_ready
+    history.stream.reachable = True
+    await knowing_nothing.ready(5)
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+
+
 @pytest.mark.parametrize("wrong", [False, True])
 async def test_a_view_compares_itself_with_the_store(
     eventually: Eventually, monkeypatch: pytest.MonkeyPatch, wrong: bool
