@@ -122,10 +122,9 @@ class Actuator:
         worker, trying = self._view.fleet.workers[name], self._tries[name]
         body: dict[str, Any] = {"instance": trying.instance}
         subject = {"drain": subjects.drain, "resume": subjects.resume, "retire": subjects.retire}[wish](name)
-        if wish == "drain":
-            if worker.drain.deadline is not None:
-                left = (worker.drain.deadline - self._clock.now()).total_seconds()
-                body["deadline_s"] = max(left, DEADLINE_S_MIN)
+        if wish == "drain" and worker.drain.deadline is not None:
+            left = (worker.drain.deadline - self._clock.now()).total_seconds()
+            body["deadline_s"] = max(left, DEADLINE_S_MIN)
         try:
             answer = await self._bus.request(subject, body, self._settings.answer_s)
             refusal = str(answer.get("error") or "")
