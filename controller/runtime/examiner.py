@@ -151,11 +151,15 @@ class Examiner:
 
     # --- asking -------------------------------------------------------------------------------------------
 
-    async def _once(self, visit: Visit, canary: Canary, check: CheckType) -> Asked:
+    async def _once(
+        self, visit: Visit, canary: Canary, check: CheckType, expected: tuple[int, ...] = ()
+    ) -> Asked:
         """Ask one question, and measure it."""
         top_k = self._settings.top_k
         request = question(canary, top_k=top_k, ignore_eos=not canary.configured)
-        asked = await ask(self._tools.prober, self._tools.clock, visit.name, request, visit.deadline)
+        asked = await ask(
+            self._tools.prober, self._tools.clock, visit.name, request, visit.deadline, expected
+        )
         seconds = asked.latency_ms / 1000
         self._tools.meter.asked(visit.name, check, seconds)
         share = max(1, self._tools.running(visit.name))
@@ -194,7 +198,8 @@ class Examiner:
 
     async def _check(self, visit: Visit, golden: Golden) -> Outcome:
         async def once(again: bool) -> Asked:
-            return await self._once(visit, visit.canary, "confirm" if again else visit.check)
+            check = "confirm" if again else visit.check
+            return await self._once(visit, visit.canary, check, golden.tokens)
 
         def judge(answer: Answer) -> Difference:
             return visit.book.judge(visit.canary, golden, answer)

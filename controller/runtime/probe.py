@@ -9,7 +9,7 @@ A worker that says it is leaving has not failed: such a probe says nothing (`Ask
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, TypeVar
 
@@ -80,11 +80,22 @@ def question(canary: Canary, *, top_k: int, ignore_eos: bool) -> Generate:
     )
 
 
-async def ask(prober: Prober, clock: Clock, worker: str, request: Generate, deadline: float) -> Asked:
-    """Ask once, to the end of the answer. `deadline` is an instant of the monotonic clock."""
+async def ask(
+    prober: Prober,
+    clock: Clock,
+    worker: str,
+    request: Generate,
+    deadline: float,
+    expected: Sequence[int] = (),
+) -> Asked:
+    """Ask once, to the end of the answer, or to its first token that is not the expected one.
+
+    `deadline` is an instant of the monotonic clock. What a wrong token is followed by tells nothing more, and the
+    sooner a corrupt worker is found out the better.
+    """
     began = clock.monotonic()
     try:
-        asked = await within(clock, deadline - began, _whole(prober, clock, worker, request))
+        asked = await within(clock, deadline - began, _whole(prober, clock, worker, request, expected))
     except TimeoutError:
         asked = Asked(0.0, failure="timeout", detail="no whole answer in time")
     except WorkerUnreachable as error:
@@ -94,16 +105,23 @@ async def ask(prober: Prober, clock: Clock, worker: str, request: Generate, dead
     return replace(asked, latency_ms=(clock.monotonic() - began) * 1000)
 
 
-async def _whole(prober: Prober, clock: Clock, worker: str, request: Generate) -> Asked:
+async def _whole(
+    prober: Prober, clock: Clock, worker: str, request: Generate, expected: Sequence[int]
+) -> Asked:
     """Return the whole answer; a worker that is full is asked again until the deadline comes from above."""
     while True:
         chunks: list[Chunk] = []
+        position = 0
         stream = prober.ask(worker, request)
         async with _closing(stream):
             async for chunk in stream:
                 chunks.append(chunk)
                 if chunk.error or chunk.finish or len(chunks) > CHUNKS_MAX:
                     break
+                due = expected[position : position + len(chunk.tokens)]
+                if expected and tuple(chunk.tokens) != tuple(due):
+                    return Asked(0.0, answer=read(chunks))
+                position += len(chunk.tokens)
         error = chunks[-1].error if chunks else None
         if error is None or not error.startswith("overloaded"):
             return _heard(chunks, error)
