@@ -22,8 +22,8 @@ WORKER_PREFIX = "HOLDFAST_WORKER_"  # read by the worker, which refuses what it 
 def sections() -> dict[str, type[BaseModel]]:
     """Return the sections of the controller side."""
     from controller.frontend.settings import FrontendSettings
-    from controller.runtime.settings import ControllerSettings
     from controller.runtime.projector_settings import ProjectorSettings
+    from controller.runtime.settings import ControllerSettings
 
     return {"controller": ControllerSettings, "frontend": FrontendSettings, "projector": ProjectorSettings}
 
