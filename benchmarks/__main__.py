@@ -1,0 +1,44 @@
+"""`make bench`: run every benchmark that needs no torch, one after the other, and print their JSON lines.
+
+python -m benchmarks [NAME …]     names as in the table of benchmarks/README.md
+"""
+
+import os
+import subprocess
+import sys
+
+BENCHMARKS = {
+    "start": ["benchmarks.start"],
+    "worker": ["benchmarks.worker"],
+    "relay": ["benchmarks.relay"],
+    "faults": ["benchmarks.faults"],
+    "journal": ["benchmarks.journal"],
+    "store": ["benchmarks.store"],
+    "fold": ["benchmarks.fold"],
+}
+WITH_TORCH = {
+    "sdc": ["benchmarks.sdc"],
+    "bitflips": ["benchmarks.bitflips"],
+}
+
+
+def main() -> int:
+    """Run the named benchmarks, or all; return 1 if one failed."""
+    known = BENCHMARKS | WITH_TORCH
+    names = sys.argv[1:] or list(BENCHMARKS)
+    if unknown := [name for name in names if name not in known]:
+        print(f"there is no benchmark {unknown[0]!r}; there are {', '.join(known)}", file=sys.stderr)
+        return 2
+    load = " ".join(f"{value:.1f}" for value in os.getloadavg())
+    print(
+        f"# {os.cpu_count()} cores, load before {load}: idle machines give the best and the steadiest figures",
+        flush=True,
+    )
+    failed = [n for n in names if subprocess.run([sys.executable, "-m", *known[n]], check=False).returncode]
+    for name in failed:
+        print(f"{name} failed", file=sys.stderr)
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
