@@ -49,6 +49,7 @@ class Watch:
     failures: int = 0  # join probes in a row
     trial_of: int = 0  # number of the decision whose trial was sent
     resumed: bool = False  # its resumption has been answered with a probe
+    spread: bool = False  # it has a place of its own within the interval
     wake: asyncio.Event = field(default_factory=asyncio.Event)  # a flag: something about it has changed
     task: asyncio.Task[None] | None = None
 
@@ -198,3 +199,6 @@ class CanaryLoop:
             watch.next_at = now
         elif (worker := self._worker(watch)) is not None and self._examiner.wants_samples(worker):
             watch.next_at = min(watch.next_at, max(now, began + self._settings.calibrate_every_s))
+        elif not watch.spread:  # workers that joined together must not be probed together for ever
+            watch.spread = True
+            watch.next_at = max(now, began + interval * self._tools.draw.random())

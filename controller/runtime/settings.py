@@ -54,7 +54,7 @@ class CanarySettings(Strict):
     """How workers are probed. `tolerance` is of one logprob: None calibrates it, 0.0 compares tokens only."""
 
     interval_s: Positive = 30.0  # from the start of a probe to the start of the next
-    jitter: float = Field(default=0.1, ge=0, lt=1)  # share of the interval, either way
+    jitter: float = Field(default=0.05, ge=0, lt=1)  # share of the interval, either way
     timeout_s: Positive = 10.0  # of a whole probe, confirmations included
     max_retries: int = Field(default=2, ge=0, le=10)
     concurrency: int = Field(default=128, ge=1)  # probes in the air, over the whole fleet

@@ -118,6 +118,21 @@ async def test_healthy_noise_of_an_engine_never_fails() -> None:
     assert not world.facts(CanaryFailed)
 
 
+async def test_workers_that_joined_together_are_not_probed_together() -> None:
+    world = World(CanarySettings(interval_s=30))
+    for n in range(20):
+        world.join(f"w{n}")
+    async with world.running():
+        await world.pass_time(60)
+        before = len(world.facts(CanaryResult))
+        counts = []
+        for _ in range(30):
+            await world.pass_time(1)
+            counts.append(len(world.facts(CanaryResult)) - before - sum(counts))
+    assert 15 <= sum(counts) <= 25
+    assert max(counts) <= 6
+
+
 async def test_n07_what_canaries_cost_is_measured() -> None:
     world = await settled("w1")
     async with world.running():
