@@ -3,6 +3,7 @@
 import asyncio
 import json
 import os
+import re
 import signal
 import socket
 import sys
@@ -108,6 +109,35 @@ async def test_kill_nine_in_the_middle_of_a_stream(rig: Rig) -> None:
     assert text_of(events) == whole
     assert events[-1]["choices"][0]["finish_reason"] == "length"
     assert text_of(await rig.stream()) == whole  # and new requests find the one that lives
+
+
+async def test_a_stopped_worker_is_left_and_a_stopped_frontend_accuses_nobody(rig: Rig) -> None:
+    ports = [free_port(), free_port()]
+    workers = {f"static-{n}": await rig.worker(f"w{n}", port) for n, port in enumerate(ports)}
+    front = await rig.frontend("f0", free_port(), *ports)
+    whole = text_of(await rig.stream())
+
+    async def hangs() -> float:
+        async with rig.http.get(rig.admin("f0") + "/metrics") as answer:
+            found = re.search(r"^holdfast_worker_hangs (\S+)", await answer.text(), re.M)
+            assert found is not None
+            return float(found.group(1))
+
+    async def sleep_through(count: int, worker: str) -> None:
+        if count == 20:
+            front.send_signal(signal.SIGSTOP)
+            await asyncio.sleep(1.0)  # the workers go on, and all of it comes at once
+            front.send_signal(signal.SIGCONT)
+
+    assert text_of(await rig.stream(sleep_through)) == whole
+    assert await hangs() == 0
+
+    async def stop(count: int, worker: str) -> None:
+        if count == 20:
+            workers[worker].send_signal(signal.SIGSTOP)
+
+    assert text_of(await rig.stream(stop)) == whole
+    assert await hangs() == 1
 
 
 async def test_sigterm_finishes_what_is_in_flight_and_the_other_frontend_takes_what_is_new(rig: Rig) -> None:
