@@ -111,12 +111,17 @@ class Api:
         tier, warning = tier_of(request.headers.get("X-Priority"))
         if warning:
             headers["Warning"] = warning
-        ask: Ask | None = None
+        model, kind = "", "unary"
         error: ApiError | None = None
         try:
             ask = parse(await _json(request))
-            self.desk.metrics.active.labels(ask.model).inc() if self._known(ask.model) else None
-            return await self._answer(request, ask, headers, tier)
+            kind = "stream" if ask.stream else "unary"
+            if self._known(ask.model):
+                model = ask.model
+                self.desk.metrics.active.labels(model).inc()
+            response = await self._answer(request, ask, headers, tier)
+            error = response.error if isinstance(response, StreamedResponse) else None
+            return response
         except ApiError as raised:
             error = raised
             return refusal(raised, headers)
@@ -124,7 +129,7 @@ class Api:
             error = ApiError(499, "the client has gone", code="cancelled")
             raise
         finally:
-            self._count(ask, endpoint, error)
+            self._count(model, endpoint, kind, error)
 
     def _known(self, model: str) -> bool:
         return model in self.desk.table.models
@@ -203,7 +208,7 @@ class Api:
         error = await self._fly(exchange, stream)
         if error is not None and not stream.started:
             raise error
-        return StreamedResponse(keep=keep)
+        return StreamedResponse(keep=keep, error=error)
 
     async def _fly(self, exchange: Exchange, stream: SseStream | None) -> ApiError | None:
         """Launch and wait for the end. A client that goes away takes his flights with him."""
@@ -235,11 +240,10 @@ class Api:
         stream.abort()
         exchange.cancel()
 
-    def _count(self, ask: Ask | None, endpoint: str, error: ApiError | None) -> None:
+    def _count(self, model: str, endpoint: str, kind: str, error: ApiError | None) -> None:
+        """Count a request that has ended; an error after the first token too, although its status was 200."""
         metrics = self.desk.metrics
-        model = ask.model if ask is not None and self._known(ask.model) else ""
-        kind = "stream" if ask is not None and ask.stream else "unary"
-        if ask is not None and model:
+        if model:
             metrics.active.labels(model).dec()
         if error is None:
             metrics.requests.labels(model, endpoint, kind, "success", "").inc()

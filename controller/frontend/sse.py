@@ -13,6 +13,7 @@ from email.utils import formatdate
 from aiohttp import web
 from aiohttp.abc import AbstractStreamWriter
 
+from controller.frontend.errors import ApiError
 from controller.frontend.settings import StreamSettings
 
 DONE = b"data: [DONE]\n\n"
@@ -113,9 +114,10 @@ def _nothing(why: str) -> None:
 class StreamedResponse(web.StreamResponse):
     """Tells aiohttp that the response has been written already, by an SseStream."""
 
-    def __init__(self, *, keep: bool) -> None:
+    def __init__(self, *, keep: bool, error: ApiError | None) -> None:
         super().__init__()
         self._keep_alive = keep
+        self.error = error  # what ended the stream, if it did not end well
 
     async def prepare(self, request: web.BaseRequest) -> AbstractStreamWriter | None:
         return None

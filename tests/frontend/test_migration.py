@@ -134,6 +134,10 @@ async def test_budget_exhausted_the_client_gets_the_original_error() -> None:
         (fact,) = kit.said(RequestAbandoned)
         assert (fact.reason, fact.tokens) == ("budget_exhausted", 8)
         assert len(kit.said(RequestMigrated)) == 3
+        metrics = kit.desk.render_metrics().decode()
+        labels = 'endpoint="completions",error_type="internal",model="m",request_type="stream",status="error"'
+        assert f"dynamo_frontend_requests_total{{{labels}}} 1.0" in metrics
+        assert 'dynamo_frontend_active_requests{model="m"} 0.0' in metrics
 
 
 async def test_always_failing_before_the_first_token_is_an_http_error() -> None:
