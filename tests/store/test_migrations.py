@@ -1,5 +1,7 @@
 """Migrations: up and down from an empty database, and what is refused."""
 
+from pathlib import Path
+
 import pytest
 from store_databases import execute
 
@@ -107,3 +109,21 @@ async def test_the_right_to_change_events_is_revoked(database_url: str) -> None:
     granted = (await execute(database_url, query))[0]["relacl"]
     letters = granted.partition("=")[2].partition("/")[0]
     assert not set(letters) & set("wdD")  # update, delete, truncate
+
+
+def test_every_table_is_documented() -> None:
+    text = (Path(__file__).parents[2] / "docs" / "state-store.md").read_text()
+    for name in (*tables.metadata.tables, "fleet_now", "model_capacity"):
+        assert f"| `{name}`" in text, name
+    for column in projection.EVENT_COLUMNS:
+        if column not in ("kind", "source", "source_number", "said_at", "correlation", "id"):
+            assert f"`{column}`" in text, column
+
+
+async def test_the_documented_queries_answer(database_url: str) -> None:
+    text = (Path(__file__).parents[2] / "docs" / "state-store.md").read_text()
+    queries = text.split("```sql\n")[1].split("```")[0].split(";\n")
+    assert len([q for q in queries if q.strip()]) == 2
+    for query in queries:
+        if query.strip():
+            await execute(database_url, query)
