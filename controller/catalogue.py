@@ -55,6 +55,7 @@ EMITTERS: Mapping[str, str] = {
 }
 """Who says each observation, and how often. Decisions are all said by the leading controller."""
 
+NOTED = r"^    (\w+): (?:\(\n\s+)?[^#\n]+  # (.+)$"  # a field of a dataclass, with a comment behind it
 LEADER = "the leading controller, when it is due"
 
 
@@ -120,10 +121,10 @@ def _type_text(annotation: object) -> str:
 
 
 def _notes(shape: type) -> dict[str, str]:
-    """Return the comment behind each field, of the kind and its bases."""
+    """Return the comment behind each field, of the kind and its bases; the formatter may have wrapped the type."""
     found: dict[str, str] = {}
     for cls in reversed(shape.__mro__[:-1]):
-        for match in re.finditer(r"^    (\w+): [^#\n]+  # (.+)$", inspect.getsource(cls), re.MULTILINE):
+        for match in re.finditer(NOTED, inspect.getsource(cls), re.MULTILINE):
             found[match.group(1)] = match.group(2)
     return found
 
