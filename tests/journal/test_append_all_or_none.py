@@ -5,13 +5,12 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 import pytest
 from nats_world import Broker, Wire, absorbed, read_all
 
-from controller.adapters.embedded import Server
 from events.journal.nats import APPEND_MAX, NatsJournal
 from events.journal.port import Fenced, JournalUnavailable
 
@@ -48,13 +47,6 @@ async def main():
 
 asyncio.run(main())
 """
-
-
-@pytest.fixture
-async def broker(own_nats: Server) -> AsyncIterator[Broker]:
-    made = Broker(own_nats)
-    yield made
-    await made.server.kill()
 
 
 async def run_controller(url: str, *arguments: int) -> tuple[int, bytes]:
