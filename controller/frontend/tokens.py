@@ -47,7 +47,7 @@ class ByteTable:
     """What each token of a byte-level vocabulary is: its bytes; its text, where those are whole characters."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
-        size = tokenizer.get_vocab_size(with_added_tokens=True)
+        size = ids_of(tokenizer)
         added = tokenizer.get_added_tokens_decoder()
         self.bytes: list[bytes] = [b""] * size
         self.text: list[str | None] = [""] * size
@@ -138,7 +138,7 @@ class Tokens:
     def __init__(self, tokenizer: Tokenizer, template: ChatTemplate | None) -> None:
         self._tokenizer = tokenizer
         self.template = template
-        self.size: int = tokenizer.get_vocab_size(with_added_tokens=True)
+        self.size = ids_of(tokenizer)
         self.table = ByteTable(tokenizer) if _is_byte_level(tokenizer) else None
 
     def encode(self, text: str, *, special: bool) -> list[int]:
@@ -192,6 +192,11 @@ def load_tokens(name: str) -> Tokens:
 
 
 _loaded: dict[str, Tokens] = {}
+
+
+def ids_of(tokenizer: Tokenizer) -> int:
+    """Return one more than the highest id: vocabularies may have holes, so their size is not enough."""
+    return 1 + max(tokenizer.get_vocab(with_added_tokens=True).values(), default=-1)
 
 
 def _is_byte_level(tokenizer: Tokenizer) -> bool:

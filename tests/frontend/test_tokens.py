@@ -16,6 +16,7 @@ from controller.frontend.tokens import (
     INCOMPLETE_TOKENS_MAX,
     StreamDetokenizer,
     TokenizerMissing,
+    Tokens,
     load_tokens,
 )
 
@@ -48,6 +49,14 @@ def test_any_text_survives_the_round(text: str) -> None:
 
 def test_tokens_that_do_not_exist_give_no_text() -> None:
     assert SIM.detokenizer().feed(999_999) == ""
+
+
+def test_a_vocabulary_with_holes_keeps_its_highest_ids() -> None:
+    letters = {char: place for place, char in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
+    tokenizer = Tokenizer(models.BPE(vocab=letters | {"ab": 5000}, merges=[("a", "b")]))
+    tokenizer.decoder = decoders.ByteLevel()
+    tokens = Tokens(tokenizer, None)
+    assert (tokens.size, tokens.detokenizer().feed(5000), tokens.detokenizer().feed(4000)) == (5001, "ab", "")
 
 
 def sentencepiece_like() -> Tokenizer:
