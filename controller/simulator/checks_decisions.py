@@ -172,6 +172,29 @@ def straggler(watch: "Watch", event: Recorded) -> str | None:
     return None
 
 
+def in_a_row(watch: "Watch", event: Recorded) -> str | None:
+    """Count naively, over what the controller had read: a repetition of a fact is one fact."""
+    fact = event.fact
+    if not isinstance(fact, BreakerOpened) or fact.reason.startswith(("unhealthy", "trial_failed")):
+        return None
+    page, least = watch.ledger.of(fact.worker, fact.instance), watch.policy.breaker.failures_max
+    if page is None:
+        return None
+    if fact.reason.startswith("requests"):
+        counted = [n for seq, under, n in page.failures if seq <= event.through and under >= page.moved_by]
+        return (
+            None
+            if counted and max(counted) >= least
+            else f"{fact.instance}: {fact.reason}, counted {counted}"
+        )
+    known = [failed for seq, under, failed in page.results if seq <= event.through and under >= page.moved_by]
+    return (
+        None
+        if all(known[-least:]) and len(known) >= least
+        else f"{fact.instance}: {fact.reason}, {known[-9:]}"
+    )
+
+
 def _sent_under(fact: WorkerObservation) -> int | None:
     if isinstance(fact, CanaryResult):
         return fact.sent_under

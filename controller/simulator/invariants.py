@@ -64,6 +64,12 @@ INVARIANTS: Mapping[str, Invariant] = _all(
     ),
     ("no_straggler", "before", d.straggler, "No outcome from before a breaker's last move moves it."),
     (
+        "in_a_row",
+        "before",
+        d.in_a_row,
+        "Only failures in a row open a breaker: a success between them resets the count.",
+    ),
+    (
         "own_instance",
         "before",
         d.own_life,

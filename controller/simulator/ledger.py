@@ -24,7 +24,7 @@ from events.decisions import (
     WeightCapped,
 )
 from events.fact import Decision, Recorded
-from events.observations import WorkerJoined, WorkerObservation
+from events.observations import CanaryFailed, CanaryResult, RequestFailed, WorkerJoined, WorkerObservation
 
 
 @dataclass(slots=True)
@@ -46,6 +46,12 @@ class Page:
     opened_by: str = ""
     draining_until: datetime | None = None
     cap: float | None = None
+    results: list[tuple[int, int, bool]] = field(
+        default_factory=list
+    )  # of canaries: sequence, sent under, failed
+    failures: list[tuple[int, int, int]] = field(
+        default_factory=list
+    )  # of requests: sequence, routed under, in a row
 
     @property
     def share(self) -> float:
@@ -76,6 +82,8 @@ class Ledger:
             self.observed.setdefault(event.id, (event.seq, fact))
             if isinstance(fact, WorkerJoined):
                 self._join(fact)
+            else:
+                self._outcome(event.seq, fact)
         elif isinstance(fact, Decision):
             self.number = fact.number
             self._decide(fact)
@@ -89,6 +97,14 @@ class Ledger:
         page = self.pages.get(fact.worker)
         if page is None or _life(page.instance) < _life(fact.instance):
             self.pages[fact.worker] = Page(fact.worker, fact.instance, fact.model)
+
+    def _outcome(self, seq: int, fact: WorkerObservation) -> None:
+        page = self.of(fact.worker, fact.instance)
+        if page is not None and isinstance(fact, CanaryResult):
+            failed = isinstance(fact, CanaryFailed) and fact.reason != "latency_spike"
+            page.results.append((seq, fact.sent_under, failed))
+        elif page is not None and isinstance(fact, RequestFailed):
+            page.failures.append((seq, fact.routed_under, fact.failures_in_a_row))
 
     def _decide(self, fact: Decision) -> None:
         match fact:

@@ -16,6 +16,7 @@ from controller.simulator.seams import Seams, Stored
 from events.decisions import DegradationChanged, WeightCapped
 from events.fact import Decision, Observation, Recorded
 from events.observations import (
+    CanaryPassed,
     CanaryResult,
     RequestFailed,
     RequestsServed,
@@ -83,6 +84,20 @@ def _joins_anew(fleet: Fleet, recorded: Recorded) -> Fleet:
         others = {name: worker for name, worker in fleet.workers.items() if name != fact.worker}
         fleet = replace(fleet, workers=others)
     return deciders.evolve(fleet, recorded)
+
+
+def _never_resets(fleet: Fleet, recorded: Recorded) -> Fleet:
+    """Count failures over a worker's whole life: a success does not reset them (B1)."""
+    after = deciders.evolve(fleet, recorded)
+    fact = recorded.fact
+    before = fleet.workers.get(fact.worker) if isinstance(fact, CanaryPassed) else None
+    if before is None or not isinstance(fact, CanaryPassed):
+        return after
+    now = after.workers[fact.worker]
+    if now.breaker.position != "closed" or now.breaker.moved_by != before.breaker.moved_by:
+        return after
+    kept = replace(now, breaker=replace(now.breaker, canary_failures=before.breaker.canary_failures))
+    return replace(after, workers={**after.workers, fact.worker: kept})
 
 
 def _trial_without_end(policy: FleetPolicy, fleet: Fleet, now: datetime) -> tuple[Decision, ...]:
@@ -155,6 +170,11 @@ PLANTED: dict[str, Planted] = {
         "the breaker takes outcomes of requests that were sent before it last moved",
         Seams(evolve=_evolving(_no_straggler)),
         ("no_straggler",),
+    ),
+    "never_resets": Planted(
+        "a success does not reset the count of failures",
+        Seams(evolve=_never_resets),
+        ("in_a_row",),
     ),
     "endless_trial": Planted(
         "a trial whose result never comes keeps the breaker half-open for ever",
