@@ -102,8 +102,8 @@ class Admission:
                     try:
                         return self._find(model)
                     except AllBusy:
-                        turn = asyncio.get_running_loop().create_future()
-                        waiting.appendleft(turn)
+                        place = waiting.index(turn)
+                        turn = waiting[place] = asyncio.get_running_loop().create_future()
         except TimeoutError:
             why = f"no worker became free within {deadline:g} s"
             raise self._refused(
@@ -112,20 +112,16 @@ class Admission:
         except NoWorker as error:
             raise self.no_worker(error, model, tier) from error
         finally:
-            if turn in waiting:
-                waiting.remove(turn)
-            elif turn.done():
-                self.wake(model)  # our turn was used up: the next one looks too
+            waiting.remove(turn)  # only now: until then whoever comes later stands behind us
+            if turn.done():
+                self.wake(model)  # our turn is used up, and there may be room for more
 
     def wake(self, model: str | None = None) -> None:
         """A worker may have become free: let the first in line look."""
         for name in (model,) if model is not None else tuple(self._waiting):
-            waiting = self._waiting.get(name)
-            while waiting:
-                turn = waiting.popleft()
-                if not turn.done():
-                    turn.set_result(None)
-                    break
+            turn = next((turn for turn in self._waiting.get(name, ()) if not turn.done()), None)
+            if turn is not None:
+                turn.set_result(None)
 
     # --- refusals -----------------------------------------------------------------------------------------
 

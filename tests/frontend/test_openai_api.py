@@ -4,6 +4,7 @@ import asyncio
 import io
 import json
 import socket
+from collections import deque
 from datetime import UTC, datetime
 from typing import Any
 
@@ -232,6 +233,36 @@ async def test_knob_latency_scales_the_queue_and_first_token_deadlines() -> None
             assert (status, body["error"]["code"]) == (503, "first_token_timeout")
             assert 0.3 * latency <= kit.desk.now() - began < 0.3 * latency + 2
             await until(lambda: worker.active == 0)
+
+
+async def test_who_came_first_is_served_first() -> None:
+    hold = asyncio.Event()
+    worker = ScriptedWorker(acts=deque([Act(after=0, how="error", error="invalid_request: x", hold=hold)]))
+    async with frontend(worker, admission=AdmissionSettings(inflight_max=1)) as kit:
+        asking = []
+        for number in range(8):
+            ask = kit.post("/v1/completions", model="m", prompt=[300 + number], max_tokens=2)
+            asking.append(asyncio.create_task(ask))
+            await until(lambda n=number: kit.desk.admission.queued("m") == n and worker.active)
+        hold.set()
+        await asyncio.gather(*asking)
+        assert [request.tokens[0] for request in worker.requests] == [300 + n for n in range(8)]
+        assert kit.desk.admission.queued("m") == 0
+
+
+async def test_a_client_that_leaves_the_line_holds_nobody_up() -> None:
+    worker = ScriptedWorker(step_s=0.01)
+    async with frontend(worker, admission=AdmissionSettings(inflight_max=1)) as kit:
+        first = asyncio.create_task(kit.complete(PROMPT, 20))
+        await until(lambda: worker.active == 1)
+        leaving = [asyncio.create_task(kit.complete(PROMPT, 2)) for _ in range(3)]
+        await until(lambda: kit.desk.admission.queued("m") == 3)
+        last = asyncio.create_task(kit.complete(PROMPT, 2))
+        await until(lambda: kit.desk.admission.queued("m") == 4)
+        for task in leaving:
+            task.cancel()
+        await until(lambda: kit.desk.admission.queued("m") == 1)
+        await asyncio.wait_for(asyncio.gather(first, last), 5)
 
 
 async def test_a_full_queue_says_so() -> None:
