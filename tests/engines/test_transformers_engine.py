@@ -212,6 +212,14 @@ async def test_bit_flips_change_answers_until_healed(start: Make) -> None:
     assert (await rig.ask(prompt(), logprobs=5)).logprobs == healthy.logprobs
 
 
+async def test_a_bit_flip_asked_for_right_after_a_heal_stays(start: Make) -> None:
+    rig = await start()
+    healthy = await rig.ask(prompt(), logprobs=5)
+    rig.engine.chaos("heal", 0.0)
+    rig.engine.chaos("bitflip", 4.0)
+    assert (await rig.ask(prompt(), logprobs=5)).logprobs != healthy.logprobs
+
+
 async def test_non_finite_logits_are_an_error_not_an_answer(start: Make) -> None:
     rig = await start()
     weights = rig.engine._stepper.model.parameters()

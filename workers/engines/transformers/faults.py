@@ -1,6 +1,7 @@
 """Faults that the transformers engine plays for rehearsals. They last until healed."""
 
 import random
+from collections import deque
 from dataclasses import dataclass, field
 
 import xxhash
@@ -24,10 +25,8 @@ class Faults:
     drift: float = 0.0
     slow: float = 1.0
     dead: bool = False
-    flips: list[int] = field(
-        default_factory=list
-    )  # seeds of bit flips that the engine's thread has yet to make
-    healing: bool = False  # the engine's thread has yet to undo them
+    # For the engine's thread, in this order: the seed of a bit flip to make, or None to undo them all.
+    surgery: deque[int | None] = field(default_factory=deque)
     _said: int = 0  # tokens said while corrupting
 
     def inject(self, fault: str, argument: float) -> bool:
@@ -45,14 +44,13 @@ class Faults:
             case "slow":
                 self.slow = max(1.0, argument or SLOW_TIMES)
             case "bitflip":
-                self.flips.append(int(argument))
+                self.surgery.append(int(argument))
             case "die":
                 self.dead = True
             case "heal":
                 self.error, self.errors_left, self.corrupt_one_in = False, 0, 0
                 self.drift, self.slow = 0.0, 1.0
-                self.flips.clear()
-                self.healing = True
+                self.surgery.append(None)
             case _:
                 return False
         return True
@@ -66,15 +64,6 @@ class Faults:
         taken = min(requests, self.errors_left)
         self.errors_left -= taken
         self.error = self.errors_left > 0
-        return taken
-
-    def take_flips(self) -> list[int]:
-        """Return the bit flips that are to be made, once."""
-        return [self.flips.pop(0) for _ in range(len(self.flips))]
-
-    def take_heal(self) -> bool:
-        """Return whether the weights are to be healed, once."""
-        taken, self.healing = self.healing, False
         return taken
 
     def altered(self, token: int, vocabulary: int, spared: frozenset[int]) -> int:

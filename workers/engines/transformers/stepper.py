@@ -114,14 +114,17 @@ class Stepper:
         return self._failed(list(self._sequences.values()), detail)
 
     def _operate(self) -> None:
-        """Make the bit flips that a rehearsal asked for, or undo them: only between steps, on the engine's thread."""
-        for seed in self.faults.take_flips():
+        """Make the bit flips that a rehearsal asked for, or undo them, in the order in which they were asked for: only
+        between steps, on the engine's thread."""
+        while self.faults.surgery:
+            seed = self.faults.surgery.popleft()
+            if seed is None:
+                self.surgeon.heal()
+                continue
             try:
                 log.warning("weight_flipped", where=flip_bit(self.model.parameters(), self.surgeon, seed))
             except NotFloat32 as error:
                 log.warning("weight_not_flipped", reason=str(error))
-        if self.faults.take_heal():
-            self.surgeon.heal()
 
     def _said(self, sequence: Sequence, choice: Choice) -> Chunk:
         if choice.token is None:
