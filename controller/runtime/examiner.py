@@ -74,7 +74,7 @@ class Examiner:
         """Take the distance of a passed probe, whichever controller sent it, as a sample of healthy noise."""
         worker = self._look()[0].workers.get(fact.worker)
         if worker is not None and worker.health.status is HealthStatus.HEALTHY:
-            self._calibration(fact.canary_key).add(fact.distance)
+            self._calibration(fact.canary_key).add(fact.distance, fact.worker)
 
     def wants_samples(self, worker: Worker) -> bool:
         """Whether the tolerance for workers like this one is still to be calibrated, and this one can help."""
@@ -89,6 +89,8 @@ class Examiner:
         """Drop what was measured of a worker that is gone."""
         for book in self._books.values():
             book.forget((worker,))
+        for calibration in self._calibrations.values():
+            calibration.forget(worker)
 
     async def examine(self, worker: Worker, turn: Turn, check: CheckType) -> Outcome:
         """Put the next canary to `worker`; exactly one fact about it is said unless the outcome is

@@ -13,11 +13,11 @@ below.
 
 import hashlib
 import math
-from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Literal
 
+from controller.runtime.calibration import Calibration as Calibration
 from controller.runtime.settings import ConfiguredCanary
 from events.observations import TopK
 from events.wire import Chunk, Logprob
@@ -33,8 +33,6 @@ class Vocabulary:
     encode: Encode
     size: int
 
-
-SAMPLES_MAX = 1_000  # distances kept per canary key
 
 POOL: Mapping[str, str] = {
     # The seed's three come first.
@@ -250,38 +248,3 @@ def _out_of_range(answer: Answer, bounds: tuple[float, float] | None) -> str:
         return ""  # logprobs: never above 0, so a range of raw logits says nothing about them
     low, high = bounds
     return "" if low <= max(values) <= high else f"top_logit={max(values):.2f}, expected [{low}, {high}]"
-
-
-# --- tolerance ----------------------------------------------------------------------------------------------
-
-
-@dataclass(slots=True)
-class Calibration:
-    """How far healthy workers of one canary key are apart: the largest distance of enough samples, with a
-    margin."""
-
-    fixed: float | None  # the operator's own tolerance; None: calibrate
-    floor: float
-    margin: float
-    before: float
-    samples_min: int
-    _distances: deque[float] = field(default_factory=lambda: deque(maxlen=SAMPLES_MAX))
-
-    def add(self, distance: float) -> None:
-        """Take in the distance of one probe that passed on a healthy worker."""
-        if math.isfinite(distance):
-            self._distances.append(distance)
-
-    @property
-    def enough(self) -> bool:
-        """Whether there are samples enough to calibrate from."""
-        return len(self._distances) >= self.samples_min
-
-    @property
-    def tolerance(self) -> float:
-        """The tolerance to judge by now; 0.0: compare tokens only."""
-        if self.fixed is not None:
-            return self.fixed
-        if not self.enough:
-            return self.before
-        return max(self.floor, max(self._distances) * self.margin)

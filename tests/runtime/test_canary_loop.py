@@ -107,6 +107,17 @@ async def test_the_tolerance_is_calibrated_within_half_a_minute_and_then_finds_s
     assert 0.001 < failed[0].distance < 0.003
 
 
+async def test_a_worker_that_drifts_from_birth_is_found_once_the_tolerance_is_calibrated() -> None:
+    world = World(CanarySettings(interval_s=5))
+    world.join("w1")
+    world.join("w2")
+    async with world.running():
+        await world.pass_time(3)
+        world.join("w3", FakeWorker(drift=0.02))
+        await world.until(lambda: world.status("w3") == "UNHEALTHY", 60)
+    assert {(f.worker, f.reason) for f in world.facts(CanaryFailed)} == {("w3", "logit_drift")}
+
+
 async def test_healthy_noise_of_an_engine_never_fails() -> None:
     world = World(CanarySettings(interval_s=1))
     draw = random.Random(5)

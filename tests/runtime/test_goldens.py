@@ -143,6 +143,30 @@ def test_the_tolerance_is_the_largest_of_thirty_healthy_samples_with_a_margin() 
     assert made.tolerance == pytest.approx(0.03)
 
 
+def test_a_worker_that_drifts_from_birth_does_not_stretch_the_tolerance() -> None:
+    made = calibration()
+    for n in range(40):
+        made.add(0.0001 * (n % 3), "w1")
+        made.add(0.0, "w2")
+        made.add(0.05, "drifting")
+    assert made.tolerance == 1e-3
+    for _ in range(40):
+        made.add(0.04, "w4")
+        made.add(0.045, "w5")
+    assert made.tolerance == pytest.approx(0.15)  # three of five: that is this engine's noise
+    for name in ("drifting", "w4", "w5"):
+        made.forget(name)
+    assert made.tolerance == 1e-3
+
+
+def test_of_two_workers_nobody_can_say_which_one_is_off() -> None:
+    made = calibration()
+    for _ in range(20):
+        made.add(0.0, "w1")
+        made.add(0.02, "w2")
+    assert made.tolerance == pytest.approx(0.06)
+
+
 def test_the_tolerance_has_a_floor() -> None:
     made = calibration()
     for _ in range(30):
