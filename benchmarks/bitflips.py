@@ -30,7 +30,7 @@ from controller.demo.clients import Received, Users
 from controller.demo.fleet import Fleet, NotAsExpected
 from controller.runtime.settings import CanarySettings
 from events import subjects
-from events.observations import RequestExposed
+from events.observations import CanaryPassed, RequestExposed
 from workers.engines.tiny import build_tiny
 from workers.engines.transformers.faults import bit_flip
 from workers.engines.transformers.loading import load_model
@@ -42,6 +42,7 @@ WORKERS, STREAMS, TOKENS, VICTIM = 3, 8, 64, "w0"
 CANARIES, INTERVAL_S = 4, 1.0
 WITHIN_S = CANARIES * INTERVAL_S + 1.5
 GIVE_UP_S = 3 * WITHIN_S
+SAMPLES, CALIBRATED_WITHIN_S = 2 * CanarySettings().samples_min, 120.0
 PROMPTS = [[300 + (7 * i + 13 * k) % 1500 for k in range(40)] for i in range(STREAMS)]
 FLAGS = ("--engine", "transformers", "--workers", str(WORKERS), "--chaos", "--canary-interval", str(INTERVAL_S),
          "--breaker-wait", "1", "--breaker-backoff", "1")  # fmt: skip
@@ -74,8 +75,14 @@ class Trials:
         self._names = itertools.count()
 
     async def begin(self) -> None:
-        """Take down the undisturbed answers."""
+        """Wait until the tolerance has been calibrated, and take down the undisturbed answers."""
+        async with asyncio.timeout(CALIBRATED_WITHIN_S):
+            while await self._passed() < SAMPLES:  # noqa: ASYNC110 (the fleet is another process)
+                await asyncio.sleep(1)
         self._answers = ["".join(pieces) for pieces in await self._users.answers(self._session, TOKENS)]
+
+    async def _passed(self) -> int:
+        return sum(isinstance(e.fact, CanaryPassed) for e in await self._fleet.events())
 
     async def run(self, seed: int, where: str) -> dict[str, Any]:
         """Flip one bit, wait for the fence, heal; return what happened."""
