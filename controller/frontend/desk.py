@@ -13,12 +13,13 @@ from controller.frontend.admission import Admission
 from controller.frontend.convictions import Convictions
 from controller.frontend.errors import ApiError
 from controller.frontend.exposure import Exposures
-from controller.frontend.flight import Flight, Move
+from controller.frontend.flight import Flight
 from controller.frontend.meter import Meter, gauge_model, gauge_worker
 from controller.frontend.metrics import FrontendMetrics
 from controller.frontend.migration import Failure, smallest_limit
 from controller.frontend.outcomes import Outcomes
 from controller.frontend.panic import Panic
+from controller.frontend.plan import Move
 from controller.frontend.settings import FrontendSettings
 from controller.frontend.tokens import Tokens, load_tokens
 from controller.ports import Clock, Plane

@@ -8,8 +8,9 @@ from typing import Any
 from controller.frontend.bodies import Ask
 from controller.frontend.desk import Desk
 from controller.frontend.errors import ApiError, invalid, unsupported
-from controller.frontend.flight import Flight, Plan
+from controller.frontend.flight import Flight
 from controller.frontend.migration import Allowance
+from controller.frontend.plan import Plan
 from controller.frontend.sse import DONE, SseStream
 from controller.frontend.voice import FoldVoice, Form, StreamVoice, event
 from controller.router.table import Lineage

@@ -12,48 +12,22 @@ cancelled at the plane, so that nothing late of it can come in.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import msgspec
 
 from controller.frontend.errors import ApiError
 from controller.frontend.exposure import Stint
 from controller.frontend.migration import Allowance, Failure, classify
+from controller.frontend.plan import Move, Plan
 from controller.frontend.voice import Voice
 from controller.ports import LostCause, WorkerUnreachable
 from controller.router.pick import NoWorker
-from controller.router.table import Lineage, Seat
-from events.wire import Chunk, Generate, Sampling
+from controller.router.table import Seat
+from events.wire import Chunk, Generate
 
 if TYPE_CHECKING:
     from controller.frontend.desk import Desk
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Plan:
-    """What is asked of the workers: the same on every attempt, but for what has been accepted already."""
-
-    request: str
-    model: str
-    lineage: Lineage
-    prompt: list[int]
-    prompt_text: str  # for engines that can only take text; else empty
-    sampling: Sampling
-    guided: dict[str, Any] | None
-    deterministic: bool  # the same tokens come from any healthy worker
-    tier: str = "standard"
-
-
-@dataclass(slots=True)
-class Move:
-    """A migration that has begun and whose first token has not come yet."""
-
-    failure: Failure
-    source: Seat
-    since: float  # when the failure was noticed
-    tokens: int  # accepted until then
-    spoilt: bool = False  # those tokens may be wrong: the source has been convicted
 
 
 class Flight:

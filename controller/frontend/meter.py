@@ -9,7 +9,8 @@ from events.observations import FrontendObservation, RequestExposed
 from events.wire import Load
 
 if TYPE_CHECKING:
-    from controller.frontend.flight import Flight, Move
+    from controller.frontend.flight import Flight
+from controller.frontend.plan import Move
 
 POSITIONS = {"closed": 0, "open": 1, "half_open": 2}
 

@@ -1,0 +1,34 @@
+"""What a flight is to do, and the move that it is in the middle of."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from controller.frontend.migration import Failure
+from controller.router.table import Lineage, Seat
+from events.wire import Sampling
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """What is asked of the workers: the same on every attempt, but for what has been accepted already."""
+
+    request: str
+    model: str
+    lineage: Lineage
+    prompt: list[int]
+    prompt_text: str  # for engines that can only take text; else empty
+    sampling: Sampling
+    guided: dict[str, Any] | None
+    deterministic: bool  # the same tokens come from any healthy worker
+    tier: str = "standard"
+
+
+@dataclass(slots=True)
+class Move:
+    """A migration that has begun and whose first token has not come yet."""
+
+    failure: Failure
+    source: Seat
+    since: float  # when the failure was noticed
+    tokens: int  # accepted until then
+    spoilt: bool = False  # those tokens may be wrong: the source has been convicted
