@@ -8,7 +8,7 @@ import subprocess
 from pathlib import Path
 from typing import Any
 
-from controller.adapters.embedded_server import Server, ServerFailed, check_port, spawn, until
+from controller.adapters.embedded_server import Server, ServerFailed, check_port, spawn, until, using
 
 MAX_PAYLOAD = 4 * 1024 * 1024
 BATCHES_MAX = 500  # atomic batches in flight: every process of a large fleet may come back at once
@@ -33,7 +33,8 @@ async def start_nats(
     duration such as "2m"; what the server made of it is read back into `.effective`. Raise PortInUse,
     DirectoryInUse, ServerFailed.
     """
-    process, log = await _launch(directory, port, sync_interval, max_payload)
+    with using(directory):
+        process, log = await _launch(directory, port, sync_interval, max_payload)
     ports = directory / f"nats-server_{process.pid}.ports"
     try:
         await until(lambda: _addresses(ports) is not None, process, log, "nats-server")
@@ -43,7 +44,8 @@ async def start_nats(
         server = Server(
             "nats", url, int(url.rsplit(":", 1)[1]), directory, log, process, found["monitoring"][0]
         )
-        server.effective = await effective(server.monitor)
+        with using(directory):
+            server.effective = await effective(server.monitor)
         if sync_interval == "always" != server.effective["sync_interval"]:
             raise ServerFailed(
                 f"nats-server syncs every {server.effective['sync_interval']} although told to sync always"

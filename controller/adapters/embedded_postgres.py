@@ -5,6 +5,7 @@ SIGKILL orphans its server.
 """
 
 import asyncio
+import contextlib
 import importlib.metadata
 import importlib.util
 import os
@@ -17,6 +18,7 @@ from pathlib import Path
 
 from controller.adapters.embedded_server import (
     START_DEADLINE_S,
+    PortInUse,
     Server,
     ServerFailed,
     check_port,
@@ -26,9 +28,11 @@ from controller.adapters.embedded_server import (
     libc,
     spawn,
     until,
+    using,
 )
 
 CONNECTIONS_MAX = 50
+PORT_TRIES = 2
 ROLE = "holdfast"
 UNPRIVILEGED = "nobody"  # who runs postgres when we are root: it refuses root
 
@@ -51,14 +55,16 @@ async def start_postgres(directory: Path, *, port: int = 0, database: str = "hol
     """
     user = UNPRIVILEGED if os.geteuid() == 0 else None
     check_port(port, "postgres")
-    directory = _prepared(directory, user)
-    install = await asyncio.to_thread(_readable, postgres_install(), user)
-    held = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    with using(directory):
+        directory = _prepared(directory, user)
+        install = await asyncio.to_thread(_readable, postgres_install(), user)
+        held = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
-        place = _Place(install, directory, held, user)
-        if not _initialised(directory):
-            await _initdb(place)
-        return await _start(place, port or free_port(), database)
+        with using(directory):
+            place = _Place(install, directory, held, user)
+            if not _initialised(directory):
+                await _initdb(place)
+            return await _start_somewhere(place, port, database)
     finally:
         os.close(held)
 
@@ -84,6 +90,14 @@ class _Place:
 
     def program(self, name: str) -> str:
         return str(self.install / "bin" / name)
+
+
+async def _start_somewhere(place: _Place, port: int, database: str) -> Server:
+    """Start on `port`, or on any: a free one may be gone again when postgres asks for it."""
+    for _ in range(PORT_TRIES if not port else 0):
+        with contextlib.suppress(PortInUse):
+            return await _start(place, free_port(), database)
+    return await _start(place, port or free_port(), database)
 
 
 async def _start(place: _Place, port: int, database: str) -> Server:

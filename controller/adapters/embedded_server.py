@@ -1,6 +1,7 @@
 """A server process of ours: it cannot outlive us, is stopped in order, and is alone on its data directory."""
 
 import asyncio
+import contextlib
 import ctypes
 import fcntl
 import os
@@ -8,7 +9,7 @@ import pwd
 import signal
 import socket
 import subprocess
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -79,6 +80,15 @@ class Server:
         if self.running:
             self.process.kill()
         return await self.wait()
+
+
+@contextlib.contextmanager
+def using(directory: Path) -> Iterator[None]:
+    """Turn what the system says about a directory into one sentence. Raise ServerFailed."""
+    try:
+        yield
+    except (OSError, ValueError) as error:
+        raise ServerFailed(f"the directory {directory} cannot be used: {error}") from error
 
 
 async def spawn(

@@ -69,6 +69,13 @@ async def test_a_port_in_use_is_one_clear_sentence(tmp_path: Path) -> None:
                 await start(tmp_path / "server", port=port)
 
 
+async def test_a_directory_that_cannot_be_used_is_one_clear_sentence(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    for start in (start_nats, start_postgres):
+        with pytest.raises(ServerFailed, match="cannot be used"):
+            await start(tmp_path / "file" / "server")
+
+
 async def test_a_server_that_cannot_start_says_why(tmp_path: Path) -> None:
     with pytest.raises(ServerFailed, match=r"ended with status 1"):
         await start_nats(tmp_path / "nats", sync_interval="whenever")
