@@ -24,13 +24,11 @@ class Calibration:
     before: float
     samples_min: int
     _distances: dict[str, deque[float]] = field(default_factory=dict)  # by worker
-    _samples: int = 0
 
     def add(self, distance: float, worker: str = "") -> None:
         """Take in the distance of one probe that passed on a healthy worker."""
         if math.isfinite(distance):
             self._distances.setdefault(worker, deque(maxlen=SAMPLES_MAX)).append(distance)
-            self._samples += 1
 
     def forget(self, worker: str) -> None:
         """Drop what a worker that is gone has shown."""
@@ -39,7 +37,7 @@ class Calibration:
     @property
     def enough(self) -> bool:
         """Whether there are samples enough to calibrate from."""
-        return self._samples >= self.samples_min
+        return sum(map(len, self._distances.values())) >= self.samples_min
 
     @property
     def tolerance(self) -> float:

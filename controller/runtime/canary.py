@@ -99,15 +99,15 @@ class CanaryLoop:
 
     def _match(self, group: asyncio.TaskGroup) -> None:
         """Start and stop watches so that every live instance has exactly one; none without the lease."""
-        workers = self._view.fleet.workers if self._tools.leading() else {}
-        wanted = {name: w for name, w in workers.items() if w.alive}
+        living = {name: w for name, w in self._view.fleet.workers.items() if w.alive}
+        wanted = living if self._tools.leading() else {}
         for name, watch in list(self._watches.items()):
             worker = wanted.get(name)
             assert watch.task is not None
             if worker is None or worker.joined.instance != watch.instance or watch.task.done():
                 watch.task.cancel()
                 del self._watches[name]
-                if worker is None:
+                if name not in living:
                     self._examiner.forget(name)
         for name, worker in wanted.items():
             if name not in self._watches:

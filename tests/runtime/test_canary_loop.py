@@ -118,6 +118,23 @@ async def test_a_worker_that_drifts_from_birth_is_found_once_the_tolerance_is_ca
     assert {(f.worker, f.reason) for f in world.facts(CanaryFailed)} == {("w3", "logit_drift")}
 
 
+async def test_a_lost_lease_forgets_nothing_that_was_learned() -> None:
+    world = World(CanarySettings(interval_s=1))
+    draw = random.Random(5)
+    for n in range(2):
+        world.join(f"w{n}", FakeWorker(noise=lambda: draw.uniform(-0.01, 0.01)))
+    async with world.running():
+        await world.pass_time(40)
+        for _ in range(5):
+            world.leads = False
+            world.loop.kick()
+            await world.pass_time(2)
+            world.leads = True
+            world.loop.kick()
+            await world.pass_time(10)
+    assert not world.facts(CanaryFailed)
+
+
 async def test_healthy_noise_of_an_engine_never_fails() -> None:
     world = World(CanarySettings(interval_s=1))
     draw = random.Random(5)
