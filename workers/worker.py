@@ -211,14 +211,18 @@ class Worker:
                 async with asyncio.timeout(CHECK_S_MAX):
                     await self.engine.check()
             except TimeoutError:
-                self._dead.set_result(EngineDead(f"its health check did not answer within {CHECK_S_MAX:g} s"))
+                self._die(EngineDead(f"its health check did not answer within {CHECK_S_MAX:g} s"))
             except EngineDead as error:
-                self._dead.set_result(error)
+                self._die(error)
             await asyncio.sleep(CHECK_S)
 
     def _retire(self) -> None:
+        self._die(Retired())
+
+    def _die(self, reason: EngineDead) -> None:
+        """Note why this worker must go; the first reason stands."""
         if self._dead is not None and not self._dead.done():
-            self._dead.set_result(Retired())
+            self._dead.set_result(reason)
 
     def _engine_faulted(self, reason: str) -> None:
         now = asyncio.get_running_loop().time()
