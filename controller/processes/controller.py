@@ -9,7 +9,6 @@ Whatever is slow to import and not needed to decide (FastStream, tokenizers) is 
 """
 
 import asyncio
-import json
 import signal
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -21,8 +20,9 @@ from aiohttp import web
 
 from controller.adapters.clock import SystemClock
 from controller.adapters.request_plane import Address, RequestPlane
-from controller.metrics import CONTENT_TYPE, ControllerMetrics, FleetCollector
+from controller.metrics import ControllerMetrics, FleetCollector
 from controller.ports import StateStore
+from controller.processes.controller_admin import serve, url_of
 from controller.runtime.actuator import Actuator
 from controller.runtime.beats import Beats
 from controller.runtime.canary import CanaryLoop
@@ -37,7 +37,6 @@ from controller.runtime.view import FleetView
 from events import presence
 from events.bus import NatsBus
 from events.decisions import HealthChanged
-from events.errors import HoldfastError
 from events.fact import Recorded
 from events.journal.nats import NatsJournal
 from events.observations import WorkerJoined, WorkerLeft
@@ -152,7 +151,9 @@ class Controller:
     async def run(self, stop: asyncio.Event, nats_url: str, name: str) -> None:
         """Run every service until `stop`, or until one of them cannot go on."""
         await self.beats.start()
-        runner = await self._serve()
+        runner = await serve(
+            self.metrics.render, self._report, self._settings.admin_host, self._settings.admin_port
+        )
         try:
             async with asyncio.TaskGroup() as group:
                 services = [
@@ -180,7 +181,7 @@ class Controller:
     async def _announce(self, runner: web.AppRunner, name: str) -> None:
         await self.view.ready(READY_S)
         self._lease_changed(self.lease.held)
-        presence.announce(self._data, "controller", name, _url(runner))
+        presence.announce(self._data, "controller", name, url_of(runner))
         log.info("controller_ready", seq=self.view.seq, leading=self.leading)
 
     async def _control(self, nats_url: str) -> None:
@@ -271,37 +272,13 @@ class Controller:
             return "the journal has not been read to its end yet"
         return "" if self._journal.connected else "the broker cannot be reached"
 
-    async def _serve(self) -> web.AppRunner:
-        async def metrics(request: web.Request) -> web.Response:
-            text = await asyncio.to_thread(self.metrics.render)  # a second of work for a thousand workers
-            return web.Response(body=text, headers={"Content-Type": CONTENT_TYPE})
-
-        async def health(request: web.Request) -> web.Response:
-            why = self._ready()
-            body = {"ready": not why, "reason": why, "leading": self.leading, "position": self.view.seq}
-            status = 503 if why and request.path == "/ready" else 200
-            return web.json_response(body, status=status, dumps=json.dumps)
-
-        app = web.Application()
-        app.add_routes([web.get("/metrics", metrics), web.get("/health", health), web.get("/ready", health)])
-        runner = web.AppRunner(app, access_log=None)
-        await runner.setup()
-        site = web.TCPSite(runner, self._settings.admin_host, self._settings.admin_port)
-        try:
-            await site.start()
-        except OSError as error:
-            await runner.cleanup()
-            where = f"{self._settings.admin_host}:{self._settings.admin_port}"
-            raise HoldfastError(f"the admin port {where} cannot be used: {error.strerror}") from error
-        return runner
+    def _report(self) -> Mapping[str, Any]:
+        """Return what /health and /ready say."""
+        why = self._ready()
+        return {"ready": not why, "reason": why, "leading": self.leading, "position": self.view.seq}
 
 
 def _import_control_api() -> Any:
     from controller.adapters import control_api
 
     return control_api
-
-
-def _url(runner: web.AppRunner) -> str:
-    host, port = runner.addresses[0][:2]
-    return f"http://{host}:{port}"
