@@ -140,10 +140,9 @@ def _model(parser: argparse.ArgumentParser) -> Run:
 
 
 def _settings(parser: argparse.ArgumentParser) -> Run:
-    from controller import settings
+    from controller.processes import show_settings
 
-    settings.add_arguments(parser)
-    return settings.run_cli
+    return show_settings.prepare(parser)
 
 
 COMMANDS: dict[str, tuple[str, Callable[[argparse.ArgumentParser], Run]]] = {

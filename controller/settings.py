@@ -1,12 +1,9 @@
-"""Every setting of the product, by section. `holdfast settings` prints them with their effective values.
+"""Every setting of the controller's side, by section.
 
 Each section is a model beside the code that obeys it; this page only knows where they are. A name that begins with
 HOLDFAST_ and is no setting is refused: a misspelt setting must not be silently the default.
 """
 
-import argparse
-import json
-import os
 import re
 from collections.abc import Mapping
 from typing import Any
@@ -52,22 +49,3 @@ def effective(environment: Mapping[str, str]) -> dict[str, Any]:
 def masked(text: str) -> str:
     """Return a URL with its password hidden."""
     return re.sub(r"(?<=://)([^:/@\s]*):([^@/\s]+)@", r"\1:***@", text)
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the flags of `holdfast settings`."""
-    parser.add_argument(
-        "-o", "--output", choices=("text", "json"), default="text", help="how to print (default: text)"
-    )
-
-
-def run_cli(args: argparse.Namespace) -> int:
-    """Print every setting and its effective value."""
-    values = effective(os.environ)
-    if args.output == "json":
-        print(json.dumps(values, indent=1, default=str))
-        return 0
-    for name, value in values.items():
-        variable = PREFIX + name.upper().replace(".", "__")
-        print(f"{name:<58} {value!s:<28} {variable}")
-    return 0

@@ -5,6 +5,7 @@ from datetime import timedelta
 import pytest
 
 from controller.flags import BadSetting, gather
+from controller.processes.show_settings import rows
 from controller.runtime.settings import ControllerSettings
 from controller.settings import effective, masked, refuse_unknown
 
@@ -59,3 +60,12 @@ def test_passwords_are_masked() -> None:
     shown = effective({"HOLDFAST_DATABASE_URL": "postgresql://me:hush@db/x"})
     assert "hush" not in str(shown)
     assert shown["controller.policy.breaker.failures_max"] == 3
+
+
+def test_the_settings_command_shows_every_role_and_no_secret() -> None:
+    environment = {"HOLDFAST_WORKER_UPSTREAM_KEY": "hush", "HOLDFAST_FRONTEND__MIGRATION_LIMIT": "1"}
+    shown = {name: value for name, value, _ in rows(environment)}
+    assert shown["frontend.migration_limit"] == 1
+    assert shown["worker.engine"] == "simulated"
+    assert shown["controller.policy.health.failures_max"] == 3
+    assert "hush" not in str(shown)
