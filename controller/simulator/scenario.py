@@ -68,6 +68,10 @@ def draw(seed: int, workers: int, minutes: float, rates: str | None = None) -> S
     if rates is not None:
         total = sum(WORKER_FAULTS.values()) * heavy
         worker_faults = {_NAMES.get(k, k): share * total for k, share in PRESETS[rates].mix.items() if share}
+    if workers // len(models) < 2:
+        worker_faults.pop(
+            "corrupt", None
+        )  # alone, what a worker said first counts as right: nobody knows better
     return Scenario(
         seed=seed,
         workers=workers,

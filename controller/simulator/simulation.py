@@ -189,7 +189,9 @@ class Simulation:
         kernel, chance = self.kernel, self.kernel.chance("start")
         for machine in self.machines.values():
             kernel.after(int(chance.random() * self.scenario.late), machine.start)
-        for machine in chance.sample(list(self.machines.values()), min(self.scenario.corrupt_from_start, 2)):
+        for machine in chance.sample(
+            list(self.machines.values()), min(self.scenario.corrupt_from_start, len(self.machines))
+        ):
             self.faults.corrupt_from_start(machine)
         starts = [c.start for c in self.controllers] + [f.start for f in self.frontends]
         for start in (*starts, self.projector.start):

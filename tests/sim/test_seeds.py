@@ -46,6 +46,11 @@ def test_a_full_fleet_of_two_models_holds() -> None:
     assert not (found := broken(sweep([Run(seed, 16, 60.0) for seed in (3, 7)], PROCESSES))), "\n".join(found)
 
 
+def test_fleets_of_one_and_two_workers_hold() -> None:
+    runs = [Run(seed, 1 + seed % 2, 60.0) for seed in range(10)]
+    assert not (found := broken(sweep(runs, PROCESSES))), "\n".join(found)
+
+
 @pytest.mark.parametrize("rates", ["llama3", "stepfun-2024"])
 def test_faults_in_the_mix_of_a_field_study_hold(rates: str) -> None:
     assert not (found := broken(sweep([Run(5, 6, 30.0, rates)], 1))), "\n".join(found)
