@@ -6,6 +6,45 @@ from typing import Any
 from events.errors import HoldfastError
 
 RETRY_AFTER_SHED_S = 30
+CODES = frozenset(  # what a program may rely on: each stands in docs/api.md
+    (
+        "invalid_json",
+        "invalid_value",
+        "unsupported_parameter",
+        "context_length_exceeded",
+        "no_chat_template",
+        "invalid_request",
+        "model_not_found",
+        "unknown_url",
+        "method_not_allowed",
+        "body_too_large",
+        "internal",
+        "engine_error",
+        "non_finite",
+        "disconnected",
+        "stream_incomplete",
+        "corrupt_output",
+        "capacity_shed",
+        "not_accepting",
+        "queue_full",
+        "queue_timeout",
+        "first_token_timeout",
+        "no_worker",
+        "no_routable_worker",
+        "no_reachable_worker",
+        "all_workers_failed",
+        "all_workers_busy",
+        "cannot_connect",
+        "not_serving",
+        "engine_shutdown",
+        "overloaded",
+        "unhealthy",
+        "tokenizer_missing",
+        "draining",
+        "stalled",
+        "cancelled",
+    )
+)
 
 
 class ApiError(HoldfastError):
@@ -22,6 +61,7 @@ class ApiError(HoldfastError):
         retry_after_s: int | None = None,
     ) -> None:
         super().__init__(message)
+        assert code.partition(":")[0] in CODES, code
         self.status = status
         self.code = code
         self.param = param
