@@ -24,6 +24,7 @@ from events.observations import (
 CHAOS_BEFORE = timedelta(
     seconds=60
 )  # a rehearsed fault this long before the first symptom is where the story begins
+FELT_BEFORE = timedelta(seconds=5)  # a migration this long before the first symptom belongs to it
 _ROUTINE = (RequestsServed, Absorbed)
 
 
@@ -107,17 +108,26 @@ async def _scene(archive: Archive, subject: str, symptom: Recorded, end: int) ->
     worker = who if kind == "worker" else None
     found: list[Recorded] = []
     async for batch in archive.select(since=symptom.at - CHAOS_BEFORE, worker=worker):
-        for event in batch:
-            if event.seq > end:
-                return found
-            if _belongs(event, symptom.seq, kind, who):
-                found.append(event)
-    return found
+        found += [event for event in batch if event.seq <= end]
+        if batch[-1].seq > end:
+            break
+    early = _prelude([e for e in found if e.seq < symptom.seq], symptom.at)
+    return early + [e for e in found if e.seq >= symptom.seq and _belongs(e, kind, who)]
 
 
-def _belongs(event: Recorded, symptom: int, kind: str, who: str) -> bool:
-    if event.seq < symptom:
-        return isinstance(event.fact, ChaosInjected)
+def _prelude(before: Sequence[Recorded], symptom: datetime) -> list[Recorded]:
+    """Return what belongs to an incident from before its first symptom.
+
+    That is the fault that was played last, if one was, and what users felt since then: a frontend often notices
+    first. Without a played fault it is what they felt in the last moments.
+    """
+    played = [e for e in before if isinstance(e.fact, ChaosInjected)][-1:]
+    start = played[0].at if played else symptom - FELT_BEFORE
+    felt = [e for e in before if isinstance(e.fact, RequestMigrated | RequestAbandoned) and e.at >= start]
+    return played + felt
+
+
+def _belongs(event: Recorded, kind: str, who: str) -> bool:
     if kind == "worker":
         return True
     return isinstance(event.fact, RequestsRejected | Decision) and getattr(event.fact, "model", None) == who

@@ -22,6 +22,7 @@ def data(tmp_path: Path) -> Path:
 
 async def test_a_killed_parent_leaves_no_orphan(data: Path) -> None:
     fleet = await Fleet.start(data, *FAST).ready()
+    await fleet.until(lambda s: {"postgres", "projector"} <= {p["role"] for p in s["processes"]})
     family = fleet.family()
     assert len(family) >= 8, "supervisor, nats, postgres, controller, projector, frontend, two workers"
     os.kill(fleet.process.pid, signal.SIGKILL)
