@@ -1,4 +1,4 @@
-"""Record a sample of every kind that has none yet: `python tests/events/record_samples.py`.
+"""Record a sample of every kind that has none yet: `python tests/facts/record_samples.py`.
 
 A sample that exists is never written again: it is what an old journal holds.
 """

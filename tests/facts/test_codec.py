@@ -110,9 +110,9 @@ def test_a_field_from_a_later_version_is_tolerated_and_a_missing_optional_one_is
 
 @pytest.mark.parametrize("kind", codec.KINDS)
 def test_a_sample_of_every_kind_ever_written_decodes_for_ever(kind: str) -> None:
-    """A new kind adds its sample here (`python tests/events/record_samples.py`); a sample is never changed."""
+    """A new kind adds its sample here (`python tests/facts/record_samples.py`); a sample is never changed."""
     path = SAMPLES / f"{kind}.json"
-    assert path.exists(), f"record a sample of the new kind {kind}: python tests/events/record_samples.py"
+    assert path.exists(), f"record a sample of the new kind {kind}: python tests/facts/record_samples.py"
     sample = json.loads(path.read_text())
     recorded = codec.decode(1, AT, sample["headers"], json.dumps(sample["body"]).encode())
     assert recorded.fact.kind() == kind
