@@ -113,6 +113,27 @@ async def test_a_rehearsed_fault_begins_the_story(open_store: OpenStore) -> None
     assert sentences.sentence(story.events[0].fact) == "operator played corrupt on w2"
 
 
+async def test_what_users_felt_before_the_first_symptom_belongs_to_the_story(open_store: OpenStore) -> None:
+    from events.observations import ChaosInjected, RequestMigrated
+
+    history = History().start()
+    history.say(ChaosInjected(worker="w2", instance="w2-a", fault="kill", by="yesterday"))
+    history.say(ChaosInjected(worker="w2", instance="w2-a", fault="corrupt", by="operator"))
+    felt = RequestMigrated(
+        frontend="f1", request="early", model="llama", source="w2", source_instance="w2-a", target="w0",
+        target_instance="w0-a", cause="stalled", method="reprefill", tokens=3, gap_ms=480.0, attempt=2, exact=True,
+    )  # fmt: skip
+    history.say(felt)
+    history.corruption()
+    store = open_store()
+    await Projector(journal(history), store).catch_up(len(history.events))
+    opened = next(e.fact for e in history.events if e.fact.kind() == "incident_opened")
+    story = await timeline.story(journal(history), store, opened.incident)  # type: ignore[attr-defined]
+    assert felt in [e.fact for e in story.events]
+    assert sum(isinstance(e.fact, ChaosInjected) for e in story.events) == 1, "the fault that was played last"
+    assert "longest gap 480 ms" in story.headline()
+
+
 async def test_no_such_incident_is_said(history: History, store: AnyStore) -> None:
     with pytest.raises(NoSuchEvent, match="no incident 'i99'"):
         await typed(history, store, "timeline", "--incident", "i99")
