@@ -151,7 +151,12 @@ class RequestPlane:
             except (OSError, TimeoutError, WorkerUnreachable) as error:
                 link.failures += 1
                 if link.failures in (1, 10):
-                    log.info("worker_unreachable", worker=link.worker, url=link.address.url, error=str(error))
+                    log.info(
+                        "worker_unreachable",
+                        worker=link.worker,
+                        url=link.address.url,
+                        error=str(error) or type(error).__name__,
+                    )
                 await asyncio.sleep(self._backoff_s(link))
                 continue
             link.failures = 0
