@@ -1,13 +1,11 @@
-"""Real servers for the tests: on random ports, in their own directories, started once per session."""
+"""Real servers for the tests: on random ports, in directories of their own."""
 
 import asyncio
 import inspect
 import threading
 from collections.abc import Awaitable, Callable, Coroutine, Iterator
-from pathlib import Path
 from typing import Any, TypeVar
 
-import nats
 import pytest
 
 from controller.adapters.embedded import Server, start_nats, start_postgres
@@ -47,25 +45,24 @@ def background() -> Iterator[Background]:
 
 @pytest.fixture(scope="session")
 def nats_server(background: Background, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """A nats-server with JetStream for the whole session. Most tests want `nats_url` instead."""
+    """A nats-server with JetStream for the whole session, for tests that leave nothing behind. Others want `nats_url`."""
     server = background.run(start_nats(tmp_path_factory.mktemp("nats")))
     yield server
     background.run(server.kill())
 
 
 @pytest.fixture
-def nats_url(background: Background, nats_server: Server) -> str:
-    """The session's nats-server, with no stream on it."""
-    background.run(_empty(nats_server.url))
-    return nats_server.url
+def own_nats(background: Background, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """A nats-server of the test's own, to kill and restart (30 ms)."""
+    server = background.run(start_nats(tmp_path_factory.mktemp("nats")))
+    yield server
+    background.run(server.kill())
 
 
 @pytest.fixture
-def own_nats(background: Background, tmp_path: Path) -> Iterator[Server]:
-    """A nats-server of the test's own, to kill and restart (30 ms)."""
-    server = background.run(start_nats(tmp_path / "nats"))
-    yield server
-    background.run(server.kill())
+def nats_url(own_nats: Server) -> str:
+    """The test's own nats-server, with nothing on it. Deleting a shared server's stream is neither faster nor safe."""
+    return own_nats.url
 
 
 @pytest.fixture(scope="session")
@@ -100,13 +97,3 @@ def eventually() -> Eventually:
             await asyncio.sleep(POLL_S)
 
     return wait
-
-
-async def _empty(url: str) -> None:
-    client = await nats.connect(url)
-    try:
-        jetstream = client.jetstream()
-        for stream in await jetstream.streams_info():
-            await jetstream.delete_stream(str(stream.config.name))
-    finally:
-        await client.close()

@@ -25,11 +25,7 @@ from events.journal.port import JournalUnavailable
 
 DUPLICATE_WINDOW_S = 120  # a convenience; folds recognise repetitions by number
 REPLICAS = 3  # in a cluster
-NOT_YET = (
-    10005,
-    10008,
-    10023,
-)  # no suitable peers, no leader, not enough resources: nodes are still coming up
+NOT_YET = (10005, 10008, 10023, 10049)  # no suitable peers, no leader, no resources, no store: it may come
 
 log = structlog.get_logger(__name__)
 
@@ -141,8 +137,8 @@ async def _create(connection: Connection, replicas: int) -> dict[str, Any]:
     except Refused as error:
         if error.code in NOT_YET:
             raise JournalUnavailable(
-                f"the stream {subjects.STREAM} cannot have {replicas} replicas yet: {error}. A cluster needs "
-                f"{REPLICAS} nodes with JetStream."
+                f"the stream {subjects.STREAM} cannot be created with {replicas} replicas yet: {error}. "
+                f"A cluster needs {REPLICAS} nodes with JetStream and room on their disks."
             ) from error
         if error.code != STREAM_EXISTS:  # another process was faster, with another number of replicas
             raise StreamRefused(f"the stream {subjects.STREAM} cannot be created: {error}") from error

@@ -187,7 +187,7 @@ async def test_ten_thousand_facts_arrive_in_order(make: Make) -> None:
 
 
 @pytest.mark.servers
-async def test_an_unknown_kind_is_refused_after_what_came_before_it(nats_url: str, own_nats: Server) -> None:
+async def test_an_unknown_kind_is_refused_after_what_came_before_it(own_nats: Server) -> None:
     journal = await NatsJournal.connect(own_nats.url, "worker:w1")
     journal.observe(drain())
     await journal.flush(5)
