@@ -26,7 +26,7 @@ class HangPolicy:
     tick_s: float = 0.05
     lag_s: float = 0.02  # a tick that comes later than this was our own loop's fault
     step_factor: float = 10.0
-    step_floor_s: float = 2.0
+    step_floor_s: float = 5.0  # a busy CPU makes a step of seconds now and then
     prefill_s_per_token: float = 0.03
     everyone_s: float = 2.0  # how long all workers at once may be silent before it is not our own fault
     step_memory_s_max: float = 10.0

@@ -95,20 +95,21 @@ async def rig(tmp_path: Path) -> AsyncIterator[Rig]:
                 await process.wait()
 
 
-async def test_kill_nine_in_the_middle_of_a_stream(rig: Rig) -> None:
+@pytest.mark.parametrize("how", [{"temperature": 0}, {"temperature": 0.8, "top_p": 0.9, "seed": 7}])
+async def test_kill_nine_in_the_middle_of_a_stream(rig: Rig, how: dict[str, Any]) -> None:
     ports = [free_port(), free_port()]
     workers = {f"static-{n}": await rig.worker(f"w{n}", port) for n, port in enumerate(ports)}
     await rig.frontend("f0", free_port(), *ports)
-    whole = text_of(await rig.stream())
+    whole = text_of(await rig.stream(**how))
 
     async def kill(count: int, worker: str) -> None:
         if count == 20:
             workers[worker].kill()
 
-    events = await rig.stream(kill)
+    events = await rig.stream(kill, **how)
     assert text_of(events) == whole
     assert events[-1]["choices"][0]["finish_reason"] == "length"
-    assert text_of(await rig.stream()) == whole  # and new requests find the one that lives
+    assert text_of(await rig.stream(**how)) == whole  # and new requests find the one that lives
 
 
 async def test_a_stopped_worker_is_left_and_a_stopped_frontend_accuses_nobody(rig: Rig) -> None:
