@@ -4,6 +4,7 @@ import asyncio
 import inspect
 import threading
 from collections.abc import Awaitable, Callable, Coroutine, Iterator
+from pathlib import Path
 from typing import Any, TypeVar
 
 import pytest
@@ -52,9 +53,9 @@ def nats_server(background: Background, tmp_path_factory: pytest.TempPathFactory
 
 
 @pytest.fixture
-def own_nats(background: Background, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """A nats-server of the test's own, to kill and restart (30 ms)."""
-    server = background.run(start_nats(tmp_path_factory.mktemp("nats")))
+def own_nats(background: Background, tmp_path: Path) -> Iterator[Server]:
+    """A nats-server of the test's own in tmp_path/nats, to kill and restart (30 ms)."""
+    server = background.run(start_nats(tmp_path / "nats"))
     yield server
     background.run(server.kill())
 
