@@ -7,7 +7,9 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 CORES := $(shell nproc 2>/dev/null || echo 2)
 
-.PHONY: install demo test test-engines lint bench clean
+LLAMACPP := .venv-llamacpp
+
+.PHONY: install demo test test-engines test-llamacpp lint bench clean
 
 install: $(VENV)/.installed
 
@@ -33,6 +35,10 @@ test: install  ## all tests that need no torch; real NATS and Postgres servers
 test-engines: $(VENV)/.engines  ## the transformers engine, with torch on the CPU
 	$(BIN)/python -m pytest -m engines
 
+test-llamacpp: $(VENV)/.engines  ## the openai engine, and a whole fleet, against two real llama-servers, built here
+	$(BIN)/python tests/workers/llamacpp_build.py $(LLAMACPP)
+	HOLDFAST_TEST_LLAMACPP_DIR=$(LLAMACPP) $(BIN)/python -m pytest -m llamacpp
+
 lint: install
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
@@ -43,4 +49,4 @@ bench: install  ## the figures of benchmarks/README.md
 	$(BIN)/python -m benchmarks
 
 clean:
-	rm -rf $(VENV) .holdfast
+	rm -rf $(VENV) $(LLAMACPP) .holdfast

@@ -1,9 +1,10 @@
-"""Opt-in: the openai engine against real servers that already run, two of each kind with the same model.
+"""Opt-in: the openai engine against real servers, two of each kind with the same model.
 
+    make test-llamacpp        builds llama-server, starts two of them, and runs this against them
+    HOLDFAST_TEST_LLAMACPP_URLS=… pytest -m llamacpp tests/workers/test_real_upstreams.py       two that already run
     HOLDFAST_TEST_VLLM_URLS=http://127.0.0.1:8001,http://127.0.0.1:8002 pytest -m vllm tests/workers
-    HOLDFAST_TEST_LLAMACPP_URLS=… pytest -m llamacpp tests/workers
 
-How to start them, and what came out, is in docs/engines.md.
+How to start vLLM, and what came out, is in docs/engines.md.
 """
 
 import asyncio
@@ -20,9 +21,11 @@ TEXT = "def main(argv):\n    parser = ArgumentParser(description="
 GREEDY = {"temperature": 0.0, "max_tokens": 32, "ignore_eos": True}
 
 
-def urls(variable: str) -> list[str]:
-    """Return the two servers that a variable names, or skip."""
+def urls(variable: str, request: pytest.FixtureRequest) -> list[str]:
+    """Return the two servers that a variable names, or two of our own, or skip."""
     found = [url for url in os.environ.get(variable, "").split(",") if url]
+    if not found and "LLAMACPP" in variable:
+        found = [server.url for server in request.getfixturevalue("llamas")]
     if len(found) < 2:
         pytest.skip(f"{variable} names no two servers")
     return found[:2]
@@ -36,7 +39,7 @@ def urls(variable: str) -> list[str]:
 )
 async def pair(request: pytest.FixtureRequest) -> AsyncIterator[tuple[Rig, Rig]]:
     """Two engines in front of two servers."""
-    rigs = [Rig(OpenAIEngine(UpstreamSettings(url=url))) for url in urls(request.param)]
+    rigs = [Rig(OpenAIEngine(UpstreamSettings(url=url))) for url in urls(request.param, request)]
     for rig in rigs:
         await rig.start()
     yield rigs[0], rigs[1]
