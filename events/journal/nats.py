@@ -62,7 +62,6 @@ class NatsJournal:
             renumber=self._renumber,
             check=self._check,
         )
-        self._last_id = ""  # of the decision written last
         self._tasks: list[asyncio.Task[None]] = []
 
     @classmethod
@@ -111,11 +110,12 @@ class NatsJournal:
 
     async def _examine(self) -> None:
         """Make sure of the stream. Raise StreamRefused, JournalChanged or JournalUnavailable."""
+        seen = self._witness.seen
         found = await stream.ensure(self._connection, self._replicas)
         if self.state is not None and found.created != self.state.created:
             raise JournalChanged(f"the stream was made anew at {found.created}. {JournalChanged.__doc__}")
         try:
-            await self._witness.check(self._connection, found)
+            await self._witness.check(self._connection, seen, found)
         except broker.Refused as error:
             raise JournalUnavailable(str(error)) from error
         self.state = self.state or found
@@ -193,7 +193,7 @@ class NatsJournal:
             raise JournalUnavailable
         self.counters.appends += 1
         try:
-            ack = await self._write(decisions, through, after)
+            ack, id = await self._write(decisions, through, after)
         except JournalUnavailable:
             self.counters.appends_unknown += 1
             raise
@@ -203,11 +203,11 @@ class NatsJournal:
         if ack.error:
             self.counters.appends_unknown += 1
             raise JournalUnavailable(f"the journal refused to append: {ack.error}")
-        self._witness.note(ack.seq, self._last_id)
+        self._witness.note(ack.seq, id)
         return ack.seq
 
-    async def _write(self, decisions: Sequence[Decision], through: int, after: int) -> Ack:
-        """Publish a fenced message or atomic batch and return the broker's answer. Raise JournalUnavailable."""
+    async def _write(self, decisions: Sequence[Decision], through: int, after: int) -> tuple[Ack, str]:
+        """Publish a fenced message or atomic batch; return the broker's answer and the last id. Raise JournalUnavailable."""
         batch = codec.new_id() if len(decisions) > 1 else ""
         try:
             with self._connection.expect() as (address, future):
@@ -226,17 +226,16 @@ class NatsJournal:
                             subjects.subject(decision), body, reply, headers
                         )
                     answer = await future
-            return broker.NOBODY if answer.nobody else broker.decode_ack(answer.body)
+            return broker.NOBODY if answer.nobody else broker.decode_ack(answer.body), headers["ce-id"]
         except MaxPayloadError as error:
             raise JournalUnavailable(f"a decision is larger than the broker takes: {error!r}") from error
         except DISCONNECTED as error:
             raise JournalUnavailable(f"{error!r}: {JournalUnavailable.__doc__}") from error
 
     def _decision_headers(self, decision: Decision, through: int) -> dict[str, str]:
-        self._last_id = codec.new_id()
         return codec.encode_headers(
             decision,
-            id=self._last_id,
+            id=codec.new_id(),
             source=self.source,
             source_number=0,  # decisions are numbered by the fleet, not by their source
             said_at=decision.decided_at,

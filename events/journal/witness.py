@@ -61,19 +61,22 @@ class Witness:
             return
         self._saved = self.seen
 
-    async def check(self, connection: Connection, state: stream.StreamState) -> None:
-        """Raise JournalChanged if the stream no longer holds what it acknowledged."""
-        if self.seen is None or self.seen.seq < state.first_seq:
+    async def check(self, connection: Connection, seen: Seen | None, state: stream.StreamState) -> None:
+        """Raise JournalChanged if the stream no longer holds what it had acknowledged.
+
+        `seen` is what was seen *before* the state was asked for: acknowledgements may arrive meanwhile.
+        """
+        if seen is None or seen.seq < state.first_seq:
             return
         remedy = f" If that is meant, remove {self._path}." if self._path is not None else ""
-        if state.last_seq < self.seen.seq:
+        if state.last_seq < seen.seq:
             raise JournalChanged(
-                f"the stream ends at {state.last_seq}, but the broker had acknowledged event {self.seen.seq}: "
+                f"the stream ends at {state.last_seq}, but the broker had acknowledged event {seen.seq}: "
                 f"it has lost events, or is another broker.{remedy}"
             )
-        found = await stream.id_at(connection, self.seen.seq)
-        if found is not None and found != self.seen.id:
+        found = await stream.id_at(connection, seen.seq)
+        if found is not None and found != seen.id:
             raise JournalChanged(
-                f"event {self.seen.seq} was acknowledged as {self.seen.id} and is now {found}: "
+                f"event {seen.seq} was acknowledged as {seen.id} and is now {found}: "
                 f"the broker has lost events, or is another broker.{remedy}"
             )

@@ -141,6 +141,22 @@ async def test_a_damaged_last_block_is_noticed(broker: Broker, tmp_path: Path, d
     await reader.close()
 
 
+async def test_what_is_acknowledged_while_the_broker_is_examined_is_no_loss(nats_url: str) -> None:
+    journal = await NatsJournal.connect(nats_url, "controller:c1")
+
+    async def examine() -> None:
+        for _ in range(60):
+            await journal._examine()
+
+    examining, after = asyncio.create_task(examine()), 0
+    while not examining.done():
+        after = await journal.append([absorbed(after + 1)], through=0, after=after)
+        await asyncio.sleep(0)
+    examining.result()
+    assert journal.fault is None and after > 10
+    await journal.close()
+
+
 async def test_a_stream_made_anew_is_refused(nats_url: str, eventually: Eventually) -> None:
     journal = await spoken(nats_url, 3)
     reader = await NatsJournal.connect(nats_url, "frontend:f1")
