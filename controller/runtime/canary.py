@@ -25,7 +25,7 @@ from events.observations import CanaryPassed, CanarySlow, CheckType, ResumeReque
 
 LOOK_S = 1.0  # how often it is compared who is probed and who should be
 JOIN_AGAIN_S = 2.0  # after a failed join probe; doubles up to the interval
-LEAVING_AGAIN_S = 1.0  # after a worker said that it is leaving
+DECLINED_AGAIN_S = 1.0  # after a worker said that it is leaving, or full
 
 
 class View(Protocol):
@@ -189,7 +189,7 @@ class CanaryLoop:
         now = self._tools.clock.monotonic()
         watch.next_at = max(now, began + interval * (1 + self._tools.draw.uniform(-jitter, jitter)))
         if outcome == "nothing":
-            watch.next_at = min(watch.next_at, now + LEAVING_AGAIN_S)
+            watch.next_at = min(watch.next_at, now + DECLINED_AGAIN_S)
         elif joining and outcome == "failed":
             watch.failures += 1
             watch.turn.first_round = True

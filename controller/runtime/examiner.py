@@ -29,7 +29,7 @@ from events.observations import CanaryPassed, CanarySlow, CheckType, WorkerJoine
 VOCABULARY_S = 30.0  # to read a tokenizer; the largest take a few seconds
 
 Outcome = Literal["passed", "failed", "nothing"]
-"""What a probe said; `nothing`: it was cut short, or the worker is leaving."""
+"""What a probe said; `nothing`: it was cut short, or the worker is leaving, or full."""
 
 log = structlog.get_logger(__name__)
 
@@ -183,7 +183,7 @@ class Examiner:
         if book.canaries(self._look()[0]):
             return None  # the goldens that there are will do, and will say what is wrong with this worker
         first = next((a for a in asked if a.answer is None), asked[0])
-        if first.leaving:
+        if first.declined:
             return "nothing"
         reason: Literal["non_finite"] | None = None if first.failure else "non_finite"
         return self._fail(visit, Verdict(first, Difference(reason, None, first.detail), 1, False), None)
@@ -207,7 +207,7 @@ class Examiner:
             return visit.book.judge(visit.canary, golden, answer)
 
         verdict = await probe(once, judge, self._settings.max_retries)
-        if verdict.first.leaving or not self._stands(visit):
+        if verdict.first.declined or not self._stands(visit):
             return "nothing"
         if verdict.first.answer is None or verdict.worst.reason is not None:
             return self._fail(visit, verdict, golden)
@@ -223,7 +223,7 @@ class Examiner:
             again = await self._once(visit, visit.canary, "confirm")
             before, attempts = again.answer, 2
             first = first if before is not None else again
-        if first.leaving or not self._stands(visit):
+        if first.declined or not self._stands(visit):
             return "nothing"
         if first.answer is None or before is None:
             return self._fail(

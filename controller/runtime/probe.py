@@ -4,7 +4,8 @@ The whole probe stands under one deadline, its confirmations included: a worker 
 failed as surely as one that never answered. A wrong answer is asked again at once; a second wrong one
 confirms it (N8). Other failures are not repeated: the next probe will.
 
-A worker that says it is leaving has not failed: such a probe says nothing (`Asked.leaving`).
+A worker that says it is leaving, or that it is full until the deadline, has not failed: it is alive and has given no
+wrong answer. Such a probe says nothing (`Asked.declined`); whoever is full is asked again within a second.
 """
 
 import asyncio
@@ -34,7 +35,7 @@ class Asked:
     answer: Answer | None = None
     failure: Literal["no_response", "timeout", "exception", "non_finite"] | None = None
     detail: str = ""
-    leaving: bool = False
+    declined: bool = False  # it would not answer: it is leaving, or full
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +96,9 @@ async def ask(
     """
     began = clock.monotonic()
     try:
-        asked = await within(clock, deadline - began, _whole(prober, clock, worker, request, expected))
+        asked = await within(
+            clock, deadline - began, _whole(prober, clock, worker, request, expected, deadline)
+        )
     except TimeoutError:
         asked = Asked(0.0, failure="timeout", detail="no whole answer in time")
     except WorkerUnreachable as error:
@@ -106,9 +109,14 @@ async def ask(
 
 
 async def _whole(
-    prober: Prober, clock: Clock, worker: str, request: Generate, expected: Sequence[int]
+    prober: Prober,
+    clock: Clock,
+    worker: str,
+    request: Generate,
+    expected: Sequence[int],
+    deadline: float,
 ) -> Asked:
-    """Return the whole answer; a worker that is full is asked again until the deadline comes from above."""
+    """Return the whole answer; a worker that is full is asked again, as long as the deadline leaves time for it."""
     while True:
         chunks: list[Chunk] = []
         position = 0
@@ -125,6 +133,8 @@ async def _whole(
         error = chunks[-1].error if chunks else None
         if error is None or not error.startswith("overloaded"):
             return _heard(chunks, error)
+        if clock.monotonic() + BUSY_WAIT_S >= deadline:
+            return Asked(0.0, detail=error, declined=True)
         await clock.sleep(BUSY_WAIT_S)
 
 
@@ -144,7 +154,7 @@ def _heard(chunks: list[Chunk], error: str | None) -> Asked:
         return Asked(0.0, failure="no_response", detail="the stream ended without a word")
     if error is not None:
         if error.startswith(LEAVING):
-            return Asked(0.0, detail=error, leaving=True)
+            return Asked(0.0, detail=error, declined=True)
         return Asked(
             0.0, failure="non_finite" if error.startswith("non_finite") else "exception", detail=error
         )

@@ -341,6 +341,20 @@ async def test_an_overloaded_worker_is_asked_again_within_the_deadline() -> None
     assert not world.facts(CanaryFailed)
 
 
+async def test_a_worker_that_stays_full_is_asked_on_and_not_doubted() -> None:
+    world = await settled("w1", "w2", settings=CanarySettings(interval_s=5, timeout_s=2))
+    async with world.running():
+        await world.pass_time(5)
+        fake = world.plane.workers["w1"]
+        fake.error = "overloaded: 256 requests are waiting already"
+        await world.pass_time(60)
+        assert not world.facts(CanaryFailed)
+        assert world.status("w1") == "HEALTHY"
+        fake.error = None
+        passed = len(world.facts(CanaryPassed, "w1"))
+        await world.until(lambda: len(world.facts(CanaryPassed, "w1")) > passed, 4)
+
+
 async def test_the_trial_is_a_canary_sent_under_the_half_opening_decision() -> None:
     world = await settled("w1", "w2", settings=CanarySettings(interval_s=30))
     async with world.running():
