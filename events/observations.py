@@ -243,6 +243,7 @@ class GoldenProposed(WorkerObservation):
     margin: float  # the smallest top-1/top-2 logprob difference over the answer
     tolerance: float  # of one logprob; 0.0: compare tokens only
     configured: bool = False
+    asked: int = 0  # how many tokens; some upstreams tell of fewer. 0: as many as in `tokens`
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -67,6 +67,7 @@ class Golden:
     proposed_by: str = ""  # worker
     proposed_instance: str = ""
     configured: bool = False
+    asked: int = 0  # tokens that were asked for; 0: as many as the answer has
     votes: tuple[Vote, ...] = ()
     by: tuple[str, ...] = ()  # who agreed
     dissent: tuple[str, ...] = ()  # who answered otherwise when it was agreed, and has not passed it since
@@ -134,6 +135,7 @@ def _proposed(state: Golden | None, fact: GoldenProposed, cause: str) -> Golden:
             proposed_by=voter,
             proposed_instance=fact.instance,
             configured=fact.configured,
+            asked=fact.asked,
             moved_by=state.moved_by if state is not None else 0,
             cause=cause,
         )

@@ -162,7 +162,7 @@ class Book:
     def _as_agreed(self, golden: Golden, candidate: Canary) -> Canary:
         prompt = tuple(golden.prompt)
         text = candidate.text if candidate.prompt == prompt else ""
-        return Canary(golden.canary, prompt, len(golden.tokens), text=text)
+        return Canary(golden.canary, prompt, golden.asked or len(golden.tokens), text=text)
 
 
 def open_calibration(settings: CanarySettings) -> Calibration:

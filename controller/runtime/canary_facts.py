@@ -95,6 +95,7 @@ class Probed:
             margin=0.0 if canary.configured else _finite(answer.margin) or 0.0,
             tolerance=0.0 if canary.configured or not answer.top_k else tolerance,
             configured=canary.configured,
+            asked=canary.max_tokens,
         )
 
     def _somebody_elses(self, golden: Golden | None) -> bool:
@@ -115,6 +116,7 @@ def golden_of(proposal: GoldenProposed) -> Golden:
         proposed_by=proposal.worker,
         proposed_instance=proposal.instance,
         configured=proposal.configured,
+        asked=proposal.asked,
     )
 
 

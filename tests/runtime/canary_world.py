@@ -7,7 +7,7 @@ import random
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import Any
+from typing import Any, Literal
 
 from controller.adapters.clock import VirtualClock
 from controller.deciders.breaker import BreakerPolicy
@@ -77,6 +77,7 @@ class FakeWorker:
     says_nothing: bool = False
     logprobs: bool = True
     scramble: int = 0  # answers differ each time
+    tells: Callable[[int], bool] = lambda token: True  # of the others it says nothing, as llama-server does
     asked: int = 0
     open: int = 0
     overlapped: int = 0  # more than one question at a time, but for the ranking
@@ -96,8 +97,12 @@ class FakeWorker:
             top = [(t, value + shift * (1 if i == 0 else 0.5)) for i, (t, value) in enumerate(logprob.top)]
             tokens.append(token)
             last = n == request.sampling.max_tokens - 1
+            finish: Literal["length"] | None = "length" if last else None
+            if not self.tells(token):
+                found.extend([Chunk(0, [], finish=finish)] if last else [])
+                continue
             said = [Logprob(logprob.chosen + shift, top)] if self.logprobs else None
-            found.append(Chunk(0, [token], finish="length" if last else None, logprobs=said))
+            found.append(Chunk(0, [token], finish=finish, logprobs=said))
         return found
 
 

@@ -50,6 +50,18 @@ async def test_the_first_round_asks_every_canary_and_two_workers_agree_on_all_go
     assert not world.facts(CanaryFailed)
 
 
+async def test_workers_that_keep_silent_about_some_tokens_are_asked_for_as_many_again() -> None:
+    world = await settled("w1", "w2", settings=CanarySettings(interval_s=1))
+    for worker in ("w1", "w2"):
+        world.plane.workers[worker].tells = lambda token: token % 7 != 0
+    async with world.running():
+        await world.pass_time(30)
+    assert any(len(f.tokens) < 32 for f in world.facts(GoldenProposed))
+    assert {r.sampling.max_tokens for w in world.plane.workers.values() for r in w.requests} == {32}
+    assert not world.facts(CanaryFailed)
+    assert not world.facts(GoldenDisputed)
+
+
 async def test_prompts_are_long_greedy_and_past_the_prefix_cache() -> None:
     world = await settled("w1")
     async with world.running():
