@@ -11,6 +11,7 @@ import time
 from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
+from urllib.parse import urlsplit
 
 import structlog
 from nats.aio.client import Client
@@ -18,6 +19,8 @@ from nats.aio.msg import Msg
 from nats.aio.subscription import Subscription
 from nats.errors import Error as NatsError
 from nats.errors import NoRespondersError, UnexpectedEOF
+
+from events.errors import HoldfastError
 
 RECONNECT_WAIT_S = 0.1
 CONNECT_TIMEOUT_S = 2
@@ -29,6 +32,25 @@ log = structlog.get_logger(__name__)
 
 DISCONNECTED: tuple[type[Exception], ...] = (NatsError, OSError, TimeoutError)
 """What nats-py may raise when the broker is not there or does not answer in time."""
+
+
+SCHEMES = ("nats", "tls", "ws", "wss")
+
+
+class BadBrokerUrl(HoldfastError):
+    """A broker's URL reads nats://host:port, or several of them with commas between."""
+
+
+def check_url(urls: str) -> None:
+    """Raise BadBrokerUrl unless a broker can be meant: nats-py's task would end in silence on some of the others."""
+    for url in urls.split(","):
+        try:
+            parts = urlsplit(url.strip())
+            good = parts.scheme in SCHEMES and bool(parts.hostname) and parts.port != 0
+        except ValueError:  # a port that is no number
+            good = False
+        if not good:
+            raise BadBrokerUrl(f"{url.strip()!r} is no broker's URL. {BadBrokerUrl.__doc__}")
 
 
 Raw = Callable[[bytes, bytes, bytes, bytes | None], None]
@@ -141,7 +163,11 @@ class Connection:
 
     @classmethod
     async def open(cls, url: str, name: str, *, wait_s: float = CONNECT_TIMEOUT_S) -> "Connection":
-        """Start connecting; return once connected, or after `wait_s` and go on trying in the background."""
+        """Start connecting; return once connected, or after `wait_s` and go on trying in the background.
+
+        Raise BadBrokerUrl.
+        """
+        check_url(url)
         connection = cls(url, name)
         await connection.subscribe_raw(f"{connection._inbox}.*", connection._answered)
         connection._task = asyncio.create_task(connection._connect(), name=f"nats-connect-{name}")

@@ -25,6 +25,10 @@ class StoreCannotKeep(HoldfastError):
     """The state store refuses what it was given, and would refuse it again: this is a fault of Holdfast's."""
 
 
+class BadStoreUrl(HoldfastError):
+    """A database's URL reads postgresql://user:password@host:port/database."""
+
+
 _AWAY = (
     OSError,
     TimeoutError,
@@ -68,7 +72,7 @@ class Link:
 
     @asynccontextmanager
     async def use(self) -> AsyncIterator[Connection]:
-        """Lend the connection to one task. Raise StoreUnavailable or StoreRefused."""
+        """Lend the connection to one task. Raise StoreUnavailable, StoreRefused or BadStoreUrl."""
         async with self._lock:
             try:
                 yield await self._open()
@@ -96,9 +100,12 @@ class Link:
 
     async def _open(self) -> Connection:
         if self._connection is None or self._connection.is_closed():
-            self._connection = await asyncpg.connect(
-                self._url, timeout=CONNECT_S, command_timeout=COMMAND_S, server_settings=self._settings
-            )
+            try:
+                self._connection = await asyncpg.connect(
+                    self._url, timeout=CONNECT_S, command_timeout=COMMAND_S, server_settings=self._settings
+                )
+            except ValueError as error:  # asyncpg cannot read the URL
+                raise BadStoreUrl(f"{masked(self._url)}: {error}. {BadStoreUrl.__doc__}") from error
         return self._connection
 
     def _drop(self) -> None:

@@ -51,7 +51,7 @@ def find(data: Path) -> dict[str, Any]:
     if not os.environ.get("HOLDFAST_NATS_URL"):
         known = FleetDir(data).recall()
     for key in ("nats_url", "database_url"):
-        known[key] = os.environ.get(f"HOLDFAST_{key.upper()}", known.get(key, ""))
+        known[key] = os.environ.get(f"HOLDFAST_{key.upper()}") or known.get(key, "")
     return known
 
 
