@@ -27,7 +27,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     parser = Parser(
-        prog="holdfast", description=__doc__.splitlines()[0] if __doc__ else "", allow_abbrev=False
+        prog="holdfast",
+        description="Keeps the streams of an LLM inference fleet alive, and can say afterwards what happened and why.",
+        epilog="`holdfast COMMAND --help` shows a command's flags. Exit codes: 0 done, 1 failed, 2 usage, 3 a finding.",
+        allow_abbrev=False,
     )
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", parser_class=Parser)
     wanted = next((a for a in arguments if not a.startswith("-")), None)
@@ -42,6 +45,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _guarded(args: argparse.Namespace) -> int:
+    from controller import logs
+
+    logs.quiet()  # a role sets up its own logs
     try:
         run: Run = args.run
         return run(args)

@@ -6,6 +6,14 @@ import sys
 import structlog
 
 
+def quiet() -> None:
+    """Keep a command's terminal for its answer: what a person must know is printed, or ends the command."""
+    structlog.configure(
+        wrapper_class=structlog.make_filtering_bound_logger(logging.CRITICAL),
+        logger_factory=structlog.PrintLoggerFactory(sys.stderr),
+    )
+
+
 def configure() -> None:
     """Set structlog up for this process."""
     renderer: structlog.typing.Processor = structlog.processors.JSONRenderer()

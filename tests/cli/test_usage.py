@@ -8,6 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from controller.processes.fleet_dir import FleetDir
+from controller.processes.up import free_port
+
 
 def holdfast(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
     env = {k: v for k, v in os.environ.items() if not k.startswith("HOLDFAST_")} | environment
@@ -80,9 +83,29 @@ def test_without_a_fleet_every_command_says_so(command: list[str], tmp_path: Pat
 @pytest.mark.parametrize("command", [["status"], ["events"], ["drain", "w0"]])
 def test_an_unreachable_broker_is_named(command: list[str], tmp_path: Path) -> None:
     done = holdfast(*command, "--data", str(tmp_path), HOLDFAST_NATS_URL="nats://127.0.0.1:1")
-    assert done.returncode == 1
-    assert "127.0.0.1:1" in done.stderr
-    assert "Traceback" not in done.stderr
+    refused(done, "127.0.0.1:1")
+
+
+@pytest.mark.parametrize("url", ["nats://localhost:abc", "nats://", "http://localhost:4222", "localhost"])
+@pytest.mark.parametrize("command", [["status"], ["events"], ["up", "--port", "18999"], ["worker"]])
+def test_a_brokers_url_that_is_none_is_named(command: list[str], url: str, tmp_path: Path) -> None:
+    done = holdfast(*command, "--data", str(tmp_path), HOLDFAST_NATS_URL=url)
+    refused(done, f"{url!r} is no broker's URL")
+
+
+def test_an_empty_url_in_the_environment_is_none(tmp_path: Path) -> None:
+    done = holdfast("status", "--data", str(tmp_path), HOLDFAST_NATS_URL="", HOLDFAST_DATABASE_URL="")
+    refused(done, "No fleet runs on this data directory")
+    FleetDir(tmp_path).remember(nats_url="nats://127.0.0.1:1", database_url="postgresql://x@127.0.0.1:1/x")
+    done = holdfast("status", "--data", str(tmp_path), HOLDFAST_NATS_URL="", HOLDFAST_DATABASE_URL="")
+    refused(done, "nats://127.0.0.1:1")
+
+
+@pytest.mark.parametrize("url", ["mysql://u:secret@h/x", "postgresql://u:secret@localhost:abc/x"])
+def test_a_databases_url_that_is_none_is_named_without_its_password(url: str, tmp_path: Path) -> None:
+    done = holdfast("up", "--data", str(tmp_path), "--port", str(free_port()), HOLDFAST_DATABASE_URL=url)
+    refused(done, "A database's URL reads postgresql://")
+    assert "secret" not in done.stderr
 
 
 @pytest.mark.parametrize(
