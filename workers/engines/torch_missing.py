@@ -10,7 +10,7 @@ NEEDED = ("torch", "transformers", "safetensors")
 
 
 class TorchMissing(HoldfastError):
-    """Real models need torch, which is not installed. Install it with: pip install 'holdfast[transformers]'"""
+    """Real models need torch, which is not installed: `make test-engines`, or pip install -e '.[transformers]', brings it."""
 
 
 def require_torch(find: Callable[[str], Any] = importlib.util.find_spec) -> None:
@@ -18,5 +18,5 @@ def require_torch(find: Callable[[str], Any] = importlib.util.find_spec) -> None
     if missing := [name for name in NEEDED if find(name) is None]:
         raise TorchMissing(
             f"real models need {', '.join(missing)}, which {'is' if len(missing) == 1 else 'are'} not installed. "
-            "Install the extra: pip install 'holdfast[transformers]'"
+            "In Holdfast's folder, `make test-engines` or pip install -e '.[transformers]' brings them."
         )
