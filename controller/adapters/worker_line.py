@@ -115,9 +115,22 @@ class Line(asyncio.Protocol):
         if transport.get_write_buffer_size() > WRITE_BYTES_MAX:
             raise WorkerUnreachable("the worker does not read what it is sent")
         request.stream = stream
+        frame = wire.encode(request)
         self._sinks[stream] = sink
         self.pulse.opened(self._loop.time())
-        transport.write(wire.encode(request))
+        if len(frame) > wire.FRAME_BYTES_MAX:  # would break the connection, and everybody's streams with it
+            self._loop.call_soon(self._refuse, stream, len(frame))
+            return
+        transport.write(frame)
+
+    def _refuse(self, stream: int, size: int) -> None:
+        sink = self._sinks.pop(stream, None)
+        if sink is None:
+            return
+        self.pulse.closed()
+        why = f"invalid_request: the request takes {size} bytes, {wire.FRAME_BYTES_MAX} are the most that a worker reads"
+        sink.take(wire.Chunk(stream, [], error=why))
+        sink.flush()
 
     def cancel(self, stream: int) -> None:
         """Forget a stream and tell the worker."""

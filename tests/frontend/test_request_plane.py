@@ -157,6 +157,22 @@ async def test_our_own_loop_standing_still_accuses_nobody() -> None:
         assert ear.tokens == undisturbed(PROMPT, 20)
 
 
+async def test_a_request_that_is_too_large_for_a_frame_breaks_nobody_elses_stream() -> None:
+    worker = ScriptedWorker(step_s=0.01)
+    async with plane_to(worker) as plane:
+        other, big = Ear(), Ear()
+        plane.open("w1", "i1", question(40), other)
+        large = question()
+        large.guided = {"guided_regex": "x" * (17 << 20)}
+        stream = plane.open("w1", "i1", large, big)
+        await asyncio.wait_for(big.done.wait(), 5)
+        assert big.end is not None
+        assert big.end.startswith("invalid_request: the request takes 17")
+        plane.cancel("w1", stream)
+        await asyncio.wait_for(other.done.wait(), 5)
+        assert (other.tokens, len(worker.requests)) == (undisturbed(PROMPT, 40), 1)
+
+
 async def test_late_chunks_of_a_cancelled_stream_are_dropped() -> None:
     worker = ScriptedWorker(step_s=0.01)
     async with plane_to(worker) as plane:
