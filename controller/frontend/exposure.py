@@ -36,7 +36,6 @@ class Stint:
     model: str
     first: int
     flight: "Flight | None"  # None once the request has ended
-    open: bool = True  # False once the request has left this worker
     count: int = 0
     marks: list[tuple[float, int]] = field(default_factory=list)  # (instant, index of the first token then)
     last_at: float = 0.0
@@ -61,23 +60,45 @@ class Stint:
 
 
 class Ring:
-    """The stints of one life of a worker, oldest first."""
+    """The stints of one life of a worker: those that it still feeds, and those that ended, oldest first.
+
+    Only what has ended is ever forgotten: a request in the air must be dealt with, and it goes on being fed. How
+    many those are is bounded by the worker's streams.
+    """
 
     def __init__(self, entries_max: int) -> None:
-        self.stints: deque[Stint] = deque()
+        self._feeding: dict[Stint, None] = {}
+        self._ended: deque[Stint] = deque()
         self._max = entries_max
         self.forgotten_at: float | None = None  # what ended before this is not known any more
 
+    @property
+    def stints(self) -> list[Stint]:
+        """All that is remembered."""
+        return [*self._ended, *self._feeding]
+
     def add(self, stint: Stint) -> None:
-        if len(self.stints) >= self._max:
-            self.forgotten_at = self.stints.popleft().last_at
-        self.stints.append(stint)
+        """Remember a stint from its first token on."""
+        self._feeding[stint] = None
+        self._bound()
+
+    def close(self, stint: Stint) -> None:
+        """The request has left this worker."""
+        if self._feeding.pop(stint, stint) is None:
+            self._ended.append(stint)
+            self._bound()
 
     def trim(self, instant: float) -> None:
         """Forget ended stints from before `instant`, which no conviction can reach any more."""
-        stints = self.stints
-        while stints and not stints[0].open and stints[0].last_at < instant:
-            self.forgotten_at = stints.popleft().last_at
+        while self._ended and self._ended[0].last_at < instant:
+            self._forget()
+
+    def _bound(self) -> None:
+        while self._ended and len(self._ended) + len(self._feeding) > self._max:
+            self._forget()
+
+    def _forget(self) -> None:
+        self.forgotten_at = max(self._ended.popleft().last_at, self.forgotten_at or 0.0)
 
 
 class Exposures:
@@ -99,6 +120,12 @@ class Exposures:
             ring = self._rings[key] = Ring(self._max)
         ring.add(stint)
 
+    def close(self, key: Key, stint: Stint) -> None:
+        """The request has left that worker, or ended."""
+        ring = self._rings.get(key)
+        if ring is not None:
+            ring.close(stint)
+
     def passed(self, key: Key, oldest_pass: datetime) -> None:
         """Forget what came before every canary of this worker was last sent and passed."""
         ring = self._rings.get(key)
@@ -117,7 +144,7 @@ class Exposures:
         facts: list[FrontendObservation] = list(self._unknown(key, since, until))
         instant = self._instant(since - MARGIN)
         ring = self._rings.get(key)
-        for stint in list(ring.stints) if ring is not None else ():
+        for stint in ring.stints if ring is not None else ():
             span = stint.since(instant)
             if span is None:
                 continue

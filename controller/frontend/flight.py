@@ -415,12 +415,13 @@ class Flight:
     def _leave(self) -> None:
         """Get off the worker."""
         self._account()
+        if self.seat is None:
+            return
+        seat, self.seat = self.seat, None
         if self._stint is not None:
-            self._stint.open = False
+            self._desk.exposures.close(seat.key, self._stint)
             self._stint = None
-        if self.seat is not None:
-            seat, self.seat = self.seat, None
-            self._desk.alighted(self, seat)
+        self._desk.alighted(self, seat)
 
     def _cancel_stream(self) -> None:
         if self.seat is not None:

@@ -186,6 +186,17 @@ async def test_a_full_memory_says_what_it_has_forgotten() -> None:
         assert "remembers no longer" in fact.why
 
 
+async def test_a_full_memory_never_forgets_who_is_in_the_air() -> None:
+    bad, good = ScriptedWorker("w1", follow=corrupt, step_s=0.02), ScriptedWorker("w2", step_s=0.02)
+    async with frontend(facts=FactSettings(exposure_entries_max=2)) as kit:
+        asking = await midway(kit, bad, good, stream=True)
+        for _ in range(3):
+            await kit.complete(PROMPT, 1)
+        convict(kit, bad)
+        await asking
+        assert [fact.action for fact in kit.said(RequestExposed) if not fact.finished] == ["continue"]
+
+
 async def test_history_is_not_acted_on() -> None:
     worker = ScriptedWorker("w1")
     async with frontend(worker) as kit:
@@ -210,9 +221,10 @@ def test_a_stint_says_which_tokens_came_since_an_instant() -> None:
 def test_a_ring_forgets_what_no_conviction_can_reach() -> None:
     ring = Ring(100)
     for at in range(10):
-        stint = Stint("r", "m", 0, None, open=False)
+        stint = Stint("r", "m", 0, None)
         stint.add(float(at), 1)
         ring.add(stint)
+        ring.close(stint)
     ring.trim(5.0)
     assert [stint.last_at for stint in ring.stints] == [5.0, 6.0, 7.0, 8.0, 9.0]
 
