@@ -28,7 +28,7 @@ class Convictions:
         match recorded.fact:
             case WorkerJoined() as fact:
                 self._joined_at[(fact.worker, fact.instance)] = recorded.at
-            case CanaryFailed(confirmed=True) as fact:
+            case CanaryFailed() as fact if fact.confirmed or fact.reason == "non_finite":
                 self._canary[(fact.worker, fact.instance)] = fact.canary
 
     def convict(self, seat: Seat, passes: Mapping[str, datetime]) -> list[FrontendObservation]:

@@ -138,6 +138,20 @@ async def test_finished_requests_are_named_and_those_before_the_last_pass_are_no
         assert kit.said(ExposureUnknown) == []
 
 
+async def test_numbers_that_are_not_finite_convict_unconfirmed_since_that_canarys_own_pass() -> None:
+    worker = ScriptedWorker("w1")
+    async with frontend(worker) as kit:
+        kit.tell(canary(CanaryPassed, worker))
+        await kit.complete(PROMPT, 4)
+        await asyncio.sleep(0.5)  # more than the margin between two machines' clocks
+        kit.tell(canary(CanaryPassed, worker))
+        _, _, headers = await kit.post("/v1/completions", model="m", prompt=PROMPT, max_tokens=5)
+        kit.tell(canary(CanaryFailed, worker, reason="non_finite", confirmed=False, golden="agreed"))
+        kit.health(worker, HealthStatus.UNHEALTHY, 0.0, "non_finite")
+        assert [fact.request for fact in kit.said(RequestExposed)] == [headers["X-Request-Id"]]
+        assert kit.said(ExposureUnknown) == []
+
+
 async def test_a_request_that_has_moved_on_is_still_named() -> None:
     bad, good = ScriptedWorker("w1", follow=corrupt, step_s=0.02), ScriptedWorker("w2", step_s=0.02)
     async with frontend() as kit:
