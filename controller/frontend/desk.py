@@ -5,8 +5,9 @@ fold, and acts at once on what it sees there: a convicted worker's streams move,
 was held against the worker, a new worker gets the parked ones.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from datetime import datetime
 
 from controller.deciders.fleet import Fleet
 from controller.frontend.admission import Admission
@@ -85,22 +86,42 @@ class Desk:
 
     def absorb(self, fleet: Fleet, batch: Sequence[Recorded]) -> None:
         """Take in what the fold shows after a batch of events, and act on it."""
+        accused: list[tuple[Seat, Mapping[str, datetime]]] = []
         for recorded in batch:
-            self._convictions.note(recorded)
+            if key := self._convictions.note(recorded):
+                accused += self.table.lives(key)
             if isinstance(recorded.fact, BreakerClosed):
                 self.outcomes.reset((recorded.fact.worker, recorded.fact.instance))
         change = self.table.absorb(fleet)
+        for seat, passes in accused:  # convicted, and a new life of it has begun, all in one batch
+            if seat.key not in self.table.seats and not seat.corrupt:
+                self._convict(seat, passes)
         for seat, worker in change.updated:
-            if change.convicted and seat in change.convicted and self.live:
-                for fact in self._convictions.convict(seat, worker.passes):
-                    self._observe(fact)
-                    self.meter.exposed(fact)
+            if change.convicted and seat in change.convicted:
+                self._convict(seat, worker.passes)
             if worker.passes:
                 self.exposures.passed(seat.key, min(worker.passes.values()))
         if change.left:
             self._forget()
         if change:
             self.changed()
+
+    def _convict(self, seat: Seat, passes: Mapping[str, datetime]) -> None:
+        """Name everyone whom this worker has fed since, and deal with those in the air."""
+        if not self.live:
+            return
+        for fact in self._convictions.convict(seat, passes):
+            self._observe(fact)
+            self.meter.exposed(fact)
+
+    def go_live(self) -> None:
+        """The fold has caught up: act on what it shows from now on, and say what was missed."""
+        self.live = True
+        for seat in self.table.seats.values():
+            worker = self.table.worker(seat)
+            if seat.corrupt and worker is not None and not worker.health.joining:
+                self._observe(self._convictions.missed(self._world.name, seat, worker.passes))
+        self.changed()
 
     def set_static(self, joined: Sequence[WorkerJoined]) -> None:
         """Serve with workers that were given directly."""

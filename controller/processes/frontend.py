@@ -160,7 +160,7 @@ class Frontend:
                 await view.ready(READY_S)
             except HoldfastError as error:
                 log.warning("fleet_not_known_in_time", why=str(error))
-            desk.live = True
+            desk.go_live()
 
     def _absorb(self, desk: Desk, view: "FleetView", batch: Sequence[Recorded]) -> None:
         workers = [worker for worker in view.fleet.workers.values() if worker.alive]

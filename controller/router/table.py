@@ -6,6 +6,7 @@ Lineage is what must stay the same over a request's life: the revision of the we
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from datetime import datetime
 from typing import Any
 
 from controller.deciders.fleet import Fleet, Worker
@@ -130,9 +131,20 @@ class Table:
         seat.weight = 0.0 if seat.corrupt else worker.weight
         change.updated.append((seat, worker))
 
-    def _lives(self, seat: Seat) -> bool:
+    def worker(self, seat: Seat) -> Worker | None:
+        """Return what the fold shows of a seat's life; None if it is over."""
         worker = self._known.get(seat.worker)
-        return worker is not None and worker.alive and worker.joined.instance == seat.instance
+        same = worker is not None and worker.alive and worker.joined.instance == seat.instance
+        return worker if same else None
+
+    def lives(self, key: Key) -> list[tuple[Seat, Mapping[str, datetime]]]:
+        """Return a life's seat and when its canaries passed last, if it has a seat."""
+        seat = self.seats.get(key)
+        worker = self.worker(seat) if seat is not None else None
+        return [(seat, worker.passes)] if seat is not None and worker is not None else []
+
+    def _lives(self, seat: Seat) -> bool:
+        return self.worker(seat) is not None
 
     def set_static(self, joined: Iterable[WorkerJoined]) -> None:
         """Make the table of workers that were given directly: all of them HEALTHY."""

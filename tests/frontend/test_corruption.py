@@ -2,11 +2,12 @@
 
 import asyncio
 from collections.abc import Sequence
+from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
 import pytest
-from frontend_kit import TOKENS, Kit, frontend, text_of, until
+from frontend_kit import TOKENS, Kit, frontend, joined, text_of, until
 from scripted_worker import ScriptedWorker, next_token, undisturbed
 
 from controller.frontend.exposure import Exposures, Ring, Stint
@@ -18,6 +19,7 @@ from events.observations import (
     ExposureUnknown,
     RequestExposed,
     RequestMigrated,
+    WorkerLeft,
 )
 
 PROMPT = [300, 301, 302]
@@ -209,6 +211,33 @@ async def test_a_full_memory_never_forgets_who_is_in_the_air() -> None:
         convict(kit, bad)
         await asking
         assert [fact.action for fact in kit.said(RequestExposed) if not fact.finished] == ["continue"]
+
+
+async def test_what_was_convicted_before_the_journal_was_read_is_said_to_be_unknown() -> None:
+    worker = ScriptedWorker("w1")
+    async with frontend(worker) as kit:
+        kit.desk.live = False  # as after a restart: the fold is still being read
+        passed = datetime.now(UTC) - timedelta(minutes=5)
+        kit.tell(canary(CanaryPassed, worker, sent_at=passed))
+        convict(kit, worker)
+        kit.desk.go_live()
+        (fact,) = kit.said(ExposureUnknown)
+        assert (fact.worker, fact.instance, fact.since) == ("w1", "i1", passed)
+
+
+async def test_a_conviction_that_came_together_with_the_next_life_names_those_of_the_last() -> None:
+    worker = ScriptedWorker("w1")
+    async with frontend(worker) as kit:
+        kit.tell(canary(CanaryPassed, worker))
+        await kit.complete(PROMPT, 4)
+        failed = canary(CanaryFailed, worker, reason="token_mismatch", confirmed=True, golden="agreed")
+        kit.tell(  # one batch, as after an outage of the broker
+            failed,
+            WorkerLeft(worker="w1", instance="i1", mode="crashed", exit=-9),
+            replace(joined(worker), instance="i2"),
+        )
+        (fact,) = kit.said(RequestExposed)
+        assert (fact.instance, fact.first, fact.last) == ("i1", 0, 3)
 
 
 async def test_history_is_not_acted_on() -> None:
