@@ -9,9 +9,9 @@ import asyncio
 from collections import deque
 from collections.abc import Callable
 
-from controller.frontend.errors import ApiError, shed, unavailable
+from controller.frontend.errors import ApiError, shed, unavailable, unknown_model
 from controller.frontend.settings import AdmissionSettings
-from controller.router.pick import AllBusy, NoWorker
+from controller.router.pick import AllBusy, NoneRoutable, NotServed, NoWorker
 from controller.router.table import Lineage, Table
 from events.fact import Observation
 from events.observations import RequestsRejected
@@ -127,8 +127,10 @@ class Admission:
 
     def no_worker(self, error: NoWorker, model: str, tier: str) -> ApiError:
         """Return what a client is told when nobody can take his request."""
-        if error.code == "model_not_found":
-            return ApiError(404, f"the model {model!r} does not exist", code=error.code, param="model")
+        if isinstance(error, NotServed):
+            if model not in self._table.known:
+                return unknown_model(model)
+            error = NoneRoutable()  # there were workers of it, and there will be again
         retry = 1 if error.code == "no_reachable_worker" else self._retry_after_s
         return self._refused(model, tier, error.code, unavailable(str(error), error.code, retry))
 

@@ -25,6 +25,7 @@ from controller.frontend.sse import SseStream, StreamedResponse, head
 from controller.frontend.templates import BadTemplate
 from controller.frontend.tokens import TokenizerMissing, Tokens, ready_tokens
 from controller.frontend.voice import Form
+from controller.router.pick import NoWorker
 from controller.router.table import Lineage
 
 log = structlog.get_logger(__name__)
@@ -132,7 +133,7 @@ class Api:
             self._count(model, endpoint, kind, error)
 
     def _known(self, model: str) -> bool:
-        return model in self.desk.table.models
+        return model in self.desk.table.known
 
     async def _answer(
         self, request: web.BaseRequest, ask: Ask, headers: dict[str, str], tier: str
@@ -171,7 +172,10 @@ class Api:
         except BadTemplate as error:
             raise invalid(str(error), "messages") from error
         desk.metrics.tokenizer_ms.of("encode").add((desk.now() - began) * 1000)
-        context = desk.context(ask.model, lineage)
+        try:
+            context = desk.context(ask.model, lineage)
+        except NoWorker as error:  # the last one of this lineage has gone while the prompt was read
+            raise desk.admission.no_worker(error, ask.model, tier) from error
         return Admitted(ask, request, tier, lineage, prompts, context, next(self._serial)), tokens
 
     async def _whole(self, admitted: Admitted, form: Form, headers: dict[str, str]) -> web.StreamResponse:

@@ -89,6 +89,7 @@ class Table:
         self.seats: dict[Key, Seat] = {}
         self.models: dict[str, list[Seat]] = {}
         self.number = 0  # of the last decision that this table reflects
+        self.known: set[str] = set()  # every model that a worker was ever known to serve
         self._known: Mapping[str, Worker] = {}
         self._knobs: dict[str, Knobs] = {}
 
@@ -116,6 +117,7 @@ class Table:
     def _update(self, worker: Worker, before: Worker | None, change: Change) -> None:
         """Bring one seat up to date. A corrupt worker gets nothing from the moment the evidence is seen."""
         key = (worker.joined.worker, worker.joined.instance)
+        self.known.add(worker.joined.model)
         seat = self.seats.get(key)
         change.left = change.left or (before is not None and before.joined.instance != key[1])
         if seat is None:
@@ -152,6 +154,7 @@ class Table:
         for fact in joined:
             seat = self.seats.get((fact.worker, fact.instance)) or Seat(fact)
             seat.weight, seat.status = 1.0, HealthStatus.HEALTHY
+            self.known.add(fact.model)
             fresh.append(seat)
         self._replace(fresh)
 

@@ -14,7 +14,7 @@ from scripted_worker import Act, ScriptedWorker, undisturbed
 
 from controller.frontend.settings import AdmissionSettings, StreamSettings
 from events.decisions import DegradationChanged, HealthStatus, Knobs
-from events.observations import RequestFailed, RequestsRejected, RequestsServed
+from events.observations import RequestFailed, RequestsRejected, RequestsServed, WorkerLeft
 
 PROMPT = [300, 301, 302]
 CHAT = {"model": "m", "messages": [{"role": "user", "content": "hi"}]}
@@ -293,6 +293,29 @@ async def test_unknown_model_and_nobody_in_service_are_told_apart() -> None:
         await until(lambda: not kit.plane.connected)
         status, body, _ = await ask_as(kit, None)
         assert (status, body["error"]["code"]) == (503, "no_reachable_worker")
+
+
+async def test_a_model_whose_workers_have_all_died_is_not_unknown() -> None:
+    worker = ScriptedWorker()
+    async with frontend(worker) as kit:
+        kit.tell(WorkerLeft(worker="w1", instance="i1", mode="crashed", exit=-9))
+        kit.health(worker, HealthStatus.DEAD, 0.0)
+        status, body, headers = await ask_as(kit, None)
+        assert (status, body["error"]["code"]) == (503, "no_routable_worker")
+        assert "Retry-After" in headers
+        async with kit.http.get(kit.url + "/v1/models") as answer:
+            assert (await answer.json())["data"] == []
+
+
+async def test_the_last_worker_dies_while_the_prompt_is_read() -> None:
+    worker = ScriptedWorker()
+    async with frontend(worker) as kit:
+        asking = asyncio.create_task(kit.post("/v1/completions", model="m", prompt="hello " * 40_000))
+        await until(lambda: 'active_requests{model="m"} 1.0' in kit.desk.render_metrics().decode())
+        kit.tell(WorkerLeft(worker="w1", instance="i1", mode="crashed", exit=-9))
+        kit.health(worker, HealthStatus.DEAD, 0.0)
+        status, body, _ = await asking
+        assert (status, body["error"]["code"]) == (503, "no_routable_worker")
 
 
 async def test_health_ready_live_metrics_models() -> None:
