@@ -68,7 +68,7 @@ class Exchange:
             deterministic=True,  # greedy, or sampled from random numbers that the seed and the position name
             tier=admitted.tier,
         )
-        forbidden = "n_over_1" if self._left > 1 else "guided_decoding" if ask.guided else ""
+        forbidden = "n_over_1" if ask.n > 1 else "guided_decoding" if ask.guided else ""
         allowance = Allowance(desk.limit(ask.model), desk.settings.migration_max_seq_len, forbidden)
         self.voices.append(voice)
         self.flights.append(Flight(desk, plan, voice, allowance, self._ended))

@@ -199,6 +199,18 @@ async def test_n_over_one_does_not_move() -> None:
         assert "n_over_1" in {fact.reason for fact in kit.said(RequestAbandoned)}
 
 
+async def test_several_prompts_move_each_for_itself() -> None:
+    first, other = ScriptedWorker("w1", always=Act(after=5, how="disconnect")), ScriptedWorker("w2")
+    async with frontend(first, other) as kit:
+        status, body, _ = await kit.post(
+            "/v1/completions", model="m", prompt=[PROMPT, [*PROMPT, 303]], max_tokens=12
+        )
+        assert status == 200, body
+        texts = [choice["text"] for choice in body["choices"]]
+        assert texts == [EXACT, TOKENS.decode(undisturbed([*PROMPT, 303], 12))]
+        assert kit.said(RequestMigrated)
+
+
 async def test_guided_decoding_does_not_move() -> None:
     first, other = failing("w1", "disconnect"), ScriptedWorker("w2")
     async with frontend() as kit:
