@@ -44,6 +44,9 @@ class PlaneLimits:
     backoff_s_max: float = 2.0
     ask_connect_s: float = 1.0  # how long a probe waits for a connection that is being made
     ask_chunks_max: int = 4096
+    heard_s: float = (
+        2.5  # an idle worker beats each second: we vouch for nobody whom we have not heard for longer
+    )
     hang: HangPolicy = field(default_factory=HangPolicy)
 
 
@@ -114,8 +117,18 @@ class RequestPlane:
 
     @property
     def connected(self) -> dict[str, str]:
-        """The workers with a live connection, and their instances: what the links report says."""
+        """The workers with a standing connection, and their instances."""
         return {link.worker: link.instance for link in self._links.values() if link.live is not None}
+
+    @property
+    def heard(self) -> dict[str, str]:
+        """Of those, who said something lately: what the links report says. A stopped process, or one behind a network
+        that swallows everything, keeps its connection and says nothing."""
+        since = asyncio.get_running_loop().time() - self._limits.heard_s
+        lines = ((link, link.live) for link in self._links.values())
+        return {
+            k.worker: k.instance for k, line in lines if line is not None and line.pulse.heard_at >= since
+        }
 
     @property
     def welcomes(self) -> dict[str, Welcome]:

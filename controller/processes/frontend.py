@@ -170,11 +170,11 @@ class Frontend:
         desk.absorb(view.fleet, batch)
 
     async def _report_links(self, bus: "Bus") -> None:
-        """Say each second which workers are connected: a live connection vetoes a silence."""
+        """Say each second which workers we hear: a live connection vetoes a silence."""
         clock = SystemClock()
         subject = subjects.links(self._name)
         while True:
-            body = {"frontend": self._name, "at": clock.now().isoformat(), "workers": self._plane.connected}
+            body = {"frontend": self._name, "at": clock.now().isoformat(), "workers": self._plane.heard}
             await bus.publish(subject, body)
             await asyncio.sleep(LINKS_S)
 

@@ -131,6 +131,17 @@ async def test_silence_without_open_streams_is_nothing() -> None:
         assert plane.connected == {"w1": "i1"}
 
 
+async def test_nobody_is_vouched_for_who_says_nothing() -> None:
+    worker = ScriptedWorker()
+    async with plane_to(worker, limits=PlaneLimits(heard_s=0.3)) as plane:
+        assert plane.heard == {"w1": "i1"}
+        worker.silent = True  # idle: stopped, or behind a network that swallows everything
+        await until(lambda: plane.heard == {})
+        assert plane.connected == {"w1": "i1"}
+        worker.silent = False
+        await until(lambda: plane.heard == {"w1": "i1"})
+
+
 async def test_a_stuck_engine_behind_a_live_loop_is_noticed_and_comes_back() -> None:
     worker = ScriptedWorker(always=Act(after=2, how="stall"))
     async with plane_to(worker, ScriptedWorker("w2")) as plane:
