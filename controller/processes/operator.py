@@ -7,7 +7,7 @@ import os
 import sys
 import urllib.error
 import urllib.request
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -174,29 +174,39 @@ def _partial(args: argparse.Namespace) -> int:
     else:
         print("The controller does not answer; these processes of the fleet live:")
         for p in processes:
-            print(f"  {p['name']:<14} {p['role']:<11} pid {p['pid']:<8} {p['url']}")
+            print(f"  {p['name']:<11} {p['role']:<11} pid {p['pid']:<8} {p['url']}")
     return 1
 
 
 def _print_status(status: dict[str, Any]) -> None:
+    from rich import box
     from rich.console import Console
     from rich.table import Table
 
-    console = Console()
-    table = Table(title=None)
-    for column in ("worker", "health", "weight", "breaker", "flying", "model", "pid", "last canary"):
-        table.add_column(column, no_wrap=True, overflow="fold")
+    console = Console(highlight=False, soft_wrap=True)
+    table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False)
+    for column in ("worker", "health", "weight", "breaker", "in flight", "model", "last canary"):
+        table.add_column(column, overflow="fold", no_wrap=column not in ("worker", "model"))
     for w in status["workers"]:
-        cells = (w["id"], w["health"], w["weight"], w["breaker"], w["in_flight"], w["model"], w["pid"])
+        weight = None if w["weight"] is None else f"{w['weight']:g}"
+        cells = (w["id"], w["health"], weight, w["breaker"], w["in_flight"], w["model"])
         table.add_row(*("–" if c is None else str(c) for c in cells), _canary(w.get("last_canary")))
-    console.print(table)
-    levels = ", ".join(f"{model}: level {level}" for model, level in status["levels"].items()) or "none"
-    projector = status["projector"]
-    console.print(f"degradation  {levels}")
-    console.print(
-        f"journal      {status['journal']['last_seq']} events; projector at {projector['position']}, lag {projector['lag']}"
-    )
-    console.print(f"leader       {status['leader'] or 'nobody'}")
+    console.print(table, soft_wrap=False)
+    for line in _lines(status):
+        console.print(line)
+
+
+def _lines(status: dict[str, Any]) -> Iterator[str]:
+    """Yield what stands below the workers: levels, positions, the leader, the processes of this host."""
+    levels = ", ".join(f"{model} level {level}" for model, level in status["levels"].items())
+    position, lag = status["projector"]["position"], status["projector"]["lag"]
+    yield f"degradation  {levels or 'no model yet'}"
+    yield f"journal      {status['journal']['last_seq']} events"
+    yield "projector    " + ("not heard of yet" if position is None else f"at {position}, {lag} behind")
+    yield f"leader       {status['leader'] or 'nobody'}"
+    yield "processes"
+    for p in status["processes"]:
+        yield f"  {p['name']:<11} {p['role']:<11} pid {p['pid']:<8} {p['url']}"
 
 
 def _canary(last: Any) -> str:
