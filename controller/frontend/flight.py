@@ -44,6 +44,7 @@ class Flight:
         "_spoilt",
         "_stint",
         "_stints",
+        "_worded",
         "accepted",
         "allowance",
         "attempts",
@@ -82,7 +83,8 @@ class Flight:
         self.voice = voice
         self.allowance = allowance
         self.accepted: list[int] = []
-        self.texts: list[str] = []  # of engines that give text and no tokens
+        self.texts: list[str] = []  # what came from engines that give text and no tokens, and all before it
+        self._worded = 0  # accepted tokens that `texts` says
         self.seat: Seat | None = None
         self.first_seat: Seat | None = None
         self.last_seat: Seat | None = None
@@ -131,7 +133,7 @@ class Flight:
             left = sampling.max_tokens - made
             floor = max(0, sampling.min_tokens - made)
             sampling = msgspec.structs.replace(sampling, max_tokens=left, min_tokens=floor)
-        text = plan.prompt_text + "".join(self.texts) if seat.joined.engine == "openai" else ""
+        text = plan.prompt_text + self._text() if seat.joined.engine == "openai" else ""
         return Generate(
             stream=0,
             request=plan.request,
@@ -141,6 +143,23 @@ class Flight:
             guided=plan.guided,
             prompt_text=text,
         )
+
+    def _text(self) -> str:
+        """Return all that was accepted as text, whether it came as text or as tokens."""
+        return "".join(self.texts) + self._unworded()
+
+    def _unworded(self) -> str:
+        """Return the text of the tokens that came after the last text, as it follows from what stands before them.
+
+        A character of which only some bytes have come is left out: who goes on in text says it whole.
+        """
+        if self._worded == len(self.accepted):
+            return ""
+        decode, prompt = self._desk.tokens_of(self.plan.lineage).decode, self.plan.prompt
+        before, whole = decode(prompt + self.accepted[: self._worded]), decode(prompt + self.accepted)
+        if not whole.startswith(before):
+            before, whole = "", decode(self.accepted[self._worded :])
+        return whole[len(before) :].rstrip("\ufffd")
 
     def _nowhere(self, error: NoWorker) -> None:
         """Nobody can take it now. A request that had begun waits for a worker; a new one is told."""
@@ -231,8 +250,9 @@ class Flight:
         self._heard(None)
         tokens = self._desk.tokens_of(self.plan.lineage).encode(text, special=False)
         self.voice.say_text(text, len(tokens))
-        self.texts.append(text)
+        self.texts += (self._unworded(), text)
         self.accepted += tokens
+        self._worded = len(self.accepted)
         if self.voice.stopped:
             self._stop(None)
 
@@ -292,15 +312,21 @@ class Flight:
             message = "the worker that answered was found to compute wrong results; ask again"
             self._abort(ApiError(502, message, code="corrupt_output"))
             return "error"
-        if seen or self.texts:
+        if seen:
             self._spoilt = True
             return "continue"  # a flight that is still there is moved with all others of its worker
         self._cancel_stream()
-        self.accepted = self.accepted[:first]
-        self._counted = min(self._counted, first)
-        self.voice.rewind(first)
+        self._rewind(0 if self.texts else first)  # where a text can be cut is not known
         self._failed(Failure("unhealthy", "corrupt output"), on_source=on_source)
         return "error" if self.error is not None else "restart"
+
+    def _rewind(self, count: int) -> None:
+        """Forget what came after the first `count` tokens; nobody has seen it."""
+        self.accepted = self.accepted[:count]
+        self.texts.clear()
+        self._worded = 0
+        self._counted = min(self._counted, count)
+        self.voice.rewind(count)
 
     def retry(self) -> None:
         """Try again to find a worker, after having been parked."""

@@ -67,7 +67,11 @@ class Speech:
         return self._through(self._detokenizer.feed(token))
 
     def feed_text(self, text: str, tokens: int) -> str:
-        """Return what is sayable of a text that came without tokens; it counts as `tokens`."""
+        """Return what is sayable of a text that came without tokens; it counts as `tokens`.
+
+        Bytes of an unfinished character, from tokens before it, are dropped: the text says it whole.
+        """
+        self._detokenizer.flush()
         self.tokens += tokens
         return self._through(text)
 

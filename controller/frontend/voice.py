@@ -178,6 +178,8 @@ class StreamVoice:
     def say_text(self, text: str, tokens: int) -> None:
         if not self._opened:
             self._open()
+        if self._fast is not None:
+            self._fast.flush()  # an unfinished character: the text says it whole
         said = self._speech.feed_text(text, tokens)
         if said:
             self._stream.parts.append(self._form.chunk(self._index, said, None, None))
@@ -231,6 +233,7 @@ class FoldVoice:
     def say_text(self, text: str, tokens: int) -> None:
         if self._speech is None:
             self._speech = self._form.speech()
+            self._text = [self._speech.feed(token) for token in self._tokens]
         self._text.append(self._speech.feed_text(text, tokens))
         self.stopped = self._speech.stopped
 

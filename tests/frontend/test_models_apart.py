@@ -2,12 +2,14 @@
 
 import asyncio
 
-from frontend_kit import TOKENS, frontend, text_of
-from scripted_worker import ScriptedWorker, undisturbed
+import pytest
+from frontend_kit import TOKENS, frontend, text_of, until
+from scripted_worker import Act, ScriptedWorker, undisturbed
+from test_corruption import convict
 
 from controller.adapters.request_plane import RequestPlane
 from events import wire
-from events.observations import RequestMigrated
+from events.observations import RequestExposed, RequestMigrated
 
 PROMPT = [300, 301, 302]
 
@@ -36,6 +38,7 @@ class TextWorker:
         self.name, self.breaks = name, breaks
         self.instance, self.model, self.port = "i1", "m", 0
         self.requests: list[wire.Generate] = []
+        self.hold: asyncio.Event | None = None  # waits for it before the answer's end
         self._server: asyncio.Server | None = None
 
     @property
@@ -66,6 +69,8 @@ class TextWorker:
                         await writer.drain()
                         writer.close()
                         return
+                    if self.hold is not None:
+                        await self.hold.wait()
                     end = wire.Chunk(stream=frame.stream, tokens=[], finish="stop")
                     writer.write(wire.encode(wire.Step(chunks=[end])))
         writer.close()
@@ -91,6 +96,56 @@ async def test_text_only_engines_stream_and_move_and_are_marked_not_exact() -> N
         second_text, body = await kit.complete("tell:", 50, stop=["time"])
         assert second_text == "once upon a "
         assert body["choices"][0]["finish_reason"] == "stop"
+
+
+class Echo(TextWorker):
+    """Says what it was asked."""
+
+    def _pieces(self, frame: wire.Generate) -> list[str]:
+        return [f"[{frame.prompt_text}]"]
+
+
+@pytest.mark.parametrize("stream", [True, False])
+@pytest.mark.parametrize(("cut", "said"), [(2, "ab"), (3, "ab"), (4, "abé")])  # 3: inside of é
+async def test_what_came_as_tokens_is_told_as_text_to_an_engine_that_takes_only_text(
+    stream: bool, cut: int, said: str
+) -> None:
+    ids = TOKENS.encode("abé", special=False)
+    assert len(ids) == 4
+    prompt = TOKENS.encode("tell:", special=True)
+    first = ScriptedWorker("w1", follow=lambda tokens: ids[len(tokens) - len(prompt)])
+    first.acts.append(Act(after=cut, how="disconnect"))
+    second = Echo("w2", breaks=False)
+    async with frontend() as kit:
+        await kit.add(first, engine="openai", exact=True)
+        await kit.add(second, engine="openai", exact=False)  # type: ignore[arg-type]
+        kit.desk.table.seats[("w2", "i1")].active += 1
+        ask = {"model": "m", "prompt": "tell:", "max_tokens": 50}
+        if stream:
+            text = text_of(await kit.stream(**ask))
+        else:
+            _, body, _ = await kit.post("/v1/completions", **ask)
+            text = body["choices"][0]["text"]
+        assert text == f"{said}[tell:{said}]"
+        (fact,) = kit.said(RequestMigrated)
+        assert not fact.exact
+
+
+async def test_a_corrupt_text_that_nobody_has_seen_is_begun_anew() -> None:
+    bad, good = TextWorker("w1", breaks=False), TextWorker("w2", breaks=False)
+    bad.hold = asyncio.Event()
+    async with frontend(on_corruption="restart") as kit:
+        for worker in (bad, good):
+            await kit.add(worker, engine="openai", exact=False)  # type: ignore[arg-type]
+        kit.desk.table.seats[("w2", "i1")].active += 1
+        asking = asyncio.create_task(kit.complete("tell:", 50))
+        await until(lambda: any(f.texts for s in kit.desk.table.seats.values() for f in s.flights))
+        convict(kit, bad)  # type: ignore[arg-type]
+        text, _ = await asking
+        assert text == "once upon a time é"
+        assert good.requests[0].prompt_text == "tell:"
+        assert [fact.action for fact in kit.said(RequestExposed)] == ["restart"]
+        bad.hold.set()
 
 
 async def test_token_engines_are_not_sent_the_text() -> None:
