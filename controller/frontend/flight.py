@@ -241,7 +241,9 @@ class Flight:
         if chunk.finish == "stop" and tokens and tokens[-1] in self.plan.sampling.stop_token_ids:
             hidden = 1  # a stop token ends the answer and is no part of its text
         self._heard(chunk)
-        used = self.voice.say(tokens[:-1] if hidden else tokens, logprobs) + hidden
+        used = self.voice.say(tokens[:-1] if hidden else tokens, logprobs)
+        if not self.voice.stopped:
+            used += hidden
         self.accepted += tokens if used == len(tokens) else tokens[:used]
         if self.voice.stopped:
             self._stop(chunk)

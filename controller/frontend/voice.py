@@ -164,7 +164,7 @@ class StreamVoice:
         for place, token in enumerate(tokens):
             text = speech.feed(token)
             shown = None
-            if form.logprobs is not None and logprobs is not None:
+            if form.logprobs is not None and logprobs is not None and place < len(logprobs):
                 shown = show_logprobs(form, [token], [logprobs[place]], self._offset)
                 self._offset += len(form.tokens.text_of(token))
             if text or shown is not None:

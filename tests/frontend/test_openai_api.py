@@ -15,6 +15,7 @@ from scripted_worker import Act, ScriptedWorker, undisturbed
 from controller.frontend.settings import AdmissionSettings, StreamSettings
 from events.decisions import DegradationChanged, HealthStatus, Knobs
 from events.observations import RequestFailed, RequestsRejected, RequestsServed, WorkerLeft
+from events.wire import Chunk
 
 PROMPT = [300, 301, 302]
 CHAT = {"model": "m", "messages": [{"role": "user", "content": "hi"}]}
@@ -131,6 +132,31 @@ async def test_a_stop_token_ends_the_answer_and_is_not_shown() -> None:
         text, body = await kit.complete(PROMPT, 9, stop_token_ids=[ids[-1]])
         assert (text, body["choices"][0]["finish_reason"]) == (TOKENS.decode(ids[:-1]), "stop")
         assert body["usage"]["completion_tokens"] == 4
+
+
+async def test_a_stop_string_before_a_stop_token_counts_no_token_behind_it() -> None:
+    ids = undisturbed(PROMPT, 6)
+    async with frontend(ScriptedWorker(always=Act(per_step=6, finish="stop"))) as kit:
+        ask = {"stop": [TOKENS.decode(ids[:1])], "stop_token_ids": [ids[5]]}
+        text, body = await kit.complete(PROMPT, 6, **ask)
+        assert (text, body["usage"]["completion_tokens"]) == ("", 1)
+
+
+class Miserly(ScriptedWorker):
+    """Gives logprobs for the first token of a step only."""
+
+    def _chunk(self, *about: Any) -> Chunk:
+        chunk = super()._chunk(*about)
+        chunk.logprobs = chunk.logprobs and chunk.logprobs[:1]
+        return chunk
+
+
+async def test_missing_logprobs_cost_nobody_his_connection() -> None:
+    async with frontend(Miserly(always=Act(per_step=2))) as kit:
+        events = await kit.stream(model="m", prompt=PROMPT, max_tokens=6, logprobs=2)
+        assert text_of(events) == TOKENS.decode(undisturbed(PROMPT, 6))
+        shown = [e["choices"][0]["logprobs"] is not None for e in events[:-2]]
+        assert shown == [True, False] * 3
 
 
 async def test_min_tokens_holds_stop_strings_off() -> None:
