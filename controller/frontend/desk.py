@@ -321,6 +321,8 @@ class Desk:
         """Do what is due: breakers, deadlines, reports. Called ten times a second."""
         now = self.now()
         service = [seat.key for seat in self.table.seats.values() if seat.routable]
+        if self.outcomes.any_open:
+            self._pass_trials()
         self.outcomes.tick(service)
         for flight, until in list(self._parked.items()):
             if now > until and flight in self._parked:
@@ -337,6 +339,19 @@ class Desk:
                 self._panic.look(model, seats)
         if self._parked:
             self.changed()
+
+    def _pass_trials(self) -> None:
+        """An answer may be longer than a trial: one that flows when the time is over has passed it."""
+        for seat in self.table.seats.values():
+            if self.outcomes.trial_ends(seat.key):
+                for flight in seat.flights:
+                    if flight.flows:
+                        self.outcomes.flows(seat.key, flight.sent)
+
+    def cancelled(self, flight: Flight, seat: Seat) -> None:
+        """A client has left while this worker answered."""
+        tell = self.outcomes.flows if flight.flows else self.outcomes.says_nothing
+        tell(seat.key, flight.sent)
 
     def report(self) -> None:
         """Say what has not been said yet, at the process's end."""

@@ -387,6 +387,11 @@ class Flight:
         return exact and self.plan.deterministic and not self._spoilt
 
     @property
+    def flows(self) -> bool:
+        """Whether the worker that it is with has given it tokens."""
+        return self.seat is not None and self._plain
+
+    @property
     def moving_since(self) -> float:
         """When the failure was noticed after which this flight has not got on yet."""
         return self._move.since if self._move is not None else self._desk.now()
@@ -402,6 +407,8 @@ class Flight:
             return
         moving = self._move is not None
         self._cancel_stream()
+        if self.seat is not None:
+            self._desk.cancelled(self, self.seat)
         self._leave()
         if moving:
             self._desk.abandoned(self, "cancelled")

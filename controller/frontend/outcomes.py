@@ -33,6 +33,7 @@ log = structlog.get_logger(__name__)
 SAMPLES_MAX = 256  # per worker and window
 SLOW_MS_MIN = 5.0  # a difference below this is nobody's slowness
 TRANSPORT = frozenset({"disconnected", "stalled", "cannot_connect"})
+TRIAL_MARGIN = timedelta(seconds=0.25)  # longer than two ticks: who streams well by then has passed
 _ZERO = datetime(2000, 1, 1, tzinfo=UTC)  # the loop's clock as a datetime, for the machine that wants one
 
 
@@ -162,6 +163,28 @@ class Outcomes:
             if itl_s is not None:
                 window.itl_ms.append(itl_s * 1000)
 
+    def trial_ends(self, key: Key) -> bool:
+        """Say whether this worker is on trial and has hardly any time left for it."""
+        found = self._tallies.get(key)
+        if found is None or found.breaker.position != "half_open" or not found.breaker.admitted:
+            return False
+        deadline = found.breaker.deadline
+        return deadline is not None and self._moment() + TRIAL_MARGIN >= deadline
+
+    def flows(self, key: Key, sent: int) -> None:
+        """A request has its tokens and goes on, or its client has left it: as a trial it has passed."""
+        found = self.tally(key)
+        if found.breaker.position == "half_open":
+            fact = self._served(key, found.window, 0.0, routed_under=sent)
+            found.breaker = breaker.evolve(found.breaker, fact)
+            self._settle(key, found)
+
+    def says_nothing(self, key: Key, sent: int) -> None:
+        """A request ended before it said anything of the worker: if it was the trial, another one may be."""
+        found = self.tally(key)
+        if found.breaker.position == "half_open" and sent >= found.breaker.moved_by:
+            found.breaker = replace(found.breaker, admitted=False)
+
     def failed(self, key: Key, reason: str, under: int, sent: int | None = None) -> None:
         """A request failed on this worker, and it was the worker's fault. `sent` as in `served`."""
         found = self.tally(key)
@@ -219,11 +242,13 @@ class Outcomes:
 
     def _settle(self, key: Key, found: Tally) -> None:
         """Move one breaker if it is due: at once after an outcome, and when its time has come."""
-        moment = _ZERO + timedelta(seconds=self._now())
-        for decision in breaker.decide(self._policy, found.breaker, moment):
+        for decision in breaker.decide(self._policy, found.breaker, self._moment()):
             self._number += 1
             found.breaker = breaker.evolve(found.breaker, replace(decision, number=self._number))
             log.info("local_breaker", worker=key[0], instance=key[1], position=found.breaker.position)
+
+    def _moment(self) -> datetime:
+        return _ZERO + timedelta(seconds=self._now())
 
     # --- reports ------------------------------------------------------------------------------------------
 

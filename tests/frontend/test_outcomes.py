@@ -1,9 +1,11 @@
 """What a frontend makes of its own outcomes: breakers, blame, panic, slowness."""
 
+import asyncio
 from collections import deque
 from typing import Any
 
-from frontend_kit import frontend, joined, until
+import pytest
+from frontend_kit import Kit, frontend, joined, until
 from scripted_worker import Act, ScriptedWorker
 
 from controller.frontend.outcomes import Outcomes
@@ -186,6 +188,48 @@ async def test_an_erring_worker_is_left_alone_and_the_fleets_word_clears_it() ->
         for _ in range(6):
             await kit.complete(PROMPT, 4)
         assert len(bad.requests) > 3
+
+
+async def on_trial(kit: Kit, worker: ScriptedWorker) -> tuple[str, str]:
+    """Bring a worker's breaker to half-open; the next request is its trial."""
+    key = (worker.name, worker.instance)
+    kit.desk.table.seats[("w2", "i1")].active += 50
+    for _ in range(3):
+        worker.acts.append(Act(after=1, how="error"))
+        await kit.complete(PROMPT, 3)
+    await until(lambda: kit.desk.outcomes.positions()[key] == "half_open")
+    return key
+
+
+QUICK = LocalBreakerSettings(wait_s=0.1, trial_timeout_s=0.4, panic_share=0.0)
+
+
+async def test_an_answer_may_be_longer_than_a_trial() -> None:
+    worker = ScriptedWorker("w1", step_s=0.05)
+    async with frontend(worker, ScriptedWorker("w2"), breaker=QUICK) as kit:
+        key = await on_trial(kit, worker)
+        asking = asyncio.create_task(kit.complete(PROMPT, 40))
+        await until(lambda: kit.desk.outcomes.positions()[key] == "closed", 1.5)
+        assert not asking.done()
+        await asking
+        assert (len(worker.requests), kit.desk.outcomes.positions()[key]) == (4, "closed")
+
+
+@pytest.mark.parametrize(("tokens", "position"), [(3, "closed"), (0, "half_open")])
+async def test_a_trial_whose_client_leaves_is_no_failure(tokens: int, position: str) -> None:
+    worker = ScriptedWorker("w1", step_s=0.01)
+    breaker = LocalBreakerSettings(wait_s=0.1, trial_timeout_s=30, panic_share=0.0)
+    async with frontend(worker, ScriptedWorker("w2"), breaker=breaker) as kit:
+        key = await on_trial(kit, worker)
+        worker.acts.append(Act(after=tokens, how="hold", hold=asyncio.Event()))
+        seat = kit.desk.table.seats[key]
+        asking = asyncio.create_task(kit.complete(PROMPT, 40))
+        await until(lambda: any(len(flight.accepted) == tokens for flight in seat.flights))
+        assert not kit.desk.outcomes.allowed(seat)
+        asking.cancel()
+        await until(lambda: not seat.flights)
+        assert kit.desk.outcomes.positions()[key] == position
+        assert kit.desk.outcomes.allowed(seat)
 
 
 async def test_panic_ignores_own_breakers_and_says_so() -> None:
