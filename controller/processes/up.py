@@ -18,6 +18,7 @@ import time
 from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Any, Literal
+from urllib.parse import urlsplit
 
 from controller.adapters.embedded import Server, start_nats, start_postgres
 from controller.processes.children import Child
@@ -140,7 +141,25 @@ def run_cli(args: argparse.Namespace) -> int:
         raise HoldfastError("--engine openai needs --upstream URL, once for each server")
     if args.model is not None and not args.model.is_dir():
         raise HoldfastError(f"the model folder {args.model} does not exist")
+    if args.model is not None and args.engine == "simulated":
+        raise HoldfastError("--model is for --engine transformers or openai; the simulated engine needs none")
+    if args.upstream and args.engine != "openai":
+        raise HoldfastError(f"--upstream is for --engine openai, not for --engine {args.engine}")
+    if wrong := [url for url in args.upstream if not _is_http(url)]:
+        raise HoldfastError(f"--upstream {wrong[0]!r} is not a server's URL, such as http://127.0.0.1:8001")
     return asyncio.run(Supervisor(args).run())
+
+
+def _counted(workers: int) -> str:
+    return "1 worker" if workers == 1 else f"{workers} workers"
+
+
+def _is_http(url: str) -> bool:
+    try:
+        parts = urlsplit(url)
+        return parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:  # a port that is no number
+        return False
 
 
 def free_port() -> int:
@@ -177,14 +196,29 @@ class Supervisor:
         for number in (signal.SIGINT, signal.SIGTERM):
             loop.add_signal_handler(number, self.stopping.set)
         try:
-            await self._start()
-            await self._until_ready(began)
+            await self._unless_told_to_stop(self._begin(began))
             await self._watch()
             return 0
         finally:
             await self._stop()
 
     # --- starting ---------------------------------------------------------------------------------------------------
+
+    async def _begin(self, began: float) -> None:
+        await self._start()
+        await self._until_ready(began)
+
+    async def _unless_told_to_stop(self, work: Coroutine[Any, Any, None]) -> None:
+        """Do a work, or give it up at Ctrl-C: a database that does not answer must not hold the terminal."""
+        doing = asyncio.create_task(work)
+        told = asyncio.create_task(self.stopping.wait())
+        await asyncio.wait({doing, told}, return_when=asyncio.FIRST_COMPLETED)
+        if told.done() and not doing.done():
+            doing.cancel()
+            await asyncio.wait({doing}, timeout=STOP_GRACE_S)
+            return
+        told.cancel()
+        await doing
 
     def _check_port(self) -> None:
         with socket.socket() as probe:
@@ -310,8 +344,6 @@ class Supervisor:
         deadline = began + READY_WITHIN_S
         while not await http_ok(f"{url}/health"):
             await self._tend()
-            if self.stopping.is_set():
-                return
             if time.monotonic() > deadline:
                 raise HoldfastError(
                     f"the fleet was not ready after {READY_WITHIN_S:g} s; see {self.dir.logs}"
@@ -320,7 +352,7 @@ class Supervisor:
         self.ready = True
         workers = sum(child.role == "worker" for child in self.children)
         print(
-            f"Holdfast is ready after {time.monotonic() - began:.1f} s: {url}/v1 with {workers} workers",
+            f"Holdfast is ready after {time.monotonic() - began:.1f} s: {url}/v1 with {_counted(workers)}",
             flush=True,
         )
         print(
@@ -354,16 +386,18 @@ class Supervisor:
                 WorkerLeft(worker=child.name, instance=self.instances[child.name], mode=mode, exit=status)
             )
         if not self.ready and child.lives >= LIVES_BEFORE_GIVING_UP:
-            words = child.last_words()
+            words = child.last_words(1).removeprefix(f"holdfast {child.role}: ").removeprefix("holdfast: ")
             raise HoldfastError(f"{child.name} does not start: {words or f'see {child.log}'}")
 
     async def _tend_servers(self) -> None:
         if self.nats is not None and not self.nats.running:
             port, self.nats = self.nats.port, None
+            print("nats ended; starting it again", file=sys.stderr, flush=True)
             self.nats = await self._again(lambda: start_nats(self.dir.nats, port=port))
             self._present("nats", self.nats)
         if self.postgres is not None and not self.postgres.running:
             port, self.postgres = self.postgres.port, None
+            print("postgres ended; starting it again", file=sys.stderr, flush=True)
             self.postgres = await self._again(lambda: start_postgres(self.dir.postgres, port=port))
             self._present("postgres", self.postgres)
 

@@ -1,9 +1,11 @@
 """Bad input gets one clear sentence and the right exit code; never a traceback, never a hang."""
 
 import os
+import signal
 import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -114,7 +116,33 @@ def test_a_databases_url_that_is_none_is_named_without_its_password(url: str, tm
         (["--engine", "transformers"], "needs --model DIR"),
         (["--engine", "openai"], "needs --upstream URL"),
         (["--model", "/nonexistent"], "does not exist"),
+        (["--model", "."], "--model is for --engine transformers"),
+        (["--upstream", "http://127.0.0.1:1"], "--upstream is for --engine openai"),
+        (["--engine", "openai", "--upstream", "127.0.0.1"], "'127.0.0.1' is not a server's URL"),
     ],
 )
 def test_flags_that_need_others_say_which(flags: list[str], says: str, tmp_path: Path) -> None:
     refused(holdfast("up", "--data", str(tmp_path), *flags), says)
+
+
+def test_ctrl_c_ends_a_start_that_waits_for_a_database(tmp_path: Path) -> None:
+    with socket.socket() as deaf:  # accepts connections and never answers
+        deaf.bind(("127.0.0.1", 0))
+        deaf.listen()
+        url = f"postgresql://x@127.0.0.1:{deaf.getsockname()[1]}/x"
+        command = [sys.executable, "-m", "controller.cli", "up", "--data", str(tmp_path), "--workers", "1"]
+        up = subprocess.Popen(
+            [*command, "--port", str(free_port())],
+            env={**os.environ, "HOLDFAST_DATABASE_URL": url},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        deaf.settimeout(30)
+        caller, _ = deaf.accept()
+        with caller:
+            began = time.monotonic()
+            up.send_signal(signal.SIGINT)
+            said, _ = up.communicate(timeout=30)
+        assert time.monotonic() - began < 15
+        assert (up.returncode, said) == (0, "")
