@@ -11,8 +11,10 @@ import importlib.util
 import os
 import pwd
 import shutil
+import signal
 import subprocess
 import tempfile
+import time
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -22,6 +24,7 @@ from controller.adapters.embedded_server import (
     Server,
     ServerFailed,
     check_port,
+    die_with,
     environment,
     free_port,
     identity,
@@ -136,9 +139,13 @@ def _initialised(directory: Path) -> bool:
 
 
 async def _initdb(place: _Place) -> None:
-    """Make a cluster beside `data`, then move it there whole: a killed initdb leaves nothing half-made."""
-    partial = place.directory / "data.partial"
-    shutil.rmtree(partial, ignore_errors=True)
+    """Make a cluster beside `data`, then move it there whole: a killed initdb leaves nothing half-made.
+
+    Each one works in a directory of its own: the last processes of one that was killed may still write in theirs.
+    """
+    for left in place.directory.glob("data.partial*"):
+        shutil.rmtree(left, ignore_errors=True)
+    partial = place.directory / f"data.partial.{os.getpid()}.{time.monotonic_ns()}"
     options = ["-A", "trust", "-E", "UTF8", "--locale=C", "--no-sync", "--no-instructions"]
     command = [place.program("initdb"), "-D", place.name(partial.name), "-U", ROLE, *options]
     await _run(command, "initdb", user=place.user, fds=(place.held,))
@@ -168,17 +175,27 @@ async def _run(command: list[str], what: str, *, user: str | None = None, fds: t
         cwd="/",
         env=environment(),
         pass_fds=fds,
+        preexec_fn=die_with(os.getpid()),
         **identity(user),
     )
     try:
         output, _ = await asyncio.wait_for(process.communicate(), START_DEADLINE_S)
     except TimeoutError:
-        process.kill()
-        await process.wait()
         raise ServerFailed(f"{what} did not end within {START_DEADLINE_S:g} s") from None
+    finally:
+        if process.returncode is None:  # too slow, or nobody wants it any more
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            await process.wait()
     if process.returncode:
-        raise ServerFailed(f"{what} failed: {output.decode(errors='replace').strip()}")
+        raise ServerFailed(f"{what} failed: {_complaint(output.decode(errors='replace'))}")
     return output.decode()
+
+
+def _complaint(output: str) -> str:
+    """Return the line that says what is wrong: initdb tells all that went well before it."""
+    lines = output.strip().splitlines() or ["it said nothing"]
+    return next((line for line in lines if "FATAL" in line or "error:" in line), lines[-1]).strip()
 
 
 def _ready(data: Path, pid: int) -> bool:

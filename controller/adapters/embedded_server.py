@@ -110,7 +110,7 @@ async def spawn(
                 cwd="/",
                 env=environment(),
                 pass_fds=(lock, *fds),  # the server itself holds the lock, for as long as it lives
-                preexec_fn=_die_with(os.getpid()),
+                preexec_fn=die_with(os.getpid()),
                 **identity(user),
             )
     finally:
@@ -129,7 +129,9 @@ async def _take(lock: int, directory: Path) -> None:
         raise DirectoryInUse(f"a server is running on {directory}. {DirectoryInUse.__doc__}") from None
 
 
-def _die_with(parent: int) -> Callable[[], None]:
+def die_with(parent: int) -> Callable[[], None]:
+    """Return a preexec function: a session of its own, and SIGKILL when `parent` dies."""
+
     def arrange() -> None:
         os.setsid()  # Ctrl-C is for us: we stop the servers in order
         libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)

@@ -11,6 +11,7 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 import nats
+import psutil
 import pytest
 
 from controller.adapters import embedded_postgres
@@ -140,3 +141,23 @@ def _alive(pid: int) -> bool:
     except OSError:
         return False
     return state != "Z"
+
+
+async def test_a_start_that_is_given_up_leaves_nobody_and_the_next_one_succeeds(tmp_path: Path) -> None:
+    directory = tmp_path / "pg"
+    giving_up = asyncio.create_task(start_postgres(directory))
+    while not list(directory.glob("data.partial*")) and not giving_up.done():
+        await asyncio.sleep(0.005)
+    giving_up.cancel()
+    await asyncio.gather(giving_up, return_exceptions=True)
+    assert not [p for p in psutil.process_iter() if str(directory) in " ".join(_arguments(p))]
+    (directory / "data.partial.1").mkdir(exist_ok=True)  # what somebody left
+    server = await start_postgres(directory)
+    await server.kill()
+
+
+def _arguments(process: psutil.Process) -> list[str]:
+    try:
+        return process.cmdline()
+    except psutil.Error:
+        return []
