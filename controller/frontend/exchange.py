@@ -65,7 +65,7 @@ class Exchange:
             prompt_text=text,
             sampling=sampling(ask, len(prompt), admitted.context, choice, admitted.serial),
             guided=ask.guided,
-            deterministic=True,  # greedy, or sampled from random numbers that the seed and the position name
+            deterministic=ask.temperature == 0 or desk.engine(ask.model, admitted.lineage) != "openai",
             tier=admitted.tier,
         )
         forbidden = "n_over_1" if ask.n > 1 else "guided_decoding" if ask.guided else ""

@@ -19,7 +19,9 @@ class Plan:
     prompt_text: str  # for engines that can only take text; else empty
     sampling: Sampling
     guided: dict[str, Any] | None
-    deterministic: bool  # the same tokens come from any healthy worker
+    # The same tokens come from any healthy worker: greedy ones, or those of our own engines, whose random numbers
+    # are named by the seed and the position. Other servers' random numbers begin anew with each request.
+    deterministic: bool
     tier: str = "standard"
 
 

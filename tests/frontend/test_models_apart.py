@@ -98,6 +98,24 @@ async def test_text_only_engines_stream_and_move_and_are_marked_not_exact() -> N
         assert body["choices"][0]["finish_reason"] == "stop"
 
 
+@pytest.mark.parametrize(
+    ("engine", "temperature", "exact"),
+    [("openai", 0.0, True), ("openai", 0.7, False), ("simulated", 0.7, True)],
+)
+async def test_a_sampled_continuation_on_another_server_is_not_called_exact(
+    engine: str, temperature: float, exact: bool
+) -> None:
+    first, second = ScriptedWorker("w1"), ScriptedWorker("w2")
+    first.acts.append(Act(after=3, how="disconnect"))
+    async with frontend() as kit:
+        for worker in (first, second):
+            await kit.add(worker, engine=engine)
+        kit.desk.table.seats[("w2", "i1")].active += 1
+        await kit.complete(PROMPT, 6, temperature=temperature)
+        (fact,) = kit.said(RequestMigrated)
+        assert fact.exact == exact
+
+
 class Echo(TextWorker):
     """Says what it was asked."""
 
