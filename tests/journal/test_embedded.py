@@ -143,11 +143,12 @@ def _alive(pid: int) -> bool:
     return state != "Z"
 
 
-async def test_a_start_that_is_given_up_leaves_nobody_and_the_next_one_succeeds(tmp_path: Path) -> None:
+async def test_a_start_that_is_given_up_leaves_nobody_and_the_next_one_succeeds(
+    tmp_path: Path, eventually: Eventually
+) -> None:
     directory = tmp_path / "pg"
     giving_up = asyncio.create_task(start_postgres(directory))
-    while not list(directory.glob("data.partial*")) and not giving_up.done():
-        await asyncio.sleep(0.005)
+    await eventually(lambda: any(directory.glob("data.partial*")))
     giving_up.cancel()
     await asyncio.gather(giving_up, return_exceptions=True)
     assert not [p for p in psutil.process_iter() if str(directory) in " ".join(_arguments(p))]
@@ -158,6 +159,6 @@ async def test_a_start_that_is_given_up_leaves_nobody_and_the_next_one_succeeds(
 
 def _arguments(process: psutil.Process) -> list[str]:
     try:
-        return process.cmdline()
+        return list(process.cmdline())
     except psutil.Error:
         return []
