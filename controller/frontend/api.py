@@ -320,7 +320,7 @@ async def _json(request: web.BaseRequest) -> Any:
         request.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")  # curl waits a second for it otherwise
     try:
         return msgspec.json.decode(await request.read())
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise bad_json(str(error)) from error
 
 

@@ -41,12 +41,18 @@ class ChatTemplate:
         except TemplateError as error:
             raise BadTemplate(f"the chat template does not compile: {error}") from error
 
-    def render(self, messages: Sequence[dict[str, Any]], **extra: Any) -> str:
-        """Return the prompt that ends where the assistant begins. Raise BadTemplate."""
-        names = {"messages": list(messages), "add_generation_prompt": True, "tools": None}
+    def render(self, messages: Sequence[dict[str, Any]], /, **extra: Any) -> str:
+        """Return the prompt that ends where the assistant begins. Raise BadTemplate.
+
+        `extra` is the client's: it may bear any name, but the messages stay what they are.
+        """
+        usual = {"add_generation_prompt": True, "tools": None}
+        names = self._specials | usual | extra | {"messages": list(messages)}
         try:
-            return str(self._template.render(**(self._specials | names | extra)))
-        except (TemplateError, TypeError, ValueError, KeyError) as error:
+            return str(self._template.render(names))
+        except (
+            Exception
+        ) as error:  # a template is a program: fed with a client's values, it may raise anything
             raise BadTemplate(f"the chat template refused these messages: {error}") from error
 
 

@@ -48,6 +48,7 @@ async def test_a_stream_says_the_same_token_by_token() -> None:
         (CHAT | {"max_tokens": 0}, "max_tokens", "greater than or equal to 1"),
         (CHAT | {"max_tokens": "many"}, "max_tokens", "integer"),
         (CHAT | {"n": 99}, "n", "16"),
+        (CHAT | {"top_k": 10**23}, "top_k", "less than"),
         (CHAT | {"stop": [""]}, "stop", "must not be empty"),
         (CHAT | {"stop": ["x"] * 40}, "stop", "at most"),
         (CHAT | {"top_logprobs": 3}, "top_logprobs", "logprobs"),
@@ -81,7 +82,9 @@ async def test_bad_prompts(prompt: Any) -> None:
         assert (status, answer["error"]["param"]) == (400, "prompt"), answer
 
 
-@pytest.mark.parametrize("raw", [b"", b"{", b"[]", b"null", b'"x"', b"\xff\xfe", b"{" * 100_000])
+@pytest.mark.parametrize(
+    "raw", [b"", b"{", b"[]", b"null", b'"x"', b"\xff\xfe", b"{" * 100_000, b"[" * 10**5 + b"]" * 10**5]
+)
 async def test_bodies_that_are_no_json_objects(raw: bytes) -> None:
     async with (
         frontend(ScriptedWorker()) as kit,

@@ -108,3 +108,13 @@ def test_templates_run_in_the_sandbox() -> None:
         template.render([])
     with pytest.raises(BadTemplate, match="roles must alternate"):
         ChatTemplate("{{ raise_exception('roles must alternate') }}", {}).render([])
+
+
+def test_a_template_may_be_given_anything() -> None:
+    said = [{"role": "user", "content": "hi"}]
+    template = ChatTemplate("{{ self_ }}{{ messages[0].content }}{{ add_generation_prompt }}", {})
+    extra = {"self": 1, "messages": [], "self_": "x", "add_generation_prompt": False}
+    assert template.render(said, **extra) == "xhiFalse"
+    for source in ("{{ 1 // n }}", "{{ range(10 ** 12) }}", "{{ n.a.b }}"):
+        with pytest.raises(BadTemplate):
+            ChatTemplate(source, {}).render(said, n=0)
