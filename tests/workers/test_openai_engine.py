@@ -12,6 +12,8 @@ from events.wire import Chunk, Generate, Sampling
 from workers.engines.engine import Engine, EngineDead, Phase
 from workers.engines.openai.engine import OpenAIEngine, UpstreamSettings
 from workers.engines.openai.reading import Reading
+from workers.engines.openai.upstream import Abilities
+from workers.engines.openai.upstream import Upstream as Client
 
 Eventually = Callable[..., Awaitable[None]]
 
@@ -157,6 +159,24 @@ async def test_a_canary_is_salted_so_that_no_cache_answers_for_it(upstream: Upst
     salts = [body["cache_salt"] for body in upstream.bodies]
     assert len(set(salts)) == 2
     assert all(len(salt) >= 16 for salt in salts)
+
+
+async def test_a_canary_is_computed_anew_where_salts_are_unknown(upstream: Upstream) -> None:
+    upstream.manner = "llamacpp"
+    async for rig in rigged(upstream):
+        await rig.ask(prompt(), canary=True)
+        await rig.ask(prompt(), prompt_text="x")
+    assert [body.get("cache_prompt") for body in upstream.bodies] == [False, None]
+
+
+async def test_no_connection_is_used_twice_lest_the_upstream_has_closed_it(upstream: Upstream) -> None:
+    client = Client(upstream.url, "", 8)
+    request = Generate(1, "r", prompt(), 40, Sampling(max_tokens=1))
+    for _ in range(3):
+        async with client.complete(Abilities("up", token_prompts=True), request) as response:
+            assert b"[DONE]" in await response.read()
+    await client.close()
+    assert len(set(upstream.peers)) == 3
 
 
 async def test_a_cancelled_stream_is_gone_from_the_upstream(

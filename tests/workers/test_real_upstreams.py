@@ -1,20 +1,25 @@
 """Opt-in: the openai engine against real servers, two of each kind with the same model.
 
     make test-llamacpp        builds llama-server, starts two of them, and runs this against them
-    HOLDFAST_TEST_LLAMACPP_URLS=… pytest -m llamacpp tests/workers/test_real_upstreams.py       two that already run
-    HOLDFAST_TEST_VLLM_URLS=http://127.0.0.1:8001,http://127.0.0.1:8002 pytest -m vllm tests/workers
+    make test-vllm            installs vLLM for the CPU, and does the same with two of those
+    HOLDFAST_TEST_LLAMACPP_URLS=URL,URL pytest -m llamacpp tests/workers/test_real_upstreams.py   two that already run
+    HOLDFAST_TEST_VLLM_URLS=URL,URL pytest -m vllm tests/workers/test_real_upstreams.py             the same
 
-How to start vLLM, and what came out, is in docs/engines.md.
+What came out is in docs/engines.md.
 """
 
 import asyncio
+import json
 import os
 from collections.abc import AsyncIterator
 
 import pytest
 from engine_contract import Answer, Rig
+from llamacpp import LlamaServer
 
+from events.wire import Generate, Sampling
 from workers.engines.openai.engine import OpenAIEngine, UpstreamSettings
+from workers.engines.openai.upstream import Upstream
 
 PROMPT = [40 + n * 7 % 1900 for n in range(48)]  # ids that any vocabulary of 2,048 knows
 TEXT = "def main(argv):\n    parser = ArgumentParser(description="
@@ -24,8 +29,9 @@ GREEDY = {"temperature": 0.0, "max_tokens": 32, "ignore_eos": True}
 def urls(variable: str, request: pytest.FixtureRequest) -> list[str]:
     """Return the two servers that a variable names, or two of our own, or skip."""
     found = [url for url in os.environ.get(variable, "").split(",") if url]
-    if not found and "LLAMACPP" in variable:
-        found = [server.url for server in request.getfixturevalue("llamas")]
+    if not found:
+        fixture = "llamas" if "LLAMACPP" in variable else "vllms"
+        found = [server.url for server in request.getfixturevalue(fixture)]
     if len(found) < 2:
         pytest.skip(f"{variable} names no two servers")
     return found[:2]
@@ -65,6 +71,23 @@ async def test_a_canary_has_the_same_answer_on_both(pair: tuple[Rig, Rig]) -> No
     answers = [await rig.ask(PROMPT, prompt_text=TEXT, canary=True, logprobs=5, **GREEDY) for rig in pair * 2]
     assert all(answer.error is None and answer.tokens for answer in answers)
     assert all(answer.tokens == answers[0].tokens for answer in answers)
+
+
+@pytest.mark.llamacpp
+async def test_a_canary_is_not_answered_from_the_prefix_cache(llamas: list[LlamaServer]) -> None:
+    upstream = Upstream(llamas[0].url, "", 8)
+    sampling = Sampling(max_tokens=4, temperature=0.0)
+    computed: list[int] = []
+    try:
+        abilities = await upstream.abilities()
+        for canary in (False, False, True):
+            request = Generate(1, "r", PROMPT, len(PROMPT), sampling, canary=canary)
+            async with upstream.complete(abilities, request) as response:
+                events = [line for line in (await response.text()).splitlines() if line.startswith("data: {")]
+            computed.append(json.loads(events[-1][6:])["timings"]["prompt_n"])
+    finally:
+        await upstream.close()
+    assert computed[1:] == [1, len(PROMPT)]
 
 
 async def test_a_cut_answer_goes_on_on_the_other(pair: tuple[Rig, Rig]) -> None:

@@ -19,7 +19,7 @@ from workers.engines.simulated.sequence import Shape
 
 Manner = Literal["vllm", "llamacpp", "strict", "text"]
 FIELDS = set(Sampling.__struct_fields__) - {"max_tokens", "logprobs"}
-EXTENSIONS = {"return_token_ids", "return_tokens_as_token_ids", "cache_salt"}
+EXTENSIONS = {"return_token_ids", "return_tokens_as_token_ids", "cache_salt", "cache_prompt"}
 
 
 @dataclass
@@ -34,6 +34,7 @@ class Upstream:
     healthy: bool = True
     model: str = "up"
     bodies: list[dict[str, Any]] = field(default_factory=list)
+    peers: list[Any] = field(default_factory=list)  # who asked, one for each body
     streaming: int = 0
     abandoned: int = 0  # streams whose reader went away
     url: str = ""
@@ -86,6 +87,7 @@ class Upstream:
         if not body.get("stream"):
             return web.json_response(self._event(body, answer, "length"))
         self.bodies.append(body)
+        self.peers.append(request.transport and request.transport.get_extra_info("peername"))
         if self.fault.startswith("http_"):
             status = int(self.fault[5:])
             return web.json_response({"error": {"message": f"told to answer {status}"}}, status=status)

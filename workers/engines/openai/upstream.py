@@ -75,7 +75,8 @@ class Upstream:
         self._url = url.rstrip("/").removesuffix("/v1")
         self._session = aiohttp.ClientSession(
             headers={"Authorization": f"Bearer {key}"} if key else {},
-            connector=aiohttp.TCPConnector(limit=streams_max + 8),
+            # No connection is used twice: llama-server promises to keep them, and closes each one behind a stream.
+            connector=aiohttp.TCPConnector(limit=streams_max + 8, force_close=True),
             timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_S_MAX, sock_read=READ_S_MAX),
         )
 
@@ -185,6 +186,8 @@ def completion(abilities: Abilities, request: Generate) -> dict[str, Any]:
             body["return_tokens_as_token_ids"] = True
     if abilities.extensions and (request.cache_salt or request.canary):
         body["cache_salt"] = request.cache_salt or secrets.token_hex(16)
+        if abilities.ids_from == "logprobs":
+            body["cache_prompt"] = False  # llama-server knows no salts; so it computes the whole prompt
     return body
 
 
