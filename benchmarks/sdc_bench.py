@@ -12,6 +12,7 @@ import xxhash
 from tokenizers import Tokenizer
 
 from controller.runtime import goldens
+from controller.runtime.canary_book import open_calibration
 from controller.runtime.coverage import covering, dealt
 from controller.runtime.settings import CanarySettings
 from events.observations import TopK
@@ -155,9 +156,7 @@ def _chosen(bench: Bench, pool: Sequence[goldens.Canary], *, cover: bool) -> lis
 def _calibrated(bench: Bench) -> float:
     """Return the tolerance as the controller finds it: from healthy samples, alone and in company."""
     s = bench.settings
-    found = goldens.Calibration(
-        s.tolerance, s.tolerance_floor, s.tolerance_margin, s.tolerance_uncalibrated, s.samples_min
-    )
+    found = open_calibration(s)
     draw = random.Random(2)
     while not found.enough:
         company = [one.prompt for one in draw.sample(bench.users, draw.randrange(9))]
