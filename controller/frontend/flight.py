@@ -359,7 +359,7 @@ class Flight:
             self._leave()
             if failure.kind.blames:
                 self._desk.blame(seat, failure, self.under, self.sent)
-            if failure.kind.free:
+            if failure.kind.free or not on_source:  # nothing was begun, or a well worker only begins anew
                 self.allowance.spent -= 1
         self._desk.meter.failed(self)
         if len(self.accepted) >= self.plan.sampling.max_tokens:
