@@ -144,12 +144,12 @@ class Exposures:
         facts: list[FrontendObservation] = list(self._unknown(key, since, until))
         instant = self._instant(since - MARGIN)
         ring = self._rings.get(key)
-        for stint in ring.stints if ring is not None else ():
-            span = stint.since(instant)
+        fed = [(stint, stint.since(instant), stint.flight is None) for stint in ring.stints] if ring else []
+        for stint, span, finished in fed:
             if span is None:
                 continue
-            finished = stint.flight is None
-            action = "none" if finished else act(stint, span[0])
+            # What is done about one choice of an answer may have ended the others.
+            action = "none" if finished else "error" if stint.flight is None else act(stint, span[0])
             facts.append(
                 RequestExposed(
                     frontend=self._frontend,

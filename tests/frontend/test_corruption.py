@@ -167,6 +167,33 @@ async def test_a_request_that_has_moved_on_is_still_named() -> None:
         assert fact.last < 11
 
 
+async def test_beginning_anew_on_a_well_worker_costs_no_budget() -> None:
+    bad, good = ScriptedWorker("w1", follow=corrupt, step_s=0.02), ScriptedWorker("w2", step_s=0.02)
+    async with frontend(migration_limit=1) as kit:
+        asking = await midway(kit, bad, good, stream=False)
+        bad.drop()
+        await until(lambda: good.active)
+        convict(kit, bad)
+        status, body, _ = await asking
+        assert (status, body["choices"][0]["text"]) == (200, EXACT), body
+        assert [fact.action for fact in kit.said(RequestExposed)] == ["restart"]
+
+
+async def test_every_choice_of_an_answer_is_named_as_it_was() -> None:
+    bad = ScriptedWorker("w1", follow=corrupt, step_s=0.02)
+    async with frontend(bad, on_corruption="error") as kit:
+        kit.tell(canary(CanaryPassed, bad))
+        ask = {"model": "m", "prompt": PROMPT, "max_tokens": 30, "n": 2}
+        asking = asyncio.create_task(kit.post("/v1/completions", **ask))
+        seat = kit.desk.table.seats[("w1", "i1")]
+        await until(lambda: sum(len(flight.accepted) > 3 for flight in seat.flights) == 2)
+        convict(kit, bad)
+        status, body, _ = await asking
+        assert (status, body["error"]["code"]) == (502, "corrupt_output")
+        said = [(fact.finished, fact.action) for fact in kit.said(RequestExposed)]
+        assert said == [(False, "error"), (False, "error")]
+
+
 async def test_new_requests_do_not_go_to_a_convicted_worker_before_the_decision() -> None:
     bad, good = ScriptedWorker("w1", follow=corrupt), ScriptedWorker("w2")
     async with frontend(bad, good) as kit:
