@@ -65,6 +65,19 @@ def _named(table: str, row: Row) -> dict[str, Any]:
     return {name: plain(value) for name, value in zip(projection.COLUMNS[table], row, strict=True)}
 
 
+def first_difference(ours: Any, theirs: Any, path: str = "") -> tuple[str, Any, Any]:
+    """Return where two JSON values differ first, as a path such as `.top_k[3]`, and what each has there."""
+    if isinstance(ours, dict) and isinstance(theirs, dict):
+        for key in [*ours, *(key for key in theirs if key not in ours)]:
+            if key not in ours or key not in theirs or ours[key] != theirs[key]:
+                return first_difference(ours.get(key), theirs.get(key), f"{path}.{key}")
+    if isinstance(ours, list) and isinstance(theirs, list) and len(ours) == len(theirs):
+        for n, (one, other) in enumerate(zip(ours, theirs, strict=True)):
+            if one != other:
+                return first_difference(one, other, f"{path}[{n}]")
+    return path, ours, theirs
+
+
 def plain(value: object) -> object:
     """Return a column's value as a JSON type."""
     return value if isinstance(value, str | int | float | bool | None) else str(value)

@@ -91,6 +91,8 @@ async def _timeline(args: argparse.Namespace, journal: Journal, store: HistorySt
         else:
             say(sentences.line(event, date=event.at.date() != day))
         day = event.at.date()
+    if day is None and args.output == "text":
+        say(f"nothing happened{f' to {args.worker}' if args.worker else ''}{' since then' if since else ''}")
     return 0
 
 
@@ -148,6 +150,8 @@ async def _sequence(text: str | None, journal: Journal, store: HistoryStore) -> 
         return 0
     when = moment.parse(text, _now())
     if isinstance(when, int):
+        if when > (last := await journal.last_seq()):
+            raise travel.NotYet(f"the journal ends at {last}, not {when}. {travel.NotYet.__doc__}")
         return when
     async for batch in _archive(journal, store).select(since=when):
         return batch[0].seq

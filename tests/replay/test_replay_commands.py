@@ -139,6 +139,11 @@ async def test_no_such_incident_is_said(history: History, store: AnyStore) -> No
         await typed(history, store, "timeline", "--incident", "i99")
 
 
+async def test_a_timeline_of_nothing_says_so(history: History, store: AnyStore) -> None:
+    assert await typed(history, store, "timeline", "--worker", "w77") == (0, ["nothing happened to w77"])
+    assert await typed(history, store, "timeline", "--worker", "w77", "-o", "json") == (0, [])
+
+
 async def test_at_every_sequence_the_fleet_is_what_was_shown_then(history: History, store: AnyStore) -> None:
     for seq in range(1, len(history.events) + 1):
         found = await travel.at(journal(history), store, seq)
