@@ -54,7 +54,8 @@ def add_flags(parser: argparse.ArgumentParser, model: type[BaseModel]) -> None:
                 flag, dest=name, action=argparse.BooleanOptionalAction, default=None, help=text
             )
         else:
-            text = f"{text} (default: {field.default})".strip()
+            default = "" if field.default in (None, "") else f" (default: {field.default})"
+            text = f"{text}{default}".strip()
             parser.add_argument(flag, dest=name, default=None, metavar="X", help=text.replace("%", "%%"))
 
 

@@ -21,6 +21,7 @@ from events.presence import present
 Run = Callable[[argparse.Namespace], int]
 ASK_WITHIN_S = 5.0
 CONNECT_WITHIN_S = 3.0
+FIELD_CHARS_MAX = 60  # of one field of an event, in text
 FAULTS = ("kill", "hang", "unhang", "error", "corrupt", "drift", "slow", "blackhole", "heal")
 
 
@@ -120,7 +121,7 @@ def prepare(name: str, parser: argparse.ArgumentParser) -> Run:
     if name in ("drain", "resume"):
         add("worker", metavar="WORKER")
     if name == "drain":
-        add("--deadline", type=float, metavar="S", help="seconds until what still runs is moved elsewhere")
+        add("--deadline", type=_above_0, metavar="S", help="seconds until what still runs is moved elsewhere")
     if name == "events":
         add("--follow", action="store_true", help="go on printing as facts arrive")
         add("--worker", metavar="W", help="only facts about this worker")
@@ -131,12 +132,22 @@ def prepare(name: str, parser: argparse.ArgumentParser) -> Run:
         add(
             "argument",
             nargs="?",
-            type=float,
+            type=_above_0,
             metavar="X",
             help="corrupt: one token in X; slow: X times; error: X requests",
         )
     run = {"status": _status, "events": _events, "drain": _drain, "resume": _resume, "chaos": _chaos}[name]
     return lambda args: asyncio.run(run(args))
+
+
+def _above_0(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 0 < value < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number above 0")
+    return value
 
 
 async def _with(args: argparse.Namespace, verb: str, body: dict[str, Any]) -> dict[str, Any]:
@@ -203,7 +214,7 @@ def _lines(status: dict[str, Any]) -> Iterator[str]:
     yield f"degradation  {levels or 'no model yet'}"
     yield f"journal      {status['journal']['last_seq']} events"
     yield "projector    " + ("not heard of yet" if position is None else f"at {position}, {lag} behind")
-    yield f"leader       {status['leader'] or 'nobody'}"
+    yield f"leader       {(status['leader'] or 'nobody').removeprefix('controller:')}"
     yield "processes"
     for p in status["processes"]:
         yield f"  {p['name']:<11} {p['role']:<11} pid {p['pid']:<8} {p['url']}"
@@ -255,8 +266,14 @@ def _line(event: Recorded, output: str) -> str:
         }
         return json.dumps({**row, "body": codec.to_builtins(event.fact)})
     body = codec.to_builtins(event.fact)
-    fields = " ".join(f"{k}={v}" for k, v in body.items() if v not in (None, "", [], {}))
-    return f"{event.seq:>7} {event.at:%H:%M:%S.%f} {event.fact.kind():<20} {fields[:400]}"
+    fields = " ".join(f"{k}={_short(v)}" for k, v in body.items() if v not in (None, "", [], {}, ()))
+    return f"{event.seq:>7} {event.at:%H:%M:%S.%f} {event.fact.kind():<20} {fields}"
+
+
+def _short(value: Any) -> str:
+    """Write a value so that a line stays a line; `-o json` has it whole."""
+    text = value if isinstance(value, str) else json.dumps(value, default=str)
+    return text if len(text) <= FIELD_CHARS_MAX else f"{text[: FIELD_CHARS_MAX - 1]}…"
 
 
 async def _drain(args: argparse.Namespace) -> int:

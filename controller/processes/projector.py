@@ -48,12 +48,14 @@ async def run_projector(
 
 
 async def _migrated(url: str) -> None:
-    """Bring the database to our version; wait for one that is away."""
+    """Bring the database to our version; wait for one that is away, and say why once for each reason."""
+    said = ""
     while True:
         try:
             return await migrate.upgrade(url)
         except StoreUnavailable as error:
-            log.warning("projector_waits", reason=str(error))
+            if str(error) != said:
+                log.warning("projector_waits", reason=(said := str(error)))
             await asyncio.sleep(RETRY_S)
 
 
