@@ -13,6 +13,7 @@ BENCHMARKS = {
     "relay": ["benchmarks.relay"],
     "faults": ["benchmarks.faults"],
     "journal": ["benchmarks.journal"],
+    "verdict": ["benchmarks.verdict"],
     "store": ["benchmarks.store"],
     "fold": ["benchmarks.fold"],
 }
