@@ -12,7 +12,7 @@ from events.wire import Chunk, Generate, Sampling
 from workers.engines.engine import Engine, EngineDead, Phase
 from workers.engines.openai.engine import OpenAIEngine, UpstreamSettings
 from workers.engines.openai.reading import Reading
-from workers.engines.openai.upstream import Abilities
+from workers.engines.openai.upstream import NOTHING_ADDED, Abilities
 from workers.engines.openai.upstream import Upstream as Client
 
 Eventually = Callable[..., Awaitable[None]]
@@ -125,6 +125,14 @@ async def test_an_upstream_that_never_comes_is_said_in_words(upstream: Upstream)
         await Rig(OpenAIEngine(UpstreamSettings(url=upstream.url, start_s=0.0))).start()
 
 
+async def test_an_upstream_that_refuses_everything_is_quoted(upstream: Upstream) -> None:
+    upstream.context = 4
+    with pytest.raises(
+        EngineDead, match="completes neither token ids nor text: this model's maximum context"
+    ):
+        await Rig(OpenAIEngine(UpstreamSettings(url=upstream.url, start_s=0.0))).start()
+
+
 async def test_an_upstream_that_is_unhealthy_three_times_is_dead(upstream: Upstream, rig: Rig) -> None:
     await rig.engine.check()
     upstream.healthy = False
@@ -143,14 +151,35 @@ async def test_one_bad_check_is_forgiven(upstream: Upstream, rig: Rig) -> None:
 # --- what is asked
 
 
-async def test_only_what_says_something_is_asked_for(upstream: Upstream, rig: Rig) -> None:
+STANDARD = {"model": "up", "prompt": prompt(), "max_tokens": 4, "temperature": 0.0, "stream": True}
+
+
+async def test_an_upstream_is_told_what_its_model_might_decide_otherwise(
+    upstream: Upstream, rig: Rig
+) -> None:
     await rig.ask(prompt(), max_tokens=4, ignore_eos=False)
-    assert upstream.bodies == [
-        {
-            "model": "up", "prompt": prompt(), "max_tokens": 4, "temperature": 0.0, "stream": True,
-            "return_token_ids": True,
-        }
-    ]  # fmt: skip
+    assert upstream.bodies == [{**STANDARD, **NOTHING_ADDED, "return_token_ids": True}]
+
+
+async def test_an_upstream_that_knows_the_standard_only_is_told_no_more(upstream: Upstream) -> None:
+    upstream.manner = "strict"
+    async for rig in rigged(upstream):
+        await rig.ask(prompt(), max_tokens=4, ignore_eos=False)
+    assert upstream.bodies == [STANDARD]
+
+
+@pytest.mark.parametrize("canary", [True, False])
+async def test_the_defaults_of_an_upstreams_model_change_no_answer(
+    upstream: Upstream, rig: Rig, canary: bool
+) -> None:
+    right = await rig.ask(prompt(), canary=canary)
+    upstream.defaults = {"repetition_penalty": 1.5, "top_p": 0.1, "top_k": 3}
+    answer = await rig.ask(prompt(), canary=canary)
+    assert answer.tokens == right.tokens
+    sampled = {"temperature": 1.0, "seed": 7}
+    answer = await rig.ask(prompt(), canary=canary, **sampled)
+    upstream.defaults = {}
+    assert answer.tokens == (await rig.ask(prompt(), canary=canary, **sampled)).tokens
 
 
 async def test_a_canary_is_salted_so_that_no_cache_answers_for_it(upstream: Upstream, rig: Rig) -> None:

@@ -32,6 +32,7 @@ class Upstream:
     token_s: float = 0.0
     context: int = 2048
     healthy: bool = True
+    defaults: dict[str, Any] = field(default_factory=dict)  # for what a request does not say
     model: str = "up"
     bodies: list[dict[str, Any]] = field(default_factory=list)
     peers: list[Any] = field(default_factory=list)  # who asked, one for each body
@@ -99,7 +100,7 @@ class Upstream:
             return f"unknown fields: {extra}"
         if self.manner == "text":
             return "prompt must be a string" if isinstance(prompt, list) else ""
-        if any(token >= 2048 for token in prompt):
+        if isinstance(prompt, list) and any(token >= 2048 for token in prompt):
             return "a token id is out of the vocabulary"
         if len(prompt) + body["max_tokens"] > self.context:
             return "this model's maximum context length is exceeded"
@@ -107,6 +108,9 @@ class Upstream:
 
     def _answer(self, body: dict[str, Any]) -> Iterator[Chunk]:
         """Yield the undisturbed answer, a chunk per token."""
+        body = {**self.defaults, **body}
+        if body.get("top_k") == -1:
+            body["top_k"] = 0
         prompt = body["prompt"]
         tokens = [300 + byte for byte in prompt.encode()] if isinstance(prompt, str) else prompt
         sampling = Sampling(

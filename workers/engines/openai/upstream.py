@@ -34,6 +34,16 @@ WORDS = [
     "table",
 ]
 CLIENT_MISTAKES = (400, 413, 422)
+NOTHING_ADDED: dict[str, Any] = {
+    "top_p": 1.0,
+    "top_k": -1,  # what vLLM, SGLang and llama-server take for "all"
+    "min_p": 0.0,
+    "presence_penalty": 0.0,
+    "frequency_penalty": 0.0,
+    "repetition_penalty": 1.0,
+}
+"""What is said even where it says nothing: left out, the model's generation_config.json would decide (vLLM, SGLang), or
+the server's own defaults (llama-server), and a canary would not be the same question everywhere."""
 
 
 class UpstreamAway(HoldfastError):
@@ -112,17 +122,17 @@ class Upstream:
             found,
         ):
             answer, took_s = await self._probe(variant)
-            if answer is not None:
+            if not isinstance(answer, str):
                 return replace(
                     variant,
                     version=version or str(answer.get("system_fingerprint") or "unknown"),
                     ids_from=_ids_from(answer),
                     token_ms=max(0.1, took_s * 1e3 / PROBE_TOKENS),
                 )
-        raise UpstreamAway(f"{self._url}/v1/completions completes neither token ids nor text")
+        raise UpstreamAway(f"{self._url}/v1/completions completes neither token ids nor text: {answer}")
 
-    async def _probe(self, variant: Abilities) -> tuple[dict[str, Any] | None, float]:
-        """Ask for a few tokens in one variant; None if the server refuses that."""
+    async def _probe(self, variant: Abilities) -> tuple[dict[str, Any] | str, float]:
+        """Ask for a few tokens in one variant; return the answer, or the words in which the server refuses it."""
         sampling = Sampling(max_tokens=PROBE_TOKENS, logprobs=1)
         request = Generate(0, "probe", PROMPT_IDS, 3, sampling, prompt_text="One, two, three,")
         body = completion(variant, request)
@@ -135,7 +145,7 @@ class Upstream:
             ):
                 said = await _bounded_json(r)
                 if r.status in CLIENT_MISTAKES:
-                    return None, 0.0
+                    return error_words(said), 0.0
                 if r.status >= 400:
                     raise UpstreamAway(f"{self._url}/v1/completions answers {r.status}: {error_words(said)}")
         except (aiohttp.ClientError, TimeoutError, ValueError) as error:
@@ -161,7 +171,7 @@ class Upstream:
 
 
 def completion(abilities: Abilities, request: Generate) -> dict[str, Any]:
-    """Return the body that asks for a completion: the standard's fields, and extensions only where they say something."""
+    """Return the body that asks for a completion: the standard's fields, and extensions where they are taken."""
     sampling = request.sampling
     body: dict[str, Any] = {
         "model": abilities.model,
@@ -169,6 +179,7 @@ def completion(abilities: Abilities, request: Generate) -> dict[str, Any]:
         "max_tokens": sampling.max_tokens,
         "temperature": sampling.temperature,
         "stream": True,
+        **(NOTHING_ADDED if abilities.extensions else {}),
         **(request.guided or {}),
     }
     usual = Sampling(max_tokens=0)
