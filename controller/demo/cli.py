@@ -197,8 +197,8 @@ def _verdict(result: report.Report, events: list[Any]) -> str:
     if result.altered_streams:
         named = result.altered_streams - len(result.unnamed)
         lines.append(
-            f"{result.altered_streams} streams carry corrupt tokens that were delivered before the canary caught the "
-            f"worker; {named} of them are named in the journal (RequestExposed)."
+            f"Streams with corrupt tokens that were delivered before the canary caught the worker: "
+            f"{result.altered_streams}; named in the journal (RequestExposed): {named}."
         )
     lines += [f"  lost: {s.request}: {s.error}" for s in result.failed[:5]]
     if blind := report.unknown(events):

@@ -129,7 +129,7 @@ def unknown(events: Iterable[Recorded]) -> int:
 
 def table(report: Report) -> Table:
     """Return the report as a table that fits 80 columns."""
-    shown = Table(title="What the users noticed", title_justify="left", pad_edge=False)
+    shown = Table(title="What the users noticed", title_justify="left", padding=(0, 1, 0, 0))
     shown.add_column("", no_wrap=True)
     for heading in (
         "streams\nhit",
