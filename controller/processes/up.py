@@ -416,6 +416,8 @@ class Supervisor:
 
     async def _stop(self) -> None:
         """Stop in order: who takes requests, who serves them, who decides, who remembers."""
+        if self.ready:
+            print(f"Stopping; open streams may finish for up to {STOP_GRACE_S:g} s", flush=True)
         for role in ("frontend", "worker", "controller", "projector"):
             await self._end([child for child in self.children if child.role == role])
         if self.journal is not None:
