@@ -416,5 +416,10 @@ def canary_key(
     tp: int,
     device: str,
 ) -> str:
-    """Return the name under which goldens are kept: answers are comparable only where all of this is equal (N23)."""
-    return "|".join((model, revision, tokenizer, engine, engine_version, dtype, f"tp{tp}", device))
+    """Return the name under which goldens are kept: answers are comparable only where all of this is equal (N23).
+
+    Of a tokenizer's folder only the last part counts: hosts keep the same model in different places, and what is in
+    the folder is known by the revision.
+    """
+    folder = tokenizer.rstrip("/").rpartition("/")[2]
+    return "|".join((model, revision, folder, engine, engine_version, dtype, f"tp{tp}", device))
