@@ -137,12 +137,26 @@ class Flight:
         return Generate(
             stream=0,
             request=plan.request,
-            tokens=plan.prompt + self.accepted,
+            tokens=self._tokens(),
             prompt_tokens=len(plan.prompt),
             sampling=sampling,
             guided=plan.guided,
             prompt_text=text,
         )
+
+    def _tokens(self) -> list[int]:
+        """Return the prompt and all that was accepted.
+
+        What came as text is read anew together with the prompt: tokenizers of Llama 2's kind put a space before each
+        piece that they read by itself.
+        """
+        plan = self.plan
+        if self.texts:
+            encode = self._desk.tokens_of(plan.lineage).encode
+            for special in (False, True):
+                if encode(plan.prompt_text, special=special) == plan.prompt:
+                    return encode(plan.prompt_text + self._text(), special=special)
+        return plan.prompt + self.accepted
 
     def _text(self) -> str:
         """Return all that was accepted as text, whether it came as text or as tokens."""

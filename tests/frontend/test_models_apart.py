@@ -1,11 +1,13 @@
 """Several models in one fleet, and engines that give text instead of tokens."""
 
 import asyncio
+from pathlib import Path
 
 import pytest
 from frontend_kit import TOKENS, frontend, text_of, until
 from scripted_worker import Act, ScriptedWorker, undisturbed
 from test_corruption import convict
+from test_tokens import sentencepiece_like
 
 from controller.adapters.request_plane import RequestPlane
 from events import wire
@@ -147,6 +149,20 @@ async def test_what_came_as_tokens_is_told_as_text_to_an_engine_that_takes_only_
         assert text == f"{said}[tell:{said}]"
         (fact,) = kit.said(RequestMigrated)
         assert not fact.exact
+
+
+async def test_pieces_of_text_are_replayed_as_one_text(tmp_path: Path) -> None:
+    """llama-server's way: token ids in, text out; with a tokenizer that begins every text with a space."""
+    tokenizer = sentencepiece_like()
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    first, second = TextWorker("w1", breaks=True), TextWorker("w2", breaks=False)
+    async with frontend() as kit:
+        for worker in (first, second):
+            more = {"engine": "openai", "exact": False, "tokenizer": str(tmp_path)}
+            await kit.add(worker, **more)  # type: ignore[arg-type]
+        kit.desk.table.seats[("w2", "i1")].active += 1
+        await kit.complete("tell:", 400)
+        assert tokenizer.decode(second.requests[0].tokens) == "tell:once upon a "
 
 
 async def test_a_corrupt_text_that_nobody_has_seen_is_begun_anew() -> None:
