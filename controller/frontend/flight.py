@@ -264,7 +264,7 @@ class Flight:
 
     def _accept_text(self, text: str) -> None:
         self._heard(None)
-        tokens = self._desk.tokens_of(self.plan.lineage).encode(text, special=False)
+        tokens = self._desk.tokens_of(self.plan.lineage).encode_next(text)
         self.voice.say_text(text, len(tokens))
         self.texts += (self._unworded(), text)
         self.accepted += tokens

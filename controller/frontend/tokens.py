@@ -23,6 +23,7 @@ from events.errors import HoldfastError
 
 BUILTIN = "builtin:sim"
 BUILTIN_FILE = Path(__file__).with_name("builtin_sim_tokenizer.json")
+MARK = "\0"  # merges with nothing that follows it
 LONG_TEXT = 16_384  # characters from which a text is tokenised off the loop
 INCOMPLETE_TOKENS_MAX = 64  # a run of tokens that yields no text is cut here: no character is that long
 
@@ -144,6 +145,13 @@ class Tokens:
     def encode(self, text: str, *, special: bool) -> list[int]:
         """Return the tokens of `text`; with `special`, those that the tokenizer puts around a plain prompt."""
         return list(self._tokenizer.encode(text, add_special_tokens=special).ids)
+
+    def encode_next(self, text: str) -> list[int]:
+        """Return the tokens of a text that follows another: without the space that some put before a beginning."""
+        before, whole = self.encode(MARK, special=False), self.encode(MARK + text, special=False)
+        if whole[: len(before)] == before:
+            return whole[len(before) :]
+        return self.encode(text, special=False)
 
     async def encode_soon(self, text: str, *, special: bool) -> list[int]:
         """Return the tokens of `text`, without holding the loop up if it is long."""

@@ -161,8 +161,10 @@ async def test_pieces_of_text_are_replayed_as_one_text(tmp_path: Path) -> None:
             more = {"engine": "openai", "exact": False, "tokenizer": str(tmp_path)}
             await kit.add(worker, **more)  # type: ignore[arg-type]
         kit.desk.table.seats[("w2", "i1")].active += 1
-        await kit.complete("tell:", 400)
+        _, body = await kit.complete("tell:", 400)
         assert tokenizer.decode(second.requests[0].tokens) == "tell:once upon a "
+        whole, prompt = (len(tokenizer.encode(text).ids) for text in ("tell:once upon a time é", "tell:"))
+        assert body["usage"]["completion_tokens"] == whole - prompt
 
 
 async def test_a_corrupt_text_that_nobody_has_seen_is_begun_anew() -> None:
