@@ -126,6 +126,8 @@ class Outcomes:
         admitted = breaker.admit(found.breaker)
         if admitted is not None:
             found.breaker = admitted
+            if admitted.position == "half_open":  # the trial's time begins with the trial
+                found.breaker = replace(admitted, deadline=self._moment() + self._policy.trial_timeout)
         return self._number
 
     def positions(self) -> Mapping[Key, str]:
@@ -242,6 +244,9 @@ class Outcomes:
 
     def _settle(self, key: Key, found: Tally) -> None:
         """Move one breaker if it is due: at once after an outcome, and when its time has come."""
+        state = found.breaker
+        if state.position == "half_open" and not state.admitted and not state.trial:
+            return  # nobody has tried it yet: that is no failure
         for decision in breaker.decide(self._policy, found.breaker, self._moment()):
             self._number += 1
             found.breaker = breaker.evolve(found.breaker, replace(decision, number=self._number))

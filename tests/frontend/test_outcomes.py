@@ -113,6 +113,22 @@ def test_b03_a_trial_without_an_outcome_is_reclaimed() -> None:
     assert bench.allows("a")
 
 
+def test_a_worker_that_nobody_asks_is_not_failed_for_it() -> None:
+    bench = Bench()
+    for _ in range(3):
+        bench.it.sent(A)
+        bench.it.failed(A, "engine_error", 7)
+    bench.tick(5.1)
+    for _ in range(20):
+        bench.tick(1.0)
+        assert bench.it.positions()[A] == "half_open"
+    bench.it.sent(A)
+    bench.tick(1.0)  # its time begins only now
+    assert bench.it.positions()[A] == "half_open"
+    bench.it.served(A, 4, 0.1, 0.01, 7)
+    assert bench.it.positions()[A] == "closed"
+
+
 def test_a_broken_connection_is_one_failure_however_many_streams_it_carried() -> None:
     bench = Bench()
     for _ in range(64):
