@@ -28,6 +28,7 @@ from controller.adapters import migrate
 from controller.adapters.embedded import Server, start_nats, start_postgres
 from controller.adapters.postgres import PostgresStore
 from controller.deciders.fleet import Fleet, FleetPolicy, absorbed, evolve, settle
+from controller.processes import collector
 from controller.replay import travel
 from controller.replay.rebuild import rebuild
 from controller.runtime.projector import Projector
@@ -334,6 +335,7 @@ def main() -> None:
     import uvloop
 
     structlog.configure(logger_factory=structlog.PrintLoggerFactory(sys.stderr))
+    collector.calm()  # as the projector's process does
     name, *rest = args.child
     kinds: dict[str, Any] = {"replay": child_replay, "rebuild": child_rebuild, "at": child_at}
     work = child_follow(rest[0], rest[1], int(rest[2])) if name == "follow" else kinds[name](*rest)

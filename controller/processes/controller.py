@@ -22,6 +22,7 @@ from controller.adapters.clock import SystemClock
 from controller.adapters.request_plane import Address, RequestPlane
 from controller.metrics import ControllerMetrics, FleetCollector
 from controller.ports import StateStore
+from controller.processes import collector
 from controller.processes.controller_admin import serve, url_of
 from controller.runtime.actuator import Actuator
 from controller.runtime.beats import Beats
@@ -182,6 +183,7 @@ class Controller:
         await self.view.ready(READY_S)
         self._lease_changed(self.lease.held)
         presence.announce(self._data, "controller", name, url_of(runner))
+        collector.calm()
         log.info("controller_ready", seq=self.view.seq, leading=self.leading)
 
     async def _control(self, nats_url: str) -> None:

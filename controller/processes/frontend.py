@@ -5,7 +5,6 @@ the fold that it holds; facts are spooled.
 """
 
 import asyncio
-import gc
 import signal
 from collections.abc import Callable, Coroutine, Sequence
 from pathlib import Path
@@ -20,6 +19,7 @@ from controller.frontend.desk import Desk, World
 from controller.frontend.errors import unavailable
 from controller.frontend.server import Doors
 from controller.frontend.settings import FrontendSettings
+from controller.processes import collector
 from events import presence, subjects
 from events.errors import HoldfastError
 from events.fact import Observation, Recorded
@@ -34,7 +34,6 @@ CHECK_S = 1.0  # clients that do not read
 LINKS_S = 1.0
 READY_S = 30.0
 BROKER_S = 2.0
-COLLECT_AT = (20_000, 20, 50)
 STATIC_PROFILE = Profile(
     kv_blocks=1, block_tokens=1, max_batch=4096, prefill_tokens_per_s=1e6, tpot_ms=((1, 1.0),)
 )
@@ -125,7 +124,7 @@ class Frontend:
             await doors.open()
             presence.announce(self._data, "frontend", self._name, doors.admin_url)
             log.info("frontend_serves", url=doors.url, admin=doors.admin_url)
-            _calm_collector()
+            collector.calm()
             async with asyncio.TaskGroup() as group:
                 running = [group.create_task(work) for work in (*services, self._plane.run())]
                 running += [group.create_task(self._tick(desk)), group.create_task(_check(api))]
@@ -199,13 +198,6 @@ async def _check(api: Api) -> None:
     while True:
         await asyncio.sleep(CHECK_S)
         api.check(loop.time())
-
-
-def _calm_collector() -> None:
-    """Let the collector of cycles look rarely: requests leave none behind, and a full pass holds every stream up."""
-    gc.collect()
-    gc.freeze()
-    gc.set_threshold(*COLLECT_AT)
 
 
 def _say_nothing(fact: Observation) -> str:

@@ -11,6 +11,7 @@ from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_l
 from controller.adapters import migrate
 from controller.adapters.postgres import PostgresStore
 from controller.ports import StoreUnavailable
+from controller.processes import collector
 from controller.runtime.projector import Projector
 from controller.runtime.projector_metrics import ProjectorMetrics
 from controller.runtime.projector_settings import ProjectorSettings
@@ -40,6 +41,7 @@ async def run_projector(
     runner = await _serve(watch, settings)
     try:
         presence.announce(data, "projector", name, _url(runner))
+        collector.calm()
         return await _until_stopped(projector, watch)
     finally:
         await runner.cleanup()
