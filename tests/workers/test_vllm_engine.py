@@ -9,7 +9,6 @@ from typing import Any
 import numpy
 import pytest
 from engine_contract import Rig
-from safetensors.numpy import load_file, save_file
 from vllm_servers import VllmServer, folder
 
 from events.wire import Generate, Sampling
@@ -95,6 +94,8 @@ def broken(tmp_path_factory: pytest.TempPathFactory) -> Iterator[VllmServer]:
         pytest.skip("make test-vllm")
     place = tmp_path_factory.mktemp("broken")
     model = Path(shutil.copytree(made / "tiny", place / "tiny"))
+    from safetensors.numpy import load_file, save_file  # comes with the transformers extra, as the model does
+
     weights = load_file(model / "model.safetensors")
     weights["model.norm.weight"] = numpy.full_like(weights["model.norm.weight"], numpy.nan)
     save_file(weights, model / "model.safetensors", metadata={"format": "pt"})
