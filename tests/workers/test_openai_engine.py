@@ -10,7 +10,7 @@ from upstream import Upstream
 
 from events.wire import Chunk, Generate, Sampling
 from workers.engines.engine import Engine, EngineDead, Phase
-from workers.engines.openai.engine import OpenAIEngine, UpstreamSettings
+from workers.engines.openai.engine import JOINS_WITHIN_S, OpenAIEngine, UpstreamSettings
 from workers.engines.openai.reading import Reading
 from workers.engines.openai.upstream import NOTHING_ADDED, Abilities
 from workers.engines.openai.upstream import Upstream as Client
@@ -235,6 +235,10 @@ async def test_a_stalled_upstream_shows_in_the_age_of_the_step(upstream: Upstrea
     upstream.after = 0
     rig.submit(prompt(salt=1))  # more work does not make a stuck engine look alive
     await rig.until(lambda: len(upstream.bodies) == 2)
+    assert rig.engine.phase() == Phase("prefill", since, 40)
+    await asyncio.sleep(JOINS_WITHIN_S)
+    rig.submit(prompt(salt=2))  # nor is what came after its step began a reason for that step to be long
+    await rig.until(lambda: len(upstream.bodies) == 3)
     assert rig.engine.phase() == Phase("prefill", since, 40)
 
 

@@ -26,6 +26,7 @@ CHECKS_FAILED_MAX = 3  # in a row, and the upstream is dead
 STOP_S_MAX = 2.0
 CONTEXT_TOKENS = 4096  # where the upstream does not say
 PREFILL_TOKENS_PER_S = 5000.0  # a guess for the profile; requests correct it nowhere yet
+JOINS_WITHIN_S = 0.25  # a request may still be part of the step that began so long before it came
 BATCH_SLOWDOWN = 2.0  # a guess: a full batch takes so many times the single stream's time per token
 
 log = structlog.get_logger(__name__)
@@ -57,7 +58,9 @@ class OpenAIEngine:
         self._upstream: Upstream | None = None
         self._deliver: Deliver = _nowhere
         self._tasks: dict[int, asyncio.Task[None]] = {}
-        self._silent: dict[int, int] = {}  # key -> prompt tokens, of requests that have no output yet
+        self._silent: dict[
+            int, tuple[float, int]
+        ] = {}  # no output yet: key -> when it came, its prompt tokens
         self._lengths: dict[int, int] = {}  # key -> tokens so far
         self._out: list[tuple[int, Chunk]] = []
         self._moved_at = 0.0  # when the upstream last said anything, or was given its only work
@@ -133,7 +136,8 @@ class OpenAIEngine:
         )
         if not self._tasks:
             self._moved_at = time.monotonic()
-        self._silent[key] = self._lengths[key] = len(request.tokens)
+        self._lengths[key] = len(request.tokens)
+        self._silent[key] = time.monotonic(), len(request.tokens)
         self._tasks[key] = asyncio.ensure_future(self._serve(key, request))
 
     def _objection(self, request: Generate) -> str | None:
@@ -198,7 +202,10 @@ class OpenAIEngine:
     def phase(self) -> Phase:
         if not self._tasks:
             return Phase("idle", self._moved_at)
-        waiting = sum(self._silent.values())
+        # While some stream speaks, every step is heard: none is excused by prompts that came after it began.
+        heard = len(self._silent) < len(self._tasks)
+        joined = self._moved_at + JOINS_WITHIN_S
+        waiting = sum(tokens for came, tokens in self._silent.values() if came <= joined or not heard)
         return Phase("prefill" if waiting else "decode", self._moved_at, waiting)
 
     def load(self) -> Load:
