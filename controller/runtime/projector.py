@@ -86,12 +86,15 @@ class Projector:
             try:
                 await self._follow(None)
             except AnotherProjector as error:
+                _obey_cancellation()
                 log.info("another_projector", reason=str(error))
                 await asyncio.sleep(random.uniform(YIELD_S, 2 * YIELD_S))
             except (StoreUnavailable, JournalUnavailable, TimeoutError) as error:
+                _obey_cancellation()
                 log.warning("projector_waits", reason=str(error) or "out of time", wait_s=wait_s)
                 wait_s = WAIT_MIN_S if self.progress.batches > before else min(wait_s * 2, WAIT_MAX_S)
                 await asyncio.sleep(random.uniform(wait_s / 2, wait_s))
+            _obey_cancellation()
             self.progress.connected = False
             self.progress.restarts += 1
 
@@ -167,6 +170,13 @@ class Projector:
         progress.batches += 1
         progress.events += len(events)
         self._written(progress.projected, len(events))
+
+
+def _obey_cancellation() -> None:
+    """End here if this task was told to: a group whose task fails in that very moment raises only the failure."""
+    task = asyncio.current_task()
+    if task is not None and task.cancelling():
+        raise asyncio.CancelledError
 
 
 def _first(errors: BaseExceptionGroup[BaseException]) -> BaseException:

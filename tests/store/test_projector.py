@@ -11,7 +11,7 @@ from store_databases import AnyStore, OpenStore, execute
 from controller import projection
 from controller.adapters.memory_store import MemoryStore
 from controller.adapters.postgres import PostgresStore
-from controller.ports import StoreAhead
+from controller.ports import AnotherProjector, StoreAhead
 from controller.runtime.projector import Projector
 from events.journal.memory import MemoryJournal, MemoryStream
 from events.journal.port import JournalChanged
@@ -91,6 +91,26 @@ async def test_two_projectors_at_once_are_safe(open_store: OpenStore, eventually
         for task in running:
             task.cancel()
     await assert_projected(history, stores[0])
+
+
+async def test_a_projector_that_is_cancelled_while_it_fails_ends() -> None:
+    history, store = History().start(), MemoryStore()
+    started = asyncio.Event()
+
+    async def fail_when_cancelled(name: str) -> None:
+        if name == "writing":
+            started.set()
+            try:
+                await asyncio.Event().wait()
+            except asyncio.CancelledError:
+                raise AnotherProjector from None
+
+    running = asyncio.create_task(Projector(journal(history), store, step=fail_when_cancelled).run())
+    await started.wait()
+    running.cancel()
+    async with asyncio.timeout(5):
+        await asyncio.wait({running})
+    assert running.cancelled()
 
 
 async def test_a_store_that_is_away_is_waited_for(eventually: Any) -> None:
