@@ -72,7 +72,9 @@ class FleetDir:
 
     def remember(self, **facts: Any) -> None:
         """Write down how the fleet can be reached, for the other commands."""
-        (self.path / "fleet.json").write_text(json.dumps(facts, indent=1))
+        fresh = self.path / "fleet.json.tmp"
+        fresh.write_text(json.dumps(facts, indent=1))
+        fresh.replace(self.path / "fleet.json")  # whole or not at all: another command may be reading it
 
     def recall(self) -> dict[str, Any]:
         """Return what `remember` wrote. Raise NoFleet if no fleet runs here."""
