@@ -100,6 +100,9 @@ class Load:
             await asyncio.sleep(seconds)
 
 
+PATIENCE_S = 100  # longer than the deadline of one command, which a connection that dies silently may cost
+
+
 async def test_postgres_killed_again_and_again_under_load(tmp_path: Path, eventually: Any) -> None:
     directory = tmp_path / "postgres"
     server = await start_postgres(directory)
@@ -111,12 +114,12 @@ async def test_postgres_killed_again_and_again_under_load(tmp_path: Path, eventu
             tasks = [group.create_task(load.run()), group.create_task(projector.run())]
             for _ in range(6):
                 goal = projector.progress.events + 20
-                await eventually(lambda goal=goal: projector.progress.events >= goal, 30)
+                await eventually(lambda goal=goal: projector.progress.events >= goal, PATIENCE_S)
                 await server.kill()
                 server = await start_postgres(directory, port=server.port)
             tasks[0].cancel()
             end = len(load.history.events)
-            await eventually(lambda: projector.progress.projected == end, 30)
+            await eventually(lambda: projector.progress.projected == end, PATIENCE_S)
             tasks[1].cancel()
         assert projector.progress.restarts >= 5
         await assert_is_the_fold(load.journal, server.url)
