@@ -13,8 +13,9 @@ made anew, an event of an unknown kind.
 
 import asyncio
 import random
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Coroutine
 from dataclasses import dataclass, field
+from typing import Any
 
 import structlog
 
@@ -86,15 +87,12 @@ class Projector:
             try:
                 await self._follow(None)
             except AnotherProjector as error:
-                _obey_cancellation()
                 log.info("another_projector", reason=str(error))
                 await asyncio.sleep(random.uniform(YIELD_S, 2 * YIELD_S))
             except (StoreUnavailable, JournalUnavailable, TimeoutError) as error:
-                _obey_cancellation()
                 log.warning("projector_waits", reason=str(error) or "out of time", wait_s=wait_s)
                 wait_s = WAIT_MIN_S if self.progress.batches > before else min(wait_s * 2, WAIT_MAX_S)
                 await asyncio.sleep(random.uniform(wait_s / 2, wait_s))
-            _obey_cancellation()
             self.progress.connected = False
             self.progress.restarts += 1
 
@@ -108,12 +106,7 @@ class Projector:
             return
         order = await self._from_snapshot(place)
         gathered = Gathered()
-        try:
-            async with asyncio.TaskGroup() as group:
-                group.create_task(self._read(order, place, gathered, until))
-                group.create_task(self._write(order, gathered, until))
-        except BaseExceptionGroup as errors:
-            raise _first(errors) from None
+        await _together(self._read(order, place, gathered, until), self._write(order, gathered, until))
 
     async def _begin(self) -> Place:
         """Read the store's place and make sure that it lies on this stream."""
@@ -172,15 +165,21 @@ class Projector:
         self._written(progress.projected, len(events))
 
 
-def _obey_cancellation() -> None:
-    """End here if this task was told to: a group whose task fails in that very moment raises only the failure."""
-    task = asyncio.current_task()
-    if task is not None and task.cancelling():
-        raise asyncio.CancelledError
+async def _together(*works: Coroutine[Any, Any, None]) -> None:
+    """Run all to their end. The first failure ends the others and is raised; a refusal before what may be tried again.
 
-
-def _first(errors: BaseExceptionGroup[BaseException]) -> BaseException:
-    """Return the one error that ended a group of two tasks: a refusal before what may be tried again."""
-    leaves = [_first(e) if isinstance(e, BaseExceptionGroup) else e for e in errors.exceptions]
+    Not a TaskGroup: in Python 3.11 a group that is cancelled in the very moment in which one of its tasks fails raises
+    only the failure, so that a caller who tries again never ends; and one that fails while it waits leaves its caller
+    marked as cancelled, so that the caller cannot tell the two apart.
+    """
+    tasks = [asyncio.ensure_future(work) for work in works]
+    try:
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
+    finally:
+        for task in tasks:
+            task.cancel()
+        ends = await asyncio.gather(*tasks, return_exceptions=True)
+    failures = [e for e in ends if isinstance(e, BaseException) and not isinstance(e, asyncio.CancelledError)]
     retried = (StoreUnavailable, JournalUnavailable, TimeoutError)
-    return next((e for e in leaves if not isinstance(e, retried)), leaves[0])
+    if failures:
+        raise next((e for e in failures if not isinstance(e, retried)), failures[0])
