@@ -60,7 +60,7 @@ def evolve(fleet: Fleet, recorded: Recorded) -> Fleet:
             return _worker_decided(fleet, fact, recorded, f"decision:{fact.number}")
         return _decided(replace(fleet, number=fact.number), fact, f"decision:{fact.number}")
     if isinstance(fact, WorkerJoined):
-        return _joined(fleet, fact, recorded.id)
+        return _joined(fleet, fact, recorded)
     if isinstance(fact, WorkerObservation):
         worker = fleet.workers.get(fact.worker)
         if worker is not None and worker.joined.instance == fact.instance:
@@ -99,9 +99,9 @@ def _with_worker(fleet: Fleet, worker: Worker) -> Fleet:
     )
 
 
-def _joined(fleet: Fleet, fact: WorkerJoined, cause: str) -> Fleet:
-    previous = fleet.workers.get(fact.worker)
-    worker = one.join(previous, fact, cause)
+def _joined(fleet: Fleet, fact: WorkerJoined, recorded: Recorded) -> Fleet:
+    previous, cause = fleet.workers.get(fact.worker), recorded.id
+    worker = one.join(previous, fact, cause, recorded.at)
     if worker is previous:
         return fleet
     fleet = _with_worker(fleet, worker)

@@ -112,6 +112,7 @@ class Health:
     slow: bool = False  # slowness is a reason of the present suspicion
     convictions: tuple[str, ...] = ()  # what stands against it
     accused: str = ""  # the reason of a conviction that no decision has answered yet
+    proven: bool = False  # it was taken out of service for more than doubt, and has not been HEALTHY since
     disputed: tuple[str, ...] = ()  # canaries over whose goldens it is at odds with another worker
     trial_passed: bool = False  # the breaker closed since it became UNHEALTHY
     trials_failed: int = 0  # in a row
@@ -133,8 +134,11 @@ class Health:
 
     @property
     def convicted(self) -> bool:
-        """Whether anything but doubt stands against it: such a worker is never kept in service."""
-        return bool(self.convictions)
+        """Whether anything but doubt stands against it, or has taken it out of service: it is never kept there.
+
+        What stood against it may be over (it is heard again, an operator takes its part) before its trial has passed.
+        """
+        return self.proven or bool(self.convictions)
 
 
 def rejoin(previous: Health, joined: WorkerJoined, cause: str = "") -> Health:
@@ -317,7 +321,10 @@ def _moved(state: Health, fact: HealthChanged) -> Health:
             return replace(moved, slow=slow, slows=0 if slow else state.slows)
         case HealthStatus.UNHEALTHY:
             since = fact.decided_at if SILENT in state.convictions else None
-            return replace(moved, failures=0, slow=False, silent_since=state.silent_since or since)
+            proven = state.proven or bool(state.convictions)
+            return replace(
+                moved, failures=0, slow=False, proven=proven, silent_since=state.silent_since or since
+            )
         case HealthStatus.DRAINING:
             given_up = fact.reason in (SILENT, TRIALS_FAILED) or (state.draining and state.given_up)
             return replace(moved, leaving="", draining=True, given_up=given_up, resumed=False, over="")

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from datetime import datetime
+from datetime import UTC, datetime
 
 from controller.deciders import breaker, budget, drain, health
 from controller.deciders.breaker import Breaker
@@ -21,7 +21,9 @@ from events.observations import (
     WorkerJoined,
 )
 
+LONG_AGO = datetime(1970, 1, 1, tzinfo=UTC)
 PASSES_MAX = 64  # canaries remembered per worker
+CONVICTIONS_KEPT = 16  # per worker, over all of its lives
 PAST_MAX = 16  # former instances remembered per worker: a late join of one of them is no new life
 
 
@@ -38,6 +40,17 @@ class LastCanary:
 
 
 @dataclass(frozen=True, slots=True)
+class Conviction:
+    """A canary has convicted a life of a worker of wrong answers: everyone whom it served since is exposed."""
+
+    instance: str
+    canary: str
+    since: datetime  # when this canary's last pass here was sent; without one, when this life joined
+    at: datetime  # when the journal took the failure
+    seq: int  # of the failure
+
+
+@dataclass(frozen=True, slots=True)
 class Worker:
     """One worker: how it registered, and the state of each machine."""
 
@@ -50,6 +63,8 @@ class Worker:
     passes: Mapping[str, datetime] = field(default_factory=dict)  # canary → when its last pass here was sent
     incident: str = ""  # id of the open one, if any
     past: tuple[str, ...] = ()  # former instances
+    joined_at: datetime = LONG_AGO  # by the journal's time
+    convictions: tuple[Conviction, ...] = ()  # for wrong answers, of all lives; an acquittal does not undo them
 
     @property
     def natural_weight(self) -> float:
@@ -72,11 +87,16 @@ class Worker:
         return self.weight > 0.0
 
     @property
-    def counts(self) -> bool:
-        """Whether it is in service, or would be but for doubt. Never so: dead, draining, silent, faulted, corrupt."""
+    def expected(self) -> bool:
+        """Whether it is in service, or should be: it has joined, and nobody wants it to leave."""
         h = self.health
         gone = h.status is HealthStatus.DEAD or h.status is HealthStatus.DRAINING or h.draining
-        return not (gone or h.joining or h.convictions or self.drain.active)
+        return not (gone or h.joining or self.drain.active)
+
+    @property
+    def counts(self) -> bool:
+        """Whether it is in service, or would be but for doubt. Never so: dead, draining, silent, faulted, corrupt."""
+        return self.expected and not self.health.convicted
 
     @property
     def in_doubt(self) -> bool:
@@ -117,10 +137,10 @@ class Worker:
         return tuple(found)
 
 
-def join(previous: Worker | None, fact: WorkerJoined, cause: str) -> Worker:
+def join(previous: Worker | None, fact: WorkerJoined, cause: str, at: datetime) -> Worker:
     """Return a worker's next life. The same instance again, or a former one, changes nothing."""
     name, instance = fact.worker, fact.instance
-    new = Worker(fact, Health(name, instance, cause=cause), *_fresh(name, instance))
+    new = Worker(fact, Health(name, instance, cause=cause), *_fresh(name, instance), joined_at=at)
     if previous is None:
         return new
     if instance == previous.joined.instance or instance in previous.past:
@@ -130,6 +150,7 @@ def join(previous: Worker | None, fact: WorkerJoined, cause: str) -> Worker:
         health=health.rejoin(previous.health, fact, cause),
         incident=previous.incident,
         past=(*previous.past, previous.joined.instance)[-PAST_MAX:],
+        convictions=previous.convictions,
     )
 
 
@@ -154,6 +175,8 @@ def evolve(state: Worker, fact: Fact, recorded: Recorded, cause: str) -> Worker:
         state.passes,
         state.incident,
         state.past,
+        state.joined_at,
+        state.convictions,
     )
 
 
@@ -163,9 +186,15 @@ def _canary(state: Worker, fact: CanaryResult, recorded: Recorded, cause: str) -
         passes = {**passes, fact.canary: fact.sent_at}
         if len(passes) > PASSES_MAX:
             del passes[next(iter(passes))]
+    moved = health.evolve(state.health, fact, cause)
+    convictions = state.convictions
+    if moved.corrupt and not state.health.corrupt:
+        since = passes.get(fact.canary, state.joined_at)
+        found = Conviction(fact.instance, fact.canary, since, recorded.at, recorded.seq)
+        convictions = (*convictions, found)[-CONVICTIONS_KEPT:]
     return Worker(
         state.joined,
-        health.evolve(state.health, fact, cause),
+        moved,
         breaker.evolve(state.breaker, fact, cause),
         state.drain,
         state.budget,
@@ -173,6 +202,8 @@ def _canary(state: Worker, fact: CanaryResult, recorded: Recorded, cause: str) -
         passes,
         state.incident,
         state.past,
+        state.joined_at,
+        convictions,
     )
 
 

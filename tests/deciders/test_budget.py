@@ -3,9 +3,12 @@
 import pytest
 from fleet_story import (
     Story,
+    device_faulted,
+    device_recovered,
     drain_requested,
     engine_faulted,
     failed,
+    heard,
     joined,
     kinds,
     left,
@@ -142,9 +145,40 @@ def test_a_joining_worker_neither_counts_nor_is_kept() -> None:
     assert kept(story) == {"w0"}
 
 
-def test_a_resumed_convict_may_be_kept() -> None:
+@pytest.mark.parametrize(
+    ("fact", "over"),
+    [
+        (silent("w0"), heard("w0")),
+        (device_faulted("w0"), device_recovered("w0")),
+        (engine_faulted("w0"), resume("w0")),
+        (failed("w0", reason="non_finite"), resume("w0")),
+    ],
+)
+def test_what_was_no_mere_doubt_comes_back_only_by_its_trial(fact, over) -> None:
     story = Story().up("w0")
-    story.tell(engine_faulted("w0"))
-    assert story.worker().weight == 0.0
-    story.tell(resume("w0"))
+    story.tell(fact)
+    story.tell(over)
+    assert (story.status(), story.worker().weight, kept(story)) == (HealthStatus.UNHEALTHY, 0.0, set())
+    story.wait(60)
+    story.tell(passed("w0"))
+    assert (story.status(), story.worker().weight) == (HealthStatus.HEALTHY, 0.25)
+
+
+def test_a_worker_heard_again_does_not_count_before_its_trial() -> None:
+    story = Story().up(*FOUR)
+    story.tell(silent("w0"))
+    story.tell(heard("w0"))
+    story.tell(*doubt("w1", "w2", "w3"))
+    assert len(kept(story)) == 2  # of three that count, one may go
+    assert "w0" not in kept(story)
+
+
+def test_a_worker_that_has_come_back_is_kept_like_any_other() -> None:
+    story = Story().up("w0")
+    story.tell(silent("w0"))
+    story.tell(heard("w0"))
+    story.wait(60)
+    for _ in range(3):
+        story.tell(passed("w0"))
+    story.tell(*doubt("w0"))
     assert (story.status(), story.worker().weight) == (HealthStatus.UNHEALTHY, 0.1)
