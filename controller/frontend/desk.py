@@ -130,6 +130,7 @@ class Desk:
 
     def changed(self) -> None:
         """The table or a connection changed: move who must, and let those who wait try."""
+        self._look_for_panic()
         for seat in list(self.table.seats.values()):
             if seat.flights and (seat.corrupt or seat.status is HealthStatus.UNHEALTHY):
                 for flight in list(seat.flights):
@@ -162,8 +163,13 @@ class Desk:
     def _seats(self, model: str) -> list[Seat]:
         """Return a model's seats, and see whether there is panic."""
         seats = self.table.models.get(model, [])
-        self._ignoring = self._panic.look(model, seats)
+        self._ignoring = self.live and self._panic.ignores(model, seats)
         return seats
+
+    def _look_for_panic(self) -> None:
+        if self.live:
+            for model in self.table.known:
+                self._panic.look(model, self.table.models.get(model, ()))
 
     def lineage(self, model: str) -> Lineage:
         """Return the lineage of the worker that a new request would go to. Raise NoWorker."""
@@ -335,8 +341,7 @@ class Desk:
         if now - self._reported_at >= self.settings.facts.rejected_window_s:
             self._reported_at = now
             self.admission.report()
-            for model, seats in self.table.models.items():
-                self._panic.look(model, seats)
+            self._look_for_panic()
         if self._parked:
             self.changed()
 

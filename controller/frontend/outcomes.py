@@ -9,7 +9,7 @@ A broken connection is one failure, however many streams it carried. If every wo
 one tick, it is more likely us: nobody is blamed.
 """
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime, timedelta
 from statistics import median
@@ -136,7 +136,17 @@ class Outcomes:
 
     @property
     def any_open(self) -> bool:
+        """Whether any of our own breakers is not closed."""
         return any(tally.breaker.position != "closed" for tally in self._tallies.values())
+
+    def routable_share(self, seats: Iterable[Seat]) -> float:
+        """Return which share of the weight that a model's workers should have is routable: by the fleet's verdict, and
+        by our own breakers that are closed. 1 if no worker is expected to serve."""
+        expected = [seat for seat in seats if seat.expected]
+        if not expected:
+            return 1.0
+        open_ = {key for key, tally in self._tallies.items() if tally.breaker.position != "closed"}
+        return sum(seat.weight for seat in expected if seat.key not in open_) / len(expected)
 
     # --- outcomes -----------------------------------------------------------------------------------------
 

@@ -1,8 +1,11 @@
-"""Panic: is so much of a model out of service by our own breakers that it is better to ignore them?
+"""Panic: is so much of a model out of service that our own breakers had better be ignored?
 
 Below half of the routable weight, a frontend that goes on believing its own breakers would send everything to the
-few that are left, and break them too. It says so when it begins and when it ends. Workers that the fleet itself
-has taken out of service are never brought back by this.
+few that are left, and break them too. Weight counts as lost whoever has taken it away, the fleet or we; it is said when
+panic begins and when it ends. Workers that the fleet itself has taken out of service are never brought back by this.
+
+What a reader would get wrong: a breaker on trial counts as open here, else each trial would end the panic and begin
+it anew.
 """
 
 from collections.abc import Callable, Sequence
@@ -32,22 +35,18 @@ class Panic:
         self._metrics = metrics
         self._models: set[str] = set()
 
-    def look(self, model: str, seats: Sequence[Seat]) -> bool:
-        """Say whether there is panic over a model now."""
-        if not self._outcomes.any_open and model not in self._models:
-            return False
-        allowed = self._outcomes.allowed
-        service = [seat for seat in seats if seat.counts]
-        weight = sum(seat.weight for seat in service if allowed(seat))
-        held = any(seat.routable and not allowed(seat) for seat in service)
-        share = weight / len(service) if service else 0.0
-        panic = held and share < self._share_min
-        if panic != (model in self._models):
-            self._turn(model, panic, share)
-        return panic
+    def ignores(self, model: str, seats: Sequence[Seat]) -> bool:
+        """Say whether our own breakers are ignored for this model now; they may have moved since the last look."""
+        if self._outcomes.any_open:
+            self.look(model, seats)
+        return model in self._models
 
-    def _turn(self, model: str, panic: bool, share: float) -> None:
-        (self._models.add if panic else self._models.discard)(model)
-        kind = PanicBegan if panic else PanicEnded
-        self._observe(kind(frontend=self._frontend, model=model, routable_share=share))
-        self._metrics.panic.labels(model).set(panic)
+    def look(self, model: str, seats: Sequence[Seat]) -> None:
+        """See whether there is panic over a model, and say so when that changes."""
+        share = self._outcomes.routable_share(seats)
+        panic = share < self._share_min
+        if panic != (model in self._models):
+            (self._models.add if panic else self._models.discard)(model)
+            kind = PanicBegan if panic else PanicEnded
+            self._observe(kind(frontend=self._frontend, model=model, routable_share=share))
+            self._metrics.panic.labels(model).set(panic)

@@ -184,7 +184,7 @@ _SAYS: dict[type[Fact], str | Callable[[Any], str]] = {
     ),
     o.RequestExposed: _exposed,
     o.ExposureUnknown: _unknown,
-    o.PanicBegan: "{f.frontend} ignores its own breakers for {f.model}: they leave {f.routable_share:.0%} of its weight",
+    o.PanicBegan: "{f.frontend} ignores its own breakers for {f.model}: {f.routable_share:.0%} of its weight is routable",
     o.PanicEnded: "{f.frontend} obeys its own breakers for {f.model} again",
     d.HealthChanged: _health,
     d.BreakerOpened: lambda f: f"the breaker of {f.worker} opened for {span(f.wait_s)} ({f.reason})",

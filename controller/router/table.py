@@ -25,6 +25,7 @@ class Seat:
     weight: float = 0.0
     status: HealthStatus = HealthStatus.SUSPICIOUS
     corrupt: bool = False
+    expected: bool = False  # in service, or should be: it counts when a frontend asks whether there is panic
     active: int = 0  # requests of this frontend in flight there
     tokens: int = 0  # their prompt tokens and what they may still generate
     flights: dict[Any, None] = field(default_factory=dict)  # in the order of their arrival
@@ -61,11 +62,6 @@ class Seat:
             "reachable": reachable,
             "in_flight": self.active,
         }
-
-    @property
-    def counts(self) -> bool:
-        """Whether it is in service, or should be: the denominator of panic."""
-        return self.status not in (HealthStatus.DEAD, HealthStatus.DRAINING)
 
 
 @dataclass(slots=True)
@@ -130,6 +126,7 @@ class Table:
         change.left = change.left or not worker.alive
         seat.status = worker.health.status
         seat.corrupt = worker.health.corrupt
+        seat.expected = worker.expected
         seat.weight = 0.0 if seat.corrupt else worker.weight
         change.updated.append((seat, worker))
 
@@ -153,7 +150,7 @@ class Table:
         fresh = []
         for fact in joined:
             seat = self.seats.get((fact.worker, fact.instance)) or Seat(fact)
-            seat.weight, seat.status = 1.0, HealthStatus.HEALTHY
+            seat.weight, seat.status, seat.expected = 1.0, HealthStatus.HEALTHY, True
             self.known.add(fact.model)
             fresh.append(seat)
         self._replace(fresh)

@@ -159,12 +159,8 @@ class Frontend:
         return self._ignoring or self.outcomes.allowed(seat)
 
     def _panics(self, seats: Sequence[Seat]) -> bool:
-        """Our own breakers are ignored where they leave less than half of the weight, never the fleet's verdict."""
-        if not self.outcomes.any_open:
-            return False
-        service = [seat for seat in seats if seat.counts]
-        left = sum(seat.weight for seat in service if self.outcomes.allowed(seat))
-        return bool(service) and left / len(service) < PANIC_BELOW
+        """Our own breakers are ignored where less than half of the weight is routable, never the fleet's verdict."""
+        return self.outcomes.any_open and self.outcomes.routable_share(seats) < PANIC_BELOW
 
     def _fly(self, flight: Flight) -> None:
         machine, kernel = self.traffic.machines[flight.worker], self.around.kernel

@@ -11,7 +11,7 @@ from scripted_worker import Act, ScriptedWorker
 from controller.frontend.outcomes import Outcomes
 from controller.frontend.settings import FactSettings, LocalBreakerSettings
 from controller.router.table import Seat
-from events.decisions import BreakerClosed
+from events.decisions import BreakerClosed, HealthStatus
 from events.observations import (
     Observation,
     PanicBegan,
@@ -249,15 +249,19 @@ async def test_a_trial_whose_client_leaves_is_no_failure(tokens: int, position: 
 
 
 async def test_panic_ignores_own_breakers_and_says_so() -> None:
-    workers = [ScriptedWorker(n, acts=deque([Act(after=0, how="error")] * 4)) for n in ("w1", "w2", "w3")]
-    for worker in workers[1:]:
-        worker.acts.extend([Act(after=0, how="error")] * 8)
+    errors = deque([Act(after=0, how="error")] * 12)
+    workers = [ScriptedWorker(n, acts=errors.copy()) for n in ("w1", "w2", "w3")]
     async with frontend(*workers, breaker=LocalBreakerSettings(wait_s=60), migration_limit=0) as kit:
         for _ in range(12):
             await kit.post("/v1/completions", model="m", prompt=PROMPT, max_tokens=4)
             kit.desk.tick()
         (fact,) = kit.said(PanicBegan)
         assert (fact.model, fact.routable_share < 0.5) == ("m", True)
+        assert list(kit.desk.outcomes.positions().values()).count("open") >= 2
+        before = [len(worker.requests) for worker in workers]
+        for _ in range(6):
+            await kit.post("/v1/completions", model="m", prompt=PROMPT, max_tokens=4)
+        assert [len(w.requests) - n for w, n in zip(workers, before, strict=True)] == [2, 2, 2]
         for worker in workers:
             worker.acts.clear()
         for worker in workers:
@@ -267,3 +271,49 @@ async def test_panic_ignores_own_breakers_and_says_so() -> None:
                 )
             )
         await until(lambda: kit.said(PanicEnded))
+
+
+async def test_panic_is_said_whoever_has_taken_the_weight_away_and_brings_nobody_back() -> None:
+    workers = [ScriptedWorker(name) for name in ("w1", "w2", "w3")]
+    async with frontend(*workers) as kit:
+        assert not kit.said(PanicBegan)  # a fleet that starts is in no panic
+        kit.health(workers[0], HealthStatus.UNHEALTHY, 0.0)
+        assert not kit.said(PanicBegan)
+        kit.health(workers[1], HealthStatus.UNHEALTHY, 0.0, "token_mismatch")
+        (began,) = kit.said(PanicBegan)
+        assert (began.model, began.routable_share) == ("m", pytest.approx(1 / 3))
+        for _ in range(6):
+            await kit.complete(PROMPT, 2)
+        assert [len(worker.requests) for worker in workers] == [0, 0, 6]
+        kit.health(workers[1], HealthStatus.HEALTHY, 0.25)
+        assert not kit.said(PanicEnded)
+        kit.health(workers[1], HealthStatus.HEALTHY, 0.5)
+        (ended,) = kit.said(PanicEnded)
+        assert (ended.model, ended.routable_share) == ("m", 0.5)
+
+
+async def test_who_leaves_on_purpose_or_is_dead_is_no_reason_for_panic() -> None:
+    workers = [ScriptedWorker(name) for name in ("w1", "w2", "w3")]
+    async with frontend(*workers) as kit:
+        kit.health(workers[0], HealthStatus.DRAINING, 0.0)
+        kit.health(workers[1], HealthStatus.DEAD, 0.0)
+        kit.health(workers[2], HealthStatus.DEAD, 0.0)
+        assert not kit.said(PanicBegan)
+
+
+async def test_a_trial_does_not_end_the_panic_and_begin_it_anew() -> None:
+    worker = ScriptedWorker("w1", acts=deque([Act(after=0, how="error")] * 40))
+    breaker = LocalBreakerSettings(wait_s=0.05, wait_s_max=0.05)
+    async with frontend(worker, breaker=breaker, migration_limit=0) as kit:
+        key = (worker.name, worker.instance)
+        for _ in range(3):
+            await kit.post("/v1/completions", model="m", prompt=PROMPT, max_tokens=4)
+        for _ in range(3):
+            await until(lambda: kit.desk.outcomes.positions()[key] == "half_open")
+            await kit.post("/v1/completions", model="m", prompt=PROMPT, max_tokens=4)
+        assert (len(kit.said(PanicBegan)), kit.said(PanicEnded)) == (1, [])
+        worker.acts.clear()
+        await until(lambda: kit.desk.outcomes.positions()[key] == "half_open")
+        await kit.complete(PROMPT, 4)
+        await until(lambda: kit.said(PanicEnded))
+        assert (len(kit.said(PanicBegan)), len(kit.said(PanicEnded))) == (1, 1)
