@@ -68,9 +68,16 @@ class FastClient(Client):
     def __init__(self) -> None:
         super().__init__()
         self.raw: dict[int, Raw] = {}
+        self.over = False
 
     async def _connect_to_server(self, s: Any) -> None:
-        """Let go of a connection that broke while it was being made: nats-py would forget it, open."""
+        """Let go of a connection that broke while it was being made: nats-py would forget it, open.
+
+        And connect no more once we are closed: the `wait_for` of Python 3.11, which nats-py uses here, can swallow the
+        cancellation that ends its reconnecting, which then would go on for ever and hold up the end of the process.
+        """
+        if self.over:
+            raise asyncio.CancelledError
         if self._transport is not None and self._transport:
             self._transport.close()  # type: ignore[no-untyped-call]
         await super()._connect_to_server(s)
@@ -243,7 +250,7 @@ class Connection:
 
     async def close(self, deadline_s: float = 1.0) -> None:
         """Let go of the broker."""
-        self._closing = True
+        self._closing = self.client.over = True
         self._changed(False)
         self._listeners.clear()
         if self._task is not None and not self._task.done():

@@ -242,7 +242,7 @@ async def test_failed_workers_are_excluded_and_a_new_life_is_not() -> None:
     first = failing("w1", "disconnect")
     async with frontend(first, reroute_s=5.0) as kit:
         asking = asyncio.create_task(kit.stream(model="m", prompt=PROMPT, max_tokens=12))
-        await until(lambda: first.requests)
+        await until(lambda: first.requests and not first.active)  # it has said its five tokens and hung up
         await first.stop()
         second = ScriptedWorker("w1", instance="i2")
         await kit.add(second)
