@@ -19,8 +19,9 @@ from aiohttp import web
 from controller.frontend.admission import tier_of
 from controller.frontend.bodies import Ask, bad_json, parse_chat, parse_completion
 from controller.frontend.desk import Desk
-from controller.frontend.errors import ApiError, invalid, unavailable, unknown_model
+from controller.frontend.errors import ApiError, internal, invalid, unavailable, unknown_model
 from controller.frontend.exchange import Admitted, Exchange, refuse_guided
+from controller.frontend.settings import AdmissionSettings
 from controller.frontend.sse import SseStream, StreamedResponse, head
 from controller.frontend.templates import BadTemplate
 from controller.frontend.tokens import TokenizerMissing, Tokens, ready_tokens
@@ -33,6 +34,9 @@ REQUEST_ID_MAX = 128
 ERROR_TYPES = {
     400: "validation",
     404: "not_found",
+    405: "validation",
+    408: "validation",
+    413: "validation",
     502: "backend_error",
     503: "unavailable",
     504: "response_timeout",
@@ -64,24 +68,22 @@ class Api:
 
     async def handle(self, request: web.BaseRequest) -> web.StreamResponse:
         """Answer one request."""
-        handler = self._routes.get((request.method, request.path))
-        if handler is None and request.method == "GET" and request.path.startswith("/v1/models/"):
+        method = "GET" if request.method == "HEAD" else request.method  # aiohttp leaves the body out
+        handler = self._routes.get((method, request.path))
+        if handler is None and method == "GET" and request.path.startswith("/v1/models/"):
             handler = self._model
         try:
             if handler is None:
                 raise self._nowhere(request)
             return await handler(request)
         except ApiError as error:
-            return refusal(error, {})
-        except web.HTTPRequestEntityTooLarge:
-            limit = self.desk.settings.admission.body_mb_max
-            return refusal(ApiError(413, f"the body is larger than {limit} MB", code="body_too_large"), {})
+            return refusal(error, _named(request))
         except Exception:  # a mistake of ours: this client gets an answer, and the others are not touched
             log.exception("request_failed", path=request.path[:200])
             transport = request.transport
             if request.writer.output_size or transport is None or transport.is_closing():
                 raise
-            return refusal(ApiError(500, "internal error", code="internal"), {})
+            return refusal(internal(), _named(request))
 
     async def admin(self, request: web.BaseRequest) -> web.StreamResponse:
         """Answer one request on the admin port: everything but the API."""
@@ -91,9 +93,12 @@ class Api:
         return await self.handle(request)
 
     def _nowhere(self, request: web.BaseRequest) -> ApiError:
-        methods = sorted(method for method, path in self._routes if path == request.path)
-        if methods:
-            return ApiError(405, f"{request.path} wants {' or '.join(methods)}", code="method_not_allowed")
+        method = next((method for method, path in self._routes if path == request.path), "")
+        if method:
+            why = f"{request.path} wants {method}"
+            return ApiError(
+                405, why, code="method_not_allowed", allow="GET, HEAD" if method == "GET" else method
+            )
         path = request.path[:200]
         return ApiError(404, f"unknown path: {request.method} {path}", code="unknown_url")
 
@@ -108,14 +113,14 @@ class Api:
     async def _serve(
         self, request: web.BaseRequest, parse: Callable[[Any], Ask], endpoint: str
     ) -> web.StreamResponse:
-        headers = {"X-Request-Id": request_id(request.headers.get("X-Request-Id"))}
+        headers = _named(request)
         tier, warning = tier_of(request.headers.get("X-Priority"))
         if warning:
             headers["Warning"] = warning
         model, kind = "", "unary"
         error: ApiError | None = None
         try:
-            ask = parse(await _json(request))
+            ask = parse(await _json(request, self.desk.settings.admission))
             kind = "stream" if ask.stream else "unary"
             if self._known(ask.model):
                 model = ask.model
@@ -128,6 +133,9 @@ class Api:
             return refusal(raised, headers)
         except asyncio.CancelledError:
             error = ApiError(499, "the client has gone", code="cancelled")
+            raise
+        except Exception:
+            error = internal()
             raise
         finally:
             self._count(model, endpoint, kind, error)
@@ -315,13 +323,28 @@ async def _prompts(ask: Ask, tokens: Tokens) -> list[tuple[list[int], str]]:
     return out
 
 
-async def _json(request: web.BaseRequest) -> Any:
+async def _json(request: web.BaseRequest, limits: AdmissionSettings) -> Any:
     if request.headers.get("Expect", "").lower() == "100-continue" and request.transport is not None:
         request.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")  # curl waits a second for it otherwise
     try:
-        return msgspec.json.decode(await request.read())
+        async with asyncio.timeout(limits.body_s):
+            body = await request.read()
+        return msgspec.json.decode(body)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise bad_json(str(error)) from error
+    except web.RequestPayloadError as error:  # compressed in a way that cannot be undone, or cut off
+        raise bad_json(" ".join(str(error).split())) from error
+    except web.HTTPRequestEntityTooLarge as error:
+        why = f"the body is larger than {limits.body_mb_max} MB"
+        raise ApiError(413, why, code="body_too_large") from error
+    except TimeoutError as error:
+        why = f"the body has not come within {limits.body_s:g} s"
+        raise ApiError(408, why, code="body_timeout") from error
+
+
+def _named(request: web.BaseRequest) -> dict[str, str]:
+    """Return the header that names a request, in every answer to it."""
+    return {"X-Request-Id": request_id(request.headers.get("X-Request-Id"))}
 
 
 def request_id(given: str | None) -> str:

@@ -112,7 +112,31 @@ class Ask:
 
 
 # Fields that change the answer, and the values that are harmless.
-_REFUSED_BY_BOTH: dict[str, tuple[Any, ...]] = {"logit_bias": (None, {}), "best_of": (None, 1)}
+_REFUSED_BY_BOTH: dict[str, tuple[Any, ...]] = {
+    "logit_bias": (None, {}),
+    "best_of": (None, 1),
+    # vLLM's and SGLang's own
+    "min_p": (None, 0),
+    "typical_p": (None, 1),
+    "length_penalty": (None, 1),
+    "use_beam_search": (None, False),
+    "allowed_token_ids": (None,),
+    "bad_words": (None, []),
+    "stop_regex": (None, "", []),
+    "include_stop_str_in_output": (None, False),
+    "no_stop_trim": (None, False),
+    "skip_special_tokens": (None, True),
+    "truncate_prompt_tokens": (None,),
+    "prompt_logprobs": (None,),
+    "prompt_embeds": (None,),
+    "lora_path": (None,),
+    "custom_logit_processor": (None,),
+    "logits_processors": (None, []),
+    "regex": (None,),
+    "ebnf": (None,),
+    "json_schema": (None,),
+    "structural_tag": (None,),
+}
 _REFUSED_BY_CHAT: dict[str, tuple[Any, ...]] = {
     "tools": (None, []),
     "functions": (None, []),
@@ -122,8 +146,18 @@ _REFUSED_BY_CHAT: dict[str, tuple[Any, ...]] = {
     "modalities": (None, ["text"]),
     "prediction": (None,),
     "web_search_options": (None,),
+    "echo": (None, False),
+    "chat_template": (None,),
+    "documents": (None, []),
+    "add_generation_prompt": (None, True),
+    "continue_final_message": (None, False),
+    "add_special_tokens": (None, False),
 }
-_REFUSED_BY_COMPLETIONS: dict[str, tuple[Any, ...]] = {"echo": (None, False), "suffix": (None, "")}
+_REFUSED_BY_COMPLETIONS: dict[str, tuple[Any, ...]] = {
+    "echo": (None, False),
+    "suffix": (None, ""),
+    "add_special_tokens": (None, True),
+}
 GUIDED = ("guided_json", "guided_regex", "guided_choice", "guided_grammar", "structured_outputs")
 
 

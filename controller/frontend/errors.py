@@ -18,6 +18,7 @@ CODES = frozenset(  # what a program may rely on: each stands in docs/api.md
         "unknown_url",
         "method_not_allowed",
         "body_too_large",
+        "body_timeout",
         "internal",
         "engine_error",
         "non_finite",
@@ -59,6 +60,7 @@ class ApiError(HoldfastError):
         param: str | None = None,
         kind: str = "",
         retry_after_s: int | None = None,
+        allow: str = "",
     ) -> None:
         super().__init__(message)
         assert code.partition(":")[0] in CODES, code
@@ -67,6 +69,7 @@ class ApiError(HoldfastError):
         self.param = param
         self.kind = kind or _kind(status)
         self.retry_after_s = retry_after_s
+        self.allow = allow  # the methods that the path takes
 
     def body(self) -> dict[str, Any]:
         """Return the JSON body."""
@@ -79,7 +82,8 @@ class ApiError(HoldfastError):
 
     @property
     def headers(self) -> dict[str, str]:
-        return {} if self.retry_after_s is None else {"Retry-After": str(self.retry_after_s)}
+        headers = {} if self.retry_after_s is None else {"Retry-After": str(self.retry_after_s)}
+        return headers | ({"Allow": self.allow} if self.allow else {})
 
 
 def _kind(status: int) -> str:
@@ -101,6 +105,11 @@ def unsupported(param: str, why: str = "") -> ApiError:
 def unknown_model(model: str) -> ApiError:
     """Return the 404 for a model that nobody serves."""
     return ApiError(404, f"the model {model!r} does not exist", code="model_not_found", param="model")
+
+
+def internal() -> ApiError:
+    """Return the 500 for a mistake of ours."""
+    return ApiError(500, "internal error", code="internal")
 
 
 def unavailable(message: str, code: str, retry_after_s: int) -> ApiError:

@@ -24,6 +24,7 @@ class AdmissionSettings(Strict):
     queue_s: Positive = 10.0
     first_token_s: Positive = 120.0
     body_mb_max: int = Field(default=45, ge=1)
+    body_s: Positive = 60.0  # for a request's whole body to come in
 
 
 class StreamSettings(Strict):

@@ -54,6 +54,9 @@ async def test_a_stream_says_the_same_token_by_token() -> None:
         (CHAT | {"top_logprobs": 3}, "top_logprobs", "logprobs"),
         (CHAT | {"logit_bias": {"1": 2}}, "logit_bias", "not supported"),
         (CHAT | {"tools": [{}]}, "tools", "not supported"),
+        (CHAT | {"min_p": 0.1}, "min_p", "not supported"),
+        (CHAT | {"include_stop_str_in_output": True}, "include_stop_str_in_output", "not supported"),
+        (CHAT | {"continue_final_message": True}, "continue_final_message", "not supported"),
         (CHAT | {"response_format": {"type": "json_object"}}, "response_format", "not supported"),
         (CHAT | {"response_format": {"type": "odd"}}, "response_format", "must be"),
         (CHAT | {"min_tokens": 9, "max_tokens": 3}, "min_tokens", "more than max_tokens"),
@@ -95,13 +98,46 @@ async def test_bodies_that_are_no_json_objects(raw: bytes) -> None:
 
 
 async def test_too_large_unknown_paths_and_methods() -> None:
+    named = {"X-Request-Id": "mine"}
     async with frontend(ScriptedWorker(), admission=AdmissionSettings(body_mb_max=1)) as kit:
-        async with kit.http.post(kit.url + "/v1/completions", data=io.BytesIO(b" " * 2_000_000)) as answer:
-            assert (answer.status, (await answer.json())["error"]["code"]) == (413, "body_too_large")
-        async with kit.http.get(kit.url + "/v1/completions") as answer:
-            assert (answer.status, (await answer.json())["error"]["code"]) == (405, "method_not_allowed")
-        async with kit.http.get(kit.url + "/nowhere") as answer:
-            assert (answer.status, (await answer.json())["error"]["code"]) == (404, "unknown_url")
+
+        async def refused(method: str, path: str, **more: Any) -> tuple[int, str, str | None]:
+            async with kit.http.request(method, kit.url + path, headers=named, **more) as answer:
+                assert answer.headers["X-Request-Id"] == "mine"
+                return answer.status, (await answer.json())["error"]["code"], answer.headers.get("Allow")
+
+        large = io.BytesIO(b" " * 2_000_000)
+        assert await refused("POST", "/v1/completions", data=large) == (413, "body_too_large", None)
+        assert await refused("GET", "/v1/completions") == (405, "method_not_allowed", "POST")
+        assert await refused("DELETE", "/v1/models") == (405, "method_not_allowed", "GET, HEAD")
+        assert await refused("GET", "/nowhere") == (404, "unknown_url", None)
+        text = kit.desk.render_metrics().decode()
+        assert 'error_type="validation",model="",request_type="unary",status="error"} 1.0' in text
+        assert 'status="success"' not in text
+
+
+async def test_head_is_get_without_a_body() -> None:
+    async with frontend(ScriptedWorker()) as kit:
+        for path in ("/health", "/live", "/ready", "/metrics", "/v1/models", "/v1/models/m"):
+            async with kit.http.head(kit.url + path) as answer:
+                assert (answer.status, await answer.read()) == (200, b""), path
+
+
+async def test_a_body_that_cannot_be_unpacked_is_the_clients_mistake() -> None:
+    packed = {"Content-Encoding": "gzip"}
+    async with (
+        frontend(ScriptedWorker()) as kit,
+        kit.http.post(kit.url + "/v1/completions", data=b"no gzip", headers=packed) as answer,
+    ):
+        assert (answer.status, (await answer.json())["error"]["code"]) == (400, "invalid_json")
+
+
+async def test_a_body_that_never_comes_is_not_waited_for_for_ever() -> None:
+    async with frontend(ScriptedWorker(), admission=AdmissionSettings(body_s=0.1)) as kit:
+        reader, writer = await asyncio.open_connection("127.0.0.1", int(kit.url.rpartition(":")[2]))
+        writer.write(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 50\r\n\r\n{")
+        assert b" 408 " in await asyncio.wait_for(reader.readline(), 5)
+        writer.close()
 
 
 async def test_harmless_unknown_fields_pass() -> None:
