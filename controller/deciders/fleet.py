@@ -19,12 +19,13 @@ from controller.deciders.strata import (
     absorption_due,
     settle,
 )
-from controller.deciders.worker import LastCanary, Worker
+from controller.deciders.worker import Conviction, LastCanary, Worker
 
 __all__ = [
     "ABSORB_AFTER",
     "ABSORB_FACTS_MAX",
     "DECIDERS_VERSION",
+    "Conviction",
     "Fleet",
     "FleetPolicy",
     "LastCanary",

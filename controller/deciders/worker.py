@@ -64,7 +64,7 @@ class Worker:
     incident: str = ""  # id of the open one, if any
     past: tuple[str, ...] = ()  # former instances
     joined_at: datetime = LONG_AGO  # by the journal's time
-    convictions: tuple[Conviction, ...] = ()  # for wrong answers, of all lives; an acquittal does not undo them
+    convictions: tuple[Conviction, ...] = ()  # for wrong answers, of all lives; nothing undoes them
 
     @property
     def natural_weight(self) -> float:

@@ -1,70 +1,91 @@
-"""What is done when a canary convicts a worker: everyone whom it has fed since is named, and those in the air act."""
+"""What is done when a canary convicts a worker: everyone whom it has fed since is named, and those in the air act.
 
-from collections.abc import Callable, Collection, Mapping
-from datetime import UTC, datetime
+Since when a life could be wrong is the fold's to say (`Worker.convictions`). A conviction is answered for once, whatever
+has become of the worker meanwhile: acquitted, or a new life of it begun, all in one batch.
+
+A frontend answers for the one before it of the same name as well. That one has left behind until when it served, and
+how far it had read; whoever was convicted after that, for a span in which it served, has served nobody knows whom.
+"""
+
+from dataclasses import dataclass
+from datetime import datetime, timedelta
 
 import structlog
 
-from controller.frontend.exposure import Exposures, Stint
-from controller.router.table import Key, Seat
-from events.fact import Recorded
-from events.observations import CanaryFailed, ExposureUnknown, FrontendObservation, WorkerJoined
+from controller.deciders.fleet import Conviction, Worker
+from controller.frontend.exposure import MARGIN, Exposures, Stint
+from controller.router.table import Key
+from events.observations import ExposureUnknown, FrontendObservation
 
 log = structlog.get_logger(__name__)
-LONG_AGO = datetime(1970, 1, 1, tzinfo=UTC)  # a life that began before anything that this frontend has read
+SERVED_EVERY_S = 1.0  # how often a frontend leaves behind until when it served
+
+
+@dataclass(frozen=True, slots=True)
+class Served:
+    """Until when a frontend served, and how far it had read the journal then."""
+
+    until: datetime
+    seq: int
+
+    def answers(self, conviction: Conviction) -> bool:
+        """Whether that frontend has answered for it, or had nothing to answer for."""
+        margin = MARGIN + timedelta(seconds=2 * SERVED_EVERY_S)
+        return conviction.seq <= self.seq or conviction.since >= self.until + margin
 
 
 class Convictions:
-    """Which canary has failed on which life of a worker, and since when that life could be wrong."""
+    """Which convictions this frontend has answered for."""
 
-    def __init__(self, exposures: Exposures, now: Callable[[], datetime]) -> None:
+    def __init__(self, exposures: Exposures) -> None:
         self._exposures = exposures
-        self._now = now
-        self._joined_at: dict[Key, datetime] = {}
-        self._canary: dict[Key, str] = {}
+        self._answered: dict[str, tuple[Conviction, ...]] = {}  # by worker
 
-    def note(self, recorded: Recorded) -> Key | None:
-        """Remember what a later conviction needs to know; return the life that this fact convicts, if it does."""
-        match recorded.fact:
-            case WorkerJoined() as fact:
-                self._joined_at[(fact.worker, fact.instance)] = recorded.at
-            case CanaryFailed() as fact if fact.confirmed or fact.reason == "non_finite":
-                self._canary[(fact.worker, fact.instance)] = fact.canary
-                if fact.golden != "none" or fact.reason == "non_finite":
-                    return fact.worker, fact.instance
-        return None
+    def news(self, worker: Worker) -> list[Conviction]:
+        """Return the convictions of this worker that have not been answered for yet, and take them as answered for."""
+        name = worker.joined.worker
+        answered = self._answered.get(name, ())
+        if worker.convictions == answered:
+            return []
+        known = {conviction.seq for conviction in answered}
+        self._answered[name] = worker.convictions
+        return [conviction for conviction in worker.convictions if conviction.seq not in known]
 
-    def convict(self, seat: Seat, passes: Mapping[str, datetime]) -> list[FrontendObservation]:
+    def convict(self, worker: str, conviction: Conviction, now: datetime) -> list[FrontendObservation]:
         """Return the facts about everyone exposed since the canary that failed was last sent and passed."""
-        canary, since = self._since(seat.key, passes)
-        log.warning("worker_convicted", worker=seat.worker, canary=canary, flights=len(seat.flights))
+        key: Key = (worker, conviction.instance)
+        log.warning("worker_convicted", worker=worker, canary=conviction.canary)
 
         def act(stint: Stint, first: int) -> str:
-            assert stint.flight is not None
-            return stint.flight.expose(first, on_source=stint.flight.seat is seat)
+            flight = stint.flight
+            assert flight is not None
+            return flight.expose(first, on_source=flight.seat is not None and flight.seat.key == key)
 
-        return self._exposures.convict(seat.key, since, act, self._now())
+        return self._exposures.convict(key, conviction.since, act, now)
 
-    def missed(self, frontend: str, seat: Seat, passes: Mapping[str, datetime]) -> ExposureUnknown:
-        """Return what is to be said of a worker that was convicted before this frontend could act: whom its
-        predecessors served is not known any more."""
-        _, since = self._since(seat.key, passes)
-        why = "it was convicted before this frontend had read the journal"
-        return ExposureUnknown(
-            frontend=frontend,
-            worker=seat.worker,
-            instance=seat.instance,
-            since=since,
-            until=max(since, self._now()),
-            why=why,
-        )
-
-    def _since(self, key: Key, passes: Mapping[str, datetime]) -> tuple[str, datetime]:
-        """Return the canary that failed, and since when this life could be wrong."""
-        canary = self._canary.get(key, "")
-        return canary, passes.get(canary) or self._joined_at.get(key) or LONG_AGO
-
-    def keep(self, keys: Collection[Key]) -> None:
-        """Forget lives of workers that are gone."""
-        self._joined_at = {key: at for key, at in self._joined_at.items() if key in keys}
-        self._canary = {key: canary for key, canary in self._canary.items() if key in keys}
+    def missed(
+        self, frontend: str, worker: Worker, before: Served | None, began: datetime
+    ) -> list[FrontendObservation]:
+        """Return what is to be said of a worker that was convicted before this frontend could act: whom the one before
+        it served is not known any more. Where nothing is known of that one, only what stands now is answered for."""
+        out: list[FrontendObservation] = []
+        for conviction in self.news(worker):
+            if (
+                conviction.at > began
+            ):  # this frontend served already, while it still read what had been before
+                out += self.convict(worker.joined.worker, conviction, conviction.at)
+                continue
+            stands = worker.alive and worker.health.corrupt and conviction.instance == worker.joined.instance
+            if before.answers(conviction) if before is not None else not stands:
+                continue
+            out.append(
+                ExposureUnknown(
+                    frontend=frontend,
+                    worker=worker.joined.worker,
+                    instance=conviction.instance,
+                    since=conviction.since,
+                    until=max(conviction.since, min(conviction.at, began)),
+                    why="it was convicted before this frontend had read the journal",
+                )
+            )
+        return out

@@ -5,13 +5,12 @@ fold, and acts at once on what it sees there: a convicted worker's streams move,
 was held against the worker, a new worker gets the parked ones.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
-from datetime import datetime
 
-from controller.deciders.fleet import Fleet
+from controller.deciders.fleet import Fleet, Worker
 from controller.frontend.admission import Admission
-from controller.frontend.convictions import Convictions
+from controller.frontend.convictions import Convictions, Served
 from controller.frontend.errors import ApiError
 from controller.frontend.exposure import Exposures
 from controller.frontend.flight import Flight
@@ -25,7 +24,7 @@ from controller.frontend.settings import FrontendSettings
 from controller.frontend.tokens import Tokens, load_tokens
 from controller.ports import Clock, Plane
 from controller.router.pick import NotServed, NoWorker, Picker, Rules
-from controller.router.table import Lineage, Seat, Table
+from controller.router.table import Key, Lineage, Seat, Table
 from events.decisions import BreakerClosed, HealthStatus
 from events.fact import Observation, Recorded
 from events.observations import RequestAbandoned, RequestMigrated, WorkerJoined
@@ -50,6 +49,7 @@ class Desk:
         self.now = (
             world.clock.monotonic
         )  # uvloop's own time stands still within a turn, and counts milliseconds
+        self.began = world.clock.now()
         self.live = False  # until the fold has caught up, what it shows is history and nothing to act on
         self._world = world
         self._observe = world.observe
@@ -60,7 +60,7 @@ class Desk:
         self.exposures = Exposures(
             world.name,
             settings.facts.exposure_entries_max,
-            world.clock.now(),
+            self.began,
             lambda: (world.clock.now(), self.now()),
         )
         self.admission = Admission(
@@ -74,7 +74,7 @@ class Desk:
             world.name, settings.breaker.panic_share, self.outcomes, world.observe, self.metrics
         )
         self._ignoring = False  # own breakers, for the pick that is made now
-        self._convictions = Convictions(self.exposures, world.clock.now)
+        self._convictions = Convictions(self.exposures)
         self._reported_at = self.now()
 
     @property
@@ -86,19 +86,13 @@ class Desk:
 
     def absorb(self, fleet: Fleet, batch: Sequence[Recorded]) -> None:
         """Take in what the fold shows after a batch of events, and act on it."""
-        accused: list[tuple[Seat, Mapping[str, datetime]]] = []
         for recorded in batch:
-            if key := self._convictions.note(recorded):
-                accused += self.table.lives(key)
             if isinstance(recorded.fact, BreakerClosed):
                 self.outcomes.reset((recorded.fact.worker, recorded.fact.instance))
         change = self.table.absorb(fleet)
-        for seat, passes in accused:  # convicted, and a new life of it has begun, all in one batch
-            if seat.key not in self.table.seats and not seat.corrupt:
-                self._convict(seat, passes)
         for seat, worker in change.updated:
-            if change.convicted and seat in change.convicted:
-                self._convict(seat, worker.passes)
+            if self.live:
+                self._convict(worker)
             if worker.passes:
                 self.exposures.passed(seat.key, min(worker.passes.values()))
         if change.left:
@@ -106,21 +100,22 @@ class Desk:
         if change:
             self.changed()
 
-    def _convict(self, seat: Seat, passes: Mapping[str, datetime]) -> None:
+    def _convict(self, worker: Worker) -> None:
         """Name everyone whom this worker has fed since, and deal with those in the air."""
-        if not self.live:
-            return
-        for fact in self._convictions.convict(seat, passes):
-            self._observe(fact)
-            self.meter.exposed(fact)
+        for conviction in self._convictions.news(worker):
+            now = self._world.clock.now()
+            for fact in self._convictions.convict(worker.joined.worker, conviction, now):
+                self._observe(fact)
+                self.meter.exposed(fact)
 
-    def go_live(self) -> None:
-        """The fold has caught up: act on what it shows from now on, and say what was missed."""
+    def go_live(self, before: Served | None = None) -> None:
+        """The fold has caught up: act on what it shows from now on, and say what was missed. `before`: until when the
+        last frontend of this name served, where that is known."""
         self.live = True
-        for seat in self.table.seats.values():
-            worker = self.table.worker(seat)
-            if seat.corrupt and worker is not None and not worker.health.joining:
-                self._observe(self._convictions.missed(self._world.name, seat, worker.passes))
+        for worker in self.table.workers:
+            for fact in self._convictions.missed(self._world.name, worker, before, self.began):
+                self._observe(fact)
+                self.meter.exposed(fact)
         self.changed()
 
     def set_static(self, joined: Sequence[WorkerJoined]) -> None:
@@ -147,7 +142,6 @@ class Desk:
         self.outcomes.keep(keys)
         self.exposures.keep(keys)
         self._picker.forget(keys)
-        self._convictions.keep(keys)
 
     # --- who goes where -----------------------------------------------------------------------------------
 
@@ -175,14 +169,14 @@ class Desk:
         """Return the lineage of the worker that a new request would go to. Raise NoWorker."""
         return self._picker.pick(self._seats(model), self._rules).lineage
 
-    def route(self, flight: Flight) -> Seat:
-        """Return the seat for a flight's next attempt. Raise NoWorker."""
+    def route(self, flight: Flight, tried: Collection[Key]) -> Seat:
+        """Return the seat for a flight's next attempt, none of `tried`. Raise NoWorker."""
         plan = flight.plan
         return self._picker.pick(
             self._seats(plan.model),
             self._rules,
             lineage=plan.lineage,
-            tried=flight.allowance.tried,
+            tried=tried,
             capped=False,
         )
 

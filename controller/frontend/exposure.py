@@ -39,6 +39,7 @@ class Stint:
     count: int = 0
     marks: list[tuple[float, int]] = field(default_factory=list)  # (instant, index of the first token then)
     last_at: float = 0.0
+    named: int = 0  # tokens before this index have been named as exposed
 
     def add(self, now: float, tokens: int) -> None:
         """Count tokens that came now."""
@@ -48,7 +49,8 @@ class Stint:
         self.last_at = now
 
     def since(self, instant: float) -> tuple[int, int] | None:
-        """Return the first and last index of the tokens that came at `instant` or later; None if none did."""
+        """Return the first and last index of the tokens that came at `instant` or later and have not been named; None
+        if there are none."""
         if not self.count or self.last_at < instant:
             return None
         first = self.first
@@ -56,7 +58,8 @@ class Stint:
             if at > instant:
                 break
             first = index  # tokens after this mark may have come later than `instant`
-        return first, self.first + self.count - 1
+        last = self.first + self.count - 1
+        return (max(first, self.named), last) if self.named <= last else None
 
 
 class Ring:
@@ -112,6 +115,7 @@ class Exposures:
         self._began = began
         self._wall = wall  # now, by the calendar and by the loop's clock
         self._rings: dict[Key, Ring] = {}
+        self._unknown_until: dict[Key, datetime] = {}  # what was said to be unknown is not said again
 
     def note(self, key: Key, stint: Stint) -> None:
         """Remember a stint from its first token on."""
@@ -136,6 +140,7 @@ class Exposures:
         """Forget lives of workers that are gone for good."""
         for key in [key for key in self._rings if key not in keys]:
             del self._rings[key]
+        self._unknown_until = {key: until for key, until in self._unknown_until.items() if key in keys}
 
     def convict(
         self, key: Key, since: datetime, act: Callable[[Stint, int], str], until: datetime
@@ -148,6 +153,7 @@ class Exposures:
         for stint, span, finished in fed:
             if span is None:
                 continue
+            stint.named = span[1] + 1
             # What is done about one choice of an answer may have ended the others.
             action = "none" if finished else "error" if stint.flight is None else act(stint, span[0])
             facts.append(
@@ -166,19 +172,17 @@ class Exposures:
         return facts
 
     def _unknown(self, key: Key, since: datetime, until: datetime) -> list[ExposureUnknown]:
+        """Say which part of the span is not remembered, each part of it once."""
+        since = max(since, self._unknown_until.get(key, since))
         ring, out = self._rings.get(key), []
         if since < self._began:
             out.append((since, self._began, "this frontend started only then"))
         if ring is not None and ring.forgotten_at is not None:
-            forgotten = self._calendar(ring.forgotten_at)
-            if forgotten > since:
-                out.append(
-                    (
-                        max(since, self._began),
-                        forgotten,
-                        "this frontend remembers no longer whom it served then",
-                    )
-                )
+            start, end = max(since, self._began), self._calendar(ring.forgotten_at)
+            if end > start:
+                out.append((start, end, "this frontend remembers no longer whom it served then"))
+        if out:
+            self._unknown_until[key] = out[-1][1]
         return [
             ExposureUnknown(
                 frontend=self._frontend,

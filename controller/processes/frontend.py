@@ -15,11 +15,12 @@ import structlog
 from controller.adapters.clock import SystemClock
 from controller.adapters.request_plane import Address, RequestPlane
 from controller.frontend.api import Api
+from controller.frontend.convictions import SERVED_EVERY_S, Served
 from controller.frontend.desk import Desk, World
 from controller.frontend.errors import unavailable
 from controller.frontend.server import Doors
 from controller.frontend.settings import FrontendSettings
-from controller.processes import collector
+from controller.processes import collector, served
 from events import presence, subjects
 from events.errors import HoldfastError
 from events.fact import Observation, Recorded
@@ -57,6 +58,7 @@ class Frontend:
         self._settings = settings
         self._name = name
         self._data = data
+        self._served_at = served.path_of(data, name)
         self._plane = RequestPlane(name)
         self._stop = asyncio.Event()
 
@@ -78,7 +80,7 @@ class Frontend:
         desk = self._desk(journal.observe)
         view = FleetView(journal, store=store)
         view.listen(lambda view, batch: self._absorb(desk, view, batch))
-        services = [self._follow(desk, view), self._report_links(bus)]
+        services = [self._follow(desk, view), self._report_links(bus), self._remember(desk, view)]
         if store is not None:
             from controller.runtime.row_watch import RowWatch
 
@@ -159,7 +161,16 @@ class Frontend:
                 await view.ready(READY_S)
             except HoldfastError as error:
                 log.warning("fleet_not_known_in_time", why=str(error))
-            desk.go_live()
+            desk.go_live(await asyncio.to_thread(served.read, self._served_at))
+
+    async def _remember(self, desk: Desk, view: "FleetView") -> None:
+        """Leave behind until when this frontend served: the next one of this name answers for it."""
+        clock = SystemClock()
+        while True:
+            await asyncio.sleep(SERVED_EVERY_S)
+            if desk.live:
+                now = Served(clock.now(), view.seq)
+                await asyncio.to_thread(served.write, self._served_at, now)
 
     def _absorb(self, desk: Desk, view: "FleetView", batch: Sequence[Recorded]) -> None:
         workers = [worker for worker in view.fleet.workers.values() if worker.alive]

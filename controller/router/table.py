@@ -6,7 +6,6 @@ Lineage is what must stay the same over a request's life: the revision of the we
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from datetime import datetime
 from typing import Any
 
 from controller.deciders.fleet import Fleet, Worker
@@ -69,7 +68,6 @@ class Change:
     """What one absorbed state has changed in the table."""
 
     updated: list[tuple[Seat, Worker]] = field(default_factory=list)
-    convicted: set[Seat] = field(default_factory=set)  # known before, and corrupt only now
     joined: int = 0
     left: bool = False
     knobs: bool = False
@@ -121,8 +119,6 @@ class Table:
                 return
             seat = self.seats[key] = Seat(worker.joined, corrupt=worker.health.corrupt)
             change.joined += 1
-        elif worker.health.corrupt and not seat.corrupt:
-            change.convicted.add(seat)
         change.left = change.left or not worker.alive
         seat.status = worker.health.status
         seat.corrupt = worker.health.corrupt
@@ -136,11 +132,10 @@ class Table:
         same = worker is not None and worker.alive and worker.joined.instance == seat.instance
         return worker if same else None
 
-    def lives(self, key: Key) -> list[tuple[Seat, Mapping[str, datetime]]]:
-        """Return a life's seat and when its canaries passed last, if it has a seat."""
-        seat = self.seats.get(key)
-        worker = self.worker(seat) if seat is not None else None
-        return [(seat, worker.passes)] if seat is not None and worker is not None else []
+    @property
+    def workers(self) -> Iterable[Worker]:
+        """Every worker that the fold knows, the dead ones too."""
+        return self._known.values()
 
     def _lives(self, seat: Seat) -> bool:
         return self.worker(seat) is not None

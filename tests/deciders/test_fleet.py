@@ -17,6 +17,7 @@ from fleet_story import (
     passed,
     proposed,
     request_failed,
+    resume,
     silent,
 )
 from hypothesis import given, settings
@@ -159,6 +160,28 @@ def test_the_last_pass_of_each_canary_is_remembered_for_exposure() -> None:
     story.tell(failed("w0", canary="c2"))
     last = story.worker().last_canary
     assert (last.canary, last.outcome, last.reason) == ("c2", "failed", "timeout")
+
+
+def test_every_conviction_is_remembered_with_the_span_that_it_exposes() -> None:
+    story = Story().up("w0")
+    story.tell(proposed("w0"), proposed("w0", canary="c2"), passed("w0", canary="c2"))
+    story.now += timedelta(seconds=7)
+    wrong = {"reason": "token_mismatch", "confirmed": True, "golden": "provisional"}
+    story.tell(
+        failed("w0", canary="c2", **wrong), passed("w0", canary="c2")
+    )  # the later pass absolves nobody
+    (one,) = story.worker().convictions
+    assert (one.instance, one.canary, one.since, one.at) == ("i1", "c2", START, story.now)
+    story.tell(failed("w0", canary="c1", **wrong))  # it stands convicted already, and serves nobody
+    assert story.worker().convictions == (one,)
+    began = story.now = story.now + timedelta(seconds=1)
+    story.tell(joined("w0", "i2"), resume("w0", "i2"))
+    story.now += timedelta(seconds=1)
+    story.tell(failed("w0", "i2", canary="c2", **wrong))  # its first life's passes say nothing of the second
+    assert story.worker().convictions == (
+        one,
+        replace(one, instance="i2", since=began, at=story.now, seq=story.worker().convictions[1].seq),
+    )
 
 
 def test_a_fleet_can_be_written_down_and_read_again() -> None:

@@ -4,21 +4,25 @@ import asyncio
 from collections.abc import Sequence
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
+from pathlib import Path
 from typing import Any
 
 import pytest
 from frontend_kit import TOKENS, Kit, frontend, joined, text_of, until
 from scripted_worker import ScriptedWorker, next_token, undisturbed
 
+from controller.frontend.convictions import Served
 from controller.frontend.exposure import Exposures, Ring, Stint
 from controller.frontend.settings import FactSettings
-from events.decisions import HealthStatus
+from controller.processes import served
+from events.decisions import HealthChanged, HealthStatus
 from events.observations import (
     CanaryFailed,
     CanaryPassed,
     ExposureUnknown,
     RequestExposed,
     RequestMigrated,
+    ResumeRequested,
     WorkerLeft,
 )
 
@@ -273,6 +277,132 @@ async def test_history_is_not_acted_on() -> None:
         kit.desk.live = False
         convict(kit, worker)
         assert kit.facts == []
+
+
+def failure(worker: ScriptedWorker, which: str = "c1") -> Any:
+    return canary(
+        CanaryFailed,
+        worker,
+        canary=which,
+        reason="token_mismatch",
+        confirmed=True,
+        golden="agreed",
+        attempts=2,
+    )
+
+
+def acquitted(worker: ScriptedWorker, number: int) -> HealthChanged:
+    """The decision that takes a convicted worker back."""
+    return HealthChanged(
+        number=number,
+        worker=worker.name,
+        instance=worker.instance,
+        before=HealthStatus.UNHEALTHY,
+        after=HealthStatus.HEALTHY,
+        reason="trial_passed",
+        weight=0.25,
+        decided_at=datetime.now(UTC),
+    )
+
+
+async def test_a_worker_convicted_and_acquitted_in_one_batch_has_its_requests_named() -> None:
+    worker = ScriptedWorker("w1")
+    async with frontend(worker) as kit:
+        kit.tell(canary(CanaryPassed, worker))
+        await kit.complete(PROMPT, 4)
+        passed = canary(CanaryPassed, worker, sent_at=datetime.now(UTC) + timedelta(seconds=1))
+        kit.tell(
+            failure(worker), passed, acquitted(worker, 1)
+        )  # a frontend that was stopped reads it all at once
+        assert not kit.desk.table.seats[("w1", "i1")].corrupt
+        (fact,) = kit.said(RequestExposed)  # the pass that came after the failure absolves nobody
+        assert (fact.first, fact.last) == (0, 3)
+        assert kit.said(ExposureUnknown) == []
+
+
+async def test_nobody_is_named_twice_for_the_same_tokens() -> None:
+    worker = ScriptedWorker("w1")
+    async with frontend(worker) as kit:
+        kit.tell(canary(CanaryPassed, worker, sent_at=datetime.now(UTC) - timedelta(minutes=5)))
+        await kit.complete(PROMPT, 4)
+        convict(kit, worker)
+        kit.tell(ResumeRequested(worker="w1", instance="i1", by="operator"), acquitted(worker, 1))
+        _, _, headers = await kit.post("/v1/completions", model="m", prompt=PROMPT, max_tokens=5)
+        convict(kit, worker)  # by the same canary, which has not passed meanwhile
+        first, second = kit.said(RequestExposed)
+        assert first.request != second.request == headers["X-Request-Id"]
+        assert len(kit.said(ExposureUnknown)) == 1  # the time before this frontend started, once
+
+
+def before(kit: Kit, *, seconds_ago: float) -> Served:
+    return Served(datetime.now(UTC) - timedelta(seconds=seconds_ago), kit.seq)
+
+
+async def restarted(kit: Kit, worker: ScriptedWorker, served: Served | None) -> list[Any]:
+    """Let a worker be convicted and acquitted while no frontend runs; return what the next one says of it."""
+    kit.tell(failure(worker), *(canary(CanaryPassed, worker) for _ in range(8)), acquitted(worker, 1))
+    kit.desk.began = datetime.now(UTC)
+    kit.desk.go_live(served)
+    return kit.said(ExposureUnknown)
+
+
+async def test_a_conviction_that_began_and_ended_while_a_frontend_was_down_is_said_to_be_unknown_once() -> (
+    None
+):
+    worker = ScriptedWorker("w1")
+    async with frontend(worker) as kit:
+        kit.desk.live = False
+        passed = datetime.now(UTC) - timedelta(seconds=60)
+        kit.tell(canary(CanaryPassed, worker, sent_at=passed))
+        (fact,) = await restarted(kit, worker, before(kit, seconds_ago=30))
+        assert (fact.worker, fact.instance, fact.since) == ("w1", "i1", passed)
+        assert passed < fact.until <= kit.desk.began
+        kit.tell(replace(joined(worker), instance="i2"))
+        assert len(kit.said(ExposureUnknown)) == 1
+
+
+async def test_a_frontend_answers_only_for_what_the_one_before_it_served_and_could_not_answer() -> None:
+    for ago, read_it in ((120.0, False), (30.0, True)):
+        worker = ScriptedWorker("w1")
+        async with frontend(worker) as kit:
+            kit.desk.live = False
+            kit.tell(canary(CanaryPassed, worker, sent_at=datetime.now(UTC) - timedelta(seconds=60)))
+            last = before(kit, seconds_ago=ago)
+            if read_it:
+                last = replace(last, seq=last.seq + 1)
+            assert await restarted(kit, worker, last) == []
+
+
+async def test_what_nobody_can_have_been_told_is_not_said_of_an_acquitted_worker() -> None:
+    worker = ScriptedWorker("w1")
+    async with frontend(worker) as kit:
+        kit.desk.live = False
+        kit.tell(canary(CanaryPassed, worker, sent_at=datetime.now(UTC) - timedelta(seconds=60)))
+        assert await restarted(kit, worker, None) == []  # no frontend of this name was ever there
+
+
+async def test_what_a_frontend_served_while_it_still_read_is_named() -> None:
+    worker = ScriptedWorker("w1")
+    async with frontend(worker) as kit:
+        kit.desk.live = False
+        kit.tell(canary(CanaryPassed, worker))
+        await kit.complete(PROMPT, 4)
+        convict(kit, worker)
+        kit.desk.go_live(before(kit, seconds_ago=600))
+        (fact,) = kit.said(RequestExposed)
+        assert (fact.first, fact.last) == (0, 3)
+
+
+def test_what_a_frontend_leaves_behind_is_found_again(tmp_path: Path) -> None:
+    path = served.path_of(tmp_path, "f0")
+    assert served.read(path) is None
+    left = Served(datetime.now(UTC), 17)
+    served.write(path, left)
+    assert served.read(path) == left
+    path.write_text("{}")
+    assert served.read(path) is None
+    (tmp_path / "plain").write_text("")
+    served.write(tmp_path / "plain" / "x.json", left)  # cannot be written: said, and no more
 
 
 # --- the ring ---------------------------------------------------------------------------------------------
