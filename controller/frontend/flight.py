@@ -22,8 +22,8 @@ from controller.frontend.migration import Allowance, Failure, classify
 from controller.frontend.plan import Move, Plan
 from controller.frontend.voice import Voice
 from controller.ports import LostCause, WorkerUnreachable
-from controller.router.pick import NoWorker
-from controller.router.table import Seat
+from controller.router.pick import AllTried, NoWorker
+from controller.router.table import Key, Seat
 from events.wire import Chunk, Generate
 
 if TYPE_CHECKING:
@@ -105,15 +105,17 @@ class Flight:
     def launch(self) -> None:
         """Send the request to the best worker; a connection that cannot be made costs no budget."""
         desk = self._desk
+        missed: set[Key] = set()
         while not self.done:
             try:
-                seat = desk.route(self)
+                seat = self._seat(missed)
             except NoWorker as error:
                 self._nowhere(error)
                 return
             try:
                 self.stream = desk.plane.open(seat.worker, seat.instance, self._request(seat), self)
             except WorkerUnreachable:
+                missed.add(seat.key)
                 self.allowance.tried.add(seat.key)
                 desk.meter.failed(self)
                 continue
@@ -125,6 +127,15 @@ class Flight:
             self.first_seat = self.first_seat or seat
             desk.boarded(self, seat)
             return
+
+    def _seat(self, missed: set[Key]) -> Seat:
+        """Return the best worker that has not been tried; if there is none, one to which only the connection had failed.
+        Raise NoWorker."""
+        allowance = self.allowance
+        try:
+            return self._desk.route(self, allowance.tried)
+        except AllTried:
+            return self._desk.route(self, allowance.failed | missed)
 
     def _request(self, seat: Seat) -> Generate:
         plan, made = self.plan, len(self.accepted)
@@ -179,7 +190,7 @@ class Flight:
         """Nobody can take it now. A request that had begun waits for a worker; a new one is told."""
         if self._move is None:
             self._abort(self._desk.no_worker(error, self))
-        elif self._move.failure.kind.patient or error.code != "all_workers_failed":
+        elif self._move.failure.kind.patient or error.code != AllTried.code or self.allowance.may_return:
             self._desk.park(self)
         else:
             self._abandon(error.code, self._move.failure)
@@ -369,12 +380,12 @@ class Flight:
             self._moved(now, "failure")
         if seat is not None:
             if on_source:
-                self.allowance.tried.add(seat.key)
+                self.allowance.note(seat.key, failure.kind, begun=self._plain)
+            else:
+                self.allowance.spent -= 1  # a well worker only begins anew
             self._leave()
             if failure.kind.blames:
                 self._desk.blame(seat, failure, self.under, self.sent)
-            if failure.kind.free or not on_source:  # nothing was begun, or a well worker only begins anew
-                self.allowance.spent -= 1
         self._desk.meter.failed(self)
         if len(self.accepted) >= self.plan.sampling.max_tokens:
             self._land("length")  # only the worker's last word is missing

@@ -2,8 +2,8 @@
 
 Migration replays the prompt and every token that was accepted, on a worker that has not failed this request
 yet. A worker's failure is classified once, here: does it move the request, does it speak against the worker,
-does it cost budget. One budget serves all kinds of failure: with a limit of 3 a request is sent at most four
-times.
+does it cost budget. One budget serves all kinds of failure: with a limit of 3 a request is begun at most four
+times. A refusal before anything was begun costs nothing the first time: there may be workers that have not been asked.
 """
 
 from collections.abc import Iterable
@@ -16,23 +16,28 @@ from events.observations import MigrationCause
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """What a failure means. `patient`: when every worker was tried, waiting for a new one is worth it."""
+    """What a failure means.
+
+    `patient`: when every worker was tried, waiting for a new one is worth it. `again`: only the connection has failed, so
+    that asking the same worker once more is better than asking nobody.
+    """
 
     cause: MigrationCause
     status: int
     message: str
     blames: bool = True  # it speaks against the worker
-    free: bool = False  # it costs no budget: nothing was ever begun
+    free: bool = False  # it costs no budget if nothing was begun
     patient: bool = True
+    again: bool = False
 
 
 KINDS = {
-    "cannot_connect": Kind("cannot_connect", 503, "the worker cannot be reached", free=True),
-    "disconnected": Kind("disconnected", 502, "Stream ended before generation completed"),
-    "stalled": Kind("stalled", 504, "the worker stopped answering"),
+    "cannot_connect": Kind("cannot_connect", 503, "the worker cannot be reached", free=True, again=True),
+    "disconnected": Kind("disconnected", 502, "Stream ended before generation completed", again=True),
+    "stalled": Kind("stalled", 504, "the worker stopped answering", again=True),
     "engine_error": Kind("engine_error", 500, "the engine failed", patient=False),
     "engine_shutdown": Kind("engine_shutdown", 503, "the worker is shutting down", blames=False),
-    "overloaded": Kind("overloaded", 503, "the worker is full", blames=False, patient=False),
+    "overloaded": Kind("overloaded", 503, "the worker is full", blames=False, free=True, patient=False),
     "stream_incomplete": Kind("engine_error", 502, "Stream ended before generation completed", patient=False),
     "non_finite": Kind("engine_error", 500, "the engine computed numbers that are not finite", patient=False),
     "not_serving": Kind(
@@ -82,6 +87,20 @@ class Allowance:
     forbidden: str = ""  # why it may not move at all: guided_decoding, n_over_1
     spent: int = 0  # attempts that cost budget, the first one included
     tried: set[Key] = field(default_factory=set)
+    failed: set[Key] = field(default_factory=set)  # of those, where it must not go even if nobody else is left
+
+    def note(self, key: Key, kind: Kind, *, begun: bool) -> None:
+        """An attempt at this worker has failed. The first refusal of each worker is free, if nothing was begun."""
+        if kind.free and not begun and key not in self.tried:
+            self.spent -= 1
+        self.tried.add(key)
+        if not kind.again:
+            self.failed.add(key)
+
+    @property
+    def may_return(self) -> bool:
+        """Whether a worker may be asked again when its connection is back."""
+        return self.tried > self.failed
 
     def refusal(self, length: int) -> str:
         """Return why a request of `length` tokens may not be sent again; empty if it may.

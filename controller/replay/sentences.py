@@ -109,7 +109,9 @@ def _request_failed(f: o.RequestFailed) -> str:
 def _migrated(f: o.RequestMigrated) -> str:
     kept = f"after {count(f.tokens, 'token')}, gap {span(f.gap_ms / 1000)}"
     exact = "" if f.exact else ", not exact"
-    return f"{f.request} went on from {f.source} to {f.target} ({f.cause}, {kept}{exact})"
+    same = (f.source, f.source_instance) == (f.target, f.target_instance)
+    where = f"on {f.target} again" if same else f"from {f.source} to {f.target}"
+    return f"{f.request} went on {where} ({f.cause}, {kept}{exact})"
 
 
 def _exposed(f: o.RequestExposed) -> str:

@@ -250,21 +250,99 @@ async def test_failed_workers_are_excluded_and_a_new_life_is_not() -> None:
         assert second.requests[0].tokens[3:] == undisturbed(PROMPT, 5)
 
 
+def answering(kit: Kit, worker: ScriptedWorker) -> bool:
+    """Say whether tokens have come from this worker for a stream that is still with it."""
+    return any(flight.flows for flight in kit.desk.table.seats[(worker.name, worker.instance)].flights)
+
+
 async def test_nobody_comes_in_time() -> None:
-    async with frontend(failing("w1", "disconnect"), reroute_s=0.2) as kit:
-        events = await kit.stream(model="m", prompt=PROMPT, max_tokens=12)
-        assert events[-1]["error"]["code"] == "disconnected"
+    only = ScriptedWorker("w1", step_s=0.02)
+    async with frontend(only, reroute_s=0.2) as kit:
+        asking = asyncio.create_task(kit.stream(model="m", prompt=PROMPT, max_tokens=40))
+        await until(lambda: answering(kit, only))
+        await only.stop()
+        assert (await asking)[-1]["error"]["code"] == "disconnected"
         (fact,) = kit.said(RequestAbandoned)
         assert fact.reason == "no_worker"
 
 
+@pytest.mark.parametrize("how", ["disconnect", "silence"])
+@pytest.mark.parametrize("after", [0, 5])
+async def test_the_only_worker_goes_on_when_its_connection_is_back(how: str, after: int) -> None:
+    only = failing("w1", how, after)
+    async with frontend(only, reroute_s=5.0) as kit:
+        asking = asyncio.create_task(kit.stream(model="m", prompt=PROMPT, max_tokens=12))
+        if how == "silence":
+            await until(lambda: kit.desk._parked)
+            only.silent = False
+        events = await asking
+        assert (text_of(events), events[-1]) == (EXACT, {"done": True})
+        (fact,) = kit.said(RequestMigrated)
+        assert (fact.source, fact.target, fact.tokens, fact.attempt) == ("w1", "w1", after, 2)
+
+
+async def test_a_worker_that_could_not_be_reached_is_asked_again_when_all_others_have_failed() -> None:
+    first, other = failing("w1", "disconnect", after=2), failing("w2", "error")
+    async with frontend(reroute_s=5.0) as kit:
+        assert text_of(await migrate(kit, first, other)) == EXACT
+        assert [fact.target for fact in kit.said(RequestMigrated)] == ["w2", "w1"]
+        assert (len(first.requests), len(other.requests)) == (2, 1)
+
+
+async def test_the_only_worker_is_asked_again_within_the_limit() -> None:
+    only = ScriptedWorker("w1", always=Act(after=1, how="disconnect"))
+    async with frontend(only, reroute_s=5.0, migration_limit=2) as kit:
+        events = await kit.stream(model="m", prompt=PROMPT, max_tokens=12)
+        assert events[-1]["error"]["code"] == "disconnected"
+        assert text_of(events) == TOKENS.decode(undisturbed(PROMPT, 3))
+        (fact,) = kit.said(RequestAbandoned)
+        assert (fact.reason, len(only.requests)) == ("budget_exhausted", 3)
+
+
+async def test_a_worker_out_of_service_is_not_asked_again_though_it_is_the_only_one() -> None:
+    only = ScriptedWorker("w1", step_s=0.02)
+    async with frontend(only, reroute_s=0.3) as kit:
+        asking = asyncio.create_task(kit.stream(model="m", prompt=PROMPT, max_tokens=40))
+        await until(lambda: answering(kit, only))
+        only.drop()
+        kit.health(only, HealthStatus.UNHEALTHY, 0.0)
+        assert (await asking)[-1]["error"]["code"] == "disconnected"
+        assert len(only.requests) == 1
+
+
+async def test_workers_that_have_no_room_cost_no_budget() -> None:
+    full = [failing(f"w{n}", "error", 0, error="overloaded: 256 wait") for n in range(4)]
+    async with frontend(*full, migration_limit=1) as kit:
+        await kit.add(ScriptedWorker("w9"))
+        kit.desk.table.seats[("w9", "i1")].active += 50
+        text, _ = await kit.complete(PROMPT, 12)
+        assert text == EXACT
+        assert [len(worker.requests) for worker in full] == [1, 1, 1, 1]
+
+
+async def test_a_fleet_without_room_says_so_and_asks_each_worker_once() -> None:
+    full = [ScriptedWorker(f"w{n}", always=Act(after=0, how="error", error="overloaded")) for n in range(3)]
+    async with frontend(*full) as kit:
+        status, body, headers = await kit.post("/v1/completions", model="m", prompt=PROMPT, max_tokens=12)
+        assert (status, body["error"]["code"], "Retry-After" in headers) == (503, "overloaded", True)
+        assert [len(worker.requests) for worker in full] == [1, 1, 1]
+
+
+async def test_a_worker_that_runs_out_of_room_in_the_middle_costs_budget() -> None:
+    first, other = failing("w1", "error", 5, error="overloaded"), ScriptedWorker("w2")
+    async with frontend(migration_limit=0) as kit:
+        await first_goes_to(kit, first, other)
+        status, body, _ = await kit.post("/v1/completions", model="m", prompt=PROMPT, max_tokens=12)
+        assert (status, body["error"]["code"], other.requests) == (503, "overloaded", [])
+
+
 async def test_never_across_a_revision() -> None:
-    first, other = failing("w1", "disconnect"), ScriptedWorker("w2")
+    first, other = failing("w1", "error"), ScriptedWorker("w2")
     async with frontend(first, reroute_s=0.2) as kit:
         kit.desk.table.seats[("w1", "i1")].active -= 1  # the first request goes to w1
         await kit.add(other, revision="r2")
-        events = await kit.stream(model="m", prompt=PROMPT, max_tokens=12)
-        assert events[-1]["error"]["code"] == "disconnected"
+        status, body, _ = await kit.post("/v1/completions", model="m", prompt=PROMPT, max_tokens=12)
+        assert (status, body["error"]["code"]) == (500, "engine_error")
         assert other.requests == []
 
 
@@ -280,7 +358,7 @@ async def test_two_failures_one_stream() -> None:
 
 
 async def test_a_client_that_goes_while_nobody_can_go_on() -> None:
-    async with frontend(failing("w1", "disconnect"), reroute_s=5.0) as kit:
+    async with frontend(failing("w1", "silence"), reroute_s=5.0) as kit:
         asking = asyncio.create_task(kit.stream(model="m", prompt=PROMPT, max_tokens=12))
         await until(lambda: kit.desk._parked)
         asking.cancel()
