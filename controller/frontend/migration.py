@@ -87,7 +87,7 @@ class Allowance:
     forbidden: str = ""  # why it may not move at all: guided_decoding, n_over_1
     spent: int = 0  # attempts that cost budget, the first one included
     tried: set[Key] = field(default_factory=set)
-    failed: set[Key] = field(default_factory=set)  # of those, where it must not go even if nobody else is left
+    failed: set[Key] = field(default_factory=set)  # of those, where it must never go again
 
     def note(self, key: Key, kind: Kind, *, begun: bool) -> None:
         """An attempt at this worker has failed. The first refusal of each worker is free, if nothing was begun."""
