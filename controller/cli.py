@@ -14,6 +14,7 @@ from events.errors import HoldfastError
 
 Run = Callable[[argparse.Namespace], int]
 USAGE = 2
+ROLES = ("controller", "projector", "frontend", "worker")
 
 
 class Parser(argparse.ArgumentParser):
@@ -41,13 +42,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not arguments:
         parser.print_help(sys.stderr)
         return USAGE
-    return _guarded(parser.parse_args(arguments))
+    args = parser.parse_args(arguments)
+    if wanted not in ROLES:  # they set up their own logs
+        from controller import logs
+
+        logs.quiet()
+    return _guarded(args)
 
 
 def _guarded(args: argparse.Namespace) -> int:
-    from controller import logs
-
-    logs.quiet()  # a role sets up its own logs
     try:
         run: Run = args.run
         return run(args)

@@ -1,8 +1,9 @@
-"""A worker process's admin port: /health, /live and /metrics. Imported after the worker serves: aiohttp takes its time."""
+"""A worker process's admin port: /health, /live and /metrics. Imported once the worker serves."""
 
 from collections.abc import Callable, Iterable, Sequence
+from http import HTTPStatus
 
-from aiohttp import web
+import msgspec
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
@@ -10,10 +11,8 @@ from prometheus_client.registry import Collector
 
 from events.wire import ERRORS, Load
 from workers.counters import DURATION_BOUNDS_S
+from workers.pages import Answer, Pages
 from workers.worker import Worker
-
-SHUTDOWN_S = 0.2
-
 
 Read = Callable[[Worker], float]
 LABELS = ("worker_id", "model")
@@ -85,30 +84,23 @@ def _buckets(counts: Sequence[int]) -> list[tuple[str, float]]:
     return cumulated
 
 
-async def serve(workers: Sequence[Worker], host: str, port: int) -> tuple[web.AppRunner, str]:
-    """Open the admin port; return what closes it, and its URL."""
+async def serve(workers: Sequence[Worker], host: str, port: int) -> tuple[Pages, str]:
+    """Open the admin port; return what closes it, and its URL. Raise OSError if the port cannot be had."""
     registry = CollectorRegistry()
     registry.register(WorkerMetrics(workers))
 
-    async def health(request: web.Request) -> web.Response:
+    def health() -> Answer:
         ready = all(worker.serving.is_set() for worker in workers)
         states = {w.place.name: "draining" if w.server.refusal else "serving" for w in workers}
-        return web.json_response(
-            {"status": "healthy" if ready else "shutting_down", "workers": states},
-            status=200 if ready else 503,
-        )
+        body = msgspec.json.encode({"status": "healthy" if ready else "shutting_down", "workers": states})
+        return Answer(body, status=HTTPStatus.OK if ready else HTTPStatus.SERVICE_UNAVAILABLE)
 
-    async def live(request: web.Request) -> web.Response:
-        return web.json_response({"status": "live"})
+    def live() -> Answer:
+        return Answer(b'{"status":"live"}')
 
-    async def metrics(request: web.Request) -> web.Response:
-        return web.Response(body=generate_latest(registry), headers={"Content-Type": CONTENT_TYPE_LATEST})
+    def metrics() -> Answer:
+        return Answer(generate_latest(registry), CONTENT_TYPE_LATEST)
 
-    app = web.Application()
-    app.add_routes([web.get("/health", health), web.get("/live", live), web.get("/metrics", metrics)])
-    runner = web.AppRunner(app, access_log=None, shutdown_timeout=SHUTDOWN_S)
-    await runner.setup()
-    site = web.TCPSite(runner, host, port)
-    await site.start()
-    bound = runner.addresses[0][1]
-    return runner, f"http://{host}:{bound}"
+    pages = Pages({"/health": health, "/live": live, "/metrics": metrics})
+    bound = await pages.start(host, port)
+    return pages, f"http://{host}:{bound}"

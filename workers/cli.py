@@ -5,39 +5,46 @@ import os
 import sys
 import threading
 from collections.abc import Sequence
+from typing import get_args
 
 from events.errors import HoldfastError
-from workers.settings import BadSetting, WorkerSettings, load_settings
+from workers.imports import without
+from workers.settings import BadSetting, WorkerSettings, annotations, load_settings
 
 USAGE = 2
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add one flag for each setting."""
-    for name, field in WorkerSettings.model_fields.items():
-        flag, text = "--" + name.replace("_", "-"), (field.description or "").replace("%", "%%")
+    defaults = WorkerSettings()
+    for name, annotation in annotations().items():
+        flag, text = "--" + name.replace("_", "-"), get_args(annotation)[-1].description.replace("%", "%%")
         if any(flag in action.option_strings for action in parser._actions):
             continue
-        if field.annotation is bool:
+        value = getattr(defaults, name)
+        if isinstance(value, bool):
             parser.add_argument(
                 flag, dest=name, action=argparse.BooleanOptionalAction, default=None, help=text
             )
         else:
-            default = "" if field.default in (None, "") else f" (default: {field.default})"
+            default = "" if value in (None, "") else f" (default: {value})"
             parser.add_argument(flag, dest=name, default=None, metavar="X", help=text + default)
 
 
 def run_cli(args: argparse.Namespace) -> int:
     """Run a worker as the flags and the environment say; return its exit code."""
     try:
-        settings = load_settings({name: getattr(args, name, None) for name in WorkerSettings.model_fields})
+        settings = load_settings({name: getattr(args, name, None) for name in annotations()})
     except BadSetting as error:
         print(f"holdfast worker: {error}", file=sys.stderr)
         return USAGE
-    import uvloop
+    # structlog uses rich to draw tracebacks, and knows greenlets; nats-py uses aiohttp for WebSocket brokers.
+    websocket = settings.nats_url.startswith("ws")
+    with without("rich", "greenlet", *(() if websocket else ("aiohttp",))):
+        import uvloop
 
-    from workers import logs
-    from workers.runtime import run_worker
+        from workers import logs
+        from workers.runtime import run_worker
 
     logs.configure()
     return uvloop.run(run_worker(settings))

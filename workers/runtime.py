@@ -12,21 +12,21 @@ import os
 import signal
 import sys
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import structlog
 
 from events import presence
+from events.bus import Bus, NatsBus
 from events.codec import new_id
 from events.errors import HoldfastError
+from events.journal.memory import MemoryJournal, MemoryStream
+from events.journal.nats import NatsJournal
 from events.journal.port import Journal
 from workers.engines.build import build_engine
 from workers.obedience import Place
 from workers.settings import WorkerSettings
 from workers.worker import Worker
-
-if TYPE_CHECKING:
-    from events.bus import Bus
 
 BROKER_S = 0.5  # how long a start waits for the broker before it goes on without
 FLUSH_S = 0.5
@@ -41,7 +41,7 @@ class Links:
     """What ties this process to the fleet: the journal, and the bus unless it serves alone."""
 
     journal: Journal
-    bus: "Bus | None"
+    bus: Bus | None
 
     async def close(self) -> None:
         """Say what is left to say, and let go; what the broker does not take in time is in the spool."""
@@ -91,12 +91,7 @@ def _places(settings: WorkerSettings, instance: str) -> list[Place]:
 async def _connect(settings: WorkerSettings, instance: str) -> Links:
     source = f"worker:{settings.name}:{instance}"
     if not settings.nats_url:
-        from events.journal.memory import MemoryJournal, MemoryStream
-
         return Links(MemoryJournal(MemoryStream(), source), None)
-    from events.bus import NatsBus
-    from events.journal.nats import NatsJournal
-
     spool = settings.data / "spool" / f"worker-{settings.name}"
     journal, bus = await asyncio.gather(
         NatsJournal.connect(settings.nats_url, source, spool, wait_s=BROKER_S),
@@ -133,12 +128,12 @@ async def _administer(settings: WorkerSettings, workers: list[Worker]) -> None:
     gc.collect()
     gc.freeze()  # what lives now lives to the end: no collection needs to look at it again
     gc.set_threshold(20_000, 20, 50)
-    url, runner = "", None
+    url, pages = "", None
     if settings.admin_port >= 0:
-        # In a thread: an import of 200 ms on the loop would look like a hang to every frontend.
+        # In a thread: an import on the loop would look like a hang to every frontend.
         admin: Any = await asyncio.to_thread(__import__, "workers.admin", fromlist=["serve"])
         try:
-            runner, url = await admin.serve(workers, settings.host, settings.admin_port)
+            pages, url = await admin.serve(workers, settings.host, settings.admin_port)
         except OSError as error:
             log.error("admin_port_taken", port=settings.admin_port, error=error.strerror)
     try:
@@ -148,10 +143,8 @@ async def _administer(settings: WorkerSettings, workers: list[Worker]) -> None:
     except OSError as error:
         log.error("presence_unwritable", data=str(settings.data), error=error.strerror)
     finally:
-        if runner is not None:
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(CLOSE_S):
-                    await runner.cleanup()
+        if pages is not None:
+            pages.close()
 
 
 def _die_with_parent() -> None:

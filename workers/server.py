@@ -23,6 +23,7 @@ from events.wire import Beat, Chunk, Generate, Hello, Welcome
 from workers.connection import Connection, Patience
 from workers.counters import Counters
 from workers.engines.engine import Engine
+from workers.listening import BACKLOG, listening
 
 TICK_S = 0.08  # leaves a timer 20 ms of lateness before 100 ms have passed
 IDLE_BEAT_S = 1.0
@@ -82,8 +83,9 @@ class Server:
     async def start(self, host: str, port: int) -> tuple[str, int]:
         """Listen, and return the address. Raise OSError if the port cannot be had."""
         self._loop, self._thread = asyncio.get_running_loop(), threading.get_ident()
-        self._listener = await self._loop.create_server(lambda: Connection(self), host, port, backlog=1024)
-        self.address = self._listener.sockets[0].getsockname()[:2]
+        sock = listening(host, port)
+        self._listener = await self._loop.create_server(lambda: Connection(self), sock=sock, backlog=BACKLOG)
+        self.address = sock.getsockname()[:2]
         self._ticking = self._loop.call_later(TICK_S, self._tick)
         return self.address
 

@@ -26,7 +26,7 @@ def rows(environment: Mapping[str, str]) -> Iterator[tuple[str, Any, str]]:
     for name, value in effective(environment).items():
         yield name, value, PREFIX + name.upper().replace(".", "__")
     worker = load_settings({}, environment)
-    for field in WorkerSettings.model_fields:
+    for field in WorkerSettings.__struct_fields__:
         value = getattr(worker, field)
         if field in SECRETS:
             value = "***" if value else ""

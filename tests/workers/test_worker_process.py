@@ -197,10 +197,22 @@ async def test_a_process_can_be_found_and_scraped(spawn: Spawn, eventually) -> N
     frontend.transport.abort()
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+async def test_a_simulated_worker_carries_nothing_that_it_does_not_need(
+    nats_url: str, spawn: Spawn, eventually
+) -> None:  # type: ignore[no-untyped-def]
+    process = await spawn(nats_url=nats_url)
+    await eventually(lambda: present(process.data), START_S)  # the admin port, its last import, is there
+    mapped = Path(f"/proc/{process.inner.pid}/maps").read_text()
+    assert "/msgspec/" in mapped, "libraries are seen here"
+    heavy = ("pydantic", "aiohttp", "tokenizers", "numpy", "asyncpg", "sqlalchemy", "greenlet", "torch")
+    assert not [name for name in heavy if f"/{name}" in mapped]
+
+
 @pytest.mark.parametrize(
     ("flags", "environment", "code", "words"),
     [
-        (["--engine", "simulate"], {}, 2, "engine = 'simulate': input should be 'simulated'"),
+        (["--engine", "simulate"], {}, 2, "engine = 'simulate': expected one of simulated"),
         (["--itl-ms", "-1"], {}, 2, "itl_ms = '-1'"),
         ([], {"HOLDFAST_WORKER_SPEED": "9"}, 2, "HOLDFAST_WORKER_SPEED is not a setting"),
         (["--engine", "openai"], {}, 2, "needs the URL of a server"),

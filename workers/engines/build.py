@@ -3,10 +3,8 @@
 from pathlib import Path
 from typing import Any
 
-from pydantic import ValidationError
-
 from workers.engines.engine import Engine
-from workers.settings import BadSetting, WorkerSettings, describe
+from workers.settings import WorkerSettings
 
 
 def build_engine(settings: WorkerSettings) -> Engine:
@@ -67,7 +65,4 @@ def _transformers(settings: WorkerSettings) -> Engine:
         settings,
         "device", "dtype", "threads", "context_tokens", "block_tokens", "batch_max", "waiting_max", "prefill_tokens_max",
     )  # fmt: skip
-    try:
-        return TransformersEngine(TransformersSettings(folder=Path(settings.model), **given))
-    except ValidationError as error:
-        raise BadSetting(describe(error)) from None
+    return TransformersEngine(TransformersSettings(folder=Path(settings.model), **given))

@@ -1,0 +1,58 @@
+"""The admin port's HTTP: pages by their path, and nothing that a stranger sends holds it up."""
+
+import asyncio
+from collections.abc import AsyncIterator
+
+import pytest
+
+from workers import pages
+from workers.pages import Answer, Pages
+
+
+@pytest.fixture
+async def port() -> AsyncIterator[int]:
+    served = Pages({"/live": lambda: Answer(b'{"status":"live"}')})
+    yield await served.start("127.0.0.1", 0)
+    served.close()
+
+
+async def ask(port: int, request: bytes) -> bytes:
+    """Return all that the server says until it closes."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    try:
+        writer.write(request)
+        async with asyncio.timeout(30):
+            return await reader.read()
+    except ConnectionError:
+        return b""
+    finally:
+        writer.close()
+
+
+@pytest.mark.parametrize(
+    ("request_", "begins", "body"),
+    [
+        (b"GET /live HTTP/1.1\r\nHost: x\r\n\r\n", b"HTTP/1.1 200 OK\r\n", b'{"status":"live"}'),
+        (b"GET /live?now=1 HTTP/1.0\r\n\r\n", b"HTTP/1.1 200 OK\r\n", b'{"status":"live"}'),
+        (b"HEAD /live HTTP/1.1\r\n\r\n", b"HTTP/1.1 200 OK\r\n", b""),
+        (b"GET /nothing HTTP/1.1\r\n\r\n", b"HTTP/1.1 404 Not Found\r\n", b"Not Found\n"),
+        (b"POST /live HTTP/1.1\r\n\r\n", b"HTTP/1.1 405 Method Not Allowed\r\n", b"Method Not Allowed\n"),
+    ],
+)
+async def test_a_page_is_found_by_its_path(port: int, request_: bytes, begins: bytes, body: bytes) -> None:
+    said = await ask(port, request_)
+    assert said.startswith(begins)
+    assert said.partition(b"\r\n\r\n")[2] == body
+
+
+async def test_a_request_that_never_ends_is_cut(port: int) -> None:
+    assert await ask(port, b"GET /live HTTP/1.1\r\nX: " + b"x" * 2 * pages.REQUEST_BYTES_MAX) == b""
+
+
+async def test_a_silent_caller_is_cut_and_others_are_answered(
+    port: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pages, "REQUEST_S_MAX", 0.2)
+    silent = asyncio.create_task(ask(port, b"GET /li"))
+    assert b"200 OK" in await ask(port, b"GET /live HTTP/1.1\r\n\r\n")
+    assert await silent == b""

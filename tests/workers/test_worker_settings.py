@@ -1,0 +1,52 @@
+"""A worker's settings: flags win over the environment, and what makes no sense is named with what is expected."""
+
+from pathlib import Path
+
+import pytest
+
+from workers.settings import BadSetting, load_settings
+
+
+def test_flags_win_over_the_environment_and_texts_become_values() -> None:
+    environment = {
+        "HOLDFAST_WORKER_PORT": "4000",
+        "HOLDFAST_WORKER_ITL_MS": "2.5",
+        "HOLDFAST_WORKER_CHAOS": "false",
+        "HOLDFAST_WORKER_KV_BLOCKS": "",
+        "HOLDFAST_NATS_URL": "nats://a:1",
+    }
+    settings = load_settings({"port": "5000", "data": "/x", "batch_max": "8", "name": None}, environment)
+    assert (settings.port, settings.itl_ms, settings.chaos, settings.batch_max) == (5000, 2.5, False, 8)
+    assert (settings.data, settings.name, settings.kv_blocks) == (Path("/x"), "w0", None)
+    assert settings.nats_url == "nats://a:1"
+
+
+def test_a_workers_own_broker_wins_over_the_fleets() -> None:
+    environment = {"HOLDFAST_NATS_URL": "nats://a:1", "HOLDFAST_WORKER_NATS_URL": "nats://b:1"}
+    assert load_settings({}, environment).nats_url == "nats://b:1"
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "says"),
+    [
+        ("port", "70000", "port = '70000': expected `int` <= 65535"),
+        ("kv_blocks", "few", "kv_blocks = 'few': expected `int | null`"),
+        ("itl_ms", "nan", "itl_ms = 'nan': expected `float` >= 0"),
+        ("engine", "gpu", "engine = 'gpu': expected one of simulated, transformers, openai"),
+        ("chaos", "perhaps", "chaos = 'perhaps': expected `bool`"),
+        ("name", "x" * 65, "expected `str` of length <= 64"),
+    ],
+)
+def test_a_value_that_makes_no_sense_is_named(name: str, text: str, says: str) -> None:
+    with pytest.raises(BadSetting) as refused:
+        load_settings({name: text}, {})
+    assert says in str(refused.value)
+
+
+def test_all_that_is_wrong_is_said_at_once() -> None:
+    with pytest.raises(BadSetting, match=r"port = 'x': .*; grace_s = '-1': "):
+        load_settings({"port": "x", "grace_s": "-1"}, {})
+
+
+def test_the_key_of_an_upstream_is_not_shown() -> None:
+    assert "hush" not in repr(load_settings({"upstream_key": "hush"}, {}))
