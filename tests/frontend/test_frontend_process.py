@@ -151,7 +151,7 @@ async def test_sigterm_finishes_what_is_in_flight_and_the_other_frontend_takes_w
         if count == 10:
             begun.set()
 
-    streaming = asyncio.create_task(rig.stream(note, max_tokens=150))  # the only frontend serves it
+    streaming = asyncio.create_task(rig.stream(note, max_tokens=500))  # the only frontend serves it
     await asyncio.wait_for(begun.wait(), 10)
     second = await rig.frontend("f1", shared, port)
     first.send_signal(signal.SIGTERM)
@@ -163,7 +163,7 @@ async def test_sigterm_finishes_what_is_in_flight_and_the_other_frontend_takes_w
     assert seen == {"/ready": 503, "/live": 200}
     assert len(await rig.stream()) == 61  # on a new connection, which only the second one accepts
     events = await asyncio.wait_for(streaming, 20)
-    assert (len(events), events[-1]["choices"][0]["finish_reason"]) == (151, "length")
+    assert (len(events), events[-1]["choices"][0]["finish_reason"]) == (501, "length")
     assert await asyncio.wait_for(first.wait(), 10) == 0
     second.send_signal(signal.SIGINT)
     assert await asyncio.wait_for(second.wait(), 10) == 0
