@@ -161,7 +161,7 @@ class RequestPlane:
         while True:
             try:
                 line = await self._dial(link)
-            except (OSError, TimeoutError, WorkerUnreachable) as error:
+            except (OSError, TimeoutError, UnicodeError, WorkerUnreachable) as error:
                 link.failures += 1
                 if link.failures in (1, 10):
                     log.info(
@@ -318,7 +318,11 @@ class RequestPlane:
 
 
 def _endpoint(url: str) -> tuple[str, int]:
-    parts = urlsplit(url)
-    if parts.hostname is None or parts.port is None:
+    try:
+        parts = urlsplit(url)
+        host, port = parts.hostname, parts.port
+    except ValueError:
+        host = port = None
+    if host is None or port is None:
         raise WorkerUnreachable(f"{url!r} is not an address: tcp://host:port is")
-    return parts.hostname, parts.port
+    return host, port

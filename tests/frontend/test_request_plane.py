@@ -252,3 +252,25 @@ async def test_the_workers_load_is_told_apart_from_our_share_of_it() -> None:
         await until(lambda: stranger.others("w1") == Load(running=3))
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "tcp://host:99999",
+        "tcp://[::1:80",
+        "tcp://host:x",
+        "nothing",
+        "",
+        f"tcp://{'x' * 70}.y:80",
+        "tcp://\u00ad:80",
+    ],
+)
+async def test_a_worker_that_registers_nonsense_as_its_address_is_unreachable_and_no_more(url: str) -> None:
+    worker = ScriptedWorker()
+    async with plane_to(worker) as plane:
+        plane.want({"w1": Address("i1", worker.url), "odd": Address("i1", url)})
+        await asyncio.sleep(0.1)
+        assert plane.reachable("w1", "i1")
+        assert not plane.reachable("odd", "i1")
+        plane.want({"w1": Address("i1", worker.url)})
