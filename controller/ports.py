@@ -150,6 +150,11 @@ class Prober(Protocol):
         """Yield the worker's chunks until one finishes. Raise WorkerUnreachable."""
         ...
 
+    def occupied(self, worker: str, own_tokens: int, *, begun: bool) -> bool:
+        """Say whether the worker's engine is known to get on, with others' work: it reads a prompt of theirs, or it has
+        no place yet for a question of `own_tokens` tokens whose answer has not `begun`."""
+        ...
+
 
 LostCause = Literal["cannot_connect", "disconnected", "stalled"]
 

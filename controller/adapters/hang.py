@@ -35,7 +35,16 @@ class HangPolicy:
 class Pulse:
     """What one connection has let us hear."""
 
-    __slots__ = ("_policy", "_recent_s", "_stepped_at", "age_s", "heard_at", "open_streams", "prefill_tokens")
+    __slots__ = (
+        "_policy",
+        "_recent_s",
+        "_stepped_at",
+        "age_s",
+        "heard_at",
+        "open_streams",
+        "phase",
+        "prefill_tokens",
+    )
 
     def __init__(self, policy: HangPolicy, now: float) -> None:
         self._policy = policy
@@ -43,6 +52,7 @@ class Pulse:
         self._stepped_at: float | None = None
         self.heard_at = now
         self.age_s = 0.0
+        self.phase = "idle"
         self.prefill_tokens = 0
         self.open_streams = 0
 
@@ -68,6 +78,7 @@ class Pulse:
     def beat(self, beat: Beat) -> None:
         """The worker's loop said how its engine does."""
         self.age_s = 0.0 if beat.phase == "idle" else beat.step_age_ms / 1000
+        self.phase = beat.phase
         self.prefill_tokens = beat.prefill_tokens
 
     def excuse(self, lag_s: float, now: float) -> None:
@@ -88,6 +99,13 @@ class Pulse:
     def stuck(self) -> bool:
         """Whether the engine's step is older than any step should get."""
         return self.age_s > self.step_limit_s()
+
+    def gets_on(self, now: float, own_tokens: int) -> bool:
+        """Whether the engine is known to get on: its step is young, or old because of a prompt that is not of our own
+        `own_tokens` tokens."""
+        if self.silent_s(now) > self._policy.silence_s or self.stuck:
+            return False
+        return self.age_s <= self._policy.step_floor_s or self.prefill_tokens > own_tokens
 
     def suspect(self, now: float) -> str:
         """Return what is wrong with this worker, or nothing."""

@@ -261,6 +261,11 @@ class RequestPlane:
         finally:
             self.cancel(worker, stream)
 
+    def occupied(self, worker: str, own_tokens: int, *, begun: bool) -> bool:
+        """Say whether the worker's engine gets on with others' work, before a question of ours: see `Prober`."""
+        line = self._line(worker)
+        return line is not None and line.occupied(own_tokens, begun=begun)
+
     async def _awaited(self, worker: str) -> _Link:
         loop = asyncio.get_running_loop()
         until = loop.time() + self._limits.ask_connect_s

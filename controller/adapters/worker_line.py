@@ -100,6 +100,12 @@ class Line(asyncio.Protocol):
         if was != (self.pulse.stuck, self.draining):
             self._changed()
 
+    def occupied(self, own_tokens: int, *, begun: bool) -> bool:
+        """Say whether the engine gets on with others' work, before an answer of ours that has `begun` or not."""
+        if not self.others.running or not self.pulse.gets_on(self._loop.time(), own_tokens):
+            return False
+        return self.pulse.phase == "prefill" or (not begun and self.load.waiting > 0)
+
     # --- what goes out ------------------------------------------------------------------------------------
 
     @property

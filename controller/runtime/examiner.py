@@ -20,7 +20,7 @@ from controller.runtime.canary_book import Book, open_book, open_calibration
 from controller.runtime.canary_facts import Probed, golden_of
 from controller.runtime.canary_tools import Tools
 from controller.runtime.goldens import Answer, Calibration, Canary, Difference, compare
-from controller.runtime.probe import Asked, Verdict, ask, probe, question
+from controller.runtime.probe import Asked, Deadline, Verdict, ask, probe, question
 from controller.runtime.settings import CanarySettings
 from events.decisions import HealthStatus
 from events.errors import HoldfastError
@@ -52,7 +52,7 @@ class Visit:
     canary: Canary
     check: CheckType
     probed: Probed
-    deadline: float  # monotonic
+    deadline: Deadline
 
     @property
     def name(self) -> str:
@@ -149,7 +149,9 @@ class Examiner:
         probed = Probed(
             joined.worker, joined.instance, book.key, canary.id, check, self._look()[1], clock.now()
         )
-        return Visit(worker, book, canary, check, probed, clock.monotonic() + self._settings.timeout_s)
+        s = self._settings
+        deadline = Deadline(clock, clock.monotonic() + s.timeout_s, s.busy_s)
+        return Visit(worker, book, canary, check, probed, deadline)
 
     # --- asking -------------------------------------------------------------------------------------------
 
@@ -159,13 +161,11 @@ class Examiner:
         """Ask one question, and measure it."""
         top_k = self._settings.top_k
         request = question(canary, top_k=top_k, ignore_eos=not canary.configured)
-        asked = await ask(
-            self._tools.prober, self._tools.clock, visit.name, request, visit.deadline, expected
-        )
-        seconds = asked.latency_ms / 1000
-        self._tools.meter.asked(visit.name, check, seconds)
+        asked = await ask(self._tools.prober, visit.name, request, visit.deadline, expected)
+        self._tools.meter.asked(visit.name, check, asked.latency_ms / 1000)
         share = max(1, self._tools.running(visit.name))
-        self._tools.meter.spent(visit.name, seconds * visit.worker.joined.tp / share)
+        busy_s = (asked.latency_ms - asked.waited_ms) / 1000
+        self._tools.meter.spent(visit.name, busy_s * visit.worker.joined.tp / share)
         return asked
 
     async def _rank(self, book: Book, worker: Worker, check: CheckType) -> Outcome | None:
@@ -261,7 +261,8 @@ class Examiner:
 
     def _pass(self, visit: Visit, verdict: Verdict) -> Outcome:
         assert verdict.first.answer is not None
-        tokens, latency = len(verdict.first.answer.tokens), verdict.first.latency_ms
+        tokens = len(verdict.first.answer.tokens)
+        latency = verdict.first.latency_ms - verdict.first.waited_ms  # a queue is not the worker's slowness
         usual = visit.book.usual(visit.name, visit.worker.joined.instance, tokens, latency)
         self._tools.journal.observe(visit.probed.passed(verdict, usual))
         return "passed"

@@ -1,8 +1,9 @@
 """Asks one worker one canary, as often as it takes to be sure. Everything about a single probe lives here.
 
-The whole probe stands under one deadline, its confirmations included: a worker that freezes in mid-answer has
-failed as surely as one that never answered. A wrong answer is asked again at once; a second wrong one
-confirms it (N8). Other failures are not repeated: the next probe will.
+The whole probe stands under one deadline, its confirmations included: a worker that freezes in mid-answer has failed as
+surely as one that never answered. Only time in which its engine is known to get on with others' work (a long prompt, a
+full batch) does not count, up to a bound: who waits in a queue has not failed. A wrong answer is asked again at once; a
+second wrong one confirms it (N8). Other failures are not repeated: the next probe will.
 
 A worker that says it is leaving, or that it is full until the deadline, has not failed: it is alive and has given no
 wrong answer. Such a probe says nothing (`Asked.declined`); whoever is full is asked again within a second.
@@ -21,6 +22,7 @@ from events.errors import HoldfastError
 from events.wire import Chunk, Generate, Sampling
 
 CHUNKS_MAX = 10_000  # of one answer
+LOOK_S = 0.1  # how often it is asked whether a question waits for others' work
 BUSY_WAIT_S = 0.2  # before an overloaded worker is asked again
 LEAVING = ("engine_shutdown", "not_serving")
 
@@ -36,6 +38,7 @@ class Asked:
     failure: Literal["no_response", "timeout", "exception", "non_finite"] | None = None
     detail: str = ""
     declined: bool = False  # it would not answer: it is leaving, or full
+    waited_ms: float = 0.0  # of the latency: before the answer began, for others' work
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,19 +52,81 @@ class Verdict:
     confirmed: bool
 
 
-async def within(clock: Clock, seconds: float, work: Coroutine[Any, Any, T]) -> T:
-    """Await `work` for at most `seconds` of `clock`. Raise TimeoutError; nothing of it runs on afterwards."""
+@dataclass(slots=True)
+class Deadline:
+    """When a probe must be over. It moves while the worker's engine gets on with others' work, up to a bound."""
+
+    clock: Clock
+    at: float  # monotonic
+    spare_s: float = 0.0  # how far it may still move
+    moved_to: float = 0.0  # time before this has been allowed for: questions may be asked side by side
+
+    @property
+    def left_s(self) -> float:
+        return self.at - self.clock.monotonic()
+
+    def allow(self, since: float) -> None:
+        """Do not count the time from `since` until now."""
+        now = self.clock.monotonic()
+        more = min(self.spare_s, max(0.0, now - max(since, self.moved_to)))
+        self.at, self.spare_s, self.moved_to = self.at + more, self.spare_s - more, now
+
+
+@dataclass(slots=True)
+class Hearing:
+    """How far one question has come."""
+
+    worker: str
+    prompt_tokens: int
+    open: bool = False  # it is with the worker
+    begun: bool = False  # the answer has
+    waited_s: float = 0.0  # before that, for others' work
+    waits_since: float | None = None  # for others' work, by the last look
+
+    def look(self, prober: Prober, since: float, now: float) -> bool:
+        """Say whether the time since the last look went to others' work."""
+        waits = self.open and prober.occupied(self.worker, self.prompt_tokens, begun=self.begun)
+        if waits and not self.begun:
+            self.waited_s += now - since
+        self.waits_since = now if waits else None
+        return waits
+
+    def begin(self, now: float) -> None:
+        """The answer begins."""
+        if not self.begun and self.waits_since is not None:
+            self.waited_s += now - self.waits_since
+        self.begun = True
+
+
+async def within(deadline: Deadline, work: Coroutine[Any, Any, T], look: Callable[[float, float], bool]) -> T:
+    """Await `work` until the deadline. Raise TimeoutError; nothing of it runs on afterwards.
+
+    Every LOOK_S it is asked whether the time from the last look until now went to others' work.
+    """
+    clock = deadline.clock
     doing = asyncio.ensure_future(work)
-    timer = asyncio.ensure_future(clock.sleep(max(seconds, 0.0)))
+    try:
+        while not doing.done():
+            if deadline.left_s <= 0:
+                raise TimeoutError
+            looked = clock.monotonic()
+            await _either(doing, clock, min(deadline.left_s, LOOK_S))
+            if not doing.done() and look(looked, clock.monotonic()):
+                deadline.allow(looked)
+        return doing.result()
+    finally:
+        doing.cancel()
+        await asyncio.gather(doing, return_exceptions=True)
+
+
+async def _either(doing: "asyncio.Future[T]", clock: Clock, seconds: float) -> None:
+    """Wait until it is done, or for so many seconds."""
+    timer = asyncio.ensure_future(clock.sleep(seconds))
     try:
         await asyncio.wait((doing, timer), return_when=asyncio.FIRST_COMPLETED)
-        if doing.done():
-            return doing.result()
-        raise TimeoutError
     finally:
-        for task in (doing, timer):
-            task.cancel()
-        await asyncio.gather(doing, timer, return_exceptions=True)
+        timer.cancel()
+        await asyncio.gather(timer, return_exceptions=True)
 
 
 def question(canary: Canary, *, top_k: int, ignore_eos: bool) -> Generate:
@@ -82,60 +147,57 @@ def question(canary: Canary, *, top_k: int, ignore_eos: bool) -> Generate:
 
 
 async def ask(
-    prober: Prober,
-    clock: Clock,
-    worker: str,
-    request: Generate,
-    deadline: float,
-    expected: Sequence[int] = (),
+    prober: Prober, worker: str, request: Generate, deadline: Deadline, expected: Sequence[int] = ()
 ) -> Asked:
     """Ask once, to the end of the answer, or to its first token that is not the expected one.
 
-    `deadline` is an instant of the monotonic clock. What a wrong token is followed by tells nothing more, and the
-    sooner a corrupt worker is found out the better.
+    What a wrong token is followed by tells nothing more, and the sooner a corrupt worker is found out the better.
     """
+    clock = deadline.clock
     began = clock.monotonic()
+    hearing = Hearing(worker, len(request.tokens))
+
+    def look(since: float, now: float) -> bool:
+        return hearing.look(prober, since, now)
+
     try:
-        asked = await within(
-            clock, deadline - began, _whole(prober, clock, worker, request, expected, deadline)
-        )
+        asked = await within(deadline, _whole(prober, hearing, request, expected, deadline), look)
     except TimeoutError:
         asked = Asked(0.0, failure="timeout", detail="no whole answer in time")
     except WorkerUnreachable as error:
         asked = Asked(0.0, failure="no_response", detail=str(error))
     except HoldfastError as error:
         asked = Asked(0.0, failure="exception", detail=str(error))
-    return replace(asked, latency_ms=(clock.monotonic() - began) * 1000)
+    return replace(asked, latency_ms=(clock.monotonic() - began) * 1000, waited_ms=hearing.waited_s * 1000)
 
 
 async def _whole(
-    prober: Prober,
-    clock: Clock,
-    worker: str,
-    request: Generate,
-    expected: Sequence[int],
-    deadline: float,
+    prober: Prober, hearing: Hearing, request: Generate, expected: Sequence[int], deadline: Deadline
 ) -> Asked:
     """Return the whole answer; a worker that is full is asked again, as long as the deadline leaves time for it."""
     while True:
         chunks: list[Chunk] = []
         position = 0
-        stream = prober.ask(worker, request)
+        stream = prober.ask(hearing.worker, request)
+        hearing.open = True
         async with _closing(stream):
             async for chunk in stream:
                 chunks.append(chunk)
+                if not chunk.error:
+                    hearing.begin(deadline.clock.monotonic())
                 if chunk.error or chunk.finish or len(chunks) > CHUNKS_MAX:
                     break
                 due = expected[position : position + len(chunk.tokens)]
                 if expected and tuple(chunk.tokens) != tuple(due):
                     return Asked(0.0, answer=read(chunks))
                 position += len(chunk.tokens)
+        hearing.open = False
         error = chunks[-1].error if chunks else None
         if error is None or not error.startswith("overloaded"):
             return _heard(chunks, error)
-        if clock.monotonic() + BUSY_WAIT_S >= deadline:
+        if deadline.left_s <= BUSY_WAIT_S:
             return Asked(0.0, detail=error, declined=True)
-        await clock.sleep(BUSY_WAIT_S)
+        await deadline.clock.sleep(BUSY_WAIT_S)
 
 
 @contextlib.asynccontextmanager

@@ -56,6 +56,7 @@ class CanarySettings(Strict):
     interval_s: Positive = 30.0  # from the start of a probe to the start of the next
     jitter: float = Field(default=0.05, ge=0, lt=1)  # share of the interval, either way
     timeout_s: Positive = 10.0  # of a whole probe, confirmations included
+    busy_s: float = Field(default=120.0, ge=0)  # how much longer, while the engine gets on with others' work
     max_retries: int = Field(default=2, ge=0, le=10)
     concurrency: int = Field(default=128, ge=1)  # probes in the air, over the whole fleet
     canaries: int = Field(default=4, ge=1, le=64)  # per canary key

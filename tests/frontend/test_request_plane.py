@@ -254,6 +254,32 @@ async def test_the_workers_load_is_told_apart_from_our_share_of_it() -> None:
         await asyncio.gather(task, return_exceptions=True)
 
 
+async def test_an_engine_at_work_for_others_is_told_from_one_that_is_at_work_for_us_or_stuck() -> None:
+    worker = ScriptedWorker(always=Act(after=1, how="error", hold=asyncio.Event()))
+    stranger = RequestPlane("f2")
+    async with plane_to(worker) as plane:
+        stranger.want({"w1": Address("i1", worker.url)})
+        task = asyncio.create_task(stranger.run())
+        await until(lambda: stranger.reachable("w1", "i1"))
+        worker.phase, worker.prefill_tokens, worker.step_age_ms = "prefill", 3_000, 20_000.0
+        plane.open("w1", "i1", question(), Ear())
+        await until(lambda: (plane.load("w1") or Load()).running == 1)
+        await asyncio.sleep(0.2)
+        assert not plane.occupied("w1", 3, begun=False)  # our own question is all that it works on
+        stranger.open("w1", "i1", question(), Ear())
+        await until(lambda: plane.occupied("w1", 3, begun=False))
+        assert plane.occupied("w1", 3, begun=True)
+        assert not plane.occupied("w1", 3_000, begun=True)  # an old step, on a prompt that may be ours
+        worker.phase, worker.prefill_tokens, worker.step_age_ms = "decode", 0, 10.0
+        await until(lambda: not plane.occupied("w1", 3, begun=False))  # it decodes, and nobody waits
+        worker.phase, worker.prefill_tokens, worker.step_age_ms = "prefill", 10, 60_000.0
+        await until(lambda: not plane.reachable("w1", "i1"))
+        assert not plane.occupied("w1", 3, begun=False)  # stuck
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+    assert not plane.occupied("w1", 3, begun=False)
+
+
 @pytest.mark.parametrize(
     "url",
     [

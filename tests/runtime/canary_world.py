@@ -12,7 +12,7 @@ from typing import Any, Literal
 from controller.adapters.clock import VirtualClock
 from controller.deciders.breaker import BreakerPolicy
 from controller.deciders.fleet import Fleet, FleetPolicy, evolve, settle
-from controller.ports import WorkerUnreachable
+from controller.ports import Prober, WorkerUnreachable
 from controller.runtime.canary import CanaryLoop
 from controller.runtime.canary_tools import Tools
 from controller.runtime.goldens import Vocabulary
@@ -78,6 +78,7 @@ class FakeWorker:
     logprobs: bool = True
     scramble: int = 0  # answers differ each time
     tells: Callable[[int], bool] = lambda token: True  # of the others it says nothing, as llama-server does
+    busy_until: float = 0.0  # it gets on with others' work, and begins no answer
     asked: int = 0
     open: int = 0
     overlapped: int = 0  # more than one question at a time, but for the ranking
@@ -113,6 +114,9 @@ class FakePlane:
         self.clock = clock
         self.workers: dict[str, FakeWorker] = {}
 
+    def occupied(self, worker: str, own_tokens: int, *, begun: bool) -> bool:
+        return not begun and self.clock.monotonic() < self.workers[worker].busy_until
+
     async def ask(self, worker: str, request: Generate) -> AsyncIterator[Chunk]:
         fake = self.workers[worker]
         fake.asked += 1
@@ -124,6 +128,8 @@ class FakePlane:
                 raise WorkerUnreachable(f"{worker} is not there")
             if fake.hangs:
                 await asyncio.Event().wait()
+            while (busy_s := fake.busy_until - self.clock.monotonic()) > 0:
+                await self.clock.sleep(busy_s)
             await self.clock.sleep(fake.latency_s)
             if fake.error is not None:
                 yield Chunk(0, [], error=fake.error)
@@ -155,8 +161,15 @@ class CountingMeter:
 class World:
     """The journal, its fold, and the controller's deciding, on one virtual clock. It is its own FleetView."""
 
-    def __init__(self, settings: CanarySettings | None = None, policy: FleetPolicy | None = None) -> None:
-        self.clock = VirtualClock()
+    def __init__(
+        self,
+        settings: CanarySettings | None = None,
+        policy: FleetPolicy | None = None,
+        *,
+        clock: Any = None,
+        prober: Prober | None = None,
+    ) -> None:
+        self.clock = clock or VirtualClock()
         self.stream = MemoryStream(clock=self.clock.now)
         self.journal = MemoryJournal(self.stream, "controller:test")
         self.plane = FakePlane(self.clock)
@@ -168,7 +181,7 @@ class World:
         self._listeners: list[Callable[[Any, Sequence[Recorded]], None]] = []
         tools = Tools(
             journal=self.journal,
-            prober=self.plane,
+            prober=prober or self.plane,
             clock=self.clock,
             meter=self.meter,
             vocabulary=self._vocabulary,

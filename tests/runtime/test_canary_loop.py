@@ -237,6 +237,31 @@ async def test_b12_a_probe_that_never_ends_is_a_timeout_with_its_latency() -> No
     assert 2_900 <= failed.latency_ms <= 3_300
 
 
+async def test_a_worker_that_is_busy_for_half_a_minute_is_no_alarm_and_one_that_hangs_then_is() -> None:
+    world = await settled("w1", settings=CanarySettings(interval_s=1))
+    async with world.running():
+        await world.pass_time(10)
+        world.plane.workers["w1"].busy_until = world.clock.monotonic() + 30
+        passed = len(world.facts(CanaryPassed))
+        await world.pass_time(40)
+        assert world.status("w1") == "HEALTHY"
+        assert not world.facts(CanaryFailed) and not world.facts(CanarySlow)
+        assert len(world.facts(CanaryPassed)) >= passed + 5
+        world.plane.workers["w1"].hangs = True  # and its engine is not known to get on
+        assert await world.until(lambda: bool(world.facts(CanaryFailed)), 15) < 12
+    assert world.facts(CanaryFailed)[0].reason == "timeout"
+
+
+async def test_even_a_busy_worker_must_answer_some_day() -> None:
+    world = await settled("w1", settings=CanarySettings(interval_s=1, timeout_s=3, busy_s=20))
+    async with world.running():
+        await world.pass_time(10)
+        world.plane.workers["w1"].busy_until = float("inf")
+        took = await world.until(lambda: bool(world.facts(CanaryFailed)), 40)
+    assert 20 < took < 26
+    assert world.facts(CanaryFailed)[0].reason == "timeout"
+
+
 async def test_every_way_to_fail_has_its_own_reason() -> None:
     for change, reason in (
         ({"unreachable": True}, "no_response"),

@@ -1,0 +1,127 @@
+"""A worker that is busy with others' work is no sick one: the canary loop before real simulated workers, in real time."""
+
+import asyncio
+import contextlib
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+
+from canary_world import World
+
+from controller.adapters.clock import SystemClock
+from controller.adapters.request_plane import Address, RequestPlane
+from controller.runtime.settings import CanarySettings
+from events.bus import MemoryBus
+from events.observations import CanaryFailed, CanaryPassed
+from events.wire import Chunk, Generate, Sampling
+from workers.engines.simulated.engine import SimulatedEngine
+from workers.engines.simulated.sequence import Shape
+from workers.engines.simulated.timing import ConstantTiming
+from workers.obedience import Place
+from workers.worker import Worker
+
+INTERVAL_S, TIMEOUT_S, PREFILL_S, TOKENS_PER_S = 0.2, 0.6, 3.0, 3_000
+ENOUGH = 8  # passes: every canary has been asked, and has a golden
+
+
+@dataclass
+class Rig:
+    """A worker, a user of it, and the canary loop."""
+
+    world: World
+    worker: Worker
+    users: RequestPlane
+
+    async def until(self, condition: Callable[[], object], seconds: float) -> float:
+        began = time.monotonic()
+        while not condition():
+            assert time.monotonic() < began + seconds, "not in time"
+            await asyncio.sleep(0.01)
+            self.world.turn()
+        return time.monotonic() - began
+
+    def passed(self) -> int:
+        return len(self.world.facts(CanaryPassed))
+
+    def ask(self, tokens: int, number: int = 0) -> asyncio.Future[None]:
+        """Send a user's prompt of so many tokens; the answer is one token."""
+        over: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        prompt = [300 + (n + number) % 1000 for n in range(tokens)]  # no prefix of anybody else's
+        sampling = Sampling(max_tokens=1)
+        self.users.open("w0", "i1", Generate(0, "user", prompt, tokens, sampling), _Ear(over))
+        return over
+
+
+@dataclass(eq=False)
+class _Ear:
+    over: asyncio.Future[None]
+
+    def take(self, chunk: Chunk) -> None:
+        if (chunk.finish or chunk.error) and not self.over.done():
+            self.over.set_result(None)
+
+    def flush(self) -> None:
+        pass
+
+    def lost(self, cause: str, detail: str) -> None:
+        if not self.over.done():
+            self.over.set_result(None)
+
+
+@asynccontextmanager
+async def rig(*, batch: int = 256, itl_s: float = 0.001) -> AsyncIterator[Rig]:
+    """Run one worker, and probe it every INTERVAL_S with a deadline of TIMEOUT_S."""
+    canaries, users = RequestPlane("canary"), RequestPlane("f1")
+    settings = CanarySettings(
+        interval_s=INTERVAL_S, timeout_s=TIMEOUT_S, busy_s=30, coverage=False, slow_floor_ms=300
+    )
+    world = World(settings, clock=SystemClock(), prober=canaries)
+    engine = SimulatedEngine(
+        Shape(batch_max=batch), ConstantTiming(itl_s=itl_s, prefill_tokens_per_s=TOKENS_PER_S)
+    )
+    stop, bus = asyncio.Event(), MemoryBus()
+    worker = Worker(Place(name="w0", instance="i1"), engine, world.journal, bus)
+    running = [asyncio.ensure_future(worker.run(stop))]
+    made = Rig(world, worker, users)
+    try:
+        await made.until(lambda: "w0" in world.fleet.workers, 10)
+        address = {"w0": Address("i1", world.fleet.workers["w0"].joined.url)}
+        canaries.want(address)
+        users.want(address)
+        running += [asyncio.ensure_future(work) for work in (canaries.run(), users.run(), world.loop.run())]
+        await made.until(lambda: made.passed() >= ENOUGH and users.connected, 20)
+        yield made
+    finally:
+        stop.set()
+        for task in running[1:]:
+            task.cancel()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(10):
+                await asyncio.gather(*running, return_exceptions=True)
+
+
+async def test_a_long_prefill_is_no_alarm_and_a_worker_that_hangs_in_one_is() -> None:
+    async with rig() as made:
+        passed, over = made.passed(), made.ask(int(PREFILL_S * TOKENS_PER_S))
+        took = await made.until(over.done, 20)
+        assert took > 3 * TIMEOUT_S  # three canaries would have run out of time
+        await made.until(lambda: made.passed() >= passed + 3, 10)
+        assert made.world.facts(CanaryFailed) == []
+        assert made.world.status("w0") == "HEALTHY"
+
+        made.ask(int(PREFILL_S * TOKENS_PER_S))
+        await asyncio.sleep(TIMEOUT_S / 2)  # it is busy, and a canary waits
+        made.worker.server.blackhole(True)
+        assert await made.until(lambda: made.world.facts(CanaryFailed), 10) < PREFILL_S - TIMEOUT_S
+        assert made.world.facts(CanaryFailed)[0].reason == "no_response"
+
+
+async def test_a_full_batch_is_no_alarm() -> None:
+    async with rig(batch=2, itl_s=0.002) as made:
+        passed, users = made.passed(), [made.ask(300, n) for n in range(64)]  # a tenth of a second each
+        took = await made.until(lambda: all(over.done() for over in users), 60)
+        assert took > 3 * TIMEOUT_S
+        await made.until(lambda: made.passed() >= passed + 3, 10)
+        assert made.world.facts(CanaryFailed) == []
+        assert made.world.status("w0") == "HEALTHY"
