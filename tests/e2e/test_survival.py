@@ -1,10 +1,14 @@
-"""Streams survive what befalls their workers. Every answer is compared with the undisturbed one, piece by piece."""
+"""Streams survive what befalls their workers. Every answer is compared with the undisturbed one, piece by piece.
+
+The same tests run on simulated workers and on a real model.
+"""
 
 import asyncio
 import itertools
-from collections.abc import AsyncIterator, Sequence
+import os
+import signal
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 
 import pytest
 import pytest_asyncio
@@ -12,12 +16,13 @@ from fleet import client
 
 from controller.demo.clients import compare
 from controller.demo.fleet import Fleet
-from events.decisions import HealthChanged
+from events.decisions import HealthChanged, HealthStatus
+from events.fact import Fact
 from events.observations import RequestExposed, RequestMigrated
 
 WORKERS = 3
 STREAMS = 8
-TOKENS = 100
+TOKENS = 150
 FLAGS = (
     "--workers",
     str(WORKERS),
@@ -99,24 +104,52 @@ async def under_fault(fleet: Fleet, verb: str, argument: float | None = None) ->
     return victim, streams
 
 
+async def said(fleet: Fleet, holds: Callable[[list[Fact]], bool], within_s: float = 30.0) -> list[Fact]:
+    """Return the journal's facts once `holds` is true of them, or as they stand when the time is over."""
+    end = asyncio.get_running_loop().time() + within_s
+    while True:
+        facts = [recorded.fact for recorded in await fleet.events()]
+        if holds(facts) or asyncio.get_running_loop().time() > end:
+            return facts
+        await asyncio.sleep(0.1)
+
+
 async def migrated(fleet: Fleet, streams: Sequence[Stream]) -> list[RequestMigrated]:
     """Return what the journal says of the streams' migrations, once it says so."""
     ours = {s.request for s in streams}
-    for _ in range(100):
-        facts = [
-            e.fact
-            for e in await fleet.events()
-            if isinstance(e.fact, RequestMigrated) and e.fact.request in ours
-        ]
-        if facts:
-            return facts
-        await asyncio.sleep(0.05)
-    return []
+
+    def moves(facts: Sequence[Fact]) -> list[RequestMigrated]:
+        return [f for f in facts if isinstance(f, RequestMigrated) and f.request in ours]
+
+    return moves(await said(fleet, lambda facts: bool(moves(facts)), 5.0))
 
 
-@pytest_asyncio.fixture(loop_scope="module", scope="module")
-async def fleet(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Fleet]:
-    one = await Fleet.start(tmp_path_factory.mktemp("survival"), *FLAGS, "--itl-ms", "20").ready()
+async def verdicts(fleet: Fleet, worker: str, since: int) -> list[HealthChanged]:
+    """Return what the fleet has decided on a worker's health after event `since`, once it has."""
+
+    def of(facts: Sequence[Fact]) -> list[HealthChanged]:
+        return [f for f in facts[since:] if isinstance(f, HealthChanged) and f.worker == worker]
+
+    return of(await said(fleet, lambda facts: bool(of(facts))))
+
+
+@pytest_asyncio.fixture(
+    loop_scope="module",
+    scope="module",
+    params=["simulated", pytest.param("transformers", marks=pytest.mark.engines)],
+)
+async def fleet(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> AsyncIterator[Fleet]:
+    folder = tmp_path_factory.mktemp("survival")
+    if request.param == "simulated":
+        engine = ["--itl-ms", "20"]
+    else:
+        from workers.engines.tiny import build_tiny
+
+        build_tiny(folder / "model")
+        engine = ["--engine", "transformers", "--model", str(folder / "model")]
+    one = await Fleet.start(folder / "fleet", *FLAGS, *engine).ready()
     yield one
     assert one.stop() == 0, one.log.read_text()
 
@@ -158,9 +191,26 @@ async def test_an_engine_that_raises_loses_nothing(fleet: Fleet) -> None:
     await fleet.healthy(WORKERS)
 
 
+@pytest.mark.parametrize(
+    ("verb", "argument", "status", "reason"),
+    [("drift", 0.5, HealthStatus.UNHEALTHY, "logit_drift"), ("slow", 5, HealthStatus.SUSPICIOUS, "slow")],
+)
+async def test_right_tokens_stay_right_while_their_worker_is_found_out(
+    fleet: Fleet, verb: str, argument: float, status: HealthStatus, reason: str
+) -> None:
+    await fleet.healthy(WORKERS)
+    expected, before = await answers(fleet), len(await fleet.events())
+    victim, streams = await under_fault(fleet, verb, argument)
+    assert [s.pieces for s in streams] == expected
+    first = (await verdicts(fleet, victim, before))[0]
+    assert first.after is status and reason in first.reason, first
+    await fleet.act("heal", victim)
+    await fleet.healthy(WORKERS)
+
+
 async def test_corruption_is_fenced_and_every_altered_stream_is_named(fleet: Fleet) -> None:
     await fleet.healthy(WORKERS)
-    expected = await answers(fleet)
+    expected, before = await answers(fleet), len(await fleet.events())
     victim, streams = await under_fault(fleet, "corrupt", 8)
     await fleet.until(lambda s: all(w["health"] != "HEALTHY" for w in s["workers"] if w["id"] == victim))
     after = [Stream(f"after-{next(_numbers)}", p) for p in prompts()]
@@ -168,16 +218,15 @@ async def test_corruption_is_fenced_and_every_altered_stream_is_named(fleet: Fle
         "routed to it afterwards"
     )
     altered = {s.request for s, e in zip(streams, expected, strict=True) if s.pieces != e}
-    for _ in range(100):
-        events = await fleet.events()
-        named = {e.fact.request for e in events if isinstance(e.fact, RequestExposed)}
-        if altered <= named:
-            break
-        await asyncio.sleep(0.05)
-    assert altered <= named
-    assert not [s.request for s in streams if compare(s.pieces, expected[streams.index(s)]).lost]
-    verdicts = [e.fact for e in events if isinstance(e.fact, HealthChanged) and e.fact.worker == victim]
-    assert any("token_mismatch" in v.reason or "logit" in v.reason for v in verdicts)
+    assert altered, "nothing was corrupted"
+
+    def named(facts: Sequence[Fact]) -> set[str]:
+        return {f.request for f in facts if isinstance(f, RequestExposed) and f.worker == victim}
+
+    assert altered <= named(await said(fleet, lambda facts: altered <= named(facts)))
+    assert not [s.request for s, e in zip(streams, expected, strict=True) if compare(s.pieces, e).lost]
+    found = await verdicts(fleet, victim, before)
+    assert any("token_mismatch" in v.reason or "logit" in v.reason for v in found), found
     await fleet.act("heal", victim)
     await fleet.healthy(WORKERS)
 
@@ -187,9 +236,6 @@ async def test_streams_go_on_when_the_whole_control_plane_is_dead(fleet: Fleet) 
     expected = await answers(fleet)
     pids = {p["role"]: p["pid"] for p in status["processes"]}
     worker = next(w for w in status["workers"])
-    import os
-    import signal
-
     streams = [Stream(f"dark-{next(_numbers)}", p) for p in prompts()]
     async with asyncio.TaskGroup() as group:
         for stream in streams:
@@ -202,26 +248,3 @@ async def test_streams_go_on_when_the_whole_control_plane_is_dead(fleet: Fleet) 
     await fleet.until_reachable()
     await fleet.healthy(WORKERS)
     assert await migrated(fleet, streams), "the facts arrived after the return"
-
-
-@pytest.mark.engines
-async def test_a_real_model_survives_a_crash_and_corruption(tmp_path: Path) -> None:
-    from workers.engines.tiny import build_tiny
-
-    build_tiny(tmp_path / "model")
-    fleet = await Fleet.start(
-        tmp_path / "fleet", *FLAGS, "--engine", "transformers", "--model", str(tmp_path / "model")
-    ).ready()
-    try:
-        await fleet.healthy(WORKERS)
-        expected = await answers(fleet)
-        _, streams = await under_fault(fleet, "kill")
-        assert [s.pieces for s in streams] == expected
-        await fleet.healthy(WORKERS)
-        victim, streams = await under_fault(fleet, "corrupt", 8)
-        await fleet.until(lambda s: all(w["health"] != "HEALTHY" for w in s["workers"] if w["id"] == victim))
-        altered = {s.request for s, e in zip(streams, expected, strict=True) if s.pieces != e}
-        named = {e.fact.request for e in await fleet.events() if isinstance(e.fact, RequestExposed)}
-        assert altered <= named
-    finally:
-        fleet.stop()
