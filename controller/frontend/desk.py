@@ -347,8 +347,8 @@ class Desk:
                     if flight.flows:
                         self.outcomes.flows(seat.key, flight.sent)
 
-    def cancelled(self, flight: Flight, seat: Seat) -> None:
-        """A client has left while this worker answered."""
+    def unjudged(self, flight: Flight, seat: Seat) -> None:
+        """A request ends on this worker through no fault of it: its client has left, or was mistaken."""
         tell = self.outcomes.flows if flight.flows else self.outcomes.says_nothing
         tell(seat.key, flight.sent)
 

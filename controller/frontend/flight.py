@@ -307,6 +307,8 @@ class Flight:
         reason, _, detail = error.partition(":")
         if reason == "invalid_request":
             message = detail.strip() or "the worker refused the request"
+            if self.seat is not None:
+                self._desk.unjudged(self, self.seat)
             self._leave()
             self._abort(ApiError(400, message, code="invalid_request"))
         else:
@@ -383,9 +385,11 @@ class Flight:
                 self.allowance.note(seat.key, failure.kind, begun=self._plain)
             else:
                 self.allowance.spent -= 1  # a well worker only begins anew
-            self._leave()
             if failure.kind.blames:
                 self._desk.blame(seat, failure, self.under, self.sent)
+            else:
+                self._desk.unjudged(self, seat)
+            self._leave()
         self._desk.meter.failed(self)
         if len(self.accepted) >= self.plan.sampling.max_tokens:
             self._land("length")  # only the worker's last word is missing
@@ -433,7 +437,7 @@ class Flight:
         moving = self._move is not None
         self._cancel_stream()
         if self.seat is not None:
-            self._desk.cancelled(self, self.seat)
+            self._desk.unjudged(self, self.seat)
         self._leave()
         if moving:
             self._desk.abandoned(self, "cancelled")

@@ -184,7 +184,7 @@ class Outcomes:
         return deadline is not None and self._moment() + TRIAL_MARGIN >= deadline
 
     def flows(self, key: Key, sent: int) -> None:
-        """A request has its tokens and goes on, or its client has left it: as a trial it has passed."""
+        """A request has its tokens, and goes on or ends by no fault of the worker: as a trial it has passed."""
         found = self.tally(key)
         if found.breaker.position == "half_open":
             fact = self._served(key, found.window, 0.0, routed_under=sent)

@@ -248,6 +248,22 @@ async def test_a_trial_whose_client_leaves_is_no_failure(tokens: int, position: 
         assert kit.desk.outcomes.allowed(seat)
 
 
+@pytest.mark.parametrize("error", ["invalid_request: top_k", "overloaded", "engine_shutdown", "not_serving"])
+async def test_a_trial_that_ends_by_no_fault_of_the_worker_is_no_failure(error: str) -> None:
+    worker = ScriptedWorker("w1")
+    breaker = LocalBreakerSettings(wait_s=0.1, trial_timeout_s=0.4, panic_share=0.0)
+    async with frontend(worker, ScriptedWorker("w2"), breaker=breaker) as kit:
+        key = await on_trial(kit, worker)
+        worker.acts.append(Act(after=0, how="error", error=error))
+        await kit.post("/v1/completions", model="m", prompt=PROMPT, max_tokens=4)
+        assert len(worker.requests) == 4
+        assert kit.desk.outcomes.allowed(kit.desk.table.seats[key])  # the next request is the trial
+        await asyncio.sleep(0.6)
+        assert kit.desk.outcomes.positions()[key] == "half_open"
+        await kit.complete(PROMPT, 4)
+        assert (len(worker.requests), kit.desk.outcomes.positions()[key]) == (5, "closed")
+
+
 async def test_panic_ignores_own_breakers_and_says_so() -> None:
     errors = deque([Act(after=0, how="error")] * 12)
     workers = [ScriptedWorker(n, acts=errors.copy()) for n in ("w1", "w2", "w3")]
