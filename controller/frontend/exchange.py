@@ -65,7 +65,7 @@ class Exchange:
             prompt_text=text,
             sampling=sampling(ask, len(prompt), admitted.context, choice, admitted.serial),
             guided=ask.guided,
-            deterministic=ask.temperature == 0 or desk.engine(ask.model, admitted.lineage) != "openai",
+            deterministic=desk.engine(ask.model, admitted.lineage) != "openai" or _repeats_anywhere(ask),
             tier=admitted.tier,
         )
         forbidden = "n_over_1" if ask.n > 1 else "guided_decoding" if ask.guided else ""
@@ -174,6 +174,14 @@ def sampling(ask: Ask, prompt_tokens: int, context: int, choice: int, serial: in
         repetition_penalty=ask.repetition_penalty,
         logprobs=0 if ask.logprobs is None else max(1, ask.logprobs),
     )
+
+
+def _repeats_anywhere(ask: Ask) -> bool:
+    """Say whether somebody else's server goes on as the first one would have.
+
+    Its random numbers start anew, and what it is given as a prompt it does not count as said.
+    """
+    return ask.temperature == 0 and not ask.presence_penalty and not ask.frequency_penalty
 
 
 def refuse_guided(ask: Ask, engine: str) -> None:

@@ -2,6 +2,7 @@
 
 import asyncio
 from pathlib import Path
+from typing import Any
 
 import pytest
 from frontend_kit import TOKENS, frontend, text_of, until
@@ -101,11 +102,18 @@ async def test_text_only_engines_stream_and_move_and_are_marked_not_exact() -> N
 
 
 @pytest.mark.parametrize(
-    ("engine", "temperature", "exact"),
-    [("openai", 0.0, True), ("openai", 0.7, False), ("simulated", 0.7, True)],
+    ("engine", "asked", "exact"),
+    [
+        ("openai", {"temperature": 0}, True),
+        ("openai", {"temperature": 0.7}, False),
+        ("openai", {"temperature": 0, "presence_penalty": 1}, False),
+        ("openai", {"temperature": 0, "frequency_penalty": 1}, False),
+        ("openai", {"temperature": 0, "repetition_penalty": 1.1}, True),  # counts the prompt too
+        ("simulated", {"temperature": 0.7, "presence_penalty": 1}, True),
+    ],
 )
-async def test_a_sampled_continuation_on_another_server_is_not_called_exact(
-    engine: str, temperature: float, exact: bool
+async def test_a_continuation_on_another_server_that_starts_anew_is_not_called_exact(
+    engine: str, asked: dict[str, Any], exact: bool
 ) -> None:
     first, second = ScriptedWorker("w1"), ScriptedWorker("w2")
     first.acts.append(Act(after=3, how="disconnect"))
@@ -113,7 +121,7 @@ async def test_a_sampled_continuation_on_another_server_is_not_called_exact(
         for worker in (first, second):
             await kit.add(worker, engine=engine)
         kit.desk.table.seats[("w2", "i1")].active += 1
-        await kit.complete(PROMPT, 6, temperature=temperature)
+        await kit.complete(PROMPT, 6, **asked)
         (fact,) = kit.said(RequestMigrated)
         assert fact.exact == exact
 
