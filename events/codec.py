@@ -4,9 +4,10 @@ Unknown fields in a body are ignored and missing optional ones take their defaul
 added. An unknown kind is refused: a fold that skipped it would be wrong without anyone knowing.
 """
 
+import re
 import secrets
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from datetime import UTC, datetime
 from math import copysign, isfinite, isnan
 from sys import float_info
@@ -115,12 +116,36 @@ def encode_headers(
     return headers
 
 
+# The lines that NATS makes of `encode_headers`, in its order; what the broker asked for may follow. To read them so
+# takes a third of the time that it takes to sort any headers by name.
+_WRITTEN = re.compile(
+    r"NATS/1\.0\r\nce-specversion: 1\.0\r\nce-id: (\S*)\r\nce-type: holdfast\.(\S*)\r\nce-source: (\S*)\r\n"
+    r"ce-time: (\S*)\r\nce-datacontenttype: application/json\r\nNats-Msg-Id: \S*\r\nsource-number: (\d+)\r\n"
+    r"(?:through: (\d+)\r\n)?(?:correlation: (\S*)\r\n)?(?:causation: (\S*)\r\n)?(?:traceparent: \S*\r\n)?"
+    r"(?:Nats-\S*: \S*\r\n)*\r\n"
+).fullmatch
+
+
+def decode_written(seq: int, at: datetime, headers: bytes | None, body: bytes) -> Recorded | None:
+    """Return what `decode` makes of the same headers, sooner; None if they are not as `encode_headers` writes them."""
+    written = _WRITTEN(headers.decode("utf-8", "replace")) if headers else None
+    if written is None:
+        return None
+    id, kind, source, said, number, through, correlation, causation = written.groups("")
+    decoder = _decoders.get(kind) or _decoder(seq, kind)
+    try:
+        return Recorded(
+            seq, at, decoder(body), id, source, int(number), int(through) if through else 0, correlation, causation,
+            datetime.fromisoformat(said) if said else None,
+        )  # fmt: skip
+    except (msgspec.MsgspecError, ValueError) as error:
+        raise _bad(seq, kind, error) from error
+
+
 def decode(seq: int, at: datetime, headers: Mapping[str, str], body: bytes) -> Recorded:
     """Return the event of one stream message. Raise UnknownKind or BadEvent, naming the sequence."""
     kind = headers.get("ce-type", "").removeprefix(TYPE_PREFIX)
-    decoder = _decoders.get(kind)
-    if decoder is None:
-        raise UnknownKind(f"event {seq} is of the unknown kind {kind!r}. {UnknownKind.__doc__}")
+    decoder = _decoder(seq, kind)
     try:
         fact = decoder(body)
         said = headers.get("ce-time")
@@ -137,7 +162,18 @@ def decode(seq: int, at: datetime, headers: Mapping[str, str], body: bytes) -> R
             said_at=datetime.fromisoformat(said) if said else None,
         )
     except (msgspec.MsgspecError, KeyError, ValueError) as error:
-        raise BadEvent(f"event {seq} ({kind}) cannot be decoded: {error}") from error
+        raise _bad(seq, kind, error) from error
+
+
+def _decoder(seq: int, kind: str) -> Callable[[bytes], Fact]:
+    decoder = _decoders.get(kind)
+    if decoder is None:
+        raise UnknownKind(f"event {seq} is of the unknown kind {kind!r}. {UnknownKind.__doc__}")
+    return decoder
+
+
+def _bad(seq: int, kind: str, error: Exception) -> BadEvent:
+    return BadEvent(f"event {seq} ({kind}) cannot be decoded: {error}")
 
 
 def decode_body(kind: str, body: bytes) -> Fact:

@@ -6,7 +6,7 @@ instance starts afresh but for what convicts hardware or weights (`health.rejoin
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, TypeAlias
 
 from controller.deciders import degradation, golden, health, incident
 from controller.deciders import worker as one
@@ -37,6 +37,9 @@ from events.observations import (
 )
 
 Key = tuple[str, str]  # canary key, canary id
+# Named once: a union that is written into the test of every fact is made anew for every fact.
+GoldenSeen: TypeAlias = CanaryPassed | CanarySlow | GoldenProposed | GoldenDisputed
+GoldenFact: TypeAlias = GoldenSeen | GoldenAgreed | GoldenRetired
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,7 +120,7 @@ def _observed(fleet: Fleet, worker: Worker, fact: WorkerObservation, recorded: R
     moved = one.evolve(worker, said, recorded, recorded.id)
     if moved is not worker:
         fleet = _with_worker(fleet, moved)
-    if isinstance(fact, CanaryPassed | CanarySlow | GoldenProposed | GoldenDisputed):
+    if isinstance(fact, GoldenSeen):
         return _golden(fleet, fact, recorded.id)
     return fleet
 
@@ -153,10 +156,7 @@ def _worker_decided(fleet: Fleet, fact: WorkerDecision, recorded: Recorded, caus
     return fleet
 
 
-def _golden(fleet: Fleet, fact: Fact, cause: str) -> Fleet:
-    assert isinstance(
-        fact, CanaryPassed | CanarySlow | GoldenProposed | GoldenDisputed | GoldenAgreed | GoldenRetired
-    )
+def _golden(fleet: Fleet, fact: GoldenFact, cause: str) -> Fleet:
     key = (fact.canary_key, fact.canary)
     before = fleet.goldens.get(key)
     state = golden.evolve(before, fact, cause)

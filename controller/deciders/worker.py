@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
+from typing import TypeAlias
 
 from controller.deciders import breaker, budget, drain, health
 from controller.deciders.breaker import Breaker
@@ -21,6 +22,8 @@ from events.observations import (
     WorkerJoined,
 )
 
+RequestOutcome: TypeAlias = RequestsServed | RequestFailed
+CanaryGood: TypeAlias = CanaryPassed | CanarySlow
 LONG_AGO = datetime(1970, 1, 1, tzinfo=UTC)
 PASSES_MAX = 64  # canaries remembered per worker
 CONVICTIONS_KEPT = 16  # per worker, over all of its lives
@@ -160,7 +163,7 @@ def _fresh(name: str, instance: str) -> tuple[Breaker, Drain, Budget]:
 
 def evolve(state: Worker, fact: Fact, recorded: Recorded, cause: str) -> Worker:
     """Absorb one fact about this worker and instance: each machine takes what concerns it."""
-    if isinstance(fact, RequestsServed | RequestFailed):  # the hot path: nobody else listens to these
+    if isinstance(fact, RequestOutcome):  # the hot path: nobody else listens to these
         moved = breaker.evolve(state.breaker, fact, cause)
         return state if moved is state.breaker else replace(state, breaker=moved)
     if isinstance(fact, CanaryResult):
@@ -182,7 +185,7 @@ def evolve(state: Worker, fact: Fact, recorded: Recorded, cause: str) -> Worker:
 
 def _canary(state: Worker, fact: CanaryResult, recorded: Recorded, cause: str) -> Worker:
     passes = state.passes
-    if isinstance(fact, CanaryPassed | CanarySlow):
+    if isinstance(fact, CanaryGood):
         passes = {**passes, fact.canary: fact.sent_at}
         if len(passes) > PASSES_MAX:
             del passes[next(iter(passes))]

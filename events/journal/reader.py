@@ -240,9 +240,11 @@ class Reader:
                 break
             if until is not None and seq > until:
                 break
-            at = _EPOCH + timedelta(microseconds=nanoseconds // 1000)
+            at = _EPOCH + timedelta(0, 0, nanoseconds // 1000)
             try:
-                event = codec.decode(seq, at, parse_headers(raw), body)
+                event = codec.decode_written(seq, at, raw, body)
+                if event is None:
+                    event = codec.decode(seq, at, parse_headers(raw), body)
             except HoldfastError:
                 if not events:
                     raise

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from events import codec
 from events.decisions import Absorbed
 from events.fact import Decision, Fact
+from events.journal.broker import parse_headers
 from events.journal.port import Journal  # noqa: F401  (the port must import without a broker)
 from events.observations import GoldenProposed, Profile, WorkerHeard, WorkerJoined, WorkerSlow, canary_key
 from events.subjects import subject
@@ -59,6 +60,64 @@ def test_the_headers_are_cloudevents() -> None:
         "causation": "e9",
         "traceparent": "00-a",
     }
+
+
+def on_the_wire(headers: Mapping[str, str]) -> bytes:
+    """Return headers as NATS carries them."""
+    return (
+        "NATS/1.0\r\n" + "".join(f"{name}: {value}\r\n" for name, value in headers.items()) + "\r\n"
+    ).encode()
+
+
+BROKERS = {"Nats-Expected-Last-Subject-Sequence": "7", "Nats-Batch-Id": "b", "Nats-Batch-Sequence": "2"}
+TOKEN = st.text(st.characters(codec="ascii", categories=["L", "N"], include_characters=":-/."), max_size=12)
+
+
+@settings(deadline=None)
+@given(
+    source=TOKEN, number=st.integers(0, 2**40), through=st.none() | st.integers(0, 2**40), correlation=TOKEN,
+    causation=TOKEN, traceparent=TOKEN, more=st.sampled_from([{}, BROKERS]),
+)  # fmt: skip
+def test_the_quick_way_to_read_our_own_headers_finds_what_the_slow_one_does(
+    source: str, number: int, through: int | None, correlation: str, causation: str, traceparent: str, more: dict[str, str]
+) -> None:  # fmt: skip
+    fact = WorkerHeard(worker="w0", instance="i1", observer="o")
+    headers = headers_of(
+        fact, source=source, source_number=number, through=through, correlation=correlation, causation=causation,
+        traceparent=traceparent,
+    )  # fmt: skip
+    raw, body = on_the_wire({**headers, **more}), codec.encode_body(fact)
+    quick = codec.decode_written(3, AT, raw, body)
+    assert quick is not None
+    assert quick == codec.decode(3, AT, parse_headers(raw), body)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"ce-specversion": "1.1"},
+        {"ce-type": "somebody.elses"},
+        {"ce-source": "a name with spaces"},
+        {"source-number": "many"},
+        {"X-Other": "x"},
+        {"traceparent": "a\r\nce-id: another"},
+    ],
+)
+def test_headers_that_are_not_as_we_write_them_are_left_to_the_slow_way(change: dict[str, str]) -> None:
+    fact = WorkerHeard(worker="w0", instance="i1", observer="o")
+    raw = on_the_wire({**headers_of(fact), **change})
+    assert codec.decode_written(3, AT, raw, codec.encode_body(fact)) is None
+    assert codec.decode_written(3, AT, None, codec.encode_body(fact)) is None
+
+
+def test_the_quick_way_refuses_what_the_slow_one_refuses() -> None:
+    headers = headers_of(WorkerHeard(worker="w", instance="i", observer="o"))
+    with pytest.raises(codec.BadEvent, match="event 5"):
+        codec.decode_written(5, AT, on_the_wire(headers), b"not json")
+    with pytest.raises(codec.BadEvent, match="event 5"):
+        codec.decode_written(5, AT, on_the_wire({**headers, "ce-time": "yesterday"}), b"{}")
+    with pytest.raises(codec.UnknownKind, match=r"event 12 .*'tomorrow'.*Upgrade"):
+        codec.decode_written(12, AT, on_the_wire({**headers, "ce-type": "holdfast.tomorrow"}), b"{}")
 
 
 def test_an_unknown_kind_is_refused_by_name_and_sequence() -> None:
