@@ -34,6 +34,8 @@ from events.fact import Decision, Fact
 from events.observations import Profile
 
 LEVELS = 5
+TIERS = ("premium", "standard", "best_effort")  # best first
+TIER_DEFAULT = "standard"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,17 +47,12 @@ class DegradationPolicy:
     margin: float = 0.05  # a level is left only this far above its entry
     dwell: timedelta = timedelta(seconds=10)  # the least time at a level before a better one
     warmup: timedelta = timedelta(seconds=5)  # from the first routable worker until the first level is taken
-    priority_tiers: tuple[str, ...] = ("premium", "standard", "best_effort")  # best first
     __pydantic_config__ = STRICT
 
     def __post_init__(self) -> None:
         at_least(0, margin=self.margin, dwell=self.dwell, warmup=self.warmup)
         falls = all(high > low for high, low in pairwise((*self.entries, 0.0)))
         demand(falls, f"entries are {self.entries}: they must fall from level to level, and stay above 0")
-        names = self.priority_tiers
-        demand(
-            bool(names) and len(set(names)) == len(names), f"priority_tiers are {names}: name each tier once"
-        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,9 +70,9 @@ class Degradation:
     cause: str = ""  # id of the fact that changed the capacity last
 
 
-def knobs_of(level: int, policy: DegradationPolicy) -> Knobs:
+def knobs_of(level: int) -> Knobs:
     """Return all four knobs of a level (the seed's table, each level complete)."""
-    shed = policy.priority_tiers[-1]
+    shed = TIERS[-1]
     match level:
         case 0:
             return Knobs()
@@ -89,24 +86,21 @@ def knobs_of(level: int, policy: DegradationPolicy) -> Knobs:
             return Knobs(batch_size=0.5, shed_tier=shed, latency=2.0, accept_new=False)
 
 
-def tier_of(name: str | None, tiers: Sequence[str]) -> tuple[str, bool]:
-    """Return the tier that a request's priority names, and whether the name was known.
+def tier_of(name: str | None) -> tuple[str, bool]:
+    """Return the tier that a request's priority names, and whether the name was known; an unknown one is the lowest."""
+    wanted = (name or "").strip().lower() or TIER_DEFAULT
+    return (wanted, True) if wanted in TIERS else (TIERS[-1], False)
 
-    None is `standard`, or the best tier where that is not configured; an unknown name is the lowest tier.
+
+def sheds(knobs: Knobs, tier: str) -> bool:
+    """Return whether these knobs shed a request of this tier: the shed tier, and all below it.
+
+    A shed tier of which we do not know sheds the lowest: what sheds least, and yet something.
     """
-    if name is None:
-        return ("standard" if "standard" in tiers else tiers[0]), True
-    wanted = name.strip().lower()
-    return (wanted, True) if wanted in tiers else (tiers[-1], False)
-
-
-def sheds(knobs: Knobs, tier: str, tiers: Sequence[str]) -> bool:
-    """Return whether these knobs reject a request of this tier: at or below the shed tier, or nothing new at all."""
-    if not knobs.accept_new:
-        return True
-    if knobs.shed_tier is None or knobs.shed_tier not in tiers or tier not in tiers:
+    if knobs.shed_tier is None:
         return False
-    return tiers.index(tier) >= tiers.index(knobs.shed_tier)
+    shed = TIERS.index(knobs.shed_tier) if knobs.shed_tier in TIERS else len(TIERS) - 1
+    return TIERS.index(tier) >= shed
 
 
 def evolve(state: Degradation, fact: Fact, cause: str = "") -> Degradation:
@@ -144,13 +138,11 @@ def decide(
     if state.served_since is None or (state.since is None and now < state.served_since + policy.warmup):
         return
     capacities = {latency: fleet_capacity(workers, slo, latency=latency) for latency in (1.0, 2.0)}
-    ratios = [
-        capacities[knobs_of(n, policy).latency].effective_capacity_rps / throughput for n in range(LEVELS)
-    ]
+    ratios = [capacities[knobs_of(n).latency].effective_capacity_rps / throughput for n in range(LEVELS)]
     level = _target(policy, state, ratios)
     dwelt = state.since is None or now >= state.since + policy.dwell
     if level > state.level or (level < state.level and dwelt):
-        knobs = knobs_of(level, policy)
+        knobs = knobs_of(level)
         predicted = fleet_capacity(workers, slo, latency=knobs.latency, batch=knobs.batch_size)
         yield _change(
             policy,
@@ -185,7 +177,7 @@ def _change(
         before=state.level,
         after=level,
         ratio=ratio,
-        knobs=knobs_of(level, policy),
+        knobs=knobs_of(level),
         capacity_rps=capacity.effective_capacity_rps,
         predicted_rps=predicted_rps if level < LEVELS - 1 else 0.0,
         decided_at=now,

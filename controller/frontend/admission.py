@@ -9,6 +9,7 @@ import asyncio
 from collections import deque
 from collections.abc import Callable
 
+from controller.deciders.degradation import sheds, tier_of
 from controller.frontend.errors import ApiError, shed, unavailable, unknown_model
 from controller.frontend.settings import AdmissionSettings
 from controller.router.pick import AllBusy, NoneRoutable, NotServed, NoWorker
@@ -16,28 +17,14 @@ from controller.router.table import Lineage, Table
 from events.fact import Observation
 from events.observations import RequestsRejected
 
-TIERS = ("premium", "standard", "best_effort")  # best first
-TIER_DEFAULT = "standard"
 
-
-def tier_of(priority: str | None) -> tuple[str, str]:
-    """Return the tier that X-Priority names, and a warning for the client if it is none: then it is the lowest."""
-    if priority is None or not priority.strip():
-        return TIER_DEFAULT, ""
-    tier = priority.strip().lower()
-    if tier in TIERS:
+def tier_asked(priority: str | None) -> tuple[str, str]:
+    """Return the tier that X-Priority names, and a warning for the client if it names none."""
+    tier, known = tier_of(priority)
+    if known:
         return tier, ""
-    shown = "".join(c for c in priority[:40] if c.isprintable() and c.isascii() and c not in '"\\')
-    return TIERS[-1], f'299 - "unknown X-Priority {shown}: served as {TIERS[-1]}"'
-
-
-def is_shed(tier: str, shed_tier: str | None) -> bool:
-    """Say whether a level that sheds `shed_tier` rejects `tier`: itself and all below it."""
-    if shed_tier is None:
-        return False
-    if shed_tier not in TIERS:
-        return tier == TIERS[-1]
-    return TIERS.index(tier) >= TIERS.index(shed_tier)
+    shown = "".join(c for c in (priority or "")[:40] if c.isprintable() and c.isascii() and c not in '"\\')
+    return tier, f'299 - "unknown X-Priority {shown}: served as {tier}"'
 
 
 class Admission:
@@ -76,7 +63,7 @@ class Admission:
         if not knobs.accept_new:
             why = "the fleet is far short of capacity and accepts no new requests now"
             raise self._refused(model, tier, "not_accepting", self._unavailable(why, "not_accepting"))
-        if is_shed(tier, knobs.shed_tier):
+        if sheds(knobs, tier):
             raise self._refused(model, tier, "capacity_shed", shed(tier))
         try:
             if not self.queued(model):

@@ -16,7 +16,7 @@ import msgspec
 import structlog
 from aiohttp import web
 
-from controller.frontend.admission import tier_of
+from controller.frontend.admission import tier_asked
 from controller.frontend.bodies import Ask, bad_json, parse_chat, parse_completion
 from controller.frontend.desk import Desk
 from controller.frontend.errors import ApiError, internal, invalid, unavailable, unknown_model
@@ -114,7 +114,7 @@ class Api:
         self, request: web.BaseRequest, parse: Callable[[Any], Ask], endpoint: str
     ) -> web.StreamResponse:
         headers = _named(request)
-        tier, warning = tier_of(request.headers.get("X-Priority"))
+        tier, warning = tier_asked(request.headers.get("X-Priority"))
         if warning:
             headers["Warning"] = warning
         model, kind = "", "unary"

@@ -7,6 +7,7 @@ which outcome reaches the journal.
 from collections.abc import Sequence
 from random import Random
 
+from controller.deciders.degradation import TIERS, sheds
 from controller.frontend.outcomes import Outcomes
 from controller.frontend.settings import FactSettings, LocalBreakerSettings
 from controller.router.pick import NoWorker, Picker, Rules
@@ -29,7 +30,6 @@ CONNECT_DEADLINE = 200 * MS
 PANIC_BELOW = 0.5
 CAP = 64  # requests in flight at one worker
 TOKENS = 64  # of an answer
-TIERS = ("premium", "standard", "best_effort")
 
 
 class Frontend:
@@ -129,8 +129,7 @@ class Frontend:
             return ""
         if not knobs.accept_new:
             return "not_accepting"
-        shed = knobs.shed_tier
-        return "capacity_shed" if shed is not None and TIERS.index(tier) >= TIERS.index(shed) else ""
+        return "capacity_shed" if sheds(knobs, tier) else ""
 
     def _route(
         self, request: str, model: str, attempt: int, tokens: int, avoid: tuple[Key, ...]

@@ -93,7 +93,6 @@ SETTINGS = TypeAdapter(FleetPolicy)
         ({"health": {"ramp": [0.5, 0.25]}}, "ramp"),
         ({"health": {"trials_max": 0}}, "trials_max"),
         ({"degradation": {"entries": [1.0, 0.5, 0.75, 0.25]}}, "entries"),
-        ({"degradation": {"priority_tiers": []}}, "priority_tiers"),
         ({"degradation": {"slos": {"m": {"slo_ttft_ms": -1}}}}, "slo_ttft_ms"),
         ({"degradation": {"slos": {"m": {"slo_ttft": 1}}}}, "slo_ttft"),
         ({"golden": {"voters_min": 1}}, "voters_min"),
