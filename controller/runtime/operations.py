@@ -19,6 +19,7 @@ from controller.ports import StoreUnavailable
 from controller.runtime.beats import Beats
 from events import subjects
 from events.bus import Bus, NoAnswer
+from events.decisions import HealthStatus
 from events.errors import HoldfastError
 from events.journal.port import Journal, JournalUnavailable
 from events.observations import ChaosInjected, DrainRequested, ResumeRequested
@@ -81,6 +82,8 @@ class Operations:
     async def resume(self, worker: str, by: str) -> str:
         """Wish a worker back. Raise UnknownWorker or NotPossible."""
         known = self._living(worker)
+        if known.health.status is HealthStatus.HEALTHY and not (known.drain.active or known.drain.wanted):
+            raise NotPossible(f"{worker} is healthy and does not drain: there is nothing to resume")
         self._journal.observe(ResumeRequested(worker=worker, instance=known.joined.instance, by=by))
         await self._journal.flush(ASK_S)
         return f"{worker} is to come back, after its next good canary"

@@ -55,10 +55,21 @@ async def test_a_drain_and_a_resume_become_facts_of_the_present_instance() -> No
     desk = Desk()
     desk.world.join("w1")
     assert "30 s" in await desk.operations.drain("w1", 30, "ada")
+    desk.world.turn()
     await desk.operations.resume("w1", "ada")
     (drain,), (resume,) = desk.world.facts(DrainRequested), desk.world.facts(ResumeRequested)
     assert (drain.instance, drain.deadline_s, drain.by) == ("w1-1", 30, "ada")
     assert (resume.instance, resume.by) == ("w1-1", "ada")
+
+
+async def test_a_healthy_worker_has_nothing_to_resume() -> None:
+    desk = Desk()
+    desk.world.join("w1")
+    async with desk.world.running():
+        await desk.world.until(lambda: desk.world.status("w1") == "HEALTHY", 60)
+    with pytest.raises(NotPossible, match="w1 is healthy and does not drain: there is nothing to resume"):
+        await desk.operations.resume("w1", "ada")
+    assert not desk.world.facts(ResumeRequested)
 
 
 async def test_a_misspelt_or_dead_worker_is_refused() -> None:
