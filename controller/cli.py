@@ -10,7 +10,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NoReturn
 
-from events.errors import HoldfastError
+from controller.variables import refuse_unknown
+from events.errors import HoldfastError, UsageError
 
 Run = Callable[[argparse.Namespace], int]
 USAGE = 2
@@ -52,8 +53,12 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _guarded(args: argparse.Namespace) -> int:
     try:
+        refuse_unknown(os.environ)
         run: Run = args.run
         return run(args)
+    except UsageError as error:
+        print(f"holdfast: {error}", file=sys.stderr)
+        return USAGE
     except HoldfastError as error:
         print(f"holdfast: {error}", file=sys.stderr)
         return 1
@@ -76,10 +81,10 @@ def data_flag(parser: argparse.ArgumentParser) -> None:
 
 
 def _up(parser: argparse.ArgumentParser) -> Run:
-    from controller.processes import up
+    from controller.processes import up, up_flags
 
     data_flag(parser)
-    up.add_arguments(parser)
+    up_flags.add_arguments(parser)
     return up.run_cli
 
 

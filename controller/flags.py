@@ -15,14 +15,9 @@ from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 
 from pydantic import BaseModel, ValidationError
 
-from events.errors import HoldfastError
+from controller.variables import PREFIX, BadSetting
 
 M = TypeVar("M", bound=BaseModel)
-PREFIX = "HOLDFAST_"
-
-
-class BadSetting(HoldfastError):
-    """A setting has a value that makes no sense."""
 
 
 def fields_of(model: type) -> dict[str, Any]:

@@ -1,7 +1,6 @@
 """Every setting of the controller's side, by section.
 
-Each section is a model beside the code that obeys it; this page only knows where they are. A name that begins with
-HOLDFAST_ and is no setting is refused: a misspelt setting must not be silently the default.
+Each section is a model beside the code that obeys it; this page only knows where they are.
 """
 
 import re
@@ -10,10 +9,8 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from controller.flags import PREFIX, BadSetting, flatten, gather
-
-PLACES = ("HOLDFAST_NATS_URL", "HOLDFAST_DATABASE_URL", "HOLDFAST_DATA")
-WORKER_PREFIX = "HOLDFAST_WORKER_"  # read by the worker, which refuses what it does not know
+from controller.flags import flatten, gather
+from controller.variables import PLACES, PREFIX, refuse_unknown
 
 
 def sections() -> dict[str, type[BaseModel]]:
@@ -23,15 +20,6 @@ def sections() -> dict[str, type[BaseModel]]:
     from controller.runtime.settings import ControllerSettings
 
     return {"controller": ControllerSettings, "frontend": FrontendSettings, "projector": ProjectorSettings}
-
-
-def refuse_unknown(environment: Mapping[str, str]) -> None:
-    """Raise BadSetting for a HOLDFAST_ variable that no section reads."""
-    starts = tuple(f"{PREFIX}{name.upper()}__" for name in ("controller", "frontend", "projector"))
-    for variable in environment:
-        known = variable in PLACES or variable.startswith((*starts, WORKER_PREFIX))
-        if variable.startswith(PREFIX) and not known:
-            raise BadSetting(f"{variable} is not a setting; `holdfast settings` lists them all")
 
 
 def effective(environment: Mapping[str, str]) -> dict[str, Any]:

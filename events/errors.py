@@ -11,3 +11,7 @@ class HoldfastError(Exception):
     def __str__(self) -> str:
         text = super().__str__() or self.__doc__ or ""
         return " ".join(text.split())  # docstrings are wrapped; a message is one line
+
+
+class UsageError(HoldfastError):
+    """What was asked for makes no sense. A command ends with exit code 2, and trying again would not help."""

@@ -4,14 +4,13 @@ import argparse
 import os
 import sys
 import threading
-from collections.abc import Sequence
-from typing import get_args
+from collections.abc import Mapping, Sequence
+from typing import Any, get_args
 
-from events.errors import HoldfastError
+from events.errors import HoldfastError, UsageError
+from workers.exits import USAGE
 from workers.imports import without
-from workers.settings import BadSetting, WorkerSettings, annotations, load_settings
-
-USAGE = 2
+from workers.settings import WorkerSettings, annotations, load_settings
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -34,10 +33,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run_cli(args: argparse.Namespace) -> int:
     """Run a worker as the flags and the environment say; return its exit code."""
     try:
-        settings = load_settings({name: getattr(args, name, None) for name in annotations()})
-    except BadSetting as error:
+        return _run({name: getattr(args, name, None) for name in annotations()})
+    except UsageError as error:
         print(f"holdfast worker: {error}", file=sys.stderr)
         return USAGE
+    except HoldfastError as error:
+        print(f"holdfast worker: {error}", file=sys.stderr)
+        return 1
+
+
+def _run(flags: Mapping[str, Any]) -> int:
+    settings = load_settings(flags)
     # structlog uses rich to draw tracebacks, and knows greenlets; nats-py uses aiohttp for WebSocket brokers.
     websocket = settings.nats_url.startswith("ws")
     with without("rich", "greenlet", *(() if websocket else ("aiohttp",))):
@@ -54,11 +60,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run a worker from the command line; return its exit code."""
     parser = argparse.ArgumentParser(prog="holdfast worker", description=__doc__, allow_abbrev=False)
     add_arguments(parser)
-    try:
-        return run_cli(parser.parse_args(argv))
-    except HoldfastError as error:
-        print(f"holdfast worker: {error}", file=sys.stderr)
-        return 1
+    return run_cli(parser.parse_args(argv))
 
 
 def leave(code: int) -> None:

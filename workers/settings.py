@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 import msgspec
 from msgspec import Meta
 
-from events.errors import HoldfastError
+from events.errors import UsageError
 
 PREFIX = "HOLDFAST_WORKER_"
 WILDCARDS = ("0.0.0.0", "::", "")
@@ -20,7 +20,7 @@ WILDCARDS = ("0.0.0.0", "::", "")
 Count = Annotated[int, Meta(ge=1)]
 
 
-class BadSetting(HoldfastError):
+class BadSetting(UsageError):
     """A setting of the worker has a value that makes no sense, or there is no such setting."""
 
 

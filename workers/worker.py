@@ -3,7 +3,7 @@
     start ── joined ──▶ serving ◀──── resume ────┐
                            │  └── drain ──▶ drained (still there, takes nothing new)
                            ├── stop wanted ──▶ drain within the grace ──▶ left, exit 0
-                           └── engine dead ──▶ streams sent elsewhere ──▶ left, exit 1
+                           └── engine dead ──▶ streams sent elsewhere ──▶ left, exit 4
 
 It folds nothing: the journal hears from it, and the controller's wishes reach it as requests on the bus that may be
 repeated. Without a bus it serves all the same.
@@ -33,6 +33,7 @@ from events.observations import (
     canary_key,
 )
 from workers.engines.engine import Engine, EngineDead
+from workers.exits import FELL
 from workers.obedience import Obedience, Place
 from workers.server import Server
 from workers.shutdown import LEAVING, drain
@@ -47,7 +48,6 @@ START_S_MAX = 600.0  # loading weights
 STOP_S_MAX = 5.0
 FAULT_SAID_EVERY_S = 10.0  # a raising engine is one fact in a while, not one per request
 LISTEN_RETRY_S = 0.2
-EXIT_FAILED = 1
 
 log = structlog.get_logger(__name__)
 
@@ -173,8 +173,8 @@ class Worker:
         self.server.refuse(LEAVING)
         self.server.end_all(f"engine_shutdown: {reason}")
         await self._end()
-        self._journal.observe(WorkerLeft(**self._about, mode="self_initiated", exit=EXIT_FAILED))
-        return EXIT_FAILED
+        self._journal.observe(WorkerLeft(**self._about, mode="self_initiated", exit=FELL))
+        return FELL
 
     async def _end(self) -> None:
         self.serving.clear()

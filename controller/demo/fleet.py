@@ -17,7 +17,7 @@ import psutil
 
 from controller.processes.children import die_with
 from controller.processes.operator import Operator, http_ok, read_all
-from controller.processes.up import free_port
+from controller.processes.port import free_port
 from events.errors import HoldfastError
 from events.fact import Recorded
 

@@ -7,8 +7,9 @@ import os
 from collections.abc import Callable
 
 from controller import logs
-from controller.flags import BadSetting, add_flags, gather
-from controller.settings import refuse_unknown, sections
+from controller.flags import add_flags, gather
+from controller.settings import sections
+from controller.variables import BadSetting
 from events.errors import HoldfastError
 
 Run = Callable[[argparse.Namespace], int]
@@ -23,7 +24,6 @@ def prepare(role: str, parser: argparse.ArgumentParser) -> Run:
     add_flags(parser, model)
 
     def run(args: argparse.Namespace) -> int:
-        refuse_unknown(os.environ)
         logs.configure()
         settings = gather(model, role, vars(args))
         if role == "projector" and not args.database_url:

@@ -6,8 +6,8 @@ import os
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from controller.flags import PREFIX
-from controller.settings import WORKER_PREFIX, effective, masked
+from controller.settings import effective, masked
+from controller.variables import PREFIX, WORKER_PREFIX
 from workers.settings import WorkerSettings, load_settings
 
 SECRETS = ("upstream_key",)

@@ -12,141 +12,33 @@ import asyncio
 import contextlib
 import os
 import signal
-import socket
 import sys
 import time
 from collections.abc import Callable, Coroutine
-from pathlib import Path
 from typing import Any, Literal
-from urllib.parse import urlsplit
 
 from controller.adapters.embedded import Server, start_nats, start_postgres
 from controller.processes.children import Child
 from controller.processes.fleet_dir import FleetDir
 from controller.processes.operator import http_ok
+from controller.processes.plan import plan, projector
+from controller.processes.port import hold
+from controller.processes.up_flags import check
 from events.codec import new_id
-from events.errors import HoldfastError
+from events.errors import HoldfastError, UsageError
 from events.observations import WorkerLeft
 from events.presence import announce
+from workers.exits import FELL, USAGE
 
 READY_WITHIN_S = 60.0
 POLL_S = 0.05
 STOP_GRACE_S = 10.0
 LIVES_BEFORE_GIVING_UP = 5  # of one part, before the fleet was ever ready
-WORKERS_MAX = 10_000
-
-
-class PortTaken(HoldfastError):
-    """The port is in use by another process. Stop that one, or choose another with --port."""
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the flags of `up`."""
-    add = parser.add_argument
-    add("--workers", type=_count, default=3, metavar="N", help="worker processes (default: 3)")
-    add(
-        "--engine",
-        choices=("simulated", "transformers", "openai"),
-        default="simulated",
-        help="what runs the model",
-    )
-    add(
-        "--model",
-        type=Path,
-        metavar="DIR",
-        help="the model's folder (weights for transformers, tokenizer for openai)",
-    )
-    add(
-        "--upstream",
-        action="append",
-        default=[],
-        metavar="URL",
-        help="an OpenAI-compatible server; one worker for each",
-    )
-    add("--host", default="127.0.0.1", help="the address that frontends listen on (default: 127.0.0.1)")
-    add("--port", type=_port, default=8000, help="the port that frontends share (default: 8000)")
-    add(
-        "--frontends",
-        type=_count,
-        default=1,
-        metavar="N",
-        help="frontend processes on that port (default: 1)",
-    )
-    add(
-        "--itl-ms",
-        type=_not_negative,
-        metavar="X",
-        help="simulated engine: milliseconds per step, 0 for flat out",
-    )
-    add(
-        "--canary-interval",
-        type=_positive,
-        metavar="S",
-        help="seconds between a worker's canaries (default: 30)",
-    )
-    add(
-        "--breaker-wait",
-        type=_positive,
-        metavar="S",
-        help="seconds until an open breaker's first trial (default: 60)",
-    )
-    add(
-        "--breaker-backoff",
-        type=_positive,
-        metavar="X",
-        help="factor of that wait after a failed trial (default: 2)",
-    )
-    add("--chaos", action="store_true", help="allow `holdfast chaos`: rehearsals only, never in production")
-
-
-def _count(text: str) -> int:
-    if not text.isdigit() or not 1 <= int(text) <= WORKERS_MAX:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number from 1 to {WORKERS_MAX}")
-    return int(text)
-
-
-def _port(text: str) -> int:
-    if not text.isdigit() or not 1 <= int(text) <= 65535:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a port from 1 to 65535")
-    return int(text)
-
-
-def _number(text: str, least: float, inclusive: bool) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = float("nan")
-    if not (value >= least if inclusive else value > least) or value == float("inf"):
-        raise argparse.ArgumentTypeError(
-            f"{text!r} is not a number {'of at least' if inclusive else 'above'} {least:g}"
-        )
-    return value
-
-
-def _not_negative(text: str) -> float:
-    return _number(text, 0, True)
-
-
-def _positive(text: str) -> float:
-    return _number(text, 0, False)
 
 
 def run_cli(args: argparse.Namespace) -> int:
     """Run a fleet until it is told to stop."""
-    if args.engine == "transformers" and args.model is None:
-        raise HoldfastError(
-            "--engine transformers needs --model DIR; `holdfast model tiny DIR` makes a small one"
-        )
-    if args.engine == "openai" and not args.upstream:
-        raise HoldfastError("--engine openai needs --upstream URL, once for each server")
-    if args.model is not None and not args.model.is_dir():
-        raise HoldfastError(f"the model folder {args.model} does not exist")
-    if args.model is not None and args.engine == "simulated":
-        raise HoldfastError("--model is for --engine transformers or openai; the simulated engine needs none")
-    if args.upstream and args.engine != "openai":
-        raise HoldfastError(f"--upstream is for --engine openai, not for --engine {args.engine}")
-    if wrong := [url for url in args.upstream if not _is_http(url)]:
-        raise HoldfastError(f"--upstream {wrong[0]!r} is not a server's URL, such as http://127.0.0.1:8001")
+    check(args)
     return asyncio.run(Supervisor(args).run())
 
 
@@ -154,20 +46,12 @@ def _counted(workers: int) -> str:
     return "1 worker" if workers == 1 else f"{workers} workers"
 
 
-def _is_http(url: str) -> bool:
-    try:
-        parts = urlsplit(url)
-        return parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
-    except ValueError:  # a port that is no number
-        return False
-
-
-def free_port() -> int:
-    """Return a port of 127.0.0.1 that nobody listens on now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
+def left(worker: str, instance: str, status: int) -> WorkerLeft | None:
+    """Return what must be said of a worker that ended, or None if it has said so itself."""
+    if status in (0, FELL):
+        return None
+    mode: Literal["immediate", "self_initiated"] = "immediate" if status < 0 else "self_initiated"
+    return WorkerLeft(worker=worker, instance=instance, mode=mode, exit=status)
 
 
 class Supervisor:
@@ -190,17 +74,17 @@ class Supervisor:
     async def run(self) -> int:
         """Start, watch, stop; 0 after an orderly stop."""
         began = time.monotonic()
-        self._check_port()
-        self.dir.take()
-        loop = asyncio.get_running_loop()
-        for number in (signal.SIGINT, signal.SIGTERM):
-            loop.add_signal_handler(number, self.stopping.set)
-        try:
-            await self._unless_told_to_stop(self._begin(began))
-            await self._watch()
-            return 0
-        finally:
-            await self._stop()
+        with hold(self.args.host, self.args.port):
+            self.dir.take()
+            loop = asyncio.get_running_loop()
+            for number in (signal.SIGINT, signal.SIGTERM):
+                loop.add_signal_handler(number, self.stopping.set)
+            try:
+                await self._unless_told_to_stop(self._begin(began))
+                await self._watch()
+                return 0
+            finally:
+                await self._stop()
 
     # --- starting ---------------------------------------------------------------------------------------------------
 
@@ -220,16 +104,6 @@ class Supervisor:
         told.cancel()
         await doing
 
-    def _check_port(self) -> None:
-        with socket.socket() as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            try:
-                probe.bind((self.args.host, self.args.port))
-            except OSError as error:
-                raise PortTaken(
-                    f"{self.args.host}:{self.args.port} cannot be used: {PortTaken.__doc__}"
-                ) from error
-
     async def _start(self) -> None:
         database = asyncio.create_task(self._start_database())
         try:
@@ -238,7 +112,7 @@ class Supervisor:
                 self.nats_url = self.nats.url
                 self._present("nats", self.nats)
             self._remember()
-            self._plan()
+            self.children += plan(self.args, self.dir)
             for child in self.children:
                 self._spawn(child)
             await self._open_journal()
@@ -284,44 +158,8 @@ class Supervisor:
     def _present(self, role: str, server: Server) -> None:
         announce(self.dir.path, role, role, server.url, server.pid)
 
-    def _plan(self) -> None:
-        """Say which children there are, and what each is told through its environment."""
-        a = self.args
-        self._child("controller", "controller", self._controller_environment())
-        for n in range(a.frontends):
-            own = {"HOLDFAST_FRONTEND__HOST": a.host, "HOLDFAST_FRONTEND__PORT": str(a.port)}
-            self._child("frontend", f"frontend-{n}", own)
-        for n in range(len(a.upstream) if a.engine == "openai" else a.workers):
-            self._child("worker", f"w{n}", self._worker_environment(n))
-
-    def _controller_environment(self) -> dict[str, str]:
-        a = self.args
-        own = {"HOLDFAST_CONTROLLER__CHAOS": "true" if a.chaos else "false"}
-        if a.canary_interval is not None:
-            own["HOLDFAST_CONTROLLER__CANARY__INTERVAL_S"] = str(a.canary_interval)
-        if a.breaker_wait is not None:
-            own["HOLDFAST_CONTROLLER__POLICY__BREAKER__WAIT_MIN"] = str(a.breaker_wait)
-        if a.breaker_backoff is not None:
-            own["HOLDFAST_CONTROLLER__POLICY__BREAKER__BACKOFF"] = str(a.breaker_backoff)
-        return own
-
-    def _worker_environment(self, n: int) -> dict[str, str]:
-        a = self.args
-        own = {"HOLDFAST_WORKER_ENGINE": a.engine}
-        if a.model is not None:
-            own["HOLDFAST_WORKER_MODEL"] = str(a.model.resolve())
-        if a.engine == "openai":
-            own["HOLDFAST_WORKER_UPSTREAM"] = a.upstream[n]
-        if a.itl_ms is not None:
-            own["HOLDFAST_WORKER_ITL_MS"] = str(a.itl_ms)
-        return own
-
-    def _child(self, role: str, name: str, environment: dict[str, str]) -> None:
-        command = [sys.executable, "-m", "controller.cli", role, "--data", str(self.dir.path), "--name", name]
-        self.children.append(Child(name, role, command, self.dir.logs / f"{name}.log", environment))
-
     def _spawn_projector(self) -> None:
-        self._child("projector", "projector", {})
+        self.children.append(projector(self.dir))
         self._spawn(self.children[-1])
 
     def _spawn(self, child: Child) -> None:
@@ -379,15 +217,19 @@ class Supervisor:
         await self._tend_servers()
 
     def _ended(self, child: Child, status: int) -> None:
+        self._check_start(child, status)
         print(f"{child.name} ended with status {status}; starting it again", file=sys.stderr, flush=True)
-        if child.role == "worker" and status != 0:
-            mode: Literal["immediate", "self_initiated"] = "immediate" if status < 0 else "self_initiated"
-            self.journal.observe(
-                WorkerLeft(worker=child.name, instance=self.instances[child.name], mode=mode, exit=status)
-            )
-        if not self.ready and child.lives >= LIVES_BEFORE_GIVING_UP:
-            words = child.last_words(1).removeprefix(f"holdfast {child.role}: ").removeprefix("holdfast: ")
-            raise HoldfastError(f"{child.name} does not start: {words or f'see {child.log}'}")
+        if child.role == "worker" and (fact := left(child.name, self.instances[child.name], status)):
+            self.journal.observe(fact)
+
+    def _check_start(self, child: Child, status: int) -> None:
+        """Give up a fleet that was never ready when one of its parts cannot start."""
+        mistaken = status == USAGE  # trying again would not help
+        if self.ready or not (mistaken or child.lives >= LIVES_BEFORE_GIVING_UP):
+            return
+        words = child.last_words(1).removeprefix(f"holdfast {child.role}: ").removeprefix("holdfast: ")
+        kind = UsageError if mistaken else HoldfastError
+        raise kind(f"{child.name} does not start: {words or f'see {child.log}'}")
 
     async def _tend_servers(self) -> None:
         if self.nats is not None and not self.nats.running:

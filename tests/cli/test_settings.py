@@ -4,10 +4,11 @@ from datetime import timedelta
 
 import pytest
 
-from controller.flags import BadSetting, gather
+from controller.flags import gather
 from controller.processes.show_settings import rows
 from controller.runtime.settings import ControllerSettings
-from controller.settings import effective, masked, refuse_unknown
+from controller.settings import effective, masked
+from controller.variables import BadSetting, refuse_unknown
 
 
 def test_the_environment_reaches_into_policies() -> None:

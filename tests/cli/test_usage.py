@@ -11,7 +11,9 @@ from pathlib import Path
 import pytest
 
 from controller.processes.fleet_dir import FleetDir
-from controller.processes.up import free_port
+from controller.processes.port import free_port
+from controller.processes.up import left
+from workers.exits import FELL
 
 
 def holdfast(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
@@ -48,8 +50,8 @@ def test_wrong_arguments_are_named(arguments: list[str], says: str, tmp_path: Pa
     assert "Traceback" not in done.stderr
 
 
-def refused(done: subprocess.CompletedProcess[str], says: str) -> None:
-    assert done.returncode == 1, done.stderr
+def refused(done: subprocess.CompletedProcess[str], says: str, code: int = 1) -> None:
+    assert done.returncode == code, done.stderr
     assert says in done.stderr
     assert done.stderr.count("\n") == 1, done.stderr
     assert "Traceback" not in done.stderr
@@ -122,7 +124,42 @@ def test_a_databases_url_that_is_none_is_named_without_its_password(url: str, tm
     ],
 )
 def test_flags_that_need_others_say_which(flags: list[str], says: str, tmp_path: Path) -> None:
-    refused(holdfast("up", "--data", str(tmp_path), *flags), says)
+    refused(holdfast("up", "--data", str(tmp_path), *flags), says, code=2)
+
+
+@pytest.mark.parametrize(
+    ("variable", "value", "says"),
+    [
+        ("HOLDFAST_WORKER_PORT", "99999", "w0 does not start: port = '99999': expected `int` <= 65535"),
+        ("HOLDFAST_WORKER_SPEED", "9", "w0 does not start: HOLDFAST_WORKER_SPEED is not a setting"),
+        ("HOLDFAST_CONTROLLER__CANARY__INTERVAL_S", "-1", "controller does not start: controller.canary"),
+    ],
+)
+def test_an_impossible_setting_ends_the_fleet_at_once(
+    variable: str, value: str, says: str, tmp_path: Path
+) -> None:
+    flags = ("--data", str(tmp_path), "--workers", "1", "--port", str(free_port()))
+    refused(holdfast("up", *flags, **{variable: value}), says, code=2)
+
+
+@pytest.mark.parametrize(
+    "command", [["status"], ["events"], ["resume", "w0"], ["replay", "verify"], ["up"], ["worker"]]
+)
+def test_every_command_refuses_a_misspelt_setting(command: list[str], tmp_path: Path) -> None:
+    done = holdfast(*command, "--data", str(tmp_path), HOLDFAST_CONTROLER__CHAOS="1")
+    refused(done, "HOLDFAST_CONTROLER__CHAOS is not a setting", code=2)
+
+
+@pytest.mark.parametrize(("status", "mode"), [(-9, "immediate"), (1, "self_initiated")])
+def test_the_supervisor_tells_of_a_worker_that_could_not(status: int, mode: str) -> None:
+    fact = left("w0", "life-1", status)
+    assert fact is not None
+    assert (fact.worker, fact.instance, fact.mode, fact.exit) == ("w0", "life-1", mode, status)
+
+
+@pytest.mark.parametrize("status", [0, FELL])
+def test_what_a_worker_has_told_is_not_told_again(status: int) -> None:
+    assert left("w0", "life-1", status) is None
 
 
 def test_ctrl_c_ends_a_start_that_waits_for_a_database(tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
 """`holdfast up` as its user meets it: it starts, resumes, stops in order, and leaves nothing behind."""
 
+import asyncio
 import json
 import os
 import signal
@@ -10,6 +11,7 @@ import pytest
 from fleet import holdfast
 
 from controller.demo.fleet import Fleet, gone
+from controller.processes.port import free_port
 from events.observations import WorkerJoined, WorkerLeft
 
 FAST = ("--workers", "2", "--canary-interval", "0.5")
@@ -65,6 +67,25 @@ async def test_a_second_up_on_a_busy_directory_is_refused(data: Path) -> None:
         fleet.stop()
 
 
+async def test_of_two_that_start_at_once_on_one_port_only_one_does(tmp_path: Path) -> None:
+    port = free_port()
+    fleets = [Fleet.start(tmp_path / name, "--workers", "1", port=port) for name in ("a", "b")]
+    try:
+        for _ in range(1200):
+            if (ended := {f.process.poll() for f in fleets}) != {None}:
+                break
+            await asyncio.sleep(0.05)
+        assert ended == {None, 1}
+        (loser,), (winner,) = (
+            [f for f in fleets if (f.process.poll() is None) is alive] for alive in (False, True)
+        )
+        assert f"127.0.0.1:{port} cannot be used: The port is in use" in loser.last_words()
+        await winner.ready()
+    finally:
+        for fleet in fleets:
+            fleet.stop()
+
+
 async def test_status_events_and_chaos_as_an_operator_types_them(data: Path) -> None:
     fleet = await Fleet.start(data, *FAST, "--frontends", "2").ready()
     try:
@@ -114,5 +135,8 @@ async def test_status_events_and_chaos_as_an_operator_types_them(data: Path) -> 
         )
         assert holdfast("resume", "w1", "--data", str(data)).returncode == 0
         await fleet.healthy(2)
+        again = holdfast("resume", "w0", "--data", str(data))
+        assert (again.returncode, again.stderr.count("\n")) == (1, 1)
+        assert "nothing to resume" in again.stderr
     finally:
         fleet.stop()

@@ -15,7 +15,7 @@ from pathlib import Path
 from llamacpp_build import server_in
 
 from controller.processes.children import die_with
-from controller.processes.up import free_port
+from controller.processes.port import free_port
 
 FOLDER = "TEST_LLAMACPP_DIR"
 STARTS_WITHIN_S = 30.0

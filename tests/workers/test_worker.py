@@ -219,13 +219,13 @@ async def test_a_dead_engine_ends_the_worker_at_once(begin: Begin) -> None:
     await frontend.until(lambda: frontend.tokens(stream))
     await life.bus.request(subjects.chaos("w0"), {"fault": "die"})
     async with asyncio.timeout(10):
-        assert await life.running == 1
+        assert await life.running == 4
     await frontend.answer(stream)
     end = frontend.end(stream)
     assert end is not None and (end.error or "").startswith("engine_shutdown")
     assert life.facts[1:] == [
         EngineFaulted(**ABOUT, reason="the simulated engine died, as the rehearsal asked", fatal=True),
-        WorkerLeft(**ABOUT, mode="self_initiated", exit=1),
+        WorkerLeft(**ABOUT, mode="self_initiated", exit=4),
     ]
     frontend.transport.close()
 
@@ -234,8 +234,8 @@ async def test_an_instance_that_the_fleet_holds_for_dead_ends_and_blames_no_engi
     life = await begin(itl_s=0.01)
     await life.bus.request(subjects.retire("w0"), {"instance": ABOUT["instance"]})
     async with asyncio.timeout(10):
-        assert await life.running == 1
-    assert life.facts[1:] == [WorkerLeft(**ABOUT, mode="self_initiated", exit=1)]
+        assert await life.running == 4
+    assert life.facts[1:] == [WorkerLeft(**ABOUT, mode="self_initiated", exit=4)]
 
 
 class Stillborn(SimulatedEngine):

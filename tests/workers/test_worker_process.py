@@ -219,7 +219,7 @@ async def test_a_simulated_worker_carries_nothing_that_it_does_not_need(
         (["--engine", "transformers", "--model", "/nowhere"], {}, 2, "needs a model's folder"),
         (["--engine", "openai", "--upstream", "http://x", "--count", "2"], {}, 2, "only simulated engines"),
         (["--host", "0.0.0.0"], {}, 2, "advertise must say which address"),
-        (["--kv-blocks", "1"], {}, 1, "needs more than 1 KV blocks"),
+        (["--kv-blocks", "1"], {}, 2, "needs more than 1 KV blocks"),
         (["--host", "203.0.113.1"], {}, 1, "cannot be had"),
     ],
 )

@@ -5,14 +5,14 @@ from dataclasses import dataclass
 
 import xxhash
 
-from events.errors import HoldfastError
+from events.errors import UsageError
 from events.wire import Generate, Sampling
 from workers.engines.simulated import language
 from workers.engines.simulated.kv import Holding
 from workers.engines.simulated.language import EOS
 
 
-class BadShape(HoldfastError):
+class BadShape(UsageError):
     """The simulated engine's bounds contradict one another."""
 
 

@@ -5,11 +5,11 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from events.errors import HoldfastError
+from events.errors import UsageError
 from events.observations import Profile
 
 
-class BadEngineSetting(HoldfastError):
+class BadEngineSetting(UsageError):
     """A setting of the transformers engine has a value that makes no sense."""
 
 

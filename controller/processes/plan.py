@@ -1,0 +1,49 @@
+"""Which processes a fleet has, and what each is told through its environment."""
+
+import argparse
+import sys
+from collections.abc import Iterator
+
+from controller.processes.children import Child
+from controller.processes.fleet_dir import FleetDir
+
+
+def plan(args: argparse.Namespace, directory: FleetDir) -> Iterator[Child]:
+    """Yield every process that waits for the broker only."""
+    yield _child(directory, "controller", "controller", _controller(args))
+    for n in range(args.frontends):
+        own = {"HOLDFAST_FRONTEND__HOST": args.host, "HOLDFAST_FRONTEND__PORT": str(args.port)}
+        yield _child(directory, "frontend", f"frontend-{n}", own)
+    for n in range(len(args.upstream) if args.engine == "openai" else args.workers):
+        yield _child(directory, "worker", f"w{n}", _worker(args, n))
+
+
+def projector(directory: FleetDir) -> Child:
+    """Return the one process that needs the database."""
+    return _child(directory, "projector", "projector", {})
+
+
+def _child(directory: FleetDir, role: str, name: str, environment: dict[str, str]) -> Child:
+    command = [sys.executable, "-m", "controller.cli", role, "--data", str(directory.path), "--name", name]
+    return Child(name, role, command, directory.logs / f"{name}.log", environment)
+
+
+def _controller(args: argparse.Namespace) -> dict[str, str]:
+    given = {
+        "CANARY__INTERVAL_S": args.canary_interval,
+        "POLICY__BREAKER__WAIT_MIN": args.breaker_wait,
+        "POLICY__BREAKER__BACKOFF": args.breaker_backoff,
+    }
+    own = {f"HOLDFAST_CONTROLLER__{name}": str(value) for name, value in given.items() if value is not None}
+    return {"HOLDFAST_CONTROLLER__CHAOS": "true" if args.chaos else "false", **own}
+
+
+def _worker(args: argparse.Namespace, n: int) -> dict[str, str]:
+    own = {"HOLDFAST_WORKER_ENGINE": args.engine}
+    if args.model is not None:
+        own["HOLDFAST_WORKER_MODEL"] = str(args.model.resolve())
+    if args.engine == "openai":
+        own["HOLDFAST_WORKER_UPSTREAM"] = args.upstream[n]
+    if args.itl_ms is not None:
+        own["HOLDFAST_WORKER_ITL_MS"] = str(args.itl_ms)
+    return own

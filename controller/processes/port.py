@@ -1,0 +1,43 @@
+"""The port that a fleet's frontends share: only one fleet may have it, although the kernel would let two share it."""
+
+import socket
+import sys
+
+from events.errors import HoldfastError
+
+
+class PortTaken(HoldfastError):
+    """The port is in use by another process. Stop that one, or choose another with --port."""
+
+
+def hold(host: str, port: int) -> socket.socket:
+    """Return what keeps every other `holdfast up` off this port while it is open. Raise PortTaken."""
+    held = _name(host, port)
+    try:
+        with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind((host, port))
+    except OSError as error:
+        held.close()
+        raise PortTaken(f"{host}:{port} cannot be used: {PortTaken.__doc__}") from error
+    return held
+
+
+def _name(host: str, port: int) -> socket.socket:
+    """Take the port's name in Linux's abstract namespace: it has one owner, and is free again when that one dies."""
+    held = socket.socket(socket.AF_UNIX)
+    if sys.platform == "linux":
+        try:
+            held.bind(f"\0holdfast:{host}:{port}")
+        except OSError as error:
+            held.close()
+            raise PortTaken(f"{host}:{port} cannot be used: {PortTaken.__doc__}") from error
+    return held
+
+
+def free_port() -> int:
+    """Return a port of 127.0.0.1 that nobody listens on now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port

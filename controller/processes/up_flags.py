@@ -1,0 +1,126 @@
+"""What `holdfast up` can be told, and which of it does not go together."""
+
+import argparse
+from pathlib import Path
+from urllib.parse import urlsplit
+
+from events.errors import UsageError
+
+WORKERS_MAX = 10_000
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the flags of `up`."""
+    add = parser.add_argument
+    add("--workers", type=_count, default=3, metavar="N", help="worker processes (default: 3)")
+    add(
+        "--engine",
+        choices=("simulated", "transformers", "openai"),
+        default="simulated",
+        help="what runs the model",
+    )
+    add(
+        "--model",
+        type=Path,
+        metavar="DIR",
+        help="the model's folder (weights for transformers, tokenizer for openai)",
+    )
+    add(
+        "--upstream",
+        action="append",
+        default=[],
+        metavar="URL",
+        help="an OpenAI-compatible server; one worker for each",
+    )
+    add("--host", default="127.0.0.1", help="the address that frontends listen on (default: 127.0.0.1)")
+    add("--port", type=_port, default=8000, help="the port that frontends share (default: 8000)")
+    add(
+        "--frontends",
+        type=_count,
+        default=1,
+        metavar="N",
+        help="frontend processes on that port (default: 1)",
+    )
+    add(
+        "--itl-ms",
+        type=_not_negative,
+        metavar="X",
+        help="simulated engine: milliseconds per step, 0 for flat out",
+    )
+    add(
+        "--canary-interval",
+        type=_positive,
+        metavar="S",
+        help="seconds between a worker's canaries (default: 30)",
+    )
+    add(
+        "--breaker-wait",
+        type=_positive,
+        metavar="S",
+        help="seconds until an open breaker's first trial (default: 60)",
+    )
+    add(
+        "--breaker-backoff",
+        type=_positive,
+        metavar="X",
+        help="factor of that wait after a failed trial (default: 2)",
+    )
+    add("--chaos", action="store_true", help="allow `holdfast chaos`: rehearsals only, never in production")
+
+
+def _count(text: str) -> int:
+    if not text.isdigit() or not 1 <= int(text) <= WORKERS_MAX:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number from 1 to {WORKERS_MAX}")
+    return int(text)
+
+
+def _port(text: str) -> int:
+    if not text.isdigit() or not 1 <= int(text) <= 65535:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a port from 1 to 65535")
+    return int(text)
+
+
+def _number(text: str, least: float, inclusive: bool) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = float("nan")
+    if not (value >= least if inclusive else value > least) or value == float("inf"):
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is not a number {'of at least' if inclusive else 'above'} {least:g}"
+        )
+    return value
+
+
+def _not_negative(text: str) -> float:
+    return _number(text, 0, True)
+
+
+def _positive(text: str) -> float:
+    return _number(text, 0, False)
+
+
+def check(args: argparse.Namespace) -> None:
+    """Raise UsageError if the flags do not go together."""
+    if args.engine == "transformers" and args.model is None:
+        raise UsageError(
+            "--engine transformers needs --model DIR; `holdfast model tiny DIR` makes a small one"
+        )
+    if args.engine == "openai" and not args.upstream:
+        raise UsageError("--engine openai needs --upstream URL, once for each server")
+    if args.model is not None and not args.model.is_dir():
+        raise UsageError(f"the model folder {args.model} does not exist")
+    if args.model is not None and args.engine == "simulated":
+        raise UsageError("--model is for --engine transformers or openai; the simulated engine needs none")
+    if args.upstream and args.engine != "openai":
+        raise UsageError(f"--upstream is for --engine openai, not for --engine {args.engine}")
+    if wrong := [url for url in args.upstream if not _is_http(url)]:
+        raise UsageError(f"--upstream {wrong[0]!r} is not a server's URL, such as http://127.0.0.1:8001")
+
+
+def _is_http(url: str) -> bool:
+    try:
+        parts = urlsplit(url)
+        return parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:  # a port that is no number
+        return False
