@@ -9,13 +9,16 @@ from collections.abc import Hashable, Iterable, Mapping, Sequence
 from datetime import datetime
 from typing import Any, TypeVar
 
+import msgspec
+
 from controller.deciders.degradation import Degradation
 from controller.deciders.fleet import Fleet, Worker
 from controller.deciders.golden import Golden
+from controller.deciders.worker import LastCanary
 from events import codec
-from events.decisions import IncidentClosed, IncidentOpened
+from events.decisions import IncidentClosed, IncidentOpened, Knobs
 from events.fact import Decision, Fact, Recorded
-from events.observations import ExposureUnknown, RequestExposed, RequestMigrated
+from events.observations import ExposureUnknown, RequestExposed, RequestMigrated, WorkerJoined
 
 Row = tuple[Any, ...]
 K = TypeVar("K", bound=Hashable)
@@ -176,17 +179,45 @@ def _difference(before: Mapping[K, V], after: Mapping[K, V]) -> tuple[list[V], l
 
 
 _JSON = {
-    table: {n for n, name in enumerate(names) if name in ("joined", "last_canary", "golden", "knobs")}
+    table: {n: name for n, name in enumerate(names) if name in ("joined", "last_canary", "golden", "knobs")}
     for table, names in COLUMNS.items()
+}
+_READ = {
+    "joined": msgspec.json.Decoder(WorkerJoined).decode,
+    "last_canary": msgspec.json.Decoder(LastCanary).decode,
+    "golden": msgspec.json.Decoder(Golden).decode,
+    "knobs": msgspec.json.Decoder(Knobs).decode,
 }
 
 
 def comparable(table: str, row: Row) -> Row:
-    """Return a row so that equal rows compare equal: Postgres keeps JSON's meaning, not its text."""
+    """Return a row so that rows that mean the same compare equal.
+
+    Postgres keeps JSON's meaning, not its text. And a row that an earlier version wrote lacks the optional fields
+    added since: it is read as everybody reads it, with their defaults.
+    """
     return tuple(
-        json.dumps(json.loads(value), sort_keys=True) if n in _JSON[table] and value is not None else value
+        _as_read(_JSON[table][n], value) if n in _JSON[table] and value is not None else value
         for n, value in enumerate(row)
     )
+
+
+def _as_read(column: str, text: str) -> str:
+    value = json.loads(text)
+    try:
+        read = codec.to_builtins(_READ[column](text))
+    except msgspec.MsgspecError:  # not what we write: it stays as it is, and differs
+        read = None
+    return json.dumps(read if _within(value, read) else value, sort_keys=True)
+
+
+def _within(value: Any, read: Any) -> bool:
+    """Say whether everything that a JSON value says was read."""
+    if isinstance(value, dict) and isinstance(read, dict):
+        return all(key in read and _within(item, read[key]) for key, item in value.items())
+    if isinstance(value, list) and isinstance(read, list | tuple):
+        return len(value) == len(read) and all(map(_within, value, read))
+    return bool(value == read)
 
 
 def as_json(table: str, row: Row) -> dict[str, Any]:

@@ -171,6 +171,33 @@ async def test_an_event_kept_by_an_older_version_lacks_what_was_added_since(
     assert where.startswith(f"fleet_events: {differs}") if differs else not where, report.lines()
 
 
+@pytest.mark.servers
+@pytest.mark.parametrize(
+    ("lacks", "kept", "differs"),
+    [
+        (["exact", "topology"], {}, False),  # optional, and at their defaults
+        ([], {"topology": {"host": ""}}, False),  # so is what it lacks further inside
+        (["context_tokens"], {}, True),  # optional, but not at its default
+        (["profile"], {}, True),
+        (["exact"], {"pid": 1}, True),
+        (["exact"], {"new": 1}, True),
+    ],
+)
+async def test_a_row_of_an_older_version_lacks_what_was_added_since(
+    database_url: str, open_store: OpenStore, lacks: list[str], kept: dict[str, Any], differs: bool
+) -> None:
+    history = History()
+    history.say(replace(history.joined("w0"), context_tokens=512))
+    store = await projected(history, open_store())
+    row = codec.to_builtins(history.events[0].fact) | kept
+    value = json.dumps({name: item for name, item in row.items() if name not in lacks})
+    await plant(store, database_url, "workers", "joined", value, "w0")
+    report = await verify(journal(history), store)
+    assert (report.difference.where if report.difference else "") == (
+        "workers: joined of w0" if differs else ""
+    )
+
+
 async def test_verify_since_a_place_beyond_the_end_is_refused(open_store: OpenStore) -> None:
     history = busy()
     store = await projected(history, open_store())
