@@ -32,9 +32,17 @@ from fleet_story import (
     slow_cleared,
 )
 
+from events.codec import KINDS
 from events.decisions import HealthStatus
 from events.fact import Fact
-from events.observations import ChaosInjected, ExposureUnknown, ObserverBlind, PanicBegan, RequestAbandoned
+from events.observations import (
+    ChaosInjected,
+    ExposureUnknown,
+    ObserverBlind,
+    PanicBegan,
+    RequestAbandoned,
+    WorkerObservation,
+)
 
 H, S, U, DR, DEAD = HealthStatus
 
@@ -127,6 +135,28 @@ def silent_worker(story: Story) -> None:
     story.tell(silent("w0"))
 
 
+def heard_again(story: Story) -> None:
+    """UNHEALTHY by a silence that is over; its trial has not come yet."""
+    silent_worker(story)
+    story.tell(heard("w0"))
+
+
+def trial_due_heard_again(story: Story) -> None:
+    silent_worker(story)
+    story.tell(heard("w0"))
+    story.wait(60)
+
+
+def given_up(story: Story) -> None:
+    """DRAINING after five failed trials, and not yet empty."""
+    story.up("w1", "w2", "w3")
+    doubted(story)
+    for _ in range(5):
+        story.now = story.worker().breaker.retry_at
+        story.settle()
+        story.tell(failed("w0"))
+
+
 def draining(story: Story) -> None:
     healthy(story)
     story.tell(drain_requested("w0"))
@@ -174,6 +204,9 @@ STATES: dict[str, tuple[Arrange, HealthStatus, float]] = {
     "trial_due_corrupt": (trial_due_corrupt, U, 0.0),
     "corrupt": (corrupt, U, 0.0),
     "silent_worker": (silent_worker, U, 0.0),
+    "heard_again": (heard_again, U, 0.0),
+    "trial_due_heard_again": (trial_due_heard_again, U, 0.0),
+    "given_up": (given_up, DR, 0.0),
     "draining": (draining, DR, 0.0),
     "draining_resumed": (draining_resumed, DR, 0.0),
     "drained_empty": (drained_empty, DR, 0.0),
@@ -271,9 +304,13 @@ ROWS = [
     Row(["ramping"], GOOD, H, 0.5),
     Row(["ramping_half"], GOOD, H, 1.0),
     Row(["ramping", "ramping_half", "slow_on_the_ramp"], FAILING, U, 0.0),
-    Row(["trial_due"], GOOD, H, 0.25),
+    Row(["trial_due", "trial_due_heard_again"], GOOD, H, 0.25),
+    Row(["given_up"], ("drain_finished",), DEAD, 0.0),
     Row(["draining_resumed"], GOOD, H, 0.25),
-    Row(ALIVE, CONVICTING, U, 0.0),
+    Row([name for name in ALIVE if name != "given_up"], CONVICTING, U, 0.0),
+    Row(
+        ["given_up"], CONVICTING, DR, 0.0
+    ),  # UNHEALTHY, and its five trials have still failed: two rows at once
     Row(ALIVE, LEAVING, DR, 0.0),
     Row(ALIVE, ("left", "left_at_once"), DEAD, 0.0),
 ]
@@ -333,7 +370,7 @@ def test_a_former_instance_does_not_come_back(state: str) -> None:
     assert story.worker() == before
 
 
-@pytest.mark.parametrize("state", [s for s in ALIVE if s != "silent_worker"])
+@pytest.mark.parametrize("state", [s for s in ALIVE if s not in ("silent_worker", "given_up")])
 def test_silence_ends_every_life_after_30_s(state: str) -> None:
     story = Story()
     STATES[state][0](story)
@@ -342,3 +379,10 @@ def test_silence_ends_every_life_after_30_s(state: str) -> None:
     assert story.status() is U
     story.wait(1)
     assert story.status() is DEAD
+
+
+def test_no_kind_of_fact_about_a_worker_is_missing_from_the_table() -> None:
+    """What names no worker, and what is told for the operator alone, cannot reach a worker's health."""
+    known = {type(make("w0", "i1")) for make in FACTS.values()} | {type(joined("w0"))}
+    about_workers = {kind for kind in KINDS.values() if issubclass(kind, WorkerObservation)}
+    assert about_workers <= known, {kind.__name__ for kind in about_workers - known}
