@@ -11,14 +11,14 @@
 | any but DEAD | conviction: confirmed mismatch, non-finite, fatal device or engine fault, silence | UNHEALTHY, 0 |
 | UNHEALTHY | the breaker's trial passes | HEALTHY, 0.25, then 0.5, 1.0 with each good canary |
 | HEALTHY (ramp) | failed canary | UNHEALTHY, 0 |
-| UNHEALTHY | trials_max trials failed in a row (but for whom the budget keeps), or silent for dead_after | DRAINING, then DEAD when nothing is in flight |
+| UNHEALTHY | trials_max trials failed in a row, or silent for dead_after | DRAINING, then DEAD when nothing is in flight |
 | any but DEAD | DrainRequested, ShutdownBegan | DRAINING, 0 |
 | DRAINING | empty and left, or deadline | DEAD |
 | DRAINING | ResumeRequested, then a good canary | HEALTHY by the ramp |
 | any | WorkerLeft | DEAD |
 | DEAD | anything about this instance | DEAD |
 
-All other pairs change nothing.
+All other pairs change nothing. Whom the ejection budget keeps in service is not given up for failed trials.
 
 What a reader would get wrong: a conviction of hardware or weights (corruption, a device fault) outlives the instance.
 It blocks every way back to HEALTHY until an operator resumes the worker, the device is reported recovered, or
