@@ -44,6 +44,11 @@ def test_json_has_everything(capsys: pytest.CaptureFixture[str]) -> None:
     assert set(found["checks"]) == set(INVARIANTS)
 
 
+@pytest.mark.parametrize(("minutes", "said"), [(60.0, "60"), (10_080.0, "10080"), (1.23456789, "1.23456789")])
+def test_the_command_to_play_it_again_plays_the_same(minutes: float, said: str) -> None:
+    assert command(7, 4, minutes) == f"holdfast simulate --seed 7 --workers 4 --minutes {said}"
+
+
 def test_several_seeds_take_a_line_each(capsys: pytest.CaptureFixture[str]) -> None:
     assert run("--runs", "3", "--workers", "3", "--minutes", "3") == 0
     assert capsys.readouterr().out.count("all invariants held") == 3
