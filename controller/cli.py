@@ -120,19 +120,19 @@ def _worker(parser: argparse.ArgumentParser) -> Run:
 
 def _operator(name: str) -> Callable[[argparse.ArgumentParser], Run]:
     def prepare(parser: argparse.ArgumentParser) -> Run:
-        from controller.processes import operator
+        from controller.processes import operator_commands
 
         data_flag(parser)
-        return operator.prepare(name, parser)
+        return operator_commands.prepare(name, parser)
 
     return prepare
 
 
 def _replay(parser: argparse.ArgumentParser) -> Run:
-    from controller.processes import operator
+    from controller.processes import operator_commands
 
     data_flag(parser)
-    return operator.prepare_replay(parser)
+    return operator_commands.prepare_replay(parser)
 
 
 def _simulate(parser: argparse.ArgumentParser) -> Run:

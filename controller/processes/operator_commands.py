@@ -1,0 +1,142 @@
+"""What an operator types: status, events, drain, resume, chaos, replay."""
+
+import argparse
+import asyncio
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from controller.processes.operator import Operator, find, who
+from controller.processes.printing import event_line, print_processes, print_status
+from events import codec
+from events.errors import HoldfastError
+from events.fact import Recorded
+from events.presence import present
+
+Run = Callable[[argparse.Namespace], int]
+FAULTS = ("kill", "hang", "unhang", "error", "corrupt", "drift", "slow", "blackhole", "heal")
+
+
+def prepare(name: str, parser: argparse.ArgumentParser) -> Run:
+    """Add one command's flags and return what runs it."""
+    add = parser.add_argument
+    if name in ("status", "events"):
+        add("-o", "--output", choices=("text", "json"), default="text", help="how to print (default: text)")
+    if name in ("drain", "resume"):
+        add("worker", metavar="WORKER")
+    if name == "drain":
+        add("--deadline", type=_above_0, metavar="S", help="seconds until what still runs is moved elsewhere")
+    if name == "events":
+        add("--follow", action="store_true", help="go on printing as facts arrive")
+        add("--worker", metavar="W", help="only facts about this worker")
+        add("--kind", metavar="K", help="only this kind, for example canary_failed")
+    if name == "chaos":
+        add("fault", choices=FAULTS)
+        add("worker", metavar="WORKER")
+        add(
+            "argument",
+            nargs="?",
+            type=_above_0,
+            metavar="X",
+            help="corrupt: one token in X; slow: X times; error: X requests",
+        )
+    run = {"status": _status, "events": _events, "drain": _drain, "resume": _resume, "chaos": _chaos}[name]
+    return lambda args: asyncio.run(run(args))
+
+
+def _above_0(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 0 < value < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number above 0")
+    return value
+
+
+async def _with(args: argparse.Namespace, verb: str, body: dict[str, Any]) -> dict[str, Any]:
+    operator = await Operator.connect(args.data)
+    try:
+        return await operator.ask(verb, body)
+    finally:
+        await operator.close()
+
+
+async def _status(args: argparse.Namespace) -> int:
+    try:
+        status = await _with(args, "status", {})
+    except HoldfastError:
+        if os.environ.get("HOLDFAST_NATS_URL") or not present(args.data):
+            raise
+        print_processes(present(args.data), args.output)
+        return 1
+    if args.output == "json":
+        print(json.dumps(status, indent=1))
+    else:
+        print_status(status)
+    return 0
+
+
+async def _events(args: argparse.Namespace) -> int:
+    from events.journal.nats import NatsJournal
+
+    if args.kind and args.kind not in codec.KINDS:
+        raise HoldfastError(f"there is no kind {args.kind!r}; the kinds are {', '.join(sorted(codec.KINDS))}")
+    journal = await NatsJournal.connect(find(args.data)["nats_url"], "reader", None)
+    try:
+        last = None if args.follow else await journal.last_seq()
+        if last == 0:
+            return 0
+        async for batch in journal.read(0, until=last):
+            for event in batch:
+                if _wanted(event, args):
+                    print(event_line(event, args.output), flush=args.follow)
+    finally:
+        await journal.close()
+    return 0
+
+
+def _wanted(event: Recorded, args: argparse.Namespace) -> bool:
+    fact = event.fact
+    if args.kind and fact.kind() != args.kind:
+        return False
+    mentions = (getattr(fact, name, None) for name in ("worker", "source", "target"))
+    return not args.worker or args.worker in mentions
+
+
+async def _drain(args: argparse.Namespace) -> int:
+    answer = await _with(args, "drain", {"worker": args.worker, "deadline_s": args.deadline, "by": who()})
+    print(answer.get("says", f"{args.worker} is draining"))
+    return 0
+
+
+async def _resume(args: argparse.Namespace) -> int:
+    answer = await _with(args, "resume", {"worker": args.worker, "by": who()})
+    print(answer.get("says", f"{args.worker} comes back after its next good canary"))
+    return 0
+
+
+async def _chaos(args: argparse.Namespace) -> int:
+    body = {"worker": args.worker, "fault": args.fault, "argument": args.argument, "by": who()}
+    answer = await _with(args, "chaos", body)
+    print(answer.get("says", f"{args.worker}: {args.fault}"))
+    return 0
+
+
+def prepare_replay(parser: argparse.ArgumentParser) -> Run:
+    """Add the replay commands."""
+    from controller.replay import cli
+
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    cli.add_arguments(commands)
+    for command in commands.choices.values():  # --data is understood before and after the command
+        command.add_argument("--data", type=Path, default=argparse.SUPPRESS, help=argparse.SUPPRESS)
+
+    def run(args: argparse.Namespace) -> int:
+        from controller.processes import replay
+
+        return replay.run_cli(args, find(args.data))
+
+    return run
