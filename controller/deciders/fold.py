@@ -32,6 +32,7 @@ from events.observations import (
     CanarySlow,
     GoldenDisputed,
     GoldenProposed,
+    ResumeRequested,
     WorkerJoined,
     WorkerObservation,
 )
@@ -122,7 +123,19 @@ def _observed(fleet: Fleet, worker: Worker, fact: WorkerObservation, recorded: R
         fleet = _with_worker(fleet, moved)
     if isinstance(fact, GoldenSeen):
         return _golden(fleet, fact, recorded.id)
+    if isinstance(fact, ResumeRequested) and worker.health.corrupt:
+        return _begin_anew(fleet, worker, fact, recorded.id)
     return fleet
+
+
+def _begin_anew(fleet: Fleet, worker: Worker, fact: ResumeRequested, cause: str) -> Fleet:
+    """An operator takes a worker for well that was convicted: what only this worker has said may have been wrong."""
+    goldens = dict(fleet.goldens)
+    for key, state in fleet.goldens.items():
+        own = state.proposed_by == worker.joined.worker and key[0] == worker.joined.canary_key
+        if own and state.status == "provisional":
+            goldens[key] = golden.evolve(state, fact, cause) or state
+    return _at_odds(replace(fleet, goldens=goldens), {worker.joined.canary_key}, cause)
 
 
 def _only_of_its_own(fleet: Fleet, worker: Worker, fact: CanaryFailed) -> CanaryFailed:
@@ -130,7 +143,7 @@ def _only_of_its_own(fleet: Fleet, worker: Worker, fact: CanaryFailed) -> Canary
     if fact.golden != "provisional":
         return fact
     state = fleet.goldens.get((fact.canary_key, fact.canary))
-    own = state is not None and state.proposed_by == worker.joined.worker
+    own = state is not None and state.status != "retired" and state.proposed_by == worker.joined.worker
     return fact if own else replace(fact, golden="none")
 
 

@@ -3,11 +3,15 @@
     (none) ── proposed ──▶ provisional ── a second worker agrees ──▶ agreed
        │                        │                                      ▲
        │                        └── disputed ──▶ retired ── two agree ─┘
-       └── configured ──▶ agreed
+       └── configured ──▶ agreed                  └── nobody's vote left: the next answer is provisional again
 
 A golden belongs to a canary key: the same model, revision, tokenizer, engine, dtype, TP and device. A provisional one
 convicts only the worker that it came from, a retired one nobody, an agreed one everybody. Votes are kept per worker
 and survive a dispute, so that the next worker's answer decides between the two; a worker has one vote, its latest.
+
+A provisional golden convicts every life of the worker that it came from, also one that is well where the first was
+not: nobody else has said which of the two is wrong. An operator who resumes the convicted worker has: what only this
+worker had said is disputed then, and its next answer begins anew.
 
 What a reader would get wrong: who is at odds is read off the votes of those who live, not remembered. When the other
 side of a dispute dies, the survivor is no longer in doubt; nobody is left to say that it is wrong.
@@ -21,9 +25,17 @@ from typing import Literal
 from controller.deciders.demands import STRICT, at_least
 from events.decisions import GoldenAgreed, GoldenRetired
 from events.fact import Decision, Fact
-from events.observations import CanaryPassed, CanarySlow, GoldenDisputed, GoldenProposed, TopK
+from events.observations import (
+    CanaryPassed,
+    CanarySlow,
+    GoldenDisputed,
+    GoldenProposed,
+    ResumeRequested,
+    TopK,
+)
 
 CONFIGURED = "configured"
+OPERATOR = "operator"
 VOTES_MAX = 64  # kept per golden; the oldest goes first
 
 
@@ -88,6 +100,9 @@ def evolve(state: Golden | None, fact: Fact, cause: str = "") -> Golden | None:
             votes = _cast(state.votes, vote)
             disputed_by = fact.worker if state.status == "provisional" else ""
             return replace(state, votes=votes, disputed_by=disputed_by, cause=cause)
+        case ResumeRequested() if state is not None:
+            votes = tuple(vote for vote in state.votes if vote.worker != fact.worker)
+            return replace(state, votes=votes, disputed_by=OPERATOR, cause=cause)
         case GoldenAgreed() if state is not None:
             return _agreed(state, fact)
         case GoldenRetired() if state is not None:
@@ -123,7 +138,8 @@ def _proposed(state: Golden | None, fact: GoldenProposed, cause: str) -> Golden:
         return state
     voter = CONFIGURED if fact.configured else fact.worker
     vote = Vote(voter, fact.instance, fact.tokens, fact.top_k, cause)
-    if state is None or fact.configured:
+    orphaned = state is not None and state.status == "retired" and not state.votes
+    if state is None or fact.configured or orphaned:
         fresh = Golden(
             fact.canary_key,
             fact.canary,

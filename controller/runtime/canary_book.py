@@ -49,7 +49,6 @@ class Book:
     covers: bool = False  # a slice of the vocabulary stands before each question of the pool
     ranking: tuple[str, ...] | None = None  # the pool's ids, best first; None: not ranked yet
     ranked: dict[str, Answer] = field(default_factory=dict)
-    ranked_by: str = ""  # the worker that gave those answers
     said: dict[str, Golden] = field(default_factory=dict)  # proposed, not folded yet
     spoilt: set[str] = field(default_factory=set)  # candidates whose answer did not repeat itself
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)  # held while the pool is ranked
@@ -94,20 +93,19 @@ class Book:
         """Whether there are fewer canaries than there should be, and the pool has not been asked for more."""
         return self.ranking is None and len(self.canaries(fleet)) < self.settings.canaries
 
-    def rank(self, answers: dict[str, Answer], by: str) -> tuple[str, ...]:
+    def rank(self, answers: dict[str, Answer]) -> tuple[str, ...]:
         """Keep the pool's answers, as one worker gave them, and return their order: best first."""
         order = rank(answers, tokens=self.settings.tokens)
         if order:
             self.ranking = dealt(order, self.pool) if self.covers else order
-            self.ranked, self.ranked_by = answers, by
+            self.ranked = answers
         return self.ranking or ()
 
-    def answer_before(self, worker: str, canary: Canary, answer: Answer) -> Answer | None:
-        """Return the ranking's answer, if this worker gave it, or another one that agrees with `answer`."""
+    def answer_before(self, canary: Canary, answer: Answer) -> Answer | None:
+        """Return the ranking's answer if it agrees with `answer`. If not, it may have come from another worker, or from
+        one that has been healed since: only asking again can tell whether this answer repeats itself."""
         before = self.ranked.get(canary.id)
-        if before is None or worker == self.ranked_by:
-            return before
-        return before if before.tokens == answer.tokens else None
+        return before if before is not None and before.tokens == answer.tokens else None
 
     def useful(self, fleet: Fleet, canary: Canary, worker: str, doubtful: bool) -> bool:
         """Whether asking this worker tells anything: not what only doubtful workers know, or what it has

@@ -175,7 +175,7 @@ class Examiner:
         visit = self._begin(worker, book, book.pool[0], check)
         asked = await asyncio.gather(*(self._once(visit, canary, check) for canary in book.pool))
         answers = {c.id: a.answer for c, a in zip(book.pool, asked, strict=True) if a.answer is not None}
-        if order := book.rank(answers, visit.name):
+        if order := book.rank(answers):
             log.info(
                 "canaries_chosen", key=book.key, canaries=order[: self._settings.canaries], by=visit.name
             )
@@ -218,7 +218,7 @@ class Examiner:
         ranking."""
         first = await self._once(visit, visit.canary, visit.check)
         answer = first.answer or Answer(())
-        before, attempts = visit.book.answer_before(visit.name, visit.canary, answer), 1
+        before, attempts = visit.book.answer_before(visit.canary, answer), 1
         if before is None and first.answer is not None:
             again = await self._once(visit, visit.canary, "confirm")
             before, attempts = again.answer, 2

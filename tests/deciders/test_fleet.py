@@ -165,10 +165,9 @@ def test_every_conviction_is_remembered_with_the_span_that_it_exposes() -> None:
     story = Story().up("w0")
     story.tell(proposed("w0"), proposed("w0", canary="c2"), passed("w0", canary="c2"))
     story.now += timedelta(seconds=7)
-    wrong = {"reason": "token_mismatch", "confirmed": True, "golden": "provisional"}
-    story.tell(
-        failed("w0", canary="c2", **wrong), passed("w0", canary="c2")
-    )  # the later pass absolves nobody
+    wrong = {"reason": "token_mismatch", "confirmed": True, "golden": "agreed"}
+    later = passed("w0", canary="c2")  # absolves nobody
+    story.tell(failed("w0", canary="c2", **wrong), later)
     (one,) = story.worker().convictions
     assert (one.instance, one.canary, one.since, one.at) == ("i1", "c2", START, story.now)
     story.tell(failed("w0", canary="c1", **wrong))  # it stands convicted already, and serves nobody

@@ -56,6 +56,32 @@ def test_one_worker_never_agrees_with_itself() -> None:
     assert golden(story).status == "provisional"
 
 
+def test_a_lone_worker_that_an_operator_resumes_after_its_own_golden_convicted_it_begins_anew() -> None:
+    story = Story().up("w0")
+    story.tell(proposed("w0", WRONG), passed("w0"))  # it was corrupt when its golden was recorded
+    story.tell(left("w0"), joined("w0", "i2"))
+    wrong = {"reason": "token_mismatch", "confirmed": True, "golden": "provisional"}
+    story.tell(failed("w0", "i2", **wrong))  # its next life is well, and nobody can know
+    assert story.status("w0") is U
+    decisions = story.tell(resume("w0", "i2"))
+    assert [d.reason for d in decisions if isinstance(d, GoldenRetired)] == ["disputed: operator against w0"]
+    story.tell(failed("w0", "i2", **wrong))  # a straggler: what is retired convicts nobody
+    assert not story.worker("w0").health.corrupt
+    story.tell(proposed("w0", RIGHT, instance="i2"))
+    assert (golden(story).status, golden(story).tokens) == ("provisional", RIGHT)
+    assert golden(story).proposed_instance == "i2"
+
+
+def test_a_resumption_leaves_goldens_alone_that_did_not_convict_or_are_agreed() -> None:
+    story = Story().up("w0")
+    story.tell(proposed("w0"))
+    assert story.tell(resume("w0")) == ()
+    assert golden(story).status == "provisional"
+    story.tell(joined("w1"), passed("w1"))
+    story.tell(failed("w0", reason="token_mismatch", confirmed=True, golden="agreed"), resume("w0"))
+    assert golden(story).status == "agreed"
+
+
 def test_a_configured_answer_is_agreed_at_once_whoever_says_it() -> None:
     story = Story()
     assert kinds(story.tell(proposed("", configured=True))) == ["GoldenAgreed"]

@@ -447,6 +447,25 @@ async def test_a_provisional_golden_convicts_the_worker_that_it_came_from() -> N
     assert world.facts(CanaryFailed)[-1].golden == "provisional"
 
 
+async def test_a_lone_worker_whose_goldens_were_recorded_corrupt_needs_an_operators_word() -> None:
+    world = World(CanarySettings(interval_s=2))
+    world.join("w1", FakeWorker(corrupt=lambda request: True))
+    async with world.running():
+        await world.pass_time(5)
+        assert world.status("w1") == "HEALTHY"  # nobody knows better
+        world.journal.observe(WorkerLeft(worker="w1", instance="w1-1", mode="graceful", exit=0))
+        world.join("w1", FakeWorker(), instance="w1-2")
+        await world.until(lambda: world.status("w1") == "UNHEALTHY", 10)
+        world.journal.observe(ResumeRequested(worker="w1", instance="w1-2", by="operator"))
+        await world.until(lambda: world.fleet.workers["w1"].weight == 1.0, 120)
+        tokens = {f.canary: f.tokens for f in world.facts(GoldenProposed)}
+        assert all(world.fleet.goldens[key].tokens == tokens[key[1]] for key in world.fleet.goldens)
+        assert len(world.facts(GoldenRetired)) == 4
+        world.plane.workers["w1"].corrupt = lambda request: True  # and the new ones convict
+        await world.until(lambda: world.status("w1") == "UNHEALTHY", 20)
+    assert world.facts(CanaryFailed)[-1].golden == "provisional"
+
+
 async def test_an_upgrade_of_the_engine_makes_a_new_key_and_not_a_condemned_fleet() -> None:
     world = await settled("w1", "w2", "w3")
     async with world.running():
