@@ -3,6 +3,7 @@
 Read with msgspec, which the request plane needs anyway: pydantic would take a third of a simulated worker's memory.
 """
 
+import json
 import os
 from collections.abc import Mapping
 from functools import cache
@@ -56,7 +57,9 @@ class WorkerSettings(msgspec.Struct, frozen=True, kw_only=True):
         int, Meta(ge=-1, le=65535, description="/health, /live, /metrics; 0: any free one, -1: none")
     ] = 0
     data: Annotated[Path, Meta(description="the fleet's data directory")] = Path(".holdfast")
-    nats_url: Annotated[str, Meta(description="the broker; empty: serve without a fleet")] = ""
+    nats_url: Annotated[
+        str, Meta(description="the broker; empty: that of the fleet in --data, or serve without a fleet")
+    ] = ""
     grace_s: Annotated[
         float, Meta(ge=0, le=86_400, description="seconds that streams may finish in after SIGTERM")
     ] = 60.0
@@ -111,8 +114,9 @@ def load_settings(flags: Mapping[str, Any], environment: Mapping[str, str] | Non
     """Return the settings of this process. Raise BadSetting, naming the setting, its value and what is expected."""
     known = os.environ if environment is None else environment
     given: dict[str, Any] = {}
-    if known.get("HOLDFAST_NATS_URL") and f"{PREFIX}NATS_URL" not in known:
-        given["nats_url"] = known["HOLDFAST_NATS_URL"]
+    for name in ("nats_url", "data"):  # of the whole fleet
+        if known.get(f"HOLDFAST_{name.upper()}") and f"{PREFIX}{name.upper()}" not in known:
+            given[name] = known[f"HOLDFAST_{name.upper()}"]
     for variable, text in known.items():
         name = variable.removeprefix(PREFIX).lower()
         if variable.startswith(PREFIX) and name not in annotations():
@@ -120,9 +124,19 @@ def load_settings(flags: Mapping[str, Any], environment: Mapping[str, str] | Non
         if variable.startswith(PREFIX) and text:
             given[name] = text
     given |= {name: value for name, value in flags.items() if value is not None}
+    if "data" in given and not given.get("nats_url"):
+        given["nats_url"] = _broker_of(Path(given["data"]))
     settings = WorkerSettings(**_read(given))
     _check(settings)
     return settings
+
+
+def _broker_of(data: Path) -> str:
+    """Return the broker of the fleet whose data directory this is; empty if there is none."""
+    try:
+        return str(json.loads((data / "fleet.json").read_text()).get("nats_url", ""))
+    except (OSError, ValueError):
+        return ""
 
 
 def _read(given: Mapping[str, Any]) -> dict[str, Any]:
@@ -161,6 +175,10 @@ def _check(settings: WorkerSettings) -> None:
     if settings.engine == "openai" and not settings.upstream.startswith(("http://", "https://")):
         raise BadSetting(
             f"upstream = {settings.upstream!r}: the openai engine needs the URL of a server (http://...)"
+        )
+    if settings.engine == "openai" and not Path(settings.model).joinpath("tokenizer.json").is_file():
+        raise BadSetting(
+            f"model = {settings.model!r}: the openai engine needs the folder of its model's tokenizer (tokenizer.json)"
         )
     if settings.engine == "transformers" and not Path(settings.model).joinpath("config.json").is_file():
         raise BadSetting(

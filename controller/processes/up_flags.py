@@ -108,6 +108,8 @@ def check(args: argparse.Namespace) -> None:
         )
     if args.engine == "openai" and not args.upstream:
         raise UsageError("--engine openai needs --upstream URL, once for each server")
+    if args.engine == "openai" and args.model is None:
+        raise UsageError("--engine openai needs --model DIR, the folder with the model's tokenizer.json")
     if args.model is not None and not args.model.is_dir():
         raise UsageError(f"the model folder {args.model} does not exist")
     if args.model is not None and args.engine == "simulated":

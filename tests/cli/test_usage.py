@@ -120,7 +120,11 @@ def test_a_databases_url_that_is_none_is_named_without_its_password(url: str, tm
         (["--model", "/nonexistent"], "does not exist"),
         (["--model", "."], "--model is for --engine transformers"),
         (["--upstream", "http://127.0.0.1:1"], "--upstream is for --engine openai"),
-        (["--engine", "openai", "--upstream", "127.0.0.1"], "'127.0.0.1' is not a server's URL"),
+        (["--engine", "openai", "--upstream", "http://127.0.0.1:1"], "tokenizer.json"),
+        (
+            ["--engine", "openai", "--model", ".", "--upstream", "127.0.0.1"],
+            "'127.0.0.1' is not a server's URL",
+        ),
     ],
 )
 def test_flags_that_need_others_say_which(flags: list[str], says: str, tmp_path: Path) -> None:

@@ -26,6 +26,23 @@ def test_a_workers_own_broker_wins_over_the_fleets() -> None:
     assert load_settings({}, environment).nats_url == "nats://b:1"
 
 
+def test_the_fleet_of_a_data_directory_is_found(tmp_path: Path) -> None:
+    (tmp_path / "fleet.json").write_text('{"nats_url": "nats://c:1"}')
+    for flags, environment in (({"data": str(tmp_path)}, {}), ({}, {"HOLDFAST_DATA": str(tmp_path)})):
+        assert load_settings(flags, environment).nats_url == "nats://c:1"
+    named = {"data": str(tmp_path), "nats_url": "nats://d:1"}
+    assert load_settings(named, {}).nats_url == "nats://d:1"
+    assert load_settings({"data": str(tmp_path / "none")}, {}).nats_url == ""
+
+
+def test_an_openai_worker_needs_its_models_tokenizer(tmp_path: Path) -> None:
+    flags = {"engine": "openai", "upstream": "http://x", "model": str(tmp_path)}
+    with pytest.raises(BadSetting, match=r"tokenizer \(tokenizer.json\)"):
+        load_settings(flags, {})
+    (tmp_path / "tokenizer.json").touch()
+    assert load_settings(flags, {}).model == str(tmp_path)
+
+
 @pytest.mark.parametrize(
     ("name", "text", "says"),
     [
