@@ -101,8 +101,9 @@ class Line(asyncio.Protocol):
             self._changed()
 
     def occupied(self, own_tokens: int, *, begun: bool) -> bool:
-        """Say whether the engine gets on with others' work, before an answer of ours that has `begun` or not."""
-        if not self.others.running or not self.pulse.gets_on(self._loop.time(), own_tokens):
+        """Say whether the engine gets on with other work, before an answer of ours that has `begun` or not. Questions
+        of ours that are asked side by side are other work to one another."""
+        if self.load.running + self.load.waiting < 2 or not self.pulse.gets_on(self._loop.time(), own_tokens):
             return False
         return self.pulse.phase == "prefill" or (not begun and self.load.waiting > 0)
 

@@ -32,6 +32,7 @@ from controller.runtime.settings import CanarySettings
 from events.observations import WorkerJoined
 
 CONTEXT_SHARE = 2  # a covering question must fit so many times into the context
+DEADLINE_SHARE = 4  # and be read in this part of a probe's deadline
 FALLBACK_TOKENS = (16, 1_000)  # ids that every language model's vocabulary has
 
 log = structlog.get_logger(__name__)
@@ -185,7 +186,8 @@ def open_book(
     candidates = pool(vocabulary.encode, tokens=s.tokens, prompt_tokens_min=s.prompt_tokens_min)
     wide = covering(candidates, vocabulary.size)
     longest = max(len(canary.prompt) for canary in wide) + s.tokens
-    covers = s.coverage and longest * CONTEXT_SHARE <= joined.context_tokens
+    quick = longest * DEADLINE_SHARE <= joined.profile.prefill_tokens_per_s * s.timeout_s
+    covers = s.coverage and quick and longest * CONTEXT_SHARE <= joined.context_tokens
     return Book(key, s, own, wide if covers else candidates, calibration, covers=covers)
 
 

@@ -13,7 +13,7 @@ from controller.adapters.clock import SystemClock
 from controller.adapters.request_plane import Address, RequestPlane
 from controller.runtime.settings import CanarySettings
 from events.bus import MemoryBus
-from events.observations import CanaryFailed, CanaryPassed
+from events.observations import CanaryFailed, CanaryPassed, GoldenProposed
 from events.wire import Chunk, Generate, Sampling
 from workers.engines.simulated.engine import SimulatedEngine
 from workers.engines.simulated.sequence import Shape
@@ -70,15 +70,17 @@ class _Ear:
 
 
 @asynccontextmanager
-async def rig(*, batch: int = 256, itl_s: float = 0.001) -> AsyncIterator[Rig]:
+async def rig(
+    *, batch: int = 256, itl_s: float = 0.001, tokens_per_s: int = TOKENS_PER_S, coverage: bool = False
+) -> AsyncIterator[Rig]:
     """Run one worker, and probe it every INTERVAL_S with a deadline of TIMEOUT_S."""
     canaries, users = RequestPlane("canary"), RequestPlane("f1")
     settings = CanarySettings(
-        interval_s=INTERVAL_S, timeout_s=TIMEOUT_S, busy_s=30, coverage=False, slow_floor_ms=300
+        interval_s=INTERVAL_S, timeout_s=TIMEOUT_S, busy_s=30, coverage=coverage, slow_floor_ms=300
     )
     world = World(settings, clock=SystemClock(), prober=canaries)
     engine = SimulatedEngine(
-        Shape(batch_max=batch), ConstantTiming(itl_s=itl_s, prefill_tokens_per_s=TOKENS_PER_S)
+        Shape(batch_max=batch), ConstantTiming(itl_s=itl_s, prefill_tokens_per_s=tokens_per_s)
     )
     stop, bus = asyncio.Event(), MemoryBus()
     worker = Worker(Place(name="w0", instance="i1"), engine, world.journal, bus)
@@ -125,3 +127,9 @@ async def test_a_full_batch_is_no_alarm() -> None:
         await made.until(lambda: made.passed() >= passed + 3, 10)
         assert made.world.facts(CanaryFailed) == []
         assert made.world.status("w0") == "HEALTHY"
+
+
+async def test_the_questions_of_the_pool_may_wait_for_one_another() -> None:
+    async with rig(tokens_per_s=5_000, coverage=True) as made:  # it reads all of them in a second and a half
+        assert any(len(f.prompt) > 500 for f in made.world.facts(GoldenProposed))
+        assert made.world.facts(CanaryFailed) == []

@@ -14,6 +14,7 @@ from events.observations import (
     DrainRequested,
     GoldenDisputed,
     GoldenProposed,
+    Profile,
     ResumeRequested,
     WorkerLeft,
 )
@@ -84,10 +85,17 @@ async def test_the_chosen_canaries_together_read_every_row_of_a_small_vocabulary
     assert {token for prompt in prompts for token in prompt} >= set(range(3, 2048))
 
 
-async def test_a_short_context_or_the_operator_gets_plain_questions() -> None:
-    for settings, context in ((CanarySettings(), 1_000), (CanarySettings(coverage=False), 4_096)):
+async def test_a_short_context_a_slow_engine_or_the_operator_gets_plain_questions() -> None:
+    slow = Profile(
+        kv_blocks=1000, block_tokens=16, max_batch=8, prefill_tokens_per_s=60, tpot_ms=((1, 99.0),)
+    )
+    for settings, more in (
+        (CanarySettings(), {"context_tokens": 1_000}),
+        (CanarySettings(coverage=False), {}),
+        (CanarySettings(), {"profile": slow}),  # it would take the whole deadline to read such a question
+    ):
         world = World(settings)
-        world.join("w1", context_tokens=context)
+        world.join("w1", **{"context_tokens": 4_096, **more})
         async with world.running():
             await world.pass_time(5)
         assert world.status("w1") == "HEALTHY"
