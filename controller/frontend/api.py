@@ -167,7 +167,7 @@ class Api:
 
     async def _admitted(self, ask: Ask, request: str, tier: str, lineage: Lineage) -> tuple[Admitted, Tokens]:
         desk = self.desk
-        refuse_guided(ask, desk.engine(ask.model, lineage))
+        refuse_guided(ask, desk.routing.engine(ask.model, lineage))
         began = desk.now()
         try:
             tokens = await ready_tokens(lineage[1])
@@ -181,7 +181,7 @@ class Api:
             raise invalid(str(error), "messages") from error
         desk.metrics.tokenizer_ms.of("encode").add((desk.now() - began) * 1000)
         try:
-            context = desk.context(ask.model, lineage)
+            context = desk.routing.context(ask.model, lineage)
         except NoWorker as error:  # the last one of this lineage has gone while the prompt was read
             raise desk.admission.no_worker(error, ask.model, tier) from error
         return Admitted(ask, request, tier, lineage, prompts, context, next(self._serial)), tokens
@@ -271,23 +271,25 @@ class Api:
     # --- the rest -----------------------------------------------------------------------------------------
 
     async def _models(self, request: web.BaseRequest) -> web.StreamResponse:
-        return web.json_response({"object": "list", "data": [_row(model) for model in self.desk.served]})
+        return web.json_response(
+            {"object": "list", "data": [_row(model) for model in self.desk.routing.served]}
+        )
 
     async def _model(self, request: web.BaseRequest) -> web.StreamResponse:
         model = request.path.removeprefix("/v1/models/")
-        if model not in self.desk.served:
+        if model not in self.desk.routing.served:
             raise unknown_model(model)
         return web.json_response(_row(model))
 
     async def _health(self, request: web.BaseRequest) -> web.StreamResponse:
-        ready = self.desk.servable and not self.draining
+        ready = self.desk.routing.servable and not self.draining
         status = "healthy" if ready else "shutting_down" if self.draining else "not_ready"
         message = {
             "healthy": "requests are served",
             "not_ready": "no worker in service can be reached yet",
             "shutting_down": "this frontend finishes its streams and takes no new ones",
         }[status]
-        body = {"status": status, "message": message, "workers": self.desk.roll()}
+        body = {"status": status, "message": message, "workers": self.desk.routing.roll()}
         return web.json_response(body, status=200 if ready else 503)
 
     async def _live(self, request: web.BaseRequest) -> web.StreamResponse:

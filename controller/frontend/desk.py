@@ -1,11 +1,11 @@
-"""The desk that all flights of one frontend report to: who goes where, who waits, and what is said about it.
+"""The desk that all flights of one frontend report to: who waits, who must move, and what is said about it.
 
 It holds the router's table, this frontend's own breakers, the memory of exposure and the door; it follows the
 fold, and acts at once on what it sees there: a convicted worker's streams move, a closed breaker clears what
-was held against the worker, a new worker gets the parked ones.
+was held against the worker, a new worker gets the parked ones. Who may get a request is `routing`'s question.
 """
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from controller.deciders.fleet import Fleet, Worker
@@ -16,15 +16,16 @@ from controller.frontend.exposure import Exposures
 from controller.frontend.flight import Flight
 from controller.frontend.meter import Meter, gauge_model, gauge_worker
 from controller.frontend.metrics import FrontendMetrics
-from controller.frontend.migration import Failure, smallest_limit
+from controller.frontend.migration import Failure
 from controller.frontend.outcomes import Outcomes
 from controller.frontend.panic import Panic
 from controller.frontend.plan import Move
+from controller.frontend.routing import Routing
 from controller.frontend.settings import FrontendSettings
 from controller.frontend.tokens import Tokens, load_tokens
 from controller.ports import Clock, Plane
-from controller.router.pick import NotServed, NoWorker, Picker, Rules
-from controller.router.table import Key, Lineage, Seat, Table
+from controller.router.pick import NoWorker
+from controller.router.table import Lineage, Seat, Table
 from events.decisions import BreakerClosed, HealthStatus
 from events.fact import Observation, Recorded
 from events.observations import RequestAbandoned, RequestMigrated, WorkerJoined
@@ -63,17 +64,18 @@ class Desk:
             self.began,
             lambda: (world.clock.now(), self.now()),
         )
+        panic = Panic(world.name, settings.breaker.panic_share, self.outcomes, world.observe, self.metrics)
+        self.routing = Routing(self.table, self.plane, settings, self.outcomes, panic, live=lambda: self.live)
         self.admission = Admission(
-            world.name, settings.admission, self.table, self.lineage, world.observe, settings.retry_after_s
+            world.name,
+            settings.admission,
+            self.table,
+            self.routing.lineage,
+            world.observe,
+            settings.retry_after_s,
         )
-        self._picker = Picker()
-        self._rules = Rules(self.plane.reachable, self._allowed, self.plane.others, self.cap)
         self._parked: dict[Flight, float] = {}  # until when
         self._flights: dict[Flight, None] = {}  # those without a first token yet
-        self._panic = Panic(
-            world.name, settings.breaker.panic_share, self.outcomes, world.observe, self.metrics
-        )
-        self._ignoring = False  # own breakers, for the pick that is made now
         self._convictions = Convictions(self.exposures)
         self._reported_at = self.now()
 
@@ -125,7 +127,7 @@ class Desk:
 
     def changed(self) -> None:
         """The table or a connection changed: move who must, and let those who wait try."""
-        self._look_for_panic()
+        self.routing.look_for_panic()
         for seat in list(self.table.seats.values()):
             if seat.flights and (seat.corrupt or seat.status is HealthStatus.UNHEALTHY):
                 for flight in list(seat.flights):
@@ -141,98 +143,17 @@ class Desk:
         keys = set(self.table.seats)
         self.outcomes.keep(keys)
         self.exposures.keep(keys)
-        self._picker.forget(keys)
+        self.routing.forget(keys)
 
-    # --- who goes where -----------------------------------------------------------------------------------
-
-    def cap(self, seat: Seat) -> int:
-        """Return how many requests of this frontend may be in flight there."""
-        limits = self.settings.admission
-        whole = limits.inflight_max or seat.joined.profile.max_batch * limits.inflight_per_batch
-        return max(1, int(whole * self.table.knobs(seat.joined.model).batch_size))
-
-    def _allowed(self, seat: Seat) -> bool:
-        return self._ignoring or self.outcomes.allowed(seat)
-
-    def _seats(self, model: str) -> list[Seat]:
-        """Return a model's seats, and see whether there is panic."""
-        seats = self.table.models.get(model, [])
-        self._ignoring = self.live and self._panic.ignores(model, seats)
-        return seats
-
-    def _look_for_panic(self) -> None:
-        if self.live:
-            for model in self.table.known:
-                self._panic.look(model, self.table.models.get(model, ()))
-
-    def lineage(self, model: str) -> Lineage:
-        """Return the lineage of the worker that a new request would go to. Raise NoWorker."""
-        return self._picker.pick(self._seats(model), self._rules).lineage
-
-    def route(self, flight: Flight, tried: Collection[Key]) -> Seat:
-        """Return the seat for a flight's next attempt, none of `tried`. Raise NoWorker."""
-        plan = flight.plan
-        return self._picker.pick(
-            self._seats(plan.model),
-            self._rules,
-            lineage=plan.lineage,
-            tried=tried,
-            capped=False,
-        )
-
-    def anyone(self, flight: Flight) -> bool:
-        """Say whether another worker could take this flight now."""
-        tried = flight.allowance.tried | ({flight.seat.key} if flight.seat is not None else set())
-        plan = flight.plan
-        try:
-            self._picker.pick(
-                self._seats(plan.model), self._rules, lineage=plan.lineage, tried=tried, capped=False
-            )
-        except NoWorker:
-            return False
-        return True
+    # --- what flights say ---------------------------------------------------------------------------------
 
     def no_worker(self, error: NoWorker, flight: Flight) -> ApiError:
         """Return what a client is told when nobody can take his request."""
         return self.admission.no_worker(error, flight.plan.model, flight.plan.tier)
 
-    def limit(self, model: str) -> int:
-        """Return how many migrations a request of this model may have."""
-        seats = self.table.models.get(model, ())
-        return smallest_limit(self.settings.migration_limit, (seat.joined.migration_limit for seat in seats))
-
     def tokens_of(self, lineage: Lineage) -> Tokens:
         """Return a lineage's tokenizer. Raise TokenizerMissing."""
         return load_tokens(lineage[1])
-
-    def context(self, model: str, lineage: Lineage) -> int:
-        """Return how many tokens a prompt and its answer may have together."""
-        seats = [seat for seat in self.table.models.get(model, ()) if seat.lineage == lineage]
-        if not seats:
-            raise NotServed
-        return min(seat.joined.context_tokens for seat in seats)
-
-    def engine(self, model: str, lineage: Lineage) -> str:
-        """Return the kind of engine that serves a lineage."""
-        return next((s.joined.engine for s in self.table.models.get(model, ()) if s.lineage == lineage), "")
-
-    @property
-    def served(self) -> list[str]:
-        """The models that some worker in service serves."""
-        return sorted(model for model, seats in self.table.models.items() if any(s.routable for s in seats))
-
-    @property
-    def servable(self) -> bool:
-        """Whether any request could be served now."""
-        reachable = self.plane.reachable
-        return any(s.routable and reachable(s.worker, s.instance) for s in self.table.seats.values())
-
-    def roll(self) -> list[dict[str, object]]:
-        """Return what /health says of each worker."""
-        reachable = self.plane.reachable
-        return [seat.shown(reachable(seat.worker, seat.instance)) for seat in self.table.seats.values()]
-
-    # --- what flights say ---------------------------------------------------------------------------------
 
     def boarded(self, flight: Flight, seat: Seat) -> None:
         """A flight's request was sent to a worker."""
@@ -335,7 +256,7 @@ class Desk:
         if now - self._reported_at >= self.settings.facts.rejected_window_s:
             self._reported_at = now
             self.admission.report()
-            self._look_for_panic()
+            self.routing.look_for_panic()
         if self._parked:
             self.changed()
 
@@ -362,7 +283,7 @@ class Desk:
         self.meter.settle()
         self.metrics.parked.set(len(self._parked))
         for model, seats in self.table.models.items():
-            gauge_model(self.metrics, model, seats, self.limit(model), self.admission.queued(model))
+            gauge_model(self.metrics, model, seats, self.routing.limit(model), self.admission.queued(model))
         positions = self.outcomes.positions()
         for seat in self.table.seats.values():
             load = self.plane.load(seat.worker)

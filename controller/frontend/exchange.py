@@ -65,11 +65,12 @@ class Exchange:
             prompt_text=text,
             sampling=sampling(ask, len(prompt), admitted.context, choice, admitted.serial),
             guided=ask.guided,
-            deterministic=desk.engine(ask.model, admitted.lineage) != "openai" or _repeats_anywhere(ask),
+            deterministic=desk.routing.engine(ask.model, admitted.lineage) != "openai"
+            or _repeats_anywhere(ask),
             tier=admitted.tier,
         )
         forbidden = "n_over_1" if ask.n > 1 else "guided_decoding" if ask.guided else ""
-        allowance = Allowance(desk.limit(ask.model), desk.settings.migration_max_seq_len, forbidden)
+        allowance = Allowance(desk.routing.limit(ask.model), desk.settings.migration_max_seq_len, forbidden)
         self.voices.append(voice)
         self.flights.append(Flight(desk, plan, voice, allowance, self._ended))
 

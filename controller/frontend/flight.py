@@ -133,9 +133,9 @@ class Flight:
         Raise NoWorker."""
         allowance = self.allowance
         try:
-            return self._desk.route(self, allowance.tried)
+            return self._desk.routing.route(self.plan, allowance.tried)
         except AllTried:
-            return self._desk.route(self, allowance.failed | missed)
+            return self._desk.routing.route(self.plan, allowance.failed | missed)
 
     def _request(self, seat: Seat) -> Generate:
         plan, made = self.plan, len(self.accepted)
@@ -324,8 +324,10 @@ class Flight:
         """
         if self.done or self.seat is None:
             return
-        if not corrupt and (self.allowance.refusal(self._length()) or not self._desk.anyone(self)):
-            return
+        if not corrupt:
+            tried = self.allowance.tried | {self.seat.key}
+            if self.allowance.refusal(self._length()) or not self._desk.routing.anyone(self.plan, tried):
+                return
         self._cancel_stream()
         self._failed(Failure("unhealthy", ""), spoilt=corrupt)
 

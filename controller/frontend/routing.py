@@ -1,0 +1,119 @@
+"""Who may get a request of this frontend? What the fleet says of a worker, and what we know ourselves: whether it is
+connected, how it fared with us, and how much of ours it has to do.
+
+Where panic has begun, what we know of failures is ignored for as long as it lasts.
+"""
+
+from collections.abc import Callable, Collection
+
+from controller.frontend.migration import smallest_limit
+from controller.frontend.outcomes import Outcomes
+from controller.frontend.panic import Panic
+from controller.frontend.plan import Plan
+from controller.frontend.settings import FrontendSettings
+from controller.ports import Plane
+from controller.router.pick import NotServed, NoWorker, Picker, Rules
+from controller.router.table import Key, Lineage, Seat, Table
+
+
+class Routing:
+    """The choice of a worker, and what the workers of a model have in common."""
+
+    def __init__(
+        self,
+        table: Table,
+        plane: Plane,
+        settings: FrontendSettings,
+        outcomes: Outcomes,
+        panic: Panic,
+        live: Callable[[], bool],
+    ) -> None:
+        self._table = table
+        self._plane = plane
+        self._settings = settings
+        self._outcomes = outcomes
+        self._panic = panic
+        self._live = live  # before, the fold is history, and no reason for panic
+        self._picker = Picker()
+        self._rules = Rules(plane.reachable, self._allowed, plane.others, self.cap)
+        self._ignoring = False  # own breakers, for the pick that is made now
+
+    # --- the choice ---------------------------------------------------------------------------------------
+
+    def cap(self, seat: Seat) -> int:
+        """Return how many requests of this frontend may be in flight there."""
+        limits = self._settings.admission
+        whole = limits.inflight_max or seat.joined.profile.max_batch * limits.inflight_per_batch
+        return max(1, int(whole * self._table.knobs(seat.joined.model).batch_size))
+
+    def _allowed(self, seat: Seat) -> bool:
+        return self._ignoring or self._outcomes.allowed(seat)
+
+    def _seats(self, model: str) -> list[Seat]:
+        """Return a model's seats, and see whether there is panic."""
+        seats = self._table.models.get(model, [])
+        self._ignoring = self._live() and self._panic.ignores(model, seats)
+        return seats
+
+    def look_for_panic(self) -> None:
+        """The fold or a breaker may have moved: see whether panic has begun or ended anywhere."""
+        if self._live():
+            for model in self._table.known:
+                self._panic.look(model, self._table.models.get(model, ()))
+
+    def lineage(self, model: str) -> Lineage:
+        """Return the lineage of the worker that a new request would go to. Raise NoWorker."""
+        return self._picker.pick(self._seats(model), self._rules).lineage
+
+    def route(self, plan: Plan, tried: Collection[Key]) -> Seat:
+        """Return the seat for a request's next attempt, none of `tried`. Raise NoWorker."""
+        seats = self._seats(plan.model)
+        return self._picker.pick(seats, self._rules, lineage=plan.lineage, tried=tried, capped=False)
+
+    def anyone(self, plan: Plan, tried: Collection[Key]) -> bool:
+        """Say whether a worker that is none of `tried` could take this request now."""
+        try:
+            self.route(plan, tried)
+        except NoWorker:
+            return False
+        return True
+
+    def forget(self, keys: Collection[Key]) -> None:
+        """Drop the memory of seats that are gone; keep `keys`."""
+        self._picker.forget(keys)
+
+    # --- what a model's workers have in common --------------------------------------------------------------
+
+    def limit(self, model: str) -> int:
+        """Return how many migrations a request of this model may have."""
+        seats = self._table.models.get(model, ())
+        return smallest_limit(self._settings.migration_limit, (seat.joined.migration_limit for seat in seats))
+
+    def context(self, model: str, lineage: Lineage) -> int:
+        """Return how many tokens a prompt and its answer may have together. Raise NotServed."""
+        seats = [seat for seat in self._table.models.get(model, ()) if seat.lineage == lineage]
+        if not seats:
+            raise NotServed
+        return min(seat.joined.context_tokens for seat in seats)
+
+    def engine(self, model: str, lineage: Lineage) -> str:
+        """Return the kind of engine that serves a lineage."""
+        return next((s.joined.engine for s in self._table.models.get(model, ()) if s.lineage == lineage), "")
+
+    # --- what is shown --------------------------------------------------------------------------------------
+
+    @property
+    def served(self) -> list[str]:
+        """The models that some worker in service serves."""
+        return sorted(model for model, seats in self._table.models.items() if any(s.routable for s in seats))
+
+    @property
+    def servable(self) -> bool:
+        """Whether any request could be served now."""
+        reachable = self._plane.reachable
+        return any(s.routable and reachable(s.worker, s.instance) for s in self._table.seats.values())
+
+    def roll(self) -> list[dict[str, object]]:
+        """Return what /health says of each worker."""
+        reachable = self._plane.reachable
+        return [seat.shown(reachable(seat.worker, seat.instance)) for seat in self._table.seats.values()]
