@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parent))
+sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1] / "workers")]  # upstream.py
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

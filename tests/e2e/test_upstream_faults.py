@@ -1,0 +1,91 @@
+"""A fleet in front of somebody else's servers: whatever one of them does wrong, every stream stays whole.
+
+The servers are the tests' own, in the manner of vLLM; the real ones are tested on request (`docs/engines.md`).
+"""
+
+import asyncio
+import shutil
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+
+import pytest
+import pytest_asyncio
+from fleet import client
+from upstream import Upstream
+
+from controller.demo.fleet import Fleet
+from controller.frontend.tokens import BUILTIN_FILE
+
+FLAGS = (
+    "--engine",
+    "openai",
+    "--canary-interval",
+    "0.2",
+    "--breaker-wait",
+    "0.3",
+    "--breaker-backoff",
+    "1",
+)
+TOKENS = 40
+STREAMS = 4
+FAULTS = ("zeros", "abort", "error_then_done", "no_finish", "cut", "http_400")
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+
+@dataclass
+class World:
+    """A fleet of two workers, one in front of each server."""
+
+    fleet: Fleet
+    servers: tuple[Upstream, Upstream]
+
+
+@pytest_asyncio.fixture(loop_scope="module", scope="module")
+async def world(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[World]:
+    folder = tmp_path_factory.mktemp("upstreams")
+    (folder / "model").mkdir()
+    shutil.copy(BUILTIN_FILE, folder / "model" / "tokenizer.json")
+    servers = await Upstream(token_s=0.005).start(), await Upstream(token_s=0.005).start()
+    urls = [flag for server in servers for flag in ("--upstream", server.url)]
+    fleet = await Fleet.start(folder / "fleet", *FLAGS, "--model", str(folder / "model"), *urls).ready()
+    yield World(fleet, servers)
+    assert fleet.stop() == 0, fleet.log.read_text()
+    for server in servers:
+        await server.stop()
+
+
+async def text(fleet: Fleet, number: int) -> str:
+    """Return one streamed answer, whole."""
+    async with client(fleet) as api:
+        prompt = [300 + (7 * number + 13 * k) % 1500 for k in range(20)]
+        stream = await api.completions.create(
+            model="up",
+            prompt=prompt,
+            max_tokens=TOKENS,
+            temperature=0,
+            stream=True,
+            extra_body={"ignore_eos": True},
+        )
+        pieces = [chunk.choices[0] async for chunk in stream if chunk.choices]
+        assert pieces[-1].finish_reason == "length"
+        return "".join(piece.text for piece in pieces)
+
+
+async def answers(fleet: Fleet) -> list[str]:
+    return list(await asyncio.gather(*(text(fleet, number) for number in range(STREAMS))))
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+async def test_no_user_notices(world: World, fault: str) -> None:
+    await world.fleet.healthy(2)
+    expected = await answers(world.fleet)
+    sick = world.servers[0]
+    sick.fault, sick.after = fault, 5
+    try:
+        if fault != "http_400":  # to a user it may be his own mistake; to a canary it never is
+            assert await answers(world.fleet) == expected
+        await world.fleet.until(lambda s: any(w["health"] != "HEALTHY" for w in s["workers"]))
+        assert await answers(world.fleet) == expected
+    finally:
+        sick.fault = ""
