@@ -59,7 +59,10 @@ OWN: Mapping[str, tuple[str, Literal["gauge", "counter"]]] = {
     "facts_observed": ("Facts that this process has said", "counter"),
     "facts_acknowledged": ("Facts of this process that the journal has taken", "counter"),
     "facts_retried": ("Facts that were sent again", "counter"),
-    "facts_dropped": ("Facts that did not fit into the spool, or that the broker will never take", "counter"),
+    "facts_dropped": (
+        "Facts that did not fit into the spool, lay there for a week, or that the broker will never take",
+        "counter",
+    ),
     "spool_depth": ("Facts of this process that the journal has not taken yet", "gauge"),
     "spool_bytes": ("About how many bytes those take", "gauge"),
 }

@@ -11,7 +11,7 @@ from typing import Any, Literal, Protocol
 from controller.deciders.fleet import Fleet
 from events.errors import HoldfastError
 from events.fact import Recorded
-from events.order import Position
+from events.order import Last, Position
 from events.wire import Chunk, Generate, Load
 
 
@@ -64,11 +64,11 @@ class Place:
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """A settled fleet, the position that it was folded to, and the last number of each source."""
+    """A settled fleet, the position that it was folded to, and how far each source had been heard."""
 
     fleet: Fleet
     position: Position
-    sources: Mapping[str, int]
+    sources: Mapping[str, Last]
 
 
 CatchUp = Callable[[Place], Awaitable[None]]

@@ -12,15 +12,26 @@ rest of pending is folded again on top. Folding raw stream order instead gives a
 eight (a test shows it).
 
 Repetitions are dropped here: a fact whose number is not above its source's last has been folded already.
+
+Every process instance is a source, so what is remembered of them must end. A source from which nothing new has come
+for `REMEMBERED` of the stream's time is forgotten. That loses no guarantee: a sender never repeats a fact later than
+half of that after it was said (`events.journal.publisher`), and the other half is for clocks that disagree. Whether a
+source is forgotten follows from the stream's times of its own two facts alone, so it does not matter from which
+snapshot somebody has read.
 """
 
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from datetime import datetime, timedelta
 from typing import Generic, TypeVar
 
 from events.errors import HoldfastError
 from events.fact import Decision, Recorded
+
+REMEMBERED = timedelta(days=14)  # how long a source may be silent before it is forgotten
+CLOCK_SLACK = timedelta(days=1)  # the broker's clock may be set back by so much
+Last = tuple[int, datetime]  # a source's last number, and the stream's time of that fact
 
 S = TypeVar("S")
 
@@ -48,12 +59,13 @@ class Order(Generic[S]):
     evolve: Callable[[S, Recorded], S]
     settled: S
     position: Position = Position()
-    sources: dict[str, int] = field(default_factory=dict)  # last number of each source, settled
+    sources: dict[str, Last] = field(default_factory=dict)  # of each source, settled
     last_seq: int = field(init=False)  # of the last event seen, whether folded or dropped
     pending: deque[Recorded] = field(init=False, default_factory=deque)
     _shown: S = field(init=False)  # lacks `_fresh`: who reads many events at once asks only after the last
     _fresh: list[Recorded] = field(init=False, default_factory=list)
-    _seen: dict[str, int] = field(init=False)  # last number of each source, pending included
+    _seen: dict[str, Last] = field(init=False)  # of each source, pending included
+    _forgot: int = field(init=False, default=0)  # the day on which silent sources were looked for last
 
     def __post_init__(self) -> None:
         self.last_seq = self.position.through
@@ -89,9 +101,10 @@ class Order(Generic[S]):
     def _is_new(self, event: Recorded) -> bool:
         if not event.source or event.source_number <= 0:
             return True
-        if event.source_number <= self._seen.get(event.source, 0):
+        last = self._seen.get(event.source)
+        if last is not None and event.source_number <= last[0] and event.at - last[1] <= REMEMBERED:
             return False
-        self._seen[event.source] = event.source_number
+        self._seen[event.source] = (event.source_number, event.at)
         return True
 
     def _decide(self, event: Recorded, decision: Decision) -> None:
@@ -107,14 +120,25 @@ class Order(Generic[S]):
 
     def _settle(self, through: int) -> None:
         """Move what `through` covers from pending to settled."""
+        at = None  # the stream's time of the last that moves
         if self.pending and self.pending[-1].seq <= through:  # all of it, mostly: then it is folded already
-            self.settled = self.shown
+            self.settled, at = self.shown, self.pending[-1].at
             for event in self.pending:
                 if event.source:
-                    self.sources[event.source] = event.source_number
+                    self.sources[event.source] = (event.source_number, event.at)
             self.pending.clear()
         while self.pending and self.pending[0].seq <= through:
             first = self.pending.popleft()
+            at = first.at
             if first.source:
-                self.sources[first.source] = first.source_number
+                self.sources[first.source] = (first.source_number, first.at)
             self.settled = self.evolve(self.settled, first)
+        if at is not None and at.toordinal() != self._forgot:
+            self._forget_silent(at)
+
+    def _forget_silent(self, at: datetime) -> None:
+        """Drop the sources that nobody will ask for any more: whoever reads on from here reads nothing older."""
+        self._forgot = at.toordinal()
+        for sources in (self.sources, self._seen):
+            for source in [s for s, last in sources.items() if at - last[1] > REMEMBERED + CLOCK_SLACK]:
+                del sources[source]

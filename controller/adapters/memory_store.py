@@ -13,7 +13,7 @@ from controller import fleet_codec, projection
 from controller.deciders.fleet import DECIDERS_VERSION, Fleet
 from controller.ports import AnotherProjector, CatchUp, Place, Reading, Snapshot, StoreUnavailable
 from events.fact import Decision, Recorded
-from events.order import Position
+from events.order import Last, Position
 
 SNAPSHOT_EVERY = 5_000
 
@@ -23,7 +23,7 @@ class _Kept:
     reach: int
     at: datetime
     position: Position
-    sources: Mapping[str, int]
+    sources: Mapping[str, Last]
     fleet: bytes
     deciders_version: int
 

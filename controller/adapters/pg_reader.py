@@ -1,12 +1,12 @@
 """What is read from the state store. Needs no more than the driver, so that a frontend's start is quick."""
 
-import json
 from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from datetime import datetime
 from typing import Any
 
 import asyncpg
+import msgspec
 import structlog
 
 from controller import fleet_codec, projection
@@ -15,7 +15,7 @@ from controller.adapters.pg_link import Connection, Link
 from controller.deciders.fleet import DECIDERS_VERSION
 from controller.ports import Place, Reading, Snapshot
 from events.fact import Recorded
-from events.order import Position
+from events.order import Last, Position
 
 SELECT_BATCH = 1_000
 log = structlog.get_logger(__name__)
@@ -23,6 +23,7 @@ log = structlog.get_logger(__name__)
 _PLACE = "SELECT * FROM projection WHERE name = 'fleet'"
 _SNAPSHOT = "SELECT * FROM snapshots WHERE deciders_version = $1 AND codec_version = $2"
 _EVENTS = f"SELECT {', '.join(projection.EVENT_COLUMNS)} FROM fleet_events"
+_sources = msgspec.json.Decoder(dict[str, Last]).decode
 _OPEN = "SELECT * FROM incidents WHERE closed_at IS NULL"
 
 
@@ -57,12 +58,12 @@ class Reader:
         if row is None:
             return None
         try:
-            fleet = fleet_codec.decode(row["fleet"])
-        except fleet_codec.BadSnapshot as error:
+            fleet, sources = fleet_codec.decode(row["fleet"]), _sources(row["sources"])
+        except (fleet_codec.BadSnapshot, msgspec.MsgspecError) as error:
             log.error("snapshot_not_used", reach=row["reach"], why=str(error))
             return None
         position = Position(row["through"], row["decided"], row["number"])
-        return Snapshot(fleet, position, json.loads(row["sources"]))
+        return Snapshot(fleet, position, sources)
 
     async def read_status(self) -> Reading:
         """Return the rows of the fleet's present state and the open incidents, as of one instant."""

@@ -1,6 +1,5 @@
 """What is written to the state store: a batch of events becomes one transaction, mostly one statement."""
 
-import json
 from collections.abc import Mapping, Sequence
 from datetime import datetime
 from typing import Any
@@ -13,6 +12,7 @@ from controller.adapters.pg_link import Connection, Link
 from controller.adapters.statements import Rows
 from controller.deciders.fleet import DECIDERS_VERSION, Fleet
 from controller.ports import AnotherProjector, Snapshot, StoreAhead
+from events import codec
 from events.errors import HoldfastError
 from events.fact import Decision, Recorded
 
@@ -72,7 +72,7 @@ class Writer:
             return ()
         if self._decided is None or self._decided[0] != position.decided:
             return ()  # decided before this process began: its time is not known here
-        fleet, sources = fleet_codec.encode(settled.fleet), json.dumps(dict(settled.sources))
+        fleet, sources = fleet_codec.encode(settled.fleet), codec.to_json(settled.sources)
         row = (position.decided, self._decided[1], position.through, position.decided, position.number)
         return [(*row, DECIDERS_VERSION, fleet_codec.VERSION, fleet, sources)]
 

@@ -11,9 +11,9 @@ from typing import Any
 from controller.deciders import fleet
 from controller.router.table import Table
 from events.fact import Decision, Observation
-from events.order import Order, Position
+from events.order import Last, Order, Position
 
-Stored = tuple[fleet.Fleet, Position, dict[str, int]]  # what the state store keeps of a fold
+Stored = tuple[fleet.Fleet, Position, dict[str, Last]]  # what the state store keeps of a fold
 
 
 def fence(after: int, decided: int) -> bool:

@@ -10,12 +10,16 @@ batches instead, which share one fsync, and never both at a time.
 A message that is refused while a later one is stored would arrive behind its successor, and every fold drops a
 number that is not above its source's last. The sequences in the acknowledgements show this: such a fact is said
 again under a new number.
+
+Nothing is repeated once half of the time has passed for which folds remember a source (`events.order`): they could
+not tell it from a new fact. So what a killed process left is sent for a week, and dropped, counted and said after it.
 """
 
 import asyncio
 import contextlib
 from collections import deque
 from collections.abc import Awaitable, Callable
+from datetime import UTC, datetime
 
 import msgspec
 import structlog
@@ -29,6 +33,7 @@ from events.journal.counters import Counters
 from events.journal.outbox import Entry, Outbox
 from events.journal.spool import Letter
 from events.journal.witness import Witness
+from events.order import REMEMBERED
 
 WINDOW = 64  # messages in flight: 15 ms of a server that syncs each
 BATCH_MIN = 32  # an atomic batch costs 2.5 ms, as much as a dozen single messages
@@ -36,6 +41,7 @@ BATCH_MAX = 500  # the server allows 1,000
 ACK_DEADLINE_S = 2.5
 PAUSE_MIN_S, PAUSE_MAX_S = 0.05, 2.0  # after a refusal
 KEEP_EVERY_S = 0.6
+REPEATED_FOR = REMEMBERED / 2  # after it was said; see the module's text
 
 log = structlog.get_logger(__name__)
 
@@ -138,8 +144,8 @@ class Publisher:
     async def _pump(self, now: float) -> None:
         try:
             while self._waiting and not self._batch:
-                entry = self.outbox.get(self._waiting[0])
-                if entry is None:  # acknowledged after all
+                entry = self._due(self._waiting[0])
+                if entry is None:
                     self._waiting.popleft()
                 elif self._batches and self._singly <= 0 and len(self._waiting) >= BATCH_MIN:
                     if self._flight:
@@ -155,6 +161,17 @@ class Publisher:
             self._rewind()
             self._pause(now)
 
+    def _due(self, token: int) -> Entry | None:
+        """Return a fact to send; None if it was acknowledged after all, or must not be repeated any more."""
+        entry = self.outbox.get(token)
+        if entry is None or (entry.own and not entry.sent_at):  # never sent: no repetition
+            return entry
+        if datetime.now(UTC) - datetime.fromisoformat(entry.letter.headers["ce-time"]) <= REPEATED_FOR:
+            return entry
+        self.outbox.give_up(token, f"it was said more than {REPEATED_FOR.days} days ago")
+        self.outbox.moved.set()
+        return None
+
     async def _send_one(self, token: int, entry: Entry, now: float) -> None:
         entry.sent_at = now
         self._flight[token] = None
@@ -164,10 +181,12 @@ class Publisher:
         batch: list[tuple[int, Entry]] = []
         while self._waiting and len(batch) < BATCH_MAX:
             token = self._waiting.popleft()
-            entry = self.outbox.get(token)
+            entry = self._due(token)
             if entry is not None:
                 entry.sent_at = now
                 batch.append((token, entry))
+        if not batch:
+            return
         commit = batch[-1][0]
         tokens = [token for token, _ in batch]
         self._batch[commit] = tokens

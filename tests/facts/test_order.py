@@ -1,14 +1,14 @@
 """Settled and pending: the one order in which everybody folds."""
 
 import random
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 
 import pytest
 
 from events.decisions import Absorbed
 from events.fact import Fact, Recorded
 from events.observations import ObserverBlind
-from events.order import Order, OutOfOrder, Position
+from events.order import CLOCK_SLACK, REMEMBERED, Order, OutOfOrder, Position
 
 AT = datetime(2026, 1, 1, tzinfo=UTC)
 Log = tuple[str, ...]
@@ -19,14 +19,14 @@ def fold(state: Log, event: Recorded) -> Log:
     return (*state, event.id)
 
 
-def seen(seq: int, *, source: str = "", number: int = 0) -> Recorded:
+def seen(seq: int, *, source: str = "", number: int = 0, at: datetime = AT) -> Recorded:
     fact: Fact = ObserverBlind(observer="o", silent=1, known=1)
-    return Recorded(seq=seq, at=AT, fact=fact, id=f"o{seq}", source=source, source_number=number)
+    return Recorded(seq=seq, at=at, fact=fact, id=f"o{seq}", source=source, source_number=number)
 
 
-def decided(seq: int, number: int, through: int) -> Recorded:
+def decided(seq: int, number: int, through: int, at: datetime = AT) -> Recorded:
     fact = Absorbed(number=number, decided_at=AT)
-    return Recorded(seq=seq, at=AT, fact=fact, id=f"d{seq}", through=through)
+    return Recorded(seq=seq, at=at, fact=fact, id=f"d{seq}", through=through)
 
 
 def order(*events: Recorded) -> Order[Log]:
@@ -81,6 +81,27 @@ def test_repetitions_are_dropped_after_a_snapshot_too() -> None:
 
 
 @pytest.mark.parametrize(
+    ("silent", "dropped"), [(REMEMBERED, True), (REMEMBERED + timedelta(seconds=1), False)]
+)
+def test_a_source_is_remembered_for_so_long_and_no_longer(silent: timedelta, dropped: bool) -> None:
+    events = [
+        seen(1, source="w", number=7),
+        decided(2, 1, through=1),
+        seen(3, source="w", number=7, at=AT + silent),
+    ]
+    assert order(*events).shown == (("o1", "d2") if dropped else ("o1", "d2", "o3"))
+
+
+def test_sources_that_have_gone_take_no_room_for_ever() -> None:
+    made, day, days = order(), timedelta(days=1), 100
+    for n in range(days):
+        made.absorb(seen(2 * n + 1, source=f"life-{n}", number=1, at=AT + n * day))
+        made.absorb(decided(2 * n + 2, n + 1, through=2 * n + 1, at=AT + n * day))
+    kept = (REMEMBERED + CLOCK_SLACK) // day
+    assert list(made.sources) == list(made._seen) == [f"life-{n}" for n in range(days - kept - 1, days)]
+
+
+@pytest.mark.parametrize(
     "events",
     [
         (seen(1), seen(3)),
@@ -101,13 +122,16 @@ def test_whoever_starts_from_whichever_snapshot_shows_the_same(seed: int) -> Non
     r = random.Random(seed)
     events: list[Recorded] = []
     number = read = 0
+    now = AT
     for seq in range(1, 200):
+        now += r.choice((1, 30, 300)) * timedelta(hours=1)  # long enough for a source to be forgotten
+        at = now - r.random() * CLOCK_SLACK  # the broker's clock is set back now and then
         if r.random() < 0.3:
             number += 1
             read = r.randint(read, seq - 1)
-            events.append(decided(seq, number, read))
+            events.append(decided(seq, number, read, at))
         else:
-            events.append(seen(seq, source=f"s{r.randrange(3)}", number=r.randrange(1, 60)))
+            events.append(seen(seq, source=f"s{r.randrange(9)}", number=r.randrange(1, 60), at=at))
     whole = order(*events)
     for cut in r.sample(range(1, 199), 10):
         part = order(*events[:cut])
@@ -116,3 +140,4 @@ def test_whoever_starts_from_whichever_snapshot_shows_the_same(seed: int) -> Non
             rest.absorb(event)
         assert (rest.shown, rest.settled, rest.position) == (whole.shown, whole.settled, whole.position)
         assert rest.sources == whole.sources
+    assert len(whole.sources) < 9

@@ -6,17 +6,19 @@ import signal
 import subprocess
 import sys
 from collections.abc import Awaitable, Callable
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 import nats
 import pytest
 from nats_world import Broker, Wire, absorbed, drain, folded, read_all
 
-from events import subjects
+from events import codec, subjects
 from events.fact import Recorded
 from events.journal import publisher as publisher_module
 from events.journal.nats import NatsJournal
 from events.journal.port import JournalUnavailable
+from events.journal.spool import Letter, Spool
 
 pytestmark = pytest.mark.servers
 Eventually = Callable[..., Awaitable[None]]
@@ -128,6 +130,30 @@ async def test_a_killed_process_s_facts_are_sent_first_by_its_successor_with_the
     assert events[40].source == successor.source
     assert successor.counters.inherited == 40
     await successor.close()
+    assert not list((tmp_path / "spool").glob("*.spool"))
+
+
+async def test_what_lay_in_a_spool_for_longer_than_folds_remember_is_dropped_counted_and_said(
+    broker: Broker, tmp_path: Path, eventually: Eventually
+) -> None:
+    said = datetime.now(UTC)
+    spool = Spool(tmp_path / "spool", "0190")
+    for number, days in enumerate((8, 7.5, 6, 0), start=1):
+        fact = drain(number)
+        headers = codec.encode_headers(
+            fact,
+            id=codec.new_id(),
+            source="worker:w1:0190",
+            source_number=number,
+            said_at=said - timedelta(days=days),
+        )
+        spool.put(Letter(number, subjects.subject(fact), headers, codec.encode_body(fact)))
+    spool.close(empty=False)  # as the kernel does for a killed process
+    journal = await NatsJournal.connect(broker.url, "worker:w1", tmp_path / "spool", wait_s=0.05)
+    await eventually(lambda: journal.spool_depth == 0, 20)
+    assert [event.source_number for event in await read_all(journal)] == [3, 4]
+    assert (journal.counters.inherited, journal.counters.dropped) == (4, 2)
+    await journal.close()
     assert not list((tmp_path / "spool").glob("*.spool"))
 
 

@@ -159,10 +159,11 @@ async def test_a_snapshot_of_other_deciders_is_not_used(open_store: OpenStore, d
     await assert_projected(history, store)
 
 
-async def test_a_damaged_snapshot_is_not_used(database_url: str) -> None:
+@pytest.mark.parametrize("change", ["fleet = 'broken'::bytea", """sources = '{"test-1": 7}'"""])
+async def test_a_damaged_snapshot_is_not_used(database_url: str, change: str) -> None:
     history, store = History().start().corruption(), PostgresStore(database_url, snapshot_every=3)
     await in_portions(history, store)
-    await execute(database_url, "UPDATE holdfast.snapshots SET fleet = 'broken'::bytea")
+    await execute(database_url, f"UPDATE holdfast.snapshots SET {change}")
     assert await store.load() is None
     history.say(history.passed("w0"))
     await Projector(journal(history), store).catch_up(len(history.events))
