@@ -8,20 +8,18 @@ import asyncio
 import itertools
 import json
 import time
-import uuid
 from collections.abc import Awaitable, Callable
 from typing import Any
 
-import msgspec
 import structlog
 from aiohttp import web
 
 from controller.frontend.admission import tier_asked
-from controller.frontend.bodies import Ask, bad_json, parse_chat, parse_completion
+from controller.frontend.bodies import Ask, parse_chat, parse_completion
 from controller.frontend.desk import Desk
 from controller.frontend.errors import ApiError, internal, invalid, unavailable, unknown_model
 from controller.frontend.exchange import Admitted, Exchange, refuse_guided
-from controller.frontend.settings import AdmissionSettings
+from controller.frontend.intake import named, read_json, read_prompts
 from controller.frontend.sse import SseStream, StreamedResponse, head
 from controller.frontend.templates import BadTemplate
 from controller.frontend.tokens import TokenizerMissing, Tokens, ready_tokens
@@ -30,7 +28,6 @@ from controller.router.pick import NoWorker
 from controller.router.table import Lineage
 
 log = structlog.get_logger(__name__)
-REQUEST_ID_MAX = 128
 ERROR_TYPES = {
     400: "validation",
     404: "not_found",
@@ -77,13 +74,13 @@ class Api:
                 raise self._nowhere(request)
             return await handler(request)
         except ApiError as error:
-            return refusal(error, _named(request))
+            return refusal(error, named(request))
         except Exception:  # a mistake of ours: this client gets an answer, and the others are not touched
             log.exception("request_failed", path=request.path[:200])
             transport = request.transport
             if request.writer.output_size or transport is None or transport.is_closing():
                 raise
-            return refusal(internal(), _named(request))
+            return refusal(internal(), named(request))
 
     async def admin(self, request: web.BaseRequest) -> web.StreamResponse:
         """Answer one request on the admin port: everything but the API."""
@@ -113,14 +110,14 @@ class Api:
     async def _serve(
         self, request: web.BaseRequest, parse: Callable[[Any], Ask], endpoint: str
     ) -> web.StreamResponse:
-        headers = _named(request)
+        headers = named(request)
         tier, warning = tier_asked(request.headers.get("X-Priority"))
         if warning:
             headers["Warning"] = warning
         model, kind = "", "unary"
         error: ApiError | None = None
         try:
-            ask = parse(await _json(request, self.desk.settings.admission))
+            ask = parse(await read_json(request, self.desk.settings.admission))
             kind = "stream" if ask.stream else "unary"
             if self._known(ask.model):
                 model = ask.model
@@ -171,7 +168,7 @@ class Api:
         began = desk.now()
         try:
             tokens = await ready_tokens(lineage[1])
-            prompts = await _prompts(ask, tokens)
+            prompts = await read_prompts(ask, tokens)
         except TokenizerMissing as error:
             log.error("tokenizer_missing", model=ask.model, why=str(error))
             raise unavailable(
@@ -303,57 +300,6 @@ class Api:
 
 def _row(model: str) -> dict[str, Any]:
     return {"id": model, "object": "model", "created": 0, "owned_by": "holdfast"}
-
-
-async def _prompts(ask: Ask, tokens: Tokens) -> list[tuple[list[int], str]]:
-    if ask.messages is not None:
-        if tokens.template is None:
-            message = "this model has no chat template; use /v1/completions"
-            raise invalid(message, "messages", "no_chat_template")
-        text = tokens.template.render(ask.messages, **(ask.template_extra or {}))
-        return [(await tokens.encode_soon(text, special=False), text)]
-    out = []
-    for prompt in ask.prompts or ():
-        if isinstance(prompt, str):
-            out.append((await tokens.encode_soon(prompt, special=True), prompt))
-        else:
-            if any(token >= tokens.size for token in prompt):
-                raise invalid(f"a token of the prompt is not below {tokens.size}", "prompt")
-            out.append((list(prompt), tokens.decode(prompt)))
-    if any(not prompt for prompt, _ in out):
-        raise invalid("prompt must not be empty", "prompt")
-    return out
-
-
-async def _json(request: web.BaseRequest, limits: AdmissionSettings) -> Any:
-    if request.headers.get("Expect", "").lower() == "100-continue" and request.transport is not None:
-        request.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")  # curl waits a second for it otherwise
-    try:
-        async with asyncio.timeout(limits.body_s):
-            body = await request.read()
-        return msgspec.json.decode(body)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise bad_json(str(error)) from error
-    except web.RequestPayloadError as error:  # compressed in a way that cannot be undone, or cut off
-        raise bad_json(" ".join(str(error).split())) from error
-    except web.HTTPRequestEntityTooLarge as error:
-        why = f"the body is larger than {limits.body_mb_max} MB"
-        raise ApiError(413, why, code="body_too_large") from error
-    except TimeoutError as error:
-        why = f"the body has not come within {limits.body_s:g} s"
-        raise ApiError(408, why, code="body_timeout") from error
-
-
-def _named(request: web.BaseRequest) -> dict[str, str]:
-    """Return the header that names a request, in every answer to it."""
-    return {"X-Request-Id": request_id(request.headers.get("X-Request-Id"))}
-
-
-def request_id(given: str | None) -> str:
-    """Return the client's own id for a request if it is usable, else a fresh one."""
-    if given and len(given) <= REQUEST_ID_MAX and given.isascii() and given.isprintable():
-        return given
-    return uuid.uuid4().hex
 
 
 def refusal(error: ApiError, headers: dict[str, str]) -> web.Response:

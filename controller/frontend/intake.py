@@ -1,0 +1,68 @@
+"""What has the client sent? From a request's bytes to its prompts in tokens."""
+
+import asyncio
+import uuid
+from typing import Any
+
+import msgspec
+from aiohttp import web
+
+from controller.frontend.bodies import Ask, bad_json
+from controller.frontend.errors import ApiError, invalid
+from controller.frontend.settings import AdmissionSettings
+from controller.frontend.tokens import Tokens
+
+REQUEST_ID_MAX = 128
+
+
+async def read_prompts(ask: Ask, tokens: Tokens) -> list[tuple[list[int], str]]:
+    """Return each prompt as tokens and as text. Raise ApiError, or BadTemplate."""
+    if ask.messages is not None:
+        if tokens.template is None:
+            message = "this model has no chat template; use /v1/completions"
+            raise invalid(message, "messages", "no_chat_template")
+        text = tokens.template.render(ask.messages, **(ask.template_extra or {}))
+        return [(await tokens.encode_soon(text, special=False), text)]
+    out = []
+    for prompt in ask.prompts or ():
+        if isinstance(prompt, str):
+            out.append((await tokens.encode_soon(prompt, special=True), prompt))
+        else:
+            if any(token >= tokens.size for token in prompt):
+                raise invalid(f"a token of the prompt is not below {tokens.size}", "prompt")
+            out.append((list(prompt), tokens.decode(prompt)))
+    if any(not prompt for prompt, _ in out):
+        raise invalid("prompt must not be empty", "prompt")
+    return out
+
+
+async def read_json(request: web.BaseRequest, limits: AdmissionSettings) -> Any:
+    """Return a request's body, which must come in time. Raise ApiError."""
+    if request.headers.get("Expect", "").lower() == "100-continue" and request.transport is not None:
+        request.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")  # curl waits a second for it otherwise
+    try:
+        async with asyncio.timeout(limits.body_s):
+            body = await request.read()
+        return msgspec.json.decode(body)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise bad_json(str(error)) from error
+    except web.RequestPayloadError as error:  # compressed in a way that cannot be undone, or cut off
+        raise bad_json(" ".join(str(error).split())) from error
+    except web.HTTPRequestEntityTooLarge as error:
+        why = f"the body is larger than {limits.body_mb_max} MB"
+        raise ApiError(413, why, code="body_too_large") from error
+    except TimeoutError as error:
+        why = f"the body has not come within {limits.body_s:g} s"
+        raise ApiError(408, why, code="body_timeout") from error
+
+
+def named(request: web.BaseRequest) -> dict[str, str]:
+    """Return the header that names a request, in every answer to it."""
+    return {"X-Request-Id": request_id(request.headers.get("X-Request-Id"))}
+
+
+def request_id(given: str | None) -> str:
+    """Return the client's own id for a request if it is usable, else a fresh one."""
+    if given and len(given) <= REQUEST_ID_MAX and given.isascii() and given.isprintable():
+        return given
+    return uuid.uuid4().hex
