@@ -1,5 +1,6 @@
 """The port that a fleet's frontends share: only one fleet may have it, although the kernel would let two share it."""
 
+import errno
 import socket
 import sys
 
@@ -11,7 +12,7 @@ class PortTaken(HoldfastError):
 
 
 def hold(host: str, port: int) -> socket.socket:
-    """Return what keeps every other `holdfast up` off this port while it is open. Raise PortTaken."""
+    """Return what keeps every other `holdfast up` off this port while it is open. Raise PortTaken, or HoldfastError."""
     held = _name(host, port)
     try:
         with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
@@ -19,7 +20,7 @@ def hold(host: str, port: int) -> socket.socket:
             probe.bind((host, port))
     except OSError as error:
         held.close()
-        raise PortTaken(f"{host}:{port} cannot be used: {PortTaken.__doc__}") from error
+        raise _refusal(host, port, error) from error
     return held
 
 
@@ -31,8 +32,14 @@ def _name(host: str, port: int) -> socket.socket:
             held.bind(f"\0holdfast:{host}:{port}")
         except OSError as error:
             held.close()
-            raise PortTaken(f"{host}:{port} cannot be used: {PortTaken.__doc__}") from error
+            raise _refusal(host, port, error) from error
     return held
+
+
+def _refusal(host: str, port: int, error: OSError) -> HoldfastError:
+    if error.errno == errno.EADDRINUSE:
+        return PortTaken(f"{host}:{port} cannot be used: {PortTaken.__doc__}")
+    return HoldfastError(f"{host}:{port} cannot be used: {error.strerror}")
 
 
 def free_port() -> int:

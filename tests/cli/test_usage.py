@@ -67,6 +67,12 @@ def test_a_port_in_use_is_named(tmp_path: Path) -> None:
         )
 
 
+def test_an_address_of_another_host_is_named(tmp_path: Path) -> None:
+    done = holdfast("up", "--data", str(tmp_path), "--host", "203.0.113.1", "--port", "18999")
+    refused(done, "203.0.113.1:18999 cannot be used: ")
+    assert "in use" not in done.stderr
+
+
 def test_a_data_directory_of_a_newer_version_is_refused(tmp_path: Path) -> None:
     (tmp_path / "version").write_text("99\n")
     refused(holdfast("up", "--data", str(tmp_path), "--port", "18999"), "newer version")
