@@ -250,6 +250,9 @@ STREAM_FAULTS = [
     ("done_without_finish", "stream_incomplete: "),
     ("no_finish", "stream_incomplete: "),
     ("not_json", "engine_error: the upstream sent what is not JSON"),
+    ("odd_choice", "engine_error: the upstream sent an event that makes no sense"),
+    ("odd_choices", "engine_error: the upstream sent an event that makes no sense"),
+    ("odd_ids", "engine_error: the upstream calls None a token id"),
     ("cut", "engine_error: the upstream's connection broke"),
     ("too_many", "engine_error: more than the 16 tokens asked for"),
     ("long_line", "engine_error: the upstream sent a line of more than"),
@@ -272,7 +275,7 @@ async def test_a_fault_in_the_stream_is_an_error_and_no_answer(
 
 @pytest.mark.parametrize(
     ("fault", "error"),
-    [pair for pair in STREAM_FAULTS if pair[0] not in ("zeros", "too_many", "null_logprob")],
+    [pair for pair in STREAM_FAULTS if pair[0] not in ("zeros", "too_many", "null_logprob", "odd_ids")],
 )
 async def test_a_fault_in_a_stream_of_text_is_an_error_too(
     upstream: Upstream, fault: str, error: str

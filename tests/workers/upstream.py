@@ -174,6 +174,14 @@ class Upstream:
                 await response.write_eof()
             case "not_json":
                 await response.write(b"data: <html>bad gateway</html>\n\n")
+            case "odd_choice":
+                await self._send(response, {"choices": [None]})
+            case "odd_choices":
+                await self._send(response, {"choices": {"first": "one"}})
+            case "odd_ids":
+                event = self._event(body, [chunk], None)
+                event["choices"][0]["token_ids"] = [300, None]
+                await self._send(response, event)
             case "cut":
                 request.transport.abort()
             case "too_many":

@@ -13,7 +13,7 @@ back until something else follows, so that a client never sees them if they turn
 
 import json
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -101,8 +101,12 @@ class Reading:
         if not isinstance(said, dict) or "error" in said or (said.get("message") and "choices" not in said):
             raise Fault(f"engine_error: {error_words(said)}")
         choices = said.get("choices") or []
-        if choices:  # without any: usage, which we count ourselves
+        if not choices:  # usage, which we count ourselves
+            return
+        try:
             yield from self._choice(choices[0])
+        except (TypeError, LookupError, AttributeError, ValueError) as error:
+            raise Fault(f"engine_error: the upstream sent an event that makes no sense: {error!r}") from None
 
     def _choice(self, choice: dict[str, Any]) -> Iterator[Chunk]:
         piece = read_piece(choice, self._ids_from, self._request.sampling.logprobs)
@@ -159,15 +163,23 @@ def read_piece(choice: dict[str, Any], ids_from: IdsFrom, wanted: int) -> Piece:
         logprobs, ids = _detailed(given, wanted) if "content" in given else _classic(given, wanted)
         match ids_from:
             case "token_ids":
-                return Piece(list(choice.get("token_ids") or []), text, logprobs if wanted else [])
+                return Piece(_ids(choice.get("token_ids") or []), text, logprobs if wanted else [])
             case "logprobs":
                 return Piece(ids, text, logprobs if wanted else [])
             case "text_bytes":
                 return Piece(list(text.encode()), text, [])
             case "nowhere":
                 return Piece([], text, logprobs if wanted else [])
-    except (TypeError, KeyError, AttributeError) as error:
+    except (TypeError, KeyError, AttributeError, ValueError) as error:
         raise Fault(f"engine_error: the upstream's logprobs cannot be read: {error!r}") from None
+
+
+def _ids(given: Iterable[Any]) -> list[int]:
+    """Return token ids. Raise Fault for what is none: one of them would break the frame that carries everybody's."""
+    ids = list(given)
+    if wrong := [token for token in ids if type(token) is not int or not 0 <= token < 2**31]:
+        raise Fault(f"engine_error: the upstream calls {wrong[0]!r} a token id")
+    return ids
 
 
 def _classic(given: dict[str, Any], wanted: int) -> tuple[list[Logprob], list[int]]:
