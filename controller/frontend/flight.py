@@ -14,8 +14,7 @@ cancelled at the plane, so that nothing late of it can come in.
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-import msgspec
-
+from controller.frontend.continuation import Continuation
 from controller.frontend.errors import ApiError
 from controller.frontend.exposure import Stint
 from controller.frontend.migration import Allowance, Failure, classify
@@ -24,7 +23,7 @@ from controller.frontend.voice import Voice
 from controller.ports import LostCause, WorkerUnreachable
 from controller.router.pick import AllTried, NoWorker
 from controller.router.table import Key, Seat
-from events.wire import Chunk, Generate
+from events.wire import Chunk
 
 if TYPE_CHECKING:
     from controller.frontend.desk import Desk
@@ -44,12 +43,12 @@ class Flight:
         "_spoilt",
         "_stint",
         "_stints",
-        "_worded",
         "accepted",
         "allowance",
         "attempts",
         "began_at",
         "cached_tokens",
+        "continuation",
         "done",
         "error",
         "finish",
@@ -61,7 +60,6 @@ class Flight:
         "seat",
         "sent",
         "stream",
-        "texts",
         "under",
         "voice",
     )
@@ -83,8 +81,7 @@ class Flight:
         self.voice = voice
         self.allowance = allowance
         self.accepted: list[int] = []
-        self.texts: list[str] = []  # what came from engines that give text and no tokens, and all before it
-        self._worded = 0  # accepted tokens that `texts` says
+        self.continuation = Continuation(plan, self.accepted, desk.tokens_of(plan.lineage))
         self.seat: Seat | None = None
         self.first_seat: Seat | None = None
         self.last_seat: Seat | None = None
@@ -112,8 +109,9 @@ class Flight:
             except NoWorker as error:
                 self._nowhere(error)
                 return
+            request = self.continuation.request(seat.joined.engine)
             try:
-                self.stream = desk.plane.open(seat.worker, seat.instance, self._request(seat), self)
+                self.stream = desk.plane.open(seat.worker, seat.instance, request, self)
             except WorkerUnreachable:
                 missed.add(seat.key)
                 self.allowance.tried.add(seat.key)
@@ -136,55 +134,6 @@ class Flight:
             return self._desk.routing.route(self.plan, allowance.tried)
         except AllTried:
             return self._desk.routing.route(self.plan, allowance.failed | missed)
-
-    def _request(self, seat: Seat) -> Generate:
-        plan, made = self.plan, len(self.accepted)
-        sampling = plan.sampling
-        if made:
-            left = sampling.max_tokens - made
-            floor = max(0, sampling.min_tokens - made)
-            sampling = msgspec.structs.replace(sampling, max_tokens=left, min_tokens=floor)
-        text = plan.prompt_text + self._text() if seat.joined.engine == "openai" else ""
-        return Generate(
-            stream=0,
-            request=plan.request,
-            tokens=self._tokens(),
-            prompt_tokens=len(plan.prompt),
-            sampling=sampling,
-            guided=plan.guided,
-            prompt_text=text,
-        )
-
-    def _tokens(self) -> list[int]:
-        """Return the prompt and all that was accepted.
-
-        What came as text is read anew together with the prompt: tokenizers of Llama 2's kind put a space before each
-        piece that they read by itself.
-        """
-        plan = self.plan
-        if self.texts:
-            encode = self._desk.tokens_of(plan.lineage).encode
-            for special in (False, True):
-                if encode(plan.prompt_text, special=special) == plan.prompt:
-                    return encode(plan.prompt_text + self._text(), special=special)
-        return plan.prompt + self.accepted
-
-    def _text(self) -> str:
-        """Return all that was accepted as text, whether it came as text or as tokens."""
-        return "".join(self.texts) + self._unworded()
-
-    def _unworded(self) -> str:
-        """Return the text of the tokens that came after the last text, as it follows from what stands before them.
-
-        A character of which only some bytes have come is left out: who goes on in text says it whole.
-        """
-        if self._worded == len(self.accepted):
-            return ""
-        decode, prompt = self._desk.tokens_of(self.plan.lineage).decode, self.plan.prompt
-        before, whole = decode(prompt + self.accepted[: self._worded]), decode(prompt + self.accepted)
-        if not whole.startswith(before):
-            before, whole = "", decode(self.accepted[self._worded :])
-        return whole[len(before) :].rstrip("\ufffd")
 
     def _nowhere(self, error: NoWorker) -> None:
         """Nobody can take it now. A request that had begun waits for a worker; a new one is told."""
@@ -275,11 +224,7 @@ class Flight:
 
     def _accept_text(self, text: str) -> None:
         self._heard(None)
-        tokens = self._desk.tokens_of(self.plan.lineage).encode_next(text)
-        self.voice.say_text(text, len(tokens))
-        self.texts += (self._unworded(), text)
-        self.accepted += tokens
-        self._worded = len(self.accepted)
+        self.voice.say_text(text, self.continuation.take_text(text))
         if self.voice.stopped:
             self._stop(None)
 
@@ -347,15 +292,13 @@ class Flight:
             self._spoilt = True
             return "continue"  # a flight that is still there is moved with all others of its worker
         self._cancel_stream()
-        self._rewind(0 if self.texts else first)  # where a text can be cut is not known
+        self._rewind(0 if self.continuation.texts else first)  # where a text can be cut is not known
         self._failed(Failure("unhealthy", "corrupt output"), on_source=on_source)
         return "error" if self.error is not None else "restart"
 
     def _rewind(self, count: int) -> None:
         """Forget what came after the first `count` tokens; nobody has seen it."""
-        self.accepted = self.accepted[:count]
-        self.texts.clear()
-        self._worded = 0
+        self.continuation.rewind(count)
         self._counted = min(self._counted, count)
         self.voice.rewind(count)
 
@@ -414,7 +357,7 @@ class Flight:
             )
 
     def _exact(self, move: Move, target: Seat) -> bool:
-        exact = move.source.joined.exact and target.joined.exact and not self.texts
+        exact = move.source.joined.exact and target.joined.exact and not self.continuation.texts
         return exact and self.plan.deterministic and not self._spoilt
 
     @property

@@ -183,7 +183,9 @@ async def test_a_corrupt_text_that_nobody_has_seen_is_begun_anew() -> None:
             await kit.add(worker, engine="openai", exact=False)  # type: ignore[arg-type]
         kit.desk.table.seats[("w2", "i1")].active += 1
         asking = asyncio.create_task(kit.complete("tell:", 50))
-        await until(lambda: any(f.texts for s in kit.desk.table.seats.values() for f in s.flights))
+        await until(
+            lambda: any(f.continuation.texts for s in kit.desk.table.seats.values() for f in s.flights)
+        )
         convict(kit, bad)  # type: ignore[arg-type]
         text, _ = await asking
         assert text == "once upon a time é"

@@ -1,0 +1,88 @@
+"""What is a worker asked for? The prompt and every token that was accepted, so that it goes on exactly there.
+
+Most engines take and give tokens. Some take text only, and some give text only: what came as text is kept as text, and
+what came as tokens is put into words where a text is asked for.
+"""
+
+import msgspec
+
+from controller.frontend.plan import Plan
+from controller.frontend.tokens import Tokens
+from events.wire import Generate
+
+
+class Continuation:
+    """All that was accepted of one answer, as the next worker must be told it."""
+
+    __slots__ = ("_accepted", "_plan", "_tokens", "_worded", "texts")
+
+    def __init__(self, plan: Plan, accepted: list[int], tokens: Tokens) -> None:
+        self._plan = plan
+        self._accepted = accepted  # the flight's own list: it grows with every step
+        self._tokens = tokens
+        self.texts: list[str] = []  # what came from engines that give text and no tokens, and all before it
+        self._worded = 0  # accepted tokens that `texts` says
+
+    def request(self, engine: str) -> Generate:
+        """Return what a worker with this kind of engine is asked for now."""
+        plan, made = self._plan, len(self._accepted)
+        sampling = plan.sampling
+        if made:
+            left = sampling.max_tokens - made
+            floor = max(0, sampling.min_tokens - made)
+            sampling = msgspec.structs.replace(sampling, max_tokens=left, min_tokens=floor)
+        return Generate(
+            stream=0,
+            request=plan.request,
+            tokens=self._whole(),
+            prompt_tokens=len(plan.prompt),
+            sampling=sampling,
+            guided=plan.guided,
+            prompt_text=plan.prompt_text + self._text() if engine == "openai" else "",
+        )
+
+    def take_text(self, text: str) -> int:
+        """Accept a text that came without tokens, and return of how many tokens it is."""
+        tokens = self._tokens.encode_next(text)
+        self.texts += (self._unworded(), text)
+        self._accepted += tokens
+        self._worded = len(self._accepted)
+        return len(tokens)
+
+    def rewind(self, count: int) -> None:
+        """Forget what came after the first `count` tokens."""
+        del self._accepted[count:]
+        self.texts.clear()
+        self._worded = 0
+
+    def _whole(self) -> list[int]:
+        """Return the prompt and all that was accepted.
+
+        What came as text is read anew together with the prompt: tokenizers of Llama 2's kind put a space before each
+        piece that they read by itself.
+        """
+        plan = self._plan
+        if self.texts:
+            encode = self._tokens.encode
+            for special in (False, True):
+                if encode(plan.prompt_text, special=special) == plan.prompt:
+                    return encode(plan.prompt_text + self._text(), special=special)
+        return plan.prompt + self._accepted
+
+    def _text(self) -> str:
+        """Return all that was accepted as text, whether it came as text or as tokens."""
+        return "".join(self.texts) + self._unworded()
+
+    def _unworded(self) -> str:
+        """Return the text of the tokens that came after the last text, as it follows from what stands before them.
+
+        A character of which only some bytes have come is left out: who goes on in text says it whole.
+        """
+        accepted, said = self._accepted, self._worded
+        if said == len(accepted):
+            return ""
+        decode, prompt = self._tokens.decode, self._plan.prompt
+        before, whole = decode(prompt + accepted[:said]), decode(prompt + accepted)
+        if not whole.startswith(before):
+            before, whole = "", decode(accepted[said:])
+        return whole[len(before) :].rstrip("\ufffd")
