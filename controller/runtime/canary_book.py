@@ -22,6 +22,7 @@ from controller.runtime.goldens import (
     Calibration,
     Canary,
     Difference,
+    Expected,
     Vocabulary,
     compare,
     configured,
@@ -131,6 +132,10 @@ class Book:
             tolerance=self.tolerance(golden),
             top_logit_range=canary.top_logit_range,
         )
+
+    def expected(self, golden: Golden) -> Expected:
+        """Return what an answer is held against while it is being said."""
+        return Expected(golden.tokens, golden.top_k, self.tolerance(golden))
 
     def tolerance(self, golden: Golden) -> float:
         """Return the tolerance to judge by: a golden without logprobs is compared by its tokens only."""

@@ -19,7 +19,7 @@ from controller.deciders.golden import Golden
 from controller.runtime.canary_book import Book, open_book, open_calibration
 from controller.runtime.canary_facts import Probed, golden_of
 from controller.runtime.canary_tools import Tools
-from controller.runtime.goldens import Answer, Calibration, Canary, Difference, compare
+from controller.runtime.goldens import Answer, Calibration, Canary, Difference, Expected, compare
 from controller.runtime.probe import Asked, Deadline, Verdict, ask, probe, question
 from controller.runtime.settings import CanarySettings
 from events.decisions import HealthStatus
@@ -156,7 +156,7 @@ class Examiner:
     # --- asking -------------------------------------------------------------------------------------------
 
     async def _once(
-        self, visit: Visit, canary: Canary, check: CheckType, expected: tuple[int, ...] = ()
+        self, visit: Visit, canary: Canary, check: CheckType, expected: Expected | None = None
     ) -> Asked:
         """Ask one question, and measure it."""
         top_k = self._settings.top_k
@@ -201,7 +201,7 @@ class Examiner:
     async def _check(self, visit: Visit, golden: Golden) -> Outcome:
         async def once(again: bool) -> Asked:
             check = "confirm" if again else visit.check
-            return await self._once(visit, visit.canary, check, golden.tokens)
+            return await self._once(visit, visit.canary, check, visit.book.expected(golden))
 
         def judge(answer: Answer) -> Difference:
             return visit.book.judge(visit.canary, golden, answer)

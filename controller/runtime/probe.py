@@ -11,12 +11,12 @@ wrong answer. Such a probe says nothing (`Asked.declined`); whoever is full is a
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from dataclasses import dataclass, replace
 from typing import Any, Literal, TypeVar
 
 from controller.ports import Clock, Prober, WorkerUnreachable
-from controller.runtime.goldens import Answer, Canary, Difference, read
+from controller.runtime.goldens import Answer, Canary, Difference, Expected, read
 from events import codec
 from events.errors import HoldfastError
 from events.wire import Chunk, Generate, Sampling
@@ -147,11 +147,11 @@ def question(canary: Canary, *, top_k: int, ignore_eos: bool) -> Generate:
 
 
 async def ask(
-    prober: Prober, worker: str, request: Generate, deadline: Deadline, expected: Sequence[int] = ()
+    prober: Prober, worker: str, request: Generate, deadline: Deadline, expected: Expected | None = None
 ) -> Asked:
-    """Ask once, to the end of the answer, or to its first token that is not the expected one.
+    """Ask once, to the end of the answer, or until it departs from the expected one.
 
-    What a wrong token is followed by tells nothing more, and the sooner a corrupt worker is found out the better.
+    What follows then tells nothing more, and the sooner a corrupt worker is found out the better.
     """
     clock = deadline.clock
     began = clock.monotonic()
@@ -172,12 +172,11 @@ async def ask(
 
 
 async def _whole(
-    prober: Prober, hearing: Hearing, request: Generate, expected: Sequence[int], deadline: Deadline
+    prober: Prober, hearing: Hearing, request: Generate, expected: Expected | None, deadline: Deadline
 ) -> Asked:
     """Return the whole answer; a worker that is full is asked again, as long as the deadline leaves time for it."""
     while True:
         chunks: list[Chunk] = []
-        position = 0
         stream = prober.ask(hearing.worker, request)
         hearing.open = True
         async with _closing(stream):
@@ -187,10 +186,8 @@ async def _whole(
                     hearing.begin(deadline.clock.monotonic())
                 if chunk.error or chunk.finish or len(chunks) > CHUNKS_MAX:
                     break
-                due = expected[position : position + len(chunk.tokens)]
-                if expected and tuple(chunk.tokens) != tuple(due):
-                    return Asked(0.0, answer=read(chunks))
-                position += len(chunk.tokens)
+                if expected is not None and expected.departs(chunk):
+                    return Asked(0.0, answer=replace(read(chunks), cut=True))
         hearing.open = False
         error = chunks[-1].error if chunks else None
         if error is None or not error.startswith("overloaded"):

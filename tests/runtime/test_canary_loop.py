@@ -125,6 +125,7 @@ async def test_the_tolerance_is_calibrated_within_half_a_minute_and_then_finds_s
     failed = world.facts(CanaryFailed)
     assert {(f.worker, f.reason, f.confirmed) for f in failed} == {("w2", "logit_drift", True)}
     assert 0.001 < failed[0].distance < 0.003
+    assert len(failed[0].got) == 1  # nobody waits for what follows the first logprob that is off
 
 
 async def test_a_worker_that_drifts_from_birth_is_found_once_the_tolerance_is_calibrated() -> None:

@@ -13,6 +13,7 @@ from controller.runtime.goldens import (
     Answer,
     Calibration,
     Canary,
+    Expected,
     compare,
     configured,
     distance,
@@ -307,3 +308,26 @@ def test_one_shifted_logprob_is_found_wherever_it_is(answer: Answer, place: int,
     )
     assert found.reason == "logit_drift"
     assert found.distance == pytest.approx(shift)
+
+
+@given(ANSWERS, ANSWERS, st.integers(0, 8), st.sampled_from((0.0, 1.0, 20.0)))
+def test_an_answer_is_cut_as_soon_as_it_is_wrong_and_for_the_same_reason(
+    right: Answer, other: Answer, alike: int, tolerance: float
+) -> None:
+    said = Answer(right.tokens[:alike] + other.tokens, right.top_k[:alike] + other.top_k)
+    whole = compare(said, tokens=right.tokens, top_k=right.top_k, tolerance=tolerance)
+    expected = Expected(right.tokens, right.top_k, tolerance)
+    rows = list(zip(said.tokens, said.top_k, strict=True))
+    heard = next(
+        (n + 1 for n, (token, top) in enumerate(rows) if expected.departs(chunk_of(token, top))), len(rows)
+    )
+    cut = Answer(said.tokens[:heard], said.top_k[:heard], cut=heard < len(rows))
+    found = compare(cut, tokens=right.tokens, top_k=right.top_k, tolerance=tolerance)
+    assert (found.reason is None) == (whole.reason is None)
+    assert heard <= alike + len(other.tokens)
+    if cut.cut and cut.tokens == right.tokens[:heard]:
+        assert found.reason == "logit_drift" and (found.distance or 0) > tolerance
+
+
+def chunk_of(token: int, top: tuple[tuple[int, float], ...]) -> Chunk:
+    return Chunk(0, [token], logprobs=[Logprob(top[0][1], list(top))])
