@@ -124,6 +124,22 @@ async def test_a_fleet_that_falls_silent_at_once_is_the_observers_own_fault(phas
     assert [f.worker for f in w.world.facts(WorkerSilent)] == ["w3"]
 
 
+async def test_the_only_worker_is_never_called_silent_and_the_doubt_is_said_once() -> None:
+    """Of one worker nobody can tell whether it is silent or we are deaf: its canaries judge it."""
+    w = await Watched("w1").start()
+    await w.pass_time(5)
+    w.beating.clear()
+    await w.pass_time(60)
+    assert not w.world.facts(WorkerSilent)
+    (blind,) = w.world.facts(ObserverBlind)
+    assert (blind.silent, blind.known) == (1, 1)
+    w.beating.add("w1")
+    await w.pass_time(2)
+    w.beating.clear()
+    await w.pass_time(10)
+    assert len(w.world.facts(ObserverBlind)) == 2
+
+
 async def test_half_of_the_fleet_is_not_more_than_half() -> None:
     w = await Watched("w1", "w2", "w3", "w4").start()
     await w.pass_time(5)
