@@ -81,7 +81,7 @@ def _sweep(args: argparse.Namespace) -> int:
 def command(seed: int, workers: int, minutes: float, rates: str | None = None) -> str:
     """Return the command that plays a seed again."""
     with_rates = f" --rates {rates}" if rates else ""
-    exact = int(minutes) if minutes == int(minutes) else minutes  # to the last digit: every one of them counts
+    exact = int(minutes) if minutes == int(minutes) else minutes  # every digit counts
     return f"holdfast simulate --seed {seed} --workers {workers} --minutes {exact}{with_rates}"
 
 
