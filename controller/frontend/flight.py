@@ -14,8 +14,10 @@ cancelled at the plane, so that nothing late of it can come in.
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+import structlog
+
 from controller.frontend.continuation import Continuation
-from controller.frontend.errors import ApiError
+from controller.frontend.errors import ApiError, internal
 from controller.frontend.exposure import Stint
 from controller.frontend.migration import Allowance, Failure, classify
 from controller.frontend.plan import Move, Plan
@@ -27,6 +29,8 @@ from events.wire import Chunk
 
 if TYPE_CHECKING:
     from controller.frontend.desk import Desk
+
+log = structlog.get_logger(__name__)
 
 
 class Flight:
@@ -147,9 +151,18 @@ class Flight:
     # --- what the plane says ------------------------------------------------------------------------------
 
     def take(self, chunk: Chunk) -> None:
-        """Take one step's output for this stream."""
+        """Take one step's output for this stream. Whatever goes wrong with it is nobody else's trouble."""
         if self.done:
             return
+        try:
+            self._take(chunk)
+        except Exception:
+            log.exception("stream_failed", request=self.plan.request)
+            self._cancel_stream()
+            self._leave()
+            self._abort(internal())
+
+    def _take(self, chunk: Chunk) -> None:
         if chunk.tokens:
             if self._plain and chunk.finish is None:
                 self._go_on(chunk)
@@ -158,7 +171,7 @@ class Flight:
         elif chunk.text is not None:
             self._accept_text(chunk.text)
         if self.finish is not None or self.error is not None:
-            return  # a stop string, or a mistake of ours, ended it meanwhile
+            return  # a stop string ended it meanwhile
         if chunk.error is not None:
             self._told(chunk.error)
         elif chunk.finish is not None:

@@ -114,23 +114,30 @@ class StreamDetokenizer:
 
     def feed(self, token: int) -> str:
         self._held.append(token)
-        text = self._stream.step(self._tokenizer, token)
+        try:
+            text = self._stream.step(self._tokenizer, token)
+        except (
+            Exception
+        ):  # bare: what was said reads otherwise now, as bytes of a character that never comes do
+            return self._anew()
         if text is not None:
             self._shown, self._held = (self._shown + self._held)[-8:], []
             return str(text)
-        if len(self._held) > INCOMPLETE_TOKENS_MAX:
-            text = self.flush()
-            self._stream = DecodeStream(ids=self._shown, skip_special_tokens=True)
-            return text
-        return ""
+        return self._anew() if len(self._held) > INCOMPLETE_TOKENS_MAX else ""
+
+    def _anew(self) -> str:
+        """Say what is held as it stands, and go on behind it."""
+        text = self.flush()
+        self._stream = DecodeStream(ids=self._shown, skip_special_tokens=True)
+        return text
 
     def flush(self) -> str:
         if not self._held:
             return ""
         before = self._tokenizer.decode(self._shown)
-        whole = self._tokenizer.decode(self._shown + self._held)
+        whole, alone = self._tokenizer.decode(self._shown + self._held), self._tokenizer.decode(self._held)
         self._shown, self._held = (self._shown + self._held)[-8:], []
-        return whole[len(before) :] if whole.startswith(before) else ""
+        return whole[len(before) :] if whole.startswith(before) else alone
 
 
 class Tokens:

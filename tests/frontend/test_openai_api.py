@@ -14,7 +14,7 @@ from scripted_worker import Act, ScriptedWorker, undisturbed
 
 from controller.frontend.settings import AdmissionSettings, StreamSettings
 from events.decisions import DegradationChanged, HealthStatus, Knobs
-from events.observations import RequestFailed, RequestsRejected, RequestsServed, WorkerLeft
+from events.observations import RequestFailed, RequestMigrated, RequestsRejected, RequestsServed, WorkerLeft
 from events.wire import Chunk
 
 PROMPT = [300, 301, 302]
@@ -196,6 +196,27 @@ async def test_missing_logprobs_cost_nobody_his_connection() -> None:
         assert text_of(events) == TOKENS.decode(undisturbed(PROMPT, 6))
         shown = [e["choices"][0]["logprobs"] is not None for e in events[:-2]]
         assert shown == [True, False] * 3
+
+
+class Nonsense(ScriptedWorker):
+    """Names a token that there cannot be to whoever asks for seven."""
+
+    def _chunk(self, request: Any, new: list[int], finish: str | None) -> Chunk:
+        odd = request.sampling.max_tokens == 7
+        return super()._chunk(request, [-(2**40)] if odd else new, finish)
+
+
+@pytest.mark.parametrize("stream", [True, False])
+async def test_what_cannot_be_said_is_nobody_elses_trouble(stream: bool) -> None:
+    worker = Nonsense(step_s=0.01)
+    async with frontend(worker) as kit:
+        other = asyncio.create_task(kit.complete(PROMPT, 40))
+        await until(lambda: worker.active)
+        ask = {"model": "m", "prompt": PROMPT, "max_tokens": 7, "logprobs": 1, "stream": stream}
+        async with kit.http.post(kit.url + "/v1/completions", json=ask) as answer:
+            assert (answer.status, (await answer.json())["error"]["code"]) == (500, "internal")
+        assert (await other)[0] == TOKENS.decode(undisturbed(PROMPT, 40))
+        assert kit.desk.plane.connected and not kit.said(RequestMigrated)
 
 
 async def test_min_tokens_holds_stop_strings_off() -> None:

@@ -79,6 +79,13 @@ def test_other_tokenizers_stream_exactly_and_flush() -> None:
     assert text + detokenizer.flush() == tokenizer.decode(tokens)
 
 
+@given(st.lists(st.integers(0, 259), max_size=60))
+def test_no_tokens_are_too_odd_to_be_said(tokens: list[int]) -> None:
+    detokenizer = StreamDetokenizer(sentencepiece_like())
+    said = "".join(map(detokenizer.feed, tokens)) + detokenizer.flush()
+    assert bool(said.strip()) == bool(sentencepiece_like().decode(tokens).strip())
+
+
 def test_a_run_of_incomplete_bytes_is_bounded() -> None:
     detokenizer = StreamDetokenizer(sentencepiece_like())
     out = [detokenizer.feed(0xF0) for _ in range(INCOMPLETE_TOKENS_MAX * 3)]
