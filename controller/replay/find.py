@@ -1,6 +1,7 @@
 """Where is an event? By sequence, by ce-id, or as `decision:N`."""
 
 from controller.ports import Archive
+from controller.runtime.history import history
 from events.errors import HoldfastError
 from events.fact import Decision, Recorded
 from events.journal.port import Journal
@@ -17,7 +18,7 @@ async def find(journal: Journal, archive: Archive | None, reference: str) -> Rec
     if seq is None and archive is not None:
         seq = await archive.locate(reference)
     if seq is not None and 0 < seq <= last:
-        async for batch in journal.read(seq - 1, until=seq):
+        async for batch in history(journal, seq - 1, seq):
             for event in batch:
                 return event
     elif seq is None and (found := await _scan(journal, reference, last)):
@@ -27,9 +28,7 @@ async def find(journal: Journal, archive: Archive | None, reference: str) -> Rec
 
 async def _scan(journal: Journal, reference: str, last: int) -> Recorded | None:
     """Read the journal until the event turns up: the index does not have it (yet)."""
-    if last == 0:
-        return None
-    async for batch in journal.read(0, until=last):
+    async for batch in history(journal, 0, last):
         for event in batch:
             if event.id == reference or reference == name(event):
                 return event

@@ -5,6 +5,7 @@ from datetime import datetime
 
 from controller import projection
 from controller.replay.find import name
+from controller.runtime.history import history
 from events.fact import Recorded
 from events.journal.port import Journal
 
@@ -44,9 +45,8 @@ class JournalArchive:
 
     async def _all(self, after: int) -> AsyncIterator[Sequence[Recorded]]:
         last = await self._journal.last_seq()
-        if last > after:
-            async for batch in self._journal.read(after, until=last):
-                yield batch
+        async for batch in history(self._journal, after, last):
+            yield batch
 
 
 def _about(row: projection.Row, worker: str | None, incident: str | None) -> bool:

@@ -8,6 +8,7 @@ from typing import Any
 from controller import projection
 from controller.deciders.fleet import Fleet, evolve
 from controller.ports import Snapshot, StateStore
+from controller.runtime.history import history
 from events.errors import HoldfastError
 from events.fact import Recorded
 from events.journal.port import Journal
@@ -52,10 +53,9 @@ async def at(journal: Journal, store: StateStore | None, when: int | datetime) -
 
 
 async def _events(journal: Journal, after: int, until: int) -> AsyncIterator[Recorded]:
-    if until > after:
-        async for batch in journal.read(after, until=until):
-            for event in batch:
-                yield event
+    async for batch in history(journal, after, until):
+        for event in batch:
+            yield event
 
 
 async def _before(store: StateStore | None, when: int | datetime) -> Snapshot | None:

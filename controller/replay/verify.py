@@ -17,6 +17,7 @@ from controller.ports import Place, Reading, Snapshot
 from controller.replay.find import name
 from controller.replay.store import Frozen, HistoryStore
 from controller.replay.travel import order_from
+from controller.runtime.history import history
 from events import codec
 from events.decisions import Absorbed, PolicyAdopted
 from events.errors import HoldfastError
@@ -133,10 +134,9 @@ class _Run:
         self._kept = await anext(self._audit, None)
         if self._place.seq <= self._order.last_seq:
             self._compare_rows()
-        if last > self._order.last_seq:
-            async for batch in journal.read(self._order.last_seq, until=last):
-                for event in batch:
-                    await self._one(event)
+        async for batch in history(journal, self._order.last_seq, last):
+            for event in batch:
+                await self._one(event)
         self._decide_again()
         if self._place.seq > self._order.last_seq:
             raise Differs(Difference("the end of the stream", last, f"at least {self._place.seq}", last))

@@ -21,6 +21,7 @@ import structlog
 
 from controller.deciders.fleet import Fleet, evolve
 from controller.ports import AnotherProjector, Place, Snapshot, StateStore, StoreUnavailable
+from controller.runtime.history import history
 from controller.runtime.lineage import refuse_foreign_stream
 from events.fact import Recorded
 from events.journal.port import Journal, JournalUnavailable
@@ -126,7 +127,8 @@ class Projector:
         return Order(evolve, snapshot.fleet, snapshot.position, dict(snapshot.sources))
 
     async def _read(self, order: Order[Fleet], place: Place, gathered: Gathered, until: int | None) -> None:
-        async for batch in self._journal.read(order.position.through, until=until):
+        journal, after = self._journal, order.position.through
+        async for batch in journal.read(after) if until is None else history(journal, after, until):
             await self._step("read")
             while len(gathered.events) >= GATHER_MAX:
                 gathered.taken.clear()

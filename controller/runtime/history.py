@@ -1,0 +1,29 @@
+"""What the journal holds, up to a known end. A follower waits for the broker for ever; whoever was asked a question
+says that it does not answer."""
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+
+from events.fact import Recorded
+from events.journal.port import Journal, JournalUnavailable
+
+PATIENCE_S = 30.0  # for the next batch of what is known to be there
+
+
+async def history(journal: Journal, after: int, until: int) -> AsyncIterator[Sequence[Recorded]]:
+    """Yield the events above `after` up to `until`, in batches. Raise JournalUnavailable if no more of them comes."""
+    if until <= after:
+        return
+    batches = journal.read(after, until=until)
+    while True:
+        try:
+            async with asyncio.timeout(PATIENCE_S):
+                batch = await anext(batches, None)
+        except TimeoutError:
+            raise JournalUnavailable(
+                f"the journal has been read to {after} of {until} and gave nothing more for {PATIENCE_S:g} s"
+            ) from None
+        if batch is None:
+            return
+        yield batch
+        after = batch[-1].seq if batch else after
