@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from frontend_kit import TOKENS, Kit, frontend, joined, text_of, until
-from scripted_worker import ScriptedWorker, next_token, undisturbed
+from scripted_worker import Act, ScriptedWorker, next_token, undisturbed
 
 from controller.frontend.convictions import Served
 from controller.frontend.exposure import Exposures, Ring, Stint
@@ -318,6 +318,25 @@ async def test_a_worker_convicted_and_acquitted_in_one_batch_has_its_requests_na
         (fact,) = kit.said(RequestExposed)  # the pass that came after the failure absolves nobody
         assert (fact.first, fact.last) == (0, 3)
         assert kit.said(ExposureUnknown) == []
+
+
+async def test_a_breaker_that_was_quicker_than_the_canary_hides_nobody() -> None:
+    bad = ScriptedWorker("w1", follow=corrupt)
+    async with frontend(bad, ScriptedWorker("w2")) as kit:
+        kit.tell(canary(CanaryPassed, bad))
+        kit.desk.table.seats[("w2", "i1")].active += 50
+        _, _, finished = await kit.post("/v1/completions", model="m", prompt=PROMPT, max_tokens=5)
+        bad.always = Act(after=2, how="error", error="non_finite: NaN in the logits")
+        for _ in range(3):
+            await kit.complete(PROMPT, 5)  # it goes on elsewhere, and opens this frontend's own breaker
+        seat = kit.desk.table.seats[("w1", "i1")]
+        assert not kit.desk.outcomes.allowed(seat)
+        kit.health(bad, HealthStatus.SUSPICIOUS, 0.5)
+        convict(kit, bad)
+        said = kit.said(RequestExposed)
+        assert [(fact.first, fact.last) for fact in said] == [(0, 4), (0, 1), (0, 1), (0, 1)]
+        assert said[0].request == finished["X-Request-Id"]
+        assert {fact.finished for fact in said} == {True}
 
 
 async def test_nobody_is_named_twice_for_the_same_tokens() -> None:
