@@ -9,11 +9,15 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import asyncpg
+
 from controller.adapters.names import HEAD, SCHEMA
-from controller.adapters.pg_link import Link, plain
+from controller.adapters.pg_link import AWAY, Link, masked, plain
+from controller.ports import StoreUnavailable
 from events.errors import HoldfastError
 
 LOCK = 0x0_4F1D_FA57  # one migration at a time: an advisory lock of the database
+LOCK_S = 60  # how long to wait for another migration, or for a table that somebody holds
 
 
 class DatabaseTooNew(HoldfastError):
@@ -59,6 +63,7 @@ def _refuse_newer(found: str | None) -> None:
 
 async def _run(url: str, schema: str, to: str, *, up: bool) -> None:
     from sqlalchemy import text
+    from sqlalchemy.exc import DBAPIError
     from sqlalchemy.ext.asyncio import create_async_engine
     from sqlalchemy.pool import NullPool
 
@@ -67,14 +72,22 @@ async def _run(url: str, schema: str, to: str, *, up: bool) -> None:
         .replace("postgres://", "postgresql://")
         .replace("postgresql://", "postgresql+asyncpg://", 1)
     )
+    settings = {"search_path": schema, "lock_timeout": f"{LOCK_S}s"}
     engine = create_async_engine(
-        address, poolclass=NullPool, connect_args={"server_settings": {"search_path": schema}, "timeout": 10}
+        address, poolclass=NullPool, connect_args={"server_settings": settings, "timeout": 10}
     )
     try:
         async with engine.begin() as connection:
             await connection.execute(text(f"SELECT pg_advisory_xact_lock({LOCK})"))
             await connection.execute(text(f'CREATE SCHEMA IF NOT EXISTS "{schema}"'))
             await connection.run_sync(_alembic, schema, to, up)
+    except (DBAPIError, *AWAY) as error:
+        cause = error.orig.__cause__ if isinstance(error, DBAPIError) and error.orig else error
+        if isinstance(cause, (*AWAY, asyncpg.LockNotAvailableError)):
+            raise StoreUnavailable(
+                f"{masked(url)} cannot be migrated now: {cause}. {StoreUnavailable.__doc__}"
+            ) from error
+        raise
     finally:
         await engine.dispose()
 

@@ -29,7 +29,7 @@ class BadStoreUrl(HoldfastError):
     """A database's URL reads postgresql://user:password@host:port/database."""
 
 
-_AWAY = (
+AWAY = (
     OSError,
     TimeoutError,
     asyncpg.PostgresConnectionError,
@@ -85,7 +85,7 @@ class Link:
             ) as error:  # a value that no column can hold; asyncpg's own counts as InterfaceError too
                 self._drop()
                 raise StoreCannotKeep(f"{masked(self._url)}: {error}. {StoreCannotKeep.__doc__}") from error
-            except _AWAY as error:
+            except AWAY as error:
                 self._drop()
                 reason = str(error) or type(error).__name__
                 raise StoreUnavailable(
@@ -119,5 +119,5 @@ class Link:
         if connection is not None:
             try:
                 await connection.close(timeout=2.0)
-            except _AWAY:
+            except AWAY:
                 connection.terminate()

@@ -1,7 +1,9 @@
 """Migrations: up and down from an empty database, and what is refused."""
 
+import asyncio
 from pathlib import Path
 
+import asyncpg
 import pytest
 from store_databases import execute
 
@@ -36,6 +38,40 @@ async def test_migrating_twice_changes_nothing(empty_database_url: str) -> None:
     await migrate.upgrade(empty_database_url)
     await migrate.upgrade(empty_database_url)
     assert await migrate.version(empty_database_url) == names.HEAD
+
+
+async def test_a_migration_that_another_one_holds_up_says_so_and_can_be_tried_again(
+    empty_database_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(migrate, "LOCK_S", 1)
+    other = await asyncpg.connect(empty_database_url)
+    try:
+        await other.execute(f"SELECT pg_advisory_lock({migrate.LOCK})")
+        with pytest.raises(StoreUnavailable, match=r"cannot be migrated now: .*lock timeout"):
+            async with asyncio.timeout(30):
+                await migrate.upgrade(empty_database_url)
+    finally:
+        await other.close()
+    await migrate.upgrade(empty_database_url)
+    assert await migrate.version(empty_database_url) == names.HEAD
+
+
+async def test_a_database_that_goes_away_during_a_migration_is_unavailable(empty_database_url: str) -> None:
+    other = await asyncpg.connect(empty_database_url)
+    try:
+        await other.execute(f"SELECT pg_advisory_lock({migrate.LOCK})")
+        migrating = asyncio.ensure_future(migrate.upgrade(empty_database_url))
+        waiting = (
+            "SELECT pid FROM pg_stat_activity WHERE datname = current_database() AND wait_event = 'advisory'"
+        )
+        async with asyncio.timeout(30):
+            while (pid := await other.fetchval(waiting)) is None:  # noqa: ASYNC110
+                await asyncio.sleep(0.02)
+            await other.execute("SELECT pg_terminate_backend($1)", pid)
+            with pytest.raises(StoreUnavailable, match="cannot be migrated now"):
+                await migrating
+    finally:
+        await other.close()
 
 
 async def test_the_newest_migration_is_the_one_that_the_code_names() -> None:
