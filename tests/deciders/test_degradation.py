@@ -295,7 +295,8 @@ def test_any_profile_and_slo_give_a_capacity(profile: Profile, slo: Slo) -> None
     capacity = worker_capacity(profile, slo)
     assert capacity.effective_capacity_rps >= 0
     relaxed = worker_capacity(profile, slo, latency=2.0)
-    assert relaxed.rps_compute >= capacity.rps_compute or profile.tpot_ms != tuple(
+    rounding = 1 - 1e-9  # of a share of the same curve, reached by another way
+    assert relaxed.rps_compute >= rounding * capacity.rps_compute or profile.tpot_ms != tuple(
         sorted(set(profile.tpot_ms))
     )
     twice = fleet_capacity([(profile, 1.0), (profile, 1.0)], slo)
