@@ -14,6 +14,10 @@ from controller.frontend.errors import ApiError, invalid, unsupported
 STOPS_MAX = 16
 N_MAX = 16
 TOP_LOGPROBS_MAX = 20
+MESSAGES_MAX = 10_000  # what comes in by the million would hold up everybody's streams while it is read
+PARTS_MAX = 1_000
+STOP_IDS_MAX = 1_000
+PROMPT_TOKENS_MAX = 4_000_000
 
 B = TypeVar("B", bound="Body")
 Token = Annotated[int, Field(ge=0, lt=2**31)]
@@ -39,8 +43,8 @@ class Body(BaseModel):
     top_p: float | None = Field(default=None, gt=0, le=1)
     top_k: int | None = Field(default=None, ge=-1, lt=2**31)
     seed: int | None = Field(default=None, ge=-(2**63), lt=2**63)
-    stop: str | list[str] | None = None
-    stop_token_ids: list[Token] | None = None
+    stop: Any = None
+    stop_token_ids: list[Token] | None = Field(default=None, max_length=STOP_IDS_MAX)
     n: int | None = Field(default=None, ge=1, le=N_MAX)
     ignore_eos: bool = False
     presence_penalty: float | None = Field(default=None, ge=-2, le=2)
@@ -63,13 +67,13 @@ class Message(BaseModel):
     model_config = ConfigDict(extra="allow")
 
     role: str
-    content: str | list[Part] | None = None
+    content: str | Annotated[list[Part], Field(max_length=PARTS_MAX)] | None = None
 
 
 class ChatBody(Body):
     """POST /v1/chat/completions."""
 
-    messages: list[Message] = Field(min_length=1)
+    messages: list[Message] = Field(min_length=1, max_length=MESSAGES_MAX)
     max_completion_tokens: int | None = Field(default=None, ge=1)
     logprobs: bool | None = None
     top_logprobs: int | None = Field(default=None, ge=0, le=TOP_LOGPROBS_MAX)
@@ -79,7 +83,7 @@ class ChatBody(Body):
 class CompletionBody(Body):
     """POST /v1/completions."""
 
-    prompt: str | list[Token] | list[str] | list[list[Token]]
+    prompt: Any
     logprobs: int | None = Field(default=None, ge=0, le=TOP_LOGPROBS_MAX)
 
 
@@ -191,7 +195,11 @@ def _validate(model: type[B], data: Any) -> B:
     try:
         return model.model_validate(data)
     except ValidationError as error:
-        first = error.errors(include_url=False, include_input=False)[0]
+        found = error.errors(include_url=False, include_input=False)
+        place = [step for step in found[0]["loc"] if not _is_type(step)]
+        first = [one for one in found if list(one["loc"][: len(place)]) == place][
+            -1
+        ]  # of a union: the list's, not str's
         where = [str(step) for step in first["loc"] if not _is_type(step)]
         field = ".".join(where)
         raise invalid(f"{field}: {first['msg']}", where[0] if where else None) from error
@@ -233,13 +241,17 @@ def _ask(body: Body, *, chat: bool, logprobs: int | None) -> Ask:
     )
 
 
-def _stops(stop: str | list[str] | None) -> tuple[str, ...]:
-    stops = (stop,) if isinstance(stop, str) else tuple(stop or ())
+def _stops(stop: Any) -> tuple[str, ...]:
+    stops = [stop] if isinstance(stop, str) else [] if stop is None else stop
+    if not isinstance(stops, list):
+        raise invalid("stop must be text or a list of texts", "stop")
     if len(stops) > STOPS_MAX:
         raise invalid(f"at most {STOPS_MAX} stop strings", "stop")
-    if any(not text for text in stops):
+    if not all(isinstance(text, str) for text in stops):
+        raise invalid("stop must be text or a list of texts", "stop")
+    if not all(stops):
         raise invalid("a stop string must not be empty", "stop")
-    return stops
+    return tuple(stops)
 
 
 def _guided(extra: dict[str, Any]) -> dict[str, Any] | None:
@@ -267,14 +279,32 @@ def _plain(place: int, message: Message) -> dict[str, Any]:
     return plain
 
 
-def _prompts(prompt: str | list[int] | list[str] | list[list[int]]) -> list[str | list[int]]:
+def _prompts(prompt: Any) -> list[str | list[int]]:
+    """Return one or several prompts. By hand: a union would try each of its branches on millions of tokens."""
     if isinstance(prompt, str):
         return [prompt]
+    if not isinstance(prompt, list):
+        raise invalid("prompt must be text, token ids, or a list of these", "prompt")
     if not prompt:
         raise invalid("prompt must not be empty", "prompt")
-    if isinstance(prompt[0], int):
-        return [prompt]
-    return list(prompt)
+    if type(prompt[0]) is int:
+        return [_token_ids(prompt)]
+    if len(prompt) > N_MAX:
+        raise invalid(f"at most {N_MAX} prompts", "prompt")
+    if all(isinstance(one, str) for one in prompt):
+        return list(prompt)
+    return [_token_ids(one) for one in prompt]
+
+
+def _token_ids(given: Any) -> list[int]:
+    if isinstance(given, list) and len(given) > PROMPT_TOKENS_MAX:
+        why = f"the prompt has {len(given)} tokens, more than any model's context"
+        raise invalid(why, "prompt", "context_length_exceeded")
+    if not isinstance(given, list) or not all(type(token) is int for token in given):
+        raise invalid("prompt must be text, token ids, or a list of these", "prompt")
+    if given and not 0 <= min(given) <= max(given) < 2**31:
+        raise invalid("a token id of the prompt is below zero or too large", "prompt")
+    return given
 
 
 def bad_json(why: str) -> ApiError:

@@ -44,6 +44,11 @@ async def test_a_stream_says_the_same_token_by_token() -> None:
         ({"model": "m"}, "messages", "Field required"),
         (CHAT | {"messages": []}, "messages", "at least 1 item"),
         (CHAT | {"messages": [{"content": "x"}]}, "messages", "role"),
+        (
+            CHAT | {"messages": [{"role": "user", "content": [{}]}]},
+            "messages",
+            "content.0.type: Field required",
+        ),
         (CHAT | {"temperature": 9}, "temperature", "less than or equal to 2"),
         (CHAT | {"max_tokens": 0}, "max_tokens", "greater than or equal to 1"),
         (CHAT | {"max_tokens": "many"}, "max_tokens", "integer"),
@@ -138,6 +143,29 @@ async def test_a_body_that_never_comes_is_not_waited_for_for_ever() -> None:
         writer.write(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 50\r\n\r\n{")
         assert b" 408 " in await asyncio.wait_for(reader.readline(), 5)
         writer.close()
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/completions", {"prompt": [1] * 5_000_000}),
+        ("/v1/completions", {"prompt": [[1]] * 1_000_000}),
+        ("/v1/completions", {"prompt": ["a"] * 1_000_000}),
+        ("/v1/completions", {"prompt": "a", "stop": ["a"] * 1_000_000}),
+        ("/v1/completions", {"prompt": "a", "stop_token_ids": [1] * 1_000_000}),
+        ("/v1/chat/completions", {"messages": [{"role": "user"}] * 300_000}),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": [{"type": "text"}] * 300_000}]}),
+    ],
+)
+async def test_what_comes_by_the_million_is_refused_before_it_is_read(
+    path: str, body: dict[str, Any]
+) -> None:
+    async with frontend(ScriptedWorker()) as kit:
+        raw = json.dumps({"model": "m", **body}).encode()
+        async with kit.http.post(kit.url + path, data=io.BytesIO(raw)) as answer:
+            assert answer.status == 400
+            message = (await answer.json())["error"]["message"]
+        assert "at most" in message or "more than any model's context" in message
 
 
 async def test_harmless_unknown_fields_pass() -> None:
