@@ -25,6 +25,11 @@ CHAOS_BEFORE = timedelta(
     seconds=60
 )  # a rehearsed fault this long before the first symptom is where the story begins
 FELT_BEFORE = timedelta(seconds=5)  # a migration this long before the first symptom belongs to it
+FELT_AFTER = timedelta(
+    seconds=5
+)  # and one this long after the end: a death is known before its streams go on
+_FELT = (RequestMigrated, RequestAbandoned, RequestExposed)
+_HEALING = ("heal", "unhang")
 _ROUTINE = (RequestsServed, Absorbed)
 
 
@@ -41,8 +46,9 @@ class Story:
 
     @property
     def lasted_s(self) -> float:
-        """Seconds from the first event to the last, by the stream's clock."""
-        return (self.events[-1].at - self.events[0].at).total_seconds()
+        """Seconds from the first event to the end, or to the last event so far, by the stream's clock."""
+        ends = [e for e in self.events if isinstance(e.fact, IncidentClosed)] or self.events
+        return (ends[-1].at - self.events[0].at).total_seconds()
 
     def headline(self) -> str:
         """Return the story in one line."""
@@ -92,8 +98,7 @@ async def story(journal: Journal, archive: Archive, incident: str) -> Story:
     assert isinstance(opened.fact, IncidentOpened)
     closed = next((e for e in carried if isinstance(e.fact, IncidentClosed)), None)
     symptom = (await why(journal, archive, str(opened.seq)))[-1]
-    end = closed.seq if closed else await journal.last_seq()
-    scene = await _scene(archive, opened.fact.subject, symptom, end)
+    scene = await _scene(archive, opened.fact.subject, symptom, closed)
     causes = {cause(event) for event in [*carried, *scene]}
     told = {event.seq: event for event in [symptom, *carried]}
     told |= {e.seq: e for e in scene if not is_routine(e.fact) or name(e) in causes}
@@ -102,26 +107,50 @@ async def story(journal: Journal, archive: Archive, incident: str) -> Story:
     return Story(incident, opened.fact.subject, opened.fact.symptom, ordered, closed is not None, outcome)
 
 
-async def _scene(archive: Archive, subject: str, symptom: Recorded, end: int) -> list[Recorded]:
-    """Return what concerns an incident's subject, from a little before the first symptom to the end."""
+async def _scene(
+    archive: Archive, subject: str, symptom: Recorded, closed: Recorded | None
+) -> list[Recorded]:
+    """Return what concerns an incident's subject, from a little before the first symptom to the end.
+
+    What users felt is told for a few seconds more, unless the subject's next trouble begins.
+    """
     kind, _, who = subject.partition(":")
     worker = who if kind == "worker" else None
     found: list[Recorded] = []
+    late: list[Recorded] = []
     async for batch in archive.select(since=symptom.at - CHAOS_BEFORE, worker=worker):
-        found += [event for event in batch if event.seq <= end]
-        if batch[-1].seq > end:
+        found += [e for e in batch if closed is None or e.seq <= closed.seq]
+        late += [e for e in batch if closed and e.seq > closed.seq]
+        if closed and batch[-1].at > closed.at + FELT_AFTER:
             break
     early = _prelude([e for e in found if e.seq < symptom.seq], symptom.at)
-    return early + [e for e in found if e.seq >= symptom.seq and _belongs(e, kind, who)]
+    during = [e for e in found if e.seq >= symptom.seq and _belongs(e, kind, who)]
+    return early + during + (_aftermath(late, closed.at) if closed and worker else [])
+
+
+def _aftermath(after: Sequence[Recorded], end: datetime) -> list[Recorded]:
+    """Return what users felt of an incident when it was over already."""
+    told: list[Recorded] = []
+    for event in after:
+        if isinstance(event.fact, ChaosInjected | IncidentOpened) or event.at > end + FELT_AFTER:
+            break
+        told += [event] if isinstance(event.fact, _FELT) else []
+    return told
 
 
 def _prelude(before: Sequence[Recorded], symptom: datetime) -> list[Recorded]:
     """Return what belongs to an incident from before its first symptom.
 
-    That is the fault that was played last, if one was, and what users felt since then: a frontend often notices
-    first. Without a played fault it is what they felt in the last moments.
+    That is the fault that was played last, if one was and was not healed long before, and what users felt since then:
+    a frontend often notices first. Without a played fault it is what they felt in the last moments.
     """
-    played = [e for e in before if isinstance(e.fact, ChaosInjected)][-1:]
+    played: list[Recorded] = []
+    for event in before:
+        if isinstance(event.fact, ChaosInjected):
+            if event.fact.fault not in _HEALING:
+                played = [event]
+            elif event.at < symptom - FELT_BEFORE:
+                played = []
     start = played[0].at if played else symptom - FELT_BEFORE
     felt = [e for e in before if isinstance(e.fact, RequestMigrated | RequestAbandoned) and e.at >= start]
     return played + felt

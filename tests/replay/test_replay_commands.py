@@ -16,6 +16,7 @@ from controller.replay.travel import NotYet
 from controller.runtime.projector import Projector
 from events import codec
 from events.journal.memory import MemoryJournal
+from events.observations import ChaosInjected, RequestMigrated, WorkerLeft
 
 
 @pytest.fixture
@@ -100,8 +101,6 @@ async def test_one_incident_from_first_symptom_to_recovery(history: History, sto
 
 
 async def test_a_rehearsed_fault_begins_the_story(open_store: OpenStore) -> None:
-    from events.observations import ChaosInjected
-
     history = History().start()
     history.say(ChaosInjected(worker="w2", instance="w2-a", fault="corrupt", by="operator"))
     history.say(history.passed("w2"))
@@ -114,8 +113,6 @@ async def test_a_rehearsed_fault_begins_the_story(open_store: OpenStore) -> None
 
 
 async def test_what_users_felt_before_the_first_symptom_belongs_to_the_story(open_store: OpenStore) -> None:
-    from events.observations import ChaosInjected, RequestMigrated
-
     history = History().start()
     history.say(ChaosInjected(worker="w2", instance="w2-a", fault="kill", by="yesterday"))
     history.say(ChaosInjected(worker="w2", instance="w2-a", fault="corrupt", by="operator"))
@@ -132,6 +129,34 @@ async def test_what_users_felt_before_the_first_symptom_belongs_to_the_story(ope
     assert felt in [e.fact for e in story.events]
     assert sum(isinstance(e.fact, ChaosInjected) for e in story.events) == 1, "the fault that was played last"
     assert "longest gap 480 ms" in story.headline()
+
+
+async def test_a_fault_that_was_healed_long_before_is_not_where_a_story_begins(open_store: OpenStore) -> None:
+    history = History().start()
+    history.say(ChaosInjected(worker="w2", instance="w2-a", fault="hang", by="operator"))
+    history.say(ChaosInjected(worker="w2", instance="w2-a", fault="unhang", by="operator"))
+    history.say(*(history.passed("w2") for _ in range(9)))
+    history.corruption()
+    story = await told(history, open_store())
+    assert sentences.sentence(story.events[0].fact).startswith("w2 failed a canary")
+
+
+async def test_streams_that_go_on_after_a_death_was_known_belong_to_it(open_store: OpenStore) -> None:
+    history = History().start()
+    history.say(WorkerLeft(worker="w2", instance="w2-a", mode="immediate", exit=-9))
+    history.decide()
+    history.say(history.migrated("req-1", "w2", "w0"), source="frontend-0", seconds=0.1)
+    history.say(history.joined("w2", "w2-b"), source="w2-b")
+    history.say(history.migrated("req-2", "w2", "w0"), source="frontend-0", seconds=60)
+    story = await told(history, open_store())
+    assert story.outcome == "dead" and "; 1 request migrated" in story.headline()
+    assert story.lasted_s < 0.1, "the incident's time, not its aftermath's"
+
+
+async def told(history: History, store: AnyStore) -> timeline.Story:
+    await Projector(journal(history), store).catch_up(len(history.events))
+    opened = next(e.fact for e in history.events if e.fact.kind() == "incident_opened")
+    return await timeline.story(journal(history), store, opened.incident)  # type: ignore[attr-defined]
 
 
 async def test_no_such_incident_is_said(history: History, store: AnyStore) -> None:
