@@ -15,6 +15,7 @@ from events.errors import HoldfastError, UsageError
 
 Run = Callable[[argparse.Namespace], int]
 USAGE = 2
+INTERRUPTED = 130
 ROLES = ("controller", "projector", "frontend", "worker")
 
 
@@ -27,6 +28,13 @@ class Parser(argparse.ArgumentParser):
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code."""
+    try:
+        return _main(argv)
+    except KeyboardInterrupt:  # also while a command's imports still run
+        return INTERRUPTED
+
+
+def _main(argv: Sequence[str] | None) -> int:
     arguments = list(sys.argv[1:] if argv is None else argv)
     parser = Parser(
         prog="holdfast",
@@ -62,8 +70,6 @@ def _guarded(args: argparse.Namespace) -> int:
     except HoldfastError as error:
         print(f"holdfast: {error}", file=sys.stderr)
         return 1
-    except KeyboardInterrupt:
-        return 130
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # `holdfast events | head`
         return 0

@@ -48,6 +48,19 @@ def find(data: Path) -> dict[str, Any]:
     return known
 
 
+async def reachable(url: str) -> None:
+    """Make sure that a broker answers. Raise Unreachable."""
+    await (await _connect(url)).close()
+
+
+async def _connect(url: str) -> NatsBus:
+    bus = await NatsBus.connect(url, "operator", wait_s=CONNECT_WITHIN_S)
+    if bus.since is None:
+        await bus.close()
+        raise Unreachable(f"{url}: {Unreachable.__doc__}")
+    return bus
+
+
 class Operator:
     """A connection to the controller's control subjects."""
 
@@ -58,11 +71,7 @@ class Operator:
     async def connect(cls, data: Path) -> "Operator":
         """Connect to the fleet of a data directory. Raise NoFleet or Unreachable."""
         url = find(data)["nats_url"]
-        bus = await NatsBus.connect(url, "operator", wait_s=CONNECT_WITHIN_S)
-        if bus.since is None:
-            await bus.close()
-            raise Unreachable(f"{url}: {Unreachable.__doc__}")
-        return cls(bus, url)
+        return cls(await _connect(url), url)
 
     async def ask(self, verb: str, body: dict[str, Any], deadline_s: float = ASK_WITHIN_S) -> dict[str, Any]:
         """Ask the controller for one thing. Raise Refused with its reason, or NoAnswer."""

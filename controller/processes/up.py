@@ -20,7 +20,7 @@ from typing import Any, Literal
 from controller.adapters.embedded import Server, start_nats, start_postgres
 from controller.processes.children import Child
 from controller.processes.fleet_dir import FleetDir
-from controller.processes.operator import http_ok
+from controller.processes.operator import http_ok, reachable
 from controller.processes.plan import plan, projector
 from controller.processes.port import hold
 from controller.processes.up_flags import check
@@ -111,6 +111,8 @@ class Supervisor:
                 self.nats = await start_nats(self.dir.nats)
                 self.nats_url = self.nats.url
                 self._present("nats", self.nats)
+            else:
+                await reachable(self.nats_url)
             self._remember()
             self.children += plan(self.args, self.dir)
             for child in self.children:

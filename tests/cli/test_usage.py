@@ -7,9 +7,11 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import NoReturn
 
 import pytest
 
+from controller import cli
 from controller.processes.fleet_dir import FleetDir
 from controller.processes.port import free_port
 from controller.processes.up import left
@@ -96,6 +98,13 @@ def test_an_unreachable_broker_is_named(command: list[str], tmp_path: Path) -> N
     refused(done, "127.0.0.1:1")
 
 
+def test_up_names_a_broker_that_cannot_be_reached_instead_of_waiting_for_it(tmp_path: Path) -> None:
+    began = time.monotonic()
+    flags = ("--data", str(tmp_path), "--port", str(free_port()))
+    refused(holdfast("up", *flags, HOLDFAST_NATS_URL="nats://127.0.0.1:1"), "127.0.0.1:1")
+    assert time.monotonic() - began < 30
+
+
 @pytest.mark.parametrize("url", ["nats://localhost:abc", "nats://", "http://localhost:4222", "localhost"])
 @pytest.mark.parametrize("command", [["status"], ["events"], ["up", "--port", "18999"], ["worker"]])
 def test_a_brokers_url_that_is_none_is_named(command: list[str], url: str, tmp_path: Path) -> None:
@@ -170,6 +179,14 @@ def test_the_supervisor_tells_of_a_worker_that_could_not(status: int, mode: str)
 @pytest.mark.parametrize("status", [0, FELL])
 def test_what_a_worker_has_told_is_not_told_again(status: int) -> None:
     assert left("w0", "life-1", status) is None
+
+
+def test_ctrl_c_ends_a_command_that_still_imports(monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(parser: object) -> NoReturn:
+        raise KeyboardInterrupt
+
+    monkeypatch.setitem(cli.COMMANDS, "up", ("", interrupted))
+    assert cli.main(["up"]) == 130
 
 
 def test_ctrl_c_ends_a_start_that_waits_for_a_database(tmp_path: Path) -> None:
