@@ -1,7 +1,9 @@
 """Capacity and the ladder: what a fleet can carry, and what it gives up when that is too little."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 from datetime import timedelta
+from itertools import pairwise
 
 import pytest
 from fleet_story import PROFILE, START, Story, drain_requested, joined, kinds, left, passed, silent
@@ -290,14 +292,18 @@ slos = st.builds(
 )
 
 
+def gains(curve: Sequence[tuple[float, float]]) -> bool:
+    """Say whether a larger batch never lowers the tokens per second, as on real hardware."""
+    return all(x1 > x0 and y0 * x1 >= y1 * x0 for (x0, y0), (x1, y1) in pairwise(curve))
+
+
 @given(profiles, slos)
 def test_any_profile_and_slo_give_a_capacity(profile: Profile, slo: Slo) -> None:
     capacity = worker_capacity(profile, slo)
     assert capacity.effective_capacity_rps >= 0
     relaxed = worker_capacity(profile, slo, latency=2.0)
     rounding = 1 - 1e-9  # of a share of the same curve, reached by another way
-    assert relaxed.rps_compute >= rounding * capacity.rps_compute or profile.tpot_ms != tuple(
-        sorted(set(profile.tpot_ms))
-    )
+    if gains(profile.tpot_ms):
+        assert relaxed.rps_compute >= rounding * capacity.rps_compute
     twice = fleet_capacity([(profile, 1.0), (profile, 1.0)], slo)
     assert twice.effective_capacity_rps == pytest.approx(2 * capacity.effective_capacity_rps)
