@@ -249,7 +249,8 @@ def _failed(state: Health, fact: CanaryFailed, cause: str) -> Health:
 def _convict(state: Health, conviction: str, reason: str, cause: str) -> Health:
     """Hold something against the worker. Only what is new, or belies a recovery, asks for a decision."""
     new = conviction not in state.convictions and len(state.convictions) < CONVICTIONS_MAX
-    news = new or state.status is not UNHEALTHY or state.trial_passed
+    known_bad = state.status is UNHEALTHY or (state.status is DRAINING and state.given_up)
+    news = new or state.trial_passed or not known_bad
     return replace(
         state,
         convictions=(*state.convictions, conviction) if new else state.convictions,

@@ -317,6 +317,18 @@ def test_b10_a_worker_that_stays_unhealthy_is_not_news() -> None:
         assert story.tell(failed("w0", **MISMATCH)) == ()
 
 
+def test_b10_the_same_conviction_of_a_worker_that_was_given_up_is_not_news() -> None:
+    story = Story(FleetPolicy(health=HealthPolicy(trials_max=1))).up("w0", "w1", "w2")
+    story.tell(failed("w0", **MISMATCH))
+    story.wait(60)
+    story.tell(failed("w0", **MISMATCH))
+    assert story.status() is DR
+    for _ in range(5):
+        assert story.tell(failed("w0", **MISMATCH)) == ()
+    story.tell(device_faulted("w0"))
+    assert story.tell(device_faulted("w0")) == ()
+
+
 def test_b13_a_latency_spike_never_takes_a_worker_out() -> None:
     story = Story().up("w0")
     for _ in range(20):
