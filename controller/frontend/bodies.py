@@ -197,9 +197,8 @@ def _validate(model: type[B], data: Any) -> B:
     except ValidationError as error:
         found = error.errors(include_url=False, include_input=False)
         place = [step for step in found[0]["loc"] if not _is_type(step)]
-        first = [one for one in found if list(one["loc"][: len(place)]) == place][
-            -1
-        ]  # of a union: the list's, not str's
+        same = [one for one in found if list(one["loc"][: len(place)]) == place]
+        first = same[-1]  # of a union: what is wrong with the list, not that it is no text
         where = [str(step) for step in first["loc"] if not _is_type(step)]
         field = ".".join(where)
         raise invalid(f"{field}: {first['msg']}", where[0] if where else None) from error

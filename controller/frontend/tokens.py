@@ -164,7 +164,11 @@ class Tokens:
         """Return the tokens of `text`, without holding the loop up if it is long."""
         if len(text) < LONG_TEXT:
             return self.encode(text, special=special)
-        return await asyncio.to_thread(self.encode, text, special=special)
+        return await asyncio.to_thread(self._encode_long, text, special)
+
+    def _encode_long(self, text: str, special: bool) -> list[int]:
+        """Of all ways to encode, only those for batches let Python's other threads run meanwhile."""
+        return list(self._tokenizer.encode_batch_fast([text], add_special_tokens=special)[0].ids)
 
     def detokenizer(self) -> Detokenizer:
         """Return a detokeniser for one answer."""

@@ -1,5 +1,6 @@
 """Text in, tokens out, and back, exactly: in any portions, over any cut."""
 
+import asyncio
 import json
 from pathlib import Path
 
@@ -90,6 +91,17 @@ def test_a_run_of_incomplete_bytes_is_bounded() -> None:
     detokenizer = StreamDetokenizer(sentencepiece_like())
     out = [detokenizer.feed(0xF0) for _ in range(INCOMPLETE_TOKENS_MAX * 3)]
     assert any(out)
+
+
+async def test_a_long_text_is_read_beside_the_loop_and_reads_the_same() -> None:
+    text = "hello wörld <|user|> " * 20_000
+    reading = asyncio.ensure_future(SIM.encode_soon(text, special=True))
+    turns = 0
+    while not reading.done():
+        await asyncio.sleep(0.001)
+        turns += 1
+    assert turns > 3, "the loop stood still"
+    assert await reading == SIM.encode(text, special=True)
 
 
 def test_a_missing_tokenizer_says_what_to_do(tmp_path: Path) -> None:
