@@ -97,7 +97,6 @@ def _up(parser: argparse.ArgumentParser) -> Run:
 def _demo(parser: argparse.ArgumentParser) -> Run:
     from controller.demo import cli as demo
 
-    data_flag(parser)
     demo.add_arguments(parser)
     return demo.run_cli
 

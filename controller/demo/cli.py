@@ -22,10 +22,17 @@ from events.errors import HoldfastError
 
 RATE = 8.0  # requests a second: about 20 streams at once
 ITL_MS = 20.0
+HOME = Path(".holdfast")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the demo's flags."""
+    parser.add_argument(
+        "--data",
+        type=Path,
+        metavar="DIR",
+        help="where the fleet lives (default: a fresh folder in .holdfast, removed at the end)",
+    )
     parser.add_argument(
         "--seconds", type=float, default=60.0, metavar="N", help="how long the load runs (default: 60)"
     )
@@ -43,7 +50,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--model", type=Path, metavar="DIR", help="the model folder, for --engine transformers"
     )
     parser.add_argument(
-        "--keep", action="store_true", help="keep the data directory, to look into its journal afterwards"
+        "--keep", action="store_true", help="keep that fresh folder, to look into its journal afterwards"
     )
 
 
@@ -57,14 +64,18 @@ def run_cli(args: argparse.Namespace) -> int:
         else profile.from_profile(args.seconds, RATE)
     )
     with contextlib.ExitStack() as stack:
-        data = (
-            Path(tempfile.mkdtemp(prefix="holdfast-demo-")) if args.data == Path(".holdfast") else args.data
-        )
-        if not args.keep and args.data == Path(".holdfast"):
+        data = args.data or fresh_folder()
+        if not (args.data or args.keep):
             stack.callback(_remove, data)
         fleet = Fleet.start(data, *_flags(args))
         stack.callback(fleet.stop)
         return asyncio.run(Demo(args, fleet, load).run())
+
+
+def fresh_folder() -> Path:
+    """Return a new folder below the current one: a demo never touches the journal of another fleet."""
+    HOME.mkdir(exist_ok=True)
+    return Path(tempfile.mkdtemp(prefix="demo-", dir=HOME))
 
 
 def _remove(data: Path) -> None:
@@ -181,8 +192,8 @@ class Demo:
     async def _conclude(self, users: Users, answers: list[list[str]]) -> int:
         self.live = None
         events = await self.fleet.events()
-        report.attribute(events, self.injected)
-        result = report.assess(users.streams, answers, self.injected)
+        others_hit = report.attribute(events, self.injected)
+        result = report.assess(users.streams, answers, self.injected, others_hit)
         self.console.print(report.table(result))
         self.console.print(_verdict(result, events))
         self.console.print("\nThe incidents, from the journal (`holdfast replay timeline` tells more):")

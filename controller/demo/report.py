@@ -3,13 +3,15 @@
 import statistics
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from datetime import datetime
+from datetime import datetime, timedelta
 
 from rich.table import Table
 
 from controller.demo.clients import Difference, Received, compare
 from events.fact import Recorded
 from events.observations import ExposureUnknown, RequestExposed, RequestMigrated
+
+AFTERMATH = timedelta(seconds=10)  # what a fault can still cost after its end
 
 
 @dataclass(slots=True)
@@ -39,7 +41,10 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """The whole result. `unnamed`: altered streams that no RequestExposed names; there must be none."""
+    """The whole result. `unnamed`: altered streams that no RequestExposed names; there must be none.
+
+    `others_hit`: streams that moved for no fault that was played, as on a machine too busy to answer in time.
+    """
 
     requests: int
     tokens: int
@@ -48,6 +53,7 @@ class Report:
     total: Difference
     altered_streams: int
     unnamed: Sequence[str]
+    others_hit: int
 
     @property
     def clean(self) -> bool:
@@ -55,27 +61,38 @@ class Report:
         return not (self.failed or self.total.lost or self.total.doubled or self.unnamed)
 
 
-def attribute(events: Iterable[Recorded], injected: Sequence[Injected]) -> None:
-    """Find, for every fault, the streams that it hit: those that left its worker, or were exposed to it, in its time."""
+def attribute(events: Iterable[Recorded], injected: Sequence[Injected]) -> int:
+    """Find, for every fault, the streams that it hit: those that left its worker, or were exposed to it, in its time.
+
+    Return how many streams moved for no fault that was played.
+    """
+    others: set[str] = set()
     for event in events:
         fact = event.fact
         if isinstance(fact, RequestMigrated):
-            for one in _at(injected, fact.source, event.at):
+            due = _at(injected, fact.source, event.at)
+            if not due:
+                others.add(fact.request)
+            for one in due:
                 one.hit[fact.request] = max(fact.gap_ms, one.hit.get(fact.request, 0.0))
         elif isinstance(fact, RequestExposed):
             for one in injected:
                 if one.worker == fact.worker and one.began <= event.at:
                     one.exposed.add(fact.request)
+    return len(others)
 
 
 def _at(injected: Sequence[Injected], worker: str, at: datetime) -> list[Injected]:
-    """Return the last fault of this worker that had begun by `at`: what a migration is due to."""
+    """Return the last fault of this worker that had begun by `at`: what a migration is due to, if it was not long over."""
     begun = [one for one in injected if one.worker == worker and one.began <= at]
-    return begun[-1:]
+    return [one for one in begun[-1:] if one.ended is None or at <= one.ended + AFTERMATH]
 
 
 def assess(
-    streams: Sequence[Received], answers: Sequence[Sequence[str]], injected: Sequence[Injected]
+    streams: Sequence[Received],
+    answers: Sequence[Sequence[str]],
+    injected: Sequence[Injected],
+    others_hit: int = 0,
 ) -> Report:
     """Compare every stream with the undisturbed answer, and sum up by fault."""
     differences = {s.request: _difference(s, answers) for s in streams}
@@ -92,6 +109,7 @@ def assess(
         total=_sum(d for r, d in differences.items() if r not in named),
         altered_streams=len(altered),
         unnamed=sorted(altered - named - broken),
+        others_hit=others_hit,
     )
 
 
@@ -147,8 +165,8 @@ def table(report: Report) -> Table:
         shown.add_row(f"{row.fault} ({row.worker})", *(str(n) for n in numbers))
     t = report.total
     shown.add_section()
-    rest = ("", len(report.failed), t.lost, t.doubled, t.altered, "", "")
-    shown.add_row("all others" if report.altered_streams else "all", *(str(n) for n in rest))
+    rest = (report.others_hit, len(report.failed), t.lost, t.doubled, t.altered, "", "")
+    shown.add_row("all others", *(str(n) for n in rest))
     return shown
 
 

@@ -31,7 +31,7 @@ def render(
             worker["id"],
             Text(health, style=COLOURS.get(health, "")),
             str(worker.get("breaker", "")),
-            f"{worker.get('weight', 0):.2f}",
+            f"{worker.get('weight') or 0:.2f}",
             _number(worker.get("in_flight")),
             _number(worker.get("pid")),
         )

@@ -1,13 +1,16 @@
 """The demo counts honestly: what was lost, doubled or altered shows in its table."""
 
+import io
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from rich.console import Console
 
-from controller.demo import profile, report
+from controller.demo import cli as demo
+from controller.demo import profile, report, view
 from controller.demo.clients import Difference, Received, compare
 from events.fact import Recorded
 from events.observations import RequestExposed, RequestMigrated
@@ -73,6 +76,27 @@ def test_a_migration_belongs_to_the_last_fault_of_its_source() -> None:
     events = [recorded(migration("a", "w1", 12.0), 1), recorded(migration("b", "w1", 420.0), 11)]
     report.attribute(events, [kill, hang, other])
     assert (kill.hit, hang.hit, other.hit) == ({"a": 12.0}, {"b": 420.0}, {})
+
+
+def test_a_migration_long_after_a_fault_is_not_due_to_it() -> None:
+    hang = report.Injected("hang", "w1", NOW, ended=NOW + timedelta(seconds=6))
+    events = [recorded(migration("a", "w1", 420.0), 1), recorded(migration("b", "w1", 9000.0), 40)]
+    assert report.attribute(events, [hang]) == 1
+    assert hang.hit == {"a": 420.0}
+
+
+def test_the_view_shows_a_worker_of_which_nothing_is_known_yet() -> None:
+    unknown = {"id": "w0", "health": None, "breaker": None, "weight": None, "in_flight": None, "pid": None}
+    console = Console(width=80, record=True, file=io.StringIO())
+    console.print(view.render({"workers": [unknown]}, ["kill w0"], 1.0, 60.0, "3 requests"))
+    shown = console.export_text()
+    assert "w0" in shown and "3 requests" in shown and "kill w0" in shown
+
+
+def test_a_demo_writes_only_below_the_current_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    fresh = demo.fresh_folder()
+    assert fresh.resolve().is_relative_to(tmp_path) and fresh != demo.fresh_folder()
 
 
 def test_an_altered_stream_that_nobody_named_fails_the_demo() -> None:
