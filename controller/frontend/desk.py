@@ -14,7 +14,7 @@ from controller.frontend.convictions import Convictions, Served
 from controller.frontend.errors import ApiError
 from controller.frontend.exposure import Exposures
 from controller.frontend.flight import Flight
-from controller.frontend.meter import Meter, gauge_model, gauge_worker
+from controller.frontend.meter import Meter, gauge_last, gauge_model, gauge_worker
 from controller.frontend.metrics import FrontendMetrics
 from controller.frontend.migration import Failure
 from controller.frontend.outcomes import Outcomes
@@ -182,6 +182,7 @@ class Desk:
         ttft = first - flight.began_at if straight and first is not None else None
         itl = (self.now() - first) / (count - 1) if straight and first is not None and count > 1 else None
         self.outcomes.served(seat.key, count, ttft, itl, flight.under, flight.sent)
+        gauge_last(self.metrics, seat.worker, len(flight.plan.prompt), ttft, itl)
 
     def blame(self, seat: Seat, failure: Failure, under: int, sent: int) -> None:
         """A request failed by this worker's fault."""

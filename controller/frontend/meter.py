@@ -105,3 +105,15 @@ def gauge_worker(metrics: FrontendMetrics, seat: Seat, breaker: str, load: Load 
     if load is not None:
         metrics.waiting.labels(seat.worker).set(load.waiting)
         metrics.decode_blocks.labels(seat.worker).set(load.kv_used)
+
+
+def gauge_last(
+    metrics: FrontendMetrics, worker: str, prompt_tokens: int, ttft_s: float | None, itl_s: float | None
+) -> None:
+    """Show how a worker's last answer went; one that had begun elsewhere says nothing about it."""
+    if ttft_s is None:
+        return
+    metrics.last_input.labels(worker).set(prompt_tokens)
+    metrics.last_ttft.labels(worker).set(ttft_s)
+    if itl_s is not None:
+        metrics.last_itl.labels(worker).set(itl_s)

@@ -123,6 +123,18 @@ class FrontendMetrics:
             f"{PREFIX}worker_waiting_requests", "Requests that wait at a worker.", "worker_id"
         )
         self.decode_blocks = gauge(f"{PREFIX}worker_active_decode_blocks", "KV blocks in use.", "worker_id")
+        last = f"{PREFIX}worker_last_"
+        self.last_ttft = gauge(
+            f"{last}time_to_first_token_seconds",
+            "From the arrival of the last answer that began and ended at this worker to its first token.",
+            "worker_id",
+        )
+        self.last_itl = gauge(
+            f"{last}inter_token_latency_seconds", "Mean time between that answer's tokens.", "worker_id"
+        )
+        self.last_input = gauge(
+            f"{last}input_sequence_tokens", "Tokens of that answer's prompt.", "worker_id"
+        )
         self.duration = histogram(
             f"{PREFIX}request_duration_seconds", "From arrival to end.", log_spaced(1, 512, 10), "model"
         )

@@ -45,3 +45,24 @@ def test_the_seeds_names_and_labels_are_exact() -> None:
         "dynamo_canary_failures_total": ("counter", ("worker_id", "reason")),
     }.items():
         assert found[name] == expected, name
+
+
+def test_dynamos_frontend_names_and_labels_are_kept() -> None:
+    found = {e.name.removeprefix("dynamo_frontend_"): e.labels for e in roles()["Frontend"]}
+    ends = ("model", "endpoint", "request_type")
+    for name in ("active_requests", "inflight_requests", "queued_requests", "output_tokens_total",
+                 "request_duration_seconds", "input_sequence_tokens", "output_sequence_tokens", "cached_tokens",
+                 "time_to_first_token_seconds", "inter_token_latency_seconds", "model_total_kv_blocks",
+                 "model_max_num_seqs", "model_context_length", "model_kv_cache_block_size", "model_migration_limit",
+                 "model_migration_max_seq_len_exceeded_total"):  # fmt: skip
+        assert found[name] == ("model",), name
+    for name in ("active_decode_blocks", "waiting_requests", "last_time_to_first_token_seconds",
+                 "last_inter_token_latency_seconds", "last_input_sequence_tokens"):  # fmt: skip
+        assert found[f"worker_{name}"] == ("worker_id",), name
+    assert found["requests_total"] == (*ends, "status", "error_type")
+    assert found["model_cancellation_total"] == ends
+    assert found["model_rejection_total"] == ("model", "endpoint")
+    assert found["model_migration_total"] == ("model", "migration_type")
+    assert found["model_migration_duration_seconds"] == ("model", "migration_type", "outcome")
+    assert found["tokenizer_latency_ms"] == ("operation",)
+    assert found["disconnected_clients"] == ()

@@ -135,6 +135,7 @@ async def test_a_body_that_cannot_be_unpacked_is_the_clients_mistake() -> None:
         kit.http.post(kit.url + "/v1/completions", data=b"no gzip", headers=packed) as answer,
     ):
         assert (answer.status, (await answer.json())["error"]["code"]) == (400, "invalid_json")
+        assert answer.headers["Connection"] == "close"
 
 
 async def test_a_body_that_never_comes_is_not_waited_for_for_ever() -> None:
@@ -447,6 +448,9 @@ async def test_health_ready_live_metrics_models() -> None:
         labels = 'endpoint="completions",error_type="",model="m",request_type="unary",status="success"'
         assert f"dynamo_frontend_requests_total{{{labels}}} 1.0" in text
         assert 'dynamo_frontend_time_to_first_token_seconds_count{model="m"} 1.0' in text
+        assert f'dynamo_frontend_worker_last_input_sequence_tokens{{worker_id="w1"}} {len(PROMPT)}.0' in text
+        assert 'dynamo_frontend_worker_last_time_to_first_token_seconds{worker_id="w1"} 0.' in text
+        assert 'dynamo_frontend_worker_last_inter_token_latency_seconds{worker_id="w1"} ' in text
         kit.health(worker, HealthStatus.UNHEALTHY, 0.0)
         async with kit.http.get(kit.url + "/health") as answer:
             assert (answer.status, (await answer.json())["status"]) == (503, "not_ready")
