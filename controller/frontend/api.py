@@ -18,7 +18,7 @@ from controller.frontend.admission import tier_asked
 from controller.frontend.bodies import Ask, parse_chat, parse_completion
 from controller.frontend.desk import Desk
 from controller.frontend.errors import ApiError, internal, invalid, unavailable, unknown_model
-from controller.frontend.exchange import Admitted, Exchange, refuse_guided
+from controller.frontend.exchange import Admitted, Exchange, refuse_unobeyed
 from controller.frontend.intake import named, read_json, read_prompts
 from controller.frontend.sse import SseStream, StreamedResponse, head
 from controller.frontend.templates import BadTemplate
@@ -122,12 +122,15 @@ class Api:
             if self._known(ask.model):
                 model = ask.model
                 self.desk.metrics.active.labels(model).inc()
-            response = await self._answer(request, ask, headers, tier)
-            error = response.error if isinstance(response, StreamedResponse) else None
-            return response
+            answer = await self._answer(request, ask, headers, tier)
+            error = answer.error if isinstance(answer, StreamedResponse) else None
+            return answer
         except ApiError as raised:
             error = raised
-            return refusal(raised, headers)
+            response = refusal(raised, headers)
+            if request.content.exception() is not None:
+                response.force_close()  # nobody can say where the next request begins
+            return response
         except asyncio.CancelledError:
             error = ApiError(499, "the client has gone", code="cancelled")
             raise
@@ -164,7 +167,9 @@ class Api:
 
     async def _admitted(self, ask: Ask, request: str, tier: str, lineage: Lineage) -> tuple[Admitted, Tokens]:
         desk = self.desk
-        refuse_guided(ask, desk.routing.engine(ask.model, lineage))
+        routing = desk.routing
+        engine, text_only = routing.engine(ask.model, lineage), routing.text_only(ask.model, lineage)
+        refuse_unobeyed(ask, engine, text_only=text_only)
         began = desk.now()
         try:
             tokens = await ready_tokens(lineage[1])

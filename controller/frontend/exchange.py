@@ -185,9 +185,11 @@ def _repeats_anywhere(ask: Ask) -> bool:
     return ask.temperature == 0 and not ask.presence_penalty and not ask.frequency_penalty
 
 
-def refuse_guided(ask: Ask, engine: str) -> None:
-    """Raise ApiError if the answer's form is constrained and this engine cannot obey."""
+def refuse_unobeyed(ask: Ask, engine: str, *, text_only: bool) -> None:
+    """Raise ApiError if the answer's form is constrained, or logprobs are asked for, and this engine cannot obey."""
     if ask.guided and engine != "openai":
         raise unsupported(
             next(iter(ask.guided)), f"the {engine} engine cannot constrain the form of its answer"
         )
+    if ask.logprobs is not None and text_only:
+        raise unsupported("logprobs", "this model's servers give text only")

@@ -100,6 +100,11 @@ class Routing:
         """Return the kind of engine that serves a lineage."""
         return next((s.joined.engine for s in self._table.models.get(model, ()) if s.lineage == lineage), "")
 
+    def text_only(self, model: str, lineage: Lineage) -> bool:
+        """Whether some of those that serve a lineage give text and no tokens."""
+        joined = [seat.joined for seat in self._table.models.get(model, ()) if seat.lineage == lineage]
+        return any(one.engine == "openai" and not one.exact for one in joined)
+
     # --- what is shown --------------------------------------------------------------------------------------
 
     @property

@@ -101,6 +101,16 @@ async def test_text_only_engines_stream_and_move_and_are_marked_not_exact() -> N
         assert body["choices"][0]["finish_reason"] == "stop"
 
 
+async def test_logprobs_are_not_promised_for_text() -> None:
+    worker = TextWorker("w1", breaks=False)
+    async with frontend() as kit:
+        await kit.add(worker, engine="openai", exact=False)  # type: ignore[arg-type]
+        asked = {"model": "m", "prompt": "a", "max_tokens": 4, "logprobs": 1}
+        status, body, _ = await kit.post("/v1/completions", **asked)
+        assert (status, body["error"]["param"]) == (400, "logprobs")
+        assert not worker.requests
+
+
 @pytest.mark.parametrize(
     ("engine", "asked", "exact"),
     [
