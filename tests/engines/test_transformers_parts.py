@@ -42,6 +42,17 @@ def test_a_long_prompt_is_read_in_pieces_while_others_decode() -> None:
         run(schedule, works)
 
 
+def test_who_goes_first_is_admitted_before_those_who_wait() -> None:
+    schedule = Schedule(Blocks(100, 16), batch_max=1, prefill_tokens_max=32)
+    for key in (1, 2):
+        schedule.add(sequence(key, 10))
+    schedule.plan()
+    schedule.add(sequence(3, 10), first=True)
+    schedule.remove(schedule.running[0])
+    works, _ = schedule.plan()
+    assert [work.sequence.key for work in works] == [3]
+
+
 def test_the_newest_gives_way_and_comes_back_with_all_it_has_said() -> None:
     schedule = Schedule(Blocks(6, 16), batch_max=8, prefill_tokens_max=512)
     for key in (1, 2):

@@ -164,6 +164,18 @@ def test_waiting_is_bounded() -> None:
     assert refusal is not None and (refusal.error or "").startswith("overloaded: ")
 
 
+def test_a_canary_is_served_before_those_who_wait() -> None:
+    scheduler = Scheduler(Shape(batch_max=1))
+    for key in range(3):
+        scheduler.submit(key, generate(prompt(8, key), most=2))
+    scheduler.plan()
+    scheduler.submit(9, generate(prompt(8), most=2, canary=True))
+    first: list[int] = []
+    while not scheduler.plan().idle:
+        first += [key for key, _ in scheduler.step() if key not in first]
+    assert first == [0, 9, 1, 2]
+
+
 def test_bounds_that_contradict_one_another_are_refused() -> None:
     with pytest.raises(BadShape, match="needs more than 2 KV blocks"):
         Shape(context_tokens=100, kv_blocks=2, block_tokens=16)

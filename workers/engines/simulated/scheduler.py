@@ -51,7 +51,10 @@ class Scheduler:
         sequence = Sequence(key, request, self.shape)
         if sequence.left <= 0:
             return Chunk(request.stream, [], finish="length")
-        self._waiting.append(sequence)
+        if request.canary:
+            self._waiting.appendleft(sequence)  # what finds a sick worker must not wait for a hundred others
+        else:
+            self._waiting.append(sequence)
         return None
 
     def _refusal(self, request: Generate) -> str | None:

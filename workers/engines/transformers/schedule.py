@@ -100,9 +100,12 @@ class Schedule:
         self._batch_max = batch_max
         self._prefill_tokens_max = prefill_tokens_max
 
-    def add(self, sequence: Sequence) -> None:
-        """Let a sequence wait for its turn."""
-        self.waiting.append(sequence)
+    def add(self, sequence: Sequence, *, first: bool = False) -> None:
+        """Let a sequence wait for its turn; `first`: before all others."""
+        if first:
+            self.waiting.appendleft(sequence)
+        else:
+            self.waiting.append(sequence)
 
     def remove(self, sequence: Sequence) -> None:
         """Forget a sequence and free its blocks."""

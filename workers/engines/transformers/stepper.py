@@ -72,7 +72,7 @@ class Stepper:
             barred=stops | self._eos,
         )
         self._sequences[key] = sequence
-        self.schedule.add(sequence)
+        self.schedule.add(sequence, first=request.canary)  # what finds a sick worker must not wait for others
         return None
 
     def cancel(self, key: int) -> None:
