@@ -157,6 +157,7 @@ class Worker:
         draining = asyncio.ensure_future(drain(self.server, LEAVING, grace_s))
         await self._say_beat()
         drained = await draining
+        self.server.end_all(LEAVING.reason)  # canaries: who asks them must not take the end for a failure
         self._journal.observe(
             DrainFinished(**self._about, completed=drained.completed, migrated=drained.migrated)
         )

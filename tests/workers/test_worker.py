@@ -200,6 +200,18 @@ async def test_a_stopped_worker_drains_and_leaves_in_good_order(begin: Begin) ->
     await frontend.lost()
 
 
+async def test_a_canary_is_told_that_the_worker_leaves(begin: Begin) -> None:
+    life = await begin(itl_s=0.01)
+    frontend = await PlainFrontend.connect(life.port)
+    canary = frontend.ask(prompt(), canary=True, max_tokens=10_000)
+    await frontend.until(lambda: frontend.tokens(canary))
+    assert await life.end() == 0
+    await frontend.answer(canary)
+    ended = frontend.end(canary)
+    assert ended is not None and (ended.error or "").startswith("engine_shutdown")
+    assert life.facts[2] == DrainFinished(**ABOUT, completed=0, migrated=0)
+
+
 async def test_what_the_grace_does_not_suffice_for_goes_elsewhere(begin: Begin) -> None:
     life = await begin(itl_s=0.01, grace_s=0.05)
     frontend = await PlainFrontend.connect(life.port)
