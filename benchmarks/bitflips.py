@@ -30,6 +30,7 @@ from controller.demo.clients import Received, Users
 from controller.demo.fleet import Fleet, NotAsExpected
 from controller.runtime.settings import CanarySettings
 from events import subjects
+from events.fact import Recorded
 from events.observations import CanaryPassed, RequestExposed
 from workers.engines.tiny import build_tiny
 from workers.engines.transformers.faults import bit_flip
@@ -89,6 +90,7 @@ class Trials:
         await self._fleet.healthy(WORKERS)
         fence = asyncio.ensure_future(self._fleet.until(_fenced, GIVE_UP_S))
         during: list[Received] = []
+        before = len(await self._fleet.events())
         await self._chaos("bitflip", seed)
         began = time.monotonic()
         while not fence.done():
@@ -103,8 +105,11 @@ class Trials:
         with contextlib.suppress(NotAsExpected):
             await self._fleet.until(_convicted, WITHIN_S)
         await self._chaos("heal", 0)
-        named = {e.fact.request for e in await self._fleet.events() if isinstance(e.fact, RequestExposed)}
+        events = await self._fleet.events()
+        named = {e.fact.request for e in events if isinstance(e.fact, RequestExposed)}
         wrong = {one.request for one in during if not self._right(one)}
+        if wrong - named:
+            _show(events[before:])
         return {
             "seed": seed,
             "where": where,
@@ -131,6 +136,13 @@ class Trials:
             await client.request(subjects.chaos(VICTIM), body, timeout=5)
         finally:
             await client.close()
+
+
+def _show(events: Sequence[Recorded]) -> None:
+    """Print what was said of the victim meanwhile: somebody must find out why a stream was not named."""
+    for event in events:
+        if getattr(event.fact, "worker", getattr(event.fact, "source", None)) == VICTIM:
+            print(f"  {event.seq} {event.at.time()} {event.fact}", file=sys.stderr)
 
 
 def _fenced(status: dict[str, Any]) -> bool:

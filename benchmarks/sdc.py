@@ -1,6 +1,6 @@
 """What do canaries catch of silent data corruption? Single-weight faults in a real model, hundreds of each kind.
 
-    python -m benchmarks.sdc [--faults 200] [--probes 10000] [--model DIR] [--json FILE]
+    python -m benchmarks.sdc [--faults 200] [--seed 1] [--probes 10000] [--model DIR] [--json FILE]
 
 For each fault: did it alter what users were told (16 prompts × 48 tokens), and did the canaries notice (4 prompts × 32
 tokens, by tokens, by top-5 logprobs within the calibrated tolerance)? Canaries are chosen, compared and calibrated by
@@ -76,10 +76,10 @@ def examined(bench: Bench, fault: WeightFault, surgeon: Surgeon, healthy: int, f
         surgeon.heal()
 
 
-def measured(bench: Bench, kind: str, faults: int) -> Iterator[Seen]:
-    """Yield what each of `faults` faults of one kind did; the kind's name is the seed."""
+def measured(bench: Bench, kind: str, faults: int, seed: int) -> Iterator[Seen]:
+    """Yield what each of `faults` faults of one kind did; other seeds draw other faults."""
     weights = bench.stepper.model.parameters()
-    surgeon, healthy, draw = Surgeon(weights), bench.checksum(), random.Random(kind)
+    surgeon, healthy, draw = Surgeon(weights), bench.checksum(), random.Random(f"{kind}/{seed}")
     for number in range(faults):
         fault = draw_fault(weights, kind, draw)
         yield examined(bench, fault, surgeon, healthy, free_run=number % FREE_RUN_EVERY == 0)
@@ -138,6 +138,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument("--faults", type=int, default=200, help="faults of each kind (default: 200)")
     parser.add_argument("--kinds", nargs="*", default=list(KINDS), choices=list(KINDS), metavar="KIND")
+    parser.add_argument("--seed", type=int, default=1, help="which faults are drawn (default: 1)")
     parser.add_argument("--probes", type=int, default=10_000, help="healthy probes (default: 10000; 0: none)")
     parser.add_argument("--model", type=Path, help="the tiny model's folder (default: built now)")
     parser.add_argument("--threads", type=int, default=1)
@@ -149,7 +150,7 @@ def main() -> None:
         seen = {}
         for kind in args.kinds:
             began = time.monotonic()
-            seen[kind] = list(measured(bench, kind, args.faults))
+            seen[kind] = list(measured(bench, kind, args.faults, args.seed))
             print(f"{kind}: {time.monotonic() - began:.0f} s", file=sys.stderr)
         rows = [summary(kind, found) for kind, found in seen.items()]
         print(f"tolerance {bench.tolerance:g}\n\n{table(rows)}\n", flush=True)
