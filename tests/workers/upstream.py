@@ -63,6 +63,7 @@ class Upstream:
         self.release.set()
         if self._runner is not None:
             await self._runner.cleanup()
+            await asyncio.sleep(0.05)  # its connections are closed in the loop's next rounds
 
     async def _health(self, request: web.Request) -> web.Response:
         return web.Response(status=200 if self.healthy else 503)
