@@ -87,7 +87,7 @@ async def test_no_user_notices(world: World, fault: str) -> None:
             await world.fleet.until(lambda s: any(w["weight"] == 0 for w in s["workers"]))
         else:
             assert await answers(world.fleet) == expected
-            await world.fleet.until(lambda s: any(w["health"] != "HEALTHY" for w in s["workers"]))
+            await world.fleet.until(lambda s: any(w["weight"] == 0 for w in s["workers"]))
         assert await answers(world.fleet) == expected
     finally:
         sick.fault = ""
