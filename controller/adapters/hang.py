@@ -1,11 +1,9 @@
 """Is this worker hung? It has streams of ours open and says nothing, or its engine does not get on.
 
     silence      a worker with open streams sends a frame at least every 100 ms from its loop, whatever its
-    engine
-                 does; 400 ms without any is a hung process or a cut network
+                 engine does; 400 ms without any is a hung process or a cut network
     stuck step   a live loop reports how old the engine's step is; the limit is a multiple of the recent step
-    time,
-                 with a floor, and an allowance for each prompt token of a prefill
+                 time, with a floor, and an allowance for each prompt token of a prefill
 
 All of it is arithmetic on instants that are passed in. Our own loop's lag is the thing one would get wrong:
 while this process did not run, nobody could be heard, so the lag is added to everyone's time before anyone is

@@ -103,7 +103,7 @@ def test_postgres_binaries_that_the_user_cannot_reach_are_copied(
     (hidden / "bin" / "postgres").write_text("#!/bin/sh\n")
     hidden.chmod(0o700)
     if os.geteuid() != 0:
-        pytest.skip("only root runs postgres as somebody else")
+        pytest.skip("only root runs postgres as somebody else: run the tests as root")
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     copy = embedded_postgres._readable(hidden, "nobody")
     assert copy != hidden

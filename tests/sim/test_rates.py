@@ -80,7 +80,7 @@ def test_n04_every_preset_names_its_source_and_a_whole_mix() -> None:
     assert sum(LLAMA3_CLASSES.values()) == 419
 
 
-@pytest.mark.skipif(not TRACE.exists(), reason="needs ../shared/data/gpu_faults.json")
+@pytest.mark.skipif(not TRACE.exists(), reason="needs ../shared/data/gpu_faults.json beside this clone")
 def test_n04_the_stepfun_mix_is_that_of_the_trace() -> None:
     starts = [e["fault_type"] for e in json.loads(TRACE.read_text()) if e["event_type"] == "fault_start"]
     counted = Counter(fault["Class"] for fault in starts)

@@ -33,7 +33,7 @@ def urls(variable: str, request: pytest.FixtureRequest) -> list[str]:
         fixture = "llamas" if "LLAMACPP" in variable else "vllms"
         found = [server.url for server in request.getfixturevalue(fixture)]
     if len(found) < 2:
-        pytest.skip(f"{variable} names no two servers")
+        pytest.skip(f"{variable}=URL,URL names no two servers: make test-llamacpp, make test-vllm")
     return found[:2]
 
 

@@ -91,7 +91,7 @@ def broken(tmp_path_factory: pytest.TempPathFactory) -> Iterator[VllmServer]:
     """A server whose last norm is NaN: every logit is."""
     made = folder()
     if made is None:
-        pytest.skip("make test-vllm")
+        pytest.skip("needs a vLLM: make test-vllm")
     place = tmp_path_factory.mktemp("broken")
     model = Path(shutil.copytree(made / "tiny", place / "tiny"))
     from safetensors.numpy import load_file, save_file  # comes with the transformers extra, as the model does
