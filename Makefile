@@ -9,8 +9,9 @@ CORES := $(shell nproc 2>/dev/null || echo 2)
 
 LLAMACPP := .venv-llamacpp
 VLLM := .venv-vllm
+PEER := .venv-peer
 
-.PHONY: install demo test test-engines test-llamacpp test-vllm lint bench clean
+.PHONY: install demo test test-engines test-llamacpp test-vllm lint bench peer clean
 
 install: $(VENV)/.installed
 
@@ -62,5 +63,15 @@ lint: install
 bench: install  ## the figures of benchmarks/README.md
 	$(BIN)/python -m benchmarks
 
+$(PEER)/.installed: $(VENV)/.installed
+	@echo "Installing NVIDIA Dynamo into $(PEER) (once, 750 MB) …"
+	$(PYTHON) -m venv $(PEER)
+	$(PEER)/bin/python -m pip install --quiet --disable-pip-version-check aiohttp msgspec prometheus-client pyzmq transformers tokenizers zstandard pydantic uvloop kubernetes
+	$(PEER)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps ai-dynamo==1.6.1 ai-dynamo-runtime==1.6.1
+	@touch $@
+
+peer: $(PEER)/.installed  ## the same load and the same faults for NVIDIA Dynamo and for us, in turn (6 minutes)
+	$(BIN)/python -m benchmarks peer
+
 clean:
-	rm -rf $(VENV) $(LLAMACPP) $(VLLM) .holdfast
+	rm -rf $(VENV) $(LLAMACPP) $(VLLM) $(PEER) .holdfast
