@@ -155,27 +155,24 @@ class Flight:
         if self.done:
             return
         try:
-            self._take(chunk)
+            if chunk.tokens:
+                if self._plain and chunk.finish is None:
+                    self._go_on(chunk)
+                else:
+                    self._accept(chunk)
+            elif chunk.text is not None:
+                self._accept_text(chunk.text)
+            if self.finish is not None or self.error is not None:
+                return  # a stop string ended it meanwhile
+            if chunk.error is not None:
+                self._told(chunk.error)
+            elif chunk.finish is not None:
+                self._land(chunk.finish)
         except Exception:
             log.exception("stream_failed", request=self.plan.request)
             self._cancel_stream()
             self._leave()
             self._abort(internal())
-
-    def _take(self, chunk: Chunk) -> None:
-        if chunk.tokens:
-            if self._plain and chunk.finish is None:
-                self._go_on(chunk)
-            else:
-                self._accept(chunk)
-        elif chunk.text is not None:
-            self._accept_text(chunk.text)
-        if self.finish is not None or self.error is not None:
-            return  # a stop string ended it meanwhile
-        if chunk.error is not None:
-            self._told(chunk.error)
-        elif chunk.finish is not None:
-            self._land(chunk.finish)
 
     def flush(self) -> None:
         """A turn of the loop is over: count and write what it brought."""
