@@ -21,6 +21,7 @@ from nats.errors import Error as NatsError
 from nats.errors import NoRespondersError, UnexpectedEOF
 
 from events.errors import HoldfastError
+from events.nats_parser import Raw, RawParser, hand_on
 
 RECONNECT_WAIT_S = 0.1
 CONNECT_TIMEOUT_S = 2
@@ -53,10 +54,6 @@ def check_url(urls: str) -> None:
             raise BadBrokerUrl(f"{url.strip()!r} is no broker's URL. {BadBrokerUrl.__doc__}")
 
 
-Raw = Callable[[bytes, bytes, bytes, bytes | None], None]
-"""Takes subject, reply, body and undecoded headers of a message, in the read loop itself: it must be quick."""
-
-
 class FastClient(Client):
     """nats-py's client with a short way for subscriptions that take many messages.
 
@@ -68,6 +65,7 @@ class FastClient(Client):
     def __init__(self) -> None:
         super().__init__()
         self.raw: dict[int, Raw] = {}
+        self._ps = RawParser(self, self.raw)
         self.over = False
 
     async def _connect_to_server(self, s: Any) -> None:
@@ -93,10 +91,7 @@ class FastClient(Client):
         if take is None:
             await super()._process_msg(sid, subject, reply, data, headers)
             return
-        try:
-            take(subject, reply, data, headers)
-        except Exception:  # nats-py's read loop would end for ever
-            log.exception("nats_message_refused", subject=subject)
+        hand_on(take, subject, reply, data, headers)
 
 
 class Interest:
