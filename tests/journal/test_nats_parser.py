@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from nats.errors import ProtocolError
 from nats.protocol.parser import Parser
 
+from events.connection import FastClient
 from events.nats_parser import RawParser
 
 RAW, OTHER = 7, 8
@@ -86,3 +87,13 @@ async def test_a_taker_that_fails_does_not_end_the_reading() -> None:
 
     await RawParser(client, {RAW: fail}).parse(message(RAW, b"", b"NATS/1.0\r\n\r\n", b"x") + b"PING\r\n")
     assert client.heard == ["ping"]
+
+
+async def test_a_raw_message_that_arrives_in_two_pieces_reaches_its_taker_too() -> None:
+    client, heard = FastClient(), Client()
+    client.raw[RAW] = heard.take
+    wire = message(RAW, b"$JS.ACK.1", b"NATS/1.0\r\n\r\n", b"body")
+    for cut in range(1, len(wire)):
+        for piece in (wire[:cut], wire[cut:]):
+            await client._ps.parse(piece)
+    assert heard.heard == [(RAW, b"a.b", b"$JS.ACK.1", b"body", b"NATS/1.0\r\n\r\n")] * (len(wire) - 1)
