@@ -10,7 +10,7 @@ from typing import Any, Literal, Protocol
 
 from controller.deciders.fleet import Fleet
 from events.errors import HoldfastError
-from events.fact import Recorded
+from events.fact import Observation, Recorded
 from events.order import Last, Position
 from events.wire import Chunk, Generate, Load
 
@@ -28,6 +28,14 @@ class Clock(Protocol):
 
     async def sleep(self, seconds: float) -> None:
         """Wait."""
+        ...
+
+
+class Observe(Protocol):
+    """How one who is no journal says a fact: `Journal.observe`, or nothing at all where there is no journal."""
+
+    def __call__(self, fact: Observation, *, traceparent: str = "") -> object:
+        """Say one fact; `traceparent` is the trace of the client's request that it is about, if there is one."""
         ...
 
 

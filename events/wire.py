@@ -61,6 +61,7 @@ class Generate(msgspec.Struct, tag="gen", array_like=True):
     cache_salt: str = ""
     prompt_text: str = ""  # for engines that can only take text
     guided: dict[str, Any] | None = None
+    traceparent: str = ""  # the client's trace, for engines that can go on with it
 
 
 class Cancel(msgspec.Struct, tag="cancel", array_like=True):

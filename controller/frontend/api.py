@@ -19,7 +19,7 @@ from controller.frontend.bodies import Ask, parse_chat, parse_completion
 from controller.frontend.desk import Desk
 from controller.frontend.errors import ApiError, internal, invalid, unavailable, unknown_model
 from controller.frontend.exchange import Admitted, Exchange, refuse_unobeyed
-from controller.frontend.intake import named, read_json, read_prompts
+from controller.frontend.intake import named, read_json, read_prompts, traceparent
 from controller.frontend.sse import SseStream, StreamedResponse, head
 from controller.frontend.templates import BadTemplate
 from controller.frontend.tokens import TokenizerMissing, Tokens, ready_tokens
@@ -149,7 +149,7 @@ class Api:
         if not self._known(ask.model):
             raise unknown_model(ask.model)
         lineage = await self.desk.admission.admit(ask.model, tier)
-        admitted, tokens = await self._admitted(ask, headers["X-Request-Id"], tier, lineage)
+        admitted, tokens = await self._admitted(request, ask, headers["X-Request-Id"], tier, lineage)
         form = Form(
             id=("chatcmpl-" if ask.chat else "cmpl-") + headers["X-Request-Id"],
             model=ask.model,
@@ -165,7 +165,9 @@ class Api:
             return await self._stream(request, admitted, form, headers)
         return await self._whole(admitted, form, headers)
 
-    async def _admitted(self, ask: Ask, request: str, tier: str, lineage: Lineage) -> tuple[Admitted, Tokens]:
+    async def _admitted(
+        self, request: web.BaseRequest, ask: Ask, id: str, tier: str, lineage: Lineage
+    ) -> tuple[Admitted, Tokens]:
         desk = self.desk
         routing = desk.routing
         engine, text_only = routing.engine(ask.model, lineage), routing.text_only(ask.model, lineage)
@@ -186,7 +188,8 @@ class Api:
             context = desk.routing.context(ask.model, lineage)
         except NoWorker as error:  # the last one of this lineage has gone while the prompt was read
             raise desk.admission.no_worker(error, ask.model, tier) from error
-        return Admitted(ask, request, tier, lineage, prompts, context, next(self._serial)), tokens
+        serial, trace = next(self._serial), traceparent(request)
+        return Admitted(ask, id, tier, lineage, prompts, context, serial, trace), tokens
 
     async def _whole(self, admitted: Admitted, form: Form, headers: dict[str, str]) -> web.StreamResponse:
         exchange = Exchange(self.desk, admitted, form, None)

@@ -39,6 +39,7 @@ class Continuation:
             sampling=sampling,
             guided=plan.guided,
             prompt_text=plan.prompt_text + self._text() if engine == "openai" else "",
+            traceparent=plan.traceparent,
         )
 
     def take_text(self, text: str) -> int:

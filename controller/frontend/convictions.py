@@ -13,9 +13,9 @@ from datetime import datetime, timedelta
 import structlog
 
 from controller.deciders.fleet import Conviction, Worker
-from controller.frontend.exposure import MARGIN, Exposures, Stint
+from controller.frontend.exposure import MARGIN, Exposures, Stint, Traced
 from controller.router.table import Key
-from events.observations import ExposureUnknown, FrontendObservation
+from events.observations import ExposureUnknown
 
 log = structlog.get_logger(__name__)
 SERVED_EVERY_S = 1.0  # how often a frontend leaves behind until when it served
@@ -51,7 +51,7 @@ class Convictions:
         self._answered[name] = worker.convictions
         return [conviction for conviction in worker.convictions if conviction.seq not in known]
 
-    def convict(self, worker: str, conviction: Conviction, now: datetime) -> list[FrontendObservation]:
+    def convict(self, worker: str, conviction: Conviction, now: datetime) -> list[Traced]:
         """Return the facts about everyone exposed since the canary that failed was last sent and passed."""
         key: Key = (worker, conviction.instance)
         log.warning("worker_convicted", worker=worker, canary=conviction.canary)
@@ -63,12 +63,10 @@ class Convictions:
 
         return self._exposures.convict(key, conviction.since, act, now)
 
-    def missed(
-        self, frontend: str, worker: Worker, before: Served | None, began: datetime
-    ) -> list[FrontendObservation]:
+    def missed(self, frontend: str, worker: Worker, before: Served | None, began: datetime) -> list[Traced]:
         """Return what is to be said of a worker that was convicted before this frontend could act: whom the one before
         it served is not known any more. Where nothing is known of that one, only what stands now is answered for."""
-        out: list[FrontendObservation] = []
+        out: list[Traced] = []
         for conviction in self.news(worker):
             if (
                 conviction.at > began
@@ -78,14 +76,13 @@ class Convictions:
             stands = worker.alive and worker.health.corrupt and conviction.instance == worker.joined.instance
             if before.answers(conviction) if before is not None else not stands:
                 continue
-            out.append(
-                ExposureUnknown(
-                    frontend=frontend,
-                    worker=worker.joined.worker,
-                    instance=conviction.instance,
-                    since=conviction.since,
-                    until=max(conviction.since, min(conviction.at, began)),
-                    why="it was convicted before this frontend had read the journal",
-                )
+            fact = ExposureUnknown(
+                frontend=frontend,
+                worker=worker.joined.worker,
+                instance=conviction.instance,
+                since=conviction.since,
+                until=max(conviction.since, min(conviction.at, began)),
+                why="it was convicted before this frontend had read the journal",
             )
+            out.append((fact, ""))
         return out

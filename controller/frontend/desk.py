@@ -5,7 +5,7 @@ fold, and acts at once on what it sees there: a convicted worker's streams move,
 was held against the worker, a new worker gets the parked ones. Who may get a request is `routing`'s question.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from controller.deciders.fleet import Fleet, Worker
@@ -23,11 +23,11 @@ from controller.frontend.plan import Move
 from controller.frontend.routing import Routing
 from controller.frontend.settings import FrontendSettings
 from controller.frontend.tokens import Tokens, load_tokens
-from controller.ports import Clock, Plane
+from controller.ports import Clock, Observe, Plane
 from controller.router.pick import NoWorker
 from controller.router.table import Lineage, Seat, Table
 from events.decisions import BreakerClosed, HealthStatus
-from events.fact import Observation, Recorded
+from events.fact import Recorded
 from events.observations import RequestAbandoned, RequestMigrated, WorkerJoined
 
 
@@ -37,7 +37,7 @@ class World:
 
     name: str  # this frontend's
     plane: Plane
-    observe: Callable[[Observation], object]
+    observe: Observe
     clock: Clock
 
 
@@ -106,8 +106,8 @@ class Desk:
         """Name everyone whom this worker has fed since, and deal with those in the air."""
         for conviction in self._convictions.news(worker):
             now = self._world.clock.now()
-            for fact in self._convictions.convict(worker.joined.worker, conviction, now):
-                self._observe(fact)
+            for fact, trace in self._convictions.convict(worker.joined.worker, conviction, now):
+                self._observe(fact, traceparent=trace)
                 self.meter.exposed(fact)
 
     def go_live(self, before: Served | None = None) -> None:
@@ -115,8 +115,8 @@ class Desk:
         last frontend of this name served, where that is known."""
         self.live = True
         for worker in self.table.workers:
-            for fact in self._convictions.missed(self._world.name, worker, before, self.began):
-                self._observe(fact)
+            for fact, trace in self._convictions.missed(self._world.name, worker, before, self.began):
+                self._observe(fact, traceparent=trace)
                 self.meter.exposed(fact)
         self.changed()
 
@@ -214,7 +214,8 @@ class Desk:
                 attempt=flight.attempts,
                 exact=exact,
                 kind_of_move="ongoing_request" if move.tokens else "new_request",
-            )
+            ),
+            traceparent=flight.plan.traceparent,
         )
 
     def abandoned(self, flight: Flight, reason: str) -> None:
@@ -229,7 +230,7 @@ class Desk:
             reason=reason,
             tokens=len(flight.accepted),
         )
-        self._observe(fact)
+        self._observe(fact, traceparent=flight.plan.traceparent)
 
     def ended(self, flight: Flight) -> None:
         """A flight is over."""

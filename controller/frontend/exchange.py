@@ -31,6 +31,7 @@ class Admitted:
     prompts: Sequence[tuple[list[int], str]]  # tokens, and the text for engines that can only take text
     context: int  # tokens that a prompt and its answer may have together
     serial: int  # of this frontend's requests: unseeded sampling is seeded with it
+    traceparent: str = ""
 
 
 class Exchange:
@@ -68,6 +69,7 @@ class Exchange:
             deterministic=desk.routing.engine(ask.model, admitted.lineage) != "openai"
             or _repeats_anywhere(ask),
             tier=admitted.tier,
+            traceparent=admitted.traceparent,
         )
         forbidden = "n_over_1" if ask.n > 1 else "guided_decoding" if ask.guided else ""
         allowance = Allowance(desk.routing.limit(ask.model), desk.settings.migration_max_seq_len, forbidden)

@@ -16,7 +16,7 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import datetime, timedelta
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
 from controller.router.table import Key
 from events.observations import ExposureUnknown, FrontendObservation, RequestExposed
@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 MARGIN = timedelta(milliseconds=200)
 MARK_S = 0.2  # how finely a stint remembers when its tokens came
 
+Traced: TypeAlias = tuple[FrontendObservation, str]  # a fact, and the trace of the request that it is about
+
 
 @dataclass(slots=True, eq=False)
 class Stint:
@@ -36,6 +38,7 @@ class Stint:
     model: str
     first: int
     flight: "Flight | None"  # None once the request has ended
+    traceparent: str = ""
     count: int = 0
     marks: list[tuple[float, int]] = field(default_factory=list)  # (instant, index of the first token then)
     last_at: float = 0.0
@@ -144,9 +147,9 @@ class Exposures:
 
     def convict(
         self, key: Key, since: datetime, act: Callable[[Stint, int], str], until: datetime
-    ) -> list[FrontendObservation]:
+    ) -> list[Traced]:
         """Return a fact for every request that this worker fed since `since`; `act` deals with those in the air."""
-        facts: list[FrontendObservation] = list(self._unknown(key, since, until))
+        facts: list[Traced] = [(fact, "") for fact in self._unknown(key, since, until)]
         instant = self._instant(since - MARGIN)
         ring = self._rings.get(key)
         fed = [(stint, stint.since(instant), stint.flight is None) for stint in ring.stints] if ring else []
@@ -156,19 +159,18 @@ class Exposures:
             stint.named = span[1] + 1
             # What is done about one choice of an answer may have ended the others.
             action = "none" if finished else "error" if stint.flight is None else act(stint, span[0])
-            facts.append(
-                RequestExposed(
-                    frontend=self._frontend,
-                    request=stint.request,
-                    model=stint.model,
-                    worker=key[0],
-                    instance=key[1],
-                    first=span[0],
-                    last=span[1],
-                    finished=finished,
-                    action=action,  # type: ignore[arg-type]
-                )
+            fact = RequestExposed(
+                frontend=self._frontend,
+                request=stint.request,
+                model=stint.model,
+                worker=key[0],
+                instance=key[1],
+                first=span[0],
+                last=span[1],
+                finished=finished,
+                action=action,  # type: ignore[arg-type]
             )
+            facts.append((fact, stint.traceparent))
         return facts
 
     def _unknown(self, key: Key, since: datetime, until: datetime) -> list[ExposureUnknown]:

@@ -146,7 +146,7 @@ class Flight:
         elif self._move.failure.kind.patient or error.code != AllTried.code or self.allowance.may_return:
             self._desk.park(self)
         else:
-            self._abandon(error.code, self._move.failure)
+            self._abandon(error.code, self._move.original)
 
     # --- what the plane says ------------------------------------------------------------------------------
 
@@ -188,7 +188,9 @@ class Flight:
         now, meter, stint = self._desk.now(), self._meter, self._stint
         if stint is None:
             assert self.seat is not None
-            stint = self._stint = Stint(self.plan.request, self.plan.model, counted, self)
+            stint = self._stint = Stint(
+                self.plan.request, self.plan.model, counted, self, self.plan.traceparent
+            )
             self._stints.append(stint)
             self._desk.exposures.note(self.seat.key, stint)
         stint.add(now, new)
@@ -320,7 +322,7 @@ class Flight:
     def give_up(self) -> None:
         """Nobody has come in time."""
         if not self.done and self._move is not None:
-            self._abandon("no_worker", self._move.failure)
+            self._abandon("no_worker", self._move.original)
 
     def too_late(self) -> None:
         """The first token has not come within its deadline."""
@@ -333,7 +335,9 @@ class Flight:
     def _failed(self, failure: Failure, *, spoilt: bool = False, on_source: bool = True) -> None:
         """An attempt has ended. Go on elsewhere, or tell the client why not."""
         seat, now = self.seat, self._desk.now()
+        original = failure  # where the attempt has brought nothing: the one that it was to make good
         if self._move is not None:
+            original = self._move.original
             self._moved(now, "failure")
         if seat is not None:
             if on_source:
@@ -350,12 +354,12 @@ class Flight:
             self._land("length")  # only the worker's last word is missing
             return
         if refusal := self.allowance.refusal(self._length()):
-            self._abandon(refusal, failure)
+            self._abandon(refusal, original)
             return
         self._spoilt = self._spoilt or spoilt
         source = seat or self.first_seat
         assert source is not None
-        self._move = Move(failure, source, now, len(self.accepted), spoilt)
+        self._move = Move(failure, original, source, now, len(self.accepted), spoilt)
         self.launch()
 
     def _moved(self, now: float, outcome: str) -> None:

@@ -1,6 +1,7 @@
 """What has the client sent? From a request's bytes to its prompts in tokens."""
 
 import asyncio
+import re
 import uuid
 from typing import Any
 
@@ -13,6 +14,7 @@ from controller.frontend.settings import AdmissionSettings
 from controller.frontend.tokens import Tokens
 
 REQUEST_ID_MAX = 128
+_TRACEPARENT = re.compile(r"([0-9a-f]{2})-([0-9a-f]{32})-([0-9a-f]{16})-([0-9a-f]{2})(-.*)?")
 
 
 async def read_prompts(ask: Ask, tokens: Tokens) -> list[tuple[list[int], str]]:
@@ -59,6 +61,19 @@ async def read_json(request: web.BaseRequest, limits: AdmissionSettings) -> Any:
 def named(request: web.BaseRequest) -> dict[str, str]:
     """Return the header that names a request, in every answer to it."""
     return {"X-Request-Id": request_id(request.headers.get("X-Request-Id"))}
+
+
+def traceparent(request: web.BaseRequest) -> str:
+    """Return the trace that the client's request belongs to, as version 00 of W3C Trace Context writes it; empty
+    without a header, and for one that is malformed (§3.2.2: such a one is ignored)."""
+    given = request.headers.getall("traceparent", ())
+    found = _TRACEPARENT.fullmatch(given[0]) if len(given) == 1 else None
+    if found is None:
+        return ""
+    version, trace, parent, flags, more = found.groups()
+    if version == "ff" or (version == "00" and more) or not int(trace, 16) or not int(parent, 16):
+        return ""
+    return f"00-{trace}-{parent}-{flags}"
 
 
 def request_id(given: str | None) -> str:

@@ -23,6 +23,9 @@ class Plan:
     # are named by the seed and the position. Other servers' random numbers begin anew with each request.
     deterministic: bool
     tier: str = "standard"
+    traceparent: str = (
+        ""  # the client's trace: it goes to the workers, and onto the events about this request
+    )
 
 
 @dataclass(slots=True)
@@ -30,6 +33,7 @@ class Move:
     """A migration that has begun and whose first token has not come yet."""
 
     failure: Failure
+    original: Failure  # the first since a token came: the client is told this one if nothing helps
     source: Seat
     since: float  # when the failure was noticed
     tokens: int  # accepted until then

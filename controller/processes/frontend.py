@@ -6,7 +6,7 @@ the fold that it holds; facts are spooled.
 
 import asyncio
 import signal
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Coroutine, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +20,7 @@ from controller.frontend.desk import Desk, World
 from controller.frontend.errors import unavailable
 from controller.frontend.server import Doors
 from controller.frontend.settings import FrontendSettings
+from controller.ports import Observe
 from controller.processes import collector, served
 from events import presence, subjects
 from events.errors import HoldfastError
@@ -109,7 +110,7 @@ class Frontend:
             for worker, welcome in self._plane.welcomes.items()
         ]
 
-    def _desk(self, observe: Callable[[Observation], object]) -> Desk:
+    def _desk(self, observe: Observe) -> Desk:
         desk = Desk(World(self._name, self._plane, observe, SystemClock()), self._settings)
         self._plane.listen(desk.changed)
         return desk
@@ -211,8 +212,8 @@ async def _check(api: Api) -> None:
         api.check(loop.time())
 
 
-def _say_nothing(fact: Observation) -> str:
-    return ""
+def _say_nothing(fact: Observation, *, traceparent: str = "") -> None:
+    """There is no journal."""
 
 
 def _static(worker: str, instance: str, model: str, tokenizer: str) -> WorkerJoined:

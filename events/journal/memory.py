@@ -98,7 +98,9 @@ class MemoryJournal:
         """How many facts the broker has not taken."""
         return len(self._outbox)
 
-    def observe(self, fact: Observation, *, correlation: str = "", causation: str = "") -> str:
+    def observe(
+        self, fact: Observation, *, correlation: str = "", causation: str = "", traceparent: str = ""
+    ) -> str:
         self._number += 1
         id = codec.new_id()
         headers = codec.encode_headers(
@@ -109,6 +111,7 @@ class MemoryJournal:
             said_at=self._stream.clock(),
             correlation=correlation,
             causation=causation,
+            traceparent=traceparent,
         )
         self._outbox.append((fact, headers))
         self.send()

@@ -152,12 +152,14 @@ class NatsJournal:
         """About how many bytes they take."""
         return self._publisher.outbox.bytes
 
-    def observe(self, fact: Observation, *, correlation: str = "", causation: str = "") -> str:
-        letter = self._letter(fact, correlation, causation)
+    def observe(
+        self, fact: Observation, *, correlation: str = "", causation: str = "", traceparent: str = ""
+    ) -> str:
+        letter = self._letter(fact, correlation, causation, traceparent)
         self._publisher.add(letter)
         return letter.headers["ce-id"]
 
-    def _letter(self, fact: Observation, correlation: str, causation: str) -> Letter:
+    def _letter(self, fact: Observation, correlation: str, causation: str, traceparent: str) -> Letter:
         self._number += 1
         headers = codec.encode_headers(
             fact,
@@ -167,6 +169,7 @@ class NatsJournal:
             said_at=datetime.now(UTC),
             correlation=correlation,
             causation=causation,
+            traceparent=traceparent,
         )
         return Letter(self._number, subjects.subject(fact), headers, codec.encode_body(fact))
 

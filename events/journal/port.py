@@ -29,8 +29,13 @@ class Journal(Protocol):
 
     source: str  # this process instance, as `ce-source`
 
-    def observe(self, fact: Observation, *, correlation: str = "", causation: str = "") -> str:
-        """Say one fact and return its id. Never blocks and never fails: what cannot be kept is counted and logged."""
+    def observe(
+        self, fact: Observation, *, correlation: str = "", causation: str = "", traceparent: str = ""
+    ) -> str:
+        """Say one fact and return its id. Never blocks and never fails: what cannot be kept is counted and logged.
+
+        `traceparent` is the trace of the client's request that it is about (W3C Trace Context), if there is one.
+        """
         ...
 
     async def flush(self, deadline_s: float) -> bool:

@@ -60,6 +60,7 @@ class Kit:
     admin: str
     http: aiohttp.ClientSession
     facts: list[Observation]
+    traces: list[str]  # of the facts, one each
     fleet: Fleet = field(default_factory=Fleet)
     seq: int = 0
     workers: list[ScriptedWorker] = field(default_factory=list)  # stopped at the end
@@ -158,9 +159,15 @@ async def _ticks(desk: Desk) -> None:
 async def frontend(*workers: ScriptedWorker, **settings: Any) -> AsyncIterator[Kit]:
     """Run a frontend before these workers."""
     facts: list[Observation] = []
+    traces: list[str] = []
+
+    def observe(fact: Observation, *, traceparent: str = "") -> None:
+        facts.append(fact)
+        traces.append(traceparent)
+
     chosen = FrontendSettings(port=0, **{"reroute_s": 1.0, **settings})
     plane = RequestPlane("f1")
-    desk = Desk(World("f1", plane, facts.append, SystemClock()), chosen)
+    desk = Desk(World("f1", plane, observe, SystemClock()), chosen)
     desk.live = True
     plane.listen(desk.changed)
     api = Api(desk)
@@ -169,7 +176,7 @@ async def frontend(*workers: ScriptedWorker, **settings: Any) -> AsyncIterator[K
     running = [asyncio.create_task(plane.run()), asyncio.create_task(_ticks(desk))]
     try:
         async with aiohttp.ClientSession() as http:
-            kit = Kit(desk, api, plane, doors.url, doors.admin_url, http, facts)
+            kit = Kit(desk, api, plane, doors.url, doors.admin_url, http, facts, traces)
             for worker in workers:
                 await kit.add(worker)
             yield kit

@@ -144,6 +144,17 @@ async def test_finished_requests_are_named_and_those_before_the_last_pass_are_no
         assert kit.said(ExposureUnknown) == []
 
 
+async def test_who_was_exposed_is_named_in_his_own_trace() -> None:
+    worker, trace = ScriptedWorker("w1"), "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
+    async with frontend(worker) as kit:
+        kit.tell(canary(CanaryPassed, worker))
+        for headers in ({"traceparent": trace}, {}):
+            await kit.post("/v1/completions", headers, model="m", prompt=PROMPT, max_tokens=5)
+        convict(kit, worker)
+        traces = zip(kit.facts, kit.traces, strict=True)
+        assert [t for fact, t in traces if isinstance(fact, RequestExposed)] == [trace, ""]
+
+
 async def test_numbers_that_are_not_finite_convict_unconfirmed_since_that_canarys_own_pass() -> None:
     worker = ScriptedWorker("w1")
     async with frontend(worker) as kit:

@@ -140,6 +140,64 @@ async def test_budget_exhausted_the_client_gets_the_original_error() -> None:
         assert 'dynamo_frontend_active_requests{model="m"} 0.0' in metrics
 
 
+async def test_the_original_error_is_that_of_the_answer_and_not_of_the_attempts_to_save_it() -> None:
+    first = failing("w1", "error", error="engine_error: E")
+    full = ScriptedWorker("w2", always=Act(after=0, how="error", error="overloaded: full"))
+    async with frontend() as kit:
+        events = await migrate(kit, first, full)
+        assert events[-1]["error"]["message"] == "the engine failed: E"
+        moves = [(fact.cause, fact.target) for fact in kit.said(RequestMigrated)]
+        assert moves == [("engine_error", "w2")]
+        (fact,) = kit.said(RequestAbandoned)
+        assert (fact.reason, fact.worker) == ("all_workers_failed", "w2")
+
+
+TRACE = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
+
+
+@pytest.mark.parametrize(
+    ("given", "carried"),
+    [
+        (TRACE, TRACE),
+        ("cc" + TRACE[2:] + "-more", TRACE),  # of a later version: what we know of it
+        (None, ""),
+        ("", ""),
+        (TRACE.upper(), ""),
+        (TRACE + "-more", ""),
+        (TRACE[:-3], ""),
+        ("ff" + TRACE[2:], ""),
+        ("00-" + "0" * 32 + TRACE[35:], ""),
+        (TRACE[:36] + "0" * 16 + "-01", ""),
+    ],
+)
+async def test_the_clients_trace_goes_along(given: str | None, carried: str) -> None:
+    first, other = failing("w1", "disconnect"), ScriptedWorker("w2")
+    headers = {} if given is None else {"traceparent": given}
+    async with frontend() as kit:
+        await first_goes_to(kit, first, other)
+        status, _, _ = await kit.post("/v1/completions", headers, model="m", prompt=PROMPT, max_tokens=12)
+        assert (status, len(kit.said(RequestMigrated)), kit.traces) == (200, 1, [carried])
+        assert [r.traceparent for worker in (first, other) for r in worker.requests] == [carried, carried]
+
+
+async def test_two_traces_are_none() -> None:
+    first, other = failing("w1", "disconnect"), ScriptedWorker("w2")
+    async with frontend() as kit:
+        await first_goes_to(kit, first, other)
+        ask = {"model": "m", "prompt": PROMPT, "max_tokens": 12}
+        twice = [("traceparent", TRACE), ("traceparent", TRACE)]
+        async with kit.http.post(kit.url + "/v1/completions", json=ask, headers=twice) as answer:
+            assert answer.status == 200
+        assert kit.traces == [""]
+
+
+async def test_who_gives_up_a_traced_request_says_so_in_its_trace() -> None:
+    async with frontend(ScriptedWorker("w1", always=Act(after=2, how="error"))) as kit:
+        await kit.post("/v1/completions", {"traceparent": TRACE}, model="m", prompt=PROMPT, max_tokens=9)
+        (place,) = [n for n, fact in enumerate(kit.facts) if isinstance(fact, RequestAbandoned)]
+        assert kit.traces[place] == TRACE
+
+
 async def test_always_failing_before_the_first_token_is_an_http_error() -> None:
     workers = [ScriptedWorker(f"w{n}", always=Act(after=0, how="error")) for n in range(2)]
     async with frontend(*workers) as kit:

@@ -187,6 +187,18 @@ async def test_ten_thousand_facts_arrive_in_order(make: Make) -> None:
 
 
 @pytest.mark.servers
+async def test_the_trace_of_a_request_stands_in_the_headers_of_its_events(own_nats: Server) -> None:
+    journal = await NatsJournal.connect(own_nats.url, "frontend:f0")
+    for traceparent in ("00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01", ""):
+        journal.observe(drain(), traceparent=traceparent)
+        assert await journal.flush(5)
+        seq = await journal.last_seq()
+        stored = await journal._connection.client.jetstream().get_msg("FLEET", seq)
+        assert (stored.headers or {}).get("traceparent", "") == traceparent
+    await journal.close()
+
+
+@pytest.mark.servers
 async def test_an_unknown_kind_is_refused_after_what_came_before_it(own_nats: Server) -> None:
     journal = await NatsJournal.connect(own_nats.url, "worker:w1")
     journal.observe(drain())

@@ -77,6 +77,7 @@ class Rig:
         prompt: int | None = None,
         canary: bool = False,
         prompt_text: str = "",
+        traceparent: str = "",
         **sampling: Any,
     ) -> int:
         """Hand a request in and return its key."""
@@ -84,8 +85,9 @@ class Rig:
         self.answers[key] = Answer()
         sampling = {"max_tokens": 16, "ignore_eos": True, **sampling}
         request = Generate(
-            key, f"r{key}", list(tokens), prompt or len(tokens), Sampling(**sampling), canary, "", prompt_text
-        )
+            key, f"r{key}", list(tokens), prompt or len(tokens), Sampling(**sampling),
+            canary=canary, prompt_text=prompt_text, traceparent=traceparent,
+        )  # fmt: skip
         self.engine.submit(key, request)
         return key
 

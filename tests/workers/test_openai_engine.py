@@ -208,6 +208,13 @@ async def test_no_connection_is_used_twice_lest_the_upstream_has_closed_it(upstr
     assert len(set(upstream.peers)) == 3
 
 
+async def test_an_upstream_goes_on_with_the_clients_trace(upstream: Upstream, rig: Rig) -> None:
+    trace = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
+    for given in (trace, ""):
+        await rig.ask(prompt(), max_tokens=2, traceparent=given)
+    assert upstream.traces == [trace, None]
+
+
 async def test_a_cancelled_stream_is_gone_from_the_upstream(
     upstream: Upstream, rig: Rig, eventually: Eventually
 ) -> None:

@@ -36,6 +36,7 @@ class Upstream:
     model: str = "up"
     bodies: list[dict[str, Any]] = field(default_factory=list)
     peers: list[Any] = field(default_factory=list)  # who asked, one for each body
+    traces: list[str | None] = field(default_factory=list)  # and in which trace
     streaming: int = 0
     abandoned: int = 0  # streams whose reader went away
     url: str = ""
@@ -89,6 +90,7 @@ class Upstream:
         if not body.get("stream"):
             return web.json_response(self._event(body, answer, "length"))
         self.bodies.append(body)
+        self.traces.append(request.headers.get("traceparent"))
         self.peers.append(request.transport and request.transport.get_extra_info("peername"))
         if self.fault.startswith("http_"):
             status = int(self.fault[5:])

@@ -167,7 +167,9 @@ class Upstream:
 
     def complete(self, abilities: Abilities, request: Generate) -> Any:
         """Return the context manager of a streamed completion's HTTP response."""
-        return self._session.post(self._url + "/v1/completions", json=completion(abilities, request))
+        headers = {"traceparent": request.traceparent} if request.traceparent else {}
+        body = completion(abilities, request)
+        return self._session.post(self._url + "/v1/completions", json=body, headers=headers)
 
 
 def completion(abilities: Abilities, request: Generate) -> dict[str, Any]:
