@@ -13,7 +13,7 @@ from controller.deciders.degradation import sheds, tier_of
 from controller.frontend.errors import ApiError, shed, unavailable, unknown_model
 from controller.frontend.settings import AdmissionSettings
 from controller.router.pick import AllBusy, NoneRoutable, NotServed, NoWorker
-from controller.router.table import Lineage, Table
+from controller.router.table import Lineage, Seat, Table
 from events.fact import Observation
 from events.observations import RequestsRejected
 
@@ -27,6 +27,27 @@ def tier_asked(priority: str | None) -> tuple[str, str]:
     return tier, f'299 - "unknown X-Priority {shown}: served as {tier}"'
 
 
+class Place:
+    """Room for one request, from its admission until it is launched: its prompt may take a while to be read."""
+
+    __slots__ = ("_freed", "_seat")
+
+    def __init__(self, seat: Seat, freed: Callable[[str], None]) -> None:
+        self._seat = seat
+        self._freed = freed
+        seat.promised += 1
+
+    @property
+    def lineage(self) -> Lineage:
+        """What the request is bound to from now on."""
+        return self._seat.lineage
+
+    def free(self) -> None:
+        """Give the room to the request's flights; whoever waits may look for what they do not take."""
+        self._seat.promised -= 1
+        self._freed(self._seat.joined.model)
+
+
 class Admission:
     """The door of one frontend."""
 
@@ -35,14 +56,14 @@ class Admission:
         frontend: str,
         settings: AdmissionSettings,
         table: Table,
-        find: Callable[[str], Lineage],
+        find: Callable[[str], Seat],
         observe: Callable[[Observation], object],
         retry_after_s: int,
     ) -> None:
         self._frontend = frontend
         self._settings = settings
         self._table = table
-        self._find = find  # raises NoWorker
+        self._find = find  # a worker with room; raises NoWorker
         self._observe = observe
         self._retry_after_s = retry_after_s
         self._waiting: dict[str, deque[asyncio.Future[None]]] = {}
@@ -53,8 +74,8 @@ class Admission:
         """Return how many requests wait for a free worker of this model."""
         return len(self._waiting.get(model, ()))
 
-    async def admit(self, model: str, tier: str) -> Lineage:
-        """Return the lineage that a request is bound to from now on. Raise ApiError if it is not let in."""
+    async def admit(self, model: str, tier: str) -> Place:
+        """Return room for a request, which its caller frees. Raise ApiError if it is not let in."""
         if not self.open:
             raise self._refused(
                 model, tier, "draining", unavailable("this frontend is shutting down", "draining", 1)
@@ -67,14 +88,14 @@ class Admission:
             raise self._refused(model, tier, "capacity_shed", shed(tier))
         try:
             if not self.queued(model):
-                return self._find(model)
+                return Place(self._find(model), self.wake)
         except AllBusy:
             pass
         except NoWorker as error:
             raise self.no_worker(error, model, tier) from error
         return await self._queue(model, tier)
 
-    async def _queue(self, model: str, tier: str) -> Lineage:
+    async def _queue(self, model: str, tier: str) -> Place:
         waiting = self._waiting.setdefault(model, deque())
         if len(waiting) >= self._settings.queue_max:
             why = f"{len(waiting)} requests wait for a worker already"
@@ -87,10 +108,10 @@ class Admission:
                 while True:
                     await turn
                     try:
-                        return self._find(model)
+                        return Place(self._find(model), self.wake)
                     except AllBusy:
-                        place = waiting.index(turn)
-                        turn = waiting[place] = asyncio.get_running_loop().create_future()
+                        position = waiting.index(turn)
+                        turn = waiting[position] = asyncio.get_running_loop().create_future()
         except TimeoutError:
             why = f"no worker became free within {deadline:g} s"
             raise self._refused(

@@ -148,8 +148,13 @@ class Api:
     ) -> web.StreamResponse:
         if not self._known(ask.model):
             raise unknown_model(ask.model)
-        lineage = await self.desk.admission.admit(ask.model, tier)
-        admitted, tokens = await self._admitted(request, ask, headers["X-Request-Id"], tier, lineage)
+        place = await self.desk.admission.admit(ask.model, tier)
+        try:
+            admitted, tokens = await self._admitted(
+                request, ask, headers["X-Request-Id"], tier, place.lineage
+            )
+        finally:
+            place.free()  # for the flights, which are launched before anybody else's turn comes
         form = Form(
             id=("chatcmpl-" if ask.chat else "cmpl-") + headers["X-Request-Id"],
             model=ask.model,

@@ -70,7 +70,7 @@ class Desk:
             world.name,
             settings.admission,
             self.table,
-            self.routing.lineage,
+            self.routing.room,
             world.observe,
             settings.retry_after_s,
         )

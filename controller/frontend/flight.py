@@ -12,6 +12,7 @@ cancelled at the plane, so that nothing late of it can come in.
 """
 
 from collections.abc import Callable
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
 import structlog
@@ -23,7 +24,7 @@ from controller.frontend.migration import Allowance, Failure, classify
 from controller.frontend.plan import Move, Plan
 from controller.frontend.voice import Voice
 from controller.ports import LostCause, WorkerUnreachable
-from controller.router.pick import AllTried, NoWorker
+from controller.router.pick import AllBusy, AllTried, NoWorker
 from controller.router.table import Key, Seat
 from events.wire import Chunk
 
@@ -133,11 +134,14 @@ class Flight:
     def _seat(self, missed: set[Key]) -> Seat:
         """Return the best worker that has not been tried; if there is none, one to which only the connection had failed.
         Raise NoWorker."""
-        allowance = self.allowance
+        allowance, routing = self.allowance, self._desk.routing
         try:
-            return self._desk.routing.route(self.plan, allowance.tried)
+            if not self.attempts:
+                with suppress(AllBusy):  # it was let in: one answer of several may find no room any more
+                    return routing.route(self.plan, allowance.tried, capped=True)
+            return routing.route(self.plan, allowance.tried)
         except AllTried:
-            return self._desk.routing.route(self.plan, allowance.failed | missed)
+            return routing.route(self.plan, allowance.failed | missed)
 
     def _nowhere(self, error: NoWorker) -> None:
         """Nobody can take it now. A request that had begun waits for a worker; a new one is told."""

@@ -61,14 +61,14 @@ class Routing:
             for model in self._table.known:
                 self._panic.look(model, self._table.models.get(model, ()))
 
-    def lineage(self, model: str) -> Lineage:
-        """Return the lineage of the worker that a new request would go to. Raise NoWorker."""
-        return self._picker.pick(self._seats(model), self._rules).lineage
+    def room(self, model: str) -> Seat:
+        """Return a seat that has room for a new request. Raise NoWorker."""
+        return self._picker.pick(self._seats(model), self._rules)
 
-    def route(self, plan: Plan, tried: Collection[Key]) -> Seat:
-        """Return the seat for a request's next attempt, none of `tried`. Raise NoWorker."""
+    def route(self, plan: Plan, tried: Collection[Key], *, capped: bool = False) -> Seat:
+        """Return the seat for a request's next attempt, none of `tried`, with room if there must be. Raise NoWorker."""
         seats = self._seats(plan.model)
-        return self._picker.pick(seats, self._rules, lineage=plan.lineage, tried=tried, capped=False)
+        return self._picker.pick(seats, self._rules, lineage=plan.lineage, tried=tried, capped=capped)
 
     def anyone(self, plan: Plan, tried: Collection[Key]) -> bool:
         """Say whether a worker that is none of `tried` could take this request now."""

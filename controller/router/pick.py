@@ -112,7 +112,7 @@ def _filtered(
     allowed = [seat for seat in untried if rules.allowed(seat)]
     if not allowed:
         raise NoneRoutable
-    free = [seat for seat in allowed if not capped or seat.active < rules.cap(seat)]
+    free = [seat for seat in allowed if not capped or seat.active + seat.promised < rules.cap(seat)]
     if not free:
         raise AllBusy
     return free
@@ -125,7 +125,7 @@ def cost(seat: Seat, others: Load | None) -> float:
     The worker's report of everything is not simply compared with ours: it is older, and everyone would send
     to the worker whose last report happens to be the oldest.
     """
-    active, tokens = seat.active, seat.tokens
+    active, tokens = seat.active + seat.promised, seat.tokens
     if others is not None:
         active += others.running + others.waiting
         tokens += others.active_tokens

@@ -26,6 +26,7 @@ class Seat:
     corrupt: bool = False
     expected: bool = False  # in service, or should be: it counts when a frontend asks whether there is panic
     active: int = 0  # requests of this frontend in flight there
+    promised: int = 0  # requests that were let in for it, whose prompts are still being read
     tokens: int = 0  # their prompt tokens and what they may still generate
     flights: dict[Any, None] = field(default_factory=dict)  # in the order of their arrival
 

@@ -13,6 +13,7 @@ from frontend_kit import TOKENS, Kit, frontend, text_of, until
 from scripted_worker import Act, ScriptedWorker, undisturbed
 
 from controller.frontend.settings import AdmissionSettings, StreamSettings
+from controller.frontend.tokens import LONG_TEXT
 from events.decisions import DegradationChanged, HealthStatus, Knobs
 from events.observations import RequestFailed, RequestMigrated, RequestsRejected, RequestsServed, WorkerLeft
 from events.wire import Chunk
@@ -330,6 +331,37 @@ async def test_knob_batch_size_scales_the_cap_and_the_rest_waits_in_line() -> No
         hold.set()
         await asyncio.wait_for(asyncio.gather(*asking), 5)
         assert len(worker.requests) == 6
+
+
+async def test_the_cap_holds_for_requests_whose_prompts_are_still_being_read() -> None:
+    hold = asyncio.Event()
+    busy = Act(after=1, how="error", error="invalid_request: over", hold=hold)
+    workers = [ScriptedWorker(name, always=busy) for name in ("w1", "w2")]
+    async with frontend(admission=AdmissionSettings(inflight_max=2)) as kit:
+        for worker in workers:
+            await kit.add(worker, context_tokens=32_768)
+        text = "word " * (LONG_TEXT // 5 + 1)  # so long that it is tokenised beside the loop
+        asking = [
+            asyncio.create_task(kit.post("/v1/completions", model="m", prompt=text, max_tokens=2))
+            for _ in range(12)
+        ]
+        await until(lambda: kit.desk.admission.queued("m") == 8)
+        await until(lambda: [worker.active for worker in workers] == [2, 2])
+        hold.set()
+        await asyncio.wait_for(asyncio.gather(*asking), 5)
+        assert sum(len(worker.requests) for worker in workers) == 12
+        assert [seat.promised for seat in kit.desk.table.seats.values()] == [0, 0]
+
+
+async def test_room_that_was_not_taken_goes_to_who_waits() -> None:
+    worker = ScriptedWorker("w1")
+    async with frontend(admission=AdmissionSettings(inflight_max=1)) as kit:
+        await kit.add(worker, context_tokens=1000)
+        text = "word " * (LONG_TEXT // 5 + 1)  # more than the context: refused when it has been read
+        refused = asyncio.create_task(kit.post("/v1/completions", model="m", prompt=text, max_tokens=2))
+        await until(lambda: kit.desk.table.seats[("w1", "i1")].promised == 1)
+        status, _, _ = await ask_as(kit, None)
+        assert (status, (await refused)[0], len(worker.requests)) == (200, 400, 1)
 
 
 async def test_knob_latency_scales_the_queue_and_first_token_deadlines() -> None:
