@@ -1,10 +1,11 @@
 """How fast is one worker, and what does it cost? The direct path that the frontend's figures are compared with.
 
-    python -m benchmarks.worker [flat itl start thousand] [--runs 3]
+    python -m benchmarks.worker [flat itl start thousand transformers] [--runs 3]
 
 `flat`: simulated, flat out, 64 and 256 streams of 64 tokens and 64 of 2,000 over one connection; tokens per second and
 per worker-CPU-second. `itl`: 64 streams at 20 ms a token; the time between a stream's tokens. `start`: from the
-command to the first answer to a hello, without a broker. `thousand`: 1,000 simulated workers in one process. One
+command to the first answer to a hello, without a broker. `thousand`: 1,000 simulated workers in one process.
+`transformers`: the tiny model, one stream of 128 tokens at a time and eight; left out where torch is not installed. One
 JSON object a row: the median of the runs, and the runs.
 """
 
@@ -19,6 +20,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -177,7 +179,22 @@ def thousand() -> dict[str, float]:
         return {"ready_s": round(ready_s, 2), "rss_mb": rss_mb(process.pid), "idle_cpu_share": round(idle, 3)}
 
 
-ROWS = {"flat": flat, "itl": itl, "start": start, "thousand": thousand}
+def transformers() -> dict[str, float]:
+    """Measure the transformers engine, one stream at a time and eight."""
+    from workers.engines.tiny import build_tiny
+
+    found: dict[str, float] = {}
+    with tempfile.TemporaryDirectory() as folder:
+        build_tiny(Path(folder) / "tiny")
+        with worker("--engine", "transformers", "--model", f"{folder}/tiny") as (_, port, _):
+            uvloop.run(read(port, 8, 8, 32))  # warm
+            for at_once in (1, 8):
+                reader, lasted = uvloop.run(read(port, at_once, at_once * 8, 128))
+                found[f"c{at_once}_tokens_per_s"] = round(reader.tokens / lasted)
+    return {**found, "eight_over_one": round(found["c8_tokens_per_s"] / found["c1_tokens_per_s"], 2)}
+
+
+ROWS = {"flat": flat, "itl": itl, "start": start, "thousand": thousand, "transformers": transformers}
 
 
 def main() -> None:
@@ -186,7 +203,8 @@ def main() -> None:
     flags.add_argument("rows", nargs="*", metavar="ROW", help=f"of {', '.join(ROWS)}; all without")
     flags.add_argument("--runs", type=int, default=3)
     args = flags.parse_args()
-    for row in args.rows or ROWS:
+    everything = [row for row in ROWS if row != "transformers" or find_spec("torch")]
+    for row in args.rows or everything:
         runs = [ROWS[row]() for _ in range(args.runs)]
         medians = {name: statistics.median(run[name] for run in runs) for name in runs[0]}
         print(json.dumps({"row": row, **medians, "runs": runs}), flush=True)

@@ -132,7 +132,7 @@ async def test_eight_streams_are_much_faster_than_one(start: Make) -> None:
         return time.perf_counter() - began
 
     one, eight = min([await seconds(1) for _ in range(3)]), min([await seconds(8) for _ in range(3)])
-    assert 8 * one / eight > 2.0  # the benchmark asks for 3 and gets more; this machine may be busy
+    assert 8 * one / eight >= 3.0  # the benchmark measures nearly six
 
 
 async def test_a_long_prompt_does_not_stop_the_others(start: Make) -> None:
