@@ -65,7 +65,8 @@ class TransformersEngine:
         self._thread = threading.Thread(target=self._main, args=(report,), name="engine", daemon=True)
         self._thread.start()
         try:
-            reason = await asyncio.wait_for(ready, LOAD_DEADLINE_S)
+            async with asyncio.timeout(LOAD_DEADLINE_S):  # wait_for of Python 3.11 can swallow a cancellation
+                reason = await ready
         except TimeoutError:
             self._stopping.set()
             reason = f"loading {self._settings.folder} took longer than {LOAD_DEADLINE_S:.0f} s"
