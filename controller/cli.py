@@ -28,14 +28,36 @@ class Parser(argparse.ArgumentParser):
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
     try:
-        return _main(argv)
+        try:
+            return _main(arguments)
+        finally:
+            if sys.stdout is not None:
+                sys.stdout.flush()  # at the exit nobody could say any more that it failed
     except KeyboardInterrupt:  # also while a command's imports still run
         return INTERRUPTED
+    except BrokenPipeError:  # `holdfast events | head`
+        _hush()
+        return 0
+    except OSError as error:
+        if _wanted(arguments) in ROLES:
+            raise  # their log wants to know where
+        _hush()
+        print(f"holdfast: {error}", file=sys.stderr)
+        return 1
 
 
-def _main(argv: Sequence[str] | None) -> int:
-    arguments = list(sys.argv[1:] if argv is None else argv)
+def _hush() -> None:
+    """Send what is still to be printed nowhere: Python would try once more at the exit, and complain."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def _wanted(arguments: Sequence[str]) -> str | None:
+    return next((a for a in arguments if not a.startswith("-")), None)
+
+
+def _main(arguments: list[str]) -> int:
     parser = Parser(
         prog="holdfast",
         description="Keeps the streams of an LLM inference fleet alive, and can say afterwards what happened and why.",
@@ -43,7 +65,7 @@ def _main(argv: Sequence[str] | None) -> int:
         allow_abbrev=False,
     )
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", parser_class=Parser)
-    wanted = next((a for a in arguments if not a.startswith("-")), None)
+    wanted = _wanted(arguments)
     for name, (text, prepare) in COMMANDS.items():
         command = commands.add_parser(name, help=text, description=text, allow_abbrev=False)
         if name == wanted:  # only the command that runs needs its flags, and the imports behind them
@@ -70,9 +92,6 @@ def _guarded(args: argparse.Namespace) -> int:
     except HoldfastError as error:
         print(f"holdfast: {error}", file=sys.stderr)
         return 1
-    except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # `holdfast events | head`
-        return 0
 
 
 def data_flag(parser: argparse.ArgumentParser) -> None:

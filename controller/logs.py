@@ -5,6 +5,11 @@ import sys
 
 import structlog
 
+CLIENTS_MISTAKES = (
+    "aiohttp.http_exceptions",
+    "aiohttp.web_protocol",
+)  # the modules of aiohttp's errors for them
+
 
 def quiet() -> None:
     """Keep a command's terminal for its answer: what a person must know is printed, or ends the command."""
@@ -31,3 +36,18 @@ def configure() -> None:
         logger_factory=structlog.PrintLoggerFactory(sys.stderr),
         cache_logger_on_first_use=True,
     )
+    logging.basicConfig(handlers=[_Libraries()], level=logging.WARNING, force=True)
+
+
+class _Libraries(logging.Handler):
+    """What libraries log, in our form.
+
+    A request that is no HTTP is its client's mistake: one line, and never the error's own words, which quote it.
+    """
+
+    def emit(self, record: logging.LogRecord) -> None:
+        log, error = structlog.get_logger(record.name), record.exc_info[1] if record.exc_info else None
+        if error is not None and type(error).__module__ in CLIENTS_MISTAKES:
+            log.warning(record.getMessage(), library=record.name, error=type(error).__name__)
+        else:
+            log.log(record.levelno, record.getMessage(), library=record.name, exc_info=error)

@@ -38,6 +38,16 @@ DISCONNECTED: tuple[type[Exception], ...] = (NatsError, OSError, TimeoutError)
 SCHEMES = ("nats", "tls", "ws", "wss")
 
 
+def masked(urls: str) -> str:
+    """Return brokers' URLs that may be shown: without their passwords and tokens."""
+    return ",".join(_without_account(url.strip()) for url in urls.split(","))
+
+
+def _without_account(url: str) -> str:
+    scheme, separator, rest = url.rpartition("://")
+    return f"{scheme}{separator}{rest.rpartition('@')[2]}"
+
+
 class BadBrokerUrl(HoldfastError):
     """A broker's URL reads nats://host:port, or several of them with commas between."""
 
@@ -51,7 +61,7 @@ def check_url(urls: str) -> None:
         except ValueError:  # a port that is no number
             good = False
         if not good:
-            raise BadBrokerUrl(f"{url.strip()!r} is no broker's URL. {BadBrokerUrl.__doc__}")
+            raise BadBrokerUrl(f"{masked(url)!r} is no broker's URL. {BadBrokerUrl.__doc__}")
 
 
 class FastClient(Client):
@@ -173,9 +183,11 @@ class Connection:
         connection = cls(url, name)
         await connection.subscribe_raw(f"{connection._inbox}.*", connection._answered)
         connection._task = asyncio.create_task(connection._connect(), name=f"nats-connect-{name}")
-        with contextlib.suppress(TimeoutError):
+        try:
             async with asyncio.timeout(wait_s):
                 await connection.up.wait()
+        except TimeoutError:
+            log.warning("nats_away", connection=name, url=masked(url))  # it is tried for ever
         return connection
 
     @property
@@ -289,13 +301,13 @@ class Connection:
 
     async def _on_disconnected(self) -> None:
         if not self._closing:
-            log.warning("nats_disconnected", connection=self.name, url=self.url)
+            log.warning("nats_disconnected", connection=self.name, url=masked(self.url))
             self.client.forget_unwritten()
             self._changed(False)
 
     async def _on_reconnected(self) -> None:
         self.reconnects += 1
-        log.info("nats_reconnected", connection=self.name, url=self.url)
+        log.info("nats_reconnected", connection=self.name, url=masked(self.url))
         self._changed(True)
 
     def _changed(self, connected: bool) -> None:

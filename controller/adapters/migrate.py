@@ -5,19 +5,22 @@ should not wait for it.
 """
 
 import asyncio
+import os
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import asyncpg
 
 from controller.adapters.names import HEAD, SCHEMA
-from controller.adapters.pg_link import AWAY, Link, masked, plain
+from controller.adapters.pg_link import AWAY, CONNECT_S, Link, masked, plain
 from controller.ports import StoreUnavailable
 from events.errors import HoldfastError
 
 LOCK = 0x0_4F1D_FA57  # one migration at a time: an advisory lock of the database
 LOCK_S = 60  # how long to wait for another migration, or for a table that somebody holds
+WITHIN_S = 600.0  # all of it; an index on an audit table of millions takes minutes
 
 
 class DatabaseTooNew(HoldfastError):
@@ -67,15 +70,17 @@ async def _run(url: str, schema: str, to: str, *, up: bool) -> None:
     from sqlalchemy.ext.asyncio import create_async_engine
     from sqlalchemy.pool import NullPool
 
-    address = (
-        plain(url)
-        .replace("postgres://", "postgresql://")
-        .replace("postgresql://", "postgresql+asyncpg://", 1)
-    )
     settings = {"search_path": schema, "lock_timeout": f"{LOCK_S}s"}
-    engine = create_async_engine(
-        address, poolclass=NullPool, connect_args={"server_settings": settings, "timeout": 10}
-    )
+    late: asyncio.TimerHandle | None = None
+
+    async def connect() -> Any:
+        """Connect, for so long: a server that hangs in the middle would hold up even the rollback."""
+        nonlocal late
+        connection = await asyncpg.connect(plain(url), timeout=CONNECT_S, server_settings=settings)
+        late = asyncio.get_running_loop().call_later(WITHIN_S, connection.terminate)
+        return connection
+
+    engine = create_async_engine("postgresql+asyncpg://", async_creator=connect, poolclass=NullPool)
     try:
         async with engine.begin() as connection:
             await connection.execute(text(f"SELECT pg_advisory_xact_lock({LOCK})"))
@@ -84,11 +89,15 @@ async def _run(url: str, schema: str, to: str, *, up: bool) -> None:
     except (DBAPIError, *AWAY) as error:
         cause = error.orig.__cause__ if isinstance(error, DBAPIError) and error.orig else error
         if isinstance(cause, (*AWAY, asyncpg.LockNotAvailableError)):
+            if late is not None and late.when() <= asyncio.get_running_loop().time():
+                cause = f"not done after {WITHIN_S:g} s"
             raise StoreUnavailable(
                 f"{masked(url)} cannot be migrated now: {cause}. {StoreUnavailable.__doc__}"
             ) from error
         raise
     finally:
+        if late is not None:
+            late.cancel()
         await engine.dispose()
 
 
@@ -102,13 +111,14 @@ def _alembic(connection: Any, schema: str, to: str, up: bool) -> None:
     (command.upgrade if up else command.downgrade)(config, to)
 
 
-def main(arguments: list[str]) -> int:
-    """Migrate the database named by the one argument: `python -m controller.adapters.migrate URL`."""
-    if len(arguments) != 1:
-        print("holdfast: give one database URL", file=sys.stderr)
+def main(environment: Mapping[str, str]) -> int:
+    """Migrate the database that HOLDFAST_DATABASE_URL names: `python -m controller.adapters.migrate`."""
+    url = environment.get("HOLDFAST_DATABASE_URL")
+    if not url:
+        print("holdfast: set HOLDFAST_DATABASE_URL to the database to migrate", file=sys.stderr)
         return 2
     try:
-        asyncio.run(upgrade(arguments[0]))
+        asyncio.run(upgrade(url))
     except HoldfastError as error:
         print(f"holdfast: {error}", file=sys.stderr)
         return 1
@@ -116,4 +126,4 @@ def main(arguments: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(main(os.environ))

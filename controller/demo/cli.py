@@ -18,7 +18,8 @@ from controller.demo.clients import Users
 from controller.demo.fleet import Fleet
 from controller.demo.script import SCRIPT, WORKERS, Act
 from controller.processes.operator import Operator, find
-from events.errors import HoldfastError
+from controller.processes.up_flags import positive
+from events.errors import HoldfastError, UsageError
 
 RATE = 8.0  # requests a second: about 20 streams at once
 ITL_MS = 20.0
@@ -34,7 +35,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="where the fleet lives (default: a fresh folder in .holdfast, removed at the end)",
     )
     parser.add_argument(
-        "--seconds", type=float, default=60.0, metavar="N", help="how long the load runs (default: 60)"
+        "--seconds", type=positive, default=60.0, metavar="N", help="how long the load runs (default: 60)"
     )
     parser.add_argument(
         "--trace",
@@ -43,7 +44,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="replay a recorded trace (JSON lines) instead of our profile",
     )
     parser.add_argument(
-        "--speedup", type=float, default=3.0, metavar="X", help="play the trace this much faster (default: 3)"
+        "--speedup",
+        type=positive,
+        default=3.0,
+        metavar="X",
+        help="play the trace this much faster (default: 3)",
     )
     parser.add_argument("--engine", choices=("simulated", "transformers"), default="simulated")
     parser.add_argument(
@@ -57,7 +62,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run_cli(args: argparse.Namespace) -> int:
     """Run the demo; 0 if every stream survived intact, else 1."""
     if args.seconds < 10:
-        raise HoldfastError("a demo of less than 10 seconds has no room for its faults: --seconds 10 or more")
+        raise UsageError("a demo of less than 10 seconds has no room for its faults: --seconds 10 or more")
     load = (
         profile.from_trace(args.trace, args.seconds, args.speedup)
         if args.trace

@@ -60,7 +60,7 @@ def from_trace(path: Path, seconds: float, speedup: float, seed: int = 0) -> Loa
     rows = [row for row in _rows(path) if row[0] / speedup < seconds]
     if not rows:
         raise BadTrace(f"{path} holds no request in its first {seconds * speedup:.0f} seconds")
-    longest_in, longest_out = max(r[1] for r in rows), max(r[2] for r in rows)
+    longest_in, longest_out = max(1, *(r[1] for r in rows)), max(1, *(r[2] for r in rows))
     sizes = [r[1] for r in chance.sample(rows, min(PROMPTS, len(rows)))]
     prompts = _pool(chance, [_scaled(n, longest_in, INPUT_MAX) for n in sizes])
     requests = (
@@ -72,15 +72,18 @@ def from_trace(path: Path, seconds: float, speedup: float, seed: int = 0) -> Loa
 
 def _rows(path: Path) -> Iterator[tuple[float, int, int]]:
     try:
-        with path.open() as lines:
+        with path.open(errors="replace") as lines:
             for number, line in enumerate(lines, 1):
                 try:
                     row = json.loads(line)
-                    yield row["timestamp"] / 1000, int(row["input_length"]), int(row["output_length"])
-                except (ValueError, KeyError, TypeError) as error:
+                    at, size = float(row["timestamp"]), (int(row["input_length"]), int(row["output_length"]))
+                    if not (0 <= at < math.inf and min(size) >= 0):
+                        raise ValueError("a time or a length below 0")
+                    yield at / 1000, *size
+                except (ValueError, KeyError, TypeError, OverflowError) as error:
                     raise BadTrace(f"{path}, line {number}: {error}. {BadTrace.__doc__}") from error
     except OSError as error:
-        raise BadTrace(f"{path}: {error.strerror}") from error
+        raise BadTrace(f"the trace {path} cannot be read: {error.strerror}") from error
 
 
 def _pool(chance: random.Random, lengths: list[int]) -> tuple[tuple[int, ...], ...]:

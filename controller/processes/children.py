@@ -76,12 +76,15 @@ class Child:
         if self.process is None or (status := self.process.poll()) is None:
             return None
         self.process = None
-        now = time.monotonic()
-        if now - self._started > SETTLED_AFTER_S:
+        if time.monotonic() - self._started > SETTLED_AFTER_S:
             self._wait_s = RESTART_WAIT_MIN_S
-        self._due = now + self._wait_s
-        self._wait_s = min(self._wait_s * 2, RESTART_WAIT_MAX_S)
+        self.rest()
         return status
+
+    def rest(self) -> None:
+        """Start it no sooner than after the back-off, which doubles."""
+        self._due = time.monotonic() + self._wait_s
+        self._wait_s = min(self._wait_s * 2, RESTART_WAIT_MAX_S)
 
     def due(self) -> bool:
         """Return whether it is time to start the process again."""

@@ -27,12 +27,17 @@ async def serve(
     app.add_routes([web.get("/metrics", metrics), web.get("/health", health), web.get("/ready", health)])
     runner = web.AppRunner(app, access_log=None)
     await runner.setup()
+    await open_door(runner, host, port)
+    return runner
+
+
+async def open_door(runner: web.AppRunner, host: str, port: int) -> None:
+    """Listen. Raise HoldfastError if the port cannot be had."""
     try:
         await web.TCPSite(runner, host, port).start()
     except OSError as error:
         await runner.cleanup()
         raise HoldfastError(f"the admin port {host}:{port} cannot be used: {error.strerror}") from error
-    return runner
 
 
 def url_of(runner: web.AppRunner) -> str:

@@ -73,6 +73,7 @@ class FleetDir:
     def remember(self, **facts: Any) -> None:
         """Write down how the fleet can be reached, for the other commands."""
         fresh = self.path / "fleet.json.tmp"
+        fresh.touch(0o600)  # a database's URL may hold a password
         fresh.write_text(json.dumps(facts, indent=1))
         fresh.replace(self.path / "fleet.json")  # whole or not at all: another command may be reading it
 

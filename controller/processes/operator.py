@@ -8,8 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from controller.processes.fleet_dir import FleetDir
+from controller.runtime.history import history
 from events import subjects
 from events.bus import NatsBus
+from events.connection import masked
 from events.errors import HoldfastError
 from events.fact import Recorded
 
@@ -57,7 +59,7 @@ async def _connect(url: str) -> NatsBus:
     bus = await NatsBus.connect(url, "operator", wait_s=CONNECT_WITHIN_S)
     if bus.since is None:
         await bus.close()
-        raise Unreachable(f"{url}: {Unreachable.__doc__}")
+        raise Unreachable(f"{masked(url)}: {Unreachable.__doc__}")
     return bus
 
 
@@ -102,11 +104,7 @@ async def read_all(data: Path) -> list[Recorded]:
 
     journal = await NatsJournal.connect(find(data)["nats_url"], "reader", None)
     try:
-        events: list[Recorded] = []
         last = await journal.last_seq()
-        if last:
-            async for batch in journal.read(0, until=last):
-                events.extend(batch)
-        return events
+        return [event async for batch in history(journal, 0, last) for event in batch]
     finally:
         await journal.close()

@@ -10,13 +10,16 @@ from typing import Any
 
 from controller.processes.operator import Operator, find, who
 from controller.processes.printing import event_line, print_processes, print_status
+from controller.processes.up_flags import positive
+from controller.runtime.history import history
 from events import codec
-from events.errors import HoldfastError
+from events.errors import HoldfastError, UsageError
 from events.fact import Recorded
 from events.presence import present
 
 Run = Callable[[argparse.Namespace], int]
 FAULTS = ("kill", "hang", "unhang", "error", "corrupt", "drift", "slow", "blackhole", "heal")
+TAKE_ARGUMENT = ("error", "corrupt", "drift", "slow")
 
 
 def prepare(name: str, parser: argparse.ArgumentParser) -> Run:
@@ -27,7 +30,7 @@ def prepare(name: str, parser: argparse.ArgumentParser) -> Run:
     if name in ("drain", "resume"):
         add("worker", metavar="WORKER")
     if name == "drain":
-        add("--deadline", type=_above_0, metavar="S", help="seconds until what still runs is moved elsewhere")
+        add("--deadline", type=positive, metavar="S", help="seconds until what still runs is moved elsewhere")
     if name == "events":
         add("--follow", action="store_true", help="go on printing as facts arrive")
         add("--worker", metavar="W", help="only facts about this worker")
@@ -38,22 +41,12 @@ def prepare(name: str, parser: argparse.ArgumentParser) -> Run:
         add(
             "argument",
             nargs="?",
-            type=_above_0,
+            type=positive,
             metavar="X",
-            help="corrupt: one token in X; slow: X times; error: X requests",
+            help="corrupt: one token in X; slow: X times; error: X requests; drift: by X",
         )
     run = {"status": _status, "events": _events, "drain": _drain, "resume": _resume, "chaos": _chaos}[name]
     return lambda args: asyncio.run(run(args))
-
-
-def _above_0(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = 0.0
-    if not 0 < value < float("inf"):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number above 0")
-    return value
 
 
 async def _with(args: argparse.Namespace, verb: str, body: dict[str, Any]) -> dict[str, Any]:
@@ -83,13 +76,11 @@ async def _events(args: argparse.Namespace) -> int:
     from events.journal.nats import NatsJournal
 
     if args.kind and args.kind not in codec.KINDS:
-        raise HoldfastError(f"there is no kind {args.kind!r}; the kinds are {', '.join(sorted(codec.KINDS))}")
+        raise UsageError(f"there is no kind {args.kind!r}; the kinds are {', '.join(sorted(codec.KINDS))}")
     journal = await NatsJournal.connect(find(args.data)["nats_url"], "reader", None)
     try:
-        last = None if args.follow else await journal.last_seq()
-        if last == 0:
-            return 0
-        async for batch in journal.read(0, until=last):
+        last = await journal.last_seq()  # also says at once if nobody answers
+        async for batch in journal.read(0) if args.follow else history(journal, 0, last):
             for event in batch:
                 if _wanted(event, args):
                     print(event_line(event, args.output), flush=args.follow)
@@ -119,6 +110,8 @@ async def _resume(args: argparse.Namespace) -> int:
 
 
 async def _chaos(args: argparse.Namespace) -> int:
+    if args.argument is not None and args.fault not in TAKE_ARGUMENT:
+        raise UsageError(f"{args.fault} takes no number; {', '.join(TAKE_ARGUMENT)} do")
     body = {"worker": args.worker, "fault": args.fault, "argument": args.argument, "by": who()}
     answer = await _with(args, "chaos", body)
     print(answer.get("says", f"{args.worker}: {args.fault}"))

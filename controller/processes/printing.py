@@ -9,6 +9,7 @@ from events.fact import Recorded
 from events.presence import Presence
 
 FIELD_CHARS_MAX = 60  # of one field of an event, in text
+LINE_CHARS_MAX = 1_000  # of a line of the status
 
 
 def print_status(status: dict[str, Any]) -> None:
@@ -17,17 +18,21 @@ def print_status(status: dict[str, Any]) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    console = Console(highlight=False, soft_wrap=True)
+    console = Console(
+        highlight=False, soft_wrap=True, width=LINE_CHARS_MAX
+    )  # a terminal may wrap; we cut nothing
     table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False)
     for column in ("worker", "health", "weight", "breaker", "in flight", "model", "last canary"):
-        table.add_column(column, overflow="fold", no_wrap=column not in ("worker", "model"))
+        table.add_column(column)
     for w in status["workers"]:
         weight = None if w["weight"] is None else f"{w['weight']:g}"
         cells = (w["id"], w["health"], weight, w["breaker"], w["in_flight"], w["model"])
         table.add_row(*("–" if c is None else str(c) for c in cells), _canary(w.get("last_canary")))
-    console.print(table, soft_wrap=False)
-    for line in _lines(status):
-        console.print(line)
+    with console.capture() as written:  # the console would take a closed pipe for its own business
+        console.print(table)
+        for line in _lines(status):
+            console.print(line)
+    print(written.get(), end="")
 
 
 def _lines(status: dict[str, Any]) -> Iterator[str]:

@@ -12,6 +12,7 @@ from controller.adapters import migrate
 from controller.adapters.postgres import PostgresStore
 from controller.ports import StoreUnavailable
 from controller.processes import collector
+from controller.processes.controller_admin import open_door, url_of
 from controller.runtime.projector import Projector
 from controller.runtime.projector_metrics import ProjectorMetrics
 from controller.runtime.projector_settings import ProjectorSettings
@@ -40,7 +41,7 @@ async def run_projector(
     watch = Watch(projector, journal, metrics, settings.ready_lag)
     runner = await _serve(watch, settings)
     try:
-        presence.announce(data, "projector", name, _url(runner))
+        presence.announce(data, "projector", name, url_of(runner))
         collector.calm()
         return await _until_stopped(projector, watch)
     finally:
@@ -138,10 +139,5 @@ async def _serve(watch: Watch, settings: ProjectorSettings) -> web.AppRunner:
     app.add_routes([web.get("/metrics", metrics), web.get("/health", health), web.get("/ready", ready)])
     runner = web.AppRunner(app, access_log=None)
     await runner.setup()
-    await web.TCPSite(runner, settings.admin_host, settings.admin_port).start()
+    await open_door(runner, settings.admin_host, settings.admin_port)
     return runner
-
-
-def _url(runner: web.AppRunner) -> str:
-    host, port = runner.addresses[0][:2]
-    return f"http://{host}:{port}"

@@ -14,12 +14,13 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Coroutine
 from typing import Any, Literal
 
 from controller.adapters.embedded import Server, start_nats, start_postgres
-from controller.processes.children import Child
+from controller.processes.children import Child, die_with
 from controller.processes.fleet_dir import FleetDir
+from controller.processes.kept_server import KeptServer
 from controller.processes.operator import http_ok, reachable
 from controller.processes.plan import plan, projector
 from controller.processes.port import hold
@@ -60,8 +61,8 @@ class Supervisor:
     def __init__(self, args: argparse.Namespace) -> None:
         self.args = args
         self.dir = FleetDir(args.data)
-        self.nats: Server | None = None
-        self.postgres: Server | None = None
+        self.nats = KeptServer(lambda port: start_nats(self.dir.nats, port=port), self._present)
+        self.postgres = KeptServer(lambda port: start_postgres(self.dir.postgres, port=port), self._present)
         self.nats_url = os.environ.get("HOLDFAST_NATS_URL", "")
         self.database_url = os.environ.get("HOLDFAST_DATABASE_URL", "")
         self.children: list[Child] = []
@@ -69,7 +70,6 @@ class Supervisor:
         self.stopping = asyncio.Event()
         self.ready = False
         self.journal: Any = None
-        self.embedded = (not self.nats_url, not self.database_url)
 
     async def run(self) -> int:
         """Start, watch, stop; 0 after an orderly stop."""
@@ -108,9 +108,7 @@ class Supervisor:
         database = asyncio.create_task(self._start_database())
         try:
             if not self.nats_url:
-                self.nats = await start_nats(self.dir.nats)
-                self.nats_url = self.nats.url
-                self._present("nats", self.nats)
+                self.nats_url = (await self.nats.begin()).url
             else:
                 await reachable(self.nats_url)
             self._remember()
@@ -138,27 +136,37 @@ class Supervisor:
 
     async def _start_database(self) -> None:
         if not self.database_url:
-            self.postgres = await start_postgres(self.dir.postgres)
-            self.database_url = self.postgres.url
-            self._present("postgres", self.postgres)
+            self.database_url = (await self.postgres.begin()).url
         self._remember()
         await self._migrate()
 
     async def _migrate(self) -> None:
         """Bring the schema up to date, in a process of its own: its imports are not wanted here."""
-        command = [sys.executable, "-m", "controller.adapters.migrate", self.database_url]
         process = await asyncio.create_subprocess_exec(
-            *command, stdout=asyncio.subprocess.DEVNULL, stderr=asyncio.subprocess.PIPE
+            *(sys.executable, "-m", "controller.adapters.migrate"),
+            stdout=asyncio.subprocess.DEVNULL,
+            stderr=asyncio.subprocess.PIPE,
+            env={
+                **os.environ,
+                "HOLDFAST_DATABASE_URL": self.database_url,
+            },  # `ps` shows arguments to everybody
+            preexec_fn=die_with(os.getpid()),
         )
-        async with asyncio.timeout(READY_WITHIN_S):
-            _, words = await process.communicate()
+        try:
+            _, words = await process.communicate()  # it has its own deadline
+        finally:
+            if process.returncode is None:  # nobody waits for it any more
+                process.kill()
         if process.returncode:
             raise HoldfastError(
                 words.decode(errors="replace").strip().splitlines()[-1].removeprefix("holdfast: ")
             )
 
-    def _present(self, role: str, server: Server) -> None:
-        announce(self.dir.path, role, role, server.url, server.pid)
+    def _present(self, server: Server) -> None:
+        try:
+            announce(self.dir.path, server.role, server.role, server.url, server.pid)
+        except OSError as error:  # a hint for people: no reason to end
+            print(f"{server.role} cannot be shown in `holdfast status`: {error}", file=sys.stderr, flush=True)
 
     def _spawn_projector(self) -> None:
         self.children.append(projector(self.dir))
@@ -170,7 +178,13 @@ class Supervisor:
         if child.role == "worker":
             self.instances[child.name] = new_id()
             child.environment["HOLDFAST_WORKER_INSTANCE"] = self.instances[child.name]
-        child.start()
+        try:
+            child.start()
+        except OSError as error:  # no process, no memory, no room for its log: perhaps in a moment
+            if not self.ready:
+                raise HoldfastError(f"{child.name} cannot be started: {error}") from error
+            child.rest()
+            print(f"{child.name} cannot be started now: {error}", file=sys.stderr, flush=True)
 
     async def _open_journal(self) -> None:
         from events.journal.nats import NatsJournal
@@ -183,7 +197,7 @@ class Supervisor:
         url = f"http://{self.args.host}:{self.args.port}"
         deadline = began + READY_WITHIN_S
         while not await http_ok(f"{url}/health"):
-            await self._tend()
+            self._tend()
             if time.monotonic() > deadline:
                 raise HoldfastError(
                     f"the fleet was not ready after {READY_WITHIN_S:g} s; see {self.dir.logs}"
@@ -204,11 +218,11 @@ class Supervisor:
 
     async def _watch(self) -> None:
         while not self.stopping.is_set():
-            await self._tend()
+            self._tend()
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self.stopping.wait(), POLL_S)
 
-    async def _tend(self) -> None:
+    def _tend(self) -> None:
         """Notice what has ended, and start again what is due."""
         for child in self.children:
             status = child.ended()
@@ -216,7 +230,8 @@ class Supervisor:
                 self._ended(child, status)
             if child.due():
                 self._spawn(child)
-        await self._tend_servers()
+        for server in (self.nats, self.postgres):
+            server.check()
 
     def _ended(self, child: Child, status: int) -> None:
         self._check_start(child, status)
@@ -233,29 +248,6 @@ class Supervisor:
         kind = UsageError if mistaken else HoldfastError
         raise kind(f"{child.name} does not start: {words or f'see {child.log}'}")
 
-    async def _tend_servers(self) -> None:
-        if self.nats is not None and not self.nats.running:
-            port, self.nats = self.nats.port, None
-            print("nats ended; starting it again", file=sys.stderr, flush=True)
-            self.nats = await self._again(lambda: start_nats(self.dir.nats, port=port))
-            self._present("nats", self.nats)
-        if self.postgres is not None and not self.postgres.running:
-            port, self.postgres = self.postgres.port, None
-            print("postgres ended; starting it again", file=sys.stderr, flush=True)
-            self.postgres = await self._again(lambda: start_postgres(self.dir.postgres, port=port))
-            self._present("postgres", self.postgres)
-
-    async def _again(self, start: Callable[[], Coroutine[Any, Any, Server]]) -> Server:
-        """Start a server on its old port, which the kernel may take a moment to give back."""
-        deadline = time.monotonic() + READY_WITHIN_S
-        while True:
-            try:
-                return await start()
-            except HoldfastError:
-                if time.monotonic() > deadline or self.stopping.is_set():
-                    raise
-                await asyncio.sleep(0.2)
-
     # --- stopping ---------------------------------------------------------------------------------------------------
 
     async def _stop(self) -> None:
@@ -266,10 +258,8 @@ class Supervisor:
             await self._end([child for child in self.children if child.role == role])
         if self.journal is not None:
             await self.journal.close()
-        if self.postgres is not None:
-            await self.postgres.stop()
-        if self.nats is not None:
-            await self.nats.stop()
+        await self.postgres.stop()
+        await self.nats.stop()
         (self.dir.path / "fleet.json").unlink(missing_ok=True)
 
     async def _end(self, children: list[Child]) -> None:

@@ -49,19 +49,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add(
         "--canary-interval",
-        type=_positive,
+        type=positive,
         metavar="S",
         help="seconds between a worker's canaries (default: 30)",
     )
     add(
         "--breaker-wait",
-        type=_positive,
+        type=positive,
         metavar="S",
         help="seconds until an open breaker's first trial (default: 60)",
     )
     add(
         "--breaker-backoff",
-        type=_positive,
+        type=positive,
         metavar="X",
         help="factor of that wait after a failed trial (default: 2)",
     )
@@ -96,7 +96,8 @@ def _not_negative(text: str) -> float:
     return _number(text, 0, True)
 
 
-def _positive(text: str) -> float:
+def positive(text: str) -> float:
+    """Read a flag's number above 0."""
     return _number(text, 0, False)
 
 

@@ -32,7 +32,6 @@ from events.order import Order
 ASK_S = 0.2  # how late a decision that only time makes due may be
 BUSY_SHARE = 0.5  # of the time may be spent settling: facts that arrive meanwhile are settled together
 APPEND_MAX = 1000  # decisions in one atomic batch, the server's limit
-READ_BACK_S = 5.0  # how long what was appended may take to be read back
 BACKOFF_MIN_S, BACKOFF_MAX_S = 0.05, 2.0
 
 log = structlog.get_logger(__name__)

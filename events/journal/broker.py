@@ -5,7 +5,7 @@ from typing import Any
 import msgspec
 from nats.errors import NoRespondersError
 
-from events.connection import DISCONNECTED, Connection
+from events.connection import DISCONNECTED, Connection, masked
 from events.errors import HoldfastError
 from events.journal.port import JournalUnavailable
 
@@ -56,17 +56,19 @@ async def ask(
 ) -> dict[str, Any]:
     """Ask JetStream's API and return its answer. Raise Refused or JournalUnavailable."""
     if not connection.connected:
-        raise JournalUnavailable(f"the journal at {connection.url} cannot be reached (NATS is not connected)")
+        raise JournalUnavailable(
+            f"the journal at {masked(connection.url)} cannot be reached (NATS is not connected)"
+        )
     payload = msgspec.json.encode(body) if body is not None else b""
     try:
         message = await connection.request(f"{API}.{verb}", payload, deadline_s)
     except NoRespondersError as error:
         raise JournalUnavailable(
-            f"NATS at {connection.url} runs without JetStream, or is starting"
+            f"NATS at {masked(connection.url)} runs without JetStream, or is starting"
         ) from error
     except DISCONNECTED as error:
         raise JournalUnavailable(
-            f"the journal at {connection.url} did not answer {verb}: {error!r}"
+            f"the journal at {masked(connection.url)} did not answer {verb}: {error!r}"
         ) from error
     answer: dict[str, Any] = msgspec.json.decode(message.body)
     if refusal := answer.get("error"):

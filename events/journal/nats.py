@@ -25,7 +25,7 @@ from events.journal.outbox import Outbox
 from events.journal.port import Fenced, JournalChanged, JournalUnavailable
 from events.journal.publisher import Publisher
 from events.journal.reader import Reader
-from events.journal.spool import BYTES_MAX, Letter, Spool
+from events.journal.spool import BYTES_MAX, Letter, Spool, SpoolUnusable
 from events.journal.stream import StreamRefused, StreamState
 from events.journal.witness import Witness
 
@@ -78,11 +78,16 @@ class NatsJournal:
         """Return a journal that says facts as `source` ("<role>:<name>"; the life's own id is added).
 
         If the broker is away for longer than `wait_s` it goes on trying: facts are spooled under `spool_dir`
-        meanwhile (None: kept in memory only). Raise StreamRefused or JournalChanged if the stream cannot be trusted.
+        meanwhile (None: kept in memory only). Raise StreamRefused or JournalChanged if the stream cannot be trusted,
+        SpoolUnusable if `spool_dir` cannot be written.
         """
         life = codec.new_id()
         connection = await Connection.open(url, source, wait_s=wait_s)
-        spool = Spool(spool_dir, life, bytes_max=spool_bytes_max) if spool_dir is not None else None
+        try:
+            spool = Spool(spool_dir, life, bytes_max=spool_bytes_max) if spool_dir is not None else None
+        except SpoolUnusable:
+            await connection.close()
+            raise
         journal = cls(connection, source if source.count(":") >= 2 else f"{source}:{life}", spool, replicas)
         try:
             await journal._start()

@@ -26,6 +26,8 @@ from pathlib import Path
 import msgspec
 import structlog
 
+from events.errors import HoldfastError
+
 BYTES_MAX = 64 * 1024 * 1024  # of one process; about 100,000 facts
 SEGMENT_BYTES = 2 * 1024 * 1024  # a longer file is followed by another, and removed when all of it is marked
 RECORD_BYTES_MAX = 8 * 1024 * 1024
@@ -114,12 +116,17 @@ def read(data: bytes) -> Left:
     return left
 
 
+class SpoolUnusable(HoldfastError):
+    """The spool's folder cannot be written. Choose another data directory with --data."""
+
+
 @dataclass
 class _Segment:
     path: Path
     file: int
     bytes: int = 0
     last: int = 0  # number of its last fact
+    unsynced: bool = False
 
 
 class Spool:
@@ -129,7 +136,7 @@ class Spool:
     """
 
     def __init__(self, directory: Path, life: str, *, bytes_max: int = BYTES_MAX) -> None:
-        directory.mkdir(parents=True, exist_ok=True)
+        """Make our first file. Raise SpoolUnusable."""
         self.directory = directory
         self.life = life
         self.bytes_max = bytes_max
@@ -138,8 +145,11 @@ class Spool:
         self._count = 0
         self._segments: deque[_Segment] = deque()
         self._earlier: list[tuple[Path, int]] = []
-        self._unsynced = False
-        self._grow()
+        try:
+            directory.mkdir(parents=True, exist_ok=True)
+            self._grow()
+        except OSError as error:
+            raise SpoolUnusable(f"{directory}: {error.strerror}. {SpoolUnusable.__doc__}") from error
 
     def _grow(self) -> None:
         path = self.directory / f"{self.life}.{self._count:08d}{SUFFIX}"
@@ -193,28 +203,45 @@ class Spool:
         held = sum(segment.bytes for segment in self._segments)
         if held + len(body) > self.bytes_max or len(body) > RECORD_BYTES_MAX:
             return False
-        if self._segments[-1].bytes > SEGMENT_BYTES:
-            self._grow()
+        if self._segments[-1].bytes > SEGMENT_BYTES and not self._grown():
+            return False
         if not self._write(FACT, body):
             return False
         self._segments[-1].last = letter.number
         return True
 
+    def _grown(self) -> bool:
+        try:
+            self._grow()
+        except OSError as error:
+            self._failed(self.directory, error)
+            return False
+        return True
+
     def mark(self, number: int, *, empty: bool) -> None:
         """Note that everything up to `number` is acknowledged; `empty`: nothing at all waits."""
-        while len(self._segments) > 1 and self._segments[0].last <= number:
-            self._drop(self._segments.popleft())
-        if empty and self._segments[-1].bytes > min(SEGMENT_BYTES // 2, self.bytes_max // 4):
-            os.ftruncate(self._segments[-1].file, 0)
-            self._segments[-1].bytes = 0
-        else:
-            self._write(ACKED, _NUMBER.pack(number))
+        newest = self._segments[-1]
+        try:
+            while len(self._segments) > 1 and self._segments[0].last <= number:
+                self._drop(self._segments.popleft())
+            if empty and newest.bytes > min(SEGMENT_BYTES // 2, self.bytes_max // 4):
+                os.ftruncate(newest.file, 0)
+                newest.bytes = 0
+                return
+        except OSError as error:  # a disk that has become read-only
+            self._failed(newest.path, error)
+        self._write(ACKED, _NUMBER.pack(number))
 
     def sync(self) -> None:
         """Bring what was written to the disk."""
-        if self._unsynced and self._segments:
-            self._unsynced = False
-            os.fdatasync(self._segments[-1].file)
+        for segment in list(self._segments):
+            if not segment.unsynced:
+                continue
+            segment.unsynced = False
+            try:
+                os.fdatasync(segment.file)
+            except OSError as error:  # called in a thread: the file may also be gone, and with it the need
+                self._failed(segment.path, error)
 
     def close(self, *, empty: bool) -> None:
         """Let go of the files; `empty`: remove ours, for nothing in them waits."""
@@ -242,12 +269,16 @@ class Spool:
                 os.ftruncate(segment.file, segment.bytes)
                 raise OSError("short write")
         except OSError as error:
-            self.failures += 1
-            log.error("spool_write_failed", file=str(segment.path), error=str(error))
+            self._failed(segment.path, error)
             return False
         segment.bytes += len(record)
-        self._unsynced = True
+        segment.unsynced = True
         return True
+
+    def _failed(self, path: Path, error: OSError) -> None:
+        self.failures += 1
+        if self.failures.bit_count() == 1:  # the 1st, 2nd, 4th, 8th …: a full disk refuses every fact
+            log.error("spool_write_failed", file=str(path), error=str(error), times=self.failures)
 
 
 def _locked(path: Path) -> int | None:

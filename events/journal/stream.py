@@ -11,7 +11,7 @@ from typing import Any
 import structlog
 
 from events import subjects
-from events.connection import Connection
+from events.connection import Connection, masked
 from events.errors import HoldfastError
 from events.journal.broker import (
     MESSAGE_NOT_FOUND,
@@ -123,7 +123,7 @@ async def ensure(connection: Connection, replicas: int | None = None) -> StreamS
     if faults:
         version = connection.client._server_info.get("version", "unknown")
         raise StreamRefused(
-            f"the stream {subjects.STREAM} at {connection.url} cannot be trusted: {'; '.join(faults)}. "
+            f"the stream {subjects.STREAM} at {masked(connection.url)} cannot be trusted: {'; '.join(faults)}. "
             f"Holdfast needs nats-server 2.12 or newer (this is {version}) and a stream made by itself."
         )
     return _state(answer)

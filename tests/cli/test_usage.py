@@ -7,13 +7,14 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import pytest
 
 from controller import cli
 from controller.processes.fleet_dir import FleetDir
 from controller.processes.port import free_port
+from controller.processes.printing import print_status
 from controller.processes.up import left
 from workers.exits import FELL
 
@@ -43,6 +44,11 @@ def test_without_arguments_it_shows_the_commands() -> None:
         (["up", "--bogus"], "unrecognized arguments: --bogus"),
         (["chaos", "explode", "w0"], "invalid choice: 'explode'"),
         (["drain"], "the following arguments are required: WORKER"),
+        (["demo", "--seconds", "nan"], "'nan' is not a number above 0"),
+        (["demo", "--seconds", "5"], "--seconds 10 or more"),
+        (["demo", "--speedup", "0"], "'0' is not a number above 0"),
+        (["chaos", "kill", "w0", "3"], "kill takes no number"),
+        (["events", "--kind", "nonsense"], "there is no kind 'nonsense'"),
     ],
 )
 def test_wrong_arguments_are_named(arguments: list[str], says: str, tmp_path: Path) -> None:
@@ -92,10 +98,71 @@ def test_without_a_fleet_every_command_says_so(command: list[str], tmp_path: Pat
     refused(holdfast(*command, "--data", str(tmp_path)), "No fleet runs on this data directory")
 
 
-@pytest.mark.parametrize("command", [["status"], ["events"], ["drain", "w0"]])
-def test_an_unreachable_broker_is_named(command: list[str], tmp_path: Path) -> None:
-    done = holdfast(*command, "--data", str(tmp_path), HOLDFAST_NATS_URL="nats://127.0.0.1:1")
+@pytest.mark.parametrize(
+    "command", [["status"], ["events"], ["events", "--follow"], ["drain", "w0"], ["replay", "timeline"]]
+)
+def test_an_unreachable_broker_is_named_without_its_password(command: list[str], tmp_path: Path) -> None:
+    done = holdfast(*command, "--data", str(tmp_path), HOLDFAST_NATS_URL="nats://u:secret@127.0.0.1:1")
     refused(done, "127.0.0.1:1")
+    assert "secret" not in done.stderr
+
+
+def test_a_trace_that_is_none_is_named(tmp_path: Path) -> None:
+    trace = tmp_path / "trace"
+    for content in (b"\xff\x00", b"[]", b'{"timestamp": NaN, "input_length": 1, "output_length": 1}'):
+        trace.write_bytes(content)
+        refused(holdfast("demo", "--trace", str(trace)), f"{trace}, line 1: ")
+
+
+@pytest.mark.parametrize("role", ["controller", "frontend", "worker"])
+def test_a_role_names_a_data_directory_that_it_cannot_use(role: str, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    done = holdfast(role, "--data", str(tmp_path / "file"), HOLDFAST_NATS_URL="nats://127.0.0.1:1")
+    assert done.returncode == 1
+    assert "Choose another data directory with --data." in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_a_closed_pipe_is_no_failure() -> None:
+    env = {k: v for k, v in os.environ.items() if k != "PYTHONUNBUFFERED"}  # as a user has it
+    for command in ("settings", "--help"):
+        read, write = os.pipe()
+        os.close(read)
+        done = subprocess.run(
+            [sys.executable, "-m", "controller.cli", command],
+            stdout=write, stderr=subprocess.PIPE, env=env, timeout=60, check=False,
+        )  # fmt: skip
+        os.close(write)
+        assert (done.returncode, done.stderr) == (0, b"")
+
+
+def test_what_cannot_be_written_is_said_in_one_line() -> None:
+    env = {k: v for k, v in os.environ.items() if k != "PYTHONUNBUFFERED"}
+    for command in ("settings", "--help"):
+        with open("/dev/full", "wb") as full:
+            done = subprocess.run(
+                [sys.executable, "-m", "controller.cli", command],
+                stdout=full, stderr=subprocess.PIPE, env=env, timeout=60, check=False,
+            )  # fmt: skip
+        assert done.returncode == 1
+        assert done.stderr == b"holdfast: [Errno 28] No space left on device\n"
+
+
+def test_a_narrow_terminal_loses_no_part_of_the_status(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", "20")
+    worker = {"id": "w-in-rack-17", "health": "SUSPICIOUS", "weight": 0.5, "breaker": "half_open"}
+    worker |= {"in_flight": 3, "model": "a-model-with-a-long-name", "last_canary": None}
+    status: dict[str, Any] = {"workers": [worker], "processes": [], "levels": {}, "leader": None}
+    print_status({**status, "journal": {"last_seq": 1}, "projector": {"position": None, "lag": None}})
+    shown = capsys.readouterr().out
+    assert all(str(worker[key]) in shown for key in ("id", "health", "breaker", "model"))
+
+
+def test_how_a_fleet_is_reached_is_for_its_owner_alone(tmp_path: Path) -> None:
+    FleetDir(tmp_path).remember(nats_url="nats://u:secret@h", database_url="postgresql://u:secret@h/x")
+    assert (tmp_path / "fleet.json").stat().st_mode & 0o077 == 0
 
 
 def test_up_names_a_broker_that_cannot_be_reached_instead_of_waiting_for_it(tmp_path: Path) -> None:

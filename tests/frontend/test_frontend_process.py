@@ -34,15 +34,17 @@ class Rig:
 
     def __init__(self, data: Path, http: aiohttp.ClientSession) -> None:
         self.data = data
+        self.log = data / "stderr.log"
         self.http = http
         self.running: list[Process] = []
         self.url = ""
 
     async def start(self, *words: str) -> Process:
         environment = {k: v for k, v in os.environ.items() if not k.startswith("HOLDFAST_")}
-        process = await asyncio.create_subprocess_exec(
-            HOLDFAST, *words, "--data", str(self.data), env=environment, stderr=asyncio.subprocess.DEVNULL
-        )
+        with self.log.open("ab") as log:
+            process = await asyncio.create_subprocess_exec(
+                HOLDFAST, *words, "--data", str(self.data), env=environment, stderr=log
+            )
         self.running.append(process)
         return process
 
@@ -93,6 +95,33 @@ async def rig(tmp_path: Path) -> AsyncIterator[Rig]:
                 if process.returncode is None:
                     process.kill()
                 await process.wait()
+
+
+@pytest.mark.parametrize(
+    "request_bytes",
+    [
+        b"GET / HTTP/1.1\r\nAuthorization: Bearer secret\x00\r\n\r\n",
+        b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\nsecret\r\n",
+        b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Encoding: gzip\r\nContent-Length: 6\r\n\r\nsecret",
+    ],
+)
+async def test_a_request_that_is_no_http_gets_a_400_and_one_line_that_quotes_nothing(
+    rig: Rig, request_bytes: bytes
+) -> None:
+    worker, port = free_port(), free_port()
+    await rig.worker("w0", worker)
+    await rig.frontend("f0", port, worker)
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    writer.write(request_bytes)
+    async with asyncio.timeout(20):
+        answer = await reader.readuntil(b"\r\n\r\n")
+        writer.close()
+        assert b" 400 Bad Request" in answer.splitlines()[0]
+        while "aiohttp" not in rig.log.read_text():  # noqa: ASYNC110 (another process)
+            await asyncio.sleep(0.05)
+    said = [json.loads(line) for line in rig.log.read_text().splitlines()]
+    assert [line["level"] for line in said if line.get("library") == "aiohttp.server"] == ["warning"]
+    assert "Traceback" not in str(said) and "secret" not in str(said)
 
 
 @pytest.mark.parametrize("how", [{"temperature": 0}, {"temperature": 0.8, "top_p": 0.9, "seed": 7}])

@@ -2,12 +2,13 @@
 
 import os
 import random
+import shutil
 from pathlib import Path
 
 import pytest
 
 from events.journal import spool as spool_module
-from events.journal.spool import Letter, Spool, read
+from events.journal.spool import Letter, Spool, SpoolUnusable, read
 
 
 def letter(number: int, size: int = 40) -> Letter:
@@ -153,3 +154,50 @@ def test_a_disk_that_refuses_is_counted_and_harms_nothing(
     assert spool.failures == 1
     killed(spool)
     assert numbers(Spool(tmp_path, "life-2").take_over()) == [1, 3]
+
+
+def test_a_folder_that_takes_no_more_files_stops_nobody_from_speaking(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(spool_module, "SEGMENT_BYTES", 100)
+    spool = Spool(tmp_path / "gone", "life-1")
+    assert spool.put(letter(1)) and spool.put(letter(2, 100))
+    shutil.rmtree(tmp_path / "gone")
+    assert not spool.put(letter(3))
+    assert spool.failures == 1
+
+
+def test_a_disk_that_has_become_read_only_stops_no_acknowledgement(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def read_only(*_: object) -> None:
+        raise OSError(30, "Read-only file system")
+
+    spool = Spool(tmp_path, "life-1", bytes_max=2000)
+    spool.put(letter(1, 1000))
+    for call in ("ftruncate", "fdatasync"):
+        monkeypatch.setattr(os, call, read_only)
+    spool.mark(1, empty=True)
+    spool.sync()
+    assert spool.failures == 2
+
+
+def test_every_segment_that_was_written_is_brought_to_the_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(spool_module, "SEGMENT_BYTES", 1000)
+    spool = Spool(tmp_path, "life-1")
+    for number in range(1, 31):
+        spool.put(letter(number, 100))
+    synced: list[int] = []
+    monkeypatch.setattr(os, "fdatasync", synced.append)
+    spool.sync()
+    assert len(synced) == len(list(tmp_path.glob("*.spool"))) > 2
+    spool.sync()
+    assert len(synced) == len(set(synced)), "what is on the disk is not written again"
+
+
+def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(SpoolUnusable, match="file/spool: Not a directory"):
+        Spool(tmp_path / "file" / "spool", "life-1")

@@ -1,6 +1,8 @@
 """Migrations: up and down from an empty database, and what is refused."""
 
 import asyncio
+import os
+import signal
 from pathlib import Path
 
 import asyncpg
@@ -54,6 +56,44 @@ async def test_a_migration_that_another_one_holds_up_says_so_and_can_be_tried_ag
         await other.close()
     await migrate.upgrade(empty_database_url)
     assert await migrate.version(empty_database_url) == names.HEAD
+
+
+async def test_a_migration_that_takes_for_ever_is_given_up(
+    empty_database_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(migrate, "WITHIN_S", 0.5)
+    other = await asyncpg.connect(empty_database_url)
+    try:
+        await other.execute(f"SELECT pg_advisory_lock({migrate.LOCK})")
+        with pytest.raises(StoreUnavailable, match=r"cannot be migrated now: not done after 0\.5 s"):
+            async with asyncio.timeout(20):
+                await migrate.upgrade(empty_database_url)
+    finally:
+        await other.close()
+
+
+async def test_a_server_that_hangs_during_a_migration_holds_nobody_up(
+    empty_database_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(migrate, "WITHIN_S", 0.5)
+    other = await asyncpg.connect(empty_database_url)
+    waiting = (
+        "SELECT pid FROM pg_stat_activity WHERE datname = current_database() AND wait_event = 'advisory'"
+    )
+    await other.execute(f"SELECT pg_advisory_lock({migrate.LOCK})")
+    migrating = asyncio.ensure_future(migrate.upgrade(empty_database_url))
+    pid = 0
+    try:
+        async with asyncio.timeout(30):
+            while not (pid := await other.fetchval(waiting) or 0):  # noqa: ASYNC110
+                await asyncio.sleep(0.02)
+            os.kill(pid, signal.SIGSTOP)
+            with pytest.raises(StoreUnavailable, match="not done after"):
+                await migrating
+    finally:
+        if pid:
+            os.kill(pid, signal.SIGCONT)
+        await other.close()
 
 
 async def test_a_database_that_goes_away_during_a_migration_is_unavailable(empty_database_url: str) -> None:

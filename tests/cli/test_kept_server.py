@@ -1,0 +1,100 @@
+"""What looks after the broker and the database of a fleet: never gives up, and never in anybody's way."""
+
+import asyncio
+from dataclasses import dataclass, field
+from typing import cast
+
+import pytest
+
+from controller.adapters.embedded import Server, ServerFailed
+from controller.processes import kept_server
+from controller.processes.kept_server import KeptServer
+
+
+@dataclass
+class Life:
+    """What `KeptServer` knows of a server."""
+
+    port: int
+    role: str = "nats"
+    running: bool = True
+    stopped: bool = False
+
+    async def stop(self) -> int:
+        self.stopped = True
+        return 0
+
+
+@dataclass
+class Machine:
+    """Starts servers, unless it is broken."""
+
+    trouble: Exception | None = None
+    asked: list[int] = field(default_factory=list)
+    lives: list[Life] = field(default_factory=list)
+    born: asyncio.Event = field(default_factory=asyncio.Event)
+    refused: asyncio.Event = field(default_factory=asyncio.Event)
+
+    async def start(self, port: int) -> Server:
+        self.asked.append(port)
+        if self.trouble is not None:
+            if len(self.asked) > 5:
+                self.refused.set()
+            raise self.trouble
+        self.lives.append(Life(port or 4222))
+        self.born.set()
+        return cast(Server, self.lives[-1])
+
+
+@pytest.mark.parametrize(
+    "trouble", [ServerFailed("the disk is full"), OSError(28, "No space left on device")]
+)
+async def test_a_server_that_cannot_come_back_is_tried_again_until_it_can(
+    trouble: Exception, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(kept_server, "WAIT_MIN_S", 0.001)
+    monkeypatch.setattr(kept_server, "WAIT_MAX_S", 0.002)
+    monkeypatch.setattr(kept_server, "LOOK_S", 0.001)
+    announced: list[Server] = []
+    machine = Machine()
+    kept = KeptServer(machine.start, announced.append)
+    assert (await kept.begin()).port == 4222
+    machine.trouble = trouble
+    machine.born.clear()
+    machine.lives[0].running = False
+    async with asyncio.timeout(10):
+        await machine.refused.wait()
+        kept.check()  # nothing has ended
+        machine.trouble = None
+        await machine.born.wait()
+    await kept.stop()
+    assert set(machine.asked) == {0, 4222}, "first on any port, then on that one"
+    assert [life.stopped for life in machine.lives] == [False, True]
+    assert "nats does not start: " in capsys.readouterr().err
+    assert len(announced) <= 2
+
+
+async def test_a_mistake_of_ours_is_not_hidden(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kept_server, "LOOK_S", 0.001)
+    machine = Machine()
+    kept = KeptServer(machine.start, lambda server: None)
+    await kept.begin()
+    machine.trouble = RuntimeError("ours")
+    machine.lives[0].running = False
+    with pytest.raises(RuntimeError, match="ours"):
+        async with asyncio.timeout(10):
+            while True:
+                kept.check()
+                await asyncio.sleep(0.001)
+    await kept.stop()
+
+
+async def test_one_that_was_never_started_is_stopped_without_a_word() -> None:
+    await KeptServer(Machine().start, lambda server: None).stop()
+
+
+async def test_a_first_start_that_fails_says_why() -> None:
+    machine = Machine(trouble=ServerFailed("no"))
+    with pytest.raises(ServerFailed, match="no"):
+        await KeptServer(machine.start, lambda server: None).begin()
+    assert machine.asked == [0]
