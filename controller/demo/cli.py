@@ -4,6 +4,7 @@ import argparse
 import asyncio
 import contextlib
 import json
+import signal
 import tempfile
 import time
 from datetime import UTC, datetime
@@ -68,6 +69,9 @@ def run_cli(args: argparse.Namespace) -> int:
         if args.trace
         else profile.from_profile(args.seconds, RATE)
     )
+    signal.signal(
+        signal.SIGTERM, signal.default_int_handler
+    )  # whoever ends us: the fleet and its folder go too
     with contextlib.ExitStack() as stack:
         data = args.data or fresh_folder()
         if not (args.data or args.keep):
@@ -199,7 +203,7 @@ class Demo:
         events = await self.fleet.events()
         others_hit = report.attribute(events, self.injected)
         result = report.assess(users.streams, answers, self.injected, others_hit)
-        self.console.print(report.table(result))
+        Console(width=max(report.WIDTH, self.console.width)).print(report.table(result))
         self.console.print(_verdict(result, events))
         self.console.print("\nThe incidents, from the journal (`holdfast replay timeline` tells more):")
         async for line in incidents.tell(find(self.fleet.data)["nats_url"], events):

@@ -11,6 +11,7 @@ from controller.demo.clients import Difference, Received, compare
 from events.fact import Recorded
 from events.observations import ExposureUnknown, RequestExposed, RequestMigrated
 
+WIDTH = 80  # columns of a terminal that the table needs
 AFTERMATH = timedelta(seconds=10)  # what a fault can still cost after its end
 
 
@@ -146,7 +147,7 @@ def unknown(events: Iterable[Recorded]) -> int:
 
 
 def table(report: Report) -> Table:
-    """Return the report as a table that fits 80 columns."""
+    """Return the report as a table that needs WIDTH columns."""
     shown = Table(title="What the users noticed", title_justify="left", padding=(0, 1, 0, 0))
     shown.add_column("", no_wrap=True)
     for heading in (

@@ -32,6 +32,7 @@ FLAGS = (
     "--block-size", "32",  # the CPU wants a multiple of this
     "--kv-cache-memory-bytes", str(64 * 1024 * 1024),
 )  # fmt: skip
+OWNER = "TEST_VLLM_OWNER"  # in the environment of all that a server starts: the pid of the tests
 ENVIRONMENT = {
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     "OMP_NUM_THREADS": "1",  # with more, sums are taken in another order, and logits differ
@@ -63,6 +64,7 @@ class VllmServer:
     @classmethod
     def start(cls, made: Path, logs: Sequence[Path], model: Path | None = None) -> list["VllmServer"]:
         """Start a server for each log, all at once, and wait until they serve."""
+        sweep()
         servers = [cls(made, model or made / "tiny", log, free_port()) for log in logs]
         try:
             for server in servers:
@@ -83,7 +85,7 @@ class VllmServer:
             self.process = subprocess.Popen(
                 (*server, *FLAGS, "--host", "127.0.0.1", "--port", str(self.port)),
                 cwd=self.log.parent,
-                env={**os.environ, **ENVIRONMENT},
+                env={**os.environ, **ENVIRONMENT, OWNER: str(os.getpid())},
                 stdout=output,
                 stderr=output,
                 start_new_session=True,
@@ -121,10 +123,11 @@ class VllmServer:
         )
 
     def kill(self) -> None:
-        """kill -9, both processes."""
+        """kill -9, both processes, also where one of them has gone before."""
         if self.process is not None:
             self._signal(signal.SIGKILL)
             self.process.wait(STOPS_WITHIN_S)
+            psutil.wait_procs(self._session(), STOPS_WITHIN_S)
 
     def end(self) -> None:
         """SIGTERM to the one that answers HTTP, as an operator does."""
@@ -152,6 +155,28 @@ class VllmServer:
             self.wait()
 
     def _signal(self, number: signal.Signals) -> None:
-        if self.process is not None:
-            with contextlib.suppress(ProcessLookupError):  # nobody of that session is left
-                os.killpg(self.process.pid, number)
+        for process in self._session():
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.send_signal(number)
+
+    def _session(self) -> list[psutil.Process]:
+        """Return every living process of the server: its session outlives the one that began it."""
+        if self.process is None:
+            return []
+        return [p for p in psutil.process_iter() if _session_of(p) == self.process.pid]
+
+
+def _session_of(process: psutil.Process) -> int | None:
+    with contextlib.suppress(ProcessLookupError, psutil.NoSuchProcess):
+        if process.status() != psutil.STATUS_ZOMBIE:
+            return os.getsid(process.pid)
+    return None
+
+
+def sweep() -> None:
+    """Kill what the servers of tests that were killed have left: an EngineCore outlives its server."""
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error):
+            owner = process.environ().get(OWNER, "")
+            if owner and not psutil.pid_exists(int(owner)):
+                process.kill()
