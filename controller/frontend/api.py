@@ -180,7 +180,8 @@ class Api:
         began = desk.now()
         try:
             tokens = await ready_tokens(lineage[1])
-            prompts = await read_prompts(ask, tokens)
+            context = routing.context(ask.model, lineage)
+            prompts = await read_prompts(ask, tokens, context)
         except TokenizerMissing as error:
             log.error("tokenizer_missing", model=ask.model, why=str(error))
             raise unavailable(
@@ -188,11 +189,9 @@ class Api:
             ) from error
         except BadTemplate as error:
             raise invalid(str(error), "messages") from error
-        desk.metrics.tokenizer_ms.of("encode").add((desk.now() - began) * 1000)
-        try:
-            context = desk.routing.context(ask.model, lineage)
-        except NoWorker as error:  # the last one of this lineage has gone while the prompt was read
+        except NoWorker as error:  # the last one of this lineage has gone while its tokenizer was read
             raise desk.admission.no_worker(error, ask.model, tier) from error
+        desk.metrics.tokenizer_ms.of("encode").add((desk.now() - began) * 1000)
         serial, trace = next(self._serial), traceparent(request)
         return Admitted(ask, id, tier, lineage, prompts, context, serial, trace), tokens
 

@@ -38,7 +38,7 @@ class Continuation:
             prompt_tokens=len(plan.prompt),
             sampling=sampling,
             guided=plan.guided,
-            prompt_text=plan.prompt_text + self._text() if engine == "openai" else "",
+            prompt_text=self._prompt_text() + self._text() if engine == "openai" else "",
             traceparent=plan.traceparent,
         )
 
@@ -64,11 +64,15 @@ class Continuation:
         """
         plan = self._plan
         if self.texts:
-            encode = self._tokens.encode
+            encode, prompt_text = self._tokens.encode, self._prompt_text()
             for special in (False, True):
-                if encode(plan.prompt_text, special=special) == plan.prompt:
-                    return encode(plan.prompt_text + self._text(), special=special)
+                if encode(prompt_text, special=special) == plan.prompt:
+                    return encode(prompt_text + self._text(), special=special)
         return plan.prompt + self._accepted
+
+    def _prompt_text(self) -> str:
+        """Return the prompt as text, for engines that take nothing else."""
+        return self._plan.prompt_text or self._tokens.decode(self._plan.prompt)
 
     def _text(self) -> str:
         """Return all that was accepted as text, whether it came as text or as tokens."""

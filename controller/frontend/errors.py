@@ -97,6 +97,12 @@ def invalid(message: str, param: str | None = None, code: str = "invalid_value")
     return ApiError(400, message, code=code, param=param)
 
 
+def too_long(tokens: int, context: int, param: str) -> ApiError:
+    """Return the 400 for a prompt that leaves no room for an answer."""
+    message = f"the prompt has {tokens} tokens, the model's context is {context}"
+    return invalid(message, param, "context_length_exceeded")
+
+
 def unsupported(param: str, why: str = "") -> ApiError:
     """Return the 400 for a field that this frontend does not serve."""
     return invalid(f"{param} is not supported{': ' + why if why else ''}", param, "unsupported_parameter")

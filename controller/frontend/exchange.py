@@ -7,7 +7,7 @@ from typing import Any
 
 from controller.frontend.bodies import Ask
 from controller.frontend.desk import Desk
-from controller.frontend.errors import ApiError, invalid, unsupported
+from controller.frontend.errors import ApiError, invalid, too_long, unsupported
 from controller.frontend.flight import Flight
 from controller.frontend.migration import Allowance
 from controller.frontend.plan import Plan
@@ -28,7 +28,7 @@ class Admitted:
     request: str  # its id
     tier: str
     lineage: Lineage
-    prompts: Sequence[tuple[list[int], str]]  # tokens, and the text for engines that can only take text
+    prompts: Sequence[tuple[list[int], str]]  # tokens, and the text if it was one
     context: int  # tokens that a prompt and its answer may have together
     serial: int  # of this frontend's requests: unseeded sampling is seeded with it
     traceparent: str = ""
@@ -153,8 +153,7 @@ def sampling(ask: Ask, prompt_tokens: int, context: int, choice: int, serial: in
     """Return how the workers should choose tokens. Raise ApiError if the request does not fit into the context."""
     room = context - prompt_tokens
     if room < 1:
-        message = f"the prompt has {prompt_tokens} tokens, the model's context is {context}"
-        raise invalid(message, "messages" if ask.chat else "prompt", "context_length_exceeded")
+        raise too_long(prompt_tokens, context, "messages" if ask.chat else "prompt")
     wanted = ask.max_tokens or (room if ask.chat else min(room, COMPLETION_TOKENS_DEFAULT))
     if wanted > room:
         message = f"{prompt_tokens} prompt tokens and max_tokens {wanted} are more than the model's context {context}"

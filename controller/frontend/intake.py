@@ -9,7 +9,7 @@ import msgspec
 from aiohttp import web
 
 from controller.frontend.bodies import Ask, bad_json
-from controller.frontend.errors import ApiError, invalid
+from controller.frontend.errors import ApiError, invalid, too_long
 from controller.frontend.settings import AdmissionSettings
 from controller.frontend.tokens import Tokens
 
@@ -17,8 +17,8 @@ REQUEST_ID_MAX = 128
 _TRACEPARENT = re.compile(r"([0-9a-f]{2})-([0-9a-f]{32})-([0-9a-f]{16})-([0-9a-f]{2})(-.*)?")
 
 
-async def read_prompts(ask: Ask, tokens: Tokens) -> list[tuple[list[int], str]]:
-    """Return each prompt as tokens and as text. Raise ApiError, or BadTemplate."""
+async def read_prompts(ask: Ask, tokens: Tokens, context: int) -> list[tuple[list[int], str]]:
+    """Return each prompt as tokens, and as text if it was one. Raise ApiError, or BadTemplate."""
     if ask.messages is not None:
         if tokens.template is None:
             message = "this model has no chat template; use /v1/completions"
@@ -30,12 +30,21 @@ async def read_prompts(ask: Ask, tokens: Tokens) -> list[tuple[list[int], str]]:
         if isinstance(prompt, str):
             out.append((await tokens.encode_soon(prompt, special=True), prompt))
         else:
-            if any(token >= tokens.size for token in prompt):
-                raise invalid(f"a token of the prompt is not below {tokens.size}", "prompt")
-            out.append((list(prompt), tokens.decode(prompt)))
+            out.append((_token_ids(prompt, tokens.size, context), ""))
     if any(not prompt for prompt, _ in out):
         raise invalid("prompt must not be empty", "prompt")
     return out
+
+
+def _token_ids(given: list[Any], size: int, context: int) -> list[int]:
+    """Return a prompt of token ids. One that is too long is refused unread: a look at millions holds everybody up."""
+    if len(given) >= context:
+        raise too_long(len(given), context, "prompt")
+    if not all(type(token) is int for token in given):
+        raise invalid("prompt must be text, token ids, or a list of these", "prompt")
+    if not all(0 <= token < size for token in given):
+        raise invalid(f"a token of the prompt is below zero, or not below {size}", "prompt")
+    return given
 
 
 async def read_json(request: web.BaseRequest, limits: AdmissionSettings) -> Any:

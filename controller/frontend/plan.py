@@ -16,7 +16,7 @@ class Plan:
     model: str
     lineage: Lineage
     prompt: list[int]
-    prompt_text: str  # for engines that can only take text; else empty
+    prompt_text: str  # empty if token ids were given
     sampling: Sampling
     guided: dict[str, Any] | None
     # The same tokens come from any healthy worker: greedy ones, or those of our own engines, whose random numbers

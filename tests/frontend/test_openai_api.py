@@ -12,6 +12,9 @@ import pytest
 from frontend_kit import TOKENS, Kit, frontend, text_of, until
 from scripted_worker import Act, ScriptedWorker, undisturbed
 
+from controller.frontend.bodies import parse_completion
+from controller.frontend.errors import ApiError
+from controller.frontend.intake import read_prompts
 from controller.frontend.settings import AdmissionSettings, StreamSettings
 from controller.frontend.tokens import LONG_TEXT
 from events.decisions import DegradationChanged, HealthStatus, Knobs
@@ -167,7 +170,27 @@ async def test_what_comes_by_the_million_is_refused_before_it_is_read(
         async with kit.http.post(kit.url + path, data=io.BytesIO(raw)) as answer:
             assert answer.status == 400
             message = (await answer.json())["error"]["message"]
-        assert "at most" in message or "more than any model's context" in message
+        assert "at most" in message or "the model's context" in message
+
+
+async def test_token_ids_beyond_the_context_are_refused_unread() -> None:
+    class Unread(list[int]):
+        def __iter__(self) -> Any:
+            raise AssertionError("millions of them would hold up everybody's streams")
+
+    for prompt in (Unread([1] * 101), [Unread([1] * 100)]):
+        ask = parse_completion({"model": "m", "prompt": prompt})
+        with pytest.raises(ApiError, match=r"the prompt has 10[01] tokens, the model's context is 100"):
+            await read_prompts(ask, TOKENS, 100)
+
+
+async def test_token_ids_are_put_into_words_only_for_engines_that_take_text() -> None:
+    for engine, text in (("simulated", ""), ("openai", TOKENS.decode(PROMPT))):
+        worker = ScriptedWorker()
+        async with frontend() as kit:
+            await kit.add(worker, engine=engine)
+            await kit.complete(PROMPT, 2)
+            assert worker.requests[0].prompt_text == text
 
 
 async def test_harmless_unknown_fields_pass() -> None:
@@ -456,7 +479,8 @@ async def test_a_model_whose_workers_have_all_died_is_not_unknown() -> None:
 
 async def test_the_last_worker_dies_while_the_prompt_is_read() -> None:
     worker = ScriptedWorker()
-    async with frontend(worker) as kit:
+    async with frontend() as kit:
+        await kit.add(worker, context_tokens=1_000_000)
         asking = asyncio.create_task(kit.post("/v1/completions", model="m", prompt="hello " * 40_000))
         await until(lambda: 'active_requests{model="m"} 1.0' in kit.desk.render_metrics().decode())
         kit.tell(WorkerLeft(worker="w1", instance="i1", mode="crashed", exit=-9))
