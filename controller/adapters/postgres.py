@@ -12,12 +12,14 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import asyncpg
+import structlog
 
 from controller.adapters.names import SCHEMA
 from controller.adapters.pg_link import Connection, Link
 from controller.adapters.pg_reader import Reader, read_place
 from controller.deciders.fleet import Fleet
 from controller.ports import CatchUp, Snapshot
+from events.errors import HoldfastError
 from events.fact import Recorded
 
 if TYPE_CHECKING:
@@ -26,6 +28,8 @@ if TYPE_CHECKING:
 DROPS_MAX = 8  # attempts; each lost deadlock takes Postgres a second to find
 DROP_WAIT_S = 0.05
 SNAPSHOT_EVERY = 5_000  # events: what time travel and a starting process must fold at most
+
+log = structlog.get_logger(__name__)
 
 
 class PostgresStore(Reader):
@@ -68,14 +72,18 @@ class PostgresStore(Reader):
         A projector at work waits meanwhile, readers do not: so the fresh one catches up with a position that stands
         still. The projector finds the new tables under the old name when it gets on.
         """
-        async with self._reader.use() as connection:
-            async with connection.transaction():
-                await connection.execute("LOCK TABLE projection IN EXCLUSIVE MODE")
-                await catch_up(await read_place(connection))
-                await fresh.close()
-                await connection.execute(f'ALTER SCHEMA "{self.schema}" RENAME TO "{self.schema}_old"')
-                await connection.execute(f'ALTER SCHEMA "{fresh.schema}" RENAME TO "{self.schema}"')
-            await _drop(connection, f"{self.schema}_old")
+        old = f"{self.schema}_old"
+        async with self._reader.use() as connection, connection.transaction():
+            await connection.execute("LOCK TABLE projection IN EXCLUSIVE MODE")
+            await catch_up(await read_place(connection))
+            await fresh.close()
+            await connection.execute(f'ALTER SCHEMA "{self.schema}" RENAME TO "{old}"')
+            await connection.execute(f'ALTER SCHEMA "{fresh.schema}" RENAME TO "{self.schema}"')
+        try:
+            async with self._reader.use() as connection:
+                await _drop(connection, old)
+        except HoldfastError as error:  # the swap is done, and the next `beside` drops what is left
+            log.warning("old_projection_not_dropped", schema=old, why=str(error))
 
     async def close(self) -> None:
         """Let go of the database."""

@@ -7,7 +7,7 @@ import urllib.request
 from pathlib import Path
 from typing import Any
 
-from controller.processes.fleet_dir import FleetDir
+from controller.processes.fleet_dir import FleetDir, NoFleet
 from controller.runtime.history import history
 from events import subjects
 from events.bus import NatsBus
@@ -43,8 +43,14 @@ async def http_ok(url: str, deadline_s: float = 1.0) -> bool:
 def find(data: Path) -> dict[str, Any]:
     """Return how the fleet is reached: from the environment, or from the data directory. Raise NoFleet."""
     known: dict[str, Any] = {}
-    if not os.environ.get("HOLDFAST_NATS_URL"):
+    named = os.environ.get("HOLDFAST_NATS_URL", "")
+    try:
         known = FleetDir(data).recall()
+    except NoFleet:
+        if not named:
+            raise
+    if named and known.get("nats_url") != named:
+        known = {}  # another fleet's directory: its database is not for this journal
     for key in ("nats_url", "database_url"):
         known[key] = os.environ.get(f"HOLDFAST_{key.upper()}") or known.get(key, "")
     return known

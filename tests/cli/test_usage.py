@@ -13,6 +13,7 @@ import pytest
 
 from controller import cli
 from controller.processes.fleet_dir import FleetDir
+from controller.processes.operator import find
 from controller.processes.port import free_port
 from controller.processes.printing import print_status
 from controller.processes.up import left
@@ -277,3 +278,17 @@ def test_ctrl_c_ends_a_start_that_waits_for_a_database(tmp_path: Path) -> None:
             said, _ = up.communicate(timeout=30)
         assert time.monotonic() - began < 15
         assert (up.returncode, said) == (0, "")
+
+
+def test_a_directory_completes_the_broker_of_the_environment_only_if_it_is_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("HOLDFAST_DATABASE_URL", raising=False)
+    monkeypatch.setenv("HOLDFAST_NATS_URL", "nats://a:1")
+    assert find(tmp_path)["database_url"] == ""
+    FleetDir(tmp_path).remember(nats_url="nats://a:1", database_url="postgresql://x")
+    assert find(tmp_path)["database_url"] == "postgresql://x"
+    monkeypatch.setenv("HOLDFAST_NATS_URL", "nats://b:1")
+    assert find(tmp_path) == {"nats_url": "nats://b:1", "database_url": ""}
+    monkeypatch.delenv("HOLDFAST_NATS_URL")
+    assert find(tmp_path)["nats_url"] == "nats://a:1"
