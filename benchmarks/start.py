@@ -16,6 +16,7 @@ from pathlib import Path
 import psutil
 
 from controller.demo.fleet import Fleet
+from workers.keeper import NAME
 
 
 async def started(data: Path) -> tuple[float, float]:
@@ -26,7 +27,8 @@ async def started(data: Path) -> tuple[float, float]:
         await fleet.ready()
         took = time.monotonic() - began
         await fleet.healthy(3)
-        return took, sum(p.memory_full_info().uss for p in fleet.family() if psutil.pid_exists(p.pid)) / 1e6
+        living = [p for p in fleet.family() if psutil.pid_exists(p.pid) and p.name() != NAME.decode()]
+        return took, sum(p.memory_full_info().uss for p in living) / 1e6
     finally:
         fleet.stop()
 

@@ -49,10 +49,11 @@ def _run(flags: Mapping[str, Any]) -> int:
     with without("rich", "greenlet", *(() if websocket else ("aiohttp",))):
         import uvloop
 
-        from workers import logs
+        from workers import keeper, logs
         from workers.runtime import run_worker
 
     logs.configure()
+    keeper.keep()
     return uvloop.run(run_worker(settings))
 
 

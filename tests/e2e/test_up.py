@@ -4,6 +4,7 @@ import asyncio
 import json
 import os
 import signal
+import sys
 from pathlib import Path
 
 import psutil
@@ -13,6 +14,7 @@ from fleet import holdfast
 from controller.demo.fleet import Fleet, gone
 from controller.processes.port import free_port
 from events.observations import WorkerJoined, WorkerLeft
+from workers.keeper import NAME
 
 FAST = ("--workers", "2", "--canary-interval", "0.5")
 
@@ -26,7 +28,11 @@ async def test_a_killed_parent_leaves_no_orphan(data: Path) -> None:
     fleet = await Fleet.start(data, *FAST).ready()
     await fleet.until(lambda s: {"postgres", "projector"} <= {p["role"] for p in s["processes"]})
     family = fleet.family()
-    assert len(family) >= 8, "supervisor, nats, postgres, controller, projector, frontend, two workers"
+    assert len(family) >= 10, (
+        "supervisor, nats, postgres, controller, projector, frontend, two workers and their keepers"
+    )
+    if sys.platform == "linux":
+        assert sum(p.name() == NAME.decode() for p in family) == 2
     os.kill(fleet.process.pid, signal.SIGKILL)
     fleet.process.wait()
     assert gone(family)
