@@ -87,15 +87,20 @@ def _config(directory: Path, port: int, sync_interval: str, max_payload: int) ->
     return f"""# written by holdfast at each start
 listen: "127.0.0.1:{port or -1}"
 http: "127.0.0.1:-1"
-ports_file_dir: {json.dumps(str(directory))}
+ports_file_dir: {_quoted(directory)}
 max_payload: {max_payload}
 max_connections: 8192
 jetstream {{
-  store_dir: {json.dumps(str(directory / "store"))}
+  store_dir: {_quoted(directory / "store")}
   sync_interval: {json.dumps(sync_interval)}
   limits {{ batch {{ max_inflight_per_stream: {BATCHES_MAX} }} }}
 }}
 """
+
+
+def _quoted(path: Path) -> str:
+    """Return a path as nats-server's configuration reads it: JSON, but for letters beyond ASCII."""
+    return json.dumps(str(path), ensure_ascii=False)
 
 
 def _addresses(path: Path) -> dict[str, Any] | None:

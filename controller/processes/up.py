@@ -71,6 +71,12 @@ class Supervisor:
         self.ready = False
         self.journal: Any = None
 
+    @property
+    def url(self) -> str:
+        """Where the fleet answers."""
+        host = f"[{self.args.host}]" if ":" in self.args.host else self.args.host
+        return f"http://{host}:{self.args.port}"
+
     async def run(self) -> int:
         """Start, watch, stop; 0 after an orderly stop."""
         began = time.monotonic()
@@ -127,7 +133,7 @@ class Supervisor:
     def _remember(self) -> None:
         """Write down how the fleet is reached, as soon as each part of it is known."""
         self.dir.remember(
-            url=f"http://{self.args.host}:{self.args.port}",
+            url=self.url,
             nats_url=self.nats_url,
             database_url=self.database_url,
             chaos=self.args.chaos,
@@ -194,7 +200,7 @@ class Supervisor:
         )
 
     async def _until_ready(self, began: float) -> None:
-        url = f"http://{self.args.host}:{self.args.port}"
+        url = self.url
         deadline = began + READY_WITHIN_S
         while not await http_ok(f"{url}/health"):
             self._tend()

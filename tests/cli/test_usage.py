@@ -1,5 +1,6 @@
 """Bad input gets one clear sentence and the right exit code; never a traceback, never a hang."""
 
+import argparse
 import os
 import signal
 import socket
@@ -16,7 +17,7 @@ from controller.processes.fleet_dir import FleetDir
 from controller.processes.operator import find
 from controller.processes.port import free_port
 from controller.processes.printing import print_status
-from controller.processes.up import left
+from controller.processes.up import Supervisor, left
 from workers.exits import FELL
 
 
@@ -292,3 +293,8 @@ def test_a_directory_completes_the_broker_of_the_environment_only_if_it_is_the_s
     assert find(tmp_path) == {"nats_url": "nats://b:1", "database_url": ""}
     monkeypatch.delenv("HOLDFAST_NATS_URL")
     assert find(tmp_path)["nats_url"] == "nats://a:1"
+
+
+@pytest.mark.parametrize(("host", "url"), [("127.0.0.1", "http://127.0.0.1:80"), ("::1", "http://[::1]:80")])
+def test_the_address_that_up_prints_can_be_typed(host: str, url: str, tmp_path: Path) -> None:
+    assert Supervisor(argparse.Namespace(host=host, port=80, data=tmp_path)).url == url
