@@ -10,6 +10,7 @@ import tempfile
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 
+import asyncpg
 import nats
 import psutil
 import pytest
@@ -35,6 +36,15 @@ async def test_the_effective_sync_interval_is_read_back(own_nats: Server, tmp_pa
         assert lazy.effective["sync_interval"] == "120s"
     finally:
         await lazy.kill()
+
+
+async def test_postgres_keeps_what_others_wait_for_and_writes_no_zeros(postgres_server: Server) -> None:
+    connection = await asyncpg.connect(postgres_server.url, timeout=10)
+    try:
+        names = ("fsync", "full_page_writes", "synchronous_commit", "wal_init_zero")
+        assert [await connection.fetchval(f"SHOW {name}") for name in names] == ["on", "on", "on", "off"]
+    finally:
+        await connection.close()
 
 
 async def test_a_second_start_resumes_what_a_killed_server_had_acknowledged(own_nats: Server) -> None:
