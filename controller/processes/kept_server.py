@@ -5,11 +5,11 @@ never ends the fleet, and never keeps anybody from looking after the rest.
 """
 
 import asyncio
-import sys
 from collections.abc import Callable, Coroutine
 from typing import Any
 
 from controller.adapters.embedded import Server
+from controller.processes.saying import warn
 from events.errors import HoldfastError
 
 LOOK_S = 0.05
@@ -44,7 +44,7 @@ class KeptServer:
         while True:
             while server.running:  # noqa: ASYNC110 (a child has no flag)
                 await asyncio.sleep(LOOK_S)
-            print(f"{server.role} ended; starting it again", file=sys.stderr, flush=True)
+            warn(f"{server.role} ended; starting it again")
             server = self._server = await self._again(server)
             self._announce(server)
 
@@ -57,7 +57,7 @@ class KeptServer:
             except (HoldfastError, OSError) as error:
                 failures += 1
                 if failures > 1:  # the first may only be the port
-                    print(f"{server.role} does not start: {error}", file=sys.stderr, flush=True)
+                    warn(f"{server.role} does not start: {error}")
             await asyncio.sleep(wait_s)
             wait_s = min(wait_s * 2, WAIT_MAX_S)
 

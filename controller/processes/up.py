@@ -24,6 +24,7 @@ from controller.processes.kept_server import KeptServer
 from controller.processes.operator import http_ok, reachable
 from controller.processes.plan import plan, projector
 from controller.processes.port import hold
+from controller.processes.saying import say, warn
 from controller.processes.up_flags import check
 from events.codec import new_id
 from events.errors import HoldfastError, UsageError
@@ -83,7 +84,8 @@ class Supervisor:
         with hold(self.args.host, self.args.port):
             self.dir.take()
             loop = asyncio.get_running_loop()
-            for number in (signal.SIGINT, signal.SIGTERM):
+            nohup = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+            for number in (signal.SIGINT, signal.SIGTERM, *(() if nohup else (signal.SIGHUP,))):
                 loop.add_signal_handler(number, self.stopping.set)
             try:
                 await self._unless_told_to_stop(self._begin(began))
@@ -172,7 +174,7 @@ class Supervisor:
         try:
             announce(self.dir.path, server.role, server.role, server.url, server.pid)
         except OSError as error:  # a hint for people: no reason to end
-            print(f"{server.role} cannot be shown in `holdfast status`: {error}", file=sys.stderr, flush=True)
+            warn(f"{server.role} cannot be shown in `holdfast status`: {error}")
 
     def _spawn_projector(self) -> None:
         self.children.append(projector(self.dir))
@@ -190,7 +192,7 @@ class Supervisor:
             if not self.ready:
                 raise HoldfastError(f"{child.name} cannot be started: {error}") from error
             child.rest()
-            print(f"{child.name} cannot be started now: {error}", file=sys.stderr, flush=True)
+            warn(f"{child.name} cannot be started now: {error}")
 
     async def _open_journal(self) -> None:
         from events.journal.nats import NatsJournal
@@ -211,14 +213,8 @@ class Supervisor:
             await asyncio.sleep(POLL_S)
         self.ready = True
         workers = sum(child.role == "worker" for child in self.children)
-        print(
-            f"Holdfast is ready after {time.monotonic() - began:.1f} s: {url}/v1 with {_counted(workers)}",
-            flush=True,
-        )
-        print(
-            f"  data and logs in {self.dir.path}; `holdfast status` shows the fleet, Ctrl-C stops it",
-            flush=True,
-        )
+        say(f"Holdfast is ready after {time.monotonic() - began:.1f} s: {url}/v1 with {_counted(workers)}")
+        say(f"  data and logs in {self.dir.path}; `holdfast status` shows the fleet, Ctrl-C stops it")
 
     # --- watching ---------------------------------------------------------------------------------------------------
 
@@ -241,7 +237,7 @@ class Supervisor:
 
     def _ended(self, child: Child, status: int) -> None:
         self._check_start(child, status)
-        print(f"{child.name} ended with status {status}; starting it again", file=sys.stderr, flush=True)
+        warn(f"{child.name} ended with status {status}; starting it again")
         if child.role == "worker" and (fact := left(child.name, self.instances[child.name], status)):
             self.journal.observe(fact)
 
@@ -259,7 +255,7 @@ class Supervisor:
     async def _stop(self) -> None:
         """Stop in order: who takes requests, who serves them, who decides, who remembers."""
         if self.ready:
-            print(f"Stopping; open streams may finish for up to {STOP_GRACE_S:g} s", flush=True)
+            say(f"Stopping; open streams may finish for up to {STOP_GRACE_S:g} s")
         for role in ("frontend", "worker", "controller", "projector"):
             await self._end([child for child in self.children if child.role == role])
         if self.journal is not None:
