@@ -45,13 +45,18 @@ class PostgresStore(Reader):
         self, events: Sequence[Recorded], shown: Fleet, settled: Snapshot, shown_seq: int
     ) -> None:
         """Write what a batch of events changed, in one transaction. Raise AnotherProjector or StoreUnavailable."""
+        await self.prepare().project(events, shown, settled, shown_seq)
+
+    def prepare(self) -> "Writer":
+        """Load what `project` needs, before events wait for it.
+
+        SQLAlchemy comes with it, which takes 0.2 s: only who projects should wait for that.
+        """
         if self._writer is None:
-            from controller.adapters.pg_writer import (
-                Writer,  # brings SQLAlchemy: only a projector waits for it
-            )
+            from controller.adapters.pg_writer import Writer
 
             self._writer = Writer(self._link, self._snapshot_every)
-        await self._writer.project(events, shown, settled, shown_seq)
+        return self._writer
 
     # --- a fresh one beside it --------------------------------------------------------------------------------------
 

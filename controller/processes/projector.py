@@ -36,6 +36,7 @@ async def run_projector(
     await _migrated(database_url)
     journal = await NatsJournal.connect(nats_url, f"projector:{name}", data / "spool" / name)
     store = PostgresStore(database_url, snapshot_every=settings.snapshot_every)
+    store.prepare()
     metrics = ProjectorMetrics(CollectorRegistry())
     projector = Projector(journal, store, written=metrics.written)
     watch = Watch(projector, journal, metrics, settings.ready_lag)
