@@ -181,7 +181,8 @@ class Desk:
         first, count = flight.first_at, len(flight.accepted)
         ttft = first - flight.began_at if straight and first is not None else None
         itl = (self.now() - first) / (count - 1) if straight and first is not None and count > 1 else None
-        self.outcomes.served(seat.key, count, ttft, itl, flight.under, flight.sent)
+        model = flight.plan.model
+        self.outcomes.served(seat.key, count, ttft, itl, flight.under, flight.sent, model=model)
         gauge_last(self.metrics, seat.worker, len(flight.plan.prompt), ttft, itl)
 
     def blame(self, seat: Seat, failure: Failure, under: int, sent: int) -> None:

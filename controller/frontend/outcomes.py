@@ -53,6 +53,7 @@ class Tally:
     """One life of a worker, as this frontend fares with it."""
 
     breaker: Breaker
+    model: str = ""
     under: int = 0  # local number when the last request was sent there
     failures: int = 0  # in a row
     broken: str = ""  # a transport failure of this tick, not judged yet
@@ -158,9 +159,12 @@ class Outcomes:
         itl_s: float | None,
         under: int,
         sent: int | None = None,
+        *,
+        model: str = "",
     ) -> None:
         """A request ended well on this worker. `sent` is what `sent` returned for it; None: it was the last."""
         found, window = self.tally(key), self.tally(key).window
+        found.model = model
         found.failures = 0
         if found.breaker.request_failures or found.breaker.position != "closed":
             fact = self._served(key, window, 0.0, routed_under=found.under if sent is None else sent)
@@ -285,7 +289,8 @@ class Outcomes:
                 self._compare(key, found, speeds)
 
     def _compare(self, key: Key, found: Tally, speeds: Mapping[Key, float]) -> None:
-        others = [speed for other, speed in speeds.items() if other != key]
+        tallies = self._tallies
+        others = [v for other, v in speeds.items() if other != key and tallies[other].model == found.model]
         if not others:
             return
         own, usual = speeds[key], median(others)

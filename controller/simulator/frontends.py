@@ -195,7 +195,8 @@ class Frontend:
         tally.altered += bool(machine.condition.corrupt)
         step_s = 0.01 * machine.condition.slow
         before = self.outcomes.tally(flight.seat.key).breaker
-        self.outcomes.served(flight.seat.key, TOKENS, 5 * step_s, step_s, flight.routed_under, flight.sent)
+        seat, under, sent = flight.seat, flight.routed_under, flight.sent
+        self.outcomes.served(seat.key, TOKENS, 5 * step_s, step_s, under, sent, model=seat.joined.model)
         self.traffic.judged(self, flight, before, self.outcomes.tally(flight.seat.key).breaker)
 
     def _failed(self, life: int, flight: Flight, cause: MigrationCause) -> None:

@@ -11,8 +11,9 @@ from test_corruption import convict
 from test_tokens import sentencepiece_like
 
 from controller.adapters.request_plane import RequestPlane
+from controller.frontend.settings import FactSettings
 from events import wire
-from events.observations import RequestExposed, RequestMigrated
+from events.observations import RequestExposed, RequestMigrated, RequestsServed, WorkerSlow
 
 PROMPT = [300, 301, 302]
 
@@ -32,6 +33,15 @@ async def test_a_request_never_moves_across_models() -> None:
         status, _, _ = await kit.post("/v1/completions", model="m", prompt=PROMPT, max_tokens=3)
         assert status == 503
         assert len(two.requests) == 1
+
+
+async def test_a_slow_model_makes_its_workers_not_slow() -> None:
+    small, large = ScriptedWorker("w1"), ScriptedWorker("w2", model="large", step_s=0.03)
+    async with frontend(small, large, facts=FactSettings(window_s=1.0, slow_tokens_min=1)) as kit:
+        for model in ("m", "large"):
+            await kit.post("/v1/completions", model=model, prompt=PROMPT, max_tokens=8)
+        await until(lambda: {fact.worker for fact in kit.said(RequestsServed)} == {"w1", "w2"})
+        assert kit.said(WorkerSlow) == []
 
 
 class TextWorker:

@@ -182,6 +182,14 @@ def test_slower_than_three_times_its_peers() -> None:
     assert [f.worker for f in cleared] == ["a"]
 
 
+def test_a_large_model_is_not_slow_for_the_small_ones_beside_it() -> None:
+    bench = Bench(window_s=1.0, slow_tokens_min=1)
+    for key, model, speed in ((A, "large", 0.09), (B, "small", 0.01), (C, "small", 0.01)):
+        bench.it.served(key, 10, 0.1, speed, 0, model=model)
+    bench.tick(1.0)
+    assert bench.said(WorkerSlow) == []
+
+
 def test_small_differences_flat_out_are_not_slowness() -> None:
     bench = Bench(window_s=1.0, slow_tokens_min=1)
     bench.it.served(A, 10, 0.1, 0.0009, 0)
