@@ -2,6 +2,8 @@
 
     python -m benchmarks.store [--events 1000000] [--rate 1000] [--seconds 20] [--runs 3]
 
+Beside how soon events are in it stands where the slow ones lost their time (`stalls.py`), how long the same disk took
+meanwhile to sync a page, and how late another process was woken: a slow disk and a busy machine are no fault of ours.
 Real servers in a directory of their own, the projector in a process of its own. Prints one JSON object.
 """
 
@@ -19,11 +21,13 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import nats
 
+from benchmarks import stalls
 from controller.adapters import migrate
 from controller.adapters.embedded import Server, start_nats, start_postgres
 from controller.adapters.postgres import PostgresStore
@@ -148,18 +152,23 @@ async def fill(url: str, events: int) -> int:
 
 
 async def child_follow(nats_url: str, database_url: str, events: int) -> None:
-    """Project, and say how long each event took from being said to being committed, in milliseconds."""
-    took: list[float] = []
+    """Project, and say when each event was said and how long it took until it was committed, stage by stage."""
+    took: list[stalls.Took] = []
     journal = await NatsJournal.connect(nats_url, "projector:bench")
 
     class Noting(PostgresStore):
         async def project(self, batch: Any, *rest: Any) -> None:
+            began = datetime.now(UTC)
             await super().project(batch, *rest)
-            now = datetime.now(UTC)
-            took.extend((now - event.said_at).total_seconds() * 1000 for event in batch)
+            ended = datetime.now(UTC)
+            for event in batch:
+                at = [moment.timestamp() * 1000 for moment in (event.said_at, event.at, began, ended)]
+                took.append((at[0], *(later - earlier for earlier, later in pairwise(at))))
 
     store = Noting(database_url)
+    store.prepare()
     projector = Projector(journal, store)
+    collector.calm()  # as the projector's process does
     print("ready", flush=True)
     async with asyncio.TaskGroup() as group:
         running = group.create_task(projector.run())
@@ -173,8 +182,8 @@ async def child_follow(nats_url: str, database_url: str, events: int) -> None:
 
 
 async def published_to_committed(
-    nats_url: str, database_url: str, rate: int, seconds: int
-) -> dict[str, float]:
+    nats_url: str, database_url: str, rate: int, seconds: int, directory: Path
+) -> dict[str, Any]:
     """Say `rate` events a second and ask the projector's process when each was committed."""
     events = rate * seconds
     child = await asyncio.create_subprocess_exec(
@@ -187,6 +196,10 @@ async def published_to_committed(
     for n in range(WORKERS):
         journal.observe(joined(f"w{n}"))
     rng = random.Random(2)
+    collector.calm()  # as whoever publishes does
+    probe = await asyncio.create_subprocess_exec(
+        sys.executable, "-m", "benchmarks.stalls", str(directory), stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE
+    )  # fmt: skip
     began = time.monotonic()
     for n in range(events):
         due = began + n / rate
@@ -197,12 +210,10 @@ async def published_to_committed(
     found = json.loads(await child.stdout.readline())
     await child.wait()
     await journal.close()
-    took = sorted(found["took"][WORKERS:])
-    return {
-        "events": len(took), "rate_per_s": rate, "batches": found["batches"],
-        "p50_ms": round(took[len(took) // 2], 2), "p90_ms": round(took[len(took) * 90 // 100], 2),
-        "p99_ms": round(took[len(took) * 99 // 100], 2), "max_ms": round(took[-1], 2),
-    }  # fmt: skip
+    probed, _ = await probe.communicate(b"")
+    took = found["took"][WORKERS:]
+    of = {"events": len(took), "rate_per_s": rate, "batches": found["batches"]}
+    return {**of, **stalls.told(took), "machine": json.loads(probed), "load": os.getloadavg()[0]}
 
 
 # --- replay ---------------------------------------------------------------------------------------------------------
@@ -288,9 +299,16 @@ async def measure(args: argparse.Namespace) -> dict[str, Any]:
                 for n in range(args.runs):
                     server = await start_nats(directory / f"nats-live-{n}")
                     url = await fresh_database(postgres, f"live{n}")
-                    runs.append(await published_to_committed(server.url, url, args.rate, args.seconds))
+                    runs.append(
+                        await published_to_committed(server.url, url, args.rate, args.seconds, directory)
+                    )
                     await server.stop()
-                report["published_to_committed"] = median(runs, "p99_ms")
+                report["published_to_committed"] = {
+                    **median(runs, "p99_ms"),
+                    "runs": [
+                        {name: run[name] for name in ("p99_ms", "stalls", "machine", "load")} for run in runs
+                    ],
+                }
             if args.events:
                 server = await start_nats(directory / "nats", sync_interval="2m")
                 began = time.monotonic()
