@@ -2,8 +2,11 @@
 
 import logging
 import sys
+from typing import TextIO, cast
 
 import structlog
+
+from events.stderr import Stderr
 
 CLIENTS_MISTAKES = (
     "aiohttp.http_exceptions",
@@ -15,7 +18,7 @@ def quiet() -> None:
     """Keep a command's terminal for its answer: what a person must know is printed, or ends the command."""
     structlog.configure(
         wrapper_class=structlog.make_filtering_bound_logger(logging.CRITICAL),
-        logger_factory=structlog.PrintLoggerFactory(sys.stderr),
+        logger_factory=structlog.PrintLoggerFactory(cast(TextIO, Stderr())),
     )
 
 
@@ -33,7 +36,7 @@ def configure() -> None:
             renderer,
         ],
         wrapper_class=structlog.make_filtering_bound_logger(logging.INFO),
-        logger_factory=structlog.PrintLoggerFactory(sys.stderr),
+        logger_factory=structlog.PrintLoggerFactory(cast(TextIO, Stderr())),
         cache_logger_on_first_use=True,
     )
     logging.basicConfig(handlers=[_Libraries()], level=logging.WARNING, force=True)

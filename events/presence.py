@@ -3,10 +3,15 @@
 A hint for people and for `holdfast status`, never a source of truth: the journal says who is alive.
 """
 
+import contextlib
 import json
 import os
 from dataclasses import asdict, dataclass
 from pathlib import Path
+
+import structlog
+
+log = structlog.get_logger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,13 +25,18 @@ class Presence:
 
 
 def announce(directory: Path, role: str, name: str, url: str, pid: int | None = None) -> Path:
-    """Write this process's file, whole or not at all, and return its path."""
-    run = directory / "run"
-    run.mkdir(parents=True, exist_ok=True)
-    path = run / f"{name}.json"
+    """Write this process's file, whole or not at all, and return its path. On a full disk there is none."""
+    path = directory / "run" / f"{name}.json"
     fresh = path.with_suffix(f".{os.getpid()}.tmp")
-    fresh.write_text(json.dumps(asdict(Presence(role, name, os.getpid() if pid is None else pid, url))))
-    fresh.replace(path)
+    said = json.dumps(asdict(Presence(role, name, os.getpid() if pid is None else pid, url)))
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        fresh.write_text(said)
+        fresh.replace(path)
+    except OSError as error:
+        log.warning("presence_not_shown", file=str(path), error=str(error))
+        with contextlib.suppress(OSError):
+            fresh.unlink(missing_ok=True)
     return path
 
 

@@ -2,8 +2,11 @@
 
 import logging
 import sys
+from typing import TextIO, cast
 
 import structlog
+
+from events.stderr import Stderr
 
 
 def configure() -> None:
@@ -20,6 +23,6 @@ def configure() -> None:
             renderer,
         ],
         wrapper_class=structlog.make_filtering_bound_logger(logging.INFO),
-        logger_factory=structlog.PrintLoggerFactory(sys.stderr),
+        logger_factory=structlog.PrintLoggerFactory(cast(TextIO, Stderr())),
         cache_logger_on_first_use=True,
     )

@@ -5,7 +5,7 @@ resumes. A lock that the server itself inherits keeps two of them off one direct
 parent is gone. Start them from the main thread (see `embedded_server.spawn`).
 """
 
-from controller.adapters.embedded_nats import effective, nats_binary, start_nats
+from controller.adapters.embedded_nats import Stuck, effective, nats_binary, start_nats
 from controller.adapters.embedded_postgres import postgres_install, start_postgres
 from controller.adapters.embedded_server import DirectoryInUse, PortInUse, Server, ServerFailed
 
@@ -14,6 +14,7 @@ __all__ = [
     "PortInUse",
     "Server",
     "ServerFailed",
+    "Stuck",
     "effective",
     "nats_binary",
     "postgres_install",

@@ -4,6 +4,8 @@ import asyncio
 import contextlib
 import importlib.metadata
 import json
+import os
+import shutil
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -11,6 +13,8 @@ from typing import Any
 from controller.adapters.embedded_server import Server, ServerFailed, check_port, spawn, until, using
 
 MAX_PAYLOAD = 4 * 1024 * 1024
+REFUSES = b"JetStream failed to store a msg"
+ROOM_BYTES = 16 * 1024 * 1024  # free: enough to try it again
 BATCHES_MAX = 500  # atomic batches in flight: every process of a large fleet may come back at once
 
 
@@ -109,6 +113,31 @@ def _addresses(path: Path) -> dict[str, Any] | None:
     except (OSError, ValueError):
         return None
     return found if found.get("nats") and found.get("monitoring") else None
+
+
+class Stuck:
+    """Does a broker refuse to store although there is room?
+
+    nats-server holds on to a write that failed: after a full disk it refuses until it is started again. It says so in
+    its log at every fact that is tried again.
+    """
+
+    def __init__(self) -> None:
+        self._pid = 0
+        self._read = 0  # bytes of the log of this life
+
+    def __call__(self, server: Server) -> bool:
+        """Look at what the log says since the last look."""
+        try:
+            with server.log.open("rb") as log:
+                if server.pid != self._pid:  # what came before this life is no news
+                    self._pid, self._read = server.pid, log.seek(0, os.SEEK_END)
+                log.seek(self._read)
+                said = log.read()
+            self._read += len(said)
+            return REFUSES in said and shutil.disk_usage(server.directory).free > ROOM_BYTES
+        except OSError:
+            return False
 
 
 async def effective(monitor: str) -> dict[str, Any]:

@@ -5,6 +5,7 @@ never ends the fleet, and never keeps anybody from looking after the rest.
 """
 
 import asyncio
+import itertools
 from collections.abc import Callable, Coroutine
 from typing import Any
 
@@ -13,6 +14,7 @@ from controller.processes.saying import warn
 from events.errors import HoldfastError
 
 LOOK_S = 0.05
+LOOKS_PER_CHECKUP = 40
 WAIT_MIN_S, WAIT_MAX_S = 0.2, 10.0  # between two attempts
 
 Start = Callable[[int], Coroutine[Any, Any, Server]]
@@ -22,8 +24,14 @@ Start = Callable[[int], Coroutine[Any, Any, Server]]
 class KeptServer:
     """One embedded server, over all of its lives."""
 
-    def __init__(self, start: Start, announce: Callable[[Server], None]) -> None:
+    def __init__(
+        self,
+        start: Start,
+        announce: Callable[[Server], None],
+        stuck: Callable[[Server], bool] = lambda server: False,
+    ) -> None:
         self._start = start
+        self._stuck = stuck  # it runs, and only a new start helps
         self._announce = announce  # called at the beginning of each life
         self._server: Server | None = None
         self._keeping: asyncio.Task[None] | None = None
@@ -42,11 +50,20 @@ class KeptServer:
 
     async def _keep(self, server: Server) -> None:
         while True:
-            while server.running:  # noqa: ASYNC110 (a child has no flag)
-                await asyncio.sleep(LOOK_S)
-            warn(f"{server.role} ended; starting it again")
+            await self._end_of(server)
             server = self._server = await self._again(server)
             self._announce(server)
+
+    async def _end_of(self, server: Server) -> None:
+        """Wait until it has ended, or end it because only that helps."""
+        for look in itertools.count(1):
+            await asyncio.sleep(LOOK_S)
+            if not server.running:
+                return warn(f"{server.role} ended; starting it again")
+            if look % LOOKS_PER_CHECKUP == 0 and self._stuck(server):
+                warn(f"{server.role} is stuck; starting it again")
+                await server.stop()
+                return None
 
     async def _again(self, server: Server) -> Server:
         """Start it on its old port, which the kernel may take a moment to give back."""

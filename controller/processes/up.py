@@ -17,7 +17,7 @@ import time
 from collections.abc import Coroutine
 from typing import Any, Literal
 
-from controller.adapters.embedded import Server, start_nats, start_postgres
+from controller.adapters.embedded import Server, Stuck, start_nats, start_postgres
 from controller.processes.children import Child, die_with
 from controller.processes.fleet_dir import FleetDir
 from controller.processes.kept_server import KeptServer
@@ -62,7 +62,7 @@ class Supervisor:
     def __init__(self, args: argparse.Namespace) -> None:
         self.args = args
         self.dir = FleetDir(args.data)
-        self.nats = KeptServer(lambda port: start_nats(self.dir.nats, port=port), self._present)
+        self.nats = KeptServer(lambda port: start_nats(self.dir.nats, port=port), self._present, Stuck())
         self.postgres = KeptServer(lambda port: start_postgres(self.dir.postgres, port=port), self._present)
         self.nats_url = os.environ.get("HOLDFAST_NATS_URL", "")
         self.database_url = os.environ.get("HOLDFAST_DATABASE_URL", "")
@@ -171,10 +171,7 @@ class Supervisor:
             )
 
     def _present(self, server: Server) -> None:
-        try:
-            announce(self.dir.path, server.role, server.role, server.url, server.pid)
-        except OSError as error:  # a hint for people: no reason to end
-            warn(f"{server.role} cannot be shown in `holdfast status`: {error}")
+        announce(self.dir.path, server.role, server.role, server.url, server.pid)
 
     def _spawn_projector(self) -> None:
         self.children.append(projector(self.dir))

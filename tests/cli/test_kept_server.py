@@ -2,11 +2,14 @@
 
 import asyncio
 from dataclasses import dataclass, field
+from pathlib import Path
+from types import SimpleNamespace
 from typing import cast
 
 import pytest
 
-from controller.adapters.embedded import Server, ServerFailed
+from controller.adapters import embedded_nats
+from controller.adapters.embedded import Server, ServerFailed, Stuck
 from controller.processes import kept_server
 from controller.processes.kept_server import KeptServer
 
@@ -98,3 +101,41 @@ async def test_a_first_start_that_fails_says_why() -> None:
     with pytest.raises(ServerFailed, match="no"):
         await KeptServer(machine.start, lambda server: None).begin()
     assert machine.asked == [0]
+
+
+async def test_one_that_is_stuck_is_started_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kept_server, "LOOK_S", 0.001)
+    monkeypatch.setattr(kept_server, "LOOKS_PER_CHECKUP", 2)
+    machine = Machine()
+    kept = KeptServer(machine.start, lambda server: None, lambda server: len(machine.lives) == 1)
+    await kept.begin()
+    machine.born.clear()
+    async with asyncio.timeout(10):
+        await machine.born.wait()
+    await kept.stop()
+    assert machine.asked == [0, 4222]
+    assert [life.stopped for life in machine.lives] == [True, True]
+
+
+def test_a_broker_is_stuck_if_it_goes_on_refusing_although_there_is_room(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    log = tmp_path / "nats-server.log"
+    refusal = "[1] [ERR] JetStream failed to store a msg on stream '$G > FLEET': no space left on device\n"
+    log.write_text(refusal)  # of a life before
+    server = cast(Server, SimpleNamespace(pid=1, log=log, directory=tmp_path))
+    stuck = Stuck()
+    assert not stuck(server)
+
+    def says(text: str) -> bool:
+        with log.open("a") as more:
+            more.write(text)
+        return stuck(server)
+
+    assert not says("[1] [INF] all is well\n")
+    assert says(refusal)
+    assert not says(""), "what was read is no news"
+    monkeypatch.setattr(embedded_nats, "ROOM_BYTES", 1 << 62)
+    assert not says(refusal), "a new start would not help while the disk is full"
+    log.unlink()
+    assert not stuck(server)

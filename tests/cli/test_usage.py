@@ -298,3 +298,16 @@ def test_a_directory_completes_the_broker_of_the_environment_only_if_it_is_the_s
 @pytest.mark.parametrize(("host", "url"), [("127.0.0.1", "http://127.0.0.1:80"), ("::1", "http://[::1]:80")])
 def test_the_address_that_up_prints_can_be_typed(host: str, url: str, tmp_path: Path) -> None:
     assert Supervisor(argparse.Namespace(host=host, port=80, data=tmp_path)).url == url
+
+
+def test_a_log_that_nobody_can_write_stops_no_role(tmp_path: Path) -> None:
+    (tmp_path / "run").write_text("")  # where a process would say that it is there
+    command = [sys.executable, "-m", "controller.cli", "worker", "--data", str(tmp_path), "--admin-port", "0"]
+    with open("/dev/full", "wb") as full:
+        worker = subprocess.Popen(command, stdout=full, stderr=full)
+    try:
+        with pytest.raises(subprocess.TimeoutExpired):
+            worker.wait(5)
+    finally:
+        worker.terminate()
+        worker.wait(30)
