@@ -190,6 +190,10 @@ class Plane(Protocol):
         """Say whether this instance is connected, and its engine not known to be stuck."""
         ...
 
+    def lately(self, worker: str, instance: str) -> bool:
+        """Say whether this instance was heard as lately as one that lives is."""
+        ...
+
     def load(self, worker: str) -> Load | None:
         """Return the load that the worker reported last; None if it is not connected."""
         ...

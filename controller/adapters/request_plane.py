@@ -20,7 +20,7 @@ import xxhash
 
 from controller.adapters.hang import HangPolicy
 from controller.adapters.worker_line import Line, Reader
-from controller.ports import LostCause, Sink, WorkerUnreachable
+from controller.ports import Sink, WorkerUnreachable
 from events.wire import Chunk, Generate, Load, Welcome
 
 log = structlog.get_logger(__name__)
@@ -47,6 +47,7 @@ class PlaneLimits:
     heard_s: float = (
         2.5  # an idle worker beats each second: we vouch for nobody whom we have not heard for longer
     )
+    lately_s: float = 1.3  # an idle worker beats each second: who is silent for longer is asked last
     hang: HangPolicy = field(default_factory=HangPolicy)
 
 
@@ -222,6 +223,12 @@ class RequestPlane:
         line = self._line(worker, instance)
         return line is not None and not line.pulse.stuck and not line.draining
 
+    def lately(self, worker: str, instance: str) -> bool:
+        """Say whether this instance was heard as lately as one that lives is."""
+        line = self._line(worker, instance)
+        now = asyncio.get_running_loop().time()
+        return line is not None and now - line.pulse.heard_at <= self._limits.lately_s
+
     def load(self, worker: str) -> Load | None:
         """Return the load that the worker reported last; None if it is not connected."""
         line = self._line(worker)
@@ -314,12 +321,11 @@ class RequestPlane:
             self.hangs += 1
             worker = next((k.worker for k in self._links.values() if k.line is line), "?")
             log.warning("worker_hung", worker=worker, why=why, streams=line.pulse.open_streams)
-            cause: LostCause = "stalled"
             if line.pulse.silent_s(now) > policy.silence_s:
-                line.abort(cause, why)
-            else:
-                line.lose(cause, why)  # its loop lives: it will say when the engine gets on
-                self._changed()
+                line.drop("stalled", why)  # all of them before any stream looks for another worker
+        for line, why in guilty:
+            line.lose("stalled", why)  # where the loop lives it will say when the engine gets on
+        self._changed()
 
 
 def _endpoint(url: str) -> tuple[str, int]:

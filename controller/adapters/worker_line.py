@@ -159,12 +159,16 @@ class Line(asyncio.Protocol):
         for sink in sinks.values():
             sink.lost(cause, detail)
 
-    def abort(self, cause: LostCause, reason: str) -> None:
-        """Drop the connection; its streams learn why now, not when the socket's end is noticed."""
+    def drop(self, cause: LostCause, reason: str) -> None:
+        """Drop the connection; nobody is sent here any more."""
         self._cause, self._reason = cause, reason
         if self._transport is not None:
             self._transport.abort()
             self._transport = None
+
+    def abort(self, cause: LostCause, reason: str) -> None:
+        """Drop the connection; its streams learn why now, not when the socket's end is noticed."""
+        self.drop(cause, reason)
         self.lose(cause, reason)
         self._changed()
 

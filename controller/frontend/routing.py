@@ -35,7 +35,7 @@ class Routing:
         self._panic = panic
         self._live = live  # before, the fold is history, and no reason for panic
         self._picker = Picker()
-        self._rules = Rules(plane.reachable, self._allowed, plane.others, self.cap)
+        self._rules = Rules(plane.reachable, self._allowed, plane.others, self.cap, plane.lately)
         self._ignoring = False  # own breakers, for the pick that is made now
 
     # --- the choice ---------------------------------------------------------------------------------------

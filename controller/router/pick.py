@@ -1,7 +1,8 @@
 """Who gets the request? Filter, score, pick.
 
-    filter   the model's seats: lineage, routable, reachable, not tried by this request, breaker, in-flight
-    cap score    (requests in flight + 1, and tokens) / weight: lower is better
+    filter   the model's seats: lineage, routable, reachable, not tried by this request, breaker, in-flight cap;
+             of those that are left, who was heard lately, if anybody was
+    score    (requests in flight + 1, and tokens) / weight: lower is better
     pick     the lowest; among equals the one that was picked longest ago
 
 Every way to find nobody is an error of its own, because the client should be told different things.
@@ -61,6 +62,7 @@ class Rules:
     allowed: Callable[[Seat], bool]  # this frontend's own breaker
     others: Callable[[str], Load | None]  # what is in flight there that is not this frontend's
     cap: Callable[[Seat], int]
+    lately: Callable[[str, str], bool]  # heard from; a preference, because everybody may be late
 
 
 class Picker:
@@ -115,7 +117,7 @@ def _filtered(
     free = [seat for seat in allowed if not capped or seat.active + seat.promised < rules.cap(seat)]
     if not free:
         raise AllBusy
-    return free
+    return [seat for seat in free if rules.lately(seat.worker, seat.instance)] or free
 
 
 def cost(seat: Seat, others: Load | None) -> float:

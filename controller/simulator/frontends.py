@@ -64,7 +64,11 @@ class Frontend:
         self._picker = Picker()
         self._ignoring = False
         self._rules = Rules(
-            lambda worker, instance: True, self._allowed, lambda worker: None, lambda seat: CAP
+            lambda worker, instance: True,
+            self._allowed,
+            lambda worker: None,
+            lambda seat: CAP,
+            lambda worker, instance: True,
         )
         self.replica = Replica(
             f"{self.name}.{self.life}", around.broker, around.network, around.seams, self._absorbed,

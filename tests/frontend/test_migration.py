@@ -152,6 +152,45 @@ async def test_the_original_error_is_that_of_the_answer_and_not_of_the_attempts_
         assert (fact.reason, fact.worker) == ("all_workers_failed", "w2")
 
 
+async def hold_on(kit: Kit, good: ScriptedWorker) -> asyncio.Task[Any]:
+    """Let a healthy worker have a stream, so that not everyone is silent, and look the busiest of all."""
+    await kit.add(good)
+    asking = asyncio.create_task(kit.complete([400], 400))
+    await until(lambda: good.active)
+    kit.desk.table.seats[(good.name, good.instance)].active += 50
+    return asking
+
+
+async def test_streams_of_workers_that_fall_silent_together_do_not_move_among_these() -> None:
+    good = ScriptedWorker("w0", step_s=0.01)
+    dead = [ScriptedWorker(f"w{n}", step_s=0.02) for n in range(1, 7)]
+    async with frontend(migration_limit=3) as kit:
+        other = await hold_on(kit, good)
+        for worker in dead:
+            await kit.add(worker)
+        asking = [asyncio.create_task(kit.complete([*PROMPT, n], 60)) for n in range(6)]
+        await until(lambda: all(worker.active for worker in dead))
+        for worker in dead:  # one host: its power has failed
+            worker.silent = True
+        texts = [text for text, _ in await asyncio.gather(*asking)]
+        assert texts == [TOKENS.decode(undisturbed([*PROMPT, n], 60)) for n in range(6)]
+        assert {(fact.target, fact.attempt) for fact in kit.said(RequestMigrated)} == {("w0", 2)}
+        other.cancel()
+
+
+async def test_who_has_not_been_heard_for_long_is_asked_last() -> None:
+    good = ScriptedWorker("w0", step_s=0.01)
+    dead = [ScriptedWorker(f"w{n}") for n in range(1, 7)]
+    async with frontend(migration_limit=3) as kit:
+        other = await hold_on(kit, good)
+        for worker in dead:
+            await kit.add(worker)
+            worker.silent = True
+        text, _ = await kit.complete(PROMPT, 12)  # by the time of the third move the idle ones are known
+        assert text == EXACT
+        other.cancel()
+
+
 TRACE = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
 
 

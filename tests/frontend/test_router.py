@@ -30,7 +30,7 @@ def seat(name: str, weight: float = 1.0, **changes: Any) -> Seat:
     return Seat(joined(ScriptedWorker(name), **changes), weight=weight, status=HealthStatus.HEALTHY)
 
 
-OPEN = Rules(lambda w, i: True, lambda s: True, lambda w: None, lambda s: 4)
+OPEN = Rules(lambda w, i: True, lambda s: True, lambda w: None, lambda s: 4, lambda w, i: True)
 
 
 @pytest.mark.parametrize(
@@ -49,6 +49,13 @@ def test_every_way_to_find_nobody_has_its_own_error(
 ) -> None:
     with pytest.raises(error):
         Picker().pick(seats, rules, tried=tried)
+
+
+def test_who_was_not_heard_lately_is_asked_last() -> None:
+    seats = [seat("w1"), seat("w2", 0.1)]
+    rules = replace(OPEN, lately=lambda w, i: w == "w2")
+    assert Picker().pick(seats, rules).worker == "w2"
+    assert Picker().pick(seats, rules, tried={("w2", "i1")}).worker == "w1"  # better than nobody
 
 
 def test_lineage_binds() -> None:
