@@ -4,6 +4,7 @@ Folding the one on top of the other would mix two histories without anyone knowi
 """
 
 from controller.ports import Place, StoreAhead
+from controller.runtime.history import history
 from events.journal.port import Journal, JournalChanged
 
 
@@ -16,7 +17,7 @@ async def refuse_foreign_stream(journal: Journal, place: Place) -> None:
         raise StoreAhead(
             f"the state store has folded event {place.seq}, the stream ends at {last}. {StoreAhead.__doc__}"
         )
-    async for batch in journal.read(place.seq - 1, until=place.seq):
+    async for batch in history(journal, place.seq - 1, place.seq):
         if batch and batch[0].id != place.id:
             raise JournalChanged(
                 f"event {place.seq} of the stream is {batch[0].id}, the state store has folded {place.id} there. "

@@ -55,6 +55,17 @@ async def test_a_journal_that_stalls_is_reported(command: str, monkeypatch: pyte
             await COMMANDS[command](journal)
 
 
+async def test_a_journal_that_stalls_before_the_store_is_compared_with_it_is_reported(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    history, store = History().start(), MemoryStore()
+    await Projector(MemoryJournal(history.stream, "p"), store).catch_up(len(history.events))
+    monkeypatch.setattr(history_module, "PATIENCE_S", 0.05)
+    with pytest.raises(JournalUnavailable, match="gave nothing more"):
+        async with asyncio.timeout(20):
+            await rebuild(Stalled(history.stream, "replay-1"), store)
+
+
 async def test_a_follower_waits_for_what_has_yet_to_come(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(history_module, "PATIENCE_S", 0.05)
     history, store = History().start(), MemoryStore()
