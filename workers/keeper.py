@@ -2,11 +2,11 @@
 
     without   SIGKILL ─▶ memory freed, page by page ─▶ sockets closed ─▶ ended
     with      SIGKILL ─▶ sockets closed ─▶ ended
-                                             └─▶ the keeper ends ─▶ memory freed
+                                             └─ 0.1 s ─▶ the keeper ends ─▶ memory freed
 
-Frontends move a dead worker's streams when its connection ends, and the kernel frees a dying process's memory first: 6 ms
-for a small worker, 40 ms with torch loaded, and as long as a gigabyte takes. It does so only for the last process
-that uses the memory (`exit_mm` before `exit_files` in Linux's do_exit).
+Frontends move a dead worker's streams when its connection ends, and the kernel frees a dying process's memory first: 5 ms
+for a small worker, 40 ms with torch loaded, 120 ms for a gigabyte. It does so only for the last process that uses the
+memory (`exit_mm` before `exit_files` in Linux's do_exit).
 
 The keeper is a `clone` with CLONE_VM alone: a process with the worker's memory and a copy of its descriptors. It runs no
 Python, because the interpreter is not its own: only a few functions of libc, on stacks of their own, one after the
@@ -29,6 +29,7 @@ from events.errors import HoldfastError
 
 NAME = b"holdfast-keeper"  # in ps and top; at most 15 bytes
 READY_WITHIN_S = 1.0
+FREED_AFTER_US = 100_000  # not on the core, nor in the moment, that moves the worker's streams
 MACHINES = ("x86_64", "aarch64")  # where libc's contexts begin as _Context does
 _CLONE_VM = 0x100
 _PR_SET_NAME = 15
@@ -119,6 +120,7 @@ def _life(libc: Any, worker: int) -> tuple[ctypes.c_void_p, ctypes.c_void_p]:
         (libc.dup2, worker, 0),
         (libc.close_range, 1, 0xFFFFFFFF, 0),
         (libc.poll, pollfd, 1, -1),  # until the worker has ended
+        (libc.usleep, FREED_AFTER_US),
         (libc._exit, 0),
     )
     start = _room(libc, (len(calls) + 1) * _CALL_BYTES)
