@@ -9,6 +9,7 @@ import sys
 
 BENCHMARKS = {
     "start": ["benchmarks.start"],
+    "keeper": ["benchmarks.keeper"],
     "worker": ["benchmarks.worker"],
     "relay": ["benchmarks.relay"],
     "faults": ["benchmarks.faults"],
