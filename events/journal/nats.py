@@ -99,7 +99,7 @@ class NatsJournal:
     async def _start(self) -> None:
         await self._publisher.start()
         if self._connection.connected:
-            with contextlib.suppress(JournalUnavailable):
+            with contextlib.suppress(JournalUnavailable, broker.Refused):
                 await self._examine()
         self._tasks = [
             asyncio.create_task(self._serve(work)) for work in (self._publisher.run, self._publisher.keep)
@@ -135,7 +135,7 @@ class NatsJournal:
                 log.error("journal_refused", why=str(error))
             self.fault = error
             return False
-        except JournalUnavailable as error:
+        except (JournalUnavailable, broker.Refused) as error:
             log.debug("journal_unavailable", why=str(error))
             return False
         return True

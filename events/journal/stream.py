@@ -116,6 +116,8 @@ async def ensure(connection: Connection, replicas: int | None = None) -> StreamS
     try:
         answer = await ask(connection, f"STREAM.INFO.{subjects.STREAM}")
     except Refused as error:
+        if error.code in NOT_YET:  # a cluster in the middle of an election
+            raise JournalUnavailable(f"the stream {subjects.STREAM} cannot be read yet: {error}") from error
         if error.code != STREAM_NOT_FOUND:
             raise StreamRefused(f"the stream {subjects.STREAM} cannot be read: {error}") from error
         answer = await _create(connection, replicas)

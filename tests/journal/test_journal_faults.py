@@ -8,6 +8,7 @@ import sys
 from collections.abc import Awaitable, Callable
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
+from typing import Any
 
 import nats
 import pytest
@@ -16,6 +17,8 @@ from nats_world import Broker, Wire, absorbed, drain, folded, read_all
 from events import codec, subjects
 from events.fact import Recorded
 from events.journal import publisher as publisher_module
+from events.journal import stream
+from events.journal.broker import Refused
 from events.journal.nats import NatsJournal
 from events.journal.port import JournalUnavailable
 from events.journal.spool import Letter, Spool
@@ -327,4 +330,24 @@ async def test_a_reader_that_falls_behind_is_not_flooded(nats_url: str) -> None:
             seen = batch[-1].seq
             await asyncio.sleep(0.001)
     assert seen == 12_000
+    await journal.close()
+
+
+async def test_a_broker_that_refuses_to_be_examined_is_asked_again(
+    nats_url: str, monkeypatch: pytest.MonkeyPatch, eventually: Eventually
+) -> None:
+    asked, ask = 0, stream.ask
+
+    async def electing(*arguments: Any) -> Any:
+        nonlocal asked
+        asked += 1
+        if asked < 4:
+            raise Refused(10008, "JetStream system temporarily unavailable")
+        return await ask(*arguments)
+
+    monkeypatch.setattr(stream, "ask", electing)
+    journal = await NatsJournal.connect(nats_url, "worker:w1")
+    journal.observe(drain(1))
+    await eventually(lambda: journal.spool_depth == 0, 20)
+    assert journal.fault is None
     await journal.close()
