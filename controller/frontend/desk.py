@@ -132,8 +132,9 @@ class Desk:
             if seat.flights and (seat.corrupt or seat.status is HealthStatus.UNHEALTHY):
                 for flight in list(seat.flights):
                     flight.evict(corrupt=seat.corrupt)
+        now = self.now()
         for flight in list(self._parked):
-            if flight in self._parked:
+            if flight in self._parked and now >= flight.not_before:
                 del self._parked[flight]
                 flight.retry()
         self.admission.wake()

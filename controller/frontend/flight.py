@@ -31,6 +31,8 @@ from events.wire import Chunk
 if TYPE_CHECKING:
     from controller.frontend.desk import Desk
 
+PAUSE_S = 0.1  # before the third attempt and later ones, where connections broke
+
 log = structlog.get_logger(__name__)
 
 
@@ -61,6 +63,7 @@ class Flight:
         "first_seat",
         "last_at",
         "last_seat",
+        "not_before",
         "plan",
         "seat",
         "sent",
@@ -98,6 +101,7 @@ class Flight:
         self.first_at: float | None = None
         self.last_at = self.began_at
         self.cached_tokens: int | None = None
+        self.not_before = 0.0  # when it may be sent again, while it is parked
         self.finish: str | None = None
         self.error: ApiError | None = None
         self.done = False
@@ -364,7 +368,11 @@ class Flight:
         source = seat or self.first_seat
         assert source is not None
         self._move = Move(failure, original, source, now, len(self.accepted), spoilt)
-        self.launch()
+        if original is not failure and failure.kind.again:
+            self.not_before = now + PAUSE_S  # two in a row: more may be dying, as all workers of a host do
+            self._desk.park(self)
+        else:
+            self.launch()
 
     def _moved(self, now: float, outcome: str) -> None:
         move, self._move = self._move, None

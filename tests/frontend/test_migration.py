@@ -178,6 +178,24 @@ async def test_streams_of_workers_that_fall_silent_together_do_not_move_among_th
         other.cancel()
 
 
+async def test_a_move_into_a_connection_that_breaks_too_waits_for_more_to_break() -> None:
+    first, second = failing("w1", "disconnect"), failing("w2", "disconnect", after=0)
+    dying = [ScriptedWorker(f"w{n}", always=Act(after=0, how="disconnect")) for n in (3, 4)]
+    async with frontend(migration_limit=3) as kit:
+        for worker in (first, second, *dying):
+            await kit.add(worker)
+        await kit.add(good := ScriptedWorker("w5"))
+        for n, worker in enumerate((second, *dying, good), 1):
+            kit.desk.table.seats[(worker.name, "i1")].active += 10 * n
+        asking = asyncio.create_task(kit.complete(PROMPT, 12))
+        await until(lambda: second.requests)
+        for worker in dying:  # the same host, some milliseconds later
+            await worker.stop()
+        text, _ = await asking
+        assert (text, [worker.requests for worker in dying]) == (EXACT, [[], []])
+        assert [fact.target for fact in kit.said(RequestMigrated)] == ["w2", "w5"]
+
+
 async def test_who_has_not_been_heard_for_long_is_asked_last() -> None:
     good = ScriptedWorker("w0", step_s=0.01)
     dead = [ScriptedWorker(f"w{n}") for n in range(1, 7)]
