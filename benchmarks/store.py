@@ -219,8 +219,8 @@ async def published_to_committed(
 # --- replay ---------------------------------------------------------------------------------------------------------
 
 
-async def child_replay(nats_url: str, database_url: str) -> None:
-    """Project the whole journal into an empty store."""
+async def child_catch_up(nats_url: str, database_url: str) -> None:
+    """Project the whole journal into an empty store, as a projector does that was away: in one process."""
     journal = await NatsJournal.connect(nats_url, "projector:bench")
     store = PostgresStore(database_url)
     last = await journal.last_seq()
@@ -229,17 +229,19 @@ async def child_replay(nats_url: str, database_url: str) -> None:
     await projector.catch_up(last)
     took = time.monotonic() - began
     print(json.dumps({"seconds": round(took, 2), "events": last, "events_per_s": round(last / took),
-                      "batches": projector.progress.batches, "rss_mb": peak_mb()}))  # fmt: skip
+                      "batches": projector.progress.batches, "cpu_s": cpu_s(), "rss_mb": peak_mb()}))  # fmt: skip
     await store.close()
     await journal.close()
 
 
 async def child_rebuild(nats_url: str, database_url: str) -> None:
-    """Rebuild beside the projection that is there."""
+    """Rebuild beside the projection that is there, as `holdfast replay rebuild` does."""
     journal = await NatsJournal.connect(nats_url, "replay:bench")
     store = PostgresStore(database_url)
+    collector.calm(collector.COLLECT_HISTORY_AT)
     done = await rebuild(journal, store)
-    print(json.dumps({"seconds": round(done.seconds, 2), "events": done.events, "rss_mb": peak_mb()}))
+    print(json.dumps({"seconds": round(done.seconds, 2), "events": done.events, "cpu_s": cpu_s(),
+                      "rss_mb": peak_mb()}))  # fmt: skip
     await store.close()
     await journal.close()
 
@@ -263,8 +265,15 @@ async def child_at(nats_url: str, database_url: str) -> None:
 
 
 def peak_mb() -> int:
-    """Return this process's largest resident size."""
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024
+    """Return this process's largest resident size, and that of the process that helped it."""
+    used = [resource.getrusage(who).ru_maxrss for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
+    return sum(used) // 1024
+
+
+def cpu_s() -> list[float]:
+    """Return the processor's seconds that this process has taken, and the one that helped it."""
+    used = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
+    return [round(one.ru_utime + one.ru_stime, 2) for one in used]
 
 
 def child(*arguments: str) -> dict[str, Any]:
@@ -314,11 +323,13 @@ async def measure(args: argparse.Namespace) -> dict[str, Any]:
                 began = time.monotonic()
                 last = await fill(server.url, args.events)
                 report["made"] = {"events": last, "seconds": round(time.monotonic() - began, 1)}
-                urls = [await fresh_database(postgres, f"replay{n}") for n in range(args.runs)]
-                replays = [await asyncio.to_thread(child, "replay", server.url, url) for url in urls]
-                report["replay"] = median(replays, "seconds")
-                report["at"] = await asyncio.to_thread(child, "at", server.url, urls[0])
-                report["rebuild"] = await asyncio.to_thread(child, "rebuild", server.url, urls[0])
+                url = await fresh_database(postgres, "replay")
+                report["catch_up"] = await asyncio.to_thread(child, "catch_up", server.url, url)
+                report["at"] = await asyncio.to_thread(child, "at", server.url, url)
+                report["rebuild"] = median(
+                    [await asyncio.to_thread(child, "rebuild", server.url, url) for _ in range(args.runs)],
+                    "seconds",
+                )
                 await server.stop()
         finally:
             await postgres.stop()
@@ -355,7 +366,7 @@ def main() -> None:
     structlog.configure(logger_factory=structlog.PrintLoggerFactory(sys.stderr))
     collector.calm()  # as the projector's process does
     name, *rest = args.child
-    kinds: dict[str, Any] = {"replay": child_replay, "rebuild": child_rebuild, "at": child_at}
+    kinds: dict[str, Any] = {"catch_up": child_catch_up, "rebuild": child_rebuild, "at": child_at}
     work = child_follow(rest[0], rest[1], int(rest[2])) if name == "follow" else kinds[name](*rest)
     uvloop.run(work)
 

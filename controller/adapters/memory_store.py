@@ -161,6 +161,9 @@ class MemoryStore:
     async def beside(self) -> "MemoryStore":
         return MemoryStore(snapshot_every=self._snapshot_every)
 
+    async def discard(self, fresh: "MemoryStore") -> None:
+        """Do nothing: nobody else knows of it."""
+
     async def swap(self, fresh: "MemoryStore", catch_up: CatchUp) -> None:
         await catch_up(self._reach().place)
         for name in ("place", "rows", "events", "snapshots"):

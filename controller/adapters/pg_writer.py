@@ -7,20 +7,15 @@ from typing import Any
 import asyncpg
 
 from controller import fleet_codec, projection
-from controller.adapters import statements
+from controller.adapters import pg_audit, statements
 from controller.adapters.pg_link import Connection, Link
 from controller.adapters.statements import Rows
 from controller.deciders.fleet import DECIDERS_VERSION, Fleet
 from controller.ports import AnotherProjector, Snapshot, StoreAhead
 from events import codec
-from events.errors import HoldfastError
 from events.fact import Decision, Recorded
 
 COPY_FROM = 512  # events; below, one statement with arrays is quicker than COPY
-
-
-class _Repeated(HoldfastError):
-    """An event stands in the batch twice, or in the table already."""
 
 
 class Writer:
@@ -36,9 +31,12 @@ class Writer:
         self._written: Fleet | None = None  # the fleet that the rows say; None: not known, write all of them
 
     async def project(
-        self, events: Sequence[Recorded], shown: Fleet, settled: Snapshot, shown_seq: int
+        self, events: Sequence[Recorded], shown: Fleet, settled: Snapshot, shown_seq: int, *, audit: bool
     ) -> None:
-        """Write what a batch of events changed, and that it is written, or nothing."""
+        """Write what a batch of events changed, and that it is written, or nothing.
+
+        Without `audit` the events themselves are not kept: somebody else does that.
+        """
         assert events and events[-1].seq == shown_seq
         last, position, before = events[-1], settled.position, self._written
         move = (
@@ -53,9 +51,8 @@ class Writer:
         writes: dict[str, Rows] = {**projection.changes(before, shown), **projection.history(events)}
         self._written = None  # until we know better
         snapshot = writes["append snapshots"] = await self._due(events, settled)
-        await self._write(
-            (*move, DECIDERS_VERSION), writes, [projection.event_row(e) for e in events], before is None
-        )
+        rows = [projection.event_row(event) for event in events] if audit else []
+        await self._write((*move, DECIDERS_VERSION), writes, rows, before is None)
         self._written = shown
         if snapshot:
             self._kept = position.decided
@@ -81,7 +78,7 @@ class Writer:
         if len(audit) >= COPY_FROM:
             try:
                 return await self._transaction(move, writes, whole, audit)
-            except _Repeated:
+            except pg_audit.Repeated:
                 return await self._transaction(move, everything, whole)  # arrays skip what is there already
         if whole:
             return await self._transaction(move, everything, whole)
@@ -97,7 +94,7 @@ class Writer:
                     await connection.execute(f"DELETE FROM {name}")
             await _move(connection, move, writes)
             if copied:
-                await _copy(connection, copied)
+                await pg_audit.copy(connection, copied)
 
 
 async def _move(connection: Connection, move: Sequence[Any], writes: Mapping[str, Rows]) -> None:
@@ -110,10 +107,3 @@ async def _move(connection: Connection, move: Sequence[Any], writes: Mapping[str
         ) from error
     if not moved:
         raise AnotherProjector(f"the projection does not stand at {move[0]}. {AnotherProjector.__doc__}")
-
-
-async def _copy(connection: Connection, rows: Rows) -> None:
-    try:
-        await connection.copy_records_to_table("fleet_events", records=rows, columns=projection.EVENT_COLUMNS)
-    except asyncpg.UniqueViolationError as error:
-        raise _Repeated from error

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 import asyncpg
 import structlog
 
+from controller.adapters.audit_helper import AuditHelper
 from controller.adapters.names import SCHEMA
 from controller.adapters.pg_link import Connection, Link
 from controller.adapters.pg_reader import Reader, read_place
@@ -35,9 +36,12 @@ log = structlog.get_logger(__name__)
 class PostgresStore(Reader):
     """One process's handle on the state store."""
 
-    def __init__(self, url: str, *, schema: str = SCHEMA, snapshot_every: int = SNAPSHOT_EVERY) -> None:
+    def __init__(
+        self, url: str, *, schema: str = SCHEMA, snapshot_every: int = SNAPSHOT_EVERY, helped: bool = False
+    ) -> None:
         super().__init__(url, schema)
         self._snapshot_every = snapshot_every
+        self._helper = AuditHelper(url, schema) if helped and AuditHelper.possible() else None
         self._link = Link(url, schema, {"synchronous_commit": "off"})
         self._writer: Writer | None = None
 
@@ -45,7 +49,8 @@ class PostgresStore(Reader):
         self, events: Sequence[Recorded], shown: Fleet, settled: Snapshot, shown_seq: int
     ) -> None:
         """Write what a batch of events changed, in one transaction. Raise AnotherProjector or StoreUnavailable."""
-        await self.prepare().project(events, shown, settled, shown_seq)
+        helped = self._helper is not None and await self._helper.write(events)
+        await self.prepare().project(events, shown, settled, shown_seq, audit=not helped)
 
     def prepare(self) -> "Writer":
         """Load what `project` needs, before events wait for it.
@@ -69,7 +74,13 @@ class PostgresStore(Reader):
             for leftover in (fresh, f"{self.schema}_old"):
                 await _drop(connection, leftover)
         await migrate.upgrade(self.url, schema=fresh)
-        return PostgresStore(self.url, schema=fresh, snapshot_every=self._snapshot_every)
+        return PostgresStore(self.url, schema=fresh, snapshot_every=self._snapshot_every, helped=True)
+
+    async def discard(self, fresh: "PostgresStore") -> None:
+        """Drop a store that `beside` made."""
+        await fresh.close()
+        async with self._reader.use() as connection:
+            await _drop(connection, fresh.schema)
 
     async def swap(self, fresh: "PostgresStore", catch_up: CatchUp) -> None:
         """Let the fresh schema take the name of this one, in one transaction.
@@ -81,6 +92,7 @@ class PostgresStore(Reader):
         async with self._reader.use() as connection, connection.transaction():
             await connection.execute("LOCK TABLE projection IN EXCLUSIVE MODE")
             await catch_up(await read_place(connection))
+            await fresh.complete()
             await fresh.close()
             await connection.execute(f'ALTER SCHEMA "{self.schema}" RENAME TO "{old}"')
             await connection.execute(f'ALTER SCHEMA "{fresh.schema}" RENAME TO "{self.schema}"')
@@ -90,8 +102,15 @@ class PostgresStore(Reader):
         except HoldfastError as error:  # the swap is done, and the next `beside` drops what is left
             log.warning("old_projection_not_dropped", schema=old, why=str(error))
 
+    async def complete(self) -> None:
+        """Return once everything projected is in the tables. Raise AuditFailed."""
+        if self._helper is not None:
+            await self._helper.flush()
+
     async def close(self) -> None:
         """Let go of the database."""
+        if self._helper is not None:
+            await self._helper.close()
         await self._link.close()
         await super().close()
 

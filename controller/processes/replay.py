@@ -9,10 +9,12 @@ import structlog
 
 from controller.adapters.postgres import PostgresStore
 from controller.ports import StoreUnavailable
+from controller.processes import collector
 from controller.replay import cli
 from events.journal.nats import NatsJournal
 
 REACH_S = 3.0
+ALL_OF_IT = ("verify", "rebuild")  # the commands that read the whole journal
 
 
 def run_cli(args: argparse.Namespace, found: dict[str, Any]) -> int:
@@ -21,13 +23,18 @@ def run_cli(args: argparse.Namespace, found: dict[str, Any]) -> int:
         structlog.configure(
             logger_factory=structlog.PrintLoggerFactory(sys.stderr)
         )  # stdout is the answer's alone
-    return asyncio.run(_run(args, found["nats_url"], found.get("database_url", "")))
+    import uvloop
+
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        return runner.run(_run(args, found["nats_url"], found.get("database_url", "")))
 
 
 async def _run(args: argparse.Namespace, nats_url: str, database_url: str) -> int:
     journal = await NatsJournal.connect(nats_url, f"replay:{args.replay}", wait_s=REACH_S)
     store = PostgresStore(database_url) if database_url else None
     try:
+        if args.replay in ALL_OF_IT:
+            collector.calm(collector.COLLECT_HISTORY_AT)
         return await cli.execute(args, journal, await _reached(store))
     finally:
         if store is not None:

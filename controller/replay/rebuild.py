@@ -1,6 +1,7 @@
 """A fresh projection beside the old one, swapped in one transaction, while the old one keeps serving."""
 
 import asyncio
+import contextlib
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -9,11 +10,13 @@ from controller.ports import Place, StoreAhead
 from controller.replay.store import HistoryStore
 from controller.runtime.lineage import refuse_foreign_stream
 from controller.runtime.projector import Projector
+from events.errors import HoldfastError
 from events.journal.port import Journal, JournalChanged
 
 NEAR = 1_000  # events behind: near enough to let the old projection wait for the rest
 ROUNDS_MAX = 20  # attempts to come near
 LAST_BIT_S = 60.0
+DISCARD_S = 10.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,10 +45,20 @@ async def rebuild(
     try:
         await _come_near(journal, projector)
         await store.swap(fresh, catch_up)
+    except BaseException:
+        await _discard(store, fresh)
+        raise
     finally:
         await fresh.close()
     took = time.monotonic() - began
     return Rebuilt(projector.progress.events, projector.progress.projected, took, foreign)
+
+
+async def _discard(store: HistoryStore, fresh: HistoryStore) -> None:
+    """Leave nothing behind. Where that fails too, the next rebuild does it."""
+    with contextlib.suppress(HoldfastError, TimeoutError):
+        async with asyncio.timeout(DISCARD_S):
+            await store.discard(fresh)
 
 
 async def _come_near(journal: Journal, projector: Projector) -> None:

@@ -28,6 +28,10 @@ class HistoryStore(StateStore, Archive, Protocol):
         """Make an empty store beside this one, for a fresh projection."""
         ...
 
+    async def discard(self, fresh: Self) -> None:
+        """Drop what `beside` made."""
+        ...
+
     async def swap(self, fresh: Self, catch_up: CatchUp) -> None:
         """Put `fresh` in this store's place in one transaction, after `catch_up` has brought it to where this stands."""
         ...

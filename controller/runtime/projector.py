@@ -28,6 +28,7 @@ from events.journal.port import Journal, JournalUnavailable
 from events.order import Order
 
 GATHER_MAX = 8_192  # events folded and not yet written; the reader waits beyond it
+GATHER_HISTORY = 4_096  # events that make a batch where nobody waits for the single one
 CHECK_S = 10.0  # how long the comparison of store and stream may take
 WRITE_S = 120.0
 WAIT_MIN_S = 0.05  # after a failure; doubles
@@ -128,6 +129,7 @@ class Projector:
 
     async def _read(self, order: Order[Fleet], place: Place, gathered: Gathered, until: int | None) -> None:
         journal, after = self._journal, order.position.through
+        enough = 1 if until is None else GATHER_HISTORY
         async for batch in journal.read(after) if until is None else history(journal, after, until):
             await self._step("read")
             while len(gathered.events) >= GATHER_MAX:
@@ -138,7 +140,7 @@ class Projector:
             gathered.events.extend(e for e in batch if e.seq > place.seq)
             self.progress.folded = order.last_seq
             await self._step("folded")
-            if gathered.events:
+            if len(gathered.events) >= enough:
                 gathered.grown.set()
         gathered.grown.set()
 

@@ -91,11 +91,11 @@ def parse_headers(raw: bytes | None) -> dict[str, str]:
     return headers
 
 
-def delivered(reply: str) -> tuple[int, int]:
+def delivered(reply: bytes) -> tuple[int, int]:
     """Return stream sequence and timestamp (Unix nanoseconds) from a delivered message's reply subject.
 
     $JS.ACK.stream.consumer.deliveries.SEQ.consumer-seq.TIME.pending, or with domain and account before the stream.
     """
-    tokens = reply.split(".")
+    tokens = reply.split(b".")
     at = 5 if len(tokens) == 9 else 7
     return int(tokens[at]), int(tokens[at + 2])

@@ -44,17 +44,15 @@ log = structlog.get_logger(__name__)
 class _Inbox:
     """What has arrived and not been decoded. `stale` asks for a new consumer."""
 
-    waiting: list[tuple[str, bytes, bytes | None]] = field(default_factory=list)
+    waiting: list[tuple[bytes, bytes, bytes | None]] = field(default_factory=list)
     flag: asyncio.Event = field(default_factory=asyncio.Event)
-    heard_at: float = 0.0
     outstanding: int = 0  # events asked for and not arrived
     stale: str = ""
 
     def take(self, subject: bytes, reply: bytes, data: bytes, headers: bytes | None) -> None:
         """Called in the read loop."""
-        self.heard_at = asyncio.get_running_loop().time()
         if reply.startswith(b"$JS.ACK"):
-            self.waiting.append((reply.decode(), data, headers))
+            self.waiting.append((reply, data, headers))
             self.outstanding -= 1
         else:
             status = parse_headers(headers)
@@ -143,7 +141,7 @@ class Reader:
             )
 
     async def _create(self) -> None:
-        self._inbox = _Inbox(heard_at=asyncio.get_running_loop().time())
+        self._inbox = _Inbox()
         name = f"r{next(_names)}-{codec.new_id()[-12:]}"
         config = {
             "name": name,
@@ -205,7 +203,7 @@ class Reader:
             async with asyncio.timeout(SILENCE_S):
                 await inbox.flag.wait()
         except TimeoutError:
-            if asyncio.get_running_loop().time() - inbox.heard_at > SILENCE_S:
+            if not inbox.flag.is_set():
                 inbox.stale = inbox.stale or "silent"
 
     async def _top_up(self) -> None:

@@ -185,3 +185,17 @@ async def test_large_batches_are_copied_with_a_repetition_among_them(open_store:
     assert len(kept) == len(history.events) - 1
     assert [row[0] for row in kept] == [e.seq async for batch in store.select() for e in batch]
     assert (await store.place()).seq == len(history.events)
+
+
+async def test_a_history_is_written_in_few_transactions() -> None:
+    class OneByOne(MemoryJournal):
+        async def read(self, after: int, *, until: int | None = None) -> Any:
+            async for batch in super().read(after, until=until):
+                for event in batch:
+                    yield [event]
+                    await asyncio.sleep(0)  # the writer has its turn
+
+    history, store = History().start().corruption(), MemoryStore()
+    projector = Projector(OneByOne(history.stream, "projector-1"), store)
+    await projector.catch_up(len(history.events))
+    assert projector.progress.batches == 1 and (await store.place()).seq == len(history.events)

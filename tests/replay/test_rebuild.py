@@ -1,0 +1,221 @@
+"""A rebuild with and without a process that writes the kept events: the same tables, or nothing at all."""
+
+import asyncio
+import os
+import signal
+import sys
+from collections.abc import AsyncIterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from any_fact import facts
+from hypothesis import given
+from made_history import EPOCH, History
+from store_databases import execute
+
+from controller import projection
+from controller.adapters import audit_helper
+from controller.adapters.audit_helper import AuditFailed, AuditHelper, rows
+from controller.adapters.postgres import PostgresStore
+from controller.replay.rebuild import rebuild
+from controller.replay.verify import verify
+from controller.runtime.projector import Projector
+from events.fact import Fact, Recorded
+from events.journal.memory import MemoryJournal
+
+servers = pytest.mark.servers
+CHILD = Path(__file__).parent / "rebuild_child.py"
+TABLES = (
+    "workers", "breakers", "goldens", "levels", "incidents", "migrations", "exposures", "fleet_events", "snapshots",
+)  # fmt: skip
+
+
+@given(facts())
+def test_the_helper_makes_the_rows_that_whoever_folds_would_make(fact: Fact) -> None:
+    event = Recorded(7, EPOCH, fact, "id-7", "source", 3, 5, "correlation", "causation", EPOCH)
+    frame = msgspec.json.encode(([fact.kind()], [event]))
+    assert rows(frame) == [projection.event_row(event)]
+
+
+def a_history() -> History:
+    history = History().start().corruption()
+    history.repeat(history.events[4])
+    history.say(history.migrated("req-1", "w0", "w1"), source="frontend-0")
+    return history
+
+
+class Store(PostgresStore):
+    """Tells the test which store it made beside itself."""
+
+    fresh: PostgresStore
+
+    async def beside(self) -> PostgresStore:
+        self.fresh = await super().beside()
+        return self.fresh
+
+    @property
+    def helper(self) -> AuditHelper:
+        assert self.fresh._helper is not None
+        return self.fresh._helper
+
+
+@pytest.fixture
+async def store(database_url: str, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Store]:
+    """A store that is always helped."""
+    monkeypatch.setattr(audit_helper, "WORTH_IT", 1)
+    monkeypatch.setattr(audit_helper, "CORES_MIN", 1)
+    store = Store(database_url)
+    yield store
+    await store.close()
+
+
+async def tables(url: str) -> dict[str, Any]:
+    return {name: await execute(url, f"SELECT * FROM holdfast.{name} ORDER BY 1, 2") for name in TABLES}
+
+
+async def assert_untouched(url: str, before: dict[str, Any]) -> None:
+    assert await tables(url) == before
+    schemas = await execute(url, "SELECT nspname FROM pg_namespace WHERE nspname LIKE 'holdfast%'")
+    assert [row["nspname"] for row in schemas] == ["holdfast"]
+
+
+def gone(pid: int | None) -> bool:
+    """Say whether a process has ended (a zombie that nobody has waited for yet has)."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] == "Z"
+    except FileNotFoundError:
+        return True
+
+
+def noting(store: Store, pids: list[int | None]) -> Any:
+    """Return what notes the helper's pid with each batch."""
+    return lambda seq, events: pids.append(store.helper.pid)
+
+
+@servers
+async def test_two_processes_make_the_tables_that_one_makes(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    history, pids = a_history(), list[int | None]()
+    journal, last = MemoryJournal(history.stream, "p"), len(history.events)
+    await Projector(journal, store).catch_up(last)
+    alone = await tables(store.url)
+    helped = await rebuild(journal, store, written=noting(store, pids))
+    assert (helped.events, helped.position) == (last, last)
+    await assert_untouched(store.url, alone)
+    report = await verify(journal, store)
+    assert report.difference is None, report.lines()
+    assert pids[0] is not None and gone(pids[0])
+
+
+@servers
+async def test_a_stream_that_grows_meanwhile_is_kept_to_the_same_place(store: Store) -> None:
+    history = a_history()
+    journal, left = MemoryJournal(history.stream, "p"), 2
+
+    def grow(seq: int, events: int) -> None:
+        nonlocal left
+        if left:
+            left -= 1
+            history.say(*(history.passed(f"w{n % 3}") for n in range(1_200)), seconds=0.001)
+
+    rebuilt = await rebuild(journal, store, written=grow)
+    kept = await execute(store.url, "SELECT max(seq) FROM holdfast.fleet_events")
+    assert rebuilt.position == kept[0][0] == (await store.place()).seq > 2_000
+    report = await verify(journal, store)
+    assert report.difference is None, report.lines()
+
+
+@servers
+async def test_a_helper_that_is_killed_ends_the_rebuild_and_nothing_is_left(store: Store) -> None:
+    history, pids = a_history(), list[int | None]()
+    journal = MemoryJournal(history.stream, "p")
+    await Projector(journal, store).catch_up(10)
+    before = await tables(store.url)
+
+    def kill(seq: int, events: int) -> None:
+        assert store.helper.pid is not None
+        pids.append(store.helper.pid)
+        os.kill(store.helper.pid, signal.SIGKILL)
+
+    with pytest.raises(AuditFailed, match="exit status -9"):
+        await rebuild(journal, store, written=kill)
+    await assert_untouched(store.url, before)
+    assert (await store.place()).seq == 10 and gone(pids[0])
+
+
+@servers
+async def test_a_helper_that_hangs_is_not_waited_for(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(audit_helper, "ANSWER_S", 0.5)
+    history, pids = a_history(), list[int | None]()
+
+    def stop(seq: int, events: int) -> None:
+        assert store.helper.pid is not None
+        pids.append(store.helper.pid)
+        os.kill(store.helper.pid, signal.SIGSTOP)
+
+    with pytest.raises(AuditFailed, match="silent for"):
+        await rebuild(MemoryJournal(history.stream, "p"), store, written=stop)
+    await assert_untouched(store.url, await tables(store.url))
+    assert gone(pids[0])
+
+
+@servers
+async def test_what_the_helper_cannot_do_is_said(store: Store) -> None:
+    helper = AuditHelper(store.url, "nowhere")
+    assert await helper.write(a_history().events)
+    with pytest.raises(AuditFailed, match=r"fleet_events.*does not exist"):
+        await helper.flush()
+    await helper.close()
+
+
+@servers
+async def test_a_failure_of_the_fold_leaves_nothing(store: Store) -> None:
+    class Broken(MemoryJournal):
+        async def read(self, after: int, *, until: int | None = None) -> AsyncIterator[Sequence[Recorded]]:
+            async for batch in super().read(after, until=until):
+                yield batch[:10]
+                raise AuditFailed("the journal is damaged")
+
+    history = a_history()
+    before = await tables(store.url)
+    with pytest.raises(AuditFailed, match="damaged"):
+        await rebuild(Broken(history.stream, "p"), store)
+    await assert_untouched(store.url, before)
+
+
+@servers
+async def test_a_short_history_and_a_single_core_need_no_helper(
+    database_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    history = a_history()
+    helper = AuditHelper(database_url, "nowhere")
+    assert not await helper.write(history.events[:10]) and helper.pid is None
+    monkeypatch.setattr(audit_helper, "WORTH_IT", 1)
+    assert not await helper.write(history.events[10:]), "the rows are written by one alone"
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0})
+    assert not AuditHelper.possible()
+
+
+@servers
+async def test_a_killed_rebuild_leaves_no_process_and_the_next_one_succeeds(
+    store: Store, eventually: Any
+) -> None:
+    history = a_history()
+    journal = MemoryJournal(history.stream, "p")
+    child = await asyncio.create_subprocess_exec(
+        sys.executable, str(CHILD), store.url, stdout=asyncio.subprocess.PIPE
+    )
+    assert child.stdout is not None
+    async with asyncio.timeout(30):
+        pid = int(await child.stdout.readline())
+    assert not gone(pid)
+    child.kill()
+    await child.wait()
+    await eventually(lambda: gone(pid), 10)
+    assert (await rebuild(journal, store)).position == len(history.events)
+    report = await verify(journal, store)
+    assert report.difference is None, report.lines()
+    await assert_untouched(store.url, await tables(store.url))
