@@ -274,7 +274,7 @@ async def test_a_fact_that_was_overtaken_is_said_again_under_a_new_number(nats_u
     journal.observe(drain(2))
     assert await journal.flush(5)
     letter = journal._letter(drain(3), "", "", "")
-    late = journal._letter(drain(4), "", "")
+    late = journal._letter(drain(4), "", "", "")
     for each in (late, letter):  # the wrong way round
         journal._publisher.add(each)
         assert await journal.flush(5)
