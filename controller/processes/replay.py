@@ -51,7 +51,7 @@ async def _reached(store: PostgresStore | None) -> PostgresStore | None:
             await store.place()
     except (StoreUnavailable, TimeoutError) as error:
         print(
-            f"holdfast: reading the journal alone: {error or 'the state store does not answer'}",
+            f"holdfast: reading the journal alone: {str(error) or 'the state store does not answer'}",
             file=sys.stderr,
         )
         return None

@@ -3,6 +3,7 @@
 import asyncio
 import json
 import os
+import socket
 import sys
 from pathlib import Path
 
@@ -10,6 +11,7 @@ import pytest
 from made_history import History, publish
 
 from controller.adapters.postgres import PostgresStore
+from controller.processes import replay
 from controller.runtime.projector import Projector
 from events.journal.nats import NatsJournal
 
@@ -66,3 +68,16 @@ async def test_without_a_store_the_journal_answers(nats_url: str) -> None:
 async def test_without_a_journal_it_is_said(database_url: str) -> None:
     code, _, err = await typed("nats://127.0.0.1:1", database_url, "verify")
     assert code == 1 and len(err.strip().splitlines()[-1]) < 400
+
+
+async def test_a_store_that_says_nothing_is_done_without(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(replay, "REACH_S", 0.2)
+    with socket.socket() as deaf:  # accepts connections and never answers
+        deaf.bind(("127.0.0.1", 0))
+        deaf.listen()
+        store = PostgresStore(f"postgresql://x@127.0.0.1:{deaf.getsockname()[1]}/x")
+        assert await replay._reached(store) is None
+        await store.close()
+    assert "reading the journal alone: the state store does not answer" in capsys.readouterr().err
