@@ -4,8 +4,8 @@
     with      SIGKILL ─▶ sockets closed ─▶ ended
                                              └─ 0.1 s ─▶ the keeper ends ─▶ memory freed
 
-Frontends move a dead worker's streams when its connection ends, and the kernel frees a dying process's memory first: 5 ms
-for a small worker, 40 ms with torch loaded, 120 ms for a gigabyte. It does so only for the last process that uses the
+Frontends move a dead worker's streams when its connection ends, and the kernel frees a dying process's memory first: 6 ms
+for a small worker, 50 ms with torch loaded, 140 ms for a gigabyte. It does so only for the last process that uses the
 memory (`exit_mm` before `exit_files` in Linux's do_exit).
 
 The keeper is a `clone` with CLONE_VM alone: a process with the worker's memory and a copy of its descriptors. It runs no
