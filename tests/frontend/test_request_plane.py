@@ -240,7 +240,7 @@ def test_our_lag_is_taken_off_before_anyone_is_judged() -> None:
 
 
 async def test_the_workers_load_is_told_apart_from_our_share_of_it() -> None:
-    worker = ScriptedWorker(always=Act(after=1, how="stall"))
+    worker = ScriptedWorker(always=Act(after=1, how="error", hold=asyncio.Event()))
     async with plane_to(worker) as plane:
         for _ in range(3):
             plane.open("w1", "i1", question(), Ear())
