@@ -10,6 +10,8 @@ from dataclasses import dataclass, field
 from datetime import datetime
 from typing import ClassVar
 
+from events.frozen import quickly_made
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fact:
@@ -43,6 +45,7 @@ class Decision(Fact):
     incident: str = ""
 
 
+@quickly_made
 @dataclass(frozen=True, slots=True)
 class Recorded:
     """A fact that the journal holds.

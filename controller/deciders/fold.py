@@ -26,6 +26,7 @@ from events.decisions import (
     WorkerDecision,
 )
 from events.fact import Decision, Fact, Recorded
+from events.frozen import quickly_made
 from events.observations import (
     CanaryFailed,
     CanaryPassed,
@@ -43,6 +44,7 @@ GoldenSeen: TypeAlias = CanaryPassed | CanarySlow | GoldenProposed | GoldenDispu
 GoldenFact: TypeAlias = GoldenSeen | GoldenAgreed | GoldenRetired
 
 
+@quickly_made
 @dataclass(frozen=True, slots=True)
 class Fleet:
     """Everything that is known. Frozen: a new one shares what did not change with the old."""

@@ -12,6 +12,7 @@ from controller.deciders.drain import Drain
 from controller.deciders.health import Health
 from events.decisions import HealthStatus
 from events.fact import Fact, Recorded
+from events.frozen import quickly_made
 from events.observations import (
     CanaryFailed,
     CanaryPassed,
@@ -30,6 +31,7 @@ CONVICTIONS_KEPT = 16  # per worker, over all of its lives
 PAST_MAX = 16  # former instances remembered per worker: a late join of one of them is no new life
 
 
+@quickly_made
 @dataclass(frozen=True, slots=True)
 class LastCanary:
     """A worker's last probe."""
@@ -53,6 +55,7 @@ class Conviction:
     seq: int  # of the failure
 
 
+@quickly_made
 @dataclass(frozen=True, slots=True)
 class Worker:
     """One worker: how it registered, and the state of each machine."""
