@@ -24,10 +24,12 @@ from pathlib import Path
 from typing import Any
 
 import structlog
+import uvloop
 
 from controller.adapters.clock import SystemClock
 from controller.adapters.embedded import start_nats
 from controller.deciders.fleet import FleetPolicy
+from controller.processes import collector
 from controller.runtime.lease import Lease
 from controller.runtime.reconciler import Reconciler
 from controller.runtime.view import FleetView
@@ -284,11 +286,12 @@ def main() -> None:
         logger_factory=structlog.PrintLoggerFactory(sys.stderr),
         wrapper_class=structlog.make_filtering_bound_logger(logging.WARNING),
     )
+    collector.calm()  # as every role's process does
     if arguments.child:
         role, url, what = arguments.child
-        asyncio.run(follow(url, int(what)) if role == "view" else control(url, what))
+        uvloop.run(follow(url, int(what)) if role == "view" else control(url, what))
         return
-    runs = [asyncio.run(run(arguments)) for _ in range(arguments.runs)]
+    runs = [uvloop.run(run(arguments)) for _ in range(arguments.runs)]
     print(json.dumps({**medians(runs), "runs": arguments.runs, "load_average": os.getloadavg()[0]}, indent=2))
 
 
