@@ -4,6 +4,7 @@ import asyncio
 import io
 import json
 import socket
+import threading
 from collections import deque
 from datetime import UTC, datetime
 from typing import Any
@@ -16,7 +17,7 @@ from controller.frontend.bodies import parse_completion
 from controller.frontend.errors import ApiError
 from controller.frontend.intake import read_prompts
 from controller.frontend.settings import AdmissionSettings, StreamSettings
-from controller.frontend.tokens import LONG_TEXT
+from controller.frontend.tokens import LONG_TEXT, Tokens
 from events.decisions import DegradationChanged, HealthStatus, Knobs
 from events.observations import RequestFailed, RequestMigrated, RequestsRejected, RequestsServed, WorkerLeft
 from events.wire import Chunk
@@ -376,15 +377,23 @@ async def test_the_cap_holds_for_requests_whose_prompts_are_still_being_read() -
         assert [seat.promised for seat in kit.desk.table.seats.values()] == [0, 0]
 
 
-async def test_room_that_was_not_taken_goes_to_who_waits() -> None:
-    worker = ScriptedWorker("w1")
+async def test_room_that_was_not_taken_goes_to_who_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    worker, read, encode = ScriptedWorker("w1"), threading.Event(), Tokens._encode_long
+
+    def encode_when_told(tokens: Tokens, text: str, special: bool) -> list[int]:
+        assert read.wait(5)
+        return encode(tokens, text, special)
+
+    monkeypatch.setattr(Tokens, "_encode_long", encode_when_told)
     async with frontend(admission=AdmissionSettings(inflight_max=1)) as kit:
         await kit.add(worker, context_tokens=1000)
         text = "word " * (LONG_TEXT // 5 + 1)  # more than the context: refused when it has been read
         refused = asyncio.create_task(kit.post("/v1/completions", model="m", prompt=text, max_tokens=2))
         await until(lambda: kit.desk.table.seats[("w1", "i1")].promised == 1)
-        status, _, _ = await ask_as(kit, None)
-        assert (status, (await refused)[0], len(worker.requests)) == (200, 400, 1)
+        waiting = asyncio.create_task(ask_as(kit, None))
+        await until(lambda: kit.desk.admission.queued("m") == 1)
+        read.set()
+        assert ((await waiting)[0], (await refused)[0], len(worker.requests)) == (200, 400, 1)
 
 
 async def test_knob_latency_scales_the_queue_and_first_token_deadlines() -> None:
