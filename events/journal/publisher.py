@@ -121,6 +121,7 @@ class Publisher:
                 self._rewind()
             if self._connection.connected and now >= self._paused_until and await self._trusted(now):
                 await self._pump(now)
+                self._connection.client.write()
 
     async def _trusted(self, now: float) -> bool:
         if not self._checked:
