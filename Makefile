@@ -8,6 +8,8 @@ BIN := $(VENV)/bin
 export PIP_NO_CACHE_DIR := 1
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 CORES := $(shell nproc 2>/dev/null || echo 2)
+# Tests wait for servers half of their time: four at once also on two cores.
+TESTERS := $(shell test $(CORES) -gt 4 && echo $(CORES) || echo 4)
 
 LLAMACPP := .venv-llamacpp
 VLLM := .venv-vllm
@@ -34,7 +36,7 @@ demo: install  ## a fleet under load, broken in every way we know, and the table
 	$(BIN)/holdfast demo
 
 test: install  ## all tests that need no torch; real NATS and Postgres servers
-	$(BIN)/python -m pytest -n $(CORES) --dist loadgroup -m "not engines and not llamacpp and not vllm"
+	$(BIN)/python -m pytest -n $(TESTERS) --dist loadgroup -m "not engines and not llamacpp and not vllm"
 
 test-engines: $(VENV)/.engines  ## the transformers engine, with torch on the CPU
 	$(BIN)/python -m pytest -m engines
