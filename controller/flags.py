@@ -115,10 +115,16 @@ def _value(annotation: Any, text: Any) -> Any:
 
 def describe(error: ValidationError, section: str) -> str:
     """Say in one sentence which settings are wrong, with their values, and what they should be."""
-    return "; ".join(
-        f"{section}.{'.'.join(str(part) for part in e['loc'])} = {e['input']!r}: {e['msg'][0].lower()}{e['msg'][1:]}"
-        for e in error.errors()
-    )
+    return "; ".join(_sentence(dict(e), section) for e in error.errors())
+
+
+def _sentence(error: Mapping[str, Any], section: str) -> str:
+    """Say what is wrong with one setting. Of a whole section the message alone says which value is meant."""
+    name = ".".join((section, *(str(part) for part in error["loc"])))
+    message = error["msg"].removeprefix("Value error, ")
+    if not isinstance(error["input"], Mapping):
+        name = f"{name} = {error['input']!r}"
+    return f"{name}: {message[0].lower()}{message[1:]}"
 
 
 def flatten(value: Any, path: str) -> Iterator[tuple[str, Any]]:

@@ -55,9 +55,10 @@ def test_the_facts_import_the_standard_library_only(name: str) -> None:
     assert imported(ROOT / "events" / f"{name}.py") <= allowed
 
 
-def test_the_deciders_import_the_standard_library_and_the_facts_only() -> None:
+@pytest.mark.parametrize("folder", ["deciders", "moving"])
+def test_the_pure_folders_import_the_standard_library_and_the_facts_only(folder: str) -> None:
     allowed = {*sys.stdlib_module_names, "events", "controller"}
-    for path in sorted((ROOT / "controller" / "deciders").glob("*.py")):
+    for path in sorted((ROOT / "controller" / folder).glob("*.py")):
         assert imported(path) <= allowed, path.name
 
 
@@ -83,7 +84,7 @@ def test_our_top_level_names_are_ours_alone() -> None:
 def test_public_things_say_what_they_are() -> None:
     silent = [f"{path.relative_to(ROOT)}: {name}" for path in modules() for name in undocumented(path)]
     print(*silent, sep="\n")
-    assert not [line for line in silent if line.startswith("controller/deciders/")]
+    assert not [line for line in silent if line.startswith(("controller/deciders/", "controller/moving/"))]
 
 
 def undocumented(path: Path) -> Iterator[str]:

@@ -1,8 +1,12 @@
 """The settings of a frontend."""
 
-from typing import Annotated, Literal
+from collections.abc import Mapping
+from dataclasses import asdict
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, field_validator
+
+from controller.moving.cost import MovingPolicy
 
 Positive = Annotated[float, Field(gt=0)]
 Share = Annotated[float, Field(ge=0, le=1)]
@@ -91,3 +95,19 @@ class FrontendSettings(Strict):
     stream: StreamSettings = StreamSettings()
     breaker: LocalBreakerSettings = LocalBreakerSettings()
     facts: FactSettings = FactSettings()
+    moving: MovingPolicy = MovingPolicy()
+
+    @field_validator("moving", mode="before")
+    @classmethod
+    def _what_is_not_set_keeps_its_default(cls, value: Any) -> Any:
+        """Let one number of one link be set alone: each link has defaults of its own."""
+        return laid_over(asdict(MovingPolicy()), value) if isinstance(value, Mapping) else value
+
+
+def laid_over(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
+    """Return `below` with what `above` says differently, at every depth."""
+    found = {**below, **above}
+    for name, value in above.items():
+        if isinstance(value, Mapping) and isinstance(below.get(name), Mapping):
+            found[name] = laid_over(below[name], value)
+    return found
