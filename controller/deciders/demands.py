@@ -18,7 +18,7 @@ def at_least(least: float, **values: float | timedelta | None) -> None:
     """Raise ValueError for the first of `values` that is below `least` (seconds, for durations) or no number."""
     for name, value in values.items():
         number = value.total_seconds() if isinstance(value, timedelta) else value
-        demand(number is None or number >= least, f"{name} is {value}: it must be at least {least:g}")
+        demand(number is None or number >= least, f"{name} is {number}: it must be at least {least:g}")
 
 
 def share(**values: float) -> None:

@@ -44,6 +44,11 @@ def test_a_flag_wins_over_the_environment() -> None:
             "soon",
             "controller.policy.breaker.wait_min = 'soon'",
         ),
+        (
+            "HOLDFAST_CONTROLLER__POLICY__DRAIN__WAIT",
+            "-1",
+            "^controller.policy.drain: wait is -1.0: it must be",
+        ),
     ],
 )
 def test_what_makes_no_sense_is_named(variable: str, value: str, says: str) -> None:
