@@ -195,11 +195,12 @@ class Desk:
         self._parked[flight] = flight.moving_since + self.settings.reroute_s
 
     def migrated(
-        self, flight: Flight, move: Move, target: Seat, now: float, *, exact: bool, outcome: str
+        self, flight: Flight, move: Move, target: Seat, now: float, *, exact: bool, well: bool
     ) -> None:
-        """A flight went on elsewhere: its next token has come, or that attempt failed too."""
+        """A flight went on elsewhere: `well` if its next token has come, or that attempt failed too."""
         gap_s = now - (flight.last_at if flight.first_at is not None else move.since)
-        self.meter.moved(flight, move, gap_s, now, outcome)
+        if well:
+            self.meter.resumed(move.failure.kind.cause, gap_s)
         self._observe(
             RequestMigrated(
                 frontend=self._world.name,

@@ -46,6 +46,8 @@ class Flight:
         "_max",
         "_meter",
         "_move",
+        "_outage",
+        "_outgrown",
         "_plain",
         "_spoilt",
         "_stint",
@@ -79,6 +81,10 @@ class Flight:
         self._meter = desk.meter.of(plan.model)
         self._ended = ended
         self._move: Move | None = None
+        self._outage: tuple[float, str] | None = (
+            None  # since when no token can come, and by which kind of failure
+        )
+        self._outgrown = False  # too long to move, and counted as such
         self._stint: Stint | None = None
         self._stints: list[Stint] = []  # all of them: a conviction may come when the request has moved on
         self._max = plan.sampling.max_tokens
@@ -124,7 +130,7 @@ class Flight:
             except WorkerUnreachable:
                 missed.add(seat.key)
                 self.allowance.tried.add(seat.key)
-                desk.meter.failed(self)
+                self._interrupted(begun=False)
                 continue
             self.attempts += 1
             self.allowance.spent += 1
@@ -133,6 +139,7 @@ class Flight:
             self.last_seat = seat
             self.first_seat = self.first_seat or seat
             desk.boarded(self, seat)
+            self._measure()
             return
 
     def _seat(self, missed: set[Key]) -> Seat:
@@ -207,6 +214,16 @@ class Flight:
             meter.itl.add((now - self.last_at) / new, new)
         self._counted += new
         self.last_at = now
+        self._measure()
+
+    def _measure(self) -> None:
+        """See whether the request has become too long to move. Counted once, and only if it could have moved before."""
+        allowance = self.allowance
+        if allowance.max_seq_len is None or self._outgrown or allowance.ended:
+            return
+        if allowance.over_cap(self._length()):
+            self._outgrown = True
+            self._desk.meter.outgrown(self.plan.model)
 
     def lost(self, cause: LostCause, detail: str) -> None:
         """The connection broke, or the worker hangs."""
@@ -259,7 +276,9 @@ class Flight:
             self._meter.ttft.add(now - self.began_at)
             self._desk.first_token(self)
         if self._move is not None:
-            self._moved(now, "success")
+            self._moved(now, well=True)
+        if self._outage is not None:
+            self._restored("success")
 
     def _stop(self, chunk: Chunk | None) -> None:
         """A stop string has been reached: the worker need not go on."""
@@ -302,8 +321,9 @@ class Flight:
         seen = self.voice.reached > first
         if wish == "error" or (wish == "restart" and seen):
             self._cancel_stream()
+            if self.seat is not None:
+                self._interrupted(begun=self._plain)
             self._leave()
-            self._desk.meter.failed(self)
             self._desk.abandoned(self, "corrupt_output")
             message = "the worker that answered was found to compute wrong results; ask again"
             self._abort(ApiError(502, message, code="corrupt_output"))
@@ -346,8 +366,9 @@ class Flight:
         original = failure  # where the attempt has brought nothing: the one that it was to make good
         if self._move is not None:
             original = self._move.original
-            self._moved(now, "failure")
+            self._moved(now, well=False)
         if seat is not None:
+            self._interrupted(begun=self._plain)
             if on_source:
                 self.allowance.note(seat.key, failure.kind, begun=self._plain)
             else:
@@ -357,7 +378,6 @@ class Flight:
             else:
                 self._desk.unjudged(self, seat)
             self._leave()
-        self._desk.meter.failed(self)
         if len(self.accepted) >= self.plan.sampling.max_tokens:
             self._land("length")  # only the worker's last word is missing
             return
@@ -374,13 +394,25 @@ class Flight:
         else:
             self.launch()
 
-    def _moved(self, now: float, outcome: str) -> None:
+    def _moved(self, now: float, *, well: bool) -> None:
         move, self._move = self._move, None
         assert move is not None
         if self.seat is not None:
-            self._desk.migrated(
-                self, move, self.seat, now, exact=self._exact(move, self.seat), outcome=outcome
-            )
+            exact = self._exact(move, self.seat)
+            self._desk.migrated(self, move, self.seat, now, exact=exact, well=well)
+
+    def _interrupted(self, *, begun: bool) -> None:
+        """An attempt has failed: count it, whether or not another one can be made. `begun`: it had brought tokens."""
+        kind = "ongoing_request" if begun else "new_request"
+        self._desk.meter.failed(self.plan.model, kind)
+        if self._outage is None:
+            self._outage = self._desk.now(), kind
+
+    def _restored(self, outcome: str) -> None:
+        """What began with the first failure is over: another worker's token has come, or nothing will come."""
+        assert self._outage is not None
+        (since, kind), self._outage = self._outage, None
+        self._desk.meter.restored(self.plan.model, kind, outcome, self._desk.now() - since)
 
     def _exact(self, move: Move, target: Seat) -> bool:
         exact = move.source.joined.exact and target.joined.exact and not self.continuation.texts
@@ -418,7 +450,9 @@ class Flight:
     def _land(self, reason: str) -> None:
         seat = self.seat
         if self._move is not None:
-            self._moved(self._desk.now(), "success")
+            self._moved(self._desk.now(), well=True)
+        if self._outage is not None:
+            self._restored("success")
         self._leave()
         if seat is not None:
             self._desk.landed(self, seat)
@@ -438,10 +472,9 @@ class Flight:
         self.done = True
         for stint in self._stints:
             stint.flight = None
-        if self._move is not None:
-            move, self._move, now = self._move, None, self._desk.now()
-            outcome = "cancelled" if self.finish == "cancelled" else "failure"
-            self._desk.meter.moved(self, move, 0.0, now, outcome)
+        self._move = None
+        if self._outage is not None:
+            self._restored("cancelled" if self.finish == "cancelled" else "failure")
         self._desk.ended(self)
         ended, self._ended = self._ended, _nothing  # no cycle: what is over is freed at once
         ended(self)

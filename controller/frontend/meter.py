@@ -10,7 +10,6 @@ from events.wire import Load
 
 if TYPE_CHECKING:
     from controller.frontend.flight import Flight
-from controller.frontend.plan import Move
 
 POSITIONS = {"closed": 0, "open": 1, "half_open": 2}
 
@@ -56,19 +55,22 @@ class Meter:
         meter.outputs.add(len(flight.accepted))
         if flight.cached_tokens is not None:
             meter.cached.add(flight.cached_tokens)
-        if flight.allowance.over_cap(len(flight.plan.prompt) + len(flight.accepted)):
-            self._metrics.over_cap.labels(flight.plan.model).inc()
 
-    def failed(self, flight: "Flight") -> None:
-        """An attempt of a flight failed: counted whether or not another one can be made."""
-        self._metrics.migrations.labels(flight.plan.model, kind_of(len(flight.accepted))).inc()
+    def outgrown(self, model: str) -> None:
+        """A request that could have moved has become too long for it."""
+        self._metrics.over_cap.labels(model).inc()
 
-    def moved(self, flight: "Flight", move: "Move", gap_s: float, now: float, outcome: str) -> None:
-        """A migration ended: `success`, `failure` or `cancelled`."""
-        model, kind = flight.plan.model, kind_of(move.tokens)
-        self._metrics.migration_s.of(model, kind, outcome).add(now - move.since)
-        if outcome == "success":
-            self._metrics.resume.of(move.failure.kind.cause).add(gap_s)
+    def failed(self, model: str, kind: str) -> None:
+        """An attempt failed: counted whether or not another one can be made."""
+        self._metrics.migrations.labels(model, kind).inc()
+
+    def restored(self, model: str, kind: str, outcome: str, seconds: float) -> None:
+        """What began with a failure is over, after any number of attempts: `success`, `failure` or `cancelled`."""
+        self._metrics.migration_s.of(model, kind, outcome).add(seconds)
+
+    def resumed(self, cause: str, gap_s: float) -> None:
+        """A client's stream goes on after a gap."""
+        self._metrics.resume.of(cause).add(gap_s)
 
     def exposed(self, fact: FrontendObservation) -> None:
         """A request was found to have been fed by a convicted worker."""
@@ -80,11 +82,6 @@ class Meter:
         for model, meter in self._models.items():
             self._metrics.output_tokens.labels(model).inc(meter.tokens - meter.rendered)
             meter.rendered = meter.tokens
-
-
-def kind_of(tokens: int) -> str:
-    """Return the seed's word for a migration of a request that had so many tokens."""
-    return "ongoing_request" if tokens else "new_request"
 
 
 def gauge_model(metrics: FrontendMetrics, model: str, seats: Sequence[Seat], limit: int, queued: int) -> None:

@@ -103,10 +103,15 @@ class FrontendMetrics:
         )
         self.rejections = counter(f"{PREFIX}model_rejection", "Requests turned away.", "model", "endpoint")
         self.migrations = counter(
-            f"{PREFIX}model_migration", "Failed attempts that were to migrate.", "model", "migration_type"
+            f"{PREFIX}model_migration",
+            "Attempts that failed, whether or not another one was made: `ongoing_request` if they had brought tokens.",
+            "model",
+            "migration_type",
         )
         self.over_cap = counter(
-            f"{PREFIX}model_migration_max_seq_len_exceeded", "Requests grown too long to migrate.", "model"
+            f"{PREFIX}model_migration_max_seq_len_exceeded",
+            "Requests that could have migrated until they grew too long.",
+            "model",
         )
         self.migration_limit = gauge(
             f"{PREFIX}model_migration_limit", "Migrations allowed to a request.", "model"
@@ -167,7 +172,7 @@ class FrontendMetrics:
         )
         self.migration_s = histogram(
             f"{PREFIX}model_migration_duration_seconds",
-            "From a failure's detection to the next token.",
+            "From the first failure's detection to the next token or the end, over all attempts.",
             log_spaced(0.001, 30, 15),
             "model",
             "migration_type",

@@ -115,5 +115,10 @@ class Allowance:
             return "budget_exhausted"
         return ""
 
+    @property
+    def ended(self) -> bool:
+        """Whether the request may not be sent again, however short it is."""
+        return bool(self.forbidden) or self.spent > self.limit
+
     def over_cap(self, length: int) -> bool:
         return self.max_seq_len is not None and length > self.max_seq_len

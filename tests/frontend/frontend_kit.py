@@ -3,6 +3,7 @@
 import asyncio
 import json
 import time
+from collections import deque
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
@@ -10,7 +11,8 @@ from datetime import UTC, datetime
 from typing import Any
 
 import aiohttp
-from scripted_worker import ScriptedWorker
+from prometheus_client.parser import text_string_to_metric_families
+from scripted_worker import Act, ScriptedWorker
 
 from controller.adapters.clock import SystemClock
 from controller.adapters.request_plane import Address, RequestPlane
@@ -104,6 +106,12 @@ class Kit:
         self.health(worker, HealthStatus.HEALTHY, 1.0)
         await until(lambda: self.plane.connected.get(worker.name) == worker.instance)
 
+    def counted(self, metric: str, *labels: str) -> dict[tuple[str, ...], float]:
+        """Return what a metric's samples say, by these labels; those at 0 are left out."""
+        families = text_string_to_metric_families(self.desk.render_metrics().decode())
+        samples = [sample for family in families for sample in family.samples if sample.name == metric]
+        return {tuple(s.labels[label] for label in labels): s.value for s in samples if s.value}
+
     def said(self, kind: type[Fact]) -> list[Any]:
         """Return the facts of one kind that the frontend has observed."""
         return [fact for fact in self.facts if isinstance(fact, kind)]
@@ -139,6 +147,18 @@ def text_of(events: list[dict[str, Any]], index: int = 0) -> str:
     """Return the text that a stream's events make."""
     choices = [choice for item in events for choice in item.get("choices", ()) if choice["index"] == index]
     return "".join(c.get("text") or c.get("delta", {}).get("content") or "" for c in choices)
+
+
+def failing(name: str, how: str, after: int | None = 5, **more: Any) -> ScriptedWorker:
+    """Return a worker that fails its first request so, and serves the others."""
+    return ScriptedWorker(name, acts=deque([Act(after=after, how=how, **more)]))
+
+
+async def first_goes_to(kit: Kit, first: ScriptedWorker, other: ScriptedWorker, **changes: Any) -> None:
+    """Join the workers so that the first request goes to `first`."""
+    await kit.add(first, **changes)
+    await kit.add(other, **changes)
+    kit.desk.table.seats[(other.name, other.instance)].active += 1  # so the other one looks busier
 
 
 async def until(condition: Callable[[], object], seconds: float = 5.0) -> None:

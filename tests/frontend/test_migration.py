@@ -6,12 +6,11 @@ sequence.
 """
 
 import asyncio
-from collections import deque
 from collections.abc import Sequence
 from typing import Any
 
 import pytest
-from frontend_kit import TOKENS, Kit, frontend, text_of, until
+from frontend_kit import TOKENS, Kit, failing, first_goes_to, frontend, text_of, until
 from scripted_worker import Act, ScriptedWorker, undisturbed
 
 from controller.frontend.migration import Allowance, classify, smallest_limit
@@ -20,18 +19,6 @@ from events.observations import RequestAbandoned, RequestMigrated
 
 PROMPT = [300, 301, 302]
 EXACT = TOKENS.decode(undisturbed(PROMPT, 12))
-
-
-def failing(name: str, how: str, after: int | None = 5, **more: Any) -> ScriptedWorker:
-    """Return a worker that fails its first request so, and serves the others."""
-    return ScriptedWorker(name, acts=deque([Act(after=after, how=how, **more)]))
-
-
-async def first_goes_to(kit: Kit, first: ScriptedWorker, other: ScriptedWorker) -> None:
-    """Join the workers so that the first request goes to `first`."""
-    await kit.add(first)
-    await kit.add(other)
-    kit.desk.table.seats[(other.name, other.instance)].active += 1  # so the other one looks busier
 
 
 async def migrate(kit: Kit, first: ScriptedWorker, other: ScriptedWorker, **ask: Any) -> list[dict[str, Any]]:
