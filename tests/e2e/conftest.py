@@ -1,4 +1,5 @@
-"""Fleets are heavy: all end-to-end tests run in one worker of pytest-xdist, one after the other."""
+"""Fleets are heavy: all end-to-end tests run in one worker of pytest-xdist, one after the other, and it begins with them,
+for they take as long as all the rest."""
 
 import sys
 from pathlib import Path
@@ -14,3 +15,4 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if here in item.path.parents:
             item.add_marker(pytest.mark.e2e)
             item.add_marker(pytest.mark.xdist_group("e2e"))
+    items.sort(key=lambda item: here not in item.path.parents)
