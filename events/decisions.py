@@ -55,6 +55,7 @@ class HealthChanged(WorkerDecision):
     after: HealthStatus
     reason: str
     weight: float
+    unlimited: float | None = None  # the weight that it would have if no device limited it; None: this one
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -145,17 +145,18 @@ class DrainFinished(WorkerObservation):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceFaulted(WorkerObservation):
-    """A device of this worker reported a fault."""
+    """A device of this worker reported a fault, or its code or weight changed. The fault classes stand in devices.md."""
 
-    device: str
+    device: str  # the UUID of a GPU
     fault_class: str
     code: str = ""
     fatal: bool = True
+    weight: float | None = None  # of a fault that is not fatal: the share that it leaves the worker at most
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceRecovered(WorkerObservation):
-    """A device's fault was cleared or repaired."""
+    """A device's fault was cleared or repaired: all that was said of this device and class."""
 
     device: str
     fault_class: str

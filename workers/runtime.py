@@ -12,7 +12,7 @@ import os
 import signal
 import sys
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import structlog
 
@@ -27,6 +27,9 @@ from workers.engines.build import build_engine
 from workers.obedience import Place
 from workers.settings import WorkerSettings
 from workers.worker import Worker
+
+if TYPE_CHECKING:
+    from workers.gpu import DeviceWatch
 
 BROKER_S = 0.5  # how long a start waits for the broker before it goes on without
 FLUSH_S = 0.5
@@ -64,12 +67,22 @@ async def run_worker(settings: WorkerSettings) -> int:
     links = await _connect(settings, instance)
     try:
         workers = [
-            Worker(place, build_engine(settings), links.journal, links.bus)
+            Worker(place, build_engine(settings), links.journal, links.bus, _device_watch(settings))
             for place in _places(settings, instance)
         ]
         return await _serve(settings, workers, stop)
     finally:
         await links.close()
+
+
+def _device_watch(settings: WorkerSettings) -> "DeviceWatch | None":
+    """Return a watch over the worker's GPUs, where it may have some; a simulated worker does without its imports."""
+    if not settings.gpus and settings.engine != "transformers":
+        return None
+    from workers.devices.mapping import parse
+    from workers.gpu import DeviceWatch
+
+    return DeviceWatch(parse(settings.gpus))
 
 
 def _places(settings: WorkerSettings, instance: str) -> list[Place]:

@@ -87,6 +87,12 @@ class WorkerSettings(msgspec.Struct, frozen=True, kw_only=True):
     ] = None
     prefill_tokens_max: Annotated[Count | None, Meta(description="prompt tokens per step")] = None
     device: Annotated[str | None, Meta(description="transformers: cpu, cuda or cuda:N")] = None
+    gpus: Annotated[
+        str,
+        Meta(
+            description="GPUs to watch for faults: indices or UUIDs (0,1); empty: transformers: those that it uses"
+        ),
+    ] = ""
     dtype: Annotated[str | None, Meta(description="transformers: float32, bfloat16 or float16")] = None
     threads: Annotated[Count | None, Meta(description="transformers: CPU threads of one step")] = None
     revision: Annotated[str, Meta(description="openai: the revision of the weights, where you know it")] = ""
@@ -166,6 +172,8 @@ def _expected(kind: Any, message: str) -> str:
 
 
 def _check(settings: WorkerSettings) -> None:
+    if settings.gpus:
+        _check_gpus(settings)
     if settings.host in WILDCARDS and not settings.advertise:
         raise BadSetting(
             f"host = {settings.host!r}: with it, advertise must say which address frontends shall use"
@@ -183,4 +191,17 @@ def _check(settings: WorkerSettings) -> None:
     if settings.engine == "transformers" and not Path(settings.model).joinpath("config.json").is_file():
         raise BadSetting(
             f"model = {settings.model!r}: the transformers engine needs a model's folder (config.json)"
+        )
+
+
+def _check_gpus(settings: WorkerSettings) -> None:
+    from workers.devices.mapping import parse
+
+    try:
+        parse(settings.gpus)
+    except ValueError as error:
+        raise BadSetting(f"gpus = {settings.gpus!r}: {error}") from error
+    if settings.count > 1:
+        raise BadSetting(
+            f"gpus = {settings.gpus!r}: {settings.count} workers of one process have no GPUs of their own"
         )

@@ -40,11 +40,13 @@ from workers.shutdown import LEAVING, drain
 
 if TYPE_CHECKING:
     from events.bus import Bus, Handler
+    from workers.gpu import DeviceWatch
 
 BEAT_S = 1.0
 CHECK_S = 1.0
 CHECK_S_MAX = 10.0  # a check that takes longer is a dead engine
 START_S_MAX = 600.0  # loading weights
+DEVICES_S_MAX = 10.0  # the driver's own start; later it is waited for no longer
 STOP_S_MAX = 5.0
 FAULT_SAID_EVERY_S = 10.0  # a raising engine is one fact in a while, not one per request
 LISTEN_RETRY_S = 0.2
@@ -59,7 +61,14 @@ class Retired(EngineDead):
 class Worker:
     """One engine in the fleet."""
 
-    def __init__(self, place: Place, engine: Engine, journal: Journal, bus: "Bus | None") -> None:
+    def __init__(
+        self,
+        place: Place,
+        engine: Engine,
+        journal: Journal,
+        bus: "Bus | None",
+        devices: "DeviceWatch | None" = None,
+    ) -> None:
         self.place = place
         self.engine = engine
         self.server = Server(worker=place.name, instance=place.instance, engine=engine)
@@ -68,6 +77,7 @@ class Worker:
         self.serving = asyncio.Event()  # a flag
         self._journal = journal
         self._bus = bus
+        self._devices = devices
         self._beats = 0
         self._dead: asyncio.Future[EngineDead] | None = None
         self._fault_said_at = float("-inf")
@@ -101,8 +111,10 @@ class Worker:
         return True
 
     async def _start(self) -> None:
+        await self._find_gpus(loaded=False)
         async with asyncio.timeout(START_S_MAX):
             await self.engine.start(self.server.deliver)
+        await self._find_gpus(loaded=True)
         try:
             host, port = await self.server.start(self.place.host, self.place.port)
         except OSError as error:
@@ -113,10 +125,22 @@ class Worker:
         reach = self.place.advertise or host
         url = f"tcp://[{reach}]:{port}" if ":" in reach else f"tcp://{reach}:{port}"
         self._journal.observe(self._joined(url))
+        self._watch_gpus()
         self.serving.set()
         self._log.info(
             "worker_ready", url=url, model=self.engine.identity.model, engine=self.engine.identity.engine
         )
+
+    async def _find_gpus(self, loaded: bool) -> None:
+        """Find this worker's GPUs: those that were named before the weights are loaded, those that are used after."""
+        if self._devices is not None and self._devices.named is not loaded:
+            await asyncio.to_thread(self._devices.start, DEVICES_S_MAX)
+
+    def _watch_gpus(self) -> None:
+        if self._devices is not None:
+            from workers.devices.report import report
+
+            report(self._devices, self._journal, self.place.name, self.place.instance)
 
     def _joined(self, url: str) -> WorkerJoined:
         i = self.engine.identity
@@ -131,7 +155,7 @@ class Worker:
             profile=i.profile,
             canary_key=canary_key(**kind),
             pid=os.getpid(),
-            topology=Topology(host=socket.gethostname()),
+            topology=Topology(host=socket.gethostname(), gpus=self._devices.gpus if self._devices else ()),
             migration_limit=self.place.migration_limit,
             context_tokens=i.context_tokens,
             exact=i.exact,
@@ -179,6 +203,8 @@ class Worker:
 
     async def _end(self) -> None:
         self.serving.clear()
+        if self._devices is not None:
+            self._devices.stop()
         await self.server.close()
         with contextlib.suppress(TimeoutError, HoldfastError):
             async with asyncio.timeout(STOP_S_MAX):

@@ -15,6 +15,7 @@
 | any but DEAD | DrainRequested, ShutdownBegan | DRAINING, 0 |
 | DRAINING | empty and left, or deadline | DEAD |
 | DRAINING | ResumeRequested, then a good canary | HEALTHY by the ramp |
+| HEALTHY, SUSPICIOUS | DeviceFaulted with a weight, DeviceRecovered | the same, at most that weight |
 | any | WorkerLeft | DEAD |
 | DEAD | anything about this instance | DEAD |
 
@@ -24,6 +25,9 @@ What a reader would get wrong: a conviction of hardware or weights (corruption, 
 It blocks every way back to HEALTHY until an operator resumes the worker, the device is reported recovered, or
 `good_to_acquit` good canaries came in a row: one lucky canary does not clear a corrupt worker. And a good canary is
 one with the right answer, however slow; only a suspicion of slowness asks for more.
+
+A device's limit (throttled clocks, a lost link) is no doubt: it caps the weight, the least of several counts, and moves
+nothing else. It ends with the device's recovery, an operator's word or the instance, whose successor says anew what limits it.
 """
 
 from collections.abc import Iterator
@@ -63,6 +67,7 @@ HEALTHY, SUSPICIOUS, UNHEALTHY, DRAINING, DEAD = HealthStatus
 CORRUPT, SILENT, ENGINE, DEVICE = "corrupt", "silent", "engine", "device"  # convictions; a device's names it
 CORRUPT_REASONS = ("token_mismatch", "logit_drift", "non_finite")  # reasons of a HealthChanged for corruption
 TRIALS_FAILED = "trials_failed"
+LIMITED = "device_limit"  # reason of a HealthChanged that only a device's limit has moved
 CONVICTIONS_MAX = 16  # of one worker; more devices than that are one broken host
 
 
@@ -125,7 +130,14 @@ class Health:
     left: str = ""  # how its process ended
     silent_since: datetime | None = None  # by the clock of the controller that said so
     moved_by: int = 0  # number of the last decision about its health
+    limits: tuple[tuple[str, float], ...] = ()  # (device and class, the weight that it leaves at most)
+    unlimited: float = 0.0  # the weight without those limits
     cause: str = ""  # id of the fact that spoke last
+
+    @property
+    def limit(self) -> float:
+        """The weight that its devices leave it at most."""
+        return min((weight for _, weight in self.limits), default=1.0)
 
     @property
     def corrupt(self) -> bool:
@@ -186,8 +198,10 @@ def _life(state: Health, fact: Fact, cause: str) -> Health:
             return _convict(
                 state, _device(fact), f"device_fault: {fact.fault_class} {fact.code}".strip(), cause
             )
+        case DeviceFaulted(weight=float() | int()):
+            return _limit(state, _device(fact), fact.weight, cause)
         case DeviceRecovered():
-            return _clear(state, _device(fact))
+            return _limit(_clear(state, _device(fact)), _device(fact), None, cause)
         case EngineFaulted(fatal=True):
             return _convict(state, ENGINE, f"engine_fault: {fact.reason}", cause)
         case DrainRequested():
@@ -213,6 +227,16 @@ def at_odds(state: Health, canaries: tuple[str, ...], cause: str) -> Health:
 
 def _device(fact: DeviceFaulted | DeviceRecovered) -> str:
     return f"{DEVICE} {fact.device} {fact.fault_class}"
+
+
+def _limit(state: Health, device: str, weight: float | None, cause: str) -> Health:
+    """Take the limit that a device sets now; None: it sets none any more."""
+    others = tuple(limit for limit in state.limits if limit[0] != device)
+    if weight is None:
+        return replace(state, limits=others, cause=cause) if others != state.limits else state
+    if not 0 <= weight <= 1 or len(others) >= CONVICTIONS_MAX:
+        return state
+    return replace(state, limits=(*others, (device, weight)), cause=cause)
 
 
 def _good(state: Health, sent_under: int, slow: bool, cause: str) -> Health:
@@ -296,16 +320,21 @@ def _resume(state: Health, cause: str) -> Health:
         over="",
         goods=0,
         trials_failed=0,
+        limits=(),
         cause=cause,
     )
 
 
 def _moved(state: Health, fact: HealthChanged) -> Health:
     """Take the consequence of a decision."""
+    unlimited = fact.weight if fact.unlimited is None else fact.unlimited
+    if fact.reason == LIMITED:
+        return replace(state, weight=fact.weight, unlimited=unlimited, cause=f"decision:{fact.number}")
     moved = replace(
         state,
         status=fact.after,
         weight=fact.weight,
+        unlimited=unlimited,
         reason=fact.reason,
         goods=0,
         quicks=0,
@@ -316,7 +345,7 @@ def _moved(state: Health, fact: HealthChanged) -> Health:
     )
     match fact.after:
         case HealthStatus.HEALTHY:
-            return _recovered(state, fact)
+            return _recovered(state, fact, unlimited)
         case HealthStatus.SUSPICIOUS:
             slow = state.slow or fact.reason == "slow"
             return replace(moved, slow=slow, slows=0 if slow else state.slows)
@@ -333,8 +362,8 @@ def _moved(state: Health, fact: HealthChanged) -> Health:
             return moved
 
 
-def _recovered(state: Health, fact: HealthChanged) -> Health:
-    """Forget what was held against it; a wish to drain it and a dispute go on."""
+def _recovered(state: Health, fact: HealthChanged, unlimited: float) -> Health:
+    """Forget what was held against it; a wish to drain it, a dispute and a device's limit go on."""
     return Health(
         state.worker,
         state.instance,
@@ -342,19 +371,21 @@ def _recovered(state: Health, fact: HealthChanged) -> Health:
         fact.weight,
         fact.reason,
         joining=False,
-        ramp=fact.weight,
+        ramp=unlimited,
         kept=state.kept,
         disputed=state.disputed,
         left=state.left,
         leaving=state.leaving,
         moved_by=fact.number,
+        limits=state.limits,
+        unlimited=unlimited,
         cause=f"decision:{fact.number}",
     )
 
 
 def decide(policy: HealthPolicy, state: Health, now: datetime) -> Iterator[Decision]:
     """Say what is due now: at most one move."""
-    move = _due(policy, state, now)
+    move = _due(policy, state, now) or _limited(state)
     if move is not None:
         after, weight, reason = move
         yield HealthChanged(
@@ -363,13 +394,21 @@ def decide(policy: HealthPolicy, state: Health, now: datetime) -> Iterator[Decis
             before=state.status,
             after=after,
             reason=reason,
-            weight=weight,
+            weight=min(weight, state.limit),
+            unlimited=weight if weight > state.limit else None,
             decided_at=now,
             cause=state.cause,
         )
 
 
 Move = tuple[HealthStatus, float, str]
+
+
+def _limited(state: Health) -> Move | None:
+    """Return what a device's limit asks for, where nothing else is due."""
+    if state.status not in (HEALTHY, SUSPICIOUS) or state.weight == min(state.unlimited, state.limit):
+        return None
+    return state.status, state.unlimited, LIMITED
 
 
 def _due(policy: HealthPolicy, state: Health, now: datetime) -> Move | None:
@@ -402,9 +441,9 @@ def _from_healthy(policy: HealthPolicy, state: Health) -> Move | None:
             return UNHEALTHY, 0.0, f"relapse: {state.failure}"
         return SUSPICIOUS, policy.suspicious_weight, state.failure
     if state.slows >= policy.slows_max:
-        return SUSPICIOUS, min(state.weight, policy.suspicious_weight), "slow"
+        return SUSPICIOUS, min(state.unlimited, policy.suspicious_weight), "slow"
     if state.disputed:
-        return SUSPICIOUS, min(state.weight, policy.suspicious_weight), "golden_disputed"
+        return SUSPICIOUS, min(state.unlimited, policy.suspicious_weight), "golden_disputed"
     if state.ramp < 1 and state.goods:
         return HEALTHY, _step(policy, state), "ramp"
     return None
@@ -421,7 +460,7 @@ def _from_suspicious(policy: HealthPolicy, state: Health) -> Move | None:
     if state.failures >= (1 if on_ramp else policy.failures_max):
         return UNHEALTHY, 0.0, state.failure
     if state.slows >= policy.slows_max and not state.slow and not state.joining:
-        return SUSPICIOUS, min(state.weight, policy.suspicious_weight), "slow"
+        return SUSPICIOUS, min(state.unlimited, policy.suspicious_weight), "slow"
     if not state.goods or state.disputed or _blocked(policy, state):
         return None
     if state.slow and state.quicks < policy.quicks_min:

@@ -66,8 +66,8 @@ def _joined(f: o.WorkerJoined) -> str:
 
 
 def _left(f: o.WorkerLeft) -> str:
-    if f.exit is not None and f.exit < 0:
-        return f"{f.worker} was ended by signal {-f.exit}"
+    if f.exit is not None and (f.exit < 0 or (f.mode == "immediate" and f.exit > 128)):
+        return f"{f.worker} was ended by signal {-f.exit if f.exit < 0 else f.exit - 128}"
     return f"{f.worker} left ({f.mode.replace('_', ' ')}{'' if f.exit is None else f', exit {f.exit}'})"
 
 
@@ -77,8 +77,9 @@ def _drain_requested(f: o.DrainRequested) -> str:
 
 
 def _device_faulted(f: o.DeviceFaulted) -> str:
+    left = "" if f.weight is None else f" (leaves {f.weight:g} of its weight)"
     return f"{f.device} of {f.worker} reported {f.fault_class} {f.code}".rstrip() + (
-        " (fatal)" if f.fatal else ""
+        " (fatal)" if f.fatal else left
     )
 
 

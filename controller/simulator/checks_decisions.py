@@ -5,6 +5,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING
 
 from controller.deciders.fleet import load
+from controller.deciders.health import LIMITED
 from events import codec
 from events.decisions import (
     Absorbed,
@@ -146,7 +147,12 @@ def transition(watch: "Watch", event: Recorded) -> str | None:
     if fact.after in (UNHEALTHY, DRAINING, DEAD):
         return move if fact.weight else None
     top = 1.0 if fact.after is HEALTHY else 0.5
-    return None if 0 < fact.weight <= top or (fact.after is SUSPICIOUS and fact.weight <= top) else move
+    limited = fact.reason == LIMITED or fact.unlimited is not None
+    return (
+        None
+        if limited or 0 < fact.weight <= top or (fact.after is SUSPICIOUS and fact.weight <= top)
+        else move
+    )
 
 
 def breaker(watch: "Watch", event: Recorded) -> str | None:

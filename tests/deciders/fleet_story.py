@@ -208,8 +208,14 @@ def device_faulted(worker: str, instance="i1", fatal=True, device="gpu0"):
     )
 
 
-def device_recovered(worker: str, instance="i1", device="gpu0"):
-    return DeviceRecovered(worker=worker, instance=instance, device=device, fault_class="xid")
+def device_limited(worker: str, weight: float, instance="i1", device="gpu0"):
+    return DeviceFaulted(
+        worker=worker, instance=instance, device=device, fault_class="throttle", fatal=False, weight=weight
+    )
+
+
+def device_recovered(worker: str, instance="i1", device="gpu0", fault_class="xid"):
+    return DeviceRecovered(worker=worker, instance=instance, device=device, fault_class=fault_class)
 
 
 def engine_faulted(worker: str, instance="i1", fatal=True):

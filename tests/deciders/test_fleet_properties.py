@@ -8,6 +8,7 @@ import pytest
 from fleet_story import (
     Story,
     device_faulted,
+    device_limited,
     device_recovered,
     disputed,
     drain_requested,
@@ -70,6 +71,8 @@ def random_fact(r: random.Random, story: Story, workers: int) -> Fact:
         (2, lambda: heard(name, it)),
         (1, lambda: device_faulted(name, it, fatal=r.random() < 0.7)),
         (1, lambda: device_recovered(name, it)),
+        (2, lambda: device_limited(name, r.choice(LIMITS), it, device=r.choice(["gpu0", "gpu1"]))),
+        (1, lambda: device_recovered(name, it, device=r.choice(["gpu0", "gpu1"]), fault_class="throttle")),
         (1, lambda: engine_faulted(name, it, fatal=r.random() < 0.7)),
         (2, lambda: drain_requested(name, it, r.choice([None, 0.0, 5.0, float("nan"), -1.0]))),
         (2, lambda: resume(name, it)),
@@ -83,6 +86,7 @@ def random_fact(r: random.Random, story: Story, workers: int) -> Fact:
     return r.choices([make for _, make in choices], [weight for weight, _ in choices])[0]()
 
 
+LIMITS = (0.0, 0.1, 0.5, 0.9, 1.0, float("nan"), -1.0, 7.0)
 GOLDENS = ("agreed", "provisional", "none")
 
 
@@ -110,6 +114,31 @@ def test_quiescence_what_is_decided_is_decided(seed: int) -> None:
         story.record(random_fact(r, story, 5))
         story.now += timedelta(seconds=r.choice([0, 0, 1, 10, 40]))
         story.settle()  # asserts that a second settle says nothing
+
+
+@pytest.mark.parametrize("seed", range(25))
+def test_a_worker_gets_at_most_what_its_devices_leave_it_and_no_less_than_it_would_without(seed: int) -> None:
+    r = random.Random(seed)
+    story = Story(POLICY)
+    limits: dict[tuple[str, str], float] = {}
+    story.up(*(f"w{n}" for n in range(4)))
+    for _ in range(150):
+        name, device = f"w{r.randrange(4)}", f"gpu{r.randrange(2)}"
+        instance = story.worker(name).joined.instance
+        if r.random() < 0.5:
+            weight = r.choice((0.0, 0.1, 0.5, 0.9, 1.0))
+            limits[name, device] = weight
+            story.tell(device_limited(name, weight, instance, device=device))
+        elif r.random() < 0.5:
+            limits.pop((name, device), None)
+            story.tell(device_recovered(name, instance, device=device, fault_class="throttle"))
+        else:
+            story.tell(r.choice((passed, failed, slow))(name, instance))
+        story.wait(r.choice((0, 1, 70)))
+        for worker, w in story.fleet.workers.items():
+            limit = min((value for (whose, _), value in limits.items() if whose == worker), default=1.0)
+            in_service = w.health.status in (HealthStatus.HEALTHY, HealthStatus.SUSPICIOUS)
+            assert w.health.weight == (min(w.health.unlimited, limit) if in_service else 0.0)
 
 
 @pytest.mark.parametrize("seed", range(25))

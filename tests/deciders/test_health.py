@@ -8,6 +8,7 @@ from fleet_story import (
     START,
     Story,
     device_faulted,
+    device_limited,
     device_recovered,
     drain_requested,
     drained,
@@ -410,3 +411,64 @@ def test_n09_independent_false_failures_open_no_breaker_in_a_soak() -> None:
     assert suspicions > 200
     assert opens == 0
     assert story.now - START > timedelta(days=24)
+
+
+def test_a_device_limits_the_weight_and_nothing_else() -> None:
+    story = Story()
+    story.up("w0")
+    (moved,) = story.tell(device_limited("w0", 0.4))
+    assert (moved.before, moved.after, moved.weight, moved.unlimited) == (H, H, 0.4, 1.0)
+    assert story.tell(device_limited("w0", 0.4)) == ()
+    assert (story.status(), story.worker().weight) == (H, 0.4)
+    story.tell(failed("w0"))
+    assert (story.status(), story.worker().weight) == (S, 0.4)  # a limit is no ramp: one failure is doubt
+    story.tell(device_recovered("w0", fault_class="throttle"))
+    assert (story.status(), story.worker().weight) == (S, 0.5)
+    story.tell(passed("w0"))
+    assert (story.status(), story.worker().weight) == (H, 1.0)
+
+
+def test_the_least_of_several_limits_counts_until_each_is_over() -> None:
+    story = Story()
+    story.up("w0")
+    story.tell(device_limited("w0", 0.4), device_limited("w0", 0.6, device="gpu1"))
+    assert story.worker().weight == 0.4
+    story.tell(device_recovered("w0", fault_class="throttle"))
+    assert story.worker().weight == 0.6
+    story.tell(device_recovered("w0", device="gpu1", fault_class="xid"))
+    assert story.worker().weight == 0.6
+    story.tell(device_recovered("w0", device="gpu1", fault_class="throttle"))
+    assert story.worker().weight == 1.0
+
+
+def test_a_limit_neither_shortens_the_ramp_nor_costs_a_canary() -> None:
+    story = Story()
+    story.up("w0")
+    story.tell(device_faulted("w0"))
+    story.tell(device_limited("w0", 0.3), device_recovered("w0"))
+    story.wait(60)
+    story.tell(passed("w0"))
+    assert (story.status(), story.worker().weight, story.worker().health.ramp) == (H, 0.25, 0.25)
+    sent_under = story.fleet.number
+    story.tell(device_limited("w0", 0.2))
+    story.tell(passed("w0", under=sent_under), fresh=False)
+    assert (story.worker().weight, story.worker().health.ramp) == (0.2, 0.5)
+    story.tell(device_recovered("w0", fault_class="throttle"))
+    assert story.worker().weight == 0.5
+
+
+def test_the_next_life_of_a_limited_worker_begins_without_the_limit() -> None:
+    story = Story()
+    story.up("w0")
+    story.tell(device_limited("w0", 0.3))
+    story.tell(joined("w0", "i2"))
+    story.tell(passed("w0", "i2"))
+    assert story.worker().weight == 1.0
+
+
+def test_a_link_lost_by_all_at_once_leaves_the_fleet_half_in_service() -> None:
+    story = Story()
+    story.up("w0", "w1", "w2", "w3")
+    story.tell(*(device_limited(name, 0.0) for name in ("w0", "w1", "w2", "w3")))
+    kept = [worker.weight for worker in story.fleet.workers.values() if worker.routable]
+    assert len(kept) >= 2 and set(kept) == {0.1}

@@ -12,6 +12,7 @@ from fleet_story import (
     START,
     Story,
     device_faulted,
+    device_limited,
     device_recovered,
     disputed,
     drain_requested,
@@ -45,6 +46,7 @@ from events.observations import (
 )
 
 H, S, U, DR, DEAD = HealthStatus
+LIMIT = 0.3  # what a device leaves of the weight
 
 Arrange = Callable[[Story], Any]
 
@@ -239,6 +241,7 @@ FACTS: dict[str, Make] = {
     "heard": lambda w, i: heard(w, i),
     "device_faulted": lambda w, i: device_faulted(w, i),
     "device_faulted_mildly": lambda w, i: device_faulted(w, i, fatal=False),
+    "device_limited": lambda w, i: device_limited(w, LIMIT, i),
     "device_recovered": lambda w, i: device_recovered(w, i),
     "engine_faulted": lambda w, i: engine_faulted(w, i),
     "engine_faulted_mildly": lambda w, i: engine_faulted(w, i, fatal=False),
@@ -320,6 +323,9 @@ def expected(state: str, fact: str) -> tuple[HealthStatus, float]:
     """Return what the specification says; what no row names changes nothing."""
     rows = [row for row in ROWS if state in row.states and fact in row.facts]
     assert len(rows) <= 1, f"the table contradicts itself for {state} on {fact}"
+    if fact == "device_limited":
+        _, status, weight = STATES[state]
+        return status, min(weight, LIMIT)
     return (rows[0].to, rows[0].weight) if rows else STATES[state][1:]
 
 

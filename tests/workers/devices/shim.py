@@ -1,0 +1,62 @@
+"""GPUs that a test makes: a libnvidia-ml.so.1 of our own, and the file in which it reads what to say."""
+
+import ctypes
+import mmap
+import shutil
+import subprocess
+from pathlib import Path
+
+SOURCE = Path(__file__).with_name("shim.c")
+NAME = "libnvidia-ml.so.1"
+STATE = "HOLDFAST_SHIM_STATE"
+DEVICES_MAX = 4
+WELL = {
+    "reasons": 0, "clock": 1800, "clock_max": 1980, "temperature": 50, "slowdown": 90,
+    "pcie_width": 16, "pcie_width_max": 16, "links": 2, "links_up": 0b11,
+}  # fmt: skip
+
+
+class Gpu(ctypes.Structure):
+    """One GPU; every field of it can be changed while it is watched. Below zero: not supported."""
+
+    _fields_ = tuple(
+        (name, ctypes.c_int)
+        for name in (
+            "lost", "xids", "xid", "ecc", "remap_pending", "remap_failed", "recovery", "reasons", "clock", "clock_max",
+            "temperature", "slowdown", "pcie_width", "pcie_width_max", "links", "links_up", "link_errors", "pid",
+        )
+    )  # fmt: skip
+
+    def raise_xid(self, code: int) -> None:
+        self.xid = code
+        self.xids += 1
+
+    def set(self, **fields: int) -> None:
+        for name, value in fields.items():
+            setattr(self, name, value)
+
+
+class State(ctypes.Structure):
+    _fields_ = (("devices", ctypes.c_int), ("gpu", Gpu * DEVICES_MAX))
+
+
+def build(folder: Path) -> Path:
+    """Compile the library; return its path. Raise FileNotFoundError without a C compiler."""
+    compiler = shutil.which("cc") or shutil.which("gcc") or shutil.which("clang")
+    if compiler is None:
+        raise FileNotFoundError("no C compiler (cc, gcc or clang)")
+    library = folder / NAME
+    command = [compiler, "-shared", "-fPIC", "-O1", "-o", str(library), f"-Wl,-soname,{NAME}", str(SOURCE)]
+    subprocess.run(command, check=True, capture_output=True, timeout=60)
+    return library
+
+
+def gpus(path: Path, count: int) -> State:
+    """Write well GPUs into a state file; return them, to be changed."""
+    path.write_bytes(bytes(ctypes.sizeof(State)))
+    with path.open("r+b") as file:
+        state = State.from_buffer(mmap.mmap(file.fileno(), ctypes.sizeof(State)))
+    state.devices = count
+    for gpu in state.gpu:
+        gpu.set(**WELL)
+    return state

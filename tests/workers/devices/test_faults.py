@@ -1,0 +1,148 @@
+"""What is wrong with one GPU: each change once, whatever the driver says and in whatever order."""
+
+from typing import Any
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from workers.devices.faults import QUIET_S, Change, DeviceFaults, Reading
+from workers.devices.taxonomy import LEVELS, XID_CLASSES, XIDS
+from workers.devices.throttle import Throttle, ThrottlePolicy, clock_weight, evolve
+
+THERMAL = 0x20
+POLICY = ThrottlePolicy()
+
+
+def classes(changes: list[Change]) -> list[tuple[str, bool]]:
+    return [(change.fault_class, change.over) for change in changes]
+
+
+def test_a_contained_error_is_fatal_to_the_worker_and_an_illegal_address_is_not() -> None:
+    assert DeviceFaults().xid(94, 0.0)[0].fatal
+    assert not DeviceFaults().xid(31, 0.0)[0].fatal
+    assert DeviceFaults().xid(9999, 0.0) == [Change(fault_class="xid_warning", code="9999")]
+
+
+def test_a_warning_is_over_when_it_did_not_come_again_for_a_while() -> None:
+    faults = DeviceFaults()
+    faults.xid(43, 0.0)
+    assert faults.xid(43, QUIET_S - 1) == []
+    assert faults.read(Reading(), (), QUIET_S) == []
+    assert classes(faults.read(Reading(), (), 2 * QUIET_S)) == [("xid_warning", True)]
+
+
+def test_a_fatal_xid_stands_until_a_reset_is_seen() -> None:
+    faults = DeviceFaults()
+    faults.read(Reading(ecc=0, recovery=0), (), 0.0)
+    faults.xid(48, 1.0)
+    assert classes(faults.read(Reading(ecc=1, recovery=1), (), 2.0)) == [("ecc", False), ("recovery", False)]
+    assert faults.read(Reading(ecc=1, recovery=1), (), 2 * QUIET_S) == []
+    mended = classes(faults.read(Reading(ecc=0, recovery=0), (), 3 * QUIET_S))
+    assert sorted(mended) == [("ecc", True), ("recovery", True), ("xid", True)]
+    assert faults.standing == {}
+
+
+def test_a_link_that_never_was_up_is_not_down() -> None:
+    faults = DeviceFaults(linked=True)
+    assert faults.read(Reading(links=(True, False)), (), 0.0) == []
+    (down,) = faults.read(Reading(links=(False, False)), (), 1.0)
+    assert down == Change(fault_class="nvlink_down", code="0", weight=0.0)
+    assert DeviceFaults(linked=False).xid(74, 0.0)[0].weight is None
+
+
+def test_link_errors_are_said_while_they_grow() -> None:
+    faults = DeviceFaults()
+    assert faults.read(Reading(link_errors=5), (), 0.0) == []
+    assert classes(faults.read(Reading(link_errors=6), (), 1.0)) == [("nvlink_errors", False)]
+    assert faults.read(Reading(link_errors=9), (), 2.0) == []
+    assert classes(faults.read(Reading(link_errors=9), (), 2.0 + QUIET_S)) == [("nvlink_errors", True)]
+
+
+def test_a_lost_gpu_keeps_what_stood_against_it() -> None:
+    faults = DeviceFaults()
+    faults.read(Reading(remap_failed=True), (), 0.0)
+    assert classes(faults.read(Reading(lost=True), (), 1.0)) == [("lost", False)]
+    assert set(faults.standing) == {"row_remap_failure", "lost"}
+
+
+def test_a_hot_gpu_does_not_tremble_between_hot_and_cool() -> None:
+    faults = DeviceFaults()
+    said = [
+        classes(faults.read(Reading(temperature=t, slowdown=90), (), 0.0))
+        for t in (89, 90, 89, 90, 86, 85, 84)
+    ]
+    assert [change for changes in said for change in changes] == [
+        ("temperature", False),
+        ("temperature", True),
+    ]
+
+
+def throttled(clock: int, reasons: int = THERMAL) -> Reading:
+    return Reading(reasons=reasons, clock=clock, clock_max=2000)
+
+
+def test_throttling_is_said_after_ten_seconds_and_in_steps_of_a_tenth() -> None:
+    faults, said = DeviceFaults(), []
+    for second, clock in enumerate([1000] * 12 + [1080] * 3 + [1200] * 3 + [300] * 3):
+        said += faults.read(throttled(clock), (2000, 2000, 900), float(second))
+    assert [change.weight for change in said] == [0.5, 0.6, 0.15]
+    for second in range(30, 45):
+        said += faults.read(throttled(2000, reasons=0), (2000,), float(second))
+    assert classes(said[3:]) == [("throttle", True)]
+
+
+def test_a_dip_is_no_fact() -> None:
+    faults = DeviceFaults()
+    for second in range(60):
+        assert faults.read(throttled(500, reasons=THERMAL if second % 9 else 0), (2000,), float(second)) == []
+
+
+def test_a_clock_is_compared_with_its_peers_or_with_its_own_best() -> None:
+    assert clock_weight(900, (1800, 1700, 1900), 2000) == 0.5
+    assert clock_weight(900, (), 1800) == 0.5
+    assert (clock_weight(10, (1800,), None), clock_weight(1900, (1800,), None)) == (0.1, 1.0)
+    assert clock_weight(None, (1800,), 2000) is None and clock_weight(900, (), None) is None
+
+
+@given(st.lists(st.tuples(st.booleans(), st.floats(0.1, 1.0), st.floats(0.1, 5.0)), max_size=200))
+def test_said_weights_differ_by_the_dead_band_and_never_come_sooner_than_the_hold(
+    steps: list[tuple[bool, float, float]],
+) -> None:
+    state, now, changed_at, was = Throttle(), 0.0, 0.0, False
+    for on, weight, passed_s in steps:
+        now += passed_s
+        changed_at, was = (now, on) if on != was else (changed_at, was)
+        before, state = state, evolve(POLICY, state, on, weight, now)
+        if state.said != before.said:
+            assert now - changed_at >= POLICY.hold_s
+            assert (state.said is None) == (not on)
+        if state.said is not None and before.said is not None:
+            assert state.said == before.said or abs(state.said - before.said) >= POLICY.dead_band - 1e-6
+
+
+maybe_int = st.none() | st.integers(0, 3)
+READINGS = st.builds(
+    Reading, lost=st.booleans(), ecc=maybe_int, remap_pending=st.none() | st.booleans(),
+    remap_failed=st.none() | st.booleans(), recovery=maybe_int, reasons=st.sampled_from((None, 0, 1, 4, 0x40, 0x80)),
+    clock=st.sampled_from((None, 100, 1000, 2000)), clock_max=st.just(2000), temperature=st.sampled_from((None, 50, 88, 91)),
+    slowdown=st.just(90), pcie_width=st.sampled_from((None, 8, 16)), pcie_width_max=st.just(16),
+    links=st.sampled_from(((), (True, True), (True, False), (None, True))), link_errors=maybe_int,
+)  # fmt: skip
+
+
+@given(st.lists(READINGS | st.sampled_from((*XIDS, 1, 9999)), max_size=60), st.booleans())
+def test_one_fact_per_change_and_they_add_up_to_what_stands(happenings: list[Any], linked: bool) -> None:
+    faults, told, now = DeviceFaults(linked), dict[str, Change](), 0.0
+    for happening in happenings:
+        now += 7.0
+        seen = isinstance(happening, Reading)
+        changes = faults.read(happening, (2000,), now) if seen else faults.xid(happening, now)
+        for change in changes:
+            assert change.fault_class in LEVELS or change.fault_class in XID_CLASSES.values()
+            assert change.fatal <= (change.weight is None)
+            if change.over:
+                assert told.pop(change.fault_class).code == change.code
+            else:
+                assert told.get(change.fault_class) != change
+                told[change.fault_class] = change
+        assert told == faults.standing

@@ -1,0 +1,34 @@
+"""Which GPUs are a worker's."""
+
+import os
+
+import pytest
+
+from workers.devices.mapping import UnknownGpus, own_pids, parse, told, used
+from workers.devices.nvml import Device
+
+HERE = (Device(0, "GPU-5dab", "H100"), Device(1, "GPU-5dcd", "H100"))
+
+
+def test_gpus_are_named_by_index_or_uuid() -> None:
+    assert parse(" 0, GPU-5dcd ") == ("0", "GPU-5dcd")
+    assert parse("") == ()
+    assert told(("1", "GPU-5dab"), HERE) == ("GPU-5dcd", "GPU-5dab")
+    assert told(("0", "GPU-5da"), HERE) == ("GPU-5dab",)
+
+
+@pytest.mark.parametrize("text", ["a", "0,,1", "-1", "0,0", "GPU", "0;1"])
+def test_other_names_are_refused(text: str) -> None:
+    with pytest.raises(ValueError, match=r"neither|twice"):
+        parse(text)
+
+
+@pytest.mark.parametrize("name", ["2", "GPU-6", "GPU-5d"])
+def test_a_gpu_that_is_not_there_or_not_one_is_refused(name: str) -> None:
+    with pytest.raises(UnknownGpus, match=name):
+        told((name,), HERE)
+
+
+def test_a_gpu_is_ours_when_one_of_our_processes_computes_on_it() -> None:
+    assert used({"GPU-a": {1, 2}, "GPU-b": {3}}, {2, 9}) == ("GPU-a",)
+    assert os.getpid() in own_pids()

@@ -1,0 +1,160 @@
+"""The device watch against a driver that says what the test wants."""
+
+import os
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+import shim
+from watch_kit import QUICK, Said, Watching, until
+
+from workers.devices.faults import Change
+from workers.devices.mapping import UnknownGpus
+from workers.gpu import DeviceWatch
+
+
+def last(said: Said) -> Change:
+    return said[-1][1]
+
+
+def test_a_fatal_xid_is_said_once_and_at_once(gpus: shim.State, watching: Watching) -> None:
+    _, said = watching("0")
+    gpus.gpu[0].raise_xid(79)
+    until(lambda: len(said) == 1)
+    gpus.gpu[0].raise_xid(79)
+    gpus.gpu[0].raise_xid(119)
+    until(lambda: len(said) == 2)
+    assert said == [
+        ("GPU-0000", Change(fault_class="xid", code="79", fatal=True)),
+        ("GPU-0000", Change(fault_class="xid", code="119", fatal=True)),
+    ]
+
+
+def test_another_workers_gpu_is_none_of_our_business(gpus: shim.State, watching: Watching) -> None:
+    _, said = watching("GPU-0001")
+    gpus.gpu[0].raise_xid(79)
+    gpus.gpu[1].raise_xid(31)
+    until(lambda: len(said) == 1)
+    assert said == [("GPU-0001", Change(fault_class="xid_warning", code="31"))]
+
+
+def test_a_lost_gpu_that_comes_back_is_repaired_with_all_that_a_reset_mends(
+    gpus: shim.State, watching: Watching
+) -> None:
+    _, said = watching("0")
+    gpus.gpu[0].raise_xid(79)
+    until(lambda: len(said) == 1)
+    gpus.gpu[0].lost = 1
+    until(lambda: len(said) == 2)
+    assert last(said) == Change(fault_class="lost", fatal=True)
+    gpus.gpu[0].lost = 0
+    until(lambda: len(said) == 4)
+    assert [(c.fault_class, c.over) for _, c in said[2:]] == [("lost", True), ("xid", True)]
+    gpus.gpu[0].raise_xid(48)  # it is heard again
+    until(lambda: len(said) == 5)
+    assert last(said).code == "48"
+
+
+@pytest.mark.parametrize(
+    ("fault", "well", "expected"),
+    [
+        ({"ecc": 3}, {"ecc": 0}, Change(fault_class="ecc", code="volatile", fatal=True)),
+        ({"remap_failed": 1}, {"remap_failed": 0}, Change(fault_class="row_remap_failure", fatal=True)),
+        ({"remap_pending": 1}, {"remap_pending": 0}, Change(fault_class="row_remap_pending")),
+        ({"recovery": 1}, {"recovery": 0}, Change(fault_class="recovery", code="gpu_reset", fatal=True)),
+        ({"pcie_width": 8}, {"pcie_width": 16}, Change(fault_class="pcie_width", code="x8 of x16")),
+        ({"temperature": 91}, {"temperature": 60}, Change(fault_class="temperature")),
+        ({"links_up": 0b01}, {"links_up": 0b11}, Change(fault_class="nvlink_down", code="1", weight=0.0)),
+    ],
+)
+def test_a_level_is_said_when_it_begins_and_when_it_ends(
+    gpus: shim.State, watching: Watching, fault: dict[str, int], well: dict[str, int], expected: Change
+) -> None:
+    gpus.gpu[1].pcie_width = 8
+    _, said = watching("0", "1")
+    until(lambda: len(said) == 1)  # both were read once: there the watch began
+    gpus.gpu[0].set(**fault)
+    until(lambda: len(said) == 2)
+    assert last(said) == expected
+    gpus.gpu[0].set(**well)
+    until(lambda: len(said) == 3)
+    assert last(said) == Change(fault_class=expected.fault_class, code=expected.code, over=True)
+
+
+def test_a_throttled_gpu_is_weighed_by_its_peers_clock(gpus: shim.State, watching: Watching) -> None:
+    _, said = watching("0")
+    gpus.gpu[0].set(reasons=0x40, clock=900)
+    until(lambda: len(said) == 1)
+    assert last(said) == Change(fault_class="throttle", code="thermal", weight=0.5)
+    gpus.gpu[0].set(reasons=0, clock=1800)
+    until(lambda: len(said) == 2)
+    assert last(said).over
+
+
+def test_what_a_gpu_does_not_support_is_silence(gpus: shim.State, watching: Watching) -> None:
+    nothing = {
+        name: -1 for name, _ in shim.Gpu._fields_ if name not in ("lost", "xids", "xid", "pid", "links")
+    }
+    gpus.gpu[0].set(**nothing, links=0)
+    _, said = watching("0")
+    gpus.gpu[0].raise_xid(48)
+    until(lambda: len(said) == 1)
+    time.sleep(5 * QUICK.read_s)
+    assert [change.fault_class for _, change in said] == ["xid"]
+
+
+def test_faults_from_before_the_watch_are_said_when_it_begins(gpus: shim.State, watching: Watching) -> None:
+    gpus.gpu[0].set(remap_failed=1, ecc=7)
+    _, said = watching("0")
+    until(lambda: len(said) == 1)
+    gpus.gpu[0].ecc = 8
+    until(lambda: len(said) == 2)  # the seven were before our time; the eighth is ours
+    assert [change.fault_class for _, change in said] == ["row_remap_failure", "ecc"]
+
+
+def test_a_gpu_is_found_by_the_process_that_computes_on_it(gpus: shim.State, watching: Watching) -> None:
+    child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    try:
+        gpus.gpu[1].pid = child.pid
+        watch, _ = watching()
+        assert watch.gpus == ("GPU-0001",)
+    finally:
+        child.communicate(b"\n", timeout=10)
+    gpus.gpu[0].pid = os.getppid()
+    assert watch.gpus == ("GPU-0001",)
+
+
+def test_gpus_that_are_not_there_are_refused(gpus: shim.State) -> None:
+    with pytest.raises(UnknownGpus, match=r"gpus = 7: not on this host, which has 0 .GPU-0000., 1"):
+        DeviceWatch(("0", "7")).start(5)
+
+
+def test_without_a_driver_the_watch_says_so_once_and_is_off() -> None:
+    code = (
+        "import sys, threading\n"
+        "from workers.gpu import DeviceWatch\n"
+        "watch = DeviceWatch(())\n"
+        "watch.start(10)\n"
+        "watch.join(10)\n"
+        "print(threading.active_count(), 'pynvml' in sys.modules)\n"
+    )
+    environment = {**os.environ, "LD_LIBRARY_PATH": "", shim.STATE: ""}
+    if subprocess.run(
+        [sys.executable, "-c", "import ctypes; ctypes.CDLL('libnvidia-ml.so.1')"], env=environment,
+        capture_output=True, timeout=60,
+    ).returncode == 0:  # fmt: skip
+        pytest.skip("this machine has a driver")
+    ran = subprocess.run(
+        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=60, check=True
+    )
+    assert ran.stdout.count("device_watch_off") == 1
+    assert ran.stdout.endswith("1 False\n")
+
+
+def test_a_stopped_watch_ends_its_thread(gpus: shim.State, watching: Watching) -> None:
+    watch, _ = watching("0")
+    watch.stop()
+    watch.join(5)
+    assert not any(thread.name == "device-watch" and thread.is_alive() for thread in threading.enumerate())

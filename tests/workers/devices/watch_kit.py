@@ -1,0 +1,21 @@
+"""What the tests of the device watch share."""
+
+import time
+from collections.abc import Callable
+
+from workers.devices.faults import Change
+from workers.devices.throttle import ThrottlePolicy
+from workers.gpu import DeviceWatch, WatchPolicy
+
+QUICK = WatchPolicy(wait_ms=5, read_s=0.01, reopen_s=0.02, throttle=ThrottlePolicy(hold_s=0.05))
+
+Said = list[tuple[str, Change]]
+Watching = Callable[..., tuple[DeviceWatch, Said]]
+
+
+def until(condition: Callable[[], bool], within_s: float = 10.0) -> None:
+    """Wait for the watch's thread."""
+    end = time.monotonic() + within_s
+    while not condition():
+        assert time.monotonic() < end, "it did not happen in time"
+        time.sleep(0.002)

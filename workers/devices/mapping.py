@@ -1,0 +1,58 @@
+"""Which GPUs are this worker's: those it was told, or those that its processes compute on."""
+
+import os
+from collections.abc import Collection, Mapping, Sequence
+from typing import TYPE_CHECKING
+
+from events.errors import UsageError
+
+if TYPE_CHECKING:
+    from workers.devices.nvml import Device
+
+
+class UnknownGpus(UsageError):
+    """A worker was told of GPUs that this host does not have."""
+
+
+def parse(gpus: str) -> tuple[str, ...]:
+    """Return the indices and UUIDs of a list like "0,1" or "GPU-5d…,GPU-81…". Raise ValueError if it is none."""
+    names = tuple(name.strip() for name in gpus.split(",")) if gpus.strip() else ()
+    for name in names:
+        if not (name.isdecimal() or name.startswith("GPU-")):
+            raise ValueError(f"{name!r} is neither the index of a GPU nor a UUID (GPU-...)")
+    if len(set(names)) != len(names):
+        raise ValueError("a GPU is named twice")
+    return names
+
+
+def told(names: Sequence[str], devices: "Sequence[Device]") -> tuple[str, ...]:
+    """Return the UUIDs of the named GPUs. A prefix of a UUID will do. Raise UnknownGpus for those that are not there."""
+    found: list[str] = []
+    missing: list[str] = []
+    for name in names:
+        fits = [
+            d.uuid
+            for d in devices
+            if name == str(d.index) or (name[:4] == "GPU-" and d.uuid.startswith(name))
+        ]
+        (found if len(fits) == 1 else missing).append(fits[0] if len(fits) == 1 else name)
+    if missing:
+        here = ", ".join(f"{d.index} ({d.uuid})" for d in devices) or "none"
+        raise UnknownGpus(f"gpus = {','.join(missing)}: not on this host, which has {here}")
+    return tuple(dict.fromkeys(found))
+
+
+def used(users: Mapping[str, Collection[int]], own: Collection[int]) -> tuple[str, ...]:
+    """Return the GPUs on which one of our own processes computes."""
+    return tuple(uuid for uuid, pids in users.items() if set(pids) & set(own))
+
+
+def own_pids() -> frozenset[int]:
+    """Return this process and all below it."""
+    import psutil
+
+    try:
+        below = psutil.Process().children(recursive=True)
+    except psutil.Error:
+        below = []
+    return frozenset((os.getpid(), *(process.pid for process in below)))

@@ -1,0 +1,110 @@
+"""What can a GPU report, what does NVIDIA mean by it, and what do we do?
+
+    fatal      the worker is UNHEALTHY at once; its streams are wanted elsewhere
+    nvlink     a worker of several GPUs gets nothing new until it is repaired; to a worker of one GPU a warning
+    throttle   the worker's share of traffic shrinks to the share of its clock
+    warning    noted on the journal, and nothing else
+
+Xids are events: the driver says them once. Fatal ones and NVLink's stand until a repair is seen (the GPU was away and is
+back, its recovery action or its volatile errors are gone), others until none came for a while. Everything else is a level that
+is read again and again.
+
+Meanings: NVIDIA's Xid catalog (docs.nvidia.com/deploy/xid-errors/analyzing-xid-catalog.html). Where it says RESET_GPU
+or RESTART_BM the class is fatal. RESTART_APP and IGNORE are warnings, because an engine that was hit says so itself; but for
+Xid 94: the memory that was lost may be the weights', and nobody says whose it was.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+Action = Literal["fatal", "nvlink", "throttle", "warning"]
+
+
+@dataclass(frozen=True, slots=True)
+class Meaning:
+    """What one report means, and what is done about it."""
+
+    text: str
+    action: Action
+
+
+def _all(action: Action, **texts: str) -> dict[int, Meaning]:
+    return {int(code.removeprefix("x")): Meaning(text, action) for code, text in texts.items()}
+
+
+XIDS: Mapping[int, Meaning] = {
+    **_all(
+        "fatal",
+        x46="the GPU stopped answering: timeout",
+        x48="double-bit ECC error, not correctable",
+        x62="the power management unit halted",
+        x64="a bad memory row could not be recorded for remapping",
+        x79="the GPU has fallen off the bus",
+        x94="uncorrectable memory error, contained: the application that was hit must be restarted",
+        x95="uncorrectable memory error, not contained: the GPU must be reset",
+        x109="context switch timeout",
+        x110="fault of the security engine",
+        x119="the GPU system processor (GSP) did not answer",
+        x120="the GPU system processor (GSP) failed",
+        x136="link training failed",
+        x140="unrecovered ECC error",
+        x143="the GPU could not be initialised",
+        x155="NVLink error that software defines: the GPU must be reset",
+        x156="a hardware resource was retired: the GPU must be reset",
+        x158="fatal timeout",
+    ),
+    **_all(
+        "nvlink",
+        x74="NVLink error",
+        x144="NVLink: error of the sharing and address unit (SAW)",
+        x145="NVLink: error of the reliability unit (RLW)",
+        x146="NVLink: error of the transaction unit (TLW)",
+        x149="NVLink: error of the network interface (NETIR)",
+        x150="NVLink: error of the management unit (MSE)",
+    ),
+    **_all(
+        "warning",
+        x8="the GPU stopped processing: the application's channel timed out",
+        x13="graphics engine exception, mostly the application's: an access out of bounds, an illegal instruction",
+        x31="memory page fault, mostly the application's: an illegal address",
+        x32="invalid or corrupted push buffer of the application",
+        x43="the GPU stopped processing the application's channel; the GPU itself is well",
+        x45="channels removed beforehand: an application ended, or an earlier error is being cleaned up",
+        x54="auxiliary power is missing: clocks are reduced",
+        x63="a bad memory row is recorded for remapping at the next reset",
+        x92="many correctable (single-bit) ECC errors",
+        x121="error of the chip-to-chip link (C2C), corrected",
+        x137="NVLink: an access failed at the far end",
+        x154="the recovery action that the driver recommends has changed",
+        x157="a hardware resource could not be retired",
+    ),
+}
+UNKNOWN_XID = Meaning("not in this table", "warning")
+
+XID_CLASSES: Mapping[Action, str] = {
+    "fatal": "xid",
+    "nvlink": "xid_nvlink",
+    "warning": "xid_warning",
+}
+"""The fault class of an Xid's fact: what is repaired together is one class, and a warning's end acquits nobody of more."""
+
+LEVELS: Mapping[str, Meaning] = {
+    "lost": Meaning("the GPU does not answer any more: lost, gone, or its driver is", "fatal"),
+    "ecc": Meaning("new uncorrectable (volatile) ECC errors since the watch began", "fatal"),
+    "row_remap_failure": Meaning("a bad memory row could not be remapped: replace the GPU", "fatal"),
+    "recovery": Meaning("the driver recommends to reset the GPU, or to reboot the node", "fatal"),
+    "nvlink_down": Meaning("an NVLink that was up is down", "nvlink"),
+    "throttle": Meaning(
+        "clocks are reduced by heat (thermal) or by the power supply (power_brake)", "throttle"
+    ),
+    "row_remap_pending": Meaning("a bad memory row will be remapped at the next reset", "warning"),
+    "nvlink_errors": Meaning("NVLink replays or recoveries are being counted", "warning"),
+    "pcie_width": Meaning("the PCIe link is narrower than the GPU and its slot allow", "warning"),
+    "temperature": Meaning("the GPU is as hot as where it slows itself down", "warning"),
+}
+
+
+def xid_meaning(code: int) -> Meaning:
+    """Return what an Xid means; one that the table does not know is a warning."""
+    return XIDS.get(code, UNKNOWN_XID)
