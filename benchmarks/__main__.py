@@ -17,6 +17,7 @@ BENCHMARKS = {
     "verdict": ["benchmarks.verdict"],
     "store": ["benchmarks.store"],
     "fold": ["benchmarks.fold"],
+    "kv": ["benchmarks.kv"],
 }
 WITH_TORCH = {
     "sdc": ["benchmarks.sdc"],

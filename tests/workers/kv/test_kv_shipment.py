@@ -1,0 +1,59 @@
+"""Transfers awaited on an event loop, which goes on meanwhile."""
+
+import asyncio
+from pathlib import Path
+
+import pytest
+from kv_kit import BLOCKS, KV, TOKENS, content, receiving
+
+from workers.kv_transfer import shipment
+from workers.kv_transfer.errors import TransferFailed
+from workers.kv_transfer.messages import Grant, Refused
+from workers.kv_transfer.receiver import Arrived
+from workers.kv_transfer.shipment import Shipment
+
+
+async def test_the_loop_goes_on_while_blocks_travel(tmp_path: Path) -> None:
+    with receiving(tmp_path) as (receiver, _):
+        grant = await shipment.reserve(receiver, KV, BLOCKS, TOKENS[:10])
+        assert isinstance(grant, Grant)
+        waiting = asyncio.ensure_future(shipment.arrived(receiver, grant.ticket))
+        source = content(BLOCKS)
+        async with Shipment(grant, KV) as sent:
+            await sent.send(source[:4096])
+            await sent.finish(source[4096:], TOKENS, 50, b"state")
+        async with asyncio.timeout(10):
+            got = await waiting
+        assert isinstance(got, Arrived)
+        assert (got.memory, got.tokens, got.computed, got.state) == (source, TOKENS, 50, b"state")
+        receiver.release(grant.ticket)
+
+
+async def test_leaving_a_shipment_early_frees_the_reservation(tmp_path: Path) -> None:
+    with receiving(tmp_path) as (receiver, _):
+        grant = await shipment.reserve(receiver, KV, BLOCKS)
+        assert isinstance(grant, Grant)
+        async with Shipment(grant, KV) as sent:
+            await sent.send(content(1))
+        async with asyncio.timeout(10):
+            assert isinstance(await shipment.arrived(receiver, grant.ticket), Refused)
+
+
+async def test_a_cancelled_await_ends_soon_and_cancels_the_transfer(tmp_path: Path) -> None:
+    """The target's thread is held, so that the source waits for an answer."""
+    with receiving(tmp_path) as (receiver, _):
+        grant = await shipment.reserve(receiver, KV, BLOCKS, TOKENS[:10])
+        assert isinstance(grant, Grant)
+        arrival = receiver.arrival(grant.ticket)
+        async with Shipment(grant, KV) as sent:
+            with receiver._lock:
+                running = asyncio.ensure_future(sent.finish(content(BLOCKS), TOKENS, 50))
+                done, _ = await asyncio.wait([running], timeout=0.05)
+                assert not done
+                running.cancel()
+                async with asyncio.timeout(5):
+                    with pytest.raises(asyncio.CancelledError):
+                        await running
+            with pytest.raises(TransferFailed, match="cancelled"):
+                await sent.finish(b"", TOKENS, 50)
+        await asyncio.wait_for(asyncio.wrap_future(arrival), 10)

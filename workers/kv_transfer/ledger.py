@@ -1,0 +1,190 @@
+"""The target's reservations: who may write how much, until when, and what of it has arrived?
+
+    reserve ──▶ open ── every chunk marked, tokens agree ──▶ committed ── the engine has taken it ──▶ (gone)
+                 └───────────── abort, deadline ─────────────────┴──────────────────────────────────▶ (gone)
+
+It knows neither sockets nor memory, and takes the time as an argument. A refusal changes nothing; whoever refuses a
+source aborts its reservation. What ends a reservation returns it, so that the caller can free what belongs to it.
+"""
+
+import secrets
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from datetime import timedelta
+
+from workers.kv_transfer.chunks import Coverage
+from workers.kv_transfer.messages import (
+    STATE_BYTES_MAX,
+    VERSION,
+    Chunk,
+    Description,
+    Ending,
+    Open,
+    Refused,
+    digest,
+    packed,
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReservationPolicy:
+    """How much to promise at once, and for how long."""
+
+    live_max: int = 16
+    bytes_max: int = 4 << 30
+    lasts: timedelta = timedelta(seconds=30)
+
+
+@dataclass(slots=True)
+class Reservation:
+    """One promise to one source."""
+
+    ticket: str
+    size: int  # bytes
+    deadline_s: float  # of the clock that `now_s` is of
+    coverage: Coverage
+    count: int  # tokens known when it was made
+    digest: bytes  # of those
+    opened: bool = False
+    ending: Ending | None = field(default=None, repr=False)
+
+
+class Reservations:
+    """The ledger of one target."""
+
+    def __init__(
+        self,
+        own: Description,
+        policy: ReservationPolicy,
+        name: Callable[[], str] = lambda: secrets.token_hex(12),
+    ) -> None:
+        """Promise blocks of this description only. `name` invents tickets; none may come twice."""
+        self.own = own
+        self._policy = policy
+        self._name = name
+        self._live: dict[str, Reservation] = {}
+
+    def __len__(self) -> int:
+        return len(self._live)
+
+    @property
+    def bytes(self) -> int:
+        """How many bytes are promised."""
+        return sum(one.size for one in self._live.values())
+
+    def get(self, ticket: str) -> Reservation | None:
+        """Return a reservation that has not ended."""
+        return self._live.get(ticket)
+
+    def reserve(
+        self, description: Description, blocks: int, tokens: Sequence[int], now_s: float
+    ) -> Reservation | Refused:
+        """Promise room for a request whose tokens so far are these; what arrives must begin with them."""
+        if differs := self.own.difference(description):
+            return Refused(f"another model: {differs}")
+        if blocks < 1:
+            return Refused(f"{blocks} blocks are nothing to reserve")
+        if len(self._live) >= self._policy.live_max:
+            return Refused(f"too many at once: {self._policy.live_max} reservations are live")
+        need = blocks * self.own.block_bytes
+        if need > (free := self._policy.bytes_max - self.bytes):
+            return Refused(f"no room: {need} bytes wanted, {free} free")
+        try:
+            so_far = packed(tokens)
+        except (OverflowError, TypeError):
+            return Refused("the tokens are no token ids")
+        made = Reservation(
+            self._name(),
+            need,
+            now_s + self._policy.lasts.total_seconds(),
+            Coverage(need),
+            len(tokens),
+            digest(so_far),
+        )
+        self._live[made.ticket] = made
+        return made
+
+    def open(self, message: Open, now_s: float) -> Reservation | Refused:
+        """Let the source in. A reservation has one source, and that one comes once."""
+        found = self._open(message.ticket, now_s)
+        if isinstance(found, Refused):
+            return found
+        if message.version != VERSION:
+            return Refused(f"version {message.version} of the transfer is not known here")
+        if differs := self.own.difference(message.description):
+            return Refused(f"another model: {differs}")
+        if found.opened:
+            return Refused("this reservation has a source already")
+        found.opened = True
+        return found
+
+    def check(self, ticket: str, chunk: Chunk, now_s: float) -> bool | Refused:
+        """Say whether a chunk is wanted: False for a repetition, which changes nothing."""
+        found = self._open(ticket, now_s)
+        if isinstance(found, Refused):
+            return found
+        if chunk.ticket != ticket:
+            return Refused(f"chunk {chunk.number} belongs to another ticket")
+        if found.coverage.repeated(chunk):
+            return False
+        objection = found.coverage.objection(chunk)
+        return Refused(objection) if objection else True
+
+    def mark(self, ticket: str, chunk: Chunk, xxh3: int, now_s: float) -> Refused | None:
+        """Note a wanted chunk whose bytes in the region have this xxh3-64."""
+        wanted = self.check(ticket, chunk, now_s)
+        if isinstance(wanted, Refused):
+            return wanted
+        if wanted and xxh3 != chunk.xxh3:
+            return Refused(f"chunk {chunk.number} is damaged: its checksum differs")
+        if wanted:
+            self._live[ticket].coverage.mark(chunk)
+        return None
+
+    def commit(self, ticket: str, ending: Ending, now_s: float) -> Reservation | Refused:
+        """Settle a reservation: all its bytes are there, and both sides mean the same tokens."""
+        found = self._open(ticket, now_s)
+        if isinstance(found, Refused):
+            return found
+        if objection := self._objection(found, ending):
+            return Refused(objection)
+        found.ending = ending
+        return found
+
+    def _objection(self, one: Reservation, ending: Ending) -> str:
+        if ending.ticket != one.ticket:
+            return "the ending belongs to another ticket"
+        if ending.count * 4 != len(ending.tokens) or digest(ending.tokens) != ending.digest:
+            return "the tokens are not those of their count and digest"
+        if ending.count < one.count or digest(ending.tokens[: one.count * 4]) != one.digest:
+            return "the tokens do not continue those of the reservation"
+        if not 0 < ending.computed <= ending.count:
+            return f"the KV of {ending.computed} of {ending.count} tokens is said to be there"
+        if len(ending.state) > STATE_BYTES_MAX:
+            return f"the state has {len(ending.state)} bytes, more than {STATE_BYTES_MAX}"
+        need = self.own.blocks(ending.computed) * self.own.block_bytes
+        if (ending.chunks, need, need) != (one.coverage.count, one.coverage.bytes, one.coverage.prefix):
+            arrived = f"{one.coverage.bytes} of {need} bytes, {one.coverage.prefix} of them without a gap"
+            return f"not all arrived: {arrived}, in {one.coverage.count} of {ending.chunks} chunks"
+        return ""
+
+    def _open(self, ticket: str, now_s: float) -> Reservation | Refused:
+        found = self._live.get(ticket)
+        if found is None:
+            return Refused("there is no such reservation, or no longer")
+        if found.deadline_s <= now_s:
+            return Refused("the reservation's time is up")
+        if found.ending is not None:
+            return Refused("the reservation is committed already")
+        return found
+
+    def abort(self, ticket: str) -> Reservation | None:
+        """End a reservation, whatever became of it. Also how an engine says that it has taken the bytes."""
+        return self._live.pop(ticket, None)
+
+    def expire(self, now_s: float) -> list[Reservation]:
+        """End the reservations whose time is up, committed ones too."""
+        ended = [one for one in self._live.values() if one.deadline_s <= now_s]
+        for one in ended:
+            del self._live[one.ticket]
+        return ended

@@ -1,0 +1,266 @@
+"""The target's side: hands out reservations, takes in chunks, and settles what has arrived.
+
+One thread accepts and ends what is over its time; one more serves each connection. Every wait has a deadline: that of
+its reservation, or before a source has said for which it came, `OPEN_S`.
+"""
+
+import socket
+import threading
+import time
+from collections.abc import Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import TypeVar, cast
+
+import xxhash
+
+from workers.kv_transfer.errors import TransferFailed
+from workers.kv_transfer.ledger import Reservation, ReservationPolicy, Reservations
+from workers.kv_transfer.line import Line
+from workers.kv_transfer.messages import (
+    Accepted,
+    Chunk,
+    Description,
+    Ending,
+    Endpoint,
+    Grant,
+    Open,
+    Refused,
+    unpacked,
+)
+from workers.kv_transfer.regions import Region, Regions
+
+OPEN_S = 2.0
+TICK_S = 0.1
+STOP_S = 5.0
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Arrived:
+    """A committed transfer. `memory` is the blocks in order; it is the engine's until it calls `release`."""
+
+    ticket: str
+    computed: int  # tokens whose KV is in the blocks
+    tokens: list[int]
+    state: bytes
+    memory: memoryview
+
+
+@dataclass(slots=True)
+class _Room:
+    """What belongs to a live reservation besides the ledger's line."""
+
+    ticket: str
+    region: Region
+    arrival: "Future[Arrived | Refused]"
+    line: Line | None = None
+    shared: bool = False  # its source writes into the region itself
+    quiet: bool = (
+        False  # the source has said that it writes no more; before Open is read it may write already
+    )
+    why: str = ""  # it ended
+
+
+class Receiver:
+    """Listens for sources. All methods may be called from any thread; `reserve` may take 0.3 s a gigabyte."""
+
+    def __init__(
+        self,
+        own: Description,
+        regions: Regions,
+        policy: ReservationPolicy | None = None,
+        host: str = "127.0.0.1",
+        port: int = 0,
+    ) -> None:
+        """Start to listen on this address, and for the own host on a Unix socket. Raise OSError if it cannot."""
+        policy = policy or ReservationPolicy()
+        self._regions = regions
+        self._ledger = Reservations(own, policy)
+        self._rooms: dict[str, _Room] = {}
+        self._lock = threading.RLock()  # who waits for an arrival may call back when it is settled
+        self._places = threading.BoundedSemaphore(2 * policy.live_max)
+        self._lines: set[Line] = set()
+        self._stopped = threading.Event()
+        self._listening = [socket.create_server((host, port))]
+        if regions.socket:
+            unix = socket.socket(socket.AF_UNIX)
+            self._listening.append(unix)
+            unix.bind(regions.socket)
+            unix.listen()
+        for one in self._listening:
+            one.settimeout(TICK_S)
+        self.endpoint = Endpoint(host, self._listening[0].getsockname()[1], regions.socket)
+        self._threads = [
+            threading.Thread(target=self._accept, args=(one,), name="kv-accept", daemon=True)
+            for one in self._listening
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def reserve(self, description: Description, blocks: int, tokens: Sequence[int] = ()) -> Grant | Refused:
+        """Reserve blocks for a request that has these tokens so far, or say why not. No byte has moved yet."""
+        with self._lock:
+            self._expire()
+            made = self._ledger.reserve(description, blocks, tokens, time.monotonic())
+        if isinstance(made, Refused):
+            return made
+        try:
+            region = self._regions.take(made.size)
+        except OSError as error:
+            with self._lock:
+                self._ledger.abort(made.ticket)
+            return Refused(f"no room: {error}")
+        with self._lock:
+            if self._stopped.is_set() or self._ledger.get(made.ticket) is None:
+                self._regions.give_back(region, quiet=True)
+                return Refused("the reservation's time is up")
+            self._rooms[made.ticket] = room = _Room(made.ticket, region, Future())
+            room.arrival.set_running_or_notify_cancel()  # who awaits it may go; it is settled all the same
+        left_s = made.deadline_s - time.monotonic()
+        return Grant(made.ticket, self.endpoint, made.size, left_s, region.path)
+
+    def arrival(self, ticket: str) -> "Future[Arrived | Refused]":
+        """Return what becomes of a reservation: it always becomes something, before its deadline is long over."""
+        with self._lock:
+            if (room := self._rooms.get(ticket)) is not None:
+                return room.arrival
+        gone: Future[Arrived | Refused] = Future()
+        gone.set_result(Refused("there is no such reservation, or no longer"))
+        return gone
+
+    def received(self, ticket: str) -> memoryview:
+        """Return the verified bytes so far, without a gap from the first block: an engine may take them in already."""
+        with self._lock:
+            found, room = self._ledger.get(ticket), self._rooms.get(ticket)
+            return room.region.memory[: found.coverage.prefix] if found and room else memoryview(b"")
+
+    def abort(self, ticket: str, why: str = "the target gave it up") -> None:
+        """End a reservation at any point and free its memory. One that has ended already is left alone."""
+        with self._lock:
+            self._free(self._ledger.abort(ticket), why, read=True)
+
+    def release(self, ticket: str) -> None:
+        """Free a committed reservation: the engine has taken its bytes and reads its memory no more."""
+        with self._lock:
+            self._free(self._ledger.abort(ticket), "the target has released it", read=False)
+
+    def close(self) -> None:
+        """End everything, and wait for the threads."""
+        self._stopped.set()
+        with self._lock:
+            for ticket in list(self._rooms):
+                self._free(self._ledger.abort(ticket), "the target shuts down", read=True)
+            for line in self._lines:
+                line.break_off(socket.SHUT_RD)
+            threads = list(self._threads)
+        for thread in threads:
+            thread.join(STOP_S)
+        for one in self._listening:
+            one.close()
+        self._regions.close()
+
+    def _free(self, ended: Reservation | None, why: str, read: bool) -> None:
+        """Free what belongs to a reservation that the ledger has ended. `read`: somebody may still read its memory."""
+        room = self._rooms.pop(ended.ticket, None) if ended else None
+        if room is None or ended is None:
+            return
+        room.why = why
+        if room.line is not None and ended.ending is None:
+            room.line.break_off(socket.SHUT_RD)
+        self._regions.give_back(room.region, quiet=room.quiet and not (read and ended.ending))
+        if not room.arrival.done():
+            room.arrival.set_result(Refused(why))
+
+    def _expire(self) -> None:
+        for ended in self._ledger.expire(time.monotonic()):
+            self._free(ended, "the reservation's time is up", read=True)
+
+    def _accept(self, listening: socket.socket) -> None:
+        while not self._stopped.is_set():
+            with self._lock:
+                self._expire()
+                self._threads = [one for one in self._threads if one.is_alive()]
+            try:
+                connected, _ = listening.accept()
+            except TimeoutError:
+                continue
+            except OSError:  # no descriptor is free: one may be, in a moment
+                self._stopped.wait(TICK_S)
+                continue
+            if not self._places.acquire(blocking=False):
+                connected.close()
+                continue
+            line = Line(connected, time.monotonic() + OPEN_S)
+            thread = threading.Thread(target=self._serve, args=(line,), name="kv-receive", daemon=True)
+            with self._lock:
+                self._threads.append(thread)
+                self._lines.add(line)
+                thread.start()
+
+    def _serve(self, line: Line) -> None:
+        opened: _Room | None = None
+        last: Accepted | Refused = Refused("the target failed")
+        try:
+            opened = self._opened(line)
+            self._take_in(line, opened)
+            last = Accepted(opened.ticket)
+        except TransferFailed as error:
+            last = Refused((opened.why if opened else "") or str(error))
+        finally:
+            with self._lock:
+                self._lines.discard(line)
+                if opened and isinstance(last, Refused):
+                    self._free(self._ledger.abort(opened.ticket), last.reason, read=True)
+            line.close(last)
+            self._places.release()
+
+    def _opened(self, line: Line) -> _Room:
+        message = line.receive()
+        if not isinstance(message, Open):
+            raise TransferFailed("a transfer begins with the ticket of its reservation")
+        with self._lock:
+            found = _or_fail(self._ledger.open(message, time.monotonic()))
+            room = self._rooms[message.ticket]
+            room.line, room.shared = line, message.shared
+            line.deadline_s = found.deadline_s
+        return room
+
+    def _take_in(self, line: Line, room: _Room) -> None:
+        while True:
+            match message := line.receive():
+                case Chunk():
+                    self._chunk(line, room, message)
+                case Ending():
+                    return self._commit(room, message)
+                case _:
+                    raise TransferFailed(f"a source does not say {type(message).__name__}")
+
+    def _chunk(self, line: Line, room: _Room, chunk: Chunk) -> None:
+        with self._lock:
+            wanted = _or_fail(self._ledger.check(room.ticket, chunk, time.monotonic()))
+        if not wanted:
+            if not room.shared:
+                line.fill(memoryview(bytearray(chunk.bytes)))
+            return
+        view = room.region.memory[chunk.offset : chunk.offset + chunk.bytes]
+        if not room.shared:
+            line.fill(view)
+        xxh3 = xxhash.xxh3_64_intdigest(view)
+        with self._lock:
+            _or_fail(self._ledger.mark(room.ticket, chunk, xxh3, time.monotonic()))
+
+    def _commit(self, room: _Room, ending: Ending) -> None:
+        with self._lock:
+            _or_fail(self._ledger.commit(room.ticket, ending, time.monotonic()))
+            room.quiet = True
+            own = self._ledger.own
+            memory = room.region.memory[: own.blocks(ending.computed) * own.block_bytes]
+            tokens = unpacked(ending.tokens)
+            room.arrival.set_result(Arrived(room.ticket, ending.computed, tokens, ending.state, memory))
+
+
+def _or_fail(found: "T | Refused | None") -> "T":
+    if isinstance(found, Refused):
+        raise TransferFailed(found.reason)
+    return cast(T, found)

@@ -1,0 +1,219 @@
+"""The source's side: ships the blocks of one request while its engine goes on, then the rest, and waits for the answer.
+
+It blocks, and is meant for a thread of its own (shipment.py has it for an event loop). Each call returns when the
+bytes have left the caller's memory. Any failure, a refusal too, is TransferFailed, and ends the transfer.
+"""
+
+import contextlib
+import mmap
+import os
+import socket
+import stat
+import threading
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import xxhash
+
+from workers.kv_transfer.chunks import CHUNK_BYTES
+from workers.kv_transfer.errors import TransferFailed
+from workers.kv_transfer.line import Line
+from workers.kv_transfer.messages import (
+    Accepted,
+    Buffer,
+    Chunk,
+    Description,
+    Ending,
+    Endpoint,
+    Grant,
+    Open,
+    Refused,
+    digest,
+    packed,
+)
+from workers.kv_transfer.regions import PREFIX
+
+CONNECT_S = 2.0
+REASON_S = 0.5  # to hear why the target broke off
+MAPPINGS_MAX = 4
+SHIPPERS = (
+    2  # threads that hash and copy into shared memory: one takes a third longer, if processors are free
+)
+
+Bytes = npt.NDArray[np.uint8]
+
+
+class Mappings:
+    """Regions of other workers that are mapped here: a first mapping costs 0.1 s a gigabyte. For any thread."""
+
+    def __init__(self) -> None:
+        """Map nothing yet."""
+        self._mapped: dict[tuple[str, int], Bytes] = {}  # by path and inode, the least recently used first
+        self._lock = threading.Lock()
+
+    def get(self, path: str, size: int) -> Bytes | None:
+        """Return the memory of a region of at least this many bytes; None if it is not on this host."""
+        if not path or not Path(path).parent.name.startswith(PREFIX):
+            return None
+        try:
+            held = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
+        except OSError:
+            return None
+        try:
+            found = os.fstat(held)
+            if not stat.S_ISREG(found.st_mode) or found.st_size < size:
+                return None
+            with self._lock:
+                return self._cached(held, path, found)
+        except OSError:
+            return None
+        finally:
+            os.close(held)
+
+    def _cached(self, held: int, path: str, found: os.stat_result) -> Bytes:
+        key = (path, found.st_ino)
+        memory = self._mapped.pop(key, None)
+        if memory is None:
+            self._mapped = {one: kept for one, kept in self._mapped.items() if Path(one[0]).exists()}
+            flags = (
+                mmap.MAP_SHARED | mmap.MAP_POPULATE
+            )  # page by page, at the first write, takes twice as long
+            memory = np.frombuffer(mmap.mmap(held, found.st_size, flags=flags), np.uint8)
+        self._mapped[key] = memory
+        if len(self._mapped) > MAPPINGS_MAX:
+            del self._mapped[next(iter(self._mapped))]
+        return memory
+
+
+class Sender:
+    """One transfer. Its calls come one after the other; `cancel` may come at any time, from any thread."""
+
+    def __init__(self, grant: Grant, description: Description, mappings: Mappings | None = None) -> None:
+        """Prepare to use a grant, whose time runs from now."""
+        self._grant = grant
+        self._description = description
+        self._mappings = mappings or Mappings()
+        self._deadline_s = time.monotonic() + grant.seconds
+        self._line: Line | None = None
+        self._region: Bytes | None = None
+        self._cancelled = False
+        self._failure: TransferFailed | None = None
+        self._lock = threading.Lock()  # one message after the other
+        self._offset = 0
+        self._number = 0
+
+    @property
+    def shared(self) -> bool:
+        """Whether the bytes go through shared memory. Known once it is open."""
+        return self._region is not None
+
+    def open(self) -> None:
+        """Connect to the target and say for which reservation."""
+        self._region = self._mappings.get(self._grant.region, self._grant.bytes)
+        self._line = Line(_connected(self._grant.endpoint), self._deadline_s)
+        self._say(Open(self._grant.ticket, self._description, self.shared))
+
+    def send(self, blocks: Buffer) -> None:
+        """Ship whole blocks that follow those before. They must not change until this returns."""
+        view = memoryview(blocks).cast("B")
+        if self._offset + len(view) > self._grant.bytes:
+            self.close()
+            raise TransferFailed(f"the reservation has no room for more than {self._grant.bytes} bytes")
+        parts = [
+            (self._number + n, view[at : at + CHUNK_BYTES], self._offset + at)
+            for n, at in enumerate(range(0, len(view), CHUNK_BYTES))
+        ]
+        self._number += len(parts)
+        self._offset += len(view)
+        if not self.shared or len(parts) < 2 * SHIPPERS:
+            return self._ship(parts)
+        with ThreadPoolExecutor(SHIPPERS, thread_name_prefix="kv-ship") as threads:
+            shipping = [threads.submit(self._ship, parts[n::SHIPPERS]) for n in range(SHIPPERS)]
+        for one in shipping:
+            one.result()
+
+    def finish(self, tail: Buffer, tokens: Sequence[int], computed: int, state: bytes = b"") -> None:
+        """Ship the last blocks (the last may be partly filled) and the state; return when the target has committed."""
+        self.send(tail)
+        ids = packed(tokens)
+        self._say(Ending(self._grant.ticket, self._number, computed, len(tokens), ids, digest(ids), state))
+        assert self._line is not None
+        try:
+            answer = self._line.receive()
+        except TransferFailed as error:
+            raise self._failed(error) from error
+        self.close()
+        if not isinstance(answer, Accepted):
+            raise TransferFailed(f"the KV cache could not be transferred: {_reason(answer)}")
+
+    def cancel(self) -> None:
+        """Break the transfer off: the call that runs fails, and the target frees what it has reserved."""
+        self._cancelled = True
+        if (line := self._line) is not None:
+            line.break_off()
+
+    def close(self) -> None:
+        """Let go of the connection. Before the target has committed it ends the transfer."""
+        if (line := self._line) is not None:
+            line.close()
+        self._line = None
+
+    def _ship(self, parts: list[tuple[int, memoryview, int]]) -> None:
+        for number, view, offset in parts:
+            chunk = Chunk(self._grant.ticket, number, offset, len(view), xxhash.xxh3_64_intdigest(view))
+            region = self._region
+            if region is not None:  # numpy copies without the GIL, which a memoryview does not
+                region[offset : offset + len(view)] = np.frombuffer(view, np.uint8)
+                self._say(chunk)
+            else:
+                self._say(chunk, view)
+
+    def _say(self, message: Open | Chunk | Ending, payload: memoryview | None = None) -> None:
+        with self._lock:
+            if self._failure is not None:
+                raise self._failure
+            try:
+                if self._line is None or self._cancelled:
+                    raise TransferFailed("it is not open")
+                if self._line.readable():  # before the ending, only a refusal can come
+                    raise TransferFailed("the connection was closed")
+                self._line.send(message, payload)
+            except TransferFailed as error:
+                raise self._failed(error) from error
+
+    def _failed(self, error: TransferFailed) -> TransferFailed:
+        """End the transfer, and say why: the target's reason, if it gave one."""
+        reason = str(error)
+        if self._line is not None and not self._cancelled:
+            self._line.deadline_s = time.monotonic() + REASON_S
+            with contextlib.suppress(TransferFailed):  # it gave none
+                reason = _reason(self._line.receive())
+        if self._cancelled:
+            reason = "it was cancelled"
+        self.close()
+        self._failure = TransferFailed(f"the KV cache could not be transferred: {reason}")
+        return self._failure
+
+
+def _reason(answer: object) -> str:
+    return answer.reason if isinstance(answer, Refused) else f"the target said {type(answer).__name__}"
+
+
+def _connected(endpoint: Endpoint) -> socket.socket:
+    """Connect on this host if the target is on it, else over TCP. Raise TransferFailed."""
+    if endpoint.path and Path(endpoint.path).exists():
+        unix = socket.socket(socket.AF_UNIX)
+        try:
+            unix.settimeout(CONNECT_S)
+            unix.connect(endpoint.path)
+            return unix
+        except OSError:
+            unix.close()
+    try:
+        return socket.create_connection((endpoint.host, endpoint.port), CONNECT_S)
+    except OSError as error:
+        raise TransferFailed(f"the target cannot be reached: {error}") from error

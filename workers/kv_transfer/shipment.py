@@ -1,0 +1,75 @@
+"""The same for an event loop: nothing here blocks it."""
+
+import asyncio
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+from workers.kv_transfer.messages import Buffer, Description, Grant, Refused
+from workers.kv_transfer.receiver import Arrived, Receiver
+from workers.kv_transfer.sender import Mappings, Sender
+
+QUIET_S = 2.0  # for a thread to notice that it is cancelled; a chunk takes it a millisecond
+
+
+class Shipment:
+    """One transfer from this worker, with a thread of its own.
+
+    async with Shipment(grant, description, mappings) as shipment:
+        await shipment.send(blocks)
+        await shipment.finish(tail, tokens, computed, state)
+
+    An await that is cancelled cancels the transfer, and ends when the caller's memory is read no more.
+    """
+
+    def __init__(self, grant: Grant, description: Description, mappings: Mappings | None = None) -> None:
+        """Prepare to use a grant, whose time runs from now."""
+        self._sender = Sender(grant, description, mappings)
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="kv-send")
+
+    async def __aenter__(self) -> "Shipment":
+        try:
+            await self._do(self._sender.open)
+        except BaseException:
+            self._thread.shutdown(wait=False)
+            raise
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self._sender.cancel()
+        self._thread.submit(self._sender.close)
+        self._thread.shutdown(wait=False)
+
+    async def send(self, blocks: Buffer) -> None:
+        """Ship whole blocks that follow those before. Raise TransferFailed."""
+        await self._do(lambda: self._sender.send(blocks))
+
+    async def finish(self, tail: Buffer, tokens: Sequence[int], computed: int, state: bytes = b"") -> None:
+        """Ship the last blocks and the state; return when the target has committed. Raise TransferFailed."""
+        await self._do(lambda: self._sender.finish(tail, tokens, computed, state))
+
+    def cancel(self) -> None:
+        """Break the transfer off: the await that runs fails with TransferFailed."""
+        self._sender.cancel()
+
+    async def _do(self, call: Callable[[], None]) -> None:
+        running = asyncio.get_running_loop().run_in_executor(self._thread, call)
+        try:
+            await asyncio.shield(running)
+        except asyncio.CancelledError:
+            self._sender.cancel()
+            await asyncio.wait([running], timeout=QUIET_S)
+            if running.done():
+                running.exception()  # it was cancelled: nobody else asks
+            raise
+
+
+async def reserve(
+    receiver: Receiver, description: Description, blocks: int, tokens: Sequence[int] = ()
+) -> Grant | Refused:
+    """Reserve blocks at this worker. A caller that goes meanwhile leaves it to the reservation's deadline."""
+    return await asyncio.to_thread(receiver.reserve, description, blocks, tokens)
+
+
+async def arrived(receiver: Receiver, ticket: str) -> Arrived | Refused:
+    """Wait for what becomes of a reservation of this worker."""
+    return await asyncio.wrap_future(receiver.arrival(ticket))
