@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 sys.path.append(str(Path(__file__).parents[1] / "workers"))  # engine_contract
+sys.path.append(str(Path(__file__).parents[1] / "frontend"))  # move_contract
 
 
 @pytest.fixture(scope="session")

@@ -1,0 +1,224 @@
+"""What stays exactly as it was when an answer moves: subclass `MoveContract` and give it a `made` fixture.
+
+Two workers with a real engine each stand behind a whole frontend. The first breaks off after so many tokens, the second
+is given the prompt and what was accepted (a re-prefill). The whole response, or every event of the stream, must be that
+of an undisturbed answer: text, finish reason, logprobs, usage, the number and the form of the choices.
+"""
+
+import asyncio
+import codecs
+import itertools
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+from frontend_kit import Kit, first_goes_to, frontend
+from scripted_worker import Act, ScriptedWorker
+
+from controller.frontend.tokens import load_tokens
+from events.observations import RequestAbandoned, RequestMigrated
+from events.wire import Chunk, Generate, Step
+from workers.engines.engine import Engine
+
+PROMPT = [300 + (i * 37 + i * i) % 1500 for i in range(40)]
+COUNT = 24
+CUTS = (1, 9, 23)
+CHANCE = {"temperature": 0.9, "top_p": 0.95, "top_k": 40, "seed": 7}
+PENALTIES = {"max_tokens": 96, "presence_penalty": 1.5, "frequency_penalty": 0.5, "repetition_penalty": 1.3}
+
+FEATURES: dict[str, dict[str, Any]] = {
+    "greedy": {},
+    "seeded sampling": CHANCE,
+    "penalties": PENALTIES,
+    "sampling with penalties": CHANCE | PENALTIES,
+    "logprobs": {"logprobs": 3},
+    "logprobs of sampling": CHANCE | {"logprobs": 3},
+}
+
+
+@dataclass
+class EngineWorker(ScriptedWorker):
+    """A worker with a real engine in it, which breaks off exactly where its act says."""
+
+    engine: Engine = field(kw_only=True)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._keys = itertools.count(1)
+        self._said: dict[int, asyncio.Queue[Chunk]] = {}
+
+    async def start(self) -> ScriptedWorker:
+        loop = asyncio.get_running_loop()
+        await self.engine.start(lambda out: loop.call_soon_threadsafe(self._take, out))
+        return await super().start()
+
+    async def stop(self) -> None:
+        await super().stop()
+        await self.engine.stop()
+
+    def _take(self, out: list[tuple[int, Chunk]]) -> None:
+        for key, chunk in out:
+            if key in self._said:
+                self._said[key].put_nowait(chunk)
+
+    async def _play(self, writer: asyncio.StreamWriter, request: Generate, act: Act) -> None:
+        key, made = next(self._keys), 0
+        said = self._said[key] = asyncio.Queue()
+        self.engine.submit(key, request)
+        try:
+            while True:
+                chunk = await said.get()
+                chunk.stream = request.stream
+                made += len(chunk.tokens)
+                self._say(writer, Step(chunks=[chunk]))
+                if chunk.finish or chunk.error:
+                    return
+                if act.after is not None and made >= act.after:
+                    await writer.drain()
+                    await self._fail(writer, request, act)
+                    return
+        finally:
+            del self._said[key]
+            self.engine.cancel(key)
+
+
+Made = Callable[[], Engine]
+
+
+class MoveContract:
+    """The suite."""
+
+    @pytest.fixture
+    def made(self) -> Made:
+        raise NotImplementedError
+
+    @asynccontextmanager
+    async def pair(self, made: Made) -> AsyncIterator[tuple[Kit, EngineWorker, EngineWorker]]:
+        """Two workers; a request goes to the first of them, whatever was before."""
+        first, other = (EngineWorker(name, engine=made()) for name in ("w1", "w2"))
+        about = first.engine.identity
+        async with frontend() as kit:
+            facts = {
+                "tokenizer": about.tokenizer,
+                "engine": about.engine,
+                "context_tokens": about.context_tokens,
+            }
+            await first_goes_to(kit, first, other, **facts)
+            kit.desk.table.seats[("w2", "i1")].active += 50
+            await self.answer(
+                kit, False
+            )  # an engine that keeps a cache of prefixes knows this one from now on
+            yield kit, first, other
+
+    async def answer(self, kit: Kit, stream: bool, **ask: Any) -> Any:
+        """Return a whole answer, or all events of a stream, without what names the one request."""
+        ask = {
+            "model": "m",
+            "prompt": PROMPT,
+            "max_tokens": COUNT,
+            "temperature": 0,
+            "ignore_eos": True,
+        } | ask
+        if stream:
+            return [unnamed(e) for e in await kit.stream(stream_options={"include_usage": True}, **ask)]
+        status, body, _ = await kit.post("/v1/completions", **ask)
+        assert status == 200, body
+        return unnamed(body)
+
+    async def same(self, made: Made, cuts: Sequence[int], *, unlike_plain: bool = False, **ask: Any) -> Any:
+        """See that an answer is the same cut anywhere, whole and as a stream. Return the whole one and the events."""
+        async with self.pair(made) as (kit, first, _):
+            answers = [await self.answer(kit, stream, **ask) for stream in (False, True)]
+            if unlike_plain:
+                plain = await self.answer(kit, False, max_tokens=len(await self.tokens(kit, **ask)))
+                assert plain != answers[0], "the feature changes nothing here"
+            for stream, cut in itertools.product((False, True), cuts):
+                first.acts.append(Act(after=cut, how="error", error="engine_shutdown"))
+                assert await self.answer(kit, stream, **ask) == answers[stream], f"cut after {cut}"
+            moves = kit.said(RequestMigrated)
+            assert [(fact.tokens, fact.exact) for fact in moves] == [(cut, True) for cut in (*cuts, *cuts)]
+            assert kit.said(RequestAbandoned) == []
+        return answers
+
+    @pytest.mark.parametrize("feature", FEATURES)
+    async def test_a_moved_answer_is_the_undisturbed_one(self, made: Made, feature: str) -> None:
+        ask = FEATURES[feature]
+        whole, events = await self.same(made, CUTS, unlike_plain=feature != "greedy", **ask)
+        made_tokens = ask.get("max_tokens", COUNT)
+        for usage in (whole["usage"], events[-2]["usage"]):
+            assert (usage["prompt_tokens"], usage["completion_tokens"]) == (len(PROMPT), made_tokens)
+
+    async def test_an_unseeded_answer_goes_on_with_the_seed_that_it_was_given(self, made: Made) -> None:
+        async with self.pair(made) as (kit, first, other):
+            first.acts.append(Act(after=9, how="error", error="engine_shutdown"))
+            moved = await self.answer(kit, False, temperature=0.9)
+            seed = first.requests[-1].sampling.seed
+            assert other.requests[-1].sampling.seed == seed is not None
+            assert await self.answer(kit, False, temperature=0.9, seed=seed) == moved
+
+    async def test_a_stop_string_is_found_over_the_cut(self, made: Made) -> None:
+        async with self.pair(made) as (kit, _, _):
+            text = (await self.answer(kit, False, logprobs=1))["choices"][0]["logprobs"]["tokens"]
+        words = {place: "".join(text[place : place + 3]) for place in range(4, COUNT - 4)}
+        place = next(place for place, word in words.items() if "\ufffd" not in word)
+        whole, events = await self.same(made, (place, place + 1, place + 2), stop=[words[place]])
+        for choice in (whole["choices"][0], events[-3]["choices"][0]):
+            assert choice["finish_reason"] == "stop"
+
+    async def test_min_tokens_count_from_the_answers_beginning(self, made: Made) -> None:
+        async with self.pair(made) as (kit, _, _):
+            tokens = await self.tokens(kit)
+        ask = {"stop_token_ids": sorted(set(tokens)), "min_tokens": 12}
+        whole, _ = await self.same(made, (1, 9, 11), **ask)
+        assert whole["usage"]["completion_tokens"] >= 12
+
+    async def tokens(self, kit: Kit, **ask: Any) -> list[int]:
+        """Return what an undisturbed answer says, as the flight accepted it."""
+        accepted: list[list[int]] = []
+        landed = kit.desk.landed
+        kit.desk.landed = lambda flight, seat: (accepted.append(flight.accepted), landed(flight, seat))[1]  # type: ignore[method-assign]
+        await self.answer(kit, False, **ask)
+        kit.desk.landed = landed  # type: ignore[method-assign]
+        return accepted[0]
+
+    async def test_a_chat_has_one_role_one_choice_and_one_end(self, made: Made) -> None:
+        async with self.pair(made) as (kit, first, _):
+            seen = []
+            for cut in (None, 9):
+                if cut:
+                    first.acts.append(Act(after=cut, how="error", error="engine_shutdown"))
+                messages = [{"role": "user", "content": "hello"}]
+                ask = {
+                    "model": "m",
+                    "messages": messages,
+                    "max_tokens": COUNT,
+                    "temperature": 0,
+                    "ignore_eos": True,
+                }
+                seen.append(
+                    [unnamed(e) for e in await kit.stream("/v1/chat/completions", logprobs=True, **ask)]
+                )
+            assert seen[0] == seen[1]
+            choices = [choice for event in seen[1] for choice in event.get("choices", ())]
+            assert {choice["index"] for choice in choices} == {0}
+            assert [choice["delta"].get("role") for choice in choices].count("assistant") == 1
+            assert [c["finish_reason"] for c in choices if c["finish_reason"]] == ["length"]
+            assert len(kit.said(RequestMigrated)) == 1
+
+
+def unnamed(event: dict[str, Any]) -> dict[str, Any]:
+    """Return an event without the names of its request."""
+    return {key: value for key, value in event.items() if key not in ("id", "created")}
+
+
+def inside_characters(tokenizer: str, tokens: Sequence[int]) -> list[int]:
+    """Return the places where a cut divides a character."""
+    known = load_tokens(tokenizer)
+    decoder, found = codecs.getincrementaldecoder("utf-8")("replace"), []
+    for place, token in enumerate(tokens, 1):
+        decoder.decode(known.bytes_of(token))
+        if decoder.getstate()[0]:
+            found.append(place)
+    return found
