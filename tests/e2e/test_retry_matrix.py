@@ -1,0 +1,161 @@
+"""The retry manager before real processes: what a worker's death and its orderly leaving cost, by the frontend's limits.
+
+Three frontends, as real as their workers, share four of these: one may migrate, one may not, one may but its requests are
+over its cap. `tests/frontend/test_retry_manager.py` has the whole matrix in one process.
+"""
+
+import asyncio
+import itertools
+import json
+import os
+import signal
+import sys
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from controller.processes.port import free_port
+from events.presence import present
+
+HOLDFAST = str(Path(sys.executable).with_name("holdfast"))
+TOKENS = 150
+FRONTENDS = {
+    "free": ["--migration-limit", "3", "--migration-max-seq-len", "1000000"],
+    "off": ["--migration-limit", "0"],
+    "capped": ["--migration-limit", "3", "--migration-max-seq-len", "1"],
+}
+Process = asyncio.subprocess.Process
+
+
+class Rig:
+    """The processes."""
+
+    def __init__(self, data: Path, http: aiohttp.ClientSession) -> None:
+        self.data, self.http = data, http
+        self.running: list[Process] = []
+        self.urls: dict[str, str] = {}
+
+    async def start(self, *words: str) -> Process:
+        environment = {k: v for k, v in os.environ.items() if not k.startswith("HOLDFAST_")}
+        with (self.data / "stderr.log").open("ab") as log:
+            process = await asyncio.create_subprocess_exec(
+                HOLDFAST, *words, "--data", str(self.data), env=environment, stderr=log
+            )
+        self.running.append(process)
+        return process
+
+    async def fleet(self, workers: int) -> list[Process]:
+        """Start everything, and wait until every frontend reaches every worker."""
+        ports = [free_port() for _ in range(workers)]
+        sim = ("--model", "m", "--itl-ms", "10", "--admin-port", "-1", "--grace-s", "0.2")
+        made = [
+            await self.start("worker", "--name", f"w{n}", "--port", str(p), *sim) for n, p in enumerate(ports)
+        ]
+        static = ",".join(f"127.0.0.1:{port}" for port in ports)
+        for name, flags in FRONTENDS.items():
+            port = free_port()
+            self.urls[name] = f"http://127.0.0.1:{port}"
+            await self.start("frontend", "--name", name, "--static", static, "--port", str(port), *flags)
+        async with asyncio.timeout(30):
+            for name in FRONTENDS:
+                while not await self._reaches(name, workers):  # noqa: ASYNC110 (another process)
+                    await asyncio.sleep(0.05)
+        return made
+
+    def _admin(self, name: str) -> str:
+        return next((p.url for p in present(self.data) if p.name == name), "")
+
+    async def _reaches(self, name: str, workers: int) -> bool:
+        if not (url := self._admin(name)):
+            return False
+        async with self.http.get(url + "/health") as answer:
+            return sum(w["reachable"] for w in (await answer.json())["workers"]) == workers
+
+    async def ask(self, frontend: str, number: int, chat: bool, stream: bool) -> tuple[str, str]:
+        """Return the text of an answer and the code of its error."""
+        body: dict[str, Any] = {"model": "m", "max_tokens": TOKENS, "temperature": 0, "ignore_eos": True}
+        prompt = f"question {number}"
+        body |= {"messages": [{"role": "user", "content": prompt}]} if chat else {"prompt": prompt}
+        url = f"{self.urls[frontend]}/v1/{'chat/' if chat else ''}completions"
+        async with self.http.post(url, json=body | {"stream": stream}) as answer:
+            if not stream or answer.status != 200:
+                events = [await answer.json()]
+            else:
+                events = [
+                    json.loads(line[6:]) async for line in answer.content if line.startswith(b"data: {")
+                ]
+        pieces = [_text(choice) for event in events for choice in event.get("choices", ())]
+        return "".join(pieces), next((event["error"]["code"] for event in events if "error" in event), "")
+
+    async def counted(self, frontend: str, name: str) -> float:
+        """Return what a counter says, over all of its labels."""
+        async with self.http.get(self._admin(frontend) + "/metrics") as answer:
+            families = text_string_to_metric_families(await answer.text())
+        return sum(
+            s.value for family in families for s in family.samples if s.name == f"dynamo_frontend_{name}"
+        )
+
+    async def underway(self, tokens: int) -> None:
+        """Wait until every frontend has relayed so many tokens more."""
+        wanted = {name: await self.counted(name, "output_tokens_total") + tokens for name in FRONTENDS}
+        async with asyncio.timeout(20):
+            for name, count in wanted.items():
+                while await self.counted(name, "output_tokens_total") < count:  # noqa: ASYNC110 (another process)
+                    await asyncio.sleep(0.02)
+
+
+def _text(choice: dict[str, Any]) -> str:
+    return choice.get("text") or (choice.get("delta") or choice.get("message") or {}).get("content") or ""
+
+
+@pytest.fixture
+async def rig(tmp_path: Path) -> AsyncIterator[Rig]:
+    async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(30)) as http:
+        made = Rig(tmp_path, http)
+        try:
+            yield made
+        finally:
+            for process in made.running:
+                if process.returncode is None:
+                    process.kill()
+                await process.wait()
+
+
+FORMS = list(itertools.product((True, False), (True, False)))  # chat or not, streamed or whole
+ASKS = [(number, *FORMS[number % 4]) for number in range(12)]
+
+
+async def test_a_killed_and_a_leaving_worker_cost_what_the_limits_say(rig: Rig) -> None:
+    workers = await rig.fleet(4)
+    expected = [
+        text for text, _ in await asyncio.gather(*(rig.ask("free", n, chat, False) for n, chat, _ in ASKS))
+    ]
+    for victim, sent, codes in (
+        (workers[0], signal.SIGKILL, {"disconnected"}),
+        (workers[1], signal.SIGTERM, {"engine_shutdown"}),
+    ):
+        before = {name: await rig.counted(name, "model_migration_total") for name in FRONTENDS}
+        asking = {name: [asyncio.create_task(rig.ask(name, *ask)) for ask in ASKS] for name in FRONTENDS}
+        await rig.underway(10 * len(ASKS))
+        victim.send_signal(sent)
+        for name, tasks in asking.items():
+            answers = await asyncio.gather(*tasks)
+            broken = [number for number, (_, error) in enumerate(answers) if error]
+            moved = await rig.counted(name, "model_migration_total") - before[name]
+            assert moved >= 1, (name, sent)
+            if name == "free":
+                assert [text for text, _ in answers] == expected
+                continue
+            assert {answers[number][1] for number in broken} == codes
+            assert len(broken) == moved
+            for (_, _, stream), (text, error), whole in zip(ASKS, answers, expected, strict=True):
+                assert whole.startswith(text) if error and stream else text == ("" if error else whole)
+        await victim.wait()
+    too_long = {
+        name: await rig.counted(name, "model_migration_max_seq_len_exceeded_total") for name in FRONTENDS
+    }
+    assert too_long == {"free": 0, "off": 0, "capped": 2 * len(ASKS)}
