@@ -29,6 +29,7 @@ from workers.kv_transfer.messages import (
     unpacked,
 )
 from workers.kv_transfer.regions import Region, Regions
+from workers.listening import listening
 
 OPEN_S = 2.0
 TICK_S = 0.1
@@ -73,7 +74,7 @@ class Receiver:
         host: str = "127.0.0.1",
         port: int = 0,
     ) -> None:
-        """Start to listen on this address, and for the own host on a Unix socket. Raise OSError if it cannot."""
+        """Listen on this address, where sources come, and for the own host on a Unix socket. Raise OSError if it cannot."""
         policy = policy or ReservationPolicy()
         self._regions = regions
         self._ledger = Reservations(own, policy)
@@ -82,7 +83,7 @@ class Receiver:
         self._places = threading.BoundedSemaphore(2 * policy.live_max)
         self._lines: set[Line] = set()
         self._stopped = threading.Event()
-        self._listening = [socket.create_server((host, port))]
+        self._listening = [listening(host, port)]
         if regions.socket:
             unix = socket.socket(socket.AF_UNIX)
             self._listening.append(unix)
@@ -176,13 +177,13 @@ class Receiver:
         for ended in self._ledger.expire(time.monotonic()):
             self._free(ended, "the reservation's time is up", read=True)
 
-    def _accept(self, listening: socket.socket) -> None:
+    def _accept(self, at: socket.socket) -> None:
         while not self._stopped.is_set():
             with self._lock:
                 self._expire()
                 self._threads = [one for one in self._threads if one.is_alive()]
             try:
-                connected, _ = listening.accept()
+                connected, _ = at.accept()
             except TimeoutError:
                 continue
             except OSError:  # no descriptor is free: one may be, in a moment

@@ -1,5 +1,6 @@
 """Whole transfers: between two processes, damaged in every way, and broken off at any point."""
 
+import resource
 import signal
 import socket
 import struct
@@ -192,6 +193,25 @@ def test_without_a_folder_the_bytes_come_over_the_socket(tmp_path: Path) -> None
             sender.finish(content(BLOCKS), TOKENS, 50)
             got = arrival.result(10)
             assert isinstance(got, Arrived) and got.memory == content(BLOCKS)
+
+
+def test_where_the_folder_is_full_a_region_is_plain_memory(tmp_path: Path) -> None:
+    regions = Regions("a", tmp_path)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, limits[1]))
+    try:
+        region = regions.take(1 << 20)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert (region.path, region.size) == ("", 1 << 20)
+    assert regions.folder is not None and list(regions.folder.iterdir()) == []
+    regions.close()
+
+
+def test_memory_that_the_machine_does_not_have_is_no_room(tmp_path: Path) -> None:
+    with receiving(tmp_path, bytes_max=1 << 62) as (receiver, _):
+        assert "no room" in str(receiver.reserve(KV, 1 << 48))
+        assert live(receiver) == (0, 0)
 
 
 # Raw streams, damaged
