@@ -83,7 +83,7 @@ class WorkerLeft(WorkerObservation):
     """A worker's process has ended, and how."""
 
     mode: Literal["graceful", "immediate", "self_initiated"]
-    exit: int | None = None  # exit status; negative: ended by that signal
+    exit: int | None = None  # exit status as a shell says it: 128 + n for signal n (-n in older facts)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -40,6 +40,13 @@ def announce(directory: Path, role: str, name: str, url: str, pid: int | None = 
     return path
 
 
+def withdraw(path: Path) -> None:
+    """Remove a process's file at its end, unless it is a successor's by now."""
+    with contextlib.suppress(OSError, ValueError):
+        if json.loads(path.read_text())["pid"] == os.getpid():
+            path.unlink()
+
+
 def present(directory: Path) -> list[Presence]:
     """Return every process that has announced itself and still lives."""
     found = []

@@ -29,6 +29,11 @@ def retire(worker: str) -> str:
     return f"live.retire.{token(worker)}"
 
 
+def stop(worker: str) -> str:
+    """Return the subject on which a worker is asked to shut down in good order: JSON {instance}."""
+    return f"live.stop.{token(worker)}"
+
+
 def chaos(worker: str) -> str:
     """Return the subject on which a worker listens for rehearsed faults."""
     return f"live.chaos.{token(worker)}"

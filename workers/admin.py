@@ -25,7 +25,7 @@ GAUGES: tuple[tuple[str, str, Read], ...] = (
     ("dynamo_component_inflight_requests", "Streams in the air.", lambda w: w.server.in_flight),
     ("holdfast_worker_waiting_requests", "Not yet in the batch.", lambda w: w.engine.load().waiting),
     ("holdfast_worker_kv_used_ratio", "KV blocks in use, of all.", lambda w: _kv_used(w.engine.load())),
-    ("holdfast_worker_draining", "1 while nothing new is taken.", lambda w: w.server.refusal is not None),
+    ("holdfast_worker_draining", "1 while nothing new is taken.", lambda w: w.server.draining),
 )
 
 
@@ -91,7 +91,7 @@ async def serve(workers: Sequence[Worker], host: str, port: int) -> tuple[Pages,
 
     def health() -> Answer:
         ready = all(worker.serving.is_set() for worker in workers)
-        states = {w.place.name: "draining" if w.server.refusal else "serving" for w in workers}
+        states = {w.place.name: "draining" if w.server.draining else "serving" for w in workers}
         body = msgspec.json.encode({"status": "healthy" if ready else "shutting_down", "workers": states})
         return Answer(body, status=HTTPStatus.OK if ready else HTTPStatus.SERVICE_UNAVAILABLE)
 

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, get_args
 
 from events.errors import HoldfastError, UsageError
-from workers.exits import USAGE
+from workers.exits import FELL, USAGE
 from workers.imports import without
 from workers.settings import WorkerSettings, annotations, load_settings
 
@@ -40,7 +40,7 @@ def run_cli(args: argparse.Namespace) -> int:
         return USAGE
     except HoldfastError as error:
         print(f"holdfast worker: {error}", file=sys.stderr)
-        return 1
+        return FELL
 
 
 def _run(flags: Mapping[str, Any]) -> int:
@@ -66,10 +66,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def leave(code: int) -> None:
-    """End the process with `code`, even where an engine's thread is stuck in a step."""
+    """End the process with `code`: at once if it fell, and even where an engine's thread is stuck in a step."""
     with contextlib.suppress(OSError, ValueError):  # nobody reads them any more
         sys.stdout.flush()
         sys.stderr.flush()
-    if threading.active_count() > 1:
+    if code == FELL or threading.active_count() > 1:
         os._exit(code)
     sys.exit(code)

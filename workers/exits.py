@@ -1,5 +1,11 @@
-"""How a worker's process ends: 0 in good order, 1 it failed, 2 a mistake of the user, or FELL."""
+"""How a worker's process ends: 0 in good order, FELL, USAGE, or HUNG.
 
+A worker that had joined and ends with 0 or FELL has said so itself (`WorkerLeft`); of every other end its supervisor tells.
+"""
+
+FELL = 1
+"""It could not go on, or not begin: its engine died, a task that it cannot do without failed, the fleet held it for dead."""
 USAGE = 2
-FELL = 4
-"""Its engine died, or the fleet held it for dead; it has said so itself (`WorkerLeft`)."""
+"""A mistake of the user."""
+HUNG = 70
+"""It was told to go, and its cleanup did not end (EX_SOFTWARE of sysexits.h)."""

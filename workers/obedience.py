@@ -40,7 +40,8 @@ class Place:
     host: str = "127.0.0.1"
     port: int = 0
     advertise: str = ""
-    grace_s: float = 60.0
+    grace_s: float = 60.0  # for a graceful shutdown, cleanup not included
+    graceful_shutdown: bool = True  # such a shutdown waits for streams that decode, too
     migration_limit: int | None = None
     chaos: bool = True
 
@@ -56,6 +57,7 @@ class Obedience:
         journal: Journal,
         say_beat: Callable[[], Awaitable[None]],
         retire: Callable[[], None],
+        stop: Callable[[], None],
     ) -> None:
         self._place = place
         self._engine = engine
@@ -63,6 +65,7 @@ class Obedience:
         self._journal = journal
         self._say_beat = say_beat
         self._retire = retire
+        self._stop = stop
         self._drain: asyncio.Task[None] | None = None
         self._heal: asyncio.TimerHandle | None = None
         self._log = log.bind(worker=place.name, instance=place.instance)
@@ -77,7 +80,7 @@ class Obedience:
     def on_drain(self, subject: str, body: Mapping[str, Any]) -> Mapping[str, Any]:
         """Begin to drain, or say how far it has got. Repeating the request changes nothing."""
         self._check_instance(body)
-        if self._server.refusal is None:
+        if not self._server.draining:
             deadline_s = _number(body, "deadline_s", DRAIN_S)
             self._server.refuse(DRAINING)
             self._drain = asyncio.ensure_future(self._drain_until(deadline_s))
@@ -105,13 +108,19 @@ class Obedience:
                 self._drain.cancel()
             self._server.refuse(None)
             self._log.info("resumed")
-        return {"draining": self._server.refusal is not None, "in_flight": self._server.in_flight}
+        return {"draining": self._server.draining, "in_flight": self._server.in_flight}
 
     def on_retire(self, subject: str, body: Mapping[str, Any]) -> Mapping[str, Any]:
         """End this process: the fleet holds this instance for dead, and only a new one lives."""
         self._check_instance(body)
         self._retire()
         return {"retired": True}
+
+    def on_stop(self, subject: str, body: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Shut down in good order, as at SIGTERM: an operator restarts this worker."""
+        self._check_instance(body)
+        self._stop()
+        return {"stopping": True, "in_flight": self._server.in_flight}
 
     def _check_instance(self, body: Mapping[str, Any]) -> None:
         wanted = body.get("instance")

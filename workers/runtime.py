@@ -12,6 +12,7 @@ import os
 import signal
 import sys
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import structlog
@@ -24,16 +25,18 @@ from events.journal.memory import MemoryJournal, MemoryStream
 from events.journal.nats import NatsJournal
 from events.journal.port import Journal
 from workers.engines.build import build_engine
+from workers.exits import FELL
 from workers.obedience import Place
 from workers.settings import WorkerSettings
-from workers.worker import Worker
+from workers.shutdown import Stop, budget_s
+from workers.worker import Worker, broken
 
 if TYPE_CHECKING:
     from workers.gpu import DeviceWatch
 
 BROKER_S = 0.5  # how long a start waits for the broker before it goes on without
 FLUSH_S = 0.5
-CLOSE_S = 2.0
+CLOSE_S = 1.5
 _PR_SET_PDEATHSIG = 1
 
 log = structlog.get_logger(__name__)
@@ -60,9 +63,9 @@ async def run_worker(settings: WorkerSettings) -> int:
     """Run the workers of one process until a signal or the engine's end; return the exit code."""
     if settings.die_with_parent:
         _die_with_parent()
-    stop = asyncio.Event()
+    stop = Stop(settings.second_signal)
     for number in (signal.SIGTERM, signal.SIGINT):
-        asyncio.get_running_loop().add_signal_handler(number, stop.set)
+        asyncio.get_running_loop().add_signal_handler(number, stop.signalled)
     instance = settings.instance or new_id()
     links = await _connect(settings, instance)
     try:
@@ -70,9 +73,22 @@ async def run_worker(settings: WorkerSettings) -> int:
             Worker(place, build_engine(settings), links.journal, links.bus, _device_watch(settings))
             for place in _places(settings, instance)
         ]
-        return await _serve(settings, workers, stop)
+        asyncio.get_running_loop().set_exception_handler(lambda _, context: _unhandled(workers, context))
+        code = await _serve(settings, workers, stop)
     finally:
         await links.close()
+    if code == 0:
+        log.info("DistributedRuntime shutdown complete")
+    return code
+
+
+def _unhandled(workers: list[Worker], context: dict[str, Any]) -> None:
+    """End the workers after an error in a callback of the loop: what it should have gone on with will never come."""
+    asyncio.get_running_loop().default_exception_handler(context)
+    error = context.get("exception")
+    if "handle" in context and isinstance(error, Exception):
+        for worker in workers:
+            worker.fail(broken("a callback of the event loop", error))
 
 
 def _device_watch(settings: WorkerSettings) -> "DeviceWatch | None":
@@ -93,7 +109,8 @@ def _places(settings: WorkerSettings, instance: str) -> list[Place]:
             host=settings.host,
             port=settings.port + number if settings.port else 0,
             advertise=settings.advertise,
-            grace_s=settings.grace_s,
+            grace_s=budget_s(settings.grace_s, settings.orchestrator_grace_s, settings.pre_stop),
+            graceful_shutdown=settings.graceful_shutdown,
             migration_limit=settings.migration_limit,
             chaos=settings.chaos,
         )
@@ -113,19 +130,19 @@ async def _connect(settings: WorkerSettings, instance: str) -> Links:
     return Links(journal, bus)
 
 
-async def _serve(settings: WorkerSettings, workers: list[Worker], stop: asyncio.Event) -> int:
+async def _serve(settings: WorkerSettings, workers: list[Worker], stop: Stop) -> int:
     """Run all workers; when one ends by itself the others are stopped too, because they share its process."""
     codes: list[int] = []
     async with asyncio.TaskGroup() as group:
 
         async def run(worker: Worker) -> None:
             try:
-                codes.append(await worker.run(stop))
+                codes.append(await worker.run(stop.wanted, stop.hurried))
             except HoldfastError as error:
                 log.error("worker_failed", worker=worker.place.name, reason=str(error))
                 print(f"holdfast worker: {error}", file=sys.stderr)
-                codes.append(1)
-            stop.set()
+                codes.append(FELL)
+            stop.wanted.set()
 
         running = [group.create_task(run(worker)) for worker in workers]
         admin = group.create_task(_administer(settings, workers))
@@ -149,13 +166,17 @@ async def _administer(settings: WorkerSettings, workers: list[Worker]) -> None:
             pages, url = await admin.serve(workers, settings.host, settings.admin_port)
         except OSError as error:
             log.error("admin_port_taken", port=settings.admin_port, error=error.strerror)
+    shown: list[Path] = []
     try:
         for worker in workers:
-            await asyncio.to_thread(presence.announce, settings.data, "worker", worker.place.name, url)
+            name = worker.place.name
+            shown.append(await asyncio.to_thread(presence.announce, settings.data, "worker", name, url))
         await asyncio.Event().wait()
     except OSError as error:
         log.error("presence_unwritable", data=str(settings.data), error=error.strerror)
     finally:
+        for path in shown:
+            presence.withdraw(path)
         if pages is not None:
             pages.close()
 

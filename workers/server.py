@@ -23,6 +23,7 @@ from events.wire import Beat, Chunk, Generate, Hello, Welcome
 from workers.connection import Connection, Patience
 from workers.counters import Counters
 from workers.engines.engine import Engine
+from workers.flights import Flight, Flights
 from workers.listening import BACKLOG, listening
 
 TICK_S = 0.08  # leaves a timer 20 ms of lateness before 100 ms have passed
@@ -33,16 +34,6 @@ STREAMS_PER_CONNECTION_MAX = 4096
 FAULTS = ("engine_error", "non_finite", "stream_incomplete")  # errors that are the engine's own
 
 log = structlog.get_logger(__name__)
-
-
-@dataclass(slots=True)
-class Flight:
-    """One stream in the air: whom its output goes to."""
-
-    connection: Connection
-    stream: int
-    canary: bool
-    begun: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,16 +56,16 @@ class Server:
         self.blackholed = False
         self.refusal: Refusal | None = None
         self.address = ("", 0)
+        self.sent_on = 0  # streams, by `send_on`
         self.on_fault: Callable[[str], None] = _ignore  # told of each engine error that a stream ends with
         self._engine = engine
-        self._flights: dict[int, Flight] = {}
+        self._flights = Flights()
         self._connections: set[Connection] = set()
         self._keys = itertools.count(1)
-        self._landed = asyncio.Event()  # a flag: no flight of a user's is in the air
-        self._landed.set()
         self._alone = asyncio.Event()  # a flag: no connection is open
         self._alone.set()
-        self._users = 0  # flights that are not canaries
+        self._deregistered = False
+        self._sending_on = ""  # why streams that decode are sent elsewhere; "": they are not
         self._listener: asyncio.Server | None = None
         self._ticking: asyncio.TimerHandle | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -140,12 +131,9 @@ class Server:
             return
         assert self._loop is not None
         key = next(self._keys)
-        self._flights[key] = Flight(connection, request.stream, request.canary, self._loop.time())
-        connection.streams[request.stream] = key
-        if not request.canary:
-            self._users += 1
-            self._landed.clear()
-            self.counters.requests += 1
+        flight = Flight(connection, request.stream, request.canary, self._loop.time())
+        self._flights.begin(key, flight)
+        self.counters.requests += not request.canary
         self._engine.submit(key, request)
 
     def _objection(self, connection: Connection, request: Generate) -> str | None:
@@ -159,19 +147,8 @@ class Server:
 
     def _drop(self, key: int) -> None:
         self._engine.cancel(key)
-        self.counters.cancelled += not self._flights[key].canary
-        self._land(key)
-
-    def _land(self, key: int) -> None:
-        """Forget a flight that is over."""
-        flight = self._flights.pop(key, None)
-        if flight is None:
-            return
-        flight.connection.streams.pop(flight.stream, None)
-        if not flight.canary:
-            self._users -= 1
-            if not self._users:
-                self._landed.set()
+        self.counters.cancelled += not self._flights.by_key[key].canary
+        self._flights.land(key)
 
     # --- what the engine says
 
@@ -183,7 +160,7 @@ class Server:
             self._loop.call_soon_threadsafe(self._deliver, out)
 
     def _deliver(self, out: list[tuple[int, Chunk]]) -> None:
-        flights, tokens = self._flights, 0
+        flights, tokens, prefilled = self._flights.by_key, 0, False
         for key, chunk in out:
             flight = flights.get(key)
             if flight is None:
@@ -191,9 +168,14 @@ class Server:
             chunk.stream = flight.stream
             flight.connection.batch.append(chunk)
             tokens += len(chunk.tokens)
+            if not flight.decodes and (chunk.tokens or chunk.text):
+                self._flights.first_output(flight)
+                prefilled = True
             if chunk.finish is not None or chunk.error is not None:
                 self._end(key, flight, chunk)
         self.counters.tokens += tokens
+        if prefilled and self._sending_on:
+            self._send_on()
         for connection in self._connections:
             if connection.batch:
                 connection.flush()
@@ -207,36 +189,70 @@ class Server:
                 self.counters.finished(self._loop.time() - flight.begun)
             else:
                 self.counters.failed(chunk.error)
-        self._land(key)
+        self._flights.land(key)
 
     # --- draining
 
     @property
     def in_flight(self) -> int:
         """Users' streams in the air; canaries do not count."""
-        return self._users
+        return self._flights.users
 
-    async def landed(self, deadline_s: float) -> bool:
-        """Wait until no user's stream is in the air; False if time ran out."""
-        try:
-            async with asyncio.timeout(deadline_s):  # wait_for of Python 3.11 can swallow a cancellation
-                await self._landed.wait()
-        except TimeoutError:
-            return False
-        return True
+    @property
+    def landed(self) -> asyncio.Event:
+        """A flag: no user's stream is in the air."""
+        return self._flights.landed
+
+    @property
+    def prefilled(self) -> asyncio.Event:
+        """A flag: no user's stream is still in its prefill."""
+        return self._flights.prefilled
+
+    @property
+    def has_frontends(self) -> bool:
+        """Whether anybody is connected who could still send a request."""
+        return any(connection.frontend for connection in self._connections)
 
     def end_all(self, error: str) -> int:
         """End every stream with an error, and return how many were users'."""
-        users = self._users
-        for key in list(self._flights):
+        users = self._flights.users
+        for key in list(self._flights.by_key):
             self._engine.cancel(key)
-        self._deliver([(key, Chunk(0, [], error=error)) for key in list(self._flights)])
+        self._deliver([(key, Chunk(0, [], error=error)) for key in list(self._flights.by_key)])
         return users
+
+    def send_on(self, error: str) -> None:
+        """End every user's stream that decodes, with an error; from now on, each as soon as its prefill is over."""
+        self._sending_on = error
+        self._send_on()
+        for connection in self._connections:
+            if connection.batch:
+                connection.flush()
+
+    def _send_on(self) -> None:
+        flights = self._flights.by_key.items()
+        for key in [key for key, flight in flights if flight.decodes and not flight.canary]:
+            flight = self._flights.by_key[key]
+            self._engine.cancel(key)
+            chunk = Chunk(flight.stream, [], error=self._sending_on)
+            flight.connection.batch.append(chunk)
+            self._end(key, flight, chunk)
+            self.sent_on += 1
+
+    def deregister(self) -> None:
+        """Tell every frontend to send nothing more; what is on its way already is still taken."""
+        self._deregistered = True
+        self._beat_all()
 
     def refuse(self, refusal: Refusal | None) -> None:
         """Turn new requests away from now on (None: no longer), and tell every frontend at once."""
         self.refusal = refusal
         self._beat_all()
+
+    @property
+    def draining(self) -> bool:
+        """Whether frontends are told to send nothing new."""
+        return self._deregistered or self.refusal is not None
 
     # --- signs of life
 
@@ -244,7 +260,7 @@ class Server:
         """Return how the engine fares right now."""
         phase = self._engine.phase()
         age_ms = max(0.0, (time.monotonic() - phase.since) * 1e3) if phase.name != "idle" else 0.0
-        return Beat(phase.name, age_ms, phase.prefill_tokens, self._engine.load(), self.refusal is not None)
+        return Beat(phase.name, age_ms, phase.prefill_tokens, self._engine.load(), self.draining)
 
     def _beat_all(self) -> None:
         beat = self.beat()

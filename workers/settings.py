@@ -63,6 +63,21 @@ class WorkerSettings(msgspec.Struct, frozen=True, kw_only=True):
     grace_s: Annotated[
         float, Meta(ge=0, le=86_400, description="seconds that streams may finish in after SIGTERM")
     ] = 60.0
+    orchestrator_grace_s: Annotated[
+        Annotated[float, Meta(ge=0, le=86_400)] | None,
+        Meta(
+            description="seconds from the orchestrator's wish to its SIGKILL; grace_s is cut to fit into it"
+        ),
+    ] = None
+    pre_stop: Annotated[
+        float, Meta(ge=0, le=86_400, description="seconds of it that pass in a preStop hook, before SIGTERM")
+    ] = 0.0
+    second_signal: Annotated[
+        Literal["ignore", "hurry"], Meta(description="what another SIGTERM does; hurry: it ends the grace")
+    ] = "ignore"
+    graceful_shutdown: Annotated[
+        bool, Meta(description="wait for streams that decode, too; no: they go on elsewhere at once")
+    ] = True
     migration_limit: Annotated[
         Annotated[int, Meta(ge=0)] | None, Meta(description="how often a request of this model may move")
     ] = None

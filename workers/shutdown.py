@@ -1,12 +1,54 @@
-"""Emptying a worker: nothing new, what runs may finish until a deadline, the rest is told to go elsewhere."""
+"""Emptying a worker: nothing new, what runs may finish until a deadline, the rest is told to go elsewhere.
 
+A graceful shutdown, by seed 004; its timer runs from the first moment:
+
+    1 deregister ──▶ 2 drain ─────────────────▶ 3 cleanup ──▶ exit 0
+      beats say so     prefill, then decode       `Worker`, and `Links.close`
+                       time up, or hurried: what is left is ended, and goes elsewhere
+
+A worker has two endpoints, prefill and decode. Prefill is always waited for: to end it wastes what was computed. Decode
+is waited for too (`graceful_shutdown`), or its streams are sent elsewhere at once, each as soon as its prompt is computed.
+"""
+
+import asyncio
+import contextlib
+import os
+import threading
+from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass
+from typing import Literal
+
+import structlog
 
 from workers.server import Refusal, Server
 
 DRAINING = Refusal("engine_shutdown: this worker is draining", canaries_too=False)
 LEAVING = Refusal("engine_shutdown: this worker is shutting down", canaries_too=True)
 TIME_UP = "engine_shutdown: the grace period is over"
+SENT_ON = "engine_shutdown: this worker leaves, and the stream need not wait for it"
+CLEANUP_S = 5.0  # phase 3; what an orchestrator's grace must leave room for
+DEREGISTERED_S = 0.5  # until then, what frontends sent before they heard of it has come
+
+SecondSignal = Literal["ignore", "hurry"]
+log = structlog.get_logger(__name__)
+
+
+class Stop:
+    """A process's wish to stop, and what becomes of a wish that is repeated."""
+
+    def __init__(self, second: SecondSignal = "ignore") -> None:
+        self.wanted = asyncio.Event()  # a flag
+        self.hurried = asyncio.Event()  # a flag: the grace is to end now
+        self._second = second
+
+    def signalled(self) -> None:
+        """Take a SIGTERM or SIGINT. The first one begins the shutdown; no other begins a second one."""
+        if not self.wanted.is_set():
+            self.wanted.set()
+        elif self._second == "hurry":
+            self.hurried.set()
+        else:
+            log.info("signal_ignored", reason="the shutdown has begun")
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,10 +59,90 @@ class Drained:
     migrated: int
 
 
+def budget_s(grace_s: float, orchestrator_grace_s: float | None, pre_stop_s: float) -> float:
+    """Return the seconds for phases 1 and 2: what is wanted, but no more than the orchestrator leaves before it kills.
+
+    Its grace includes its own preStop hook, which is over when SIGTERM comes, and must include the cleanup.
+    """
+    if orchestrator_grace_s is None:
+        return grace_s
+    return max(0.0, min(grace_s, orchestrator_grace_s - pre_stop_s - CLEANUP_S))
+
+
 async def drain(server: Server, refusal: Refusal, deadline_s: float) -> Drained:
     """Empty a worker and say how it went. The worker refuses new requests from now on and afterwards."""
     server.refuse(refusal)
-    before = server.counters.completed
-    emptied = await server.landed(deadline_s)
-    migrated = 0 if emptied else server.end_all(TIME_UP)
+    before, migrated = server.counters.completed, 0
+    try:
+        async with asyncio.timeout(deadline_s):  # wait_for of Python 3.11 can swallow a cancellation
+            await server.landed.wait()
+    except TimeoutError:
+        migrated = server.end_all(TIME_UP)
     return Drained(server.counters.completed - before, migrated)
+
+
+async def depart(server: Server, grace_s: float, *, graceful: bool, hurried: asyncio.Event) -> Drained:
+    """Do phases 1 and 2 of a graceful shutdown within the grace. What comes afterwards is refused."""
+    completed, sent_on, cut = server.counters.completed, server.sent_on, 0
+    try:
+        async with _grace(grace_s, hurried):
+            await _wait(server, graceful)
+    except TimeoutError:
+        cut = server.in_flight
+        log.warning("grace_over", worker=server.worker, sent_elsewhere=cut)
+    server.refuse(LEAVING)
+    server.end_all(TIME_UP if cut else LEAVING.reason)  # canaries too: their end must not look like a failure
+    return Drained(server.counters.completed - completed, cut + server.sent_on - sent_on)
+
+
+async def _wait(server: Server, graceful: bool) -> None:
+    """Deregister, and wait until both endpoints are empty."""
+    active = 2 if graceful else 1
+    _say_active(server, active)
+    registered = server.refusal is None
+    server.deregister()
+    if not graceful:
+        server.send_on(SENT_ON)
+    if registered and server.has_frontends:
+        await asyncio.sleep(DEREGISTERED_S)
+    server.refuse(LEAVING)
+    await server.prefilled.wait()
+    if graceful:
+        _say_active(server, active - 1)
+    await server.landed.wait()
+    log.info("Last endpoint completed, notifying all waiters", worker=server.worker)
+
+
+def _say_active(server: Server, active: int) -> None:
+    log.info(f"Active graceful endpoints: {active}", worker=server.worker, in_flight=server.in_flight)
+
+
+@contextlib.asynccontextmanager
+async def _grace(grace_s: float, hurried: asyncio.Event) -> AsyncIterator[None]:
+    """Raise TimeoutError when the grace is over, or as soon as there is a hurry."""
+    loop = asyncio.get_running_loop()
+    async with asyncio.timeout(grace_s) as timer:
+        hurry = loop.create_task(hurried.wait())
+
+        def end(hurry: "asyncio.Task[Literal[True]]") -> None:
+            if not hurry.cancelled():
+                timer.reschedule(loop.time())
+
+        hurry.add_done_callback(end)
+        try:
+            yield
+        finally:
+            hurry.remove_done_callback(end)
+            hurry.cancel()
+
+
+@contextlib.contextmanager
+def or_exit(seconds: float, code: int) -> Iterator[None]:
+    """End the process with `code` if this does not end in time, even where it holds up the event loop."""
+    timer = threading.Timer(seconds, os._exit, (code,))
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()

@@ -3,17 +3,16 @@
     start ── joined ──▶ serving ◀──── resume ────┐
                            │  └── drain ──▶ drained (still there, takes nothing new)
                            ├── stop wanted ──▶ drain within the grace ──▶ left, exit 0
-                           └── engine dead ──▶ streams sent elsewhere ──▶ left, exit 4
+                           └── it cannot go on ──▶ streams sent elsewhere ──▶ left, exit 1
 
 It folds nothing: the journal hears from it, and the controller's wishes reach it as requests on the bus that may be
 repeated. Without a bus it serves all the same.
 """
 
 import asyncio
-import contextlib
 import os
 import socket
-from collections.abc import Mapping
+from collections.abc import Coroutine, Mapping
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
 
@@ -33,21 +32,21 @@ from events.observations import (
     canary_key,
 )
 from workers.engines.engine import Engine, EngineDead
-from workers.exits import FELL
+from workers.exits import FELL, HUNG
 from workers.obedience import Obedience, Place
 from workers.server import Server
-from workers.shutdown import LEAVING, drain
+from workers.shutdown import CLEANUP_S, LEAVING, depart, or_exit
 
 if TYPE_CHECKING:
     from events.bus import Bus, Handler
     from workers.gpu import DeviceWatch
 
 BEAT_S = 1.0
-CHECK_S = 1.0
+CHECK_S = 2.0
 CHECK_S_MAX = 10.0  # a check that takes longer is a dead engine
 START_S_MAX = 600.0  # loading weights
 DEVICES_S_MAX = 10.0  # the driver's own start; later it is waited for no longer
-STOP_S_MAX = 5.0
+STOP_S_MAX = 2.5  # with the server's 1 s and the links' 1.5 s it makes the cleanup's 5 s
 FAULT_SAID_EVERY_S = 10.0  # a raising engine is one fact in a while, not one per request
 LISTEN_RETRY_S = 0.2
 
@@ -56,6 +55,10 @@ log = structlog.get_logger(__name__)
 
 class Retired(EngineDead):
     """The fleet holds this instance for dead: it was silent too long. A new one takes its place."""
+
+
+class Broken(EngineDead):
+    """A part of the worker failed that it cannot do without. The engine is not to blame."""
 
 
 class Worker:
@@ -73,26 +76,36 @@ class Worker:
         self.engine = engine
         self.server = Server(worker=place.name, instance=place.instance, engine=engine)
         self.server.on_fault = self._engine_faulted
-        self.obedience = Obedience(place, engine, self.server, journal, self._say_beat, self._retire)
+        self.obedience = Obedience(
+            place, engine, self.server, journal, self._say_beat, self._retire, self._told_to_stop
+        )
         self.serving = asyncio.Event()  # a flag
         self._journal = journal
         self._bus = bus
         self._devices = devices
         self._beats = 0
         self._dead: asyncio.Future[EngineDead] | None = None
+        self._told = asyncio.Event()  # a flag: the fleet's operator wants it to stop
         self._fault_said_at = float("-inf")
         self._strangers: set[str] = set()
         self._about: dict[str, Any] = {"worker": place.name, "instance": place.instance}
         self._log = log.bind(**self._about)
 
-    async def run(self, stop: asyncio.Event) -> int:
-        """Serve until `stop` is set or the engine dies; return the exit code. Raise EngineDead if it cannot start."""
+    async def run(self, stop: asyncio.Event, hurried: asyncio.Event | None = None) -> int:
+        """Serve until `stop` is set or it cannot go on; return the exit code. Raise EngineDead if it cannot start.
+
+        Once `hurried` is set, the grace of a stop is over.
+        """
         if not await self._started(stop):
             return 0
         self._dead = asyncio.get_running_loop().create_future()
         async with asyncio.TaskGroup() as group:
-            services = [group.create_task(work) for work in (self._beat(), self._watch(), self._listen())]
-            code = await self._until_over(stop)
+            works = {"beat": self._beat(), "watch": self._watch(), "listen": self._listen()}
+            services = [group.create_task(self._critical(name, work)) for name, work in works.items()]
+            try:
+                code = await self._until_over(stop, hurried or asyncio.Event())
+            except Exception as error:  # a mistake of ours, on the way out: it ends all the same, and says so
+                code = await self._fall(broken("shutdown", error))
             for service in services:
                 service.cancel()
         return code
@@ -105,7 +118,7 @@ class Worker:
         if not starting.done():
             starting.cancel()
             await asyncio.wait((starting,), timeout=STOP_S_MAX)
-            await self._end()
+            await self._end(HUNG)
             return False
         starting.result()
         return True
@@ -163,54 +176,79 @@ class Worker:
 
     # --- until it is over
 
-    async def _until_over(self, stop: asyncio.Event) -> int:
+    async def _until_over(self, stop: asyncio.Event, hurried: asyncio.Event) -> int:
         assert self._dead is not None
-        stopped = asyncio.ensure_future(stop.wait())
-        await asyncio.wait((stopped, self._dead), return_when=asyncio.FIRST_COMPLETED)
+        wishes = [asyncio.ensure_future(flag.wait()) for flag in (stop, self._told)]
+        over: list[asyncio.Future[Any]] = [*wishes, self._dead]
+        await asyncio.wait(over, return_when=asyncio.FIRST_COMPLETED)
         self.obedience.stop()
-        if stopped.done():
-            return await self._leave()
-        stopped.cancel()
+        told = any(wish.done() for wish in wishes)
+        for wish in wishes:
+            wish.cancel()
+        if not told:
+            return await self._fall(self._dead.result())
+        leaving = asyncio.ensure_future(self._leave(hurried))
+        over = [leaving, self._dead]
+        await asyncio.wait(over, return_when=asyncio.FIRST_COMPLETED)
+        if leaving.done():
+            return leaving.result()
+        leaving.cancel()  # what it waits for will not come
+        await asyncio.wait((leaving,))
         return await self._fall(self._dead.result())
 
-    async def _leave(self) -> int:
+    async def _leave(self, hurried: asyncio.Event) -> int:
         """Go in good order: told to, and with time to finish what runs."""
-        grace_s = self.place.grace_s
+        grace_s, reason = self.place.grace_s, "operator" if self._told.is_set() else "signal"
         self._log.info("shutdown_began", grace_s=grace_s, in_flight=self.server.in_flight)
-        self._journal.observe(ShutdownBegan(**self._about, mode="graceful", grace_s=grace_s, reason="signal"))
-        draining = asyncio.ensure_future(drain(self.server, LEAVING, grace_s))
-        await self._say_beat()
-        drained = await draining
-        self.server.end_all(LEAVING.reason)  # canaries: who asks them must not take the end for a failure
+        self._journal.observe(ShutdownBegan(**self._about, mode="graceful", grace_s=grace_s, reason=reason))
+        graceful = self.place.graceful_shutdown or self.place.migration_limit == 0  # they could not move
+        drained = await depart(self.server, grace_s, graceful=graceful, hurried=hurried)
         self._journal.observe(
             DrainFinished(**self._about, completed=drained.completed, migrated=drained.migrated)
         )
-        await self._end()
+        await self._end(HUNG)
         self._journal.observe(WorkerLeft(**self._about, mode="graceful", exit=0))
         self._log.info("worker_left", completed=drained.completed, migrated=drained.migrated)
         return 0
 
     async def _fall(self, reason: EngineDead) -> int:
         """Go at once: what the engine held is lost, and its streams are wanted elsewhere."""
-        self._log.critical("worker_falls", reason=str(reason), in_flight=self.server.in_flight)
-        if not isinstance(reason, Retired):
+        self._log.critical(
+            "worker_falls", reason=str(reason), in_flight=self.server.in_flight, exc_info=reason
+        )
+        if not isinstance(reason, Retired | Broken):
             self._journal.observe(EngineFaulted(**self._about, reason=str(reason), fatal=True))
-        self.server.refuse(LEAVING)
-        self.server.end_all(f"engine_shutdown: {reason}")
-        await self._end()
+        self._journal.observe(
+            ShutdownBegan(**self._about, mode="self_initiated", grace_s=0.0, reason=str(reason))
+        )
+        self.server.refusal = LEAVING  # no beat tells of it: its connections end now
+        migrated = self.server.end_all(f"engine_shutdown: {reason}")
+        self._journal.observe(DrainFinished(**self._about, completed=0, migrated=migrated))
+        await self._end(FELL)
         self._journal.observe(WorkerLeft(**self._about, mode="self_initiated", exit=FELL))
         return FELL
 
-    async def _end(self) -> None:
+    async def _end(self, if_hung: int) -> None:
+        """Close the server and stop the engine; end the process with `if_hung` if that cannot be done in time."""
         self.serving.clear()
         if self._devices is not None:
             self._devices.stop()
-        await self.server.close()
-        with contextlib.suppress(TimeoutError, HoldfastError):
-            async with asyncio.timeout(STOP_S_MAX):
-                await self.engine.stop()
+        with or_exit(CLEANUP_S, if_hung):
+            await self.server.close()
+            try:
+                async with asyncio.timeout(STOP_S_MAX):
+                    await self.engine.stop()
+            except Exception as error:  # a dead engine may not even end as it should
+                self._log.warning("engine_not_stopped", error=repr(error))
 
     # --- services
+
+    async def _critical(self, name: str, work: Coroutine[Any, Any, None]) -> None:
+        """Do what the worker cannot do without; should it fail, the worker goes."""
+        try:
+            await work
+        except Exception as error:
+            self.fail(broken(name, error))
 
     async def _beat(self) -> None:
         while True:
@@ -225,7 +263,7 @@ class Worker:
             **self._about,
             "seq": self._beats,
             "load": msgspec.structs.asdict(self.engine.load()),
-            "draining": self.server.refusal is not None,
+            "draining": self.server.draining,
             "at": datetime.now(UTC).isoformat(),
         }
         await self._bus.publish(subjects.beat(self.place.name), body)
@@ -238,16 +276,19 @@ class Worker:
                 async with asyncio.timeout(CHECK_S_MAX):
                     await self.engine.check()
             except TimeoutError:
-                self._die(EngineDead(f"its health check did not answer within {CHECK_S_MAX:g} s"))
+                self.fail(EngineDead(f"its health check did not answer within {CHECK_S_MAX:g} s"))
             except EngineDead as error:
-                self._die(error)
+                self.fail(error)
             await asyncio.sleep(CHECK_S)
 
     def _retire(self) -> None:
-        self._die(Retired())
+        self.fail(Retired())
 
-    def _die(self, reason: EngineDead) -> None:
-        """Note why this worker must go; the first reason stands."""
+    def _told_to_stop(self) -> None:
+        self._told.set()
+
+    def fail(self, reason: EngineDead) -> None:
+        """End this worker: its engine or device is dead, or it is Broken. The first reason stands; exit code 1."""
         if self._dead is not None and not self._dead.done():
             self._dead.set_result(reason)
 
@@ -271,6 +312,7 @@ class Worker:
             (subjects.resume(name), self.obedience.on_resume),
             (subjects.chaos(name), self.obedience.on_chaos),
             (subjects.retire(name), self.obedience.on_retire),
+            (subjects.stop(name), self.obedience.on_stop),
             (subjects.beat(name), self._on_beat),
         ):
             await self._hear(self._bus, subject, handler)
@@ -294,3 +336,10 @@ class Worker:
             self._log.error(
                 "name_taken", other=other, advice="two live workers share this name; give each its own"
             )
+
+
+def broken(part: str, error: Exception) -> Broken:
+    """Return what ends a worker whose part failed with `error`."""
+    broken = Broken(f"{part} failed: {error!r}")
+    broken.__cause__ = error
+    return broken

@@ -1,4 +1,4 @@
-"""The operator's control subjects over NATS, by FastStream: control.drain, .resume, .status and .chaos.
+"""The operator's control subjects over NATS, by FastStream: control.drain, .resume, .restart, .status and .chaos.
 
 Each takes a JSON object and answers with one: `says`, what was done, or `error`, why not. Controllers share
 the subjects as one queue group, so each request is handled once, by whichever controller is there.
@@ -59,6 +59,13 @@ class ResumeBody(Body):
     by: Who = ""
 
 
+class RestartBody(Body):
+    """Let a worker shut down in good order; whoever supervises it starts its successor."""
+
+    worker: Name
+    by: Who = ""
+
+
 class StatusBody(Body):
     """Show the fleet as it is."""
 
@@ -97,6 +104,10 @@ def declare(broker: NatsBroker, operations: Operations | None) -> None:
     @subscribe("resume", ResumeBody.__doc__ or "")  # type: ignore[untyped-decorator]
     async def resume(body: ResumeBody) -> Answer:
         return {"says": await ready().resume(body.worker, body.by)}
+
+    @subscribe("restart", RestartBody.__doc__ or "")  # type: ignore[untyped-decorator]
+    async def restart(body: RestartBody) -> Answer:
+        return {"says": await ready().restart(body.worker, body.by)}
 
     @subscribe("status", StatusBody.__doc__ or "")  # type: ignore[untyped-decorator]
     async def status(body: StatusBody) -> dict[str, Any]:

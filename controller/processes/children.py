@@ -21,6 +21,11 @@ SETTLED_AFTER_S = 3.0  # a life longer than this was no failure to start: the ba
 _PR_SET_PDEATHSIG = 1
 
 
+def shell_status(status: int) -> int:
+    """Return an exit status as a shell says it: 128 + n for a process that signal n ended, 137 for SIGKILL."""
+    return status if status >= 0 else 128 - status
+
+
 def die_with(parent: int) -> Callable[[], None]:
     """Return a preexec function: SIGKILL for the child when `parent` dies, even if it died before we asked."""
     libc = ctypes.CDLL(None, use_errno=True) if sys.platform == "linux" else None

@@ -1,4 +1,4 @@
-"""What an operator types: status, events, drain, resume, chaos, replay."""
+"""What an operator types: status, events, drain, resume, restart, chaos, replay."""
 
 import argparse
 import asyncio
@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from controller.processes import restart
 from controller.processes.operator import Operator, find, who
 from controller.processes.printing import event_line, print_processes, print_status
 from controller.processes.up_flags import positive
@@ -31,6 +32,16 @@ def prepare(name: str, parser: argparse.ArgumentParser) -> Run:
         add("worker", metavar="WORKER")
     if name == "drain":
         add("--deadline", type=positive, metavar="S", help="seconds until what still runs is moved elsewhere")
+    if name == "restart":
+        add("worker", metavar="WORKER", nargs="?")
+        add("--rolling", action="store_true", help="all workers, one after another")
+        add(
+            "--within",
+            type=positive,
+            default=restart.WITHIN_S,
+            metavar="S",
+            help=f"seconds for each worker to leave and come back (default: {restart.WITHIN_S:g})",
+        )
     if name == "events":
         add("--follow", action="store_true", help="go on printing as facts arrive")
         add("--worker", metavar="W", help="only facts about this worker")
@@ -45,8 +56,7 @@ def prepare(name: str, parser: argparse.ArgumentParser) -> Run:
             metavar="X",
             help="corrupt: one token in X; slow: X times; error: X requests; drift: by X",
         )
-    run = {"status": _status, "events": _events, "drain": _drain, "resume": _resume, "chaos": _chaos}[name]
-    return lambda args: asyncio.run(run(args))
+    return lambda args: asyncio.run(COMMANDS[name](args))
 
 
 async def _with(args: argparse.Namespace, verb: str, body: dict[str, Any]) -> dict[str, Any]:
@@ -116,6 +126,28 @@ async def _chaos(args: argparse.Namespace) -> int:
     answer = await _with(args, "chaos", body)
     print(answer.get("says", f"{args.worker}: {args.fault}"))
     return 0
+
+
+async def _restart(args: argparse.Namespace) -> int:
+    if args.rolling == bool(args.worker):
+        raise UsageError("either the name of a WORKER, or --rolling for all of them")
+    operator = await Operator.connect(args.data)
+    try:
+        names = [args.worker] if args.worker else await restart.living(operator)
+        await restart.restart(operator, names, args.within)
+    finally:
+        await operator.close()
+    return 0
+
+
+COMMANDS = {
+    "status": _status,
+    "events": _events,
+    "drain": _drain,
+    "resume": _resume,
+    "restart": _restart,
+    "chaos": _chaos,
+}
 
 
 def prepare_replay(parser: argparse.ArgumentParser) -> Run:

@@ -18,7 +18,7 @@ from collections.abc import Coroutine
 from typing import Any, Literal
 
 from controller.adapters.embedded import Server, Stuck, start_nats, start_postgres
-from controller.processes.children import Child, die_with
+from controller.processes.children import Child, die_with, shell_status
 from controller.processes.fleet_dir import FleetDir
 from controller.processes.kept_server import KeptServer
 from controller.processes.operator import http_ok, reachable
@@ -53,7 +53,7 @@ def left(worker: str, instance: str, status: int) -> WorkerLeft | None:
     if status in (0, FELL):
         return None
     mode: Literal["immediate", "self_initiated"] = "immediate" if status < 0 else "self_initiated"
-    return WorkerLeft(worker=worker, instance=instance, mode=mode, exit=status)
+    return WorkerLeft(worker=worker, instance=instance, mode=mode, exit=shell_status(status))
 
 
 class Supervisor:
@@ -234,7 +234,7 @@ class Supervisor:
 
     def _ended(self, child: Child, status: int) -> None:
         self._check_start(child, status)
-        warn(f"{child.name} ended with status {status}; starting it again")
+        warn(f"{child.name} ended with status {shell_status(status)}; starting it again")
         if child.role == "worker" and (fact := left(child.name, self.instances[child.name], status)):
             self.journal.observe(fact)
 

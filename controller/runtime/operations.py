@@ -1,4 +1,4 @@
-"""What an operator can ask for: drain, resume, status, and rehearsed faults. Wishes become facts; deciding is not done
+"""What an operator can ask for: drain, resume, restart, status, and rehearsed faults. Wishes become facts; deciding is not done
 here.
 
 A wish is checked against the fleet as we know it, so that a misspelt worker is refused at once and not ignored.
@@ -88,6 +88,13 @@ class Operations:
         await self._journal.flush(ASK_S)
         return f"{worker} is to come back, after its next good canary"
 
+    async def restart(self, worker: str, by: str) -> str:
+        """Tell a worker to shut down in good order. Raise UnknownWorker or NotPossible."""
+        known = self._living(worker)
+        await self._ask(worker, subjects.stop(worker), {"instance": known.joined.instance})
+        log.info("restart_asked", worker=worker, by=by)
+        return f"{worker} shuts down; its supervisor starts it again"
+
     async def chaos(
         self, worker: str, fault: str, argument: float | None, duration_s: float | None, by: str
     ) -> str:
@@ -111,8 +118,11 @@ class Operations:
         self, worker: str, fault: str, argument: float | None, duration_s: float | None
     ) -> None:
         body = {"fault": fault, "argument": argument, "duration": duration_s}
+        await self._ask(worker, subjects.chaos(worker), body)
+
+    async def _ask(self, worker: str, subject: str, body: dict[str, Any]) -> None:
         try:
-            answer = await self._bus.request(subjects.chaos(worker), body, ASK_S)
+            answer = await self._bus.request(subject, body, ASK_S)
         except NoAnswer as error:
             raise NotPossible(f"{worker} does not answer: {error}") from error
         if answer.get("error"):

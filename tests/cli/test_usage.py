@@ -13,6 +13,7 @@ from typing import Any, NoReturn
 import pytest
 
 from controller import cli
+from controller.processes.children import shell_status
 from controller.processes.fleet_dir import FleetDir
 from controller.processes.operator import find
 from controller.processes.port import free_port
@@ -49,6 +50,8 @@ def test_without_arguments_it_shows_the_commands() -> None:
         (["demo", "--seconds", "nan"], "'nan' is not a number above 0"),
         (["demo", "--seconds", "5"], "--seconds 10 or more"),
         (["demo", "--speedup", "0"], "'0' is not a number above 0"),
+        (["restart"], "either the name of a WORKER, or --rolling"),
+        (["restart", "w0", "--rolling"], "either the name of a WORKER, or --rolling"),
         (["chaos", "kill", "w0", "3"], "kill takes no number"),
         (["events", "--kind", "nonsense"], "there is no kind 'nonsense'"),
     ],
@@ -238,11 +241,11 @@ def test_every_command_refuses_a_misspelt_setting(command: list[str], tmp_path: 
     refused(done, "HOLDFAST_CONTROLER__CHAOS is not a setting", code=2)
 
 
-@pytest.mark.parametrize(("status", "mode"), [(-9, "immediate"), (1, "self_initiated")])
+@pytest.mark.parametrize(("status", "mode"), [(-9, "immediate"), (70, "self_initiated")])
 def test_the_supervisor_tells_of_a_worker_that_could_not(status: int, mode: str) -> None:
     fact = left("w0", "life-1", status)
     assert fact is not None
-    assert (fact.worker, fact.instance, fact.mode, fact.exit) == ("w0", "life-1", mode, status)
+    assert (fact.worker, fact.instance, fact.mode, fact.exit) == ("w0", "life-1", mode, shell_status(status))
 
 
 @pytest.mark.parametrize("status", [0, FELL])

@@ -49,7 +49,7 @@ def test_every_observation_has_somebody_who_says_it() -> None:
 def test_the_operators_subjects_are_in_the_document() -> None:
     channels = yaml.safe_load((DOCS / "asyncapi.yaml").read_text())["channels"]
     addresses = {channel["address"] for channel in channels.values()}
-    assert {f"control.{verb}" for verb in ("drain", "resume", "status", "chaos")} <= addresses
+    assert {f"control.{verb}" for verb in ("drain", "resume", "restart", "status", "chaos")} <= addresses
     assert "fleet.observed.worker.{worker}.canary_failed" in addresses
     assert "fleet.decided.health_changed" in addresses
 

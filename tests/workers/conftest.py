@@ -7,6 +7,8 @@ import llamacpp
 import pytest
 import uvloop
 import vllm_servers
+from worker_life import begin as begin
+from worker_process import spawn as spawn
 
 
 def pytest_asyncio_loop_factories(

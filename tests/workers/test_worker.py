@@ -1,19 +1,16 @@
 """A worker in the fleet: what it says, what it obeys, and how it goes."""
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable
-from dataclasses import dataclass
 from typing import Any
 
 import pytest
 from engine_contract import prompt
 from plain_frontend import PlainFrontend
 from structlog.testing import capture_logs
+from worker_life import ABOUT, DIED, Begin, Eventually
 
 from events import subjects
-from events.bus import MemoryBus
 from events.errors import HoldfastError
-from events.fact import Fact
 from events.journal.memory import MemoryJournal, MemoryStream
 from events.observations import (
     DrainFinished,
@@ -25,65 +22,8 @@ from events.observations import (
 from workers.engines.engine import Deliver, EngineDead
 from workers.engines.simulated.engine import SimulatedEngine
 from workers.engines.simulated.sequence import Shape
-from workers.engines.simulated.timing import ConstantTiming
 from workers.obedience import Place
 from workers.worker import Worker
-
-Eventually = Callable[..., Awaitable[None]]
-ABOUT = {"worker": "w0", "instance": "i1"}
-
-
-@dataclass
-class Life:
-    """One worker, running in this process, and what the fleet heard of it."""
-
-    worker: Worker
-    stream: MemoryStream
-    bus: MemoryBus
-    stop: asyncio.Event
-    running: asyncio.Task[int]
-
-    @property
-    def facts(self) -> list[Fact]:
-        return [event.fact for event in self.stream.events]
-
-    @property
-    def port(self) -> int:
-        return self.worker.server.address[1]
-
-    @property
-    def beats(self) -> list[Any]:
-        return [body for subject, body in self.bus.said if subject == subjects.beat("w0")]
-
-    async def end(self) -> int:
-        self.stop.set()
-        async with asyncio.timeout(20):
-            return await self.running
-
-
-Begin = Callable[..., Awaitable[Life]]
-
-
-@pytest.fixture
-async def begin(eventually: Eventually) -> AsyncIterator[Begin]:
-    """`await begin(itl_s=…, grace_s=…)` starts a worker."""
-    lives: list[Life] = []
-
-    async def start(itl_s: float = 0.002, engine: SimulatedEngine | None = None, **place: Any) -> Life:
-        stream, bus, stop = MemoryStream(), MemoryBus(), asyncio.Event()
-        engine = engine or SimulatedEngine(Shape(), ConstantTiming(itl_s=itl_s))
-        worker = Worker(
-            Place(name="w0", instance="i1", **place), engine, MemoryJournal(stream, "worker:w0"), bus
-        )
-        life = Life(worker, stream, bus, stop, asyncio.ensure_future(worker.run(stop)))
-        lives.append(life)
-        await eventually(lambda: len(bus.entries) == 5 or life.running.done())  # it listens, or never will
-        return life
-
-    yield start
-    for life in lives:
-        if not life.running.done():
-            await life.end()
 
 
 async def test_a_worker_joins_with_all_that_others_need(begin: Begin) -> None:
@@ -231,13 +171,15 @@ async def test_a_dead_engine_ends_the_worker_at_once(begin: Begin) -> None:
     await frontend.until(lambda: frontend.tokens(stream))
     await life.bus.request(subjects.chaos("w0"), {"fault": "die"})
     async with asyncio.timeout(10):
-        assert await life.running == 4
+        assert await life.running == 1
     await frontend.answer(stream)
     end = frontend.end(stream)
     assert end is not None and (end.error or "").startswith("engine_shutdown")
     assert life.facts[1:] == [
-        EngineFaulted(**ABOUT, reason="the simulated engine died, as the rehearsal asked", fatal=True),
-        WorkerLeft(**ABOUT, mode="self_initiated", exit=4),
+        EngineFaulted(**ABOUT, reason=DIED, fatal=True),
+        ShutdownBegan(**ABOUT, mode="self_initiated", grace_s=0, reason=DIED),
+        DrainFinished(**ABOUT, completed=0, migrated=1),
+        WorkerLeft(**ABOUT, mode="self_initiated", exit=1),
     ]
     frontend.transport.close()
 
@@ -246,8 +188,9 @@ async def test_an_instance_that_the_fleet_holds_for_dead_ends_and_blames_no_engi
     life = await begin(itl_s=0.01)
     await life.bus.request(subjects.retire("w0"), {"instance": ABOUT["instance"]})
     async with asyncio.timeout(10):
-        assert await life.running == 4
-    assert life.facts[1:] == [WorkerLeft(**ABOUT, mode="self_initiated", exit=4)]
+        assert await life.running == 1
+    assert [fact.kind() for fact in life.facts[1:]] == ["shutdown_began", "drain_finished", "worker_left"]
+    assert life.facts[-1] == WorkerLeft(**ABOUT, mode="self_initiated", exit=1)
 
 
 class Stillborn(SimulatedEngine):
@@ -340,7 +283,7 @@ async def test_faults_that_cannot_be_played_are_refused_in_words(
 async def test_two_processes_under_one_name_are_said_in_the_log(begin: Begin, eventually: Eventually) -> None:
     with capture_logs() as logs:
         life = await begin()
-        await eventually(lambda: len(life.bus.entries) == 5)
+        await eventually(lambda: len(life.bus.entries) == 6)
         for _ in range(3):
             await life.bus.publish(subjects.beat("w0"), {"worker": "w0", "instance": "other"})
     assert [line["other"] for line in logs if line["event"] == "name_taken"] == ["other"]

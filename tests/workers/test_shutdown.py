@@ -1,0 +1,253 @@
+"""The three ends of a worker: in good order, by a kill, and because it cannot go on."""
+
+import asyncio
+import signal
+from typing import Any
+
+import pytest
+from engine_contract import prompt
+from plain_frontend import PlainFrontend
+from worker_life import ABOUT, Begin, Eventually, Life
+from worker_process import START_S, Process, Spawn
+
+from events import subjects
+from events.observations import DrainFinished, EngineFaulted, ShutdownBegan, WorkerLeft
+from events.presence import present
+from workers.engines.simulated.engine import SimulatedEngine
+from workers.engines.simulated.sequence import Shape
+from workers.shutdown import budget_s
+
+LAST = "Last endpoint completed, notifying all waiters"
+COMPLETE = "DistributedRuntime shutdown complete"
+
+
+def ended_elsewhere(frontend: PlainFrontend, stream: int) -> bool:
+    end = frontend.end(stream)
+    return end is not None and (end.error or "").startswith("engine_shutdown")
+
+
+async def serving(spawn: Spawn, eventually: Eventually, *flags: str) -> tuple[Process, PlainFrontend]:
+    process = await spawn(*flags)
+    await eventually(lambda: process.ready, START_S)
+    return process, await PlainFrontend.connect(process.port())
+
+
+# --- the budget
+
+
+@pytest.mark.parametrize(
+    ("grace", "orchestrator", "pre_stop", "budget"),
+    [
+        (60, None, 15, 60),
+        (60, 60, 15, 40),  # KServe's recipe, with our cleanup inside
+        (60, 30, 0, 25),  # what Kubernetes and ECS give by default
+        (60, 10, 0, 5),  # Docker
+        (20, 60, 0, 20),
+        (60, 10, 30, 0),
+    ],
+)
+def test_the_grace_fits_into_the_orchestrators(
+    grace: float, orchestrator: float | None, pre_stop: float, budget: float
+) -> None:
+    assert budget_s(grace, orchestrator, pre_stop) == budget
+
+
+async def test_an_orchestrators_grace_is_obeyed_and_said(spawn: Spawn, eventually: Eventually) -> None:
+    flags = ("--grace-s", "60", "--orchestrator-grace-s", "20.5", "--pre-stop", "15")
+    process, frontend = await serving(spawn, eventually, "--itl-ms", "10", *flags)
+    stream = frontend.ask(prompt(), max_tokens=20_000)
+    await frontend.until(lambda: frontend.tokens(stream))
+    process.inner.send_signal(signal.SIGTERM)
+    await frontend.answer(stream)
+    assert ended_elsewhere(frontend, stream)
+    assert await process.ended() == 0
+    assert any('"grace_s": 0.5' in line for line in process.lines)
+    frontend.transport.abort()
+
+
+# --- graceful
+
+
+async def test_the_phases_are_logged_in_the_seeds_words(spawn: Spawn, eventually: Eventually) -> None:
+    process, frontend = await serving(spawn, eventually, "--itl-ms", "2", "--name", "w8")
+    await eventually(lambda: present(process.data), START_S)
+    stream = frontend.ask(prompt(), max_tokens=400)
+    await frontend.until(lambda: frontend.tokens(stream))
+    process.inner.send_signal(signal.SIGTERM)
+    assert len(await frontend.answer(stream)) == 400
+    assert await process.ended() == 0
+    words = ("Active graceful endpoints", LAST, COMPLETE)
+    assert [event for event in process.events if event.startswith(words)] == [
+        "Active graceful endpoints: 2",
+        "Active graceful endpoints: 1",
+        LAST,
+        COMPLETE,
+    ]
+    assert not list((process.data / "run").iterdir()), "its presence is withdrawn"
+
+
+async def test_what_is_on_its_way_is_served_and_what_comes_later_is_refused(begin: Begin) -> None:
+    life = await begin()
+    frontend = await PlainFrontend.connect(life.port)
+    long = frontend.ask(prompt(), max_tokens=2_000)
+    await frontend.until(lambda: frontend.tokens(long))
+    life.stop.set()
+    await frontend.until(lambda: frontend.beats and frontend.beats[-1].draining)
+    assert len(await frontend.answer(frontend.ask(prompt(salt=1)))) == 16
+    late: list[int] = []
+    async with asyncio.timeout(5):
+        while not (late and ended_elsewhere(frontend, late[-1])):
+            late.append(frontend.ask(prompt(salt=2), max_tokens=1))
+            await frontend.answer(late[-1])
+    assert len(await frontend.answer(long)) == 2_000
+    assert await life.end() == 0
+    assert life.facts[2] == DrainFinished(**ABOUT, completed=1 + len(late), migrated=0)
+
+
+async def test_streams_that_decode_go_on_elsewhere_at_once_if_the_endpoint_is_not_graceful(
+    spawn: Spawn, eventually: Eventually
+) -> None:
+    flags = ("--no-graceful-shutdown", "--itl-ms", "5", "--prefill-tokens-per-s", "60")
+    process, frontend = await serving(spawn, eventually, *flags)
+    decoding = frontend.ask(prompt(8), max_tokens=20_000)
+    await frontend.until(lambda: frontend.tokens(decoding))
+    prefilling = frontend.ask(prompt(60, salt=1), max_tokens=20_000)
+    await frontend.until(lambda: frontend.beats and frontend.beats[-1].phase == "prefill")
+    process.inner.send_signal(signal.SIGTERM)
+    await frontend.answer(decoding)
+    assert ended_elsewhere(frontend, decoding)
+    assert not frontend.chunks(prefilling), "it is still in its prefill"
+    assert await frontend.answer(prefilling), "its prefill was waited for, and is not lost"
+    assert ended_elsewhere(frontend, prefilling)
+    assert await process.ended() == 0
+    assert [event for event in process.events if event.startswith("Active")] == [
+        "Active graceful endpoints: 1"
+    ]
+    assert LAST in process.events
+    frontend.transport.abort()
+
+
+async def test_streams_that_cannot_move_are_waited_for_even_then(begin: Begin) -> None:
+    life = await begin(graceful_shutdown=False, migration_limit=0)
+    frontend = await PlainFrontend.connect(life.port)
+    stream = frontend.ask(prompt(), max_tokens=400)
+    await frontend.until(lambda: frontend.tokens(stream))
+    assert await life.end() == 0
+    assert len(frontend.tokens(stream)) == 400
+    frontend.transport.abort()
+
+
+async def test_more_signals_change_nothing(spawn: Spawn, eventually: Eventually) -> None:
+    process, frontend = await serving(spawn, eventually, "--itl-ms", "5")
+    stream = frontend.ask(prompt(), max_tokens=200)
+    await frontend.until(lambda: frontend.tokens(stream))
+    process.inner.send_signal(signal.SIGTERM)
+    await eventually(lambda: "shutdown_began" in process.events)
+    for number in (signal.SIGTERM, signal.SIGINT):
+        process.inner.send_signal(number)
+    assert len(await frontend.answer(stream)) == 200
+    assert await process.ended() == 0
+    assert process.events.count("shutdown_began") == 1
+    assert "signal_ignored" in process.events
+
+
+async def test_a_second_signal_ends_the_grace_where_that_is_wanted(
+    spawn: Spawn, eventually: Eventually
+) -> None:
+    process, frontend = await serving(spawn, eventually, "--itl-ms", "10", "--second-signal", "hurry")
+    stream = frontend.ask(prompt(), max_tokens=20_000)
+    await frontend.until(lambda: frontend.tokens(stream))
+    process.inner.send_signal(signal.SIGTERM)
+    await eventually(lambda: "shutdown_began" in process.events)
+    process.inner.send_signal(signal.SIGTERM)
+    await frontend.answer(stream)
+    assert ended_elsewhere(frontend, stream)
+    assert await process.ended() == 0
+    assert LAST not in process.events and COMPLETE in process.events
+    frontend.transport.abort()
+
+
+async def test_an_operator_asks_for_the_same_over_the_bus(begin: Begin) -> None:
+    life = await begin()
+    answer = await life.bus.request(subjects.stop("w0"), {"instance": "i0"})
+    assert "i0 is gone" in str(answer["error"])
+    answer = await life.bus.request(subjects.stop("w0"), {"instance": "i1"})
+    assert answer == {"stopping": True, "in_flight": 0}
+    async with asyncio.timeout(20):
+        assert await life.running == 0
+    assert life.facts[1] == ShutdownBegan(**ABOUT, mode="graceful", grace_s=60.0, reason="operator")
+
+
+# --- immediate
+
+
+async def test_a_killed_worker_is_137_to_a_shell_and_its_streams_are_cut(
+    spawn: Spawn, eventually: Eventually
+) -> None:
+    process, frontend = await serving(spawn, eventually, "--itl-ms", "10")
+    stream = frontend.ask(prompt(), max_tokens=20_000)
+    await frontend.until(lambda: frontend.tokens(stream))
+    process.inner.kill()
+    await frontend.lost()
+    assert await process.ended() == -signal.SIGKILL
+    assert frontend.end(stream) is None
+    assert not present(process.data)
+
+
+# --- self-initiated
+
+
+class Failing(SimulatedEngine):
+    """An engine whose parts fail on demand."""
+
+    def __init__(self) -> None:
+        super().__init__(Shape())
+        self.check_fails: Exception | None = None
+        self.load_fails = False
+
+    async def check(self) -> None:
+        if self.check_fails:
+            raise self.check_fails
+
+    def load(self) -> Any:
+        if self.load_fails:
+            raise ZeroDivisionError("a mistake of ours")
+        return super().load()
+
+
+async def fallen(life: Life) -> str:
+    """Wait until the worker has fallen; return why, by its own word."""
+    async with asyncio.timeout(20):
+        assert await life.running == 1
+    began = life.facts[-3]
+    assert isinstance(began, ShutdownBegan) and began.mode == "self_initiated"
+    assert life.facts[-1] == WorkerLeft(**ABOUT, mode="self_initiated", exit=1)
+    return began.reason
+
+
+async def test_a_monitor_that_fails_ends_the_worker_and_blames_no_engine(begin: Begin) -> None:
+    engine = Failing()
+    life = await begin(engine=engine)
+    engine.check_fails = RuntimeError("a mistake of ours")
+    assert "watch failed: RuntimeError('a mistake of ours')" in await fallen(life)
+    assert not [fact for fact in life.facts if isinstance(fact, EngineFaulted)]
+
+
+async def test_a_heartbeat_that_fails_ends_the_worker(begin: Begin) -> None:
+    engine = Failing()
+    life = await begin(engine=engine)
+    engine.load_fails = True
+    assert "ZeroDivisionError" in await fallen(life)
+
+
+async def test_an_engine_that_dies_during_the_drain_ends_the_drain(begin: Begin) -> None:
+    life = await begin(itl_s=0.01)
+    frontend = await PlainFrontend.connect(life.port)
+    stream = frontend.ask(prompt(), max_tokens=20_000)
+    await frontend.until(lambda: frontend.tokens(stream))
+    life.stop.set()
+    await frontend.until(lambda: frontend.beats and frontend.beats[-1].draining)
+    life.worker.engine.chaos("die", 0)
+    assert "died" in await fallen(life)
+    assert DrainFinished(**ABOUT, completed=0, migrated=1) in life.facts
+    frontend.transport.abort()

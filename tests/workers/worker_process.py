@@ -1,0 +1,81 @@
+"""Worker processes for the tests, and what they log."""
+
+import asyncio
+import json
+import os
+import sys
+from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+START_S = 20.0
+
+
+@dataclass
+class Process:
+    """A worker process and what it has logged."""
+
+    inner: asyncio.subprocess.Process
+    data: Path
+    lines: list[str] = field(default_factory=list)
+    reader: asyncio.Task[None] | None = None
+
+    @property
+    def ready(self) -> list[dict[str, Any]]:
+        return [line for line in map(_parsed, self.lines) if line.get("event") == "worker_ready"]
+
+    @property
+    def events(self) -> list[str]:
+        """What the log is about, line by line."""
+        return [_parsed(line).get("event", line) for line in self.lines]
+
+    def port(self, number: int = 0) -> int:
+        return urlsplit(self.ready[number]["url"]).port or 0
+
+    async def ended(self) -> int:
+        async with asyncio.timeout(START_S):
+            code = await self.inner.wait()
+            assert self.reader is not None
+            await self.reader
+        return code
+
+
+def _parsed(line: str) -> dict[str, Any]:
+    return json.loads(line) if line.startswith("{") else {}
+
+
+Spawn = Callable[..., Awaitable[Process]]
+
+
+@pytest.fixture
+async def spawn(tmp_path: Path) -> AsyncIterator[Spawn]:
+    """`await spawn("--itl-ms", "5", nats_url=…)` starts a worker process."""
+    processes: list[Process] = []
+
+    async def start(*flags: str, nats_url: str = "", **environment: str) -> Process:
+        inner = await asyncio.create_subprocess_exec(
+            sys.executable, "-m", "workers", "--data", str(tmp_path), *flags,
+            cwd=ROOT, env={**os.environ, "HOLDFAST_NATS_URL": nats_url, **environment},
+            stdout=asyncio.subprocess.DEVNULL, stderr=asyncio.subprocess.PIPE,
+        )  # fmt: skip
+        process = Process(inner, tmp_path)
+
+        async def read() -> None:
+            assert inner.stderr is not None
+            async for line in inner.stderr:
+                process.lines.append(line.decode())
+
+        process.reader = asyncio.ensure_future(read())
+        processes.append(process)
+        return process
+
+    yield start
+    for process in processes:
+        if process.inner.returncode is None:
+            process.inner.kill()
+        await process.ended()
