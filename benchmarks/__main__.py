@@ -15,6 +15,7 @@ BENCHMARKS = {
     "faults": ["benchmarks.faults"],
     "journal": ["benchmarks.journal"],
     "verdict": ["benchmarks.verdict"],
+    "xid": ["benchmarks.xid"],
     "store": ["benchmarks.store"],
     "fold": ["benchmarks.fold"],
     "kv": ["benchmarks.kv"],

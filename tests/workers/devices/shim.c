@@ -1,4 +1,4 @@
-/* A libnvidia-ml.so.1 for tests. What it says stands in the file named by HOLDFAST_SHIM_STATE, which a test changes live. */
+/* A libnvidia-ml.so.1 for tests. What it says stands in the file named by NVML_SHIM_STATE, which a test changes live. */
 #include <fcntl.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -30,7 +30,7 @@ static int seen[DEVICES_MAX], listened[DEVICES_MAX];
 static Gpu *gpu(void *handle) { return state ? &state->gpu[(long)handle - 1] : NULL; }
 
 int nvmlInitWithFlags(unsigned flags) {
-    const char *path = getenv("HOLDFAST_SHIM_STATE");
+    const char *path = getenv("NVML_SHIM_STATE");
     int file = path ? open(path, O_RDWR) : -1;
     if (file < 0) return 9; /* driver not loaded */
     state = mmap(NULL, sizeof(State), PROT_READ | PROT_WRITE, MAP_SHARED, file, 0);

@@ -8,7 +8,7 @@ from pathlib import Path
 
 SOURCE = Path(__file__).with_name("shim.c")
 NAME = "libnvidia-ml.so.1"
-STATE = "HOLDFAST_SHIM_STATE"
+STATE = "NVML_SHIM_STATE"
 DEVICES_MAX = 4
 WELL = {
     "reasons": 0, "clock": 1800, "clock_max": 1980, "temperature": 50, "slowdown": 90,
