@@ -147,3 +147,27 @@ async def test_status_events_and_chaos_as_an_operator_types_them(data: Path) -> 
         assert "nothing to resume" in again.stderr
     finally:
         fleet.stop()
+
+
+async def test_every_kind_of_child_that_is_killed_comes_back(data: Path) -> None:
+    fleet = await Fleet.start(data, *FAST).ready()
+    try:
+        await fleet.healthy(2)
+        whole = await fleet.until(lambda s: {"postgres", "projector"} <= {p["role"] for p in s["processes"]})
+        for killed in whole["processes"]:
+            role, name, pid = killed["role"], killed["name"], killed["pid"]
+            os.kill(pid, signal.SIGKILL)
+            await fleet.until(
+                lambda s, role=role, name=name, pid=pid: any(
+                    (p["role"], p["name"]) == (role, name) and p["pid"] != pid for p in s["processes"]
+                ),
+                60,
+            )
+        await fleet.healthy(2)
+        left = [e.fact for e in await fleet.events() if isinstance(e.fact, WorkerLeft)]
+        assert sorted((f.worker, f.mode, f.exit) for f in left) == [
+            ("w0", "immediate", 137),
+            ("w1", "immediate", 137),
+        ]
+    finally:
+        assert fleet.stop() == 0, fleet.last_words()

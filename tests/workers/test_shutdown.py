@@ -92,7 +92,9 @@ async def test_what_is_on_its_way_is_served_and_what_comes_later_is_refused(begi
     long = frontend.ask(prompt(), max_tokens=2_000)
     await frontend.until(lambda: frontend.tokens(long))
     life.stop.set()
-    await frontend.until(lambda: frontend.beats and frontend.beats[-1].draining)
+    await frontend.until(
+        lambda: frontend.beats and frontend.beats[-1].draining, 1.0
+    )  # it routes nothing from now on
     assert len(await frontend.answer(frontend.ask(prompt(salt=1)))) == 16
     late: list[int] = []
     async with asyncio.timeout(5):
