@@ -4,9 +4,8 @@ import argparse
 import asyncio
 import os
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -17,7 +16,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from controller.profiler.openai_target import OpenAITarget
-from controller.profiler.points import BesidePoint, DecodePoint, PrefillPoint, arrays
+from controller.profiler.points import arrays
 from controller.profiler.sweep import Measuring, Sweep, Told
 from controller.profiler.target import CannotMeasure, Target
 from controller.profiler.worker_target import WorkerTarget
@@ -25,6 +24,7 @@ from events.errors import HoldfastError, UsageError
 
 KEY = "OPENAI_API_KEY"
 DEFAULTS = Sweep()
+NUMBER_MAX = 1_000_000
 
 
 class CannotWrite(HoldfastError):
@@ -75,7 +75,7 @@ def run_cli(args: argparse.Namespace) -> int:
     measured = asyncio.run(_measure(target, args))
     made = arrays(measured.prefill, measured.decode, measured.beside)
     _write(args.output, made)
-    _show(measured, Console())
+    _show(target.name, measured, Console())
     if "pass_ms" in made:
         print(f"what a pass costs for itself: {float(made['pass_ms']):.2f} ms")
     print(f"written: {args.output}")
@@ -84,14 +84,14 @@ def run_cli(args: argparse.Namespace) -> int:
 
 def _numbers(text: str) -> tuple[int, ...]:
     parts = text.split(",")
-    if not all(part.strip().isdigit() and int(part) > 0 for part in parts):
+    if not all(part.strip().isdecimal() for part in parts):
         raise argparse.ArgumentTypeError(f"{text!r} is no list of numbers, such as 128,512,2048")
-    return tuple(sorted({int(part) for part in parts}))
+    return tuple(sorted({_count(part.strip()) for part in parts}))
 
 
 def _count(text: str) -> int:
-    if not text.isdigit() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number from 1")
+    if not text.isdecimal() or len(text) > len(str(NUMBER_MAX)) or not 1 <= int(text) <= NUMBER_MAX:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number from 1 to {NUMBER_MAX:,}")
     return int(text)
 
 
@@ -110,18 +110,7 @@ def _target(args: argparse.Namespace) -> Target:
     )
 
 
-@dataclass(frozen=True, slots=True)
-class Measured:
-    """What a sweep has brought."""
-
-    model: str
-    prefill: Sequence[PrefillPoint]
-    decode: Sequence[DecodePoint]
-    beside: Sequence[BesidePoint]
-    skipped: Sequence[str]
-
-
-async def _measure(target: Target, args: argparse.Namespace) -> Measured:
+async def _measure(target: Target, args: argparse.Namespace) -> Measuring:
     given = {name: value for name in ("lengths", "contexts", "batches") if (value := getattr(args, name))}
     try:
         await target.open()
@@ -131,19 +120,17 @@ async def _measure(target: Target, args: argparse.Namespace) -> Measured:
             raise CannotMeasure(
                 f"no length that was asked for fits into its context of {target.context_tokens} tokens"
             )
+        if min(len(fitting.lengths), len(fitting.contexts)) < 2:
+            raise CannotMeasure("a line takes two points: give two values at least of --isl and of --context")
         with _progress(f"{target.name} at {args.url}", fitting.steps) as told:
             measuring = Measuring(target, fitting, told)
-            prefill, decode, beside = (
-                await measuring.prefill(),
-                await measuring.decode(),
-                await measuring.beside(),
-            )
+            await measuring.run()
     finally:
         await target.close()
-    longer = sorted({*sweep.lengths, *sweep.contexts} - {*fitting.lengths, *fitting.contexts})
-    room = f"more than its context of {target.context_tokens} tokens has room for"
-    said = [f"{', '.join(map(str, longer))} tokens: {room}"] if longer else []
-    return Measured(target.name, prefill, decode, beside, [*said, *measuring.skipped])
+    if longer := sorted({*sweep.lengths, *sweep.contexts} - {*fitting.lengths, *fitting.contexts}):
+        room = f"more than its context of {target.context_tokens} tokens has room for"
+        measuring.skipped.insert(0, f"{', '.join(map(str, longer))} tokens: {room}")
+    return measuring
 
 
 @contextmanager
@@ -188,9 +175,9 @@ def _write(path: Path, made: dict[str, Any]) -> None:
         raise CannotWrite(f"{path} cannot be written: {error.strerror}") from None
 
 
-def _show(measured: Measured, console: Console) -> None:
+def _show(model: str, measured: Measuring, console: Console) -> None:
     """Print what was measured."""
-    table = Table(title=f"{measured.model}: first token of a prompt")
+    table = Table(title=f"{model}: first token of a prompt")
     for name in ("prompt tokens", "ms", "tokens/s"):
         table.add_column(name, justify="right")
     for one in measured.prefill:

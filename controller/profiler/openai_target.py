@@ -17,6 +17,7 @@ ANSWER_S_MAX = 3600.0  # whoever waits for one has a bound on silence
 CLOSE_S_MAX = 10.0
 TOO_MUCH = (400, 413, 422, 429, 503, 529)
 PROBE_WORDS = 200
+TOKENS_MAX = 1 << 30  # of a prompt or an answer: more is a mistake
 WORDS = ("river", "seven", "copper", "morning", "engine", "quiet", "ladder", "paper", "north", "falcon")
 
 
@@ -39,7 +40,7 @@ class OpenAITarget:
             raise CannotMeasure(str(error)) from None
         self.name, meta = about["id"], about.get("meta")
         said = about.get("max_model_len") or (meta.get("n_ctx") if isinstance(meta, dict) else None)
-        self.context_tokens = int(said) if isinstance(said, int | float) and said > 0 else None
+        self.context_tokens = _count(said)
         if await self._takes([10, 11, 12]):
             return
         self._extra = {}
@@ -87,7 +88,7 @@ class OpenAITarget:
             try:
                 if event != b"[DONE]":
                     _take(stream, json.loads(event), at)
-            except (ValueError, LookupError, TypeError, AttributeError):
+            except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
                 stream.end(CannotMeasure(f"{self._url} streams what is no completion"))
 
         try:
@@ -125,5 +126,10 @@ def _take(stream: Stream, said: dict[str, Any], at: float) -> None:
         if choice.get("text") or (choice.get("finish_reason") and not stream.said_at):
             stream.said(at)
     if usage := said.get("usage"):
-        stream.prompt_tokens = int(usage.get("prompt_tokens") or stream.prompt_tokens)
-        stream.tokens = int(usage.get("completion_tokens") or stream.tokens)
+        stream.prompt_tokens = _count(usage.get("prompt_tokens")) or stream.prompt_tokens
+        stream.tokens = _count(usage.get("completion_tokens")) or stream.tokens
+
+
+def _count(said: Any) -> int | None:
+    """Return a number of tokens that a server says; None if it says none that could be."""
+    return said if isinstance(said, int) and 0 < said <= TOKENS_MAX else None

@@ -4,13 +4,13 @@
     decode    a batch of so many answers at once behind prompts of so many tokens: the time between two tokens
     beside    a short prompt while one answer is said: the time between the two tokens between which it is computed
 
-Every prompt of the first is new from its first token on, so that no prefix cache answers. A batch's prompts are computed once
-before they are asked for again together: where there is a prefix cache they then begin at the same time, and where there
-is none they begin one after another; only the time in which all of them are answered counts. A batch of which the engine
-runs only a part at once, or for which it has no room, is left out, and larger ones with it.
+Every prompt of the first is new from its first token on, so that no prefix cache answers. The batches of a context have the
+same prompts, which are computed once before they are asked for together: where there is a prefix cache they then begin at
+the same time, and where there is none they begin one after another; only the time in which all of them are answered counts.
+A batch of which the engine runs only a part at once, or for which it has no room, is left out, and larger ones with it.
 
-All points are measured in turn, and then all of them again: what else a machine does for a while spoils one measurement of
-many points, and all of none.
+All points of all three are measured in turn, and then all of them again: what else a machine does for a while spoils one
+measurement of many points, and all of none.
 """
 
 import asyncio
@@ -69,72 +69,84 @@ Told = Callable[[str], None]
 
 
 class Measuring:
-    """One sweep over one target. `skipped` says what was left out, and why."""
+    """One sweep over one target, and what it has brought. `skipped` says what was left out, and why."""
 
     def __init__(self, target: Target, sweep: Sweep, told: Told, seed: int | None = None) -> None:
+        self.decode: list[DecodePoint] = []
+        self.beside: list[BesidePoint] = []
         self.skipped: list[str] = []
         self._target = target
         self._sweep = sweep
         self._told = told
         self._random = random.Random(seed)
+        self._alone: dict[int, list[Stream]] = {length: [] for length in sweep.lengths}
+        self._batches = {context: list(sweep.batches) for context in sweep.contexts}
+        self._lonely = False  # it runs one request at a time
+        self._together: dict[int, list[list[int]]] = {context: [] for context in sweep.contexts}  # prompts
 
-    async def prefill(self) -> list[PrefillPoint]:
-        """Measure how long prompts take. Raise CannotMeasure."""
+    @property
+    def prefill(self) -> list[PrefillPoint]:
+        """How long prompts take."""
+        return [_prefill_point(length, streams) for length, streams in self._alone.items()]
+
+    async def run(self) -> None:
+        """Measure all points, so often. Raise CannotMeasure."""
         for _ in range(WARM_UPS):
             await self._target.ask(self._prompt(min(self._sweep.lengths, default=1)), 1).whole()
-        taken: dict[int, list[Stream]] = {length: [] for length in self._sweep.lengths}
         for _ in range(self._sweep.repeats):
-            for length in list(taken):
-                self._told(f"a prompt of {length} tokens")
-                stream = self._target.ask(self._prompt(length), 1)
-                try:
-                    await stream.whole()
-                except Refused as reason:
-                    self.skipped.append(f"prompts of {length} tokens: {reason}")
-                    taken = {shorter: taken[shorter] for shorter in taken if shorter < length}
-                    break
-                taken[length].append(stream)
-        return [_prefill_point(length, streams) for length, streams in taken.items()]
+            await self._measure_prompts()
+            await self._measure_batches()
+            for _ in range(BESIDE):
+                await self._measure_beside()
 
-    async def decode(self) -> list[DecodePoint]:
-        """Measure how long a step takes each batch at each context. Raise CannotMeasure."""
-        points: list[DecodePoint] = []
-        batches = {context: list(self._sweep.batches) for context in self._sweep.contexts}
-        for _ in range(self._sweep.repeats):
-            for context, sizes in batches.items():
-                for place, batch in enumerate(sizes):
-                    try:
-                        self._told(f"{batch} at once, {context} tokens each")
-                        points.append(await self._batch(batch, context))
-                    except Refused as reason:
-                        self.skipped.append(f"{batch} at once, {context} tokens each: {reason}")
-                        del sizes[place:]
-                        break
-        return points
-
-    async def beside(self) -> list[BesidePoint]:
-        """Measure how long a step takes that computes a short prompt as well. Raise CannotMeasure."""
-        length, context = min(self._sweep.lengths), min(self._sweep.contexts)
-        points = []
-        for _ in range(self._sweep.repeats * BESIDE):
-            self._told(f"a prompt of {length} tokens beside an answer")
-            answer = self._target.ask(self._prompt(context), self._sweep.tokens)
-            await answer.begins()
-            prompt = self._target.ask(self._prompt(length), 1)
+    async def _measure_prompts(self) -> None:
+        for length in list(self._alone):
+            self._told(f"a prompt of {length} tokens")
+            stream = self._target.ask(self._prompt(length), 1)
             try:
-                await answer.whole()
-            finally:
-                await prompt.whole()
-            if (found := beside_point(answer, prompt, length)) is not None:
-                points.append(found)
-        return points
+                await stream.whole()
+            except Refused as reason:
+                self.skipped.append(f"prompts of {length} tokens: {reason}")
+                self._alone = {one: self._alone[one] for one in self._alone if one < length}
+                break
+            self._alone[length].append(stream)
+
+    async def _measure_batches(self) -> None:
+        for context, sizes in self._batches.items():
+            for place, batch in enumerate(sizes):
+                try:
+                    self._told(f"{batch} at once, {context} tokens each")
+                    self.decode.append(await self._batch(batch, context))
+                except Refused as reason:
+                    self.skipped.append(f"{batch} at once, {context} tokens each: {reason}")
+                    del sizes[place:]
+                    break
+
+    async def _measure_beside(self) -> None:
+        length, context = min(self._alone, default=0), min(self._batches, default=0)
+        if not length or not context or self._lonely:
+            return
+        self._told(f"a prompt of {length} tokens beside an answer")
+        answer = self._target.ask(self._prompt(context), self._sweep.tokens)
+        await answer.begins()
+        prompt = self._target.ask(self._prompt(length), 1)
+        try:
+            await _whole(answer, prompt)
+        except Refused as reason:
+            self._lonely = True
+            self.skipped.append(f"a prompt of {length} tokens beside an answer: {reason}")
+            return
+        if (found := beside_point(answer, prompt, length)) is not None:
+            self.beside.append(found)
 
     async def _batch(self, batch: int, context: int) -> DecodePoint:
-        prompts = [self._prompt(context) for _ in range(batch)]
+        known = self._together[context]
+        known += [self._prompt(context) for _ in range(batch - len(known))]
+        prompts = known[:batch]
         for prompt in prompts:
             await self._target.ask(prompt, 1).whole()
         try:
-            return await self._together(prompts, context, self._sweep.tokens)
+            return await self._at_once(prompts, context, self._sweep.tokens)
         except NotTogether:
             room = self._target.context_tokens
             longer = min(
@@ -142,14 +154,11 @@ class Measuring:
             )
             if longer <= self._sweep.tokens:
                 raise
-            return await self._together(prompts, context, longer)
+            return await self._at_once(prompts, context, longer)
 
-    async def _together(self, prompts: Sequence[list[int]], context: int, tokens: int) -> DecodePoint:
+    async def _at_once(self, prompts: Sequence[list[int]], context: int, tokens: int) -> DecodePoint:
         streams = [self._target.ask(prompt, tokens) for prompt in prompts]
-        ends = await asyncio.gather(*(stream.whole() for stream in streams), return_exceptions=True)
-        for end in ends:  # once none of them runs any more
-            if end is not None:
-                raise end
+        await _whole(*streams)
         if short := [stream for stream in streams if stream.tokens < tokens]:
             raise CannotMeasure(
                 f"an answer ended after {short[0].tokens} of {tokens} tokens: the engine does not obey ignore_eos"
@@ -158,6 +167,13 @@ class Measuring:
 
     def _prompt(self, length: int) -> list[int]:
         return [self._random.randrange(*TOKEN_IDS) for _ in range(length)]
+
+
+async def _whole(*streams: Stream) -> None:
+    """Wait until none of them runs any more. Raise what the first of those that failed says."""
+    for end in await asyncio.gather(*(stream.whole() for stream in streams), return_exceptions=True):
+        if end is not None:
+            raise end
 
 
 def point(streams: Sequence[Stream], asked: int, tokens: int) -> DecodePoint:

@@ -24,6 +24,7 @@ class WorkerTarget:
         self._writer: asyncio.StreamWriter | None = None
         self._reading: asyncio.Task[None] | None = None
         self._welcome: asyncio.Future[Welcome] | None = None
+        self._broken: CannotMeasure | None = None
 
     async def open(self) -> None:
         where = urlsplit(self._url)
@@ -48,6 +49,7 @@ class WorkerTarget:
             error = CannotMeasure(f"{self._url} is no worker, or broke off: {broken}")
         if self._welcome is not None and not self._welcome.done():
             self._welcome.set_exception(error)
+        self._broken = error
         for stream in self._streams.values():
             stream.end(error)
 
@@ -77,6 +79,9 @@ class WorkerTarget:
     def ask(self, prompt: list[int], tokens: int) -> Stream:
         assert self._writer is not None
         number, stream = next(self._numbers), Stream(prompt_tokens=len(prompt))
+        if self._broken is not None:
+            stream.end(self._broken)
+            return stream
         self._streams[number] = stream
         sampling = Sampling(max_tokens=tokens, ignore_eos=True)
         request = Generate(number, f"profile-{number}", prompt, len(prompt), sampling)

@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 import time
+from collections import Counter
 from collections.abc import AsyncIterator, Iterator
 from contextlib import contextmanager
 from itertools import product
@@ -56,35 +57,54 @@ def swept(server: LawfulServer, **sweep: Any) -> tuple[OpenAITarget, Measuring]:
 async def test_what_is_measured_over_http_is_what_is_known(server: LawfulServer) -> None:
     target, measuring = swept(server)
     await target.open()
-    prefill, decode = await measuring.prefill(), await measuring.decode()
+    await measuring.run()
     await target.close()
-    assert [one.tokens for one in prefill] == [64, 1024]
-    assert all(about(one.ttft_ms, server.ttft_ms(one.tokens)) for one in prefill)
-    assert [(one.batch, one.asked) for one in decode] == [(1, 64), (8, 64), (1, 512), (8, 512)]
-    assert all(about(one.itl_ms, server.itl_ms(one.batch, one.context)) for one in decode)
+    assert [one.tokens for one in measuring.prefill] == [64, 1024]
+    assert all(about(one.ttft_ms, server.ttft_ms(one.tokens)) for one in measuring.prefill)
+    assert [(one.batch, one.asked) for one in measuring.decode] == [(1, 64), (8, 64), (1, 512), (8, 512)]
+    assert all(about(one.itl_ms, server.itl_ms(one.batch, one.context)) for one in measuring.decode)
     assert measuring.skipped == []
 
 
-async def test_no_prompt_is_in_any_prefix_cache(server: LawfulServer) -> None:
-    target, measuring = swept(server, contexts=(64,), batches=(2,))
+async def test_all_points_are_measured_in_turn_before_any_is_measured_again(server: LawfulServer) -> None:
+    told: list[str] = []
+    target = OpenAITarget(server.url)
+    sweep = Sweep(lengths=(16, 32), batches=(1, 2), contexts=(16,), repeats=2, tokens=8)
+    measuring = Measuring(target, sweep, told.append)
     await target.open()
-    await measuring.prefill()
-    alone = [tuple(body["prompt"][:16]) for body in server.bodies[1:]]
-    await measuring.decode()
+    await measuring.run()
     await target.close()
-    assert len(set(alone)) == len(alone) > 2
-    batch = [tuple(body["prompt"]) for body in server.bodies[len(alone) + 1 :]]
-    assert batch[:2] == batch[2:] and len(set(batch)) == 2  # computed once, and then asked for together
+    once, again = told[: len(told) // 2], told[len(told) // 2 :]
+    assert once == again and set(once) == {
+        "a prompt of 16 tokens",
+        "a prompt of 32 tokens",
+        "1 at once, 16 tokens each",
+        "2 at once, 16 tokens each",
+        "a prompt of 16 tokens beside an answer",
+    }
+    assert len(told) == sweep.steps
+
+
+async def test_no_prompt_is_in_any_prefix_cache(server: LawfulServer) -> None:
+    target, measuring = swept(server, contexts=(64,), batches=(2, 3), lengths=(20, 40), repeats=2)
+    await target.open()
+    await measuring.run()
+    await target.close()
+    prompts = [tuple(body["prompt"]) for body in server.bodies[1:]]
+    alone = [prompt for prompt in prompts if len(prompt) < 64]
+    assert len({prompt[:16] for prompt in alone}) == len(alone) > 2
+    seen = Counter(prompt for prompt in prompts if len(prompt) == 64)
+    assert sorted(seen.values(), reverse=True)[:4] == [8, 8, 4, 1]  # each alone first, and then together
 
 
 async def test_a_server_that_takes_text_only_counts_its_tokens_itself() -> None:
     server = await LawfulServer(text_only=True).start()
-    target, measuring = swept(server, batches=(1,))
+    target, measuring = swept(server, contexts=())
     await target.open()
-    prefill = await measuring.prefill()
+    await measuring.run()
     await target.close()
     await server.stop()
-    assert [one.tokens for one in prefill] == [64, 1024]
+    assert [one.tokens for one in measuring.prefill] == [64, 1024]
     assert isinstance(server.bodies[-1]["prompt"], str)
 
 
@@ -99,21 +119,21 @@ async def test_a_server_that_takes_text_and_counts_nothing_cannot_be_measured() 
 
 async def test_tokens_without_an_event_of_their_own_are_counted() -> None:
     server = await LawfulServer(silent_tokens=3, decode=(10.0, 0.0, 0.0)).start()
-    target, measuring = swept(server, batches=(2,), contexts=(64, 128), tokens=24)
+    target, measuring = swept(server, batches=(2,), contexts=(64, 128), lengths=(), tokens=24)
     await target.open()
-    points = await measuring.decode()
+    await measuring.run()
     await target.close()
     await server.stop()
-    assert all(about(one.itl_ms, 10.0) for one in points)
+    assert len(measuring.decode) == 2 and all(about(one.itl_ms, 10.0) for one in measuring.decode)
 
 
 async def test_batches_that_do_not_run_together_are_left_out(server: LawfulServer) -> None:
     server.batch_max = 2
-    target, measuring = swept(server, batches=(2, 4, 8), contexts=(64,))
+    target, measuring = swept(server, batches=(2, 4, 8), contexts=(64,), lengths=())
     await target.open()
-    points = await measuring.decode()
+    await measuring.run()
     await target.close()
-    assert [one.batch for one in points] == [2]
+    assert [one.batch for one in measuring.decode] == [2]
     assert len(measuring.skipped) == 1 and measuring.skipped[0].startswith("4 at once, 64 tokens each")
 
 
@@ -134,10 +154,11 @@ def _said(at: float) -> Stream:
 
 async def test_lengths_that_the_server_refuses_are_left_out() -> None:
     server = await LawfulServer(context=1000).start()
-    target, measuring = swept(server, lengths=(64, 512, 1024))
+    target, measuring = swept(server, lengths=(64, 512, 1024), contexts=())
     await target.open()
     assert target.context_tokens == 1000
-    assert [one.tokens for one in await measuring.prefill()] == [64, 512]
+    await measuring.run()
+    assert [one.tokens for one in measuring.prefill] == [64, 512]
     assert "the context is exceeded" in measuring.skipped[0]
     await target.close()
     await server.stop()
@@ -148,7 +169,7 @@ async def test_answers_that_end_early_are_an_error(server: LawfulServer) -> None
     target, measuring = swept(server)
     await target.open()
     with pytest.raises(CannotMeasure, match="ignore_eos"):
-        await measuring.decode()
+        await measuring.run()
     await target.close()
 
 
