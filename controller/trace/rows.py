@@ -9,11 +9,11 @@ Plain or gzip. Nothing is kept: a file of any length is read in bounded memory.
 
 import gzip
 import io
-import math
+import re
 import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
-from datetime import datetime
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import IO, cast
 
@@ -25,9 +25,12 @@ BLOCK_TOKENS = 512
 LINE_MAX = 16 << 20  # characters
 HASH_MAX = 2**64 - 1
 TOKENS_MAX = 1 << 30  # of a prompt or an answer: more is a mistake, and would not fit into memory
+MS_MAX = 1e15  # 30,000 years: the nanoseconds of a clock are no milliseconds
 GZIP = b"\x1f\x8b"
 _MOONCAKE = "a line is a JSON object of timestamp (ms), input_length, output_length and hash_ids"
-_AZURE = "a line is TIMESTAMP,ContextTokens,GeneratedTokens"
+_HEADER = "TIMESTAMP,ContextTokens,GeneratedTokens"
+_AZURE = f"a line is {_HEADER}"
+_TOKENS = re.compile(r"\s*-?[0-9]{1,18}\s*", re.ASCII)
 
 
 class BadTrace(HoldfastError):
@@ -134,8 +137,10 @@ def _rows(lines: IO[str]) -> Iterator[tuple[int, Row | str]]:
     for number, line in _numbered(lines):
         if len(line) >= LINE_MAX:
             yield number, f"it is longer than {LINE_MAX} characters"
-        elif number == 1 and line.upper().startswith("TIMESTAMP,"):
+        elif number == 1 and line.strip().upper() == _HEADER.upper():
             is_azure = True
+        elif number == 1 and not line.isspace() and not line.lstrip().startswith("{"):
+            yield number, f"it is neither the header {_HEADER} nor a request; {_MOONCAKE}"
         elif not line.isspace():
             yield number, azure.row(line) if is_azure else _mooncake(line)
 
@@ -174,17 +179,21 @@ class _Azure:
         if len(fields) != 3:
             return f"{len(fields)} fields; {_AZURE}"
         try:
-            when = datetime.fromisoformat(fields[0]).replace(tzinfo=None)
-            self._began = self._began or when
-            return Row((when - self._began).total_seconds() * 1e3, int(fields[1]), int(fields[2]))
+            when = datetime.fromisoformat(fields[0])
         except ValueError as error:
             return f"{error}; {_AZURE}"
+        for field in fields[1:]:
+            if not _TOKENS.fullmatch(field):
+                return f"{field[:40]!r} is no number of tokens; {_AZURE}"
+        when = when if when.tzinfo else when.replace(tzinfo=UTC)
+        self._began = self._began or when
+        return Row((when - self._began).total_seconds() * 1e3, int(fields[1]), int(fields[2]))
 
 
 def _fault(row: Row, last: float, block_tokens: int | None) -> str:
     """Return what is wrong with a request, or nothing."""
-    if not math.isfinite(row.timestamp) or row.timestamp < 0:
-        return f"a timestamp of {row.timestamp:g} ms"
+    if not 0 <= row.timestamp <= MS_MAX:
+        return f"a timestamp of {row.timestamp:g} ms: none can be below 0, or above {MS_MAX:g}"
     if row.timestamp < last:
         return f"a timestamp of {row.timestamp:.0f} ms after one of {last:.0f}: times never go back"
     if row.input_length < 0 or row.output_length < 0:

@@ -35,8 +35,8 @@ def test_an_azure_trace_counts_time_from_its_first_request(tmp_path: Path) -> No
     first, second = read(written(tmp_path, AZURE + lines))
     assert first == Row(0.0, 374, 44, [])
     assert (second.timestamp, second.input_length) == (pytest.approx(4314.579, abs=0.01), 396)
-    (later,) = read(written(tmp_path, AZURE + "2024-05-10 00:00:00+00:00,1,2\n"))
-    assert later == Row(0.0, 1, 2, [])
+    zones = "2024-05-10 00:00:00+00:00,1,2\n2024-05-10 02:00:01+02:00,3,4\n"
+    assert list(read(written(tmp_path, AZURE + zones))) == [Row(0, 1, 2, []), Row(1000, 3, 4, [])]
 
 
 BAD = {
@@ -45,6 +45,9 @@ BAD = {
     '{"timestamp": 0, "input_length": 1}': "required field `output_length`",
     '{"timestamp": 0, "input_length": "many", "output_length": 1}': "got `str`",
     '{"timestamp": -1, "input_length": 1, "output_length": 1}': "a timestamp of -1 ms",
+    '{"timestamp": 1e300, "input_length": 1, "output_length": 1}': "a timestamp of 1e+300 ms",
+    '{"timestamp": NaN, "input_length": 1, "output_length": 1}': "malformed",
+    '{"timestamp": 1e400, "input_length": 1, "output_length": 1}': "out of range",
     '{"timestamp": 0, "input_length": -1, "output_length": 1}': "none can be below 0",
     '{"timestamp": 0, "input_length": 1, "output_length": -1}': "none can be below 0",
     '{"timestamp": 0, "input_length": 99999999999, "output_length": 1}': "none can be above 1073741824",
@@ -78,13 +81,24 @@ def test_times_never_go_back(tmp_path: Path) -> None:
     [
         ("2023-11-16 18:15:46.68", "line 2: 1 fields; a line is TIMESTAMP,"),
         ("yesterday,1,2", "line 2: Invalid isoformat string: 'yesterday'"),
-        ("2023-11-16 18:15:46,many,2", "line 2: invalid literal for int"),
+        ("2023-11-16 18:15:46,many,2", "line 2: 'many' is no number of tokens; a line is TIMESTAMP,"),
+        ("2023-11-16 18:15:46,1_0,2", "line 2: '1_0' is no number of tokens"),
+        (f"2023-11-16 18:15:46,{'9' * 5000},2", "line 2: '9{40}' is no number of tokens"),
         ("2023-11-16 18:15:46,-4,2", "line 2: lengths of -4 and 2 tokens"),
     ],
 )
 def test_a_bad_line_of_an_azure_trace_is_named(line: str, says: str, tmp_path: Path) -> None:
     with pytest.raises(BadTrace, match=says):
         list(read(written(tmp_path, AZURE + line + "\n")))
+
+
+@pytest.mark.parametrize("header", ["TIMESTAMP,GeneratedTokens,ContextTokens", "TIMESTAMP,ContextTokens", "a,b,c"])
+def test_columns_of_other_names_or_in_another_order_are_refused(header: str, tmp_path: Path) -> None:
+    path = written(tmp_path, f"{header}\n2023-11-16 18:15:46,1000,5\n")
+    with pytest.raises(BadTrace, match=f"line 1: it is neither the header {AZURE.strip()} nor a request"):
+        list(read(path))
+    with pytest.raises(BadTrace, match="holds no request: .*line 1: it is neither"):
+        list(read(path, skip_bad=True))
 
 
 @pytest.mark.parametrize("text", ["", "\n\n", AZURE])
