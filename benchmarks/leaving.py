@@ -26,10 +26,10 @@ from typing import Any
 import psutil
 
 from benchmarks.faults import spread
+from controller.adapters.free_port import free_port
 from controller.demo.clients import Received, Users
 from controller.demo.fleet import Fleet
 from controller.processes.operator import find, http_ok
-from controller.processes.port import free_port
 from controller.trace.replay.endpoint import Endpoint
 from events.fact import Recorded
 from events.observations import DrainFinished, RequestMigrated, WorkerLeft

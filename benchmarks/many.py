@@ -29,7 +29,8 @@ from typing import Any
 
 import psutil
 
-from benchmarks.relay import HOLDFAST, free_port, load
+from benchmarks.relay import HOLDFAST, load
+from controller.adapters.free_port import free_port
 from controller.processes.operator import read_all
 from events.decisions import BreakerOpened, HealthChanged, HealthStatus
 from events.observations import CanaryFailed, EngineFaulted, RequestMigrated, WorkerLeft, WorkerSilent

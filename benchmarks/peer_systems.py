@@ -18,12 +18,12 @@ from typing import Any, Protocol
 
 import aiohttp
 
+from controller.adapters.free_port import free_port
 from controller.demo.clients import Received
 from controller.demo.fleet import Fleet, NotAsExpected
 from controller.frontend.templates import SIM_TEMPLATE
 from controller.frontend.tokens import BUILTIN_FILE
 from controller.processes.children import die_with
-from controller.processes.port import free_port
 from events.observations import RequestMigrated
 
 ENGINES, ENGINES_FLAT = 3, 2

@@ -16,7 +16,6 @@ import asyncio
 import contextlib
 import json
 import os
-import socket
 import statistics
 import subprocess
 import sys
@@ -30,18 +29,12 @@ from typing import Any
 import uvloop
 
 from benchmarks.load import measure, parser, percentiles
+from controller.adapters.free_port import free_port
 from controller.adapters.request_plane import Address, RequestPlane
 from events.wire import Generate, Sampling
 
 HOLDFAST = str(Path(sys.executable).with_name("holdfast"))
 READY_S = 20.0
-
-
-def free_port() -> int:
-    """Return a port that is free now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 @contextlib.contextmanager

@@ -7,10 +7,19 @@ import json
 import os
 import shutil
 import subprocess
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from controller.adapters.embedded_server import Server, ServerFailed, check_port, spawn, until, using
+from controller.adapters.embedded_server import (
+    Server,
+    ServerFailed,
+    check_port,
+    somewhere,
+    spawn,
+    until,
+    using,
+)
 
 MAX_PAYLOAD = 4 * 1024 * 1024
 REFUSES = b"JetStream failed to store a msg"
@@ -33,10 +42,14 @@ async def start_nats(
 ) -> Server:
     """Start nats-server with JetStream in `directory` and return once it takes connections.
 
-    `port` 0 lets the server choose. `sync_interval` is "always" (an acknowledged message is on the disk) or a
+    `port` 0 is any that is free. `sync_interval` is "always" (an acknowledged message is on the disk) or a
     duration such as "2m"; what the server made of it is read back into `.effective`. Raise PortInUse,
     DirectoryInUse, ServerFailed.
     """
+    return await somewhere(port, partial(_start, directory, sync_interval, max_payload))
+
+
+async def _start(directory: Path, sync_interval: str, max_payload: int, port: int) -> Server:
     with using(directory):
         process, log = await _launch(directory, port, sync_interval, max_payload)
     ports = directory / f"nats-server_{process.pid}.ports"
@@ -89,7 +102,7 @@ def _configured(directory: Path, port: int, sync_interval: str, max_payload: int
 
 def _config(directory: Path, port: int, sync_interval: str, max_payload: int) -> str:
     return f"""# written by holdfast at each start
-listen: "127.0.0.1:{port or -1}"
+listen: "127.0.0.1:{port}"
 http: "127.0.0.1:-1"
 ports_file_dir: {_quoted(directory)}
 max_payload: {max_payload}

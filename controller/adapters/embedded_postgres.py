@@ -16,26 +16,25 @@ import subprocess
 import tempfile
 import time
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from controller.adapters.embedded_server import (
     START_DEADLINE_S,
-    PortInUse,
     Server,
     ServerFailed,
     check_port,
     die_with,
     environment,
-    free_port,
     identity,
     libc,
+    somewhere,
     spawn,
     until,
     using,
 )
 
 CONNECTIONS_MAX = 50
-PORT_TRIES = 2
 ROLE = "holdfast"
 UNPRIVILEGED = "nobody"  # who runs postgres when we are root: it refuses root
 
@@ -67,7 +66,7 @@ async def start_postgres(directory: Path, *, port: int = 0, database: str = "hol
             place = _Place(install, directory, held, user)
             if not _initialised(directory):
                 await _initdb(place)
-            return await _start_somewhere(place, port, database)
+            return await somewhere(port, partial(_start, place, database))
     finally:
         os.close(held)
 
@@ -95,15 +94,7 @@ class _Place:
         return str(self.install / "bin" / name)
 
 
-async def _start_somewhere(place: _Place, port: int, database: str) -> Server:
-    """Start on `port`, or on any: a free one may be gone again when postgres asks for it."""
-    for _ in range(PORT_TRIES if not port else 0):
-        with contextlib.suppress(PortInUse):
-            return await _start(place, free_port(), database)
-    return await _start(place, port or free_port(), database)
-
-
-async def _start(place: _Place, port: int, database: str) -> Server:
+async def _start(place: _Place, database: str, port: int) -> Server:
     log = place.directory / "postgres.log"
     process = await spawn(_command(place, port), place.directory, log, user=place.user, fds=(place.held,))
     url = f"postgresql://{ROLE}@127.0.0.1:{port}/{database}"

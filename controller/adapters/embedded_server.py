@@ -9,17 +9,19 @@ import pwd
 import signal
 import socket
 import subprocess
-from collections.abc import Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from controller.adapters.free_port import free_port
 from events.errors import HoldfastError
 
 START_DEADLINE_S = 30.0  # a broker with millions of messages, a database in recovery
 STOP_DEADLINE_S = 5.0
 LOCK_WAIT_S = 3.0  # the children of a killed postgres hold its directory for a moment longer
 POLL_S = 0.004
+PORT_TRIES = 2
 PR_SET_PDEATHSIG = 1
 
 libc = ctypes.CDLL(None, use_errno=True)
@@ -191,8 +193,9 @@ def check_port(port: int, what: str) -> None:
             ) from None
 
 
-def free_port() -> int:
-    """Return a port that is free right now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+async def somewhere(port: int, start: Callable[[int], Awaitable[Server]]) -> Server:
+    """Start on `port`, or where that is 0 on a free one, which may be gone again when the server asks for it."""
+    for _ in range(PORT_TRIES if not port else 0):
+        with contextlib.suppress(PortInUse):
+            return await start(free_port())
+    return await start(port or free_port())

@@ -15,9 +15,9 @@ from typing import Any
 
 import psutil
 
+from controller.adapters.free_port import free_port
 from controller.processes.children import die_with
 from controller.processes.operator import Operator, Unreachable, http_ok, read_all
-from controller.processes.port import free_port
 from events.errors import HoldfastError
 from events.fact import Recorded
 

@@ -40,11 +40,3 @@ def _refusal(host: str, port: int, error: OSError) -> HoldfastError:
     if error.errno == errno.EADDRINUSE:
         return PortTaken(f"{host}:{port} cannot be used: {PortTaken.__doc__}")
     return HoldfastError(f"{host}:{port} cannot be used: {error.strerror}")
-
-
-def free_port() -> int:
-    """Return a port of 127.0.0.1 that nobody listens on now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port

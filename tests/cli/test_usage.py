@@ -14,10 +14,10 @@ import pytest
 from commands import run_command
 
 from controller import cli
+from controller.adapters.free_port import free_port
 from controller.processes.children import shell_status
 from controller.processes.fleet_dir import FleetDir
 from controller.processes.operator import find
-from controller.processes.port import free_port
 from controller.processes.printing import print_status
 from controller.processes.up import Supervisor, left
 from workers.exits import FELL

@@ -17,7 +17,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 from roles import Process, Roles
 
-from controller.processes.port import free_port
+from controller.adapters.free_port import free_port
 
 TOKENS = 150
 NO_PLANNED_MOVES = {"HOLDFAST_FRONTEND__MOVING__ON_DRAIN": "finish"}  # they are no failures, and cost nothing

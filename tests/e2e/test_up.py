@@ -13,8 +13,8 @@ import pytest
 import pytest_asyncio
 from fleet import holdfast, running
 
+from controller.adapters.free_port import free_port
 from controller.demo.fleet import Fleet, gone
-from controller.processes.port import free_port
 from events.observations import WorkerJoined, WorkerLeft
 from workers.keeper import NAME
 

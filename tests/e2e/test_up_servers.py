@@ -9,9 +9,9 @@ from pathlib import Path
 
 from fleet import running
 
+from controller.adapters.free_port import free_port
 from controller.demo.fleet import Fleet, gone
 from controller.processes.children import die_with
-from controller.processes.port import free_port
 from events.observations import WorkerLeft
 
 FAST = ("--workers", "2", "--canary-interval", "0.5")

@@ -15,7 +15,7 @@ import nats
 import psutil
 import pytest
 
-from controller.adapters import embedded_postgres
+from controller.adapters import embedded_postgres, free_port
 from controller.adapters.embedded import (
     DirectoryInUse,
     PortInUse,
@@ -24,6 +24,7 @@ from controller.adapters.embedded import (
     start_nats,
     start_postgres,
 )
+from controller.adapters.embedded_server import PORT_TRIES, somewhere
 
 pytestmark = pytest.mark.servers
 Eventually = Callable[..., Awaitable[None]]
@@ -78,6 +79,36 @@ async def test_a_port_in_use_is_one_clear_sentence(tmp_path: Path) -> None:
         for start in (start_nats, start_postgres):
             with pytest.raises(PortInUse, match=f"port {port}.*taken"):
                 await start(tmp_path / "server", port=port)
+
+
+async def test_no_port_of_ours_is_one_that_the_kernel_gives_to_whoever_connects(
+    own_nats: Server, postgres_server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Otherwise it could be another's when its server is started again."""
+    assert max(own_nats.port, postgres_server.port) <= free_port.HIGHEST < free_port._kernels_lowest()
+    monkeypatch.setattr(free_port, "NAMES_MAX", len(free_port._names) + 4)
+    monkeypatch.setattr(free_port, "HIGHEST", free_port.LOWEST + 2)
+    found = [free_port.free_port() for _ in range(4)]
+    assert len(set(found)) == 4, "the same twice, before anybody listens there"
+    assert found[3] > free_port.HIGHEST
+
+
+@pytest.mark.parametrize("tries", [PORT_TRIES, PORT_TRIES + 1])
+async def test_a_free_port_that_is_gone_again_is_not_the_last(nats_server: Server, tries: int) -> None:
+    asked: list[int] = []
+
+    async def start(port: int) -> Server:
+        asked.append(port)
+        if len(asked) <= tries:
+            raise PortInUse("taken")
+        return nats_server
+
+    if tries > PORT_TRIES:
+        with pytest.raises(PortInUse):
+            await somewhere(0, start)
+    else:
+        assert await somewhere(0, start) is nats_server
+    assert len(set(asked)) == PORT_TRIES + 1
 
 
 async def test_a_directory_that_cannot_be_used_is_one_clear_sentence(tmp_path: Path) -> None:

@@ -11,7 +11,8 @@ import pytest
 from nats_world import absorbed, drain, folded, read_all
 
 from controller.adapters.embedded import nats_binary
-from controller.adapters.embedded_server import free_port, spawn
+from controller.adapters.embedded_server import spawn
+from controller.adapters.free_port import free_port
 from events.journal.nats import NatsJournal
 from events.journal.port import Fenced, JournalUnavailable
 

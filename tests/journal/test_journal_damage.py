@@ -12,7 +12,8 @@ import pytest
 from nats_world import Broker, absorbed, drain, folded, make_stream, read_all
 
 from controller.adapters.embedded import nats_binary, start_nats
-from controller.adapters.embedded_server import free_port, spawn
+from controller.adapters.embedded_server import spawn
+from controller.adapters.free_port import free_port
 from events import subjects
 from events.journal.nats import NatsJournal
 from events.journal.port import JournalChanged, JournalUnavailable

@@ -15,7 +15,8 @@ from two_sides import Party, World
 
 from controller.adapters.control_api import ControlApi
 from controller.adapters.embedded import nats_binary
-from controller.adapters.embedded_server import free_port, spawn
+from controller.adapters.embedded_server import spawn
+from controller.adapters.free_port import free_port
 from events import connection
 from events.bus import NatsBus
 from events.channel import WINDOW_BYTES

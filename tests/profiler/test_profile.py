@@ -16,8 +16,8 @@ import numpy as np
 import pytest
 from lawful import LawfulServer
 
+from controller.adapters.free_port import free_port
 from controller.cli import main
-from controller.processes.port import free_port
 from controller.profiler.openai_target import OpenAITarget
 from controller.profiler.points import BesidePoint, DecodePoint, PrefillPoint, arrays
 from controller.profiler.sweep import Measuring, NotTogether, Sweep, beside_point, point

@@ -14,8 +14,8 @@ from pathlib import Path
 
 from llamacpp_build import server_in
 
+from controller.adapters.free_port import free_port
 from controller.processes.children import die_with
-from controller.processes.port import free_port
 
 FOLDER = "TEST_LLAMACPP_DIR"
 STARTS_WITHIN_S = 30.0

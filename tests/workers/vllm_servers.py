@@ -18,8 +18,8 @@ from pathlib import Path
 
 import psutil
 
+from controller.adapters.free_port import free_port
 from controller.processes.children import die_with
-from controller.processes.port import free_port
 
 FOLDER = "TEST_VLLM_DIR"
 STARTS_WITHIN_S = 240.0  # 25 to 50 s on a quiet machine
