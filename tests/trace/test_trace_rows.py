@@ -92,12 +92,14 @@ def test_a_bad_line_of_an_azure_trace_is_named(line: str, says: str, tmp_path: P
         list(read(written(tmp_path, AZURE + line + "\n")))
 
 
-@pytest.mark.parametrize("header", ["TIMESTAMP,GeneratedTokens,ContextTokens", "TIMESTAMP,ContextTokens", "a,b,c"])
+@pytest.mark.parametrize(
+    "header", ["TIMESTAMP,GeneratedTokens,ContextTokens", "TIMESTAMP,ContextTokens", "a,b,c"]
+)
 def test_columns_of_other_names_or_in_another_order_are_refused(header: str, tmp_path: Path) -> None:
     path = written(tmp_path, f"{header}\n2023-11-16 18:15:46,1000,5\n")
     with pytest.raises(BadTrace, match=f"line 1: it is neither the header {AZURE.strip()} nor a request"):
         list(read(path))
-    with pytest.raises(BadTrace, match="holds no request: .*line 1: it is neither"):
+    with pytest.raises(BadTrace, match=r"holds no request: .*line 1: it is neither"):
         list(read(path, skip_bad=True))
 
 
