@@ -98,14 +98,14 @@ async def test_what_is_no_stream_of_events_is_a_body() -> None:
         assert (reply.status, reply.body, reply.fault, taken) == (503, b"data: x", "", [])
     async with answering(
         b"HTTP/1.1 100 Continue\r\n\r\nHTTP/1.1 200 OK\r\nContent-Type: application/json\r\n"
-        + chunked(b"{}", 1)
+        + chunked(b"{}", 1).replace(b": chunked", b":chunked")
     ) as one:
         reply, _ = await asked(one)
         assert (reply.status, reply.body) == (200, b"{}")
 
 
 async def test_a_connection_is_used_again_unless_it_is_closed() -> None:
-    for closing, opened in ((b"", 1), (b"Connection: close\r\n", 3)):
+    for closing, opened in ((b"", 1), (b"Connection:close\r\n", 3)):
         async with answering(STREAM + closing + chunked(EVENTS, 1000)) as one:
             seen = set()
             for _ in range(3):
@@ -156,7 +156,15 @@ async def test_a_connection_that_has_idled_for_long_is_not_used_again(
         ([STREAM + b"Transfer-Encoding: chunked\r\n\r\n5\r\ndata"], "broke off"),
         ([b""], "broke off"),
         ([STREAM + b"Transfer-Encoding: chunked\r\n\r\nxyz\r\n"], "malformed"),
+        (
+            [STREAM + b"Transfer-Encoding: chunked\r\n\r\n-6\r\ndata: {}\n\n"],
+            "malformed",
+        ),  # was read for ever
+        ([STREAM + b"Transfer-Encoding: chunked\r\n\r\n5\r\ndata:xx0\r\n\r\n"], "malformed"),
         ([b"SSH-2.0-OpenSSH_9.2p1\r\n\r\n"], "malformed"),
+        ([b"HTTP/1.1\r\n\r\n"], "malformed"),
+        ([b"HTTP/1.1 OK\r\n\r\n"], "malformed"),
+        ([b"HTTP/1.1 100 Continue\r\n\r\n" * 3000], "broke off"),
     ],
 )
 async def test_what_is_no_whole_answer_is_a_fault(pieces: list[bytes], fault: str) -> None:
@@ -169,11 +177,13 @@ async def test_what_is_no_whole_answer_is_a_fault(pieces: list[bytes], fault: st
 async def test_bounds(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(connection, "HEAD_MAX", 100)
     monkeypatch.setattr(connection, "BODY_MAX", 1000)
+    monkeypatch.setattr(connection, "EVENT_MAX", 1000)
     for answer in (
         b"HTTP/1.1 200 OK\r\nX: " + b"x" * 200,
         b"HTTP/1.1 404 No\r\nContent-Length: 2000\r\n\r\n" + b"x" * 2000,
         STREAM + b"Content-Length: 3000\r\n\r\ndata: " + b"x" * 2000,
         STREAM + b"Transfer-Encoding: chunked\r\n\r\n" + b"0" * 2000,
+        STREAM + b"Transfer-Encoding: chunked\r\n\r\n0\r\n" + b"X: y\r\n" * 50,
     ):
         assert fed(answer, lambda data: [data])[0].how == "malformed", answer[:80]
 

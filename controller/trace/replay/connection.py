@@ -15,7 +15,8 @@ from collections.abc import Callable
 from typing import Any, Literal
 
 HEAD_MAX = 64 << 10  # bytes
-BODY_MAX = 16 << 20  # of what is no stream of events, and of one event
+BODY_MAX = 16 << 20  # of what is no stream of events
+EVENT_MAX = 1 << 20
 SIZE_LINE_MAX = 1024  # of a chunk
 
 now = time.perf_counter
@@ -26,6 +27,9 @@ _JSON = re.compile(
     rb"\ncontent-type:\s*application/json"
 )  # anything else may be events: not all servers say so
 _LENGTH = re.compile(rb"\ncontent-length:\s*(\d+)")
+_CHUNKED = re.compile(rb"\ntransfer-encoding:[^\r\n]*\bchunked\b")
+_CLOSES = re.compile(rb"\nconnection:[^\r\n]*\bclose\b")
+_STATUS = re.compile(rb"http/1\.[01] (\d{3})\b")
 
 
 class Malformed(Exception):
@@ -105,25 +109,31 @@ class Connection(asyncio.Protocol):
     def _head(self, data: bytes) -> bytes:
         """Take in what belongs to the head, and return the rest."""
         self._buffer += data
-        at = self._buffer.find(b"\r\n\r\n")
-        if at < 0:
-            if len(self._buffer) > HEAD_MAX:
-                raise Malformed
-            return b""
-        self.head, rest, self._buffer = self._buffer[:at], self._buffer[at + 4 :], b""
-        head = self.head.lower()
-        if not head.startswith(b"http/1."):
+        while not self._headed:
+            at = self._buffer.find(b"\r\n\r\n")
+            if at < 0:
+                if len(self._buffer) > HEAD_MAX:
+                    raise Malformed
+                return b""
+            self.head, self._buffer = self._buffer[:at], self._buffer[at + 4 :]
+            self._understand(self.head.lower())
+        rest, self._buffer = self._buffer, b""
+        return rest
+
+    def _understand(self, head: bytes) -> None:
+        """Take in a head: of the answer, or of an announcement that goes before it."""
+        found = _STATUS.match(head)
+        if found is None:
             raise Malformed
-        status = int(head.split(b" ", 2)[1][:3])
-        if status < 200:  # only an announcement: the head is still to come
-            return self._head(rest)
+        status = int(found[1])
+        if status < 200:
+            return
         self._headed, self.status = True, status
-        self._chunked = b"\ntransfer-encoding: chunked" in head
+        self._chunked = _CHUNKED.search(head) is not None
         self._events = status == 200 and self._take is not None and not _JSON.search(head)
-        self._closes = b"\nconnection: close" in head or head.startswith(b"http/1.0")
+        self._closes = _CLOSES.search(head) is not None or head.startswith(b"http/1.0")
         length = _LENGTH.search(head)
         self._left = int(length.group(1)) if length else None
-        return rest
 
     def _counted(self, data: bytes) -> None:
         """Take in a body that ends after so many bytes, or with the connection."""
@@ -145,6 +155,8 @@ class Connection(asyncio.Protocol):
                 self._skip = 0 if self._need else 2
             elif self._skip:
                 step = min(self._skip, size - at)
+                if not b"\r\n"[-self._skip :].startswith(whole[at : at + step]):
+                    raise Malformed
                 self._skip, at = self._skip - step, at + step
             else:
                 line = whole.find(b"\r\n", at)
@@ -153,10 +165,12 @@ class Connection(asyncio.Protocol):
                         raise Malformed
                     break
                 need = int(whole[at:line].split(b";")[0], 16)
-                if not need:
-                    over = (
-                        whole.find(b"\r\n\r\n", line) >= 0
-                    )  # trailers, if there are any, end as a head does
+                if need < 0:
+                    raise Malformed
+                if not need:  # trailers, if there are any, end as a head does
+                    over = whole.find(b"\r\n\r\n", line) >= 0
+                    if not over and size - at > HEAD_MAX:
+                        raise Malformed
                     break
                 self._need, at = need, line + 2
         self._buffer = whole[at:]
@@ -173,7 +187,7 @@ class Connection(asyncio.Protocol):
             return
         lines = (self._line + data if self._line else data).split(b"\n")
         self._line = lines.pop()
-        if len(self._line) > BODY_MAX:
+        if len(self._line) > EVENT_MAX:
             raise Malformed
         assert self._take is not None
         at = now()
