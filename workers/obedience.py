@@ -135,11 +135,13 @@ class Obedience:
         return {"stopping": True, "in_flight": self._server.in_flight}
 
     def on_distrust(self, subject: str, body: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Send no KV cache to anybody: the fleet has convicted this worker of wrong answers. Without a reason: it may
-        again, for what it computes from now on."""
+        """Send no KV cache to anybody, and use none of what was computed before: the fleet has convicted this worker of
+        wrong answers. Without a reason: it may again, for what it computes from now on."""
         self._check_instance(body)
-        trust = self._server.moves.trust
-        if reason := str(body.get("reason") or ""):
+        trust, reason = self._server.moves.trust, str(body.get("reason") or "")
+        if bool(reason) is not (CONVICTED in trust.doubts):
+            self._engine.trust(not reason)
+        if reason:
             trust.lose(CONVICTED, f"the source is convicted: {reason}")
         else:
             trust.regain(CONVICTED)

@@ -15,7 +15,7 @@ pytestmark = pytest.mark.engines
 from engine_contract import EngineContract, Rig, prompt  # noqa: E402
 
 from events.blocks import local_hashes, sequence_hashes  # noqa: E402
-from events.kv import Cleared  # noqa: E402
+from events.kv import Cleared, Stored  # noqa: E402
 from events.observations import Profile  # noqa: E402
 from workers.engines.engine import Engine, EngineDead  # noqa: E402
 from workers.engines.transformers.engine import TransformersEngine  # noqa: E402
@@ -286,6 +286,18 @@ async def test_what_flipped_weights_have_computed_is_found_by_nobody_once_they_a
     assert again.tokens == plain.tokens and again.chunks[0].cached_tokens == 0
     cleared = [events for _, events in rig.announced if events[0] == Cleared()]
     assert len(cleared) == 2
+
+
+async def test_while_it_is_distrusted_and_after_it_nothing_of_before_is_found(start: Make) -> None:
+    rig = await start(block_tokens=16)
+    found = []
+    for trusted in (None, False, None, True, None):
+        if trusted is not None:
+            rig.engine.trust(trusted)
+        found.append((await rig.ask(prompt(70), max_tokens=2)).chunks[0].cached_tokens)
+    assert found == [0, 0, 0, 0, 64]
+    said = [type(event) for _, events in rig.announced for event in events]
+    assert said == [Stored, Cleared, Stored]
 
 
 async def test_after_a_step_that_failed_or_gave_no_numbers_nothing_is_found(start: Make) -> None:

@@ -45,6 +45,8 @@ class Walk:
             assert said == whole[: len(said)]
             if (id(rigs[0]), key) in self.gone:
                 return
+            if self.draw.random() < 0.05:
+                self.draw.choice(rigs).engine.trust(self.draw.random() < 0.5)
             left -= 1
             if not left:
                 rigs[0].engine.cancel(key)

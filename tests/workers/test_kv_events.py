@@ -4,16 +4,19 @@ is tested in `tests/router/test_kv_following.py`."""
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
+from functools import partial
 
 import pytest
 
 from controller.adapters.embedded import Server
 from controller.adapters.kv_events import KvEvents
 from controller.router.table import Holder
+from events.blocks import local_hashes, sequence_hashes
 from events.connection import Connection
 from events.journal.memory import MemoryJournal, MemoryStream
 from events.kv import Removed, Stored, Tier
 from events.observations import WorkerJoined
+from events.wire import Chunk, Generate, Sampling
 from workers.engines.engine import Announce, Deliver, unheard
 from workers.engines.simulated.engine import SimulatedEngine
 from workers.engines.simulated.sequence import Shape
@@ -46,7 +49,9 @@ async def connection(nats_server: Server) -> AsyncIterator[Connection]:
 
 
 @asynccontextmanager
-async def running(engine: Announcing, connection: Connection) -> AsyncIterator[tuple[Worker, WorkerJoined]]:
+async def running(
+    engine: SimulatedEngine, connection: Connection
+) -> AsyncIterator[tuple[Worker, WorkerJoined]]:
     """A worker that serves, and its registration."""
     stream, stop = MemoryStream(), asyncio.Event()
     publisher = KvPublisher("w0", "i1", connection)
@@ -93,6 +98,41 @@ async def test_frontends_follow_a_worker_from_its_registration_to_its_end(
         assert worker.kv is not None and (worker.kv.said, worker.kv.dropped, worker.kv.blocks) == (3, 0, 3)
     engine.announce(0, [Stored([9])])
     assert worker.kv.blocks == 3  # nobody is told any more
+
+
+async def test_what_a_convicted_worker_has_computed_is_used_by_nobody_even_after_it_was_taken_back(
+    nats_server: Server, connection: Connection, eventually: Eventually
+) -> None:
+    engine, prompt = SimulatedEngine(Shape()), list(range(100, 164))
+    names, holder = sequence_hashes(local_hashes(prompt, engine.shape.block_tokens)), Holder("w0", "i1", 0)
+    said: dict[int, Chunk] = {}
+    async with (
+        running(engine, connection) as (worker, joined),
+        following(nats_server.url, joined) as frontend,
+    ):
+        convicted = partial(worker.obedience.on_distrust, "")
+
+        async def found(key: int) -> int:
+            """Return how much of the prompt the engine has, once a frontend knows all of it."""
+            engine.submit(key, Generate(key, f"r{key}", prompt, len(prompt), Sampling(max_tokens=1)))
+            await eventually(lambda: key in said)
+            return said[key].cached_tokens or 0
+
+        engine.each[0]._deliver = lambda out: said.update(out)
+        assert await found(1) == 0
+        await eventually(lambda: frontend.index.find(names).device == {holder: len(names)})
+        assert await found(2) == 63
+        assert convicted({"instance": "i1", "reason": "corrupt"}) == {"convicted": True}
+        await eventually(lambda: not frontend.index.find(names).device)
+        assert [await found(3), await found(4)] == [0, 0]  # who comes too late leaves nothing either
+        assert convicted({"instance": "i1", "reason": "corrupt"}) == {"convicted": True}
+        assert convicted({"instance": "i1", "reason": ""}) == {"convicted": False}
+        assert await found(5) == 0
+        await eventually(lambda: frontend.index.find(names).device == {holder: len(names)})
+        assert convicted({"instance": "i1", "reason": ""}) == {"convicted": False}  # said twice
+        assert await found(6) == 63
+        assert frontend.index.find(names).device == {holder: len(names)}
+        assert worker.kv is not None and worker.kv.refused == 0
 
 
 async def test_a_worker_whose_engine_announces_nothing_promises_nothing(connection: Connection) -> None:

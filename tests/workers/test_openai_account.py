@@ -13,7 +13,7 @@ from upstream import Upstream
 from vllm_events import Publisher, removed, stored
 
 from events import blocks
-from events.kv import KvEvent, Removed, Stored
+from events.kv import Cleared, KvEvent, Removed, Stored
 from events.wire import Generate, Load, Sampling
 from workers.admin import WorkerMetrics
 from workers.engines.openai.account import UpstreamAccount
@@ -194,6 +194,26 @@ async def test_a_salted_prompt_has_names_of_its_own(
     seed = blocks.seed(namespace="tenant")
     names = blocks.sequence_hashes(blocks.local_hashes(tokens, 32, seed))
     await eventually(lambda: heard.events == [(0, Stored(names))])
+    await rig.engine.stop()
+
+
+async def test_after_a_doubt_nothing_is_found_or_left_in_the_upstreams_cache(
+    upstream: Upstream, publisher: Publisher, eventually: Eventually
+) -> None:
+    heard = Heard()
+    rig = await started(upstream, heard, kv_events=[publisher.endpoint])
+    tokens = prompt(70)
+    await ask(rig, tokens)
+    names = blocks.sequence_hashes(blocks.local_hashes(tokens, 32))
+    await eventually(lambda: heard.events == [(0, Stored(names))])
+    for trusted in (False, True):
+        rig.engine.trust(trusted)
+        for salt in ("", "tenant"):
+            await ask(rig, tokens, cache_salt=salt)
+    salts = [body["cache_salt"] for body in upstream.bodies[-4:]]
+    assert len(set(salts)) == 4 and all(salt.startswith(CANARY_SALT) for salt in salts)
+    publisher.publish(stored([99], tokens[:32], 32))  # by somebody else
+    await eventually(lambda: heard.events[1:] == [(0, Cleared()), (0, Cleared()), (0, Stored(names[:1]))])
     await rig.engine.stop()
 
 

@@ -366,6 +366,7 @@ class ThreadedEngine(Immovable):
         thread.join()
 
     def cancel(self, key: int) -> None: ...
+    def trust(self, trusted: bool) -> None: ...
     def phase(self) -> Phase:
         return Phase()
 

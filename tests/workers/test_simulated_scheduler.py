@@ -1,6 +1,7 @@
 """The simulated engine's scheduler: what it owes every request and every block, and many passes at once."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from types import MappingProxyType
 
 import pytest
 from engine_contract import prompt
@@ -30,12 +31,19 @@ def one_pass(scheduler: Scheduler) -> tuple[Plan, dict[int, list[int]]]:
     return plan, {} if plan.idle else {key: chunk.tokens for key, chunk in scheduler.step()}
 
 
-def played(scheduler: Scheduler, asked: Asked) -> dict[int, list[int]]:
-    """Play requests that come at their passes until nothing is left to do; return what each said, and check the rest."""
+def played(
+    scheduler: Scheduler, asked: Asked, trusted: Mapping[int, bool] = MappingProxyType({})
+) -> dict[int, list[int]]:
+    """Play requests that come at their passes until nothing is left to do; return what each said, and check the rest.
+    `trusted`: at which passes the scheduler is distrusted, or trusted again."""
     listener, said = Listener(), dict[int, list[int]]()
     scheduler.kv.heard = True
     shape, waiting = scheduler.shape, dict(enumerate(asked))
     for now in range(5_000):
+        if now in trusted:
+            scheduler.trust(trusted[now])
+            holds(scheduler, listener)
+            assert not any(listener.held.values()) and scheduler.kv.used == len(scheduler.kv.active)
         for key in [key for key, (when, *_) in waiting.items() if when <= now]:
             _, length, most, canary = waiting.pop(key)
             assert scheduler.submit(key, generate(prompt(length, key % 3), most, canary=canary)) is None
@@ -44,6 +52,7 @@ def played(scheduler: Scheduler, asked: Asked) -> dict[int, list[int]]:
         for key, tokens in out.items():
             said.setdefault(key, []).extend(tokens)
         holds(scheduler, listener)
+        assert scheduler.trusted or not any(listener.held.values())
         assert plan.prefill_tokens + plan.decodes <= shape.prefill_tokens_max or not (
             shape.chunked_prefill or len(plan.prefills) > 1
         )
@@ -99,12 +108,12 @@ def smaller(shape: Shape) -> Shape:
 
 
 @settings(max_examples=150, deadline=None)
-@given(SHAPES, REQUESTS)
+@given(SHAPES, REQUESTS, st.dictionaries(st.integers(0, 40), st.booleans(), max_size=3))
 def test_every_request_is_told_the_undisturbed_answer_and_every_block_is_accounted_for(
-    shape: Shape, asked: Asked
+    shape: Shape, asked: Asked, trusted: dict[int, bool]
 ) -> None:
     roomy = Scheduler(Shape(context_tokens=160))
-    assert played(Scheduler(shape), asked) == played(roomy, asked)
+    assert played(Scheduler(shape), asked, trusted) == played(roomy, asked)
     assert roomy.preemptions == 0
 
 

@@ -190,6 +190,11 @@ class Engine(Protocol):
         ignored."""
         ...
 
+    def trust(self, trusted: bool) -> None:
+        """Let no request find what was computed up to now, and announce that it is gone: it may be wrong. Until it is
+        trusted again, keep nothing for other requests."""
+        ...
+
     def phase(self) -> Phase:
         """Return what the engine is doing. Cheap, never blocks."""
         ...

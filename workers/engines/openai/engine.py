@@ -6,6 +6,7 @@ registration says `exact=False`.
 """
 
 import asyncio
+import secrets
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -15,6 +16,7 @@ import aiohttp
 import msgspec
 import structlog
 
+from events.kv import Cleared
 from events.observations import Profile
 from events.wire import Chunk, Generate, Load
 from workers.engines.engine import (
@@ -30,6 +32,7 @@ from workers.engines.engine import (
 )
 from workers.engines.openai.account import UpstreamAccount
 from workers.engines.openai.handover import TOKENS_MAX, Arriving, Handed, continued, description
+from workers.engines.openai.kv_names import CANARY_SALT
 from workers.engines.openai.reading import Reading
 from workers.engines.openai.upstream import (
     Abilities,
@@ -84,6 +87,8 @@ class OpenAIEngine:
         self.identity = self._identify()
         self._upstream: Upstream | None = None
         self._deliver: Deliver = _nowhere
+        self._announce: Announce = unheard
+        self._apart = False  # every request has a prefix cache of its own
         self._tasks: dict[int, asyncio.Task[None]] = {}
         self._silent: dict[
             int, tuple[float, int]
@@ -98,7 +103,7 @@ class OpenAIEngine:
         self._failures = 0  # checks in a row
 
     async def start(self, deliver: Deliver, announce: Announce = unheard) -> None:
-        self._deliver = deliver
+        self._deliver, self._announce = deliver, announce
         limit = self._settings.batch_max + self._settings.waiting_max
         self._upstream = upstream = Upstream(self._settings.url, self._settings.key, limit)
         self._account = UpstreamAccount(
@@ -195,6 +200,8 @@ class OpenAIEngine:
         request = msgspec.structs.replace(
             request, sampling=msgspec.structs.replace(request.sampling, max_tokens=most)
         )
+        if self._apart and not request.canary:
+            request.cache_salt = CANARY_SALT + secrets.token_hex(16)
         if not self._tasks:
             self._moved_at = time.monotonic()
         self._lengths[key] = len(request.tokens)
@@ -220,6 +227,14 @@ class OpenAIEngine:
         if task := self._tasks.get(key):
             self._forget(key)
             task.cancel()  # closes the connection, which is how an upstream learns that nobody reads
+
+    def trust(self, trusted: bool) -> None:
+        """Have no request find anything in the upstream's prefix cache any more, nor leave anything, as canaries do. We
+        cannot empty that cache, so this stays until the worker ends."""
+        self._apart = True
+        if self.announces:
+            for rank in range(self.identity.dp):
+                self._announce(rank, [Cleared()])
 
     async def _serve(self, key: int, request: Generate, handle: dict[str, Any] | None) -> None:
         assert self._upstream is not None

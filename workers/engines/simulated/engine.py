@@ -76,6 +76,10 @@ class SimulatedEngine:
         rank = self._of(request)
         return rank.reserve(key, request, room_tokens) if isinstance(rank, Rank) else rank
 
+    def trust(self, trusted: bool) -> None:
+        for rank in self.each:
+            rank.trust(trusted)
+
     def phase(self) -> Phase:
         """Return what the rank does that has been at it longest."""
         working = [rank.phase for rank in self.each if rank.phase is not IDLE]

@@ -13,7 +13,7 @@ removed when blocks are evicted or destroyed; nothing is said when blocks come i
 
 from collections.abc import Sequence
 
-from events.kv import KvEvent, Removed, Stored
+from events.kv import Cleared, KvEvent, Removed, Stored
 from workers.engines.simulated.evictors import EvictorKind, evictor
 from workers.engines.simulated.tiers import SlowTiers, Traffic
 
@@ -32,6 +32,7 @@ class KvManager:
         self.heard = False  # whether anybody takes the events
         self.active: dict[int, int] = {}  # how many requests hold each
         self.inactive = evictor(kind)
+        self._kind: EvictorKind = kind
         self._parents: dict[int, int | None] = {}  # of the full blocks that are active or inactive
         self._events: list[KvEvent] = []
         self._made = 0  # partial blocks so far
@@ -182,6 +183,20 @@ class KvManager:
                 insert(block, parents[block])
             else:
                 self._open -= 1
+
+    def forget(self) -> dict[int, int]:
+        """Let no block be found any more. Return what those in use are called now: partial ones, as many hold them as
+        before."""
+        full = [block for block in self.active if block >= 0]
+        renamed = dict(zip(full, self.partials(len(full)), strict=True))
+        self.active = {renamed.get(block, block): held for block, held in self.active.items()}
+        self._open += len(full)
+        self.inactive = evictor(self._kind)
+        self._parents.clear()  # the slower tiers look here, too
+        if self.slow is not None:
+            self.slow.clear()
+        self._events = [Cleared()] if self.heard else []
+        return renamed
 
     def take_events(self) -> list[KvEvent]:
         """Return what has become of full blocks since the last call, in order."""

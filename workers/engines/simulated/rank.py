@@ -71,6 +71,11 @@ class Rank:
         self.scheduler.cancel(key)
         self.kick()
 
+    def trust(self, trusted: bool) -> None:
+        """Let nobody find what is here, nor, until it is trusted, what comes."""
+        self.scheduler.trust(trusted)
+        self._tell()
+
     def export(self, key: int) -> SimulatedExport | None:
         """Prepare to move a request that decodes here."""
         departure = self.transit.depart(key)

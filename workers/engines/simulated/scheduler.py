@@ -40,6 +40,7 @@ class Scheduler:
             shape.kv_blocks, shape.evictor, host_blocks=shape.host_kv_blocks, disk_blocks=shape.disk_kv_blocks
         )
         self.faults = Faults()
+        self.trusted = True
         self.preemptions = 0
         self.batch = Batch(shape.block_tokens)
         self._waiting: deque[Sequence] = deque()
@@ -99,6 +100,14 @@ class Scheduler:
         for key in [*self.batch.sequences, *self._prefilling]:
             self.cancel(key)
         self._waiting.clear()
+
+    def trust(self, trusted: bool) -> None:
+        """Let nobody find what was computed up to now, nor, until it is trusted, what is computed for those who come."""
+        self.trusted = self.transit.trusted = trusted
+        renamed = self.kv.forget()
+        for sequence in [*self.batch.sequences.values(), *self._prefilling.values()]:
+            sequence.forget(renamed)
+        self.transit.forget(renamed)
 
     def _overload(self) -> str | None:
         if len(self._waiting) < self.shape.waiting_max:
@@ -171,7 +180,7 @@ class Scheduler:
 
     def _names(self, sequence: Sequence) -> bool:
         """Whether a sequence's full blocks have names, so that others can find them."""
-        return self.shape.prefix_caching and not sequence.canary
+        return self.shape.prefix_caching and self.trusted and not sequence.canary
 
     def _admit(self, sequence: Sequence, budget: int, *, alone: bool) -> int:
         """Take a sequence's blocks and begin its prefill; return the tokens of its first chunk, 0 if it must wait.

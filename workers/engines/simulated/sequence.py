@@ -1,5 +1,6 @@
 """One request inside the simulated engine, and the bounds it lives in."""
 
+from collections.abc import Mapping
 from collections.abc import Sequence as Sequential
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
@@ -96,6 +97,11 @@ class Sequence:
     def made(self) -> int:
         """Tokens said for this request, here or where it was before its KV cache came."""
         return self.length - self.prompt
+
+    def forget(self, renamed: Mapping[int, int]) -> None:
+        """Go on with blocks that nobody else can find."""
+        self.named = False
+        self.blocks = [renamed.get(block, block) for block in self.blocks]
 
     def name_blocks(self, block_tokens: int) -> list[int]:
         """Return the names of all its full blocks. It is not in the batch."""

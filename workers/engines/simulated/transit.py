@@ -44,6 +44,7 @@ class Arrival:
     cached_tokens: int
     # (rank, block) -> what came; None: it was compared already, and is what it must be.
     taken: dict[tuple[int, int], bytes | None] = field(default_factory=dict)
+    named: bool = True  # its full blocks will have names
     over: str = ""  # why nothing can come any more
 
 
@@ -55,6 +56,7 @@ class Transit:
         self._shape = shape
         self._kv = kv
         self._batch = batch
+        self.trusted = True  # what is here may be found
         self._out: dict[int, Departure] = {}
         self._in: dict[int, Arrival] = {}
         self.held: dict[int, Sequence] = {}
@@ -119,12 +121,13 @@ class Transit:
         tokens, size = request.tokens, self._shape.block_tokens
         room_tokens = min(max(room_tokens, len(tokens)), self._shape.context_tokens)
         # The last token is computed here in any case.
-        names = prefix_names(tokens[:-1], request, size) if self._shape.prefix_caching else []
+        names = prefix_names(tokens[:-1], request, size) if self._names else []
         found = self._kv.cached(names)
         blocks = names[:found] + self._kv.partials(room_tokens // size + 1 - found)
         if not self._kv.use(blocks):
             return f"overloaded: {self._kv.used} of {self._kv.total} KV blocks are in use"
-        self._in[key] = made = Arrival(key, request, room_tokens, blocks, found * size)
+        made = Arrival(key, request, room_tokens, blocks, found * size, named=self._names)
+        self._in[key] = made
         return made
 
     def settle(self, arrival: Arrival, tokens: list[int]) -> None:
@@ -132,7 +135,7 @@ class Transit:
         sequence = Spoken(arrival.key, arrival.request, self._shape, tokens)
         size, blocks = self._shape.block_tokens, arrival.blocks
         full = (len(tokens) - 1) // size
-        sequence.named = self._shape.prefix_caching
+        sequence.named = arrival.named
         if sequence.named:
             names, found = sequence.name_prefix(size), arrival.cached_tokens // size
             self._kv.promote_all(blocks[found:full], names[found:full], names[found - 1] if found else None)
@@ -142,6 +145,20 @@ class Transit:
         del self._in[arrival.key]
         arrival.over = "it has been committed"
         self._batch.enter(sequence)
+
+    def forget(self, renamed: Mapping[int, int]) -> None:
+        """Go on with blocks that nobody else can find."""
+        for sequence in self.held.values():
+            sequence.forget(renamed)
+        for departure in self._out.values():
+            departure.pinned = [renamed.get(block, block) for block in departure.pinned]
+        for arrival in self._in.values():
+            arrival.blocks = [renamed.get(block, block) for block in arrival.blocks]
+            arrival.named = False
+
+    @property
+    def _names(self) -> bool:
+        return self._shape.prefix_caching and self.trusted
 
     def abort(self, arrival: Arrival, why: str = "it has been aborted") -> None:
         """Free the room of a request that does not come."""

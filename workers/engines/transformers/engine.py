@@ -97,6 +97,10 @@ class TransformersEngine:
             self._moves.cancel(key, "it has been cancelled")
         self._put(lambda stepper: stepper.cancel(key))
 
+    def trust(self, trusted: bool) -> None:
+        """Forget the prefix cache before the next step, and keep none until it is trusted."""
+        self._put(lambda stepper: stepper.trust(trusted))
+
     def export(self, key: int) -> TransformersExport | None:
         """Prepare to move a request that decodes."""
         if self._moves is None or self._stepper is None:

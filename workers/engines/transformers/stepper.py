@@ -46,6 +46,7 @@ class Stepper:
         self.limit = min(model.context_tokens, self.blocks.count * settings.block_tokens)
         self.lock = threading.RLock()
         self._prefix_caching = settings.prefix_caching
+        self._trusted = True
         self._eos = _eos(model)
         self._sequences: dict[int, Sequence] = {}
 
@@ -160,6 +161,14 @@ class Stepper:
         self._forget_all()
         return self._failed(list(self._sequences.values()), detail)
 
+    def trust(self, trusted: bool) -> None:
+        """Let nobody find what was computed up to now, nor, until it is trusted, what is computed for those who come."""
+        self._trusted = trusted
+        self._forget_all()
+        with self.lock:
+            for sequence in self._sequences.values():
+                sequence.shares = sequence.shares and trusted
+
     def _operate(self) -> None:
         """Make the bit flips that a rehearsal asked for, or undo them, in the order in which they were asked for: only
         between steps, on the engine's thread."""
@@ -196,7 +205,7 @@ class Stepper:
             canary=request.canary,
             submitted=len(request.tokens),
             salt=blocks.seed(namespace=request.cache_salt),
-            shares=self._prefix_caching and not request.canary,
+            shares=self._prefix_caching and self._trusted and not request.canary,
         )
 
     def _said(self, sequence: Sequence, choice: Choice) -> Chunk:
