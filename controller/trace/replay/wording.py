@@ -19,7 +19,8 @@ Form = Literal["token ids", "text", "chat"]
 VOCABULARY = range(300, 1000)  # any model has these ids, and means nothing special by them
 CACHED_TOKENS_MAX = 8_000_000  # of blocks that are kept as they are written, 4 bytes each
 PROBE_S_MAX = 60.0
-PROBE_WORDS = (20, 220)
+PROBE_TOKENS = 2
+PROBE_TIMES = (1, 4)  # all of our words, so often
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 _COMMON = (
     "the and you that was for are with his they this have from one had word but not what all were when your can said there "
@@ -64,22 +65,33 @@ class Wording:
 
     def body(self, prompt: Prompt, max_tokens: int) -> bytes:
         """Return the body of a request."""
+        return self._around(self._text(prompt), max_tokens)
+
+    def probe(self, times: int) -> bytes:
+        """Return the body of a request with each of our words so often."""
+        return self._around(" ".join(WORDS * times).encode(), PROBE_TOKENS)
+
+    def _around(self, text: bytes, max_tokens: int) -> bytes:
+        return self._before + text + self._after % max_tokens
+
+    def _text(self, prompt: Prompt) -> bytes:
         if not prompt.blocks:
-            text = self._written(prompt.name, self._pieces(prompt.length))
-            return self._before + text + self._after % max_tokens
+            return self._written(prompt.name, max(1, self._pieces(prompt.length)))
         if self._cached is None:
             self._cached = lru_cache(max(1, CACHED_TOKENS_MAX // prompt.block_tokens))(self._written)
-        whole, rest = divmod(prompt.length, prompt.block_tokens)
-        size = self._pieces(prompt.block_tokens)
-        parts = [self._cached(name, size) for name in prompt.blocks[:whole]]
-        if rest:
-            last = self._cached(prompt.blocks[whole], size).split(self._between)
-            parts.append(self._between.join(last[: self._pieces(rest)]))
-        return self._before + self._between.join(parts) + self._after % max_tokens
+        parts: list[bytes] = []
+        begin = end = 0
+        for place, name in enumerate(prompt.blocks, 1):
+            # By where a block ends, not by its length, which would be rounded the same way each time
+            begin, end = end, max(end + 1, self._pieces(place * prompt.block_tokens))
+            parts.append(self._cached(name, end - begin))
+        if (last := max(1, self._pieces(prompt.length) - begin)) < end - begin:
+            parts[-1] = self._between.join(parts[-1].split(self._between)[:last])
+        return self._between.join(parts)
 
     def _pieces(self, tokens: int) -> int:
         """Return of how many ids or words so many tokens are."""
-        return max(1, round(tokens * self._words_per_token))
+        return round(tokens * self._words_per_token)
 
     def _written(self, name: int | str, size: int) -> bytes:
         if self.form == "token ids":
@@ -94,7 +106,7 @@ async def find(endpoint: Endpoint, model: str, *, chat: bool) -> Wording:
     for form in forms:
         for extra in _EXTRAS:
             wording = Wording(model, form, extra=extra)
-            said, _ = await _probe(endpoint, wording, 3)
+            said, _ = await _probe(endpoint, wording, wording.body(Prompt(3, [], 3, "probe"), PROBE_TOKENS))
             if not said and form == "token ids":
                 return wording
             if not said:
@@ -105,8 +117,8 @@ async def find(endpoint: Endpoint, model: str, *, chat: bool) -> Wording:
 async def _measured(endpoint: Endpoint, wording: Wording) -> float:
     """Return how many words make a token, by what the endpoint counts of two prompts: a template's own tokens cancel out."""
     counted = []
-    for count in PROBE_WORDS:
-        said, answer = await _probe(endpoint, wording, count)
+    for times in PROBE_TIMES:
+        said, answer = await _probe(endpoint, wording, wording.probe(times))
         if said or not answer.prompt_tokens:
             raise BadEndpoint(
                 f"{endpoint.url} does not count a prompt's tokens (usage){': ' if said else ''}{said}"
@@ -114,13 +126,12 @@ async def _measured(endpoint: Endpoint, wording: Wording) -> float:
         counted.append(answer.prompt_tokens)
     if counted[1] <= counted[0]:
         raise BadEndpoint(f"{endpoint.url} counts as many tokens in a long prompt as in a short one")
-    return (PROBE_WORDS[1] - PROBE_WORDS[0]) / (counted[1] - counted[0])
+    return (PROBE_TIMES[1] - PROBE_TIMES[0]) * len(WORDS) / (counted[1] - counted[0])
 
 
-async def _probe(endpoint: Endpoint, wording: Wording, length: int) -> tuple[str, Answer]:
-    """Ask for two tokens, and return what was wrong, or nothing, and the answer."""
+async def _probe(endpoint: Endpoint, wording: Wording, body: bytes) -> tuple[str, Answer]:
+    """Ask for a few tokens, and return what was wrong, or nothing, and the answer."""
     answer = Answer()
-    body = wording.body(Prompt(length, [], length, "probe"), 2)
     reply = await endpoint.ask("POST", wording.path, body, take=answer.take, deadline_s=PROBE_S_MAX)
     if reply.fault in ("unreachable", "timeout"):
         raise BadEndpoint(f"{endpoint.url} does not answer: {reply.detail}")
