@@ -1,15 +1,19 @@
 """What comes of one request: when its tokens came, how many they were, and what went wrong."""
 
 from collections.abc import Callable
+from typing import Annotated
 
 import msgspec
 
 from controller.trace.replay.endpoint import Reply, words
 
+_Number = Annotated[int, msgspec.Meta(ge=0)]
+
 
 class _Delta(msgspec.Struct, gc=False):
     content: str | None = None
     reasoning_content: str | None = None
+    reasoning: str | None = None  # the same, of vLLM's newer versions
 
 
 class _Choice(msgspec.Struct, gc=False):
@@ -19,17 +23,17 @@ class _Choice(msgspec.Struct, gc=False):
 
 
 class _Details(msgspec.Struct, gc=False):
-    cached_tokens: int | None = None
+    cached_tokens: _Number | None = None
 
 
 class _Usage(msgspec.Struct, gc=False):
-    prompt_tokens: int | None = None
-    completion_tokens: int | None = None
+    prompt_tokens: _Number | None = None
+    completion_tokens: _Number | None = None
     prompt_tokens_details: _Details | None = None
 
 
 class _Event(msgspec.Struct, gc=False):
-    choices: list[_Choice] = []
+    choices: list[_Choice] | None = None
     usage: _Usage | None = None
     error: msgspec.Raw = msgspec.Raw()
 
@@ -81,9 +85,11 @@ class Answer:
             return
         if said.usage is not None:
             self._count(said.usage)
-        for choice in said.choices:
+        for choice in said.choices or ():
             delta = choice.delta
-            text = choice.text or (delta is not None and (delta.content or delta.reasoning_content))
+            text = choice.text or (
+                delta is not None and (delta.content or delta.reasoning_content or delta.reasoning)
+            )
             if text or (choice.finish_reason and not self.events):  # an only token may bring no text
                 self._token(at)
         if said.error and bytes(said.error) != b"null":

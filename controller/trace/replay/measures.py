@@ -92,7 +92,7 @@ class Measures:
         self.began = self.ended = 0.0
         self.cpu_s = 0.0  # of this process
         self.sent = self.whole = self.failed = self.cut = self.in_flight = self.in_flight_max = 0
-        self.events = self.asked_tokens = self.said_tokens = self.prompt_tokens = 0
+        self.events = self.said_tokens = self.prompt_tokens = 0
         self.shorter = 0  # answers with fewer tokens than asked for
         self.good = 0
         self.cached_known = self.cached_of = self.cached = 0  # answers, tokens of their prompts, of those
@@ -130,7 +130,6 @@ class Measures:
             self.fails(kind, sample)
             return
         self.whole += 1
-        self.asked_tokens += asked
         self.shorter += answer.tokens < asked
         self.prompt_tokens += answer.prompt_tokens
         if answer.cached is not None:
