@@ -66,6 +66,12 @@ LLAMACPP = "llamacpp:requests_processing 1\nllamacpp:requests_deferred 2\n"
         ("vllm:num_requests_running NaN\n", None),
         ("vllm:num_requests_running many\n", None),
         ("vllm:num_requests_running 2\nvllm:kv_cache_usage_perc +Inf\n", Said((RankLoad(2, 0, None),))),
+        ("vllm:num_requests_running 1e30\n", None),
+        *(
+            (VLLM.replace('"400"', f'"{blocks}"'), Said((RankLoad(3, 2, 0.25),), 32, None))
+            for blocks in ("None", "0", "-1", "²", "9" * 30, "9" * 5000)
+        ),
+        (f"llamacpp:requests_processing{{{'a' * 200_000}}} 3\n", Said((RankLoad(3),))),  # not in minutes
     ],
 )
 def test_the_load_is_read_from_every_servers_metrics(text: str, said: Said | None) -> None:

@@ -8,6 +8,7 @@ A batch in which something that we need cannot be read is `Malformed` as a whole
 blocks that they are there after they have gone.
 """
 
+import math
 from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -40,6 +41,7 @@ _STORED = (
 )  # fmt: skip
 _REMOVED = ("block_hashes", "medium", "group_idx", "locality")
 _WHOLE_PREFIX = (None, "full_attention", "mla_attention", "sink_full_attention", "unknown")
+_UNREADABLE = (msgspec.DecodeError, ArithmeticError, LookupError, RecursionError, TypeError, ValueError)
 _TOKEN = next(code for code in "IL" if array(code).itemsize == 4)
 
 
@@ -95,8 +97,10 @@ def read_batch(payload: bytes) -> UpstreamBatch:
         at, events = (said["ts"], said["events"]) if isinstance(said, dict) else said[:2]
         read = [_event(event) for event in events]
         unknown = sum(_kind(event) not in _READERS for event in events)
+        if not math.isfinite(at):
+            raise ValueError(f"its time is {at}")
         return UpstreamBatch(float(at), [event for event in read if event is not None], unknown)
-    except (msgspec.DecodeError, ArithmeticError, LookupError, TypeError, ValueError) as error:
+    except _UNREADABLE as error:
         raise Malformed(f"{type(error).__name__}: {error}") from None
 
 
@@ -125,11 +129,14 @@ def _stored(fields: dict[str, Any], tier: Tier) -> BlocksStored | None:
     if fields.get("kv_cache_spec_kind") not in _WHOLE_PREFIX:
         return None  # a window of the prompt's end: it says nothing of a prefix
     parent, lora = fields["parent_block_hash"], fields.get("lora_name") or ""
+    size, tokens = int(fields["block_size"]), array(_TOKEN, fields["token_ids"])
+    if size < 1 and tokens:
+        raise ValueError(f"a block has {size} tokens")
     return BlocksStored(
         keys=_keys(fields["block_hashes"]),
         parent=None if parent is None else _key(parent),
-        tokens=array(_TOKEN, fields["token_ids"]),
-        block_tokens=int(fields["block_size"]),
+        tokens=tokens,
+        block_tokens=size,
         tier=tier,
         lora=None if fields.get("lora_id") is not None and not lora else str(lora),
         extras=list(fields.get("extra_keys") or ()),

@@ -12,7 +12,6 @@ KV blocks    vllm:cache_config_info
 (1) of 1; `vllm:gpu_cache_usage_perc` in earlier versions
 """
 
-import math
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -21,6 +20,7 @@ from events.wire import Load
 
 EVERY_S = 1.0
 STALE_S = 5.0
+MOST = 1e9  # of anything: what is more is no count, and would not fit into our messages
 
 RUNNING = ("vllm:num_requests_running", "sglang:num_running_reqs", "llamacpp:requests_processing")
 WAITING = ("vllm:num_requests_waiting", "sglang:num_queue_reqs", "llamacpp:requests_deferred")
@@ -31,7 +31,9 @@ KV_BLOCKS = "vllm:cache_config_info"
 RANKS = ("engine", "dp_rank")  # the labels that tell DP ranks apart
 _INTO = {name: place for place, names in enumerate((RUNNING, WAITING, KV_USAGE)) for name in names}
 _SAMPLE = re.compile(rf"^({'|'.join([*_INTO, KV_BLOCKS])})(?:\{{(.*)\}})?[ \t]+(\S+)", re.MULTILINE)
-_LABEL = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
+_LABELS = (*RANKS, "block_size", "num_gpu_blocks")  # by name: anything long would be tried at each letter
+_LABEL = re.compile(rf'\b({"|".join(_LABELS)})="([^"\\]*)"')
+_NUMBER = re.compile("[0-9]{1,9}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,12 +80,12 @@ def _samples(text: str) -> Iterator[tuple[str, dict[str, str], float]]:
             value = float(number)
         except ValueError:
             continue
-        if math.isfinite(value) and value >= 0:
+        if 0 <= value <= MOST:
             yield name, dict(_LABEL.findall(labels)), value
 
 
 def _number(text: str | None) -> int | None:
-    return int(text) if text is not None and text.isdigit() and int(text) > 0 else None
+    return int(text) or None if text is not None and _NUMBER.fullmatch(text) else None
 
 
 @dataclass(slots=True)
