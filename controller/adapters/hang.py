@@ -9,11 +9,25 @@ All of it is arithmetic on instants that are passed in. Our own loop's lag is th
 while this process did not run, nobody could be heard, so the lag is added to everyone's time before anyone is
 judged. A multiple of the *beats'* ages is not taken as the recent step time: a stuck step would raise its own
 limit.
+
+Workers that share a process fall silent together while its loop is late: that is one late process, not so many hung workers.
+
+    A   | | | | |                | | | |        what it was late is known once one of its workers speaks again, and is taken
+    B    | | | | |                | | | |       off the others' silence; while nobody speaks yet, it is given three times what
+    C    | | | hung                             it was late lately. C was silent while the others spoke: it is hung, as soon
+         ──────────  late  ───────────────▶     as if it were alone.
 """
 
 from dataclasses import dataclass
+from math import inf
 
 from events.wire import Beat
+
+OWED_S = 0.1  # a worker with streams of ours open says something as often as that
+OWED_IDLE_S = 1.0  # and any other as often as that
+LATE_S_MIN = 0.06  # how much more than that is remembered: a tick of ours, and a little
+LATE_FACTOR = 3.0
+LATE_MEMORY_S = 30.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,11 +44,47 @@ class HangPolicy:
     step_memory_s_max: float = 10.0
 
 
+class Process:
+    """What all workers of one process have let us hear together. Of a worker that has a process of its own, nothing follows."""
+
+    __slots__ = ("_heard_at", "_late_at", "_worst_s", "late_s", "look_due", "shared")
+
+    def __init__(self, now: float) -> None:
+        self.shared = False  # by more than one worker
+        self.late_s = 0.0  # for how long, all in all, everybody owed us something and nobody spoke
+        self.look_due = inf  # when we look next: time beyond it is our own loop's lag
+        self._heard_at = now
+        self._worst_s = 0.0  # the longest lateness lately
+        self._late_at = -inf  # when that was
+
+    def hear(self, owed_at: float, now: float) -> None:
+        """A worker speaks that owed us something since `owed_at`."""
+        heard_at = min(now, self.look_due)
+        late_s = heard_at - max(owed_at, self._heard_at)
+        if late_s > 0:
+            self.late_s += late_s
+            if late_s > LATE_S_MIN and (late_s >= self._worst_s or now - self._late_at > LATE_MEMORY_S):
+                self._worst_s, self._late_at = late_s, now
+        self._heard_at = now
+
+    def excuse(self, lag_s: float, now: float) -> None:
+        """Our own loop stood still for `lag_s`."""
+        self._heard_at = min(now, self._heard_at + lag_s)
+
+    def excused_s(self, now: float, most_s: float) -> float:
+        """Return how much of a silence until now is the whole process's, and may be mere lateness: at most `most_s`."""
+        if not self.shared or now - self._late_at > LATE_MEMORY_S:
+            return 0.0
+        return min(now - self._heard_at, LATE_FACTOR * self._worst_s, most_s)
+
+
 class Pulse:
     """What one connection has let us hear."""
 
     __slots__ = (
+        "_late_s",
         "_policy",
+        "_process",
         "_recent_s",
         "_stepped_at",
         "age_s",
@@ -44,8 +94,10 @@ class Pulse:
         "prefill_tokens",
     )
 
-    def __init__(self, policy: HangPolicy, now: float) -> None:
+    def __init__(self, policy: HangPolicy, now: float, process: Process | None = None) -> None:
         self._policy = policy
+        self._process = process or Process(now)
+        self._late_s = self._process.late_s  # of its process, when this worker was heard last
         self._recent_s = 0.0  # the slowest step lately, decaying
         self._stepped_at: float | None = None
         self.heard_at = now
@@ -58,8 +110,16 @@ class Pulse:
         """A stream was opened. With the first one, silence begins to count."""
         if not self.open_streams:
             self.heard_at = max(self.heard_at, now)
+            self._late_s = self._process.late_s
             self._stepped_at = None
         self.open_streams += 1
+
+    def hear(self, now: float) -> None:
+        """The worker has said something, whatever it is."""
+        if self._process.shared:
+            self._process.hear(self.heard_at + (OWED_S if self.open_streams else OWED_IDLE_S), now)
+            self._late_s = self._process.late_s
+        self.heard_at = now
 
     def closed(self) -> None:
         """A stream ended."""
@@ -84,8 +144,12 @@ class Pulse:
         self.heard_at = min(now, self.heard_at + lag_s)
 
     def silent_s(self, now: float) -> float:
-        """Return for how long a frame has been owed; 0 when none is."""
-        return now - self.heard_at if self.open_streams else 0.0
+        """Return for how long this worker has been silent and its process was not late; 0 when no frame is owed."""
+        if not self.open_streams:
+            return 0.0
+        process = self._process
+        late_s = process.late_s - self._late_s + process.excused_s(now, self._policy.everyone_s)
+        return now - self.heard_at - late_s
 
     def step_limit_s(self) -> float:
         """Return how old the current step may get."""

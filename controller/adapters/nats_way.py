@@ -9,7 +9,7 @@ import asyncio
 from collections import deque
 from collections.abc import Callable
 
-from controller.adapters.hang import HangPolicy
+from controller.adapters.hang import HangPolicy, Process
 from controller.adapters.ways import Make
 from controller.adapters.worker_line import Line
 from controller.ports import Sink, WorkerUnreachable
@@ -26,8 +26,10 @@ NO_RESPONDERS = "no responders: the worker has gone from the broker"
 class NatsLine(Line):
     """A line over a channel."""
 
-    def __init__(self, frontend: str, policy: HangPolicy, changed: Callable[[], None]) -> None:
-        super().__init__(frontend, policy, changed)
+    def __init__(
+        self, frontend: str, policy: HangPolicy, changed: Callable[[], None], process: Process | None = None
+    ) -> None:
+        super().__init__(frontend, policy, changed, process)
         self._channel: Channel | None = None
         self._unread: deque[tuple[int, int]] = deque()  # requests: where in our stream each ends, its number
         self._read_to = 0  # of the broker's bytes: what lay unread when this silence was first asked about

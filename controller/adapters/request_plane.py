@@ -10,32 +10,40 @@ workers needs no broker and no database: with both dead, it goes on.
 
 import asyncio
 import itertools
+from collections import Counter
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from math import inf
+from typing import NamedTuple
 
 import structlog
 import xxhash
 
-from controller.adapters.hang import HangPolicy
+from controller.adapters.hang import HangPolicy, Process
 from controller.adapters.ways import DirectWay, Way
 from controller.adapters.worker_line import Line, Reader
 from controller.ports import Carrier, Sink, WorkerUnreachable
 from controller.router.trust import Trusted
+from events.observations import WorkerJoined
 from events.subjects import PLANE_SCHEME
 from events.wire import Chunk, Generate, Load, Reserved, Welcome, Why
 
 log = structlog.get_logger(__name__)
 
 
-@dataclass(frozen=True, slots=True)
-class Address:
+class Address(NamedTuple):
     """Where one instance of a worker listens: `tcp://host:port`, or `nats:plane.WORKER.INSTANCE` behind the broker.
-    An empty instance: whoever answers there."""
+    An empty instance: whoever answers there. Workers of the same `process` may share its event loop; empty: it has its own."""
 
     instance: str
     url: str
+    process: str = ""
+
+    @classmethod
+    def of(cls, joined: WorkerJoined) -> "Address":
+        """Return where a worker is that has joined."""
+        return cls(joined.instance, joined.url, f"{joined.topology.host}:{joined.pid}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +70,7 @@ class _Link:
 
     worker: str
     address: Address
+    process: Process | None
     line: Line | None = None
     task: asyncio.Task[None] | None = None
     failures: int = 0  # in a row
@@ -83,6 +92,7 @@ class RequestPlane:
         self._frontend = frontend
         self._limits = limits or PlaneLimits()
         self._links: dict[str, _Link] = {}
+        self._processes: dict[str, Process] = {}
         self._ways: dict[str, Way] = {"tcp": DirectWay()}
         self._group: asyncio.TaskGroup | None = None
         self._streams = itertools.count(1)  # never used twice, over all connections
@@ -119,10 +129,19 @@ class RequestPlane:
             if addresses.get(worker) != link.address:
                 del self._links[worker]
                 self._stop(link)
+        self._house(Counter(address.process for address in addresses.values()))
         for worker, address in addresses.items():
             if worker not in self._links:
-                link = self._links[worker] = _Link(worker, address)
+                link = self._links[worker] = _Link(worker, address, self._processes.get(address.process))
                 self._start(link)
+
+    def _house(self, housed: Counter[str]) -> None:
+        """Know which processes there are, by how many workers each has."""
+        now = asyncio.get_running_loop().time()
+        del housed[""]
+        self._processes = {name: self._processes.get(name) or Process(now) for name in housed}
+        for name, process in self._processes.items():
+            process.shared = housed[name] > 1
 
     def listen(self, changed: Callable[[], None]) -> None:
         """Call `changed` whenever a connection came, went, or changed its standing."""
@@ -203,7 +222,8 @@ class RequestPlane:
         await way.ready()
         async with asyncio.timeout(self._limits.connect_s):
             line = await way.connect(
-                link.address.url, lambda kind: kind(self._frontend, self._limits.hang, self._changed)
+                link.address.url,
+                lambda kind: kind(self._frontend, self._limits.hang, self._changed, link.process),
             )
         link.line = line
         try:
@@ -358,9 +378,10 @@ class RequestPlane:
             now = loop.time()
             if now - due > policy.lag_s:
                 self.late_ticks += 1
-                for line in self._lines():
-                    line.pulse.excuse(now - due, now)
+                self._excuse(now - due, now)
             due = self._look_due = now + policy.tick_s
+            for process in self._processes.values():
+                process.look_due = due
             suspects = [line for line in self._lines() if line.pulse.suspect(now)]
             if suspects:
                 with suppress(TimeoutError):  # one whole turn of the loop, so that what has arrived is read
@@ -368,6 +389,13 @@ class RequestPlane:
                 self._judge([line for line in suspects if not line.readable()], loop.time())
             else:
                 self._everyone_since = None
+
+    def _excuse(self, lag_s: float, now: float) -> None:
+        """Take our own lag off everyone's silence."""
+        for process in self._processes.values():
+            process.excuse(lag_s, now)
+        for line in self._lines():
+            line.pulse.excuse(lag_s, now)
 
     def _lines(self) -> list[Line]:
         return [link.line for link in self._links.values() if link.line is not None and link.line.live]

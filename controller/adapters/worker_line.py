@@ -13,7 +13,7 @@ from typing import cast
 import msgspec
 import structlog
 
-from controller.adapters.hang import HangPolicy, Pulse
+from controller.adapters.hang import HangPolicy, Process, Pulse
 from controller.adapters.reservations import Reservations
 from controller.ports import Carrier, LostCause, Sink, WorkerUnreachable
 from events import wire
@@ -27,7 +27,9 @@ BROKEN = "Stream ended before generation completed"  # the seed's words
 class Line(asyncio.Protocol):
     """A connection from Hello to its end."""
 
-    def __init__(self, frontend: str, policy: HangPolicy, changed: Callable[[], None]) -> None:
+    def __init__(
+        self, frontend: str, policy: HangPolicy, changed: Callable[[], None], process: Process | None = None
+    ) -> None:
         self._frontend = frontend
         self._changed = changed
         self._loop = asyncio.get_running_loop()
@@ -37,7 +39,7 @@ class Line(asyncio.Protocol):
         self._moving = Reservations()
         self._reason = BROKEN
         self._cause: LostCause = "disconnected"
-        self.pulse = Pulse(policy, self._loop.time())
+        self.pulse = Pulse(policy, self._loop.time(), process)
         self.load = wire.Load()
         self.others = wire.Load()  # of it, what is not ours
         self.draining = False
@@ -54,7 +56,8 @@ class Line(asyncio.Protocol):
         self._transport.write(wire.encode(wire.Hello(frontend=self._frontend)))
 
     def data_received(self, data: bytes) -> None:
-        now = self.pulse.heard_at = self._loop.time()
+        now = self._loop.time()
+        self.pulse.hear(now)
         touched: dict[Sink, None] = {}
         try:
             for body in self._split.feed(data):

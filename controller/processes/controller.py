@@ -246,7 +246,7 @@ class Controller:
         elif now - self._led_at < LINGER_S:
             return
         workers = self.view.fleet.workers if self.leading else {}
-        self.plane.want({n: Address(w.joined.instance, w.joined.url) for n, w in workers.items() if w.alive})
+        self.plane.want({n: Address.of(w.joined) for n, w in workers.items() if w.alive})
 
     # --- what is shown --------------------------------------------------------------------------------------
 

@@ -194,9 +194,7 @@ class Frontend:
     def _absorb(self, desk: Desk, hearing: Hearing, view: "FleetView", batch: Sequence[Recorded]) -> None:
         if not batch or any(isinstance(r.fact, WorkerJoined | WorkerLeft | HealthChanged) for r in batch):
             workers = [worker for worker in view.fleet.workers.values() if worker.alive]
-            self._plane.want(
-                {w.joined.worker: Address(w.joined.instance, w.joined.url) for w in workers if w.joined.url}
-            )
+            self._plane.want({w.joined.worker: Address.of(w.joined) for w in workers if w.joined.url})
             hearing.absorb([worker.joined for worker in workers])
         desk.absorb(view.fleet, batch)
 

@@ -125,6 +125,32 @@ async def test_silence_with_open_streams_is_a_hang_within_a_second(road: Road) -
         assert not plane.reachable("w1", "i1")
 
 
+async def test_workers_of_one_process_that_is_late_now_and_then_are_given_time(road: Road) -> None:
+    workers = [ScriptedWorker(f"w{n}", step_s=0.02) for n in range(3)]
+    limits = PlaneLimits(hang=HangPolicy(silence_s=0.6))
+    async with plane_to(road, *workers, limits=limits) as plane:
+        house = {"w0": "h:1", "w1": "h:1", "w2": "h:2"}
+        plane.want({w.name: Address(w.instance, w.url, house[w.name]) for w in workers})
+        await until(lambda: len(plane.connected) == 0)
+        await until(lambda: len(plane.connected) == 3)
+        ears = [Ear() for _ in workers]
+        for worker, ear in zip(workers, ears, strict=True):
+            plane.open(worker.name, worker.instance, question(10_000), ear)
+        await until(lambda: all(ear.tokens for ear in ears))
+        for late in workers[:2]:
+            late.silent = True
+        await asyncio.sleep(0.35)
+        for late in workers[:2]:
+            late.silent = False
+        await asyncio.sleep(0.2)
+        began = time.monotonic()
+        for late in workers[:2]:
+            late.silent = True
+        await until(lambda: all(ear.end for ear in ears[:2]))
+        assert time.monotonic() - began > 0.9
+        assert ears[2].end is None
+
+
 async def test_silence_without_open_streams_is_nothing(road: Road) -> None:
     worker = ScriptedWorker()
     async with plane_to(road, worker) as plane:
