@@ -395,6 +395,16 @@ def test_clearing_makes_everything_before_it_irrelevant() -> None:
     assert feed.next == 23
 
 
+def test_what_was_asked_before_a_clearing_says_nothing_about_what_came_after_it() -> None:
+    feed = Feed(0, Counts(), due=0.0)
+    ask = feed.ask()
+    assert feed.take(batch(20, Cleared(), stored(7)), 0.1) == [Cleared(), stored(7)]
+    feed.take(batch(25, stored(9)), 0.2)  # beyond a gap
+    assert due(feed) == 0.2 and not complete(feed)
+    assert feed.answer(ask, Dump(19, 0, 1, [stored(1)]), 0.3) == ()
+    assert feed.next == 22 and feed.ask() == Ask(0, first=22)
+
+
 def test_a_rank_that_does_not_answer_is_asked_for_ever_but_less_and_less_often() -> None:
     feed = Feed(0, Counts(), due=0.0)
     waits = []

@@ -69,13 +69,40 @@ class Engine:
         return [Stored(names, None, tier), Removed(gone)]
 
 
+class Mute:
+    """Lives of a worker that hear questions and answer none."""
+
+    def __init__(self, connection: Connection, lives: int) -> None:
+        self.connection = connection
+        self.joined = [Engine("mute", f"i{number}").joined for number in range(lives)]
+        self.asked: list[bytes] = []  # where the answers would go
+
+    async def listen(self) -> None:
+        await self.connection.subscribe_raw("kv.ask.mute.*", lambda s, reply, b, h: self.asked.append(reply))
+        await self.connection.client.flush()
+
+
+class Publisher(KvPublisher):
+    """One that can be slow to answer."""
+
+    async def answer_late(self, late_s: float) -> None:
+        """Answer every question so much later from now on."""
+        assert self._heard is not None
+        await self._heard.cancel()
+        answer, loop = self._asked, asyncio.get_running_loop()
+        subject = subjects.kv_ask(self.worker, self.instance)
+        self._heard = await self._connection.subscribe_raw(
+            subject, lambda *question: loop.call_later(late_s, answer, *question)
+        )
+
+
 class Fleet:
     """Engines and their publishers, and frontends that follow them."""
 
     def __init__(self, url: str) -> None:
         self.url = url
         self.engines: dict[str, Engine] = {}
-        self.publishers: dict[str, KvPublisher] = {}
+        self.publishers: dict[str, Publisher] = {}
         self.frontends: list[tuple[KvEvents, asyncio.Task[None]]] = []
         self.connections: list[Connection] = []
 
@@ -84,7 +111,7 @@ class Fleet:
         await self.remove(engine.worker)
         connection = await Connection.open(self.url, engine.worker)
         self.connections.append(connection)
-        publisher = KvPublisher(engine.worker, engine.instance, connection)
+        publisher = Publisher(engine.worker, engine.instance, connection)
         self.engines[engine.worker], self.publishers[engine.worker] = engine, publisher
         publisher.start(engine.dp)
         await publisher.hear()
@@ -229,22 +256,45 @@ async def test_what_was_said_while_the_broker_was_away_is_made_up_for(
             await server.kill()
 
 
-async def test_who_does_not_answer_holds_up_nobody(
+async def test_a_new_frontend_restores_everything_while_events_go_on_and_some_answer_late_or_never(
     nats_server: Server, eventually: Eventually, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """More workers than there are questions at once say nothing at all."""
+    """More workers than there are questions at once say nothing at all, two answer late, and nobody stops caching."""
     monkeypatch.setattr(kv_events, "ASK_S", 0.2)
+    monkeypatch.setattr(kv_ledger, "PART_BLOCKS", 50)
     async with fleet(nats_server.url) as made:
-        mute = await Connection.open(nats_server.url, "mute")
-        made.connections.append(mute)
-        await mute.subscribe_raw(f"{subjects.kv_ask('mute', '*')}", lambda *_: None)
-        frontend = await made.start_frontend()
-        silent = [Engine("mute", f"i{number}").joined for number in range(2 * kv_events.ASKS_MAX)]
-        frontend.absorb([*silent, *(engine.joined for engine in made.engines.values())])
         made.run(3)
+        for name in ("w1", "w.2"):
+            await made.publishers[name].answer_late(0.05)
+        mute = Mute(await Connection.open(nats_server.url, "mute"), 2 * kv_events.ASKS_MAX)
+        made.connections.append(mute.connection)
+        await mute.listen()
+        frontend = await made.start_frontend()
+        frontend.absorb([*mute.joined, *(engine.joined for engine in made.engines.values())])
+        async with asyncio.timeout(20):
+            while frontend.health.complete < 4 or frontend.view.counts.failed < kv_events.ASKS_MAX:
+                made.run()
+                await asyncio.sleep(0.01)
         await eventually(made.right)
-        await eventually(lambda: frontend.view.counts.failed > kv_events.ASKS_MAX)
-        assert frontend.health.complete == 4
+        assert frontend.health.complete == 4 and frontend.view.counts.restored > 0
+
+
+async def test_so_many_questions_are_on_their_way_at_once_and_no_more(
+    nats_server: Server, eventually: Eventually, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kv_events, "ASK_S", 60.0)
+    async with fleet(nats_server.url) as made:
+        mute = Mute(await Connection.open(nats_server.url, "mute"), 3 * kv_events.ASKS_MAX)
+        made.connections.append(mute.connection)
+        await mute.listen()
+        frontend, _ = made.frontends[0]
+        frontend.absorb(mute.joined)
+        for answered in range(3):
+            await eventually(lambda n=answered: len(mute.asked) == kv_events.ASKS_MAX + n)
+            await asyncio.sleep(0.02)  # what is not to come has had its time
+            assert len(mute.asked) == kv_events.ASKS_MAX + answered
+            mute.connection.client.post(mute.asked[answered] + b" ", b"", kv.encode(kv.Refused("not now")))
+            mute.connection.client.write()
 
 
 async def test_what_is_nonsense_is_counted_and_changes_nothing(
