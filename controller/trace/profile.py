@@ -6,19 +6,21 @@
     rests             tokens in a prompt's last block
     outputs, arrivals output lengths; how many requests came at once, and the gaps between
 
-Everything is a count of what was seen; no request's time, lengths and prefix stand together. docs/traces.md says what that loses.
+Everything is a count of what was seen; which time, output length and prompt were one request's is not in it, nor which came
+first. docs/traces.md says what that loses, and what can still be guessed.
 """
 
 import gzip
 import zlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from hashlib import blake2b
 from math import inf
 from pathlib import Path
 
 import msgspec
 
 from controller.trace.rows import BLOCK_TOKENS, BadTrace, Row, opened
-from controller.trace.tree import ALONE, ROOT, Core, Refuse, Tree, accept, depth_class, in_order
+from controller.trace.tree import ALONE, END, ROOT, Core, Node, Refuse, Tree, accept, depth_class, in_order
 
 VERSION = 1
 BYTES_MAX = 1 << 30  # of a profile, not compressed
@@ -67,9 +69,36 @@ def learn(
     if not size:
         raise BadTrace("there is no request to learn from")
     groups[size] = groups.get(size, 0) + 1
+    core = tree.core()
+    core.nodes = _ordered(core.nodes)
     return Profile(
-        VERSION, says, block_tokens, tree.core(), in_order(outputs), in_order(groups), sorted(gaps.items())
+        VERSION, says, block_tokens, core, in_order(outputs), in_order(groups), sorted(gaps.items())
     )
+
+
+def _ordered(nodes: Sequence[Node]) -> list[Node]:
+    """Return the tree of prefixes ordered by what they are: the order in which they were seen tells of single requests."""
+    children: list[list[int]] = [[] for _ in nodes]
+    for place, node in enumerate(nodes):
+        if place:
+            children[node.parent].append(place)
+    marks = [b""] * len(nodes)  # each stands for a prefix and all below it
+    for place in reversed(range(len(nodes))):
+        node = nodes[place]
+        first = marks[node.first] if node.first > ROOT else node.first
+        below = sorted(marks[child] for child in children[place])
+        told = repr((node.blocks, node.visits, node.alone, node.rests, node.lasting, first, below))
+        marks[place] = blake2b(told.encode(), digest_size=16).digest()
+    order = [ROOT]
+    for place in order:  # which grows meanwhile
+        order += sorted(children[place], key=lambda one: (-nodes[one].visits, nodes[one].blocks, marks[one]))
+    moved = {place: number for number, place in enumerate(order)} | {END: END, ALONE: ALONE}
+    return [
+        msgspec.structs.replace(
+            nodes[place], parent=moved[nodes[place].parent], first=moved[nodes[place].first]
+        )
+        for place in order
+    ]
 
 
 def save(profile: Profile) -> bytes:
@@ -96,7 +125,9 @@ def load(path: Path) -> Profile:
 
 
 def is_profile(path: Path) -> bool:
-    """Return whether a file begins as a profile does. One that cannot be read is none."""
+    """Return whether a file begins as a profile does. One that cannot be read is none. Raise BadTrace if it is a pipe."""
+    if path.is_fifo():
+        raise BadTrace(f"{path} is a pipe, which can be read once only: write it to a file first")
     try:
         with opened(path) as text:
             return MARK in text.read(100)

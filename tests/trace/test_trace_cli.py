@@ -2,7 +2,9 @@
 
 import gzip
 import json
+import os
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -136,6 +138,21 @@ def test_usage_is_one_sentence(arguments: list[str], says: str, capsys: pytest.C
     assert ended.value.code == 2
     told = capsys.readouterr().err
     assert says in told and told.count("\n") == 1
+
+
+def test_a_pipe_is_analyzed_and_is_no_file_to_make_requests_of(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """To know whether it is a profile its beginning is read, which is gone then."""
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    writer = threading.Thread(target=pipe.write_bytes, args=(b"".join(LINES),))
+    writer.start()
+    assert holdfast("analyze", pipe, *BLOCKS) == 0
+    writer.join()
+    assert f"{len(LINES)} requests in" in capsys.readouterr().out
+    assert holdfast("synthesize", pipe, *BLOCKS, "--requests", 1) == 1
+    assert "pipe is a pipe, which can be read once only: write it to a file first" in capsys.readouterr().err
 
 
 def test_a_profile_keeps_its_block_size(
