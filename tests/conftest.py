@@ -2,6 +2,7 @@
 
 import asyncio
 import inspect
+import os
 import threading
 from collections.abc import Awaitable, Callable, Coroutine, Iterator
 from pathlib import Path
@@ -18,6 +19,8 @@ SHARE_A_FLEET = ("test_survival.py", "test_up.py", "test_upstream_faults.py")
 Condition = Callable[[], object | Awaitable[object]]
 Eventually = Callable[..., Awaitable[None]]
 POLL_S = 0.005
+# No test trusts any certificate, and each of hundreds of processes would read all that this machine trusts (45 ms).
+os.environ.setdefault("SSL_CERT_FILE", os.devnull)
 T = TypeVar("T")
 
 hypothesis.settings.register_profile(

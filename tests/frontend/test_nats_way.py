@@ -209,7 +209,7 @@ async def test_one_frontend_reaches_workers_at_their_ports_and_behind_the_broker
 async def test_streams_stand_still_with_the_broker_and_go_on_exactly_when_it_is_back(
     own_nats: Server, background: Any, tmp_path: Path
 ) -> None:
-    first, other = await behind(own_nats, "w1", step_s=0.01), await behind(own_nats, "w2", step_s=0.01)
+    first, other = await behind(own_nats, "w1", step_s=0.04), await behind(own_nats, "w2", step_s=0.04)
     async with before(own_nats, first, other, reroute_s=20.0) as kit:
         answers = [asyncio.create_task(stream(kit, max_tokens=COUNT)) for _ in range(6)]
         await until(lambda: first.active and other.active and kit.plane.connected)
