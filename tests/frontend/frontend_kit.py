@@ -4,7 +4,7 @@ import asyncio
 import json
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Collection, Iterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
@@ -183,7 +183,7 @@ def counted_are_there(desk: Desk) -> None:
     """See that the slot tracker counts exactly the requests that are with a worker: however one ended, none is left."""
     counted = {name for name, _ in desk.routing.choosing.slots.requests() if isinstance(name, int)}
     there = {flight.slot for seat in desk.table.seats.values() for flight in seat.flights}
-    assert counted == there
+    assert counted == there, "the slot tracker counts other requests than those that are with a worker"
 
 
 async def until(condition: Callable[[], object], seconds: float = 5.0) -> None:
@@ -198,6 +198,13 @@ async def _ticks(desk: Desk) -> None:
     while True:
         await asyncio.sleep(0.05)
         desk.tick()
+
+
+async def _call_off(tasks: Collection[asyncio.Task[Any]]) -> None:
+    """End tasks; what they say is of no interest."""
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
 
 
 @asynccontextmanager
@@ -220,20 +227,24 @@ async def frontend(*workers: ScriptedWorker, road: Road | None = None, **setting
     doors = Doors(api, chosen)
     await doors.open()
     running = [asyncio.create_task(plane.run()), asyncio.create_task(_ticks(desk))]
+    before = asyncio.all_tasks()
     try:
         async with aiohttp.ClientSession() as http:
             kit = Kit(desk, api, plane, doors.url, doors.admin_url, http, facts, traces, road=road)
             for worker in workers:
                 await kit.add(worker)
             yield kit
+    except BaseException:
+        await _call_off(asyncio.all_tasks() - before)  # what a test has asked for that has failed
+        raise
     finally:
         for task in running:
             task.cancel()
         results = await asyncio.gather(*running, return_exceptions=True)
         await doors.close()
-        counted_are_there(desk)
         for worker in kit.workers:
             await worker.stop()
+    counted_are_there(desk)
     for result in results:
         if isinstance(result, Exception):
             raise result
