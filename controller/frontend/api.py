@@ -250,7 +250,7 @@ class Api:
         try:
             exchange.launch()
             return await exchange.over
-        except asyncio.CancelledError:
+        except BaseException:  # whatever it is, nobody waits for its flights any more
             exchange.cancel()
             raise
         finally:

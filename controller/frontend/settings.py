@@ -9,7 +9,8 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator, model_valida
 from controller.moving.cost import MovingPolicy
 
 Positive = Annotated[float, Field(gt=0)]
-NotNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+# Products of a few of these are still numbers.
+NotNegative = Annotated[float, Field(ge=0, le=1e9, allow_inf_nan=False)]
 Share = Annotated[float, Field(ge=0, le=1)]
 Mode = Literal["kv", "round-robin", "random", "least-loaded", "power-of-two"]
 OnCorruption = Literal["continue", "restart", "error"]

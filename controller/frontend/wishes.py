@@ -32,6 +32,7 @@ WISHES = (
 SHOWN_MAX = 40  # characters of a value, in a message
 _START = b"x-holdfast-"
 _ROUTER = "router-"
+_EXPLAIN = "explain"
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,19 +51,22 @@ def read_wishes(headers: Iterable[tuple[bytes, bytes]], ours: RouterSettings) ->
     found = [(name, value) for name, value in headers if name[: len(_START)].lower() == _START]
     if not found:
         return NO_WISHES
-    said = [
-        (name[len(_START) :].decode("latin-1").lower(), value.decode("latin-1").strip())
-        for name, value in found
-    ]
-    explain = [value for name, value in said if name == "explain"]
-    if explain and explain[0] not in ("0", "1"):
-        raise invalid(f"the header {EXPLAIN} is {_shown(explain[0])!r}: it must be 1, or 0", EXPLAIN)
+    wishes: dict[str, str] = {}
+    for name, value in found:
+        wish = name[len(_START) :].decode("latin-1").lower()
+        if wish in wishes and (wish == _EXPLAIN or wish.startswith(_ROUTER)):
+            named = EXPLAIN if wish == _EXPLAIN else header(_shown(wish.removeprefix(_ROUTER)))
+            raise invalid(f"the header {named} is given more than once", named)
+        wishes[wish] = value.decode("latin-1").strip()
+    explain = wishes.get(_EXPLAIN, "0")
+    if explain not in ("0", "1"):
+        raise invalid(f"the header {EXPLAIN} is {_shown(explain)!r}: it must be 1, or 0", EXPLAIN)
     changes = tuple(
-        (name.removeprefix(_ROUTER).replace("-", "_"), value)
-        for name, value in said
-        if name.startswith(_ROUTER)
+        (wish.removeprefix(_ROUTER).replace("-", "_"), value)
+        for wish, value in wishes.items()
+        if wish.startswith(_ROUTER)
     )
-    return Wishes(wished(ours, changes) if changes else None, "1" in explain)
+    return Wishes(wished(ours, changes) if changes else None, explain == "1")
 
 
 @lru_cache(maxsize=256)
@@ -81,7 +85,7 @@ def wished(ours: RouterSettings, wishes: tuple[tuple[str, str], ...]) -> RouterS
 
 def header(name: str) -> str:
     """Return the header that sets this field of the settings."""
-    return PREFIX + "-".join(part.capitalize() for part in name.split("_"))
+    return PREFIX + "-".join(part.capitalize() for part in name.replace("_", "-").split("-"))
 
 
 def _refused(name: str, why: str) -> ApiError:

@@ -41,6 +41,11 @@ def test_a_wish_lies_over_them_and_is_named_as_its_flag() -> None:
         ("mode", "best", "the header X-Holdfast-Router-Mode is 'best': input should be 'kv', 'round-robin'"),
         ("temperature", "-1", "X-Holdfast-Router-Temperature is '-1': input should be greater than or equal"),
         ("temperature", "nan", "X-Holdfast-Router-Temperature is 'nan': input should be"),
+        (
+            "prefill_load_scale",
+            "1e308",
+            "Prefill-Load-Scale is '1e308': input should be less than or equal to",
+        ),
         ("prefill_load_scale", "much", "Prefill-Load-Scale is 'much': input should be a valid number"),
         ("ttl_secs", "1", "X-Holdfast-Router-Ttl-Secs is not known; there are X-Holdfast-Router-Mode"),
         ("moode", "kv", "X-Holdfast-Router-Moode is not known"),
@@ -54,6 +59,14 @@ def test_a_wish_that_makes_no_sense_is_refused_with_a_sentence(name: str, value:
         "invalid_value",
         header(name),
     )
+
+
+@pytest.mark.parametrize("name", ["X-Holdfast-Router-Temperature", "X-Holdfast-Explain"])
+def test_a_wish_that_is_said_twice_is_refused(name: str) -> None:
+    twice = [(name.encode(), b"1"), (name.lower().encode(), b"0")]
+    with pytest.raises(ApiError, match=f"the header {name} is given more than once"):
+        read_wishes(twice, OURS)
+    read_wishes([(b"X-Holdfast-Worker", b"w1"), (b"X-Holdfast-Worker", b"w2")], OURS)
 
 
 def test_every_wish_is_a_setting() -> None:
