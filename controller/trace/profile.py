@@ -19,7 +19,7 @@ from pathlib import Path
 
 import msgspec
 
-from controller.trace.rows import BLOCK_TOKENS, BadTrace, Row, opened
+from controller.trace.rows import BLOCK_TOKENS, MS_MAX, BadTrace, Row, opened
 from controller.trace.tree import ALONE, END, ROOT, Core, Node, Refuse, Tree, accept, depth_class, in_order
 
 VERSION = 1
@@ -155,8 +155,8 @@ def _counts_fault(profile: Profile) -> str:
         *core.later_leaves.values(), *(node.rests for node in core.nodes),
         *(counts for pools in core.returns.values() for counts in pools.values()),
     ]  # fmt: skip
-    if any(not 0 <= value < inf or count < 1 for counts in tables for value, count in counts.items()):
-        return "a length, a gap or a count is below 0"
+    if any(not 0 <= value <= MS_MAX or count < 1 for counts in tables for value, count in counts.items()):
+        return "a length, a gap or a count is below 0, or too large"
     return "" if profile.outputs and profile.groups else "it has no outputs or no arrivals"
 
 

@@ -19,12 +19,12 @@ from typing import IO, cast
 
 import msgspec
 
-from events.errors import HoldfastError
+from events.errors import HoldfastError, UsageError
 
 BLOCK_TOKENS = 512
 LINE_MAX = 16 << 20  # characters
 HASH_MAX = 2**64 - 1
-TOKENS_MAX = 1 << 30  # of a prompt or an answer: more is a mistake, and would not fit into memory
+TOKENS_MAX = 1 << 24  # of a prompt or an answer: more is a mistake, and might not fit into memory
 MS_MAX = 1e15  # 30,000 years: the nanoseconds of a clock are no milliseconds
 GZIP = b"\x1f\x8b"
 _MOONCAKE = "a line is a JSON object of timestamp (ms), input_length, output_length and hash_ids"
@@ -110,6 +110,15 @@ class Reading:
 def read(path: Path, block_tokens: int | None = BLOCK_TOKENS, *, skip_bad: bool = False) -> Iterator[Row]:
     """Yield a file's requests. Raise BadTrace, which names the line, unless bad ones are to be skipped."""
     return iter(Reading(path, block_tokens, skip_bad=skip_bad))
+
+
+def bounded(tokens: int) -> int:
+    """Return a length that was multiplied. Raise UsageError if no trace could have it."""
+    if tokens > TOKENS_MAX:
+        raise UsageError(
+            f"a prompt or an answer would have {tokens:,} tokens, more than {TOKENS_MAX:,}: multiply by less"
+        )
+    return tokens
 
 
 def encode(row: Row) -> bytes:

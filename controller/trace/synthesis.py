@@ -16,7 +16,7 @@ from random import Random
 
 from controller.trace.decks import Deck, ReturningDeck
 from controller.trace.profile import Profile
-from controller.trace.rows import TOKENS_MAX, BadTrace, Row
+from controller.trace.rows import TOKENS_MAX, BadTrace, Row, bounded
 from controller.trace.tree import ALONE, ROOT, Core, depth_class, size_class
 from events.errors import UsageError
 
@@ -62,7 +62,8 @@ def synthesize(
         said = output.deal()
         if said:
             said = max(1, round(said * knobs.osl_multiplier))
-        yield Row(next(times), length, said if knobs.max_osl is None else min(said, knobs.max_osl), ids)
+        said = bounded(said) if knobs.max_osl is None else min(said, knobs.max_osl)
+        yield Row(next(times), length, said, ids)
 
 
 def _chance(seed: int, purpose: str) -> Random:
@@ -101,7 +102,7 @@ class _Prompts:
         for _ in range(REJECTIONS_MAX):
             length, ids, blocks = self._walk()
             if limit is None or length <= limit:
-                return length, self._named(ids, blocks)
+                return bounded(length), self._named(ids, blocks)
         raise BadTrace(f"{REJECTIONS_MAX} prompts in a row were longer than --max-isl {limit}")
 
     def _walk(self) -> tuple[int, list[int], int]:
@@ -128,7 +129,7 @@ class _Prompts:
 
     def _scaled(self, own: int) -> int:
         """Return how long a prompt's own part of so many tokens is to be."""
-        return _bounded(max(1, round(own * self._knobs.prompt_len_multiplier))) if own else 0
+        return bounded(max(1, round(own * self._knobs.prompt_len_multiplier))) if own else 0
 
     def _named(self, ids: list[int], blocks: int) -> list[int]:
         copies = self._knobs.prefix_root_multiplier
@@ -172,14 +173,8 @@ def _ids(core: Core, knobs: Knobs, block_tokens: int) -> Iterator[range]:
     for node, depth in zip(core.nodes, core.depths(), strict=True):
         begins = ends[node.parent] if ends else 0
         ends.append(max(begins + 1, round(depth * knobs.prefix_len_multiplier)) if ends else 0)
-        _bounded(ends[-1] * block_tokens)
+        bounded(ends[-1] * block_tokens)
         yield range(free, free := free + ends[-1] - begins)
-
-
-def _bounded(tokens: int) -> int:
-    if tokens > TOKENS_MAX:
-        raise UsageError(f"a prompt would have {tokens:,} tokens, more than {TOKENS_MAX:,}: multiply by less")
-    return tokens
 
 
 def _times(profile: Profile, knobs: Knobs, seed: int) -> Iterator[float]:

@@ -119,6 +119,12 @@ def test_senseless_shapes_are_refused(wrong: dict[str, Any]) -> None:
         Shape(**wrong)
 
 
+@pytest.mark.parametrize("scaled", [{"scale_input": 1e6}, {"scale_output": 1e6}])
+def test_what_would_be_longer_than_any_memory_is_refused(scaled: dict[str, float]) -> None:
+    with pytest.raises(UsageError, match=r"would have .* tokens, more than 16,777,216"):
+        list(plan([Row(0, 100, 100, [])], 512, Shape(**scaled)))  # type: ignore[arg-type]
+
+
 def test_a_plan_is_made_as_it_is_read() -> None:
     def endless() -> Any:
         at = 0

@@ -101,6 +101,7 @@ def test_a_profile_is_known_by_its_beginning_also_when_it_is_not_compressed(tmp_
         (lambda p: p["core"].update(first_leaves={}), "no lengths of what begins at node 2"),
         (lambda p: p["core"].update(returns={}), "it does not say how soon prompts return to node 1"),
         (lambda p: p["outputs"].update({"-5": 1}), "a length, a gap or a count is below 0"),
+        (lambda p: p.update(gaps=[[1e300, 3]]), "a length, a gap or a count is below 0, or too large"),
         (lambda p: p.update(groups={}), "it has no outputs or no arrivals"),
     ],
 )

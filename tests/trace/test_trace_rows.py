@@ -50,7 +50,7 @@ BAD = {
     '{"timestamp": 1e400, "input_length": 1, "output_length": 1}': "out of range",
     '{"timestamp": 0, "input_length": -1, "output_length": 1}': "none can be below 0",
     '{"timestamp": 0, "input_length": 1, "output_length": -1}': "none can be below 0",
-    '{"timestamp": 0, "input_length": 99999999999, "output_length": 1}': "none can be above 1073741824",
+    '{"timestamp": 0, "input_length": 99999999999, "output_length": 1}': "none can be above 16777216",
     '{"timestamp": 0, "input_length": 9, "output_length": 1, "hash_ids": [99999999999999999999]}': "a hash id that is no number",
     '{"timestamp": 0, "input_length": 1000, "output_length": 1, "hash_ids": [0]}': "1 hash_ids for 1000 tokens",
     '{"timestamp": 0, "input_length": 512, "output_length": 1, "hash_ids": [0, 1]}': "which are 1 blocks of 512",

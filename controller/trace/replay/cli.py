@@ -50,7 +50,7 @@ def run(args: argparse.Namespace, block_tokens: int | None, writing: Writing) ->
     if args.output == "json":
         print(json.dumps(found, indent=1))
     else:
-        report.show(found, Console(width=max(WIDTH, Console().width)))
+        report.show(found, Console(width=None if sys.stdout.isatty() else WIDTH))
     if args.report:
         with writing(args.report):
             args.report.write_text(json.dumps(found, indent=1) + "\n")

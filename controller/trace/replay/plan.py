@@ -4,7 +4,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from controller.trace.replay.wording import Prompt
-from controller.trace.rows import Row
+from controller.trace.rows import Row, bounded
 from events.errors import UsageError
 
 FACTOR_MAX = 1e6
@@ -42,7 +42,10 @@ class Planned:
 
 
 def plan(rows: Iterable[Row], block_tokens: int, shape: Shape) -> Iterator[Planned]:
-    """Yield what to send. An empty prompt becomes one token, and so does an answer of none: no endpoint takes less."""
+    """Yield what to send. An empty prompt becomes one token, and so does an answer of none: no endpoint takes less.
+
+    Raise UsageError if something becomes too long.
+    """
     block = max(1, round(block_tokens * shape.scale_input))
     began: float | None = None
     for number, row in enumerate(rows):
@@ -51,7 +54,7 @@ def plan(rows: Iterable[Row], block_tokens: int, shape: Shape) -> Iterator[Plann
         yield Planned(
             (row.timestamp - began) / 1e3 / shape.speedup_ratio,
             _prompt(row, block_tokens, block, shape, f"request {number}"),
-            tokens if shape.max_osl is None else min(tokens, shape.max_osl),
+            bounded(tokens) if shape.max_osl is None else min(tokens, shape.max_osl),
         )
 
 
@@ -65,4 +68,4 @@ def _prompt(row: Row, block_tokens: int, block: int, shape: Shape, name: str) ->
         length = max(1, round(row.input_length * shape.scale_input))
     if shape.max_isl is not None:
         length = min(length, shape.max_isl)
-    return Prompt(length, row.hash_ids[: -(-length // block)], block, name)
+    return Prompt(bounded(length), row.hash_ids[: -(-length // block)], block, name)
