@@ -12,6 +12,7 @@ Ids follow the shipped tokenizer (`builtin:sim`): 2,048 ids, 2 ends the answer, 
 import math
 from array import array
 from collections.abc import Collection, Mapping, Sequence
+from functools import lru_cache
 
 import xxhash
 
@@ -27,7 +28,9 @@ TAIL = 0.01  # the weight of all that is not a candidate, relative to the first
 TOKEN_BYTES = tuple(token.to_bytes(4, "little") for token in range(VOCABULARY))
 _MASK = (1 << 64) - 1
 
-Candidates = list[tuple[int, float]]  # (token, logit), best first
+KEPT = 256  # positions whose distribution is kept: a fleet of these engines is asked the same canaries, a thousand times over
+
+Candidates = Sequence[tuple[int, float]]  # (token, logit), best first
 
 
 def open_sequence(model: str, tokens: Sequence[int]) -> xxhash.xxh3_64:
@@ -48,6 +51,7 @@ def plain_token(digest: int) -> int:
     return FIRST + digest % SPAN
 
 
+@lru_cache(KEPT)
 def candidates(digest: int, *, eos: bool) -> Candidates:
     """Return the best candidates of a position with their logits; the first is 0, and clearly ahead nearly always.
 
@@ -65,9 +69,10 @@ def candidates(digest: int, *, eos: bool) -> Candidates:
             fraction = (noise >> 40) / (1 << 24)
             logit -= 0.05 + (3.0 if rank == 1 else 0.4) * fraction
         ranked.append((token, logit))
-    return ranked
+    return tuple(ranked)
 
 
+@lru_cache(KEPT)
 def logprobs(ranked: Candidates, chosen: int, top: int, drift: float = 0.0) -> Logprob:
     """Return a position's logprobs; `drift` shifts them the way a sick device would, alternating in sign."""
     total = math.log(sum(math.exp(logit) for _, logit in ranked) + TAIL)
@@ -85,6 +90,8 @@ def choose(
 
     `counts` says how often each token was generated before; `banned` are the ids that may not end the answer yet.
     """
+    if sampling.temperature <= 0 and not counts and not banned:
+        return ranked[0][0]
     allowed = [pair for pair in ranked if pair[0] not in banned] or ranked
     scored = [(token, _penalised(logit, counts.get(token, 0), sampling)) for token, logit in allowed]
     scored.sort(key=lambda pair: -pair[1])
