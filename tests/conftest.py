@@ -19,8 +19,8 @@ SHARE_A_FLEET = ("test_survival.py", "test_up.py", "test_upstream_faults.py")
 Condition = Callable[[], object | Awaitable[object]]
 Eventually = Callable[..., Awaitable[None]]
 POLL_S = 0.005
-# No test trusts any certificate, and each of hundreds of processes would read all that this machine trusts (45 ms).
-os.environ.setdefault("SSL_CERT_FILE", os.devnull)
+# No test trusts anybody's certificate, and each of hundreds of processes would read all that this machine trusts (45 ms).
+os.environ.setdefault("SSL_CERT_FILE", str(Path(__file__).with_name("no_authority.pem")))
 T = TypeVar("T")
 
 hypothesis.settings.register_profile(
