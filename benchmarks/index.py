@@ -11,7 +11,8 @@ its own.
     hash    prompts of 1,024 tokens a second, from a list to what is looked up, in blocks of 16 and 64 tokens
     grow    memory, loading and look-ups up to so many million blocks; `--plot` draws it (that needs `.[plots]`)
 
-Prints one JSON object a row.
+Prints one JSON object a row. Ours has what was to be reached, and whether it was; the last row says whether memory grows in
+a straight line.
 """
 
 import argparse
@@ -24,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.index_workload import MILLION, Chain, run
-from benchmarks.plots import figure, needed
+from benchmarks.plots import figure, needed, plot_file
 from controller.router.kv_index import KvIndex
 from events.blocks import local_hashes, sequence_hashes
 from events.kv import Batch, Stored, batch, encode
@@ -33,6 +34,18 @@ ROOT = Path(__file__).parents[1]
 PEER_PYTHON = ROOT / ".venv-peer" / "bin" / "python"
 POINTS = 10
 GROWTH_TIMEOUT_S = 1200
+AT_LEAST = {
+    ("find 1", "lookups_per_s"): 200_000,
+    ("find 60", "lookups_per_s"): 100_000,
+    ("load", "blocks_per_s"): 1_000_000,
+    (
+        "hash 64",
+        "prompts_per_s",
+    ): 80_000,  # the block size of Dynamo's mocker; vLLM's 16 has four times the hashes
+}
+P99_US = 25.0
+AT_MOST = {("find 1", "p99_us"): P99_US, ("find 60", "p99_us"): P99_US, ("load", "mb_per_million"): 150}
+BEND_MAX = 0.15  # of the whole: memory grows in steps, each time that a map does
 
 
 class Holdfast:
@@ -88,7 +101,30 @@ def compare(sides: dict[str, Path], args: argparse.Namespace) -> None:
                     name: _short(statistics.median(runs)),
                     f"{name}_runs": [_short(one) for one in runs],
                 }
-            print(json.dumps(line), flush=True)
+            print(json.dumps(line | (judged(line) if side == first else {})), flush=True)
+
+
+def judged(line: dict[str, Any]) -> dict[str, Any]:
+    """Return what a row was to reach, and whether it did."""
+    row = line["row"]
+    least = {name: bound for (of, name), bound in AT_LEAST.items() if of == row}
+    most = {name: bound for (of, name), bound in AT_MOST.items() if of == row}
+    if not least and not most:
+        return {}
+    met = [*(line[name] >= least[name] for name in least), *(line[name] <= most[name] for name in most)]
+    return {"at_least": least, "at_most": most, "verdict": "reached" if all(met) else "missed"}
+
+
+def straight(points: list[dict[str, float]]) -> dict[str, Any]:
+    """Return how far memory is off the straight line from nothing to the last point, as a part of the whole."""
+    last = points[-1]
+    slope = last["mb"] / last["blocks"]
+    bend = max(abs(point["mb"] - slope * point["blocks"]) for point in points) / last["mb"]
+    p99_us = max(point["lookup_p99_us"] for point in points)
+    found = {"bend": _short(bend), "lookup_p99_us": _short(p99_us), "mb_per_million": _short(slope * 1e6)}
+    met = bend <= BEND_MAX and p99_us <= P99_US
+    limits = {"bend": BEND_MAX, "lookup_p99_us": P99_US}
+    return {"row": "growth"} | found | {"at_most": limits, "verdict": "reached" if met else "missed"}
 
 
 def growth(sides: dict[str, Path], args: argparse.Namespace) -> None:
@@ -102,6 +138,7 @@ def growth(sides: dict[str, Path], args: argparse.Namespace) -> None:
                 json.dumps({"row": "grow", "system": side} | {k: _short(v) for k, v in point.items()}),
                 flush=True,
             )
+    print(json.dumps(straight(grown["Holdfast"])), flush=True)
     if args.plot:
         draw(grown, args.plot)
 
@@ -135,7 +172,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--depth", type=int, default=64)
     parser.add_argument("--runs", type=int, default=3)
     parser.add_argument("--grow", type=float, default=10, metavar="MILLIONS", help="0: not at all")
-    parser.add_argument("--plot", type=Path, help="where to draw the growth (.svg or .png)")
+    parser.add_argument("--plot", type=plot_file, help="where to draw the growth (.svg or .png)")
     parser.add_argument("--dynamo-python", type=Path, default=PEER_PYTHON)
     args = parser.parse_args(argv)
     if args.plot:
