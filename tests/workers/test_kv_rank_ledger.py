@@ -97,8 +97,14 @@ def test_what_is_kept_is_bounded_and_who_missed_more_gets_a_dump(monkeypatch: py
     for block in range(1, 101):
         said(ledger, Stored([block], block - 1 or None))
     assert answer(ledger, Ask(0, 50)) == Dump(100, 0, 1, [Stored(list(range(1, 101)))])
-    late = answer(ledger, Ask(0, 95))
-    assert isinstance(late, Events) and late.events[-1] == Stored([100], 99)
+    kept = len(ledger._ring)
+    assert 10 < kept < 50
+    for first in range(100):
+        said_of = answer(ledger, Ask(0, first), 2.0 * first)
+        if first < 100 - kept:
+            assert isinstance(said_of, Dump)
+        else:
+            assert isinstance(said_of, Events) and said_of.first == first and len(said_of.events) == 100 - first
 
 
 def test_an_answer_is_no_longer_than_a_message_should_be(monkeypatch: pytest.MonkeyPatch) -> None:
