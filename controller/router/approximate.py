@@ -137,6 +137,7 @@ class ApproximateCache(Generic[Holder]):
         del piece.parent.children[first]
         if piece.parent.parent is None and not piece.parent.children:
             del self._roots[holder]
+            self._index.forget(holder)  # it may never come back
 
 
 def better(one: Matches[Holder], other: Matches[Holder]) -> Matches[Holder]:

@@ -53,6 +53,7 @@ class AgainstAPlainRecord(RuleBasedStateMachine):
     @invariant()
     def nobody_is_kept_of_whom_nothing_is(self) -> None:
         assert (len(self.cache) > 0) == bool(self.cache._roots) == bool(self.cache._order)
+        assert set(self.cache._index.holders) == set(self.cache._roots)
 
 
 AgainstAPlainRecord.TestCase.settings = settings(max_examples=40, stateful_step_count=30)
