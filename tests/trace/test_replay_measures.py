@@ -119,7 +119,14 @@ OK = Reply(0, 1, 200)
         (Reply(0, 1, 500, b"<html>\n oops"), [], "HTTP 500", "<html> oops"),
         (Reply(0, 1, 429, b'{"error":{"message":"slow down","code":7}}'), [], "HTTP 429 7", "slow down"),
         (Reply(0, 1, 200, fault="broke off", detail="closed"), [event()], "broke off", "closed"),
+        (Reply(0, 1, 200, fault="broke off", detail="closed"), [event(), b"[DONE]"], "", ""),
         (Reply(0, 1, fault="timeout", detail="late"), [], "timeout", "late"),
+        (
+            Reply(0, 1, 500, b'{"error":{"message":"\\u001b[2J","code":"\\u0007"}}'),
+            [],
+            "HTTP 500 \ufffd",
+            "\ufffd[2J",
+        ),
     ],
 )
 def test_what_went_wrong_has_a_kind(reply: Reply, events: list[bytes], kind: str, says: str) -> None:

@@ -5,7 +5,7 @@ from typing import Annotated
 
 import msgspec
 
-from controller.trace.replay.endpoint import Reply, words
+from controller.trace.replay.endpoint import Reply, printable, words
 
 _Number = Annotated[int, msgspec.Meta(ge=0)]
 
@@ -120,7 +120,9 @@ def failure(reply: Reply, answer: Answer) -> tuple[str, str]:
         return f"HTTP {reply.status}{_code(reply.body)}", words(reply.body)
     if answer.fault[0]:
         return answer.fault
-    if reply.fault:
+    if reply.fault and not (
+        answer.done and reply.fault == "broke off"
+    ):  # how a server closes is its own affair
         return reply.fault, reply.detail
     if not answer.done:
         return "incomplete", "the answer ended without [DONE]" if answer.events else words(reply.body)
@@ -133,4 +135,4 @@ def _code(body: bytes) -> str:
         code = msgspec.json.decode(body)["error"]["code"]
     except (msgspec.MsgspecError, LookupError, TypeError):
         return ""
-    return f" {str(code)[:60]}" if code else ""
+    return f" {printable(str(code))[:60]}" if code else ""

@@ -211,7 +211,12 @@ def words(body: bytes) -> str:
         text = str(error["message"]) if isinstance(error, dict) else str(error)
     except (ValueError, LookupError, TypeError):
         text = body.decode("utf-8", "replace")
-    return " ".join(text.split())[:WORDS_MAX] or "nothing"
+    return printable(text)[:WORDS_MAX] or "nothing"
+
+
+def printable(text: str) -> str:
+    """Return a text as one line that does nothing to a terminal."""
+    return "".join(one if one.isprintable() else "\ufffd" for one in " ".join(text.split()))
 
 
 def _reason(error: OSError) -> str:
