@@ -5,7 +5,7 @@ from types import MappingProxyType
 
 import pytest
 from engine_contract import prompt
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from test_simulated_kv import Listener
 
@@ -16,6 +16,8 @@ from workers.engines.simulated.evictors import EvictorKind
 from workers.engines.simulated.plan import Plan
 from workers.engines.simulated.scheduler import Scheduler
 from workers.engines.simulated.sequence import BadShape, Preemption, Shape
+from workers.engines.simulated.tiers import Traffic
+from workers.engines.simulated.timing import ConstantTiming, TieredTiming
 
 Asked = list[tuple[int, int, int, bool]]  # when, prompt, answer, canary
 
@@ -36,7 +38,7 @@ def played(
 ) -> dict[int, list[int]]:
     """Play requests that come at their passes until nothing is left to do; return what each said, and check the rest.
     `trusted`: at which passes the scheduler is distrusted, or trusted again."""
-    listener, said = Listener(), dict[int, list[int]]()
+    listener, said = Listener(scheduler.kv), dict[int, list[int]]()
     scheduler.kv.heard = True
     shape, waiting = scheduler.shape, dict(enumerate(asked))
     for now in range(5_000):
@@ -108,6 +110,11 @@ def smaller(shape: Shape) -> Shape:
 
 
 @settings(max_examples=150, deadline=None)
+@example(  # who is preempted before two of its blocks of one token have got their names
+    Shape(context_tokens=160, block_tokens=1, kv_blocks=160, batch_max=3, prefill_tokens_max=33, watermark=0),
+    [(0, 66, 26, False), (11, 72, 7, False), (17, 21, 1, True), (11, 1, 5, False)],
+    {},
+)
 @given(SHAPES, REQUESTS, st.dictionaries(st.integers(0, 40), st.booleans(), max_size=3))
 def test_every_request_is_told_the_undisturbed_answer_and_every_block_is_accounted_for(
     shape: Shape, asked: Asked, trusted: dict[int, bool]
@@ -278,6 +285,28 @@ def test_who_is_preempted_is_a_choice(who: Preemption, first: int) -> None:
     assert ended[0] == first
 
 
+@pytest.mark.parametrize(("who", "waits"), [("newest", 1), ("oldest", 0)])
+def test_a_prompt_that_is_being_computed_is_newer_than_who_decodes(who: Preemption, waits: int) -> None:
+    scheduler = Scheduler(
+        Shape(context_tokens=96, kv_blocks=6, prefill_tokens_max=9, preemption=who, watermark=0)
+    )
+    scheduler.submit(0, generate(prompt(8, 0), most=80))
+    one_pass(scheduler)
+    scheduler.submit(1, generate(prompt(80, 1), most=8))
+    while not scheduler.preemptions:
+        one_pass(scheduler)
+    assert [sequence.key for sequence in scheduler._waiting] == [waits]
+    assert scheduler.load().running == 1
+
+
+def test_blocks_that_others_hold_already_need_no_room() -> None:
+    scheduler = Scheduler(Shape(context_tokens=96, kv_blocks=8))
+    for key in range(3):
+        scheduler.submit(key, generate(prompt(80), most=8))
+        one_pass(scheduler)
+    assert scheduler.load().running == 3
+
+
 def test_a_request_that_the_pool_cannot_hold_is_refused_at_once() -> None:
     scheduler = Scheduler(Shape(context_tokens=128, kv_blocks=8), mute=True)
     assert (scheduler.submit_silent(1, 128, 8, [])) == (
@@ -303,6 +332,69 @@ def test_names_that_are_given_reach_into_the_answer() -> None:
     assert isinstance(third, Stored) and third.parent == 13
     assert scheduler.submit_silent(2, 70, 1, [11, 12, 13, *third.blocks]) is None
     assert one_pass(scheduler)[0].prefills == (6,)
+
+
+def test_a_block_is_named_though_its_last_token_ends_the_answer() -> None:
+    scheduler = Scheduler(Shape())
+    scheduler.kv.heard = True
+    scheduler.submit(1, generate(prompt(16), most=17))
+    while not one_pass(scheduler)[0].idle:
+        pass
+    assert [len(event.blocks) for event in scheduler.take_events() if isinstance(event, Stored)] == [1, 1]
+
+
+def test_who_is_cancelled_before_its_first_token_says_none() -> None:
+    for mute in (False, True):
+        scheduler = Scheduler(Shape(), mute=mute)
+        scheduler.submit(1, generate(prompt(16)))
+        assert scheduler.plan().prefill_tokens == 16
+        scheduler.cancel(1)
+        assert scheduler.step() == []
+
+
+def test_an_error_strikes_also_those_whose_prompt_is_being_computed() -> None:
+    scheduler = Scheduler(Shape(prefill_tokens_max=16))
+    scheduler.faults.inject("error", 1)
+    scheduler.submit(1, generate(prompt(60)))
+    scheduler.plan()
+    ((key, chunk),) = scheduler.step()
+    assert key == 1 and chunk.error and not scheduler.busy and scheduler.load().kv_used == 0
+
+
+def test_nothing_is_steady_once_somebody_came_or_went_after_the_plan() -> None:
+    scheduler = Scheduler(Shape(batch_max=2), mute=True)
+    for key in range(2):
+        scheduler.submit_silent(key, 17, 100, [])
+    one_pass(scheduler)
+    scheduler.plan()
+    assert scheduler.steady() == 14
+    scheduler.submit_silent(2, 17, 100, [])
+    assert scheduler.steady() == 0
+    scheduler.step()
+    scheduler.plan()
+    assert scheduler.steady() == 13
+    scheduler.cancel(0)
+    assert scheduler.steady() == 0
+
+
+def test_what_comes_from_a_slower_tier_is_not_computed_and_is_paid_for() -> None:
+    scheduler = Scheduler(Shape(context_tokens=64, kv_blocks=4, host_kv_blocks=4))
+    plans = []
+    for salt in (0, 1, 0):
+        scheduler.submit(salt, generate(prompt(60, salt), most=1))
+        plans.append(one_pass(scheduler)[0])
+    assert [(plan.prefill_tokens, plan.traffic) for plan in plans] == [
+        (60, Traffic()),
+        (60, Traffic(to_host=3)),
+        (12, Traffic(from_host=3, to_host=3)),
+    ]
+    timing = TieredTiming(
+        timing=ConstantTiming(prefill_tokens_per_s=1000),
+        block_bytes=10,
+        host_bytes_per_s=1000,
+        disk_bytes_per_s=1,
+    )
+    assert [timing.step_s(plan) for plan in plans] == pytest.approx([0.06, 0.06, 0.03 + 0.03])
 
 
 @pytest.mark.parametrize("kind", ["lru", "multi-lru", "lineage"])

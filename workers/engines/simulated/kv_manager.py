@@ -36,7 +36,6 @@ class KvManager:
         self._parents: dict[int, int | None] = {}  # of the full blocks that are active or inactive
         self._events: list[KvEvent] = []
         self._made = 0  # partial blocks so far
-        self._open = 0  # partial blocks that are active
         self.slow: SlowTiers | None = None
         if host_blocks or disk_blocks:
             self.slow = SlowTiers(host_blocks, disk_blocks, self._say, self._parents.__contains__)
@@ -112,22 +111,22 @@ class KvManager:
             return 0
         self._made += 1
         active[-self._made] = 1
-        self._open += 1
-        if self._open + len(self._parents) > self.total:
+        if len(active) + len(self.inactive) > self.total:
             self._evict(1)
         return -self._made
 
     def deref(self, blocks: Sequence[int]) -> None:
-        """Let go of full blocks, in this order: what nobody holds then is idle, the first of them longest. The last
-        block of a sequence should come first: a prefix outlives what builds on it. Raise KeyError for one not in use."""
-        active = self.active
+        """Let go of blocks, in this order: of those that nobody holds then the full ones are idle, the first of them longest,
+        and the partial ones are gone. Raise KeyError for one not in use."""
+        active, parents, insert = self.active, self._parents, self.inactive.insert
         for block in blocks:
             left = active[block] - 1
             if left:
                 active[block] = left
             else:
                 del active[block]
-                self.inactive.insert(block, self._parents[block])
+                if block >= 0:
+                    insert(block, parents[block])
 
     def destroy(self, blocks: Sequence[int]) -> None:
         """Drop blocks that are in use, whoever holds them. Raise KeyError for one that is not."""
@@ -137,8 +136,6 @@ class KvManager:
             if block >= 0:
                 del self._parents[block]
                 gone.append(block)
-            else:
-                self._open -= 1
         if gone:
             self._say(Removed(gone))
 
@@ -148,7 +145,6 @@ class KvManager:
         If the same block is here already, that one is used, and ours is free again. Raise KeyError if it is not in use."""
         active = self.active
         del active[partial]
-        self._open -= 1
         held = active.get(name)
         if held is not None:
             active[name] = held + 1
@@ -167,22 +163,11 @@ class KvManager:
             held = active.get(name)
             active[name] = 1 if held is None else held + 1
             absent.append(held is None and not self.inactive.remove(name))
-        self._open -= len(absent)
         self._store(names, absent, parent)
 
     def release(self, blocks: Sequence[int]) -> None:
-        """Let go of all blocks of a request: the partial ones are gone, the others kept, the first of them longest."""
-        active, parents, insert = self.active, self._parents, self.inactive.insert
-        for block in reversed(blocks):
-            left = active[block] - 1
-            if left:
-                active[block] = left
-                continue
-            del active[block]
-            if block >= 0:
-                insert(block, parents[block])
-            else:
-                self._open -= 1
+        """Let go of all blocks of a request, its last one first: a prefix outlives what builds on it."""
+        self.deref(blocks[::-1])
 
     def forget(self) -> dict[int, int]:
         """Let no block be found any more. Return what those in use are called now: partial ones, as many hold them as
@@ -190,7 +175,6 @@ class KvManager:
         full = [block for block in self.active if block >= 0]
         renamed = dict(zip(full, self.partials(len(full)), strict=True))
         self.active = {renamed.get(block, block): held for block, held in self.active.items()}
-        self._open += len(full)
         self.inactive = evictor(self._kind)
         self._parents.clear()  # the slower tiers look here, too
         if self.slow is not None:
@@ -215,7 +199,6 @@ class KvManager:
         after = parent  # what comes before the first of `new`
         for block, is_new in zip(blocks, absent, strict=True):
             if block < 0:
-                self._open += is_new
                 continue
             if is_new:
                 self._parents[block] = parent

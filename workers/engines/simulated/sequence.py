@@ -186,7 +186,7 @@ class Spoken(Sequence):
 
     def name_blocks(self, block_tokens: int) -> list[int]:
         self.name_prefix(block_tokens)
-        if len(self.tail) >= block_tokens:
+        while len(self.tail) >= block_tokens:
             self.name_next(block_tokens)
         return self.names
 
