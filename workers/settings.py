@@ -16,13 +16,13 @@ import msgspec
 from msgspec import Meta
 
 from events.errors import UsageError
-from workers.simulated_settings import SimulatedSettings, read_extra
+from workers.simulated_settings import MOST, SimulatedSettings, read_extra, their_name
 
 PREFIX = "HOLDFAST_WORKER_"
 _ENDPOINT = re.compile(r"tcp://([\w.-]+|\[[0-9a-fA-F:]+\]):(?P<port>[0-9]{1,5})|ipc:///.+")
 WILDCARDS = ("0.0.0.0", "::", "")
 
-Count = Annotated[int, Meta(ge=1)]
+Count = Annotated[int, Meta(ge=1, le=MOST)]
 
 
 class BadSetting(UsageError):
@@ -200,11 +200,12 @@ def load_settings(flags: Mapping[str, Any], environment: Mapping[str, str] | Non
         if variable.startswith(PREFIX) and text:
             given[name] = text
     given |= {name: value for name, value in flags.items() if value is not None}
-    if given.get("extra_engine_args"):
-        given |= _extra(Path(given["extra_engine_args"]))
+    extra = _extra(Path(given["extra_engine_args"])) if given.get("extra_engine_args") else {}
+    given |= extra
     if "data" in given and not given.get("nats_url"):
         given["nats_url"] = _broker_of(Path(given["data"]))
-    settings = WorkerSettings(**_read(given))
+    called = {name: f"extra_engine_args: {their_name(name)}" for name in extra}
+    settings = WorkerSettings(**_read(given, called))
     _check(settings)
     return settings
 
@@ -225,15 +226,15 @@ def _broker_of(data: Path) -> str:
         return ""
 
 
-def _read(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the values, each of its setting's type. Raise BadSetting with all that is wrong."""
+def _read(given: Mapping[str, Any], called: Mapping[str, str]) -> dict[str, Any]:
+    """Return the values, each of its setting's type. Raise BadSetting with all that is wrong, as the user `called` it."""
     values, wrong = {}, []
     for name, text in given.items():
         kind = annotations()[name]
         try:
             values[name] = msgspec.convert(text, kind, strict=False, dec_hook=_other)
         except msgspec.ValidationError as error:
-            wrong.append(f"{name} = {text!r}: {_expected(kind, str(error))}")
+            wrong.append(f"{called.get(name, name)} = {text!r}: {_expected(kind, str(error))}")
     if wrong:
         raise BadSetting("; ".join(wrong))
     return values
@@ -289,13 +290,15 @@ def _check(settings: WorkerSettings) -> None:
         )
 
 
+_PLAIN = SimulatedSettings()
+
+
 def _check_simulated(settings: WorkerSettings) -> None:
     if settings.engine != "simulated":
-        for name in ("engine_type", "extra_engine_args", "perf_model", "planner_profile_data"):
-            if value := getattr(settings, name):
-                raise BadSetting(f"{name} = {str(value)!r}: only for simulated engines")
-        if settings.dp_size > 1:
-            raise BadSetting(f"dp_size = {settings.dp_size}: only simulated engines are made of ranks")
+        for name in SimulatedSettings.__struct_fields__:
+            value, usual = getattr(settings, name), getattr(_PLAIN, name)
+            if value != usual and name != "prefix_caching":
+                raise BadSetting(f"{name} = {value!s}: only for simulated engines")
     if settings.perf_model and settings.planner_profile_data:
         raise BadSetting(f"perf_model = {settings.perf_model!r}: planner_profile_data says what steps take")
     if settings.itl_ms and (settings.planner_profile_data or settings.perf_model not in (None, "constant")):

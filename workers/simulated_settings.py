@@ -12,19 +12,20 @@ import msgspec
 from msgspec import Meta
 
 Share = Annotated[float, Meta(ge=0, lt=1)]
-Blocks = Annotated[int, Meta(ge=0)]
+MOST = 2**31  # of anything that is counted; as a bound it is none
+Blocks = Annotated[int, Meta(ge=0, le=MOST)]
 
 
 class SimulatedSettings(msgspec.Struct, frozen=True, kw_only=True):
     """The simulated engine's own settings. What is None takes the engine's own default."""
 
-    engine_type: Annotated[
-        Literal["vllm", "sglang", "trtllm"] | None,
-        Meta(description="simulated: begin with the defaults of Dynamo's mocker of this engine"),
-    ] = None
     extra_engine_args: Annotated[
         Path | None,
         Meta(description="simulated: a JSON file of the arguments of Dynamo's mocker; it wins over flags"),
+    ] = None
+    engine_type: Annotated[
+        Literal["vllm", "sglang", "trtllm"] | None,
+        Meta(description="simulated: begin with the defaults of Dynamo's mocker of this engine"),
     ] = None
     perf_model: Annotated[
         Literal["constant", "polynomial", "polynomial-v2"] | None,
@@ -66,11 +67,17 @@ class SimulatedSettings(msgspec.Struct, frozen=True, kw_only=True):
     host_kv_blocks: Annotated[Blocks, Meta(description="simulated: KV blocks in the host's memory")] = 0
     disk_kv_blocks: Annotated[Blocks, Meta(description="simulated: KV blocks on disk")] = 0
     kv_bytes_per_token: Annotated[
-        int,
+        Annotated[int, Meta(ge=1, le=MOST)] | None,
         Meta(
-            ge=1, description="simulated: what goes between the tiers for each token (default: an 8B model)"
+            description="simulated: what a token takes on the tiers (default: by the model's config.json; else an 8B model's)"
         ),
-    ] = 131_072
+    ] = None
+    reasoning: Annotated[
+        str,
+        Meta(
+            description="simulated: answers begin with a thought: start_thinking_token_id, end_thinking_token_id, thinking_ratio"
+        ),
+    ] = ""
     host_gb_per_s: Annotated[
         Annotated[float, Meta(gt=0)], Meta(description="simulated: between the device and the host's memory")
     ] = 32.0
@@ -90,13 +97,21 @@ THEIRS = {
     "enable_chunked_prefill": "chunked_prefill",
     "preemption_mode": "preemption",
     "startup_time": "startup_s",
-    "enable_local_indexer": "kv_events",
 }
 SAME = ("watermark", "speedup_ratio", "decode_speedup_ratio", "dp_size", "planner_profile_data", "kv_bytes_per_token",
-        "engine_type", "evictor", "host_kv_blocks", "disk_kv_blocks", "host_gb_per_s", "disk_gb_per_s", "perf_model")  # fmt: skip
-NOT_PLAYED = ("worker_type", "is_prefill", "is_decode", "bootstrap_port", "handoff_session_timeout_ms",
-              "kv_transfer_bandwidth", "kv_transfer_timing_mode", "reasoning", "sglang", "aic_nextn",
-              "aic_nextn_accept_rates", "aic_mtp_seed")  # fmt: skip
+        "reasoning", "engine_type", "evictor", "host_kv_blocks", "disk_kv_blocks", "host_gb_per_s", "disk_gb_per_s",
+        "perf_model")  # fmt: skip
+# What is not played, with the value that asks for nothing. What only means something between prefill and decode workers, of
+# which there are none here, may have any.
+NOT_PLAYED: Mapping[str, Any] = {
+    "worker_type": "aggregated", "is_prefill": False, "is_decode": False, "aic_nextn": None, "aic_nextn_accept_rates": None,
+}  # fmt: skip
+SGLANG: Mapping[str, Any] = {
+    "schedule_policy": "fifo", "page_size": 1, "max_prefill_tokens": 16_384, "chunked_prefill_size": 8192,
+    "clip_max_new_tokens": 4096, "schedule_conservativeness": 1.0,
+}  # fmt: skip
+MEANINGLESS = ("bootstrap_port", "handoff_session_timeout_ms", "kv_transfer_bandwidth", "kv_transfer_timing_mode",
+               "enable_local_indexer", "aic_mtp_seed")  # fmt: skip
 FLAGS = {
     "kv_blocks": ("--num-gpu-blocks-override",),
     "block_tokens": ("--block-size",),
@@ -107,8 +122,8 @@ FLAGS = {
     "chunked_prefill": ("--enable-chunked-prefill",),
     "dp_size": ("--data-parallel-size",),
     "startup_s": ("--startup-time",),
+    "count": ("--num-workers",),
 }  # as well
-UNLIMITED = 2**31
 _PREEMPTION = {"lifo": "newest", "fifo": "oldest"}
 _BLOCK_TOKENS = {"vllm": 64, "sglang": 1, "trtllm": 32}
 
@@ -119,30 +134,50 @@ def read_extra(path: Path) -> dict[str, Any]:
         found = json.loads(path.read_text())
     except OSError as error:
         raise ValueError(f"it cannot be read: {error.strerror}") from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"it is no JSON: {error}") from error
     if not isinstance(found, dict):
         raise ValueError("it holds no JSON object")
-    if refused := [name for name in NOT_PLAYED if found.get(name) not in (None, False, "aggregated")]:
-        raise ValueError(f"{', '.join(refused)}: not played here")
-    if unknown := [name for name in found if name not in {*THEIRS, *SAME, *NOT_PLAYED}]:
+    known = {*THEIRS, *SAME, *NOT_PLAYED, *MEANINGLESS, "sglang"}
+    if unknown := [name for name in found if name not in known]:
         raise ValueError(f"{', '.join(unknown)}: unknown; valid are {', '.join((*THEIRS, *SAME))}")
+    if refused := _refused(found):
+        raise ValueError(f"{', '.join(refused)}: not played here")
     settings: dict[str, Any] = {"engine_type": "vllm"}
     for name, value in found.items():
         if value is None and name in ("max_num_seqs", "max_num_batched_tokens"):
-            settings[THEIRS[name]] = UNLIMITED
-        elif value is not None and name not in NOT_PLAYED:
+            settings[THEIRS[name]] = MOST
+        elif value is not None and name in {*THEIRS, *SAME}:
             settings[THEIRS.get(str(name), str(name))] = value
     if (mode := settings.get("preemption")) is not None:
-        settings["preemption"] = _PREEMPTION.get(str(mode), mode)
+        if mode not in [*_PREEMPTION]:
+            raise ValueError(f"preemption_mode = {mode!r}: expected one of {', '.join(_PREEMPTION)}")
+        settings["preemption"] = _PREEMPTION[mode]
+    if "reasoning" in settings:
+        settings["reasoning"] = json.dumps(settings["reasoning"])
     return settings
+
+
+def _refused(found: Mapping[str, Any]) -> list[str]:
+    """Return which arguments ask for what is not played."""
+    sglang = found.get("sglang") or {}
+    if not isinstance(sglang, dict):
+        raise ValueError(f"sglang = {sglang!r}: expected an object")
+    asked = [(name, found.get(name), usual) for name, usual in NOT_PLAYED.items()]
+    asked += [(f"sglang.{name}", value, SGLANG.get(name)) for name, value in sglang.items()]
+    return [name for name, value, usual in asked if value not in (None, usual)]
+
+
+def their_name(name: str) -> str:
+    """Return what Dynamo's mocker calls one of our settings."""
+    return next((theirs for theirs, ours in THEIRS.items() if ours == name), name)
 
 
 def defaults(engine_type: str, given: Mapping[str, Any]) -> dict[str, Any]:
     """Return the settings that Dynamo's mocker of an engine has where none is given."""
     theirs: dict[str, Any] = {
         "kv_blocks": 16_384, "block_tokens": _BLOCK_TOKENS[engine_type], "batch_max": 256, "prefill_tokens_max": 8192,
-        "waiting_max": UNLIMITED,
+        "waiting_max": MOST,
     }  # fmt: skip
     theirs |= given
     theirs["batch_max"] = min(theirs["batch_max"], theirs["kv_blocks"])  # each request has a block at least

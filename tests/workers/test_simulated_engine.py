@@ -20,6 +20,7 @@ from workers.admin import WorkerMetrics
 from workers.engines.engine import Engine, EngineDead
 from workers.engines.simulated import language
 from workers.engines.simulated.engine import SimulatedEngine
+from workers.engines.simulated.reasoning import Reasoning
 from workers.engines.simulated.scheduler import Scheduler
 from workers.engines.simulated.sequence import BadShape, Shape
 from workers.engines.simulated.stats import Stats
@@ -124,6 +125,35 @@ def test_answers_end_by_themselves_now_and_then() -> None:
         for n in range(20_000)
     )
     assert 20 < ends < 100  # one in 400
+
+
+# --- thoughts
+
+
+@pytest.mark.parametrize(
+    ("ratio", "answer", "thought"),
+    [(0.5, 10, 5), (0.29, 10, 2), (0.1, 10, 2), (0.09, 10, 0), (1.0, 1, 0), (1.0, 2, 2), (0.0, 10, 0)],
+)
+def test_a_thought_is_a_share_of_the_answer_or_none(ratio: float, answer: int, thought: int) -> None:
+    assert Reasoning(300, 301, ratio).tokens(answer) == thought
+
+
+def test_an_answer_begins_with_its_thought_and_goes_on_elsewhere_as_if_it_had_not_moved() -> None:
+    def said(tokens: list[int], most: int, shape: Shape) -> list[int]:
+        asked = Generate(1, "r", tokens, 20, Sampling(max_tokens=most, stop_token_ids=[301]))
+        scheduler = Scheduler(shape)
+        assert scheduler.submit(1, asked) is None
+        return run(scheduler)[1]
+
+    thinking = Shape(reasoning=Reasoning(300, 301, 0.5), prefill_tokens_max=13)
+    tight = Shape(reasoning=Reasoning(300, 301, 0.5), context_tokens=64, kv_blocks=4)
+    for salt in range(40):  # some of them would end in their thought
+        whole = said(prompt(20, salt), 40, thinking)
+        assert (whole[0], whole[19]) == (300, 301) and len(whole) > 19
+        assert said(prompt(20, salt), 40, tight) == whole
+        for cut in (1, 19, 20):
+            if len(whole) > cut:
+                assert said(prompt(20, salt) + whole[:cut], 40 - cut, thinking) == whole[cut:]
 
 
 # --- batching, KV blocks, bounds

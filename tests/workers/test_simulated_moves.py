@@ -180,7 +180,7 @@ async def test_a_dead_engine_stops_nothing() -> None:
 
 
 def test_a_block_holds_a_byte_of_every_token() -> None:
-    with pytest.raises(BadShape, match="15 bytes are less than one for each of a KV block's 16 tokens"):
+    with pytest.raises(BadShape, match="kv_block_bytes = 15: a KV block of 16 tokens has a byte for each"):
         Shape(kv_block_bytes=15)
 
 

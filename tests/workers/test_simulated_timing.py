@@ -12,8 +12,10 @@ from events.observations import Profile
 from workers.cli import add_arguments
 from workers.engines.build import build_engine
 from workers.engines.simulated.engine import SimulatedEngine
+from workers.engines.simulated.kv_size import BadConfig
 from workers.engines.simulated.perf_model import POLYNOMIALS, BadProfile, Interpolated
 from workers.engines.simulated.plan import Plan
+from workers.engines.simulated.reasoning import BadReasoning, Reasoning
 from workers.engines.simulated.sequence import Shape
 from workers.engines.simulated.tiers import Traffic
 from workers.engines.simulated.timing import ConstantTiming, ModelTiming, TieredTiming
@@ -219,7 +221,39 @@ def test_each_way_to_take_time_can_be_chosen(tmp_path: Path) -> None:
 def test_slower_tiers_take_the_time_of_their_bytes() -> None:
     engine = built(itl_ms=20, host_kv_blocks=10, host_gb_per_s=1, kv_bytes_per_token=1_000_000)
     assert engine.shape.host_kv_blocks == 10
-    assert step_s(engine, Plan(0, 1, (), 0, 1, 10, Traffic(from_host=1))) == pytest.approx(0.036)
+    assert step_s(engine, FETCH) == pytest.approx(0.036)
+
+
+FETCH = Plan(0, 1, (), 0, 1, 10, Traffic(from_host=1))
+LLAMA = {
+    "num_hidden_layers": 80, "num_attention_heads": 64, "num_key_value_heads": 8, "hidden_size": 8192, "torch_dtype": "bfloat16",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("config", "size"),
+    [
+        (None, 131_072),
+        (LLAMA, 80 * 2 * 8 * 128 * 2),
+        ({"text_config": LLAMA | {"head_dim": 64, "torch_dtype": "float32"}}, 80 * 2 * 8 * 64 * 4),
+        (LLAMA | {"num_key_value_heads": None}, 80 * 2 * 64 * 128 * 2),
+    ],
+)
+def test_a_token_has_the_bytes_that_its_model_gives_it(
+    config: dict[str, Any] | None, size: int, tmp_path: Path
+) -> None:
+    if config is not None:
+        (tmp_path / "config.json").write_text(json.dumps(config))
+    engine = built(model=tmp_path, host_kv_blocks=10, host_gb_per_s=1, block_tokens=1, itl_ms=20)
+    assert step_s(engine, FETCH) == pytest.approx(0.02 + size / 1e9)
+
+
+@pytest.mark.parametrize("config", ["{}", "[]", "{", json.dumps(LLAMA | {"num_attention_heads": 0})])
+def test_a_model_that_does_not_say_its_size_is_refused(config: str, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(config)
+    with pytest.raises(BadConfig, match=r"config.json: it .*: set kv_bytes_per_token"):
+        built(model=tmp_path, host_kv_blocks=10)
+    assert built(model=tmp_path, host_kv_blocks=10, kv_bytes_per_token=5)
 
 
 def test_a_file_of_dynamos_arguments_wins_over_flags(tmp_path: Path) -> None:
@@ -229,11 +263,13 @@ def test_a_file_of_dynamos_arguments_wins_over_flags(tmp_path: Path) -> None:
             {"num_gpu_blocks": 100, "block_size": 32, "max_num_seqs": None, "max_num_batched_tokens": 512,
              "enable_prefix_caching": False, "enable_chunked_prefill": False, "watermark": 0.1, "preemption_mode": "fifo",
              "speedup_ratio": 2.0, "dp_size": 2, "startup_time": 0.5, "worker_type": "aggregated", "bootstrap_port": None,
-             "enable_local_indexer": False, "max_model_len": 1000}
+             "enable_local_indexer": False, "max_model_len": 1000, "is_prefill": False, "aic_nextn": None, "aic_mtp_seed": 42,
+             "handoff_session_timeout_ms": 300000, "kv_transfer_bandwidth": 64.0, "kv_transfer_timing_mode": "full_prompt",
+             "sglang": {"page_size": 1, "schedule_policy": "fifo"}, "reasoning": None}
         )
     )  # fmt: skip
     settings = load_settings({"extra_engine_args": str(path), "kv_blocks": "7", "watermark": "0.5"}, {})
-    assert (settings.kv_events, settings.startup_s) == (False, 0.5)
+    assert (settings.kv_events, settings.startup_s) == (True, 0.5)
     engine = build_engine(settings)
     assert isinstance(engine, SimulatedEngine)
     assert engine.shape == Shape(
@@ -248,10 +284,15 @@ def test_a_file_of_dynamos_arguments_wins_over_flags(tmp_path: Path) -> None:
     ("text", "message"),
     [
         ('{"num_gpu_block": 1}', "num_gpu_block: unknown; valid are num_gpu_blocks, block_size"),
-        ('{"bootstrap_port": 1, "worker_type": "decode"}', "worker_type, bootstrap_port: not played here"),
+        ('{"aic_nextn": 1, "worker_type": "decode"}', "worker_type, aic_nextn: not played here"),
+        ('{"sglang": {"schedule_policy": "lpm", "page_size": 1}}', "sglang.schedule_policy: not played here"),
+        ('{"sglang": 1}', "sglang = 1: expected an object"),
+        ("[" * 100_000, "it is no JSON: maximum recursion depth"),
+        ('{"preemption_mode": "LIFO"}', "preemption_mode = 'LIFO': expected one of lifo, fifo"),
         ("[1]", "it holds no JSON object"),
         ("{", "it is no JSON"),
-        ('{"num_gpu_blocks": 0}', "kv_blocks = 0: expected `int` >= 1"),
+        ('{"num_gpu_blocks": 0}', "extra_engine_args: num_gpu_blocks = 0: expected `int` >= 1"),
+        ('{"num_gpu_blocks": 1e30}', "num_gpu_blocks = 1e.30: expected `int"),
         ('{"watermark": 1.5}', "watermark = 1.5: expected `float` < 1"),
     ],
 )
@@ -266,8 +307,8 @@ def test_a_file_that_cannot_be_obeyed_is_refused(text: str, message: str, tmp_pa
     ("flags", "message"),
     [
         ({"extra_engine_args": "none.json"}, "it cannot be read: No such file"),
-        ({"engine": "openai", "dp_size": "2"}, "dp_size = 2: only simulated engines"),
-        ({"engine": "openai", "engine_type": "vllm"}, "engine_type = 'vllm': only for simulated engines"),
+        ({"engine": "openai", "dp_size": "2"}, "dp_size = 2: only for simulated engines"),
+        ({"engine": "openai", "evictor": "lineage"}, "evictor = lineage: only for simulated engines"),
         (
             {"perf_model": "polynomial", "planner_profile_data": "x"},
             "planner_profile_data says what steps take",
@@ -296,6 +337,24 @@ def test_flags_have_dynamos_names_as_well() -> None:
         512,
     )
     assert (settings.dp_size, settings.prefix_caching, settings.context_tokens) == (2, False, 1000)
+
+
+def test_how_an_engine_thinks_is_read_from_either_side(tmp_path: Path) -> None:
+    path, asked = (
+        tmp_path / "a.json",
+        {"start_thinking_token_id": 300, "end_thinking_token_id": 301, "thinking_ratio": 0.5},
+    )
+    path.write_text(json.dumps({"reasoning": asked}))
+    assert built(extra_engine_args=path).shape.reasoning == Reasoning(300, 301, 0.5)
+    assert built(reasoning=json.dumps(asked)).shape.reasoning == Reasoning(300, 301, 0.5)
+    for wrong in (
+        "1",
+        "{",
+        json.dumps(asked | {"end_thinking_token_id": 151_668}),
+        json.dumps(asked | {"x": 1}),
+    ):
+        with pytest.raises(BadReasoning, match=r"^reasoning = "):
+            built(reasoning=wrong)
 
 
 # --- ranks

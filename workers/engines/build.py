@@ -28,6 +28,7 @@ def _given(settings: WorkerSettings, *names: str) -> dict[str, Any]:
 
 
 def _simulated(settings: WorkerSettings) -> Engine:
+    from workers.engines.simulated import reasoning
     from workers.engines.simulated.engine import SimulatedEngine
     from workers.engines.simulated.sequence import Shape
     from workers.simulated_settings import defaults
@@ -40,12 +41,15 @@ def _simulated(settings: WorkerSettings) -> Engine:
     )  # fmt: skip
     if settings.engine_type is not None:
         bounds = defaults(settings.engine_type, bounds)
+    if settings.reasoning:
+        bounds["reasoning"] = reasoning.read(settings.reasoning)
     shape = Shape(model=Path(settings.model).name or "sim", **bounds)
     return SimulatedEngine(shape, _timing(settings, shape), dp=settings.dp_size, start_s=settings.startup_s)
 
 
 def _timing(settings: WorkerSettings, shape: "Shape") -> "Timing":
     """Return what a simulated step takes."""
+    from workers.engines.simulated.kv_size import kv_bytes_per_token
     from workers.engines.simulated.perf_model import POLYNOMIALS, Interpolated
     from workers.engines.simulated.timing import (
         PREFILL_TOKENS_PER_S,
@@ -72,7 +76,8 @@ def _timing(settings: WorkerSettings, shape: "Shape") -> "Timing":
         return timing
     return TieredTiming(
         timing=timing,
-        block_bytes=settings.kv_bytes_per_token * shape.block_tokens,
+        block_bytes=(settings.kv_bytes_per_token or kv_bytes_per_token(Path(settings.model)))
+        * shape.block_tokens,
         host_bytes_per_s=settings.host_gb_per_s * 1e9 * faster,
         disk_bytes_per_s=settings.disk_gb_per_s * 1e9 * faster,
     )

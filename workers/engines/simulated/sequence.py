@@ -13,6 +13,7 @@ from events.wire import Generate, Sampling
 from workers.engines.simulated import language
 from workers.engines.simulated.evictors import EvictorKind
 from workers.engines.simulated.language import EOS, TOKEN_BYTES, VOCABULARY
+from workers.engines.simulated.reasoning import Reasoning
 
 if TYPE_CHECKING:
     from workers.engines.simulated.batch import Batch
@@ -44,11 +45,12 @@ class Shape:
     evictor: EvictorKind = "lru"
     host_kv_blocks: int = 0  # a tier below the device
     disk_kv_blocks: int = 0  # a tier below that
+    reasoning: Reasoning | None = None  # answers begin with a thought
 
     def __post_init__(self) -> None:
         if self.kv_block_bytes < self.block_tokens:
             raise BadShape(
-                f"{self.kv_block_bytes} bytes are less than one for each of a KV block's {self.block_tokens} tokens"
+                f"kv_block_bytes = {self.kv_block_bytes}: a KV block of {self.block_tokens} tokens has a byte for each at least"
             )
         if self.context_tokens > self.kv_blocks * self.block_tokens:
             raise BadShape(
@@ -147,13 +149,14 @@ class Spoken(Sequence):
     """A request whose tokens are said.
 
     `tokens` are those that it came with, also where they come after the request's because its KV cache came along. `unusual`
-    are the tokens said here that are not their position's plain one; `tail` are the tokens since its last named block, as
-    bytes. It is `quick` while the next token needs nothing but the hash, and nothing else happens with it.
+    are the tokens said here that are not their position's plain one; `marks` those that begin and end its thought, which goes
+    to the position `thought`; `tail` are the tokens since its last named block, as bytes. It is `quick` while the next token
+    needs nothing but the hash, and nothing else happens with it.
     """
 
     __slots__ = (
-        "banned", "counts", "digest", "ends", "full", "hash", "note", "plain", "quick", "request", "salt", "seed",
-        "tail", "tokens", "unusual", "update",
+        "banned", "counts", "digest", "ends", "full", "hash", "marks", "note", "plain", "quick", "request", "salt", "seed",
+        "tail", "thought", "tokens", "unusual", "update",
     )  # fmt: skip
 
     def __init__(self, key: int, request: Generate, shape: Shape, came: list[int] | None = None) -> None:
@@ -172,6 +175,7 @@ class Spoken(Sequence):
         self.unusual: dict[int, int] = {}  # by position
         self.ends = frozenset({*sampling.stop_token_ids, *(() if sampling.ignore_eos else (EOS,))})
         self.banned = frozenset({*sampling.stop_token_ids, EOS})
+        self.thought, self.marks = _thought(request.prompt_tokens, end, shape.reasoning)
         self.plain = _is_plain(sampling)
         self.quick = False
         self.salt = blocks.seed(namespace=request.cache_salt)
@@ -236,6 +240,14 @@ def _is_plain(sampling: Sampling) -> bool:
 def penalises(sampling: Sampling) -> bool:
     """Whether earlier tokens change the choice of the next one."""
     return bool(sampling.presence_penalty or sampling.frequency_penalty) or sampling.repetition_penalty != 1.0
+
+
+def _thought(first: int, end: int, reasoning: Reasoning | None) -> tuple[int, dict[int, int]]:
+    """Return where the thought of an answer from `first` to `end` is over, and the tokens that mark it."""
+    if reasoning is None or not (count := reasoning.tokens(end - first)):
+        return 0, {}
+    marks = {first: reasoning.start_thinking_token_id, first + count - 1: reasoning.end_thinking_token_id}
+    return first + count, marks
 
 
 def _counts(generated: list[int]) -> dict[int, int]:

@@ -41,9 +41,10 @@ def speak(sequences: Mapping[int, Spoken], passes: int, faults: Faults) -> tuple
 
 def _say(sequence: Spoken, digest: int, faults: Faults, healthy: bool) -> Chunk:
     """Let a sequence say its next token, and whether that ends the answer."""
+    place = sequence.length
     cached = sequence.cached if sequence.fresh and not sequence.made else None
     sequence.fresh = False
-    if healthy and sequence.plain and digest >= EOS_BELOW:
+    if healthy and sequence.plain and digest >= EOS_BELOW and place not in sequence.marks:
         token = FIRST + digest % SPAN
         chunk = Chunk(0, [token], cached_tokens=cached)
     else:
@@ -53,21 +54,22 @@ def _say(sequence: Spoken, digest: int, faults: Faults, healthy: bool) -> Chunk:
     piece = TOKEN_BYTES[token]
     sequence.update(piece)
     sequence.note(piece)
-    sequence.quick = sequence.plain
+    sequence.quick = sequence.plain and place + 1 >= sequence.thought
     return chunk
 
 
 def _choose(sequence: Spoken, digest: int, faults: Faults) -> Chunk:
-    """Choose a token with everything considered: sampling, penalties, stops, logprobs, faults."""
-    sampling = sequence.request.sampling
-    early = sequence.made < sampling.min_tokens
+    """Choose a token with everything considered: sampling, penalties, stops, logprobs, thoughts, faults."""
+    sampling, place = sequence.request.sampling, sequence.length
+    early = sequence.made < sampling.min_tokens or place < sequence.thought
     ranked = language.candidates(digest, eos=not early and not sampling.ignore_eos)
     luck = language.luck_at(sequence.seed, digest) if sampling.temperature > 0 else 0.0
     token = language.choose(ranked, sampling, sequence.counts, sequence.banned if early else (), luck)
+    token = sequence.marks.get(place, token)
     if token >= FIRST:
         token = faults.altered(token)
     if token != language.plain_token(digest):
-        sequence.unusual[sequence.length] = token
+        sequence.unusual[place] = token
     if penalises(sampling):
         sequence.counts[token] = sequence.counts.get(token, 0) + 1
     logprobs: list[Logprob] | None = None
