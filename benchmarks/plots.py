@@ -1,5 +1,6 @@
 """Plots of benchmarks, as SVG or PNG. They need the `plots` extra; the numbers are printed without it."""
 
+from argparse import ArgumentTypeError
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from importlib import import_module
@@ -20,6 +21,14 @@ def figure(path: Path, panels: int, title: str, lines: int = 1) -> Iterator[Sequ
     yield axes
     drawn.savefig(path)
     import_module("matplotlib.pyplot").close(drawn)
+
+
+def plot_file(text: str) -> Path:
+    """Read a flag's name of a plot to be written."""
+    path = Path(text)
+    if path.suffix not in (".svg", ".png") or not path.parent.is_dir():
+        raise ArgumentTypeError(f"{text!r} does not end in .svg or .png, or its folder is not there")
+    return path
 
 
 def needed() -> Any:

@@ -9,8 +9,12 @@ round-robin completes when everything comes at once. Prints one JSON object a ro
 
     bound    blocks, and the hit rate of one cache with the whole fleet's blocks, read in the order of the trace
     run      one mode at one load (`virtual.figures` says what the columns are)
+    best     what the balance could be at that load (`virtual.bounds`), if all possible hits were made, 90 % of them, or none
     result   what was to be reached: hits against the bound, mean TTFT against round-robin's at a load of 0.7, balance
     hour     the trace at its own speed: how long that took
+
+Balance: the tokens that a worker computes in a window of 10 s, of prompts and answers, over the mean of all workers in that
+window; the 99th percentile of all pairs of a window and a worker. The first window and the last are left out.
 
 `--dynamo` runs Dynamo's router modes on its own mocker by its own offline replay (`make peer`), with the same trace, blocks
 and polynomial (the second one, the only one that it has), at the same shares of its own round-robin's throughput, and ours with
@@ -19,20 +23,24 @@ that polynomial beside it.
 
 import argparse
 import json
+import math
 import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from tempfile import NamedTemporaryFile
 from typing import Any
 
-from benchmarks.plots import figure, needed
-from benchmarks.virtual import trace
+from benchmarks.plots import figure, needed, plot_file
+from benchmarks.virtual import bounds, trace
 from benchmarks.virtual.figures import figures
 from benchmarks.virtual.fleet import Fleet
 from benchmarks.virtual.router import Router, workers
 from controller.router.modes import Mode
 from controller.router.score import USUAL, Pricing
+from controller.trace.rows import BadTrace, encode
+from controller.trace.rows import Row as Recorded
 from workers.engines.simulated.perf_model import POLYNOMIALS
 from workers.engines.simulated.sequence import Shape
 from workers.engines.simulated.timing import ModelTiming
@@ -43,6 +51,7 @@ PEER_PYTHON = ROOT / ".venv-peer" / "bin" / "python"
 ALL_AT_ONCE = 1000.0  # so many times as fast as it was
 KV_TOKENS = 16_384 * 64  # of one engine: what Dynamo's mocker has
 RESULT_LOAD = 0.7
+HITS = (1.0, 0.9, 0.0)  # of those that are possible
 SPEEDS = {name: ModelTiming(model) for name, model in POLYNOMIALS.items()}
 FIRST, SECOND = SPEEDS
 EVENTS_LATE_S = 0.002  # about what a KV event needs from an engine's step to a frontend's index
@@ -66,24 +75,37 @@ def shape(block_tokens: int) -> Shape:
 class Trial:
     """A trace against a fleet of so many workers."""
 
-    def __init__(self, rows: Sequence[trace.Row], count: int, args: argparse.Namespace, speed: str) -> None:
+    def __init__(self, rows: Sequence[Recorded], count: int, args: argparse.Namespace, speed: str) -> None:
         self.count, self.speed = count, speed
         self._rows, self._args = rows, args
         self._shape, self._timing = shape(args.block_tokens), SPEEDS[speed]
-        self.offered = len(rows) / rows[-1].at_s  # requests/s at the trace's own speed
+        self._blocks = count * self._shape.kv_blocks
+        self._found = list(trace.found(self._requests(1.0), args.block_tokens, self._blocks))
+        self._span_s = rows[-1].timestamp / 1e3
+        self.offered = len(rows) / self._span_s  # requests/s at the trace's own speed
+
+    def _requests(self, factor: float) -> Iterator[trace.Request]:
+        return trace.requests(self._rows, self._args.block_tokens, factor)
 
     def bound(self) -> Row:
         """Return the hits of one cache with the whole fleet's blocks."""
-        blocks = self.count * self._shape.kv_blocks
-        rate = trace.shared_cache(self._rows, self._args.block_tokens, blocks)
-        size = self._args.block_tokens
         return {
             "row": "bound",
             "workers": self.count,
-            "kv_blocks": blocks,
-            "block_tokens": size,
-            "hit_rate": rate,
+            "kv_blocks": self._blocks,
+            "block_tokens": self._args.block_tokens,
+            "hit_rate": sum(self._found) / sum(max(1, row.input_length) for row in self._rows),
         }
+
+    def best(self, factor: float) -> Row:
+        """Return what the balance could be, by the share of the possible hits that are made."""
+        least, dealt = {}, {}
+        for share in HITS:
+            found = [int(share * tokens) for tokens in self._found]
+            requests = bounds.shortened(list(self._requests(factor)), found)
+            ideal = bounds.Ideal(requests, self._shape, self._timing, self.count)
+            least[share], dealt[share] = ideal.least_balance(), ideal.dealt_balance()
+        return {"workers": self.count, "speed": self.speed, "least": least, "dealt": dealt}
 
     def run(self, mode: Mode, factor: float, pricing: Pricing = USUAL) -> Row:
         """Let the trace come so many times as fast, and return the figures."""
@@ -91,8 +113,8 @@ class Trial:
         fleet_workers = workers(self.count, self._timing.profile(self._shape))
         router = Router(fleet_workers, mode, pricing, args.seed, paced=args.paced)
         fleet = Fleet(self._shape, self._timing, self.count, [router], events_late_s=EVENTS_LATE_S)
-        outcome = fleet.run(trace.requests(self._rows, args.block_tokens, factor))
-        found = figures(outcome, self.count, self._rows[-1].at_s / factor)
+        outcome = fleet.run(self._requests(factor))
+        found = figures(outcome, self.count, self._span_s / factor)
         return {
             "workers": self.count,
             "mode": mode.value,
@@ -115,14 +137,15 @@ def sweep(trial: Trial, args: argparse.Namespace) -> Iterator[Row]:
             run = trial.run(Mode(mode), load * most / trial.offered)
             runs[mode, load] = run
             yield {"row": "run", "system": "Holdfast", "load": load, **run}
-    kv, turns = runs.get(("kv", RESULT_LOAD)), runs.get(("round-robin", RESULT_LOAD))
+        yield {"row": "best", "load": load, **trial.best(load * most / trial.offered)}
+    kv, turns = (runs.get((mode, RESULT_LOAD)) for mode in ("kv", "round-robin"))
     if kv and turns:
         yield {
             "row": "result",
             "workers": trial.count,
             "speed": trial.speed,
             "round_robin_per_s": most,
-            "hits_of_bound": kv["hit_rate"] / bound["hit_rate"],
+            "hits_of_bound": kv["hit_rate"] / bound["hit_rate"] if bound["hit_rate"] else math.nan,
             "ttft_better": turns["ttft_mean"] / kv["ttft_mean"],
             "balance": {mode: runs[mode, RESULT_LOAD]["balance"] for mode in args.modes},
         }
@@ -134,30 +157,29 @@ def hour(trial: Trial) -> Row:
     return {"row": "hour", **run, "virtual_s_per_s": run["virtual_s"] / run["wall_s"]}
 
 
-def dynamo(count: int, args: argparse.Namespace) -> Iterator[Row]:
-    """Yield what Dynamo's router modes do on its own mocker."""
-    words = [
-        "--workers",
-        str(count),
-        "--loads",
-        *map(str, args.loads),
-        "--block-tokens",
-        str(args.block_tokens),
-    ]
-    with subprocess.Popen(
-        [str(args.dynamo_python), "-m", "benchmarks.peer_routing", str(args.trace), *words],
-        stdout=subprocess.PIPE,
-        cwd=ROOT,
-        text=True,
-    ) as process:
-        assert process.stdout is not None
-        yield from map(json.loads, process.stdout)
+def dynamo(rows: Sequence[Recorded], count: int, args: argparse.Namespace) -> Iterator[Row]:
+    """Yield what Dynamo's router modes do on its own mocker, with the same requests."""
+    with NamedTemporaryFile(suffix=".jsonl") as file:
+        file.writelines(map(encode, rows))
+        file.flush()
+        words = ["--workers", str(count), "--loads", *map(str, args.loads)]
+        words += ["--block-tokens", str(args.block_tokens)]
+        with subprocess.Popen(
+            [str(args.dynamo_python), "-m", "benchmarks.peer_routing", file.name, *words],
+            stdout=subprocess.PIPE,
+            cwd=ROOT,
+            text=True,
+        ) as process:
+            assert process.stdout is not None
+            yield from map(json.loads, process.stdout)
     if process.returncode:
         raise SystemExit(f"Dynamo's replay ended with {process.returncode}")
 
 
-def draw(rows: Sequence[Row], path: Path, args: argparse.Namespace) -> None:
+def draw(found: Sequence[Row], path: Path, args: argparse.Namespace) -> None:
     """Draw what each mode does over the load, a line of panels for each fleet."""
+    rows = [row for row in found if row["row"] == "run"]
+    best = [row for row in found if row["row"] == "best"]
     lines = sorted({(row["workers"], row["speed"]) for row in rows})
     panels = (
         ("ttft_mean", "mean TTFT, s"),
@@ -181,6 +203,11 @@ def draw(rows: Sequence[Row], path: Path, args: argparse.Namespace) -> None:
                         label=f"{system} {mode}",
                     )
                 axis.set(xlabel=f"load, {count} workers, {speed}", ylabel=label)
+            ideal = [row for row in best if (row["workers"], row["speed"]) == (count, speed)]
+            for kind, style in (("least", ":"), ("dealt", "-.")):
+                points = [row[kind][HITS[0]] for row in ideal]
+                axes[line][2].plot([row["load"] for row in ideal], points, style, color="grey", label=kind)
+            axes[line][2].legend(fontsize=6)
             axes[line][0].set_yscale("log")
             axes[line][0].legend(fontsize=6)
 
@@ -206,37 +233,36 @@ def main(argv: Sequence[str] | None = None) -> int:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--trace", type=Path, default=TRACE)
-    parser.add_argument("--requests", type=int, help="only the first so many of them")
-    parser.add_argument("--workers", type=int, nargs="+", default=[8, 64])
-    parser.add_argument("--loads", type=float, nargs="+", default=[0.3, 0.5, 0.7, 0.9, 1.1])
+    parser.add_argument("--requests", type=trace.whole, help="only the first so many of them")
+    parser.add_argument("--workers", type=trace.whole, nargs="+", default=[8, 64])
+    parser.add_argument("--loads", type=trace.positive, nargs="+", default=[0.3, 0.5, 0.7, 0.9, 1.1])
     parser.add_argument("--modes", nargs="+", choices=modes, default=modes)
     parser.add_argument("--speed", choices=list(SPEEDS), default=FIRST, help="the engines' polynomial")
     parser.add_argument("--block-tokens", type=int, choices=[16, 32, 64, 128, 256, 512], default=512)
     parser.add_argument("--paced", action="store_true", help="as with --router-prefill-load-model profile")
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--plot", type=Path, help="where to draw the sweep (.svg or .png)")
+    parser.add_argument("--plot", type=plot_file, help="where to draw the sweep (.svg or .png)")
     parser.add_argument("--dynamo", action="store_true", help="Dynamo's router on its mocker, too")
     parser.add_argument("--dynamo-python", type=Path, default=PEER_PYTHON)
     args = parser.parse_args(argv)
     if args.plot:
         needed()
-    if not args.trace.exists():
-        print(f"there is no trace {args.trace}: name one with --trace", file=sys.stderr)
-        return 2
     if args.dynamo and not args.dynamo_python.exists():
-        print("Dynamo is not installed: `make peer` installs it into .venv-peer", file=sys.stderr)
-        return 2
-    rows = trace.read(args.trace, args.requests)
+        parser.error("Dynamo is not installed: `make peer` installs it into .venv-peer")
+    try:
+        rows = trace.read(args.trace, args.requests)
+    except BadTrace as error:
+        parser.error(f"{error} (--trace names another)")
     runs: list[Row] = []
     for count in args.workers:
         runs += [show(row) for row in sweep(Trial(rows, count, args, args.speed), args)]
         if args.dynamo:
             if args.speed != SECOND:
                 runs += [show(row) for row in sweep(Trial(rows, count, args, SECOND), args)]
-            runs += [show(row) for row in dynamo(count, args)]
+            runs += [show(row) for row in dynamo(rows, count, args)]
     show(hour(Trial(rows, max(args.workers), args, args.speed)))
     if args.plot:
-        draw([row for row in runs if row["row"] == "run"], args.plot, args)
+        draw(runs, args.plot, args)
     return 0
 
 

@@ -22,6 +22,7 @@ from benchmarks.virtual.fleet import WINDOW_S, Fleet
 from benchmarks.virtual.router import Router, workers
 from controller.router.modes import Mode
 from controller.router.score import USUAL
+from controller.trace.rows import BadTrace
 
 
 def until(requests: Iterator[trace.Request], end_s: float) -> Iterator[trace.Request]:
@@ -40,21 +41,22 @@ def main(argv: Sequence[str] | None = None) -> int:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--trace", type=Path, default=TRACE)
-    parser.add_argument("--engines", type=int, default=10_000)
-    parser.add_argument("--copies", type=int, default=270)
-    parser.add_argument("--seconds", type=float, default=60.0)
+    parser.add_argument("--engines", type=trace.whole, default=10_000)
+    parser.add_argument("--copies", type=trace.whole, default=270)
+    parser.add_argument("--seconds", type=trace.positive, default=60.0)
     parser.add_argument("--mode", choices=[mode.value for mode in Mode], default="kv")
     parser.add_argument("--speed", choices=list(SPEEDS), default=FIRST)
     parser.add_argument("--block-tokens", type=int, choices=[64, 128, 256, 512], default=512)
     parser.add_argument("--seed", type=int, default=1)
     args = parser.parse_args(argv)
-    if not args.trace.exists():
-        print(f"there is no trace {args.trace}: name one with --trace", file=sys.stderr)
-        return 2
+    try:
+        recorded = trace.read(args.trace)
+    except BadTrace as error:
+        parser.error(f"{error} (--trace names another)")
     timing, engine = SPEEDS[args.speed], shape(args.block_tokens)
     router = Router(workers(args.engines, timing.profile(engine)), Mode(args.mode), USUAL, args.seed)
     fleet = Fleet(engine, timing, args.engines, [router], events_late_s=EVENTS_LATE_S)
-    rows = trace.copies(trace.read(args.trace), args.copies, args.seed)
+    rows = trace.copies(recorded, args.copies, args.seed)
     coming = until(trace.requests(rows, args.block_tokens), args.seconds)
     began, cpu = time.perf_counter(), time.process_time()
     outcome = fleet.run(coming, args.seconds)

@@ -46,11 +46,16 @@ def spread(amounts: Mapping[int, Mapping[int, float]], workers: int, until_s: fl
     """Return the 99th percentile, over windows and workers, of a worker's share over the mean; nan in less than a window.
     The first window and those after the last arrival are not full, and left out."""
     ratios: list[float] = []
-    for window in range(1, int(until_s / WINDOW_S) - 1):
+    for window in full_windows(until_s):
         here = amounts.get(window, {})
         if total := sum(here.values()):
             ratios += [here.get(worker, 0.0) * workers / total for worker in range(workers)]
     return percentile(sorted(ratios), 0.99)
+
+
+def full_windows(until_s: float) -> range:
+    """Return the windows in which requests came from beginning to end, but for the first and the last of them."""
+    return range(1, int(until_s / WINDOW_S) - 1)
 
 
 def throughput(ends: list[float]) -> float:

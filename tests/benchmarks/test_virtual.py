@@ -1,18 +1,23 @@
 """Fleets in virtual time: that they do what one step after another would, and what the router does with them."""
 
+import json
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from pathlib import Path
 from random import Random
 
 import pytest
 
-from benchmarks.routing import FIRST, SPEEDS, shape
+from benchmarks.routing import FIRST, SPEEDS, main, shape
 from benchmarks.virtual import trace
+from benchmarks.virtual.bounds import Ideal, shortened
 from benchmarks.virtual.figures import figures, spread
 from benchmarks.virtual.fleet import Fleet, Outcome, windows
 from benchmarks.virtual.router import Router, workers
-from benchmarks.virtual.trace import Request, Row
+from benchmarks.virtual.trace import Request
+from benchmarks.virtual_fleet import main as ten_thousand
 from controller.router.modes import Mode
+from controller.trace.rows import Row
 from events.blocks import follow
 
 BLOCK = 512
@@ -97,7 +102,7 @@ def test_balance_is_the_most_that_a_worker_has_over_the_mean() -> None:
 # --- traces
 
 
-ROWS = [Row(0.0, 1100, 5, [0, 1, 2]), Row(1.0, 1300, 5, [0, 1, 3]), Row(4.0, 600, 5, [4, 5])]
+ROWS = [Row(0, 1100, 5, [0, 1, 2]), Row(1000, 1300, 5, [0, 1, 3]), Row(4000, 600, 5, [4, 5])]
 
 
 def test_blocks_of_the_engines_size_are_shared_as_far_as_those_of_the_trace() -> None:
@@ -109,18 +114,17 @@ def test_blocks_of_the_engines_size_are_shared_as_far_as_those_of_the_trace() ->
 
 
 def test_one_cache_finds_what_came_before_and_still_fits() -> None:
-    again = [*ROWS, Row(5.0, 1100, 5, [0, 1, 2])]
-    assert trace.shared_cache(again, 512, 100) == pytest.approx((1024 + 1024) / 4100)
-    assert trace.shared_cache(again, 512, 1) == pytest.approx(512 / 4100)
+    again = list(trace.requests([*ROWS, Row(5000, 1100, 5, [0, 1, 2])], BLOCK))
+    assert list(trace.found(again, BLOCK, 100)) == [0, 1024, 0, 1024]
+    assert list(trace.found(again, BLOCK, 1)) == [0, 512, 0, 0]
 
 
 def test_copies_share_nothing_and_come_at_other_times() -> None:
     rows = list(trace.copies(ROWS, 3, seed=1))
     assert len(rows) == 9
-    assert [row.at_s for row in rows] == sorted(row.at_s for row in rows)
-    assert Counter(len({row.ids[0] // 6 for row in rows if row.ids[0] % 6 == first}) for first in (0, 4)) == {
-        3: 2
-    }
+    assert [row.timestamp for row in rows] == sorted(row.timestamp for row in rows)
+    shared = Counter(row.hash_ids[0] for row in rows)  # two of the three rows begin alike, in each copy
+    assert sorted(shared.values()) == [1, 1, 1, 2, 2, 2]
 
 
 # --- what the router does with a fleet
@@ -176,8 +180,124 @@ def test_conversations_stay_where_they_are_cached() -> None:
     requests = chats(300)
     kv = ran(requests, 4, routers(1, 4))
     turns = ran(requests, 4, routers(1, 4, mode=Mode.ROUND_ROBIN))
-    bound = trace.shared_cache(
-        [Row(one.at_s, one.prompt, one.answer, one.names) for one in requests], 512, 10**6
-    )
-    assert kv.cached_tokens / kv.prompt_tokens > 0.85 * bound
+    assert kv.cached_tokens > 0.85 * sum(trace.found(requests, BLOCK, 10**6))
     assert figures(kv, 4, 1.0)["ttft_mean"] * 1.5 < figures(turns, 4, 1.0)["ttft_mean"]
+
+
+# --- what could be done at best
+
+
+def lonely(prompt: int) -> list[Request]:
+    """Return a long prompt in each window, and a hundred short ones beside it."""
+    return [
+        Request(window * 101 + number, window * 10.0 + number * 0.02, 400 if number else prompt, 1, ())
+        for window in range(5)
+        for number in range(101)
+    ]
+
+
+def ideal(requests: Sequence[Request], fleet: int) -> Ideal:
+    return Ideal(requests, SHAPE, SPEED, fleet)
+
+
+def test_no_placement_betters_what_one_long_prompt_comes_to() -> None:
+    """80,000 tokens take less than a window, and there are 120,000 in it for four engines: 30,000 each on average."""
+    assert ideal(lonely(80_000), 4).least_balance() == pytest.approx(80 / 30, rel=1e-6)
+    assert ideal(lonely(12_000), 4).least_balance() == pytest.approx(1.0)
+
+
+@pytest.mark.parametrize("mode", [Mode.KV, Mode.LEAST_LOADED])
+def test_no_router_is_better_than_the_bound_nor_what_is_dealt_in_hindsight(mode: Mode) -> None:
+    requests = lonely(80_000)
+    best = ideal(requests, 4)
+    outcome = ran(requests, 4, routers(1, 4, mode=mode))
+    least, dealt, found = best.least_balance(), best.dealt_balance(), spread(outcome.computed, 4, 40.0)
+    assert least - 1e-9 <= dealt <= found + 1e-9
+
+
+def test_what_is_found_need_not_be_read() -> None:
+    one, two = shortened([Request(0, 0.0, 700, 3, (1,)), Request(1, 1.0, 500, 3, ())], [512, 0])
+    assert (one.prompt, one.names, two.prompt) == (188, (), 500)
+
+
+# --- the commands
+
+
+@pytest.mark.parametrize(
+    ("words", "why"),
+    [
+        (["--loads", "0"], "'0' is not a number above 0"),
+        (["--loads", "nan"], "'nan' is not a number above 0"),
+        (["--workers", "0"], "'0' is not a whole number"),
+        (["--requests", "-1"], "'-1' is not a whole number"),
+        (["--trace", "nowhere.jsonl"], "nowhere.jsonl cannot be read"),
+        (["--plot", "nowhere/plot.svg"], "its folder is not there"),
+        (["--plot", "plot.txt"], "does not end in .svg or .png"),
+    ],
+)
+def test_bad_words_are_refused(words: list[str], why: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(words)
+    assert ended.value.code == 2
+    assert why in capsys.readouterr().err
+
+
+def written(folder: Path, *lines: str) -> Path:
+    path = folder / "trace.jsonl"
+    path.write_text("".join(line + "\n" for line in lines))
+    return path
+
+
+LINE = '{"timestamp": %d, "input_length": %d, "output_length": 5, "hash_ids": [%s]}'
+
+
+@pytest.mark.parametrize(
+    ("lines", "why"),
+    [
+        ([LINE % (0, 600, "1, 2")], "come at once"),
+        ([LINE % (0, 600, "1")], "line 1: 1 hash_ids for 600 tokens"),
+        (["nonsense"], "line 1"),
+        ([], "holds no request"),
+    ],
+)
+@pytest.mark.parametrize("command", [main, ten_thousand])
+def test_bad_traces_are_refused(
+    lines: list[str],
+    why: str,
+    command: Callable[[Sequence[str]], int],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        command(["--trace", str(written(tmp_path, *lines))])
+    assert ended.value.code == 2
+    assert why in capsys.readouterr().err
+
+
+def test_one_command_prints_blocks_seed_sweep_and_result_and_draws(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = written(tmp_path, *(LINE % (n * 400, 600, f"{n % 7}, {n + 100}") for n in range(200)))
+    words = ["--trace", str(path), "--workers", "2", "--loads", "0.5", "0.7", "--modes", "kv", "round-robin"]
+    assert main([*words, "--seed", "5"]) == 0
+    rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    bound, *runs, result, hour = rows
+    assert (bound["kv_blocks"], bound["hit_rate"]) == (4096, pytest.approx(193 * 512 / (200 * 600), rel=1e-3))
+    assert [(row["load"], row.get("mode")) for row in runs] == [
+        (load, mode) for load in (0.5, 0.7) for mode in ("kv", "round-robin", None)
+    ]
+    assert {row["seed"] for row in runs if row["row"] == "run"} == {5}
+    assert result["hits_of_bound"] == pytest.approx(runs[3]["hit_rate"] / bound["hit_rate"], rel=1e-3)
+    assert result["ttft_better"] == pytest.approx(runs[4]["ttft_mean"] / runs[3]["ttft_mean"], rel=1e-3)
+    assert hour["row"] == "hour"
+
+
+def test_engines_and_seconds_are_what_was_asked_for(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = written(tmp_path, *(LINE % (n * 100, 600, f"{n % 7}, {n + 100}") for n in range(400)))
+    assert ten_thousand(["--trace", str(path), "--engines", "20", "--copies", "3", "--seconds", "30"]) == 0
+    row = json.loads(capsys.readouterr().out)
+    assert (row["engines"], row["virtual_s"]) == (20, 30.0)
+    assert row["requests"] == pytest.approx(900, rel=0.1)  # three copies of 10 a second
+    assert 0.0 < row["utilisation"] < 1.0
