@@ -58,7 +58,7 @@ class CanarySettings(Strict):
     timeout_s: Positive = 10.0  # of a whole probe, confirmations included
     busy_s: float = Field(default=120.0, ge=0)  # how much longer, while the engine gets on with others' work
     max_retries: int = Field(default=2, ge=0, le=10)
-    concurrency: int = Field(default=256, ge=1)  # probes in the air, over the whole fleet
+    concurrency: int = Field(default=512, ge=1)  # probes in the air, over the whole fleet
     canaries: int = Field(default=4, ge=1, le=64)  # per canary key
     tokens: int = Field(default=32, ge=1, le=1024)  # of an answer
     prompt_tokens_min: int = Field(default=32, ge=1, le=1024)
