@@ -169,7 +169,6 @@ class KvPublisher:
     def _answer(self, ask: Ask) -> bytes:
         if not 0 <= ask.rank < self._ranks:
             return kv.encode(Refused(f"there is no rank {ask.rank}: this worker has {self._ranks}"))
-        self._flush()  # an answer never says more than what was published: nobody takes it for a gap
         return self._ledger(ask.rank).answer(ask, self._loop.time())
 
 
