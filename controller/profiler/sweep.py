@@ -29,6 +29,7 @@ TOGETHER_MIN = 0.5  # of the tokens asked for must have come while all were answ
 LONGER = 4  # times as many tokens, where the batch was not together for long enough
 TOKENS_MAX = 2048
 BESIDE = 3  # times as many measurements as of other points: they are short, and differences of times
+ROW = 4  # events whose time is taken together
 APART_S = 0.0005  # at most, what comes of one step
 
 
@@ -177,18 +178,21 @@ async def _whole(*streams: Stream) -> None:
 
 
 def point(streams: Sequence[Stream], asked: int, tokens: int) -> DecodePoint:
-    """Return what a batch of whole answers says of its step. Raise NotTogether."""
+    """Return what a batch of whole answers says of its step: the median of the time of a few steps in a row, since one that
+    was held up counts for little in it, and events that came together for no more than they are. Raise NotTogether.
+    """
     begin = max(stream.said_at[0] for stream in streams)
     end = min(stream.said_at[-1] for stream in streams)
     itl, contexts = [], []
     for stream in streams:
         per_event = stream.tokens / len(stream.said_at)
-        within = [at for at in stream.said_at if begin <= at <= end]
+        within = np.array([at for at in stream.said_at if begin <= at <= end])
         steps = (len(within) - 1) * per_event
         if steps < tokens * TOGETHER_MIN:
             raise NotTogether("the engine does not run so many at once for long enough")
         before = sum(at < begin for at in stream.said_at) * per_event
-        itl.append((within[-1] - within[0]) / steps * 1e3)
+        row = min(ROW, len(within) - 1)
+        itl.append(float(np.median(within[row:] - within[:-row])) / row / per_event * 1e3)
         contexts.append((stream.prompt_tokens or asked) + before + steps / 2)
     return DecodePoint(len(streams), asked, float(np.mean(contexts)), float(np.mean(itl)))
 

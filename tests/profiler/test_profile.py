@@ -181,6 +181,15 @@ def test_only_the_time_counts_in_which_all_answer() -> None:
         point([streams[0], Stream(0.0, [1.0 + n * 0.01 for n in range(20)], 20, 100)], 100, 16)
 
 
+def test_a_step_that_was_held_up_and_events_that_come_together_do_not_count() -> None:
+    steps = np.full(40, 0.01)
+    steps[20] = 0.5
+    held = Stream(0.0, np.cumsum(steps).tolist(), 40, 100)
+    assert point([held], 100, 16).itl_ms == pytest.approx(10.0)
+    pairs = Stream(0.0, np.repeat(np.arange(20) * 0.02, 2).tolist(), 40, 100)
+    assert point([pairs], 100, 16).itl_ms == pytest.approx(10.0)
+
+
 async def test_a_stream_says_how_it_ended() -> None:
     stream = Stream()
     stream.end(Refused("too long"))
