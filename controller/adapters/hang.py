@@ -14,8 +14,8 @@ Workers that share a process fall silent together while its loop is late: that i
 
     A   | | | | |                | | | |        what it was late is known once one of its workers speaks again, and is taken
     B    | | | | |                | | | |       off the others' silence; while nobody speaks yet, it is given three times what
-    C    | | | hung                             it was late lately. C was silent while the others spoke: it is hung, as soon
-         ──────────  late  ───────────────▶     as if it were alone.
+    C    | | | hung                             it was late lately, and 0.6 s at least. C was silent while the others spoke:
+         ──────────  late  ───────────────▶     it is hung, as soon as if it were alone.
 """
 
 from dataclasses import dataclass
@@ -26,6 +26,7 @@ from events.wire import Beat
 OWED_S = 0.1  # a worker with streams of ours open says something as often as that
 OWED_IDLE_S = 1.0  # and any other as often as that
 LATE_S_MIN = 0.06  # how much more than that is remembered: a tick of ours, and a little
+LATE_S_BORNE = 0.6  # of a process of which nothing is known yet
 LATE_FACTOR = 3.0
 LATE_MEMORY_S = 30.0
 
@@ -73,9 +74,10 @@ class Process:
 
     def excused_s(self, now: float, most_s: float) -> float:
         """Return how much of a silence until now is the whole process's, and may be mere lateness: at most `most_s`."""
-        if not self.shared or now - self._late_at > LATE_MEMORY_S:
+        if not self.shared:
             return 0.0
-        return min(now - self._heard_at, LATE_FACTOR * self._worst_s, most_s)
+        worst_s = self._worst_s if now - self._late_at <= LATE_MEMORY_S else 0.0
+        return min(now - self._heard_at, max(LATE_S_BORNE, LATE_FACTOR * worst_s), most_s)
 
 
 class Pulse:

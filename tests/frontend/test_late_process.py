@@ -4,10 +4,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from controller.adapters.hang import HangPolicy, Process, Pulse
+from controller.adapters.hang import LATE_S_BORNE, HangPolicy, Process, Pulse
 
 POLICY = HangPolicy()
 STEP_S = 0.02
+STOPPED_S = POLICY.silence_s + LATE_S_BORNE  # after so long a process that never was late counts as hung
 BEAT_S = 0.08
 
 
@@ -50,16 +51,15 @@ class House:
 
 def test_a_process_that_is_late_again_and_again_is_not_so_many_hung_workers() -> None:
     house = House()
-    for late_s in (0.25, 0.5, 1.2, 1.5):
+    for late_s in (0.9, 0.5, 2.0, 1.5):
         assert house.be_late(late_s) is None
         assert house.go_on(0.3) is None
 
 
-def test_a_process_that_never_was_late_is_hung_as_soon_as_a_worker_that_is_alone() -> None:
-    alone, house = House(1), House()
-    for one in (alone, house):
-        assert one.go_on(1.0) is None
-        assert one.be_late(5.0) == pytest.approx(POLICY.silence_s, abs=0.1)
+def test_a_process_that_never_was_late_and_stops_is_hung_within_a_second() -> None:
+    house = House()
+    assert house.go_on(1.0) is None
+    assert house.be_late(5.0) == pytest.approx(STOPPED_S, abs=0.1)
     house.now += BEAT_S
     assert house.suspects() == {0, 1, 2, 3}
 
@@ -76,9 +76,9 @@ def test_a_process_that_stops_for_good_is_hung_however_late_it_was() -> None:
 
 def test_what_a_process_was_late_is_forgotten() -> None:
     house = House()
-    house.be_late(0.35)
+    house.be_late(0.9)
     house.go_on(60.0)
-    assert house.be_late(5.0) == pytest.approx(POLICY.silence_s, abs=0.1)
+    assert house.be_late(5.0) == pytest.approx(STOPPED_S, abs=0.1)
 
 
 def test_a_worker_that_is_alone_is_judged_by_its_own_silence_only() -> None:
@@ -88,7 +88,7 @@ def test_a_worker_that_is_alone_is_judged_by_its_own_silence_only() -> None:
     assert alone.be_late(5.0) == pytest.approx(POLICY.silence_s, abs=0.1)
 
 
-@given(late=st.lists(st.tuples(st.floats(0.0, 0.28), st.floats(0.1, 0.6)), max_size=4))
+@given(late=st.lists(st.tuples(st.floats(0.0, 0.85), st.floats(0.1, 0.6)), max_size=4))
 def test_one_that_hangs_among_others_that_speak_is_found_in_the_time_that_its_process_was_not_late(
     late: list[tuple[float, float]],
 ) -> None:
@@ -111,7 +111,7 @@ def test_what_our_own_loop_was_late_is_not_the_processs_lateness() -> None:
     for pulse in house.pulses:
         pulse.hear(house.now)
     assert house.process.late_s <= POLICY.tick_s
-    assert house.be_late(5.0) == pytest.approx(POLICY.silence_s, abs=0.1)
+    assert house.be_late(5.0) == pytest.approx(STOPPED_S, abs=0.1)
 
 
 def test_an_idle_workers_beat_each_second_is_not_late() -> None:
@@ -122,9 +122,9 @@ def test_an_idle_workers_beat_each_second_is_not_late() -> None:
         idle.hear(second * 0.95)
     hung.opened(2.9)
     assert hung.suspect(3.29) == ""
-    idle.hear(3.3)
+    idle.hear(3.35)
     assert process.late_s == 0.0
-    assert hung.suspect(3.35)
+    assert hung.suspect(3.37)
 
 
 def test_one_whose_turn_comes_last_once_its_process_goes_on_is_not_hung() -> None:
