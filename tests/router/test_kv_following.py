@@ -6,6 +6,7 @@ import threading
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from functools import partial
+from typing import Any
 
 import msgspec
 import pytest
@@ -254,6 +255,32 @@ async def test_what_was_said_while_the_broker_was_away_is_made_up_for(
         finally:
             await made.close()
             await server.kill()
+
+
+async def test_who_was_cut_off_alone_makes_up_for_it_when_it_is_back(
+    nats_server: Server, eventually: Eventually, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A worker first, then a frontend. Nobody would say so often enough what comes next."""
+    monkeypatch.setattr(publishing, "NEXT_EVERY_S", 60.0)
+    async with fleet(nats_server.url) as made:
+        made.run()
+        await eventually(made.right)
+        (frontend, _), _ = made.frontends
+        for connection in (made.connections[0], frontend._connection):
+            changes: list[bool] = []
+
+            def changed(connected: bool, changes: list[bool] = changes) -> None:
+                changes.append(connected)
+                if changes == [False]:
+                    made.run()
+                    made.publishers["w0"]._flush()  # before the broker is back
+
+            connection.listen(changed)
+            transport: Any = connection.client._transport
+            transport._io_writer.transport.abort()
+            await eventually(lambda changes=changes: changes == [False, True])
+            await eventually(made.right)
+        assert made.publishers["w0"].dropped > 0 and frontend.view.counts.gaps > 0
 
 
 async def test_a_new_frontend_restores_everything_while_events_go_on_and_some_answer_late_or_never(
