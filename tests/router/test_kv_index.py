@@ -76,6 +76,11 @@ class AgainstAPlainRecord(RuleBasedStateMachine):
                 has = [self.has(holder, prefix, tier) for prefix in prefixes(path)]
                 wanted[holder] = has.index(False) if False in has else len(has)
             assert depths == {holder: depth for holder, depth in wanted.items() if depth}
+        quick = self.index.find(named(path), early_exit=True).device
+        others, *deepest = sorted({0, *found.device.values()})[-2:]
+        for holder, depth in found.device.items():  # all but a single one that is left are told in full
+            alone = depth in deepest and list(found.device.values()).count(depth) == 1
+            assert quick[holder] == depth or (alone and others < quick[holder] < depth)
 
     @invariant()
     def everybody_has_what_they_said(self) -> None:
