@@ -2,7 +2,7 @@
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from itertools import islice
 from math import isclose
 from pathlib import Path
@@ -31,8 +31,19 @@ def recorded() -> list[Row]:
 
 
 @pytest.fixture(scope="module")
-def profile(recorded: list[Row]) -> Profile:
+def learned(recorded: list[Row]) -> Profile:
     return learn(recorded, BLOCK)
+
+
+@pytest.fixture(scope="module")
+def again(learned: Profile) -> list[Row]:
+    return made(learned)
+
+
+@pytest.fixture(scope="module")
+def profile(recorded: list[Row]) -> Profile:
+    """Of a small part: enough where it does not matter how close something comes."""
+    return learn(recorded[:600], BLOCK)
 
 
 @pytest.fixture(scope="module")
@@ -55,13 +66,12 @@ def off(found: Analysis, expected: Analysis) -> dict[str, float]:
     return figures
 
 
-@pytest.mark.parametrize("seed", [0, 1])
 def test_it_is_within_three_percent_of_a_small_trace(
-    seed: int, recorded: list[Row], profile: Profile
+    recorded: list[Row], learned: Profile, again: list[Row]
 ) -> None:
-    again = list(synthesize(profile, len(recorded), seed=seed))
-    figures = off(analyze(again, BLOCK), analyze(recorded, BLOCK))
-    assert max(map(abs, figures.values())) < CLOSE, figures
+    for rows in (again, made(learned, seed=0)):
+        figures = off(analyze(rows, BLOCK), analyze(recorded, BLOCK))
+        assert max(map(abs, figures.values())) < CLOSE, figures
 
 
 @pytest.mark.skipif(
@@ -74,21 +84,21 @@ def test_it_is_within_three_percent_of_the_real_conversation_trace() -> None:
 
 
 def test_as_many_as_were_learned_arrive_in_the_same_time_and_share_the_same_prefixes(
-    recorded: list[Row], profile: Profile
+    recorded: list[Row], again: list[Row]
 ) -> None:
-    ours, theirs = analyze(synthesize(profile, len(recorded)), BLOCK), analyze(recorded, BLOCK)
+    ours, theirs = analyze(again, BLOCK), analyze(recorded, BLOCK)
     assert (ours.blocks, ours.shared_blocks) == (theirs.blocks, theirs.shared_blocks)
     assert ours.rate == pytest.approx(theirs.rate)
-    assert ours.output_length == theirs.output_length
+    assert asdict(ours.output_length) == pytest.approx(asdict(theirs.output_length))
     assert ours.context_length.mean == pytest.approx(theirs.context_length.mean)  # type: ignore[union-attr]
 
 
-@pytest.mark.parametrize("times", [0.5, 3])
+@pytest.mark.parametrize("times", [0.5, 2])
 def test_fewer_or_more_than_were_learned_share_as_much(
-    times: float, profile: Profile, recorded: list[Row]
+    times: float, learned: Profile, recorded: list[Row]
 ) -> None:
     requests = int(times * len(recorded))
-    figures = off(analyze(synthesize(profile, requests), BLOCK), analyze(recorded[:requests], BLOCK))
+    figures = off(analyze(synthesize(learned, requests), BLOCK), analyze(recorded[:requests], BLOCK))
     assert abs(figures["output_length mean"]) < CLOSE
     assert abs(figures["input_length mean"]) < 2 * CLOSE
     assert abs(figures["hit_rate mean"]) < 2 * CLOSE
@@ -104,9 +114,9 @@ def soon(rows: list[Row]) -> float:
     return float(np.median(gaps))
 
 
-def test_blocks_come_again_as_soon_as_they_did(recorded: list[Row], plain: list[Row]) -> None:
+def test_blocks_come_again_as_soon_as_they_did(recorded: list[Row], again: list[Row]) -> None:
     """Else a cache that forgets would find much less of it: independent draws are ten times as far apart."""
-    assert soon(plain) == pytest.approx(soon(recorded), rel=0.35)
+    assert soon(again) == pytest.approx(soon(recorded), rel=0.35)
 
 
 def test_in_more_rounds_only_what_lasts_keeps_its_ids(profile: Profile) -> None:
