@@ -3,14 +3,16 @@
 import asyncio
 import itertools
 import socket
+from collections import defaultdict
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 from events import wire
 from events.channels import Channels
 from events.wire import Beat, Cancel, Chunk, Generate, Hello, Sampling, Step, ToFrontend, Welcome
 
 DEADLINE_S = 20.0
+F = TypeVar("F", bound=ToFrontend)
 
 
 class PlainFrontend(asyncio.Protocol):
@@ -19,6 +21,11 @@ class PlainFrontend(asyncio.Protocol):
     def __init__(self) -> None:
         self.frames: list[ToFrontend] = []
         self.heard_at: list[float] = []
+        self._by_kind: defaultdict[type, list[Any]] = defaultdict(
+            list
+        )  # the same: conditions are looked at often
+        self._by_stream: defaultdict[int, list[Chunk]] = defaultdict(list)
+        self._ends: dict[int, Chunk] = {}
         self.closed = asyncio.Event()
         self._splitter = wire.Splitter()
         self._streams = itertools.count(1)
@@ -51,9 +58,17 @@ class PlainFrontend(asyncio.Protocol):
 
     def data_received(self, data: bytes) -> None:
         for body in self._splitter.feed(data):
-            self.frames.append(wire.to_frontend.decode(body))
+            self._take(wire.to_frontend.decode(body))
             self.heard_at.append(asyncio.get_running_loop().time())
         self._changed.set()
+
+    def _take(self, frame: ToFrontend) -> None:
+        self.frames.append(frame)
+        self._by_kind[type(frame)].append(frame)
+        for chunk in frame.chunks if isinstance(frame, Step) else ():
+            self._by_stream[chunk.stream].append(chunk)
+            if chunk.finish or chunk.error:
+                self._ends.setdefault(chunk.stream, chunk)
 
     def connection_lost(self, error: Exception | None) -> None:
         self.closed.set()
@@ -88,23 +103,27 @@ class PlainFrontend(asyncio.Protocol):
         await self.until(lambda: self.end(stream) is not None)
         return self.tokens(stream)
 
+    def of(self, kind: type[F]) -> list[F]:
+        """Return the frames of a kind, in the order in which they came."""
+        return self._by_kind[kind]
+
     def chunks(self, stream: int) -> list[Chunk]:
-        return [c for frame in self.steps for c in frame.chunks if c.stream == stream]
+        return self._by_stream[stream]
 
     def tokens(self, stream: int) -> list[int]:
         return [token for chunk in self.chunks(stream) for token in chunk.tokens]
 
     def end(self, stream: int) -> Chunk | None:
-        return next((c for c in self.chunks(stream) if c.finish or c.error), None)
+        return self._ends.get(stream)
 
     @property
     def steps(self) -> list[Step]:
-        return [frame for frame in self.frames if isinstance(frame, Step)]
+        return self.of(Step)
 
     @property
     def beats(self) -> list[Beat]:
-        return [frame for frame in self.frames if isinstance(frame, Beat)]
+        return self.of(Beat)
 
     @property
     def welcome(self) -> Welcome | None:
-        return next((frame for frame in self.frames if isinstance(frame, Welcome)), None)
+        return next(iter(self.of(Welcome)), None)

@@ -36,6 +36,8 @@ COUNT = 1500  # tokens of an answer: it is not over before it has moved
 SAMPLING = {"temperature": 0.8, "top_p": 0.95, "seed": 7, "repetition_penalty": 1.1}
 F = TypeVar("F", bound=ToFrontend)
 
+_undisturbed: dict[str, list[int]] = {}
+
 
 @dataclass
 class End:
@@ -47,8 +49,7 @@ class End:
 
     def said(self, kind: type[F], stream: int) -> F | None:
         """Return the frame of this kind that came about a stream."""
-        frames = [frame for frame in self.frontend.frames if isinstance(frame, kind)]
-        return next((frame for frame in frames if frame.stream == stream), None)  # type: ignore[union-attr]
+        return next((frame for frame in self.frontend.of(kind) if frame.stream == stream), None)  # type: ignore[union-attr]
 
     async def heard(self, kind: type[F], stream: int) -> F:
         """Wait for it."""
@@ -140,8 +141,11 @@ class Road:
         return said + await self.target.frontend.answer(move.there)
 
     async def undisturbed(self, move: Move) -> list[int]:
-        """Return the answer of an engine that nothing happens to."""
-        return await alone(move.tokens, **move.sampling)
+        """Return the answer of an engine that nothing happens to. It is always the same."""
+        asked = repr((move.tokens, move.sampling))
+        if asked not in _undisturbed:
+            _undisturbed[asked] = await alone(move.tokens, **move.sampling)
+        return _undisturbed[asked]
 
     async def stays(self, move: Move) -> None:
         """The stream says at the source, to its end, what the undisturbed one says."""

@@ -40,7 +40,7 @@ class Side:
         found: list[Any] = []
 
         def has() -> bool:
-            found[:] = [f for f in self.frontend.frames if isinstance(f, kind) and f.stream == stream]
+            found[:] = [f for f in self.frontend.of(kind) if f.stream == stream]
             return bool(found)
 
         await self.frontend.until(has)
