@@ -172,8 +172,11 @@ def main() -> None:
     parser.add_argument("--workers", type=int, default=100)
     parser.add_argument("--steps", type=int, default=20_000)
     parser.add_argument("--blocks", type=int, default=64_000)
+    args = parser.parse_args()
+    if min(args.workers, args.steps, args.blocks) < 1:
+        parser.error("--workers, --steps and --blocks are 1 or more")
     with tempfile.TemporaryDirectory() as folder:
-        uvloop.run(measure(parser.parse_args(), Path(folder)))
+        uvloop.run(measure(args, Path(folder)))
 
 
 if __name__ == "__main__":

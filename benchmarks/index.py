@@ -45,6 +45,8 @@ AT_LEAST = {
 }
 P99_US = 25.0
 AT_MOST = {("find 1", "p99_us"): P99_US, ("find 60", "p99_us"): P99_US, ("load", "mb_per_million"): 150}
+DEPTH_MAX = 10_000  # of a prompt, in blocks
+MILLIONS_MAX = 1000
 BEND_MAX = 0.15  # of the whole: memory grows in steps, each time that a map does
 
 
@@ -161,6 +163,15 @@ def _short(value: float) -> float:
     return round(value) if value >= 1000 else round(value, 2)
 
 
+def _senseless(args: argparse.Namespace) -> str:
+    """Say what cannot be measured; empty: nothing."""
+    if min(args.runs, args.workers, args.depth) < 1:
+        return "--runs, --workers and --depth are 1 or more"
+    if args.depth > DEPTH_MAX or args.blocks < args.depth:
+        return f"--depth is {DEPTH_MAX} at most, and --blocks no less than that of one prompt"
+    return "" if 0 <= args.grow <= MILLIONS_MAX else f"--grow is from 0 to {MILLIONS_MAX}"
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure everything."""
     if sys.argv[1:2] == ["--one"] and argv is None:
@@ -175,6 +186,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--plot", type=plot_file, help="where to draw the growth (.svg or .png)")
     parser.add_argument("--dynamo-python", type=Path, default=PEER_PYTHON)
     args = parser.parse_args(argv)
+    if against := _senseless(args):
+        parser.error(against)
     if args.plot:
         needed()
     sides = {"Holdfast": Path(sys.executable)}

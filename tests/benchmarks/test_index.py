@@ -2,7 +2,7 @@
 
 import pytest
 
-from benchmarks.index import judged, straight
+from benchmarks.index import judged, main, straight
 
 
 @pytest.mark.parametrize(
@@ -18,6 +18,25 @@ from benchmarks.index import judged, straight
 )
 def test_each_row_is_held_against_its_bounds(line: dict[str, object], verdict: str | None) -> None:
     assert judged(line).get("verdict") == verdict
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        "--runs 0",
+        "--workers 0",
+        "--depth 0",
+        "--blocks 10",
+        "--depth 99999 --blocks 999999",
+        "--grow -1",
+        "--grow nan",
+    ],
+)
+def test_what_cannot_be_measured_is_refused(flags: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(flags.split())
+    assert ended.value.code == 2
+    assert "error: --" in capsys.readouterr().err
 
 
 def test_memory_is_to_grow_in_a_straight_line() -> None:
