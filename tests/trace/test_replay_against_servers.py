@@ -73,7 +73,7 @@ async def test_times_of_tokens_are_the_servers() -> None:
 async def test_each_kind_of_failure_is_counted_and_the_others_go_on() -> None:
     faults = {2: "503", 4: "broke", 6: "error", 8: "hang", 10: "json", 12: "silent"}
     with serving(faults=faults, itl_s=0.001) as server:
-        measures = await replayed(server, SHORT, timeout_s=3.0)
+        measures = await replayed(server, SHORT, timeout_s=2.0)
     assert measures.errors == {
         "HTTP 503 queue_full": 1, "broke off": 1, "error event disconnected": 1, "timeout": 1, "incomplete": 2,
     }  # fmt: skip

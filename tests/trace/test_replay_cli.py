@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from scripted import Scripted, serving
@@ -186,75 +187,61 @@ def test_the_model_must_be_clear(
             assert {asked.body["model"] for asked in several.asked} == {"b"}
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_ctrl_c_gives_the_report_so_far(number: signal.Signals, tmp_path: Path) -> None:
-    path = tmp_path / "trace.jsonl"
+def started(trace: Path, server: Scripted, *flags: str, **streams: Any) -> subprocess.Popen[str]:
+    command = [sys.executable, "-m", "controller.cli", "trace", "replay", str(trace), *BLOCKS]
+    return subprocess.Popen([*command, "--url", server.url, *flags], **streams, text=True)
+
+
+def begins_and_lasts(folder: Path) -> Path:
+    path = folder / "lasting.jsonl"
     path.write_bytes(LINES[0] + b'{"timestamp":999000,"input_length":1,"output_length":1}\n')
-    with serving() as server:
-        command = [
-            sys.executable,
-            "-m",
-            "controller.cli",
-            "trace",
-            "replay",
-            path,
-            *BLOCKS,
-            "--url",
-            server.url,
-        ]
-        process = subprocess.Popen(
-            [*map(str, command), "-o", "json"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-        )
+    return path
+
+
+def test_sigterm_gives_the_report_so_far(server: Scripted, tmp_path: Path) -> None:
+    server.asked.clear()
+    both = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    process = started(begins_and_lasts(tmp_path), server, "-o", "json", **both)
+    try:
         deadline = time.monotonic() + ENDS_S
         while not server.asked and time.monotonic() < deadline:
             time.sleep(0.02)
-        time.sleep(0.3)
-        process.send_signal(number)
+        process.send_signal(signal.SIGTERM)
         out, err = process.communicate(timeout=ENDS_S)
+    finally:
+        process.kill()
     assert process.returncode == 130, err
     found = json.loads(out)
     assert found["interrupted"] and found["requests"]["sent"] == 1
     assert "Traceback" not in err
 
 
-def test_while_it_runs_it_says_how_far_it_is(tmp_path: Path) -> None:
-    """On a terminal a bar and a table; elsewhere lines, every five seconds."""
-    path = tmp_path / "trace.jsonl"
-    path.write_bytes(LINES[0] + LINES[1].replace(b'"timestamp":20', b'"timestamp":2500'))
-    with serving() as server:
-        command = [
-            sys.executable,
-            "-m",
-            "controller.cli",
-            "trace",
-            "replay",
-            path,
-            *BLOCKS,
-            "--url",
-            server.url,
-        ]
-        mine, theirs = os.openpty()
-        environment = {**os.environ, "TERM": "xterm", "COLUMNS": "100", "LINES": "30"}
-        with subprocess.Popen(
-            [*map(str, command)], stdout=subprocess.PIPE, stderr=theirs, env=environment, text=True
-        ) as process:
-            os.close(theirs)
-            out, _ = process.communicate(timeout=ENDS_S)
-        shown = b""
-        try:
-            while more := os.read(mine, 1 << 16):
-                shown += more
-        except OSError:
-            pass
-        finally:
-            os.close(mine)
-    text = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", shown.decode())
-    assert "1 answered, 0 failed" in text and "TTFT" in text and "50%" in text
-    assert "2 answered" in out
+def test_on_a_terminal_it_shows_how_far_it_is_and_ctrl_c_gives_the_report_so_far(
+    server: Scripted, tmp_path: Path
+) -> None:
+    mine, theirs = os.openpty()
+    environment = {**os.environ, "TERM": "xterm", "COLUMNS": "80", "LINES": "24"}
+    process = started(begins_and_lasts(tmp_path), server, stdout=theirs, stderr=theirs, env=environment)
+    os.close(theirs)
+    shown, said = "", ""
+    deadline = time.monotonic() + ENDS_S
+    try:
+        while time.monotonic() < deadline:
+            shown += re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", os.read(mine, 1 << 16).decode(errors="replace"))
+            if not said and "1 answered, 0 failed" in shown and "whole answer" in shown and "50%" in shown:
+                said = shown
+                process.send_signal(signal.SIGINT)
+    except OSError:
+        assert process.wait(ENDS_S) == 130  # it has closed its end
+    finally:
+        os.close(mine)
+        process.kill()
+    assert "TTFT" in said
+    assert "1 requests sent" in shown[len(said) :] and "Generator: late" in shown
+    assert max(map(len, re.split("[\r\n]+", shown[shown.index("┏") :]))) <= 80
 
 
-@pytest.mark.parametrize(("name", "begins"), [("x.png", b"\x89PNG"), ("x.svg", b"<?xml")])
-def test_a_picture_is_drawn(name: str, begins: bytes, server: Scripted, trace: Path, tmp_path: Path) -> None:
+def test_a_picture_is_drawn(server: Scripted, trace: Path, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib", reason="needs the extra `plots`")
-    assert replay(trace, *BLOCKS, "--url", server.url, "--plot", tmp_path / name) == 0
-    assert (tmp_path / name).read_bytes().startswith(begins)
+    assert replay(trace, *BLOCKS, "--url", server.url, "--plot", tmp_path / "x.png") == 0
+    assert (tmp_path / "x.png").read_bytes().startswith(b"\x89PNG")

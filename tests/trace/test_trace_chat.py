@@ -8,6 +8,7 @@ import pytest
 
 from controller.demo import profile as demo
 from controller.trace import chat, prompts
+from controller.trace.profile import learn
 from controller.trace.rows import Row
 from controller.trace.tree import Tree
 
@@ -53,9 +54,9 @@ def test_it_has_the_published_lengths_and_sharing(recorded: list[Row]) -> None:
     assert len(recorded) / (recorded[-1].timestamp / 1e3) == pytest.approx(chat.RATE, rel=CLOSE)
 
 
-def test_the_demo_ships_what_was_learned_of_it() -> None:
+def test_the_demo_ships_what_was_learned_of_it(recorded: list[Row]) -> None:
     again = "run `python -m controller.trace.chat controller/demo/profile.json.gz`"
-    assert demo.shipped() == chat.learned(), again
+    assert demo.shipped() == learn(recorded, chat.BLOCK_TOKENS, says=chat.SAYS), again
 
 
 def test_equal_hash_ids_are_equal_tokens() -> None:
