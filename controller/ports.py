@@ -220,6 +220,10 @@ class Plane(Protocol):
         """Return what requests that are not ours load the worker with; None if it is not connected."""
         ...
 
+    def others_by_rank(self, worker: str) -> Sequence[Load]:
+        """Return the same for each of its DP ranks; nothing where it has only one, or does not say so."""
+        ...
+
     def open(self, worker: str, instance: str, request: Generate, sink: Sink) -> int:
         """Send a request and return its stream number, which is also set in it. Raise WorkerUnreachable."""
         ...

@@ -11,7 +11,7 @@ workers needs no broker and no database: with both dead, it goes on.
 import asyncio
 import itertools
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from math import inf
@@ -290,6 +290,11 @@ class RequestPlane:
         """Return what requests that are not ours load the worker with; None if it is not connected."""
         line = self._line(worker)
         return line.others if line is not None else None
+
+    def others_by_rank(self, worker: str) -> Sequence[Load]:
+        """Return the same for each of its DP ranks; nothing where it has only one, or does not say so."""
+        line = self._line(worker)
+        return line.others_by_rank if line is not None else ()
 
     def open(self, worker: str, instance: str, request: Generate, sink: Sink) -> int:
         """Send a request and return its stream number. Raise WorkerUnreachable."""

@@ -6,7 +6,8 @@ token: this is the frontend's hottest path.
 
 import asyncio
 import select
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import cast
 
@@ -42,6 +43,8 @@ class Line(asyncio.Protocol):
         self.pulse = Pulse(policy, self._loop.time(), process)
         self.load = wire.Load()
         self.others = wire.Load()  # of it, what is not ours
+        self.others_by_rank: Sequence[wire.Load] = ()  # the same of each DP rank, where it says so
+        self._ranks: dict[int, int] = {}  # of streams and reservations that are not at rank 0
         self.draining = False
         self.live = False  # the worker has welcomed us and the connection stands
         self.instance = ""  # of the worker, once it has welcomed us
@@ -114,9 +117,17 @@ class Line(asyncio.Protocol):
         self.pulse.beat(frame)
         self.load = frame.load
         self.others = _without(frame.load, self.pulse.open_streams)
+        self.others_by_rank = self._without_ours(frame.ranks) if frame.ranks else ()
         self.draining = frame.draining
         if was != (self.pulse.stuck, self.draining):
             self._changed()
+
+    def _without_ours(self, ranks: Sequence[wire.Load]) -> Sequence[wire.Load]:
+        """Return what others have at each rank."""
+        sinks, reserved = self._sinks, self._moving.reserved
+        self._ranks = {n: rank for n, rank in self._ranks.items() if n in sinks or n in reserved}
+        own = Counter(self._ranks.get(stream, 0) for stream in sinks)
+        return [_without(load, own[rank]) for rank, load in enumerate(ranks)]
 
     def occupied(self, own_tokens: int, *, begun: bool) -> bool:
         """Say whether the engine gets on with other work, before an answer of ours that has `begun` or not. Questions
@@ -141,11 +152,17 @@ class Line(asyncio.Protocol):
         request.stream = stream
         frame = wire.encode(request)
         self._sinks[stream] = sink
+        self._place(stream, request)
         self.pulse.opened(self._loop.time())
         if len(frame) > wire.FRAME_BYTES_MAX:  # would break the connection, and everybody's streams with it
             self._loop.call_soon(self._refuse, stream, len(frame))
             return
         transport.write(frame)
+
+    def _place(self, stream: int, request: wire.Generate) -> None:
+        """Note to which rank a request goes."""
+        if request.rank:
+            self._ranks[stream] = request.rank
 
     def _refuse(self, stream: int, size: int) -> None:
         sink = self._sinks.pop(stream, None)
@@ -179,6 +196,7 @@ class Line(asyncio.Protocol):
         if len(frame) > wire.FRAME_BYTES_MAX:
             raise WorkerUnreachable(f"the request takes {len(frame)} bytes, more than a worker reads")
         self._moving.reserved[stream] = carrier
+        self._place(stream, request)
         transport.write(frame)
 
     def ship(self, stream: int, grants: list[bytes], carrier: Carrier) -> None:

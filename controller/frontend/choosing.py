@@ -70,6 +70,7 @@ class Choosing:
             mode=Mode(settings.mode),
             pricing=self._usual if settings is self._settings else pricing_of(settings),
             others=None if self._settings.replica_sync else self._plane.others,
+            by_rank=self._plane.others_by_rank,
         )
 
     def _prompt(self, plan: Plan, said: Sequence[int], settings: RouterSettings) -> Prompt[Holder]:
@@ -127,7 +128,7 @@ class Choosing:
 
     def unread(self, seat: Seat) -> float:
         """Return how many prompt tokens of requests at a worker are still to be read, over all of its ranks."""
-        holders = [Holder(seat.worker, seat.instance, rank) for rank in range(seat.joined.dp)]
+        holders = [Holder(seat.worker, seat.instance, rank) for rank in range(seat.ranks)]
         works = self.slots.each(holders)
         if works is None:
             works = [self.slots.work(holder, now=self._now()) for holder in holders]
@@ -199,7 +200,7 @@ def explained(choice: Choice) -> dict[str, Any]:
 
 
 def _named(holder: Holder, seat: Seat) -> dict[str, Any]:
-    return {**holder._asdict(), "ranks": seat.joined.dp}
+    return {**holder._asdict(), "ranks": seat.ranks}
 
 
 def pricing_of(settings: RouterSettings) -> Pricing:

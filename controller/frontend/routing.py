@@ -63,7 +63,7 @@ class Routing:
         limit_s, profile = self._settings.router.queue_prefill_s, seat.joined.profile
         if limit_s is None or profile.prefill_tokens_per_s <= 0:
             return False
-        return self.choosing.unread(seat) > limit_s * profile.prefill_tokens_per_s * seat.joined.dp
+        return self.choosing.unread(seat) > limit_s * profile.prefill_tokens_per_s * seat.ranks
 
     def _frontends(self) -> int:
         return len({*self.neighbours(), self._name})

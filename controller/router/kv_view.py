@@ -18,7 +18,7 @@ from random import random
 
 from controller.router.kv_feed import CLEARED, Counts, Feed
 from controller.router.kv_index import KvIndex, Misplaced, NoParent
-from controller.router.table import Holder
+from controller.router.table import RANKS_MAX, Holder
 from events.kv import Answer, Ask, Batch, Cleared, KvEvent, Stored, Tier
 from events.observations import WorkerJoined
 
@@ -59,7 +59,12 @@ class KvView:
         if len(joined) == len(self._joined) and all(map(is_, joined, self._joined)):
             return
         self._joined = joined
-        living = [Holder(w.worker, w.instance, rank) for w in joined if w.kv_events for rank in range(w.dp)]
+        living = [
+            Holder(w.worker, w.instance, rank)
+            for w in joined
+            if w.kv_events
+            for rank in range(min(w.dp, RANKS_MAX))
+        ]
         for gone in self._feeds.keys() - living:
             del self._feeds[gone]
             self.index.forget(gone)

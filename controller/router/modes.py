@@ -1,7 +1,7 @@
 """Who of those that may serve a request gets it? Five ways to choose.
 
     kv             the lowest cost: what is cached there against what there is to do (`score`); the default
-    least-loaded   the fewest requests and tokens in flight for its weight; among equals whose turn it is (`pick`)
+    least-loaded   the fewest requests and tokens in flight for its weight; among equals whose turn it is
     power-of-two   of two that are drawn, the one with fewer requests in flight for its weight
     round-robin    one after another, in proportion to the weights
     random         drawn, in proportion to the weights
@@ -14,24 +14,26 @@ number and the time, so that the same history makes the same choices.
     slots.add(request, choice.holder, prompt.blocks, prefill_tokens=choice.prefill_tokens, now=…)   # before it leaves
 """
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from itertools import accumulate
 from math import inf
 from typing import Protocol
 
 import numpy as np
 
 from controller.router.few import score_few
-from controller.router.pick import Filter, Picker
-from controller.router.places import KeptPlaces, Others, Question
-from controller.router.score import USUAL, Pricing, Prompt, Terms, pick_lowest
-from controller.router.slots import SlotTracker
+from controller.router.pick import TOKENS_PER_REQUEST, Filter
+from controller.router.places import WEIGHT_MIN, ByRank, KeptPlaces, Others, Question
+from controller.router.score import USUAL, Pricing, Prompt, Terms, per_weight, pick_lowest
+from controller.router.slots import Floats, SlotTracker
 from controller.router.table import Holder, Key, Seat
 from events.wire import Load
 
 _LOOKS = 8  # at the best ones, before all are filtered
+_PAIRS = 2  # that are drawn before; a random number has digits for no more
+_DRAWS = 4
+_MIXED = 1_000_000_007  # times a random number, less its whole part: another one
 
 
 class Mode(StrEnum):
@@ -44,44 +46,79 @@ class Mode(StrEnum):
     POWER_OF_TWO = "power-of-two"
 
 
+def _anybody(seat: Seat) -> bool:
+    return True
+
+
+def _unsaid(worker: str) -> Sequence[Load]:
+    return ()
+
+
+Fits = Callable[[Seat], bool]
+"""Whether the filter leaves a seat. Only the best few are asked about: to ask about all takes longer than to choose."""
+
+
 class Strategy(Protocol):
     """One way to choose."""
 
-    def pick(self, question: Question) -> int:
-        """Return the place that is chosen."""
+    def pick(self, question: Question, fits: Fits) -> int | None:
+        """Return the place that is chosen; None: the first few that it would be do not fit."""
         ...
 
 
 class KvAware:
-    """The lowest cost; at a temperature dearer ones too."""
+    """The lowest cost; at a temperature dearer ones too, of places that all fit."""
 
-    def pick(self, question: Question) -> int:
-        return pick_lowest(question.scores.costs, question.pricing.temperature, question.draw)
+    def pick(self, question: Question, fits: Fits) -> int | None:
+        costs, pricing = question.scores.costs, question.pricing
+        if pricing.temperature > 0.0:
+            return pick_lowest(costs, pricing.temperature, question.draw)
+        return _lowest_that_fits(costs.copy(), question, fits)
 
 
 class LeastLoaded:
-    """The least laden worker, and the rank of it with the fewest requests."""
+    """The fewest requests and tokens in flight for the weight; among equals the one that was picked longest ago."""
 
-    def __init__(self, picker: Picker) -> None:
-        self._picker = picker
+    def __init__(self) -> None:
+        self._turn = 0
+        self._last: dict[Holder, int] = {}
 
-    def pick(self, question: Question) -> int:
-        places = question.places
-        seat = self._picker.best(places.seats, question.others or _nobody)
-        first = places.at[Holder(seat.worker, seat.instance)]
-        return min(range(first, first + seat.joined.dp), key=question.in_flight)
+    def pick(self, question: Question, fits: Fits) -> int | None:
+        seats, holders, others = question.places.seat, question.places.holders, question.reported
+        ours = [(seat.promised + seat.tokens / TOKENS_PER_REQUEST) / seat.ranks for seat in seats]
+        work = 1.0 + question.loads.requests + ours + others.requests + others.tokens / TOKENS_PER_REQUEST
+        costs = per_weight(work, question.weights)
+        for _ in range(min(_LOOKS, len(costs))):
+            equal = np.flatnonzero(costs == costs.min()).tolist()
+            place = min(equal, key=lambda place: self._last.get(holders[place], 0))
+            if fits(seats[place]):
+                self._turn += 1
+                self._last[holders[place]] = self._turn
+                return int(place)
+            costs[place] = inf
+        return None
+
+    def forget(self, keys: Collection[Key]) -> None:
+        """Drop the memory of seats that are gone; keep `keys`."""
+        self._last = {holder: turn for holder, turn in self._last.items() if holder[:2] in keys}
 
 
 class PowerOfTwo:
     """Of two different ones that are drawn, the one with fewer requests in flight; the first, if they have the same."""
 
-    def pick(self, question: Question) -> int:
-        size = len(question.places)
+    def pick(self, question: Question, fits: Fits) -> int | None:
+        seats, size, draw = question.places.seat, len(question.places), question.draw
         if size == 1:
-            return 0
-        one, other = divmod(int(question.draw * size * (size - 1)), size - 1)
-        other += other >= one
-        return min(one, other, key=lambda place: (question.in_flight(place) + 1) / question.weight(place))
+            return 0 if fits(seats[0]) else None
+        for _ in range(_PAIRS):
+            number, draw = divmod(draw * size * (size - 1), 1.0)
+            one, other = divmod(int(number), size - 1)
+            other += other >= one
+            if fits(seats[one]) and fits(seats[other]):
+                return min(
+                    one, other, key=lambda place: (question.in_flight(place) + 1) / question.weight(place)
+                )
+        return None
 
 
 class RoundRobin:
@@ -91,14 +128,21 @@ class RoundRobin:
         self._now = 0.0
         self._due: dict[Holder, float] = {}
 
-    def pick(self, question: Question) -> int:
-        holders, due, now = question.places.holders, self._due, self._now
-        dues = [max(due.get(holder, now), now) for holder in holders]  # who was away has missed its turns
-        first = min(dues)
-        place = dues.index(first)
-        self._now = first
-        due[holders[place]] = first + 1 / question.weight(place)
-        return place
+    def pick(self, question: Question, fits: Fits) -> int | None:
+        holders, now = question.places.holders, self._now
+        get = self._due.get
+        dues = [get(holder, now) for holder in holders]
+        turns = np.where(
+            question.weights > 0, np.maximum(dues, now), inf
+        )  # who was away has missed its turns
+        for _ in range(min(_LOOKS, len(turns))):
+            place = int(turns.argmin())
+            if fits(question.places.seat[place]):
+                self._now = max(dues[place], now)
+                self._due[holders[place]] = self._now + 1 / question.weight(place)
+                return place
+            turns[place] = inf
+        return None
 
     def forget(self, keys: Collection[Key]) -> None:
         """Drop the memory of seats that are gone; keep `keys`."""
@@ -108,9 +152,18 @@ class RoundRobin:
 class Drawn:
     """Anybody, by lot."""
 
-    def pick(self, question: Question) -> int:
-        sums = list(accumulate(map(question.weight, range(len(question.places)))))
-        return next((n for n, end in enumerate(sums) if question.draw * sums[-1] < end), len(sums) - 1)
+    def pick(self, question: Question, fits: Fits) -> int | None:
+        sums, draw = np.cumsum(question.weights), question.draw
+        if sums[-1] <= 0.0:  # all came into service in this moment
+            sums = np.arange(1.0, len(sums) + 1)
+        for _ in range(_DRAWS):
+            at = draw * sums[-1]
+            place = min(int(np.searchsorted(sums, at, side="right")), len(sums) - 1)
+            if fits(question.places.seat[place]):
+                return place
+            before = sums[place - 1] if place else 0.0
+            draw = (at - before) / max(sums[place] - before, WEIGHT_MIN) % 1.0
+        return None
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,11 +214,11 @@ class Chooser:
     def __init__(self, slots: SlotTracker[Holder]) -> None:
         self._slots = slots
         self._places = KeptPlaces(slots)
-        self._picker = Picker()
+        self._least = LeastLoaded()
         self._turns = RoundRobin()
         self._strategies: Mapping[Mode, Strategy] = {
             Mode.KV: KvAware(),
-            Mode.LEAST_LOADED: LeastLoaded(self._picker),
+            Mode.LEAST_LOADED: self._least,
             Mode.POWER_OF_TWO: PowerOfTwo(),
             Mode.ROUND_ROBIN: self._turns,
             Mode.RANDOM: Drawn(),
@@ -181,58 +234,75 @@ class Chooser:
         mode: Mode = Mode.KV,
         pricing: Pricing = USUAL,
         others: Others | None = None,
+        by_rank: ByRank = _unsaid,
     ) -> Choice:
         """Return where a request goes: to one of the seats that a filter leaves, or of these, at least one.
 
-        `now` is the slot tracker's time, `draw` a random number from 0 to below 1. `others` is left out where nobody else
-        sends to these workers, or the other frontends tell our tracker. Raise ValueError for an empty prompt, and what the
-        filter raises.
+        `now` is the slot tracker's time, `draw` a random number from 0 to below 1. `others`, and what is said of them
+        `by_rank`, are left out where nobody else sends to these workers, or the other frontends tell our tracker. Raise
+        ValueError for an empty prompt, and what the filter raises.
         """
-        usual = mode is Mode.KV and pricing.temperature <= 0.0 and pricing.credit_decay == 0.0
-        if usual and isinstance(among, Filter) and (all_of_them := among.first()):
-            question = Question(self._places.of(all_of_them), prompt, pricing, self._slots, others, now, draw)
-            if (few := score_few(question)) is not None:
-                if (place := _first_that_fits(few.costs, question, among)) is not None:
+        strategy = self._strategies[mode]
+        one_by_one = mode is not Mode.KV or (pricing.temperature <= 0.0 and pricing.credit_decay == 0.0)
+        if one_by_one and isinstance(among, Filter) and (all_of_them := among.first()):
+            question = self._question(all_of_them, prompt, pricing, others, by_rank, now, draw)
+            if mode is Mode.KV and (few := score_few(question)) is not None:
+                if (place := _first_that_fits(few.costs, question, among.fits)) is not None:
                     places = question.places
                     return Choice(
                         places.seat[place], places.holders[place], mode, question, few.device[place], place
                     )
-            elif (place := _best_that_fits(question, among)) is not None:
+            elif (place := strategy.pick(question, among.fits)) is not None:
                 return _chosen(question, mode, place)
+            draw = draw * _MIXED % 1.0  # those that were drawn with the first digits of it do not fit
         seats = among.left() if isinstance(among, Filter) else among
-        question = Question(self._places.of(seats), prompt, pricing, self._slots, others, now, draw)
-        return _chosen(question, mode, self._strategies[mode].pick(question))
+        question = self._question(seats, prompt, pricing, others, by_rank, now, draw)
+        place = strategy.pick(question, _anybody)
+        assert place is not None, "everybody fits"
+        return _chosen(question, mode, place)
+
+    def _question(
+        self,
+        seats: Sequence[Seat],
+        prompt: Prompt[Holder],
+        pricing: Pricing,
+        others: Others | None,
+        by_rank: ByRank,
+        now: float,
+        draw: float,
+    ) -> Question:
+        return Question(self._places.of(seats), prompt, pricing, self._slots, others, by_rank, now, draw)
 
     def forget(self, keys: Collection[Key]) -> None:
         """Drop the memory of seats that are gone; keep `keys`."""
-        self._picker.forget(keys)
+        self._least.forget(keys)
         self._turns.forget(keys)
         self._places.clear()
 
 
-def _first_that_fits(costs: list[float], question: Question, among: Filter) -> int | None:
-    """Return what `_best_that_fits` does, of a few places."""
+def _first_that_fits(costs: list[float], question: Question, fits: Fits) -> int | None:
+    """Return what `_lowest_that_fits` does, of a few places."""
     draw = question.draw
     for _ in range(min(_LOOKS, len(costs))):
         lowest = min(costs)
         ties = [place for place, cost in enumerate(costs) if cost == lowest]
         number, draw = divmod(draw * len(ties), 1.0)
         place = ties[int(number)]
-        if among.fits(question.places.seat[place]):
+        if fits(question.places.seat[place]):
             return place
         costs[place] = inf
     return None
 
 
-def _best_that_fits(question: Question, among: Filter) -> int | None:
-    """Return the place with the lowest cost that the filter leaves; None: it is none of the first few. A draw among equals
-    goes on with the digits that are left of it."""
-    costs, draw = question.scores.costs.copy(), question.draw
+def _lowest_that_fits(costs: Floats, question: Question, fits: Fits) -> int | None:
+    """Return the place with the lowest cost that fits; None: it is none of the first few. A draw among equals goes on with
+    the digits that are left of it."""
+    draw = question.draw
     for _ in range(_LOOKS):
         ties = np.flatnonzero(costs == costs.min())
         number, draw = divmod(draw * len(ties), 1.0)
         place = int(ties[int(number)])
-        if among.fits(question.places.seat[place]):
+        if fits(question.places.seat[place]):
             return place
         costs[place] = np.inf
     return None
@@ -249,7 +319,3 @@ def _chosen(question: Question, mode: Mode, place: int) -> Choice:
         host, disk = warm - device, cold - warm
     overlap = device + pricing.host_weight * host + pricing.disk_weight * disk
     return Choice(places.seat[place], holder, mode, question, overlap, place)
-
-
-def _nobody(worker: str) -> Load | None:
-    return None

@@ -12,12 +12,15 @@ import numpy as np
 
 from controller.router.kv_matches import Depths
 from controller.router.score import Overlaps, Pricing, Prompt, Scores, score
-from controller.router.slots import Floats, Rows, SlotTracker
+from controller.router.slots import Floats, Loads, Rows, SlotTracker
 from controller.router.table import Holder, Lineage, Seat
 from events.wire import Load
 
 Others = Callable[[str], Load | None]
 """What requests that the tracker knows nothing of load a worker with; None: nothing is known."""
+
+ByRank = Callable[[str], Sequence[Load]]
+"""The same of each DP rank of a worker; nothing where it does not say so: then all have an equal part of it."""
 
 REPORTS_S = 0.02  # what workers report of others is as good as new for so long: they do it every 100 ms
 WEIGHTS_S = 0.02  # and the fleet's weights: whether the chosen worker may be used, its filter asks then
@@ -31,6 +34,7 @@ class Reported:
     """What others have in each place, tokens, and the weight of each, as it was gathered last."""
 
     at: float = float("-inf")
+    requests: Floats = field(default_factory=lambda: np.zeros(0))
     tokens: Floats = field(default_factory=lambda: np.zeros(0))
     weighed_at: float = float("-inf")
     weights: Floats = field(default_factory=lambda: np.zeros(0))
@@ -87,6 +91,7 @@ class Question:
     pricing: Pricing
     slots: SlotTracker[Holder]
     others: Others | None
+    by_rank: ByRank
     now: float
     draw: float
 
@@ -109,7 +114,7 @@ class Question:
             tokens=prompt.tokens,
             blocks=len(prompt.blocks),
             block_tokens=prompt.block_tokens,
-            loads=self.slots.loads(places.rows, now=self.now),
+            loads=self.loads,
             overlaps=Overlaps(
                 device,
                 host - device,
@@ -117,9 +122,14 @@ class Question:
                 shared,
                 np.where(shared >= cached, sharers, 0.0),
             ),
-            others=self._others_blocks(),
+            others=self.reported.tokens / prompt.block_tokens,
             weights=self.weights,
         )
+
+    @cached_property
+    def loads(self) -> Loads:
+        """What our tracker knows that there is to do in each place."""
+        return self.slots.loads(self.places.rows, now=self.now)
 
     @cached_property
     def weights(self) -> Floats:
@@ -135,32 +145,41 @@ class Question:
         """Return what the fleet thinks of a place's worker now: above 0, or the filter would not leave it."""
         return max(self.places.seat[place].weight, WEIGHT_MIN)
 
+    @property
+    def reported(self) -> Reported:
+        """What others had in each place a moment ago."""
+        reported = self.places.reported
+        if self.others is None:
+            return Reported(requests=np.zeros(len(self.places)), tokens=np.zeros(len(self.places)))
+        if not 0.0 <= self.now - reported.at < REPORTS_S:
+            found = np.array([self._others(place) for place in range(len(self.places))])
+            reported.requests, reported.tokens = found.T
+            reported.at = self.now
+        return reported
+
     def in_flight(self, place: int) -> float:
-        """Return how many requests are in flight in a place. What is known of its worker only is shared among its ranks."""
-        seat, ranks = self.places.seat[place], self.places.seat[place].joined.dp
-        load = self.others(seat.worker) if self.others is not None else None
-        count = float(seat.promised + (load.running + load.waiting if load is not None else 0))
-        if ranks == 1:
-            return count + seat.active
-        return count / ranks + self.slots.work(self.places.holders[place], now=self.now).requests
+        """Return how many requests are in flight in a place. Those that were only let in for its worker so far are shared
+        among its ranks."""
+        seat, holder = self.places.seat[place], self.places.holders[place]
+        ours = self.slots.work(holder, now=self.now).requests
+        return ours + seat.promised / seat.ranks + self._others(place)[0]
 
     def others_blocks(self, place: int) -> float:
         """Return how many blocks are in use in a place that our tracker knows nothing of."""
-        if self.others is None:
-            return 0.0
-        seat = self.places.seat[place]
-        load = self.others(seat.worker)
-        return load.active_tokens / seat.joined.dp / self.prompt.block_tokens if load is not None else 0.0
+        return self._others(place)[1] / self.prompt.block_tokens
 
-    def _others_blocks(self) -> Floats:
+    def _others(self, place: int) -> tuple[float, float]:
+        """Return how many requests and tokens others have in a place: as its worker says of it, or an equal part."""
         if self.others is None:
-            return np.zeros(len(self.places))
-        reported = self.places.reported
-        if not 0.0 <= self.now - reported.at < REPORTS_S:
-            loads = [(self.others(seat.worker), seat.joined.dp) for seat in self.places.seat]
-            reported.tokens = np.array([load.active_tokens / dp if load else 0.0 for load, dp in loads])
-            reported.at = self.now
-        return reported.tokens / self.prompt.block_tokens
+            return 0.0, 0.0
+        seat = self.places.seat[place]
+        if seat.ranks > 1 and len(said := self.by_rank(seat.worker)) == seat.ranks:
+            load = said[self.places.holders[place].rank]
+            return load.running + load.waiting, load.active_tokens
+        whole = self.others(seat.worker)
+        if whole is None:
+            return 0.0, 0.0
+        return (whole.running + whole.waiting) / seat.ranks, whole.active_tokens / seat.ranks
 
 
 class KeptPlaces:
@@ -178,7 +197,7 @@ class KeptPlaces:
             return kept
         if len(self._kept) >= KEPT_MAX:
             self._kept.clear()
-        each = [(seat, rank) for seat in seats for rank in range(seat.joined.dp)]
+        each = [(seat, rank) for seat in seats for rank in range(seat.ranks)]
         holders = [Holder(seat.worker, seat.instance, rank) for seat, rank in each]
         rows = self._slots.rows(holders)
         caching = np.array([seat.joined.kv_events for seat, _ in each], dtype=float)

@@ -201,7 +201,7 @@ def score(
     waiting = pricing.prefill_scale * (adjusted + pricing.request_tokens / block_tokens * loads.requests)
     in_flight = pricing.request_weight * loads.requests
     work = waiting + kept + in_flight
-    costs = np.divide(work, weights, out=np.full_like(work, np.inf), where=weights > 0)
+    costs = per_weight(work, weights)
     return Scores(
         loads=loads,
         overlaps=overlaps,
@@ -220,19 +220,25 @@ def score(
     )
 
 
+def per_weight(work: Floats, weights: Floats) -> Floats:
+    """Return what work costs on workers of these weights: infinitely much on one without any."""
+    return np.divide(work, weights, out=np.full_like(work, np.inf), where=weights > 0)
+
+
 def pick_lowest(costs: Floats, temperature: float, draw: float) -> int:
     """Return the place of the cost that is picked. `draw`: a random number, at least 0 and below 1.
 
     Temperature 0: the lowest; exact ties are drawn, each with the same chance. Above: each with a chance proportional to
-    exp(-(cost - lowest) / ((highest - lowest) · temperature)).
+    exp(-(cost - lowest) / ((highest - lowest) · temperature)); none that is infinite, unless all are.
     """
     lowest = costs.min()
-    if temperature <= 0.0:
+    if temperature <= 0.0 or lowest == np.inf:
         ties = np.flatnonzero(costs == lowest)
         return int(ties[int(draw * len(ties))])
-    spread = float(costs.max() - lowest)
+    finite = np.flatnonzero(costs < np.inf)
+    spread = float(costs[finite].max() - lowest)
     if spread <= 0.0:
-        return int(draw * len(costs))
+        return int(finite[int(draw * len(finite))])
     shares = (costs - lowest) / spread
     sums = np.cumsum(np.exp(-shares / max(temperature, TEMPERATURE_MIN)))
     return min(int(np.searchsorted(sums, draw * sums[-1], side="right")), len(costs) - 1)

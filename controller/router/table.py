@@ -16,6 +16,8 @@ from events.observations import WorkerJoined
 Key = tuple[str, str]  # worker, instance
 Lineage = tuple[str, str]  # revision, tokenizer
 
+RANKS_MAX = 1024  # DP ranks of a worker that are looked at, whatever it registers
+
 
 class Holder(NamedTuple):
     """One DP rank of one life of a worker: what has a KV cache of its own."""
@@ -40,12 +42,14 @@ class Seat:
     flights: dict[Any, None] = field(default_factory=dict)  # in the order of their arrival
     worker: str = field(init=False)
     instance: str = field(init=False)
+    ranks: int = field(init=False)
     key: Key = field(init=False)
     lineage: Lineage = field(init=False)
 
     def __post_init__(self) -> None:
         joined = self.joined  # a life registers once: what a choice asks of every seat is read from it once
         self.worker, self.instance = self.key = joined.worker, joined.instance
+        self.ranks = min(max(1, joined.dp), RANKS_MAX)
         self.lineage = joined.revision, joined.tokenizer
 
     @property

@@ -91,6 +91,9 @@ class PlayedPlane:
     def others(self, worker: str) -> Load | None:
         return None
 
+    def others_by_rank(self, worker: str) -> Sequence[Load]:
+        return ()
+
     def open(self, worker: str, instance: str, request: Generate, sink: Sink) -> int:
         self._last += 1
         self._streams[self._last] = (worker, sink)

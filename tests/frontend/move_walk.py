@@ -6,7 +6,7 @@ what runs, and commit a stream to one another in one stroke, or fail to.
 
 import asyncio
 from collections import Counter, deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from random import Random
@@ -187,6 +187,9 @@ class Lines:
 
     def others(self, worker: str) -> Load | None:
         return None
+
+    def others_by_rank(self, worker: str) -> Sequence[Load]:
+        return ()
 
     def draining(self, worker: str, instance: str) -> bool:
         return False

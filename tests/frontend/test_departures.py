@@ -56,6 +56,9 @@ class Silent:
     def others(self, worker: str) -> Load | None:
         return self.loads.get(worker)
 
+    def others_by_rank(self, worker: str) -> Sequence[Load]:
+        return ()
+
 
 def desk_of(name: str = "f1", workers: int = 15, **changes: Any) -> tuple[Desk, Silent]:
     """Return a frontend's desk before so many idle workers w0, w1 … of 8 GPUs each."""

@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 import pytest
+from move_walk import Lines, Model
 from roads import Road
 from scripted_worker import Act, ScriptedWorker, undisturbed
 
@@ -42,10 +43,9 @@ class Ear:
         self.done.set()
 
 
-def question(count: int = 8) -> Generate:
-    return Generate(
-        stream=0, request="r", tokens=list(PROMPT), prompt_tokens=3, sampling=Sampling(max_tokens=count)
-    )
+def question(count: int = 8, rank: int = 0) -> Generate:
+    sampling = Sampling(max_tokens=count)
+    return Generate(stream=0, request="r", tokens=list(PROMPT), prompt_tokens=3, sampling=sampling, rank=rank)
 
 
 async def until(condition: object, seconds: float = 5.0) -> None:
@@ -285,6 +285,32 @@ async def test_the_workers_load_is_told_apart_from_our_share_of_it(road: Road) -
         await until(lambda: stranger.others("w1") == Load(running=3))
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
+
+
+async def test_what_others_have_at_each_rank_is_told_apart_from_ours() -> None:
+    lines = Lines({"w1": Model("w1")}, lambda: None)
+    line = lines.lines["w1"]
+
+    def others(*running: int) -> None:
+        """Let its ranks have two and three requests, and see how many of these are not ours."""
+        ranks = [Load(running=2, active_tokens=20), Load(running=3, active_tokens=30)]
+        lines.say("w1", Beat("decode", 0.0, load=Load(running=5), ranks=ranks))
+        expected = [Load(running=count, active_tokens=10 * count) for count in running]
+        assert line.others_by_rank == expected
+
+    others(2, 3)
+    stream, ear = lines.open("w1", "i1", question(rank=1), Ear()), Ear()
+    lines.open("w1", "i1", question(), ear)
+    others(1, 2)
+    reserved = lines.reserve("w1", "i1", question(rank=1), 10, ear)  # type: ignore[arg-type]
+    others(1, 2)
+    line.cancel(stream, "gone")
+    others(1, 3)
+    lines.cancel("w1", reserved, "gone")
+    others(1, 3)
+    assert not line._ranks
+    lines.say("w1", Beat("decode", 0.0))
+    assert not line.others_by_rank
 
 
 async def test_an_engine_at_work_for_others_is_told_from_one_that_is_at_work_for_us_or_stuck(

@@ -4,6 +4,7 @@ import asyncio
 import json
 import random
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -313,6 +314,9 @@ class Silent:
 
     def others(self, worker: str) -> Load | None:
         return None
+
+    def others_by_rank(self, worker: str) -> Sequence[Load]:
+        return ()
 
 
 FRONTENDS, WORKERS, BURST = 8, 64, 1_000

@@ -25,6 +25,10 @@ PRICINGS = st.sampled_from(
 COUNT = st.integers(0, 4)
 
 
+def unsaid(worker: str) -> list[Load]:
+    return []
+
+
 @settings(max_examples=60)
 @given(
     PRICINGS,
@@ -52,7 +56,7 @@ def test_the_costs_are_those_of_the_columns(
     prompt = Prompt(blocks * BLOCK + 3, BLOCK, names, Matches(found, found, found))
     others = (lambda worker: Load(active_tokens=40)) if reported else None
     places = KeptPlaces(slots).of(seats)
-    question = Question(places, prompt, pricing, slots, others, 0.0, 0.5)
+    question = Question(places, prompt, pricing, slots, others, unsaid, 0.0, 0.5)
     few = score_few(question)
     assert few is not None
     assert few.costs == pytest.approx(question.scores.costs.tolist())
@@ -66,12 +70,12 @@ def test_what_is_not_simple_is_left_to_the_columns() -> None:
     prompt = Prompt(BLOCK, BLOCK, [1], Matches(nobody, nobody, nobody))
 
     def simple(prompt: Prompt[Holder] = prompt, pricing: Pricing = USUAL) -> bool:
-        return score_few(Question(places, prompt, pricing, slots, None, 0.0, 0.5)) is not None
+        return score_few(Question(places, prompt, pricing, slots, None, unsaid, 0.0, 0.5)) is not None
 
     assert simple()
     assert not simple(pricing=Pricing(credit_decay=1.0))
     assert not simple(Prompt(BLOCK, BLOCK, [1], Matches({}, {}, {})))
     many = KeptPlaces(slots).of([seat(f"w{n}") for n in range(FEW + 1)])
-    assert score_few(Question(many, prompt, USUAL, slots, None, 0.0, 0.5)) is None
+    assert score_few(Question(many, prompt, USUAL, slots, None, unsaid, 0.0, 0.5)) is None
     slots.add("r", Holder("w1", "i1"), [1], now=0.0, prefill_tokens=16, expected_s=1.0)
     assert not simple()

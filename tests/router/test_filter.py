@@ -1,6 +1,7 @@
 """The filter leaves the same whether it looks at all or at the best ones first; and who is chosen is the best that it leaves."""
 
 from dataclasses import dataclass
+from random import Random
 from typing import Any
 
 import pytest
@@ -8,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from router_kit import BLOCK, seat
 
-from controller.router.modes import Chooser
+from controller.router.modes import Chooser, Mode
 from controller.router.pick import (
     AllBusy,
     AllTried,
@@ -121,13 +122,16 @@ def test_the_best_of_those_that_are_left(
     best = {str(n) for n in left if (1 + fleet[n].blocks) / fleet[n].weight == lowest}
     assert chooser.choose(among, prompt, pricing=Pricing(), now=0.0, draw=draw).seat.worker in best
     assert chooser.choose(among.left(), prompt, pricing=Pricing(), now=0.0, draw=draw).seat.worker in best
+    for mode in Mode:
+        assert int(chooser.choose(among, prompt, mode=mode, now=0.0, draw=draw).seat.worker) in left
 
 
-def test_equals_are_drawn_evenly_though_some_are_out() -> None:
+@pytest.mark.parametrize("mode", list(Mode))
+def test_equals_are_chosen_evenly_though_some_are_out(mode: Mode) -> None:
     fleet = [Made(), Made(tried=True), Made(), Made(reachable=False), Made()]
     among, _ = filter_of(fleet, False, True, 1)
-    chooser, counts = Chooser(SlotTracker()), dict.fromkeys("024", 0)
-    for n in range(3000):
-        choice = chooser.choose(among, Prompt(BLOCK, BLOCK), now=0.0, draw=n / 3000)
+    chooser, counts, dice = Chooser(SlotTracker()), dict.fromkeys("024", 0), Random(1)
+    for _ in range(3000):
+        choice = chooser.choose(among, Prompt(BLOCK, BLOCK), mode=mode, now=0.0, draw=dice.random())
         counts[choice.seat.worker] += 1
-    assert all(abs(count - 1000) < 30 for count in counts.values()), counts
+    assert all(abs(count - 1000) < 100 for count in counts.values()), counts

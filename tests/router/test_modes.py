@@ -28,6 +28,7 @@ class Router:
         self.chooser = Chooser(self.slots)
         self.dice = Random(1)
         self.loads: dict[str, Load] = {}
+        self.ranks: dict[str, list[Load]] = {}
         self.sent = 0
 
     def ask(self, tokens: list[int]) -> Choice:
@@ -42,6 +43,7 @@ class Router:
             now=0.0,
             draw=self.dice.random(),
             others=self.loads.get if self.loads else None,
+            by_rank=lambda worker: self.ranks.get(worker, []),
         )
 
     def send(self, tokens: list[int]) -> str:
@@ -52,6 +54,12 @@ class Router:
         self.slots.add(self.sent, choice.holder, blocks, now=0.0, prefill_tokens=choice.prefill_tokens)
         choice.seat.active += 1
         return choice.seat.worker
+
+    def lade(self, worker: str, requests: int, rank: int = 0, owner: str = "") -> None:
+        """Let a worker have requests in flight."""
+        for number in range(requests):
+            name = (worker, rank, owner, number)
+            self.slots.add(name, Holder(worker, "i1", rank), now=0.0, own_blocks=1, owner=owner)
 
     def cache(self, tokens: list[int], worker: str, rank: int = 0, tier: Tier = Tier.DEVICE) -> None:
         """Let a worker have a prompt's blocks."""
@@ -143,6 +151,34 @@ def test_what_other_frontends_have_there_counts() -> None:
     assert Counter(router.send(prompt(number, 1)) for number in range(20)) == {"b": 20}
 
 
+BY_LOAD = [Mode.KV, Mode.LEAST_LOADED, Mode.POWER_OF_TWO]
+
+
+@pytest.mark.parametrize("mode", BY_LOAD)
+def test_what_others_have_at_one_rank_counts_there(mode: Mode) -> None:
+    router = Router([seat("a", dp=2)], mode)
+    busy = Load(running=3, active_tokens=50 * BLOCK)
+    router.loads, router.ranks = {"a": busy}, {"a": [busy, Load()]}
+    assert {router.ask(prompt(n, 1)).holder.rank for n in range(10)} == {1}
+    router.ranks = {"a": [busy]}  # it has two: nobody knows which is meant
+    router.chooser.forget({("a", "i1")})
+    assert {router.ask(prompt(n, 1)).holder.rank for n in range(20)} == {0, 1}
+
+
+@pytest.mark.parametrize("mode", BY_LOAD)
+def test_what_other_frontends_have_told_counts(mode: Mode) -> None:
+    router = Router([seat("a"), seat("b")], mode)
+    router.lade("a", 3, owner="f2")
+    assert {router.ask(prompt(n, 1)).seat.worker for n in range(10)} == {"b"}
+
+
+@pytest.mark.parametrize("mode", list(Mode))
+@pytest.mark.parametrize("dp", [0, -1, 10**12])
+def test_ranks_that_cannot_be_keep_nobody_from_being_served(mode: Mode, dp: int) -> None:
+    choice = Router([seat("a", dp=dp)], mode).ask(prompt(1, 1))
+    assert 0 <= choice.holder.rank < max(1, choice.seat.ranks)
+
+
 def test_a_temperature_sends_some_elsewhere() -> None:
     router = Router([seat("a"), seat("b")], temperature=0.5)
     router.cache(prompt(1, 10), "b")
@@ -182,7 +218,7 @@ def test_one_after_another_and_who_comes_back_has_missed_its_turns() -> None:
 
 def test_the_less_laden_of_two_is_chosen() -> None:
     router = Router([seat(name) for name in "abc"], Mode.POWER_OF_TWO)
-    router.seats[0].active = 10
+    router.lade("a", 10)
     counts = Counter(router.ask(prompt(1, 1)).seat.worker for _ in range(600))
     assert "a" not in counts
     assert min(counts.values()) > 200
@@ -192,7 +228,7 @@ def test_the_less_laden_of_two_is_chosen() -> None:
 
 def test_the_less_laden_of_two_is_so_for_its_weight_and_its_ranks() -> None:
     router = Router([seat("a"), seat("b", 0.25)], Mode.POWER_OF_TWO)
-    router.seats[0].active = 2
+    router.lade("a", 2)
     assert {router.ask(prompt(1, 1)).seat.worker for _ in range(20)} == {"a"}  # 3 to 1 / 0.25
     router = Router([seat("a"), seat("b", dp=8)], Mode.POWER_OF_TWO)
     router.loads = {"a": Load(running=2), "b": Load(waiting=8)}
