@@ -1,19 +1,27 @@
 """How long the simulated engine's steps take: polynomials, measured profiles, tiers, and the settings that choose."""
 
 import argparse
+import contextlib
+import io
 import json
+import math
+import os
+import tempfile
+import zipfile
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from events.observations import Profile
 from workers.cli import add_arguments
 from workers.engines.build import build_engine
 from workers.engines.simulated.engine import SimulatedEngine
 from workers.engines.simulated.kv_size import BadConfig
-from workers.engines.simulated.perf_model import POLYNOMIALS, BadProfile, Interpolated
+from workers.engines.simulated.perf_model import BYTES_MAX, POLYNOMIALS, BadProfile, Interpolated
 from workers.engines.simulated.plan import Plan
 from workers.engines.simulated.reasoning import BadReasoning, Reasoning
 from workers.engines.simulated.sequence import Shape
@@ -103,9 +111,14 @@ def test_decoding_lies_between_four_measured_points(decodes: int, context: int, 
             {"decode_itl": np.ones((3, 2))},
             r"decode_itl has the shape \(3, 2\), and its axes ask for \(2, 3\)",
         ),
-        ({"prefill_ttft_ms": np.array([1.0, np.nan, 2.0])}, "below 0 or not finite"),
-        ({"prefill_ttft_ms": np.array([1.0, -1.0, 2.0])}, "below 0 or not finite"),
-        ({"prefill_ttft_ms": np.array(["a", "b", "c"])}, "does not hold numbers"),
+        ({"prefill_ttft_ms": np.array([1.0, np.nan, 2.0])}, "below 0"),
+        ({"prefill_ttft_ms": np.array([1.0, -1.0, 2.0])}, "below 0"),
+        ({"prefill_ttft_ms": np.array([1.0, np.inf, 2.0])}, "not finite"),
+        ({"prefill_ttft_ms": np.array([1.0, 1e300, 2.0])}, "above 1e[+]12"),
+        ({"prefill_ttft_ms": np.array(["1", "2", "3"])}, "does not hold numbers"),
+        ({"prefill_ttft_ms": np.array([1j, 2j, 3j])}, "does not hold numbers"),
+        ({"prefill_isl": np.array([])}, "prefill_isl must be a list of at least two numbers"),
+        ({"decode_itl": np.array([object()])}, "it cannot be read as NPZ: Object arrays cannot be loaded"),
         ({"pass_ms": np.array([1.0, 2.0])}, "pass_ms must be one number"),
         ({"pass_ms": np.array(-1.0)}, "pass_ms holds a number that is below 0"),
     ],
@@ -119,19 +132,54 @@ def test_a_malformed_profile_is_refused_with_the_reason(
         Interpolated.load(tmp_path / "p.npz")
 
 
-@pytest.mark.parametrize("content", [b"", b"no zip", None])
-def test_what_is_no_npz_is_refused(content: bytes | None, tmp_path: Path) -> None:
+@pytest.mark.parametrize("content", [b"", b"no zip", b"\x93NUMPY\x01\x00"])
+def test_what_is_no_npz_is_refused(content: bytes, tmp_path: Path) -> None:
     path = tmp_path / "p.npz"
-    if content is not None:
-        path.write_bytes(content)
-    with pytest.raises(BadProfile, match=r"p.npz: it cannot be read as NPZ"):
+    path.write_bytes(content)
+    with pytest.raises(BadProfile, match=r"p.npz: it cannot be read as NPZ: File is not a zip file"):
         Interpolated.load(path)
 
 
-def test_a_single_array_is_no_profile(tmp_path: Path) -> None:
-    np.save(tmp_path / "p.npy", np.ones(3))
-    with pytest.raises(BadProfile, match="it is a single array"):
-        Interpolated.load(tmp_path / "p.npy")
+def test_what_is_no_file_is_not_opened(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    for name, says in (("none", "there is no such file"), ("pipe", "it is no file"), (".", "it is no file")):
+        with pytest.raises(BadProfile, match=says):
+            Interpolated.load(tmp_path / name)
+
+
+def test_a_profile_that_would_fill_the_memory_is_refused_before_it_is_unpacked(tmp_path: Path) -> None:
+    with zipfile.ZipFile(tmp_path / "p.npz", "w", zipfile.ZIP_DEFLATED) as bomb:
+        bomb.writestr("decode_itl.npy", bytes(BYTES_MAX + 1))
+    assert (tmp_path / "p.npz").stat().st_size < 100_000
+    with pytest.raises(BadProfile, match="it holds more than 16 MiB"):
+        Interpolated.load(tmp_path / "p.npz")
+
+
+def packed(**options: Any) -> bytes:
+    file = io.BytesIO()
+    options.get("save", np.savez)(file, **measured())
+    return file.getvalue()
+
+
+@settings(max_examples=60, deadline=None)
+@given(packed=st.sampled_from([packed(), packed(save=np.savez_compressed)]), data=st.data())
+def test_a_profile_with_any_damage_is_read_or_refused(packed: bytes, data: st.DataObject) -> None:
+    places = st.integers(0, len(packed) - 1)
+    damaged = bytearray(packed[: data.draw(st.one_of(st.just(len(packed)), places))])
+    for place, byte in data.draw(st.lists(st.tuples(places, st.integers(0, 255)), max_size=3)):
+        damaged[place : place + 1] = bytes([byte])
+    with tempfile.NamedTemporaryFile(suffix=".npz") as file:
+        Path(file.name).write_bytes(damaged)
+        with contextlib.suppress(BadProfile):
+            model = Interpolated.load(Path(file.name))
+            plan = Plan(100, 3, (100,), 1, 2, 1000)
+            assert 0 <= model.prefill_ms(plan) < math.inf and 1 <= model.decode_ms(plan) < math.inf
+
+
+def test_a_malformed_profile_is_refused_also_where_no_time_passes(tmp_path: Path) -> None:
+    (tmp_path / "p.npz").write_bytes(b"no zip")
+    with pytest.raises(BadProfile):
+        built(planner_profile_data=tmp_path / "p.npz", speedup_ratio=0)
 
 
 # --- timing

@@ -63,10 +63,11 @@ def _timing(settings: WorkerSettings, shape: "Shape") -> "Timing":
     model = settings.perf_model or (
         "polynomial" if settings.engine_type and not settings.itl_ms else "constant"
     )
+    measured = settings.planner_profile_data and Interpolated.load(settings.planner_profile_data)
     if not faster:
         timing = ConstantTiming()
-    elif settings.planner_profile_data is not None:
-        timing = ModelTiming(Interpolated.load(settings.planner_profile_data), faster, decode)
+    elif measured:
+        timing = ModelTiming(measured, faster, decode)
     elif model != "constant":
         timing = ModelTiming(POLYNOMIALS[model], faster, decode)
     else:

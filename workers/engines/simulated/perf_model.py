@@ -24,6 +24,8 @@ AXES = ("prefill_isl", "decode_active_kv_tokens", "decode_context_length")
 KEYS = (*AXES, "prefill_ttft_ms", "decode_itl")
 PASS = "pass_ms"  # not in every profile
 DECODE_MS_MIN = 1.0
+NUMBER_MAX = 1e12  # tokens, or milliseconds: thirty years
+BYTES_MAX = 16 << 20  # of a profile, unpacked; `holdfast profile` writes 30 kB
 
 
 class BadProfile(UsageError):
@@ -99,15 +101,20 @@ class Interpolated:
         import numpy as np  # a fifth of a worker's start, which others need not wait for
 
         try:
-            found = np.load(path, allow_pickle=False)
-            if isinstance(found, np.ndarray):
-                raise BadProfile("it is a single array")
-            with found as arrays:
-                return cls({key: arrays[key] for key in arrays.files})
+            if not path.is_file():  # not even opened: a pipe would wait for ever
+                raise BadProfile("it is no file" if path.exists() else "there is no such file")
+            unpacked = path.stat().st_size
+            if unpacked <= BYTES_MAX:
+                with zipfile.ZipFile(path) as packed:
+                    unpacked = sum(one.file_size for one in packed.infolist())
+            if unpacked > BYTES_MAX:
+                raise BadProfile(f"it holds more than {BYTES_MAX >> 20} MiB, and no profile does")
+            with np.load(path, allow_pickle=False) as arrays:
+                return cls({key: arrays[key] for key in (*KEYS, PASS) if key in arrays.files})
         except BadProfile as error:
             raise BadProfile(f"{path}: {error}") from error
-        except (OSError, ValueError, EOFError, TypeError, zipfile.BadZipFile) as error:
-            raise BadProfile(f"{path}: it cannot be read as NPZ: {error}") from error
+        except Exception as error:  # whatever a parser says of what is no NPZ, or was one
+            raise BadProfile(f"{path}: it cannot be read as NPZ: {error or type(error).__name__}") from error
 
     def prefill_ms(self, plan: Plan) -> float:
         if not plan.prefills:
@@ -150,13 +157,14 @@ def _between(axis: Sequence[float], x: float) -> tuple[int, float]:
 
 
 def _numbers(key: str, array: Any) -> Any:
-    """Return an array of floats. Raise BadProfile if they are none, or below 0, or not finite."""
+    """Return an array of floats. Raise BadProfile if they are none, or below 0, or without end."""
     import numpy as np
 
-    try:
-        found = np.asarray(array, dtype=np.float64)
-    except (TypeError, ValueError) as error:
-        raise BadProfile(f"{key} does not hold numbers") from error
-    if not np.isfinite(found).all() or (found < 0).any():
-        raise BadProfile(f"{key} holds a number that is below 0 or not finite")
+    found = np.asarray(array)
+    if found.dtype.kind not in "fiu":  # neither text that looks like numbers, nor complex ones
+        raise BadProfile(f"{key} does not hold numbers")
+    with np.errstate(over="ignore"):
+        found = found.astype(np.float64)
+    if not ((found >= 0) & (found <= NUMBER_MAX)).all():  # NaN is neither
+        raise BadProfile(f"{key} holds a number that is below 0, above {NUMBER_MAX:g} or not finite")
     return found
