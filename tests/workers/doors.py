@@ -1,6 +1,7 @@
 """How frontends come in to a worker's server: on its port, or through a real broker."""
 
 import itertools
+import socket
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -40,6 +41,15 @@ class Doors:
         if self.frontends is None:
             return await PlainFrontend.connect(server.address[1], hello, narrow=narrow)
         return await PlainFrontend.through(self.frontends, self.subjects[server], hello)
+
+
+def narrow(server: Server) -> None:
+    """Let the kernel keep next to nothing on the worker's side, so that slow readers are felt."""
+    for connection in server._connections:
+        assert connection._transport is not None
+        sock = connection._transport.get_extra_info("socket")
+        if sock is not None:  # behind a broker the window is the bound
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1)
 
 
 @asynccontextmanager

@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import get_args
 
 import pytest
-from doors import Doors
+from doors import Doors, narrow
 from engine_contract import prompt
 from plain_frontend import PlainFrontend
 
@@ -194,12 +194,13 @@ async def test_a_slow_reader_gets_every_token_in_fewer_frames(
     server = await serve(patience=Patience(buffer_bytes=1024))
     frontend = await dial(server)
     await frontend.until(lambda: frontend.welcome)
-    frontend.transport.pause_reading()  # beyond what the kernel keeps for us, several megabytes
-    streams = {frontend.ask(prompt(salt=n), max_tokens=16_000): n for n in range(60)}
+    narrow(server)
+    frontend.transport.pause_reading()  # beyond what the kernel keeps for us
+    streams = {frontend.ask(prompt(salt=n), max_tokens=4_000): n for n in range(60)}
     await eventually(lambda: server.counters.requests == 60 and not server.in_flight, 60)
     frontend.transport.resume_reading()
     for stream, n in streams.items():
-        assert await frontend.answer(stream) == undisturbed(prompt(salt=n), 16_000)
+        assert await frontend.answer(stream) == undisturbed(prompt(salt=n), 4_000)
     assert max(len(chunk.tokens) for step in frontend.steps for chunk in step.chunks) > 1
 
 
@@ -209,9 +210,10 @@ async def test_a_frontend_that_never_reads_is_cut_at_a_bound(
     server = await serve(patience=Patience(buffer_bytes=1024, backlog_bytes_max=10_000))
     frontend = await dial(server)
     await frontend.until(lambda: frontend.welcome)
+    narrow(server)
     frontend.transport.pause_reading()
     for n in range(60):
-        frontend.ask(prompt(salt=n), max_tokens=16_000)
+        frontend.ask(prompt(salt=n), max_tokens=4_000)
     await eventually(lambda: server.counters.cancelled == 60, 20)
     assert engine_of(server).load() == Load(kv_total=65_536)
     frontend.transport.resume_reading()
@@ -238,8 +240,9 @@ async def test_what_a_slow_reader_was_owed_is_sent_before_the_connection_closes(
     server = await serve(patience=Patience(buffer_bytes=1024))
     frontend = await dial(server)
     await frontend.until(lambda: frontend.welcome)
+    narrow(server)
     frontend.transport.pause_reading()
-    streams = [frontend.ask(prompt(salt=n), max_tokens=16_000) for n in range(60)]
+    streams = [frontend.ask(prompt(salt=n), max_tokens=4_000) for n in range(60)]
     await eventually(lambda: server.counters.completed > 50, 20)
     closing = asyncio.ensure_future(server.close(10.0))
     await asyncio.sleep(0)

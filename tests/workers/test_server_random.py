@@ -6,12 +6,11 @@ the beginning of the undisturbed answer, and an end comes at most once and comes
 
 import asyncio
 import random
-import socket
 from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import astuple
 
 import pytest
-from doors import Doors
+from doors import Doors, narrow
 from plain_frontend import PlainFrontend
 
 from events.wire import Generate, Load, Sampling
@@ -38,15 +37,6 @@ def undisturbed(tokens: list[int], most: int) -> list[int]:
     while not scheduler.plan().idle:
         said += [token for _, chunk in scheduler.step() for token in chunk.tokens]
     return said
-
-
-def narrow(server: Server) -> None:
-    """Let the kernel keep next to nothing on the worker's side, so that slow readers are felt."""
-    for connection in server._connections:
-        assert connection._transport is not None
-        sock = connection._transport.get_extra_info("socket")
-        if sock is not None:  # behind a broker the window is the bound
-            sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1)
 
 
 class Life:
