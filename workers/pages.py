@@ -2,7 +2,7 @@
 of a worker's memory."""
 
 import asyncio
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from http import HTTPStatus
 
@@ -22,7 +22,7 @@ class Answer:
     status: HTTPStatus = HTTPStatus.OK
 
 
-Page = Callable[[], Answer]
+Page = Callable[[], Answer | Awaitable[Answer]]
 
 
 class Pages:
@@ -50,7 +50,7 @@ class Pages:
             if self._open <= CONNECTIONS_MAX:
                 async with asyncio.timeout(REQUEST_S_MAX):
                     head = await reader.readuntil(b"\r\n\r\n")
-                    writer.write(_encode(self._answer(head), head.startswith(b"HEAD ")))
+                    writer.write(_encode(await self._answer(head), head.startswith(b"HEAD ")))
                     await writer.drain()
             writer.close()
         except (TimeoutError, OSError, asyncio.IncompleteReadError, asyncio.LimitOverrunError):
@@ -58,12 +58,15 @@ class Pages:
         finally:
             self._open -= 1
 
-    def _answer(self, head: bytes) -> Answer:
+    async def _answer(self, head: bytes) -> Answer:
         method, _, rest = head.partition(b"\r\n")[0].partition(b" ")
         page = self._pages.get(rest.partition(b" ")[0].partition(b"?")[0].decode("latin-1"))
         if method not in (b"GET", b"HEAD"):
             return _error(HTTPStatus.METHOD_NOT_ALLOWED)
-        return page() if page is not None else _error(HTTPStatus.NOT_FOUND)
+        if page is None:
+            return _error(HTTPStatus.NOT_FOUND)
+        answer = page()
+        return answer if isinstance(answer, Answer) else await answer
 
 
 def _error(status: HTTPStatus) -> Answer:

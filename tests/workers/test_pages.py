@@ -2,10 +2,14 @@
 
 import asyncio
 from collections.abc import AsyncIterator
+from types import SimpleNamespace
 
 import pytest
 
-from workers import pages
+from workers import admin, pages
+from workers.counters import Counters
+from workers.engines.simulated.engine import SimulatedEngine
+from workers.engines.simulated.sequence import Shape
 from workers.pages import Answer, Pages
 
 
@@ -43,6 +47,25 @@ async def test_a_page_is_found_by_its_path(port: int, request_: bytes, begins: b
     said = await ask(port, request_)
     assert said.startswith(begins)
     assert said.partition(b"\r\n\r\n")[2] == body
+
+
+async def test_a_scrape_lets_the_loop_do_other_things() -> None:
+    engine = SimulatedEngine(Shape())
+    place, moves = SimpleNamespace(name="w0"), SimpleNamespace(source=[], target=[])
+    server = SimpleNamespace(counters=Counters(), in_flight=0, draining=False, moves=moves)
+    served, url = await admin.serve(
+        [SimpleNamespace(place=place, engine=engine, kv=None, server=server)],  # type: ignore[list-item]
+        "127.0.0.1",
+        0,
+    )
+    scrape = asyncio.create_task(ask(int(url.rpartition(":")[2]), b"GET /metrics HTTP/1.1\r\n\r\n"))
+    turns = 0
+    while not scrape.done():
+        await asyncio.sleep(0)
+        turns += 1
+    served.close()
+    families = (await scrape).count(b"# TYPE ")
+    assert families > 30 and turns > families  # one turn at least for each
 
 
 async def test_a_request_that_never_ends_is_cut(port: int) -> None:
