@@ -21,7 +21,7 @@ from events.presence import present
 Run = Callable[[argparse.Namespace], int]
 FAULTS = ("kill", "hang", "unhang", "error", "corrupt", "drift", "slow", "xid", "nvlink", "blackhole", "heal")
 TAKE_ARGUMENT = ("error", "corrupt", "drift", "slow", "xid", "nvlink")
-TAKE_RANK = ("error", "slow", "xid", "nvlink")
+TAKE_RANK = TAKE_ARGUMENT
 
 
 def prepare(name: str, parser: argparse.ArgumentParser) -> Run:
@@ -68,7 +68,7 @@ def prepare(name: str, parser: argparse.ArgumentParser) -> Run:
             "--rank",
             type=_rank,
             metavar="R",
-            help="the rank of a group that fails (error, slow) or whose simulated device does (xid, nvlink)",
+            help="the rank that fails (error, corrupt, drift, slow) or whose simulated device does (xid, nvlink); else the first",
         )
     return lambda args: asyncio.run(COMMANDS[name](args))
 

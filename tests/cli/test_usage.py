@@ -55,6 +55,10 @@ def test_without_arguments_it_shows_the_commands() -> None:
         (["restart"], "either the name of a WORKER, or --rolling"),
         (["restart", "w0", "--rolling"], "either the name of a WORKER, or --rolling"),
         (["chaos", "kill", "w0", "3"], "kill takes no number"),
+        (
+            ["chaos", "kill", "w0", "--rank", "1"],
+            "kill strikes the whole worker; error, corrupt, drift, slow, xid, nvlink take",
+        ),
         (["events", "--kind", "nonsense"], "there is no kind 'nonsense'"),
     ],
 )

@@ -23,7 +23,7 @@ from workers.engines.simulated.engine import SimulatedEngine
 from workers.engines.simulated.reasoning import Reasoning
 from workers.engines.simulated.scheduler import Scheduler
 from workers.engines.simulated.sequence import BadShape, Shape
-from workers.engines.simulated.stats import Stats
+from workers.engines.simulated.stats import Stats, stats
 from workers.engines.simulated.timing import ConstantTiming
 
 SMALL = Shape(context_tokens=2048, kv_blocks=512)
@@ -138,9 +138,12 @@ def test_a_thought_is_a_share_of_the_answer_or_none(ratio: float, answer: int, t
     assert Reasoning(300, 301, ratio).tokens(answer) == thought
 
 
-def test_an_answer_begins_with_its_thought_and_goes_on_elsewhere_as_if_it_had_not_moved() -> None:
+@pytest.mark.parametrize("stops", [[], [301]])
+def test_an_answer_begins_with_its_thought_and_goes_on_elsewhere_as_if_it_had_not_moved(
+    stops: list[int],
+) -> None:
     def said(tokens: list[int], most: int, shape: Shape) -> list[int]:
-        asked = Generate(1, "r", tokens, 20, Sampling(max_tokens=most, stop_token_ids=[301]))
+        asked = Generate(1, "r", tokens, 20, Sampling(max_tokens=most, stop_token_ids=stops))
         scheduler = Scheduler(shape)
         assert scheduler.submit(1, asked) is None
         return run(scheduler)[1]
@@ -354,11 +357,33 @@ async def test_each_rank_reports_its_load_as_real_engines_do() -> None:
         assert (second.request_active_slots, second.num_requests_waiting) == (2, 0)
         assert second.gpu_cache_usage_perc == second.kv_active_blocks / 64 > 0
         assert second.gpu_prefix_cache_hit_rate == pytest.approx(63 / 64 / 2)
+        assert (second.scheduled_num_decode_requests, second.scheduled_num_prefill_requests) == (2, 0)
+        assert second.scheduled_sum_decode_kv_tokens > 2 * 64 and second.queued_num_prefill_requests == 0
         worker: Any = SimpleNamespace(place=SimpleNamespace(name="w"), engine=rig.engine)
         families = {family.name: family for family in WorkerMetrics([worker])._ranks()}
         assert len(families) == len(Stats._fields)
         samples = families["holdfast_worker_engine_request_active_slots"].samples
         assert [(sample.labels["dp_rank"], sample.value) for sample in samples] == [("0", 0), ("1", 2)]
+
+
+def test_a_pass_is_reported_in_the_words_of_dynamos_snapshot() -> None:
+    scheduler = Scheduler(Shape(context_tokens=96, kv_blocks=6, prefill_tokens_max=24, watermark=0))
+    for key, length in enumerate((8, 40, 60)):
+        scheduler.submit(key, generate(prompt(length, key), most=80))
+    scheduler.plan()
+    scheduler.step()
+    scheduler.plan()
+    said = stats(scheduler, 0.5)
+    assert said[8:15] == (1, 23, 0.0, 16, 1, 9, pytest.approx(0.0))
+    assert said[15:] == (1, 60, 0.0, 0, 0, 0.0, 0.5)
+    while not scheduler.preemptions:
+        scheduler.step()
+        scheduler.plan()
+    said = stats(scheduler)
+    assert (said.queued_num_prefill_requests, said.queued_num_decode_requests) == (1, 1)
+    assert said.queued_sum_decode_kv_tokens > 40
+    scheduler.drop_all()
+    assert {*stats(scheduler, 0.5)[8:]} == {0}
 
 
 async def test_a_rank_that_is_not_there_serves_nothing() -> None:
@@ -376,6 +401,10 @@ async def test_a_fault_strikes_the_rank_that_it_is_for() -> None:
         assert (await rig.answer(to_rank(rig, 1, prompt()))).error is not None
         rig.engine.chaos("heal", 0)
         assert (await rig.answer(to_rank(rig, 1, prompt()))).error is None
+        rig.engine.chaos("corrupt", 1, 1)
+        first, second = [await rig.answer(to_rank(rig, rank, prompt())) for rank in (0, 1)]
+        rig.engine.chaos("heal", 0)
+        assert first.tokens == (await rig.answer(to_rank(rig, 1, prompt()))).tokens != second.tokens
         rig.engine.chaos("die", 0)
         with pytest.raises(EngineDead):
             await rig.engine.check()

@@ -361,6 +361,16 @@ def test_an_error_strikes_also_those_whose_prompt_is_being_computed() -> None:
     assert key == 1 and chunk.error and not scheduler.busy and scheduler.load().kv_used == 0
 
 
+def test_who_is_held_for_a_move_is_part_of_the_load() -> None:
+    scheduler = Scheduler(Shape())
+    scheduler.submit(1, generate(prompt(20)))
+    one_pass(scheduler)
+    departure, before = scheduler.transit.depart(1), scheduler.load()
+    assert departure is not None and before.running == 1
+    scheduler.transit.hold(departure)
+    assert scheduler.load() == before and not scheduler.busy
+
+
 def test_nothing_is_steady_once_somebody_came_or_went_after_the_plan() -> None:
     scheduler = Scheduler(Shape(batch_max=2), mute=True)
     for key in range(2):

@@ -94,7 +94,7 @@ class SimulatedEngine:
 
     def stats(self) -> list[Stats]:
         """Return what each rank reports of its load."""
-        return [stats(rank.scheduler) for rank in self.each]
+        return [stats(rank.scheduler, rank.pass_s) for rank in self.each]
 
     async def check(self) -> None:
         if any(rank.scheduler.faults.dead for rank in self.each):

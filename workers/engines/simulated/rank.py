@@ -31,6 +31,7 @@ class Rank:
     def __init__(self, number: int, shape: Shape, timing: Timing) -> None:
         self.shape = shape
         self.phase = IDLE
+        self.pass_s = 0.0  # what the newest pass takes
         self.scheduler = Scheduler(shape)
         self.transit = self.scheduler.transit
         self._number = number
@@ -117,7 +118,7 @@ class Rank:
         if plan.idle or self.scheduler.faults.dead:
             self._next, self.phase = None, IDLE
             return
-        lasts = self._step_s(plan)
+        lasts = self.pass_s = self._step_s(plan)
         if not lasts:
             self.phase = Phase("decode", at)
             self._finish(at)

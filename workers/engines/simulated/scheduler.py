@@ -42,6 +42,7 @@ class Scheduler:
         self.faults = Faults()
         self.trusted = True
         self.preemptions = 0
+        self.planned = Plan()  # the newest one
         self.batch = Batch(shape.block_tokens)
         self._waiting: deque[Sequence] = deque()
         self._prefilling: dict[int, Sequence] = {}  # a chunk of each of them has been computed
@@ -139,6 +140,13 @@ class Scheduler:
         running = len(self.batch) + len(others)
         return Load(running, len(self._waiting), self.kv.used, self.kv.total, active)
 
+    def queued(self) -> tuple[list[int], list[int]]:
+        """Return the lengths of those that wait: of those that have said nothing yet, and of the preempted ones."""
+        lengths: tuple[list[int], list[int]] = [], []
+        for one in self._waiting:
+            lengths[one.made > 0].append(one.length)
+        return lengths
+
     def take_events(self) -> list[KvEvent]:
         """Return what the cache has stored and removed since the last call, in order. `kv.heard` must be set."""
         return self.kv.take_events()
@@ -148,6 +156,10 @@ class Scheduler:
     def plan(self) -> Plan:
         """Admit who can be admitted, oldest first, and say what the next pass works on. A step must follow, unless the
         plan is idle."""
+        self.planned = plan = self._plan()
+        return plan
+
+    def _plan(self) -> Plan:
         decodes, context = len(self.batch), self.batch.tokens
         if not self._waiting and not self._prefilling:
             return Plan(0, decodes, (), self.kv.used, self.kv.total, context, self.kv.take_traffic())

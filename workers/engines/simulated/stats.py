@@ -1,12 +1,16 @@
 """What does one rank report of itself, in the words of vLLM's and Dynamo's load metrics?"""
 
+from collections.abc import Sequence
+from statistics import pvariance
 from typing import NamedTuple
 
+from workers.engines.simulated.plan import Plan
 from workers.engines.simulated.scheduler import Scheduler
 
 
 class Stats(NamedTuple):
-    """One rank's load. An idle rank's is zero, but for its bounds and what it remembers."""
+    """One rank's load, and its newest pass as Dynamo's snapshot of one says it. An idle rank's is zero, but for its bounds
+    and what it remembers."""
 
     request_active_slots: int  # requests in the batch, or in their prefill
     request_total_slots: int
@@ -16,11 +20,27 @@ class Stats(NamedTuple):
     gpu_cache_usage_perc: float  # of 1
     gpu_prefix_cache_hit_rate: float  # of the prompt tokens of the requests admitted last
     num_preemptions: int
+    scheduled_num_prefill_requests: int = 0
+    scheduled_sum_prefill_tokens: int = 0  # that the pass computes
+    scheduled_var_prefill_length: float = 0.0  # of the prompts, as far as they are computed with it
+    scheduled_sum_prefill_kv_tokens: int = 0  # of the same prompts, that were there before
+    scheduled_num_decode_requests: int = 0
+    scheduled_sum_decode_kv_tokens: int = 0
+    scheduled_var_decode_kv_tokens: float = 0.0
+    queued_num_prefill_requests: int = 0  # that have said nothing yet
+    queued_sum_prefill_tokens: int = 0
+    queued_var_prefill_length: float = 0.0
+    queued_num_decode_requests: int = 0  # that were preempted
+    queued_sum_decode_kv_tokens: int = 0
+    queued_var_decode_kv_tokens: float = 0.0
+    wall_time: float = 0.0  # seconds of the pass
 
 
-def stats(scheduler: Scheduler) -> Stats:
-    """Return what a rank reports now."""
-    load = scheduler.load()
+def stats(scheduler: Scheduler, pass_s: float = 0.0) -> Stats:
+    """Return what a rank reports now, in a pass that takes so long."""
+    load, busy = scheduler.load(), scheduler.busy
+    plan = scheduler.planned if busy else Plan()
+    fresh, preempted = scheduler.queued()
     return Stats(
         request_active_slots=load.running,
         request_total_slots=scheduler.shape.batch_max,
@@ -30,4 +50,22 @@ def stats(scheduler: Scheduler) -> Stats:
         gpu_cache_usage_perc=load.kv_used / load.kv_total,
         gpu_prefix_cache_hit_rate=scheduler.hit_rate,
         num_preemptions=scheduler.preemptions,
+        scheduled_num_prefill_requests=len(plan.prefills),
+        scheduled_sum_prefill_tokens=plan.prefill_tokens,
+        scheduled_var_prefill_length=_variance([*map(sum, zip(plan.starts, plan.prefills, strict=True))]),
+        scheduled_sum_prefill_kv_tokens=sum(plan.starts),
+        scheduled_num_decode_requests=plan.decodes,
+        scheduled_sum_decode_kv_tokens=plan.context_tokens,
+        scheduled_var_decode_kv_tokens=_variance([one.length for one in scheduler.batch.sequences.values()]),
+        queued_num_prefill_requests=len(fresh),
+        queued_sum_prefill_tokens=sum(fresh),
+        queued_var_prefill_length=_variance(fresh),
+        queued_num_decode_requests=len(preempted),
+        queued_sum_decode_kv_tokens=sum(preempted),
+        queued_var_decode_kv_tokens=_variance(preempted),
+        wall_time=pass_s if busy else 0.0,
     )
+
+
+def _variance(numbers: Sequence[int]) -> float:
+    return float(pvariance(numbers)) if len(numbers) > 1 else 0.0
