@@ -104,7 +104,9 @@ def test_what_is_kept_is_bounded_and_who_missed_more_gets_a_dump(monkeypatch: py
         if first < 100 - kept:
             assert isinstance(said_of, Dump)
         else:
-            assert isinstance(said_of, Events) and said_of.first == first and len(said_of.events) == 100 - first
+            assert (
+                isinstance(said_of, Events) and said_of.first == first and len(said_of.events) == 100 - first
+            )
 
 
 def test_an_answer_is_no_longer_than_a_message_should_be(monkeypatch: pytest.MonkeyPatch) -> None:
