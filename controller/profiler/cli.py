@@ -70,6 +70,8 @@ def run_cli(args: argparse.Namespace) -> int:
     target = _target(args)
     if args.output.suffix != ".npz":
         raise UsageError(f"--output {args.output}: a profile's name ends with .npz")
+    if args.output.is_dir():
+        raise UsageError(f"--output {args.output}: it is a folder")
     if not args.output.absolute().parent.is_dir():
         raise UsageError(f"--output {args.output}: the folder {args.output.absolute().parent} does not exist")
     measured = asyncio.run(_measure(target, args))

@@ -104,7 +104,7 @@ class OpenAITarget:
                 kind = Refused if reply.status in TOO_MUCH else CannotMeasure
                 stream.end(kind(f"{self._url}/v1/completions answers {reply.status}: {words(reply.body)}"))
             elif reply.fault:
-                stream.end(CannotMeasure(f"{self._url}: the connection broke: {reply.detail}"))
+                stream.end(CannotMeasure(f"{self._url}: {reply.detail}"))
         finally:
             stream.end()
 

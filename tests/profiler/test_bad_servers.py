@@ -1,0 +1,143 @@
+"""`holdfast profile` against servers that die, refuse, are silent, or talk nonsense: one sentence, exit code 1, no file."""
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import controller.profiler.target as target
+from controller.cli import main
+from events.wire import Welcome, encode
+
+Say = Callable[[asyncio.StreamWriter, int], Awaitable[None]]
+FLAGS = ("--isl", "8,16", "--context", "8,16", "--concurrency", "1", "--tokens", "8", "--repeats", "1")
+EVENTS = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\nconnection: close\r\n\r\n"
+MODELS = {"data": [{"id": "m", "max_model_len": 512}]}
+TOKEN = b'data: {"choices": [{"text": "so", "finish_reason": null}]}\n\n'
+
+
+def answer(status: str, body: bytes) -> bytes:
+    head = f"HTTP/1.1 {status}\r\ncontent-type: application/json\r\ncontent-length: {len(body)}\r\n\r\n"
+    return head.encode() + body
+
+
+@asynccontextmanager
+async def serving(say: Say, models: bytes = json.dumps(MODELS).encode()) -> AsyncIterator[str]:
+    """Serve a model; completions are answered by `say`, which is told the how manyth it is."""
+    asked, tasks = 0, set[asyncio.Task[None] | None]()
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        nonlocal asked
+        tasks.add(asyncio.current_task())
+        try:
+            while head := (await reader.readuntil(b"\r\n\r\n")).lower():
+                if head.startswith(b"get"):
+                    writer.write(answer("200 OK", models))
+                    continue
+                await reader.readexactly(int(head.split(b"content-length:")[1].split()[0]))
+                asked += 1
+                await say(writer, asked)
+        except (OSError, asyncio.IncompleteReadError, asyncio.CancelledError):
+            pass
+        finally:
+            tasks.discard(asyncio.current_task())
+            writer.close()
+
+    server = await asyncio.start_server(serve, "127.0.0.1", 0)
+    try:
+        yield f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+    finally:
+        server.close()
+        for task in tuple(tasks):
+            if task is not None:
+                task.cancel()
+        await asyncio.sleep(0.02)  # its connections are closed in the loop's next rounds
+
+
+def saying(*parts: bytes, good: int = 0) -> Say:
+    """Answer so many requests well, and from then on with these bytes."""
+
+    async def say(writer: asyncio.StreamWriter, asked: int) -> None:
+        if asked > good:
+            for part in parts:
+                writer.write(part)
+        else:
+            writer.write(EVENTS + TOKEN * 8 + b'data: {"choices": [], "usage": {"completion_tokens": 8}}\n\n')
+        writer.close()
+
+    return say
+
+
+async def silent(writer: asyncio.StreamWriter, asked: int) -> None:
+    writer.write(EVENTS + TOKEN)
+    await asyncio.Event().wait()
+
+
+DEEP = b"data: " + b"[" * 100_000 + b"\n\n"
+CASES = {
+    "dies at once": (saying(), "the connection closed"),
+    "dies in a stream": (saying(EVENTS.replace(b"connection: close", b"content-length: 999"), TOKEN), "the connection closed"),
+    "dies amid the sweep": (saying(good=7), "the connection closed"),
+    "is no HTTP": (saying(b"\x00\r\n\r\n"), "what came is no HTTP/1.1"),
+    "breaks an answer off": (saying(EVENTS, b'data: {"error": {"message": "out of memory"}}\n\n'), "out of memory"),
+    "streams no JSON": (saying(EVENTS, b"data: {nonsense\n\n"), "streams what is no completion"),
+    "streams something else": (saying(EVENTS, b'data: {"choices": 7}\n\n'), "streams what is no completion"),
+    "streams a tower": (saying(EVENTS, DEEP), "streams what is no completion"),
+    "streams nothing": (saying(EVENTS, b"data: [DONE]\n\n"), "an answer ended without a token"),
+    "answers whole": (saying(answer("200 OK", b'{"choices": []}')), "an answer ended without a token"),
+    "fails": (saying(answer("500 Oops", b'{"error": "no GPU"}')), "answers 500: no GPU"),
+    "refuses every form": (saying(answer("400 Bad", b'{"error": {"message": "no"}}')), "answers 400: no"),
+    "refuses amid the sweep": (saying(answer("503 Full", b"full"), good=7), "it takes 2"),
+    "is silent": (silent, "no token came for 0.2 s"),
+}  # fmt: skip
+
+
+async def profiled(url: str, path: Path) -> int:
+    async with asyncio.timeout(20):
+        return await asyncio.to_thread(main, ["profile", url, "-o", str(path), *FLAGS])
+
+
+@pytest.mark.parametrize("name", CASES)
+async def test_a_server_that_cannot_be_measured_is_said_in_one_sentence(
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    say, says = CASES[name]
+    monkeypatch.setattr(target, "SILENCE_S_MAX", 0.2)
+    async with serving(say) as url:
+        assert await profiled(url, tmp_path / "p.npz") == 1
+    (last,) = capsys.readouterr().err.splitlines()[-1:]
+    assert last.startswith("holdfast: ") and says in last
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("size", ["1e999", "NaN", "-5", '"many"', "[]", "12345678901234567890"])
+async def test_numbers_that_no_engine_has_are_taken_for_none(size: str, tmp_path: Path) -> None:
+    usage = f'data: {{"choices": [], "usage": {{"prompt_tokens": {size}, "completion_tokens": {size}}}}}\n\n'
+    say = saying(EVENTS, TOKEN * 8, usage.encode())
+    models = f'{{"data": [{{"id": "m", "max_model_len": {size}}}]}}'.encode()
+    async with serving(say, models) as url:
+        assert await profiled(url, tmp_path / "p.npz") == 0
+    with np.load(tmp_path / "p.npz") as made:
+        assert made["prefill_isl"].tolist() == [8, 16]
+        assert made["decode_context_length"].max() < 16 + 8
+
+
+@pytest.mark.parametrize("welcomes", [0, 1])
+async def test_a_worker_that_closes_its_connection_is_said_at_once(
+    welcomes: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    async def close(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.read(1000)
+        writer.write(encode(Welcome("w", "i", "m")) * welcomes)
+        writer.close()
+
+    server = await asyncio.start_server(close, "127.0.0.1", 0)
+    async with server:
+        url = f"tcp://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+        assert await profiled(url, tmp_path / "p.npz") == 1
+    (last,) = capsys.readouterr().err.splitlines()[-1:]
+    assert last == f"holdfast: {url} closed the connection"
