@@ -14,6 +14,8 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import asdict
 from typing import Any
 
+import structlog
+
 from controller.frontend.meter import Meter
 from controller.frontend.plan import Plan
 from controller.frontend.settings import RouterSettings
@@ -26,6 +28,8 @@ from controller.router.pick import Filter
 from controller.router.score import Pricing, Prompt
 from controller.router.slots import SlotTracker
 from controller.router.table import Holder, Key, Seat, Table
+
+log = structlog.get_logger(__name__)
 
 _NOBODY: dict[Holder, int] = {}
 _NOTHING = Matches(_NOBODY, _NOBODY, _NOBODY)
@@ -156,6 +160,11 @@ class Choosing:
     def end(self, slot: int) -> None:
         """It is over there, however it ended."""
         self.slots.free(slot, now=self._now())
+
+    def expire(self) -> None:
+        """Forget requests of which nobody has said for an hour that they are over."""
+        if stale := self.slots.expire(now=self._now()):
+            log.warning("slots_expired", requests=len(stale))
 
     def follow(self, view: KvView) -> None:
         """Know from now on by KV events what is cached: they come in there."""

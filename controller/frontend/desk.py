@@ -285,6 +285,7 @@ class Desk:
             self._pass_trials()
         self.outcomes.tick(service)
         self.mover.tick()
+        self.routing.choosing.expire()
         for flight, until in list(self._parked.items()):
             if now > until and flight in self._parked:
                 del self._parked[flight]

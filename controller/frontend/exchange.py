@@ -158,7 +158,7 @@ class Exchange:
         """What the answer's headers say of the choice of its worker."""
         headers, why = {"X-Holdfast-Worker": self.worker}, self.flights[0].explained
         if why is not None:
-            headers[EXPLAIN] = json.dumps(why | {"candidates": why["candidates"][:EXPLAINED_MAX]})
+            headers[EXPLAIN] = json.dumps(_shortened(why))
         return headers
 
     @property
@@ -166,6 +166,14 @@ class Exchange:
         """Who answers: the worker that the first answer is with, or was with last."""
         seat = self.flights[0].last_seat
         return seat.worker if seat is not None else ""
+
+
+def _shortened(why: dict[str, Any]) -> dict[str, Any]:
+    """Return an explanation with the best candidates and the one that was chosen, and how many there were."""
+    every, chosen = why["candidates"], why["chosen"]
+    best = every[:EXPLAINED_MAX]
+    best += [one for one in every[EXPLAINED_MAX:] if chosen.items() <= one.items()]
+    return why | {"of": len(every), "candidates": best}
 
 
 def sampling(ask: Ask, prompt_tokens: int, context: int, choice: int, serial: int) -> Sampling:

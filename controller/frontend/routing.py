@@ -93,6 +93,8 @@ class Routing:
         """Return where a request's next attempt goes, none of `tried`, with room if there must be. `said` was accepted of its
         answer. Raise NoWorker."""
         among = Filter(self._seats(plan.model), self._rules, plan.lineage, tried, capped)
+        if plan.wishes.explain:  # among those that could have it
+            return self.choosing.choose(among.left(), plan, said)
         return self.choosing.choose(among, plan, said)
 
     def at(self, seat: Seat, plan: Plan, said: Sequence[int] = ()) -> Choice:

@@ -14,7 +14,7 @@ The loads lie in columns, one row for each holder, so that a choice among a thou
 """
 
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Generic, Protocol, TypeVar
 
@@ -29,7 +29,7 @@ Rows = npt.NDArray[np.intp]
 
 STALE_S = 3600.0
 """A request of which nothing was heard for so long is forgotten: whoever should have freed it has not."""
-_LOOK_S = 30.0  # how often `add` looks for such requests
+LOOK_S = 30.0  # how often such requests are looked for
 _PREFILL, _BLOCKS, _REQUESTS, _PACE, _SINCE, _READ_MAX = range(6)
 _ROWS = 64  # to begin with
 
@@ -97,7 +97,7 @@ class SlotTracker(Generic[Holder]):
         """`track_output`: count the blocks of answers too, as `said` tells of them."""
         self._track_output = track_output
         self._stale_s = stale_s
-        self._looked = 0.0
+        self._looked = float("-inf")
         self._work: dict[Holder, _Work] = {}
         self._requests: dict[Hashable, Request[Holder]] = {}
         self._active = Prefixes()
@@ -105,9 +105,7 @@ class SlotTracker(Generic[Holder]):
         self._free_rows = list(range(_ROWS - 1, -1, -1))
         self._paced = False  # whether anybody ever knew how long a prompt takes
         self.layout = 0  # moves when a row gets another meaning
-        self.expired = 0  # requests that the leak guard has freed
         self.listener: Listener | None = None
-        self.on_expired: Callable[[Sequence[Hashable]], None] = lambda requests: None
 
     def __len__(self) -> int:
         return len(self._requests)
@@ -138,8 +136,6 @@ class SlotTracker(Generic[Holder]):
         reading them takes, if anybody knows. `expected_output`: tokens. `owner`: the frontend that it belongs to, if it
         is not ours. A holder that nobody has heard of begins with nothing to do.
         """
-        if now - self._looked >= _LOOK_S:
-            self.expire(now=now)
         if request in self._requests:
             return False
         work = self._of(holder)
@@ -238,14 +234,14 @@ class SlotTracker(Generic[Holder]):
         return len(gone)
 
     def expire(self, *, now: float) -> Sequence[Hashable]:
-        """Free what was added too long ago, and return it: the guard against leaks. `add` does it too, twice a minute."""
+        """Free what was added too long ago, and return it: the guard against leaks. Looks twice a minute, however often it is
+        called."""
+        if now - self._looked < LOOK_S:
+            return ()
         self._looked = now
         stale = [name for name, one in self._requests.items() if now - one.since >= self._stale_s]
         for request in stale:
             self.free(request, now=now)
-        self.expired += len(stale)
-        if stale:
-            self.on_expired(stale)
         return stale
 
     # --- what there is to do ------------------------------------------------------------------------------

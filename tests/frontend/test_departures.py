@@ -18,7 +18,7 @@ from controller.frontend.neighbours import HEARD_S, Neighbours
 from controller.frontend.plan import Plan
 from controller.frontend.settings import FrontendSettings
 from controller.processes.frontend import hear_neighbours
-from controller.router.table import Seat
+from controller.router.table import Holder, Seat
 from events import subjects
 from events.bus import MemoryBus
 from events.decisions import HealthStatus
@@ -129,6 +129,12 @@ def test_a_fuller_worker_comes_later() -> None:
     desk, plane = desk_of(workers=3)
     plane.loads = {"w0": Load(running=40), "w2": Load(running=40)}
     assert set(tokens_at(desk, [flight_of(desk, 100)])) == {"w1"}
+
+
+def test_prompts_that_other_frontends_have_sent_there_come_first() -> None:
+    desk, _ = desk_of(workers=2)
+    desk.routing.choosing.slots.add("theirs", Holder("w0", "i0"), now=0.0, prefill_tokens=9000, owner="f2")
+    assert tokens_at(desk, [flight_of(desk, 1000) for _ in range(4)]) == {"w1": 4000}
 
 
 def test_a_worker_that_may_serve_less_gets_less() -> None:

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from frontend_kit import PROFILE, TOKENS, Kit, failing, frontend, joined, until
+from move_walk import Clock
 from scripted_worker import ScriptedWorker
 
 from controller.adapters.clock import SystemClock
@@ -21,6 +22,7 @@ from controller.frontend.settings import FrontendSettings, RouterSettings
 from controller.processes.route import COLUMNS
 from controller.router.kv_view import KvView
 from controller.router.score import USUAL
+from controller.router.slots import STALE_S
 from controller.router.table import Holder
 from events.blocks import local_hashes, seed, sequence_hashes
 from events.kv import Batch, Stored
@@ -237,6 +239,18 @@ async def test_an_answer_says_why_its_worker_was_chosen_if_that_was_asked() -> N
         assert first["cost"] < second["cost"]
 
 
+async def test_an_explanation_has_the_best_eight_and_the_one_that_was_chosen() -> None:
+    async with frontend(*(ScriptedWorker(f"w{n}") for n in range(11))) as kit:
+        kit.desk.table.seats[("w10", "i1")].weight = 0.0
+        slots, drawn = kit.desk.routing.choosing.slots, {"X-Holdfast-Router-Mode": "random"}
+        slots.add("another", Holder("w0", "i1"), now=kit.desk.now(), own_blocks=1)
+        asked = drawn | {"X-Holdfast-Explain": "1"}
+        _, _, headers = await kit.post("/v1/completions", asked, model="m", prompt=PROMPT, max_tokens=1)
+        why = json.loads(headers["X-Holdfast-Explain"])
+        assert [one["worker"] for one in why["candidates"]] == [f"w{n}" for n in range(1, 9)] + ["w0"]
+        assert (why["of"], why["chosen"]["worker"]) == (10, "w0"), "who is out of service could not have it"
+
+
 async def ask_route(kit: Kit, **body: Any) -> tuple[int, Any]:
     async with kit.http.post(kit.admin + "/route", json=body) as response:
         return response.status, await response.json()
@@ -302,6 +316,19 @@ async def test_those_that_are_left_out_are_named_with_the_reason() -> None:
 
 
 # --- a burst of one moment --------------------------------------------------------------------------------------
+
+
+def test_a_request_that_nobody_ends_is_forgotten_after_an_hour_though_nothing_else_comes() -> None:
+    clock = Clock()
+    desk = Desk(World("f1", Silent(), lambda *_, **__: None, clock), FrontendSettings())  # type: ignore[arg-type]
+    slots = desk.routing.choosing.slots
+    slots.add("lost", Holder("w1", "i1"), now=desk.now(), prefill_tokens=9)
+    for _ in range(2):
+        desk.tick()
+        assert len(slots) == 1
+        clock.at += STALE_S / 2
+    desk.tick()
+    assert len(slots) == 0
 
 
 class Silent:
