@@ -203,6 +203,25 @@ async def test_a_salted_prompt_has_names_of_its_own(
     await rig.engine.stop()
 
 
+async def test_a_prompt_whose_salt_is_not_told_has_no_names(
+    upstream: Upstream, publisher: Publisher, eventually: Eventually
+) -> None:
+    """An earlier version of vLLM."""
+    heard, tell = Heard(), upstream.stored
+    upstream.stored = lambda tokens, salt: tell(tokens, "")
+    rig = await started(upstream, heard, kv_events=[publisher.endpoint])
+    await ask(rig, prompt(70), cache_salt="tenant")
+    await ask(rig, prompt(70, 1), canary=True)
+    await ask(rig, prompt(70, 2))
+    salted, canary, plain = (
+        blocks.sequence_hashes(blocks.local_hashes(prompt(70, number), 32)) for number in range(3)
+    )
+    await eventually(lambda: heard.events[-1:] == [(0, Stored(plain))])
+    said = {name for _, event in heard.events if isinstance(event, Stored) for name in event.blocks}
+    assert said.isdisjoint(salted) and said.isdisjoint(canary)
+    await rig.engine.stop()
+
+
 async def test_after_a_doubt_nothing_is_found_or_left_in_the_upstreams_cache(
     upstream: Upstream, publisher: Publisher, eventually: Eventually
 ) -> None:

@@ -12,6 +12,7 @@ from vllm_events import Shape, cleared, packed, removed, stored
 
 from events import blocks
 from events.kv import Cleared, KvEvent, Removed, Stored, Tier
+from workers.engines.openai import kv_names
 from workers.engines.openai.kv_names import CANARY_SALT, Names
 from workers.engines.openai.kv_wire import AllCleared, BlocksRemoved, BlocksStored, Malformed, read_batch
 
@@ -175,6 +176,32 @@ def test_salts_and_adapters_are_in_the_names() -> None:
     fourth = names_of(TOKENS + more, seed=blocks.seed(lora="law", namespace="tenant"))[3]
     said = heard(names, stored([4], more, 4, parent=3, lora_id=3, lora_name="law", extra_keys=[["law"]]))
     assert said == [Stored([fourth], salted[2])]
+
+
+def test_an_untold_salt_hides_what_could_be_the_salted_prompt_until_salts_are_told() -> None:
+    names, (a, *_) = Names(), names_of(TOKENS)
+    other = list(range(50, 58))
+    names.salted(TOKENS)  # the size of a block is not known yet
+    assert heard(names, stored([1], TOKENS[:4], 4)) == [Stored([a])]
+    assert heard(names, removed([1])) == [Removed([a])]
+    names.salted(TOKENS)
+    names.salted(TOKENS[:3])
+    assert heard(names, stored([2], TOKENS[:4], 4), stored([3], TOKENS[4:8], 4, parent=2)) == []
+    assert heard(names, stored([5, 6], other, 4)) == [Stored(names_of(other))]
+    seed = blocks.seed(namespace="tenant")
+    salted = stored([7], TOKENS[:4], 4, extra_keys=[["tenant"]])
+    assert heard(names, salted) == [Stored(names_of(TOKENS[:4], seed=seed))]
+    assert heard(names, stored([8], TOKENS[:4], 4)) == [Stored([a])]
+
+
+def test_of_salted_prompts_the_last_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kv_names, "SALTED_MAX", 2)
+    names = Names()
+    heard(names, stored([1], TOKENS[:4], 4))
+    for first in (10, 20, 30):
+        names.salted([first] * 4)
+    said = heard(names, *[stored([first], [first] * 4, 4) for first in (10, 20, 30)])
+    assert said == [Stored(names_of([10] * 4))]
 
 
 @pytest.mark.parametrize(

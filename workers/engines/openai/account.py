@@ -99,6 +99,11 @@ class UpstreamAccount:
         """What was heard of its KV events, and what was wrong with them; nothing where nobody listens."""
         return {} if self._events is None else self._events.counters
 
+    def salted(self, tokens: Sequence[int]) -> None:
+        """Take in that a salted prompt is on its way there: not every version tells with its KV events that it is one."""
+        if self._events is not None:
+            self._events.salted(tokens)
+
     # --- its load
 
     def load(self, own: Load, batch_max: int) -> Load:

@@ -202,6 +202,12 @@ class OpenAIEngine:
         )
         if self._apart and not request.canary:
             request.cache_salt = CANARY_SALT + secrets.token_hex(16)
+        if (
+            self._account is not None
+            and self._abilities.extensions
+            and (request.cache_salt or request.canary)
+        ):
+            self._account.salted(request.tokens)
         if not self._tasks:
             self._moved_at = time.monotonic()
         self._lengths[key] = len(request.tokens)

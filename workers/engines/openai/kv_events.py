@@ -65,6 +65,11 @@ class UpstreamKvEvents:
         if self._thread.is_alive():
             self._thread.join(STOP_S_MAX)
 
+    def salted(self, tokens: Sequence[int]) -> None:
+        """Take in that a salted prompt is on its way to the upstream."""
+        for rank in self._ranks:
+            rank.names.salted(tokens)
+
     @property
     def connected(self) -> bool:
         """Whether every rank has taken our subscription once, and has been asked for what came before."""

@@ -21,6 +21,7 @@ from events import blocks
 from events.kv import Cleared, KvEvent, Removed, Stored, Tier
 from workers.engines.openai.kv_wire import AllCleared, BlocksRemoved, BlocksStored, Key, UpstreamEvent
 
+SALTED_MAX = 10_000  # prompts that an engine may store without telling that they are salted
 KNOWN_MAX = 2_000_000  # blocks; 16 tokens each are 32 million tokens
 CANARY_SALT = "holdfast-canary-"  # what the salts begin with that keep canaries out of the prefix cache
 REASONS = ("orphan", "odd_size", "unnamed", "full")
@@ -51,6 +52,10 @@ class Names:
         self._known_max = known_max
         self._group: int | None = None  # the one whose blocks are the prefix's, where there are several
         self._lost = False  # some may be known and not held
+        self._tells_salts = False  # earlier versions of vLLM do not
+        self._salted: dict[
+            int, None
+        ] = {}  # how the salted prompts lately sent would begin if they were plain
 
     def __len__(self) -> int:
         """Return how many blocks are known."""
@@ -68,6 +73,17 @@ class Names:
                 case AllCleared():
                     out.extend(self.forget())
         return out
+
+    def salted(self, tokens: Sequence[int]) -> None:
+        """Take in that a salted prompt is on its way. From an engine that does not tell salts, its blocks would pass for a
+        plain prompt's: until a salt was seen, what begins alike is hidden. May be called from another thread."""
+        size = self.block_tokens
+        if self._tells_salts or size is None or len(tokens) < size:
+            return
+        (first,) = blocks.local_hashes(tokens[:size], size)
+        self._salted[first] = None
+        if len(self._salted) > SALTED_MAX:
+            del self._salted[next(iter(self._salted))]
 
     def lose(self) -> list[KvEvent]:
         """Hold nothing any more: something was not heard."""
@@ -114,6 +130,10 @@ class Names:
         """Take in that these blocks are held, and return them."""
         seed, visible = _salted(event, parent)
         local = blocks.local_hashes(event.tokens, event.block_tokens, seed)
+        if parent is None and seed != blocks.seed(lora=event.lora or ""):
+            self._tells_salts = True
+        elif parent is None and not self._tells_salts and local[0] in self._salted:
+            visible = 0
         name, before = None if parent is None else parent.name, event.parent
         made: list[Block] = []
         for place, (key, own) in enumerate(zip(event.keys, local, strict=True)):
