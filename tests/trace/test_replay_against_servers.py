@@ -161,6 +161,17 @@ async def test_requests_leave_in_time_also_where_each_round_of_the_loop_is_long(
     assert measures.late.percentiles(0.9)[0] < 2.0 and measures.whole == 200
 
 
+async def test_what_left_late_has_no_longer_times_for_it() -> None:
+    def rows() -> Any:
+        asyncio.get_running_loop().call_later(0.1, time.sleep, 1.0)
+        yield Row(0, 8, 3, [])
+        yield from [Row(500, 8, 3, [])] * 9
+
+    with serving() as server:
+        measures = await replayed(server, rows())
+    assert measures.late.percentiles(0.5)[0] > 0.5 > measures.ttft.percentiles(0.5)[0]
+
+
 async def test_a_burst_is_sent_at_once() -> None:
     def planned() -> Any:
         for _ in range(300):

@@ -84,6 +84,27 @@ def test_a_good_answer_meets_every_limit(slo: Slo, good: int) -> None:
     assert answered(10.5, 10.6, 10.9, asked=3, slo=slo).good == good
 
 
+def test_goodput_is_a_share_of_what_ended_and_rates_are_of_tokens_by_the_servers_count() -> None:
+    one = answered(10.5, 10.6, asked=5, slo=Slo(ttft_s=0.6), usage=b'{"completion_tokens":5}')
+    late = Answer(10.0)
+    for said in (event(), b"[DONE]"):
+        late.take(said, 10.9)
+    for reply, answer in ((Reply(10.0, 10.9, 200), late), (Reply(10.0, 12.0, 503), Answer())):
+        one.leaves()
+        one.ends(reply, answer, 1)
+    one.leaves()
+    one.cuts()
+    found = report.found(one, {})
+    assert found["requests"] == {"sent": 4, "whole": 2, "failed": 1, "cut": 1, "shorter": 0}
+    assert found["goodput"] == {
+        "slo": {"ttft_ms": 600},
+        "requests": 1,
+        "share": 0.3333,
+        "requests_per_s": 0.5,
+    }
+    assert (found["requests_per_s"], found["output_tokens_per_s"]) == (1.0, 3.0)
+
+
 def failed(reply: Reply, *events: bytes) -> tuple[str, str]:
     answer = Answer()
     for one in events:
