@@ -135,6 +135,13 @@ def test_every_evictor_keeps_its_order_and_grows_with_its_blocks_only(kind: Evic
     assert [real.evict() for _ in range(11)] == [plain.evict() for _ in range(11)]
 
 
+def test_no_leaf_is_lost_where_stale_ones_are_forgotten() -> None:
+    lineage = evictor("lineage")
+    for block in [*range(10)] + 200 * [10]:
+        lineage.insert(block)
+    assert [lineage.evict() for _ in range(12)] == [*range(11), None]
+
+
 # --- pools
 
 

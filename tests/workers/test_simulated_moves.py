@@ -209,7 +209,7 @@ async def test_caches_are_announced_as_they_are_through_all_moves(seed: int) -> 
         await rig.engine.start(rig._deliver, lambda _, events, listener=listener: listener.hear(events))
     await walk(Pair(*rigs), seed)
     for rig, listener in zip(rigs, heard, strict=True):
-        if not rig.engine.each[0].scheduler.trusted:  # type: ignore[attr-defined]
+        if not rig.engine.each[0].scheduler.prefill.trusted:  # type: ignore[attr-defined]
             rig.engine.trust(True)
         await rig.ask(prompt(), max_tokens=2)
         kv = rig.engine.each[0].scheduler.kv  # type: ignore[attr-defined]

@@ -54,7 +54,7 @@ def played(
         for key, tokens in out.items():
             said.setdefault(key, []).extend(tokens)
         holds(scheduler, listener)
-        assert scheduler.trusted or not any(listener.held.values())
+        assert scheduler.prefill.trusted or not any(listener.held.values())
         assert plan.prefill_tokens + plan.decodes <= shape.prefill_tokens_max or not (
             shape.chunked_prefill or len(plan.prefills) > 1
         )
@@ -67,7 +67,7 @@ def played(
 def holds(scheduler: Scheduler, listener: Listener) -> None:
     """Check what is true between any two passes."""
     kv, shape = scheduler.kv, scheduler.shape
-    here = [*scheduler.batch.sequences.values(), *scheduler._prefilling.values()]
+    here = [*scheduler.batch.sequences.values(), *scheduler.prefill.begun.values()]
     counts: dict[int, int] = {}
     for sequence in here:
         assert len(sequence.blocks) == -(-sequence.length // shape.block_tokens)
@@ -423,8 +423,8 @@ def test_what_is_evicted_is_said(kind: EvictorKind) -> None:
 
 def test_the_hit_rate_is_that_of_the_requests_admitted_last() -> None:
     scheduler = Scheduler(Shape())
-    assert scheduler.hit_rate == 0.0
+    assert scheduler.prefill.hit_rate == 0.0
     for key in (1, 2):
         scheduler.submit(key, generate(prompt(64), most=1))
     one_pass(scheduler)
-    assert scheduler.hit_rate == pytest.approx(63 / 64 / 2)
+    assert scheduler.prefill.hit_rate == pytest.approx(63 / 64 / 2)

@@ -23,11 +23,10 @@ from workers.engines.simulated.batch import Batch
 from workers.engines.simulated.faults import Faults
 from workers.engines.simulated.kv_manager import KvManager
 from workers.engines.simulated.plan import Plan as Plan  # part of what a scheduler says
+from workers.engines.simulated.prefill import Prefill
 from workers.engines.simulated.sequence import Sequence, Shape, Silent, Spoken, refusal, too_large
 from workers.engines.simulated.speech import Output, speak
 from workers.engines.simulated.transit import Arrival, Transit
-
-HIT_RATE_OF = 1000  # requests admitted last
 
 
 class Scheduler:
@@ -40,16 +39,13 @@ class Scheduler:
             shape.kv_blocks, shape.evictor, host_blocks=shape.host_kv_blocks, disk_blocks=shape.disk_kv_blocks
         )
         self.faults = Faults()
-        self.trusted = True
         self.preemptions = 0
         self.planned = Plan()  # the newest one
         self.batch = Batch(shape.block_tokens)
+        self.prefill = Prefill(shape, self.kv, self.batch)
         self._waiting: deque[Sequence] = deque()
-        self._prefilling: dict[int, Sequence] = {}  # a chunk of each of them has been computed
-        self._first: list[Sequence] = []  # those that say their first token in the present pass
         self._stalled: tuple[int, int, int] | None = None  # why nobody could be admitted
-        self._hits: deque[float] = deque(maxlen=HIT_RATE_OF)
-        self.transit = Transit(shape, self.kv, self.batch, self._prefilling)
+        self.transit = Transit(shape, self.kv, self.batch, self.prefill.begun)
 
     # --- requests
 
@@ -62,7 +58,7 @@ class Scheduler:
             return Chunk(request.stream, [], finish="length")
         sequence = Spoken(key, request, self.shape)
         if self.mute:
-            names = sequence.name_blocks(self.shape.block_tokens) if self._names(sequence) else []
+            names = sequence.name_blocks(self.shape.block_tokens) if self.prefill.names(sequence) else []
             self._enqueue(Silent(key, prompt, sequence.end - prompt, names, canary=request.canary))
         else:
             self._enqueue(sequence)
@@ -88,8 +84,8 @@ class Scheduler:
         """Forget a request, and what is kept for its move."""
         if key in self.batch.sequences:
             self.transit.release(self.batch.leave(key), "it has been cancelled")
-            self._first = [one for one in self._first if one.key != key]
-        elif sequence := self._prefilling.pop(key, None):
+            self.prefill.through = [one for one in self.prefill.through if one.key != key]
+        elif sequence := self.prefill.begun.pop(key, None):
             self.transit.release(sequence, "it has been cancelled")
         else:
             self._waiting = deque(one for one in self._waiting if one.key != key)
@@ -98,15 +94,15 @@ class Scheduler:
     def drop_all(self) -> None:
         """Forget every request."""
         self.transit.drop_all()
-        for key in [*self.batch.sequences, *self._prefilling]:
+        for key in [*self.batch.sequences, *self.prefill.begun]:
             self.cancel(key)
         self._waiting.clear()
 
     def trust(self, trusted: bool) -> None:
         """Let nobody find what was computed up to now, nor, until it is trusted, what is computed for those who come."""
-        self.trusted = self.transit.trusted = trusted
+        self.prefill.trusted = self.transit.trusted = trusted
         renamed = self.kv.forget()
-        for sequence in [*self.batch.sequences.values(), *self._prefilling.values()]:
+        for sequence in [*self.batch.sequences.values(), *self.prefill.begun.values()]:
             sequence.forget(renamed)
         self.transit.forget(renamed)
 
@@ -126,16 +122,11 @@ class Scheduler:
     @property
     def busy(self) -> bool:
         """Whether there is anything to do."""
-        return bool(self.batch.sequences or self._waiting or self._prefilling)
-
-    @property
-    def hit_rate(self) -> float:
-        """The share of prompt tokens that the requests admitted last found in the prefix cache."""
-        return sum(self._hits) / len(self._hits) if self._hits else 0.0
+        return bool(self.batch.sequences or self._waiting or self.prefill.begun)
 
     def load(self) -> Load:
         """Return the load as the engine counts it."""
-        others = [*self._prefilling.values(), *self.transit.held.values()]
+        others = [*self.prefill.begun.values(), *self.transit.held.values()]
         active = self.batch.tokens + sum(one.length for one in others)
         running = len(self.batch) + len(others)
         return Load(running, len(self._waiting), self.kv.used, self.kv.total, active)
@@ -161,19 +152,19 @@ class Scheduler:
 
     def _plan(self) -> Plan:
         decodes, context = len(self.batch), self.batch.tokens
-        if not self._waiting and not self._prefilling:
+        if not self._waiting and not self.prefill.begun:
             return Plan(0, decodes, (), self.kv.used, self.kv.total, context, self.kv.take_traffic())
         chunks: list[int] = []
         starts: list[int] = []
         budget = self.shape.prefill_tokens_max - decodes
-        for sequence in list(self._prefilling.values()):
+        for sequence in list(self.prefill.begun.values()):
             if budget <= 0:
                 break
-            chunks.append(self._go_on(sequence, budget))
+            chunks.append(self.prefill.go_on(sequence, budget))
             starts.append(sequence.computed - chunks[-1])
             budget -= chunks[-1]
         while self._waiting and self._seats() < self.shape.batch_max and budget > 0:
-            chunk = self._admit(first := self._waiting[0], budget, alone=not chunks)
+            chunk = self.prefill.admit(first := self._waiting[0], budget, alone=not chunks)
             if not chunk:
                 break
             self._waiting.popleft()
@@ -185,67 +176,10 @@ class Scheduler:
         return Plan(sum(chunks), decodes, tuple(chunks), used, self.kv.total, context, traffic, tuple(starts))
 
     def _seats(self) -> int:
-        return len(self.batch) + len(self._prefilling) + self.transit.places
+        return len(self.batch) + len(self.prefill.begun) + self.transit.places
 
     def _queue(self) -> tuple[int, int, int]:
         return self._waiting[0].key, self.kv.used, self._seats()
-
-    def _names(self, sequence: Sequence) -> bool:
-        """Whether a sequence's full blocks have names, so that others can find them."""
-        return self.shape.prefix_caching and self.trusted and not sequence.canary
-
-    def _admit(self, sequence: Sequence, budget: int, *, alone: bool) -> int:
-        """Take a sequence's blocks and begin its prefill; return the tokens of its first chunk, 0 if it must wait.
-
-        The blocks that the chunk fills have their names from now on: whoever is admitted in the same pass finds them.
-        """
-        length, size, kv = sequence.length, self.shape.block_tokens, self.kv
-        sequence.named = self._names(sequence)
-        names = sequence.name_blocks(size) if sequence.named else []
-        here = kv.cached(names)
-        found = here + kv.fetchable(names[here:])
-        cached = min(found * size, length - 1)
-        left, count = length - cached, -(-length // size)
-        if not self.shape.chunked_prefill and not alone and left > budget:
-            return 0
-        keep = int(self.shape.watermark * kv.total) if kv.used else 0
-        if kv.used + kv.wanted(names[:here]) + count - here > kv.total - keep:
-            return 0
-        chunk = min(left, budget) if self.shape.chunked_prefill else left
-        full = min((cached + chunk) // size, len(names))
-        kv.fetch(names[here:found])
-        blocks = names[:full] + kv.partials(count - full)
-        taken = kv.use(blocks)
-        assert taken, "the room was counted before"
-        self._hits.append(cached / length)
-        sequence.blocks, sequence.cached, sequence.computed = blocks, cached, cached + chunk
-        sequence.fresh = True
-        self._join_or_go_on(sequence)
-        return chunk
-
-    def _go_on(self, sequence: Sequence, budget: int) -> int:
-        """Compute the next chunk of a prompt; return its tokens."""
-        size, before = self.shape.block_tokens, sequence.computed
-        chunk = min(sequence.length - before, budget)
-        sequence.computed = before + chunk
-        if sequence.named:
-            first, last = before // size, sequence.computed // size
-            names, blocks = sequence.names, sequence.blocks
-            if first < last:
-                self.kv.promote_all(
-                    blocks[first:last], names[first:last], names[first - 1] if first else None
-                )
-                blocks[first:last] = names[first:last]
-        self._join_or_go_on(sequence)
-        return chunk
-
-    def _join_or_go_on(self, sequence: Sequence) -> None:
-        if sequence.computed < sequence.length:
-            self._prefilling[sequence.key] = sequence
-            return
-        self._prefilling.pop(sequence.key, None)
-        self._first.append(sequence)
-        self.batch.enter(sequence)
 
     def step(self) -> Output:
         """Give one token to every sequence of the batch; return what each gets, in one list. Mute: who says its first
@@ -257,11 +191,11 @@ class Scheduler:
         if self.mute:
             out = self._count(gone)
         else:
-            for sequence in chain(gone, self._first):
+            for sequence in chain(gone, self.prefill.through):
                 cast(Spoken, sequence).quick = False
             out, stopped = speak(cast(dict[int, Spoken], batch.sequences), batch.passes + 1, self.faults)
             gone += stopped
-        self._first.clear()
+        self.prefill.through.clear()
         batch.passes += 1
         for sequence in gone:
             self._name_full(sequence)
@@ -274,8 +208,10 @@ class Scheduler:
 
     def _count(self, gone: list[Sequence]) -> Output:
         """Let everybody say a token that nobody hears; return who says its first one or its last."""
-        out = {one.key: Chunk(0, [], cached_tokens=one.cached) for one in self._first if not one.made}
-        for one in self._first:
+        out = {
+            one.key: Chunk(0, [], cached_tokens=one.cached) for one in self.prefill.through if not one.made
+        }
+        for one in self.prefill.through:
             one.fresh = False
         for one in gone:
             out.setdefault(one.key, Chunk(0, [])).finish = "length"
@@ -303,7 +239,7 @@ class Scheduler:
     def _victim(self) -> Sequence | None:
         """Return who is preempted next: by default the newest, as real engines do."""
         running = self.batch.sequences.values()
-        late = self._prefilling.values()
+        late = self.prefill.begun.values()
         newest = self.shape.preemption == "newest"
         order = chain(reversed(late), reversed(running)) if newest else chain(running, late)
         return next((one for one in order if not self.transit.leaving(one.key)), None)
@@ -312,13 +248,13 @@ class Scheduler:
         if sequence.batch is not None:
             self.batch.leave(sequence.key)
         else:
-            del self._prefilling[sequence.key]
+            del self.prefill.begun[sequence.key]
         self.transit.release(sequence, "it has been preempted")
         self._waiting.appendleft(sequence)
         self.preemptions += 1
 
     def _raise(self) -> Output:
-        running = [*self.batch.sequences.values(), *self._prefilling.values()]
+        running = [*self.batch.sequences.values(), *self.prefill.begun.values()]
         taken = running[: self.faults.raised(len(running))]
         where = f" of rank {self.faults.raising_rank}" if self.shape.tp > 1 else ""
         for sequence in taken:
@@ -333,7 +269,7 @@ class Scheduler:
     def steady(self) -> int:
         """Return how many passes lie ahead in which tokens are said and nothing else happens: nobody is admitted or ends, and
         no block fills. 0 also where a pass has begun with somebody's first token, or nobody decodes."""
-        if self._first or self._prefilling:
+        if self.prefill.through or self.prefill.begun:
             return 0
         if self._waiting and self._stalled != self._queue():
             return 0
