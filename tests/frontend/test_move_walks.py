@@ -4,6 +4,7 @@ attempt is cancelled at most once, and nothing is left reserved anywhere."""
 from collections import Counter
 
 import pytest
+from frontend_kit import counted_are_there
 from move_walk import NAMES, Walk
 from scripted_worker import undisturbed
 
@@ -21,13 +22,16 @@ async def test_a_random_walk_alters_nothing_and_leaves_nothing(block: int) -> No
         walk = Walk(seed)
         for number in range(6):
             walk.ask(number)
-        for _ in range(STEPS):
+        for number in range(STEPS):
             await walk.step()
+            if number % 10 == 0:
+                counted_are_there(walk.desk)
         await walk.settle()
         for flight, ear, prompt in walk.flights:
             exact = undisturbed(prompt, min(flight.plan.sampling.max_tokens, ear.stop))
             assert flight.done and flight.error is None, seed
             assert ear.said == (exact[: len(ear.said)] if flight.finish == "cancelled" else exact), seed
+        assert len(walk.desk.routing.choosing.slots) == 0, seed
         for name in NAMES:
             model, seat = walk.models[name], walk.desk.table.seats[(name, "i1")]
             assert (model.streams, model.reserved) == ({}, {}), seed
