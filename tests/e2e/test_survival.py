@@ -58,13 +58,13 @@ def prompts() -> list[list[int]]:
     return [[300 + (7 * i + 13 * k) % 1500 for k in range(40)] for i in range(STREAMS)]
 
 
-async def run(fleet: Fleet, stream: Stream, tokens: int = TOKENS) -> Stream:
+async def run(fleet: Fleet, stream: Stream) -> Stream:
     """Read one stream to its end with the official client."""
     async with client(fleet) as api:
         answer = await api.completions.with_raw_response.create(
             model=(await model_of(fleet)),
             prompt=stream.prompt,
-            max_tokens=tokens,
+            max_tokens=TOKENS,
             temperature=0,
             stream=True,
             extra_headers={"X-Request-Id": stream.request},
@@ -85,6 +85,7 @@ BEHIND_THE_BROKER = "simulated, behind the broker"
 whatever_the_plane = pytest.mark.parametrize("fleet", ENGINES, indirect=True, scope="module")
 
 _models: dict[int, str] = {}
+_undisturbed: dict[int, list[list[str]]] = {}
 
 
 async def model_of(fleet: Fleet) -> str:
@@ -94,10 +95,12 @@ async def model_of(fleet: Fleet) -> str:
     return _models[fleet.port]
 
 
-async def answers(fleet: Fleet, tokens: int = TOKENS) -> list[list[str]]:
-    """Return the undisturbed answers."""
-    streams = [Stream(f"undisturbed-{next(_numbers)}", p) for p in prompts()]
-    return [s.pieces for s in await asyncio.gather(*(run(fleet, s, tokens) for s in streams))]
+async def answers(fleet: Fleet) -> list[list[str]]:
+    """Return the undisturbed answers: what nothing has happened to is said once, whatever happens to the fleet later."""
+    if fleet.port not in _undisturbed:
+        streams = [Stream(f"undisturbed-{next(_numbers)}", p) for p in prompts()]
+        _undisturbed[fleet.port] = [s.pieces for s in await asyncio.gather(*(run(fleet, s) for s in streams))]
+    return _undisturbed[fleet.port]
 
 
 async def under_fault(fleet: Fleet, verb: str, argument: float | None = None) -> tuple[str, list[Stream]]:
