@@ -7,6 +7,8 @@ import asyncio
 import itertools
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from datetime import UTC, datetime
+from functools import partial
 from typing import Any
 
 import pytest
@@ -21,6 +23,7 @@ from events.observations import CanaryFailed, CanaryPassed, GoldenDisputed, Requ
 STREAMS = 6
 TOKENS = 300
 SPOKEN = 10  # pieces of every stream, before the blow
+ROUNDS_MAX = 5  # on a busy machine a stream may be over, or all may have moved, before another has begun
 RECOVERS_WITHIN_S = 120.0
 FLAGS = ("--canary-interval", "1", "--breaker-wait", "1", "--breaker-backoff", "1")
 PROMPTS = [[300 + (7 * i + 13 * k) % 1500 for k in range(40)] for i in range(STREAMS)]
@@ -53,28 +56,38 @@ def all_serve(status: dict[str, Any]) -> bool:
 
 
 async def struck(
-    users: Users, strike: Callable[[], None], eventually: Eventually
-) -> tuple[list[Received], float]:
-    """Start the streams, strike once all of them speak, and return them when they have ended, and when it was."""
-    name = f"struck-{next(_numbers)}"
-    async with users.session() as session, asyncio.TaskGroup() as group:
-        asked = [group.create_task(users.ask(session, n, TOKENS, f"{name}-{n}")) for n in range(STREAMS)]
-        await eventually(lambda: [len(s.pieces) >= SPOKEN for s in users.streams] == [True] * STREAMS)
-        assert not any(s.done for s in users.streams), "the streams are too short to be struck in the middle"
-        strike()
-        at = time.monotonic()
-    return [one.result() for one in asked], at
+    fleet: Fleet, worker: str, users: Users, strike: Callable[[], None], eventually: Eventually
+) -> tuple[list[Received], float, datetime]:
+    """Start the streams, strike once all of them speak, some of them at this worker, and return them when they have ended,
+    and when it was by both clocks."""
+    for _ in range(ROUNDS_MAX):
+        users.streams.clear()
+        name, struck_at = f"struck-{next(_numbers)}", None
+        async with users.session() as session, asyncio.TaskGroup() as group:
+            asked = [group.create_task(users.ask(session, n, TOKENS, f"{name}-{n}")) for n in range(STREAMS)]
+            await eventually(lambda: [len(s.pieces) >= SPOKEN for s in users.streams] == [True] * STREAMS, 60)
+            busy = {w["id"] for w in (await fleet.status())["workers"] if w["in_flight"]}
+            if worker in busy and not any(s.done for s in users.streams):
+                struck_at = time.monotonic(), datetime.now(UTC)
+                strike()
+        if struck_at is not None:
+            return [one.result() for one in asked], *struck_at
+    pytest.fail("no streams could be struck in the middle")
 
 
-async def moves(fleet: Fleet, streams: Sequence[Received], eventually: Eventually) -> list[RequestMigrated]:
+async def moves(
+    fleet: Fleet, streams: Sequence[Received], since: datetime, eventually: Eventually
+) -> list[RequestMigrated]:
     """Return what the journal says of the streams' moves, once it says so; a move before the blow is none of its."""
     ours, found = {stream.request for stream in streams}, []
 
     async def told() -> bool:
         nonlocal found
-        facts = [event.fact for event in await fleet.events()]
-        said = [fact for fact in facts if isinstance(fact, RequestMigrated) and fact.request in ours]
-        found = [fact for fact in said if fact.tokens >= SPOKEN]
+        said = [(event.at, event.fact) for event in await fleet.events()]
+        moved = [
+            (at, fact) for at, fact in said if isinstance(fact, RequestMigrated) and fact.request in ours
+        ]
+        found = [fact for at, fact in moved if at > since]
         return bool(found)
 
     await eventually(told)
@@ -142,13 +155,18 @@ async def test_a_stream_goes_on_on_the_other_server(
     async with users.session() as session:
         expected = await users.answers(session, TOKENS)
     try:
-        streams, at = await struck(users, lambda: strike(vllms[place]), eventually)
+        blow = partial(strike, vllms[place])
+        streams, at, since = await struck(fleet, f"w{place}", users, blow, eventually)
     finally:
-        await asyncio.to_thread(vllms[place].revive)
+        vllms[place].revive()
     assert [stream.error for stream in streams] == [""] * STREAMS
     assert ["".join(s.pieces) for s in streams] == ["".join(pieces) for pieces in expected]
-    moved = await moves(fleet, streams, eventually)
-    assert {(move.source, move.target) for move in moved} == {(f"w{place}", f"w{1 - place}")}
+    moved = await moves(fleet, streams, since, eventually)
+    assert f"w{place}" in {move.source for move in moved}
+    ended_at = {
+        move.request: move.target for move in moved
+    }  # on a busy machine one may have moved more than once
+    assert set(ended_at.values()) == {f"w{1 - place}"}
     assert {move.exact for move in moved} == {True}
     names = {move.request for move in moved}
     pauses = sorted(pause(stream, at) for stream in streams if stream.request in names)

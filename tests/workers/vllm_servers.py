@@ -185,7 +185,7 @@ class VllmServer:
         self._signal(signal.SIGCONT)
 
     def revive(self) -> None:
-        """Make it serve again, whatever was done to it."""
+        """Make it serve again, whatever was done to it. From the main thread: what a thread has started dies with it."""
         self.thaw()
         if self.process is None or self.process.poll() is not None or not self.healthy():
             self.kill()
