@@ -12,22 +12,38 @@ class TooFewDescriptors(HoldfastError):
 
 
 ENOUGH = 65_536
+SPARE = 128  # what a frontend or a controller has open beside its connections to workers
 
 Limits = tuple[int, int]  # what holds, and what it may be raised to
+
+
+def require(wanted: int, advice: str, get: Callable[[int], Limits] = resource.getrlimit) -> int:
+    """Return how many a process may have open. Raise TooFewDescriptors if `wanted` is more."""
+    soft, hard = get(resource.RLIMIT_NOFILE)
+    if soft == resource.RLIM_INFINITY:
+        return ENOUGH
+    most = max(soft, ENOUGH if hard == resource.RLIM_INFINITY else min(hard, ENOUGH))
+    if most < wanted:
+        raise TooFewDescriptors(
+            f"{wanted} open files are needed, and {most} are allowed (ulimit -Hn): raise that, or {advice}"
+        )
+    return most
 
 
 def allow(
     wanted: int = 0,
     get: Callable[[int], Limits] = resource.getrlimit,
     put: Callable[[int, Limits], None] = resource.setrlimit,
-) -> None:
-    """Raise the limit as far as it goes, but no further than ENOUGH. Raise TooFewDescriptors if `wanted` is more."""
+) -> int:
+    """Raise the limit as far as it goes, but no further than ENOUGH, and return it. Raise TooFewDescriptors if `wanted` is
+    more."""
     soft, hard = get(resource.RLIMIT_NOFILE)
-    most = ENOUGH if hard == resource.RLIM_INFINITY else min(hard, ENOUGH)
+    most = require(wanted, "put fewer workers into one process", get)
     if soft != resource.RLIM_INFINITY and soft < most:
         put(resource.RLIMIT_NOFILE, (most, hard))
-    if most < wanted:
-        raise TooFewDescriptors(
-            f"{wanted} open files are needed, and {most} are allowed (ulimit -Hn): "
-            "raise that, or put fewer workers into one process"
-        )
+    return most
+
+
+def connections() -> int:
+    """Raise the limit, and return how many connections to workers a frontend or a controller may have."""
+    return max(1, allow() - SPARE)

@@ -177,7 +177,7 @@ class Pulse:
             return ""
         silent = self.silent_s(now)
         if silent > self._policy.silence_s:
-            return f"no frame for {silent * 1000:.0f} ms"
+            return f"no frame for {(now - self.heard_at) * 1000:.0f} ms"
         if self.stuck:
             return f"its engine's step is {self.age_s:.1f} s old, the limit is {self.step_limit_s():.1f} s"
         return ""

@@ -11,8 +11,8 @@ workers needs no broker and no database: with both dead, it goes on.
 import asyncio
 import itertools
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from math import inf
 from typing import NamedTuple
@@ -56,6 +56,7 @@ class PlaneLimits:
     backoff_s_max: float = 2.0
     ask_connect_s: float = 1.0  # how long a probe waits for a connection that is being made
     ask_chunks_max: int = 4096
+    connections_max: int = 65_536  # a process has open files for other things, too
     heard_s: float = (
         2.5  # an idle worker beats each second: we vouch for nobody whom we have not heard for longer
     )
@@ -95,6 +96,7 @@ class RequestPlane:
         self._processes: dict[str, Process] = {}
         self._ways: dict[str, Way] = {"tcp": DirectWay()}
         self._group: asyncio.TaskGroup | None = None
+        self._open = 0  # connections
         self._streams = itertools.count(1)  # never used twice, over all connections
         self._listeners: list[Callable[[], None]] = []
         self._telling: asyncio.Handle | None = None  # of the listeners, at the end of this turn
@@ -198,7 +200,12 @@ class RequestPlane:
     async def _keep(self, link: _Link) -> None:
         while True:
             try:
-                line = await self._dial(link)
+                with self._counted(link):
+                    line = await self._dial(link)
+                    link.failures = 0
+                    log.info("worker_connected", worker=link.worker, instance=link.instance)
+                    self._changed()
+                    await line.ended
             except (OSError, TimeoutError, UnicodeError, WorkerUnreachable) as error:
                 link.failures += 1
                 if link.failures in (1, 10):
@@ -210,12 +217,20 @@ class RequestPlane:
                     )
                 await asyncio.sleep(self._backoff_s(link))
                 continue
-            link.failures = 0
-            log.info("worker_connected", worker=link.worker, instance=link.instance)
-            self._changed()
-            await line.ended
             link.line = None
             await asyncio.sleep(self._backoff_s(link))
+
+    @contextmanager
+    def _counted(self, link: _Link) -> Iterator[None]:
+        """Count a connection, from when it is wanted to its end. Raise WorkerUnreachable where there may be no more of them."""
+        own, most = not link.address.url.startswith(PLANE_SCHEME), self._limits.connections_max
+        if own and self._open >= most:
+            raise WorkerUnreachable(f"{most} connections are all that this process may have (ulimit -Hn)")
+        self._open += own
+        try:
+            yield
+        finally:
+            self._open -= own
 
     async def _dial(self, link: _Link) -> Line:
         way = self._way(link.address.url)

@@ -11,6 +11,7 @@ Whatever is slow to import and not needed to decide (FastStream, tokenizers) is 
 import asyncio
 import signal
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -60,7 +61,6 @@ async def run_controller(
     settings: ControllerSettings, *, nats_url: str, database_url: str | None, data: Path, name: str
 ) -> int:
     """Decide, or stand by, until SIGTERM (exit 0), or until a person must look (a HoldfastError says why)."""
-    descriptors.allow()
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -128,7 +128,7 @@ class Controller:
         self.view = FleetView(journal, store=store)
         self.lease = Lease(journal.cell(LEASE_KEY), journal.source, clock)
         self.reconciler = Reconciler(journal, self.lease, settings.policy, clock, store=store)
-        self.plane = RequestPlane("canary", PROBER)
+        self.plane = RequestPlane("canary", replace(PROBER, connections_max=descriptors.connections()))
         self.metrics = ControllerMetrics(settings.metrics_cardinality)
         self.beats = Beats(bus, clock)
         self.canary = CanaryLoop(self.view, self._tools(clock), settings.canary)

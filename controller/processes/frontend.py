@@ -14,7 +14,7 @@ import structlog
 
 from controller.adapters.clock import SystemClock
 from controller.adapters.nats_way import NatsWay
-from controller.adapters.request_plane import Address, RequestPlane
+from controller.adapters.request_plane import Address, PlaneLimits, RequestPlane
 from controller.frontend.api import Api
 from controller.frontend.convictions import SERVED_EVERY_S, Served
 from controller.frontend.desk import Desk, World
@@ -51,7 +51,6 @@ async def run_frontend(
     settings: FrontendSettings, *, nats_url: str, database_url: str | None, data: Path, name: str
 ) -> int:
     """Serve until SIGTERM or SIGINT; then finish what is in flight, within the grace, and return 0."""
-    descriptors.allow()
     if settings.static:
         return await Frontend(settings, name, data).run_static()
     return await Frontend(settings, name, data).run(nats_url, database_url)
@@ -65,7 +64,7 @@ class Frontend:
         self._name = name
         self._data = data
         self._served_at = served.path_of(data, name)
-        self._plane = RequestPlane(name)
+        self._plane = RequestPlane(name, PlaneLimits(connections_max=descriptors.connections()))
         self._stop = asyncio.Event()
 
     async def run(self, nats_url: str, database_url: str | None) -> int:

@@ -27,6 +27,7 @@ from controller.processes.plan import frontend_grace_s, plan, projector
 from controller.processes.port import hold
 from controller.processes.saying import say, warn
 from controller.processes.up_flags import check
+from events import descriptors
 from events.codec import new_id
 from events.errors import HoldfastError, UsageError
 from events.observations import WorkerLeft
@@ -45,6 +46,7 @@ LIVES_BEFORE_GIVING_UP = 5  # of one part, before the fleet was ever ready
 def run_cli(args: argparse.Namespace) -> int:
     """Run a fleet until it is told to stop."""
     check(args)
+    descriptors.require(args.workers + descriptors.SPARE, "start fewer workers")
     return asyncio.run(Supervisor(args).run())
 
 

@@ -4,7 +4,7 @@ import resource
 
 import pytest
 
-from events.descriptors import ENOUGH, Limits, TooFewDescriptors, allow
+from events.descriptors import ENOUGH, Limits, TooFewDescriptors, allow, require
 
 
 class System:
@@ -13,8 +13,8 @@ class System:
     def __init__(self, soft: int, hard: int) -> None:
         self.limits: Limits = (soft, hard)
 
-    def allow(self, wanted: int = 0) -> None:
-        allow(wanted, lambda _: self.limits, lambda _, limits: setattr(self, "limits", limits))
+    def allow(self, wanted: int = 0) -> int:
+        return allow(wanted, lambda _: self.limits, lambda _, limits: setattr(self, "limits", limits))
 
 
 @pytest.mark.parametrize(
@@ -28,10 +28,18 @@ class System:
 )
 def test_the_limit_is_raised_as_far_as_it_goes_and_never_lowered(soft: int, hard: int, then: int) -> None:
     system = System(soft, hard)
-    system.allow(1000)
+    assert system.allow(1000) == then
     assert system.limits == (then, hard)
 
 
 def test_a_system_that_allows_too_little_is_named() -> None:
     with pytest.raises(TooFewDescriptors, match=r"4064 open files are needed, and 4000 are allowed"):
         System(1024, 4000).allow(4064)
+
+
+def test_a_fleet_is_told_before_it_starts_that_its_frontends_could_not_reach_all_workers() -> None:
+    limits = System(1024, 1024).limits
+    assert require(1024, "start fewer workers", lambda _: limits) == 1024
+    with pytest.raises(TooFewDescriptors, match=r"1128 .* 1024 .*raise that, or start fewer workers"):
+        require(1128, "start fewer workers", lambda _: limits)
+    assert limits == (1024, 1024)

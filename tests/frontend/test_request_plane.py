@@ -384,6 +384,23 @@ async def test_a_worker_that_owes_frames_for_a_quarter_of_a_second_is_asked_last
         assert plane.lately("w2", idle.instance)
 
 
+async def test_a_process_that_may_have_no_more_connections_takes_another_worker_when_one_goes() -> None:
+    workers = [await ScriptedWorker(f"w{n}").start() for n in range(3)]
+    plane = RequestPlane("f1", PlaneLimits(connections_max=2, backoff_s_max=0.05))
+    plane.want({w.name: Address(w.instance, w.url) for w in workers})
+    task = asyncio.create_task(plane.run())
+    await until(lambda: len(plane.connected) == 2)
+    await asyncio.sleep(0.2)
+    gone, _ = plane.connected
+    others = [w for w in workers if w.name != gone]
+    plane.want({w.name: Address(w.instance, w.url) for w in others})
+    await until(lambda: set(plane.connected) == {w.name for w in others})
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
+    for worker in workers:
+        await worker.stop()
+
+
 async def test_many_connections_that_break_at_once_are_one_news() -> None:
     workers = [ScriptedWorker(f"w{n}") for n in range(20)]
     told: list[int] = []
