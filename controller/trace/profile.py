@@ -12,6 +12,7 @@ first. docs/traces.md says what that loses, and what can still be guessed.
 
 import gzip
 import zlib
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from hashlib import blake2b
 from math import inf
@@ -20,10 +21,23 @@ from pathlib import Path
 import msgspec
 
 from controller.trace.rows import BLOCK_TOKENS, MS_MAX, BadTrace, Row, opened
-from controller.trace.tree import ALONE, END, ROOT, Core, Node, Refuse, Tree, accept, depth_class, in_order
+from controller.trace.tree import (
+    ALONE,
+    END,
+    ROOT,
+    Core,
+    Node,
+    Refuse,
+    Tree,
+    accept,
+    depth_class,
+    in_order,
+    size_class,
+)
 
 VERSION = 1
 BYTES_MAX = 1 << 30  # of a profile, not compressed
+REQUESTS_MAX = 100_000_000
 MARK = '"holdfast_profile"'
 
 
@@ -149,7 +163,7 @@ def _fault(profile: Profile) -> str:
 
 
 def _counts_fault(profile: Profile) -> str:
-    core = profile.core
+    core, requests = profile.core, profile.requests
     tables: list[Mapping[int, int] | Mapping[float, int]] = [
         profile.outputs, profile.groups, dict(profile.gaps), core.leaf_rests, *core.first_leaves.values(),
         *core.later_leaves.values(), *(node.rests for node in core.nodes),
@@ -157,10 +171,23 @@ def _counts_fault(profile: Profile) -> str:
     ]  # fmt: skip
     if any(not 0 <= value <= MS_MAX or count < 1 for counts in tables for value, count in counts.items()):
         return "a length, a gap or a count is below 0, or too large"
-    return "" if profile.outputs and profile.groups else "it has no outputs or no arrivals"
+    if requests > REQUESTS_MAX:
+        return f"it is of {requests:,} requests, more than {REQUESTS_MAX:,}"
+    if any(
+        not 1 <= rest <= profile.block_tokens
+        for rests in (core.leaf_rests, *(node.rests for node in core.nodes[1:]))
+        for rest in rests
+    ):
+        return f"a last block has no tokens, or more than {profile.block_tokens}"
+    outputs, groups = sum(profile.outputs.values()), sum(profile.groups.values())
+    arrived = sum(size * count for size, count in profile.groups.items())
+    if not requests == outputs == arrived or sum(count for _, count in profile.gaps) != groups - 1:
+        return "it has not as many outputs or arrivals as requests"
+    return ""
 
 
 def _tree_fault(core: Core) -> str:
+    firsts, laters, returns = Counter[int](), Counter[int](), Counter[tuple[int, int]]()
     for place, (node, depth, outcomes) in enumerate(
         zip(core.nodes, core.depths(), core.outcomes(), strict=True)
     ):
@@ -168,11 +195,19 @@ def _tree_fault(core: Core) -> str:
             return f"from node {place} not as many prompts go on or end as come there"
         if not outcomes.get(node.first):
             return f"the first prompt at node {place} goes on to where none does"
-        for child, count in outcomes.items():
-            if child > ROOT and count > 1 and not core.gaps(place, child):
-                return f"it does not say how soon prompts return to node {child}"
-        first = node.first == ALONE
-        for alone, leaves in ((first, core.first_leaves), (node.alone > first, core.later_leaves)):
-            if alone and not (leaves.get(depth_class(depth)) and core.leaf_rests):
-                return f"no lengths of what begins at node {place}"
-    return ""
+        firsts[depth_class(depth)] += node.first == ALONE
+        laters[depth_class(depth)] += node.alone - (node.first == ALONE)
+        if place:
+            classes = size_class(core.nodes[node.parent].visits), size_class(node.visits)
+            returns[classes] += node.visits - 1
+    for expected, leaves in ((firsts, core.first_leaves), (laters, core.later_leaves)):
+        if {depth: sum(counts.values()) for depth, counts in leaves.items()} != +expected:
+            return "it has not as many lengths of own parts as prompts with one"
+    if sum(core.leaf_rests.values()) != (firsts + laters).total():
+        return "it has not as many last blocks of own parts as prompts with one"
+    known = {
+        (above, below): sum(counts.values())
+        for above, pools in core.returns.items()
+        for below, counts in pools.items()
+    }
+    return "" if known == +returns else "it does not say how soon each prompt returned to a prefix"

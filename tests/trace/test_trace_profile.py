@@ -2,8 +2,10 @@
 
 import gzip
 import json
+from contextlib import suppress
 from pathlib import Path
 from random import Random
+from tempfile import NamedTemporaryFile
 from typing import Any
 
 import pytest
@@ -12,6 +14,8 @@ from hypothesis import strategies as st
 
 from controller.trace.profile import is_profile, learn, load, save
 from controller.trace.rows import BadTrace, Row
+from controller.trace.synthesis import synthesize
+from events.errors import UsageError
 
 ROWS = [
     Row(0, 1500, 77_001, [900_001, 900_002, 900_003]),
@@ -98,11 +102,16 @@ def test_a_profile_is_known_by_its_beginning_also_when_it_is_not_compressed(tmp_
             lambda p: p["core"]["nodes"][0].__setitem__(4, -1),
             "the first prompt at node 0 goes on to where none does",
         ),
-        (lambda p: p["core"].update(first_leaves={}), "no lengths of what begins at node 2"),
-        (lambda p: p["core"].update(returns={}), "it does not say how soon prompts return to node 1"),
+        (lambda p: p["core"].update(first_leaves={}), "not as many lengths of own parts as prompts with one"),
+        (lambda p: p["core"].update(leaf_rests={}), "not as many last blocks of own parts"),
+        (lambda p: p["core"].update(leaf_rests={"513": 3}), "a last block has no tokens, or more than 512"),
+        (lambda p: p["core"].update(returns={}), "it does not say how soon each prompt returned"),
+        (lambda p: p["core"]["nodes"][0].__setitem__(2, 10**9), "it is of 1,000,000,000 requests, more than"),
+        (lambda p: p["outputs"].update({"5": 10**30}), "not as many outputs or arrivals as requests"),
+        (lambda p: p["gaps"].append([1, 1]), "not as many outputs or arrivals as requests"),
         (lambda p: p["outputs"].update({"-5": 1}), "a length, a gap or a count is below 0"),
         (lambda p: p.update(gaps=[[1e300, 3]]), "a length, a gap or a count is below 0, or too large"),
-        (lambda p: p.update(groups={}), "it has no outputs or no arrivals"),
+        (lambda p: p.update(groups={}), "not as many outputs or arrivals as requests"),
     ],
 )
 def test_a_damaged_profile_is_refused_with_the_reason(change: Any, says: str, tmp_path: Path) -> None:
@@ -110,6 +119,28 @@ def test_a_damaged_profile_is_refused_with_the_reason(change: Any, says: str, tm
     change(value)
     with pytest.raises(BadTrace, match=says):
         load(damaged(tmp_path, value))
+
+
+def places(value: Any) -> list[tuple[Any, Any]]:
+    """Return where something stands in a value: what holds it, and its key or number."""
+    keys = list(value) if isinstance(value, dict) else list(range(len(value)))
+    below = [found for key in keys if isinstance(value[key], dict | list) for found in places(value[key])]
+    return [(value, key) for key in keys] + below
+
+
+odd = st.sampled_from([-1, 0, 1, 2, 600, 10**6, 2**63, 10**30, 1.5, 1e300, None, "x", True, [], {}])
+
+
+@settings(max_examples=60)
+@given(st.data(), odd)
+def test_no_profile_is_more_than_refused(data: st.DataObject, wrong: Any) -> None:
+    value = content()
+    holder, key = data.draw(st.sampled_from(places(value)))
+    holder[key] = wrong
+    with NamedTemporaryFile() as file:
+        Path(file.name).write_text(json.dumps(value))
+        with suppress(BadTrace, UsageError):
+            assert len(list(synthesize(load(Path(file.name)), 9))) == 9
 
 
 @pytest.mark.parametrize(("kept", "rest"), [(200, b""), (12, b"\0" * 20)])
