@@ -10,12 +10,19 @@ frontend says so every second, and one that is silent for long is gone, with all
 import sys
 from array import array
 from collections.abc import Sequence
+from typing import Annotated
 
 import msgspec
 
 EVENTS_MAX = 256  # of a batch
 BLOCKS_MAX = 32_768  # of a batch: a broker takes a megabyte at once
+HASH_BYTES = 8
 _BIG_ENDIAN = sys.byteorder == "big"
+
+
+# What is added to the loads that choices are made by: a number that is none, or below nothing, would spoil them all.
+Count = Annotated[int, msgspec.Meta(ge=0, le=2**40)]
+Seconds = Annotated[float, msgspec.Meta(ge=0, le=1e9)]
 
 
 class Added(msgspec.Struct, tag="added", array_like=True, frozen=True):
@@ -24,14 +31,18 @@ class Added(msgspec.Struct, tag="added", array_like=True, frozen=True):
     request: int | str
     worker: str
     instance: str
-    rank: int
+    rank: Count
     blocks: bytes  # `pack` of the sequence hashes of its prompt
-    own_blocks: int
-    block_tokens: int
-    prefill_tokens: int  # still to be read
-    expected_s: float | None = None
-    expected_output: int | None = None
-    age_s: float = 0.0  # since it began
+    own_blocks: Count
+    block_tokens: Annotated[int, msgspec.Meta(ge=1)]
+    prefill_tokens: Count  # still to be read
+    expected_s: Seconds | None = None
+    expected_output: Count | None = None
+    age_s: Seconds = 0.0  # since it began
+
+    def __post_init__(self) -> None:
+        if len(self.blocks) % HASH_BYTES:
+            raise ValueError(f"{len(self.blocks)} bytes are no sequence hashes")
 
 
 class Read(msgspec.Struct, tag="read", array_like=True, frozen=True):
@@ -79,7 +90,7 @@ def pack(blocks: Sequence[int]) -> bytes:
 
 
 def unpack(packed: bytes) -> Sequence[int]:
-    """Return the sequence hashes that `pack` was given. Raise ValueError if they are none. An array: most are never looked
+    """Return the sequence hashes that `pack` was given. An array: most are never looked
     at, and as numbers of Python's they would take five times the memory and most of the time."""
     blocks = array("Q")
     blocks.frombytes(packed)

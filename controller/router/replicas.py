@@ -19,6 +19,7 @@ from controller.router.table import Holder
 from events.slots import (
     BLOCKS_MAX,
     EVENTS_MAX,
+    HASH_BYTES,
     Added,
     Batch,
     Freed,
@@ -32,7 +33,6 @@ from events.slots import (
 SILENT_S = 3.5  # three of the batches that say only that somebody is there may be lost
 AGAIN_S = 1.0  # everything is asked for, and told, no more often
 WAITING_MAX = 65_536  # events that are not said yet; beyond, everything is told again instead
-_BLOCK_BYTES = 8
 
 
 @dataclass(slots=True)
@@ -121,7 +121,7 @@ class Replicas:
         blocks, number = 0, self._number
         while self._waiting and len(events) < EVENTS_MAX:
             event = self._waiting[0]
-            blocks += len(event.blocks) // _BLOCK_BYTES if isinstance(event, Added) else 0
+            blocks += len(event.blocks) // HASH_BYTES if isinstance(event, Added) else 0
             if blocks > BLOCKS_MAX and events:
                 break
             events.append(self._waiting.popleft())
@@ -170,9 +170,9 @@ class Replicas:
                 name,
                 Holder(event.worker, event.instance, event.rank),
                 unpack(event.blocks),
-                now=now - max(0.0, event.age_s),
+                now=now - event.age_s,
                 prefill_tokens=event.prefill_tokens,
-                block_tokens=max(1, event.block_tokens),
+                block_tokens=event.block_tokens,
                 own_blocks=event.own_blocks,
                 expected_s=event.expected_s,
                 expected_output=event.expected_output,
@@ -219,5 +219,5 @@ def _told(request: Hashable, entry: Request[Holder], now: float) -> Added:
         entry.prefill_tokens if entry.reading else 0,
         entry.expected_s,
         entry.expected_output,
-        now - entry.since,
+        max(0.0, now - entry.since),
     )

@@ -2,7 +2,9 @@
 
 from collections.abc import Callable
 from random import Random
+from typing import Any
 
+import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -98,6 +100,30 @@ def test_a_new_one_knows_everything_within_a_moment() -> None:
     fleet.turn()
     assert fleet.known("c") == fleet.known("a") == {W1: Work(5990, 600, 600)}
     assert fleet.replicas["c"].others == {"a": True, "b": True}
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"own_blocks": -1},
+        {"prefill_tokens": -5},
+        {"prefill_tokens": 2**62},
+        {"block_tokens": 0},
+        {"rank": -1},
+        {"expected_s": float("nan")},
+        {"expected_s": -1.0},
+        {"age_s": float("inf")},
+        {"blocks": b"1234567"},
+    ],
+)
+def test_what_would_spoil_the_loads_is_refused_whole(wrong: dict[str, Any]) -> None:
+    fine = Added(1, "w1", "i1", 0, b"", 1, 16, 5)
+    said = Batch("f", "life", 0, [fine, msgspec.structs.replace(fine, request=2)])
+    assert wire.decode(wire.encode(said)) == said
+    fields = {name: getattr(fine, name) for name in Added.__struct_fields__} | wrong
+    bad = ["batch", "f", "life", 0, [["added", *dict(fields, request=2).values()]], False]
+    with pytest.raises(msgspec.ValidationError):
+        wire.decode(msgspec.msgpack.encode(bad))
 
 
 def test_one_that_dies_leaves_nothing_and_neither_does_its_life_before() -> None:
