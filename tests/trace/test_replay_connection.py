@@ -3,8 +3,11 @@
 import asyncio
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from itertools import pairwise
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from controller.trace.replay import connection, endpoint
 from controller.trace.replay.connection import Connection
@@ -80,6 +83,27 @@ async def test_pieces_of_any_size_are_the_same_answer(size: int, chunk: int, tra
     answer = STREAM + chunked(EVENTS, chunk, trailer)
     one, taken = fed(answer, lambda data: [data[at : at + size] for at in range(0, len(data), size)])
     assert taken == TAKEN and one.how == "whole" and one.status == 200 and not one.closed
+
+
+strange = st.one_of(
+    st.binary(max_size=6),
+    st.sampled_from(
+        [b"-6\r\n", b"0\r\n\r\n", b"\r\n", b"HTTP/1.1 100 C\r\n\r\n", b"fffff\r\n", b"Content-Length: 3\r\n"]
+    ),
+)
+
+
+@settings(max_examples=80)
+@given(strange, st.data())
+async def test_whatever_comes_is_an_answer_or_a_fault(what: bytes, data: st.DataObject) -> None:
+    answer = STREAM + chunked(EVENTS, 9)
+    at = data.draw(st.integers(0, len(answer)))
+    left_out = data.draw(st.integers(0, 4))
+    cuts = sorted(data.draw(st.sets(st.integers(0, len(answer)), max_size=3)))
+    damaged = answer[:at] + what + answer[at + left_out :]
+    one, taken = fed(damaged, lambda whole: [whole[a:b] for a, b in pairwise([0, *cuts, len(whole)])])
+    one.connection_lost(None)
+    assert one.how in ("whole", "broke", "malformed") and len(taken) < 10
 
 
 async def test_a_stream_may_have_a_length_or_end_with_the_connection() -> None:
