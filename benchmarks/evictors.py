@@ -10,15 +10,18 @@ Without the trace beside this clone it plays our own chat traffic. Prints one JS
 
 import argparse
 import json
+import sys
 import time
 from collections import deque
 from collections.abc import Sequence
+from itertools import islice
 from pathlib import Path
 from typing import Any, get_args
 
 from benchmarks.synthesizer import MOONCAKE
+from benchmarks.virtual.trace import whole
 from controller.trace import chat
-from controller.trace.rows import BLOCK_TOKENS, read
+from controller.trace.rows import BLOCK_TOKENS, BadTrace, read
 from controller.trace.synthesis import synthesize
 from events.kv import Removed
 from workers.engines.simulated.evictors import EvictorKind
@@ -56,21 +59,28 @@ def play(
     }
 
 
-def main() -> None:
+def main(argv: Sequence[str] | None = None) -> int:
     """Run the benchmark from the command line."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--trace", type=Path, default=MOONCAKE)
-    parser.add_argument("--block-size", type=int, default=BLOCK_TOKENS)
-    parser.add_argument("--at-once", type=int, default=32)
-    parser.add_argument("--requests", type=int, default=None)
-    args = parser.parse_args()
-    if args.trace.exists():
-        rows = read(args.trace, args.block_size)
-    else:
-        rows = synthesize(chat.learned(), args.requests or CHAT_REQUESTS)
-    prompts = [row.hash_ids for row in rows if row.hash_ids][: args.requests]
+    parser.add_argument("--trace", type=Path, default=MOONCAKE if MOONCAKE.exists() else None)
+    parser.add_argument("--block-size", type=whole, default=BLOCK_TOKENS)
+    parser.add_argument("--at-once", type=whole, default=32)
+    parser.add_argument("--requests", type=whole)
+    args = parser.parse_args(argv)
+    made = args.trace is None
+    rows = (
+        synthesize(chat.learned(), args.requests or CHAT_REQUESTS)
+        if made
+        else read(args.trace, args.block_size)
+    )
+    try:
+        prompts = [row.hash_ids for row in islice(rows, args.requests) if row.hash_ids]
+    except BadTrace as error:
+        parser.error(str(error))
+    if not prompts:
+        parser.error(f"{args.trace}: no request of it has a block")
     different = len({block for prompt in prompts for block in prompt})
     total = sum(map(len, prompts))
     largest = max(map(len, prompts))
@@ -88,7 +98,8 @@ def main() -> None:
                         {"cache_percent": percent, "blocks": blocks, "host": host, "evictor": kind} | played
                     )
                 )
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -72,6 +72,10 @@ class SimulatedSettings(msgspec.Struct, frozen=True, kw_only=True):
             description="simulated: what a token takes on the tiers (default: by the model's config.json; else an 8B model's)"
         ),
     ] = None
+    kv_transfer_bandwidth: Annotated[
+        Annotated[float, Meta(ge=0)] | None,
+        Meta(description="simulated: GB/s at which a moving request's KV cache comes (0: as fast as it can)"),
+    ] = None
     reasoning: Annotated[
         str,
         Meta(
@@ -99,8 +103,8 @@ THEIRS = {
     "startup_time": "startup_s",
 }
 SAME = ("watermark", "speedup_ratio", "decode_speedup_ratio", "dp_size", "planner_profile_data", "kv_bytes_per_token",
-        "reasoning", "engine_type", "evictor", "host_kv_blocks", "disk_kv_blocks", "host_gb_per_s", "disk_gb_per_s",
-        "perf_model")  # fmt: skip
+        "kv_transfer_bandwidth", "reasoning", "engine_type", "evictor", "host_kv_blocks", "disk_kv_blocks",
+        "host_gb_per_s", "disk_gb_per_s", "perf_model")  # fmt: skip
 # What is not played, with the value that asks for nothing. What only means something between prefill and decode workers, of
 # which there are none here, may have any.
 NOT_PLAYED: Mapping[str, Any] = {
@@ -110,7 +114,7 @@ SGLANG: Mapping[str, Any] = {
     "schedule_policy": "fifo", "page_size": 1, "max_prefill_tokens": 16_384, "chunked_prefill_size": 8192,
     "clip_max_new_tokens": 4096, "schedule_conservativeness": 1.0,
 }  # fmt: skip
-MEANINGLESS = ("bootstrap_port", "handoff_session_timeout_ms", "kv_transfer_bandwidth", "kv_transfer_timing_mode",
+MEANINGLESS = ("bootstrap_port", "handoff_session_timeout_ms", "kv_transfer_timing_mode",
                "enable_local_indexer", "aic_mtp_seed")  # fmt: skip
 FLAGS = {
     "kv_blocks": ("--num-gpu-blocks-override",),
@@ -124,6 +128,7 @@ FLAGS = {
     "startup_s": ("--startup-time",),
     "count": ("--num-workers",),
 }  # as well
+KV_TRANSFER_GB_PER_S = 64.0  # of Dynamo's mocker
 _PREEMPTION = {"lifo": "newest", "fifo": "oldest"}
 _BLOCK_TOKENS = {"vllm": 64, "sglang": 1, "trtllm": 32}
 

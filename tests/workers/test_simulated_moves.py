@@ -47,12 +47,29 @@ class TestWithTiming(EngineMoves):
 
 
 class TestManyRanks(EngineMoves):
-    """Four ranks, and blocks of a size that nothing divides."""
+    """Four ranks, blocks of a size that nothing divides, and a link of its own speed."""
 
     @pytest.fixture
     def made(self) -> Made:
-        shape = Shape(context_tokens=1024, kv_blocks=256, block_tokens=12, kv_block_bytes=1001, tp=4)
+        shape = Shape(
+            context_tokens=1024, kv_blocks=256, block_tokens=12, kv_block_bytes=1001, tp=4, kv_token_s=1e-6
+        )
         return lambda: SimulatedEngine(shape)
+
+
+async def test_what_comes_takes_as_long_as_its_link_does_unless_it_is_given_up() -> None:
+    async with both(Shape(context_tokens=512, kv_blocks=128, kv_token_s=0.001)) as pair:
+        tokens, loop = prompt(40), asyncio.get_running_loop()
+        _, export, _ = await pair.stopped_at(3, tokens, max_tokens=200)
+        _, coming = pair.reserve(asked(0, tokens, max_tokens=200), 60)
+        began = loop.time()
+        await coming.take(0, 0, await export.blocks(0, 0, 2))
+        assert loop.time() - began > 0.03
+        taking = asyncio.create_task(coming.take(0, 2, await export.blocks(0, 2, 1)))
+        await asyncio.sleep(0)
+        coming.abort()
+        with pytest.raises(MoveRefused):
+            await taking
 
 
 @pytest.mark.parametrize(

@@ -272,6 +272,14 @@ def test_slower_tiers_take_the_time_of_their_bytes() -> None:
     assert step_s(engine, FETCH) == pytest.approx(0.036)
 
 
+def test_what_moves_comes_at_the_speed_of_its_link() -> None:
+    assert (
+        built().shape.kv_token_s == built(engine_type="vllm", kv_transfer_bandwidth=0).shape.kv_token_s == 0
+    )
+    assert built(engine_type="vllm").shape.kv_token_s == pytest.approx(131_072 / 64e9)
+    assert built(kv_transfer_bandwidth=1, kv_bytes_per_token=1000).shape.kv_token_s == pytest.approx(1e-6)
+
+
 FETCH = Plan(0, 1, (), 0, 1, 10, Traffic(from_host=1))
 LLAMA = {
     "num_hidden_layers": 80, "num_attention_heads": 64, "num_key_value_heads": 8, "hidden_size": 8192, "torch_dtype": "bfloat16",
@@ -312,7 +320,7 @@ def test_a_file_of_dynamos_arguments_wins_over_flags(tmp_path: Path) -> None:
              "enable_prefix_caching": False, "enable_chunked_prefill": False, "watermark": 0.1, "preemption_mode": "fifo",
              "speedup_ratio": 2.0, "dp_size": 2, "startup_time": 0.5, "worker_type": "aggregated", "bootstrap_port": None,
              "enable_local_indexer": False, "max_model_len": 1000, "is_prefill": False, "aic_nextn": None, "aic_mtp_seed": 42,
-             "handoff_session_timeout_ms": 300000, "kv_transfer_bandwidth": 64.0, "kv_transfer_timing_mode": "full_prompt",
+             "handoff_session_timeout_ms": 300000, "kv_transfer_bandwidth": 32.0, "kv_transfer_timing_mode": "full_prompt",
              "sglang": {"page_size": 1, "schedule_policy": "fifo"}, "reasoning": None}
         )
     )  # fmt: skip
@@ -322,7 +330,7 @@ def test_a_file_of_dynamos_arguments_wins_over_flags(tmp_path: Path) -> None:
     assert isinstance(engine, SimulatedEngine)
     assert engine.shape == Shape(
         kv_blocks=100, block_tokens=32, batch_max=100, waiting_max=2**31, prefill_tokens_max=512, context_tokens=1000,
-        prefix_caching=False, chunked_prefill=False, watermark=0.1, preemption="oldest",
+        prefix_caching=False, chunked_prefill=False, watermark=0.1, preemption="oldest", kv_token_s=131_072 / 64e9,
     )  # fmt: skip
     assert (engine.identity.dp, engine.announces) == (2, False)
     assert step_s(engine) == pytest.approx(0.00972)

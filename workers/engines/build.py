@@ -31,7 +31,7 @@ def _simulated(settings: WorkerSettings) -> Engine:
     from workers.engines.simulated import reasoning
     from workers.engines.simulated.engine import SimulatedEngine
     from workers.engines.simulated.sequence import Shape
-    from workers.simulated_settings import defaults
+    from workers.simulated_settings import KV_TRANSFER_GB_PER_S, defaults
 
     bounds = _given(
         settings,
@@ -41,15 +41,26 @@ def _simulated(settings: WorkerSettings) -> Engine:
     )  # fmt: skip
     if settings.engine_type is not None:
         bounds = defaults(settings.engine_type, bounds)
+    gb_per_s = settings.kv_transfer_bandwidth
+    if gb_per_s is None:
+        gb_per_s = KV_TRANSFER_GB_PER_S if settings.engine_type else 0.0
+    if gb_per_s and settings.speedup_ratio:
+        bounds["kv_token_s"] = _token_bytes(settings) / (gb_per_s * 1e9 * settings.speedup_ratio)
     if settings.reasoning:
         bounds["reasoning"] = reasoning.read(settings.reasoning)
     shape = Shape(model=Path(settings.model).name or "sim", **bounds)
     return SimulatedEngine(shape, _timing(settings, shape), dp=settings.dp_size, start_s=settings.startup_s)
 
 
+def _token_bytes(settings: WorkerSettings) -> int:
+    """Return how many bytes a token's KV would have."""
+    from workers.engines.simulated.kv_size import kv_bytes_per_token
+
+    return settings.kv_bytes_per_token or kv_bytes_per_token(Path(settings.model))
+
+
 def _timing(settings: WorkerSettings, shape: "Shape") -> "Timing":
     """Return what a simulated step takes."""
-    from workers.engines.simulated.kv_size import kv_bytes_per_token
     from workers.engines.simulated.perf_model import POLYNOMIALS, Interpolated
     from workers.engines.simulated.timing import (
         PREFILL_TOKENS_PER_S,
@@ -77,8 +88,7 @@ def _timing(settings: WorkerSettings, shape: "Shape") -> "Timing":
         return timing
     return TieredTiming(
         timing=timing,
-        block_bytes=(settings.kv_bytes_per_token or kv_bytes_per_token(Path(settings.model)))
-        * shape.block_tokens,
+        block_bytes=_token_bytes(settings) * shape.block_tokens,
         host_bytes_per_s=settings.host_gb_per_s * 1e9 * faster,
         disk_bytes_per_s=settings.disk_gb_per_s * 1e9 * faster,
     )

@@ -110,6 +110,9 @@ class SimulatedImport:
             raise MoveRefused(
                 f"{len(view)} bytes came for shard {shard} from block {first} on: there is room for {room} blocks"
             )
+        if shape.kv_token_s:
+            await asyncio.sleep((last - first) * shape.block_tokens * shape.kv_token_s)
+            self._check()
         for index in range(first, last):
             came = bytes(view[(index - first) * size :][:size])
             same = index < known and came == self._contents.block(shard, index, len(self._contents.tokens))
