@@ -1,9 +1,18 @@
 """The arithmetic of `benchmarks.fidelity`: what is sent, how distributions are put together, and when engines agree."""
 
-import pytest
+import asyncio
+import io
+from argparse import Namespace
+from pathlib import Path
 
-from benchmarks.fidelity import INPUT_TOKENS, OUTPUT_TOKENS, agree, compared, merged, slices
-from controller.trace.replay.measures import Histogram
+import pytest
+from rich.console import Console
+
+from benchmarks import fidelity
+from benchmarks.fidelity import INPUT_TOKENS, OUTPUT_TOKENS, scaled, split
+from benchmarks.fidelity_fleet import REAL, SIMULATED
+from benchmarks.fidelity_report import Round, agree, compared, merged, report_of, show
+from controller.trace.replay.measures import Histogram, Measures, Slo
 from controller.trace.replay.plan import plan
 from controller.trace.rows import Row
 
@@ -38,12 +47,70 @@ def test_rounds_are_put_together_value_by_value() -> None:
     assert parts.percentiles(0.5, 0.95) == whole.percentiles(0.5, 0.95)
 
 
-def test_rounds_have_requests_of_their_own_at_the_rate_and_of_the_lengths_that_are_wanted() -> None:
-    rows = [Row(n * 700.0 + n % 3, 600 + n % 7, 96, [n]) for n in range(60)]
-    parts = slices(rows, 1024, 3, rate=5.0)
-    assert [row for part in parts for row in part.rows] == rows
+def test_rounds_have_requests_of_their_own_that_share_nothing_at_the_rate_and_of_the_lengths_that_are_wanted() -> (
+    None
+):
+    rows = [Row(n * 700.0 + n % 3, 600 + n % 7, 96, [0, n]) for n in range(60)]
+    parts = split(rows, 3)
+    assert [(row.timestamp, row.input_length) for part in parts for row in part] == [
+        (row.timestamp, row.input_length) for row in rows
+    ]
+    names = [{name for row in part for name in row.hash_ids} for part in parts]
+    assert not names[0] & names[1] and not names[1] & names[2] and not names[0] & names[2]
     for part in parts:
-        planned = list(plan(part.rows, part.block_tokens, part.shape))
+        assert len({row.hash_ids[0] for row in part}) == 1  # what a round's requests shared they share
+        planned = list(plan(part, 512, scaled(part, rate=5.0)))
         assert 19 / planned[-1].at_s == pytest.approx(5.0, rel=0.1)
         assert sum(one.tokens for one in planned) / 20 == pytest.approx(OUTPUT_TOKENS)
         assert sum(one.prompt.length for one in planned) / 20 == pytest.approx(INPUT_TOKENS, rel=0.02)
+
+
+def made(real_ms: float, simulated_ms: float) -> Round:
+    """Return a round of two engines with equal requests, each time of equal length."""
+    measures = {}
+    for name, ms in ((REAL, real_ms), (SIMULATED, simulated_ms)):
+        one = measures[name] = Measures(Slo())
+        one.whole, one.said_tokens = 10, 100
+        for _ in range(10):
+            one.ttft.add(ms / 1e3)
+            one.itl.add(ms / 1e3)
+    return Round(measures, {"prefill": 1.0, "decode": 1.0}, [{"python": 1.0, "memory": 2.0}] * 4)
+
+
+@pytest.mark.parametrize(("simulated_ms", "agrees"), [(109.0, True), (130.0, False)])
+def test_the_verdict_is_of_all_rounds_together_and_stands_beside_each(
+    simulated_ms: float, agrees: bool
+) -> None:
+    report = report_of([made(100, 100), made(100, simulated_ms), made(100, simulated_ms)])
+    assert report["agree"] == agrees and report["requests"] == 30
+    assert len(report["rounds"]) == 3
+    console = Console(record=True, width=200, file=io.StringIO())
+    show(report, console)
+    said = console.export_text()
+    assert said.count("NO ") == (0 if agrees else 4)
+    assert "1.0, 2.0" in said
+
+
+async def test_a_round_that_takes_too_long_is_left_out_and_everything_ends(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    ended = []
+
+    class Slow:
+        url = ""
+
+        def __init__(self, folder: Path) -> None: ...
+
+        async def start(self) -> None: ...
+
+        async def measure(self, profile: Path, repeats: int) -> None:
+            await asyncio.Event().wait()
+
+        def stop(self) -> None:
+            ended.append(True)
+
+    monkeypatch.setattr(fidelity, "Engines", Slow)
+    monkeypatch.setattr(fidelity, "ROUND_S_MAX", 0.01)
+    args = Namespace(rounds=2, requests=3, trace=None, repeats=1, load=0.5)
+    assert await fidelity.all_rounds(args, Console(file=io.StringIO())) == []
+    assert ended == [True]

@@ -15,7 +15,7 @@ import argparse
 import json
 import sys
 import sysconfig
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -73,12 +73,17 @@ def build_tiny(directory: Path, progress: Progress = lambda line: None) -> Path:
     _claim(directory)
     progress("training a byte-level BPE vocabulary of 2,048 on the standard library's sources")
     _train_tokenizer().save(str(directory / "tokenizer.json"))
-    _write_json(directory / "tokenizer_config.json", _tokenizer_config())
     progress("drawing 4.2 million weights")
-    _write_weights(directory / "model.safetensors")
-    # config.json comes last: a folder that has it is complete.
-    _write_json(directory / "config.json", CONFIG)
+    write_model(directory, CONFIG)
     return directory
+
+
+def write_model(directory: Path, config: Mapping[str, Any]) -> None:
+    """Write a model of these sizes, all but its vocabulary, into a folder."""
+    _write_json(directory / "tokenizer_config.json", _tokenizer_config())
+    _write_weights(directory / "model.safetensors", config)
+    # config.json comes last: a folder that has it is complete.
+    _write_json(directory / "config.json", config)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -153,11 +158,11 @@ def _tokenizer_config() -> dict[str, Any]:
     }
 
 
-def _shapes() -> Iterator[tuple[str, tuple[int, ...]]]:
-    hidden, wide = CONFIG["hidden_size"], CONFIG["intermediate_size"]
-    keys = CONFIG["num_key_value_heads"] * CONFIG["head_dim"]
+def _shapes(config: Mapping[str, Any]) -> Iterator[tuple[str, tuple[int, ...]]]:
+    hidden, wide = config["hidden_size"], config["intermediate_size"]
+    keys = config["num_key_value_heads"] * config["head_dim"]
     yield "model.embed_tokens.weight", (VOCABULARY, hidden)
-    for layer in range(CONFIG["num_hidden_layers"]):
+    for layer in range(config["num_hidden_layers"]):
         prefix = f"model.layers.{layer}"
         yield f"{prefix}.input_layernorm.weight", (hidden,)
         yield f"{prefix}.self_attn.q_proj.weight", (hidden, hidden)
@@ -172,7 +177,7 @@ def _shapes() -> Iterator[tuple[str, tuple[int, ...]]]:
     yield "lm_head.weight", (VOCABULARY, hidden)
 
 
-def _write_weights(path: Path) -> None:
+def _write_weights(path: Path, config: Mapping[str, Any]) -> None:
     """Draw with numpy's PCG64, whose streams are stable across releases; torch promises no such thing."""
     import numpy
     import torch
@@ -180,7 +185,7 @@ def _write_weights(path: Path) -> None:
 
     draw = numpy.random.Generator(numpy.random.PCG64(SEED))
     weights = {}
-    for name, shape in _shapes():
+    for name, shape in _shapes(config):
         if len(shape) == 1:
             values = numpy.ones(shape, dtype=numpy.float32)
         else:
@@ -189,5 +194,5 @@ def _write_weights(path: Path) -> None:
     save_file(weights, path, metadata={"format": "pt"})
 
 
-def _write_json(path: Path, value: dict[str, Any]) -> None:
+def _write_json(path: Path, value: Mapping[str, Any]) -> None:
     path.write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
