@@ -13,7 +13,7 @@ from frontend_kit import Kit, counted_are_there, frontend, until
 from scripted_worker import Act, ScriptedWorker
 
 from controller.frontend.errors import internal
-from controller.router.slots import SlotTracker
+from controller.router.slots import SlotTracker, Work
 from events.decisions import HealthStatus
 from events.observations import RequestMigrated
 
@@ -97,7 +97,8 @@ async def test_every_slot_is_given_and_freed_once(seed: int) -> None:
     workers = [ScriptedWorker(f"w{n}", step_s=0.002) for n in range(3)]
     for worker in workers:
         worker.acts.extend(act(random) for _ in range(40))
-    async with frontend(*workers, admission=ROOM, reroute_s=0.2) as kit:
+    counting = {"track_output_blocks": seed > 0, "prefill_load_model": "profile" if seed else "none"}
+    async with frontend(*workers, admission=ROOM, reroute_s=0.2, router=counting) as kit:
         books = Books(kit.desk.routing.choosing.slots)
         troubled = asyncio.create_task(trouble(kit, random, workers))
         asked = []
@@ -109,6 +110,8 @@ async def test_every_slot_is_given_and_freed_once(seed: int) -> None:
         with suppress(asyncio.CancelledError):
             await troubled
         await until(lambda: not len(books.slots))
+        for holder in books.slots.holders:
+            assert books.slots.work(holder, now=kit.desk.now()) == Work()
         for seat in kit.desk.table.seats.values():
             assert (seat.active, seat.promised, seat.tokens, seat.flights) == (0, 0, 0, {})
         assert kit.desk.admission.queued("m") == 0

@@ -186,6 +186,14 @@ def test_a_temperature_sends_some_elsewhere() -> None:
     assert counts["a"] == pytest.approx(1000 * 0.119, abs=40)  # exp(-2) of 1 + exp(-2)
 
 
+def test_a_temperature_draws_nobody_who_weighs_nothing() -> None:
+    router = Router([seat("a"), seat("b", 0.0), seat("c"), seat("d")], temperature=1.0)
+    router.cache(prompt(1, 10), "c")
+    assert {router.ask(prompt(1, 10)).seat.worker for _ in range(60)} == {"a", "c", "d"}
+    router.slots.add("c", Holder("c", "i1"), now=0.0, own_blocks=10)  # all cost the same
+    assert {router.ask(prompt(1, 10)).seat.worker for _ in range(60)} == {"a", "c", "d"}
+
+
 def test_an_explanation_has_every_candidate_the_lowest_first() -> None:
     router = Router([seat("a"), seat("b", 0.5), seat("c")])
     router.cache(prompt(1, 4), "c")
