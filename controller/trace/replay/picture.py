@@ -7,7 +7,8 @@ from typing import Any
 from controller.trace.plot import COLOR, blank
 from controller.trace.replay.measures import Histogram, Measures, middle_s
 
-GROUP = 10  # buckets of a histogram in one bar
+BARS_MAX = 60
+WIDE = 10.0  # from the first value to the last, as a factor: more is drawn on a logarithmic scale
 STEP_S = 0.1  # a shorter one is no rate
 
 
@@ -36,14 +37,13 @@ def _distribution(axes: Any, title: str, values: Histogram) -> None:
         axes.text(0.5, 0.5, "none", ha="center", va="center", transform=axes.transAxes)
         return
     used = [place for place, count in enumerate(values.counts) if count]
-    first, last = used[0] // GROUP, used[-1] // GROUP
-    shares = [
-        sum(values.counts[place * GROUP : (place + 1) * GROUP]) / values.count
-        for place in range(first, last + 1)
-    ]
-    edges = [middle_s(place * GROUP) * 1e3 for place in range(first, last + 2)]
+    group = 1 + (used[-1] - used[0]) // BARS_MAX
+    begins = range(used[0], used[-1] + 1, group)
+    shares = [sum(values.counts[place : place + group]) / values.count for place in begins]
+    edges = [middle_s(place) * 1e3 for place in (*begins, begins[-1] + group)]
     axes.stairs(shares, edges, color=COLOR, fill=True)
-    axes.set_xscale("log")
+    if edges[-1] > WIDE * edges[0]:
+        axes.set_xscale("log")
 
 
 def _line(axes: Any, title: str, unit: str, times: list[float], values: list[float]) -> None:
@@ -51,4 +51,4 @@ def _line(axes: Any, title: str, unit: str, times: list[float], values: list[flo
     axes.set_xlabel("seconds")
     axes.set_ylabel(unit)
     axes.plot(times, values, color=COLOR)
-    axes.set_ylim(bottom=0)
+    axes.set_ylim(0, max(1.0, 1.05 * max(values, default=0.0)))
