@@ -72,6 +72,7 @@ class Doors:
     urls: dict[str, str]
     model: str
     answers: list[list[str]]
+    pause_s: float  # between two short requests of one asker
 
     async def leave(self, worker: str) -> Departure:
         """Stop a worker under load."""
@@ -121,7 +122,7 @@ class Doors:
         return {short.frontend for short in seen.short if short.worker == worker} == set(self.urls)
 
     async def _ask(self, frontend: str, session: Endpoint, seen: Departure, over: asyncio.Event) -> None:
-        """Send one short request after another."""
+        """Send one short request after another, until it is over."""
         body = {"model": self.model, "prompt": PROMPTS[0], "max_tokens": 1, "temperature": 0}
         while not over.is_set():
             at = time.monotonic()
@@ -129,6 +130,7 @@ class Doors:
             if answer.status != 200:
                 seen.failed.append(answer.fault or answer.body.decode())
             seen.short.append(Short(frontend, at, answer.header("X-Holdfast-Worker")))
+            await asyncio.sleep(self.pause_s)
 
 
 async def _gone(pid: int) -> None:
@@ -159,8 +161,8 @@ def _sent_back(events: Sequence[Recorded], frontend: str, instance: str, began: 
 
 
 @contextlib.asynccontextmanager
-async def doors(folder: Path) -> AsyncIterator[Doors]:
-    """Start a fleet with two frontends."""
+async def doors(folder: Path, pause_s: float = 0.0) -> AsyncIterator[Doors]:
+    """Start a fleet with two frontends. Without a pause those who ask for little fill a small machine."""
     fleet, second, port = Fleet.start(folder / "data", *FLAGS), None, free_port()
     try:
         await fleet.ready()
@@ -173,7 +175,7 @@ async def doors(folder: Path) -> AsyncIterator[Doors]:
         users = Users(fleet.url, model, PROMPTS)
         async with users.session() as session:
             answers = await users.answers(session, TOKENS)
-        yield Doors(fleet, urls, model, answers)
+        yield Doors(fleet, urls, model, answers, pause_s)
     finally:
         if second is not None:
             second.terminate()

@@ -10,7 +10,7 @@ from controller.demo.fleet import Fleet
 from events.observations import WorkerLeft
 
 WORKERS = 3
-STREAMS_AT_ONCE = 32
+STREAMS_AT_ONCE = 16
 TOKENS = 60
 
 
