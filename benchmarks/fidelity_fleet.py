@@ -32,7 +32,7 @@ SHAPE = {
 }
 # The engine computes rows by fours: a batch of five takes as long as one of eight.
 BATCHES = "1,2,4,5,8,12"
-CONTEXTS = "64,256,768"
+CONTEXTS = "16,128,768"
 LENGTHS = "16,32,64,96,128,192,256,384,512,768"
 CANARIES_S = "3600"  # apart: they would be measured as well
 STARTS_S_MAX = 60.0

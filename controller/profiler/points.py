@@ -9,8 +9,9 @@ our own; theirs does not look at it.
 
 A sweep measures a batch of so many requests at so long a context each. How long a step takes bends over (active tokens,
 context), because a batch is their quotient, and is nearly straight over (batch, context). So the straight lines are drawn
-there, and a finer grid than the measured one is written. Less than one request there cannot be: below a single one its
-time stands; above the largest measured batch the last line goes on, but never down.
+there, and a finer grid than the measured one is written, from a single token on: readers go on along the lines of its
+edge, which would be those of half a request. Less than one request there cannot be: below a single one its time stands, and
+so does that of the shortest measured context; above the largest measured batch the last line goes on, but never down.
 
 What else a machine does only ever adds time: so no prompt takes longer than a longer one did.
 """
@@ -25,7 +26,7 @@ import numpy.typing as npt
 from events.errors import HoldfastError
 
 Array = npt.NDArray[np.float64]
-GRID = 32  # points of each axis beside the measured ones
+GRID = 64  # points of each axis beside the measured ones
 
 
 class TooFewPoints(HoldfastError):
@@ -120,7 +121,7 @@ def _curve(pairs: Sequence[tuple[float, float]]) -> tuple[Array, Array]:
 
 def _axis(measured: Sequence[float]) -> Array:
     """Return an axis through what was measured, with points between where they are far apart."""
-    low, high = min(measured), max(measured)
+    low, high = min(1.0, *measured), max(measured)
     points = np.unique(np.round(np.concatenate([np.geomspace(low, high, GRID), measured]), 3))
     kept = [float(points[0])]
     for before, point in pairwise(points):

@@ -8,6 +8,8 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from controller.profiler.points import BesidePoint, DecodePoint, PrefillPoint, TooFewPoints, arrays
+from workers.engines.simulated.perf_model import Interpolated
+from workers.engines.simulated.plan import Plan
 
 PREFILL = [PrefillPoint(n, 2.0 + n / 10) for n in (64, 512, 2048)]
 
@@ -52,6 +54,13 @@ def test_what_was_measured_comes_back_and_so_does_what_lies_between() -> None:
         assert read(made, batch * context, context) == pytest.approx(law(batch, context), rel=0.05)
 
 
+@pytest.mark.parametrize(("batch", "context"), [(1, 5), (1, 60), (2, 5), (4, 20), (16, 40)])
+def test_a_context_shorter_than_any_measured_takes_what_the_shortest_takes(batch: int, context: int) -> None:
+    model = Interpolated(arrays(PREFILL, measured([1, 2, 4, 8, 16, 32], [64, 256, 1024])))
+    plan = Plan(decodes=batch, context_tokens=batch * context)
+    assert model.decode_ms(plan) == pytest.approx(law(batch, 74), rel=0.05)
+
+
 def test_the_median_of_repeats_counts() -> None:
     points = [DecodePoint(1, c, c, itl) for c in (100, 200) for itl in (5.0, 5.0, 90.0)]
     assert arrays(PREFILL, points)["decode_itl"] == pytest.approx(5.0)
@@ -93,7 +102,7 @@ def test_too_few_points_are_said(prefill: list[PrefillPoint], decode: list[Decod
         arrays(prefill, decode)
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=12, deadline=None)
 @example(points=[(1, 10, 1.0), (1, 10, 1.75), (1, 10, 0.25), (1, 10, 0.25), (1, 11, 1866.0)])
 @given(
     points=st.lists(
