@@ -133,7 +133,7 @@ class Choosing:
     def unread(self, seat: Seat) -> float:
         """Return how many prompt tokens of requests at a worker are still to be read, over all of its ranks."""
         holders = [Holder(seat.worker, seat.instance, rank) for rank in range(seat.ranks)]
-        works = self.slots.each(holders)
+        works = self.slots.each(holders, now=self._now())
         if works is None:
             works = [self.slots.work(holder, now=self._now()) for holder in holders]
         return sum(work.prefill_tokens for work in works)
@@ -220,6 +220,7 @@ def pricing_of(settings: RouterSettings) -> Pricing:
         prefill_scale=settings.prefill_load_scale,
         request_weight=settings.decode_active_request_weight,
         request_tokens=settings.active_request_tokens,
+        recent_weight=settings.recent_prefill_weight,
         host_weight=settings.host_cache_hit_weight,
         disk_weight=settings.disk_cache_hit_weight,
         track_prefill=settings.track_prefill_tokens,

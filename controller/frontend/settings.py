@@ -60,6 +60,10 @@ class RouterSettings(Strict):
     active_request_tokens: NotNegative = Field(
         default=512.0, description="what each adds in prompt tokens that are still to be read"
     )
+    recent_prefill_weight: NotNegative = Field(
+        default=0.1,
+        description="what a block of prompt that was sent there in the last 10 s weighs against one still to be read",
+    )
     host_cache_hit_weight: NotNegative = Field(
         default=0.75, description="what a block in the host's memory is worth of one on the device"
     )

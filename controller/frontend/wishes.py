@@ -23,6 +23,7 @@ WISHES = (
     "prefill_load_scale",
     "decode_active_request_weight",
     "active_request_tokens",
+    "recent_prefill_weight",
     "host_cache_hit_weight",
     "disk_cache_hit_weight",
     "track_prefill_tokens",

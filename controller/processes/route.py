@@ -37,6 +37,7 @@ COLUMNS = (
     ("others", "others"),
     ("decode", "decode"),
     ("requests", "requests"),
+    ("lately", "lately"),
     ("weight", "weight"),
     ("cost", "cost"),
 )

@@ -27,12 +27,13 @@ def score_few(question: Question) -> FewScores | None:
     found, size, blocks = prompt.matches, prompt.block_tokens, len(prompt.blocks)
     if len(places) > FEW or found.disk is not found.device or pricing.credit_decay or prompt.tokens < 1:
         return None
-    loads = question.slots.each(places.holders)
+    loads = question.slots.each(places.holders, now=question.now)
     if loads is None:
         return None
     used, requests = question.slots.in_use(prompt.blocks) if blocks else ({}, {})
     extra = max(pricing.overlap_credit - 1.0, 0.0) if pricing.track_prefill else 0.0
     request = pricing.prefill_scale * pricing.request_tokens / size + pricing.request_weight
+    recent = pricing.prefill_scale * pricing.recent_weight / size
     costs, device = [], []
     for place, (seat, holder, row, load) in enumerate(
         zip(places.seat, places.holders, places.rows.tolist(), loads, strict=True)
@@ -49,7 +50,7 @@ def score_few(question: Question) -> FewScores | None:
         else:
             prefill, kept = 0.0, max(kept - credit, 0.0)
         waiting = pricing.prefill_scale * max(prefill + extra * blocks - credit, 0.0)
-        work = waiting + kept + request * load.requests
+        work = waiting + kept + request * load.requests + recent * load.lately
         costs.append(work / seat.weight if seat.weight > 0 else inf)
         device.append(float(has))
     return FewScores(costs, device)

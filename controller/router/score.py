@@ -3,7 +3,8 @@
     prefill  = (prompt tokens still to be read there + the prompt's own) / block tokens
     credit   = overlap_credit · decay · device + host_weight · host + disk_weight · disk      blocks it has already
     copy     = (overlap_credit - 1) · blocks, where that is above 0; see below
-    waiting  = prefill_scale · (max(prefill + copy - credit, 0) + request_tokens / block tokens · requests in flight)
+    beside   = (request_tokens · requests in flight + recent_weight · prompt tokens sent there lately) / block tokens
+    waiting  = prefill_scale · (max(prefill + copy - credit, 0) + beside)
     decode   = blocks in use there, with those of this prompt that are not      (+ other frontends' tokens / block tokens)
     cost     = (waiting + decode + request_weight · requests in flight) / weight
 
@@ -19,6 +20,8 @@ for some things:
   (`copy`). So it is not taken off what is to be read there for others, and of a prefix that several requests there have in
   use each has its share: many pay for one more copy, and a hot prefix gets as many as it needs. A block on a slower tier
   spares its part of that, too.
+- Prompt tokens that were sent there in the last ten seconds or so weigh a little, also when they have been read. Of several
+  workers that have nothing to read, the one with the least of them is next: so work is shared over seconds, too.
 - A request in flight weighs something in tokens too, which means the same in blocks of any size. Without it nothing speaks
   against a worker that has all of a prompt, however many requests with the same one it has.
 
@@ -49,6 +52,9 @@ class Pricing:
     prefill_scale: float = 1.0
     request_weight: float = 0.0  # blocks in use for each request in flight
     request_tokens: float = 0.0  # prompt tokens to be read for each request in flight
+    recent_weight: float = (
+        0.0  # of prompt tokens that were sent there lately, against those that are still to be read
+    )
     host_weight: float = 0.75  # credit for a block in the host's memory
     disk_weight: float = 0.25
     track_prefill: bool = True  # count what is still to be read
@@ -56,7 +62,7 @@ class Pricing:
     temperature: float = 0.0  # 0: always the lowest
 
 
-USUAL = Pricing(overlap_credit=5.0, prefill_scale=20.0, request_tokens=512.0)
+USUAL = Pricing(overlap_credit=5.0, prefill_scale=20.0, request_tokens=512.0, recent_weight=0.1)
 """What is used unless something else is set. With Dynamo's defaults a block in use weighs as much as one to be computed, and
 drives conversations away from where they are cached: on a trace of real chats 60 % of the possible hits instead of 90 %
 (`python -m benchmarks.routing`). A hit is worth more than the time it saves: a second copy takes another one's place.
@@ -101,6 +107,7 @@ class Terms:
     decode: float
     kept: float  # of that, what counts
     requests: int  # in flight
+    lately: float  # prompt tokens that were sent there, each counting the less the longer ago that was
     in_flight: float  # what they cost besides
     weight: float  # of the worker
     cost: float  # (waiting + kept + in_flight) / weight
@@ -157,6 +164,7 @@ class Scores:
             decode=float(self.decode[place]),
             kept=float(self.kept[place]),
             requests=int(self.loads.requests[place]),
+            lately=float(self.loads.lately[place]),
             in_flight=float(self.in_flight[place]),
             weight=float(self.weights[place]),
             cost=float(self.costs[place]),
@@ -198,7 +206,8 @@ def score(
     kept = decode if pricing.track_blocks else np.zeros_like(decode)
     if not pricing.track_prefill:
         kept = np.maximum(kept - credit, 0.0)
-    waiting = pricing.prefill_scale * (adjusted + pricing.request_tokens / block_tokens * loads.requests)
+    beside = pricing.request_tokens * loads.requests + pricing.recent_weight * loads.lately
+    waiting = pricing.prefill_scale * (adjusted + beside / block_tokens)
     in_flight = pricing.request_weight * loads.requests
     work = waiting + kept + in_flight
     costs = per_weight(work, weights)

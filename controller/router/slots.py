@@ -8,7 +8,8 @@ choice sees it at once. Nobody need be asked, and two requests of one moment do 
 
 A block is counted once on a worker, however many of its requests begin with it. A prompt that is being read weighs what
 is left of it: all of it until its first token, or, where it is known how long reading takes, less with time (§4.6 of
-Dynamo's rules: the oldest prompt's pace is everybody's, if all are known; else only the oldest shrinks).
+Dynamo's rules: the oldest prompt's pace is everybody's, if all are known; else only the oldest shrinks). What was sent there
+lately is remembered for some seconds after it has been read.
 
 The loads lie in columns, one row for each holder, so that a choice among a thousand takes no longer than a few sums.
 """
@@ -16,6 +17,7 @@ The loads lie in columns, one row for each holder, so that a choice among a thou
 from collections import OrderedDict
 from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
+from math import exp
 from typing import Any, Generic, Protocol, TypeVar
 
 import numpy as np
@@ -30,17 +32,20 @@ Rows = npt.NDArray[np.intp]
 STALE_S = 3600.0
 """A request of which nothing was heard for so long is forgotten: whoever should have freed it has not."""
 LOOK_S = 30.0  # how often such requests are looked for
-_PREFILL, _BLOCKS, _REQUESTS, _PACE, _SINCE, _READ_MAX = range(6)
+LATELY_S = 10.0
+"""A prompt that was sent so long ago counts e times less among those that were sent lately."""
+_PREFILL, _BLOCKS, _REQUESTS, _PACE, _SINCE, _READ_MAX, _LATELY, _LAST = range(8)
 _ROWS = 64  # to begin with
 
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """What a holder has to do: prompt tokens to be read, blocks in use, requests."""
+    """What a holder has to do: prompt tokens to be read, blocks in use, requests. And what it was given lately to be read."""
 
     prefill_tokens: float = 0.0
     blocks: float = 0.0
     requests: int = 0
+    lately: float = field(default=0.0, compare=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +55,7 @@ class Loads:
     prefill_tokens: Floats
     blocks: Floats
     requests: Floats
+    lately: Floats  # prompt tokens that were sent there, each counting the less the longer ago that was
 
 
 @dataclass(slots=True)
@@ -80,6 +86,11 @@ class _Work:
     reading_tokens: int = 0
     unpaced: int = 0  # prompts of which nobody knows how long reading them takes
     anchored: float = 0.0  # since when the oldest of them is read
+    lately: float = 0.0  # as it was when the last prompt was sent
+    last: float = 0.0  # when that was
+
+    def lately_at(self, now: float) -> float:
+        return self.lately * exp(min(self.last - now, 0.0) / LATELY_S)
 
 
 class Listener(Protocol):
@@ -101,7 +112,7 @@ class SlotTracker(Generic[Holder]):
         self._work: dict[Holder, _Work] = {}
         self._requests: dict[Hashable, Request[Holder]] = {}
         self._active = Prefixes()
-        self._columns: Floats = np.zeros((6, _ROWS))
+        self._columns: Floats = np.zeros((8, _ROWS))
         self._free_rows = list(range(_ROWS - 1, -1, -1))
         self._paced = False  # whether anybody ever knew how long a prompt takes
         self.layout = 0  # moves when a row gets another meaning
@@ -159,6 +170,7 @@ class SlotTracker(Generic[Holder]):
             work.reading[request] = (prefill_tokens, expected_s)
             work.reading_tokens += prefill_tokens
             work.unpaced += expected_s is None
+            work.lately, work.last = work.lately_at(now) + prefill_tokens, now
             self._paced = self._paced or expected_s is not None
         self._show(work)
         if self.listener is not None and not owner:
@@ -223,6 +235,7 @@ class SlotTracker(Generic[Holder]):
         for request in list(work.requests):
             self.free(request, now=now)
         del self._work[holder]
+        self._columns[:, work.row] = 0.0
         self._free_rows.append(work.row)
         self.layout += 1
 
@@ -260,7 +273,10 @@ class SlotTracker(Generic[Holder]):
         if (work := self._work.get(holder)) is None:
             return Work()
         loads = self.loads(np.array([work.row]), now=now)
-        return Work(float(loads.prefill_tokens[0]), float(loads.blocks[0]), int(loads.requests[0]))
+        prefill, blocks, requests, lately = (
+            float(one[0]) for one in (loads.prefill_tokens, loads.blocks, loads.requests, loads.lately)
+        )
+        return Work(prefill, blocks, int(requests), lately)
 
     def rows(self, holders: Iterable[Holder]) -> Rows:
         """Return the rows of holders, for `loads`. They hold for as long as `layout` stays what it is now."""
@@ -273,14 +289,17 @@ class SlotTracker(Generic[Holder]):
         if self._paced:
             read = np.floor(columns[_PACE] * np.maximum(now - columns[_SINCE], 0.0))
             prefill -= np.minimum(read, columns[_READ_MAX])
-        return Loads(prefill, columns[_BLOCKS], columns[_REQUESTS])
+        lately = columns[_LATELY] * np.exp(np.minimum(columns[_LAST] - now, 0.0) / LATELY_S)
+        return Loads(prefill, columns[_BLOCKS], columns[_REQUESTS], lately)
 
-    def each(self, holders: Iterable[Holder]) -> list[Work] | None:
+    def each(self, holders: Iterable[Holder], *, now: float) -> list[Work] | None:
         """Return what each of a few holders has to do; None while what is to be read shrinks with time, see `loads`."""
         if self._paced:
             return None
         works = (self._of(holder) for holder in holders)
-        return [Work(work.reading_tokens, work.blocks, len(work.requests)) for work in works]
+        return [
+            Work(work.reading_tokens, work.blocks, len(work.requests), work.lately_at(now)) for work in works
+        ]
 
     def in_use(self, blocks: Sequence[int]) -> tuple[dict[int, int], dict[int, int]]:
         """Return what `shared` does, by row. Who has none in use is missing."""
@@ -322,6 +341,7 @@ class SlotTracker(Generic[Holder]):
         column = self._columns[:, work.row]
         column[_PREFILL], column[_BLOCKS] = work.reading_tokens, work.blocks
         column[_REQUESTS] = len(work.requests)
+        column[_LATELY], column[_LAST] = work.lately, work.last
         if not self._paced:
             return
         column[_PACE], column[_READ_MAX] = 0.0, 0.0

@@ -176,6 +176,14 @@ def test_a_hot_prefix_does_not_pile_up(rate: float) -> None:
     assert in_kv["ttft_mean"] < in_turns["ttft_mean"] + 0.15  # at first all wait for one to compute it: 0.7 s
 
 
+def test_workers_that_are_idle_share_the_work_over_seconds() -> None:
+    """Each prompt has been read and answered before the next one comes: nothing is in flight that would tell them apart."""
+    dice = Random(1)
+    sizes = [dice.randrange(1, 10) for _ in range(200)]
+    requests = [Request(key, key * 0.5, n * BLOCK, 1, names(key + 1, 1)) for key, n in enumerate(sizes)]
+    assert figures(ran(requests, 4, routers(1, 4)), 4, 100.0)["balance"] < 1.4  # and 1.9 to 2.3 by lot
+
+
 def test_conversations_stay_where_they_are_cached() -> None:
     requests = chats(300)
     kv = ran(requests, 4, routers(1, 4))

@@ -170,13 +170,21 @@ def failing(name: str, how: str, after: int | None = 5, **more: Any) -> Scripted
     return ScriptedWorker(name, acts=deque([Act(after=after, how=how, **more)]))
 
 
+BUSY_BLOCKS = 1000
+
+
 async def first_goes_to(kit: Kit, first: ScriptedWorker, other: ScriptedWorker, **changes: Any) -> None:
     """Join the workers so that the first request goes to `first`."""
     await kit.add(first, **changes)
     await kit.add(other, **changes)
-    busier = Holder(other.name, other.instance)
-    kit.desk.table.seats[(other.name, other.instance)].active += 1
-    kit.desk.routing.choosing.slots.add("another", busier, now=kit.desk.now(), own_blocks=1)
+    keep_busy(kit, other.name, other.instance)
+
+
+def keep_busy(kit: Kit, worker: str, instance: str, requests: int = 1) -> None:
+    """Let a worker look so busy that idle ones are chosen, whatever they were sent lately."""
+    kit.desk.table.seats[(worker, instance)].active += requests
+    holder = Holder(worker, instance)
+    kit.desk.routing.choosing.slots.add("another", holder, now=kit.desk.now(), own_blocks=BUSY_BLOCKS)
 
 
 def counted_are_there(desk: Desk) -> None:

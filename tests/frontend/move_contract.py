@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 import pytest
-from frontend_kit import Kit, first_goes_to, frontend, until
+from frontend_kit import Kit, first_goes_to, frontend, keep_busy, until
 from real_worker import RealWorker
 from roads import Road
 from scripted_worker import Act, ScriptedWorker
@@ -138,7 +138,7 @@ class TransferPair(Pair):
         for worker in (self.first, self.other):
             await worker.start()
             await self.kit.add(worker, **worker.facts)
-        self.kit.desk.table.seats[("w2", self.other.instance)].active += BUSY
+        keep_busy(self.kit, "w2", self.other.instance, BUSY)
 
     def cut(self, after: int) -> None:
         self.first.cut(after)

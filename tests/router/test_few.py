@@ -17,7 +17,7 @@ PRICINGS = st.sampled_from(
     [
         USUAL,
         Pricing(),
-        Pricing(overlap_credit=0.5, request_weight=2.0, request_tokens=64.0),
+        Pricing(overlap_credit=0.5, request_weight=2.0, request_tokens=64.0, recent_weight=3.0),
         Pricing(track_prefill=False, overlap_credit=3.0),
         Pricing(track_blocks=False),
     ]
@@ -56,7 +56,7 @@ def test_the_costs_are_those_of_the_columns(
     prompt = Prompt(blocks * BLOCK + 3, BLOCK, names, Matches(found, found, found))
     others = (lambda worker: Load(active_tokens=40)) if reported else None
     places = KeptPlaces(slots).of(seats)
-    question = Question(places, prompt, pricing, slots, others, unsaid, 0.0, 0.5)
+    question = Question(places, prompt, pricing, slots, others, unsaid, 4.0, 0.5)
     few = score_few(question)
     assert few is not None
     assert few.costs == pytest.approx(question.scores.costs.tolist())

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from controller.frontend.choosing import pricing_of
 from controller.frontend.settings import RouterSettings
 from controller.router.score import USUAL, Overlaps, Pricing, Scores, pick_lowest, score
 from controller.router.slots import Floats, Loads
@@ -25,9 +26,8 @@ def priced(
 ) -> Scores:
     """Score a prompt of ten blocks. What is given is one number, or one for each candidate."""
     blocks = given.pop("blocks", tokens // BLOCK)
-    column = {
-        name: of(given.pop(name, 0), size) for name in ("to_read", "in_use", "requests", "device", "host")
-    }
+    names = ("to_read", "in_use", "requests", "lately", "device", "host")
+    column = {name: of(given.pop(name, 0), size) for name in names}
     disk, shared, sharers, others = (
         of(given.pop(name, 0), size) for name in ("disk", "shared", "sharers", "others")
     )
@@ -38,7 +38,7 @@ def priced(
         tokens=tokens,
         blocks=blocks,
         block_tokens=BLOCK,
-        loads=Loads(column["to_read"], column["in_use"], column["requests"]),
+        loads=Loads(column["to_read"], column["in_use"], column["requests"], column["lately"]),
         overlaps=Overlaps(column["device"], column["host"], disk, shared, sharers),
         others=others,
         weights=weights,
@@ -67,6 +67,7 @@ def test_each_term() -> None:
     assert cost(requests=3) == 20
     assert cost(Pricing(request_weight=2), requests=3) == 20 + 6
     assert cost(Pricing(request_tokens=32, prefill_scale=2), requests=3) == 2 * (10 + 6) + 10
+    assert cost(Pricing(recent_weight=0.5, prefill_scale=2), lately=64) == 2 * (10 + 2) + 10
     assert cost(Pricing(prefill_scale=0.5), device=4) == 3 + 10
     assert cost(Pricing(overlap_credit=0.5), device=4) == 8 + 10
     assert cost(Pricing(track_blocks=False), in_use=3) == 10
@@ -108,15 +109,27 @@ PRICINGS = st.builds(
     prefill_scale=st.floats(0, 20),
     request_weight=st.floats(0, 3),
     request_tokens=st.floats(0, 512),
+    recent_weight=st.floats(0, 1),
     track_prefill=st.booleans(),
     track_blocks=st.booleans(),
 )
-ROWS = st.tuples(SMALL, SMALL, *[st.integers(0, 10)] * 6, st.floats(0.1, 1))
+ROWS = st.tuples(SMALL, SMALL, SMALL, *[st.integers(0, 10)] * 6, st.floats(0.1, 1))
 
 
 @given(PRICINGS, st.lists(ROWS, min_size=1, max_size=3))
 def test_whoever_has_the_terms_and_the_pricing_can_reckon_the_cost(pricing: Pricing, rows: list[Any]) -> None:
-    names = ("to_read", "in_use", "requests", "device", "host", "disk", "shared", "sharers", "weights")
+    names = (
+        "to_read",
+        "in_use",
+        "lately",
+        "requests",
+        "device",
+        "host",
+        "disk",
+        "shared",
+        "sharers",
+        "weights",
+    )
     columns = dict(zip(names, map(list, zip(*rows, strict=True)), strict=True))
     scores = priced(pricing, size=len(rows), others=1.5, **columns)
     for place in range(len(rows)):
@@ -128,8 +141,8 @@ def test_whoever_has_the_terms_and_the_pricing_can_reckon_the_cost(pricing: Pric
         assert t.copy == extra * 10
         assert t.prefill == (pricing.track_prefill and (t.active_prefill_tokens + 160) / BLOCK)
         assert t.adjusted_prefill == pytest.approx(max(t.prefill + t.copy - t.credit, 0))
-        asked = pricing.request_tokens / BLOCK * t.requests
-        assert t.waiting == pytest.approx(pricing.prefill_scale * (t.adjusted_prefill + asked))
+        beside = (pricing.request_tokens * t.requests + pricing.recent_weight * t.lately) / BLOCK
+        assert t.waiting == pytest.approx(pricing.prefill_scale * (t.adjusted_prefill + beside))
         assert t.decode == pytest.approx(t.active + t.others + 10 - t.shared)
         kept = t.decode if pricing.track_blocks else 0
         assert t.kept == pytest.approx(kept if pricing.track_prefill else max(kept - t.credit, 0))
@@ -158,9 +171,7 @@ def test_a_credit_above_one_is_what_a_missing_block_costs_beyond_its_computation
 
 
 def test_what_is_usual_is_what_a_frontend_does_unless_told_otherwise() -> None:
-    settings = RouterSettings()
-    given = (settings.kv_overlap_score_credit, settings.prefill_load_scale, settings.active_request_tokens)
-    assert given == (USUAL.overlap_credit, USUAL.prefill_scale, USUAL.request_tokens)
+    assert pricing_of(RouterSettings()) == USUAL
 
 
 def test_those_who_share_a_prefix_share_what_its_copy_takes_from_others() -> None:

@@ -1,11 +1,13 @@
 """The slot tracker knows what a plain list of the requests in flight knows, whatever was said to it in whatever order."""
 
+from math import e
+
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from controller.router.slots import LOOK_S, STALE_S, SlotTracker, Work
+from controller.router.slots import LATELY_S, LOOK_S, STALE_S, SlotTracker, Work
 from events.blocks import sequence_hashes
 
 Path = tuple[int, ...]
@@ -216,3 +218,25 @@ def test_a_row_goes_to_somebody_else_only_after_its_holder_is_forgotten() -> Non
     assert slots.rows([100])[0] == rows[7]
     assert slots.work(100, now=0.0) == Work()
     assert set(slots.holders) == set(range(101)) - {7}
+
+
+def test_what_was_sent_lately_is_remembered_for_some_seconds() -> None:
+    slots = SlotTracker[str]()
+    slots.add(1, "w", now=0.0, prefill_tokens=1000)
+    slots.free(1, now=1.0)
+    assert slots.work("w", now=0.0).lately == 1000
+    slots.add(2, "w", now=LATELY_S, prefill_tokens=1000)
+    assert slots.work("w", now=LATELY_S).lately == pytest.approx(1000 / e + 1000)
+    assert slots.work("w", now=2 * LATELY_S).lately == pytest.approx(1000 / e**2 + 1000 / e)
+    assert slots.work("w", now=0.0).lately == pytest.approx(1000 / e + 1000), "a time before adds nothing"
+    each = slots.each(["w"], now=15.0)
+    assert each is not None
+    assert each[0].lately == pytest.approx(slots.work("w", now=15.0).lately)
+
+
+def test_a_holder_does_not_inherit_what_one_before_it_was_sent() -> None:
+    slots = SlotTracker[str]()
+    slots.add(1, "old", now=0.0, prefill_tokens=1000)
+    slots.forget("old", now=0.0)
+    row = slots.rows(["new"])
+    assert slots.loads(row, now=0.0).lately.tolist() == [0.0]
