@@ -80,6 +80,9 @@ def holds(scheduler: Scheduler, listener: Listener) -> None:
     assert listener.held[Tier.DEVICE] >= {block for block in counts if block >= 0}
     assert len(listener.held[Tier.DEVICE]) == sum(block >= 0 for block in counts) + len(kv.inactive)
     assert all(block in kv.inactive for block in listener.held[Tier.DEVICE] - counts.keys())
+    assert kv._parents.keys() == listener.held[Tier.DEVICE]
+    if kv.slow is not None:
+        assert all(set(kv.slow.blocks(tier)) == listener.held[tier] for tier in (Tier.HOST, Tier.DISK))
 
 
 REQUESTS = st.lists(
@@ -246,6 +249,32 @@ def test_salted_requests_share_nothing_with_others() -> None:
     for key, salt in enumerate(("", "a", "b", "a")):
         scheduler.submit(key, generate(prompt(64), cache_salt=salt))
     assert one_pass(scheduler)[0].prefills == (64, 64, 64, 1)
+
+
+def test_what_is_on_its_way_when_the_cache_is_forgotten_keeps_its_blocks_to_itself() -> None:
+    scheduler, listener, tokens = Scheduler(Shape()), Listener(), prompt(64)
+    scheduler.kv.heard = True
+    scheduler.submit(1, generate(tokens, most=2))
+    one_pass(scheduler)
+    departure = scheduler.transit.depart(1)
+    arrival = scheduler.reserve(2, generate(tokens), 100)
+    assert departure is not None and not isinstance(arrival, str) and arrival.cached_tokens == 48
+    one_pass(scheduler)
+    assert departure.pinned, "it has ended, and its blocks may still leave"
+    scheduler.trust(False)
+    late = scheduler.reserve(3, generate(tokens), 100)
+    assert not isinstance(late, str) and late.cached_tokens == 0
+    scheduler.transit.settle(late, tokens)
+    one_pass(scheduler)
+    listener.hear(scheduler.take_events())
+    assert not any(listener.held.values())
+    scheduler.trust(True)
+    scheduler.transit.close(departure)
+    scheduler.transit.settle(arrival, tokens)
+    while not one_pass(scheduler)[0].idle:
+        pass
+    listener.hear(scheduler.take_events())
+    assert scheduler.kv.used == 0 and not any(listener.held.values())
 
 
 def test_without_prefix_caching_nothing_is_found_kept_or_said() -> None:
