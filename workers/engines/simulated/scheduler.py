@@ -12,7 +12,7 @@ A `mute` scheduler counts tokens and does not say them. Where nothing but that w
 once: fleets of thousands run so in virtual time.
 """
 
-from collections import deque
+from collections import OrderedDict
 from collections.abc import Sequence as Sequential
 from itertools import chain
 from typing import cast
@@ -43,7 +43,7 @@ class Scheduler:
         self.planned = Plan()  # the newest one
         self.batch = Batch(shape.block_tokens)
         self.prefill = Prefill(shape, self.kv, self.batch)
-        self._waiting: deque[Sequence] = deque()
+        self._waiting: OrderedDict[int, Sequence] = OrderedDict()
         self._stalled: tuple[int, int, int] | None = None  # why nobody could be admitted
         self.transit = Transit(shape, self.kv, self.batch, self.prefill.begun)
 
@@ -88,7 +88,7 @@ class Scheduler:
         elif sequence := self.prefill.begun.pop(key, None):
             self.transit.release(sequence, "it has been cancelled")
         else:
-            self._waiting = deque(one for one in self._waiting if one.key != key)
+            self._waiting.pop(key, None)
         self.transit.cancel(key)
 
     def drop_all(self) -> None:
@@ -112,10 +112,9 @@ class Scheduler:
         return f"overloaded: {len(self._waiting)} requests are waiting already"
 
     def _enqueue(self, sequence: Sequence) -> None:
-        if sequence.canary:
-            self._waiting.appendleft(sequence)  # what finds a sick worker must not wait for a hundred others
-        else:
-            self._waiting.append(sequence)
+        self._waiting[sequence.key] = sequence
+        if sequence.canary:  # what finds a sick worker must not wait for a hundred others
+            self._waiting.move_to_end(sequence.key, last=False)
 
     # --- what it says of itself
 
@@ -134,7 +133,7 @@ class Scheduler:
     def queued(self) -> tuple[list[int], list[int]]:
         """Return the lengths of those that wait: of those that have said nothing yet, and of the preempted ones."""
         lengths: tuple[list[int], list[int]] = [], []
-        for one in self._waiting:
+        for one in self._waiting.values():
             lengths[one.made > 0].append(one.length)
         return lengths
 
@@ -164,10 +163,11 @@ class Scheduler:
             starts.append(sequence.computed - chunks[-1])
             budget -= chunks[-1]
         while self._waiting and self._seats() < self.shape.batch_max and budget > 0:
-            chunk = self.prefill.admit(first := self._waiting[0], budget, alone=not chunks)
+            first = next(iter(self._waiting.values()))
+            chunk = self.prefill.admit(first, budget, alone=not chunks)
             if not chunk:
                 break
-            self._waiting.popleft()
+            del self._waiting[first.key]
             chunks.append(chunk)
             starts.append(first.computed - chunk)
             budget -= chunk
@@ -179,7 +179,7 @@ class Scheduler:
         return len(self.batch) + len(self.prefill.begun) + self.transit.places
 
     def _queue(self) -> tuple[int, int, int]:
-        return self._waiting[0].key, self.kv.used, self._seats()
+        return next(iter(self._waiting)), self.kv.used, self._seats()
 
     def step(self) -> Output:
         """Give one token to every sequence of the batch; return what each gets, in one list. Mute: who says its first
@@ -250,7 +250,8 @@ class Scheduler:
         else:
             del self.prefill.begun[sequence.key]
         self.transit.release(sequence, "it has been preempted")
-        self._waiting.appendleft(sequence)
+        self._waiting[sequence.key] = sequence
+        self._waiting.move_to_end(sequence.key, last=False)
         self.preemptions += 1
 
     def _raise(self) -> Output:
