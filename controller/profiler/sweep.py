@@ -19,6 +19,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 
 from controller.profiler.points import BesidePoint, DecodePoint, PrefillPoint
 from controller.profiler.target import CannotMeasure, Refused, Stream, Target
@@ -30,6 +31,7 @@ LONGER = 4  # times as many tokens, where the batch was not together for long en
 TOKENS_MAX = 2048
 BESIDE = 3  # times as many measurements as of other points: they are short, and differences of times
 ROW = 4  # events whose time is taken together
+BURSTS = 0.25  # a median below so much of the mean is that of the events within a burst
 APART_S = 0.0005  # at most, what comes of one step
 
 
@@ -179,7 +181,7 @@ async def _whole(*streams: Stream) -> None:
 
 def point(streams: Sequence[Stream], asked: int, tokens: int) -> DecodePoint:
     """Return what a batch of whole answers says of its step: the median of the time of a few steps in a row, since one that
-    was held up counts for little in it, and events that came together for no more than they are. Raise NotTogether.
+    was held up counts for little in it; the mean, where they come in bursts. Raise NotTogether.
     """
     begin = max(stream.said_at[0] for stream in streams)
     end = min(stream.said_at[-1] for stream in streams)
@@ -191,10 +193,16 @@ def point(streams: Sequence[Stream], asked: int, tokens: int) -> DecodePoint:
         if steps < tokens * TOGETHER_MIN:
             raise NotTogether("the engine does not run so many at once for long enough")
         before = sum(at < begin for at in stream.said_at) * per_event
-        row = min(ROW, len(within) - 1)
-        itl.append(float(np.median(within[row:] - within[:-row])) / row / per_event * 1e3)
+        itl.append(_step_s(within) / per_event * 1e3)
         contexts.append((stream.prompt_tokens or asked) + before + steps / 2)
     return DecodePoint(len(streams), asked, float(np.mean(contexts)), float(np.mean(itl)))
+
+
+def _step_s(at: npt.NDArray[np.float64]) -> float:
+    """Return what lies between two events."""
+    row = min(ROW, len(at) - 1)
+    usual, mean = float(np.median(at[row:] - at[:-row])) / row, (at[-1] - at[0]) / (len(at) - 1)
+    return usual if usual > mean * BURSTS else float(mean)
 
 
 def _prefill_point(length: int, streams: Sequence[Stream]) -> PrefillPoint:

@@ -17,6 +17,7 @@ Say = Callable[[asyncio.StreamWriter, int], Awaitable[None]]
 FLAGS = ("--isl", "8,16", "--context", "8,16", "--concurrency", "1", "--tokens", "8", "--repeats", "1")
 EVENTS = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\nconnection: close\r\n\r\n"
 MODELS = {"data": [{"id": "m", "max_model_len": 512}]}
+USAGE = b'data: {"choices": [], "usage": {"completion_tokens": 8}}\n\n'
 TOKEN = b'data: {"choices": [{"text": "so", "finish_reason": null}]}\n\n'
 
 
@@ -62,11 +63,9 @@ def saying(*parts: bytes, good: int = 0) -> Say:
     """Answer so many requests well, and from then on with these bytes."""
 
     async def say(writer: asyncio.StreamWriter, asked: int) -> None:
-        if asked > good:
-            for part in parts:
-                writer.write(part)
-        else:
-            writer.write(EVENTS + TOKEN * 8 + b'data: {"choices": [], "usage": {"completion_tokens": 8}}\n\n')
+        for part in parts if asked > good else (EVENTS, *[TOKEN] * 8, USAGE):
+            writer.write(part)
+            await asyncio.sleep(0.001)
         writer.close()
 
     return say
@@ -92,6 +91,7 @@ CASES = {
     "fails": (saying(answer("500 Oops", b'{"error": "no GPU"}')), "answers 500: no GPU"),
     "refuses every form": (saying(answer("400 Bad", b'{"error": {"message": "no"}}')), "answers 400: no"),
     "refuses amid the sweep": (saying(answer("503 Full", b"full"), good=7), "it takes 2"),
+    "sends all at once": (saying(EVENTS + TOKEN * 8 + USAGE), "an answer's tokens come all at once"),
     "is silent": (silent, "no token came for 0.2 s"),
 }  # fmt: skip
 
@@ -117,7 +117,7 @@ async def test_a_server_that_cannot_be_measured_is_said_in_one_sentence(
 @pytest.mark.parametrize("size", ["1e999", "NaN", "-5", '"many"', "[]", "12345678901234567890"])
 async def test_numbers_that_no_engine_has_are_taken_for_none(size: str, tmp_path: Path) -> None:
     usage = f'data: {{"choices": [], "usage": {{"prompt_tokens": {size}, "completion_tokens": {size}}}}}\n\n'
-    say = saying(EVENTS, TOKEN * 8, usage.encode())
+    say = saying(EVENTS, *[TOKEN] * 8, usage.encode())
     models = f'{{"data": [{{"id": "m", "max_model_len": {size}}}]}}'.encode()
     async with serving(say, models) as url:
         assert await profiled(url, tmp_path / "p.npz") == 0
