@@ -29,6 +29,8 @@ from events.observations import WorkerJoined
 from events.subjects import PLANE_SCHEME
 from events.wire import Chunk, Generate, Load, Reserved, Welcome, Why
 
+LOOK_S = 0.25  # how often one who waits for a connection looks whether it is still the one that is wanted
+
 log = structlog.get_logger(__name__)
 
 
@@ -54,7 +56,8 @@ class PlaneLimits:
     welcome_s: float = 1.0
     backoff_s_min: float = 0.05
     backoff_s_max: float = 2.0
-    ask_connect_s: float = 1.0  # how long a probe waits for a connection that is being made
+    ask_connect_s: float = 1.0  # how long a probe waits for a connection that is being made again
+    ask_connect_first_s: float = 5.0  # and for one that was not tried in vain: a thousand may join at once
     ask_chunks_max: int = 4096
     connections_max: int = 65_536  # a process has open files for other things, too
     heard_s: float = (
@@ -75,6 +78,7 @@ class _Link:
     line: Line | None = None
     task: asyncio.Task[None] | None = None
     failures: int = 0  # in a row
+    up: asyncio.Event = field(default_factory=asyncio.Event)  # a flag: it is connected
 
     @property
     def instance(self) -> str:
@@ -203,6 +207,7 @@ class RequestPlane:
                 with self._counted(link):
                     line = await self._dial(link)
                     link.failures = 0
+                    link.up.set()
                     log.info("worker_connected", worker=link.worker, instance=link.instance)
                     self._changed()
                     await line.ended
@@ -218,6 +223,7 @@ class RequestPlane:
                 await asyncio.sleep(self._backoff_s(link))
                 continue
             link.line = None
+            link.up.clear()
             await asyncio.sleep(self._backoff_s(link))
 
     @contextmanager
@@ -377,15 +383,20 @@ class RequestPlane:
         return line is not None and line.occupied(own_tokens, begun=begun)
 
     async def _awaited(self, worker: str) -> _Link:
-        loop = asyncio.get_running_loop()
-        until = loop.time() + self._limits.ask_connect_s
+        """Return the standing connection to a worker, which may still be in the making. Raise WorkerUnreachable."""
+        loop, limits = asyncio.get_running_loop(), self._limits
+        began = loop.time()
         while True:
             link = self._links.get(worker)
             if link is not None and link.live is not None:
                 return link
-            if loop.time() > until:
+            first = link is not None and not link.failures
+            left = began - loop.time() + (limits.ask_connect_first_s if first else limits.ask_connect_s)
+            if left <= 0:
                 raise WorkerUnreachable(f"{worker} is not connected")
-            await asyncio.sleep(0.01)
+            with suppress(TimeoutError):
+                async with asyncio.timeout(min(left, LOOK_S)):
+                    await (asyncio.sleep(LOOK_S) if link is None or link.up.is_set() else link.up.wait())
 
     # --- hangs --------------------------------------------------------------------------------------------
 

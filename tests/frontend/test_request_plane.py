@@ -13,6 +13,7 @@ from scripted_worker import Act, ScriptedWorker, undisturbed
 
 from controller.adapters.hang import HangPolicy, Pulse
 from controller.adapters.request_plane import Address, PlaneLimits, RequestPlane
+from controller.adapters.ways import DirectWay
 from controller.ports import WorkerUnreachable
 from controller.processes.controller import PROBER
 from events.wire import Beat, Chunk, Generate, Load, Sampling
@@ -382,6 +383,40 @@ async def test_a_worker_that_owes_frames_for_a_quarter_of_a_second_is_asked_last
         await until(lambda: not plane.lately("w1", busy.instance))
         assert plane.reachable("w1", busy.instance)
         assert plane.lately("w2", idle.instance)
+
+
+class Jammed(DirectWay):
+    """A way on which nobody gets anywhere for a while."""
+
+    def __init__(self) -> None:
+        self.free = asyncio.Event()
+
+    async def ready(self) -> None:
+        await self.free.wait()
+
+
+async def test_a_probe_waits_for_a_connection_that_is_being_made_and_not_for_one_that_cannot_be_made() -> (
+    None
+):
+    worker, way = await ScriptedWorker().start(), Jammed()
+    plane = RequestPlane("f1", PlaneLimits(ask_connect_s=0.05))
+    plane.want({"w1": Address("i1", worker.url), "gone": Address("i1", "tcp://127.0.0.1:1")})
+    plane.reach("tcp", way)
+    running = asyncio.create_task(plane.run())
+    asking = asyncio.ensure_future(anext(plane.ask("w1", question())))
+    try:
+        await asyncio.sleep(0.2)
+        assert not asking.done()
+        way.free.set()
+        assert (await asking).tokens == undisturbed(PROMPT, 1)
+        began = time.monotonic()
+        with pytest.raises(WorkerUnreachable):
+            await anext(plane.ask("gone", question()))
+        assert time.monotonic() - began < PlaneLimits().ask_connect_first_s / 2
+    finally:
+        running.cancel()
+        await asyncio.gather(running, asking, return_exceptions=True)
+        await worker.stop()
 
 
 async def test_a_process_that_may_have_no_more_connections_takes_another_worker_when_one_goes() -> None:
