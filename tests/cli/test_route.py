@@ -16,7 +16,7 @@ from events.presence import announce
 TERMS = dict.fromkeys(
     (
         "active_prefill_tokens", "device", "host", "disk", "credit", "sharers", "copy", "waiting", "active", "shared",
-        "others", "requests",
+        "others", "requests", "lately",
     ), 0.0,
 )  # fmt: skip
 ANSWER = {

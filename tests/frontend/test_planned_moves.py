@@ -648,14 +648,14 @@ async def test_many_streams_are_computed_again_a_few_in_each_turn_of_the_loop() 
         for worker in (source, target):
             await kit.add(worker, kv=KV, profile=quick)
         p = Pair(kit, source, target)
-        kit.desk.table.seats[("w2", "i1")].active += 100
+        kit.desk.table.seats[("w2", "i1")].tokens += 1_000_000
         asked = [asyncio.create_task(kit.complete(PROMPT, COUNT)) for _ in range(40)]
         await until(
             lambda: (
                 len(source.running) == 40 and all(f.ready for f in kit.desk.table.seats[("w1", "i1")].flights)
             )
         )
-        kit.desk.table.seats[("w2", "i1")].active -= 100
+        kit.desk.table.seats[("w2", "i1")].tokens -= 1_000_000
         p.drain()
         begun = len(kit.desk.table.seats[("w2", "i1")].flights)
         await asyncio.sleep(0)
