@@ -489,7 +489,7 @@ def told(way: Road, move: Move) -> bool:
 async def test_a_dozen_at_once_each_given_up_at_its_own_moment(tmp_path: Path, seed: int) -> None:
     chance = random.Random(seed)
     async with road(tmp_path) as way:
-        moves = [await way.begin(length=chance.randint(5, 400), salt=n, most=3000) for n in range(12)]
+        moves = [await way.begin(length=chance.randint(5, 400), salt=n, most=2 * COUNT) for n in range(12)]
         ends = [chance.choice(("moves", "stays", "is cancelled")) for _ in moves]
 
         async def play(move: Move, end: str, turns: int) -> list[int]:
