@@ -27,6 +27,7 @@ from workers.engines.simulated.reasoning import BadReasoning, Reasoning
 from workers.engines.simulated.sequence import Shape
 from workers.engines.simulated.tiers import Traffic
 from workers.engines.simulated.timing import ConstantTiming, ModelTiming, TieredTiming
+from workers.moving import moves
 from workers.settings import BadSetting, load_settings
 
 
@@ -252,6 +253,14 @@ def test_dynamos_defaults_are_one_flag() -> None:
     assert shape.context_tokens == 16384 * 64
     assert step_s(engine) == pytest.approx(0.01944)
     assert [built(engine_type=kind).shape.block_tokens for kind in ("sglang", "trtllm")] == [1, 32]
+
+
+@pytest.mark.parametrize("block", [1, 4096, 10_000])
+def test_blocks_of_any_size_can_be_described_to_others(block: int) -> None:
+    engine = built(engine_type="vllm", block_tokens=block)
+    layout = moves.layout(engine.kv)
+    assert layout is not None and layout.element_bytes >= 1 and layout.head_size >= 1
+    assert engine.kv[0].block_bytes >= block == engine.kv[0].block_size
 
 
 def test_each_way_to_take_time_can_be_chosen(tmp_path: Path) -> None:

@@ -30,7 +30,7 @@ def _given(settings: WorkerSettings, *names: str) -> dict[str, Any]:
 def _simulated(settings: WorkerSettings) -> Engine:
     from workers.engines.simulated import reasoning
     from workers.engines.simulated.engine import SimulatedEngine
-    from workers.engines.simulated.sequence import Shape
+    from workers.engines.simulated.sequence import KV_BLOCK_BYTES, Shape
     from workers.simulated_settings import KV_TRANSFER_GB_PER_S, defaults
 
     bounds = _given(
@@ -41,6 +41,7 @@ def _simulated(settings: WorkerSettings) -> Engine:
     )  # fmt: skip
     if settings.engine_type is not None:
         bounds = defaults(settings.engine_type, bounds)
+    bounds.setdefault("kv_block_bytes", max(KV_BLOCK_BYTES, bounds.get("block_tokens", 0)))
     gb_per_s = settings.kv_transfer_bandwidth
     if gb_per_s is None:
         gb_per_s = KV_TRANSFER_GB_PER_S if settings.engine_type else 0.0

@@ -134,7 +134,7 @@ def _of_all(profile: Profile, dp: int) -> Profile:
 
 def _description(shape: Shape, revision: str, rank: int) -> Description:
     """Say what the blocks of one TP rank mean: as if of one layer and one head, a byte a number, keys and values alike."""
-    size = shape.kv_block_bytes // (2 * shape.block_tokens)
+    size = max(1, shape.kv_block_bytes // (2 * shape.block_tokens))
     return Description(
         shape.model, revision, "uint8", 1, 1, size, shape.block_tokens, shape.kv_block_bytes, shape.tp, rank
     )

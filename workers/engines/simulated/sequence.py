@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from workers.engines.simulated.batch import Batch
 
 Preemption = Literal["newest", "oldest"]
+KV_BLOCK_BYTES = 4096
 
 
 class BadShape(UsageError):
@@ -36,7 +37,7 @@ class Shape:
     batch_max: int = 256
     waiting_max: int = 1024
     prefill_tokens_max: int = 8192  # tokens of a pass: one for each request that decodes, the rest of prompts
-    kv_block_bytes: int = 4096  # that a move carries of one TP rank's part of a block
+    kv_block_bytes: int = KV_BLOCK_BYTES  # that a move carries of one TP rank's part of a block
     kv_token_s: float = 0.0  # that the KV of a token takes to come
     tp: int = 1  # ranks that compute one pass together
     watermark: float = 0.01  # the share of the blocks that no new request may take, while others run
