@@ -134,6 +134,7 @@ def test_a_mute_scheduler_does_the_same_and_many_passes_at_once_are_as_many_pass
     shape: Shape, asked: Asked
 ) -> None:
     """Three of them, the last of which skips what it can. No two requests are equal: they would share their answers."""
+    first: list[int] = []
     speaking, mute, quick = every = Scheduler(shape), Scheduler(shape, mute=True), Scheduler(shape, mute=True)
     for one in every:
         one.kv.heard = True
@@ -155,11 +156,13 @@ def test_a_mute_scheduler_does_the_same_and_many_passes_at_once_are_as_many_pass
             continue
         said, *counted = [one.step() for one in every]
         assert counted[0] == counted[1]
+        first += [key for key, chunk in counted[0] if chunk.cached_tokens is not None]
         assert {key for key, chunk in said if chunk.finish} == {key for key, c in counted[0] if c.finish}
         events = [one.take_events() for one in every]
         assert events[1] == events[2]
         assert [type(event) for event in events[0]] == [type(event) for event in events[1]]
     assert not any(one.busy for one in every)
+    assert sorted(first) == [*range(len(asked))]  # once each, preempted or not
     assert speaking.preemptions == mute.preemptions == quick.preemptions
 
 
@@ -230,6 +233,7 @@ def test_who_comes_in_the_same_pass_finds_the_prefix() -> None:
         scheduler.submit(key, generate(prompt(64)))
     plan, _ = one_pass(scheduler)
     assert plan.prefills == (64, 1) and plan.starts == (0, 63)
+    assert (plan.active_blocks, plan.total_blocks) == (4, scheduler.kv.total)
 
 
 def test_a_plan_says_what_was_there_before_each_chunk() -> None:
@@ -327,6 +331,22 @@ def test_a_prompt_that_is_being_computed_is_newer_than_who_decodes(who: Preempti
         one_pass(scheduler)
     assert [*scheduler._waiting] == [waits]
     assert scheduler.load().running == 1
+
+
+def test_who_was_preempted_may_leave_once_it_has_said_something_again() -> None:
+    scheduler = Scheduler(Shape(context_tokens=96, kv_blocks=6, prefill_tokens_max=24, watermark=0))
+    for key in range(2):
+        scheduler.submit(key, generate(prompt(40, key), most=30))
+    while not scheduler.preemptions:
+        one_pass(scheduler)
+    scheduler.cancel(0)
+    while 1 not in scheduler.batch.sequences:
+        assert scheduler.transit.depart(1) is None
+        scheduler.plan()
+        if 1 in scheduler.batch.sequences:
+            assert scheduler.transit.depart(1) is None  # its next token is yet to come
+        scheduler.step()
+    assert scheduler.transit.depart(1) is not None
 
 
 def test_blocks_that_others_hold_already_need_no_room() -> None:
