@@ -13,7 +13,7 @@ from the same reports. Where workers are equal each frontend therefore begins it
 
 import asyncio
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from typing import TYPE_CHECKING
@@ -172,7 +172,7 @@ class Departures:
             ),
             free_blocks=max(0, free),
             lanes=self._lanes(source, seat) if source is not None else (),
-            queued_tokens=int(self._routing.choosing.unread(seat)),
+            queued_tokens=max(_queued_tokens(seat.flights), int(self._routing.choosing.unread(seat))),
             free_places=max(0, places - in_flight),
             queue_s=RESIDENCE_S * max(0, in_flight + newcomers - places) / places,
             step_s=step_s if 0 <= step_s < STEP_S_MAX else 0.0,
@@ -200,6 +200,12 @@ def _shards(joined: WorkerJoined) -> tuple[object, ...]:
 
 def _by_name(seat: Seat) -> tuple[str, str]:
     return seat.key
+
+
+def _queued_tokens(flights: Iterable["Flight"]) -> int:
+    """Return how many tokens of ours wait to be computed there. As a plan counts them, without regard to what is cached: the
+    tracker's count, which has what other frontends have told, is less for ours."""
+    return sum(len(f.plan.prompt) + len(f.accepted) for f in flights if not f.flows)
 
 
 def _kv_shape(source: Seat) -> KvShape | None:
