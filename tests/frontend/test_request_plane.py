@@ -16,7 +16,7 @@ from controller.adapters.request_plane import Address, PlaneLimits, RequestPlane
 from controller.adapters.ways import DirectWay
 from controller.ports import WorkerUnreachable
 from controller.processes.controller import PROBER
-from events.wire import Beat, Chunk, Generate, Load, Sampling
+from events.wire import Beat, Chunk, Generate, Load, Sampling, Welcome, encode
 
 PROMPT = [300, 301, 302]
 
@@ -383,6 +383,31 @@ async def test_a_worker_that_owes_frames_for_a_quarter_of_a_second_is_asked_last
         await until(lambda: not plane.lately("w1", busy.instance))
         assert plane.reachable("w1", busy.instance)
         assert plane.lately("w2", idle.instance)
+
+
+async def test_a_worker_that_is_slow_to_welcome_us_is_not_asked_again_and_again() -> None:
+    visits: list[asyncio.StreamWriter] = []
+
+    async def visited(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        visits.append(writer)
+        await asyncio.sleep(1.2)
+        writer.write(encode(Welcome("w1", "i1", "m")))
+
+    server = await asyncio.start_server(visited, "127.0.0.1", 0)
+    plane = RequestPlane("f1")
+    plane.want({"w1": Address("i1", f"tcp://127.0.0.1:{server.sockets[0].getsockname()[1]}")})
+    running = asyncio.create_task(plane.run())
+    try:
+        await until(lambda: plane.connected)
+        assert len(visits) == 1
+    finally:
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
+        for writer in visits:
+            writer.close()
+            await writer.wait_closed()
+        server.close()
+        await server.wait_closed()
 
 
 class Jammed(DirectWay):
