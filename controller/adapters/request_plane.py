@@ -53,7 +53,7 @@ class PlaneLimits:
     """The deadlines and bounds of connections."""
 
     connect_s: float = 1.0
-    welcome_s: float = 5.0  # a process in which 250 workers start is late; asking it again and again makes it later
+    welcome_s: float = 5.0  # who starts 250 workers is late; asking again and again makes it later
     backoff_s_min: float = 0.05
     backoff_s_max: float = 2.0
     ask_connect_s: float = 1.0  # how long a probe waits for a connection that is being made again
