@@ -366,6 +366,18 @@ def test_a_request_that_the_pool_cannot_hold_is_refused_at_once() -> None:
     assert one_pass(scheduler)[0].prefill_tokens == 127
 
 
+def test_an_answer_ends_with_the_context() -> None:
+    scheduler = Scheduler(Shape(context_tokens=128), mute=True)
+    assert scheduler.submit_silent(1, 120, 50, []) is None
+    passes = 0
+    while not one_pass(scheduler)[0].idle:
+        passes += 1
+    assert passes == 8
+    for prompt_tokens, answer in ((0, 1), (1, 0)):
+        with pytest.raises(AssertionError, match="nothing to"):
+            scheduler.submit_silent(2, prompt_tokens, answer, [])
+
+
 def test_a_watermark_is_a_share() -> None:
     with pytest.raises(BadShape, match="a watermark is at least 0 and below 1, not 1"):
         Shape(watermark=1.0)

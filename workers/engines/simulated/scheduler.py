@@ -65,11 +65,13 @@ class Scheduler:
         return None
 
     def submit_silent(self, key: int, prompt: int, answer: int, names: Sequential[int]) -> str | None:
-        """Take in a request of which only the numbers of tokens are known, and its blocks' names; or say why not.
+        """Take in a request of which only the numbers of tokens are known, at least one each, and its blocks' names; or say
+        why not.
 
         `names` may go on into the answer. The scheduler is mute.
         """
         assert self.mute, "this scheduler speaks"
+        assert prompt > 0 < answer, "nothing to read, or nothing to say"
         if against := too_large(prompt, self.shape) or self._overload():
             return against
         answer = min(answer, self.shape.context_tokens - prompt)
