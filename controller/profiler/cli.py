@@ -16,7 +16,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from controller.profiler.openai_target import OpenAITarget
-from controller.profiler.points import arrays
+from controller.profiler.points import TooFewPoints, arrays
 from controller.profiler.sweep import Measuring, Sweep, Told
 from controller.profiler.target import CannotMeasure, Target
 from controller.profiler.worker_target import WorkerTarget
@@ -75,7 +75,10 @@ def run_cli(args: argparse.Namespace) -> int:
     if not args.output.absolute().parent.is_dir():
         raise UsageError(f"--output {args.output}: the folder {args.output.absolute().parent} does not exist")
     measured = asyncio.run(_measure(target, args))
-    made = arrays(measured.prefill, measured.decode, measured.beside)
+    try:
+        made = arrays(measured.prefill, measured.decode, measured.beside)
+    except TooFewPoints as error:
+        raise CannotMeasure("; left out: ".join([str(error), *measured.skipped[-1:]])) from None
     _write(args.output, made)
     _show(target.name, measured, Console())
     if "pass_ms" in made:

@@ -16,6 +16,7 @@ from controller.trace.replay.endpoint import BadEndpoint, Endpoint, words
 ANSWER_S_MAX = 3600.0  # whoever waits for one has a bound on silence
 CLOSE_S_MAX = 10.0
 TOO_MUCH = (400, 413, 422, 429, 503, 529)
+EVENTS_MAX = 4  # for each token: a server that does not stop is not listened to for an hour
 PROBE_WORDS = 200
 TOKENS_MAX = 1 << 30  # of a prompt or an answer: more is a mistake
 WORDS = ("river", "seven", "copper", "morning", "engine", "quiet", "ladder", "paper", "north", "falcon")
@@ -90,6 +91,8 @@ class OpenAITarget:
                     _take(stream, json.loads(event), at)
             except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
                 stream.end(CannotMeasure(f"{self._url} streams what is no completion"))
+            if len(stream.said_at) > EVENTS_MAX * body["max_tokens"]:
+                stream.end(CannotMeasure(f"{self._url} says more than the tokens that it was asked for"))
 
         try:
             reply = await self._endpoint.ask(

@@ -33,10 +33,6 @@ class TooFewPoints(HoldfastError):
     """Not enough could be measured to draw a line."""
 
 
-class NotStreamed(HoldfastError):
-    """Nothing lies between the tokens of an answer."""
-
-
 @dataclass(frozen=True, slots=True)
 class PrefillPoint:
     """How long a prompt takes to its first token."""
@@ -67,7 +63,7 @@ class BesidePoint:
 def arrays(
     prefill: Sequence[PrefillPoint], decode: Sequence[DecodePoint], beside: Sequence[BesidePoint] = ()
 ) -> dict[str, Array]:
-    """Return the arrays. Raise TooFewPoints or NotStreamed."""
+    """Return the arrays. Raise TooFewPoints."""
     isl, ttft = _curve([(point.tokens, point.ttft_ms) for point in prefill])
     ttft = np.minimum.accumulate(ttft[::-1])[::-1]
     if len(isl) < 2:
@@ -107,10 +103,6 @@ def _columns(decode: Sequence[DecodePoint]) -> list[_Column]:
     columns = []
     for points in found.values():
         batches, itl = _curve([(point.batch, point.itl_ms) for point in points])
-        if not itl.all():
-            raise NotStreamed(
-                "an answer's tokens come all at once: it is not sent as it is made, or takes no time"
-            )
         columns.append((float(np.mean([point.context for point in points])), batches, itl))
     columns.sort(key=lambda column: column[0])
     return [

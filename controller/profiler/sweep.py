@@ -64,7 +64,7 @@ class Sweep:
 
 
 class NotTogether(Refused):
-    """The engine does not run so many answers at once."""
+    """The engine does not run so many answers at once, or nothing is seen of how it does."""
 
 
 Told = Callable[[str], None]
@@ -199,9 +199,13 @@ def point(streams: Sequence[Stream], asked: int, tokens: int) -> DecodePoint:
 
 
 def _step_s(at: npt.NDArray[np.float64]) -> float:
-    """Return what lies between two events."""
+    """Return what lies between two events. Raise NotTogether where nothing does."""
     row = min(ROW, len(at) - 1)
     usual, mean = float(np.median(at[row:] - at[:-row])) / row, (at[-1] - at[0]) / (len(at) - 1)
+    if not mean:
+        raise NotTogether(
+            "an answer's tokens come all at once: it is not sent as it is made, or takes no time"
+        )
     return usual if usual > mean * BURSTS else float(mean)
 
 

@@ -13,11 +13,10 @@ import controller.profiler.target as target
 from controller.cli import main
 from events.wire import Welcome, encode
 
-Say = Callable[[asyncio.StreamWriter, int], Awaitable[None]]
+Say = Callable[[asyncio.StreamWriter, int, int], Awaitable[None]]
 FLAGS = ("--isl", "8,16", "--context", "8,16", "--concurrency", "1", "--tokens", "8", "--repeats", "1")
 EVENTS = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\nconnection: close\r\n\r\n"
 MODELS = {"data": [{"id": "m", "max_model_len": 512}]}
-USAGE = b'data: {"choices": [], "usage": {"completion_tokens": 8}}\n\n'
 TOKEN = b'data: {"choices": [{"text": "so", "finish_reason": null}]}\n\n'
 
 
@@ -28,7 +27,7 @@ def answer(status: str, body: bytes) -> bytes:
 
 @asynccontextmanager
 async def serving(say: Say, models: bytes = json.dumps(MODELS).encode()) -> AsyncIterator[str]:
-    """Serve a model; completions are answered by `say`, which is told the how manyth it is."""
+    """Serve a model; completions are answered by `say`, which is told the how manyth it is and how many tokens are wanted."""
     asked, tasks = 0, set[asyncio.Task[None] | None]()
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -39,9 +38,9 @@ async def serving(say: Say, models: bytes = json.dumps(MODELS).encode()) -> Asyn
                 if head.startswith(b"get"):
                     writer.write(answer("200 OK", models))
                     continue
-                await reader.readexactly(int(head.split(b"content-length:")[1].split()[0]))
+                body = await reader.readexactly(int(head.split(b"content-length:")[1].split()[0]))
                 asked += 1
-                await say(writer, asked)
+                await say(writer, asked, json.loads(body)["max_tokens"])
         except (OSError, asyncio.IncompleteReadError, asyncio.CancelledError):
             pass
         finally:
@@ -59,19 +58,28 @@ async def serving(say: Say, models: bytes = json.dumps(MODELS).encode()) -> Asyn
         await asyncio.sleep(0.02)  # its connections are closed in the loop's next rounds
 
 
-def saying(*parts: bytes, good: int = 0) -> Say:
-    """Answer so many requests well, and from then on with these bytes."""
+def saying(*parts: bytes, good: int = 0, together: bool = False) -> Say:
+    """Answer so many requests well, and from then on with these bytes; TOKEN is as many as are wanted."""
 
-    async def say(writer: asyncio.StreamWriter, asked: int) -> None:
-        for part in parts if asked > good else (EVENTS, *[TOKEN] * 8, USAGE):
-            writer.write(part)
-            await asyncio.sleep(0.001)
+    async def say(writer: asyncio.StreamWriter, asked: int, wanted: int) -> None:
+        for part in parts if asked > good else (EVENTS, TOKEN):
+            for _ in range(wanted if part is TOKEN else 1):
+                writer.write(part)
+                if not together:
+                    await asyncio.sleep(0.001)
         writer.close()
 
     return say
 
 
-async def silent(writer: asyncio.StreamWriter, asked: int) -> None:
+async def endless(writer: asyncio.StreamWriter, asked: int, wanted: int) -> None:
+    writer.write(EVENTS)
+    while not writer.is_closing():
+        writer.write(TOKEN)
+        await asyncio.sleep(0.001)
+
+
+async def silent(writer: asyncio.StreamWriter, asked: int, wanted: int) -> None:
     writer.write(EVENTS + TOKEN)
     await asyncio.Event().wait()
 
@@ -90,8 +98,9 @@ CASES = {
     "answers whole": (saying(answer("200 OK", b'{"choices": []}')), "an answer ended without a token"),
     "fails": (saying(answer("500 Oops", b'{"error": "no GPU"}')), "answers 500: no GPU"),
     "refuses every form": (saying(answer("400 Bad", b'{"error": {"message": "no"}}')), "answers 400: no"),
-    "refuses amid the sweep": (saying(answer("503 Full", b"full"), good=7), "it takes 2"),
-    "sends all at once": (saying(EVENTS + TOKEN * 8 + USAGE), "an answer's tokens come all at once"),
+    "refuses amid the sweep": (saying(answer("503 Full", b"full"), good=7), "it takes 2; left out: "),
+    "sends all at once": (saying(EVENTS, TOKEN, together=True), "an answer's tokens come all at once"),
+    "does not stop": (endless, "says more than the tokens that it was asked for"),
     "is silent": (silent, "no token came for 0.2 s"),
 }  # fmt: skip
 
@@ -106,7 +115,8 @@ async def test_a_server_that_cannot_be_measured_is_said_in_one_sentence(
     name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     say, says = CASES[name]
-    monkeypatch.setattr(target, "SILENCE_S_MAX", 0.2)
+    if say is silent:
+        monkeypatch.setattr(target, "SILENCE_S_MAX", 0.2)
     async with serving(say) as url:
         assert await profiled(url, tmp_path / "p.npz") == 1
     (last,) = capsys.readouterr().err.splitlines()[-1:]
@@ -117,7 +127,7 @@ async def test_a_server_that_cannot_be_measured_is_said_in_one_sentence(
 @pytest.mark.parametrize("size", ["1e999", "NaN", "-5", '"many"', "[]", "12345678901234567890"])
 async def test_numbers_that_no_engine_has_are_taken_for_none(size: str, tmp_path: Path) -> None:
     usage = f'data: {{"choices": [], "usage": {{"prompt_tokens": {size}, "completion_tokens": {size}}}}}\n\n'
-    say = saying(EVENTS, *[TOKEN] * 8, usage.encode())
+    say = saying(EVENTS, TOKEN, usage.encode())
     models = f'{{"data": [{{"id": "m", "max_model_len": {size}}}]}}'.encode()
     async with serving(say, models) as url:
         assert await profiled(url, tmp_path / "p.npz") == 0

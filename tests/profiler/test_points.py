@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 from controller.profiler.points import (
     BesidePoint,
     DecodePoint,
-    NotStreamed,
     PrefillPoint,
     TooFewPoints,
     arrays,
@@ -107,14 +106,6 @@ def test_what_a_prompt_and_a_token_share_is_what_a_pass_costs(step_ms: float, pa
 def test_too_few_points_are_said(prefill: list[PrefillPoint], decode: list[DecodePoint]) -> None:
     with pytest.raises(TooFewPoints):
         arrays(prefill, decode)
-
-
-def test_tokens_that_come_all_at_once_are_said_unless_it_happens_once() -> None:
-    often = [DecodePoint(1, context, context, itl) for context in (10, 99) for itl in (0.0, 0.0, 5.0)]
-    with pytest.raises(NotStreamed, match="all at once"):
-        arrays(PREFILL, often)
-    once = [DecodePoint(1, context, context, itl) for context in (10, 99) for itl in (0.0, 5.0, 5.0)]
-    assert arrays(PREFILL, once)["decode_itl"] == pytest.approx(5.0)
 
 
 @settings(max_examples=12, deadline=None)

@@ -23,13 +23,13 @@ from controller.profiler.points import BesidePoint, DecodePoint, PrefillPoint, a
 from controller.profiler.sweep import Measuring, NotTogether, Sweep, beside_point, point
 from controller.profiler.target import CannotMeasure, Refused, Stream
 
-SLOWER = 2.5  # what a busy machine may add, as a factor, and in ms; it is never quicker
+SLOWER = 2.5  # what a busy machine may add, as a factor, and in ms; it is hardly ever quicker: what is late is caught up with
 LATE_MS = 25.0
 
 
 def about(measured: float, known: float) -> bool:
     """Whether something takes as long as it is known to, on a machine with other things to do."""
-    return known * 0.9 - 0.5 <= measured <= known * SLOWER + LATE_MS
+    return known * 0.8 - 0.5 <= measured <= known * SLOWER + LATE_MS
 
 
 @pytest.fixture
@@ -190,6 +190,8 @@ def test_a_step_that_was_held_up_and_events_that_come_together_do_not_count() ->
         at = np.repeat(np.arange(120 // together) * 0.01 * together, together)
         burst = Stream(0.0, at.tolist(), 120, 100)
         assert point([burst], 100, 16).itl_ms == pytest.approx(10.0, rel=0.2)
+    with pytest.raises(NotTogether, match="all at once"):
+        point([Stream(0.0, [1.0] * 40, 40, 100)], 100, 16)
 
 
 async def test_a_stream_says_how_it_ended() -> None:
@@ -216,7 +218,7 @@ QUICK = (
     "--concurrency",
     "1,4",
     "--tokens",
-    "10",
+    "24",
     "--repeats",
     "2",
 )
@@ -267,7 +269,7 @@ def test_a_simulated_worker_is_as_fast_as_it_was_told_to_be(
         for tokens, ttft_ms in zip(made["prefill_isl"], made["prefill_ttft_ms"], strict=True):
             assert about(ttft_ms, tokens / PREFILL_TOKENS_PER_S * 1e3)
         assert about(float(np.median(made["decode_itl"])), ITL_MS)
-        assert made["decode_context_length"][[0, -1]] == pytest.approx([1, 512], abs=10)
+        assert made["decode_context_length"][[0, -1]] == pytest.approx([1, 512], abs=24)
         assert made["decode_active_kv_tokens"][-1] == pytest.approx(4 * 512, rel=0.1)
     said = capsys.readouterr()
     assert "first token of a prompt" in said.out and str(path) in said.out.replace("\n", "")
