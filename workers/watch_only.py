@@ -25,7 +25,8 @@ from workers.devices.mapping import family, parse
 from workers.devices.memory import Memory
 from workers.devices.report import fact, listen
 from workers.gpu import DeviceWatch
-from workers.settings import BadSetting, WorkerSettings
+from workers.settings import WorkerSettings
+from workers.settings_check import BadSetting
 
 START_S_MAX = 10.0  # the driver's own start; later it is waited for no longer
 RETRY_S = 0.2

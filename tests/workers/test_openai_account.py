@@ -29,7 +29,8 @@ from workers.engines.openai.upstream_metrics import (
     rank_loads,
     read_metrics,
 )
-from workers.settings import BadSetting, load_settings
+from workers.settings import load_settings
+from workers.settings_check import BadSetting
 
 Eventually = Callable[..., Awaitable[None]]
 

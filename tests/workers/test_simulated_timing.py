@@ -28,7 +28,8 @@ from workers.engines.simulated.sequence import Shape
 from workers.engines.simulated.tiers import Traffic
 from workers.engines.simulated.timing import ConstantTiming, ModelTiming, TieredTiming
 from workers.moving import moves
-from workers.settings import BadSetting, load_settings
+from workers.settings import load_settings
+from workers.settings_check import BadSetting
 
 
 def measured() -> dict[str, Any]:

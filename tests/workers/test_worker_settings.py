@@ -5,7 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from workers.settings import BadSetting, load_settings
+from workers.settings import load_settings
+from workers.settings_check import BadSetting
 
 
 def test_flags_win_over_the_environment_and_texts_become_values() -> None:

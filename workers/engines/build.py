@@ -4,7 +4,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from workers.engines.engine import Engine
-from workers.settings import WorkerSettings, endpoints
+from workers.settings import WorkerSettings
+from workers.settings_check import endpoints
 
 if TYPE_CHECKING:
     from workers.engines.simulated.sequence import Shape

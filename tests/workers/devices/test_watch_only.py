@@ -24,7 +24,8 @@ from events.observations import DeviceFaulted, DeviceRecovered, WorkerJoined
 from events.presence import present
 from workers.devices.faults import Change
 from workers.gpu import DeviceWatch
-from workers.settings import BadSetting, load_settings
+from workers.settings import load_settings
+from workers.settings_check import BadSetting
 from workers.watch_only import Deputy, WatchOff, run_watch
 
 XID = {"device": "GPU-0000", "fault_class": "xid", "code": "79"}

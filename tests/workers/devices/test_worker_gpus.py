@@ -41,7 +41,8 @@ from workers.engines.simulated.timing import ConstantTiming
 from workers.exits import FELL
 from workers.gpu import DeviceWatch
 from workers.obedience import Place
-from workers.settings import BadSetting, load_settings
+from workers.settings import load_settings
+from workers.settings_check import BadSetting
 from workers.worker import Worker
 
 ABOUT = {"worker": "w0", "instance": "i1", "device": "GPU-0001"}
