@@ -1,13 +1,14 @@
 """An upstream's KV events: losses, restarts and nonsense, decided without sockets and then heard over real ones."""
 
 import asyncio
+import random
 import threading
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
 from itertools import pairwise
 from typing import Any
 
 import pytest
-from vllm_events import Publisher, packed, removed, stored
+from vllm_events import Publisher, cleared, packed, removed, stored
 
 from events import blocks
 from events.kv import Cleared, KvEvent, Removed, Stored
@@ -236,6 +237,98 @@ def test_what_cannot_be_read_is_counted_and_clears(far: Upstream, index: Index) 
     rank.hear(1, b"\xc1")  # once more, from a replay
     assert index.blocks[0] == names(2)
     assert rank.counters["malformed"] == 1
+
+
+class Far(Upstream):
+    """An engine whose cache holds chains of blocks, and what befalls its batches on their way. Whoever hears nothing of the
+    last batch believes what was true before; whoever hears it must not believe more than what is true now."""
+
+    def __init__(self, index: Index, dice: random.Random, replays: bool) -> None:
+        super().__init__()
+        self.rank, self.index, self.dice = Rank(0, index.announce, self._asked), index, dice
+        self.replays, self.number, self.has = replays, 0, set[int]()
+        self.right = 0  # how often all was known
+        self.rank.connected()
+
+    def _asked(self, first: int) -> Iterable[Frame]:
+        if not self.replays or self.dice.random() < 0.1:
+            raise NoReplay("not now")
+        for frame in self.replay(first):
+            if self.dice.random() < 0.05:
+                continue
+            yield frame
+            if self.dice.random() < 0.05:
+                raise NoReplay("broken off")
+
+    def step(self, way: str = "") -> None:
+        """Store or evict something; its batch is heard, doubled, swallowed or damaged on its way."""
+        events, dice = [], self.dice
+        for _ in range(dice.randrange(1, 4)):
+            key = dice.randrange(12)  # three chains of four
+            if key not in self.has and (key % 4 == 0 or key - 1 in self.has):
+                self.has.add(key)
+                events.append(stored([key], [key] * 4, 4, parent=key - 1 if key % 4 else None))
+            elif key in self.has and key + 1 not in self.has - {4, 8}:
+                self.has.remove(key)
+                events.append(removed([key]))
+        if dice.random() < 0.05:
+            self.has.clear()
+            events.append(cleared())
+        frame, self.number = self.batch(self.number, *events), self.number + 1
+        way = way or dice.choice(("heard", "heard", "heard", "doubled", "swallowed", "damaged"))
+        if way == "damaged":
+            frame = (frame[0], frame[1][:-1] or b"\xc1")
+        for _ in range({"swallowed": 0, "doubled": 2}.get(way, 1)):
+            self.rank.hear(*frame)
+        if way != "swallowed":
+            self.check()
+
+    def befall(self) -> None:
+        """Let something else happen."""
+        match self.dice.choice(("reconnected", "begins again", "forgets", "asked")):
+            case "reconnected":
+                self.rank.connected()
+            case "begins again":
+                self.kept.clear()
+                self.has.clear()
+                self.number = 0
+                for _ in range(self.dice.randrange(20)):
+                    self.step("swallowed")
+                self.rank.connected()
+            case "forgets":
+                for number in sorted(self.kept)[: self.dice.randrange(5)]:
+                    del self.kept[number]
+            case "asked":
+                self.rank.check()
+
+    def check(self) -> None:
+        believed, true = self.index.blocks.get(0, set()), self.truth()
+        assert believed <= true
+        self.right += believed == true != set()
+
+    def truth(self) -> set[int]:
+        chains = ([4 * chain + place for place in range(4)] for chain in range(3))
+        named = {
+            key: name
+            for chain in chains
+            for key, name in zip(
+                chain,
+                blocks.sequence_hashes(blocks.local_hashes([k for k in chain for _ in range(4)], 4)),
+                strict=True,
+            )
+        }
+        return {named[key] for key in self.has}
+
+
+@pytest.mark.parametrize("replays", [True, False])
+@pytest.mark.parametrize("seed", range(20))
+def test_whatever_befalls_batches_nothing_is_believed_that_is_not_so(seed: int, replays: bool) -> None:
+    index, dice = Index(), random.Random(seed)
+    far = Far(index, dice, replays)
+    for _ in range(100):
+        far.step() if dice.random() < 0.9 else far.befall()
+    assert far.right if replays else not far.rank.counters["replayed"]
+    assert all(far.rank.counters[count] for count in ("cleared", "malformed"))
 
 
 # --- over sockets

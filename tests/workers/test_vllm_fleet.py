@@ -172,7 +172,7 @@ async def test_a_stream_goes_on_on_the_other_server(
     pauses = sorted(pause(stream, at) for stream in streams if stream.request in names)
     with capsys.disabled():
         causes = ", ".join(sorted({move.cause for move in moved}))
-        print(f"\n{request.node.callspec.id}: {len(moved)} of {STREAMS} streams moved ({causes}), ", end="")
+        print(f"\n{request.node.callspec.id}: {len(names)} of {STREAMS} streams moved ({causes}), ", end="")
         print(f"silent for {pauses[0]:.2f} to {pauses[-1]:.2f} s", end=" ", flush=True)
     await fleet.until(all_serve, RECOVERS_WITHIN_S)
 
