@@ -37,7 +37,6 @@ class Added(msgspec.Struct, tag="added", array_like=True, frozen=True):
     block_tokens: Annotated[int, msgspec.Meta(ge=1)]
     prefill_tokens: Count  # still to be read
     expected_s: Seconds | None = None
-    expected_output: Count | None = None
     age_s: Seconds = 0.0  # since it began
 
     def __post_init__(self) -> None:

@@ -3,8 +3,6 @@
 A tree of pieces: consecutive blocks that the same requests use. Its users are small numbers, one for each place that has a
 KV cache of its own. A use adds one along a path and a drop takes it away, in steps of pieces, not of blocks; what nobody
 uses is not there. Only whole prefixes are used, so nobody has a block without those before it.
-
-A user's blocks weigh 1 each, however many requests share them, unless they have been made lighter.
 """
 
 from collections.abc import Sequence
@@ -15,17 +13,16 @@ from controller.router.kv_runs import common
 class Piece:
     """Consecutive blocks that the same requests begin with."""
 
-    __slots__ = ("blocks", "children", "light", "users")
+    __slots__ = ("blocks", "children", "users")
 
-    def __init__(self, blocks: Sequence[int], users: dict[int, int], light: dict[int, float]) -> None:
+    def __init__(self, blocks: Sequence[int], users: dict[int, int]) -> None:
         self.blocks = blocks
         self.users = users  # how many requests of each
-        self.light = light  # what a block weighs where it is less than 1
         self.children: dict[int, Piece] = {}  # by their first block
 
     def split(self, place: int) -> None:
         """Keep the blocks before `place`; the others become the only child."""
-        tail = Piece(self.blocks[place:], self.users.copy(), self.light.copy())
+        tail = Piece(self.blocks[place:], self.users.copy())
         tail.children = self.children
         self.blocks = self.blocks[:place]
         self.children = {tail.blocks[0]: tail}
@@ -35,29 +32,24 @@ class Piece:
         if len(self.children) != 1 or not self.blocks:
             return
         child = next(iter(self.children.values()))
-        if child.users == self.users and child.light == self.light:
+        if child.users == self.users:
             self.blocks = [*self.blocks, *child.blocks]
             self.children = child.children
 
 
 class Prefixes:
-    """All prefixes in use. What a method returns is by how much the weight of a user's blocks has changed."""
+    """All prefixes in use. `use` and `drop` return by how many the user's different blocks have become more."""
 
     def __init__(self) -> None:
-        self._root = Piece((), {}, {})
+        self._root = Piece((), {})
 
-    @property
-    def empty(self) -> bool:
-        """Whether nobody uses anything."""
-        return not self._root.children
-
-    def use(self, user: int, blocks: Sequence[int]) -> float:
+    def use(self, user: int, blocks: Sequence[int]) -> int:
         """One more request of a user begins with these blocks."""
-        piece, depth, gained = self._root, 0, 0.0
+        piece, depth, gained = self._root, 0, 0
         while depth < len(blocks):
             child = piece.children.get(blocks[depth])
             if child is None:
-                piece.children[blocks[depth]] = Piece(blocks[depth:], {user: 1}, {})
+                piece.children[blocks[depth]] = Piece(blocks[depth:], {user: 1})
                 return gained + len(blocks) - depth
             size = common(child.blocks, 0, blocks, depth)
             if size < len(child.blocks):
@@ -66,21 +58,19 @@ class Prefixes:
             child.users[user] = count + 1
             if count == 0:
                 gained += size
-            elif user in child.light:  # it is no longer one request's alone
-                gained += size * (1.0 - child.light.pop(user))
             piece, depth = child, depth + size
         return gained
 
-    def drop(self, user: int, blocks: Sequence[int]) -> float:
+    def drop(self, user: int, blocks: Sequence[int]) -> int:
         """A request that began with these blocks, by `use`, is over."""
-        path, lost = self._path(blocks), 0.0
+        path, lost = self._path(blocks), 0
         for piece in path:
             count = piece.users[user]
             if count > 1:
                 piece.users[user] = count - 1
             else:
                 del piece.users[user]
-                lost += len(piece.blocks) * piece.light.pop(user, 1.0)
+                lost += len(piece.blocks)
         last = self._root
         for piece in path:
             if not piece.users:  # nor has anything below it any
@@ -89,15 +79,6 @@ class Prefixes:
             last = piece
         last.join()
         return -lost
-
-    def lighten(self, user: int, blocks: Sequence[int], weight: float) -> float:
-        """Let those blocks of a request's that no other one of its user has weigh so much each."""
-        change = 0.0
-        for piece in self._path(blocks):
-            if piece.users[user] == 1:
-                change += len(piece.blocks) * (weight - piece.light.get(user, 1.0))
-                piece.light[user] = weight
-        return change
 
     def find(self, blocks: Sequence[int]) -> tuple[dict[int, int], dict[int, int]]:
         """Return how many of these blocks, from the first on, each user has in use, and how many of its requests have all

@@ -175,7 +175,6 @@ class Replicas:
                 block_tokens=event.block_tokens,
                 own_blocks=event.own_blocks,
                 expected_s=event.expected_s,
-                expected_output=event.expected_output,
                 owner=frontend,
             )
 
@@ -218,6 +217,5 @@ def _told(request: Hashable, entry: Request[Holder], now: float) -> Added:
         entry.block_tokens,
         entry.prefill_tokens if entry.reading else 0,
         entry.expected_s,
-        entry.expected_output,
         max(0.0, now - entry.since),
     )

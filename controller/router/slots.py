@@ -68,13 +68,11 @@ class Request(Generic[Holder]):
     block_tokens: int
     prefill_tokens: int
     expected_s: float | None
-    expected_output: int | None
     owner: str
     since: float
     reading: bool = True
     said: int = 0  # tokens
     output_blocks: int = 0
-    output_weight: float = 0.0
 
 
 @dataclass(slots=True)
@@ -137,14 +135,13 @@ class SlotTracker(Generic[Holder]):
         block_tokens: int = 16,
         own_blocks: int = 0,
         expected_s: float | None = None,
-        expected_output: int | None = None,
         owner: str = "",
     ) -> bool:
         """Take in that a request goes to a holder, before it leaves. False, and nothing happens, if it is there already.
 
         `blocks` are the sequence hashes of its prompt; `own_blocks` are counted too, and shared with nobody (prompts
         without hashes). `prefill_tokens`: those of the prompt that are not in the prefix cache. `expected_s`: so long
-        reading them takes, if anybody knows. `expected_output`: tokens. `owner`: the frontend that it belongs to, if it
+        reading them takes, if anybody knows. `owner`: the frontend that it belongs to, if it
         is not ours. A holder that nobody has heard of begins with nothing to do.
         """
         if request in self._requests:
@@ -157,7 +154,6 @@ class SlotTracker(Generic[Holder]):
             block_tokens,
             prefill_tokens,
             expected_s,
-            expected_output,
             owner,
             now,
             prefill_tokens > 0,
@@ -190,8 +186,7 @@ class SlotTracker(Generic[Holder]):
         return True
 
     def said(self, request: Hashable, tokens: int) -> None:
-        """Take in that so many more tokens of its answer are here. Each block that they fill is counted as one more; where
-        the answer's length is expected, what only this request has weighs the less the nearer its end is."""
+        """Take in that so many more tokens of its answer are here. Each block that they fill is counted as one more."""
         found = self._requests.get(request)
         if not self._track_output or found is None:
             return
@@ -199,13 +194,9 @@ class SlotTracker(Generic[Holder]):
         blocks = found.said // found.block_tokens
         if blocks == found.output_blocks:
             return
-        work, found.output_blocks = self._work[found.holder], blocks
-        weight = 1.0
-        if found.expected_output:
-            weight = max(0.0, 1.0 - found.said / found.expected_output)
-            work.blocks += self._active.lighten(work.row, found.blocks, weight)
-        work.blocks += blocks * weight - found.output_weight
-        found.output_weight = blocks * weight
+        work = self._work[found.holder]
+        work.blocks += blocks - found.output_blocks
+        found.output_blocks = blocks
         self._show(work)
 
     def free(self, request: Hashable, *, now: float) -> bool:
@@ -217,9 +208,7 @@ class SlotTracker(Generic[Holder]):
         if found.reading:
             self._end_reading(request, found, work, now)
         del work.requests[request]
-        work.blocks += self._active.drop(work.row, found.blocks) - found.own_blocks - found.output_weight
-        if not work.requests:
-            work.blocks = 0.0  # sums of fractions do not always come out even
+        work.blocks += self._active.drop(work.row, found.blocks) - found.own_blocks - found.output_blocks
         self._show(work)
         if self.listener is not None and not found.owner:
             self.listener.freed(request)

@@ -181,25 +181,6 @@ def test_an_answer_counts_each_block_that_it_fills() -> None:
     assert slots.work("w", now=0.0).blocks == 0
 
 
-def test_what_only_a_request_has_that_is_nearly_over_weighs_little() -> None:
-    slots: SlotTracker[str] = SlotTracker(track_output=True)
-    slots.add("a", "w", [1, 2, 3], now=0.0, block_tokens=BLOCK, expected_output=16)
-    slots.add("b", "w", [1], now=0.0, block_tokens=BLOCK)
-    slots.said("a", 4)
-    assert slots.work("w", now=0.0).blocks == pytest.approx(1 + 2 * 0.75 + 0.75)
-    slots.add("c", "w", [1, 2], now=0.0, block_tokens=BLOCK)  # shares a block that was light
-    assert slots.work("w", now=0.0).blocks == pytest.approx(2 + 0.75 + 0.75)
-    slots.said("a", 20)
-    assert slots.work("w", now=0.0).blocks == pytest.approx(2)  # longer than expected: all but over
-    slots.free("a", now=0.0)
-    assert slots.work("w", now=0.0).blocks == pytest.approx(
-        2
-    )  # it had nothing any more that weighed anything
-    for name in "bc":
-        slots.free(name, now=0.0)
-    assert slots.work("w", now=0.0) == Work()
-
-
 def test_answers_are_not_counted_by_default() -> None:
     slots: SlotTracker[str] = SlotTracker()
     slots.add("a", "w", [1], now=0.0, block_tokens=BLOCK)
