@@ -241,11 +241,14 @@ def test_a_plan_says_what_was_there_before_each_chunk() -> None:
     for key, length in enumerate((70, 64)):
         scheduler.submit(key, generate(prompt(length, key)))
     plans = [one_pass(scheduler)[0] for _ in range(4)]
-    assert [(plan.prefills, plan.starts) for plan in plans] == [
-        ((40,), (0,)),
-        ((30, 10), (40, 0)),
-        ((39,), (10,)),
-        ((15,), (49,)),
+    scheduler.submit(2, generate([*prompt(64, 1), 7]))  # finds what the second has computed
+    plans.append(one_pass(scheduler)[0])
+    assert [(plan.prefills, plan.starts, plan.later) for plan in plans] == [
+        ((40,), (0,), 0),
+        ((30, 10), (40, 0), 1),
+        ((39,), (10,), 1),
+        ((15,), (49,), 1),
+        ((1,), (64,), 0),
     ]
 
 

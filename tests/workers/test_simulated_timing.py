@@ -71,6 +71,19 @@ def test_a_later_chunk_takes_what_it_adds_to_its_prompt_and_never_less_than_alon
     assert model.prefill_ms(Plan(200, 0, (100, 100), starts=(0, 200))) == pytest.approx(30)
 
 
+def test_what_a_prefix_cache_leaves_of_a_prompt_takes_a_pass_of_its_own() -> None:
+    model = Interpolated(measured() | {"pass_ms": np.array(4.0)})
+
+    def takes(later: int) -> float:
+        return model.prefill_ms(Plan(100, 0, (100,), starts=(200,), later=later))
+
+    assert takes(later=1) == pytest.approx(20)
+    assert takes(later=0) == pytest.approx(24)
+    assert model.prefill_ms(Plan(200, 0, (100, 100), starts=(200, 200), later=1)) == pytest.approx(
+        20 + 24 - 4
+    )
+
+
 def test_what_a_pass_costs_for_itself_counts_once() -> None:
     model = Interpolated(measured() | {"pass_ms": np.array(4.0)})
     alone, two = Plan(100, 0, (100,)), Plan(300, 0, (100, 200))

@@ -6,8 +6,8 @@
 Two published polynomials, and what `holdfast profile` has measured of a running engine (an NPZ file). Milliseconds.
 
 Both parts were measured apart, and each has in it what a pass costs for itself. A profile may say how much that is
-(`pass_ms`); then it counts once in a pass, however many prompts there are beside those who decode. A later chunk of a prompt
-takes what it adds to the prompt's time: it looks back at all that was computed before.
+(`pass_ms`); then it counts once in a pass, however many prompts there are beside those who decode. A later chunk of a prompt,
+and what a prefix cache leaves of it, takes what it adds to the prompt's time: it looks back at all that was computed before.
 """
 
 import zipfile
@@ -121,7 +121,8 @@ class Interpolated:
             return 0.0
         starts = plan.starts or (0,) * len(plan.prefills)
         each = (
-            self._chunk(start, count) - self._pass for start, count in zip(starts, plan.prefills, strict=True)
+            self._chunk(start, count, first=place >= plan.later) - self._pass
+            for place, (start, count) in enumerate(zip(starts, plan.prefills, strict=True))
         )
         return sum(max(0.0, ms) for ms in each) + (0.0 if plan.decodes else self._pass)
 
@@ -134,10 +135,16 @@ class Interpolated:
         left, right = a + down * (c - a), b + down * (d - b)
         return float(max(DECODE_MS_MIN, left + across * (right - left)))
 
-    def _chunk(self, start: int, count: int) -> float:
-        """Return what so many tokens take of a prompt whose first `start` tokens are there."""
+    def _chunk(self, start: int, count: int, *, first: bool) -> float:
+        """Return what so many tokens take of a prompt whose first `start` tokens are there.
+
+        Where these were found in a cache, the pass costs for itself as well. A later chunk's own pass is part of what was
+        measured: the prompts of the engine that was measured were cut, too.
+        """
         alone = self._line(count)
-        return max(alone, self._line(start + count) - self._line(start)) if start else alone
+        if not start:
+            return alone
+        return max(alone, self._line(start + count) - self._line(start) + (self._pass if first else 0.0))
 
     def _line(self, tokens: int) -> float:
         place, share = _between(self._isl, tokens)

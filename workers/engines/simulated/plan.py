@@ -17,7 +17,8 @@ class Plan(NamedTuple):
     traffic: Traffic = Traffic()  # KV blocks that go between the tiers
     starts: tuple[
         int, ...
-    ] = ()  # the tokens of each of `prefills` that were computed, or found, before; empty: none
+    ] = ()  # tokens of each of `prefills` that were computed, or found, before; empty: none
+    later: int = 0  # how many of `prefills`, the first ones, have had a pass before
 
     @property
     def idle(self) -> bool:

@@ -164,6 +164,7 @@ class Scheduler:
             chunks.append(self.prefill.go_on(sequence, budget))
             starts.append(sequence.computed - chunks[-1])
             budget -= chunks[-1]
+        later = len(chunks)
         while self._waiting and self._seats() < self.shape.batch_max and budget > 0:
             first = next(iter(self._waiting.values()))
             chunk = self.prefill.admit(first, budget, alone=not chunks)
@@ -175,7 +176,8 @@ class Scheduler:
             budget -= chunk
         self._stalled = None if chunks or not self._waiting else self._queue()
         used, traffic = self.kv.used, self.kv.take_traffic()
-        return Plan(sum(chunks), decodes, tuple(chunks), used, self.kv.total, context, traffic, tuple(starts))
+        total = self.kv.total
+        return Plan(sum(chunks), decodes, tuple(chunks), used, total, context, traffic, tuple(starts), later)
 
     def _seats(self) -> int:
         return len(self.batch) + len(self.prefill.begun) + self.transit.places
