@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 
 import xxhash
 
+from controller.adapters.free_port import free_port
 from events import subjects, wire
 from events.channels import Channels, Door
 from events.wire import Beat, Cancel, Chunk, Generate, Hello, Load, Logprob, Step, Welcome
@@ -97,8 +98,8 @@ class ScriptedWorker:
         if self.channels is not None:
             self._server = await self.channels.listen(self.subject, self._protocol)
         else:
+            self.port = self.port or free_port()  # where it may start again
             self._server = await asyncio.start_server(self._serve, "127.0.0.1", self.port)
-            self.port = self._server.sockets[0].getsockname()[1]
         self.started = True
         return self
 

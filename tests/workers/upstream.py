@@ -13,6 +13,7 @@ from typing import Any, Literal
 
 from aiohttp import web
 
+from controller.adapters.free_port import free_port
 from events.wire import Chunk, Generate, Logprob, Sampling
 from workers.engines.simulated.scheduler import Scheduler
 from workers.engines.simulated.sequence import Shape
@@ -61,7 +62,7 @@ class Upstream:
         )
         self._runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.1, handler_cancellation=True)
         await self._runner.setup()
-        site = web.TCPSite(self._runner, "127.0.0.1", port)
+        site = web.TCPSite(self._runner, "127.0.0.1", port or free_port())
         await site.start()
         self.url = f"http://127.0.0.1:{self._runner.addresses[0][1]}"
         return self

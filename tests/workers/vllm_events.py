@@ -13,6 +13,8 @@ from typing import Any, Literal
 import msgspec
 import zmq
 
+from controller.adapters.free_port import free_port
+
 Shape = Literal["map", "array"]
 END = (-1).to_bytes(8, "big", signed=True)
 STORED = (
@@ -68,7 +70,8 @@ class Publisher:
     def __init__(self, replay: bool = True, keep: int = 10_000, topic: bytes = b"") -> None:
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.XPUB)  # a PUB that tells who subscribes
-        self._port = self._socket.bind_to_random_port("tcp://127.0.0.1")
+        self._port = free_port()  # it is bound again: see `drop_listeners`
+        self._socket.bind(self.endpoint)
         self._kept: deque[tuple[int, bytes]] = deque(maxlen=keep)
         self._topic = topic
         self._clock = 1000.0
