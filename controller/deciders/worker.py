@@ -193,7 +193,8 @@ def evolve(state: Worker, fact: Fact, recorded: Recorded, cause: str) -> Worker:
 
 def _canary(state: Worker, fact: CanaryResult, recorded: Recorded, cause: str) -> Worker:
     passes = state.passes
-    if isinstance(fact, CanaryGood):
+    # Of several DP ranks nothing is remembered: no pass of one says anything of another.
+    if isinstance(fact, CanaryGood) and state.joined.dp <= 1:
         passes = {**passes, fact.canary: fact.sent_at}
         if len(passes) > PASSES_MAX:
             del passes[next(iter(passes))]

@@ -39,6 +39,7 @@ class Turn:
     """Where one instance is in the round robin of its canaries."""
 
     number: int = 0
+    rank: int = 0  # passed so far: the DP ranks are asked one after another, and one that has failed again
     asked: set[str] = field(default_factory=set)  # since it joined
     first_round: bool = False  # not every canary has been asked yet
 
@@ -53,6 +54,7 @@ class Visit:
     check: CheckType
     probed: Probed
     deadline: Deadline
+    rank: int = 0  # the DP rank that is asked
 
     @property
     def name(self) -> str:
@@ -104,8 +106,10 @@ class Examiner:
                     return outcome
         for _ in book.pool:
             canary = self._next(turn, book, worker)
-            said = await self._visit(self._begin(worker, book, canary, check))
+            visit = self._begin(worker, book, canary, check, turn.rank % max(1, worker.joined.dp))
+            said = await self._visit(visit)
             if said is not None:
+                turn.rank += said == "passed"
                 return said
         return "failed"
 
@@ -123,7 +127,9 @@ class Examiner:
             turn.asked.add(canary.id)
             turn.first_round = any(c.id not in turn.asked for c in canaries)
         else:
-            canary = canaries[turn.number % len(canaries)]
+            dp = worker.joined.dp
+            shift = turn.number // dp if dp > 1 else 0  # each rank is to be asked each of them
+            canary = canaries[(turn.number + shift) % len(canaries)]
             turn.number += 1
         return canary
 
@@ -144,14 +150,14 @@ class Examiner:
             log.warning("canary_tokenizer_missing", tokenizer=joined.tokenizer, error=str(error))
             return open_book(joined, None, calibration, self._settings)
 
-    def _begin(self, worker: Worker, book: Book, canary: Canary, check: CheckType) -> Visit:
+    def _begin(self, worker: Worker, book: Book, canary: Canary, check: CheckType, rank: int = 0) -> Visit:
         joined, clock = worker.joined, self._tools.clock
         probed = Probed(
             joined.worker, joined.instance, book.key, canary.id, check, self._look()[1], clock.now()
         )
         s = self._settings
         deadline = Deadline(clock, clock.monotonic() + s.timeout_s, s.busy_s)
-        return Visit(worker, book, canary, check, probed, deadline)
+        return Visit(worker, book, canary, check, probed, deadline, rank)
 
     # --- asking -------------------------------------------------------------------------------------------
 
@@ -160,7 +166,7 @@ class Examiner:
     ) -> Asked:
         """Ask one question, and measure it."""
         top_k = self._settings.top_k
-        request = question(canary, top_k=top_k, ignore_eos=not canary.configured)
+        request = question(canary, top_k=top_k, ignore_eos=not canary.configured, rank=visit.rank)
         asked = await ask(self._tools.prober, visit.name, request, visit.deadline, expected)
         self._tools.meter.asked(visit.name, check, asked.latency_ms / 1000)
         share = max(1, self._tools.running(visit.name))

@@ -136,7 +136,7 @@ async def _either(doing: "asyncio.Future[T]", clock: Clock, seconds: float) -> N
         await asyncio.gather(timer, return_exceptions=True)
 
 
-def question(canary: Canary, *, top_k: int, ignore_eos: bool) -> Generate:
+def question(canary: Canary, *, top_k: int, ignore_eos: bool, rank: int = 0) -> Generate:
     """Return the request that asks a canary: greedy, past the prefix cache, nobody's."""
     id = codec.new_id()
     return Generate(
@@ -150,6 +150,7 @@ def question(canary: Canary, *, top_k: int, ignore_eos: bool) -> Generate:
         canary=True,
         cache_salt=id,
         prompt_text=canary.text,
+        rank=rank,
     )
 
 

@@ -192,6 +192,16 @@ def test_every_conviction_is_remembered_with_the_span_that_it_exposes() -> None:
     )
 
 
+def test_whoever_was_served_by_several_dp_ranks_is_exposed_since_they_joined() -> None:
+    story = Story().up()
+    story.tell(replace(joined("w0"), dp=2), proposed("w0"))
+    began, story.now = story.now, story.now + timedelta(seconds=7)
+    story.tell(passed("w0", canary="c1"))  # one of them has
+    story.tell(failed("w0", canary="c1", reason="token_mismatch", confirmed=True, golden="agreed"))
+    (one,) = story.worker().convictions
+    assert one.since == began and not story.worker().passes
+
+
 def test_a_fleet_can_be_written_down_and_read_again() -> None:
     story = Story().up("w0", "w1")
     story.tell(proposed("w0"), silent("w1"), failed("w0"))

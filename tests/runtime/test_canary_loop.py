@@ -291,6 +291,26 @@ async def test_every_way_to_fail_has_its_own_reason() -> None:
         assert world.facts(CanaryFailed)[0].reason == reason, change
 
 
+async def test_every_dp_rank_is_asked_every_canary_and_one_that_fails_until_it_passes() -> None:
+    world = World(CanarySettings(interval_s=1, coverage=False))
+    one = world.join("w1", dp=4)
+    async with world.running():
+        await world.pass_time(30)
+        asked = {(request.rank, tuple(request.tokens)) for request in one.requests}
+        kinds = {tokens for _, tokens in asked if len([1 for rank, own in asked if own == tokens]) > 1}
+        assert len(kinds) >= 4 and all((rank, own) in asked for rank in range(4) for own in kinds)
+        assert not world.facts(CanaryFailed)
+        one.corrupt = lambda request: request.rank == 2
+        await world.until(lambda: bool(world.facts(CanaryFailed)), 10)
+        assert world.facts(CanaryFailed)[0].confirmed and world.status("w1") == "UNHEALTHY"
+        since = len(one.requests)
+        await world.pass_time(10)
+        assert {request.rank for request in one.requests[since:]} == {2}
+        one.corrupt = lambda request: False
+        await world.pass_time(5)
+        assert {request.rank for request in one.requests[-3:]} != {2}
+
+
 async def test_a_mismatch_that_does_not_repeat_is_not_confirmed() -> None:
     world = await settled("w1", "w2")
     async with world.running():
