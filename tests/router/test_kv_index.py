@@ -177,6 +177,7 @@ def test_blocks_that_lie_elsewhere_are_refused() -> None:
     assert len(index) == 3
 
 
+@settings(max_examples=40)
 @given(st.lists(PATHS, max_size=12))
 def test_what_is_told_on_gives_the_same_index(paths: list[Path]) -> None:
     index: KvIndex[str] = KvIndex()
