@@ -584,7 +584,7 @@ async def test_whoever_leaves_meanwhile_leaves_nothing_behind(point: str, who: s
 
 @pytest.mark.parametrize("ask", [{}, {"stop": ["STOP"]}])
 async def test_an_answer_that_ends_meanwhile_needs_no_move(ask: dict[str, Any]) -> None:
-    async with pair() as p:
+    async with pair(step_s=0.012) as p:
         p.source.ships = "nothing"
         exact = EXACT
         if ask:
