@@ -26,7 +26,7 @@ from controller.router.few import score_few
 from controller.router.pick import TOKENS_PER_REQUEST, Filter
 from controller.router.places import WEIGHT_MIN, ByRank, KeptPlaces, Others, Question
 from controller.router.score import USUAL, Pricing, Prompt, Terms, per_weight, pick_lowest
-from controller.router.slots import Floats, SlotTracker
+from controller.router.slots import Floats, Rows, SlotTracker
 from controller.router.table import Holder, Key, Seat
 from events.wire import Load
 
@@ -81,26 +81,34 @@ class LeastLoaded:
 
     def __init__(self) -> None:
         self._turn = 0
-        self._last: dict[Holder, int] = {}
+        self._last: Floats = np.zeros(
+            0
+        )  # turn, by the tracker's rows; who gets another's row may inherit his
 
     def pick(self, question: Question, fits: Fits) -> int | None:
-        seats, holders, others = question.places.seat, question.places.holders, question.reported
-        ours = [(seat.promised + seat.tokens / TOKENS_PER_REQUEST) / seat.ranks for seat in seats]
-        work = 1.0 + question.loads.requests + ours + others.requests + others.tokens / TOKENS_PER_REQUEST
+        places, others = question.places, question.reported
+        ours = np.fromiter(
+            [seat.promised * TOKENS_PER_REQUEST + seat.tokens for seat in places.seat], float, len(places)
+        )
+        tokens = ours / places.ranks + others.tokens
+        work = 1.0 + question.loads.requests + others.requests + tokens / TOKENS_PER_REQUEST
         costs = per_weight(work, question.weights)
+        last = self._turns(places.rows)
         for _ in range(min(_LOOKS, len(costs))):
-            equal = np.flatnonzero(costs == costs.min()).tolist()
-            place = min(equal, key=lambda place: self._last.get(holders[place], 0))
-            if fits(seats[place]):
+            equal = np.flatnonzero(costs == costs.min())
+            place = int(equal[last[equal].argmin()])
+            if fits(places.seat[place]):
                 self._turn += 1
-                self._last[holders[place]] = self._turn
-                return int(place)
+                self._last[places.rows[place]] = self._turn
+                return place
             costs[place] = inf
         return None
 
-    def forget(self, keys: Collection[Key]) -> None:
-        """Drop the memory of seats that are gone; keep `keys`."""
-        self._last = {holder: turn for holder, turn in self._last.items() if holder[:2] in keys}
+    def _turns(self, rows: Rows) -> Floats:
+        """Return when each of these rows was picked last."""
+        if (size := int(rows.max()) + 1) > len(self._last):
+            self._last = np.concatenate([self._last, np.zeros(size - len(self._last))])
+        return self._last[rows]
 
 
 class PowerOfTwo:
@@ -214,11 +222,10 @@ class Chooser:
     def __init__(self, slots: SlotTracker[Holder]) -> None:
         self._slots = slots
         self._places = KeptPlaces(slots)
-        self._least = LeastLoaded()
         self._turns = RoundRobin()
         self._strategies: Mapping[Mode, Strategy] = {
             Mode.KV: KvAware(),
-            Mode.LEAST_LOADED: self._least,
+            Mode.LEAST_LOADED: LeastLoaded(),
             Mode.POWER_OF_TWO: PowerOfTwo(),
             Mode.ROUND_ROBIN: self._turns,
             Mode.RANDOM: Drawn(),
@@ -275,7 +282,6 @@ class Chooser:
 
     def forget(self, keys: Collection[Key]) -> None:
         """Drop the memory of seats that are gone; keep `keys`."""
-        self._least.forget(keys)
         self._turns.forget(keys)
         self._places.clear()
 

@@ -48,6 +48,7 @@ class Places:
     seat: Sequence[Seat]  # of each place
     holders: Sequence[Holder]
     rows: Rows  # of the slot tracker
+    ranks: Floats  # of each place's worker
     caching: Floats  # 1: it has a prefix cache, and says what is in it
     at: Mapping[Holder, int]
     layout: int
@@ -200,11 +201,12 @@ class KeptPlaces:
         each = [(seat, rank) for seat in seats for rank in range(seat.ranks)]
         holders = [Holder(seat.worker, seat.instance, rank) for seat, rank in each]
         rows = self._slots.rows(holders)
+        ranks = np.array([seat.ranks for seat, _ in each], dtype=float)
         caching = np.array([seat.joined.kv_events for seat, _ in each], dtype=float)
         at = {holder: place for place, holder in enumerate(holders)}
         of = [seat for seat, _ in each]
         places = self._kept[name] = Places(
-            list(seats), of, holders, rows, caching, at, self._slots.layout, Reported()
+            list(seats), of, holders, rows, ranks, caching, at, self._slots.layout, Reported()
         )
         return places
 
