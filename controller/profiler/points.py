@@ -73,7 +73,7 @@ def arrays(
         raise TooFewPoints(f"{len(columns)} context lengths were measured; it takes 2")
     contexts = _axis([context for context, _, _ in columns])
     actives = _axis([context * batch for context, batches, _ in columns for batch in batches])
-    itl = np.array([[_itl(columns, active, context) for context in contexts] for active in actives])
+    itl = np.ascontiguousarray(np.array([_itl(columns, actives, context) for context in contexts]).T)
     return {
         "prefill_isl": isl,
         "prefill_ttft_ms": ttft,
@@ -130,19 +130,18 @@ def _axis(measured: Sequence[float]) -> Array:
     return np.array(kept)
 
 
-def _itl(columns: Sequence[_Column], active: float, context: float) -> float:
+def _itl(columns: Sequence[_Column], actives: Array, context: float) -> Array:
     """Return the time between tokens of as many requests as these active tokens are."""
-    batch = max(1.0, active / context)
+    batches = np.maximum(1.0, actives / context)
     place = int(np.searchsorted([column[0] for column in columns], context, side="right")) - 1
     place = min(max(place, 0), len(columns) - 2)
     (left, *_), (right, *_) = near, far = columns[place], columns[place + 1]
     share = min(max((context - left) / (right - left), 0.0), 1.0)  # the axis is rounded
-    return _along(near, batch) * (1 - share) + _along(far, batch) * share
+    return _along(near, batches) * (1 - share) + _along(far, batches) * share
 
 
-def _along(column: _Column, batch: float) -> float:
-    _, batches, itl = column
-    if batch <= batches[-1] or len(batches) < 2:
-        return float(np.interp(batch, batches, itl))
-    slope = (itl[-1] - itl[-2]) / (batches[-1] - batches[-2])
-    return float(itl[-1] + max(0.0, slope) * (batch - batches[-1]))
+def _along(column: _Column, batches: Array) -> Array:
+    _, measured, itl = column
+    slope = (itl[-1] - itl[-2]) / (measured[-1] - measured[-2]) if len(measured) > 1 else 0.0
+    beyond = np.maximum(0.0, batches - measured[-1]) * max(0.0, slope)
+    return np.asarray(np.interp(batches, measured, itl) + beyond)
