@@ -13,6 +13,7 @@ if TYPE_CHECKING:
 
 _ENDPOINT = re.compile(r"tcp://([\w.-]+|\[[0-9a-fA-F:]+\]):(?P<port>[0-9]{1,5})|ipc:///.+")
 WILDCARDS = ("0.0.0.0", "::", "")
+PORT_MAX = 65_535
 
 
 class BadSetting(UsageError):
@@ -39,6 +40,10 @@ def check(settings: "WorkerSettings") -> None:
         )
     if settings.count > 1 and settings.engine != "simulated":
         raise BadSetting(f"count = {settings.count}: only simulated engines share a process")
+    if settings.port and settings.port + settings.count - 1 > PORT_MAX:
+        raise BadSetting(
+            f"port = {settings.port}: {settings.count} workers need as many ports from it on, up to {PORT_MAX}"
+        )
     if (settings.tp or 1) > 1 and settings.engine != "simulated":
         raise BadSetting(f"tp = {settings.tp}: only simulated engines are made of ranks")
     _check_simulated(settings)
