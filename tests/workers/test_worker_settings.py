@@ -54,7 +54,9 @@ def test_only_simulated_engines_are_made_of_ranks(engine: str) -> None:
 
 def test_many_workers_need_as_many_ports_from_the_given_one_on() -> None:
     assert load_settings({"count": "3", "port": "65533"}, {}).port == 65533
-    with pytest.raises(BadSetting, match="port = 65534: 3 workers need as many ports from it on, up to 65535"):
+    with pytest.raises(
+        BadSetting, match="port = 65534: 3 workers need as many ports from it on, up to 65535"
+    ):
         load_settings({"count": "3", "port": "65534"}, {})
 
 
