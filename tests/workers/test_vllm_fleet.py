@@ -167,6 +167,7 @@ async def test_a_stream_goes_on_on_the_other_server(
         move.request: move.target for move in moved
     }  # on a busy machine one may have moved more than once
     assert set(ended_at.values()) == {f"w{1 - place}"}
+    assert not [m for m in moved if m.source == m.target and m.source_instance != m.target_instance]
     assert {move.exact for move in moved} == {True}
     names = {move.request for move in moved}
     pauses = sorted(pause(stream, at) for stream in streams if stream.request in names)
