@@ -282,7 +282,7 @@ def test_bad_traces_are_refused(
     assert why in capsys.readouterr().err
 
 
-def test_one_command_prints_blocks_seed_sweep_and_result_and_draws(
+def test_one_command_prints_blocks_seed_sweep_and_result(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = written(tmp_path, *(LINE % (n * 400, 600, f"{n % 7}, {n + 100}") for n in range(200)))
