@@ -362,6 +362,7 @@ def test_a_pass_is_reported_in_the_words_of_dynamos_snapshot() -> None:
     scheduler.step()
     scheduler.plan()
     said = stats(scheduler, 0.5)
+    assert (said.request_active_slots, said.num_requests_waiting) == (2, 1)
     assert said[8:15] == (1, 23, 0.0, 16, 1, 9, pytest.approx(0.0))
     assert said[15:] == (1, 60, 0.0, 0, 0, 0.0, 0.5)
     while not scheduler.preemptions:
@@ -396,6 +397,15 @@ async def test_a_fault_strikes_the_rank_that_it_is_for() -> None:
         rig.engine.chaos("die", 0)
         with pytest.raises(EngineDead):
             await rig.engine.check()
+
+
+def test_devices_are_counted_through_all_dp_ranks() -> None:
+    engine = SimulatedEngine(Shape(tp=2), dp=2)
+    engine.chaos("slow", 3, 3)
+    engine.chaos("error", 0, 2)
+    first, second = (rank.scheduler.faults for rank in engine.each)
+    assert (first.slow, first.error) == (1.0, False)
+    assert (second.slowness, second.error, second.raising_rank) == ({1: 3.0}, True, 0)
 
 
 async def test_what_is_announced_is_what_is_in_the_cache_and_canaries_are_not() -> None:
