@@ -9,7 +9,7 @@ round-robin completes when everything comes at once. Prints one JSON object a ro
 
     bound    blocks, and the hit rate of one cache with the whole fleet's blocks, read in the order of the trace
     run      one mode at one load (`virtual.figures` says what the columns are)
-    best     what the balance could be at that load (`virtual.bounds`), if all possible hits were made, 90 % of them, or none
+    best     what the balance could be at that load (`virtual.bounds`), if all possible hits were made, 90 % of them or none
     result   what was to be reached: hits against the bound, mean TTFT against round-robin's at a load of 0.7, balance
     hour     the trace at its own speed: how long that took
 
@@ -51,7 +51,8 @@ PEER_PYTHON = ROOT / ".venv-peer" / "bin" / "python"
 ALL_AT_ONCE = 1000.0  # so many times as fast as it was
 KV_TOKENS = 16_384 * 64  # of one engine: what Dynamo's mocker has
 RESULT_LOAD = 0.7
-HITS = (1.0, 0.9, 0.0)  # of those that are possible
+ALL_HITS = 1.0  # of those that are possible
+HITS = (ALL_HITS, 0.9, 0.0)
 SPEEDS = {name: ModelTiming(model) for name, model in POLYNOMIALS.items()}
 FIRST, SECOND = SPEEDS
 EVENTS_LATE_S = 0.002  # about what a KV event needs from an engine's step to a frontend's index
@@ -98,14 +99,17 @@ class Trial:
         }
 
     def best(self, factor: float) -> Row:
-        """Return what the balance could be, by the share of the possible hits that are made."""
-        least, dealt = {}, {}
+        """Return what the balance could be: the least by the share of the possible hits that are made, dealt with all."""
+        requests, ideals = list(self._requests(factor)), {}
         for share in HITS:
-            found = [int(share * tokens) for tokens in self._found]
-            requests = bounds.shortened(list(self._requests(factor)), found)
-            ideal = bounds.Ideal(requests, self._shape, self._timing, self.count)
-            least[share], dealt[share] = ideal.least_balance(), ideal.dealt_balance()
-        return {"workers": self.count, "speed": self.speed, "least": least, "dealt": dealt}
+            shorter = bounds.shortened(requests, [int(share * tokens) for tokens in self._found])
+            ideals[share] = bounds.Ideal(shorter, self._shape, self._timing, self.count)
+        return {
+            "workers": self.count,
+            "speed": self.speed,
+            "least": {share: ideal.least_balance() for share, ideal in ideals.items()},
+            "dealt": ideals[ALL_HITS].dealt_balance(),
+        }
 
     def run(self, mode: Mode, factor: float, pricing: Pricing = USUAL) -> Row:
         """Let the trace come so many times as fast, and return the figures."""
@@ -204,9 +208,9 @@ def draw(found: Sequence[Row], path: Path, args: argparse.Namespace) -> None:
                     )
                 axis.set(xlabel=f"load, {count} workers, {speed}", ylabel=label)
             ideal = [row for row in best if (row["workers"], row["speed"]) == (count, speed)]
-            for kind, style in (("least", ":"), ("dealt", "-.")):
-                points = [row[kind][HITS[0]] for row in ideal]
-                axes[line][2].plot([row["load"] for row in ideal], points, style, color="grey", label=kind)
+            least, dealt = [row["least"][ALL_HITS] for row in ideal], [row["dealt"] for row in ideal]
+            for name, points, style in (("least", least, ":"), ("dealt", dealt, "-.")):
+                axes[line][2].plot([row["load"] for row in ideal], points, style, color="grey", label=name)
             axes[line][2].legend(fontsize=6)
             axes[line][0].set_yscale("log")
             axes[line][0].legend(fontsize=6)
