@@ -62,11 +62,11 @@ def saying(*parts: bytes, good: int = 0, together: bool = False) -> Say:
     """Answer so many requests well, and from then on with these bytes; TOKEN is as many as are wanted."""
 
     async def say(writer: asyncio.StreamWriter, asked: int, wanted: int) -> None:
-        for part in parts if asked > good else (EVENTS, TOKEN):
-            for _ in range(wanted if part is TOKEN else 1):
-                writer.write(part)
-                if not together:
-                    await asyncio.sleep(0.001)
+        said = parts if asked > good else (EVENTS, TOKEN)
+        pieces = [part for one in said for part in [one] * (wanted if one is TOKEN else 1)]
+        for piece in [b"".join(pieces)] if together else pieces:
+            writer.write(piece)
+            await asyncio.sleep(0.001)
         writer.close()
 
     return say
