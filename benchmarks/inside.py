@@ -254,6 +254,7 @@ async def inside(
     """Run a frontend before one worker per engine: on ports, or behind the broker of this URL."""
     one = Inside(FrontendSettings(port=0, **settings))
     await one.doors.open()
+    await one.doors.let_in()
     way = None
     if broker:
         one.behind, way = await Channels.open(broker, "workers"), await NatsWay.open(broker, "f1")

@@ -14,6 +14,7 @@ from events.errors import HoldfastError
 
 SHUTDOWN_S = 1.0
 KEEPALIVE_S = 75.0
+BACKLOG = 128  # connections that wait to be accepted
 
 
 class PortTaken(HoldfastError):
@@ -27,39 +28,60 @@ class Doors:
         self._settings = settings
         self._public = _runner(api.handle, settings.admission.body_mb_max)
         self._admin = _runner(api.admin, 1)
-        self._site: web.TCPSite | None = None
+        self._shared: asyncio.Server | None = None
 
     async def open(self) -> None:
-        """Listen on both ports. Raise PortTaken."""
+        """Listen on the admin port, and hold the shared one, where the host's other frontends get all connections until
+        `let_in`. Raise PortTaken."""
         settings = self._settings
         await self._public.setup()
         await self._admin.setup()
-        self._site = web.TCPSite(self._public, settings.host, settings.port, reuse_port=True)
         admin = web.TCPSite(self._admin, settings.admin_host, settings.admin_port)
-        for site, port in ((self._site, settings.port), (admin, settings.admin_port)):
-            try:
-                await site.start()
-            except OSError as error:
-                raise PortTaken(f"port {port}: {error.strerror}. {PortTaken.__doc__}") from error
+        port = settings.port
+        try:
+            self._shared = await self._hold(settings.host, port)
+            port = settings.admin_port
+            await admin.start()
+        except OSError as error:
+            raise PortTaken(f"port {port}: {error.strerror}. {PortTaken.__doc__}") from error
+
+    async def _hold(self, host: str, port: int) -> asyncio.Server:
+        server = self._public.server
+        assert server is not None
+        loop = asyncio.get_running_loop()
+        return await loop.create_server(
+            server, host, port, reuse_port=True, backlog=BACKLOG, start_serving=False
+        )
+
+    async def let_in(self) -> None:
+        """Take connections on the shared port. Raise PortTaken."""
+        if self._shared is None:
+            return
+        try:
+            await self._shared.start_serving()
+        except OSError as error:
+            raise PortTaken(f"port {self._settings.port}: {error.strerror}. {PortTaken.__doc__}") from error
 
     @property
     def url(self) -> str:
-        """Where the API answers."""
-        return _url(self._public)
+        """Where the API answers. Between `open` and `shut`."""
+        assert self._shared is not None
+        return _url(self._shared.sockets[0].getsockname())
 
     @property
     def admin_url(self) -> str:
         """Where metrics and readiness answer, of this frontend alone."""
-        return _url(self._admin)
+        return _url(self._admin.addresses[0])
 
     async def shut(self) -> None:
         """Take no new connections on the shared port: the host's other frontends get them."""
-        if self._site is not None:
-            site, self._site = self._site, None
-            await site.stop()
+        if self._shared is not None:
+            self._shared.close()
+            self._shared = None
 
     async def close(self) -> None:
         """Close everything."""
+        await self.shut()
         await self._public.cleanup()
         await self._admin.cleanup()
 
@@ -87,6 +109,6 @@ def _runner(handler: Handler, body_mb_max: int) -> web.ServerRunner:
     return web.ServerRunner(server, shutdown_timeout=SHUTDOWN_S)
 
 
-def _url(runner: web.ServerRunner) -> str:
-    host, port = runner.addresses[0][:2]
+def _url(address: Any) -> str:
+    host, port = address[:2]
     return f"http://{host}:{port}"

@@ -39,6 +39,7 @@ TICK_S = 0.1
 CHECK_S = 1.0  # clients that do not read
 LINKS_S = 1.0
 READY_S = 30.0
+PREPARE_S = 2.0  # while other frontends get what comes
 BROKER_S = 2.0
 STATIC_PROFILE = Profile(
     kv_blocks=1, block_tokens=16, max_batch=4096, prefill_tokens_per_s=1e6, tpot_ms=((1, 1.0),)
@@ -141,11 +142,11 @@ class Frontend:
         try:
             await doors.open()
             presence.announce(self._data, "frontend", self._name, doors.admin_url)
-            log.info("frontend_serves", url=doors.url, admin=doors.admin_url)
             collector.calm()
             async with asyncio.TaskGroup() as group:
                 running = [group.create_task(work) for work in (*services, self._plane.run())]
                 running += [group.create_task(self._tick(desk)), group.create_task(_check(api))]
+                running.append(group.create_task(self._let_in(desk, doors)))
                 await self._stop.wait()
                 await self._drain(api, doors)
                 for task in running:
@@ -154,6 +155,20 @@ class Frontend:
             desk.report()
             await doors.close()
         return 0
+
+    async def _let_in(self, desk: Desk, doors: Doors) -> None:
+        """Take requests as soon as one could be served, or the fleet is known to have nobody who serves. Until then the host's
+        other frontends get them; but who is told nothing may be the only one, and says so itself after a moment."""
+        loop, routing = asyncio.get_running_loop(), desk.routing
+        until = loop.time() + PREPARE_S
+        while not routing.servable and loop.time() < until:
+            if desk.live and not self._settings.static and not routing.served:
+                break
+            await asyncio.sleep(TICK_S / 4)
+        if self._stop.is_set():
+            return
+        await doors.let_in()
+        log.info("frontend_serves", url=doors.url, admin=doors.admin_url)
 
     async def _drain(self, api: Api, doors: Doors) -> None:
         """Take no new requests, let those in flight end, and cut off what is left after the grace."""

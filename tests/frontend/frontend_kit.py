@@ -234,6 +234,7 @@ async def frontend(*workers: ScriptedWorker, road: Road | None = None, **setting
     api = Api(desk)
     doors = Doors(api, chosen)
     await doors.open()
+    await doors.let_in()
     running = [asyncio.create_task(plane.run()), asyncio.create_task(_ticks(desk))]
     before = asyncio.all_tasks()
     try:

@@ -142,6 +142,34 @@ async def test_a_stopped_worker_is_left_and_a_stopped_frontend_accuses_nobody(ri
     assert await hangs() == 1
 
 
+async def test_while_a_frontend_reaches_nobody_the_other_one_of_its_port_gets_what_comes(rig: Rig) -> None:
+    port, shared = free_port(), free_port()
+    await rig.worker("w0", port)
+    await rig.frontend("f0", shared, port)
+
+    def serving() -> int:
+        return rig.log.read_text().count("frontend_serves")
+
+    async def health() -> int:
+        async with aiohttp.ClientSession() as alone, alone.get(rig.url + "/health") as answer:
+            return answer.status
+
+    assert serving() == 1
+    static = f"127.0.0.1:{free_port()}"  # nobody listens there
+    await rig.start("frontend", "--name", "f1", "--static", static, "--port", str(shared))
+    before = 0
+    async with asyncio.timeout(20):
+        while True:
+            status = await health()
+            if serving() == 2:
+                break
+            assert status == 200
+            before += bool(rig.admin("f1"))
+        while await health() == 200:
+            pass  # in the end it says itself that it has nobody
+    assert before > 5
+
+
 async def test_sigterm_finishes_what_is_in_flight_and_the_other_frontend_takes_what_is_new(rig: Rig) -> None:
     port, shared = free_port(), free_port()
     await rig.worker("w0", port)
