@@ -104,13 +104,13 @@ async def answers(fleet: Fleet) -> list[list[str]]:
 
 
 async def under_fault(fleet: Fleet, verb: str, argument: float | None = None) -> tuple[str, list[Stream]]:
-    """Start the streams, break the worker that serves the first of them, and return it with the finished streams."""
+    """Start the streams, break the worker of the one that has said the least, and return it with the finished streams."""
     streams = [Stream(f"{verb}-{next(_numbers)}", p) for p in prompts()]
     async with asyncio.TaskGroup() as group:
         for stream in streams:
             group.create_task(run(fleet, stream))
         await asyncio.gather(*(s.started.wait() for s in streams))
-        victim = streams[0].worker
+        victim = min(streams, key=lambda stream: len(stream.pieces)).worker
         await fleet.act(verb, victim, argument)
     return victim, streams
 

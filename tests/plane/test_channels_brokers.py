@@ -146,7 +146,7 @@ async def test_a_channel_under_tls(
     broker = await start(authority)
     async with world(broker.url(scheme="tls"), broker.url(scheme="tls")) as made:
         near, _ = await talk(made, eventually)
-        assert made.near.unread() == 0
+        await eventually(lambda: made.near.unread() == 0)
         await made.far.close()
         await eventually(lambda: near.lost)
     assert not caplog.records, "the end of a connection is nothing to complain of"

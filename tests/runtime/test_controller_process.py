@@ -96,7 +96,7 @@ class Processes:
         for child in self.children.values():
             child.terminate()
         try:
-            return {name: child.wait(15) for name, child in self.children.items()}
+            return {name: child.wait(30) for name, child in self.children.items()}
         finally:
             for child in self.children.values():
                 child.kill()
