@@ -1,6 +1,8 @@
 """The doors: the port that all frontends of a host share, and this frontend's own admin port."""
 
 import asyncio
+import os
+import socket
 from typing import Any
 
 from aiohttp import web
@@ -58,6 +60,10 @@ class Doors:
         if self._shared is None:
             return
         try:
+            # uvloop says nothing when somebody else has begun to listen meanwhile
+            for held in self._shared.sockets:
+                with socket.socket(fileno=os.dup(held.fileno())) as same:
+                    same.listen(BACKLOG)
             await self._shared.start_serving()
         except OSError as error:
             raise PortTaken(f"port {self._settings.port}: {error.strerror}. {PortTaken.__doc__}") from error
