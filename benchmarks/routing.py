@@ -14,7 +14,8 @@ round-robin completes when everything comes at once. Prints one JSON object a ro
     hour     the trace at its own speed: how long that took
 
 Balance: the tokens that a worker computes in a window of 10 s, of prompts and answers, over the mean of all workers in that
-window; the 99th percentile of all pairs of a window and a worker. The first window and the last are left out.
+window; the 99th percentile of all pairs of a window and a worker. The first window and the last are left out. `hottest`: the
+99th percentile over the windows of each worker by itself, the largest of them over their mean.
 
 `--dynamo` runs Dynamo's router modes on its own mocker by its own offline replay (`make peer`), with the same trace, blocks
 and polynomial (the second one, the only one that it has), at the same shares of its own round-robin's throughput, and ours with
@@ -151,7 +152,10 @@ def sweep(trial: Trial, args: argparse.Namespace) -> Iterator[Row]:
             "round_robin_per_s": most,
             "hits_of_bound": kv["hit_rate"] / bound["hit_rate"] if bound["hit_rate"] else math.nan,
             "ttft_better": turns["ttft_mean"] / kv["ttft_mean"],
-            "balance": {mode: runs[mode, RESULT_LOAD]["balance"] for mode in args.modes},
+            **{
+                key: {mode: runs[mode, RESULT_LOAD][key] for mode in args.modes}
+                for key in ("balance", "hottest")
+            },
         }
 
 

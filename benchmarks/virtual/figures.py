@@ -11,7 +11,8 @@ def figures(outcome: Outcome, workers: int, until_s: float) -> dict[str, Any]:
     """Return the figures of a run against so many workers, whose requests came until then; times in seconds.
 
     `hit_rate`: prompt tokens that engines found cached. `balance`: the 99th percentile of what a worker computed in 10 s
-    over the mean of all in the same 10 s; `balance_kv` of the KV blocks that its requests held.
+    over the mean of all in the same 10 s; `balance_kv` of the KV blocks that its requests held. `hottest`: each worker's 99th
+    percentile of the tokens that it computed in 10 s, the largest of them over their mean.
     """
     ttft = sorted(outcome.ttft.values())
     busy = sum(sum(window.values()) for window in outcome.busy.values())
@@ -25,6 +26,7 @@ def figures(outcome: Outcome, workers: int, until_s: float) -> dict[str, Any]:
         "hit_rate": outcome.cached_tokens / max(1, outcome.prompt_tokens),
         "balance": spread(outcome.computed, workers, until_s),
         "balance_kv": spread(outcome.held, workers, until_s),
+        "hottest": hottest(outcome.computed, workers, until_s),
         "completed_per_s": throughput(list(outcome.ended.values())),
         "utilisation": busy / workers / max(outcome.last_s, 1e-9),
         "preemptions": outcome.preemptions,
@@ -51,6 +53,13 @@ def spread(amounts: Mapping[int, Mapping[int, float]], workers: int, until_s: fl
         if total := sum(here.values()):
             ratios += [here.get(worker, 0.0) * workers / total for worker in range(workers)]
     return percentile(sorted(ratios), 0.99)
+
+
+def hottest(amounts: Mapping[int, Mapping[int, float]], workers: int, until_s: float) -> float:
+    """Return the largest over the mean of the workers' own 99th percentiles over the full windows; nan if nobody did anything."""
+    windows = [amounts.get(window, {}) for window in full_windows(until_s)]
+    own = [percentile(sorted(here.get(worker, 0.0) for here in windows), 0.99) for worker in range(workers)]
+    return max(own) / mean(own) if sum(own) else math.nan
 
 
 def full_windows(until_s: float) -> range:

@@ -1,6 +1,7 @@
 """Fleets in virtual time: that they do what one step after another would, and what the router does with them."""
 
 import json
+import math
 from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -11,7 +12,7 @@ import pytest
 from benchmarks.routing import FIRST, SPEEDS, main, shape
 from benchmarks.virtual import trace
 from benchmarks.virtual.bounds import Ideal, shortened
-from benchmarks.virtual.figures import figures, spread
+from benchmarks.virtual.figures import figures, hottest, spread
 from benchmarks.virtual.fleet import Fleet, Outcome, windows
 from benchmarks.virtual.router import Router, workers
 from benchmarks.virtual.trace import Request
@@ -97,6 +98,12 @@ def test_windows_share_what_lies_across_them() -> None:
 def test_balance_is_the_most_that_a_worker_has_over_the_mean() -> None:
     even, one = {1: {0: 5.0, 1: 5.0}}, {1: {0: 10.0}}
     assert (spread(even, 2, 31.0), spread(one, 2, 31.0)) == (1.0, 2.0)
+
+
+def test_the_hottest_worker_is_compared_with_the_others_over_the_whole_run() -> None:
+    in_turn, always = {1: {0: 10.0}, 2: {1: 10.0}}, {1: {0: 10.0}, 2: {0: 10.0, 1: 5.0}}
+    assert (hottest(in_turn, 2, 41.0), hottest(always, 2, 41.0)) == (1.0, pytest.approx(4 / 3))
+    assert math.isnan(hottest({}, 2, 41.0))
 
 
 # --- traces
