@@ -94,7 +94,13 @@ def using(directory: Path) -> Iterator[None]:
 
 
 async def spawn(
-    command: list[str], directory: Path, log: Path, *, user: str | None = None, fds: tuple[int, ...] = ()
+    command: list[str],
+    directory: Path,
+    log: Path,
+    *,
+    user: str | None = None,
+    fds: tuple[int, ...] = (),
+    dies_by: signal.Signals = signal.SIGKILL,
 ) -> subprocess.Popen[bytes]:
     """Start a child that holds the lock on `directory` and dies with us. Raise DirectoryInUse.
 
@@ -112,7 +118,7 @@ async def spawn(
                 cwd="/",
                 env=environment(),
                 pass_fds=(lock, *fds),  # the server itself holds the lock, for as long as it lives
-                preexec_fn=die_with(os.getpid()),
+                preexec_fn=die_with(os.getpid(), dies_by),
                 **identity(user),
             )
     finally:
@@ -131,12 +137,12 @@ async def _take(lock: int, directory: Path) -> None:
         raise DirectoryInUse(f"a server is running on {directory}. {DirectoryInUse.__doc__}") from None
 
 
-def die_with(parent: int) -> Callable[[], None]:
-    """Return a preexec function: a session of its own, and SIGKILL when `parent` dies."""
+def die_with(parent: int, by: signal.Signals = signal.SIGKILL) -> Callable[[], None]:
+    """Return a preexec function: a session of its own, and a signal when `parent` dies."""
 
     def arrange() -> None:
         os.setsid()  # Ctrl-C is for us: we stop the servers in order
-        libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+        libc.prctl(PR_SET_PDEATHSIG, by)
         if os.getppid() != parent:  # it died in between
             os._exit(1)
 

@@ -39,11 +39,14 @@ async def test_the_effective_sync_interval_is_read_back(own_nats: Server, tmp_pa
         await lazy.kill()
 
 
-async def test_postgres_keeps_what_others_wait_for_and_writes_no_zeros(postgres_server: Server) -> None:
+async def test_postgres_keeps_what_others_wait_for_and_writes_no_zeros_nor_outside(
+    postgres_server: Server,
+) -> None:
     connection = await asyncpg.connect(postgres_server.url, timeout=10)
     try:
         names = ("fsync", "full_page_writes", "synchronous_commit", "wal_init_zero")
         assert [await connection.fetchval(f"SHOW {name}") for name in names] == ["on", "on", "on", "off"]
+        assert await connection.fetchval("SHOW dynamic_shared_memory_type") == "mmap"  # not in /dev/shm
     finally:
         await connection.close()
 
@@ -152,7 +155,9 @@ def test_postgres_binaries_that_the_user_cannot_reach_are_copied(
     assert embedded_postgres._readable(hidden, "nobody") == copy
 
 
-async def test_a_killed_parent_leaves_no_orphan(tmp_path: Path, eventually: Eventually) -> None:
+async def test_a_killed_parent_leaves_no_orphan_and_no_shared_memory(
+    tmp_path: Path, eventually: Eventually
+) -> None:
     script = f"""
 import asyncio, sys
 from pathlib import Path
@@ -171,9 +176,17 @@ asyncio.run(main())
     assert parent.stdout is not None
     pids = [int(pid) for pid in (await asyncio.wait_for(parent.stdout.readline(), 30)).split()]
     assert len(pids) == 2
+    assert _segments(pids)
     parent.send_signal(signal.SIGKILL)
     await parent.wait()
     await eventually(lambda: not any(_alive(pid) for pid in pids))
+    assert not _segments(pids)
+
+
+def _segments(pids: list[int]) -> list[str]:
+    """Return the segments of System V shared memory that these processes made."""
+    lines = Path("/proc/sysvipc/shm").read_text().splitlines()[1:]
+    return [line for line in lines if int(line.split()[4]) in pids]
 
 
 def _alive(pid: int) -> bool:
