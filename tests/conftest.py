@@ -8,6 +8,7 @@ from collections.abc import Awaitable, Callable, Coroutine, Iterator
 from pathlib import Path
 from typing import Any, TypeVar
 
+import first_database
 import hypothesis
 import pytest
 import structlog
@@ -102,17 +103,20 @@ def nats_url(own_nats: Server) -> str:
 
 
 @pytest.fixture(scope="session")
-def postgres_server(background: Background, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """A PostgreSQL for the whole session."""
-    server = background.run(start_postgres(tmp_path_factory.mktemp("postgres")))
-    yield server
-    background.run(server.kill())
+def databases(background: Background, tmp_path_factory: pytest.TempPathFactory) -> None:
+    """`first_database.lay` may be called."""
+    first_database.make_once(tmp_path_factory.getbasetemp(), background.run)
 
 
 @pytest.fixture(scope="session")
-def postgres_url(postgres_server: Server) -> str:
-    """postgresql://holdfast@127.0.0.1:PORT/holdfast: an empty database for the whole session."""
-    return postgres_server.url
+def postgres_server(
+    background: Background, databases: None, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Server]:
+    """A PostgreSQL for the whole session. Its url names a database that nobody clones; `first_database.NAME` is migrated."""
+    directory = first_database.lay(tmp_path_factory.mktemp("postgres") / "server")
+    server = background.run(start_postgres(directory, database="postgres"))
+    yield server
+    background.run(server.stop())
 
 
 @pytest.fixture

@@ -7,15 +7,14 @@ from collections.abc import AsyncIterator, Callable, Iterator
 from typing import Any
 
 import asyncpg
+import first_database
 import pytest
 
-from controller.adapters import migrate
 from controller.adapters.embedded import Server
 from controller.adapters.memory_store import MemoryStore, MemoryTables
 from controller.adapters.postgres import PostgresStore
 
 _numbers = itertools.count()
-TEMPLATE = "migrated"
 AnyStore = MemoryStore | PostgresStore
 OpenStore = Callable[..., AnyStore]
 
@@ -34,16 +33,8 @@ async def execute(url: str, statement: str, *arguments: object) -> Any:
         await connection.close()
 
 
-async def make_template(server: Server) -> None:
-    """Make the migrated database that the others are cloned from, unless another folder's fixture has."""
-    if await execute(server.url, "SELECT 1 FROM pg_database WHERE datname = $1", TEMPLATE):
-        return
-    await execute(server.url, f"CREATE DATABASE {TEMPLATE}")
-    await migrate.upgrade(on(server.url, TEMPLATE))
-
-
-async def clone(server: Server, template: str = TEMPLATE) -> str:
-    """Make a fresh copy of the template and return its URL."""
+async def clone(server: Server, template: str = first_database.NAME) -> str:
+    """Make a fresh copy of a database and return its URL."""
     name = f"t{next(_numbers)}"
     await execute(server.url, f"CREATE DATABASE {name} TEMPLATE {template}")
     return on(server.url, name)
@@ -55,27 +46,20 @@ async def drop(server: Server, url: str) -> None:
         await execute(server.url, f"DROP DATABASE {url.rpartition('/')[2]} WITH (FORCE)")
 
 
-@pytest.fixture(scope="session")
-def migrated(postgres_server: Server, background: Any) -> Server:
-    """The session's server, with a migrated template in it."""
-    background.run(make_template(postgres_server))
-    return postgres_server
-
-
 @pytest.fixture
-def database_url(migrated: Server, background: Any) -> Iterator[str]:
+def database_url(postgres_server: Server, background: Any) -> Iterator[str]:
     """A migrated database of the test's own."""
-    url = background.run(clone(migrated))
+    url = background.run(clone(postgres_server))
     yield url
-    background.run(drop(migrated, url))
+    background.run(drop(postgres_server, url))
 
 
 @pytest.fixture
-def empty_database_url(migrated: Server, background: Any) -> Iterator[str]:
+def empty_database_url(postgres_server: Server, background: Any) -> Iterator[str]:
     """An empty database of the test's own."""
-    url = background.run(clone(migrated, "template1"))
+    url = background.run(clone(postgres_server, "template1"))
     yield url
-    background.run(drop(migrated, url))
+    background.run(drop(postgres_server, url))
 
 
 @pytest.fixture(params=["memory", pytest.param("postgres", marks=pytest.mark.servers)])

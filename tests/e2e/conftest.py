@@ -13,6 +13,11 @@ sys.path[:0] = [
 ]  # upstream.py, shim.py
 
 
+@pytest.fixture(autouse=True, scope="session")
+def _databases(databases: None) -> None:
+    """Every fleet's database is a copy."""
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     here = Path(__file__).parent
     for item in items:

@@ -6,6 +6,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
+import first_database
 import openai
 from commands import run_command
 
@@ -13,12 +14,15 @@ from controller.demo.fleet import Fleet
 
 
 @asynccontextmanager
-async def running(data: Path, *flags: str, environment: dict[str, str] | None = None) -> AsyncIterator[Fleet]:
-    """A fleet that is ready. After a test that went well it stops in order; after any test it is gone."""
+async def running(
+    data: Path, *flags: str, environment: dict[str, str] | None = None, stops: bool = False
+) -> AsyncIterator[Fleet]:
+    """A fleet that is ready, on a database that is there. It is gone after any test; with `stops`, in order if all went well."""
+    first_database.lay(data / "postgres")
     fleet = await Fleet.start(data, *flags, environment=environment).ready()
     try:
         yield fleet
-        if fleet.process.poll() is None:
+        if stops and fleet.process.poll() is None:
             assert fleet.stop() == 0, fleet.last_words()
     finally:
         fleet.end()

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import shim
-from fleet import client
+from fleet import client, running
 
 from controller.demo.fleet import Fleet
 from events.observations import DeviceFaulted, DeviceRecovered, WorkerLeft
@@ -78,8 +78,7 @@ async def test_a_servers_gpu_and_a_workers_own(
     tmp_path: Path, driver: dict[str, str], beside: list["subprocess.Popen[bytes]"]
 ) -> None:
     servers, own = shim.gpus(tmp_path / "gpus", 2).gpu[:2]
-    fleet = await Fleet.start(tmp_path / "fleet", *FLAGS, environment=NO_ACQUITTAL).ready()
-    try:
+    async with running(tmp_path / "fleet", *FLAGS, environment=NO_ACQUITTAL) as fleet:
         await fleet.healthy(2)
         beside.append(worker(fleet, "w1", "--watch-only", "--gpus", "0", driver=driver))
         await fleet.until(lambda s: "watch" in {p["role"] for p in s["processes"]})
@@ -101,8 +100,6 @@ async def test_a_servers_gpu_and_a_workers_own(
         assert await asyncio.to_thread(beside[-1].wait, 20) == 1
         left = [e.fact for e in await fleet.events() if isinstance(e.fact, WorkerLeft)]
         assert [(f.worker, f.mode, f.exit) for f in left] == [("g0", "self_initiated", 1)]
-    finally:
-        fleet.stop()
 
 
 async def said(fleet: Fleet, kind: type, count: int) -> None:

@@ -163,7 +163,7 @@ async def fleet(
 
         build_tiny(folder / "model")
         engine = ["--engine", "transformers", "--model", str(folder / "model")]
-    async with running(folder / "fleet", *FLAGS, *engine, environment=PATIENT) as one:
+    async with running(folder / "fleet", *FLAGS, *engine, environment=PATIENT, stops=True) as one:
         yield one
 
 

@@ -31,7 +31,9 @@ def data(tmp_path: Path) -> Path:
 @pytest_asyncio.fixture(loop_scope="module", scope="module")
 async def fleet(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Fleet]:
     """A whole fleet for all who only look at it, or break what comes back; it must still stop in order."""
-    async with running(tmp_path_factory.mktemp("up") / "fleet", *FAST, "--frontends", "2") as made:
+    async with running(
+        tmp_path_factory.mktemp("up") / "fleet", *FAST, "--frontends", "2", stops=True
+    ) as made:
         yield made
 
 
