@@ -64,6 +64,8 @@ class Generate(msgspec.Struct, tag="gen", array_like=True):
     guided: dict[str, Any] | None = None
     traceparent: str = ""  # the client's trace, for engines that can go on with it
     rank: int = 0  # the DP rank that was chosen
+    # Which of its worker's prefix caches may be used, where it outlives the worker: a new one with every conviction.
+    cache_epoch: int = 0
 
 
 class Cancel(msgspec.Struct, tag="cancel", array_like=True):

@@ -76,7 +76,7 @@ class Worker:
     @property
     def natural_weight(self) -> float:
         """The minimum of all reasons but the ejection budget: 0 while the breaker is not closed or it drains."""
-        if self.breaker.position != "closed" or self.drain.active:
+        if self.breaker.position != "closed" or self.drain.deadline is not None:
             return 0.0
         return self.health.weight
 
@@ -128,6 +128,12 @@ class Worker:
         return (
             full and self.breaker.position == "closed" and not self.drain.active and self.budget.kept is None
         )
+
+    @property
+    def cache_epoch(self) -> int:
+        """When a canary convicted a life of it last, in microseconds; 0: never. What an engine that outlives its worker
+        has cached belongs to the epoch in which it was computed, and is of no use in a later one."""
+        return round(self.convictions[-1].at.timestamp() * 1e6) if self.convictions else 0
 
     @property
     def reasons(self) -> tuple[str, ...]:

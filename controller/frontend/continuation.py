@@ -8,6 +8,7 @@ import msgspec
 
 from controller.frontend.plan import Plan
 from controller.frontend.tokens import Tokens
+from controller.router.table import Seat
 from events.wire import Generate
 
 
@@ -23,8 +24,8 @@ class Continuation:
         self.texts: list[str] = []  # what came from engines that give text and no tokens, and all before it
         self._worded = 0  # accepted tokens that `texts` says
 
-    def request(self, engine: str, rank: int = 0) -> Generate:
-        """Return what a worker with this kind of engine, and of its DP ranks this one, is asked for now."""
+    def request(self, seat: Seat, rank: int = 0) -> Generate:
+        """Return what this worker, and of its DP ranks this one, is asked for now."""
         plan, made = self._plan, len(self._accepted)
         sampling = plan.sampling
         if made:
@@ -38,10 +39,11 @@ class Continuation:
             prompt_tokens=len(plan.prompt),
             sampling=sampling,
             guided=plan.guided,
-            prompt_text=self._prompt_text() + self._text() if engine == "openai" else "",
+            prompt_text=self._prompt_text() + self._text() if seat.joined.engine == "openai" else "",
             traceparent=plan.traceparent,
             cache_salt=plan.cache_salt,
             rank=rank,
+            cache_epoch=seat.cache_epoch,
         )
 
     def take_text(self, text: str) -> int:

@@ -68,7 +68,7 @@ class Crossing:
     def begin(self, now: float, within_s: float) -> None:
         """Ask the target. Raise WorkerUnreachable."""
         flight, joined = self.flight, self.target.joined
-        request = flight.continuation.request(joined.engine, self.rank)
+        request = flight.continuation.request(self.target, self.rank)
         left = request.sampling.max_tokens
         says = within_s * len(flight.accepted) / max(1e-3, now - (flight.first_at or now))
         room = len(request.tokens) + min(left, ROOM_TOKENS + int(says))

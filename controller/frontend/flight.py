@@ -103,7 +103,7 @@ class Flight:
                 self._nowhere(error)
                 return
             seat = choice.seat
-            request = self.continuation.request(seat.joined.engine, choice.holder.rank)
+            request = self.continuation.request(seat, choice.holder.rank)
             try:
                 stream = desk.plane.open(seat.worker, seat.instance, request, self)
             except WorkerUnreachable:

@@ -35,6 +35,7 @@ class Seat:
     weight: float = 0.0
     status: HealthStatus = HealthStatus.SUSPICIOUS
     corrupt: bool = False
+    cache_epoch: int = 0
     expected: bool = False  # in service, or should be: it counts when a frontend asks whether there is panic
     active: int = 0  # requests of this frontend in flight there
     promised: int = 0  # requests that were let in for it, whose prompts are still being read
@@ -151,6 +152,7 @@ class Table:
         standing = (seat.status, seat.corrupt, seat.expected, seat.weight)
         seat.status = worker.health.status
         seat.corrupt = worker.health.corrupt
+        seat.cache_epoch = worker.cache_epoch
         seat.expected = worker.expected
         seat.weight = 0.0 if seat.corrupt or worker.health.accused else worker.weight
         change.moved = (

@@ -175,21 +175,25 @@ def test_every_conviction_is_remembered_with_the_span_that_it_exposes() -> None:
     story = Story().up("w0")
     story.tell(proposed("w0"), proposed("w0", canary="c2"), passed("w0", canary="c2"))
     story.now += timedelta(seconds=7)
+    assert story.worker().cache_epoch == 0
     wrong = {"reason": "token_mismatch", "confirmed": True, "golden": "agreed"}
     later = passed("w0", canary="c2")  # absolves nobody
     story.tell(failed("w0", canary="c2", **wrong), later)
     (one,) = story.worker().convictions
+    epoch = story.worker().cache_epoch
     assert (one.instance, one.canary, one.since, one.at) == ("i1", "c2", START, story.now)
     story.tell(failed("w0", canary="c1", **wrong))  # it stands convicted already, and serves nobody
     assert story.worker().convictions == (one,)
     began = story.now = story.now + timedelta(seconds=1)
     story.tell(joined("w0", "i2"), resume("w0", "i2"))
+    assert story.worker().cache_epoch == epoch > 0  # an engine that outlived the first life has its cache
     story.now += timedelta(seconds=1)
     story.tell(failed("w0", "i2", canary="c2", **wrong))  # its first life's passes say nothing of the second
     assert story.worker().convictions == (
         one,
         replace(one, instance="i2", since=began, at=story.now, seq=story.worker().convictions[1].seq),
     )
+    assert story.worker().cache_epoch > epoch
 
 
 def test_whoever_was_served_by_several_dp_ranks_is_exposed_since_they_joined() -> None:

@@ -282,6 +282,17 @@ async def test_a_conviction_that_came_together_with_the_next_life_names_those_of
         assert (fact.instance, fact.first, fact.last) == ("i1", 0, 3)
 
 
+async def test_the_next_life_of_a_convicted_worker_is_asked_for_nothing_that_was_computed_before() -> None:
+    one, two = ScriptedWorker("w1"), ScriptedWorker("w1", instance="i2")
+    async with frontend(one) as kit:
+        await kit.complete(PROMPT, 1)
+        convict(kit, one)
+        await kit.add(two)
+        await kit.complete(PROMPT, 1)
+        assert one.requests[-1].cache_epoch == 0
+        assert two.requests[-1].cache_epoch == kit.fleet.workers["w1"].cache_epoch > 0
+
+
 async def test_history_is_not_acted_on() -> None:
     worker = ScriptedWorker("w1")
     async with frontend(worker) as kit:

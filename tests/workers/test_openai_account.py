@@ -18,7 +18,7 @@ from events.wire import Generate, Load, Sampling
 from workers.admin import WorkerMetrics
 from workers.engines.openai.account import UpstreamAccount
 from workers.engines.openai.engine import OpenAIEngine, UpstreamSettings
-from workers.engines.openai.kv_names import CANARY_SALT
+from workers.engines.openai.kv_names import CANARY_SALT, salt_of
 from workers.engines.openai.upstream import NoHandle
 from workers.engines.openai.upstream import Upstream as Client
 from workers.engines.openai.upstream_metrics import (
@@ -240,6 +240,29 @@ async def test_after_a_doubt_nothing_is_found_or_left_in_the_upstreams_cache(
     assert len(set(salts)) == 4 and all(salt.startswith(CANARY_SALT) for salt in salts)
     publisher.publish(stored([99], tokens[:32], 32))  # by somebody else
     await eventually(lambda: heard.events[1:] == [(0, Cleared()), (0, Cleared()), (0, Stored(names[:1]))])
+    await ask(rig, tokens, cache_epoch=7)  # of that conviction
+    assert upstream.bodies[-1]["cache_salt"] == salt_of(7, "")
+    await eventually(lambda: heard.events[4:] == [(0, Cleared()), (0, Stored(names))])
+    await rig.engine.stop()
+
+
+async def test_the_next_worker_before_a_server_that_was_convicted_finds_nothing_of_before(
+    upstream: Upstream, publisher: Publisher, eventually: Eventually
+) -> None:
+    heard = Heard()
+    rig = await started(upstream, heard, kv_events=[publisher.endpoint])
+    tokens = prompt(70)
+    plain, tenant = (
+        blocks.sequence_hashes(blocks.local_hashes(tokens, 32, blocks.seed(namespace=own)))
+        for own in ("", "t")
+    )
+    await ask(rig, tokens)
+    for epoch, own in ((5, ""), (5, "t"), (0, "")):  # the last of a frontend that knows less
+        await ask(rig, tokens, cache_epoch=epoch, cache_salt=own)
+    salts = [body.get("cache_salt", "") for body in upstream.bodies[-4:]]
+    assert salts == ["", salt_of(5, ""), salt_of(5, "t"), salt_of(5, "")]
+    said = [Stored(plain), Cleared(), Stored(plain), Stored(tenant), Stored(plain)]
+    await eventually(lambda: heard.events == [(0, event) for event in said])
     await rig.engine.stop()
 
 

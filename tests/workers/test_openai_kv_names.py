@@ -13,7 +13,7 @@ from vllm_events import Shape, cleared, packed, removed, stored
 from events import blocks
 from events.kv import Cleared, KvEvent, Removed, Stored, Tier
 from workers.engines.openai import kv_names
-from workers.engines.openai.kv_names import CANARY_SALT, Names
+from workers.engines.openai.kv_names import CANARY_SALT, Names, read_salt, salt_of
 from workers.engines.openai.kv_wire import AllCleared, BlocksRemoved, BlocksStored, Malformed, read_batch
 
 TOKENS = list(range(1, 13))  # three blocks of four
@@ -358,3 +358,37 @@ def test_we_say_what_the_engine_has_and_after_losses_never_more(steps: list[Any]
             continue
         apply(heard(names, event), has)
         assert has <= engine.named() if losses else has == engine.named()
+
+
+def test_after_a_conviction_only_what_was_stored_since_is_known_and_by_the_requests_own_salts() -> None:
+    names, plain, tenant = Names(), names_of(TOKENS), names_of(TOKENS, seed=blocks.seed(namespace="t"))
+
+    def salted(key: int, epoch: int, own: str = "", parent: int | None = None) -> Any:
+        extras = [[salt_of(epoch, own)], None, None] if parent is None else None
+        return stored([key, key + 1, key + 2], TOKENS, 4, parent, extra_keys=extras)
+
+    assert heard(names, stored([1], TOKENS[:4], 4)) == [Stored(plain[:1])]
+    assert heard(names, salted(10, 7)) == [Cleared(), Stored(plain)]
+    assert heard(names, salted(20, 7, "t")) == [Stored(tenant)]
+    old = stored([2], TOKENS[4:8], 4, parent=1), stored([3], TOKENS[:4], 4), salted(30, 6), salted(40, 0)
+    assert heard(names, *old, removed([1, 2, 3, 30]), removed([12])) == [Removed(plain[2:])]
+    assert heard(names, salted(50, 9)) == [Cleared(), Stored(plain)]
+    assert heard(names, removed([10, 20])) == []
+
+
+@given(epoch=st.integers(0, 10**16), salt=st.text(max_size=4), looks=st.booleans())
+@settings(max_examples=30, deadline=None)
+def test_a_salt_is_read_as_it_was_written_whatever_it_looks_like(epoch: int, salt: str, looks: bool) -> None:
+    salt = salt_of(9, salt) if looks else salt
+    assert read_salt(salt_of(epoch, salt)) == (epoch, salt)
+
+
+def test_salts_that_only_look_like_an_epochs_are_none() -> None:
+    for salt in (
+        "",
+        "holdfast-epoch-",
+        "holdfast-epoch-7",
+        "holdfast-epoch-x-a",
+        f"holdfast-epoch-{'9' * 99}-a",
+    ):
+        assert read_salt(salt) == (0, salt)

@@ -32,7 +32,7 @@ from workers.engines.engine import (
 )
 from workers.engines.openai.account import UpstreamAccount
 from workers.engines.openai.handover import TOKENS_MAX, Arriving, Handed, continued, description
-from workers.engines.openai.kv_names import CANARY_SALT
+from workers.engines.openai.kv_names import CANARY_SALT, read_salt, salt_of
 from workers.engines.openai.reading import Reading
 from workers.engines.openai.upstream import (
     Abilities,
@@ -88,7 +88,9 @@ class OpenAIEngine:
         self._upstream: Upstream | None = None
         self._deliver: Deliver = _nowhere
         self._announce: Announce = unheard
-        self._apart = False  # every request has a prefix cache of its own
+        self._trusted = True
+        self._epoch = 0  # of the upstream's prefix cache: the last that was named
+        self._spoilt = -1  # the last in which wrong blocks may be
         self._tasks: dict[int, asyncio.Task[None]] = {}
         self._silent: dict[
             int, tuple[float, int]
@@ -194,14 +196,23 @@ class OpenAIEngine:
         if most <= 0:
             self._deliver([(key, Chunk(request.stream, [], finish="length"))])
             return
-        self._begin(key, request, most, None)
+        self._begin(key, self._salted(request), most, None)
+
+    def _salted(self, request: Generate) -> Generate:
+        """Return a request that finds in the upstream's prefix cache only what was computed since the last conviction of
+        this worker, whichever life of it that was. While we are distrusted, and where no later epoch has begun, it finds
+        and leaves nothing."""
+        if request.canary:
+            return request
+        self._epoch = max(self._epoch, request.cache_epoch)
+        apart = not self._trusted or self._epoch <= self._spoilt
+        salt = CANARY_SALT + secrets.token_hex(16) if apart else salt_of(self._epoch, request.cache_salt)
+        return msgspec.structs.replace(request, cache_salt=salt)
 
     def _begin(self, key: int, request: Generate, most: int, handle: dict[str, Any] | None) -> None:
         request = msgspec.structs.replace(
             request, sampling=msgspec.structs.replace(request.sampling, max_tokens=most)
         )
-        if self._apart and not request.canary:
-            request.cache_salt = CANARY_SALT + secrets.token_hex(16)
         if (
             self._account is not None
             and self._abilities.extensions
@@ -235,9 +246,11 @@ class OpenAIEngine:
             task.cancel()  # closes the connection, which is how an upstream learns that nobody reads
 
     def trust(self, trusted: bool) -> None:
-        """Have no request find anything in the upstream's prefix cache any more, nor leave anything, as canaries do. We
-        cannot empty that cache, so this stays until the worker ends."""
-        self._apart = True
+        """Have no request find anything in the upstream's prefix cache, nor leave anything, as canaries do. We cannot empty
+        that cache: what was computed up to now is never asked for again."""
+        self._trusted = trusted
+        if not trusted:
+            self._spoilt = self._epoch
         if self.announces:
             for rank in range(self.identity.dp):
                 self._announce(rank, [Cleared()])
@@ -328,7 +341,8 @@ class OpenAIEngine:
     def go_on(self, key: int) -> None:
         """Continue a request whose stream was ended, as a new one of the same server."""
         if (rest := self._stopped.pop(key, None)) is not None:
-            self._begin(key, rest, rest.sampling.max_tokens, None)
+            rest.cache_salt = read_salt(rest.cache_salt)[1]
+            self._begin(key, self._salted(rest), rest.sampling.max_tokens, None)
 
     def accept(self, key: int, request: Generate, handle: dict[str, Any]) -> None:
         """Continue a request whose KV cache this handle names."""
@@ -337,7 +351,7 @@ class OpenAIEngine:
         if most <= 0:
             self._deliver([(key, Chunk(request.stream, [], finish="length"))])
             return
-        self._begin(key, request, most, handle)
+        self._begin(key, self._salted(request), most, handle)
 
     # --- how it fares
 

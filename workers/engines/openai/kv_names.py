@@ -7,6 +7,10 @@ name them as everybody of ours does (`events.blocks`), remember which name is wh
     held       so many copies are on a tier: vLLM computes a prompt twice that comes twice at once, keeps both, and says so
     hidden     it has no name that a router could ask for: a canary's, a picture's, an unknown adapter's
 
+An engine that goes on after its worker was convicted keeps what it has computed, so each conviction begins an epoch, which is
+in the salts of all prompts from then on (`salt_of`). Only what was stored in the last epoch can be asked for; the first
+block of it hides all those before.
+
 After a loss (`lose`) nothing is held, but everything is still known. When the engine then stores a block on its device right
 after a known one, it must have all those before it, and they are held again: so what is in use comes back by itself.
 
@@ -22,9 +26,23 @@ from events.kv import Cleared, KvEvent, Removed, Stored, Tier
 from workers.engines.openai.kv_wire import AllCleared, BlocksRemoved, BlocksStored, Key, UpstreamEvent
 
 SALTED_MAX = 10_000  # prompts that an engine may store without telling that they are salted
+EPOCH_DIGITS_MAX = 18  # microseconds since 1970 have 16
 KNOWN_MAX = 2_000_000  # blocks; 16 tokens each are 32 million tokens
 CANARY_SALT = "holdfast-canary-"  # what the salts begin with that keep canaries out of the prefix cache
+EPOCH_SALT = "holdfast-epoch-"  # a number follows, and the request's own salt behind a dash
 REASONS = ("orphan", "odd_size", "unnamed", "full")
+
+
+def salt_of(epoch: int, salt: str) -> str:
+    """Return the salt with which a request goes to the engine. In epoch 0 it is its own, unless it looks like ours."""
+    return f"{EPOCH_SALT}{epoch}-{salt}" if epoch or salt.startswith(EPOCH_SALT) else salt
+
+
+def read_salt(salt: str) -> tuple[int, str]:
+    """Return the epoch in which a block was stored, and its request's own salt."""
+    epoch, dash, own = salt.removeprefix(EPOCH_SALT).partition("-")
+    known = salt.startswith(EPOCH_SALT) and dash and len(epoch) <= EPOCH_DIGITS_MAX
+    return (int(epoch), own) if known and epoch.isdecimal() and epoch.isascii() else (0, salt)
 
 
 @dataclass(slots=True)
@@ -53,6 +71,7 @@ class Names:
         self._group: int | None = None  # the one whose blocks are the prefix's, where there are several
         self._lost = False  # some may be known and not held
         self._tells_salts = False  # earlier versions of vLLM do not
+        self._epoch = 0  # of what can be asked for
         self._salted: dict[
             int, None
         ] = {}  # how the salted prompts lately sent would begin if they were plain
@@ -121,18 +140,22 @@ class Names:
         if len(self._known) + len(event.keys) > self._known_max and not self._tidy():
             self._pass_over("full", len(event.keys))
             return
-        made = self._made(event, parent)
+        made = self._made(event, parent, out)
         named = [block.name for block in made if block.name is not None]
         if named:  # the hidden ones are behind them
             out.append(Stored(named, None if parent is None else parent.name, event.tier))
 
-    def _made(self, event: BlocksStored, parent: Block | None) -> list[Block]:
+    def _made(self, event: BlocksStored, parent: Block | None, out: list[KvEvent]) -> list[Block]:
         """Take in that these blocks are held, and return them."""
-        seed, visible = _salted(event, parent)
+        salt = _salt(event) if parent is None else ""
+        epoch, own_salt = read_salt(salt)
+        if epoch > self._epoch:
+            self._begin(epoch, out)
+        seed, visible = _salted(event, parent, own_salt)
         local = blocks.local_hashes(event.tokens, event.block_tokens, seed)
-        if parent is None and seed != blocks.seed(lora=event.lora or ""):
-            self._tells_salts = True
-        elif parent is None and not self._tells_salts and local[0] in self._salted:
+        self._tells_salts = self._tells_salts or salt != ""
+        untold = not self._tells_salts and local[0] in self._salted
+        if parent is None and (epoch < self._epoch or untold):
             visible = 0
         name, before = None if parent is None else parent.name, event.parent
         made: list[Block] = []
@@ -148,6 +171,13 @@ class Names:
             made.append(block)
             name, before = block.name, key
         return made
+
+    def _begin(self, epoch: int, out: list[KvEvent]) -> None:
+        """Hide all that was stored in earlier epochs."""
+        self._epoch = epoch
+        for block in self._known.values():
+            block.name = None
+        out.append(Cleared())
 
     def _lie(self, event: BlocksStored, out: list[KvEvent]) -> None:
         """Take in where known blocks lie."""
@@ -217,16 +247,21 @@ class Names:
         self.passed_over[reason] += count
 
 
-def _salted(event: BlocksStored, parent: Block | None) -> tuple[int, int]:
+def _salt(event: BlocksStored) -> str:
+    """Return the salt of a prompt, as its first block tells it."""
+    salts = _others(event.extras[0], event.lora) if event.extras else []
+    return salts[0] if salts and isinstance(salts[0], str) else ""
+
+
+def _salted(event: BlocksStored, parent: Block | None, own_salt: str) -> tuple[int, int]:
     """Return the seed of the blocks' local hashes, and how many of them, from the first on, a router could ask for."""
+    salts = _others(event.extras[0], event.lora) if event.extras else []
     if parent is not None:
         seed, visible = parent.seed, len(event.keys) if parent.name is not None else 0
-        salts = _others(event.extras[0], event.lora) if event.extras else []
     else:
-        salts = _others(event.extras[0], event.lora) if event.extras else []
-        salt = salts.pop(0) if salts and isinstance(salts[0], str) else ""
-        seed = blocks.seed(lora=event.lora or "", namespace=salt)
-        visible = 0 if salt.startswith(CANARY_SALT) or event.lora is None else len(event.keys)
+        salts = salts[1:] if salts and isinstance(salts[0], str) else salts
+        seed = blocks.seed(lora=event.lora or "", namespace=own_salt)
+        visible = 0 if own_salt.startswith(CANARY_SALT) or event.lora is None else len(event.keys)
     if salts:  # a picture, or what we do not know
         return seed, 0
     for place, extra in enumerate(event.extras[1 : len(event.keys)], 1):
