@@ -2,6 +2,7 @@
 
 import argparse
 import contextlib
+import gc
 import os
 import sys
 import threading
@@ -9,10 +10,12 @@ from collections.abc import Mapping, Sequence
 from typing import Any, get_args
 
 from events.errors import HoldfastError, UsageError
+from events.imports import without
 from workers.exits import BROKE, FELL, USAGE
-from workers.imports import without
 from workers.settings import WorkerSettings, annotations, load_settings
 from workers.simulated_settings import FLAGS
+
+COLLECT_AT = (20_000, 20, 50)  # objects: a start makes many, and next to no garbage
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -51,10 +54,9 @@ def run_cli(args: argparse.Namespace) -> int:
 
 
 def _run(flags: Mapping[str, Any]) -> int:
+    gc.set_threshold(*COLLECT_AT)
     settings = load_settings(flags)
-    # structlog uses rich to draw tracebacks, and knows greenlets; nats-py uses aiohttp for WebSocket brokers.
-    websocket = settings.nats_url.startswith("ws")
-    with without("rich", "greenlet", *(() if websocket else ("aiohttp",))):
+    with without("rich", "greenlet", "aiohttp"):  # wanted by structlog, structlog and nats-py
         import uvloop
 
         from workers import keeper, logs

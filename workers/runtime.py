@@ -240,9 +240,7 @@ async def _administer(settings: WorkerSettings, workers: list[Worker]) -> None:
         with contextlib.suppress(TimeoutError):  # of many, one may have ended meanwhile, and have a successor
             async with asyncio.timeout(SERVING_S):
                 await waiting[0].serving.wait()
-    gc.collect()
-    gc.freeze()  # what lives now lives to the end: no collection needs to look at it again
-    gc.set_threshold(20_000, 20, 50)
+    gc.freeze()  # what lives now lives to the end, next to no garbage in it: no collection needs to look at it again
     url, pages = "", None
     if settings.admin_port >= 0:
         # In a thread: an import on the loop would look like a hang to every frontend.
