@@ -77,11 +77,12 @@ class Failure:
 
     @property
     def error(self) -> ApiError:
-        """The error that the client gets if nothing else can be done."""
+        """The error that the client gets if nothing else can be done. Who left a worker on purpose has found no other."""
         kind = self.kind
         message = f"{kind.message}: {self.detail}" if self.detail not in ("", kind.message) else kind.message
         retry = 1 if kind.status == 503 else None
-        return ApiError(kind.status, message, code=self.reason, retry_after_s=retry)
+        code = "no_worker" if self.planned else self.reason
+        return ApiError(kind.status, message, code=code, retry_after_s=retry)
 
 
 def classify(error: str) -> Failure:

@@ -14,7 +14,8 @@ from frontend_kit import TOKENS, Kit, failing, first_goes_to, frontend, joined, 
 from msgspec import structs
 from scripted_worker import Act, ScriptedWorker, undisturbed
 
-from controller.frontend.migration import KINDS, Allowance
+from controller.frontend.errors import CODES
+from controller.frontend.migration import KINDS, PLANNED, Allowance, Failure
 from controller.ports import Plane, Sink, WorkerUnreachable
 from events.observations import MoveRequested, RequestAbandoned, RequestMigrated
 from events.wire import Chunk, Generate, Load, Why
@@ -332,6 +333,23 @@ async def test_b31_where_an_engine_cannot_give_its_kv_cache_the_tokens_alone_are
             "its KV cache cannot be sent there",
         )
         check([*source.requests, *other.requests], [0, fact.tokens])
+
+
+async def test_a_request_that_was_moved_on_purpose_and_finds_nobody_ends_with_an_error() -> None:
+    source, other = ScriptedWorker("w1", step_s=0.01), ScriptedWorker("w2")
+    async with frontend(reroute_s=0.2) as kit:
+        await first_goes_to(kit, source, other)
+        asking = asyncio.create_task(stream(kit, max_tokens=400))
+        await until(lambda: any(f.flows for f in kit.desk.table.seats[("w1", "i1")].flights))
+        kit.desk.plane = Unmade(kit.plane, "w1", "w2")  # nobody can be sent anything from now on
+        kit.tell(MoveRequested(worker="w1", instance="i1", by="test"))
+        events = await asyncio.wait_for(asking, 5)
+        assert events[-1]["error"]["code"] == "no_worker"
+        assert [fact.reason for fact in kit.said(RequestAbandoned)] == ["no_worker"]
+
+
+def test_every_reason_to_move_has_an_error_for_the_client_whom_nobody_takes() -> None:
+    assert {Failure(reason, "").error.code for reason in [*KINDS, *PLANNED]} <= CODES
 
 
 async def test_b32_the_continuation_is_sampled_as_the_beginning_was() -> None:
