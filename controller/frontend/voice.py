@@ -8,6 +8,7 @@ vocabulary, a token's event is three byte strings of which two never change and 
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any, Protocol
 
 from controller.frontend.speech import Speech
@@ -282,7 +283,7 @@ def show_logprobs(
             "content": [_chat_logprob(form.tokens, t, lp, k) for t, lp in zip(tokens, logprobs, strict=False)]
         }
     names = [form.tokens.text_of(token) for token in tokens]
-    offsets = [offset + sum(map(len, names[:place])) for place in range(len(names))]
+    offsets = list(accumulate(map(len, names), initial=offset))[:-1]
     tops = [{form.tokens.text_of(t): value for t, value in lp.top[:k]} for lp in logprobs]
     chosen = [lp.chosen for lp in logprobs]
     return {"tokens": names, "token_logprobs": chosen, "top_logprobs": tops, "text_offset": offsets}

@@ -1,12 +1,15 @@
 """Stop strings over any cutting of the text, and nothing of them ever said."""
 
 import itertools
+import time
 
 from hypothesis import given
 from hypothesis import strategies as st
 
 from controller.frontend.speech import Speech, StopWindow
 from controller.frontend.tokens import BUILTIN, load_tokens
+from controller.frontend.voice import FoldVoice, Form
+from events.wire import Logprob
 
 LETTERS = st.text(alphabet="ab", max_size=30)
 
@@ -60,3 +63,26 @@ def test_unfinished_characters_are_flushed_at_the_end() -> None:
     ids = tokens.encode("é", special=False)[:1]
     speech = Speech(tokens.detokenizer(), [], 0)
     assert "".join(map(speech.feed, ids)) + speech.end() == tokens.decode(ids) == "\ufffd"
+
+
+def logprobs_of(count: int) -> dict[str, list[int]]:
+    """Return the logprobs of a whole answer of so many tokens, as the completions endpoint shows them."""
+    tokens = load_tokens(BUILTIN)
+    form = Form("id", "m", 0, chat=False, usage=False, tokens=tokens, stops=(), min_tokens=0, logprobs=1)
+    voice = FoldVoice(form)
+    voice.say([300] * count, [Logprob(chosen=-1.0)] * count)
+    voice.finish("length")
+    shown: dict[str, list[int]] = voice.choice(0)["logprobs"]
+    return shown
+
+
+def test_logprobs_say_where_in_the_text_each_token_begins() -> None:
+    size = len(load_tokens(BUILTIN).text_of(300))
+    assert logprobs_of(3)["text_offset"] == [0, size, 2 * size]
+    assert logprobs_of(0)["text_offset"] == []
+
+
+def test_the_logprobs_of_a_long_answer_do_not_hold_everybody_up() -> None:
+    began = time.process_time()
+    logprobs_of(50_000)
+    assert time.process_time() - began < 2.0
