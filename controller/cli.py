@@ -8,10 +8,11 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from controller.variables import refuse_unknown
 from events.errors import HoldfastError, UsageError
+from events.imports import without
 
 Run = Callable[[argparse.Namespace], int]
 USAGE = 2
@@ -20,7 +21,14 @@ ROLES = ("controller", "projector", "frontend", "worker")
 
 
 class Parser(argparse.ArgumentParser):
-    """Says what was wrong in one sentence, and where help is."""
+    """Says what was wrong in one sentence, and where help is: that of the command that was meant."""
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """Refuse what is not known here: argparse would leave it to the command above this one."""
+        found, unknown = super().parse_known_args(args, namespace)
+        if unknown:
+            self.error(f"unrecognized arguments: {' '.join(unknown)}")
+        return found, unknown
 
     def error(self, message: str) -> NoReturn:
         self.exit(USAGE, f"{self.prog}: {message}. See `{self.prog} --help`.\n")
@@ -66,6 +74,9 @@ def _main(arguments: list[str]) -> int:
     )
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", parser_class=Parser)
     wanted = _wanted(arguments)
+    if wanted in COMMANDS:
+        with without("rich", "greenlet"):  # structlog would draw tracebacks with the one, and knows the other
+            import structlog  # noqa: F401
     for name, (text, prepare) in COMMANDS.items():
         command = commands.add_parser(name, help=text, description=text, allow_abbrev=False)
         if name == wanted:  # only the command that runs needs its flags, and the imports behind them
@@ -106,7 +117,8 @@ def data_flag(parser: argparse.ArgumentParser) -> None:
 
 
 def _up(parser: argparse.ArgumentParser) -> Run:
-    from controller.processes import up, up_flags
+    with without("aiohttp"):  # nats-py wants it for WebSocket brokers
+        from controller.processes import up, up_flags
 
     data_flag(parser)
     up_flags.add_arguments(parser)
@@ -144,7 +156,8 @@ def _worker(parser: argparse.ArgumentParser) -> Run:
 
 def _operator(name: str) -> Callable[[argparse.ArgumentParser], Run]:
     def prepare(parser: argparse.ArgumentParser) -> Run:
-        from controller.processes import operator_commands
+        with without("aiohttp"):
+            from controller.processes import operator_commands
 
         data_flag(parser)
         return operator_commands.prepare(name, parser)
@@ -153,7 +166,8 @@ def _operator(name: str) -> Callable[[argparse.ArgumentParser], Run]:
 
 
 def _replay(parser: argparse.ArgumentParser) -> Run:
-    from controller.processes import operator_commands
+    with without("aiohttp"):
+        from controller.processes import operator_commands
 
     data_flag(parser)
     return operator_commands.prepare_replay(parser)

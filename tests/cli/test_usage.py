@@ -142,6 +142,22 @@ def test_a_role_names_a_data_directory_that_it_cannot_use(role: str, tmp_path: P
     assert "Traceback" not in done.stderr
 
 
+def test_what_a_command_does_not_know_points_to_its_own_help(capsys: pytest.CaptureFixture[str]) -> None:
+    for whose, rest in (
+        ("", ["up"]),
+        ("up", []),
+        ("replay", ["why", "5"]),
+        ("replay why", ["5"]),
+        ("trace replay", ["FILE", "--url", "http://localhost"]),
+        ("model tiny", ["DIR"]),
+    ):
+        with pytest.raises(SystemExit) as ended:
+            cli.main([*whose.split(), "--nonsense", *rest])
+        command = " ".join(["holdfast", *whose.split()])
+        said = f"{command}: unrecognized arguments: --nonsense. See `{command} --help`.\n"
+        assert (ended.value.code, capsys.readouterr().err) == (2, said)
+
+
 def test_a_closed_pipe_is_no_failure() -> None:
     env = {k: v for k, v in os.environ.items() if k != "PYTHONUNBUFFERED"}  # as a user has it
     for command in ("settings", "--help"):
