@@ -352,6 +352,34 @@ def test_who_was_preempted_may_leave_once_it_has_said_something_again() -> None:
     assert scheduler.transit.depart(1) is not None
 
 
+def test_who_can_leave_no_more_is_preempted_before_those_who_still_can() -> None:
+    scheduler = Scheduler(Shape(context_tokens=96, kv_blocks=9, watermark=0))
+    for key in range(2):
+        scheduler.submit(key, generate(prompt(60, key), most=30))
+    one_pass(scheduler)
+    departures = [scheduler.transit.depart(key) for key in range(2)]
+    while not scheduler.preemptions:
+        one_pass(scheduler)
+    assert [one.lost for one in departures if one] == ["", "it has been preempted"]
+    scheduler.cancel(0)
+    scheduler.submit(2, generate(prompt(60, 2), most=30))
+    while 2 not in scheduler.batch.sequences:
+        one_pass(scheduler)
+    departures.append(scheduler.transit.depart(2))
+    assert (
+        1 in scheduler.batch.sequences
+    )  # again; whoever asked for its departure has not heard yet that it is lost
+    while scheduler.preemptions == 1:
+        one_pass(scheduler)
+    assert ([*scheduler._waiting], [*scheduler.batch.sequences]) == ([1], [2])
+    for departure in departures:
+        assert departure is not None
+        scheduler.transit.close(departure)
+    while not one_pass(scheduler)[0].idle:
+        pass
+    assert (scheduler.busy, scheduler.kv.used) == (False, 0)
+
+
 def test_blocks_that_others_hold_already_need_no_room() -> None:
     scheduler = Scheduler(Shape(context_tokens=96, kv_blocks=8))
     for key in range(3):
