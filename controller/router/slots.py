@@ -30,7 +30,7 @@ Floats = npt.NDArray[np.float64]
 Rows = npt.NDArray[np.intp]
 
 STALE_S = 3600.0
-"""A request of which nothing was heard for so long is forgotten: whoever should have freed it has not."""
+"""A request that was added so long ago is forgotten: whoever should have freed it has not."""
 LOOK_S = 30.0  # how often such requests are looked for
 LATELY_S = 10.0
 """A prompt that was sent so long ago counts e times less among those that were sent lately."""
@@ -86,6 +86,12 @@ class _Work:
     anchored: float = 0.0  # since when the oldest of them is read
     lately: float = 0.0  # as it was when the last prompt was sent
     last: float = 0.0  # when that was
+
+    def sent(self, tokens: int, now: float) -> None:
+        """Remember a prompt that was sent then; of another frontend's one may hear later."""
+        last = max(self.last, now)
+        self.lately = self.lately_at(last) + tokens * exp((now - last) / LATELY_S)
+        self.last = last
 
     def lately_at(self, now: float) -> float:
         return self.lately * exp(min(self.last - now, 0.0) / LATELY_S)
@@ -166,7 +172,7 @@ class SlotTracker(Generic[Holder]):
             work.reading[request] = (prefill_tokens, expected_s)
             work.reading_tokens += prefill_tokens
             work.unpaced += expected_s is None
-            work.lately, work.last = work.lately_at(now) + prefill_tokens, now
+            work.sent(prefill_tokens, now)
             self._paced = self._paced or expected_s is not None
         self._show(work)
         if self.listener is not None and not owner:

@@ -210,6 +210,9 @@ def test_what_was_sent_lately_is_remembered_for_some_seconds() -> None:
     assert slots.work("w", now=LATELY_S).lately == pytest.approx(1000 / e + 1000)
     assert slots.work("w", now=2 * LATELY_S).lately == pytest.approx(1000 / e**2 + 1000 / e)
     assert slots.work("w", now=0.0).lately == pytest.approx(1000 / e + 1000), "a time before adds nothing"
+    slots.add("told later", "w", now=0.0, prefill_tokens=1000, owner="f2")
+    assert slots.work("w", now=LATELY_S).lately == pytest.approx(2000 / e + 1000), "nobody else's is lost"
+    slots.free("told later", now=0.0)
     each = slots.each(["w"], now=15.0)
     assert each is not None
     assert each[0].lately == pytest.approx(slots.work("w", now=15.0).lately)
