@@ -415,8 +415,7 @@ class RequestPlane:
                 process.look_due = due
             suspects = [line for line in self._lines() if line.pulse.suspect(now)]
             if suspects:
-                with suppress(TimeoutError):  # one whole turn of the loop, so that what has arrived is read
-                    await asyncio.sleep(policy.lag_s / 2)
+                await asyncio.sleep(policy.lag_s / 2)  # whole turns of the loop: what has arrived is read
                 self._judge([line for line in suspects if not line.readable()], loop.time())
             else:
                 self._everyone_since = None

@@ -117,13 +117,13 @@ class Line(asyncio.Protocol):
         self.pulse.beat(frame)
         self.load = frame.load
         self.others = _without(frame.load, self.pulse.open_streams)
-        self.others_by_rank = self._without_ours(frame.ranks) if frame.ranks else ()
+        self.others_by_rank = self._without_ours(frame.ranks) if frame.ranks or self._ranks else ()
         self.draining = frame.draining
         if was != (self.pulse.stuck, self.draining):
             self._changed()
 
     def _without_ours(self, ranks: Sequence[wire.Load]) -> Sequence[wire.Load]:
-        """Return what others have at each rank."""
+        """Return what others have at each rank, and forget where those went that have ended."""
         sinks, reserved = self._sinks, self._moving.reserved
         self._ranks = {n: rank for n, rank in self._ranks.items() if n in sinks or n in reserved}
         own = Counter(self._ranks.get(stream, 0) for stream in sinks)

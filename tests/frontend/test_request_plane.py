@@ -310,8 +310,10 @@ async def test_what_others_have_at_each_rank_is_told_apart_from_ours() -> None:
     lines.cancel("w1", reserved, "gone")
     others(1, 3)
     assert not line._ranks
+    lines.cancel("w1", lines.open("w1", "i1", question(rank=1), Ear()), "gone")
     lines.say("w1", Beat("decode", 0.0))
     assert not line.others_by_rank
+    assert not line._ranks, "remembered for ever of a worker that does not say what each rank has"
 
 
 async def test_an_engine_at_work_for_others_is_told_from_one_that_is_at_work_for_us_or_stuck(
