@@ -29,7 +29,7 @@ class Doors:
     def __init__(self, api: Api, settings: FrontendSettings) -> None:
         self._settings = settings
         self._public = _runner(api.handle, settings.admission.body_mb_max)
-        self._admin = _runner(api.admin, 1)
+        self._admin = _runner(api.admin, settings.admission.body_mb_max)  # `holdfast route` sends prompts
         self._shared: asyncio.Server | None = None
 
     async def open(self) -> None:

@@ -1,6 +1,7 @@
 """Requests go where their prefix is cached, without piling up: the router as a frontend has it."""
 
 import asyncio
+import io
 import json
 import random
 from collections import Counter
@@ -288,6 +289,12 @@ async def test_a_question_that_makes_no_sense_gets_one_sentence(body: Any, statu
     ):
         assert response.status == status
         assert says in (await response.json())["error"]["message"]
+
+
+async def test_a_question_may_be_as_long_as_a_request() -> None:
+    body = io.BytesIO(json.dumps({"tokens": [1] * 400_000}).encode())
+    async with frontend(ScriptedWorker()) as kit, kit.http.post(kit.admin + "/route", data=body) as response:
+        assert "the model's context is" in (await response.json())["error"]["message"]
 
 
 async def test_those_that_are_left_out_are_named_with_the_reason() -> None:
