@@ -17,7 +17,7 @@ from operator import is_
 from random import random
 
 from controller.router.kv_feed import CLEARED, Counts, Feed
-from controller.router.kv_index import KvIndex, Misplaced, NoParent
+from controller.router.kv_index import KvIndex, NoParent
 from controller.router.table import RANKS_MAX, Holder
 from events.kv import Answer, Ask, Batch, Cleared, KvEvent, Stored, Tier
 from events.observations import WorkerJoined
@@ -156,6 +156,6 @@ def apply(index: KvIndex[Holder], holder: Holder, event: KvEvent) -> tuple[str, 
             return kind, "block_not_found"
     except NoParent:
         return kind, "parent_block_not_found"
-    except (Misplaced, ValueError):
+    except ValueError:  # `Misplaced` is one
         return kind, "invalid_block"
     return kind, "ok"
