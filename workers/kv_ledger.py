@@ -130,7 +130,7 @@ class Ledger:
             return
         bit = 1 << event.tier
         if isinstance(event, Removed):
-            blocks = [block for block in event.blocks if self._lies(block) & bit]
+            blocks = [block for block in dict.fromkeys(event.blocks) if self._lies(block) & bit]
             self._remove(blocks, bit)
             for place in range(0, len(blocks), EVENT_BLOCKS_MAX):
                 yield Removed(blocks[place : place + EVENT_BLOCKS_MAX], event.tier)
