@@ -142,6 +142,15 @@ async def test_a_reservation_keeps_its_blocks_and_its_place() -> None:
             assert len((await pair.target.answer(key)).tokens) == 100
 
 
+async def test_a_whole_context_can_come_where_the_pool_has_room_for_no_more() -> None:
+    async with both(Shape(context_tokens=256, kv_blocks=16)) as pair:
+        _, export, stopped = await pair.stopped_at(55, prompt(200), max_tokens=100)
+        key, coming = pair.reserve(asked(0, prompt(200), max_tokens=100), 256)
+        assert pair.target.engine.load().kv_used == 16
+        await pair.carry(export, stopped, coming)
+        assert len((await pair.target.answer(key)).tokens) == 1
+
+
 async def test_who_is_about_to_leave_is_preempted_last() -> None:
     async with both(Shape(context_tokens=256, kv_blocks=20)) as pair:
         whole = [(await pair.source.ask(prompt(60, n), max_tokens=120)).tokens for n in (1, 2)]

@@ -123,7 +123,7 @@ class Transit:
         # The last token is computed here in any case.
         names = prefix_names(tokens[:-1], request, size) if self._names else []
         found = self._kv.cached(names)
-        blocks = names[:found] + self._kv.partials(room_tokens // size + 1 - found)
+        blocks = names[:found] + self._kv.partials(-(-room_tokens // size) - found)
         if not self._kv.use(blocks):
             return f"overloaded: {self._kv.used} of {self._kv.total} KV blocks are in use"
         made = Arrival(key, request, room_tokens, blocks, found * size, named=self._names)
