@@ -68,7 +68,9 @@ def full_windows(until_s: float) -> range:
 
 
 def throughput(ends: list[float]) -> float:
-    """Return how many requests end in a second, in the middle 80 % of a run."""
+    """Return how many requests end in a second, in the middle 80 % of a run; nan if that takes no time."""
+    if not ends:
+        return math.nan
     ends.sort()
     first, last = ends[len(ends) // 10], ends[len(ends) * 9 // 10]
     return len(ends) * 0.8 / (last - first) if last > first else math.nan

@@ -90,6 +90,13 @@ def test_the_same_seed_gives_the_same_figures() -> None:
     assert figures(one, 4, 50.0) == pytest.approx(figures(two, 4, 50.0), nan_ok=True)
 
 
+def test_a_fleet_that_refuses_everything_has_no_latencies_and_no_rate() -> None:
+    too_long = [Request(0, 0.0, SHAPE.context_tokens, 1, ())]
+    found = figures(ran(too_long, 2, routers(1, 2)), 2, 50.0)
+    assert (found["refused"], found["requests"]) == (1, 0)
+    assert all(math.isnan(found[name]) for name in ("ttft_mean", "itl_mean", "completed_per_s", "balance"))
+
+
 def test_windows_share_what_lies_across_them() -> None:
     assert dict(windows(8.0, 33.0)) == pytest.approx({0: 2 / 25, 1: 10 / 25, 2: 10 / 25, 3: 3 / 25})
     assert dict(windows(10.0, 20.0)) == {1: 1.0}
