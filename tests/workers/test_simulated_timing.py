@@ -289,6 +289,14 @@ def test_each_way_to_take_time_can_be_chosen(tmp_path: Path) -> None:
     assert step_s(built(engine_type="vllm", speedup_ratio=0)) == 0
 
 
+def test_a_successor_needs_no_file_that_its_process_has_read(tmp_path: Path) -> None:
+    profile = tmp_path / "p.npz"
+    np.savez(profile, **measured())
+    first = built(planner_profile_data=profile)
+    profile.unlink()
+    assert built(planner_profile_data=profile).each[0].timing is first.each[0].timing
+
+
 def test_slower_tiers_take_the_time_of_their_bytes() -> None:
     engine = built(itl_ms=20, host_kv_blocks=10, host_gb_per_s=1, kv_bytes_per_token=1_000_000)
     assert engine.shape.host_kv_blocks == 10

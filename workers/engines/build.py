@@ -1,5 +1,6 @@
 """From settings to engines. Each engine's imports wait until it is wanted: torch takes seconds, aiohttp a fifth of one."""
 
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -29,8 +30,16 @@ def _given(settings: WorkerSettings, *names: str) -> dict[str, Any]:
 
 
 def _simulated(settings: WorkerSettings) -> Engine:
-    from workers.engines.simulated import reasoning
     from workers.engines.simulated.engine import SimulatedEngine
+
+    shape = _shape(settings)
+    return SimulatedEngine(shape, _timing(settings, shape), dp=settings.dp_size, start_s=settings.startup_s)
+
+
+@cache  # as `_timing`: a process may have a thousand engines, whose successors need no file that was there at its start
+def _shape(settings: WorkerSettings) -> "Shape":
+    """Return a simulated engine's bounds."""
+    from workers.engines.simulated import reasoning
     from workers.engines.simulated.sequence import KV_BLOCK_BYTES, Shape
     from workers.simulated_settings import KV_TRANSFER_GB_PER_S, defaults
 
@@ -50,8 +59,7 @@ def _simulated(settings: WorkerSettings) -> Engine:
         bounds["kv_token_s"] = _token_bytes(settings) / (gb_per_s * 1e9 * settings.speedup_ratio)
     if settings.reasoning:
         bounds["reasoning"] = reasoning.read(settings.reasoning)
-    shape = Shape(model=Path(settings.model).name or "sim", **bounds)
-    return SimulatedEngine(shape, _timing(settings, shape), dp=settings.dp_size, start_s=settings.startup_s)
+    return Shape(model=Path(settings.model).name or "sim", **bounds)
 
 
 def _token_bytes(settings: WorkerSettings) -> int:
@@ -61,6 +69,7 @@ def _token_bytes(settings: WorkerSettings) -> int:
     return settings.kv_bytes_per_token or kv_bytes_per_token(Path(settings.model))
 
 
+@cache
 def _timing(settings: WorkerSettings, shape: "Shape") -> "Timing":
     """Return what a simulated step takes."""
     from workers.engines.simulated.perf_model import POLYNOMIALS, Interpolated
