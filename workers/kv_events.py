@@ -7,6 +7,7 @@ gap in the ids. So that they find it also where nothing follows, every rank says
 
 import asyncio
 import contextlib
+import math
 import threading
 from collections.abc import Callable, Sequence
 
@@ -20,6 +21,7 @@ from workers.kv_ledger import PART_BYTES, Ledger
 
 FLUSH_S = 0.005  # events wait so long for others to go with
 NEXT_EVERY_S = 5.0  # how often a rank says which id comes next
+SLOT_S = 0.1  # many workers of a process do so in one turn of the loop, and one write
 RANKS_MAX = 1024
 UNSENT_BYTES_MAX = 4 * 1024 * 1024  # that the broker has not taken: beyond, events are dropped
 RETRY_S = 0.2
@@ -126,7 +128,7 @@ class KvPublisher:
                     count += 1
                 self._post(rank, first, events[:count])
                 first, events = first + count, events[count:]
-        self._client.write()
+        self._write()
 
     def _post(self, rank: int, first: int, events: Sequence[bytes]) -> None:
         body = kv.encode([self.worker, self.instance, rank, first, [msgspec.Raw(event) for event in events]])
@@ -134,6 +136,10 @@ class KvPublisher:
             self.said += len(events)
         else:
             self.dropped += len(events)
+
+    def _write(self) -> None:
+        """Write what is posted when everybody has had their turn: a thousand workers share the connection."""
+        self._loop.call_soon(self._client.write)
 
     def _full(self) -> bool:
         return self.muted() or self._client.unsent() > UNSENT_BYTES_MAX
@@ -143,13 +149,14 @@ class KvPublisher:
     def _tell(self) -> None:
         """Say which id comes next."""
         now = self._loop.time()
-        self._telling = self._loop.call_at(now + NEXT_EVERY_S, self._tell)
+        slot = math.ceil((now + NEXT_EVERY_S) / SLOT_S)
+        self._telling = self._loop.call_at(slot * SLOT_S, self._tell)
         for rank in range(self._ranks):
             ledger = self._ledger(rank)
             ledger.tidy(now)
             if rank not in self._waiting:
                 self._post(rank, ledger.next, ())
-        self._client.write()
+        self._write()
 
     def _changed(self, connected: bool) -> None:
         if connected and self._telling is not None:
@@ -164,7 +171,7 @@ class KvPublisher:
         except msgspec.MsgspecError as error:
             answer = kv.encode(Refused(f"this is no question: {error}"))
         self._client.post(reply + b" ", b"", answer)
-        self._client.write()
+        self._write()
 
     def _answer(self, ask: Ask) -> bytes:
         if not 0 <= ask.rank < self._ranks:

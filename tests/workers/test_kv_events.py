@@ -12,7 +12,7 @@ from controller.adapters.embedded import Server
 from controller.adapters.kv_events import KvEvents
 from controller.router.table import Holder
 from events.blocks import local_hashes, sequence_hashes
-from events.connection import Connection
+from events.connection import Connection, FastClient
 from events.journal.memory import MemoryJournal, MemoryStream
 from events.kv import Removed, Stored, Tier
 from events.observations import WorkerJoined
@@ -138,3 +138,22 @@ async def test_what_a_convicted_worker_has_computed_is_used_by_nobody_even_after
 async def test_a_worker_whose_engine_announces_nothing_promises_nothing(connection: Connection) -> None:
     async with running(Announcing(False), connection) as (worker, joined):
         assert not joined.kv_events and worker.kv is None
+
+
+async def test_what_many_say_in_one_turn_of_the_loop_is_one_write(
+    connection: Connection, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    client, written = connection.client, list[int]()
+
+    def write() -> None:
+        written.append(client._pending_data_size)
+        FastClient.write(client)
+
+    monkeypatch.setattr(client, "write", write)
+    publishers = [KvPublisher(f"w{number}", "i1", connection) for number in range(20)]
+    for publisher in publishers:
+        publisher.start(1)
+    await asyncio.sleep(0.01)
+    assert len([size for size in written if size]) == 1
+    for publisher in publishers:
+        await publisher.close()
