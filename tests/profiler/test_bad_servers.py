@@ -136,18 +136,26 @@ async def test_numbers_that_no_engine_has_are_taken_for_none(size: str, tmp_path
         assert made["decode_context_length"].max() < 16 + 8
 
 
+@pytest.mark.parametrize("closes", [True, False], ids=["closes", "talks nonsense"])
 @pytest.mark.parametrize("welcomes", [0, 1])
-async def test_a_worker_that_closes_its_connection_is_said_at_once(
-    welcomes: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+async def test_a_worker_that_closes_its_connection_or_is_none_is_said_at_once(
+    welcomes: int, closes: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    async def close(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    over = asyncio.Event()
+
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await reader.read(1000)
         writer.write(encode(Welcome("w", "i", "m")) * welcomes)
+        if not closes:
+            writer.write(b"\x02\0\0\0so")  # a frame's length, and what is none
+            await over.wait()
         writer.close()
 
-    server = await asyncio.start_server(close, "127.0.0.1", 0)
+    server = await asyncio.start_server(answer, "127.0.0.1", 0)
     async with server:
         url = f"tcp://127.0.0.1:{server.sockets[0].getsockname()[1]}"
         assert await profiled(url, tmp_path / "p.npz") == 1
+        over.set()
     (last,) = capsys.readouterr().err.splitlines()[-1:]
-    assert last.startswith(f"holdfast: {url} ")  # "closed the connection", or that it was reset
+    # "closed the connection", or that it was reset
+    assert last.startswith(f"holdfast: {url} " + ("" if closes else "is no worker"))

@@ -3,7 +3,6 @@ three. Linux has such timers as files (timerfd); elsewhere the loop's own must d
 """
 
 import asyncio
-import contextlib
 import ctypes
 import os
 import sys
@@ -57,8 +56,10 @@ class Alarm:
         self._libc.timerfd_settime(self._file, _ABSOLUTE, ctypes.byref(setting), None)
 
     def _ring(self) -> None:
-        with contextlib.suppress(BlockingIOError):  # it has been set again meanwhile
+        try:
             os.read(self._file, 8)
-            if (then := self._then) is not None:
-                self._then = None
-                then()
+        except BlockingIOError:  # it has been set again meanwhile
+            return
+        if (then := self._then) is not None:
+            self._then = None
+            then()
