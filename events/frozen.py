@@ -8,7 +8,7 @@ sixth of the time (1.3 µs for 27 fields).
 
 import dataclasses
 from collections.abc import Callable
-from dataclasses import field, fields, make_dataclass
+from dataclasses import MISSING, fields
 from typing import TYPE_CHECKING, Any, TypeVar
 
 C = TypeVar("C", bound=type[Any])
@@ -28,18 +28,33 @@ else:
 
 def quickly_made(cls: C) -> C:
     """Give a dataclass (frozen, with slots, without bases of its own, all fields in its constructor) a faster constructor."""
-    twin = type(cls.__name__, (), {"__slots__": cls.__slots__})
-    of = [(f.name, f.type, field(default=f.default, default_factory=f.default_factory)) for f in fields(cls)]
-    store, become = vars(make_dataclass(cls.__name__, of))["__init__"], object.__setattr__
-
-    def __init__(self: Any, *args: Any, **named: Any) -> None:
-        become(self, "__class__", twin)
-        try:
-            store(self, *args, **named)
-        finally:
-            self.__class__ = cls
-
-    cls.__init__ = __init__
+    known: dict[str, Any] = {
+        "twin": type(cls.__name__, (), {"__slots__": cls.__slots__}),
+        "frozen": cls,
+        "become": object.__setattr__,
+        "MISSING": MISSING,
+    }
+    arguments, stores = ["self"], []
+    for f in fields(cls):
+        given = f.name
+        if f.default_factory is not MISSING:
+            known[f"{f.name}_made"] = f.default_factory
+            arguments.append(f"{f.name}=MISSING")
+            given = f"{f.name}_made() if {f.name} is MISSING else {f.name}"
+        elif f.default is not MISSING:
+            known[f"{f.name}_default"] = f.default
+            arguments.append(f"{f.name}={f.name}_default")
+        else:
+            arguments.append(f.name)
+        stores.append(f"    self.{f.name} = {given}")
+    lines = [
+        f"def __init__({', '.join(arguments)}):",
+        "    become(self, '__class__', twin)",
+        *stores,
+        "    self.__class__ = frozen",
+    ]
+    exec("\n".join(lines), known)
+    cls.__init__ = known["__init__"]
     return cls
 
 
