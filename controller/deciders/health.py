@@ -445,16 +445,14 @@ def _due(policy: HealthPolicy, state: Health, now: datetime) -> Move | None:
         return DRAINING, 0.0, state.leaving
     if state.accused:
         return UNHEALTHY, 0.0, state.accused
-    match state.status:
-        case HealthStatus.HEALTHY:
-            return _from_healthy(policy, state)
-        case HealthStatus.SUSPICIOUS:
-            return _from_suspicious(policy, state)
-        case HealthStatus.UNHEALTHY:
-            return _from_unhealthy(policy, state, now)
-        case _:
-            back = state.resumed and state.goods >= 1 and not _blocked(policy, state)
-            return (HEALTHY, policy.ramp[0], "resumed") if back else None
+    if state.status is HEALTHY:
+        return _from_healthy(policy, state)
+    if state.status is SUSPICIOUS:
+        return _from_suspicious(policy, state)
+    if state.status is UNHEALTHY:
+        return _from_unhealthy(policy, state, now)
+    back = state.resumed and state.goods >= 1 and not _blocked(policy, state)
+    return (HEALTHY, policy.ramp[0], "resumed") if back else None
 
 
 def _from_healthy(policy: HealthPolicy, state: Health) -> Move | None:

@@ -117,7 +117,8 @@ def _adopt(s: _Settling) -> None:
 
 
 def _goldens(s: _Settling) -> None:
-    for key in sorted(s.fleet.goldens):
+    open_ = [key for key, state in s.fleet.goldens.items() if state.status != "agreed"]
+    for key in sorted(open_):
         for decision in golden.decide(s.policy.golden, s.fleet.goldens[key], s.now):
             s.keep(decision)
 
@@ -127,11 +128,10 @@ def _each(s: _Settling, machine: str, decide: Callable[..., Iterator[Decision]])
     policy, state_of, now = getattr(s.policy, machine), attrgetter(machine), s.now
     for name in s.names:
         for _ in range(MOVES_MAX):
-            for decision in decide(policy, state_of(s.fleet.workers[name]), now):
-                s.keep(decision)
-                break  # what else it would say may be over now
-            else:
+            decision = next(decide(policy, state_of(s.fleet.workers[name]), now), None)
+            if decision is None:
                 break
+            s.keep(decision)  # what else it would say may be over now
 
 
 def _health(s: _Settling) -> None:
@@ -169,11 +169,8 @@ def _levels(s: _Settling) -> None:
     for model, state in sorted(s.fleet.models.items()):
         if model not in slos and not state.level:
             continue
-        weighted = [
-            (w.joined.profile, w.weight)
-            for w in map(s.fleet.workers.__getitem__, s.names)
-            if w.joined.model == model
-        ]
+        workers = map(s.fleet.workers.__getitem__, s.names)
+        weighted = [(w.joined.profile, w.weight) for w in workers if w.joined.model == model]
         for decision in degradation.decide(s.policy.degradation, state, weighted, s.now):
             s.keep(decision)
 

@@ -86,7 +86,8 @@ class Beats:
         """Take one heartbeat in."""
         try:
             worker, instance = str(body["worker"]), str(body["instance"])
-            load = {name: int(count) for name, count in dict(body.get("load") or {}).items()}
+            said = body.get("load")
+            load = {name: int(count) for name, count in dict(said).items()} if said else {}
             skew = (datetime.fromisoformat(body["at"]) - self._clock.now()).total_seconds()
         except (KeyError, TypeError, ValueError) as error:
             return self._refuse(subject, error)
@@ -115,7 +116,7 @@ class Beats:
     def forget(self, keep: Container[Life], older_than_s: float) -> None:
         """Drop what is old and no longer known."""
         now = self._clock.monotonic()
-        for life in [k for k, beat in self.lives.items() if k not in keep and now - beat.at > older_than_s]:
+        for life in [k for k, beat in self.lives.items() if now - beat.at > older_than_s and k not in keep]:
             del self.lives[life]
         for name in [n for n, links in self.frontends.items() if now - links.at > older_than_s]:
             del self.frontends[name]

@@ -92,18 +92,19 @@ class Liveness:
 
     def _meet(self, living: dict[str, Worker], now: float) -> None:
         lives = {(name, w.joined.instance) for name, w in living.items()}
-        for life in lives - self._met.keys():
-            self._met[life] = now
-        for life in self._met.keys() - lives:
-            del self._met[life]
-            self._said.pop(life, None)
+        if lives != self._met.keys():
+            for life in lives - self._met.keys():
+                self._met[life] = now
+            for life in self._met.keys() - lives:
+                del self._met[life]
+                self._said.pop(life, None)
         self._beats.forget(lives, FORGET_AFTER_S)
 
     def _last(self, worker: Worker) -> float:
         """Return when this instance was heard last, or first known of."""
         life = (worker.joined.worker, worker.joined.instance)
-        beat = self._beats.lives.get(life)
-        return max(beat.at, self._met[life]) if beat is not None else self._met[life]
+        beat, met = self._beats.lives.get(life), self._met[life]
+        return beat.at if beat is not None and beat.at > met else met
 
     def _welcome(self, living: dict[str, Worker]) -> None:
         for name, worker in living.items():
@@ -120,9 +121,10 @@ class Liveness:
 
     def _accuse(self, living: dict[str, Worker], unheard: dict[str, float], now: float) -> None:
         s = self._settings
-        new = [name for name, w in living.items() if not self._known_silent(w)]
-        late = [name for name in new if unheard[name] >= s.silent_after_s]
-        suspects = [name for name in new if unheard[name] >= s.silent_after_s - SPREAD_BEATS * s.beat_s]
+        suspicious_s = s.silent_after_s - SPREAD_BEATS * s.beat_s
+        quiet = [name for name, seconds in unheard.items() if seconds >= suspicious_s]
+        suspects = [name for name in quiet if not self._known_silent(living[name])]
+        late = [name for name in suspects if unheard[name] >= s.silent_after_s]
         if len(suspects) > s.blind_share * len(living):
             if late and not self.blind:
                 self._be_blind(len(suspects), len(living))
