@@ -15,8 +15,13 @@ LATE_AT_MOST = 20  # events on their way when the run ends
 
 def replay(watch: "Watch") -> str | None:
     again: Order[Fleet] = Order(watch.seams.evolve, Fleet())
+    stored = watch.world.projector.stored
+    number = stored[1].number if stored is not None else -1
     for event in watch.world.broker.events:
+        if watch.replayed is None and again.position.number == number:
+            watch.replayed = again.settled  # for the next check, so that the journal is folded once for both
         again.take(event)
+    watch.replayed = watch.replayed or again.settled
     return differs(again.shown, watch.shown[-1], None, "the replay")
 
 
@@ -27,12 +32,8 @@ def snapshot(watch: "Watch") -> str | None:
     settled, position, _ = stored
     if settled.number != position.number:
         return f"the stored fleet is at decision {settled.number}, its position at {position.number}"
-    again: Order[Fleet] = Order(watch.seams.evolve, Fleet())
-    for event in watch.world.broker.events:
-        if again.position.number == position.number:
-            break
-        again.take(event)
-    return differs(settled, again.settled, None, f"the state store at {position}")
+    assert watch.replayed is not None
+    return differs(settled, watch.replayed, None, f"the state store at {position}")
 
 
 def nothing_lost(watch: "Watch") -> str | None:

@@ -15,15 +15,15 @@ if TYPE_CHECKING:
 def agree(watch: "Watch", replica: Replica, batch: Sequence[Recorded]) -> str | None:
     if not replica.whole:
         return None
-    mine, true = replica.fleet, watch.shown[replica.seq]
-    last = watch.compared.get(replica.name)
-    known = (last[1], last[2]) if last is not None and last[0] is replica else None
+    seq, mine = replica.seq, replica.fleet
+    last, true = watch.compared.get(replica.name), watch.shown[seq]
     watch.compared[replica.name] = (replica, mine, true)
-    if watch.agreed.get(replica.seq) is mine:  # another process has the very same
+    if watch.agreed.get(seq) is mine:  # another process has the very same
         return None
-    found = differs(mine, true, known, f"{replica.name} at {replica.seq}")
+    known = (last[1], last[2]) if last is not None and last[0] is replica else None
+    found = differs(mine, true, known, f"{replica.name} at {seq}")
     if found is None:
-        watch.agreed[replica.seq] = mine
+        watch.agreed[seq] = mine
     return found
 
 

@@ -62,12 +62,13 @@ def silent(watch: "Watch", machine: Machine, instance: str) -> str | None:
 
 
 def corrupt(watch: "Watch") -> str | None:
-    interval = watch.world.scenario.interval
-    bound = int(CANARIES * interval * 1.15) + (1 + RETRIES) * DEADLINE // 2 + SLACK
     for machine in watch.world.machines.values():
-        serving = watch.serving_since.get(machine.instance)
-        if not machine.condition.corrupt or not machine.up or serving is None:
+        if not machine.condition.corrupt or not machine.up:
             continue
+        serving = watch.serving_since.get(machine.instance)
+        if serving is None:
+            continue
+        bound = int(CANARIES * watch.world.scenario.interval * 1.15) + (1 + RETRIES) * DEADLINE // 2 + SLACK
         since = max(serving, machine.corrupt_since, watch.probed_since.get(machine.name, 0))
         if watch.kernel.now - since > bound and _known_answers(watch, machine, since):
             return f"{machine.instance} is corrupt since {machine.corrupt_since / SECOND} s and serves since {serving / SECOND} s"

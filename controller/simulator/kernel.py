@@ -6,9 +6,9 @@ more draw in one place does not change every other: `Random(text)` hashes its te
 `PYTHONHASHSEED` touches.
 """
 
-import heapq
 from collections.abc import Callable
 from datetime import UTC, datetime, timedelta
+from heapq import heappop, heappush
 from random import Random
 from typing import Any
 
@@ -40,14 +40,14 @@ class Kernel:
 
     def after(self, delay: int, act: Act, *args: Any) -> None:
         """Let `act(*args)` happen `delay` microseconds from now."""
-        self._tie += 1
-        heapq.heappush(self._heap, (self.now + delay, self._tie, act, args))
+        self._tie = tie = self._tie + 1
+        heappush(self._heap, (self.now + delay, tie, act, args))
 
     def run(self, until: int) -> None:
         """Let everything happen that is due by `until`."""
-        heap, pop = self._heap, heapq.heappop
+        heap = self._heap
         while heap and heap[0][0] <= until:
-            self.now, _, act, args = pop(heap)
+            self.now, _, act, args = heappop(heap)
             self.happened += 1
             act(*args)
         self.now = until

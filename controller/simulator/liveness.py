@@ -57,12 +57,13 @@ class Ear:
         """Hear who beats and who is linked, and let the observer judge."""
         now = self.monotonic()
         self.since = now if self.since is None else self.since
-        at = self.now().isoformat()
-        quiet = [machine for machine in machines.values() if not machine.beating]
+        at, quiet = self.now().isoformat(), []
         for name, machine in machines.items():
             if machine.beating:
                 beat = {"worker": name, "instance": machine.instance, "draining": machine.draining, "at": at}
                 self._beats.on_beat(name, beat)
+            else:
+                quiet.append(machine)
         for frontend in self._frontends():  # connections to workers that are heard change nothing
             linked = {m.name: m.instance for m in quiet if self._seams.vetoed(frontend.linked(m))}
             self._beats.on_links(frontend.name, {"frontend": frontend.name, "workers": linked})

@@ -79,16 +79,16 @@ class Machine:
     beat_at: int = 0
     profile: Profile = PROFILE
     gpus: tuple[str, ...] = ()  # of its ranks, where it is a group
+    instance: str = field(init=False)  # the current process's name
 
-    @property
-    def instance(self) -> str:
-        """The current process's name."""
-        return f"{self.name}.{self.life}"
+    def __post_init__(self) -> None:
+        self._name_instance()
 
     @property
     def beating(self) -> bool:
         """Whether its heartbeat reaches the broker."""
-        return self.up and not self.condition.hung and not self.condition.cut and self.broker.up
+        condition = self.condition
+        return self.up and self.broker.up and not condition.hung and not condition.cut
 
     def reachable(self, peer: str) -> bool:
         """Return whether the request plane works between this worker and a frontend or the prober."""
@@ -99,6 +99,7 @@ class Machine:
         if self.up:
             return
         self.life += 1
+        self._name_instance()
         self.version = self.next_version
         self.up, self.draining, self.drained = True, False, False
         self.condition.hung = False
@@ -115,6 +116,9 @@ class Machine:
         self.outbox.observe(self.joined)
         for fault_class, weight in self.condition.limits.items():
             self._say_limit(fault_class, weight)
+
+    def _name_instance(self) -> None:
+        self.instance = f"{self.name}.{self.life}"
 
     def announce_again(self) -> None:
         """Register a second time, as a worker does that has found its broker again."""

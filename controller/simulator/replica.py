@@ -82,6 +82,7 @@ class Replica:
         self.follower.close()
 
     def _take(self, batch: Sequence[Recorded]) -> None:
+        take = self.order.take
         for event in batch:
-            self.order.take(event)
+            take(event)
         self._listen(self, batch)

@@ -80,12 +80,20 @@ class Watch:
             str, tuple[Replica, Fleet, Fleet]
         ] = {}  # by process: its last fold, and the true one
         self.agreed: dict[int, Fleet] = {}  # by sequence: a fold that was found right
-        self.checks: dict[str, int] = dict.fromkeys(invariants.INVARIANTS, 0)
+        self.replayed: Fleet | None = (
+            None  # settled as stored at the end, folded from the journal's beginning
+        )
         self.goldens_moved: dict[str, int] = {}  # by canary key
         self.worst_level: dict[str, int] = {}
         self._by_hook: dict[On, list[Invariant]] = {}
         for found in invariants.INVARIANTS.values():
             self._by_hook.setdefault(found.on, []).append(found)
+        self._reached = dict.fromkeys(self._by_hook, 0)
+
+    @property
+    def checks(self) -> dict[str, int]:
+        """How often each invariant was checked."""
+        return {name: self._reached[found.on] for name, found in invariants.INVARIANTS.items()}
 
     # --- where it listens ---------------------------------------------------------------------------------------
 
@@ -166,8 +174,8 @@ class Watch:
     # --- within -------------------------------------------------------------------------------------------------
 
     def _run(self, on: On, *args: Any) -> None:
-        for found in self._by_hook.get(on, ()):
-            self.checks[found.name] += 1
+        self._reached[on] += 1
+        for found in self._by_hook[on]:
             if detail := found.check(self, *args):
                 raise Violated(self._violation(found, detail))
 
