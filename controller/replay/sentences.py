@@ -13,8 +13,8 @@ TOKENS_SHOWN = 8
 
 def line(event: Recorded, *, date: bool = False) -> str:
     """Return an event as one line: the stream's time, then what happened."""
-    pattern = "%Y-%m-%d %H:%M:%S" if date else "%H:%M:%S"
-    return f"{event.at.strftime(pattern)}.{event.at.microsecond // 1000:03d} {sentence(event.fact)}"
+    time = f"{event.at:%H:%M:%S.%f}"[:-3]
+    return f"{f'{event.at:%Y-%m-%d} {time} UTC' if date else time} {sentence(event.fact)}"
 
 
 def sentence(fact: Fact) -> str:
@@ -42,6 +42,16 @@ def span(seconds: float) -> str:
 def count(number: int, thing: str) -> str:
     """Return "1 token", "2 tokens"."""
     return f"{number} {thing}{'' if number == 1 else 's'}"
+
+
+def about(subject: str) -> str:
+    """Return an incident's subject as one says it: worker w0."""
+    return subject.replace(":", " ", 1)
+
+
+def _name(source: str) -> str:
+    """Return which process speaks, without its role and its life."""
+    return source.split(":")[1] if ":" in source else source
 
 
 def _tokens(tokens: tuple[int, ...]) -> str:
@@ -105,8 +115,9 @@ def _fault(f: o.DeviceFaulted | o.DeviceRecovered) -> str:
 
 
 def _chaos(f: o.ChaosInjected) -> str:
-    verb = "healed" if f.fault == "heal" else f"played {f.fault} on"
-    return f"{f.by or 'a rehearsal'} {verb} {f.worker}{f' ({f.detail})' if f.detail else ''}"
+    acts = {"heal": f"healed {f.worker}", "unhang": f"let {f.worker} go on"}
+    act = acts.get(f.fault, f"broke {f.worker} on purpose: {f.fault}")
+    return f"{f.by or 'a rehearsal'} {act}{f' ({f.detail})' if f.detail else ''}"
 
 
 def _canary_failed(f: o.CanaryFailed) -> str:
@@ -120,7 +131,7 @@ def _canary_failed(f: o.CanaryFailed) -> str:
 
 
 def _canary_passed(f: o.CanaryPassed) -> str:
-    trial = {"trial": "its trial canary", "join": "its first canary"}.get(f.check_type, "a canary")
+    trial = {"trial": "its trial canary", "join": "one of its first canaries"}.get(f.check_type, "a canary")
     return f"{f.worker} passed {trial} in {f.latency_ms:.0f} ms"
 
 
@@ -185,9 +196,11 @@ def _cap(f: d.WeightCapped) -> str:
 _SAYS: dict[type[Fact], str | Callable[[Any], str]] = {
     o.WorkerJoined: _joined,
     o.WorkerLeft: _left,
-    o.WorkerSilent: lambda f: f"{f.worker} has been silent for {span(f.silent_s)}, says {f.observer}",
-    o.WorkerHeard: "{f.worker} was heard again, says {f.observer}",
-    o.ObserverBlind: "{f.observer} hears nothing from {f.silent} of {f.known} workers and doubts itself",
+    o.WorkerSilent: lambda f: f"{f.worker} has been silent for {span(f.silent_s)}, says {_name(f.observer)}",
+    o.WorkerHeard: lambda f: f"{f.worker} was heard again, says {_name(f.observer)}",
+    o.ObserverBlind: lambda f: (
+        f"{_name(f.observer)} hears nothing from {f.silent} of {f.known} workers and doubts itself"
+    ),
     o.DrainRequested: _drain_requested,
     o.ResumeRequested: lambda f: f"{f.by or 'somebody'} asked {f.worker} to resume",
     o.MoveRequested: _move_requested,
@@ -231,8 +244,8 @@ _SAYS: dict[type[Fact], str | Callable[[Any], str]] = {
     ),
     d.GoldenRetired: "the answer to {f.canary} counts no longer ({f.reason})",
     d.DegradationChanged: _level,
-    d.IncidentOpened: "incident {f.incident} opened for {f.subject}: {f.symptom}",
-    d.IncidentClosed: "incident {f.incident} closed for {f.subject}: {f.outcome}",
+    d.IncidentOpened: lambda f: f"{f.incident} opened for {about(f.subject)}: {f.symptom}",
+    d.IncidentClosed: lambda f: f"{f.incident} closed for {about(f.subject)}: {f.outcome}",
     d.PolicyAdopted: "the controller adopted its policy (deciders version {f.deciders_version})",
     d.Absorbed: "the controller had nothing to decide",
 }

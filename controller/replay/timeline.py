@@ -14,11 +14,14 @@ from events.journal.port import Journal
 from events.observations import (
     CanaryPassed,
     ChaosInjected,
+    DrainRequested,
+    MoveRequested,
     RequestAbandoned,
     RequestExposed,
     RequestMigrated,
     RequestsRejected,
     RequestsServed,
+    ShutdownBegan,
 )
 
 CHAOS_BEFORE = timedelta(
@@ -30,6 +33,7 @@ FELT_AFTER = timedelta(
 )  # and one this long after the end: a death is known before its streams go on
 _FELT = (RequestMigrated, RequestAbandoned, RequestExposed)
 _HEALING = ("heal", "unhang")
+_NEXT = (ChaosInjected, IncidentOpened, DrainRequested, MoveRequested, ShutdownBegan)  # another story begins
 _ROUTINE = (RequestsServed, Absorbed)
 
 
@@ -55,7 +59,7 @@ class Story:
         moved = [e.fact for e in self.events if isinstance(e.fact, RequestMigrated)]
         exposed = sum(isinstance(e.fact, RequestExposed) for e in self.events)
         lost = sum(isinstance(e.fact, RequestAbandoned) for e in self.events)
-        said = [f"incident {self.incident}: {self.subject}, {self.symptom}"]
+        said = [f"{self.incident}: {sentences.about(self.subject)}, {self.symptom}"]
         said.append(f"{sentences.span(self.lasted_s)}, {self.outcome if self.closed else 'not over yet'}")
         if moved:
             gap = max(fact.gap_ms for fact in moved)
@@ -112,7 +116,7 @@ async def _scene(
 ) -> list[Recorded]:
     """Return what concerns an incident's subject, from a little before the first symptom to the end.
 
-    What users felt is told for a few seconds more, unless the subject's next trouble begins.
+    What users felt is told for a few seconds more, unless the subject's next trouble begins, or somebody empties it.
     """
     kind, _, who = subject.partition(":")
     worker = who if kind == "worker" else None
@@ -132,7 +136,7 @@ def _aftermath(after: Sequence[Recorded], end: datetime) -> list[Recorded]:
     """Return what users felt of an incident when it was over already."""
     told: list[Recorded] = []
     for event in after:
-        if isinstance(event.fact, ChaosInjected | IncidentOpened) or event.at > end + FELT_AFTER:
+        if isinstance(event.fact, _NEXT) or event.at > end + FELT_AFTER:
             break
         told += [event] if isinstance(event.fact, _FELT) else []
     return told

@@ -86,7 +86,7 @@ def describe(moment: Moment) -> dict[str, Any]:
 
 def lines(moment: Moment) -> list[str]:
     """Return a moment readably."""
-    when = f", {moment.at:%Y-%m-%d %H:%M:%S.%f}"[:-3] if moment.at else ""
+    when = f", {moment.at:%Y-%m-%d %H:%M:%S.%f}"[:-3] + " UTC" if moment.at else ""
     said = [f"at {moment.seq}{when}, after decision {moment.number}"]
     for name, worker in sorted(moment.fleet.workers.items()):
         why = f"  ({'; '.join(worker.reasons)})" if worker.reasons else ""

@@ -23,9 +23,11 @@ from events.observations import (
     ChaosInjected,
     DeviceFaulted,
     DeviceRecovered,
+    DrainRequested,
     RequestMigrated,
     ShutdownBegan,
     WorkerLeft,
+    WorkerSilent,
 )
 
 
@@ -70,6 +72,7 @@ def test_a_sentence_says_what_happened(history: History) -> None:
     assert any(line.endswith(expected) for line in said)
     assert any("req-1 went on from w2 to w0 (unhealthy, after 17 tokens, gap 32 ms)" in line for line in said)
     assert all(line.startswith("12:0") for line in said)
+    assert " 12:00:0" in sentences.line(history.events[0], date=True).partition(" UTC ")[0]
 
 
 def test_a_long_answer_is_shown_where_it_differs() -> None:
@@ -101,7 +104,7 @@ async def test_one_incident_from_first_symptom_to_recovery(history: History, sto
         code, said = await typed(history, store, "timeline", "--incident", name)
         assert code == 0
         assert (
-            "worker:w2, token_mismatch" in said[0]
+            "worker w2, token_mismatch" in said[0]
             and "1 request migrated" in said[0]
             and "1 exposed" in said[0]
         )
@@ -119,7 +122,7 @@ async def test_a_rehearsed_fault_begins_the_story(open_store: OpenStore) -> None
     await Projector(journal(history), store).catch_up(len(history.events))
     opened = next(e.fact for e in history.events if e.fact.kind() == "incident_opened")
     story = await timeline.story(journal(history), store, opened.incident)  # type: ignore[attr-defined]
-    assert sentences.sentence(story.events[0].fact) == "operator played corrupt on w2"
+    assert sentences.sentence(story.events[0].fact) == "operator broke w2 on purpose: corrupt"
 
 
 async def test_what_users_felt_before_the_first_symptom_belongs_to_the_story(open_store: OpenStore) -> None:
@@ -193,11 +196,17 @@ def fault(fault_class: str, code: str = "", **more: Any) -> DeviceFaulted:
             ),
             "w2 ends itself: GPU GPU-7: Xid 48",
         ),
+        (
+            WorkerSilent(worker="w2", instance="w2-a", silent_s=3.1, observer="controller:standby:01a2-7bf1"),
+            "w2 has been silent for 3.1 s, says standby",
+        ),
+        (
+            ChaosInjected(worker="w2", instance="w2-a", fault="unhang", by="uid 0"),
+            "uid 0 let w2 go on",
+        ),
     ],
 )
-def test_a_sentence_says_what_a_device_or_a_worker_that_stops_means_to_the_fleet(
-    fact: Fact, said: str
-) -> None:
+def test_a_sentence_says_what_a_fact_means_to_the_fleet(fact: Fact, said: str) -> None:
     assert sentences.sentence(fact) == said
 
 
@@ -221,6 +230,16 @@ async def test_streams_that_go_on_after_a_death_was_known_belong_to_it(open_stor
     story = await told(history, open_store())
     assert story.outcome == "dead" and "; 1 request migrated" in story.headline()
     assert story.lasted_s < 0.1, "the incident's time, not its aftermath's"
+
+
+async def test_streams_that_a_drain_moves_after_a_death_do_not_belong_to_it(open_store: OpenStore) -> None:
+    history = History().start()
+    history.say(WorkerLeft(worker="w2", instance="w2-a", mode="immediate", exit=-9))
+    history.decide()
+    history.say(history.joined("w2", "w2-b"), source="w2-b")
+    history.say(DrainRequested(worker="w2", instance="w2-b", by="operator"))
+    history.say(history.migrated("req-1", "w2", "w0"), source="frontend-0", seconds=0.1)
+    assert "migrated" not in (await told(history, open_store())).headline()
 
 
 async def told(history: History, store: AnyStore) -> timeline.Story:
