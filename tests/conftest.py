@@ -1,6 +1,7 @@
 """Real servers for the tests: on random ports, in directories of their own."""
 
 import asyncio
+import gc
 import inspect
 import os
 import threading
@@ -39,6 +40,17 @@ class OneByOne(LoadScopeScheduling):
         file = nodeid.split("::")[0]
         shared = file.endswith(SHARE_A_FLEET)
         return f"{file} {'behind the broker' in nodeid}" if shared else nodeid
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Iterator[None]:
+    """Keep what is collected, half a million objects, out of every later search for garbage."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.freeze()
+        gc.enable()
 
 
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> OneByOne | None:
