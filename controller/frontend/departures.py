@@ -78,7 +78,13 @@ class Departures:
         for flight in waiting:
             parties.setdefault((flight.plan.model, flight.plan.lineage), []).append(flight)
         for party in parties.values():
-            plan = self.plan(party)
+            try:
+                plan = self.plan(party)
+            except Exception:  # they go on without one: nobody else would send them anywhere
+                log.exception("group_not_placed", requests=len(party))
+                for flight in party:
+                    flight.retry()
+                continue
             for flight, _, seat in plan:
                 flight.retry(seat if seat is not None and self._routing.takes(seat) else None)
             _say(plan)

@@ -177,10 +177,7 @@ class Flight:
             elif chunk.finish is not None:
                 self._land(chunk.finish)
         except Exception:
-            log.exception("stream_failed", request=self.plan.request)
-            self._cancel_stream()
-            self._leave()
-            self._abort(internal())
+            self._mistaken()
 
     def flush(self) -> None:
         """A turn of the loop is over: count and write what it brought."""
@@ -217,14 +214,17 @@ class Flight:
             self._desk.meter.outgrown(self.plan.model)
 
     def lost(self, cause: LostCause, detail: str) -> None:
-        """The connection broke, or the worker hangs."""
+        """The connection broke, or the worker hangs. Others are told of it after this stream, whatever goes wrong here."""
         if self.done or self.seat is None:
             return
         failure, seat, under, sent = Failure(cause, detail), self.seat, self.under, self.sent
-        if self.crossing is not None and self.crossing.source_lost():
-            self._desk.blame(seat, failure, under, sent)
-        else:
-            self._failed(failure)
+        try:
+            if self.crossing is not None and self.crossing.source_lost():
+                self._desk.blame(seat, failure, under, sent)
+            else:
+                self._failed(failure)
+        except Exception:
+            self._mistaken()
 
     def _go_on(self, chunk: Chunk) -> None:
         """Take tokens from the middle of an answer: nearly all of them are."""
@@ -391,9 +391,7 @@ class Flight:
         try:
             self.launch(planned)
         except Exception:  # it must not keep those that were planned with it from going on
-            log.exception("stream_failed", request=self.plan.request)
-            self._leave()
-            self._abort(internal())
+            self._mistaken()
 
     def give_up(self) -> None:
         """Nobody has come in time."""
@@ -506,6 +504,13 @@ class Flight:
         ended, self._ended = self._ended, _nothing  # no cycle: what is over is freed at once
         ended(self)
         self.flush()
+
+    def _mistaken(self) -> None:
+        """A mistake of ours, just caught: this client is told, and nobody else is touched."""
+        log.exception("stream_failed", request=self.plan.request)
+        self._cancel_stream()
+        self._leave()
+        self._abort(internal())
 
     def _leave(self, *, failed: bool = False) -> None:
         """Get off the worker, where the answer has ended, or failed."""

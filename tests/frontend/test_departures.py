@@ -232,6 +232,31 @@ async def test_one_that_cannot_be_sent_keeps_nobody_from_going_on() -> None:
     assert not second.done and second.seat is not None
 
 
+async def test_requests_that_cannot_be_planned_for_together_go_on_one_by_one() -> None:
+    desk, plane = desk_of(workers=2)
+    plane.open = lambda *_: 1  # type: ignore[attr-defined]
+    plane.load = {}.__getitem__  # type: ignore[method-assign]  # a mistake of ours, which only the plan makes
+    flights = [flight_of(desk, 100) for _ in range(2)]
+    for flight in flights:
+        desk.departures.add(flight)
+    await asyncio.sleep(0)
+    assert all(flight.seat is not None for flight in flights)
+
+
+async def test_one_whose_loss_is_mishandled_keeps_nobody_from_hearing_of_it() -> None:
+    desk, plane = desk_of(workers=2)
+    plane.open, plane.cancel = lambda *_: 1, lambda *_: None  # type: ignore[attr-defined]
+    first, second = (flight_of(desk, 100) for _ in range(2))
+    for flight in (first, second):
+        flight.launch(desk.table.seats["w0", "i0"])
+    first.allowance.tried = None  # type: ignore[assignment]  # a mistake of ours
+    for flight in (first, second):
+        flight.lost("disconnected", "")
+    assert first.done and first.error is not None and first.error.status == 500
+    await asyncio.sleep(0)
+    assert not second.done and second.seat is not None and second.seat.worker == "w1"
+
+
 async def test_whom_streams_of_an_unhealthy_worker_could_go_to_is_asked_once_not_per_stream() -> None:
     desk, plane = desk_of(workers=20)
     opened: list[str] = []
