@@ -41,6 +41,8 @@ def local_hashes(tokens: Sequence[int], block_tokens: int, seed: int = SEED) -> 
     size = block_tokens * _TOKEN_BYTES
     packed = memoryview(_packed(tokens))
     full = packed[: len(packed) // size * size]
+    if not full:  # of any size that a worker may register
+        return []
     return [xxh3_64_intdigest(block, seed) for (block,) in iter_unpack(f"{size}s", full)]
 
 

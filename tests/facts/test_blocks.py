@@ -20,6 +20,7 @@ def test_the_published_hashes() -> None:
 def test_a_block_that_is_not_full_has_no_name() -> None:
     assert local_hashes(range(1, 16), 4) == LOCAL
     assert local_hashes([], 4) == sequence_hashes([]) == []
+    assert local_hashes([1, 2, 3], 2**62) == [], "whatever size a worker registers"
 
 
 def test_adapters_and_namespaces_share_nothing() -> None:
