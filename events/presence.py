@@ -55,12 +55,13 @@ def present(directory: Path) -> list[Presence]:
             presence = Presence(**json.loads(path.read_text()))
         except (OSError, ValueError, TypeError):
             continue
-        if _alive(presence.pid):
+        if alive(presence.pid):
             found.append(presence)
     return found
 
 
-def _alive(pid: int) -> bool:
+def alive(pid: int) -> bool:
+    """Return whether there is a process of this number on this host."""
     try:
         os.kill(pid, 0)
     except ProcessLookupError:

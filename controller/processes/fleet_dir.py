@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from events.errors import HoldfastError
-from events.presence import present
+from events.presence import alive, present
 
 VERSION = 1
 
@@ -78,13 +78,15 @@ class FleetDir:
         fresh.replace(self.path / "fleet.json")  # whole or not at all: another command may be reading it
 
     def recall(self) -> dict[str, Any]:
-        """Return what `remember` wrote. Raise NoFleet if no fleet runs here."""
+        """Return what `remember` wrote. Raise NoFleet if no fleet runs here: a killed one could not take it back."""
         try:
             known: dict[str, Any] = json.loads((self.path / "fleet.json").read_text())
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError):
+            known = {}
+        if not known or not alive(known.get("pid", os.getpid())):
             raise NoFleet(
                 f"{self.path}: {NoFleet.__doc__} Start one with `holdfast up`, or name it with --data."
-            ) from error
+            )
         return known
 
     def running(self, role: str) -> list[str]:

@@ -16,7 +16,7 @@ from commands import run_command
 from controller import cli
 from controller.adapters.free_port import free_port
 from controller.processes.children import shell_status
-from controller.processes.fleet_dir import FleetDir
+from controller.processes.fleet_dir import FleetDir, NoFleet
 from controller.processes.operator import find
 from controller.processes.printing import print_status
 from controller.processes.up import Supervisor, left
@@ -221,6 +221,14 @@ def test_of_a_large_fleet_the_status_shows_who_is_not_well_and_counts_the_others
         in shown
     )
     assert len(shown.splitlines()) < 15
+
+
+def test_a_killed_fleet_runs_no_more_though_it_says_how_it_was_reached(tmp_path: Path) -> None:
+    child = subprocess.Popen(["true"])
+    child.wait()
+    FleetDir(tmp_path).remember(nats_url="nats://127.0.0.1:1", pid=child.pid)
+    with pytest.raises(NoFleet, match="No fleet runs on this data directory"):
+        find(tmp_path)
 
 
 def test_how_a_fleet_is_reached_is_for_its_owner_alone(tmp_path: Path) -> None:
