@@ -8,6 +8,7 @@ what must not be lost is kept in the journal's outbox and spool instead.
 import asyncio
 import contextlib
 import fcntl
+import importlib
 import sys
 import termios
 import time
@@ -17,6 +18,7 @@ from typing import Any
 from urllib.parse import unquote, urlsplit
 
 import structlog
+from nats.aio import transport
 from nats.aio.client import Client
 from nats.aio.msg import Msg
 from nats.aio.subscription import Subscription
@@ -76,6 +78,13 @@ def check_url(urls: str) -> None:
             good = False
         if not good:
             raise BadBrokerUrl(f"{masked(url)!r} is no broker's URL. {BadBrokerUrl.__doc__}")
+
+
+def _load_web_sockets(urls: str) -> None:
+    """Give nats-py aiohttp, which our processes leave out while they import it (`events.imports`), where a URL needs it."""
+    inner: Any = transport
+    if inner.aiohttp is None and "ws" in {url.strip()[:2] for url in urls.split(",")}:
+        inner.aiohttp = importlib.import_module("aiohttp")
 
 
 class FastClient(Client):
@@ -280,6 +289,7 @@ class Connection:
         is said on it is not heard on it. Raise BadBrokerUrl.
         """
         check_url(url)
+        _load_web_sockets(url)
         connection = cls(url, name, echo=echo)
         await connection.subscribe_raw(f"{connection._inbox}.*", connection._answered)
         connection._task = asyncio.create_task(connection._connect(), name=f"nats-connect-{name}")

@@ -18,8 +18,9 @@ from controller.demo import incidents, profile, report, view
 from controller.demo.clients import Users
 from controller.demo.fleet import Fleet
 from controller.demo.script import SCRIPT, WORKERS, Act
+from controller.processes.amounts import positive
 from controller.processes.operator import Operator, find
-from controller.processes.up_flags import add_router_flags, check_router_flags, positive, router_variables
+from controller.processes.up_flags import add_router_flags, check_router_flags, router_variables
 from events.errors import HoldfastError, UsageError
 
 RATE = 8.0  # requests a second: about 20 streams at once

@@ -2,19 +2,19 @@
 files.
 
 The environment is the one that model makers write for: trimmed blocks, loop controls, `tojson`,
-`raise_exception`, `strftime_now`.
+`raise_exception`, `strftime_now`. Jinja2 is imported with the first template: who only counts tokens needs none.
 """
 
 import json
 from collections.abc import Sequence
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, NoReturn
-
-from jinja2 import TemplateError
-from jinja2.sandbox import ImmutableSandboxedEnvironment
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from events.errors import HoldfastError
+
+if TYPE_CHECKING:
+    from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 SIM_TEMPLATE = (
     "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
@@ -35,6 +35,8 @@ class ChatTemplate:
     """One compiled template and the special tokens that it may name."""
 
     def __init__(self, source: str, specials: dict[str, str]) -> None:
+        from jinja2 import TemplateError
+
         self._specials = specials
         try:
             self._template = _environment().from_string(source)
@@ -94,7 +96,9 @@ def _specials(config: dict[str, Any]) -> dict[str, str]:
     return {name: value for name, value in names.items() if isinstance(value, str)}
 
 
-def _environment() -> ImmutableSandboxedEnvironment:
+def _environment() -> "ImmutableSandboxedEnvironment":
+    from jinja2.sandbox import ImmutableSandboxedEnvironment
+
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
     )
@@ -109,6 +113,8 @@ def _tojson(value: Any, ensure_ascii: bool = False, indent: int | None = None) -
 
 
 def _raise(message: str) -> NoReturn:
+    from jinja2 import TemplateError
+
     raise TemplateError(message)
 
 

@@ -10,6 +10,7 @@ taken care of here.
 import asyncio
 import codecs
 import json
+import threading
 from collections.abc import Sequence
 from functools import lru_cache
 from pathlib import Path
@@ -194,23 +195,33 @@ class Tokens:
 async def ready_tokens(name: str) -> Tokens:
     """Return a tokenizer; if it must be read first, off the loop: a large vocabulary takes seconds."""
     if name not in _loaded:
-        _loaded[name] = await asyncio.to_thread(load_tokens, name)
+        _loaded[name] = await asyncio.to_thread(_load_alone, name)
     return _loaded[name]
+
+
+def _load_alone(name: str) -> Tokens:
+    """Read it once, however many wait for it: all at once they would keep the loop's thread from running, too."""
+    with _reading:
+        return load_tokens(name)
 
 
 @lru_cache(maxsize=32)
 def load_tokens(name: str) -> Tokens:
-    """Return the tokenizer called `name`: a folder, or "builtin:sim". Raise TokenizerMissing."""
-    folder = Path(name)
-    file = BUILTIN_FILE if name == BUILTIN else folder / "tokenizer.json"
+    """Return the tokenizer and chat template of `name`: a folder, or "builtin:sim". Raise TokenizerMissing."""
+    return Tokens(load_tokenizer(name), load_template(None if name == BUILTIN else Path(name)))
+
+
+def load_tokenizer(name: str) -> Tokenizer:
+    """Return the tokenizer alone. Raise TokenizerMissing."""
+    file = BUILTIN_FILE if name == BUILTIN else Path(name) / "tokenizer.json"
     try:
-        tokenizer = Tokenizer.from_str(file.read_text(encoding="utf-8"))
+        return Tokenizer.from_str(file.read_text(encoding="utf-8"))
     except Exception as error:  # tokenizers raises bare Exception
         raise TokenizerMissing(f"{name!r}: {error}. {TokenizerMissing.__doc__}") from error
-    return Tokens(tokenizer, load_template(None if name == BUILTIN else folder))
 
 
 _loaded: dict[str, Tokens] = {}
+_reading = threading.Lock()
 
 
 def ids_of(tokenizer: Tokenizer) -> int:

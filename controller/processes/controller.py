@@ -101,10 +101,10 @@ async def load_vocabulary(tokenizer: str) -> Vocabulary:
     """Return a worker's tokenizer, loaded off the loop. Raise TokenizerMissing."""
 
     def load() -> Vocabulary:
-        from controller.frontend.tokens import load_tokens
+        from controller.frontend.tokens import ids_of, load_tokenizer
 
-        tokens = load_tokens(tokenizer)
-        return Vocabulary(lambda text: tokens.encode(text, special=True), tokens.size)
+        loaded = load_tokenizer(tokenizer)
+        return Vocabulary(lambda text: list(loaded.encode(text).ids), ids_of(loaded))
 
     return await asyncio.to_thread(load)
 

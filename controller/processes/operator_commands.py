@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from controller.processes import restart
+from controller.processes.amounts import positive
 from controller.processes.operator import Operator, find, who
 from controller.processes.printing import event_line, print_processes, print_status
-from controller.processes.up_flags import positive
 from controller.runtime.history import history
 from events import codec
 from events.errors import HoldfastError, UsageError

@@ -11,6 +11,7 @@ from controller.flags import add_flags, gather
 from controller.settings import sections
 from controller.variables import BadSetting
 from events.errors import HoldfastError
+from events.imports import trusting_nobody
 from workers.exits import LINGER_S, exit_within
 
 Run = Callable[[argparse.Namespace], int]
@@ -31,7 +32,8 @@ def prepare(role: str, parser: argparse.ArgumentParser) -> Run:
             raise BadSetting("the projector needs --database-url or HOLDFAST_DATABASE_URL")
         if not args.nats_url and not getattr(settings, "static", None):
             raise BadSetting(f"the {role} needs --nats-url or HOLDFAST_NATS_URL")
-        module = importlib.import_module(f"controller.processes.{role}")
+        with trusting_nobody():  # aiohttp, with which these roles serve, and ask one another over HTTP
+            module = importlib.import_module(f"controller.processes.{role}")
         start = getattr(module, f"run_{role}")
         work = start(
             settings,

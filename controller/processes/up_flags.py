@@ -7,6 +7,7 @@ from urllib.parse import urlsplit
 
 from controller.flags import add_flags, as_variables, gather
 from controller.frontend.settings import FrontendSettings, RouterSettings
+from controller.processes.amounts import not_negative, port, positive
 from events.errors import UsageError
 
 WORKERS_MAX = 10_000
@@ -59,7 +60,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="where it replays those that were lost; once for each --upstream",
     )
     add("--host", default="127.0.0.1", help="the address that frontends listen on (default: 127.0.0.1)")
-    add("--port", type=_port, default=8000, help="the port that frontends share (default: 8000)")
+    add("--port", type=port, default=8000, help="the port that frontends share (default: 8000)")
     add(
         "--frontends",
         type=_count,
@@ -69,7 +70,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add(
         "--itl-ms",
-        type=_not_negative,
+        type=not_negative,
         metavar="X",
         help="simulated engine: milliseconds per step, 0 for flat out",
     )
@@ -123,33 +124,6 @@ def _count(text: str) -> int:
     if not text.isdigit() or not 1 <= int(text) <= WORKERS_MAX:
         raise argparse.ArgumentTypeError(f"{text!r} is not a number from 1 to {WORKERS_MAX}")
     return int(text)
-
-
-def _port(text: str) -> int:
-    if not text.isdigit() or not 1 <= int(text) <= 65535:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a port from 1 to 65535")
-    return int(text)
-
-
-def _number(text: str, least: float, inclusive: bool) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = float("nan")
-    if not (value >= least if inclusive else value > least) or value == float("inf"):
-        raise argparse.ArgumentTypeError(
-            f"{text!r} is not a number {'of at least' if inclusive else 'above'} {least:g}"
-        )
-    return value
-
-
-def _not_negative(text: str) -> float:
-    return _number(text, 0, True)
-
-
-def positive(text: str) -> float:
-    """Read a flag's number above 0."""
-    return _number(text, 0, False)
 
 
 def check(args: argparse.Namespace) -> None:
