@@ -2,12 +2,14 @@
 
 import argparse
 import asyncio
+import gc
 import importlib
 import os
 from collections.abc import Callable
 
 from controller import logs
 from controller.flags import add_flags, gather
+from controller.processes.collector import COLLECT_AT
 from controller.settings import sections
 from controller.variables import BadSetting
 from events.errors import HoldfastError
@@ -19,6 +21,7 @@ Run = Callable[[argparse.Namespace], int]
 
 def prepare(role: str, parser: argparse.ArgumentParser) -> Run:
     """Add a role's flags and return what runs it."""
+    gc.set_threshold(*COLLECT_AT)  # what is imported from here on stays
     model = sections()[role]
     parser.add_argument("--name", default=role, help=f"this process's name (default: {role})")
     parser.add_argument("--nats-url", default=os.environ.get("HOLDFAST_NATS_URL", ""), metavar="URL")

@@ -1,0 +1,36 @@
+"""What a process does not need it does not load: rare cases of libraries would be a third of every start."""
+
+import subprocess
+import sys
+
+import pytest
+
+SCRIPT = """
+import contextlib, sys
+from controller import cli
+
+with contextlib.redirect_stdout(None), contextlib.suppress(SystemExit):
+    cli.main(sys.argv[1:])
+print(*sys.modules)
+"""
+NOWHERE = ("--nats-url", "nowhere")  # a process of that role loads everything, and then refuses it
+
+
+@pytest.mark.parametrize(
+    ("command", "needed", "left_out"),
+    [
+        (("status", "--data", "/nowhere"), "nats", ("aiohttp", "pydantic", "numpy", "rich")),
+        (("up", "--help"), "nats", ("aiohttp", "numpy", "sqlalchemy", "rich")),
+        (("controller", *NOWHERE), "aiohttp", ("jinja2", "tokenizers", "numpy", "sqlalchemy", "rich")),
+        (("frontend", *NOWHERE), "aiohttp", ("sqlalchemy", "faststream", "rich")),
+    ],
+    ids=lambda value: value[0] if isinstance(value, tuple) else value,
+)
+def test_a_process_loads_what_it_needs_and_no_more(
+    command: tuple[str, ...], needed: str, left_out: tuple[str, ...]
+) -> None:
+    code = [sys.executable, "-c", SCRIPT, *command]
+    ran = subprocess.run(code, capture_output=True, text=True, timeout=60, check=True)
+    loaded = set(ran.stdout.split())
+    assert needed in loaded, ran.stderr
+    assert not loaded & {*left_out, "pygments", "greenlet"}
