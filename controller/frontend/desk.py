@@ -325,13 +325,15 @@ class Desk:
         """Return the metrics as they stand now."""
         self.meter.settle()
         self.metrics.parked.set(len(self._parked))
-        for model, seats in self.table.models.items():
+        for model in self.table.known:
+            seats = self.table.models.get(model, ())
             gauge_model(self.metrics, model, seats, self.routing.limit(model), self.admission.queued(model))
         positions = self.outcomes.positions()
         for seat in self.table.seats.values():
             load = self.plane.load(seat.worker)
             unread = self.routing.choosing.unread(seat)
             gauge_worker(self.metrics, seat, positions.get(seat.key, "closed"), load, unread)
+        self.metrics.keep({seat.worker for seat in self.table.seats.values()})
         choosing = self.routing.choosing
         self._counted = gauge_router(self.metrics, choosing.view, choosing.guessed, self._counted)
         return self.metrics.render()

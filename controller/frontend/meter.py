@@ -131,10 +131,12 @@ def gauge_router(metrics: FrontendMetrics, view: KvView | None, guessed: int, be
 
 
 def gauge_model(metrics: FrontendMetrics, model: str, seats: Sequence[Seat], limit: int, queued: int) -> None:
-    """Bring one model's gauges up to date."""
-    profile = seats[0].joined.profile
+    """Bring one model's gauges up to date. Where all its workers are gone, the last ones' sizes stay."""
     metrics.inflight.labels(model).set(sum(seat.active for seat in seats))
     metrics.queued.labels(model).set(queued)
+    if not seats:
+        return
+    profile = seats[0].joined.profile
     metrics.migration_limit.labels(model).set(limit)
     metrics.context_length.labels(model).set(seats[0].joined.context_tokens)
     metrics.total_kv_blocks.labels(model).set(profile.kv_blocks)
@@ -146,6 +148,7 @@ def gauge_worker(
     metrics: FrontendMetrics, seat: Seat, breaker: str, load: Load | None, prefill_tokens: float
 ) -> None:
     """Bring one worker's gauges up to date."""
+    metrics.shown.add(seat.worker)
     metrics.prefill_tokens.labels(seat.worker).set(prefill_tokens)
     metrics.breakers.labels(seat.worker).set(POSITIONS[breaker])
     if load is not None:
@@ -159,6 +162,7 @@ def gauge_last(
     """Show how a worker's last answer went; one that had begun elsewhere says nothing about it."""
     if ttft_s is None:
         return
+    metrics.shown.add(worker)
     metrics.last_input.labels(worker).set(prompt_tokens)
     metrics.last_ttft.labels(worker).set(ttft_s)
     if itl_s is not None:

@@ -71,12 +71,18 @@ class FrontendMetrics:
     def __init__(self) -> None:
         disable_created_metrics()  # type: ignore[no-untyped-call]  # names that nobody asked for
         registry = self.registry = CollectorRegistry()
+        self.shown: set[str] = set()  # workers of which something is shown
+        self._of_workers: list[Gauge] = []
 
         def counter(name: str, text: str, *labels: str) -> Counter:
             return Counter(name, text, labels, registry=registry)
 
         def gauge(name: str, text: str, *labels: str) -> Gauge:
             return Gauge(name, text, labels, registry=registry)
+
+        def worker_gauge(name: str, text: str) -> Gauge:
+            self._of_workers.append(gauge(name, text, "worker_id"))
+            return self._of_workers[-1]
 
         def histogram(name: str, text: str, bounds: Sequence[float], *labels: str) -> Histogram:
             made = Histogram(name, text, bounds, labels)
@@ -124,27 +130,21 @@ class FrontendMetrics:
             f"{PREFIX}model_max_num_seqs", "Largest batch of a model's worker.", "model"
         )
         self.kv_block_size = gauge(f"{PREFIX}model_kv_cache_block_size", "Tokens of a KV block.", "model")
-        self.waiting = gauge(
-            f"{PREFIX}worker_waiting_requests", "Requests that wait at a worker.", "worker_id"
-        )
-        self.prefill_tokens = gauge(
+        self.waiting = worker_gauge(f"{PREFIX}worker_waiting_requests", "Requests that wait at a worker.")
+        self.prefill_tokens = worker_gauge(
             f"{PREFIX}worker_active_prefill_tokens",
             "Prompt tokens that were sent there and are still to be read, as this frontend's router counts them.",
-            "worker_id",
         )
-        self.decode_blocks = gauge(f"{PREFIX}worker_active_decode_blocks", "KV blocks in use.", "worker_id")
+        self.decode_blocks = worker_gauge(f"{PREFIX}worker_active_decode_blocks", "KV blocks in use.")
         last = f"{PREFIX}worker_last_"
-        self.last_ttft = gauge(
+        self.last_ttft = worker_gauge(
             f"{last}time_to_first_token_seconds",
             "From the arrival of the last answer that began and ended at this worker to its first token.",
-            "worker_id",
         )
-        self.last_itl = gauge(
-            f"{last}inter_token_latency_seconds", "Mean time between that answer's tokens.", "worker_id"
+        self.last_itl = worker_gauge(
+            f"{last}inter_token_latency_seconds", "Mean time between that answer's tokens."
         )
-        self.last_input = gauge(
-            f"{last}input_sequence_tokens", "Tokens of that answer's prompt.", "worker_id"
-        )
+        self.last_input = worker_gauge(f"{last}input_sequence_tokens", "Tokens of that answer's prompt.")
         self.duration = histogram(
             f"{PREFIX}request_duration_seconds", "From arrival to end.", log_spaced(1, 512, 10), "model"
         )
@@ -240,12 +240,17 @@ class FrontendMetrics:
         self.late_chunks = gauge("holdfast_late_chunks", "Chunks of attempts that had been left, dropped.")
         self.slow_clients = counter("holdfast_slow_clients", "Clients cut off because they did not read.")
         self.parked = gauge("holdfast_parked_requests", "Requests that wait for a worker to go on with.")
-        self.breakers = gauge(
-            "holdfast_local_breaker_state",
-            "This frontend's own breaker: 0 closed, 1 open, 2 half-open.",
-            "worker_id",
+        self.breakers = worker_gauge(
+            "holdfast_local_breaker_state", "This frontend's own breaker: 0 closed, 1 open, 2 half-open."
         )
         self.panic = gauge("holdfast_panic", "1 while this frontend ignores its own breakers.", "model")
+
+    def keep(self, workers: set[str]) -> None:
+        """Show no other workers: those that are gone would keep their last figures for ever."""
+        for worker in self.shown - workers:
+            for one in self._of_workers:
+                one.remove(worker)
+        self.shown &= workers
 
     def render(self) -> bytes:
         """Return the exposition text."""

@@ -529,6 +529,19 @@ async def test_the_last_worker_dies_while_the_prompt_is_read() -> None:
         assert (status, body["error"]["code"]) == (503, "no_routable_worker")
 
 
+async def test_metrics_show_nothing_of_workers_that_are_gone() -> None:
+    worker = ScriptedWorker()
+    async with frontend(worker) as kit:
+        await kit.complete(PROMPT, 4)
+        kit.desk.table.seats[("w1", "i1")].active += 1
+        assert kit.counted("dynamo_frontend_inflight_requests", "model") == {("m",): 1}
+        assert 'worker_id="w1"' in kit.desk.render_metrics().decode()
+        kit.tell(WorkerLeft(worker="w1", instance="i1", mode="crashed", exit=-9))
+        kit.health(worker, HealthStatus.DEAD, 0.0)
+        assert kit.counted("dynamo_frontend_inflight_requests", "model") == {}
+        assert 'worker_id="w1"' not in kit.desk.render_metrics().decode()
+
+
 async def test_health_ready_live_metrics_models() -> None:
     worker = ScriptedWorker()
     async with frontend(worker) as kit:
