@@ -19,6 +19,7 @@ from controller.frontend.tokens import (
     TokenizerMissing,
     Tokens,
     load_tokens,
+    ready_tokens,
 )
 
 SIM = load_tokens(BUILTIN)
@@ -102,6 +103,12 @@ async def test_a_long_text_is_read_beside_the_loop_and_reads_the_same() -> None:
         turns += 1
     assert turns > 3, "the loop stood still"
     assert await reading == SIM.encode(text, special=True)
+
+
+async def test_a_tokenizer_that_many_wait_for_is_read_once(tmp_path: Path) -> None:
+    (tmp_path / "tokenizer.json").write_text(BUILTIN_FILE.read_text())
+    found = await asyncio.gather(*(ready_tokens(str(tmp_path)) for _ in range(8)))
+    assert len({id(tokens) for tokens in found}) == 1
 
 
 def test_a_missing_tokenizer_says_what_to_do(tmp_path: Path) -> None:
