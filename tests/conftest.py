@@ -23,6 +23,8 @@ Eventually = Callable[..., Awaitable[None]]
 POLL_S = 0.005
 # No test trusts anybody's certificate, and each of hundreds of processes would read all that this machine trusts (45 ms).
 os.environ.setdefault("SSL_CERT_FILE", str(Path(__file__).with_name("no_authority.pem")))
+# What rich makes of a traceback, with the sources and all variables in colours, costs 100 ms and nobody reads it.
+structlog.dev.ConsoleRenderer.get_active().exception_formatter = structlog.dev.plain_traceback
 T = TypeVar("T")
 
 hypothesis.settings.register_profile(
