@@ -31,8 +31,8 @@ from workers.kv_transfer.messages import Grant
 from workers.server import Server
 
 SHAPE = Shape(context_tokens=4096, kv_blocks=1024, tp=2)
-STEP_S = 0.004
-COUNT = 750  # tokens of an answer: it is not over before it has moved
+STEP_S = 0.012
+COUNT = 250  # tokens of an answer: it is not over before it has moved
 SAMPLING = {"temperature": 0.8, "top_p": 0.95, "seed": 7, "repetition_penalty": 1.1}
 F = TypeVar("F", bound=ToFrontend)
 
