@@ -13,7 +13,6 @@ What a reader would get wrong: nothing is compared by time. An outcome counts on
 last moved, by number; what arrives while the breaker is open is ignored, so late failures cannot keep it open.
 """
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 from typing import Literal
@@ -163,25 +162,25 @@ def _moved(state: Breaker, fact: BreakerOpened | BreakerHalfOpened | BreakerClos
             return fresh
 
 
-def decide(policy: BreakerPolicy, state: Breaker, now: datetime) -> Iterator[Decision]:
-    """Say what is due now."""
+def decide(policy: BreakerPolicy, state: Breaker, now: datetime) -> tuple[Decision, ...]:
+    """Say what is due now: at most one move."""
     if state.resting:
-        return
-    match state.position:
-        case "closed":
-            if reason := _trip(policy, state):
-                yield _open(policy, state, now, reason, trials_failed=0)
-        case "open":
-            if state.retry_at is not None and now >= state.retry_at:
-                yield BreakerHalfOpened(
-                    worker=state.worker,
-                    instance=state.instance,
-                    deadline=now + policy.trial_timeout,
-                    decided_at=now,
-                    cause=state.cause,
-                )
-        case "half_open":
-            yield from _end_trial(policy, state, now)
+        return ()
+    if state.position == "closed":
+        reason = _trip(policy, state)
+        return (_open(policy, state, now, reason, trials_failed=0),) if reason else ()
+    if state.position == "half_open":
+        return _end_trial(policy, state, now)
+    if state.retry_at is None or now < state.retry_at:
+        return ()
+    half_opened = BreakerHalfOpened(
+        worker=state.worker,
+        instance=state.instance,
+        deadline=now + policy.trial_timeout,
+        decided_at=now,
+        cause=state.cause,
+    )
+    return (half_opened,)
 
 
 def _trip(policy: BreakerPolicy, state: Breaker) -> str:
@@ -194,15 +193,21 @@ def _trip(policy: BreakerPolicy, state: Breaker) -> str:
     return ""
 
 
-def _end_trial(policy: BreakerPolicy, state: Breaker, now: datetime) -> Iterator[Decision]:
+def _end_trial(policy: BreakerPolicy, state: Breaker, now: datetime) -> tuple[Decision, ...]:
+    if not state.unhealthy and state.trial == "passed":
+        closed = BreakerClosed(
+            worker=state.worker, instance=state.instance, decided_at=now, cause=state.cause
+        )
+        return (closed,)
     if state.unhealthy:
-        yield _open(policy, state, now, f"unhealthy: {state.unhealthy}", state.trials_failed + 1)
-    elif state.trial == "passed":
-        yield BreakerClosed(worker=state.worker, instance=state.instance, decided_at=now, cause=state.cause)
+        reason = f"unhealthy: {state.unhealthy}"
     elif state.trial == "failed":
-        yield _open(policy, state, now, f"{TRIAL_FAILED}: {state.why}", state.trials_failed + 1)
+        reason = f"{TRIAL_FAILED}: {state.why}"
     elif state.deadline is not None and now >= state.deadline:
-        yield _open(policy, state, now, f"{TRIAL_FAILED}: no result", state.trials_failed + 1)
+        reason = f"{TRIAL_FAILED}: no result"
+    else:
+        return ()
+    return (_open(policy, state, now, reason, state.trials_failed + 1),)
 
 
 def _open(

@@ -8,10 +8,11 @@ What a reader would get wrong: blocks are counted in total, never free ones. Wit
 load rises, and the ladder would degrade a fleet for being used.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from math import inf
+from typing import Any
 
 from controller.deciders.demands import STRICT, at_least
 from events.observations import Profile
@@ -83,14 +84,18 @@ def fleet_capacity(
     )
 
 
-@lru_cache(maxsize=64)
 def fleet_rps(
-    workers: tuple[tuple[Profile, float], ...], slo: Slo, latencies: tuple[float, ...]
+    model: str, workers: Sequence[tuple[Profile, float]], slo: Slo, latencies: tuple[float, ...]
 ) -> tuple[float, ...]:
     """Return `fleet_capacity(…).effective_capacity_rps` for each of `latencies`. It is asked at every settle and rarely
-    changes.
+    changes: the last answer for each model is kept. To compare a thousand profiles with themselves costs next to
+    nothing, to hash them a millisecond.
     """
-    return tuple(
+    asked = (tuple(workers), slo, latencies)
+    last = _LAST.get(model)
+    if last is not None and last[0] == asked:
+        return last[1]
+    carried = tuple(
         sum(
             worker_capacity(profile, slo, latency).effective_capacity_rps * weight
             for profile, weight in workers
@@ -98,6 +103,11 @@ def fleet_rps(
         )
         for latency in latencies
     )
+    _LAST[model] = asked, carried
+    return carried
+
+
+_LAST: dict[str, tuple[tuple[Any, ...], tuple[float, ...]]] = {}  # by model: what was asked, and the answer
 
 
 @lru_cache(maxsize=4096)

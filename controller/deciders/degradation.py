@@ -142,7 +142,7 @@ def decide(
         return
     if state.served_since is None or (state.since is None and now < state.served_since + policy.warmup):
         return
-    carried = fleet_rps(tuple(workers), slo, LATENCIES)
+    carried = fleet_rps(state.model, workers, slo, LATENCIES)
     ratios = [carried[n] / throughput for n in LATENCY_OF]
     level = _target(policy, state, ratios)
     dwelt = state.since is None or now >= state.since + policy.dwell

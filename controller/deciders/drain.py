@@ -8,7 +8,6 @@ for its drain again changes nothing. The controller waits a margin longer than i
 its last streams exactly at the deadline still reports empty in time.
 """
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 from math import isnan
@@ -119,22 +118,27 @@ def _given_up(state: Drain, reason: str, cause: str) -> Drain:
     return replace(_want(replace(state, done=False), reason, None, cause), empty=state.done)
 
 
-def decide(policy: DrainPolicy, state: Drain, now: datetime) -> Iterator[Decision]:
-    """Say what is due now."""
+def decide(policy: DrainPolicy, state: Drain, now: datetime) -> tuple[Decision, ...]:
+    """Say what is due now: at most one decision."""
     if state.deadline is None:
-        if state.wanted and not state.left:
-            yield DrainStarted(
-                worker=state.worker,
-                instance=state.instance,
-                deadline=now + _wait(policy, state.wanted_s),
-                reason=state.wanted,
-                decided_at=now,
-                cause=state.cause,
-            )
-    elif outcome := _outcome(policy, state, state.deadline, now):
-        yield DrainEnded(
-            worker=state.worker, instance=state.instance, outcome=outcome, decided_at=now, cause=state.cause
+        if not state.wanted or state.left:
+            return ()
+        started = DrainStarted(
+            worker=state.worker,
+            instance=state.instance,
+            deadline=now + _wait(policy, state.wanted_s),
+            reason=state.wanted,
+            decided_at=now,
+            cause=state.cause,
         )
+        return (started,)
+    outcome = _outcome(policy, state, state.deadline, now)
+    if outcome is None:
+        return ()
+    ended = DrainEnded(
+        worker=state.worker, instance=state.instance, outcome=outcome, decided_at=now, cause=state.cause
+    )
+    return (ended,)
 
 
 def _wait(policy: DrainPolicy, wanted_s: float | None) -> timedelta:

@@ -30,7 +30,6 @@ A device's limit (throttled clocks, a lost link) is no doubt: it caps the weight
 nothing else. It ends with the device's recovery, an operator's word or the instance, whose successor says anew what limits it.
 """
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 from itertools import pairwise
@@ -405,22 +404,24 @@ def _recovered(state: Health, fact: HealthChanged, unlimited: float) -> Health:
     )
 
 
-def decide(policy: HealthPolicy, state: Health, now: datetime) -> Iterator[Decision]:
+def decide(policy: HealthPolicy, state: Health, now: datetime) -> tuple[Decision, ...]:
     """Say what is due now: at most one move."""
     move = _due(policy, state, now) or _limited(state)
-    if move is not None:
-        after, weight, reason = move
-        yield HealthChanged(
-            worker=state.worker,
-            instance=state.instance,
-            before=state.status,
-            after=after,
-            reason=reason,
-            weight=min(weight, state.limit),
-            unlimited=weight if weight > state.limit else None,
-            decided_at=now,
-            cause=state.cause,
-        )
+    if move is None:
+        return ()
+    after, weight, reason = move
+    changed = HealthChanged(
+        worker=state.worker,
+        instance=state.instance,
+        before=state.status,
+        after=after,
+        reason=reason,
+        weight=min(weight, state.limit),
+        unlimited=weight if weight > state.limit else None,
+        decided_at=now,
+        cause=state.cause,
+    )
+    return (changed,)
 
 
 Move = tuple[HealthStatus, float, str]
@@ -428,7 +429,10 @@ Move = tuple[HealthStatus, float, str]
 
 def _limited(state: Health) -> Move | None:
     """Return what a device's limit asks for, where nothing else is due."""
-    if state.status not in (HEALTHY, SUSPICIOUS) or state.weight == min(state.unlimited, state.limit):
+    if state.status is not HEALTHY and state.status is not SUSPICIOUS:
+        return None
+    left = min(state.unlimited, state.limit) if state.limits else state.unlimited
+    if state.weight == left:
         return None
     return state.status, state.unlimited, LIMITED
 
@@ -439,7 +443,7 @@ def _due(policy: HealthPolicy, state: Health, now: datetime) -> Move | None:
         return None
     if state.left:
         return DEAD, 0.0, state.left
-    if state.over in ("deadline", "left") or (state.over and state.given_up):
+    if state.over and (state.given_up or state.over in ("deadline", "left")):
         return DEAD, 0.0, f"drained: {state.over}"
     if state.leaving:
         return DRAINING, 0.0, state.leaving

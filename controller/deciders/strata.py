@@ -5,7 +5,7 @@
 Machines that decided on the same stale state would together exceed a budget that each of them respects.
 """
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from datetime import datetime, timedelta
 from operator import attrgetter
@@ -26,6 +26,7 @@ from events.decisions import (
 )
 from events.fact import Decision, Recorded
 from events.frozen import replace
+from events.observations import Profile
 
 DECIDERS_VERSION = 4  # grows whenever the same facts would lead to another decision
 MOVES_MAX = 8  # of one machine of one worker in one stratum
@@ -123,15 +124,14 @@ def _goldens(s: _Settling) -> None:
             s.keep(decision)
 
 
-def _each(s: _Settling, machine: str, decide: Callable[..., Iterator[Decision]]) -> None:
+def _each(s: _Settling, machine: str, decide: Callable[..., tuple[Decision, ...]]) -> None:
     """Ask a machine of every worker until it has nothing more to say."""
     policy, state_of, now = getattr(s.policy, machine), attrgetter(machine), s.now
     for name in s.names:
-        for _ in range(MOVES_MAX):
-            decision = next(decide(policy, state_of(s.fleet.workers[name]), now), None)
-            if decision is None:
-                break
-            s.keep(decision)  # what else it would say may be over now
+        moves = 0
+        while moves < MOVES_MAX and (due := decide(policy, state_of(s.fleet.workers[name]), now)):
+            s.keep(due[0])  # what else it would say may be over now
+            moves += 1
 
 
 def _health(s: _Settling) -> None:
@@ -166,12 +166,16 @@ def _standing(worker: Worker) -> Standing:
 
 def _levels(s: _Settling) -> None:
     slos = s.policy.degradation.slos
-    for model, state in sorted(s.fleet.models.items()):
-        if model not in slos and not state.level:
-            continue
-        workers = map(s.fleet.workers.__getitem__, s.names)
-        weighted = [(w.joined.profile, w.weight) for w in workers if w.joined.model == model]
-        for decision in degradation.decide(s.policy.degradation, state, weighted, s.now):
+    concerned = [model for model, state in s.fleet.models.items() if model in slos or state.level]
+    if not concerned:
+        return
+    weighted: dict[str, list[tuple[Profile, float]]] = {}
+    for name in s.names:
+        worker = s.fleet.workers[name]
+        weighted.setdefault(worker.joined.model, []).append((worker.joined.profile, worker.weight))
+    for model in sorted(concerned):
+        state = s.fleet.models[model]
+        for decision in degradation.decide(s.policy.degradation, state, weighted.get(model, ()), s.now):
             s.keep(decision)
 
 
@@ -191,10 +195,10 @@ def _outcome(fleet: Fleet, state: Incident) -> tuple[str, str]:
     worker = fleet.workers.get(name)
     if worker is None:
         return "", ""
+    if worker.alive and not worker.well:
+        return "", ""
     last = f"decision:{max(worker.health.moved_by, worker.breaker.moved_by)}"
-    if not worker.alive:
-        return "dead", last
-    return ("recovered", last) if worker.well else ("", "")
+    return "recovered" if worker.alive else "dead", last
 
 
 STRATA: Iterable[Callable[[_Settling], None]] = (
