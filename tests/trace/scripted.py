@@ -12,6 +12,7 @@ from typing import Any
 from aiohttp import web
 
 READY_S = 10.0
+FLOOD = b'data: {"choices": [{"index": 0, "text": " w"}]}\n\n' * 2000
 
 
 @dataclass
@@ -39,6 +40,7 @@ class Scripted:
     asked: list[Asked] = field(default_factory=list)
     in_flight: int = 0
     in_flight_max: int = 0
+    flooded: int = 0  # bytes of answers without an end
     url: str = ""
 
     async def models_listed(self, request: web.Request) -> web.Response:
@@ -89,6 +91,9 @@ class Scripted:
         for number in range(tokens):
             if number and self.itl_s:
                 await asyncio.sleep(self.itl_s)
+            while fault == "flood":
+                await response.write(FLOOD)
+                self.flooded += len(FLOOD)
             if number == 1 and fault in ("broke", "error", "hang", "silent"):
                 if fault == "broke":
                     assert request.transport is not None

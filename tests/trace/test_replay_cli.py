@@ -24,6 +24,8 @@ LINES = [
 ]
 BLOCKS = ["--block-size", "16"]
 ENDS_S = 30.0
+FLOOD_ENDS_S = 15.0  # it takes a second, and took more than a minute
+FLOODED = 20 << 20  # bytes, of which the sockets hold a part
 
 
 @pytest.fixture(scope="module")
@@ -214,6 +216,25 @@ def test_sigterm_gives_the_report_so_far(server: Scripted, tmp_path: Path) -> No
     found = json.loads(out)
     assert found["interrupted"] and found["requests"]["sent"] == 1
     assert "Traceback" not in err
+
+
+def test_ctrl_c_ends_it_in_seconds_also_where_a_server_floods(tmp_path: Path) -> None:
+    trace, streams = tmp_path / "burst.jsonl", 60
+    trace.write_bytes(LINES[0] * streams)
+    with serving(faults=dict.fromkeys(range(streams + 1), "flood")) as server:
+        process = started(trace, server, "-o", "json", stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+        try:
+            deadline = time.monotonic() + ENDS_S
+            while (server.in_flight < streams or server.flooded < FLOODED) and time.monotonic() < deadline:
+                time.sleep(0.02)
+            process.send_signal(signal.SIGINT)
+            out, err = process.communicate(timeout=FLOOD_ENDS_S)
+        finally:
+            process.kill()
+    assert process.returncode == 130, err
+    found = json.loads(out)
+    assert found["interrupted"] and found["requests"]["sent"] == streams
+    assert found["requests"]["failed"] == 0  # they were let go of
 
 
 def test_on_a_terminal_it_shows_how_far_it_is_and_ctrl_c_gives_the_report_so_far(

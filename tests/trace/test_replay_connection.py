@@ -1,6 +1,8 @@
 """The client's HTTP: however an answer is cut into pieces, it is the same answer; what is none is said to be none."""
 
 import asyncio
+import contextlib
+import socket
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from itertools import pairwise
@@ -210,6 +212,44 @@ async def test_bounds(monkeypatch: pytest.MonkeyPatch) -> None:
         STREAM + b"Transfer-Encoding: chunked\r\n\r\n0\r\n" + b"X: y\r\n" * 50,
     ):
         assert fed(answer, lambda data: [data])[0].how == "malformed", answer[:80]
+
+
+async def test_a_connection_that_was_hushed_takes_in_nothing_more_and_is_no_failure() -> None:
+    async with answering(STREAM + b"\r\n" + EVENTS, EVENTS * 20_000) as one:
+        taken = list[bytes]()
+
+        def take(event: bytes, at: float) -> None:
+            taken.append(event)
+            one.hush()  # as a signal's handler does, in the middle of it
+
+        asking = asyncio.ensure_future(one.ask("GET", "/v1/x", take=take))
+        async with asyncio.timeout(10):
+            while not taken or any(  # noqa: ASYNC110 (a transport tells nobody)
+                c.transport and c.transport.is_reading() for c in one._open
+            ):
+                await asyncio.sleep(0)
+        assert len(taken) < 20_000 and not asking.done()
+        asking.cancel()
+        await asyncio.wait([asking])
+        assert not one._open
+
+
+async def test_a_server_that_takes_no_connection_is_waited_for_so_long_only(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(endpoint, "CONNECT_S_MAX", 0.05)
+    with socket.socket() as full, contextlib.ExitStack() as stack:
+        full.bind(("127.0.0.1", 0))
+        full.listen(0)
+        for _ in range(3):  # Linux takes one more than the backlog, and leaves the others without a word
+            waiting = stack.enter_context(socket.socket())
+            waiting.setblocking(False)
+            waiting.connect_ex(full.getsockname())
+        one = Endpoint(f"http://127.0.0.1:{full.getsockname()[1]}")
+        reply = await one.ask("GET", "/v1/models", deadline_s=20.0)
+        one.close()
+    assert (reply.fault, reply.detail) == ("unreachable", "no connection within 0.05 s")
+    assert reply.ended - reply.began < 10.0
 
 
 async def test_what_is_late_or_not_there_is_a_fault() -> None:

@@ -30,7 +30,6 @@ KEY = "OPENAI_API_KEY"
 INTERRUPTED = 130
 FILES_SPARE = 256  # descriptors that are no connections
 WIDTH = 100
-SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 Writing = Callable[[Path], AbstractContextManager[None]]
 """Says what is wrong with a file that cannot be written."""
@@ -98,7 +97,7 @@ class Run:
             worded = await wording.find(self._endpoint, self._model, chat=self._args.chat)
             self._form = worded.form
             replay = Replay(self._endpoint, worded, self.source.planned(), self.measures, self._limits)
-            with _stopping() as stop:
+            with _stopping(self._endpoint.hush) as stop:
                 async with view.shown(self.measures, self._expected):
                     await replay.run(stop)
                 self.interrupted = stop.is_set()
@@ -123,22 +122,29 @@ class Run:
 
 
 @contextmanager
-def _stopping() -> Iterator[asyncio.Event]:
-    """Set a flag at the first Ctrl-C or SIGTERM; a second Ctrl-C ends everything at once."""
+def _stopping(hush: Callable[[], None]) -> Iterator[asyncio.Event]:
+    """Set a flag at the first Ctrl-C or SIGTERM; a second Ctrl-C ends everything at once.
+
+    A loop's own handlers wait for the end of its turn. Where a server floods, that takes many seconds, so `hush` is called in the
+    middle of it.
+    """
     loop, stop = asyncio.get_running_loop(), asyncio.Event()
 
-    def first() -> None:
-        stop.set()
-        for number in SIGNALS:
-            loop.remove_signal_handler(number)
+    def first(number: int, frame: object) -> None:
+        usual()
+        hush()
+        loop.call_soon_threadsafe(stop.set)
 
-    for number in SIGNALS:
-        loop.add_signal_handler(number, first)
+    def usual() -> None:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, first)
     try:
         yield stop
     finally:
-        for number in SIGNALS:
-            loop.remove_signal_handler(number)
+        usual()
 
 
 def _limits(args: argparse.Namespace) -> Limits:

@@ -42,6 +42,7 @@ class Connection(asyncio.Protocol):
     def __init__(self) -> None:
         self.transport: asyncio.Transport | None = None
         self.closed = True
+        self.deaf = False  # what still comes is not wanted: it will be closed soon
         self.idle_since = 0.0
         self._over: asyncio.Future[None] | None = None
         self._begin(None)
@@ -94,6 +95,10 @@ class Connection(asyncio.Protocol):
     def data_received(self, data: bytes) -> None:
         if self._over is None:
             self.close()  # nobody asked
+            return
+        if self.deaf:
+            assert self.transport is not None
+            self.transport.pause_reading()
             return
         self.heard = True
         try:

@@ -197,6 +197,11 @@ class Endpoint:
     async def __aexit__(self, *_: object) -> None:
         self.close()
 
+    def hush(self) -> None:
+        """Take in nothing more on any connection, from this moment on. May be called by a signal's handler."""
+        for connection in tuple(self._open):
+            connection.deaf = True
+
     def close(self) -> None:
         """Close all connections."""
         for connection in tuple(self._open):
