@@ -44,7 +44,7 @@ WITH_TORCH = {
 
 WITH_A_TRACE = {  # of real chats: see benchmarks/README.md
     "routing": ["benchmarks.routing"],
-    "virtual": ["benchmarks.virtual_fleet"],
+    "virtual_fleet": ["benchmarks.virtual_fleet"],
 }
 
 
