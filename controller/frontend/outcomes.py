@@ -82,6 +82,7 @@ class Outcomes:
         self._now = now
         self._number = 0  # of this frontend's own breaker moves
         self._tallies: dict[Key, Tally] = {}
+        self._open: set[Key] = set()  # those whose breaker is not closed: asked about for each request
         self._window_at = now()
         self._second_at = now()
         self.blamed_on_us = 0
@@ -104,22 +105,23 @@ class Outcomes:
         """Forget lives of workers that are gone."""
         for key in [key for key in self._tallies if key not in keys]:
             del self._tallies[key]
+            self._open.discard(key)
 
     def reset(self, key: Key) -> None:
         """The fleet's breaker closed: whatever this frontend held against the worker is void."""
         if key in self._tallies:
             self._number += 1  # a move of its own: what was sent before it is void
-            self._tallies[key].breaker = Breaker(key[0], key[1], trial_by="request", moved_by=self._number)
+            fresh = Breaker(key[0], key[1], trial_by="request", moved_by=self._number)
+            self._move(key, self._tallies[key], fresh)
             self._tallies[key].failures = 0
 
     # --- the breaker --------------------------------------------------------------------------------------
 
     def allowed(self, seat: Seat) -> bool:
         """Say whether this frontend's own breaker lets a request go there."""
-        found = self._tallies.get(seat.key)
-        if found is None or found.breaker.position == "closed":  # it is asked of every seat, for each request
+        if seat.key not in self._open:  # it is asked of every seat, for each request
             return True
-        return breaker.admit(found.breaker) is not None
+        return breaker.admit(self._tallies[seat.key].breaker) is not None
 
     def sent(self, key: Key) -> int:
         """A request went there; half-open, it is the trial. Return the number of our own last move: its outcome
@@ -127,10 +129,8 @@ class Outcomes:
         found = self.tally(key)
         found.under = self._number
         admitted = breaker.admit(found.breaker)
-        if admitted is not None:
-            found.breaker = admitted
-            if admitted.position == "half_open":  # the trial's time begins with the trial
-                found.breaker = replace(admitted, deadline=self._moment() + self._policy.trial_timeout)
+        if admitted is not None and admitted.position == "half_open":  # its time begins with the trial
+            found.breaker = replace(admitted, deadline=self._moment() + self._policy.trial_timeout)
         return self._number
 
     def positions(self) -> Mapping[Key, str]:
@@ -140,7 +140,7 @@ class Outcomes:
     @property
     def any_open(self) -> bool:
         """Whether any of our own breakers is not closed."""
-        return any(tally.breaker.position != "closed" for tally in self._tallies.values())
+        return bool(self._open)
 
     def routable_share(self, seats: Iterable[Seat]) -> float:
         """Return which share of the weight that a model's workers should have is routable: by the fleet's verdict, and
@@ -148,8 +148,7 @@ class Outcomes:
         expected = [seat for seat in seats if seat.expected]
         if not expected:
             return 1.0
-        open_ = {key for key, tally in self._tallies.items() if tally.breaker.position != "closed"}
-        return sum(seat.weight for seat in expected if seat.key not in open_) / len(expected)
+        return sum(seat.weight for seat in expected if seat.key not in self._open) / len(expected)
 
     # --- outcomes -----------------------------------------------------------------------------------------
 
@@ -237,8 +236,8 @@ class Outcomes:
         """Judge what broke, move the breakers that are due, and report the windows that are full."""
         self._judge(in_service)
         now, moment = self._now(), self._moment()
-        for key, found in self._tallies.items():
-            self._settle(key, found, moment)
+        for key in list(self._open):  # a closed one moves at once, by an outcome
+            self._settle(key, self._tallies[key], moment)
         if now - self._second_at >= 1.0:
             self._second_at = now
             for found in self._tallies.values():
@@ -265,8 +264,13 @@ class Outcomes:
             return  # nobody has tried it yet: that is no failure
         for decision in breaker.decide(self._policy, found.breaker, moment):
             self._number += 1
-            found.breaker = breaker.evolve(found.breaker, replace(decision, number=self._number))
+            self._move(key, found, breaker.evolve(found.breaker, replace(decision, number=self._number)))
             log.info("local_breaker", worker=key[0], instance=key[1], position=found.breaker.position)
+
+    def _move(self, key: Key, found: Tally, after: Breaker) -> None:
+        """Move one breaker to another position."""
+        found.breaker = after
+        (self._open.discard if after.position == "closed" else self._open.add)(key)
 
     def _moment(self) -> datetime:
         return _ZERO + timedelta(seconds=self._now())
