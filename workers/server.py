@@ -5,7 +5,8 @@ about a flight that is over is dropped here. All of this lives on one event loop
 another thread.
 
 From its loop the server says that it lives: a frame to each frontend at least every 100 ms while that frontend has
-streams open, every second otherwise. Where no step has been sent, that is a beat; while steps are, one comes every 0.25 s.
+streams open, every second otherwise, to all of those at once. Where no step has been sent, that is a beat; while steps
+are, one comes every 0.25 s.
 It carries what the engine does and for how long, because a stuck engine behind a live loop can only be told by that.
 """
 
@@ -79,6 +80,7 @@ class Server:
         self._listener: asyncio.Server | Door | None = None
         self._ticking: asyncio.TimerHandle | None = None
         self._due = 0.0  # when
+        self._idle_due = 0.0  # when frontends without streams are owed the next beat
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread = 0
 
@@ -397,18 +399,22 @@ class Server:
         """Beat where a frame is owed, and come back when the next one may be: a thousand idle servers share a loop."""
         assert self._loop is not None
         now = self._loop.time()
-        due, beat = now + IDLE_BEAT_S - TICK_S, None
+        if idle := now >= self._idle_due - TICK_S / 4:
+            self._idle_due = now + IDLE_BEAT_S - TICK_S
+        due, beat = self._idle_due, None
         for connection in list(self._connections):
             if not connection.frontend:
                 if now - connection.opened_at > HELLO_S_MAX:
                     connection.abort()
                 continue
             connection.cut_if_stalled(now)
-            if not connection.behind and now >= _owed(connection) - TICK_S / 4:
+            owed = now >= _owed(connection) - TICK_S / 4 if connection.streams else idle
+            if owed and not connection.behind:
                 beat = beat or self.beat()
                 connection.beaten_at = now
                 connection.send(beat)
-            due = min(due, _owed(connection))
+            if connection.streams:
+                due = min(due, _owed(connection))
         self._next(max(now + TICK_S / 4, due))
 
     def _next(self, due: float) -> None:
@@ -439,9 +445,8 @@ class Server:
 
 
 def _owed(connection: Connection) -> float:
-    """Return when a connection's next beat is due. Steps say that the worker lives; how loaded it is only beats say."""
-    if not connection.streams:
-        return connection.beaten_at + IDLE_BEAT_S - TICK_S
+    """Return when a connection with streams is owed the next beat. Steps say that the worker lives; how loaded it is only
+    beats say."""
     return min(max(connection.beaten_at, connection.stepped_at) + TICK_S, connection.beaten_at + LOAD_S)
 
 

@@ -170,11 +170,16 @@ async def test_where_steps_say_that_the_worker_lives_beats_are_few(serve: Serve,
     assert 1 <= beats <= 8 * lasted
 
 
-async def test_an_idle_worker_beats_once_a_second(serve: Serve, dial: Dial) -> None:
-    frontend = await dial(await serve())
+async def test_an_idle_worker_beats_once_a_second_for_all_at_once(serve: Serve, dial: Dial) -> None:
+    server = await serve()
+    frontend = await dial(server)
+    await asyncio.sleep(0.4)
+    other = await dial(server)
     await frontend.until(lambda: len(frontend.beats) >= 3)
+    await other.until(lambda: len(other.beats) >= 3)
     assert frontend.beats[-1].phase == "idle"
     assert frontend.heard_at[-1] - frontend.heard_at[-2] > 0.5
+    assert frontend.heard_at[-1] == pytest.approx(other.heard_at[-1], abs=0.1)
 
 
 async def test_a_prefill_says_how_many_tokens_it_works_on(serve: Serve, dial: Dial) -> None:
