@@ -119,6 +119,7 @@ class Demo:
     def __init__(self, args: argparse.Namespace, fleet: Fleet, load: profile.Load) -> None:
         self.console = Console()
         self.seconds: float = args.seconds
+        self.kept = bool(args.data or args.keep)
         self.fleet, self.load = fleet, load
         self.told: list[str] = []
         self.injected: list[report.Injected] = []
@@ -132,6 +133,7 @@ class Demo:
         await self.fleet.ready()
         self.console.print(
             f"Ready after {time.monotonic() - began:.1f} s at {self.fleet.url}; logs in {self.fleet.data}"
+            + ("" if self.kept else ", removed at the end")
         )
         operator = await Operator.connect(self.fleet.data)
         try:
@@ -214,7 +216,11 @@ class Demo:
         result = report.assess(users.streams, answers, self.injected, others_hit)
         Console(width=max(report.WIDTH, self.console.width)).print(report.table(result))
         self.console.print(_verdict(result, events))
-        self.console.print("\nThe incidents, from the journal (`holdfast replay timeline` tells more):")
+        more = "goes with this demo; --keep keeps it"
+        if self.kept:
+            data = self.fleet.data
+            more = f"`holdfast up --data {data}`, then `holdfast replay timeline --data {data}` tell more"
+        self.console.print(f"\nThe incidents, from the journal ({more}):", highlight=False, soft_wrap=True)
         async for line in incidents.tell(find(self.fleet.data)["nats_url"], events):
             self.console.print(line, highlight=False, markup=False, soft_wrap=True)
         (self.fleet.data / "demo.json").write_text(json.dumps(_as_json(result)))

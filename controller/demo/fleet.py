@@ -72,7 +72,8 @@ class Fleet:
 
     def last_words(self, lines: int = 3) -> str:
         """Return the end of what `up` printed."""
-        return " / ".join(self.log.read_text(errors="replace").strip().splitlines()[-lines:])
+        said = self.log.read_text(errors="replace").strip().splitlines()[-lines:]
+        return " / ".join(line.removeprefix("holdfast: ") for line in said)
 
     async def ready(self) -> "Fleet":
         """Wait until /health answers 200. A fleet that does not come to that is ended: raise NotAsExpected."""

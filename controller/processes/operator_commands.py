@@ -4,13 +4,14 @@ import argparse
 import asyncio
 import json
 import os
-from collections.abc import Callable
+import sys
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from pathlib import Path
 from typing import Any
 
 from controller.processes import restart
 from controller.processes.amounts import positive
-from controller.processes.operator import Operator, find, who
+from controller.processes.operator import Operator, Unreachable, find, who
 from controller.processes.printing import event_line, print_processes, print_status
 from controller.runtime.history import history
 from events import codec
@@ -22,6 +23,7 @@ Run = Callable[[argparse.Namespace], int]
 FAULTS = ("kill", "hang", "unhang", "error", "corrupt", "drift", "slow", "xid", "nvlink", "blackhole", "heal")
 TAKE_ARGUMENT = ("error", "corrupt", "drift", "slow", "xid", "nvlink")
 TAKE_RANK = TAKE_ARGUMENT
+LOOK_S = 1.0  # whether a broker that is followed is still there
 
 
 def prepare(name: str, parser: argparse.ArgumentParser) -> Run:
@@ -107,16 +109,51 @@ async def _events(args: argparse.Namespace) -> int:
 
     if args.kind and args.kind not in codec.KINDS:
         raise UsageError(f"there is no kind {args.kind!r}; the kinds are {', '.join(sorted(codec.KINDS))}")
-    journal = await NatsJournal.connect(find(args.data)["nats_url"], "reader", None)
+    url = find(args.data)["nats_url"]
+    journal = await NatsJournal.connect(url, "reader", None)
     try:
         last = await journal.last_seq()  # also says at once if nobody answers
-        async for batch in journal.read(0) if args.follow else history(journal, 0, last):
-            for event in batch:
-                if _wanted(event, args):
-                    print(event_line(event, args.output), flush=args.follow)
+        if args.follow:
+            await _first(
+                _print(journal.read(0), args), _until_lost(lambda: journal.connected, args.data, url)
+            )
+        else:
+            await _print(history(journal, 0, last), args)
     finally:
         await journal.close()
     return 0
+
+
+async def _print(batches: AsyncIterator[Sequence[Recorded]], args: argparse.Namespace) -> None:
+    async for batch in batches:
+        for event in batch:
+            if _wanted(event, args):
+                print(event_line(event, args.output), flush=args.follow)
+
+
+async def _first(*works: Coroutine[Any, Any, None]) -> None:
+    """Do all of these until one ends."""
+    tasks = [asyncio.create_task(work) for work in works]
+    try:
+        done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        for task in done:
+            task.result()
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def _until_lost(connected: Callable[[], bool], data: Path, url: str) -> None:
+    """Say when the broker goes and comes, lest silence pass for calm. Raise NoFleet or Unreachable if it has gone for good."""
+    away = False
+    while True:
+        await asyncio.sleep(LOOK_S)
+        if away is connected():
+            away = not away
+            print(f"holdfast: the broker {'cannot be reached' if away else 'is back'}", file=sys.stderr)
+        if away and find(data)["nats_url"] != url:
+            raise Unreachable(f"the fleet of {data} was started anew: follow it again")
 
 
 def _wanted(event: Recorded, args: argparse.Namespace) -> bool:

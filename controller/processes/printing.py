@@ -115,7 +115,7 @@ def event_line(event: Recorded, output: str) -> str:
         return json.dumps({**row, "body": codec.to_builtins(event.fact)})
     body = codec.to_builtins(event.fact)
     fields = " ".join(f"{k}={_short(v)}" for k, v in body.items() if v not in (None, "", [], {}, ()))
-    return f"{event.seq:>7} {event.at:%H:%M:%S.%f} {event.fact.kind():<20} {fields}"
+    return f"{event.seq:>7} {event.at:%Y-%m-%dT%H:%M:%S.%f}Z {event.fact.kind():<20} {fields}"
 
 
 def _short(value: Any) -> str:

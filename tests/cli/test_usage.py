@@ -15,9 +15,10 @@ from commands import run_command
 
 from controller import cli
 from controller.adapters.free_port import free_port
+from controller.processes import operator_commands
 from controller.processes.children import shell_status
 from controller.processes.fleet_dir import FleetDir, NoFleet
-from controller.processes.operator import find
+from controller.processes.operator import Unreachable, find
 from controller.processes.printing import print_status
 from controller.processes.up import Supervisor, left
 from workers.exits import FELL
@@ -229,6 +230,32 @@ def test_a_killed_fleet_runs_no_more_though_it_says_how_it_was_reached(tmp_path:
     FleetDir(tmp_path).remember(nats_url="nats://127.0.0.1:1", pid=child.pid)
     with pytest.raises(NoFleet, match="No fleet runs on this data directory"):
         find(tmp_path)
+
+
+async def test_who_follows_is_told_that_the_broker_is_away_until_the_fleet_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(operator_commands, "LOOK_S", 0.001)
+    monkeypatch.delenv("HOLDFAST_NATS_URL", raising=False)
+    FleetDir(tmp_path).remember(nats_url="nats://a:1")
+    answers = [True, False, False, True, False]
+
+    def connected() -> bool:
+        if len(answers) == 1:
+            (tmp_path / "fleet.json").unlink(missing_ok=True)
+        return answers.pop(0)
+
+    with pytest.raises(NoFleet):
+        await operator_commands._until_lost(connected, tmp_path, "nats://a:1")
+    said = capsys.readouterr().err.splitlines()
+    assert [line.partition("broker ")[2] for line in said] == [
+        "cannot be reached",
+        "is back",
+        "cannot be reached",
+    ]
+    FleetDir(tmp_path).remember(nats_url="nats://b:2")
+    with pytest.raises(Unreachable, match="started anew"):
+        await operator_commands._until_lost(lambda: False, tmp_path, "nats://a:1")
 
 
 def test_how_a_fleet_is_reached_is_for_its_owner_alone(tmp_path: Path) -> None:

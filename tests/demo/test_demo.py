@@ -159,7 +159,7 @@ class Calm:
 async def test_the_view_leaves_nothing_behind_on_a_low_terminal() -> None:
     """What is drawn beyond its top cannot be taken back, so the whole frame must never be drawn."""
     shown, calm = io.StringIO(), Calm()
-    running = demo.Demo(Namespace(seconds=10.0), None, profile.Load((), ()))  # type: ignore[arg-type]
+    running = demo.Demo(Namespace(seconds=10.0, data=None, keep=False), None, profile.Load((), ()))  # type: ignore[arg-type]
     running.console = Console(file=shown, force_terminal=True, width=60, height=6)
     watching = asyncio.create_task(running._watch(calm, calm, time.monotonic()))  # type: ignore[arg-type]
     async with asyncio.timeout(10):
