@@ -221,6 +221,7 @@ class CanaryResult(WorkerObservation):
     sent_at: datetime  # the prober's clock
     latency_ms: float
     attempts: int = 1  # times that it was asked
+    rank: int | None = None  # the DP rank that was asked; None: its worker has only one
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -279,6 +280,7 @@ class GoldenDisputed(WorkerObservation):
     proposed_by: str
     tokens: tuple[int, ...]
     distance: float | None = None  # the largest difference of a logprob from the golden's
+    rank: int | None = None  # the DP rank that was asked; None: its worker has only one
 
 
 # --- requests, as frontends see them ------------------------------------------------------------------------------
@@ -398,7 +400,10 @@ class RequestsRejected(FrontendObservation):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestExposed(FrontendObservation):
-    """Tokens `first`…`last` (0-based, inclusive) of this request came from a worker that a canary has convicted."""
+    """Tokens `first`…`last` (0-based, inclusive) of this request came from a worker that a canary has convicted.
+
+    A worker is convicted with all of its DP ranks: `canary_failed` says which of them was found out, `rank` which one spoke.
+    """
 
     request: str
     model: str
@@ -408,6 +413,7 @@ class RequestExposed(FrontendObservation):
     last: int  # place of a token in the answer, itself included
     finished: bool
     action: Literal["continue", "restart", "error", "none"]
+    rank: int | None = None  # the DP rank that said them; None: its worker has only one
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -39,6 +39,7 @@ class Stint:
     first: int
     flight: "Flight | None"  # None once the request has ended
     traceparent: str = ""
+    rank: int | None = None  # the worker's DP rank, of several
     count: int = 0
     marks: list[tuple[float, int]] = field(default_factory=list)  # (instant, index of the first token then)
     last_at: float = 0.0
@@ -169,6 +170,7 @@ class Exposures:
                 last=span[1],
                 finished=finished,
                 action=action,  # type: ignore[arg-type]
+                rank=stint.rank,
             )
             facts.append((fact, stint.traceparent))
         return facts

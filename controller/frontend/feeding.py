@@ -27,11 +27,11 @@ class Feeding:
         self._open: list[tuple[Key, Stint]] = []  # those that the present attempt hangs on
         self._speaks = False  # the last of them is the present worker's own
 
-    def feed(self, key: Key, first: int, now: float, tokens: int) -> None:
-        """So many tokens came from this worker now, the first of them with this index."""
+    def feed(self, key: Key, first: int, now: float, tokens: int, rank: int | None = None) -> None:
+        """So many tokens came from this worker (of several DP ranks from this one) now, the first of them with this index."""
         if not self._speaks:
             plan = self._plan
-            stint = Stint(plan.request, plan.model, first, self._flight, plan.traceparent)
+            stint = Stint(plan.request, plan.model, first, self._flight, plan.traceparent, rank)
             self._exposures.note(key, stint)
             self._all.append(stint)
             self._open.append((key, stint))

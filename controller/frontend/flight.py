@@ -47,7 +47,7 @@ class Flight:
         "_counted", "_desk", "_ended", "_feeding", "_grows", "_max", "_meter", "_outgrown", "_paid", "_passage",
         "_plain", "accepted", "allowance", "attempts", "began_at", "cached_tokens", "continuation",
         "crossing", "done", "error", "explained", "finish", "first_at", "first_seat", "last_at", "last_seat",
-        "not_before", "plan", "refused", "seat", "sent", "slot", "stream", "under", "voice"
+        "not_before", "plan", "rank", "refused", "seat", "sent", "slot", "stream", "under", "voice"
     )  # fmt: skip
 
     def __init__(
@@ -77,6 +77,7 @@ class Flight:
         self.attempts = 0
         self.stream = 0
         self.slot = 0  # its number at the slot tracker, while it is with a worker
+        self.rank: int | None = None  # the one of several DP ranks that it is with
         self.explained: dict[str, Any] | None = None  # why its first worker was chosen, if that was asked
         self.under = 0  # the last decision when this attempt was routed
         self.sent = 0  # the last move of our own breakers then
@@ -114,17 +115,17 @@ class Flight:
                 continue
             if self.plan.wishes.explain and not self.attempts:
                 self.explained = explained(choice)
-            self._board(
-                seat, stream, desk.routing.choosing.begin(choice, self.plan, self.accepted), paid=not free
-            )
+            slot = desk.routing.choosing.begin(choice, self.plan, self.accepted)
+            self._board(seat, choice.holder.rank, stream, slot, paid=not free)
             return
 
-    def _board(self, seat: Seat, stream: int, slot: int, *, paid: bool) -> None:
-        """An attempt begins at this worker, and is counted there under this number."""
+    def _board(self, seat: Seat, rank: int, stream: int, slot: int, *, paid: bool) -> None:
+        """An attempt begins at this worker's rank, and is counted there under this number."""
         self.attempts += 1
         self.allowance.spent += paid
         self._paid = paid
         self.seat, self.stream, self.slot, self.under = seat, stream, slot, self._desk.number
+        self.rank = rank if seat.ranks > 1 else None
         self._plain = False
         self.refused = ""
         self.last_seat = seat
@@ -194,7 +195,7 @@ class Flight:
             return
         now, meter = self._desk.now(), self._meter
         assert self.seat is not None
-        self._feeding.feed(self.seat.key, counted, now, new)
+        self._feeding.feed(self.seat.key, counted, now, new, self.rank)
         if self._grows:
             self._desk.routing.choosing.said(self.slot, new)
         meter.tokens += new
@@ -313,7 +314,7 @@ class Flight:
         self._desk.alighted(self, source)
         self._passage.move = move
         slot = self._desk.routing.choosing.carry(target, rank, self.plan, self.accepted)
-        self._board(target, stream, slot, paid=False)
+        self._board(target, rank, stream, slot, paid=False)
 
     def compute_again(self, target: Seat, move: Move) -> None:
         """Leave a worker that has not failed, and go on elsewhere by the tokens alone."""

@@ -120,9 +120,14 @@ def _chaos(f: o.ChaosInjected) -> str:
     return f"{f.by or 'a rehearsal'} {act}{f' ({f.detail})' if f.detail else ''}"
 
 
+def _asked(f: o.CanaryResult | o.GoldenDisputed) -> str:
+    """Return who was asked: w0, or DP rank 3 of w0."""
+    return f.worker if f.rank is None else f"DP rank {f.rank} of {f.worker}"
+
+
 def _canary_failed(f: o.CanaryFailed) -> str:
     confirmed = ", confirmed" if f.confirmed else ""
-    text = f"{f.worker} failed a canary: {f.reason}{confirmed}"
+    text = f"{_asked(f)} failed a canary: {f.reason}{confirmed}"
     if f.reason == "token_mismatch":
         return f"{text} ({_difference(f.expected, f.got)})"
     if f.reason == "logit_drift" and f.distance is not None:
@@ -132,7 +137,7 @@ def _canary_failed(f: o.CanaryFailed) -> str:
 
 def _canary_passed(f: o.CanaryPassed) -> str:
     trial = {"trial": "its trial canary", "join": "one of its first canaries"}.get(f.check_type, "a canary")
-    return f"{f.worker} passed {trial} in {f.latency_ms:.0f} ms"
+    return f"{_asked(f)} passed {trial} in {f.latency_ms:.0f} ms"
 
 
 def _request_failed(f: o.RequestFailed) -> str:
@@ -153,7 +158,8 @@ def _migrated(f: o.RequestMigrated) -> str:
 
 def _exposed(f: o.RequestExposed) -> str:
     done = "finished" if f.finished else f"running, action {f.action}"
-    return f"{f.request} holds tokens {f.first}–{f.last} from {f.worker} ({done})"
+    whom = f.worker if f.rank is None else f"DP rank {f.rank} of {f.worker}"
+    return f"{f.request} holds tokens {f.first}–{f.last} from {whom} ({done})"
 
 
 def _unknown(f: o.ExposureUnknown) -> str:
@@ -211,10 +217,14 @@ _SAYS: dict[type[Fact], str | Callable[[Any], str]] = {
     o.EngineFaulted: lambda f: f"the engine of {f.worker} broke: {f.reason}{' (fatal)' if f.fatal else ''}",
     o.ChaosInjected: _chaos,
     o.CanaryPassed: _canary_passed,
-    o.CanarySlow: "{f.worker} passed a canary slowly: {f.latency_ms:.0f} ms against {f.baseline_ms:.0f} ms",
+    o.CanarySlow: lambda f: (
+        f"{_asked(f)} passed a canary slowly: {f.latency_ms:.0f} ms against {f.baseline_ms:.0f} ms"
+    ),
     o.CanaryFailed: _canary_failed,
     o.GoldenProposed: lambda f: f"{f.worker} gave an answer to {f.canary}: {_tokens(f.tokens)}",
-    o.GoldenDisputed: "{f.worker} and {f.proposed_by} answer {f.canary} differently: one of them is wrong",
+    o.GoldenDisputed: lambda f: (
+        f"{_asked(f)} and {f.proposed_by} answer {f.canary} differently: one of them is wrong"
+    ),
     o.RequestsServed: lambda f: (
         f"{f.worker} served {count(f.count, 'request')} of {f.frontend} ({f.tokens} tokens)"
     ),

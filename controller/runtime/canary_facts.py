@@ -33,6 +33,7 @@ class Probed:
     check_type: CheckType
     sent_under: int
     sent_at: datetime
+    rank: int | None = None  # of several DP ranks
 
     def _common(self, verdict: Verdict) -> dict[str, Any]:
         return {
@@ -45,6 +46,7 @@ class Probed:
             "sent_at": self.sent_at,
             "latency_ms": round(verdict.first.latency_ms, 3),
             "attempts": verdict.attempts,
+            "rank": self.rank,
         }
 
     def passed(self, verdict: Verdict, baseline_ms: float | None) -> CanaryPassed | CanarySlow:
@@ -70,6 +72,7 @@ class Probed:
                 proposed_by=golden.proposed_by,
                 tokens=answer.tokens,
                 distance=_finite(verdict.worst.distance),
+                rank=self.rank,
             )
         return CanaryFailed(
             **self._common(verdict),

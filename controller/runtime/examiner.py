@@ -152,9 +152,8 @@ class Examiner:
 
     def _begin(self, worker: Worker, book: Book, canary: Canary, check: CheckType, rank: int = 0) -> Visit:
         joined, clock = worker.joined, self._tools.clock
-        probed = Probed(
-            joined.worker, joined.instance, book.key, canary.id, check, self._look()[1], clock.now()
-        )
+        named, under = rank if joined.dp > 1 else None, self._look()[1]
+        probed = Probed(joined.worker, joined.instance, book.key, canary.id, check, under, clock.now(), named)
         s = self._settings
         deadline = Deadline(clock, clock.monotonic() + s.timeout_s, s.busy_s)
         return Visit(worker, book, canary, check, probed, deadline, rank)

@@ -293,6 +293,17 @@ async def test_the_next_life_of_a_convicted_worker_is_asked_for_nothing_that_was
         assert two.requests[-1].cache_epoch == kit.fleet.workers["w1"].cache_epoch > 0
 
 
+async def test_all_ranks_of_a_convicted_worker_are_named_each_by_its_number() -> None:
+    worker = ScriptedWorker("w1", step_s=0.01)
+    async with frontend() as kit:
+        await kit.add(worker, dp=2)
+        await asyncio.gather(*(kit.complete([number, *PROMPT], 4) for number in (1, 2)))
+        convict(kit, worker)
+        said = {request.request: request.rank for request in worker.requests}
+        assert {fact.request: fact.rank for fact in kit.said(RequestExposed)} == said
+        assert set(said.values()) == {0, 1}
+
+
 async def test_history_is_not_acted_on() -> None:
     worker = ScriptedWorker("w1")
     async with frontend(worker) as kit:

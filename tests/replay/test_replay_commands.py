@@ -20,6 +20,9 @@ from events import codec
 from events.fact import Fact
 from events.journal.memory import MemoryJournal
 from events.observations import (
+    CanaryFailed,
+    CanaryPassed,
+    CanarySlow,
     ChaosInjected,
     DeviceFaulted,
     DeviceRecovered,
@@ -142,6 +145,19 @@ async def test_what_users_felt_before_the_first_symptom_belongs_to_the_story(ope
     assert felt in [e.fact for e in story.events]
     assert sum(isinstance(e.fact, ChaosInjected) for e in story.events) == 1, "the fault that was played last"
     assert "longest gap 480 ms" in story.headline()
+
+
+def test_a_sentence_says_which_dp_rank_it_was() -> None:
+    asked: dict[str, Any] = {
+        "worker": "w1", "instance": "i1", "canary_key": "k", "canary": "c1", "check_type": "scheduled",
+        "sent_under": 1, "sent_at": EPOCH, "latency_ms": 9.0,
+    }  # fmt: skip
+    for rank, who in ((3, "DP rank 3 of w1"), (None, "w1")):
+        passed = sentences.sentence(CanaryPassed(**asked, rank=rank))
+        failed = sentences.sentence(CanaryFailed(**asked, rank=rank, reason="non_finite", confirmed=False))
+        slow = sentences.sentence(CanarySlow(**asked, rank=rank, baseline_ms=2.0))
+        assert passed == f"{who} passed a canary in 9 ms" and failed == f"{who} failed a canary: non_finite"
+        assert slow == f"{who} passed a canary slowly: 9 ms against 2 ms"
 
 
 def test_a_sentence_says_what_came_along_with_a_request_that_moved() -> None:

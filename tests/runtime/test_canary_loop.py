@@ -300,9 +300,11 @@ async def test_every_dp_rank_is_asked_every_canary_and_one_that_fails_until_it_p
         kinds = {tokens for _, tokens in asked if len([1 for rank, own in asked if own == tokens]) > 1}
         assert len(kinds) >= 4 and all((rank, own) in asked for rank in range(4) for own in kinds)
         assert not world.facts(CanaryFailed)
+        assert {fact.rank for fact in world.facts(CanaryPassed)} == {0, 1, 2, 3}
         one.corrupt = lambda request: request.rank == 2
         await world.until(lambda: bool(world.facts(CanaryFailed)), 10)
-        assert world.facts(CanaryFailed)[0].confirmed and world.status("w1") == "UNHEALTHY"
+        failed = world.facts(CanaryFailed)[0]
+        assert (failed.confirmed, failed.rank) == (True, 2) and world.status("w1") == "UNHEALTHY"
         since = len(one.requests)
         await world.pass_time(10)
         assert {request.rank for request in one.requests[since:]} == {2}
@@ -321,7 +323,9 @@ async def test_a_mismatch_that_does_not_repeat_is_not_confirmed() -> None:
         await world.until(lambda: bool(world.facts(CanaryFailed)), 20)
         await world.pass_time(1)
     failed = world.facts(CanaryFailed)
-    assert [(f.reason, f.confirmed, f.attempts) for f in failed] == [("token_mismatch", False, 3)]
+    assert [(f.reason, f.confirmed, f.attempts, f.rank) for f in failed] == [
+        ("token_mismatch", False, 3, None)
+    ]
     assert world.facts(HealthChanged, "w1")[1].after.value == "SUSPICIOUS"
 
 
