@@ -51,7 +51,7 @@ if TYPE_CHECKING:
 BEAT_S = 1.0
 CHECK_S = 2.0
 CHECK_S_MAX = 10.0  # a check that takes longer is a dead engine
-START_S_MAX = 600.0  # loading weights
+START_S_MAX = 960.0  # loading weights: more than an engine gives itself, whose words say why
 DEVICES_S_MAX = 10.0  # the driver's own start; later it is waited for no longer
 STOP_S_MAX = 2.0  # with the server's 1 s, the links' 1.5 s and the loop's 0.5 s it makes the cleanup's 5 s
 FAULT_SAID_EVERY_S = 10.0  # a raising engine is one fact in a while, not one per request

@@ -17,8 +17,13 @@ from engine_contract import EngineContract, Rig, prompt  # noqa: E402
 from events.blocks import local_hashes, sequence_hashes  # noqa: E402
 from events.kv import Cleared, Stored  # noqa: E402
 from events.observations import Profile  # noqa: E402
+from workers import worker  # noqa: E402
 from workers.engines.engine import Engine, EngineDead  # noqa: E402
-from workers.engines.transformers.engine import TransformersEngine  # noqa: E402
+from workers.engines.transformers.engine import (  # noqa: E402
+    LOAD_DEADLINE_S,
+    STOP_DEADLINE_S,
+    TransformersEngine,
+)
 from workers.engines.transformers.settings import BadEngineSetting, TransformersSettings  # noqa: E402
 from workers.kv_ledger import Ledger  # noqa: E402
 
@@ -319,6 +324,11 @@ async def test_a_dead_engine_says_so_and_delivers_nothing(start: Make) -> None:
         await rig.engine.check()
     await asyncio.sleep(0)
     assert not rig.answers[key].chunks
+
+
+def test_the_worker_waits_longer_than_the_engine_which_says_why() -> None:
+    assert LOAD_DEADLINE_S < worker.START_S_MAX
+    assert STOP_DEADLINE_S < worker.STOP_S_MAX
 
 
 async def test_what_is_no_model_is_refused_with_the_reason(tmp_path: Path) -> None:

@@ -35,7 +35,7 @@ from workers.kv_transfer.messages import Description
 log = structlog.get_logger(__name__)
 
 LOAD_DEADLINE_S = 900.0  # the largest models that one machine holds, from a slow disk
-STOP_DEADLINE_S = 4.0  # less than the worker waits
+STOP_DEADLINE_S = 1.5  # less than the worker waits
 FAILURES_MAX = 3  # steps in a row that raise, and the engine is dead
 
 
