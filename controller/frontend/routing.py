@@ -14,7 +14,7 @@ from controller.frontend.plan import Plan
 from controller.frontend.settings import FrontendSettings
 from controller.ports import Plane
 from controller.router.modes import Choice
-from controller.router.pick import AllBusy, Filter, NotServed, NoWorker, Picker, Rules, candidates
+from controller.router.pick import AllBusy, Filter, NotServed, NoWorker, Picker, Rules
 from controller.router.table import Key, Lineage, Seat, Table
 
 
@@ -77,6 +77,11 @@ class Routing:
         self._ignoring = self._live() and self._panic.ignores(model, seats)
         return seats
 
+    def _kindred(self, plan: Plan) -> Sequence[Seat]:
+        """Return the seats of a request's lineage, and see whether there is panic."""
+        self._seats(plan.model)
+        return self._table.kindred(plan.model, plan.lineage)
+
     def look_for_panic(self) -> None:
         """The fold or a breaker may have moved: see whether panic has begun or ended anywhere."""
         if self._live():
@@ -92,7 +97,7 @@ class Routing:
     ) -> Choice:
         """Return where a request's next attempt goes, none of `tried`, with room if there must be. `said` was accepted of its
         answer. Raise NoWorker."""
-        among = Filter(self._seats(plan.model), self._rules, plan.lineage, tried, capped)
+        among = Filter(self._kindred(plan), self._rules, tried, capped)
         if plan.wishes.explain:  # among those that could have it
             return self.choosing.choose(among.left(), plan, said)
         return self.choosing.choose(among, plan, said)
@@ -110,20 +115,20 @@ class Routing:
 
     def shortlist(self, plan: Plan) -> list[Seat]:
         """Return who could take a new request: those with room, or all, if nobody has any. Raise NoWorker."""
-        seats = self._seats(plan.model)
+        seats = self._kindred(plan)
         try:
-            return candidates(seats, self._rules, plan.lineage, (), True)
+            return Filter(seats, self._rules).left()
         except AllBusy:
-            return candidates(seats, self._rules, plan.lineage, (), False)
+            return Filter(seats, self._rules, capped=False).left()
 
     def room_at(self, seat: Seat, lineage: Lineage) -> None:
         """See whether this seat could take a request. Raise NoWorker."""
-        candidates([seat], self._rules, lineage, (), True)
+        Filter([seat] if seat.lineage == lineage else [], self._rules).left()
 
     def targets(self, plan: Plan) -> list[Seat]:
         """Return everybody who could take requests like this one, none if there is nobody."""
         try:
-            return candidates(self._seats(plan.model), self._rules, plan.lineage, (), False)
+            return Filter(self._kindred(plan), self._rules, capped=False).left()
         except NoWorker:
             return []
 

@@ -9,7 +9,7 @@
 Every DP rank of a worker is a place of its own. Nothing in here draws lots or reads a clock: the caller gives a random
 number and the time, so that the same history makes the same choices.
 
-    filter = Filter(seats, rules, lineage, tried, capped)                                # of pick, with its errors
+    filter = Filter(seats, rules, tried, capped)                                         # of pick, with its errors
     choice = chooser.choose(filter, prompt, mode=…, pricing=…, now=…, draw=…, others=…)
     slots.add(request, choice.holder, prompt.blocks, prefill_tokens=choice.prefill_tokens, now=…)   # before it leaves
 """
@@ -251,8 +251,8 @@ class Chooser:
         """
         strategy = self._strategies[mode]
         one_by_one = mode is not Mode.KV or (pricing.temperature <= 0.0 and pricing.credit_decay == 0.0)
-        if one_by_one and isinstance(among, Filter) and (all_of_them := among.first()):
-            question = self._question(all_of_them, prompt, pricing, others, by_rank, now, draw)
+        if one_by_one and isinstance(among, Filter) and among.all:
+            question = self._question(among.all, prompt, pricing, others, by_rank, now, draw)
             if mode is Mode.KV and (few := score_few(question)) is not None:
                 if (place := _first_that_fits(few.costs, question, among.fits)) is not None:
                     places = question.places

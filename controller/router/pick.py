@@ -1,7 +1,7 @@
 """Who gets the request? Filter, score, pick.
 
-    filter   the model's seats: lineage, routable, reachable, not tried by this request, breaker, in-flight cap, which is
-             for all frontends together; of those that are left, who was heard lately, if anybody was
+    filter   a model's seats, or those of one lineage: routable, reachable, not tried by this request, breaker, in-flight
+             cap, which is for all frontends together; of those that are left, who was heard lately, if anybody was
     score    here, without regard to what is cached: (requests in flight + 1, and tokens) / weight: lower is better
     pick     the lowest; among equals the one that was picked longest ago
 
@@ -12,7 +12,7 @@ ways to score and pick among those that the filter leaves.
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
-from controller.router.table import Key, Lineage, Seat
+from controller.router.table import Key, Seat
 from events.errors import HoldfastError
 from events.wire import Load
 
@@ -81,12 +81,11 @@ class Picker:
         seats: Sequence[Seat],
         rules: Rules,
         *,
-        lineage: Lineage | None = None,
         tried: Collection[Key] = (),
         capped: bool = True,
     ) -> Seat:
         """Return the best seat. Raise NotServed, NoneRoutable, NoneReachable, AllTried or AllBusy."""
-        return self.best(candidates(seats, rules, lineage, tried, capped), rules.others)
+        return self.best(Filter(seats, rules, tried, capped).left(), rules.others)
 
     def room(self, seats: Sequence[Seat], rules: Rules) -> Seat:
         """Return a seat with room for one request more: the best of a few that are next in turn, and of all only where none
@@ -119,20 +118,18 @@ class Filter:
         self,
         seats: Sequence[Seat],
         rules: Rules,
-        lineage: Lineage | None = None,
         tried: Collection[Key] = (),
         capped: bool = True,
     ) -> None:
-        self._all = seats
+        self.all = seats
         self._rules = rules
-        self._lineage = lineage
         self._tried = tried
         self._capped = capped
         self._among = rules.frontends() if capped else 1
 
     def left(self) -> list[Seat]:
         """Return all that are left, at least one. Raise what `Picker.pick` raises."""
-        allowed = [seat for seat in self._all if self._allows(seat)]
+        allowed = [seat for seat in self.all if self._allows(seat)]
         if not allowed:
             raise self._why_nobody()
         free = [seat for seat in allowed if self._has_room(seat)] if self._capped else allowed
@@ -140,11 +137,6 @@ class Filter:
             raise AllBusy
         lately = self._rules.lately
         return [seat for seat in free if lately(seat.worker, seat.instance)] or free
-
-    def first(self) -> Sequence[Seat]:
-        """Return those of the lineage, whether they may take it or not."""
-        lineage = self._lineage
-        return self._all if lineage is None else [seat for seat in self._all if seat.lineage == lineage]
 
     def fits(self, seat: Seat) -> bool:
         """Say whether a seat would be left, and not for want of a better one."""
@@ -157,7 +149,6 @@ class Filter:
     def _allows(self, seat: Seat) -> bool:
         return (
             seat.weight > 0.0
-            and (self._lineage is None or seat.lineage == self._lineage)
             and self._rules.reachable(seat.worker, seat.instance)
             and seat.key not in self._tried
             and self._rules.allowed(seat)
@@ -174,23 +165,15 @@ class Filter:
 
     def _why_nobody(self) -> NoWorker:
         """Return what is in the way of the last of them: so far they would have come."""
-        seats = self.first()
-        if not seats:
+        if not self.all:
             return NotServed()
-        routable = [seat for seat in seats if seat.routable]
+        routable = [seat for seat in self.all if seat.routable]
         if not routable:
             return NoneRoutable()
         reachable = [seat for seat in routable if self._rules.reachable(seat.worker, seat.instance)]
         if not reachable:
             return NoneReachable()
         return NoneRoutable() if any(seat.key not in self._tried for seat in reachable) else AllTried()
-
-
-def candidates(
-    seats: Sequence[Seat], rules: Rules, lineage: Lineage | None, tried: Collection[Key], capped: bool
-) -> list[Seat]:
-    """Return the seats that are left after the filter, at least one. Raise what `Picker.pick` raises."""
-    return Filter(seats, rules, lineage, tried, capped).left()
 
 
 def cost(seat: Seat, others: Load | None) -> float:

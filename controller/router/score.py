@@ -13,7 +13,7 @@ for some things:
 
 - `weight` is what the fleet thinks of the worker (1: all is well). One with half the weight is taken for twice as slow:
   all that it would have to do costs double. A breaker that is open does not raise the cost, it takes the worker out of the
-  choice (`pick.candidates`); one that is half open lets a single request in, at the weight that the fleet gives it.
+  choice (`pick.Filter`); one that is half open lets a single request in, at the weight that the fleet gives it.
 - What other frontends have in flight there is counted, as the worker reports it, where their routers do not tell us.
 - What is in use by requests is taken for cached already where prefixes are cached at all.
 - A credit above 1 says what a block that must be computed costs beyond that: it takes another one's place in the cache

@@ -9,6 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+from controller.deciders.degradation import Degradation
 from controller.deciders.fleet import Fleet, Worker
 from events.decisions import HealthStatus, Knobs
 from events.observations import WorkerJoined
@@ -110,7 +111,9 @@ class Table:
         self.number = 0  # of the last decision that this table reflects
         self.known: set[str] = set()  # every model that a worker was ever known to serve
         self._known: Mapping[str, Worker] = {}
+        self._models: Mapping[str, Degradation] = {}
         self._knobs: dict[str, Knobs] = {}
+        self._kindred: dict[tuple[str, Lineage], Sequence[Seat]] = {}
         self._sizes: dict[tuple[str, Lineage], Sequence[int]] = {}
         self._kin: dict[tuple[str, Lineage], Kin | None] = {}
         self._limits: dict[str, int | None] = {}
@@ -122,8 +125,9 @@ class Table:
         """
         change = Change()
         self.number = fleet.number
-        knobs = {model: degradation.knobs for model, degradation in fleet.models.items()}
-        change.knobs, self._knobs = knobs != self._knobs, knobs
+        if fleet.models is not self._models:
+            knobs = {model: degradation.knobs for model, degradation in fleet.models.items()}
+            change.knobs, self._knobs, self._models = knobs != self._knobs, knobs, fleet.models
         if fleet.workers is self._known:
             return change
         known, self._known = self._known, fleet.workers
@@ -192,10 +196,18 @@ class Table:
         """Return the knobs of a model's degradation level."""
         return self._knobs.get(model) or Knobs()
 
+    def kindred(self, model: str, lineage: Lineage) -> Sequence[Seat]:
+        """Return a model's seats of one lineage. Each request asks several times, before a thousand of them."""
+        found = self._kindred.get((model, lineage))
+        if found is None:
+            found = [seat for seat in self.models.get(model, ()) if seat.lineage == lineage]
+            self._kindred[model, lineage] = found
+        return found
+
     def kin(self, model: str, lineage: Lineage) -> Kin | None:
         """Return what the workers of a lineage have in common; None if there are none. Each request asks several times."""
         if (model, lineage) not in self._kin:
-            seats = [seat for seat in self.models.get(model, ()) if seat.lineage == lineage]
+            seats = self.kindred(model, lineage)
             self._kin[model, lineage] = Kin.of(seats) if seats else None
         return self._kin[model, lineage]
 
@@ -210,7 +222,7 @@ class Table:
         """Return how many tokens the KV blocks of a lineage's workers have, the size of most of them first; at least one."""
         sizes = self._sizes.get((model, lineage))
         if sizes is None:
-            seats = [seat for seat in self.models.get(model, ()) if seat.lineage == lineage]
+            seats = self.kindred(model, lineage)
             counts = Counter(max(1, seat.joined.profile.block_tokens) for seat in seats)
             sizes = self._sizes[model, lineage] = [size for size, _ in counts.most_common()] or [1]
         return sizes
@@ -218,6 +230,7 @@ class Table:
     def _replace(self, seats: Iterable[Seat]) -> None:
         self.seats = {seat.key: seat for seat in seats}
         self.models = {}
+        self._kindred.clear()
         self._sizes.clear()
         self._kin.clear()
         self._limits.clear()

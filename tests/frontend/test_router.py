@@ -85,13 +85,6 @@ def test_who_was_not_heard_lately_is_asked_last() -> None:
     assert Picker().pick(seats, rules, tried={("w2", "i1")}).worker == "w1"  # better than nobody
 
 
-def test_lineage_binds() -> None:
-    seats = [seat("w1", revision="r1"), seat("w2", revision="r2")]
-    assert Picker().pick(seats, OPEN, lineage=("r2", "builtin:sim")).worker == "w2"
-    with pytest.raises(NotServed):
-        Picker().pick(seats, OPEN, lineage=("r3", "builtin:sim"))
-
-
 def test_the_least_loaded_for_its_weight_is_picked() -> None:
     a, b, c = seat("a", 1.0), seat("b", 0.25), seat("c", 0.5)
     picker, got = Picker(), {"a": 0, "b": 0, "c": 0}
@@ -171,9 +164,12 @@ def test_what_a_models_workers_have_in_common_follows_who_is_there() -> None:
     table.set_static([short, replace(long, migration_limit=1)])
     assert table.kin("m", lineage) == Kin(100, "simulated", text_only=False)
     assert table.migration_limit("m") == 1
+    assert [seat.worker for seat in table.kindred("m", lineage)] == ["w1", "w2"]
     table.set_static([replace(long, worker="w3", engine="openai", exact=False)])
     assert table.kin("m", lineage) == Kin(200, "openai", text_only=True)
     assert (table.kin("m", ("r2", "builtin:sim")), table.migration_limit("m")) == (None, None)
+    assert table.kindred("m", ("r2", "builtin:sim")) == []
+    assert [seat.worker for seat in table.kindred("m", lineage)] == ["w3"]
 
 
 def test_the_table_follows_lives_and_forgets_those_that_ended() -> None:

@@ -33,7 +33,6 @@ class Made:
     """One worker, as the rules see it."""
 
     weight: float = 1.0
-    revision: str = "r1"
     reachable: bool = True
     tried: bool = False
     allowed: bool = True
@@ -46,7 +45,6 @@ class Made:
 MADE = st.builds(
     Made,
     weight=st.sampled_from([0.0, 0.5, 1.0, 1.0]),
-    revision=st.sampled_from(["r1", "r1", "r2"]),
     reachable=st.integers(0, 3).map(bool),
     tried=st.integers(0, 3).map(lambda n: n == 0),
     allowed=st.integers(0, 3).map(bool),
@@ -58,9 +56,9 @@ MADE = st.builds(
 FLEETS = st.lists(MADE, max_size=14)
 
 
-def plainly(fleet: list[Made], lineage: bool, capped: bool, frontends: int) -> list[int]:
+def plainly(fleet: list[Made], capped: bool, frontends: int) -> list[int]:
     """Filter in the order in which the module's page says it."""
-    numbers = [n for n, one in enumerate(fleet) if not lineage or one.revision == "r1"]
+    numbers = list(range(len(fleet)))
     room = {
         n: fleet[n].active < CAP
         and (fleet[n].active * frontends < CAP or frontends == 1 or fleet[n].active + fleet[n].others < CAP)
@@ -82,8 +80,8 @@ def plainly(fleet: list[Made], lineage: bool, capped: bool, frontends: int) -> l
     return [n for n in numbers if fleet[n].lately] or numbers
 
 
-def filter_of(fleet: list[Made], lineage: bool, capped: bool, frontends: int) -> tuple[Filter, list[Seat]]:
-    seats = [seat(str(n), one.weight, revision=one.revision) for n, one in enumerate(fleet)]
+def filter_of(fleet: list[Made], capped: bool, frontends: int) -> tuple[Filter, list[Seat]]:
+    seats = [seat(str(n), one.weight) for n, one in enumerate(fleet)]
     for one, made in zip(seats, fleet, strict=True):
         one.active = made.active
     rules = Rules(
@@ -95,20 +93,20 @@ def filter_of(fleet: list[Made], lineage: bool, capped: bool, frontends: int) ->
         lately=lambda worker, instance: fleet[int(worker)].lately,
     )
     tried = {one.key for one, made in zip(seats, fleet, strict=True) if made.tried}
-    return Filter(seats, rules, ("r1", "t") if lineage else None, tried, capped), seats
+    return Filter(seats, rules, tried, capped), seats
 
 
-@given(FLEETS, st.booleans(), st.booleans(), st.integers(1, 3), st.floats(0, 1, exclude_max=True))
+@given(FLEETS, st.booleans(), st.integers(1, 3), st.floats(0, 1, exclude_max=True))
 def test_the_best_of_those_that_are_left(
-    fleet: list[Made], lineage: bool, capped: bool, frontends: int, draw: float
+    fleet: list[Made], capped: bool, frontends: int, draw: float
 ) -> None:
-    among, seats = filter_of(fleet, lineage, capped, frontends)
+    among, seats = filter_of(fleet, capped, frontends)
     slots: SlotTracker[Holder] = SlotTracker()
     for n, made in enumerate(fleet):
         slots.add(n, Holder(*seats[n].key), now=0.0, own_blocks=made.blocks)
     chooser, prompt = Chooser(slots), Prompt[Holder](BLOCK, BLOCK)
     try:
-        left = plainly(fleet, lineage, capped, frontends)
+        left = plainly(fleet, capped, frontends)
     except NoWorker as error:
         with pytest.raises(type(error)) as caught:
             among.left()
@@ -129,7 +127,7 @@ def test_the_best_of_those_that_are_left(
 @pytest.mark.parametrize("mode", list(Mode))
 def test_equals_are_chosen_evenly_though_some_are_out(mode: Mode) -> None:
     fleet = [Made(tried=True), Made(reachable=False), Made(), Made(), Made()]
-    among, _ = filter_of(fleet, False, True, 1)
+    among, _ = filter_of(fleet, True, 1)
     chooser, counts, dice = Chooser(SlotTracker()), dict.fromkeys("234", 0), Random(1)
     for _ in range(1200):
         choice = chooser.choose(among, Prompt(BLOCK, BLOCK), mode=mode, now=0.0, draw=dice.random())
