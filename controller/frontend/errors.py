@@ -111,7 +111,12 @@ def unsupported(param: str, why: str = "") -> ApiError:
 
 def unknown_model(model: str) -> ApiError:
     """Return the 404 for a model that nobody serves."""
-    return ApiError(404, f"the model {model!r} does not exist", code="model_not_found", param="model")
+    return ApiError(
+        404,
+        f"the model {model!r} does not exist: /v1/models lists those that do",
+        code="model_not_found",
+        param="model",
+    )
 
 
 def starting() -> ApiError:

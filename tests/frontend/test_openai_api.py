@@ -494,6 +494,16 @@ async def test_unknown_model_and_nobody_in_service_are_told_apart() -> None:
     async with frontend(worker) as kit:
         status, body, _ = await kit.post("/v1/completions", model="other", prompt="a")
         assert (status, body["error"]["code"], body["error"]["param"]) == (404, "model_not_found", "model")
+        said = "the model 'm-sql-adapter' does not exist: /v1/models lists those that do"
+        for path, more in (
+            ("completions", {"prompt": "a"}),
+            ("chat/completions", {"messages": CHAT["messages"]}),
+        ):
+            status, body, _ = await kit.post(f"/v1/{path}", model="m-sql-adapter", **more)
+            assert (status, body["error"]["message"]) == (404, said)
+        status, body, _ = await kit.post("/v1/completions", model="m", prompt="a", lora_path="sql")
+        assert (status, body["error"]["param"]) == (400, "lora_path")
+        assert not worker.requests
         kit.health(worker, HealthStatus.UNHEALTHY, 0.0)
         status, body, headers = await ask_as(kit, None)
         assert (status, body["error"]["code"]) == (503, "no_routable_worker")
