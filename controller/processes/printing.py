@@ -30,7 +30,8 @@ def print_status(status: dict[str, Any]) -> None:
         cells = (w["id"], w["health"], weight, w["breaker"], w["in_flight"], w["model"])
         table.add_row(*("–" if c is None else str(c) for c in cells), _canary(w.get("last_canary")))
     with console.capture() as written:  # the console would take a closed pipe for its own business
-        console.print(table)
+        if table.rows:
+            console.print(table)
         for line in _lines(status):
             console.print(line)
     print(written.get(), end="")

@@ -188,9 +188,9 @@ def _knobs(k: d.Knobs) -> str:
 
 
 def _drained(f: o.DrainFinished) -> str:
-    said = [f"{f.completed} completed", f"{f.migrated} migrated"]
-    said += [f"{count} {how}" for count, how in ((f.cancelled, "cancelled"), (f.failed, "failed")) if count]
-    return ", ".join(said)
+    ends = {"completed": f.completed, "migrated": f.migrated, "cancelled": f.cancelled, "failed": f.failed}
+    said = ", ".join(f"{number} {how}" for how, number in ends.items() if number)
+    return f"{f.worker} is empty{said and f': {said}'}"
 
 
 def _cap(f: d.WeightCapped) -> str:
@@ -211,7 +211,7 @@ _SAYS: dict[type[Fact], str | Callable[[Any], str]] = {
     o.ResumeRequested: lambda f: f"{f.by or 'somebody'} asked {f.worker} to resume",
     o.MoveRequested: _move_requested,
     o.ShutdownBegan: _began,
-    o.DrainFinished: lambda f: f"{f.worker} is empty: {_drained(f)}",
+    o.DrainFinished: _drained,
     o.DeviceFaulted: _device_faulted,
     o.DeviceRecovered: lambda f: f"{f.device} of {f.worker} recovered from {_fault(f)}",
     o.EngineFaulted: lambda f: f"the engine of {f.worker} broke: {f.reason}{' (fatal)' if f.fatal else ''}",

@@ -26,6 +26,7 @@ from events.observations import (
     ChaosInjected,
     DeviceFaulted,
     DeviceRecovered,
+    DrainFinished,
     DrainRequested,
     RequestMigrated,
     ShutdownBegan,
@@ -216,6 +217,7 @@ def fault(fault_class: str, code: str = "", **more: Any) -> DeviceFaulted:
             WorkerSilent(worker="w2", instance="w2-a", silent_s=3.1, observer="controller:standby:01a2-7bf1"),
             "w2 has been silent for 3.1 s, says standby",
         ),
+        (DrainFinished(worker="w2", instance="w2-a", completed=0, migrated=2), "w2 is empty: 2 migrated"),
         (
             ChaosInjected(worker="w2", instance="w2-a", fault="unhang", by="uid 0"),
             "uid 0 let w2 go on",
