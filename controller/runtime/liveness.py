@@ -78,7 +78,8 @@ class Liveness:
 
     def look(self, now: float) -> None:
         """Compare what was heard with what should have been."""
-        living = {name: w for name, w in self._view.fleet.workers.items() if w.alive}
+        workers = self._view.fleet.workers
+        living = {(name, w.joined.instance): w for name, w in workers.items() if w.alive}
         self._meet(living, now)
         since = self._bus.since
         if since is None:
@@ -86,45 +87,42 @@ class Liveness:
         if self._bus.unread > max(UNREAD_BYTES, BEAT_BYTES * len(living)):
             self._awake_since = now  # it may have been said, and lies here unread
         listening = max(since, self._awake_since)
-        unheard = {name: now - max(self._last(w), listening) for name, w in living.items()}
+        unheard = {life: now - max(self._last(life), listening) for life in living}
         self._welcome(living)
         self._accuse(living, unheard, now)
 
-    def _meet(self, living: dict[str, Worker], now: float) -> None:
-        lives = {(name, w.joined.instance) for name, w in living.items()}
-        if lives != self._met.keys():
-            for life in lives - self._met.keys():
+    def _meet(self, living: dict[Life, Worker], now: float) -> None:
+        if living.keys() != self._met.keys():
+            for life in living.keys() - self._met.keys():
                 self._met[life] = now
-            for life in self._met.keys() - lives:
+            for life in self._met.keys() - living.keys():
                 del self._met[life]
                 self._said.pop(life, None)
-        self._beats.forget(lives, FORGET_AFTER_S)
+        self._beats.forget(living, FORGET_AFTER_S)
 
-    def _last(self, worker: Worker) -> float:
+    def _last(self, life: Life) -> float:
         """Return when this instance was heard last, or first known of."""
-        life = (worker.joined.worker, worker.joined.instance)
         beat, met = self._beats.lives.get(life), self._met[life]
         return beat.at if beat is not None and beat.at > met else met
 
-    def _welcome(self, living: dict[str, Worker]) -> None:
-        for name, worker in living.items():
+    def _welcome(self, living: dict[Life, Worker]) -> None:
+        for life, worker in living.items():
             if SILENT not in worker.health.convictions:
                 continue
-            life = (name, worker.joined.instance)
             beat = self._beats.fresh(*life, self._settings.beat_s + self._settings.tick_s)
             if beat is not None and self._said.get(life) != "heard" and self._leading():
                 self._said[life] = "heard"
                 self._journal.observe(
-                    WorkerHeard(worker=name, instance=life[1], observer=self._journal.source)
+                    WorkerHeard(worker=life[0], instance=life[1], observer=self._journal.source)
                 )
-                log.info("worker_heard", worker=name)
+                log.info("worker_heard", worker=life[0])
 
-    def _accuse(self, living: dict[str, Worker], unheard: dict[str, float], now: float) -> None:
+    def _accuse(self, living: dict[Life, Worker], unheard: dict[Life, float], now: float) -> None:
         s = self._settings
         suspicious_s = s.silent_after_s - SPREAD_BEATS * s.beat_s
-        quiet = [name for name, seconds in unheard.items() if seconds >= suspicious_s]
-        suspects = [name for name in quiet if not self._known_silent(living[name])]
-        late = [name for name in suspects if unheard[name] >= s.silent_after_s]
+        quiet = [life for life, seconds in unheard.items() if seconds >= suspicious_s]
+        suspects = [life for life in quiet if not self._known_silent(life, living[life])]
+        late = [life for life in suspects if unheard[life] >= s.silent_after_s]
         if len(suspects) > s.blind_share * len(living):
             if late and not self.blind:
                 self._be_blind(len(suspects), len(living))
@@ -134,11 +132,10 @@ class Liveness:
             self._awake_since = now  # everybody gets a whole window again
             log.info("observer_sees_again")
             return
-        for name in late:
-            self._say_silent(living[name], unheard[name])
+        for life in late:
+            self._say_silent(life, unheard[life])
 
-    def _known_silent(self, worker: Worker) -> bool:
-        life = (worker.joined.worker, worker.joined.instance)
+    def _known_silent(self, life: Life, worker: Worker) -> bool:
         return SILENT in worker.health.convictions or self._said.get(life) == "silent"
 
     def _be_blind(self, silent: int, known: int) -> None:
@@ -147,11 +144,11 @@ class Liveness:
         if self._leading():
             self._journal.observe(ObserverBlind(observer=self._journal.source, silent=silent, known=known))
 
-    def _say_silent(self, worker: Worker, seconds: float) -> None:
-        name, instance = worker.joined.worker, worker.joined.instance
+    def _say_silent(self, life: Life, seconds: float) -> None:
+        name, instance = life
         if not self._leading() or self._beats.linked(name, instance, self._settings.silent_after_s):
             return
-        self._said[name, instance] = "silent"
+        self._said[life] = "silent"
         log.warning("worker_silent", worker=name, silent_s=round(seconds, 3))
         self._journal.observe(
             WorkerSilent(
