@@ -28,6 +28,7 @@ from typing import Generic, TypeVar
 
 from events.errors import HoldfastError
 from events.fact import Decision, Recorded
+from events.frozen import quickly_made
 
 REMEMBERED = timedelta(days=14)  # how long a source may be silent before it is forgotten
 CLOCK_SLACK = timedelta(days=1)  # the broker's clock may be set back by so much
@@ -40,6 +41,7 @@ class OutOfOrder(HoldfastError):
     """The journal's numbers do not follow one another: it was truncated, recreated, or tampered with."""
 
 
+@quickly_made
 @dataclass(frozen=True, slots=True)
 class Position:
     """How far a settled state reaches: observations up to `through`, decisions up to stream sequence `decided`.

@@ -7,7 +7,7 @@ from datetime import datetime
 from controller.deciders.demands import STRICT, demand, share
 from events.decisions import WeightCapped
 from events.fact import Decision, Fact
-from events.frozen import replace
+from events.frozen import quickly_made, replace
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,6 +33,7 @@ class Budget:
     cause: str = ""
 
 
+@quickly_made
 @dataclass(frozen=True, slots=True)
 class Standing:
     """How one worker stands when the budget is reckoned: the least bad sorts first."""

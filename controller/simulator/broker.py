@@ -12,11 +12,13 @@ from random import Random
 from controller.simulator.kernel import MS, SECOND, Kernel
 from controller.simulator.seams import Seams
 from events.fact import Decision, Fact, Observation, Recorded
+from events.frozen import quickly_made
 
 DUPLICATES_REMEMBERED = 120 * SECOND
 LEASE_TTL = 3 * SECOND
 
 
+@quickly_made
 @dataclass(frozen=True, slots=True)
 class Message:
     """An observation on its way. `number` counts its source's facts."""

@@ -267,8 +267,9 @@ class Frontend:
         for event in batch:
             if isinstance(event.fact, BreakerClosed):
                 self.outcomes.reset((event.fact.worker, event.fact.instance))
-        self.table.absorb(replica.fleet)
-        self.outcomes.keep(self.table.seats)
+        change = self.table.absorb(replica.fleet)
+        if change.joined or change.left:
+            self.outcomes.keep(self.table.seats)
         for flight in list(self.flights):
             seat = self.table.seats.get(flight.seat.key)
             if seat is None or seat.corrupt or seat.status is HealthStatus.UNHEALTHY:

@@ -32,6 +32,7 @@ JOIN_AGAIN = 2 * SECOND  # after a failed join probe; doubles up to the interval
 RETRIES = 2
 SLOW_FROM = 3.0  # times the baseline
 PROBER = "canary"
+DRAINING, DEAD = HealthStatus.DRAINING, HealthStatus.DEAD
 
 Standing = Literal["agreed", "provisional", "none"]
 
@@ -92,13 +93,13 @@ class Prober:
         """Ask everybody who is due."""
         if self.stalled:
             return
-        fleet, now = self.fleet(), self.kernel.now
+        fleet, now, turns = self.fleet(), self.kernel.now, self.turns
         for name, worker in fleet.workers.items():
-            if worker.health.status is HealthStatus.DEAD:
+            if worker.health.status is DEAD:
                 continue
-            turn = self.turns.get(name)
+            turn = turns.get(name)
             if turn is None or turn.instance != worker.joined.instance:
-                turn = self.turns[name] = self._begin(worker)
+                turn = turns[name] = self._begin(worker)
             if not turn.busy and (kind := self._due(now, turn, worker)):
                 self._ask(fleet, turn, worker, kind)
 
@@ -114,7 +115,7 @@ class Prober:
         if breaker.position == "half_open" and turn.trial_of != breaker.moved_by:
             turn.trial_of = breaker.moved_by
             return "trial"
-        if worker.health.status is HealthStatus.DRAINING:
+        if worker.health.status is DRAINING:
             if worker.health.resumed and not turn.resumed:
                 turn.due = now
             turn.resumed = worker.health.resumed

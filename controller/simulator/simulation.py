@@ -8,6 +8,7 @@ import logging
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
+from json.encoder import encode_basestring_ascii as quoted
 
 import structlog
 
@@ -295,14 +296,9 @@ def _note_line(note: tuple[int, int, str]) -> str:
 
 
 def _event_line(event: Recorded) -> str:
-    head = {
-        "seq": event.seq,
-        "at": event.at.isoformat(),
-        "id": event.id,
-        "source": event.source,
-        "number": event.source_number,
-        "through": event.through,
-        "causation": event.causation,
-        "kind": event.fact.kind(),
-    }
-    return json.dumps(head)[:-1] + ', "body": ' + codec.encode_body(event.fact).decode() + "}\n"
+    return (
+        f'{{"seq": {event.seq}, "at": "{event.at.isoformat()}", "id": {quoted(event.id)}, '
+        f'"source": {quoted(event.source)}, "number": {event.source_number}, "through": {event.through}, '
+        f'"causation": {quoted(event.causation)}, "kind": "{event.fact.kind()}", '
+        f'"body": {codec.encode_body(event.fact).decode()}}}\n'
+    )

@@ -204,9 +204,9 @@ class Watch:
         leader = leaders[0] if fit else None
         if leader is None or leader is not self.steady_leader:
             self.steady_leader, self.steady_since = leader, now
+        probing = leader is not None and not leader.prober.stalled and self.steady_since != now
         for machine in world.machines.values():
             condition = machine.condition
             clear = machine.reachable("canary") and not condition.flaky and not condition.erring
-            probing = leader is not None and not leader.prober.stalled and self.steady_since != now
             if not probing or not clear or condition.cut:
                 self.probed_since[machine.name] = now
