@@ -6,9 +6,9 @@ the fold that it holds; facts are spooled.
 
 import asyncio
 import signal
-from collections.abc import Coroutine, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import structlog
 
@@ -24,7 +24,7 @@ from controller.frontend.server import Doors
 from controller.frontend.settings import FrontendSettings
 from controller.ports import Observe
 from controller.processes import collector, served
-from controller.processes.hearing import Hearing
+from controller.processes.hearing import Hearing, Service
 from events import descriptors, presence, subjects
 from events.decisions import HealthChanged
 from events.errors import HoldfastError
@@ -93,12 +93,17 @@ class Frontend:
         await hearing.open(nats_url, self._name, self._settings.router, desk, BROKER_S if there else 0.0)
         view = FleetView(journal, store=store)
         view.listen(lambda view, batch: self._absorb(desk, hearing, view, batch))
-        services = [self._follow(desk, view), self._report_links(bus), self._remember(desk, view)]
-        services += [hear_neighbours(desk, bus), *hearing.services()]
+        services: list[Service] = [
+            lambda: self._follow(desk, view),
+            lambda: self._report_links(bus),
+            lambda: self._remember(desk, view),
+            lambda: hear_neighbours(desk, bus),
+            *hearing.services(),
+        ]
         if store is not None:
             from controller.runtime.row_watch import RowWatch
 
-            services.append(RowWatch(view, store).run())
+            services.append(RowWatch(view, store).run)
         try:
             return await self._serve(desk, services)
         finally:
@@ -133,7 +138,7 @@ class Frontend:
 
     # --- services -----------------------------------------------------------------------------------------
 
-    async def _serve(self, desk: Desk, services: Sequence[Coroutine[Any, Any, None]]) -> int:
+    async def _serve(self, desk: Desk, services: Sequence[Service]) -> int:
         api = Api(desk)
         doors = Doors(api, self._settings)
         loop = asyncio.get_running_loop()
@@ -144,7 +149,7 @@ class Frontend:
             presence.announce(self._data, "frontend", self._name, doors.admin_url)
             collector.calm()
             async with asyncio.TaskGroup() as group:
-                running = [group.create_task(work) for work in (*services, self._plane.run())]
+                running = [group.create_task(service()) for service in (*services, self._plane.run)]
                 running += [group.create_task(self._tick(desk)), group.create_task(_check(api))]
                 running.append(group.create_task(self._let_in(desk, doors)))
                 await self._stop.wait()

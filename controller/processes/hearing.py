@@ -4,7 +4,7 @@ Each has a connection of its own, so that a burst of it holds up nothing else. W
 starts, they come when it does: until then the router knows what it knows by itself.
 """
 
-from collections.abc import Coroutine, Iterable
+from collections.abc import Callable, Coroutine, Iterable
 from typing import Any
 
 from controller.adapters.kv_events import KvEvents
@@ -12,6 +12,9 @@ from controller.adapters.slot_sync import SlotSync
 from controller.frontend.desk import Desk
 from controller.frontend.settings import RouterSettings
 from events.observations import WorkerJoined
+
+Service = Callable[[], Coroutine[Any, Any, None]]
+"""What has to run for as long as a frontend does; it begins when it is called."""
 
 WAIT_S = 2.0  # for a broker that should be there
 
@@ -36,9 +39,9 @@ class Hearing:
                 url, name, choosing.slots, lambda: desk.routing.neighbours(), wait_s=wait_s
             )
 
-    def services(self) -> list[Coroutine[Any, Any, None]]:
+    def services(self) -> list[Service]:
         """Return what has to run for as long as the frontend does."""
-        return [one.run() for one in (self._kv, self._sync) if one is not None]
+        return [one.run for one in (self._kv, self._sync) if one is not None]
 
     def absorb(self, joined: Iterable[WorkerJoined]) -> None:
         """Take in which workers live."""

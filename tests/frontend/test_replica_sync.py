@@ -18,7 +18,7 @@ async def in_step(kit: Kit, url: str, name: str) -> AsyncIterator[None]:
     """Let a frontend hear the others."""
     hearing = Hearing()
     await hearing.open(url, name, kit.desk.settings.router, kit.desk)
-    services = [asyncio.ensure_future(service) for service in hearing.services()]
+    services = [asyncio.ensure_future(service()) for service in hearing.services()]
     yield
     for service in services:
         service.cancel()
