@@ -13,7 +13,7 @@ KV cache can go along, frontends are given a moment to see to that.
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import Iterator
 from typing import Literal
 
 import structlog
@@ -73,14 +73,19 @@ async def drain(server: Server, refusal: Refusal, deadline_s: float) -> Ends:
 
 
 async def depart(server: Server, grace_s: float, *, graceful: bool, hurried: asyncio.Event) -> Ends:
-    """Do phases 1 and 2 of a graceful shutdown within the grace. What comes afterwards is refused."""
+    """Do phases 1 and 2 of a graceful shutdown within the grace, or until there is a hurry. What comes afterwards is refused."""
     cut = 0
+    waiting, hurry = asyncio.ensure_future(_wait(server, graceful)), asyncio.ensure_future(hurried.wait())
     try:
-        async with _grace(grace_s, hurried):
-            await _wait(server, graceful)
-    except TimeoutError:
-        cut = server.in_flight
-        log.warning("grace_over", worker=server.worker, sent_elsewhere=cut)
+        await asyncio.wait((waiting, hurry), timeout=grace_s, return_when=asyncio.FIRST_COMPLETED)
+        if waiting.done():
+            waiting.result()
+        else:
+            cut = server.in_flight
+            log.warning("grace_over", worker=server.worker, sent_elsewhere=cut)
+    finally:
+        waiting.cancel()
+        hurry.cancel()
     server.refuse(LEAVING)
     server.end_all(TIME_UP if cut else LEAVING.reason)  # canaries too: their end must not look like a failure
     return server.drained()
@@ -108,25 +113,6 @@ async def _wait(server: Server, graceful: bool) -> None:
 
 def _say_active(server: Server, active: int) -> None:
     log.info(f"Active graceful endpoints: {active}", worker=server.worker, in_flight=server.in_flight)
-
-
-@contextlib.asynccontextmanager
-async def _grace(grace_s: float, hurried: asyncio.Event) -> AsyncIterator[None]:
-    """Raise TimeoutError when the grace is over, or as soon as there is a hurry."""
-    loop = asyncio.get_running_loop()
-    async with asyncio.timeout(grace_s) as timer:
-        hurry = loop.create_task(hurried.wait())
-
-        def end(hurry: "asyncio.Task[Literal[True]]") -> None:
-            if not hurry.cancelled():
-                timer.reschedule(loop.time())
-
-        hurry.add_done_callback(end)
-        try:
-            yield
-        finally:
-            hurry.remove_done_callback(end)
-            hurry.cancel()
 
 
 @contextlib.contextmanager

@@ -33,6 +33,18 @@ async def serving(spawn: Spawn, eventually: Eventually, *flags: str) -> tuple[Pr
     return process, await PlainFrontend.connect(process.port())
 
 
+async def test_a_hurry_in_the_moment_in_which_the_grace_is_over_changes_nothing(begin: Begin) -> None:
+    life, wrong = await begin(grace_s=0.0), list[Any]()
+    asyncio.get_running_loop().set_exception_handler(lambda _, context: wrong.append(context))
+    frontend = await PlainFrontend.connect(life.port)
+    stream = frontend.ask(prompt(), max_tokens=10_000)
+    await frontend.until(lambda: frontend.tokens(stream))
+    life.hurried.set()
+    assert await life.end() == 0
+    assert ended_elsewhere(frontend, stream)
+    assert wrong == []
+
+
 # --- the budget
 
 
