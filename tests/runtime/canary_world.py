@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import hashlib
 import random
+from array import array
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -55,7 +56,7 @@ def joined(
 
 def spell(tokens: Sequence[int]) -> tuple[int, Logprob]:
     """The fake model: the next token and its logprobs are a function of all tokens before it."""
-    digest = hashlib.blake2b(repr(list(tokens)).encode(), digest_size=16).digest()
+    digest = hashlib.blake2b(array("q", tokens).tobytes(), digest_size=16).digest()
     token = 300 + int.from_bytes(digest[:2], "little") % 1000
     gap = 0.5 + digest[2] / 64
     top = [(token, -0.1)] + [(token + n, -0.1 - gap - n * 0.25) for n in range(1, TOP)]
@@ -242,8 +243,8 @@ class World:
 
     async def pass_time(self, seconds: float) -> None:
         end = self.clock.monotonic() + seconds
+        self.turn()
         while True:
-            self.turn()
             await self.clock.advance(min(STEP_S, max(0.0, end - self.clock.monotonic())))
             self.turn()
             if self.clock.monotonic() >= end - 1e-9:
