@@ -404,6 +404,8 @@ class Flight:
         if not self.done and self.first_at is None:
             self._cancel_stream()
             self._leave()
+            if self._passage.move is not None:
+                self._desk.abandoned(self, "first_token_timeout")
             message = "no token came in time"
             self._abort(ApiError(503, message, code="first_token_timeout", retry_after_s=1))
 

@@ -20,7 +20,14 @@ from controller.frontend.intake import read_prompts
 from controller.frontend.settings import AdmissionSettings, StreamSettings
 from controller.frontend.tokens import LONG_TEXT, Tokens
 from events.decisions import DegradationChanged, HealthStatus, Knobs
-from events.observations import RequestFailed, RequestMigrated, RequestsRejected, RequestsServed, WorkerLeft
+from events.observations import (
+    RequestAbandoned,
+    RequestFailed,
+    RequestMigrated,
+    RequestsRejected,
+    RequestsServed,
+    WorkerLeft,
+)
 from events.wire import Chunk, Load
 
 PROMPT = [300, 301, 302]
@@ -430,6 +437,18 @@ async def test_knob_latency_scales_the_queue_and_first_token_deadlines() -> None
             assert (status, body["error"]["code"]) == (503, "first_token_timeout")
             assert 0.3 * latency <= kit.desk.now() - began < 0.3 * latency + 2
             await until(lambda: worker.active == 0)
+
+
+async def test_a_request_that_moved_and_gets_no_token_in_time_was_not_continued() -> None:
+    hold = asyncio.Event()
+    first = ScriptedWorker("w1", always=Act(after=0, how="error"))
+    other = ScriptedWorker("w2", always=Act(after=0, how="error", hold=hold))
+    async with frontend(first, admission=AdmissionSettings(first_token_s=0.3)) as kit:
+        await kit.add(other)
+        status, body, _ = await ask_as(kit, None)
+        assert (status, body["error"]["code"]) == (503, "first_token_timeout")
+        assert (len(first.requests), len(other.requests)) == (1, 1)
+        assert [fact.reason for fact in kit.said(RequestAbandoned)] == ["first_token_timeout"]
 
 
 async def test_who_came_first_is_served_first() -> None:
