@@ -10,11 +10,12 @@ from dataclasses import dataclass
 
 import pytest
 import pytest_asyncio
-from fleet import client, running
+from fleet import client, holdfast, running
 from upstream import Upstream
 
 from controller.demo.fleet import Fleet
 from controller.frontend.tokens import BUILTIN_FILE
+from workers.engines.openai.kv_names import EPOCH_SALT, read_salt
 
 FLAGS = (
     "--engine",
@@ -88,3 +89,26 @@ async def test_no_user_notices(world: World, fault: str) -> None:
         assert await answers(world.fleet) == expected
     finally:
         sick.fault = ""
+
+
+async def test_the_next_life_of_a_worker_asks_its_server_for_nothing_of_before_the_conviction(
+    world: World,
+) -> None:
+    before = (await world.fleet.healthy(2))["workers"]
+    sick, well = world.servers
+    sick.fault = "zeros"
+    try:
+        await world.fleet.until(lambda s: s["workers"][0]["weight"] == 0)
+    finally:
+        sick.fault = ""
+    await world.fleet.healthy(2)  # acquitted
+    await asyncio.to_thread(holdfast, "restart", "w0", "--data", str(world.fleet.data))
+    await world.fleet.until(lambda s: s["workers"][0]["instance"] != before[0]["instance"])
+    await world.fleet.healthy(2)
+    for server in world.servers:
+        server.bodies.clear()
+    await answers(world.fleet)
+    salts = [{b.get("cache_salt", "") for b in s.bodies if b["max_tokens"] == TOKENS} for s in (sick, well)]
+    (salt,), plain = salts
+    assert salt.startswith(EPOCH_SALT) and read_salt(salt)[0] > 0 and read_salt(salt)[1] == ""
+    assert plain == {""}
