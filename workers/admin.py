@@ -147,15 +147,15 @@ class WorkerMetrics(Collector):
 
     def _ranks(self) -> Iterable[Metric]:
         labels = (*LABELS, "dp_rank")
-        families = [
-            GaugeMetricFamily(f"holdfast_worker_engine_{name}", text, labels=labels) for name, text in RANKS
-        ]
+        reported: list[tuple[list[str], Any]] = []
         for worker in self._workers:
             stats: Callable[[], Sequence[Any]] = getattr(worker.engine, "stats", list)
-            for rank, reported in enumerate(stats()):
-                for family, (name, _) in zip(families, RANKS, strict=True):
-                    family.add_metric([*_who(worker), str(rank)], getattr(reported, name))
-        return families
+            reported += [([*_who(worker), str(rank)], one) for rank, one in enumerate(stats())]
+        for name, text in RANKS:
+            family = GaugeMetricFamily(f"holdfast_worker_engine_{name}", text, labels=labels)
+            for rank, one in reported:
+                family.add_metric(rank, getattr(one, name))
+            yield family
 
     def _durations(self) -> Metric:
         name, text = "dynamo_component_request_duration_seconds", "From a request to its end."
@@ -208,12 +208,9 @@ async def serve(workers: Sequence[Worker], host: str, port: int) -> tuple[Pages,
         return Answer(b'{"status":"live"}')
 
     async def metrics() -> Answer:
-        parts = []
-        for family in WorkerMetrics(workers).collect():
-            parts.append(generate_latest(_One(family)))
-            await asyncio.sleep(
-                0
-            )  # all of a thousand workers' would keep the loop from their streams for too long
+        # A family at a time, and in a thread: a thousand workers' would keep the loop from their streams for too long.
+        families = WorkerMetrics(workers).collect()
+        parts = [await asyncio.to_thread(generate_latest, _One(family)) for family in families]
         return Answer(b"".join(parts), CONTENT_TYPE_LATEST)
 
     pages = Pages({"/health": health, "/live": live, "/metrics": metrics})

@@ -1,10 +1,13 @@
 """The admin port's HTTP: pages by their path, and nothing that a stranger sends holds it up."""
 
 import asyncio
+import threading
 from collections.abc import AsyncIterator
 from types import SimpleNamespace
 
 import pytest
+from prometheus_client import generate_latest
+from prometheus_client.registry import Collector
 
 from workers import admin, pages
 from workers.counters import Counters
@@ -49,7 +52,14 @@ async def test_a_page_is_found_by_its_path(port: int, request_: bytes, begins: b
     assert said.partition(b"\r\n\r\n")[2] == body
 
 
-async def test_a_scrape_lets_the_loop_do_other_things() -> None:
+async def test_a_scrape_lets_the_loop_do_other_things(monkeypatch: pytest.MonkeyPatch) -> None:
+    threads = set[int]()
+
+    def generate(family: Collector) -> bytes:
+        threads.add(threading.get_ident())
+        return generate_latest(family)
+
+    monkeypatch.setattr(admin, "generate_latest", generate)
     engine = SimulatedEngine(Shape())
     place, moves = SimpleNamespace(name="w0"), SimpleNamespace(source=[], target=[])
     server = SimpleNamespace(counters=Counters(), in_flight=0, draining=False, moves=moves)
@@ -66,6 +76,7 @@ async def test_a_scrape_lets_the_loop_do_other_things() -> None:
     served.close()
     families = (await scrape).count(b"# TYPE ")
     assert families > 30 and turns > families  # one turn at least for each
+    assert threads and threading.get_ident() not in threads
 
 
 async def test_a_request_that_never_ends_is_cut(port: int) -> None:
