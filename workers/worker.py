@@ -12,8 +12,6 @@ repeated. Without a bus it serves all the same.
 
 import asyncio
 import contextlib
-import os
-import socket
 import sys
 from collections.abc import Awaitable, Coroutine, Mapping
 from dataclasses import asdict
@@ -26,19 +24,11 @@ import structlog
 from events import subjects
 from events.errors import HoldfastError
 from events.journal.port import Journal
-from events.observations import (
-    DrainFinished,
-    EngineFaulted,
-    ShutdownBegan,
-    Topology,
-    WorkerJoined,
-    WorkerLeft,
-    canary_key,
-)
+from events.observations import DrainFinished, EngineFaulted, ShutdownBegan, WorkerLeft
 from workers.engines.engine import Engine, EngineDead, unheard
 from workers.exits import BROKE, FELL, KILLED
-from workers.moving.moves import layout
 from workers.obedience import CONVICTED, Obedience, Place
+from workers.registration import registration
 from workers.server import Server
 from workers.shutdown import CLEANUP_S, LEAVING, depart, or_exit
 
@@ -167,7 +157,8 @@ class Worker:
         url = await self._let_in()
         if self.kv is not None:
             self.kv.start(self.engine.identity.dp)
-        self._journal.observe(self._joined(url))
+        gpus = self._devices.gpus if self._devices else ()
+        self._journal.observe(registration(self.place, self.engine, url, gpus, kv_events=self.kv is not None))
         self._watch_gpus()
         self.serving.set()
         self._log.info(
@@ -232,33 +223,6 @@ class Worker:
         """Go with a GPU that the engine computes on: nothing that is in its memory can be trusted any more."""
         if self.place.computes_on_gpus:
             self.fail(Broken(reason))
-
-    def _joined(self, url: str) -> WorkerJoined:
-        i = self.engine.identity
-        kind: dict[str, Any] = {
-            "model": i.model, "revision": i.revision, "tokenizer": i.tokenizer, "engine": i.engine,
-            "engine_version": i.engine_version, "dtype": i.dtype, "tp": i.tp, "device": i.device,
-        }  # fmt: skip
-        return WorkerJoined(
-            **self._about,
-            **kind,
-            url=url,
-            profile=i.profile,
-            canary_key=canary_key(**kind),
-            pid=os.getpid(),
-            topology=Topology(
-                host=socket.gethostname(),
-                nvlink_domain=self.place.nvlink_domain,
-                rail=self.place.rail,
-                gpus=self._devices.gpus if self._devices else (),
-            ),
-            migration_limit=self.place.migration_limit,
-            context_tokens=i.context_tokens,
-            exact=i.exact,
-            kv=layout(self.engine.kv),
-            dp=i.dp,
-            kv_events=self.kv is not None,
-        )
 
     # --- until it is over
 

@@ -1,0 +1,43 @@
+"""What does a worker say of itself when it joins the fleet?"""
+
+import os
+import socket
+from typing import Any
+
+from events.observations import Topology, WorkerJoined, canary_key
+from workers.engines.engine import Engine
+from workers.moving.moves import layout
+from workers.obedience import Place
+
+
+def registration(
+    place: Place, engine: Engine, url: str, gpus: tuple[str, ...], *, kv_events: bool
+) -> WorkerJoined:
+    """Return the fact by which all others know a worker, whose engine has started: where frontends reach it, what it serves and
+    how fast, and what lies near it."""
+    i = engine.identity
+    kind: dict[str, Any] = {
+        "model": i.model, "revision": i.revision, "tokenizer": i.tokenizer, "engine": i.engine,
+        "engine_version": i.engine_version, "dtype": i.dtype, "tp": i.tp, "device": i.device,
+    }  # fmt: skip
+    return WorkerJoined(
+        worker=place.name,
+        instance=place.instance,
+        **kind,
+        url=url,
+        profile=i.profile,
+        canary_key=canary_key(**kind),
+        pid=os.getpid(),
+        topology=Topology(
+            host=socket.gethostname(),
+            nvlink_domain=place.nvlink_domain,
+            rail=place.rail,
+            gpus=gpus,
+        ),
+        migration_limit=place.migration_limit,
+        context_tokens=i.context_tokens,
+        exact=i.exact,
+        kv=layout(engine.kv),
+        dp=i.dp,
+        kv_events=kv_events,
+    )
