@@ -17,7 +17,7 @@ from xdist.scheduler import LoadScopeScheduling
 
 from controller.adapters.embedded import Server, start_nats, start_postgres
 
-SHARE_A_FLEET = ("test_survival.py", "test_up.py", "test_upstream_faults.py")
+SHARE_A_FLEET = ("test_operating.py", "test_survival.py", "test_up.py", "test_upstream_faults.py")
 Condition = Callable[[], object | Awaitable[object]]
 Eventually = Callable[..., Awaitable[None]]
 POLL_S = 0.005
@@ -42,6 +42,21 @@ class OneByOne(LoadScopeScheduling):
         file = nodeid.split("::")[0]
         shared = file.endswith(SHARE_A_FLEET)
         return f"{file} {'behind the broker' in nodeid}" if shared else nodeid
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Have each tester collect all tests from another file on, for none to prepare files (once) that others are preparing."""
+    own = getattr(config, "workerinput", None)
+    if own and config.args == config.getini("testpaths"):
+        files = [str(file) for file in sorted(Path(__file__).parent.rglob("test_*.py"))]
+        first = int(own["workerid"].removeprefix("gw")) * len(files) // own["workercount"]
+        config.args = files[first:] + files[:first]
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Bring what was collected into the order that all testers share."""
+    items.sort(key=lambda item: item.path)
 
 
 @pytest.hookimpl(wrapper=True)

@@ -4,7 +4,7 @@ import asyncio
 import sys
 
 import pytest
-from fleet import client, holdfast, running
+from fleet import client, running
 
 from controller.demo.fleet import Fleet
 from events.observations import WorkerLeft
@@ -51,16 +51,3 @@ async def test_a_rolling_restart_fails_and_alters_nothing(tmp_path_factory: pyte
         assert set(after) == set(before) and not set(after.values()) & set(before.values())
         left = [e.fact for e in await fleet.events() if isinstance(e.fact, WorkerLeft)]
         assert [(f.worker, f.mode, f.exit) for f in left] == [(w, "graceful", 0) for w in sorted(before)]
-
-
-async def test_a_lone_worker_is_not_restarted_but_left_serving(
-    tmp_path_factory: pytest.TempPathFactory,
-) -> None:
-    async with running(tmp_path_factory.mktemp("lone"), "--workers", "1") as fleet:
-        pid = (await fleet.until(lambda s: bool(s["workers"])))["workers"][0]["pid"]
-        refused = await asyncio.to_thread(
-            holdfast, "restart", "w0", "--within", "1", "--data", str(fleet.data)
-        )
-        assert (refused.returncode, refused.stderr.count("\n")) == (1, 1)
-        assert "w0 cannot be spared: no other worker of its model takes requests" in refused.stderr
-        assert (await fleet.status())["workers"][0]["pid"] == pid

@@ -1,6 +1,6 @@
 """The retry manager before real processes: what a worker's death and its orderly leaving cost, by the frontend's limits.
 
-Three frontends, as real as their workers, share four of these: one may migrate, one may not, one may but its requests are
+Three frontends, as real as their workers, share three of these: one may migrate, one may not, one may but its requests are
 over its cap. `tests/frontend/test_retry_manager.py` has the whole matrix in one process.
 """
 
@@ -128,7 +128,7 @@ ASKS = [(number, *FORMS[number % 4]) for number in range(12)]
 
 
 async def test_a_killed_and_a_leaving_worker_cost_what_the_limits_say(rig: Rig) -> None:
-    workers = {f"static-{n}": process for n, process in enumerate(await rig.fleet(4))}
+    workers = {f"static-{n}": process for n, process in enumerate(await rig.fleet(3))}
     expected = [
         text for text, _ in await asyncio.gather(*(rig.ask("free", n, chat, False) for n, chat, _ in ASKS))
     ]

@@ -115,21 +115,9 @@ async def test_every_kind_of_child_that_is_killed_comes_back(fleet: Fleet) -> No
     ]
 
 
-async def test_a_killed_parent_leaves_no_orphan(data: Path) -> None:
-    async with running(data, *FAST) as fleet:
-        await fleet.until(lambda s: {"postgres", "projector"} <= {p["role"] for p in s["processes"]})
-        family = fleet.family()
-        assert len(family) >= 10, (
-            "supervisor, nats, postgres, controller, projector, frontend, two workers and their keepers"
-        )
-        if sys.platform == "linux":
-            assert sum(p.name() == NAME.decode() for p in family) == 2
-        os.kill(fleet.process.pid, signal.SIGKILL)
-        fleet.process.wait()
-        assert gone(family)
-
-
-async def test_ctrl_c_stops_all_in_order_and_a_second_up_resumes_the_history(data: Path) -> None:
+async def test_ctrl_c_stops_all_in_order_a_second_up_resumes_and_one_that_is_killed_leaves_no_orphan(
+    data: Path,
+) -> None:
     async with running(data, *FAST) as fleet:
         await fleet.healthy(2)
         before = await fleet.events()
@@ -149,9 +137,21 @@ async def test_ctrl_c_stops_all_in_order_and_a_second_up_resumes_the_history(dat
         rebuilt = holdfast("replay", "rebuild", "--data", str(data))
         assert rebuilt.returncode == 0, rebuilt.stdout + rebuilt.stderr
         assert holdfast("replay", "verify", "--data", str(data)).returncode == 0
+        await again.until(lambda s: {"postgres", "projector"} <= {p["role"] for p in s["processes"]})
+        family = again.family()
+        assert len(family) >= 10, (
+            "supervisor, nats, postgres, controller, projector, frontend, two workers and their keepers"
+        )
+        if sys.platform == "linux":
+            assert sum(p.name() == NAME.decode() for p in family) == 2
+        os.kill(again.process.pid, signal.SIGKILL)
+        again.process.wait()
+        assert gone(family)
 
 
-async def test_of_two_that_start_at_once_on_one_port_only_one_does(tmp_path: Path) -> None:
+async def test_of_two_that_start_at_once_on_one_port_only_one_does_and_its_lone_worker_is_not_restarted(
+    tmp_path: Path,
+) -> None:
     port = free_port()
     fleets = [Fleet.start(tmp_path / name, "--workers", "1", port=port) for name in ("a", "b")]
     try:
@@ -165,6 +165,11 @@ async def test_of_two_that_start_at_once_on_one_port_only_one_does(tmp_path: Pat
         )
         assert f"127.0.0.1:{port} cannot be used: The port is in use" in loser.last_words()
         await winner.ready()
+        pid = (await winner.until(lambda s: bool(s["workers"])))["workers"][0]["pid"]
+        refused = holdfast("restart", "w0", "--within", "1", "--data", str(winner.data))
+        assert (refused.returncode, refused.stderr.count("\n")) == (1, 1)
+        assert "w0 cannot be spared: no other worker of its model takes requests" in refused.stderr
+        assert (await winner.status())["workers"][0]["pid"] == pid
         assert winner.stop() == 0, winner.last_words()
     finally:
         for fleet in fleets:

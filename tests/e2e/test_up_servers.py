@@ -7,6 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import first_database
 from fleet import running
 
 from controller.adapters.free_port import free_port
@@ -15,24 +16,6 @@ from controller.processes.children import die_with
 from events.observations import WorkerLeft
 
 FAST = ("--workers", "2", "--canary-interval", "0.5")
-
-
-async def test_a_database_that_cannot_come_back_keeps_nothing_else_down(tmp_path: Path) -> None:
-    async with running(tmp_path / "fleet", *FAST) as fleet:
-        status = await fleet.until(lambda s: {"postgres", "projector"} <= {p["role"] for p in s["processes"]})
-        pids = {p["name"]: p["pid"] for p in status["processes"]}
-        cluster, away = fleet.data / "postgres" / "data", fleet.data / "postgres" / "away"
-        cluster.rename(away)
-        cluster.touch()
-        os.kill(pids["postgres"], signal.SIGKILL)
-        await said(fleet, "postgres does not start: ")
-        os.kill(pids["w0"], signal.SIGKILL)
-        await fleet.until(lambda s: {w["id"]: w["pid"] for w in s["workers"]}["w0"] != pids["w0"])
-        await fleet.healthy(2)
-        cluster.unlink()
-        away.rename(cluster)
-        back = await fleet.until(lambda s: s["projector"]["lag"] == 0, within_s=60)
-        assert {p["name"]: p["pid"] for p in back["processes"]}["postgres"] != pids["postgres"]
 
 
 async def said(fleet: Fleet, words: str) -> None:
@@ -60,9 +43,10 @@ def unread(data: Path) -> Fleet:
     return Fleet(data, port, process, data / "nothing")
 
 
-async def test_a_terminal_that_goes_away_takes_nothing_along_but_ends_the_fleet_in_order(
+async def test_a_terminal_that_goes_away_takes_nothing_along_nor_does_a_database_that_cannot_come_back(
     tmp_path: Path,
 ) -> None:
+    first_database.lay(tmp_path / "fleet" / "postgres")
     fleet = unread(tmp_path / "fleet")
     try:
         await fleet.ready()
@@ -84,3 +68,22 @@ async def test_a_terminal_that_goes_away_takes_nothing_along_but_ends_the_fleet_
             ("w0", "graceful"),
             ("w1", "graceful"),
         }
+        await bears_a_lost_database(again)
+
+
+async def bears_a_lost_database(fleet: Fleet) -> None:
+    """Take the database away, so that it cannot come back, and lose a worker then; give it back."""
+    status = await fleet.until(lambda s: {"postgres", "projector"} <= {p["role"] for p in s["processes"]})
+    pids = {p["name"]: p["pid"] for p in status["processes"]}
+    cluster, away = fleet.data / "postgres" / "data", fleet.data / "postgres" / "away"
+    cluster.rename(away)
+    cluster.touch()
+    os.kill(pids["postgres"], signal.SIGKILL)
+    await said(fleet, "postgres does not start: ")
+    os.kill(pids["w0"], signal.SIGKILL)
+    await fleet.until(lambda s: {w["id"]: w["pid"] for w in s["workers"]}["w0"] != pids["w0"])
+    await fleet.healthy(2)
+    cluster.unlink()
+    away.rename(cluster)
+    back = await fleet.until(lambda s: s["projector"]["lag"] == 0, within_s=60)
+    assert {p["name"]: p["pid"] for p in back["processes"]}["postgres"] != pids["postgres"]

@@ -1,0 +1,128 @@
+"""A drained worker's streams, and those that an operator moves, go on elsewhere with their KV cache: no user notices.
+
+The fleet, one worker short, then answers a recorded trace.
+"""
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from dataclasses import astuple
+from pathlib import Path
+from typing import Any
+
+import pytest
+import pytest_asyncio
+from fleet import client, holdfast, running
+
+from controller.demo.fleet import Fleet
+from controller.frontend.tokens import BUILTIN, load_tokens
+from events.observations import DrainFinished, RequestAbandoned, RequestMigrated
+from workers.engines.simulated.language import as_bytes, open_sequence, plain_token
+
+WORKERS = 3
+FLAGS = ("--workers", str(WORKERS), "--itl-ms", "10")
+STREAMS = 12
+TOKENS = 1000
+SPEEDS = {
+    "HOLDFAST_WORKER_PREFILL_TOKENS_PER_S": "5000",  # a prompt takes its time: a transfer is worth it
+    "HOLDFAST_FRONTEND__MOVING__MAX_MIGRATION_TIME_MS": "10000",  # this machine may have much else to do
+}
+CONVERSATIONS, TURNS, BLOCK = 8, 5, 64
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+
+@pytest_asyncio.fixture(loop_scope="module", scope="module")
+async def fleet(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Fleet]:
+    async with running(tmp_path_factory.mktemp("moves") / "fleet", *FLAGS, environment=SPEEDS) as made:
+        yield made
+
+
+def prompt_of(number: int) -> list[int]:
+    """Return one stream's prompt."""
+    return [300 + number] * 300
+
+
+def undisturbed(number: int) -> str:
+    """Return what it is answered with, wherever that is."""
+    running, said = open_sequence("sim", prompt_of(number)), []
+    for _ in range(TOKENS):
+        said.append(plain_token(running.intdigest()))
+        running.update(as_bytes(said[-1:]))
+    return load_tokens(BUILTIN).decode(said)
+
+
+async def answer(fleet: Fleet, prompt: int) -> str:
+    """Read one streamed answer to its end."""
+    text = ""
+    async with client(fleet) as api:
+        stream = await api.completions.create(
+            model="sim", prompt=prompt_of(prompt), max_tokens=TOKENS, temperature=0, stream=True,
+            extra_body={"ignore_eos": True},
+        )  # fmt: skip
+        async for chunk in stream:
+            text += chunk.choices[0].text if chunk.choices else ""
+    return text
+
+
+async def test_streams_leave_a_drained_and_a_moved_worker_with_their_kv_cache(fleet: Fleet) -> None:
+    await fleet.healthy(WORKERS)
+    answers = [asyncio.ensure_future(answer(fleet, n)) for n in range(STREAMS)]
+    await fleet.until(lambda s: all((w["in_flight"] or 0) >= STREAMS // WORKERS for w in s["workers"]))
+    said = await asyncio.gather(operator(fleet, "drain", "w0"), operator(fleet, "move", "w1", "--to", "w2"))
+    assert "w0 is to drain" in said[0] and "what runs on w1 is to move to w2" in said[1]
+    assert await asyncio.gather(*answers) == [undisturbed(n) for n in range(STREAMS)]
+    moves = await facts(fleet, RequestMigrated)
+    assert {(m.cause, m.source, m.method, m.exact, m.refused) for m in moves} == {
+        ("drain", "w0", "transfer", True, ""), ("operator", "w1", "transfer", True, ""),
+    }  # fmt: skip
+    assert {m.target for m in moves if m.source == "w1"} == {"w2"}
+    assert all(m.bytes > 0 and m.blocks > 0 and m.link for m in moves)
+    assert len(moves) >= STREAMS // WORKERS * 2
+    assert await facts(fleet, RequestAbandoned) == []
+    await fleet.until(lambda s: not any(w["in_flight"] for w in s["workers"]))
+    (drained,) = await facts(fleet, DrainFinished)
+    assert astuple(drained)[-4:] == (0, sum(m.cause == "drain" for m in moves), 0, 0)
+    with pytest.raises(AssertionError, match="w0 cannot take them: it must serve the same model"):
+        await operator(fleet, "move", "w1", "--to", "w0")
+
+
+async def operator(fleet: Fleet, *command: str) -> str:
+    """Type a command that must succeed; return what it says."""
+    done = await asyncio.to_thread(holdfast, *command, "--data", str(fleet.data))
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+async def facts(fleet: Fleet, kind: type) -> list[Any]:
+    """Return all facts of this kind on the journal."""
+    return [event.fact for event in await fleet.events() if isinstance(event.fact, kind)]
+
+
+def trace() -> bytes:
+    """Conversations whose every prompt goes on from the one before."""
+    lines = []
+    for turn in range(TURNS):
+        for one in range(CONVERSATIONS):
+            ids = [1000 * one + n for n in range(turn + 1)]
+            row = {"timestamp": 250 * turn + 10 * one, "input_length": BLOCK * len(ids), "output_length": 8}
+            lines.append(json.dumps({**row, "hash_ids": ids}))
+    return "\n".join(lines).encode()
+
+
+async def test_a_fleet_answers_a_trace_and_finds_what_it_shares(fleet: Fleet, tmp_path: Path) -> None:
+    path, report = tmp_path / "trace.jsonl", tmp_path / "report.json"
+    path.write_bytes(trace())
+    replay = ("trace", "replay", str(path), "--url", fleet.url, "--report", str(report))
+    flags = ("--block-size", str(BLOCK), "--slo-ttft-ms", "30000")
+    ended = await asyncio.to_thread(holdfast, *replay, *flags)
+    assert ended.returncode == 0, ended.stderr
+    found = json.loads(report.read_text())
+    wrong = await asyncio.to_thread(holdfast, *replay, *flags, "--model", "none")
+    assert wrong.returncode == 1 and "not none" in wrong.stderr
+    count = CONVERSATIONS * TURNS
+    assert found["prompts"] == "token ids" and not found["errors"]
+    assert found["requests"] == {"sent": count, "whole": count, "failed": 0, "cut": 0, "shorter": 0}
+    assert found["tokens"]["output"] == 8 * count == found["goodput"]["requests"] * 8
+    assert found["tokens"]["input"] == sum(BLOCK * (1 + n // CONVERSATIONS) for n in range(count))
+    assert found["prefix_cache"]["tokens"] > 0
