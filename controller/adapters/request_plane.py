@@ -14,13 +14,13 @@ from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
-from math import inf
 from typing import NamedTuple
 
 import structlog
 import xxhash
 
 from controller.adapters.hang import HangPolicy, Process
+from controller.adapters.hang_watch import HangWatch
 from controller.adapters.ways import DirectWay, Way
 from controller.adapters.worker_line import Line, Reader
 from controller.ports import Carrier, Sink, WorkerUnreachable
@@ -104,10 +104,9 @@ class RequestPlane:
         self._streams = itertools.count(1)  # never used twice, over all connections
         self._listeners: list[Callable[[], None]] = []
         self._telling: asyncio.Handle | None = None  # of the listeners, at the end of this turn
-        self._everyone_since: float | None = None
-        self._look_due = inf  # when we listen next: time beyond it is our own loop's lag
-        self.hangs = 0
-        self.late_ticks = 0
+        self.watch = HangWatch(
+            self._limits.hang, self._lines, lambda: self._processes.values(), self._changed
+        )
 
     # --- whom to be connected to --------------------------------------------------------------------------
 
@@ -118,7 +117,7 @@ class RequestPlane:
                 self._group = group
                 for link in self._links.values():
                     self._start(link)
-                await self._watch()
+                await self.watch.run()
         finally:
             self._group = None
             for link in self._links.values():
@@ -171,13 +170,12 @@ class RequestPlane:
     @property
     def welcomes(self) -> dict[str, Welcome]:
         """What each connected worker said of itself."""
-        lines = {link.worker: link.live for link in self._links.values()}
-        return {worker: line.greeted.result() for worker, line in lines.items() if line is not None}
+        return {worker: line.greeted.result() for worker, line in self._lines().items()}
 
     @property
     def late_chunks(self) -> int:
         """Chunks of streams that nobody reads any more, over the connections that stand."""
-        return sum(line.late for line in self._lines())
+        return sum(line.late for line in self._lines().values())
 
     def _start(self, link: _Link) -> None:
         if self._group is not None and link.task is None:
@@ -295,7 +293,7 @@ class RequestPlane:
     def lately(self, worker: str, instance: str) -> bool:
         """Say whether this instance was heard as lately as one that lives is. While our loop stood still we heard nobody."""
         line = self._line(worker, instance)
-        now = min(asyncio.get_running_loop().time(), self._look_due)
+        now = min(asyncio.get_running_loop().time(), self.watch.look_due)
         if line is None:
             return False
         limits = self._limits
@@ -398,52 +396,7 @@ class RequestPlane:
                 async with asyncio.timeout(min(left, LOOK_S)):
                     await (asyncio.sleep(LOOK_S) if link is None or link.up.is_set() else link.up.wait())
 
-    # --- hangs --------------------------------------------------------------------------------------------
-
-    async def _watch(self) -> None:
-        """Judge every connection each tick, after our own lag is taken off and our sockets are read."""
-        loop, policy = asyncio.get_running_loop(), self._limits.hang
-        due = self._look_due = loop.time() + policy.tick_s
-        while True:
-            await asyncio.sleep(max(0.0, due - loop.time()))
-            now = loop.time()
-            if now - due > policy.lag_s:
-                self.late_ticks += 1
-                self._excuse(now - due, now)
-            due = self._look_due = now + policy.tick_s
-            for process in self._processes.values():
-                process.look_due = due
-            suspects = [line for line in self._lines() if line.pulse.suspect(now)]
-            if suspects:
-                await asyncio.sleep(policy.lag_s / 2)  # whole turns of the loop: what has arrived is read
-                self._judge([line for line in suspects if not line.readable()], loop.time())
-            else:
-                self._everyone_since = None
-
-    def _excuse(self, lag_s: float, now: float) -> None:
-        """Take our own lag off everyone's silence."""
-        for process in self._processes.values():
-            process.excuse(lag_s, now)
-        for line in self._lines():
-            line.pulse.excuse(lag_s, now)
-
-    def _lines(self) -> list[Line]:
-        return [link.line for link in self._links.values() if link.line is not None and link.line.live]
-
-    def _judge(self, suspects: list[Line], now: float) -> None:
-        policy = self._limits.hang
-        guilty = [(line, why) for line in suspects if (why := line.pulse.suspect(now))]
-        busy = [line for line in self._lines() if line.pulse.open_streams]
-        if len(guilty) > 1 and len(guilty) == len(busy):
-            self._everyone_since = self._everyone_since or now
-            if now - self._everyone_since < policy.everyone_s:
-                return  # all at once: more likely it is us
-        for line, why in guilty:
-            self.hangs += 1
-            worker = next((k.worker for k in self._links.values() if k.line is line), "?")
-            log.warning("worker_hung", worker=worker, why=why, streams=line.pulse.open_streams)
-            if line.pulse.silent_s(now) > policy.silence_s:
-                line.drop("stalled", why)  # all of them before any stream looks for another worker
-        for line, why in guilty:
-            line.lose("stalled", why)  # where the loop lives it will say when the engine gets on
-        self._changed()
+    def _lines(self) -> dict[str, Line]:
+        """Return the connections that stand, by worker."""
+        lines = ((link.worker, link.line) for link in self._links.values())
+        return {worker: line for worker, line in lines if line is not None and line.live}

@@ -230,8 +230,8 @@ class Frontend:
         while True:
             await asyncio.sleep(TICK_S)
             desk.tick()
-            desk.metrics.hangs.set(self._plane.hangs)
-            desk.metrics.late_ticks.set(self._plane.late_ticks)
+            desk.metrics.hangs.set(self._plane.watch.hangs)
+            desk.metrics.late_ticks.set(self._plane.watch.late_ticks)
             desk.metrics.late_chunks.set(self._plane.late_chunks)
 
 

@@ -122,7 +122,7 @@ async def test_silence_with_open_streams_is_a_hang_within_a_second(road: Road) -
         await asyncio.wait_for(ear.done.wait(), 5)
         assert ear.end is not None and ear.end.startswith("stalled: no frame for")
         assert 0.3 < time.monotonic() - began < 2.0
-        assert plane.hangs == 1
+        assert plane.watch.hangs == 1
         assert not plane.reachable("w1", "i1")
 
 
@@ -186,7 +186,7 @@ async def test_our_own_loop_standing_still_accuses_nobody(road: Road) -> None:
         await until(lambda: len(ear.tokens) >= 2)
         time.sleep(0.8)  # noqa: ASYNC251 (the frontend's loop (and here the worker's) does nothing at all)
         await asyncio.wait_for(ear.done.wait(), 5)
-        assert (plane.hangs, ear.end) == (0, "length")
+        assert (plane.watch.hangs, ear.end) == (0, "length")
         assert ear.tokens == undisturbed(PROMPT, 20)
 
 

@@ -145,7 +145,7 @@ async def test_who_only_keeps_room_owes_no_frame_and_hangs_in_nobodys_eyes(road:
         await until(lambda: carrier.offer)
         target.silent = True
         await asyncio.sleep(0.7)  # longer than any open stream may be silent
-        assert (plane.hangs, plane.connected.get("w2")) == (0, "i1")
+        assert (plane.watch.hangs, plane.connected.get("w2")) == (0, "i1")
 
 
 async def test_a_source_whose_only_stream_has_stopped_is_not_stuck(road: Road) -> None:
@@ -158,7 +158,7 @@ async def test_a_source_whose_only_stream_has_stopped_is_not_stuck(road: Road) -
         assert carrier.offer is not None
         plane.ship(trusted(source), stream, carrier.offer, carrier)
         await asyncio.sleep(0.7)
-        assert (plane.hangs, old.heard) == (0, [])
+        assert (plane.watch.hangs, old.heard) == (0, [])
         plane.cancel("w2", there)
         plane.stay("w1", stream)
         await until(lambda: old.tokens == undisturbed(PROMPT, 100))
