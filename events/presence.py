@@ -9,10 +9,6 @@ import os
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-import structlog
-
-log = structlog.get_logger(__name__)
-
 
 @dataclass(frozen=True, slots=True)
 class Presence:
@@ -34,7 +30,9 @@ def announce(directory: Path, role: str, name: str, url: str, pid: int | None = 
         fresh.write_text(said)
         fresh.replace(path)
     except OSError as error:
-        log.warning("presence_not_shown", file=str(path), error=str(error))
+        import structlog  # where a worker reads this first, before it has left rich out
+
+        structlog.get_logger(__name__).warning("presence_not_shown", file=str(path), error=str(error))
         with contextlib.suppress(OSError):
             fresh.unlink(missing_ok=True)
     return path

@@ -13,6 +13,7 @@ from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 import msgspec
 from msgspec import Meta
 
+from events.presence import present
 from workers.settings_check import BadSetting, check
 from workers.simulated_settings import MOST, SimulatedSettings, read_extra, their_name
 
@@ -194,11 +195,14 @@ def load_settings(flags: Mapping[str, Any], environment: Mapping[str, str] | Non
     given |= {name: value for name, value in flags.items() if value is not None}
     extra = _extra(Path(given["extra_engine_args"])) if given.get("extra_engine_args") else {}
     given |= extra
-    if "data" in given and not given.get("nats_url"):
+    joins = "data" in given and not given.get("nats_url")
+    if joins:
         given["nats_url"] = _broker_of(Path(given["data"]))
     called = {name: f"extra_engine_args: {their_name(name)}" for name in extra}
     settings = WorkerSettings(**_read(given, called))
     check(settings)
+    if joins and not settings.watch_only:
+        _check_name(settings)
     return settings
 
 
@@ -216,6 +220,16 @@ def _broker_of(data: Path) -> str:
         return str(json.loads((data / "fleet.json").read_text()).get("nats_url", ""))
     except (OSError, ValueError):
         return ""
+
+
+def _check_name(settings: WorkerSettings) -> None:
+    """Raise BadSetting if a worker of the fleet that is joined has this name: the fleet believes the newer one alone, and
+    the older would stay out of service when that has gone."""
+    for other in present(settings.data):
+        if other.role == "worker" and other.name.partition("..")[0] == settings.name:
+            raise BadSetting(
+                f"name = {settings.name!r}: a worker of {settings.data} has it (pid {other.pid}); choose another with --name"
+            )
 
 
 def _read(given: Mapping[str, Any], called: Mapping[str, str]) -> dict[str, Any]:

@@ -1,10 +1,12 @@
 """A worker's settings: flags win over the environment, and what makes no sense is named with what is expected."""
 
+import os
 from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 
+from events.presence import announce
 from workers.settings import load_settings
 from workers.settings_check import BadSetting
 
@@ -35,6 +37,17 @@ def test_the_fleet_of_a_data_directory_is_found(tmp_path: Path) -> None:
     named = {"data": str(tmp_path), "nats_url": "nats://d:1"}
     assert load_settings(named, {}).nats_url == "nats://d:1"
     assert load_settings({"data": str(tmp_path / "none")}, {}).nats_url == ""
+
+
+def test_who_joins_a_fleet_needs_a_name_of_its_own(tmp_path: Path) -> None:
+    (tmp_path / "fleet.json").write_text('{"nats_url": "nats://c:1"}')
+    announce(tmp_path, "worker", "w0..w249", "")
+    with pytest.raises(BadSetting, match=rf"name = 'w0': a worker of .* has it \(pid {os.getpid()}\)"):
+        load_settings({"data": str(tmp_path)}, {})
+    assert load_settings({"data": str(tmp_path), "name": "x0"}, {}).name == "x0"
+    assert load_settings({"data": str(tmp_path)}, {"HOLDFAST_NATS_URL": "nats://c:1"}).name == "w0", (
+        "as `up` does"
+    )
 
 
 def test_an_openai_worker_needs_its_models_tokenizer(tmp_path: Path) -> None:
