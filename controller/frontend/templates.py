@@ -27,10 +27,6 @@ class BadTemplate(HoldfastError):
     """The model's chat template refused these messages."""
 
 
-class NoTemplate(HoldfastError):
-    """This model has no chat template. Use /v1/completions, or add chat_template to its tokenizer_config.json."""
-
-
 class ChatTemplate:
     """One compiled template and the special tokens that it may name."""
 
