@@ -54,6 +54,14 @@ def test_several_seeds_take_a_line_each(capsys: pytest.CaptureFixture[str]) -> N
     assert capsys.readouterr().out.count("all invariants held") == 3
 
 
+def test_seeds_that_are_played_on_two_cores_are_told_in_their_order(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert run("--seed", "5", "--runs", "6", "--processes", "2", "--workers", "1", "--minutes", "1") == 0
+    said = capsys.readouterr().out.splitlines()
+    assert [line.split(":")[0] for line in said] == [f"seed {seed}" for seed in range(5, 11)]
+
+
 def test_a_history_is_dumped_as_json_lines(tmp_path: Path) -> None:
     assert run("--workers", "3", "--minutes", "30", "--dump", str(tmp_path / "history")) == 0
     lines = [json.loads(line) for line in (tmp_path / "history").read_text().splitlines()]
