@@ -231,7 +231,7 @@ COMMANDS: dict[str, tuple[str, Callable[[argparse.ArgumentParser], Run]]] = {
     "chaos": ("break a worker on purpose, or heal it", _operator("chaos")),
     "replay": ("what happened, how it was, and why: read the journal", _replay),
     "simulate": ("drive the deciders through faults in virtual time", _simulate),
-    "trace": ("analyze recorded requests, and make more like them", _trace),
+    "trace": ("analyze recorded requests, make more like them, and send them as load", _trace),
     "profile": ("measure how fast a running engine is, for simulated ones to be as fast", _profile),
     "model": ("make a model to run", _model),
     "settings": ("print every setting and its effective value", _settings),

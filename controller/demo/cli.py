@@ -133,7 +133,8 @@ class Demo:
         await self.fleet.ready()
         self.console.print(
             f"Ready after {time.monotonic() - began:.1f} s at {self.fleet.url}; logs in {self.fleet.data}"
-            + ("" if self.kept else ", removed at the end")
+            + ("" if self.kept else ", removed at the end"),
+            soft_wrap=True,
         )
         operator = await Operator.connect(self.fleet.data)
         try:

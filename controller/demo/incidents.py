@@ -33,4 +33,5 @@ def _steps(events: Sequence[Recorded]) -> list[str]:
     first_canary = next((e for e in told if isinstance(e.fact, CanaryResult)), None)
     told = [e for e in told if e is first_canary or not isinstance(e.fact, CanaryResult)]
     lines = [sentences.line(e, date=False) for e in told]
-    return lines if len(lines) <= STEPS_MAX else [*lines[:STEPS_MAX], f"… and {len(lines) - STEPS_MAX} more"]
+    left_out = len(lines) - STEPS_MAX
+    return lines if left_out <= 0 else [*lines[: STEPS_MAX - 1], f"… {left_out} more …", lines[-1]]

@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from controller.demo import cli as demo
-from controller.demo import profile, report, view
+from controller.demo import incidents, profile, report, view
 from controller.demo.clients import Difference, Received, compare
 from events.fact import Recorded
-from events.observations import RequestExposed, RequestMigrated
+from events.observations import RequestExposed, RequestMigrated, WorkerHeard, WorkerSilent
 
 NOW = datetime(2026, 1, 1, tzinfo=UTC)
 PIECES = st.lists(st.sampled_from([" a", " b", " c", " d", " e"]), max_size=30)
@@ -115,6 +115,15 @@ def test_an_altered_stream_that_nobody_named_fails_the_demo() -> None:
 
 def test_a_lost_stream_fails_the_demo() -> None:
     assert not report.assess([received("gone", [" a"], "cut")], [[" a"]], []).clean
+
+
+def test_a_long_incident_is_told_with_its_end() -> None:
+    silent = WorkerSilent(worker="w2", instance="i", silent_s=3.0, observer="controller:c:1")
+    heard = WorkerHeard(worker="w2", instance="i", observer="controller:c:1")
+    steps = incidents._steps([Recorded(seq=n, at=NOW, fact=silent, id=str(n)) for n in range(20)]
+                             + [Recorded(seq=20, at=NOW, fact=heard, id="20")])  # fmt: skip
+    assert len(steps) == incidents.STEPS_MAX + 1
+    assert steps[-2] == "… 9 more …" and steps[-1].endswith("w2 was heard again, says c")
 
 
 def test_the_profile_gives_the_same_load_for_the_same_seed() -> None:
