@@ -10,6 +10,7 @@ import sys
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Mapping
+from http.client import HTTPException
 from pathlib import Path
 from typing import Any
 
@@ -111,14 +112,14 @@ def _ask(frontend: Presence, question: Mapping[str, Any]) -> dict[str, Any]:
             return dict(json.load(answer))
     except urllib.error.HTTPError as error:
         raise HoldfastError(f"{frontend.name}: {_reason(error)}") from error
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, HTTPException) as error:
         raise HoldfastError(f"{frontend.name} at {frontend.url} does not answer: {error}") from error
 
 
 def _reason(error: urllib.error.HTTPError) -> str:
     try:
         return str(json.load(error)["error"]["message"])
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError, KeyError, TypeError, HTTPException):
         return f"status {error.code}"
 
 

@@ -38,9 +38,17 @@ class Frontend:
         self.data = data
         self.asked: list[Any] = []
         self.answer, self.status = json.dumps(ANSWER), 200
+        self.ends = False  # in the middle of its answer
 
-    async def _route(self, request: web.Request) -> web.Response:
+    async def _route(self, request: web.Request) -> web.StreamResponse:
         self.asked.append(await request.json())
+        if self.ends:
+            cut = web.StreamResponse(headers={"Content-Length": "100"})
+            await cut.prepare(request)
+            await cut.write(b"{")
+            assert request.transport is not None
+            request.transport.close()
+            return cut
         return web.Response(text=self.answer, status=self.status)
 
     def ask(self, *arguments: str) -> int:
@@ -106,6 +114,9 @@ def test_what_the_frontend_refuses_is_said_in_its_words(
     frontend.answer = "<html>"
     assert frontend.ask("--prompt", "once") == 1
     assert capsys.readouterr().err == "holdfast: frontend-0: status 404\n"
+    frontend.ends = True
+    assert frontend.ask("--prompt", "once") == 1
+    assert "does not answer: IncompleteRead(1 bytes read, 99 more expected)" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
