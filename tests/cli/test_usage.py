@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 from typing import Any, NoReturn
 
+import first_database
 import pytest
 from commands import run_command
 
@@ -327,8 +328,9 @@ def test_flags_that_need_others_say_which(flags: list[str], says: str, tmp_path:
     ],
 )
 def test_an_impossible_setting_ends_the_fleet_at_once(
-    variable: str, value: str, says: str, tmp_path: Path
+    variable: str, value: str, says: str, tmp_path: Path, databases: None
 ) -> None:
+    first_database.lay(tmp_path / "postgres")
     flags = ("--data", str(tmp_path), "--workers", "1", "--port", str(free_port()))
     refused(holdfast("up", *flags, **{variable: value}), says, code=2)
 
