@@ -2,12 +2,12 @@
 
     python -m benchmarks.many [--workers 1000] [--processes 4] [--concurrency 1000] [--itl-ms 25] [--seconds 10]
 
-Starts a fleet (`holdfast up` with one worker: broker, controller, projector, database, one frontend), then the workers, in so
-many processes, and measures: from their start until the frontend knows all of them as healthy and is connected to them; memory
-and threads of their processes; output tokens per second that the one frontend relays from them under load, by its own counter.
-It also says what processors were spent, idle and under load; how long `holdfast status` took under load; and what the fleet
-accused the workers of, which should be nothing. Beside our figures stand those of Dynamo 1.6.1's mocker with etcd and NATS:
-1,000 engines in one process.
+Starts a fleet (`holdfast up` with one worker like them: broker, controller, projector, database, one frontend), then the
+workers, in so many processes, and measures: from their start until the frontend knows all of them as healthy and is connected to
+them; memory and threads of their processes; output tokens per second that the one frontend relays from them under load, by its
+own counter. It also says what processors were spent, idle and under load; how long `holdfast status` took under load; and what
+the fleet accused the workers of, which should be nothing. Beside our figures stand those of Dynamo 1.6.1's mocker with etcd and
+NATS: 1,000 engines in one process.
 """
 
 import argparse
@@ -45,9 +45,9 @@ WANTED = {"routable_s": "<= 5", "rss_mb": "<= 400", "threads": "<= 64", "tokens_
 
 
 @contextlib.contextmanager
-def fleet(data: Path, port: int) -> Iterator[str]:
-    """Run a fleet with one worker, w0; yield its URL."""
-    up = [HOLDFAST, "up", "--workers", "1", "--port", str(port), "--data", str(data)]
+def fleet(data: Path, port: int, itl_ms: float) -> Iterator[str]:
+    """Run a fleet with one worker, w0, as slow as those to come: a faster one would get most of the load; yield its URL."""
+    up = [HOLDFAST, "up", "--workers", "1", "--itl-ms", str(itl_ms), "--port", str(port), "--data", str(data)]
     with (data / "up.log").open("wb") as log:
         process = subprocess.Popen(up, stdout=log, stderr=log, env=_environment())
     url = f"http://127.0.0.1:{port}"
@@ -182,7 +182,7 @@ def accused(data: Path) -> dict[str, int]:
 def measure(a: argparse.Namespace, data: Path) -> dict[str, Any]:
     """Return everything about one run."""
     port = free_port()
-    with fleet(data, port) as url:
+    with fleet(data, port, a.itl_ms) as url:
         known = [json.loads(path.read_text()) for path in (data / "run").glob("*.json")]
         groups = {
             one["role"]: [one["pid"]] for one in known if one["role"] in ("frontend", "controller", "nats")
