@@ -288,6 +288,7 @@ class EngineMoves:
 
     async def test_a_request_leaves_once_at_a_time(self, pair: Pair) -> None:
         key, export = await pair.leaving(prompt(), max_tokens=400)
+        assert pair.source.engine.export(key) is None
         await export.stop()
         assert pair.source.engine.export(key) is None
         export.close()
