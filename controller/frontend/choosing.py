@@ -162,7 +162,8 @@ class Choosing:
         self.slots.free(slot, now=self._now())
 
     def expire(self) -> None:
-        """Forget requests of which nobody has said for an hour that they are over."""
+        """Forget requests of which nobody has said for an hour that they are over, and what is cached no more."""
+        self._guesses.expire(now=self._now())
         if stale := self.slots.expire(now=self._now()):
             log.warning("slots_expired", requests=len(stale))
 

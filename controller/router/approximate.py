@@ -21,7 +21,7 @@ Holder = TypeVar("Holder", bound=Hashable)
 TTL_S = 120.0
 BLOCKS_MAX = 2**20
 _DROPPED = 64  # pieces that are forgotten in one turn: what was sent in a burst ends as one
-_SWEPT = 100  # pieces of the index that are freed with each prompt, after somebody has gone
+_SWEPT = 100  # pieces of the index that are freed in one turn, after somebody has gone
 
 
 class _Sent:
@@ -68,7 +68,6 @@ class ApproximateCache(Generic[Holder]):
             self._order[piece] = holder
             self._order.move_to_end(piece)
         self._index.store(holder, None, blocks)
-        self._index.sweep(_SWEPT)
         self.expire(now=now)
         while self._blocks > self._blocks_max:
             oldest = next(iter(self._order))
@@ -91,7 +90,9 @@ class ApproximateCache(Generic[Holder]):
         self._index.forget(holder)
 
     def expire(self, *, now: float) -> None:
-        """Forget what was sent too long ago; of very much of it only a part, the rest with the next requests."""
+        """Forget what was sent too long ago, and free what those had who are gone; of very much of it only a part, the rest
+        with the next requests, or the next time that it is called."""
+        self._index.sweep(_SWEPT)
         for _ in range(_DROPPED):
             if not self._order or (oldest := next(iter(self._order))).at + self._ttl_s > now:
                 return

@@ -86,6 +86,16 @@ def test_what_ends_all_at_once_is_forgotten_in_turns() -> None:
     assert len(cache) == 0
 
 
+def test_what_those_who_are_gone_had_is_freed_without_another_prompt() -> None:
+    cache = ApproximateCache[str]()
+    for number in range(200):
+        cache.sent("w", [number], now=0.0)
+    cache.forget("w")
+    for _ in range(4):
+        cache.expire(now=0.0)
+    assert len(cache._index) == 0
+
+
 def test_the_longer_of_two_matches_counts() -> None:
     one, other = {"a": 3, "b": 1}, {"b": 2, "c": 1}
     longer = {"a": 3, "b": 2, "c": 1}
