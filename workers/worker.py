@@ -51,7 +51,7 @@ log = structlog.get_logger(__name__)
 
 
 class Retired(EngineDead):
-    """The fleet holds this instance for dead: it was silent too long. A new one takes its place."""
+    """The fleet holds this instance for dead: it was silent too long, or another took its name. A new one takes its place."""
 
 
 class Broken(EngineDead):

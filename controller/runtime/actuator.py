@@ -1,5 +1,6 @@
 """Makes the world agree with the fold: workers that are to drain are told so, those that are resumed, and those whose
 instance was declared dead and that live all the same: DEAD is for ever, so such a process ends, and its successor joins.
+So does one whose name another process took and left again; as long as that one lives, two would take it from each other.
 One that is convicted of wrong answers, or whose device failed, is told that too: it sends its KV caches nowhere.
 
 It keeps no position and needs none: it compares what the fold wants with what the worker's beats say, and tells the
@@ -105,13 +106,15 @@ class Actuator:
         for name in self._tries.keys() - workers.keys():
             del self._tries[name]
         for name, worker in workers.items():
-            wish = self._wish(worker)
+            instance, wish = worker.joined.instance, self._wish(worker)
+            if wish is None and not worker.alive:
+                instance, wish = self._displaced(worker)
             known = self._tries.get(name)
             if wish is None:
                 self._tries.pop(name, None)
                 continue
-            if known is None or (known.instance, known.wish) != (worker.joined.instance, wish):
-                known = self._tries[name] = _Try(worker.joined.instance, wish)
+            if known is None or (known.instance, known.wish) != (instance, wish):
+                known = self._tries[name] = _Try(instance, wish)
             if self._clock.monotonic() >= known.next_at:
                 found[name] = wish
         return found
@@ -128,6 +131,12 @@ class Actuator:
         if draining:
             return None if beat is not None and beat.draining else "drain"
         return "resume" if beat is not None and beat.draining and not health.leaving else None
+
+    def _displaced(self, worker: Worker) -> tuple[str, Wish | None]:
+        """Return a former instance of a dead worker that lives all the same, and that it is to end."""
+        name, past = worker.joined.worker, worker.past
+        lives = [one for one in past if self._beats.fresh(name, one, BEAT_FRESH_S) is not None]
+        return (lives[-1], "retire") if lives else ("", None)
 
     async def _tell(self, name: str, wish: Wish) -> None:
         worker, trying = self._view.fleet.workers[name], self._tries[name]

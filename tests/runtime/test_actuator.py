@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 from canary_world import World
@@ -162,6 +163,20 @@ async def test_a_worker_that_was_declared_dead_and_lives_is_told_to_end() -> Non
         told.world.turn()
         await told.world.until(lambda: not told.world.fleet.workers["w1"].alive, 200)
         assert "retire" not in {what for what, _ in told.heard}, "nothing is heard of it"
+        await told.pass_time(3)
+    assert told.heard[-1] == ("retire", {"instance": "w1-1"})
+
+
+async def test_a_worker_whose_name_another_took_and_left_is_told_to_end() -> None:
+    async with Told().running() as told:
+        await told.pass_time(1)
+        joined = told.world.fleet.workers["w1"].joined
+        told.world.journal.observe(replace(joined, instance="stranger"))
+        told.world.turn()
+        await told.pass_time(3)
+        assert not told.heard, "two would take the name from each other"
+        told.world.journal.observe(WorkerLeft(worker="w1", instance="stranger", mode="graceful", exit=0))
+        told.world.turn()
         await told.pass_time(3)
     assert told.heard[-1] == ("retire", {"instance": "w1-1"})
 
