@@ -6,11 +6,12 @@ from contextlib import asynccontextmanager
 
 import pytest
 from engine_contract import Rig, asked, prompt
-from engine_moves import EngineMoves, Made, Pair
+from engine_moves import COUNT, EngineMoves, Made, Pair
 from engine_walk import walk
 from test_simulated_kv import Listener
 
 from events.kv import Tier
+from events.wire import Chunk
 from workers.engines.engine import MoveEnded, MoveRefused
 from workers.engines.simulated.engine import SimulatedEngine
 from workers.engines.simulated.sequence import BadShape, Shape
@@ -124,6 +125,26 @@ async def test_what_the_target_has_in_its_cache_is_not_sent_and_stays() -> None:
             await pair.target.ask(prompt(150, salt), max_tokens=20)
         await pair.carry(export, stopped, coming)
         assert len((await pair.target.answer(other)).tokens) == 56
+
+
+async def test_a_stop_that_is_given_up_in_the_moment_in_which_it_is_done_is_undone() -> None:
+    async with both(SMALL, ConstantTiming(itl_s=0.005)) as pair:
+        whole = await pair.whole(prompt(), max_tokens=COUNT)
+        key, export = await pair.leaving(prompt(), max_tokens=COUNT)
+        rank = pair.source.engine.each[0]  # type: ignore[attr-defined]
+        while not rank._stepping:  # noqa: ASYNC110 (it sets no flag)
+            await asyncio.sleep(0)
+        stopping, deliver = asyncio.ensure_future(export.stop()), rank._deliver
+
+        def delivered(out: list[tuple[int, Chunk]]) -> None:
+            deliver(out)
+            asyncio.get_running_loop().call_soon(stopping.cancel)  # before the task hears that it is held
+
+        rank._deliver = delivered
+        with pytest.raises(asyncio.CancelledError):
+            await stopping
+        rank._deliver = deliver
+        assert (await pair.source.answer(key)).tokens == whole.tokens
 
 
 async def test_a_reservation_keeps_its_blocks_and_its_place() -> None:

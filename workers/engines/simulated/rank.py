@@ -101,8 +101,7 @@ class Rank:
         try:
             await held
         except asyncio.CancelledError:
-            self._holding.pop(held, None)
-            self.transit.resume(departure)
+            self.transit.resume(departure)  # in case that it is held, and only we had not heard of it
             self.kick()
             raise
 
