@@ -117,10 +117,11 @@ class Child:
         if self.pid is not None and self.process is not None:
             self.process.send_signal(number)
 
-    def last_words(self, lines: int = 3) -> str:
-        """Return the end of the child's log, for an error message."""
+    def last_words(self) -> str:
+        """Return the last line of the child's log that says something, without a traceback's frame: for an error message."""
         try:
             text = self.log.read_text(errors="replace")
         except OSError:
             return ""
-        return "\n".join(text.strip().splitlines()[-lines:])
+        said = (line.strip(" |+-") for line in reversed(text.splitlines()))
+        return next(filter(None, said), "")

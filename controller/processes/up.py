@@ -275,7 +275,7 @@ class Supervisor:
         mistaken = status == USAGE  # trying again would not help
         if self.ready or not (mistaken or child.lives >= LIVES_BEFORE_GIVING_UP):
             return
-        words = child.last_words(1).removeprefix(f"holdfast {child.role}: ").removeprefix("holdfast: ")
+        words = child.last_words().removeprefix(f"holdfast {child.role}: ").removeprefix("holdfast: ")
         kind = UsageError if mistaken else HoldfastError
         raise kind(f"{child.name} does not start: {words or f'see {child.log}'}")
 

@@ -93,3 +93,11 @@ def test_workers_share_processes_as_far_as_they_go(tmp_path: Path) -> None:
     ]
     assert up.lives(processes[2], "i1") == [("w8", "i1-0"), ("w9", "i1-1")]
     assert up.lives(Child("w3", "worker", [], tmp_path), "i1") == [("w3", "i1")]
+
+
+def test_the_last_words_of_a_child_are_those_of_its_error(tmp_path: Path) -> None:
+    log = tmp_path / "controller.log"
+    child = Child("controller", "controller", [], log)
+    assert child.last_words() == ""
+    log.write_text("  | OSError: earlier\n    | AttributeError: no '_x'\n    +--------------\n\n")
+    assert child.last_words() == "AttributeError: no '_x'"
