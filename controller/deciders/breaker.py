@@ -183,6 +183,11 @@ def decide(policy: BreakerPolicy, state: Breaker, now: datetime) -> tuple[Decisi
     return (half_opened,)
 
 
+def due_at(policy: BreakerPolicy, state: Breaker) -> datetime | None:
+    """Return when time alone makes something due."""
+    return state.retry_at if state.position == "open" else state.deadline
+
+
 def _trip(policy: BreakerPolicy, state: Breaker) -> str:
     if state.unhealthy:
         return f"unhealthy: {state.unhealthy}"

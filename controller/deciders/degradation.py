@@ -160,6 +160,13 @@ def decide(
         )
 
 
+def due_at(policy: DegradationPolicy, state: Degradation) -> datetime | None:
+    """Return when time alone makes something due: the warm-up is over, or the dwell."""
+    if state.since is not None:
+        return state.since + policy.dwell
+    return None if state.served_since is None else state.served_since + policy.warmup
+
+
 def _target(policy: DegradationPolicy, state: Degradation, ratios: Sequence[float]) -> int:
     """Return the mildest level that can be held; one milder than the present level must hold with a margin."""
     for level, entry in enumerate(policy.entries):

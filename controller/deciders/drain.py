@@ -141,6 +141,11 @@ def decide(policy: DrainPolicy, state: Drain, now: datetime) -> tuple[Decision, 
     return (ended,)
 
 
+def due_at(policy: DrainPolicy, state: Drain) -> datetime | None:
+    """Return when time alone makes something due."""
+    return None if state.deadline is None else state.deadline + policy.margin
+
+
 def _wait(policy: DrainPolicy, wanted_s: float | None) -> timedelta:
     if wanted_s is None or isnan(wanted_s):
         return policy.wait

@@ -2,13 +2,15 @@
 
     fold.py     Fleet, evolve     what one recorded fact makes of the fleet
     strata.py   settle            what is due now, stratum by stratum
+    asking.py   Asking            the same, for whom asks often
     worker.py   Worker            one worker: its machines, its weight
     policy.py   FleetPolicy       everything that can be set
 
-Only these four know the machines (health, breaker, drain, budget, golden, degradation, incident); the machines do not
+Only these know the machines (health, breaker, drain, budget, golden, degradation, incident); the machines do not
 know one another.
 """
 
+from controller.deciders.asking import Asking
 from controller.deciders.fold import Fleet, evolve
 from controller.deciders.policy import FleetPolicy, dump, load
 from controller.deciders.strata import (
@@ -17,6 +19,7 @@ from controller.deciders.strata import (
     DECIDERS_VERSION,
     absorbed,
     absorption_due,
+    next_due,
     settle,
 )
 from controller.deciders.worker import Conviction, LastCanary, Worker
@@ -25,6 +28,7 @@ __all__ = [
     "ABSORB_AFTER",
     "ABSORB_FACTS_MAX",
     "DECIDERS_VERSION",
+    "Asking",
     "Conviction",
     "Fleet",
     "FleetPolicy",
@@ -35,5 +39,6 @@ __all__ = [
     "dump",
     "evolve",
     "load",
+    "next_due",
     "settle",
 ]

@@ -424,6 +424,11 @@ def decide(policy: HealthPolicy, state: Health, now: datetime) -> tuple[Decision
     return (changed,)
 
 
+def due_at(policy: HealthPolicy, state: Health) -> datetime | None:
+    """Return when time alone makes something due."""
+    return None if state.silent_since is None else state.silent_since + policy.dead_after
+
+
 Move = tuple[HealthStatus, float, str]
 
 

@@ -54,6 +54,17 @@ def settle(policy: FleetPolicy, fleet: Fleet, now: datetime) -> tuple[Decision, 
     return tuple(settling.decided)
 
 
+def next_due(policy: FleetPolicy, fleet: Fleet, now: datetime) -> datetime | None:
+    """Return until when nothing becomes due in a fleet in which nothing is due now, if nothing happens; None: for ever."""
+    times: list[datetime | None] = []
+    for worker in fleet.workers.values():
+        times.append(breaker.due_at(policy.breaker, worker.breaker))
+        times.append(drain.due_at(policy.drain, worker.drain))
+        times.append(health.due_at(policy.health, worker.health))
+    times.extend(degradation.due_at(policy.degradation, state) for state in fleet.models.values())
+    return min((time for time in times if time is not None and time > now), default=None)
+
+
 def absorption_due(pending: int, waited: timedelta) -> bool:
     """Return whether a calm fleet's leader should append `absorbed`: `pending` facts, the oldest read `waited` ago."""
     return pending > ABSORB_FACTS_MAX or (pending > 0 and waited >= ABSORB_AFTER)

@@ -8,7 +8,8 @@ It folds only what it has read from the stream, never what it hopes to have appe
 append of unknown outcome, there is nothing to undo: it reads to the end of the stream and settles again. A standby
 reads along and decides nothing, and so takes over at once.
 
-`settle` is level-triggered: it is asked when something new was read, and every `ask_s` for what time makes due.
+`settle` is level-triggered: it is asked when something new was read, and every `ask_s` for what time makes due. A calm
+fleet answers that without being settled again (`Asking`).
 """
 
 import asyncio
@@ -19,7 +20,7 @@ from datetime import timedelta
 
 import structlog
 
-from controller.deciders.fleet import Fleet, FleetPolicy, absorbed, absorption_due, evolve, settle
+from controller.deciders.fleet import Asking, Fleet, FleetPolicy, absorbed, absorption_due, evolve
 from controller.ports import Clock, StateStore
 from controller.runtime.lease import Lease
 from controller.runtime.view import begin, same_history
@@ -65,7 +66,7 @@ class Reconciler:
         self.order: Order[Fleet] = Order(evolve, Fleet())
         self._journal = journal
         self._lease = lease
-        self._policy = policy
+        self._asking = Asking(policy)
         self._clock = clock
         self._store = store
         self._ask_s = ask_s
@@ -168,7 +169,7 @@ class Reconciler:
 
     def _due(self) -> Sequence[Decision]:
         fleet, now = self.order.shown, self._clock.now()
-        decisions = settle(self._policy, fleet, now)
+        decisions = self._asking.due(fleet, now)
         if decisions:
             return decisions
         waited = self._clock.monotonic() - self._pending_since

@@ -13,9 +13,10 @@ if TYPE_CHECKING:
 
 
 def agree(watch: "Watch", replica: Replica, batch: Sequence[Recorded]) -> str | None:
-    if not replica.whole:
+    seq = replica.seq
+    if seq < replica.order.position.decided:  # it has not read up to what its snapshot had already absorbed
         return None
-    seq, mine = replica.seq, replica.fleet
+    mine = replica.order.shown
     last, true = watch.compared.get(replica.name), watch.shown[seq]
     watch.compared[replica.name] = (replica, mine, true)
     if watch.agreed.get(seq) is mine:  # another process has the very same

@@ -84,7 +84,7 @@ def _known_answers(watch: "Watch", machine: Machine, since: int) -> bool:
 
 def trials(watch: "Watch") -> str | None:
     for page in watch.ledger.pages.values():
-        if page.status in AT_REST or page.draining_until is not None or page.position == "closed":
+        if page.position == "closed" or page.status in AT_REST or page.draining_until is not None:
             continue
         due = page.retry_at if page.position == "open" else page.deadline
         if due is not None and _overdue(watch, since_start(due)):
@@ -95,7 +95,7 @@ def trials(watch: "Watch") -> str | None:
 def limits(watch: "Watch") -> str | None:
     last = watch.world.broker.last_seq
     for page in watch.ledger.pages.values():
-        if page.status not in IN_SERVICE or page.limited_at is None:
+        if page.limited_at is None or page.status not in IN_SERVICE:
             continue
         left = page.limit(last)
         if page.weight > left and _overdue(watch, since_start(page.limited_at)):

@@ -11,7 +11,7 @@ from datetime import datetime, timedelta
 from random import Random
 from typing import TYPE_CHECKING
 
-from controller.deciders.fleet import FleetPolicy, absorbed, absorption_due
+from controller.deciders.fleet import Asking, FleetPolicy, absorbed, absorption_due
 from controller.simulator.broker import LEASE_TTL, Broker, Message, Network
 from controller.simulator.kernel import MS, SECOND, Kernel
 from controller.simulator.liveness import Ear
@@ -73,7 +73,7 @@ class Controller:
         around = self.around
         self.life += 1
         self.up, self.paused, self.leading = True, False, False
-        self._policy = around.policy()
+        self._asking = Asking(around.policy(), around.seams.settle)
         self._appending = 0  # which append is on its way; 0: none
         self._appends = 0
         self._must_read = 0
@@ -207,7 +207,7 @@ class Controller:
 
     def _due(self, now: datetime) -> tuple[Decision, ...]:
         fleet = self.replica.fleet
-        batch = self.around.seams.settle(self._policy, fleet, now)
+        batch = self._asking.due(fleet, now)
         if batch or not self.replica.order.pending:
             self._pending_since = None
             return batch

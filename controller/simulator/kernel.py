@@ -23,16 +23,20 @@ Act = Callable[..., object]
 class Kernel:
     """The event heap. `after` asks for something to happen; `run` lets it happen."""
 
-    __slots__ = ("_heap", "_instant", "_instant_of", "_tie", "happened", "now", "seed")
+    __slots__ = ("_heap", "_instant", "_instant_of", "_tie", "now", "seed")
 
     def __init__(self, seed: int) -> None:
         self.seed = seed
         self.now = 0
-        self.happened = 0  # events that ran
         self._heap: list[tuple[int, int, Act, tuple[Any, ...]]] = []
         self._tie = 0
         self._instant = EPOCH
         self._instant_of = 0
+
+    @property
+    def happened(self) -> int:
+        """How many events ran."""
+        return self._tie - len(self._heap)
 
     def chance(self, name: str) -> Random:
         """Return the stream of random numbers that belongs to `name`."""
@@ -48,7 +52,6 @@ class Kernel:
         heap = self._heap
         while heap and heap[0][0] <= until:
             self.now, _, act, args = heappop(heap)
-            self.happened += 1
             act(*args)
         self.now = until
 

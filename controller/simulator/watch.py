@@ -207,6 +207,6 @@ class Watch:
         probing = leader is not None and not leader.prober.stalled and self.steady_since != now
         for machine in world.machines.values():
             condition = machine.condition
-            clear = machine.reachable("canary") and not condition.flaky and not condition.erring
-            if not probing or not clear or condition.cut:
+            faulty = condition.flaky or condition.erring or condition.cut
+            if not probing or faulty or not machine.reachable("canary"):
                 self.probed_since[machine.name] = now
