@@ -10,6 +10,8 @@ from typing import Any, Literal, Protocol
 
 from controller.deciders.fleet import Fleet
 from controller.router.trust import Trusted
+from controller.store_errors import StoreRefused as StoreRefused
+from controller.store_errors import StoreUnavailable as StoreUnavailable
 from events.errors import HoldfastError
 from events.fact import Observation, Recorded
 from events.order import Last, Position
@@ -41,14 +43,6 @@ class Observe(Protocol):
 
 
 # --- the state store ------------------------------------------------------------------------------------------------
-
-
-class StoreUnavailable(HoldfastError):
-    """The state store (Postgres) cannot be reached. Frontends route by the fold they hold; the journal keeps everything."""
-
-
-class StoreRefused(HoldfastError):
-    """The state store does not hold the tables that this version needs. `holdfast up` migrates it; so does the projector."""
 
 
 class StoreAhead(HoldfastError):

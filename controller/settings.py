@@ -10,16 +10,25 @@ from typing import Any
 from pydantic import BaseModel
 
 from controller.flags import flatten, gather
-from controller.variables import PLACES, PREFIX, refuse_unknown
+from controller.variables import PLACES, PREFIX, SECTIONS, refuse_unknown
 
 
-def sections() -> dict[str, type[BaseModel]]:
-    """Return the sections of the controller side."""
-    from controller.frontend.settings import FrontendSettings
-    from controller.runtime.projector_settings import ProjectorSettings
-    from controller.runtime.settings import ControllerSettings
+def section(role: str) -> type[BaseModel]:
+    """Return the section that a role reads. The others' are not imported: pydantic takes its time over each."""
+    match role:
+        case "controller":
+            from controller.runtime.settings import ControllerSettings
 
-    return {"controller": ControllerSettings, "frontend": FrontendSettings, "projector": ProjectorSettings}
+            return ControllerSettings
+        case "frontend":
+            from controller.frontend.settings import FrontendSettings
+
+            return FrontendSettings
+        case "projector":
+            from controller.runtime.projector_settings import ProjectorSettings
+
+            return ProjectorSettings
+    raise KeyError(role)
 
 
 def effective(environment: Mapping[str, str]) -> dict[str, Any]:
@@ -28,8 +37,8 @@ def effective(environment: Mapping[str, str]) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for place in PLACES:
         found[place.removeprefix(PREFIX).lower()] = masked(environment.get(place, ""))
-    for section, model in sections().items():
-        for name, value in flatten(gather(model, section, {}, environment), section):
+    for role in SECTIONS:
+        for name, value in flatten(gather(section(role), role, {}, environment), role):
             found[name] = masked(value) if isinstance(value, str) else value
     return found
 

@@ -15,7 +15,7 @@ import asyncpg
 
 from controller.adapters.names import HEAD, SCHEMA
 from controller.adapters.pg_link import AWAY, CONNECT_S, Link, masked, plain
-from controller.ports import StoreUnavailable
+from controller.store_errors import StoreUnavailable
 from events.errors import HoldfastError
 
 LOCK = 0x0_4F1D_FA57  # one migration at a time: an advisory lock of the database

@@ -12,7 +12,7 @@ from typing import Any, TypeAlias
 import asyncpg
 
 from controller.adapters.names import SCHEMA
-from controller.ports import StoreRefused, StoreUnavailable
+from controller.store_errors import StoreRefused, StoreUnavailable
 from events.errors import HoldfastError
 
 CONNECT_S = 5.0

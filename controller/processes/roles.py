@@ -10,7 +10,7 @@ from collections.abc import Callable
 from controller import logs
 from controller.flags import add_flags, gather
 from controller.processes.collector import COLLECT_AT
-from controller.settings import sections
+from controller.settings import section
 from controller.variables import BadSetting
 from events.errors import HoldfastError
 from events.imports import trusting_nobody
@@ -22,7 +22,7 @@ Run = Callable[[argparse.Namespace], int]
 def prepare(role: str, parser: argparse.ArgumentParser) -> Run:
     """Add a role's flags and return what runs it."""
     gc.set_threshold(*COLLECT_AT)  # what is imported from here on stays
-    model = sections()[role]
+    model = section(role)
     parser.add_argument("--name", default=role, help=f"this process's name (default: {role})")
     parser.add_argument("--nats-url", default=os.environ.get("HOLDFAST_NATS_URL", ""), metavar="URL")
     parser.add_argument("--database-url", default=os.environ.get("HOLDFAST_DATABASE_URL", ""), metavar="URL")

@@ -1,0 +1,11 @@
+"""What a connection to the state store may raise, for those who need no more of the ports: a migration, above all."""
+
+from events.errors import HoldfastError
+
+
+class StoreUnavailable(HoldfastError):
+    """The state store (Postgres) cannot be reached. Frontends route by the fold they hold; the journal keeps everything."""
+
+
+class StoreRefused(HoldfastError):
+    """The state store does not hold the tables that this version needs. `holdfast up` migrates it; so does the projector."""
