@@ -82,6 +82,8 @@ class SimulatedEngine:
 
     def phase(self) -> Phase:
         """Return what the rank does that has been at it longest."""
+        if len(self.each) == 1:
+            return self.each[0].phase
         working = [rank.phase for rank in self.each if rank.phase is not IDLE]
         return min(working, key=lambda phase: phase.since, default=IDLE)
 

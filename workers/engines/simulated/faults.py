@@ -27,7 +27,7 @@ class Faults:
     @property
     def slow(self) -> float:
         """How many times longer a step takes: all ranks wait for the slowest."""
-        return max(self.slowness.values(), default=1.0)
+        return max(self.slowness.values()) if self.slowness else 1.0
 
     def inject(self, fault: str, argument: float, rank: int = 0) -> bool:
         """Begin one fault, or `heal` all; False if there is no such fault. An argument of 0 takes the fault's default."""

@@ -127,9 +127,9 @@ class Scheduler:
 
     def load(self) -> Load:
         """Return the load as the engine counts it."""
-        others = [*self.prefill.begun.values(), *self.transit.held.values()]
-        active = self.batch.tokens + sum(one.length for one in others)
-        running = len(self.batch) + len(others)
+        active, running = self.batch.tokens, len(self.batch)
+        for one in chain(self.prefill.begun.values(), self.transit.held.values()):
+            active, running = active + one.length, running + 1
         return Load(running, len(self._waiting), self.kv.used, self.kv.total, active)
 
     def queued(self) -> tuple[list[int], list[int]]:
