@@ -21,6 +21,7 @@ SHARE_A_FLEET = ("test_operating.py", "test_survival.py", "test_up.py", "test_up
 Condition = Callable[[], object | Awaitable[object]]
 Eventually = Callable[..., Awaitable[None]]
 POLL_S = 0.005
+POLL_S_MAX = 0.05  # after half a second: to look may be most of the work
 # No test trusts anybody's certificate, and each of hundreds of processes would read all that this machine trusts (45 ms).
 os.environ.setdefault("SSL_CERT_FILE", str(Path(__file__).with_name("no_authority.pem")))
 # What rich makes of a traceback, with the sources and all variables in colours, costs 100 ms and nobody reads it.
@@ -154,15 +155,15 @@ def eventually() -> Eventually:
 
     async def wait(condition: Condition, deadline_s: float = 10.0, what: str = "") -> None:
         loop = asyncio.get_running_loop()
-        end = loop.time() + deadline_s
+        began = loop.time()
         while True:
             found = condition()
             if await found if inspect.isawaitable(found) else found:
                 return
-            if loop.time() > end:
+            if (waited := loop.time() - began) > deadline_s:
                 pytest.fail(
                     f"{what or inspect.getsource(condition).strip()} did not hold within {deadline_s:g} s"
                 )
-            await asyncio.sleep(POLL_S)
+            await asyncio.sleep(min(max(POLL_S, waited / 10), POLL_S_MAX))
 
     return wait
