@@ -14,9 +14,10 @@ from controller.router.table import Holder
 from events.blocks import local_hashes, sequence_hashes
 from events.connection import Connection, FastClient
 from events.journal.memory import MemoryJournal, MemoryStream
-from events.kv import Removed, Stored, Tier
+from events.kv import Ask, Removed, Stored, Tier
 from events.observations import WorkerJoined
 from events.wire import Chunk, Generate, Sampling
+from workers import kv_ledger
 from workers.engines.engine import Announce, Deliver, unheard
 from workers.engines.simulated.engine import SimulatedEngine
 from workers.engines.simulated.sequence import Shape
@@ -157,3 +158,17 @@ async def test_what_many_say_in_one_turn_of_the_loop_is_one_write(
     assert len([size for size in written if size]) == 1
     for publisher in publishers:
         await publisher.close()
+
+
+async def test_a_dump_that_nobody_asks_for_any_more_is_dropped(
+    connection: Connection, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    publisher = KvPublisher("w0", "i1", connection)
+    publisher.announce(0, [Stored(list(range(1, 2 * kv_ledger.PART_BLOCKS)))])
+    publisher._answer(Ask())
+    ledger = publisher._ledgers[0]
+    assert ledger._snapshots
+    monkeypatch.setattr(kv_ledger, "DUMP_S", -1.0)
+    publisher.start(1)  # it says which event comes next, now and every few seconds
+    assert not ledger._snapshots
+    await publisher.close()
