@@ -50,7 +50,10 @@ class Api:
     def __init__(self, desk: Desk) -> None:
         self.desk = desk
         self.draining = False
-        self.exchanges: dict[Exchange, SseStream | None] = {}
+        self.answering = 0  # requests, from when they were understood to the end of their answers
+        self.exchanges: dict[
+            Exchange, SseStream | None
+        ] = {}  # of these, those that have been let in and read
         self._unread: dict[SseStream, None] = {}  # finished, but their clients have not taken all of it yet
         self._serial = itertools.count(1)
         self._routes: dict[tuple[str, str], Handler] = {
@@ -131,6 +134,7 @@ class Api:
             if self._known(ask.model):
                 model = ask.model
                 self.desk.metrics.active.labels(model).inc()
+                self.answering += 1
             answer = await self._answer(request, ask, headers, tier, wishes)
             error = answer.error if isinstance(answer, StreamedResponse) else None
             return answer
@@ -279,6 +283,7 @@ class Api:
         metrics = self.desk.metrics
         if model:
             metrics.active.labels(model).dec()
+            self.answering -= 1
         if error is None:
             metrics.requests.labels(model, endpoint, kind, "success", "").inc()
             return

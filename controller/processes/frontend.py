@@ -182,8 +182,8 @@ class Frontend:
         await doors.shut()
         loop = asyncio.get_running_loop()
         until = loop.time() + self._settings.grace_s
-        log.info("frontend_drains", requests=len(api.exchanges), grace_s=self._settings.grace_s)
-        while api.exchanges and loop.time() < until:  # noqa: ASYNC110 (its end is awaited once, at the very end)
+        log.info("frontend_drains", requests=api.answering, grace_s=self._settings.grace_s)
+        while api.answering and loop.time() < until:  # noqa: ASYNC110 (its end is awaited once, at the very end)
             await asyncio.sleep(TICK_S / 2)
         for exchange in list(api.exchanges):
             exchange.fail(unavailable("this frontend is shutting down", "draining", 1))

@@ -8,6 +8,7 @@ import threading
 from collections import deque
 from dataclasses import replace
 from datetime import UTC, datetime
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,8 +18,10 @@ from scripted_worker import Act, ScriptedWorker, undisturbed
 from controller.frontend.bodies import parse_completion
 from controller.frontend.errors import ApiError
 from controller.frontend.intake import read_prompts
+from controller.frontend.server import Doors
 from controller.frontend.settings import AdmissionSettings, StreamSettings
 from controller.frontend.tokens import LONG_TEXT, Tokens
+from controller.processes.frontend import Frontend
 from events.decisions import DegradationChanged, HealthStatus, Knobs
 from events.observations import (
     RequestAbandoned,
@@ -419,6 +422,21 @@ async def test_room_that_was_not_taken_goes_to_who_waits(monkeypatch: pytest.Mon
         await until(lambda: kit.desk.admission.queued("m") == 1)
         read.set()
         assert ((await waiting)[0], (await refused)[0], len(worker.requests)) == (200, 400, 1)
+
+
+async def test_a_frontend_that_ends_waits_for_those_who_wait_for_a_worker(tmp_path: Path) -> None:
+    worker = ScriptedWorker()
+    async with frontend(worker, admission=AdmissionSettings(inflight_max=1)) as kit:
+        kit.desk.table.seats[("w1", "i1")].active += 1
+        asking = asyncio.create_task(ask_as(kit, None))
+        await until(lambda: kit.desk.admission.queued("m") == 1)
+        process = Frontend(kit.desk.settings, "f1", tmp_path)
+        draining = asyncio.create_task(process._drain(kit.api, Doors(kit.api, kit.desk.settings)))
+        await until(lambda: not kit.desk.admission.open)
+        kit.desk.table.seats[("w1", "i1")].active -= 1
+        await draining
+        assert len(worker.requests) == 1 and (await asking)[0] == 200
+        assert kit.api.answering == 0
 
 
 async def test_knob_latency_scales_the_queue_and_first_token_deadlines() -> None:
