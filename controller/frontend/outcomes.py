@@ -82,7 +82,7 @@ class Outcomes:
         self._now = now
         self._number = 0  # of this frontend's own breaker moves
         self._tallies: dict[Key, Tally] = {}
-        self._open: set[Key] = set()  # those whose breaker is not closed: asked about for each request
+        self._open: dict[Key, None] = {}  # those whose breaker is not closed: asked about for each request
         self._window_at = now()
         self._second_at = now()
         self.blamed_on_us = 0
@@ -105,7 +105,7 @@ class Outcomes:
         """Forget lives of workers that are gone."""
         for key in [key for key in self._tallies if key not in keys]:
             del self._tallies[key]
-            self._open.discard(key)
+            self._open.pop(key, None)
 
     def reset(self, key: Key) -> None:
         """The fleet's breaker closed: whatever this frontend held against the worker is void."""
@@ -270,7 +270,10 @@ class Outcomes:
     def _move(self, key: Key, found: Tally, after: Breaker) -> None:
         """Move one breaker to another position."""
         found.breaker = after
-        (self._open.discard if after.position == "closed" else self._open.add)(key)
+        if after.position == "closed":
+            self._open.pop(key, None)
+        else:
+            self._open[key] = None  # in order: a simulated fleet's breakers move alike each time
 
     def _moment(self) -> datetime:
         return _ZERO + timedelta(seconds=self._now())
