@@ -21,7 +21,7 @@ SHARE_A_FLEET = ("test_operating.py", "test_survival.py", "test_up.py", "test_up
 Condition = Callable[[], object | Awaitable[object]]
 Eventually = Callable[..., Awaitable[None]]
 POLL_S = 0.005
-POLL_S_MAX = 0.05  # after half a second: to look may be most of the work
+POLL_S_MAX = 0.02  # after 0.2 s: to look may be most of the work
 # No test trusts anybody's certificate, and each of hundreds of processes would read all that this machine trusts (45 ms).
 os.environ.setdefault("SSL_CERT_FILE", str(Path(__file__).with_name("no_authority.pem")))
 # What rich makes of a traceback, with the sources and all variables in colours, costs 100 ms and nobody reads it.

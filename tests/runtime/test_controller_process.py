@@ -269,6 +269,7 @@ async def stopped(child: "subprocess.Popen[bytes]", url: str, broker: int = 0) -
                 for path in ("/ready", "/live"):
                     async with session.get(f"{url}{path}") as answer:
                         seen.append((path, answer.status))
+                await asyncio.sleep(0.01)
     await asyncio.to_thread(child.wait, 15)
     return seen
 
