@@ -16,9 +16,10 @@ from rich.live import Live
 
 from controller.demo import incidents, profile, report, view
 from controller.demo.clients import Users
-from controller.demo.fleet import Fleet
+from controller.demo.fleet import Fleet, NotAsExpected
 from controller.demo.script import SCRIPT, WORKERS, Act
 from controller.processes.amounts import positive
+from controller.processes.children import shell_status
 from controller.processes.operator import Operator, find
 from controller.processes.up_flags import add_router_flags, check_router_flags, router_variables
 from events.errors import HoldfastError, UsageError
@@ -155,6 +156,9 @@ class Demo:
                 group.create_task(self._play(operator, workers, started))
                 await self._send(users, session, started)
                 watch.cancel()
+        if self.fleet.ended:
+            status = shell_status(self.fleet.process.returncode)
+            raise NotAsExpected(f"the fleet has ended with status {status}")
         return await self._conclude(users, answers)
 
     async def _send(self, users: Users, session: Any, started: float) -> None:
@@ -162,12 +166,16 @@ class Demo:
         async with asyncio.TaskGroup() as group:
             for number, planned in enumerate(self.load.requests):
                 await asyncio.sleep(max(0.0, started + planned.at_s - time.monotonic()))
+                if self.fleet.ended:
+                    break
                 group.create_task(users.ask(session, planned.prompt, planned.output_tokens, f"demo-{number}"))
 
     async def _play(self, operator: Operator, workers: list[str], started: float) -> None:
         """Play the script's acts at their times."""
         for act in SCRIPT:
             await asyncio.sleep(max(0.0, started + act.at * self.seconds - time.monotonic()))
+            if self.fleet.ended:
+                break
             worker = workers[act.worker % len(workers)]
             self._tell(f"{time.monotonic() - started:5.1f} s  {act.verb} {worker}: {act.says}")
             self._note(act, worker)

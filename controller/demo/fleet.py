@@ -70,6 +70,11 @@ class Fleet:
             )
         return cls(data, port, process, log)
 
+    @property
+    def ended(self) -> bool:
+        """Whether `up` has ended, and with it all that it had started."""
+        return self.process.poll() is not None
+
     def last_words(self, lines: int = 3) -> str:
         """Return the end of what `up` printed."""
         said = self.log.read_text(errors="replace").strip().splitlines()[-lines:]
@@ -80,7 +85,7 @@ class Fleet:
         deadline = time.monotonic() + STARTS_WITHIN_S
         try:
             while not await http_ok(f"{self.url}/health"):
-                if self.process.poll() is not None or time.monotonic() > deadline:
+                if self.ended or time.monotonic() > deadline:
                     raise NotAsExpected(f"the fleet did not start: {self.last_words()}")
                 await asyncio.sleep(0.05)
         except BaseException:
@@ -153,7 +158,7 @@ class Fleet:
 
     def stop(self) -> int:
         """Press Ctrl-C and return the exit status."""
-        if self.process.poll() is None:
+        if not self.ended:
             self.process.send_signal(signal.SIGINT)
         try:
             return self.process.wait(STOPS_WITHIN_S)

@@ -6,6 +6,7 @@ import time
 from argparse import Namespace
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import given
@@ -115,6 +116,15 @@ def test_an_altered_stream_that_nobody_named_fails_the_demo() -> None:
 
 def test_a_lost_stream_fails_the_demo() -> None:
     assert not report.assess([received("gone", [" a"], "cut")], [[" a"]], []).clean
+
+
+async def test_a_demo_whose_fleet_has_ended_sends_and_breaks_nothing_more() -> None:
+    load = profile.Load(((1, 2),), (profile.Planned(0.0, 0, 8), profile.Planned(3600.0, 0, 8)))
+    running = demo.Demo(Namespace(seconds=0.01, data=None, keep=False), SimpleNamespace(ended=True), load)  # type: ignore[arg-type]
+    async with asyncio.timeout(10):
+        await running._send(None, None, time.monotonic())  # type: ignore[arg-type]
+        await running._play(None, ["w0"], time.monotonic())  # type: ignore[arg-type]
+    assert running.told == []
 
 
 def test_a_long_incident_is_told_with_its_end() -> None:
