@@ -96,15 +96,22 @@ async def test_a_drain_past_its_deadline_sends_streams_elsewhere(
     frontend.transport.close()
 
 
-async def test_a_resumed_worker_takes_requests_again(begin: Begin) -> None:
+async def test_a_resumed_worker_takes_requests_again_and_its_next_drain_counts_its_own(
+    begin: Begin, eventually: Eventually
+) -> None:
     life = await begin()
     frontend = await PlainFrontend.connect(life.port)
-    await life.bus.request(subjects.drain("w0"), {"instance": "i1", "deadline_s": 5})
+    drain = {"instance": "i1", "deadline_s": 5}
+    await life.bus.request(subjects.drain("w0"), drain)
     refused = frontend.ask(prompt())
     await frontend.answer(refused)
+    await eventually(lambda: len(life.facts) == 2)
     answer = await life.bus.request(subjects.resume("w0"), {"instance": "i1"})
     assert answer == {"draining": False, "in_flight": 0}
     assert len(await frontend.answer(frontend.ask(prompt()))) == 16
+    await life.bus.request(subjects.drain("w0"), drain)
+    await eventually(lambda: len(life.facts) == 3)
+    assert life.facts[1:] == [DrainFinished(**ABOUT, completed=0, migrated=0)] * 2
     frontend.transport.close()
 
 
