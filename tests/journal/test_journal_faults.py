@@ -47,7 +47,7 @@ async def test_a_broker_killed_twenty_times_under_load_loses_nothing_and_doubles
             for _ in range(10):
                 said += 1
                 journal.observe(drain(said))
-            await asyncio.sleep(0.002)
+            await asyncio.sleep(0.01)
         return said
 
     async def follow() -> None:
