@@ -324,8 +324,7 @@ class Server:
         return any(connection.frontend for connection in self._connections)
 
     def end_all(self, error: str) -> None:
-        """End every stream with an error."""
-        self.moves.target.drop_all(error)
+        """End every stream with an error. New ones are refused already, and those that were to come have been given up."""
         for key in list(self._flights.by_key):
             self._engine.cancel(key)
         self._deliver([(key, Chunk(0, [], error=error)) for key in list(self._flights.by_key)])
