@@ -35,6 +35,8 @@ def prepare(role: str, parser: argparse.ArgumentParser) -> Run:
             raise BadSetting("the projector needs --database-url or HOLDFAST_DATABASE_URL")
         if not args.nats_url and not getattr(settings, "static", None):
             raise BadSetting(f"the {role} needs --nats-url or HOLDFAST_NATS_URL")
+        # NumPy starts a thread for each core, to multiply matrices: routing has none (a tenth of a frontend's start)
+        os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
         with trusting_nobody():  # aiohttp, with which these roles serve, and ask one another over HTTP
             module = importlib.import_module(f"controller.processes.{role}")
         start = getattr(module, f"run_{role}")

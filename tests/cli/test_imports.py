@@ -1,16 +1,20 @@
 """What a process does not need it does not load: rare cases of libraries would be a third of every start."""
 
+import os
 import subprocess
 import sys
 
 import pytest
 
 SCRIPT = """
-import contextlib, sys
+import contextlib, sys, threading
+from pathlib import Path
 from controller import cli
 
 with contextlib.redirect_stdout(None), contextlib.suppress(SystemExit):
     cli.main(sys.argv[1:])
+tasks = Path("/proc/self/task")
+assert not tasks.exists() or len(list(tasks.iterdir())) == threading.active_count(), "a library has started threads"
 print(*sys.modules)
 """
 NOWHERE = ("--nats-url", "nowhere")  # a process of that role loads everything, and then refuses it
@@ -34,7 +38,8 @@ def test_a_process_loads_what_it_needs_and_no_more(
     command: tuple[str, ...], needed: str, left_out: tuple[str, ...]
 ) -> None:
     code = [sys.executable, "-c", SCRIPT, *command]
-    ran = subprocess.run(code, capture_output=True, text=True, timeout=60, check=True)
+    environment = {name: value for name, value in os.environ.items() if name != "OPENBLAS_NUM_THREADS"}
+    ran = subprocess.run(code, capture_output=True, text=True, timeout=60, check=True, env=environment)
     loaded = set(ran.stdout.split())
     assert needed in loaded, ran.stderr
     assert not loaded & {*left_out, "rich", "pygments", "greenlet"}
