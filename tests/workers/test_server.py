@@ -10,8 +10,8 @@ from doors import Doors, narrow
 from engine_contract import prompt
 from plain_frontend import PlainFrontend
 
-from events.wire import Chunk, Generate, Hello, Load, Why
-from workers.connection import Patience
+from events.wire import Chunk, Generate, Hello, Load, Logprob, Splitter, Step, Why, to_frontend
+from workers.connection import Connection, Patience
 from workers.counters import Ends
 from workers.engines.engine import Announce, Deliver, EngineIdentity, Immovable, Phase, unheard
 from workers.engines.simulated.engine import SimulatedEngine
@@ -207,6 +207,50 @@ async def test_a_slow_reader_gets_every_token_in_fewer_frames(
     for stream, n in streams.items():
         assert await frontend.answer(stream) == undisturbed(prompt(salt=n), 4_000)
     assert max(len(chunk.tokens) for step in frontend.steps for chunk in step.chunks) > 1
+
+
+class Line(asyncio.Transport):
+    """Keeps what is written."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.said = bytearray()
+
+    def set_write_buffer_limits(self, high: int | None = None, low: int | None = None) -> None:
+        pass
+
+    def is_closing(self) -> bool:
+        return False
+
+    def write(self, data: bytes | bytearray | memoryview) -> None:
+        self.said += data
+
+
+async def test_what_gathers_for_a_slow_reader_is_one_chunk_with_all_that_was_said() -> None:
+    line, server = Line(), Server(worker="w0", instance="i1", engine=SimulatedEngine(SHAPE))
+    connection = Connection(server)
+    connection.connection_made(line)
+    connection.pause_writing()
+    for chunk in (
+        Chunk(1, [300, 301], None, None, [Logprob(-1.0, [])] * 2, "a", cached_tokens=4),
+        Chunk(2, [], cached_tokens=None),
+        Chunk(1, [302], None, None, [Logprob(-2.0, [])], "b"),
+        Chunk(2, [303], cached_tokens=8),
+        Chunk(2, [304], finish="length"),
+        Chunk(1, [], error="engine_error: it broke"),
+    ):
+        connection.batch.append(chunk)
+        connection.flush()
+    assert not line.said
+    connection.resume_writing()
+    (body,) = Splitter().feed(bytes(line.said))
+    logprobs = [Logprob(-1.0, []), Logprob(-1.0, []), Logprob(-2.0, [])]
+    assert to_frontend.decode(body) == Step(
+        [
+            Chunk(1, [300, 301, 302], None, "engine_error: it broke", logprobs, "ab", 4),
+            Chunk(2, [303, 304], "length", cached_tokens=8),
+        ]
+    )
 
 
 async def test_a_frontend_that_never_reads_is_cut_at_a_bound(
