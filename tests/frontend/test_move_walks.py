@@ -10,7 +10,7 @@ from scripted_worker import undisturbed
 
 from events.observations import RequestAbandoned, RequestMigrated
 
-WALKS = 25  # per case
+WALKS = 12  # per case
 STEPS = 900
 
 
