@@ -96,6 +96,18 @@ async def test_a_drain_past_its_deadline_sends_streams_elsewhere(
     frontend.transport.close()
 
 
+async def test_a_drain_that_was_taken_back_ends_no_stream_at_its_deadline(begin: Begin) -> None:
+    life = await begin(itl_s=0.01)
+    frontend = await PlainFrontend.connect(life.port)
+    stream = frontend.ask(prompt(), max_tokens=60)
+    await frontend.until(lambda: frontend.tokens(stream))
+    await life.bus.request(subjects.drain("w0"), {"instance": "i1", "deadline_s": 0.1})
+    await life.bus.request(subjects.resume("w0"), {"instance": "i1"})
+    assert len(await frontend.answer(stream)) == 60
+    assert len(life.facts) == 1  # no drain has finished
+    frontend.transport.close()
+
+
 async def test_a_resumed_worker_takes_requests_again_and_its_next_drain_counts_its_own(
     begin: Begin, eventually: Eventually
 ) -> None:
