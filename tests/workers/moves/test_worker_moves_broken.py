@@ -126,6 +126,21 @@ async def test_what_goes_wrong_leaves_the_stream_where_it_is(tmp_path: Path, poi
         await way.is_empty()
 
 
+async def test_a_stream_that_is_given_up_as_it_is_committed_decodes_for_nobody(tmp_path: Path) -> None:
+    async with road(tmp_path, Watched, Watched) as way:
+        move = await way.begin()
+        happened = watch(way, "committed", move, give_up_there)
+        await way.reserve(move)
+        way.ship(move)
+        async with asyncio.timeout(DEADLINE_S):
+            await happened.wait()
+        await until(lambda: not len(way.target.server.moves.target))
+        assert way.target.engine.load().running == 0
+        await finish_here(way, move)
+        await way.stays(move)
+        await way.is_empty()
+
+
 async def settled(way: Road, move: Move) -> None:
     """Wait until one of the two has said what became of the move."""
     both = asyncio.Event()
