@@ -50,6 +50,7 @@ class Api:
     def __init__(self, desk: Desk) -> None:
         self.desk = desk
         self.draining = False
+        self.listening = False  # on the port that the host's frontends share
         self.answering = 0  # requests, from when they were understood to the end of their answers
         self.exchanges: dict[
             Exchange, SseStream | None
@@ -311,11 +312,14 @@ class Api:
         return web.json_response(_row(model))
 
     async def _health(self, request: web.BaseRequest) -> web.StreamResponse:
-        ready = self.desk.routing.servable and not self.draining
+        servable = self.desk.routing.servable
+        ready = servable and self.listening and not self.draining
         status = "healthy" if ready else "shutting_down" if self.draining else "not_ready"
         message = {
             "healthy": "requests are served",
-            "not_ready": "no worker in service can be reached yet",
+            "not_ready": "its port is about to open"
+            if servable
+            else "no worker in service can be reached yet",
             "shutting_down": "this frontend finishes its streams and takes no new ones",
         }[status]
         body = {"status": status, "message": message, "workers": self.desk.routing.roll()}

@@ -28,6 +28,7 @@ class Doors:
 
     def __init__(self, api: Api, settings: FrontendSettings) -> None:
         self._settings = settings
+        self._api = api
         self._public = _runner(api.handle, settings.admission.body_mb_max)
         self._admin = _runner(api.admin, settings.admission.body_mb_max)  # `holdfast route` sends prompts
         self._shared: asyncio.Server | None = None
@@ -65,6 +66,7 @@ class Doors:
                 with socket.socket(fileno=os.dup(held.fileno())) as same:
                     same.listen(BACKLOG)
             await self._shared.start_serving()
+            self._api.listening = True
         except OSError as error:
             raise PortTaken(f"port {self._settings.port}: {error.strerror}. {PortTaken.__doc__}") from error
 
@@ -81,6 +83,7 @@ class Doors:
 
     async def shut(self) -> None:
         """Take no new connections on the shared port: the host's other frontends get them."""
+        self._api.listening = False
         if self._shared is not None:
             self._shared.close()
             self._shared = None

@@ -27,9 +27,15 @@ LOOPS = pytest.mark.parametrize("loops", [asyncio.new_event_loop, uvloop.new_eve
 
 def doors_on(port: int) -> Doors:
     """A frontend's doors that are still closed."""
+    return api_behind(port)[1]
+
+
+def api_behind(port: int) -> tuple[Api, Doors]:
+    """What a frontend answers, and its doors that are still closed."""
     world = World("f0", RequestPlane("f0"), say_nothing, SystemClock())
     settings = FrontendSettings(host="127.0.0.1", port=port)
-    return Doors(Api(Desk(world, settings)), settings)
+    api = Api(Desk(world, settings))
+    return api, Doors(api, settings)
 
 
 @contextmanager
@@ -69,3 +75,13 @@ def test_a_port_on_which_somebody_else_began_to_listen_while_it_was_held_is_take
 
     with asyncio.Runner(loop_factory=loops) as runner:
         runner.run(held())
+
+
+async def test_a_frontend_listens_from_when_it_lets_in_until_it_shuts() -> None:
+    api, doors = api_behind(free_port())
+    found = []
+    for step in (doors.open, doors.let_in, doors.shut):
+        await step()
+        found.append(api.listening)
+    await doors.close()
+    assert found == [False, True, False]
