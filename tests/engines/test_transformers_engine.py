@@ -140,7 +140,7 @@ async def test_eight_streams_are_much_faster_than_one(start: Make) -> None:
         return time.perf_counter() - began
 
     one, eight = min([await seconds(1) for _ in range(3)]), min([await seconds(8) for _ in range(3)])
-    assert 8 * one / eight >= 3.0  # the benchmark measures nearly six
+    assert 8 * one / eight >= 1.5  # one after the other: 1; the benchmark measures nearly six
 
 
 async def test_a_long_prompt_does_not_stop_the_others(start: Make) -> None:
