@@ -102,6 +102,10 @@ class Admission:
         """A worker may have become free: let those who wait look."""
         self._queue.wake(model)
 
+    def send_away(self) -> None:
+        """Refuse those who wait: this frontend ends."""
+        self._queue.send_away("no worker became free before this frontend shut down")
+
     # --- refusals -----------------------------------------------------------------------------------------
 
     def no_worker(self, error: NoWorker, model: str, tier: str) -> ApiError:

@@ -2,7 +2,7 @@
 
     enter ── nobody waits, and a worker has room ──▶ in
       └────▶ in line ── the first, and a worker has room ──▶ in
-               ├── the line is full, or the deadline has passed ──▶ refused
+               ├── the line is full, or the deadline has passed, or all are sent away ──▶ refused
                ├── nobody can serve the model any more ──▶ refused
                └── its client has gone ──▶ out of the line
 
@@ -103,6 +103,13 @@ class Queue(Generic[R]):
             turn.result().free()
         turn.cancel()
         self.wake(model)
+
+    def send_away(self, why: str) -> None:
+        """Refuse everybody who waits."""
+        for line in self._lines.values():
+            for turn in line:
+                if not turn.done():
+                    turn.set_exception(WaitedTooLong(why))
 
     def wake(self, model: str | None = None) -> None:
         """A worker may have become free: let those who wait look, when this turn of the loop is over."""

@@ -187,6 +187,7 @@ class Frontend:
             await asyncio.sleep(TICK_S / 2)
         for exchange in list(api.exchanges):
             exchange.fail(unavailable("this frontend is shutting down", "draining", 1))
+        api.desk.admission.send_away()
         await asyncio.sleep(0)
 
     async def _follow(self, desk: Desk, view: "FleetView") -> None:

@@ -225,19 +225,28 @@ async def test_what_the_grace_does_not_suffice_for_is_cut_off_with_an_error(rig:
     port, own = free_port(), free_port()
     await rig.worker("w0", port)
     flags = ("--name", "f0", "--static", f"127.0.0.1:{port}", "--port", str(own), "--grace-s", "0.3")
-    first = await rig.start("frontend", *flags)
+    first = await rig.start("frontend", *flags, HOLDFAST_FRONTEND__ADMISSION__INFLIGHT_MAX="1")
     rig.url = f"http://127.0.0.1:{own}"
     async with asyncio.timeout(20):
         while not await rig.healthy("f0", 1):  # noqa: ASYNC110 (another process)
             await asyncio.sleep(0.05)
 
+    async def waits() -> tuple[int, str]:
+        async with rig.http.post(rig.url + "/v1/completions", json=ASK) as answer:
+            return answer.status, (await answer.json())["error"]["message"]
+
+    waiting: list[asyncio.Task[tuple[int, str]]] = []
+
     async def leave(count: int, worker: str) -> None:
-        if count == 10:
+        if count == 1:
+            waiting.append(asyncio.create_task(waits()))
+        if count == 20:
             first.send_signal(signal.SIGTERM)
 
     events = await asyncio.wait_for(rig.stream(leave, max_tokens=3_000), 20)
     assert events[-1]["error"]["code"] == "draining"
     assert 10 <= len(events) < 3_000
+    assert await waiting[0] == (503, "no worker became free before this frontend shut down")
     assert await asyncio.wait_for(first.wait(), 10) == 0
 
 

@@ -439,6 +439,20 @@ async def test_a_frontend_that_ends_waits_for_those_who_wait_for_a_worker(tmp_pa
         assert kit.api.answering == 0
 
 
+async def test_a_frontend_whose_grace_ends_refuses_those_who_wait_for_a_worker(tmp_path: Path) -> None:
+    worker = ScriptedWorker()
+    async with frontend(worker, admission=AdmissionSettings(inflight_max=1), grace_s=0.05) as kit:
+        kit.desk.table.seats[("w1", "i1")].active += 1
+        asking = [asyncio.create_task(ask_as(kit, None)) for _ in range(2)]
+        await until(lambda: kit.desk.admission.queued("m") == 2)
+        await Frontend(kit.desk.settings, "f1", tmp_path)._drain(kit.api, Doors(kit.api, kit.desk.settings))
+        for status, body, _ in await asyncio.gather(*asking):
+            assert (status, body["error"]["code"]) == (503, "queue_timeout")
+            assert body["error"]["message"] == "no worker became free before this frontend shut down"
+        kit.desk.table.seats[("w1", "i1")].active -= 1
+        assert (len(worker.requests), kit.desk.admission.queued("m")) == (0, 0)
+
+
 async def test_knob_latency_scales_the_queue_and_first_token_deadlines() -> None:
     worker = ScriptedWorker(always=Act(after=0, how="error", hold=asyncio.Event()))
     limits = AdmissionSettings(inflight_max=1, queue_s=0.1, first_token_s=0.3)
