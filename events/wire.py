@@ -129,6 +129,29 @@ class Chunk(msgspec.Struct, array_like=True):
     cached_tokens: int | None = None  # prompt tokens found in the prefix cache; with the first chunk
 
 
+def join(earlier: Chunk, later: Chunk) -> bool:
+    """Append a stream's later chunk to its earlier one, and return True; False, and nothing changed, where one chunk cannot
+    say both: the earlier one is the stream's last, one of them is text and the other tokens, or logprobs would come to stand
+    beside other tokens than their own."""
+    if earlier.finish is not None or earlier.error is not None:
+        return False
+    if later.logprobs or later.text is not None or earlier.text is not None:
+        if (later.tokens and earlier.text is not None) or (earlier.tokens and later.text is not None):
+            return False
+        if later.logprobs:
+            known = earlier.logprobs or []
+            if len(known) != len(earlier.tokens):
+                return False
+            earlier.logprobs = known + later.logprobs
+        if later.text is not None:
+            earlier.text = (earlier.text or "") + later.text
+    earlier.tokens += later.tokens
+    earlier.finish, earlier.error = later.finish, later.error
+    if earlier.cached_tokens is None:
+        earlier.cached_tokens = later.cached_tokens
+    return True
+
+
 ERRORS = (
     "engine_error",  # the engine raised; the request may be tried elsewhere
     "engine_shutdown",  # the worker is leaving; go elsewhere

@@ -1,7 +1,7 @@
 """One frontend's connection to this worker: frames in, frames out, and what happens when the frontend does not read.
 
 While the frontend keeps up, every engine step is one frame. While it does not, steps gather in a backlog, one chunk per
-stream, and leave as one frame when it reads again: the slower the reader, the fewer and fuller the frames. What is
+stream (`wire.join`), and leave as one frame when it reads again: the slower the reader, the fewer and fuller the frames. What is
 gathered is bounded in bytes and in time; past either bound the connection is cut, and the frontend's streams with it.
 """
 
@@ -66,7 +66,8 @@ class Connection(asyncio.Protocol):
         self._transport: asyncio.Transport | None = None
         self._splitter = wire.Splitter()
         self._paused_at: float | None = None
-        self._backlog: dict[int, Chunk] = {}
+        self._backlog: list[Chunk] = []
+        self._last: dict[int, Chunk] = {}  # of the backlog, by stream
         self._backlog_bytes = 0
 
     # --- the transport's callbacks
@@ -101,8 +102,8 @@ class Connection(asyncio.Protocol):
 
     def _send_backlog(self) -> None:
         if self._backlog:
-            chunks = list(self._backlog.values())
-            self._backlog.clear()
+            chunks, self._backlog = self._backlog, []
+            self._last.clear()
             self._backlog_bytes = 0
             self.send(Step(chunks))
 
@@ -151,15 +152,13 @@ class Connection(asyncio.Protocol):
             self._gather(batch)
 
     def _gather(self, batch: list[Chunk]) -> None:
-        backlog = self._backlog
         for chunk in batch:
             self._backlog_bytes += _bytes(chunk)
-            earlier = backlog.get(chunk.stream)
-            if earlier is None:
-                backlog[chunk.stream] = chunk
+            earlier = self._last.get(chunk.stream)
+            if earlier is None or not wire.join(earlier, chunk):
+                self._backlog.append(chunk)
+                self._last[chunk.stream] = chunk
                 self._backlog_bytes += CHUNK_BYTES
-            else:
-                _join(earlier, chunk)
         if self._backlog_bytes > self._plane.patience.backlog_bytes_max:
             log.warning("frontend_cut", frontend=self.frontend, reason="backlog", bytes=self._backlog_bytes)
             self.abort()
@@ -185,18 +184,6 @@ class Connection(asyncio.Protocol):
         self._send_backlog()
         if self._transport is not None:
             self._transport.close()
-
-
-def _join(earlier: Chunk, later: Chunk) -> None:
-    """Append a stream's later chunk to its earlier one."""
-    earlier.tokens += later.tokens
-    earlier.finish, earlier.error = later.finish, later.error
-    if later.logprobs:
-        earlier.logprobs = (earlier.logprobs or []) + later.logprobs
-    if later.text is not None:
-        earlier.text = (earlier.text or "") + later.text
-    if earlier.cached_tokens is None:
-        earlier.cached_tokens = later.cached_tokens
 
 
 def _bytes(chunk: Chunk) -> int:

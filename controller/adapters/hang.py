@@ -127,11 +127,12 @@ class Pulse:
         """A stream ended."""
         self.open_streams -= 1
 
-    def stepped(self, now: float) -> None:
-        """A step's output came: the engine gets on."""
+    def stepped(self, now: float, steps: int = 1) -> None:
+        """The output of so many steps came at once: the engine gets on."""
         if self._stepped_at is not None:
             took = min(now - self._stepped_at, self._policy.step_memory_s_max)
             self._recent_s = max(took, self._recent_s * 0.98)
+        self._recent_s *= 0.98 ** (steps - 1)
         self._stepped_at = now
         self.age_s = 0.0
 

@@ -107,3 +107,54 @@ def test_a_later_versions_extra_field_is_tolerated() -> None:
 def test_nonsense_is_not_a_frame(body: bytes) -> None:
     with pytest.raises(msgspec.DecodeError):
         wire.to_worker.decode(body)
+
+
+# --- several chunks of a stream as one --------------------------------------------------------------------
+
+PIECES = st.one_of(
+    st.builds(lambda tokens: Chunk(1, tokens), st.lists(st.integers(0, 99), max_size=3)),
+    st.builds(
+        lambda tokens: Chunk(1, tokens, logprobs=[Logprob(-float(token), []) for token in tokens]),
+        st.lists(st.integers(0, 99), min_size=1, max_size=3),
+    ),
+    st.builds(lambda text: Chunk(1, [], text=text), st.text("ab", max_size=2)),
+    st.builds(lambda cached: Chunk(1, [5], cached_tokens=cached), st.integers(0, 64)),
+    st.builds(lambda finish: Chunk(1, [6], finish), st.sampled_from(["stop", "length"])),
+    st.builds(lambda error: Chunk(1, [], error=error), st.sampled_from(["engine_error", "overloaded"])),
+)
+
+
+def said(chunks: list[Chunk]) -> tuple[list[object], int | None]:
+    """Return all that chunks say, in its order, up to the first end; and how many prompt tokens were cached."""
+    out: list[object] = []
+    cached = None
+    for chunk in chunks:
+        for place, token in enumerate(chunk.tokens):
+            logprobs = chunk.logprobs or []
+            out.append((token, logprobs[place].chosen if place < len(logprobs) else None))
+        out += chunk.text or ""
+        cached = chunk.cached_tokens if cached is None else cached
+        if chunk.finish is not None or chunk.error is not None:
+            return [*out, (chunk.finish, chunk.error)], cached
+    return out, cached
+
+
+@given(st.lists(PIECES, max_size=12))
+def test_chunks_that_are_joined_say_what_they_said_apart(chunks: list[Chunk]) -> None:
+    apart = said(chunks)
+    joined: list[Chunk] = []
+    for chunk in chunks:
+        if not joined or not wire.join(joined[-1], chunk):
+            joined.append(chunk)
+    assert said(joined) == apart
+    assert all(not chunk.tokens or chunk.text is None for chunk in joined)
+
+
+def test_what_may_be_joined_is_joined() -> None:
+    chunk = Chunk(1, [300], cached_tokens=16)
+    assert wire.join(chunk, Chunk(1, [301])) and wire.join(chunk, Chunk(1, [302], "length"))
+    assert chunk == Chunk(1, [300, 301, 302], "length", cached_tokens=16)
+    assert not wire.join(chunk, Chunk(1, [303])), "nothing follows a stream's end"
+    sure = Chunk(1, [300], logprobs=[Logprob(-1.0, [])])
+    assert wire.join(sure, Chunk(1, [301], logprobs=[Logprob(-2.0, [])])) and wire.join(sure, Chunk(1, [302]))
+    assert not wire.join(sure, Chunk(1, [303], logprobs=[Logprob(-3.0, [])])), "it would be 302's"

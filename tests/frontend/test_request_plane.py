@@ -435,7 +435,8 @@ async def test_a_probe_waits_for_a_connection_that_is_being_made_and_not_for_one
         await asyncio.sleep(0.2)
         assert not asking.done()
         way.free.set()
-        assert (await asking).tokens == undisturbed(PROMPT, 1)
+        first = (await asking).tokens  # of as many steps as lay in the socket when it was read
+        assert first == undisturbed(PROMPT, len(first)) != []
         began = time.monotonic()
         with pytest.raises(WorkerUnreachable):
             await anext(plane.ask("gone", question()))

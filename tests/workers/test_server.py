@@ -232,11 +232,15 @@ async def test_what_gathers_for_a_slow_reader_is_one_chunk_with_all_that_was_sai
     connection.connection_made(line)
     connection.pause_writing()
     for chunk in (
-        Chunk(1, [300, 301], None, None, [Logprob(-1.0, [])] * 2, "a", cached_tokens=4),
+        Chunk(1, [300, 301], None, None, [Logprob(-1.0, [])] * 2, cached_tokens=4),
         Chunk(2, [], cached_tokens=None),
-        Chunk(1, [302], None, None, [Logprob(-2.0, [])], "b"),
+        Chunk(3, [], text="a"),
+        Chunk(1, [302], None, None, [Logprob(-2.0, [])]),
         Chunk(2, [303], cached_tokens=8),
+        Chunk(3, [], text="b"),
+        Chunk(3, [305]),  # tokens after text: one chunk could not say which came first
         Chunk(2, [304], finish="length"),
+        Chunk(3, [306], finish="stop"),
         Chunk(1, [], error="engine_error: it broke"),
     ):
         connection.batch.append(chunk)
@@ -247,10 +251,19 @@ async def test_what_gathers_for_a_slow_reader_is_one_chunk_with_all_that_was_sai
     logprobs = [Logprob(-1.0, []), Logprob(-1.0, []), Logprob(-2.0, [])]
     assert to_frontend.decode(body) == Step(
         [
-            Chunk(1, [300, 301, 302], None, "engine_error: it broke", logprobs, "ab", 4),
+            Chunk(1, [300, 301, 302], None, "engine_error: it broke", logprobs, cached_tokens=4),
             Chunk(2, [303, 304], "length", cached_tokens=8),
+            Chunk(3, [], text="ab"),
+            Chunk(3, [305, 306], "stop"),
         ]
     )
+    connection.pause_writing()
+    connection.batch.append(Chunk(4, [307]))
+    connection.flush()
+    connection.resume_writing()
+    assert [to_frontend.decode(body) for body in Splitter().feed(bytes(line.said))][1:] == [
+        Step([Chunk(4, [307])])
+    ], "what has left is forgotten"
 
 
 async def test_a_frontend_that_never_reads_is_cut_at_a_bound(
