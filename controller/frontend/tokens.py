@@ -53,7 +53,7 @@ class ByteTable:
         added = tokenizer.get_added_tokens_decoder()
         self.bytes: list[bytes] = [b""] * size
         self.text: list[str | None] = [""] * size
-        self.json: list[bytes | None] = [b'""'] * size  # the text as a JSON string, ready to send
+        self.json: dict[int, bytes] = {}  # the text, if any, as a JSON string, ready to send
         for token in range(size):
             if token in added:
                 data = b"" if added[token].special else added[token].content.encode()
@@ -68,7 +68,8 @@ class ByteTable:
         except UnicodeDecodeError:
             text = None
         self.text[token] = text
-        self.json[token] = None if text is None else json.dumps(text).encode()
+        if text:
+            self.json[token] = json.dumps(text).encode()
 
     def __len__(self) -> int:
         return len(self.bytes)

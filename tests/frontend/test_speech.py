@@ -1,6 +1,7 @@
 """Stop strings over any cutting of the text, and nothing of them ever said."""
 
 import itertools
+import json
 import time
 
 from hypothesis import given
@@ -8,7 +9,7 @@ from hypothesis import strategies as st
 
 from controller.frontend.speech import Speech, StopWindow
 from controller.frontend.tokens import BUILTIN, load_tokens
-from controller.frontend.voice import FoldVoice, Form
+from controller.frontend.voice import FoldVoice, Form, StreamVoice
 from events.wire import Logprob
 
 LETTERS = st.text(alphabet="ab", max_size=30)
@@ -86,3 +87,41 @@ def test_the_logprobs_of_a_long_answer_do_not_hold_everybody_up() -> None:
     began = time.process_time()
     logprobs_of(50_000)
     assert time.process_time() - began < 2.0
+
+
+class Page:
+    """What a stream would have been sent."""
+
+    def __init__(self) -> None:
+        self.parts: list[bytes] = []
+
+    @property
+    def texts(self) -> list[str]:
+        """The text of each event."""
+        events = [event.removeprefix(b"data: ") for event in b"".join(self.parts).split(b"\n\n")[:-1]]
+        return [json.loads(event)["choices"][0]["text"] for event in events]
+
+
+@given(
+    st.lists(st.one_of(st.integers(-1, 2048), st.integers(3, 258)), max_size=40),
+    st.lists(st.integers(1, 9), min_size=1, max_size=5),
+)
+def test_tokens_that_come_at_once_are_the_same_events_as_one_after_another(
+    said: list[int], portions: list[int]
+) -> None:
+    tokens = load_tokens(BUILTIN)
+    form = Form("id", "m", 0, chat=False, usage=False, tokens=tokens, stops=(), min_tokens=0, logprobs=None)
+    pages = []
+    for sizes in (portions, [1]):
+        page = Page()
+        voice, at, turn = StreamVoice(form, page, 0), 0, 0  # type: ignore[arg-type]
+        while at < len(said):
+            portion = said[at : at + sizes[turn % len(sizes)]]
+            assert voice.say(portion, None) == len(portion)
+            at, turn = at + len(portion), turn + 1
+        voice.finish("length")
+        pages.append(page)
+    assert b"".join(pages[0].parts) == b"".join(pages[1].parts)
+    known = [token for token in said if 0 <= token < tokens.size]
+    assert "".join(pages[0].texts) == tokens.decode(known)
+    assert sum(259 <= token < 2048 for token in said) <= len(pages[0].texts), "each token is its own event"
