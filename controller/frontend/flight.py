@@ -56,7 +56,7 @@ class Flight:
         self._desk = desk
         self._meter = desk.meter.of(plan.model)
         self._ended = ended
-        self._passage = Passage(desk, self)
+        self._passage = Passage(desk, plan)
         self._feeding = Feeding(desk.exposures, plan, self)
         self._outgrown = False  # too long to move, and counted as such
         self._max = plan.sampling.max_tokens
@@ -274,7 +274,7 @@ class Flight:
             self.first_at = now
             self._meter.ttft.add(now - self.began_at)
             self._desk.first_token(self)
-        self._passage.arrived(well=True)
+        self._passage.arrived(self, well=True)
         self._passage.restored("success")
 
     def _stop(self, chunk: Chunk | None) -> None:
@@ -419,7 +419,7 @@ class Flight:
         if self._passage.move is not None:
             if not self._passage.move.original.planned:
                 original = self._passage.move.original
-            self._passage.arrived(well=False)
+            self._passage.arrived(self, well=False)
         if seat is not None:
             self._passage.interrupted(begun=self._plain)
             if on_source:
@@ -481,7 +481,7 @@ class Flight:
 
     def _land(self, reason: str) -> None:
         seat = self.seat
-        self._passage.arrived(well=True)
+        self._passage.arrived(self, well=True)
         self._passage.restored("success")
         self._leave()
         if seat is not None:

@@ -4,7 +4,7 @@ is said about both.
 
 from typing import TYPE_CHECKING
 
-from controller.frontend.plan import Move
+from controller.frontend.plan import Move, Plan
 
 if TYPE_CHECKING:
     from controller.frontend.desk import Desk
@@ -14,11 +14,11 @@ if TYPE_CHECKING:
 class Passage:
     """What one answer has to get over."""
 
-    __slots__ = ("_desk", "_flight", "_outage", "move", "spoilt")
+    __slots__ = ("_desk", "_outage", "_plan", "move", "spoilt")
 
-    def __init__(self, desk: "Desk", flight: "Flight") -> None:
+    def __init__(self, desk: "Desk", plan: Plan) -> None:
         self._desk = desk
-        self._flight = flight
+        self._plan = plan  # not the flight: what is over would be freed by the collector of cycles only
         self._outage: tuple[float, str] | None = None  # since when, and by which kind of failure
         self.move: Move | None = None  # begun, and its first token has not come yet
         self.spoilt = False  # some of what was accepted may be wrong
@@ -26,7 +26,7 @@ class Passage:
     def interrupted(self, *, begun: bool) -> None:
         """An attempt has failed: count it, whether or not another one can be made. `begun`: it had brought tokens."""
         kind = "ongoing_request" if begun else "new_request"
-        self._desk.meter.failed(self._flight.plan.model, kind)
+        self._desk.meter.failed(self._plan.model, kind)
         if self._outage is None:
             self._outage = self._desk.now(), kind
 
@@ -34,13 +34,13 @@ class Passage:
         """What began with the first failure is over: another worker's token has come, or nothing will come."""
         if self._outage is not None:
             (since, kind), self._outage = self._outage, None
-            self._desk.meter.restored(self._flight.plan.model, kind, outcome, self._desk.now() - since)
+            self._desk.meter.restored(self._plan.model, kind, outcome, self._desk.now() - since)
 
-    def arrived(self, *, well: bool) -> None:
+    def arrived(self, flight: "Flight", *, well: bool) -> None:
         """The move under way, if there is one, has brought its first token, or its attempt has failed too."""
         move, self.move = self.move, None
-        seat = self._flight.seat
+        seat = flight.seat
         if move is not None and seat is not None:
             exact = move.source.joined.exact and seat.joined.exact and not self.spoilt
-            exact = exact and self._flight.plan.deterministic and not self._flight.continuation.texts
-            self._desk.migrated(self._flight, move, seat, self._desk.now(), exact=exact, well=well)
+            exact = exact and self._plan.deterministic and not flight.continuation.texts
+            self._desk.migrated(flight, move, seat, self._desk.now(), exact=exact, well=well)

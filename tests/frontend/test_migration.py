@@ -6,6 +6,7 @@ sequence.
 """
 
 import asyncio
+import gc
 from collections.abc import Sequence
 from typing import Any
 
@@ -13,6 +14,7 @@ import pytest
 from frontend_kit import TOKENS, Kit, failing, first_goes_to, frontend, text_of, until
 from scripted_worker import Act, ScriptedWorker, undisturbed
 
+from controller.frontend.flight import Flight
 from controller.frontend.migration import Allowance, classify, smallest_limit
 from events.decisions import HealthStatus
 from events.observations import RequestAbandoned, RequestMigrated
@@ -31,6 +33,20 @@ async def test_no_failure_needs_no_migration() -> None:
     async with frontend(ScriptedWorker("w1"), ScriptedWorker("w2")) as kit:
         text, _ = await kit.complete(PROMPT, 12)
         assert (text, kit.said(RequestMigrated)) == (EXACT, [])
+
+
+@pytest.mark.parametrize("how", ["finish", "disconnect", "error", "stall"])
+async def test_what_is_over_is_freed_at_once_and_not_by_the_collector_of_cycles(how: str) -> None:
+    async with frontend() as kit:
+        first = failing("w1", how, None if how == "finish" else 5, error="overloaded")
+        gc.disable()
+        try:
+            assert text_of(await migrate(kit, first, ScriptedWorker("w2"))) == EXACT
+            assert (await kit.complete(PROMPT, 12))[0] == EXACT
+            assert len(kit.said(RequestMigrated)) == (how != "finish")
+            await until(lambda: not any(isinstance(one, Flight) for one in gc.get_objects()))
+        finally:
+            gc.enable()
 
 
 @pytest.mark.parametrize(
