@@ -133,10 +133,9 @@ class Choosing:
     def unread(self, seat: Seat) -> float:
         """Return how many prompt tokens of requests at a worker are still to be read, over all of its ranks."""
         holders = [Holder(seat.worker, seat.instance, rank) for rank in range(seat.ranks)]
-        works = self.slots.each(holders, now=self._now())
-        if works is None:
-            works = [self.slots.work(holder, now=self._now()) for holder in holders]
-        return sum(work.prefill_tokens for work in works)
+        if self.slots.paced:
+            return sum(self.slots.work(holder, now=self._now()).prefill_tokens for holder in holders)
+        return sum(work.reading_tokens for work in self.slots.standing(holders))
 
     @property
     def known(self) -> str:

@@ -8,12 +8,13 @@ credit that decays are the columns' affair.
 from dataclasses import dataclass
 from math import inf
 
+from controller.router.kv_matches import Depths
 from controller.router.places import Question
 
 FEW = 16
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)  # not frozen, as `Question`
 class FewScores:
     """The costs of all places, in their order, and how many of the prompt's blocks each has on its device."""
 
@@ -23,34 +24,36 @@ class FewScores:
 
 def score_few(question: Question) -> FewScores | None:
     """Return what a request costs in each place; None: the columns must say it."""
-    places, prompt, pricing = question.places, question.prompt, question.pricing
+    places, prompt, pricing, slots = question.places, question.prompt, question.pricing, question.slots
     found, size, blocks = prompt.matches, prompt.block_tokens, len(prompt.blocks)
-    if len(places) > FEW or found.disk is not found.device or pricing.credit_decay or prompt.tokens < 1:
+    if len(places.holders) > FEW or found.disk is not found.device or pricing.credit_decay:
         return None
-    loads = question.slots.each(places.holders, now=question.now)
-    if loads is None:
+    if prompt.tokens < 1 or slots.paced:
         return None
-    used, requests = question.slots.in_use(prompt.blocks) if blocks else ({}, {})
+    used, requests = slots.in_use(prompt.blocks) if blocks else ({}, {})
+    cached_at = found.device.named() if isinstance(found.device, Depths) else found.device
     extra = max(pricing.overlap_credit - 1.0, 0.0) if pricing.track_prefill else 0.0
+    alone, copy = pricing.overlap_credit - extra, extra * blocks
     request = pricing.prefill_scale * pricing.request_tokens / size + pricing.request_weight
     recent = pricing.prefill_scale * pricing.recent_weight / size
     costs, device = [], []
-    for place, (seat, holder, row, load) in enumerate(
-        zip(places.seat, places.holders, places.rows.tolist(), loads, strict=True)
-    ):
-        cached, shared = found.device.get(holder, 0), used.get(row, 0)
-        has = max(cached, shared * float(places.caching[place])) if shared else cached
-        sharers = requests[row] if shared and shared >= cached else 0
-        credit = (pricing.overlap_credit - extra + extra / (1.0 + sharers)) * has
-        kept = (
-            load.blocks + question.others_blocks(place) + (blocks - shared) if pricing.track_blocks else 0.0
-        )
+    for place, work in enumerate(places.standing):
+        has: float = cached_at.get(places.holders[place], 0) if cached_at else 0
+        credit, shared = (alone + extra) * has, used.get(work.row, 0)
+        if shared:
+            sharers = requests[work.row] if shared >= has else 0
+            has = max(has, shared * float(places.caching[place]))
+            credit = (alone + extra / (1.0 + sharers)) * has
+        kept = 0.0
+        if pricing.track_blocks:
+            kept = work.blocks + question.others_at(place)[1] / size + (blocks - shared)
         if pricing.track_prefill:
-            prefill = (load.prefill_tokens + prompt.tokens) / size
+            prefill = (work.reading_tokens + prompt.tokens) / size
         else:
             prefill, kept = 0.0, max(kept - credit, 0.0)
-        waiting = pricing.prefill_scale * max(prefill + extra * blocks - credit, 0.0)
-        work = waiting + kept + request * load.requests + recent * load.lately
-        costs.append(work / seat.weight if seat.weight > 0 else inf)
+        waiting = pricing.prefill_scale * max(prefill + copy - credit, 0.0)
+        cost = waiting + kept + request * len(work.requests) + recent * work.lately_at(question.now)
+        weight = places.seat[place].weight
+        costs.append(cost / weight if weight > 0 else inf)
         device.append(float(has))
     return FewScores(costs, device)

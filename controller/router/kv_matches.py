@@ -20,7 +20,8 @@ class Depths(Mapping[Holder, int]):
         self.groups = groups  # who has how much; where somebody is in several, the last one holds
         self._made: dict[Holder, int] | None = None
 
-    def _named(self) -> dict[Holder, int]:
+    def named(self) -> dict[Holder, int]:
+        """Return the same as a plain one."""
         if self._made is None:
             self._made = {}
             for group, depth in self.groups:
@@ -28,22 +29,22 @@ class Depths(Mapping[Holder, int]):
         return self._made
 
     def __getitem__(self, holder: Holder) -> int:
-        return self._named()[holder]
+        return self.named()[holder]
 
     def __iter__(self) -> Iterator[Holder]:
-        return iter(self._named())
+        return iter(self.named())
 
     def __len__(self) -> int:
-        return len(self._named())
+        return len(self.named())
 
     def __bool__(self) -> bool:
         return bool(self.groups)
 
     def __repr__(self) -> str:
-        return repr(self._named())
+        return repr(self.named())
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)  # not frozen, as `Question`
 class Matches(Generic[Holder]):
     """How many blocks of a prompt each holder has, from the first on, by how far one is willing to fetch them from.
 

@@ -67,7 +67,7 @@ class Candidate:
     chosen: bool
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)  # not frozen, as `Question`
 class Choice:
     """Where a request goes, and what is known of it there. Keep none: it holds the costs of all candidates."""
 

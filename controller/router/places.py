@@ -12,7 +12,7 @@ import numpy as np
 
 from controller.router.kv_matches import Depths
 from controller.router.score import Overlaps, Pricing, Prompt, Scores, score
-from controller.router.slots import Floats, Loads, Rows, SlotTracker
+from controller.router.slots import Floats, Loads, Rows, SlotTracker, Standing
 from controller.router.table import Holder, Lineage, Seat
 from events.wire import Load
 
@@ -48,6 +48,7 @@ class Places:
     seat: Sequence[Seat]  # of each place
     holders: Sequence[Holder]
     rows: Rows  # of the slot tracker
+    standing: Sequence[Standing]  # what there is to do in each, as the slot tracker keeps it
     ranks: Floats  # of each place's worker
     caching: Floats  # 1: it has a prefix cache, and says what is in it
     at: Mapping[Holder, int]
@@ -83,7 +84,7 @@ class Places:
         return kept[1]
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)  # not frozen: each request makes one, and that takes four times as long
 class Question:
     """One request, and those who may serve it, at one moment."""
 
@@ -153,7 +154,7 @@ class Question:
         if self.others is None:
             return Reported(requests=np.zeros(len(self.places)), tokens=np.zeros(len(self.places)))
         if not 0.0 <= self.now - reported.at < REPORTS_S:
-            found = np.array([self._others(place) for place in range(len(self.places))])
+            found = np.array([self.others_at(place) for place in range(len(self.places))])
             reported.requests, reported.tokens = found.T
             reported.at = self.now
         return reported
@@ -163,13 +164,9 @@ class Question:
         among its ranks."""
         seat, holder = self.places.seat[place], self.places.holders[place]
         ours = self.slots.work(holder, now=self.now).requests
-        return ours + seat.promised / seat.ranks + self._others(place)[0]
+        return ours + seat.promised / seat.ranks + self.others_at(place)[0]
 
-    def others_blocks(self, place: int) -> float:
-        """Return how many blocks are in use in a place that our tracker knows nothing of."""
-        return self._others(place)[1] / self.prompt.block_tokens
-
-    def _others(self, place: int) -> tuple[float, float]:
+    def others_at(self, place: int) -> tuple[float, float]:
         """Return how many requests and tokens others have in a place: as its worker says of it, or an equal part."""
         if self.others is None:
             return 0.0, 0.0
@@ -200,13 +197,13 @@ class KeptPlaces:
             self._kept.clear()
         each = [(seat, rank) for seat in seats for rank in range(seat.ranks)]
         holders = [Holder(seat.worker, seat.instance, rank) for seat, rank in each]
-        rows = self._slots.rows(holders)
+        rows, standing = self._slots.rows(holders), self._slots.standing(holders)
         ranks = np.array([seat.ranks for seat, _ in each], dtype=float)
         caching = np.array([seat.joined.kv_events for seat, _ in each], dtype=float)
         at = {holder: place for place, holder in enumerate(holders)}
         of = [seat for seat, _ in each]
         places = self._kept[name] = Places(
-            list(seats), of, holders, rows, ranks, caching, at, self._slots.layout, Reported()
+            list(seats), of, holders, rows, standing, ranks, caching, at, self._slots.layout, Reported()
         )
         return places
 

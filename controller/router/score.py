@@ -69,7 +69,7 @@ drives conversations away from where they are cached: on a trace of real chats 6
 """
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)  # not frozen, as `places.Question`
 class Prompt(Generic[Holder]):
     """What is to be placed: a prompt's length, the sequence hashes of its full blocks, and who has them cached."""
 

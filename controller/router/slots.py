@@ -76,7 +76,9 @@ class Request(Generic[Holder]):
 
 
 @dataclass(slots=True)
-class _Work:
+class Standing:
+    """What a holder has to do, as it stands: whoever keeps one sees it change."""
+
     row: int
     requests: dict[Hashable, None] = field(default_factory=dict)
     blocks: float = 0.0
@@ -94,7 +96,9 @@ class _Work:
         self.last = last
 
     def lately_at(self, now: float) -> float:
-        return self.lately * exp(min(self.last - now, 0.0) / LATELY_S)
+        """Return how many prompt tokens were sent there lately, each counting the less the longer ago that was."""
+        since = now - self.last
+        return self.lately * exp(-since / LATELY_S) if since > 0.0 else self.lately
 
 
 class Listener(Protocol):
@@ -113,10 +117,11 @@ class SlotTracker(Generic[Holder]):
         self._track_output = track_output
         self._stale_s = stale_s
         self._looked = float("-inf")
-        self._work: dict[Holder, _Work] = {}
+        self._work: dict[Holder, Standing] = {}
         self._requests: dict[Hashable, Request[Holder]] = {}
         self._active = Prefixes()
         self._columns: Floats = np.zeros((8, _ROWS))
+        self._unwritten: dict[int, Standing] = {}  # by row: what the columns do not say yet
         self._free_rows = list(range(_ROWS - 1, -1, -1))
         self._paced = False  # whether anybody ever knew how long a prompt takes
         self.layout = 0  # moves when a row gets another meaning
@@ -230,6 +235,7 @@ class SlotTracker(Generic[Holder]):
         for request in list(work.requests):
             self.free(request, now=now)
         del self._work[holder]
+        self._unwritten.pop(work.row, None)
         self._columns[:, work.row] = 0.0
         self._free_rows.append(work.row)
         self.layout += 1
@@ -279,6 +285,10 @@ class SlotTracker(Generic[Holder]):
 
     def loads(self, rows: Rows, *, now: float) -> Loads:
         """Return what the holders in these rows have to do."""
+        if self._unwritten:
+            for work in self._unwritten.values():
+                self._write(work)
+            self._unwritten.clear()
         columns = self._columns.take(rows, axis=1)
         prefill = columns[_PREFILL]
         if self._paced:
@@ -287,14 +297,14 @@ class SlotTracker(Generic[Holder]):
         lately = columns[_LATELY] * np.exp(np.minimum(columns[_LAST] - now, 0.0) / LATELY_S)
         return Loads(prefill, columns[_BLOCKS], columns[_REQUESTS], lately)
 
-    def each(self, holders: Iterable[Holder], *, now: float) -> list[Work] | None:
-        """Return what each of a few holders has to do; None while what is to be read shrinks with time, see `loads`."""
-        if self._paced:
-            return None
-        works = (self._of(holder) for holder in holders)
-        return [
-            Work(work.reading_tokens, work.blocks, len(work.requests), work.lately_at(now)) for work in works
-        ]
+    def standing(self, holders: Iterable[Holder]) -> list[Standing]:
+        """Return what each holder has to do, to be looked at for as long as `layout` stays what it is now."""
+        return [self._of(holder) for holder in holders]
+
+    @property
+    def paced(self) -> bool:
+        """Whether what is to be read shrinks with time: then `loads` says it, and what stands does not."""
+        return self._paced
 
     def in_use(self, blocks: Sequence[int]) -> tuple[dict[int, int], dict[int, int]]:
         """Return what `shared` does, by row. Who has none in use is missing."""
@@ -311,18 +321,18 @@ class SlotTracker(Generic[Holder]):
             requests[used] = np.fromiter(counts.values(), float, len(found))
         return depths[rows], requests[rows]
 
-    def _of(self, holder: Holder) -> _Work:
+    def _of(self, holder: Holder) -> Standing:
         work = self._work.get(holder)
         if work is None:
             if not self._free_rows:
                 size = self._columns.shape[1]
                 self._columns = np.concatenate([self._columns, np.zeros_like(self._columns)], axis=1)
                 self._free_rows = list(range(2 * size - 1, size - 1, -1))
-            work = self._work[holder] = _Work(self._free_rows.pop())
+            work = self._work[holder] = Standing(self._free_rows.pop())
             self.layout += 1
         return work
 
-    def _end_reading(self, request: Hashable, found: Request[Holder], work: _Work, now: float) -> None:
+    def _end_reading(self, request: Hashable, found: Request[Holder], work: Standing, now: float) -> None:
         found.reading = False
         oldest = next(iter(work.reading))
         tokens, expected_s = work.reading.pop(request)
@@ -331,7 +341,11 @@ class SlotTracker(Generic[Holder]):
         if request == oldest:
             work.anchored = now
 
-    def _show(self, work: _Work) -> None:
+    def _show(self, work: Standing) -> None:
+        """See that the columns say what a holder has to do when they are asked next: among a few places nobody asks them."""
+        self._unwritten[work.row] = work
+
+    def _write(self, work: Standing) -> None:
         """Write what a holder has to do into its row."""
         column = self._columns[:, work.row]
         column[_PREFILL], column[_BLOCKS] = work.reading_tokens, work.blocks

@@ -1,6 +1,7 @@
 """The slot tracker knows what a plain list of the requests in flight knows, whatever was said to it in whatever order."""
 
 from math import e
+from random import Random
 
 import pytest
 from hypothesis import settings
@@ -213,9 +214,27 @@ def test_what_was_sent_lately_is_remembered_for_some_seconds() -> None:
     slots.add("told later", "w", now=0.0, prefill_tokens=1000, owner="f2")
     assert slots.work("w", now=LATELY_S).lately == pytest.approx(2000 / e + 1000), "nobody else's is lost"
     slots.free("told later", now=0.0)
-    each = slots.each(["w"], now=15.0)
-    assert each is not None
-    assert each[0].lately == pytest.approx(slots.work("w", now=15.0).lately)
+    (standing,) = slots.standing(["w"])
+    assert standing.lately_at(15.0) == pytest.approx(slots.work("w", now=15.0).lately)
+
+
+def test_the_columns_say_what_stands_however_seldom_they_are_asked() -> None:
+    slots, holders, dice = SlotTracker[int](), range(100), Random(7)  # more than there are rows at first
+    alive: list[int] = []
+    for request in range(2000):
+        slots.add(request, dice.choice(holders), [1, 2, request], now=0.0, prefill_tokens=dice.randrange(9))
+        alive.append(request)
+        slots.prefill_done(dice.choice(alive), now=0.0)
+        if dice.random() < 0.6:
+            slots.free(alive.pop(dice.randrange(len(alive))), now=0.0)
+        if dice.random() < 0.02:
+            slots.forget(dice.choice(holders), now=0.0)
+        if dice.random() < 0.1:
+            columns, standing = slots.loads(slots.rows(holders), now=0.0), slots.standing(holders)
+            assert columns.prefill_tokens.tolist() == [one.reading_tokens for one in standing]
+            assert columns.blocks.tolist() == [one.blocks for one in standing]
+            assert columns.requests.tolist() == [len(one.requests) for one in standing]
+            assert columns.lately.tolist() == [one.lately for one in standing]
 
 
 def test_a_holder_does_not_inherit_what_one_before_it_was_sent() -> None:
