@@ -53,20 +53,19 @@ class Routing:
 
     def cap(self, seat: Seat) -> int:
         """Return how many requests may be in flight there; none more where the prompts that it has take too long to be read."""
-        if self._reading_too_long(seat):
+        limit_s, limits = self._settings.router.queue_prefill_s, self._settings.admission
+        if limit_s is not None and self._reading_too_long(seat, limit_s):
             return 0
-        limits = self._settings.admission
         whole = limits.inflight_max or seat.joined.profile.max_batch * limits.inflight_per_batch
         return max(1, int(whole * self._table.knobs(seat.joined.model).batch_size))
 
-    def _reading_too_long(self, seat: Seat) -> bool:
-        limit_s, profile = self._settings.router.queue_prefill_s, seat.joined.profile
-        if limit_s is None or profile.prefill_tokens_per_s <= 0:
-            return False
-        return self.choosing.unread(seat) > limit_s * profile.prefill_tokens_per_s * seat.ranks
+    def _reading_too_long(self, seat: Seat, limit_s: float) -> bool:
+        rate = seat.joined.profile.prefill_tokens_per_s
+        return rate > 0 and self.choosing.unread(seat) > limit_s * rate * seat.ranks
 
     def _frontends(self) -> int:
-        return len({*self.neighbours(), self._name})
+        others = self.neighbours()
+        return len({*others, self._name}) if others else 1
 
     def _allowed(self, seat: Seat) -> bool:
         return self._ignoring or self._outcomes.allowed(seat)

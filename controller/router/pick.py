@@ -93,17 +93,33 @@ class Picker:
         among, size = Filter(seats, rules), len(seats)
         if size > ROOM_LOOKS:
             self._place = (self._place + ROOM_LOOKS) % size
-            few = (seats[(self._place + n) % size] for n in range(ROOM_LOOKS))
-            if fit := [seat for seat in few if among.fits(seat)]:
-                return self.best(fit, rules.others)
+            few: Sequence[Seat] = [seats[(self._place + n) % size] for n in range(ROOM_LOOKS)]
+        else:
+            few = seats
+        for _, _, place in sorted(self._ranked(few, rules.others)):
+            if among.fits(few[place]):  # most often the first: nobody else is looked at
+                return self._taken(few[place])
         return self.best(among.left(), rules.others)
 
     def best(self, seats: Sequence[Seat], others: Callable[[str], Load | None]) -> Seat:
         """Return the best of some seats that the filter has left."""
-        best = min(seats, key=lambda seat: (cost(seat, others(seat.worker)), self._last.get(seat.key, 0)))
+        return self._taken(seats[min(self._ranked(seats, others))[2]])
+
+    def _ranked(
+        self, seats: Sequence[Seat], others: Callable[[str], Load | None]
+    ) -> list[tuple[float, int, int]]:
+        """Return each seat's cost, when it was picked last, and its place."""
+        last = self._last
+        return [
+            (cost(seat, others(seat.worker)), last.get(seat.key, 0), place)
+            for place, seat in enumerate(seats)
+        ]
+
+    def _taken(self, seat: Seat) -> Seat:
+        """Remember that it was this one's turn."""
         self._turn += 1
-        self._last[best.key] = self._turn
-        return best
+        self._last[seat.key] = self._turn
+        return seat
 
     def forget(self, keys: Collection[Key]) -> None:
         """Drop the memory of seats that are gone; keep `keys`."""
@@ -113,6 +129,8 @@ class Picker:
 class Filter:
     """Which of a model's seats may take one request? Together, or one by one: where the best is known before, one look at it
     is enough."""
+
+    __slots__ = ("_among", "_capped", "_rules", "_tried", "all")
 
     def __init__(
         self,

@@ -17,6 +17,7 @@ from events.observations import WorkerJoined
 Key = tuple[str, str]  # worker, instance
 Lineage = tuple[str, str]  # revision, tokenizer
 
+_USUAL = Knobs()
 RANKS_MAX = 1024  # DP ranks of a worker that are looked at, whatever it registers
 
 
@@ -194,7 +195,7 @@ class Table:
 
     def knobs(self, model: str) -> Knobs:
         """Return the knobs of a model's degradation level."""
-        return self._knobs.get(model) or Knobs()
+        return self._knobs.get(model, _USUAL)
 
     def kindred(self, model: str, lineage: Lineage) -> Sequence[Seat]:
         """Return a model's seats of one lineage. Each request asks several times, before a thousand of them."""

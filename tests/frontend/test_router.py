@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from datetime import UTC, datetime
+from random import Random
 from typing import Any
 
 import pytest
@@ -109,7 +110,41 @@ def test_room_for_a_request_is_found_without_a_look_at_everybody() -> None:
     picker = Picker()
     found = [picker.room(seats, rules).worker for _ in range(5)]
     assert len(set(found)) == 5
-    assert len(looks) == 5 * ROOM_LOOKS
+    assert len(looks) == 5
+
+
+def drawn(dice: Random) -> tuple[list[Seat], Rules]:
+    """Return a few seats, of which some are out of service, not connected, on trial, full or silent."""
+    seats = [seat(f"w{n}", dice.choice([0.0, 0.5, 1.0])) for n in range(dice.randrange(ROOM_LOOKS + 1))]
+    for one in seats:
+        one.active, one.promised, one.tokens = dice.randrange(4), dice.randrange(2), dice.randrange(9000)
+    there, allowed, late, laden = (
+        {f"w{n}" for n in range(9) if dice.random() < p} for p in (0.8, 0.9, 0.4, 0.5)
+    )
+    return seats, Rules(
+        reachable=lambda w, i: w in there,
+        allowed=lambda s: s.worker in allowed,
+        others=lambda w: Load(running=2) if w in laden else None,
+        cap=lambda s: 4,
+        frontends=lambda: 2,
+        lately=lambda w, i: w not in late,
+    )
+
+
+def outcome(find: Any, seats: list[Seat], rules: Rules) -> str:
+    try:
+        return find(seats, rules).worker
+    except NoWorker as error:
+        return type(error).__name__
+
+
+def test_room_for_a_request_is_found_where_a_look_at_everybody_finds_it() -> None:
+    dice, quick, thorough, found = Random(3), Picker(), Picker(), set()
+    for _ in range(300):
+        seats, rules = drawn(dice)
+        found.add(room := outcome(quick.room, seats, rules))
+        assert room == outcome(thorough.pick, seats, rules)
+    assert {"NotServed", "NoneRoutable", "NoneReachable", "AllBusy", "w0", "w1"} <= found
 
 
 def test_room_is_found_wherever_it_is_and_nobody_is_busy_before_all_are() -> None:
