@@ -62,11 +62,13 @@ class ApproximateCache(Generic[Holder]):
         root = self._roots.get(holder)
         if root is None:
             root = self._roots[holder] = _Sent(holder, (), None, now)
-        path = self._path(root, blocks, now)
+        before, path = self._blocks, self._path(root, blocks, now)
         for piece in reversed(path):
             piece.at = now
             self._order[piece] = holder
             self._order.move_to_end(piece)
+        if self._blocks == before:
+            return  # all of them were there: it is only as long again until they are forgotten
         self._index.store(holder, None, blocks)
         self.expire(now=now)
         while self._blocks > self._blocks_max:
