@@ -291,14 +291,14 @@ class RequestPlane:
         return line is not None and not line.pulse.stuck and not line.draining
 
     def lately(self, worker: str, instance: str) -> bool:
-        """Say whether this instance was heard as lately as one that lives is. While our loop stood still we heard nobody."""
+        """Say whether this instance was heard as lately as one that lives is. While our loop stood still we heard nobody: time
+        beyond the watch's next look does not count."""
         line = self._line(worker, instance)
-        now = min(asyncio.get_running_loop().time(), self.watch.look_due)
         if line is None:
             return False
-        limits = self._limits
-        owed_s = limits.lately_busy_s if line.pulse.open_streams else limits.lately_s
-        return now - line.pulse.heard_at <= owed_s
+        pulse, limits = line.pulse, self._limits
+        due = pulse.heard_at + (limits.lately_busy_s if pulse.open_streams else limits.lately_s)
+        return self.watch.look_due <= due or asyncio.get_running_loop().time() <= due
 
     def load(self, worker: str) -> Load | None:
         """Return the load that the worker reported last; None if it is not connected."""
@@ -307,8 +307,9 @@ class RequestPlane:
 
     def others(self, worker: str) -> Load | None:
         """Return what requests that are not ours load the worker with; None if it is not connected."""
-        line = self._line(worker)
-        return line.others if line is not None else None
+        link = self._links.get(worker)  # `_line`, spelled out: asked of each worker, twice a request
+        line = link.line if link is not None else None
+        return line.others if line is not None and line.live else None
 
     def others_by_rank(self, worker: str) -> Sequence[Load]:
         """Return the same for each of its DP ranks; nothing where it has only one, or does not say so."""

@@ -54,6 +54,7 @@ class Choosing:
         self._now = now
         self._dice = dice
         self._usual = pricing_of(settings)
+        self._mode = Mode(settings.mode)
         self._serial = itertools.count(1)
         self.view: KvView | None = None  # who has what, of those who say it
         self._guesses: ApproximateCache[Holder] = ApproximateCache(ttl_s=settings.ttl_secs)
@@ -65,34 +66,39 @@ class Choosing:
     def choose(self, among: Filter | Sequence[Seat], plan: Plan, said: Sequence[int] = ()) -> Choice:
         """Return where a request goes: to one of the seats that a filter leaves, or of these, at least one. `said`: accepted
         tokens behind its prompt. Raise NoWorker."""
-        settings = plan.wishes.router or self._settings
+        settings, mode, pricing, now = self._settings, self._mode, self._usual, self._now()
+        if plan.wishes.router is not None:
+            settings = plan.wishes.router
+            mode, pricing = Mode(settings.mode), pricing_of(settings)
         return self._chooser.choose(
             among,
-            self._prompt(plan, said, settings),
-            now=self._now(),
+            self._prompt(plan, said, settings, now),
+            now=now,
             draw=self._dice(),
-            mode=Mode(settings.mode),
-            pricing=self._usual if settings is self._settings else pricing_of(settings),
+            mode=mode,
+            pricing=pricing,
             others=None if self._settings.replica_sync else self._plane.others,
             by_rank=self._plane.others_by_rank,
         )
 
-    def _prompt(self, plan: Plan, said: Sequence[int], settings: RouterSettings) -> Prompt[Holder]:
+    def _prompt(
+        self, plan: Plan, said: Sequence[int], settings: RouterSettings, now: float
+    ) -> Prompt[Holder]:
         """Return what is to be placed. Where workers have blocks of several sizes, it is reckoned in those that most have."""
         sizes = self._table.block_sizes(plan.model, plan.lineage)
         tokens = len(plan.prompt) + len(said)
         if settings.mode != "kv" and not plan.wishes.explain:
             return Prompt(tokens, sizes[0])
         blocks = plan.names.of(sizes[0], said)
-        found = self._cached(blocks)
+        found = self._cached(blocks, now)
         for size in sizes[1:]:
-            found = better(found, _scaled(self._cached(plan.names.of(size, said)), size / sizes[0]))
+            found = better(found, _scaled(self._cached(plan.names.of(size, said), now), size / sizes[0]))
         return Prompt(tokens, sizes[0], blocks, found)
 
-    def _cached(self, blocks: Sequence[int]) -> Matches[Holder]:
+    def _cached(self, blocks: Sequence[int], now: float) -> Matches[Holder]:
         """Return how many of these blocks each rank has: what they say, and what we guess."""
         told = self.view.index.find(blocks) if self.view is not None else _NOTHING
-        return better(told, self._guesses.find(blocks, now=self._now())) if self._guesses else told
+        return better(told, self._guesses.find(blocks, now=now)) if self._guesses else told
 
     # --- what there is to do --------------------------------------------------------------------------------
 
@@ -107,7 +113,7 @@ class Choosing:
         return self._add(seat, Holder(seat.worker, seat.instance, rank), plan, said, 0)
 
     def _add(self, seat: Seat, holder: Holder, plan: Plan, said: Sequence[int], prefill_tokens: int) -> int:
-        settings, slot = plan.wishes.router or self._settings, next(self._serial)
+        settings, slot, now = plan.wishes.router or self._settings, next(self._serial), self._now()
         size, tokens = block_tokens(seat), len(plan.prompt) + len(said)
         blocks: Sequence[int] = plan.names.of(size, said) if settings.mode == "kv" else ()
         shared = blocks if settings.assume_kv_reuse else ()
@@ -115,14 +121,14 @@ class Choosing:
             slot,
             holder,
             shared,
-            now=self._now(),
+            now=now,
             prefill_tokens=prefill_tokens,
             block_tokens=size,
             own_blocks=0 if shared else tokens // size,
             expected_s=self._reading_s(seat, prefill_tokens),
         )
         if blocks and (self.view is None or not seat.joined.kv_events):
-            self._guesses.sent(holder, blocks, now=self._now())
+            self._guesses.sent(holder, blocks, now=now)
         return slot
 
     def _reading_s(self, seat: Seat, tokens: int) -> float | None:

@@ -36,6 +36,8 @@ class Routing:
         self._table = table
         self._plane = plane
         self._settings = settings
+        self._admission = settings.admission
+        self._unread_s = settings.router.queue_prefill_s  # the most that a worker may have to read
         self._outcomes = outcomes
         self._panic = panic
         self.choosing = choosing
@@ -53,9 +55,9 @@ class Routing:
 
     def cap(self, seat: Seat) -> int:
         """Return how many requests may be in flight there; none more where the prompts that it has take too long to be read."""
-        limit_s, limits = self._settings.router.queue_prefill_s, self._settings.admission
-        if limit_s is not None and self._reading_too_long(seat, limit_s):
+        if self._unread_s is not None and self._reading_too_long(seat, self._unread_s):
             return 0
+        limits = self._admission
         whole = limits.inflight_max or seat.joined.profile.max_batch * limits.inflight_per_batch
         return max(1, int(whole * self._table.knobs(seat.joined.model).batch_size))
 

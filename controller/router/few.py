@@ -39,7 +39,7 @@ def score_few(question: Question) -> FewScores | None:
     costs, device = [], []
     for place, work in enumerate(places.standing):
         has: float = cached_at.get(places.holders[place], 0) if cached_at else 0
-        credit, shared = (alone + extra) * has, used.get(work.row, 0)
+        credit, shared = (alone + extra) * has, used.get(work.row, 0) if used else 0
         if shared:
             sharers = requests[work.row] if shared >= has else 0
             has = max(has, shared * float(places.caching[place]))

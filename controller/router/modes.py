@@ -136,10 +136,10 @@ class Chooser:
         strategy = self._strategies[mode]
         one_by_one = mode is not Mode.KV or (pricing.temperature <= 0.0 and pricing.credit_decay == 0.0)
         if one_by_one and isinstance(among, Filter) and among.all:
-            question = self._question(among.all, prompt, pricing, others, by_rank, now, draw)
+            places = self._places.of(among.all)
+            question = Question(places, prompt, pricing, self._slots, others, by_rank, now, draw)
             if mode is Mode.KV and (few := score_few(question)) is not None:
                 if (place := lowest_of_few(few.costs, question, among.fits)) is not None:
-                    places = question.places
                     return Choice(
                         places.seat[place], places.holders[place], mode, question, few.device[place], place
                     )
@@ -147,22 +147,11 @@ class Chooser:
                 return _chosen(question, mode, place)
             draw = draw * _MIXED % 1.0  # those that were drawn with the first digits of it do not fit
         seats = among.left() if isinstance(among, Filter) else among
-        question = self._question(seats, prompt, pricing, others, by_rank, now, draw)
+        places = self._places.of(seats)
+        question = Question(places, prompt, pricing, self._slots, others, by_rank, now, draw)
         place = strategy.pick(question, _anybody)
         assert place is not None, "everybody fits"
         return _chosen(question, mode, place)
-
-    def _question(
-        self,
-        seats: Sequence[Seat],
-        prompt: Prompt[Holder],
-        pricing: Pricing,
-        others: Others | None,
-        by_rank: ByRank,
-        now: float,
-        draw: float,
-    ) -> Question:
-        return Question(self._places.of(seats), prompt, pricing, self._slots, others, by_rank, now, draw)
 
     def forget(self, keys: Collection[Key]) -> None:
         """Drop the memory of seats that are gone; keep `keys`."""
