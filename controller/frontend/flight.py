@@ -164,11 +164,11 @@ class Flight:
         if self.done:
             return
         try:
+            if self._plain and chunk.tokens and chunk.finish is None and chunk.error is None:
+                self._go_on(chunk)  # nearly always
+                return
             if chunk.tokens:
-                if self._plain and chunk.finish is None:
-                    self._go_on(chunk)
-                else:
-                    self._accept(chunk)
+                self._accept(chunk)
             elif chunk.text is not None:
                 self._accept_text(chunk.text)
             if self.finish is not None or self.error is not None:

@@ -7,7 +7,7 @@ so the events of many tokens are one join.
 """
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any, Protocol
@@ -112,23 +112,25 @@ class StreamVoice:
         "_speech",
         "_stream",
         "_suffix",
+        "flush",
         "stopped",
     )
 
     def __init__(self, form: Form, stream: SseStream, index: int) -> None:
         self._form = form
         self._stream = stream
+        self.flush: Callable[[], None] = stream.flush
         self._index = index
         self._opened = not form.chat
         self._said = 0
         self._offset = 0  # characters of the tokens whose logprobs were shown
         self.stopped = False
-        self._speech = form.speech()
         self._prefix, self._suffix = _frame(form, index)
         self._seam = self._suffix + self._prefix
         table = form.tokens.table
         self._fast: ByteDetokenizer | None = None
         self._json: dict[int, bytes] = {}
+        self._speech: Speech | None = None  # until something comes that the fast path does not say
         if table is not None and not form.stops and form.logprobs is None:
             self._fast, self._json = ByteDetokenizer(table), table.json
 
@@ -149,16 +151,20 @@ class StreamVoice:
             self._open()
         if self._fast is None:
             return self._say_slowly(tokens, logprobs)
-        texts = [text for token in tokens if (text := self._json.get(token)) is not None]
+        texts = list(filter(None, map(self._json.get, tokens)))
         if self._fast.pending or len(texts) < len(tokens):
             texts = [json.dumps(said).encode() for token in tokens if (said := self._fast.feed(token))]
         if texts:
-            self._stream.parts.append(b"%b%b%b" % (self._prefix, self._seam.join(texts), self._suffix))
+            self._stream.parts += (self._prefix, self._seam.join(texts), self._suffix)
         self._said += len(tokens)
         return len(tokens)
 
+    def _spoken(self) -> Speech:
+        self._speech = self._speech or self._form.speech()
+        return self._speech
+
     def _say_slowly(self, tokens: Sequence[int], logprobs: Sequence[Logprob] | None) -> int:
-        form, speech = self._form, self._speech
+        form, speech = self._form, self._spoken()
         for place, token in enumerate(tokens):
             text = speech.feed(token)
             shown = None
@@ -178,22 +184,22 @@ class StreamVoice:
             self._open()
         if self._fast is not None:
             self._fast.flush()  # an unfinished character: the text says it whole
-        said = self._speech.feed_text(text, tokens)
+        speech = self._spoken()
+        said = speech.feed_text(text, tokens)
         if said:
             self._stream.parts.append(self._form.chunk(self._index, said, None, None))
         self._said += tokens
-        self.stopped = self._speech.stopped
+        self.stopped = speech.stopped
 
     def finish(self, reason: str) -> None:
         if not self._opened:
             self._open()
-        rest = (self._fast.flush() if self._fast is not None else "") + self._speech.end()
+        rest = self._fast.flush() if self._fast is not None else ""
+        if self._speech is not None:
+            rest += self._speech.end()
         if rest:
             self._stream.parts.append(self._form.chunk(self._index, rest, None, None))
         self._stream.parts.append(self._form.chunk(self._index, None, None, reason))
-
-    def flush(self) -> None:
-        self._stream.flush()
 
     def rewind(self, count: int) -> None:
         assert count >= self._said, "what a client has seen cannot be unsaid"

@@ -95,6 +95,9 @@ class Page:
     def __init__(self) -> None:
         self.parts: list[bytes] = []
 
+    def flush(self) -> None:
+        pass
+
     @property
     def texts(self) -> list[str]:
         """The text of each event."""
