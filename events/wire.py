@@ -8,6 +8,7 @@ A stream number belongs to one *attempt* of one request and is never used again 
 revived worker still says about an old attempt is recognised and dropped.
 """
 
+import struct
 from collections.abc import Iterator
 from typing import Any, Literal, TypeAlias
 
@@ -19,6 +20,7 @@ VERSION = 1
 Why: TypeAlias = Literal["gone", "elsewhere", "complete"]  # why a frontend reads a stream no more
 FRAME_BYTES_MAX = 16 * 1024 * 1024
 _HEADER = 4
+_SIZE = struct.Struct("<I")
 
 
 class BadFrame(HoldfastError):
@@ -238,26 +240,32 @@ def encode(frame: ToWorker | ToFrontend) -> bytes:
 class Splitter:
     """Cuts a byte stream into frame bodies. One per connection and direction."""
 
-    __slots__ = ("_buffer",)
+    __slots__ = ("_rest", "_wanted")
 
     def __init__(self) -> None:
-        self._buffer = bytearray()
+        self._rest = bytearray()  # the beginning of a frame
+        self._wanted = 0  # bytes without which nothing can be done about it
 
     def feed(self, data: bytes) -> Iterator[bytes]:
         """Yield the body of every frame that `data` completes. Raise BadFrame if a length is absurd."""
-        buffer = self._buffer
-        buffer += data
-        start, end = 0, len(buffer)
+        if self._rest:
+            self._rest += data
+            if len(self._rest) < self._wanted:
+                return
+            data = bytes(self._rest)
+            self._rest.clear()
+        start, end, wanted = 0, len(data), _HEADER
         try:
-            while end - start >= _HEADER:
-                size = int.from_bytes(buffer[start : start + _HEADER], "little")
+            while start + _HEADER <= end:
+                (size,) = _SIZE.unpack_from(data, start)
                 if size > FRAME_BYTES_MAX:
                     raise BadFrame(f"a frame of {size} bytes is over the limit of {FRAME_BYTES_MAX}")
-                if end - start - _HEADER < size:
+                if start + _HEADER + size > end:
+                    wanted += size
                     break
-                start += _HEADER
-                body = bytes(buffer[start : start + size])
-                start += size
+                body = data[start + _HEADER : start + _HEADER + size]
+                start += _HEADER + size
                 yield body
         finally:
-            del buffer[:start]
+            self._rest += data[start:]
+            self._wanted = wanted
