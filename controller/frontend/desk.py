@@ -17,7 +17,7 @@ from controller.frontend.departures import Departures
 from controller.frontend.errors import ApiError
 from controller.frontend.exposure import Exposures
 from controller.frontend.flight import Flight
-from controller.frontend.meter import Meter, gauge_last, gauge_model, gauge_router, gauge_worker
+from controller.frontend.meter import Last, Meter, gauge_model, gauge_router, gauge_worker
 from controller.frontend.metrics import FrontendMetrics
 from controller.frontend.migration import Failure
 from controller.frontend.mover import Mover
@@ -206,13 +206,13 @@ class Desk:
 
     def landed(self, flight: Flight, seat: Seat) -> None:
         """An answer was completed on this worker."""
-        straight = flight.first_seat is seat
-        first, count = flight.first_at, len(flight.accepted)
-        ttft = first - flight.began_at if straight and first is not None else None
-        itl = (self.now() - first) / (count - 1) if straight and first is not None and count > 1 else None
-        model = flight.plan.model
-        self.outcomes.served(seat.key, count, ttft, itl, flight.under, flight.sent, model=model)
-        gauge_last(self.metrics, seat.worker, len(flight.plan.prompt), ttft, itl)
+        first, count, plan = flight.first_at, len(flight.accepted), flight.plan
+        ttft = itl = None
+        if flight.first_seat is seat and first is not None:  # one that had begun elsewhere says nothing of it
+            ttft = first - flight.began_at
+            itl = (self.now() - first) / (count - 1) if count > 1 else None
+            self.meter.landed(seat.worker, Last(len(plan.prompt), ttft, itl))
+        self.outcomes.served(seat.key, count, ttft, itl, flight.under, flight.sent, model=plan.model)
 
     def blame(self, seat: Seat, failure: Failure, under: int, sent: int) -> None:
         """A request failed by this worker's fault."""
