@@ -7,8 +7,10 @@ he is cancelled.
 """
 
 import asyncio
+import time
 from collections.abc import Callable, Mapping
 from email.utils import formatdate
+from functools import lru_cache
 
 from aiohttp import web
 from aiohttp.abc import AbstractStreamWriter
@@ -132,7 +134,7 @@ def head(version: tuple[int, int], headers: Mapping[str, str], *, chunked: bool,
         f"HTTP/{version[0]}.{version[1]} 200 OK",
         "Content-Type: text/event-stream; charset=utf-8",
         "Cache-Control: no-cache",
-        f"Date: {formatdate(usegmt=True)}",
+        f"Date: {_date(int(time.time()))}",  # noqa: TID251 (shown to the client, compared with nothing)
         *(f"{name}: {value}" for name, value in headers.items()),
     ]
     if chunked:
@@ -140,3 +142,9 @@ def head(version: tuple[int, int], headers: Mapping[str, str], *, chunked: bool,
     if not keep:
         lines.append("Connection: close")
     return ("\r\n".join(lines) + "\r\n\r\n").encode("latin-1", "replace")
+
+
+@lru_cache(1)
+def _date(second: int) -> str:
+    """Return a second since 1970 as HTTP writes it: it is the same for every head of that second."""
+    return formatdate(second, usegmt=True)
