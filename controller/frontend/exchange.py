@@ -3,8 +3,9 @@
 import asyncio
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
+
+import msgspec
 
 from controller.frontend.bodies import Ask
 from controller.frontend.desk import Desk
@@ -25,8 +26,7 @@ SEED_BITS = 31
 EXPLAINED_MAX = 8  # candidates in a header: clients take 8 KB of them or so
 
 
-@dataclass(frozen=True, slots=True)
-class Admitted:
+class Admitted(msgspec.Struct, frozen=True):
     """A request that has been let in, tokenised."""
 
     ask: Ask
