@@ -273,7 +273,7 @@ class Desk:
         self._parked.pop(flight, None)
         self._flights.pop(flight, None)
         self.departures.discard(flight)
-        self.meter.ended(flight, self.now())
+        flight.meter.ended(flight, self.now())
 
     # --- time ---------------------------------------------------------------------------------------------
 

@@ -44,17 +44,17 @@ class Flight:
     """One answer in the air. Implements `controller.ports.Sink`."""
 
     __slots__ = (
-        "_counted", "_desk", "_ended", "_feeding", "_grows", "_max", "_meter", "_outgrown", "_paid", "_passage",
+        "_counted", "_desk", "_ended", "_feeding", "_grows", "_max", "_outgrown", "_paid", "_passage",
         "_plain", "accepted", "allowance", "attempts", "began_at", "cached_tokens", "continuation",
         "crossing", "done", "error", "explained", "finish", "first_at", "first_seat", "last_at", "last_seat",
-        "not_before", "plan", "rank", "refused", "seat", "sent", "slot", "stream", "under", "voice"
+        "meter", "not_before", "plan", "rank", "refused", "seat", "sent", "slot", "stream", "under", "voice"
     )  # fmt: skip
 
     def __init__(
         self, desk: "Desk", plan: Plan, voice: Voice, allowance: Allowance, ended: Callable[["Flight"], None]
     ) -> None:
         self._desk = desk
-        self._meter = desk.meter.of(plan.model)
+        self.meter = desk.meter.of(plan.model)
         self._ended = ended
         self._passage = Passage(desk, plan)
         self._feeding = Feeding(desk.exposures, plan, self)
@@ -193,7 +193,7 @@ class Flight:
         new = len(self.accepted) - counted
         if not new:
             return
-        now, meter = self._desk.now(), self._meter
+        now, meter = self._desk.now(), self.meter
         assert self.seat is not None
         self._feeding.feed(self.seat.key, counted, now, new, self.rank)
         if self._grows:
@@ -264,15 +264,15 @@ class Flight:
 
     def _heard(self, chunk: Chunk | None) -> None:
         """Something came from this attempt: perhaps the first of the answer, or the first after a move."""
-        if not self._plain:
-            self._plain = True
-            self._desk.routing.choosing.read(self.slot)
-        now = self._desk.now()
         if chunk is not None and chunk.cached_tokens is not None and self.cached_tokens is None:
             self.cached_tokens = chunk.cached_tokens
+        if self._plain:
+            return  # what had been under way was over with this attempt's first token
+        self._plain = True
+        self._desk.routing.choosing.read(self.slot)
         if self.first_at is None:
-            self.first_at = now
-            self._meter.ttft.add(now - self.began_at)
+            self.first_at = self._desk.now()
+            self.meter.ttft.add(self.first_at - self.began_at)
             self._desk.first_token(self)
         self._passage.arrived(self, well=True)
         self._passage.restored("success")

@@ -39,6 +39,13 @@ class ModelMeter:
         self.outputs: Buckets = metrics.output_sequence.of(model)
         self.cached: Buckets = metrics.cached_tokens.of(model)
 
+    def ended(self, flight: "Flight", now: float) -> None:
+        """A flight is over."""
+        self.duration.add(now - flight.began_at)
+        self.outputs.add(len(flight.accepted))
+        if flight.cached_tokens is not None:
+            self.cached.add(flight.cached_tokens)
+
 
 class Last(NamedTuple):
     """How the last answer went that a worker began and ended."""
@@ -62,18 +69,6 @@ class Meter:
         if found is None:
             found = self._models[model] = ModelMeter(self._metrics, model)
         return found
-
-    def began(self, model: str, prompt_tokens: int) -> None:
-        """A request of so many prompt tokens begins."""
-        self.of(model).inputs.add(prompt_tokens)
-
-    def ended(self, flight: "Flight", now: float) -> None:
-        """A flight is over."""
-        meter = self.of(flight.plan.model)
-        meter.duration.add(now - flight.began_at)
-        meter.outputs.add(len(flight.accepted))
-        if flight.cached_tokens is not None:
-            meter.cached.add(flight.cached_tokens)
 
     def chosen(self, model: str, mode: str, overlap_blocks: float, required_blocks: int) -> None:
         """A worker was chosen that has so many of a prompt's blocks cached, as far as is known."""

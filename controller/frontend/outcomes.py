@@ -128,9 +128,10 @@ class Outcomes:
         counts only if the breaker has not moved since."""
         found = self.tally(key)
         found.under = self._number
-        admitted = breaker.admit(found.breaker)
-        if admitted is not None and admitted.position == "half_open":  # its time begins with the trial
-            found.breaker = replace(admitted, deadline=self._moment() + self._policy.trial_timeout)
+        if key in self._open:
+            admitted = breaker.admit(found.breaker)
+            if admitted is not None and admitted.position == "half_open":  # its time begins with the trial
+                found.breaker = replace(admitted, deadline=self._moment() + self._policy.trial_timeout)
         return self._number
 
     def positions(self) -> Mapping[Key, str]:
@@ -164,7 +165,8 @@ class Outcomes:
         model: str = "",
     ) -> None:
         """A request ended well on this worker. `sent` is what `sent` returned for it; None: it was the last."""
-        found, window = self.tally(key), self.tally(key).window
+        found = self.tally(key)
+        window = found.window
         found.model = model
         found.failures = 0
         if found.breaker.request_failures or found.breaker.position != "closed":
