@@ -143,7 +143,7 @@ _REFUSED_BY_BOTH: dict[str, tuple[Any, ...]] = {
     "json_schema": (None,),
     "structural_tag": (None,),
 }
-_REFUSED_BY_CHAT: dict[str, tuple[Any, ...]] = {
+_REFUSED_BY_CHAT: dict[str, tuple[Any, ...]] = _REFUSED_BY_BOTH | {
     "tools": (None, []),
     "functions": (None, []),
     "tool_choice": (None, "none", "auto"),
@@ -159,7 +159,7 @@ _REFUSED_BY_CHAT: dict[str, tuple[Any, ...]] = {
     "continue_final_message": (None, False),
     "add_special_tokens": (None, False),
 }
-_REFUSED_BY_COMPLETIONS: dict[str, tuple[Any, ...]] = {
+_REFUSED_BY_COMPLETIONS: dict[str, tuple[Any, ...]] = _REFUSED_BY_BOTH | {
     "echo": (None, False),
     "suffix": (None, ""),
     "add_special_tokens": (None, True),
@@ -213,8 +213,10 @@ def _is_type(step: int | str) -> bool:
 
 
 def _refuse(body: Body, refused: dict[str, tuple[Any, ...]]) -> None:
-    extra = body.model_extra or {}
-    for name, harmless in (_REFUSED_BY_BOTH | refused).items():
+    extra = body.model_extra
+    if not extra:
+        return
+    for name, harmless in refused.items():
         if name in extra and extra[name] not in harmless:
             raise unsupported(name)
 
@@ -239,13 +241,15 @@ def _ask(body: Body, *, chat: bool, logprobs: int | None) -> Ask:
         frequency_penalty=body.frequency_penalty or 0.0,
         repetition_penalty=1.0 if body.repetition_penalty is None else body.repetition_penalty,
         logprobs=logprobs,
-        guided=_guided(body.model_extra or {}),
+        guided=_guided(body.model_extra),
         cache_salt=body.cache_salt or "",
     )
 
 
 def _stops(stop: Any) -> tuple[str, ...]:
-    stops = [stop] if isinstance(stop, str) else [] if stop is None else stop
+    if stop is None:
+        return ()
+    stops = [stop] if isinstance(stop, str) else stop
     if not isinstance(stops, list):
         raise invalid("stop must be text or a list of texts", "stop")
     if len(stops) > STOPS_MAX:
@@ -257,8 +261,10 @@ def _stops(stop: Any) -> tuple[str, ...]:
     return tuple(stops)
 
 
-def _guided(extra: dict[str, Any]) -> dict[str, Any] | None:
+def _guided(extra: dict[str, Any] | None) -> dict[str, Any] | None:
     """Return what constrains the answer's form, for engines that can obey it."""
+    if not extra:
+        return None
     found = {name: extra[name] for name in GUIDED if extra.get(name) is not None}
     form = extra.get("response_format")
     if form is not None:

@@ -75,6 +75,7 @@ async def test_a_stream_says_the_same_token_by_token() -> None:
         (CHAT | {"top_logprobs": 3}, "top_logprobs", "logprobs"),
         (CHAT | {"logit_bias": {"1": 2}}, "logit_bias", "not supported"),
         (CHAT | {"tools": [{}]}, "tools", "not supported"),
+        (CHAT | {"odd": 1, "tools": [{}], "logit_bias": {"1": 2}}, "logit_bias", "not supported"),
         (CHAT | {"min_p": 0.1}, "min_p", "not supported"),
         (CHAT | {"include_stop_str_in_output": True}, "include_stop_str_in_output", "not supported"),
         (CHAT | {"continue_final_message": True}, "continue_final_message", "not supported"),
