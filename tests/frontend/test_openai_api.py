@@ -1,6 +1,7 @@
 """The API, as plain HTTP sees it: bad input, ids, tiers and knobs, clients that go away or do not read."""
 
 import asyncio
+import gzip
 import io
 import json
 import socket
@@ -153,6 +154,32 @@ async def test_a_body_that_cannot_be_unpacked_is_the_clients_mistake() -> None:
     ):
         assert (answer.status, (await answer.json())["error"]["code"]) == (400, "invalid_json")
         assert answer.headers["Connection"] == "close"
+
+
+async def test_a_body_may_come_long_after_its_head_and_in_pieces() -> None:
+    worker = ScriptedWorker()
+    async with frontend(worker) as kit:
+        body = json.dumps({"model": "m", "prompt": PROMPT, "max_tokens": 2}).encode()
+        reader, writer = await asyncio.open_connection("127.0.0.1", int(kit.url.rpartition(":")[2]))
+        head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nExpect: 100-continue\r\nContent-Length: %d"
+        writer.write(head % len(body) + b"\r\n\r\n")
+        told = await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), 5)
+        assert b" 100 " in told  # it waits for the body now
+        for piece in (body[:9], body[9:]):
+            writer.write(piece)
+            await writer.drain()
+        assert b" 200 " in await asyncio.wait_for(reader.readline(), 5)
+        assert worker.requests[0].tokens == PROMPT
+        writer.close()
+
+
+async def test_a_body_is_too_large_however_small_it_was_packed() -> None:
+    packed = {"Content-Encoding": "gzip"}
+    async with frontend(ScriptedWorker(), admission=AdmissionSettings(body_mb_max=1)) as kit:
+        for large, status in ((b" " * 1_000_000, 400), (b" " * 2_000_000, 413)):
+            data = gzip.compress(large)
+            async with kit.http.post(kit.url + "/v1/completions", data=data, headers=packed) as answer:
+                assert answer.status == status
 
 
 async def test_a_body_that_never_comes_is_not_waited_for_for_ever() -> None:
