@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 SIM_TEMPLATE = (
-    "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
+    "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}"
     "{% if add_generation_prompt %}assistant:{% endif %}"
 )
 SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "pad_token")
@@ -33,19 +33,20 @@ class ChatTemplate:
     def __init__(self, source: str, specials: dict[str, str]) -> None:
         from jinja2 import TemplateError
 
-        self._specials = specials
+        self._usual = {**specials, "add_generation_prompt": True, "tools": None}
         try:
             self._template = _environment().from_string(source)
         except TemplateError as error:
             raise BadTemplate(f"the chat template does not compile: {error}") from error
+        # Copied for every rendering: as the chain of maps that Jinja2 makes, they would take longer than the template
+        self._template.globals = dict(self._template.globals)
 
     def render(self, messages: Sequence[dict[str, Any]], /, **extra: Any) -> str:
         """Return the prompt that ends where the assistant begins. Raise BadTemplate.
 
         `extra` is the client's: it may bear any name, but the messages stay what they are.
         """
-        usual = {"add_generation_prompt": True, "tools": None}
-        names = self._specials | usual | extra | {"messages": list(messages)}
+        names = {**self._usual, **extra, "messages": list(messages)}
         try:
             return str(self._template.render(names))
         except (

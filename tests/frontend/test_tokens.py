@@ -136,6 +136,15 @@ def test_templates_run_in_the_sandbox() -> None:
         ChatTemplate("{{ raise_exception('roles must alternate') }}", {}).render([])
 
 
+def test_one_rendering_leaves_nothing_to_the_next() -> None:
+    said = "{{ x is defined }}{% set x = 1 %}{{ bos_token }}{{ range(2) }}{{ namespace(n=3).n }}{{ strftime_now('%%') }}"
+    template = ChatTemplate(said, {"bos_token": "<s>"})
+    for _ in range(2):
+        assert template.render([]) == "False<s>range(0, 2)3%"
+        with pytest.raises(BadTemplate, match="not callable"):
+            template.render([], x=1, bos_token="odd", range=2)
+
+
 def test_a_template_may_be_given_anything() -> None:
     said = [{"role": "user", "content": "hi"}]
     template = ChatTemplate("{{ self_ }}{{ messages[0].content }}{{ add_generation_prompt }}", {})
