@@ -10,6 +10,7 @@ taken care of here.
 import asyncio
 import codecs
 import json
+import os
 import threading
 from collections.abc import Sequence
 from functools import lru_cache
@@ -24,6 +25,8 @@ from events.errors import HoldfastError
 
 BUILTIN = "builtin:sim"
 BUILTIN_FILE = Path(__file__).with_name("builtin_sim_tokenizer.json")
+# A batch of one text is nothing to share out among threads: it would only be handed to another one, and waited for
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 MARK = "\0"  # merges with nothing that follows it
 LONG_TEXT = 16_384  # characters from which a text is tokenised off the loop
 INCOMPLETE_TOKENS_MAX = 64  # a run of tokens that yields no text is cut here: no character is that long
@@ -153,7 +156,9 @@ class Tokens:
 
     def encode(self, text: str, *, special: bool) -> list[int]:
         """Return the tokens of `text`; with `special`, those that the tokenizer puts around a plain prompt."""
-        return list(self._tokenizer.encode(text, add_special_tokens=special).ids)
+        # Of all ways to encode, only those for batches can leave out where in the text each token stands (a fifth of the
+        # time, and nobody asks), and let Python's other threads run meanwhile.
+        return list(self._tokenizer.encode_batch_fast([text], add_special_tokens=special)[0].ids)
 
     def encode_next(self, text: str) -> list[int]:
         """Return the tokens of a text that follows another: without the space that some put before a beginning."""
@@ -166,11 +171,7 @@ class Tokens:
         """Return the tokens of `text`, without holding the loop up if it is long."""
         if len(text) < LONG_TEXT:
             return self.encode(text, special=special)
-        return await asyncio.to_thread(self._encode_long, text, special)
-
-    def _encode_long(self, text: str, special: bool) -> list[int]:
-        """Of all ways to encode, only those for batches let Python's other threads run meanwhile."""
-        return list(self._tokenizer.encode_batch_fast([text], add_special_tokens=special)[0].ids)
+        return await asyncio.to_thread(self.encode, text, special=special)
 
     def detokenizer(self) -> Detokenizer:
         """Return a detokeniser for one answer."""

@@ -434,13 +434,13 @@ async def test_the_cap_holds_for_requests_whose_prompts_are_still_being_read() -
 
 
 async def test_room_that_was_not_taken_goes_to_who_waits(monkeypatch: pytest.MonkeyPatch) -> None:
-    worker, read, encode = ScriptedWorker("w1"), threading.Event(), Tokens._encode_long
+    worker, read, encode = ScriptedWorker("w1"), threading.Event(), Tokens.encode
 
-    def encode_when_told(tokens: Tokens, text: str, special: bool) -> list[int]:
+    def encode_when_told(tokens: Tokens, text: str, *, special: bool) -> list[int]:
         assert read.wait(5)
-        return encode(tokens, text, special)
+        return encode(tokens, text, special=special)
 
-    monkeypatch.setattr(Tokens, "_encode_long", encode_when_told)
+    monkeypatch.setattr(Tokens, "encode", encode_when_told)
     async with frontend(admission=AdmissionSettings(inflight_max=1)) as kit:
         await kit.add(worker, context_tokens=1000)
         text = "word " * (LONG_TEXT // 5 + 1)  # more than the context: refused when it has been read

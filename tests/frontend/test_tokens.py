@@ -2,6 +2,9 @@
 
 import asyncio
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -49,6 +52,28 @@ def test_any_text_survives_the_round(text: str) -> None:
     assert SIM.decode(SIM.encode(text, special=True)) == text
 
 
+@given(st.text(max_size=60), st.booleans())
+def test_texts_are_read_as_the_tokenizer_reads_them(text: str, special: bool) -> None:
+    for tokens in (SIM, SENTENCEPIECE):
+        plainly = tokens._tokenizer.encode(text, add_special_tokens=special).ids
+        assert tokens.encode(text, special=special) == plainly
+
+
+@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="threads are counted in /proc")
+def test_a_text_is_read_where_it_is_asked_for_by_no_other_thread() -> None:
+    code = (
+        "import os\n"
+        "from controller.frontend.tokens import BUILTIN, load_tokens\n"
+        "before = len(os.listdir('/proc/self/task'))\n"
+        "load_tokens(BUILTIN).encode('hello ' * 1000, special=False)\n"
+        "print(len(os.listdir('/proc/self/task')) - before)"
+    )
+    unset = {name: value for name, value in os.environ.items() if name != "TOKENIZERS_PARALLELISM"}
+    command = [sys.executable, "-c", code]
+    ran = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True, env=unset)
+    assert ran.stdout == "0\n"
+
+
 def test_tokens_that_do_not_exist_give_no_text() -> None:
     assert SIM.detokenizer().feed(999_999) == ""
 
@@ -70,6 +95,9 @@ def sentencepiece_like() -> Tokenizer:
         [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
     )
     return tokenizer
+
+
+SENTENCEPIECE = Tokens(sentencepiece_like(), None)
 
 
 def test_other_tokenizers_stream_exactly_and_flush() -> None:
