@@ -606,6 +606,22 @@ async def test_a_model_whose_workers_have_all_died_is_not_unknown() -> None:
             assert (await answer.json())["data"] == []
 
 
+async def test_a_models_requests_are_counted_on_when_its_workers_have_been_away() -> None:
+    ends = ("model", "endpoint", "request_type", "status", "error_type")
+    async with frontend(ScriptedWorker()) as kit:
+        await kit.complete(PROMPT, 2)
+        kit.tell(WorkerLeft(worker="w1", instance="i1", mode="crashed", exit=-9))
+        kit.health(kit.workers[0], HealthStatus.DEAD, 0.0)
+        assert (await ask_as(kit, None))[0] == 503
+        await kit.add(ScriptedWorker("w2"))
+        await kit.complete(PROMPT, 2)
+        assert kit.counted("dynamo_frontend_requests_total", *ends) == {
+            ("m", "completions", "unary", "success", ""): 2,
+            ("m", "completions", "unary", "error", "unavailable"): 1,
+        }
+        assert kit.counted("dynamo_frontend_active_requests", "model") == {}
+
+
 async def test_the_last_worker_dies_while_the_prompt_is_read() -> None:
     worker = ScriptedWorker()
     async with frontend() as kit:
