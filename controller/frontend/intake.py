@@ -2,7 +2,7 @@
 
 import asyncio
 import re
-import uuid
+import secrets
 from typing import Any
 
 import msgspec
@@ -98,4 +98,4 @@ def request_id(given: str | None) -> str:
     """Return the client's own id for a request if it is usable, else a fresh one."""
     if given and len(given) <= REQUEST_ID_MAX and given.isascii() and given.isprintable():
         return given
-    return uuid.uuid4().hex
+    return secrets.token_hex(16)
