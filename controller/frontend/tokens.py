@@ -79,13 +79,16 @@ class ByteTable:
 
 
 class ByteDetokenizer:
-    """Detokenise by table. `pending` says whether bytes of an unfinished character are held back."""
+    """Detokenise by table. `pending` says whether bytes of an unfinished character are held back.
+
+    Most answers have no token that ends within a character, and need no decoder.
+    """
 
     __slots__ = ("_decoder", "pending", "table")
 
     def __init__(self, table: ByteTable) -> None:
         self.table = table
-        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        self._decoder: codecs.IncrementalDecoder | None = None
         self.pending = False
 
     def feed(self, token: int) -> str:
@@ -95,13 +98,15 @@ class ByteDetokenizer:
             text = self.table.text[token]
             if text is not None:
                 return text
+        if self._decoder is None:
+            self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
         text = self._decoder.decode(self.table.bytes[token])
         self.pending = bool(self._decoder.getstate()[0])
         return text
 
     def flush(self) -> str:
         self.pending = False
-        return self._decoder.decode(b"", True)
+        return "" if self._decoder is None else self._decoder.decode(b"", True)
 
 
 class StreamDetokenizer:
