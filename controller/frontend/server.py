@@ -3,12 +3,10 @@
 import asyncio
 import os
 import socket
+from functools import partial
 from typing import Any
 
 from aiohttp import web
-from aiohttp.abc import AbstractStreamWriter
-from aiohttp.http_parser import RawRequestMessage
-from aiohttp.streams import StreamReader
 
 from controller.frontend.api import Api, Handler
 from controller.frontend.settings import FrontendSettings
@@ -97,17 +95,7 @@ class Doors:
 
 def _runner(handler: Handler, body_mb_max: int) -> web.ServerRunner:
     loop = asyncio.get_running_loop()
-
-    def make(
-        message: RawRequestMessage,
-        payload: StreamReader,
-        protocol: Any,
-        writer: AbstractStreamWriter,
-        task: "asyncio.Task[None]",
-    ) -> web.BaseRequest:
-        size = body_mb_max * 1024 * 1024
-        return web.BaseRequest(message, payload, protocol, writer, task, loop, client_max_size=size)
-
+    make = partial(web.BaseRequest, loop=loop, client_max_size=body_mb_max * 1024 * 1024)
     server = web.Server(
         handler,
         request_factory=make,
