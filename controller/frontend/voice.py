@@ -8,7 +8,6 @@ so the events of many tokens are one join.
 
 import json
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any, Protocol
 
@@ -51,8 +50,7 @@ class Voice(Protocol):
         ...
 
 
-@dataclass(frozen=True, slots=True)
-class Form:
+class Form(msgspec.Struct, frozen=True):
     """What every part of one response shares."""
 
     id: str
