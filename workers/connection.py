@@ -1,6 +1,7 @@
 """One frontend's connection to this worker: frames in, frames out, and what happens when the frontend does not read.
 
-While the frontend keeps up, every engine step is one frame. While it does not, steps gather in a backlog, one chunk per
+While the frontend keeps up, every engine step is one frame; but steps that follow one another within a millisecond leave
+together, unless a stream begins or ends with one. While it does not keep up, steps gather in a backlog, one chunk per
 stream (`wire.join`), and leave as one frame when it reads again: the slower the reader, the fewer and fuller the frames. What is
 gathered is bounded in bytes and in time; past either bound the connection is cut, and the frontend's streams with it.
 """
@@ -33,6 +34,7 @@ class Patience:
         8 * 1024 * 1024
     )  # gathered, estimated from above; one frame, so below FRAME_BYTES_MAX
     stalled_s_max: float = 10.0  # without reading anything
+    burst_s: float = 0.001  # steps that follow one another faster leave together: no useful model has such
 
 
 class Plane(Protocol):
@@ -69,6 +71,9 @@ class Connection(asyncio.Protocol):
         self._backlog: list[Chunk] = []
         self._last: dict[int, Chunk] = {}  # of the backlog, by stream
         self._backlog_bytes = 0
+        self._leaving: asyncio.TimerHandle | None = (
+            None  # when it does, unless the frontend has stopped reading
+        )
 
     # --- the transport's callbacks
 
@@ -101,14 +106,20 @@ class Connection(asyncio.Protocol):
         self._send_backlog()
 
     def _send_backlog(self) -> None:
+        if self._leaving is not None:
+            self._leaving.cancel()
+            self._leaving = None
         if self._backlog:
             chunks, self._backlog = self._backlog, []
             self._last.clear()
             self._backlog_bytes = 0
-            self.send(Step(chunks))
+            self.stepped_at = asyncio.get_running_loop().time()
+            self._write(Step(chunks))
 
     def connection_lost(self, error: Exception | None) -> None:
         self._transport = None
+        if self._leaving is not None:
+            self._leaving.cancel()
         self._plane.closed(self)
 
     # --- frames
@@ -136,20 +147,41 @@ class Connection(asyncio.Protocol):
                 raise wire.BadFrame("a frame before hello")
 
     def send(self, frame: ToFrontend) -> None:
-        """Write one frame."""
+        """Write one frame, behind all steps that it follows; while the frontend does not read, before them."""
+        if self._leaving is not None and self._paused_at is None:
+            self._send_backlog()
+        self._write(frame)
+
+    def _write(self, frame: ToFrontend) -> None:
         if self._plane.blackholed:
             self.tainted = True
         elif self._transport is not None and not self._transport.is_closing():
             self._transport.write(wire.encode(frame))
 
     def flush(self) -> None:
-        """Send this step's batch as one frame, or gather it while the frontend does not keep up."""
+        """Send this step's batch as one frame, or gather it: in a burst of steps, or while the frontend does not keep up."""
         batch, self.batch = self.batch, []
-        if self._paused_at is None or self._plane.blackholed:
-            self.stepped_at = asyncio.get_running_loop().time()
+        loop, burst_s = asyncio.get_running_loop(), self._plane.patience.burst_s
+        if self._plane.blackholed:
             self.send(Step(batch))
-        else:
-            self._gather(batch)
+            return
+        if self._paused_at is None and not self._backlog and loop.time() - self.stepped_at >= burst_s:
+            self.stepped_at = loop.time()
+            self._write(Step(batch))
+            return
+        self._gather(batch)
+        if self._paused_at is not None:
+            return
+        if any(_begins_or_ends(chunk) for chunk in batch):
+            self._send_backlog()
+        elif self._leaving is None:
+            self._leaving = loop.call_later(burst_s, self._leave)
+
+    def _leave(self) -> None:
+        """A burst has lasted long enough."""
+        self._leaving = None
+        if self._paused_at is None:
+            self._send_backlog()
 
     def _gather(self, batch: list[Chunk]) -> None:
         for chunk in batch:
@@ -184,6 +216,10 @@ class Connection(asyncio.Protocol):
         self._send_backlog()
         if self._transport is not None:
             self._transport.close()
+
+
+def _begins_or_ends(chunk: Chunk) -> bool:
+    return chunk.finish is not None or chunk.error is not None or chunk.cached_tokens is not None
 
 
 def _bytes(chunk: Chunk) -> int:

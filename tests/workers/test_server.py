@@ -10,7 +10,7 @@ from doors import Doors, narrow
 from engine_contract import prompt
 from plain_frontend import PlainFrontend
 
-from events.wire import Chunk, Generate, Hello, Load, Logprob, Splitter, Step, Why, to_frontend
+from events.wire import Beat, Chunk, Generate, Hello, Load, Logprob, Splitter, Step, Why, to_frontend
 from workers.connection import Connection, Patience
 from workers.counters import Ends
 from workers.engines.engine import Announce, Deliver, EngineIdentity, Immovable, Phase, unheard
@@ -225,6 +225,9 @@ class Line(asyncio.Transport):
     def write(self, data: bytes | bytearray | memoryview) -> None:
         self.said += data
 
+    def close(self) -> None:
+        pass
+
 
 async def test_what_gathers_for_a_slow_reader_is_one_chunk_with_all_that_was_said() -> None:
     line, server = Line(), Server(worker="w0", instance="i1", engine=SimulatedEngine(SHAPE))
@@ -264,6 +267,62 @@ async def test_what_gathers_for_a_slow_reader_is_one_chunk_with_all_that_was_sai
     assert [to_frontend.decode(body) for body in Splitter().feed(bytes(line.said))][1:] == [
         Step([Chunk(4, [307])])
     ], "what has left is forgotten"
+
+
+async def test_steps_of_one_burst_leave_together_and_what_begins_or_ends_at_once() -> None:
+    patience = Patience(burst_s=0.3)
+    line, server = (
+        Line(),
+        Server(worker="w0", instance="i1", engine=SimulatedEngine(SHAPE), patience=patience),
+    )
+    connection = Connection(server)
+    connection.connection_made(line)
+    splitter = Splitter()
+
+    def say(*chunks: Chunk) -> None:
+        connection.batch += chunks
+        connection.flush()
+
+    def said() -> list[object]:
+        frames = [to_frontend.decode(body) for body in splitter.feed(bytes(line.said))]
+        line.said.clear()
+        return frames
+
+    say(Chunk(1, [300], cached_tokens=0))
+    assert said() == [Step([Chunk(1, [300], cached_tokens=0)])]
+    await asyncio.sleep(0.4)
+    say(Chunk(1, [301]))
+    assert said() == [Step([Chunk(1, [301])])], "the last step was long ago"
+    say(Chunk(1, [302]))
+    say(Chunk(1, [303]))
+    assert said() == []
+    await asyncio.sleep(0.4)
+    assert said() == [Step([Chunk(1, [302, 303])])]
+    say(Chunk(1, [304]))
+    say(Chunk(1, [305]))
+    say(Chunk(2, [400], cached_tokens=16))
+    assert said() == [Step([Chunk(1, [304, 305]), Chunk(2, [400], cached_tokens=16)])]
+    say(Chunk(1, [306]))
+    connection.send(Beat("decode", 1.0))
+    assert said() == [Step([Chunk(1, [306])]), Beat("decode", 1.0)], "in the order in which it happened"
+    say(Chunk(2, [401]))
+    say(Chunk(2, [402], "length"))
+    assert said() == [Step([Chunk(2, [401, 402], "length")])]
+    say(Chunk(1, [307]))
+    connection.pause_writing()
+    await asyncio.sleep(0.4)
+    assert said() == [], "the frontend has stopped reading meanwhile"
+    say(Chunk(1, [308], "stop"))
+    assert said() == []
+    connection.resume_writing()
+    assert said() == [Step([Chunk(1, [307, 308], "stop")])]
+    say(Chunk(3, [500]))
+    connection.close()
+    assert said() == [Step([Chunk(3, [500])])]
+    say(Chunk(3, [501]))
+    connection.connection_lost(None)
+    await asyncio.sleep(0.4)
+    assert said() == []
 
 
 async def test_a_frontend_that_never_reads_is_cut_at_a_bound(
