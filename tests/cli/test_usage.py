@@ -96,12 +96,13 @@ def test_an_address_of_another_host_is_named(tmp_path: Path) -> None:
 
 def test_a_data_directory_of_a_newer_version_is_refused(tmp_path: Path) -> None:
     (tmp_path / "version").write_text("99\n")
-    refused(holdfast("up", "--data", str(tmp_path), "--port", "18999"), "newer version")
+    refused(holdfast("up", "--data", str(tmp_path), "--port", str(free_port())), "newer version")
 
 
 def test_a_data_directory_that_cannot_be_made_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    refused(holdfast("up", "--data", str(tmp_path / "file" / "x"), "--port", "18999"), "cannot be used")
+    data = str(tmp_path / "file" / "x")
+    refused(holdfast("up", "--data", data, "--port", str(free_port())), f"{data} cannot be used")
 
 
 @pytest.mark.parametrize(
@@ -272,9 +273,10 @@ def test_up_names_a_broker_that_cannot_be_reached_instead_of_waiting_for_it(tmp_
 
 
 @pytest.mark.parametrize("url", ["nats://localhost:abc", "nats://", "http://localhost:4222", "localhost"])
-@pytest.mark.parametrize("command", [["status"], ["events"], ["up", "--port", "18999"], ["worker"]])
-def test_a_brokers_url_that_is_none_is_named(command: list[str], url: str, tmp_path: Path) -> None:
-    done = holdfast(*command, "--data", str(tmp_path), HOLDFAST_NATS_URL=url)
+@pytest.mark.parametrize("command", ["status", "events", "up", "worker"])
+def test_a_brokers_url_that_is_none_is_named(command: str, url: str, tmp_path: Path) -> None:
+    port = ["--port", str(free_port())] if command == "up" else []
+    done = holdfast(command, *port, "--data", str(tmp_path), HOLDFAST_NATS_URL=url)
     refused(done, f"{url!r} is no broker's URL")
 
 

@@ -19,7 +19,7 @@ from roles import Process, Roles
 
 from controller.adapters.free_port import free_port
 
-TOKENS = 150
+TOKENS = 300  # three seconds: a busy machine takes one to see that all are under way
 NO_PLANNED_MOVES = {"HOLDFAST_FRONTEND__MOVING__ON_DRAIN": "finish"}  # they are no failures, and cost nothing
 FRONTENDS = {
     "free": ["--migration-limit", "3", "--migration-max-seq-len", "1000000"],
