@@ -53,9 +53,14 @@ WITH_A_PEER = {
 }
 
 
+WITH_VALGRIND = {
+    "request_cost": ["benchmarks.request_cost"],
+}
+
+
 def main() -> int:
     """Run the named benchmarks, or all; return 1 if one failed."""
-    known = BENCHMARKS | WITH_TORCH | WITH_A_TRACE | WITH_A_PEER
+    known = BENCHMARKS | WITH_TORCH | WITH_A_TRACE | WITH_A_PEER | WITH_VALGRIND
     names = sys.argv[1:] or list(BENCHMARKS)
     if unknown := [name for name in names if name not in known]:
         print(f"there is no benchmark {unknown[0]!r}; there are {', '.join(known)}", file=sys.stderr)
