@@ -1,4 +1,4 @@
-"""`make bench`: run every benchmark that needs neither torch, a trace nor a peer, one after the other; print their JSON lines.
+"""`make bench`: run every benchmark that needs neither torch, a trace, a peer nor valgrind, one by one; print their JSON lines.
 
 python -m benchmarks [NAME …]     names as in the table of benchmarks/README.md
 """

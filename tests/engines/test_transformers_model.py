@@ -54,7 +54,10 @@ class Reader:
 
 @pytest.fixture(scope="module")
 def model(tiny: Path) -> Model:
-    return load_model(tiny, device="cpu", dtype="float32", context_tokens=1024)
+    """The tiny model, as an engine makes it: processors differ in the rows that they add alike."""
+    model = load_model(tiny, device="cpu", dtype="float32", context_tokens=1024)
+    assert make_exact(model, model.pool(blocks=64, block_tokens=32), Blocks(64, 32))
+    return model
 
 
 def tokens(length: int, seed: int = 0, vocabulary: int = 2048) -> list[int]:
@@ -131,7 +134,7 @@ def test_a_band_of_rows_at_a_time_gives_the_same_bits(model: Model, monkeypatch:
 def test_the_check_at_start_finds_this_machine_exact(tiny: Path, dtype: str) -> None:
     model = load_model(tiny, device="cpu", dtype=dtype, context_tokens=1024)
     blocks = Blocks(64, 32)
-    assert is_exact(model, model.pool(blocks=64, block_tokens=32), blocks)
+    assert make_exact(model, model.pool(blocks=64, block_tokens=32), blocks)
     assert blocks.used == 0
 
 

@@ -18,6 +18,7 @@ from workers.engines.transformers.sequence import Sequence, Work
 _PROMPT = 80
 _PIECES = (37, 1, 1, 2, 16, 1, 21, 1)  # adds up to _PROMPT: single tokens, odd pieces, and a long one
 _STRANGERS = 3
+_ROUNDS = 6  # prompts: rounding to 16 bits hides most differences, so that one prompt often shows none
 
 
 def make_exact(model: Model, pool: Pool, blocks: Blocks) -> bool:
@@ -30,8 +31,11 @@ def make_exact(model: Model, pool: Pool, blocks: Blocks) -> bool:
 
 
 def is_exact(model: Model, pool: Pool, blocks: Blocks) -> bool:
-    """Return whether the last logits of a prompt are bit-identical however it is read. Leaves the pool as it was."""
-    draw = random.Random(1)
+    """Return whether the last logits of some prompts are bit-identical however they are read. Leaves the pool as it was."""
+    return all(_reads_alike(model, pool, blocks, random.Random(seed)) for seed in range(_ROUNDS))
+
+
+def _reads_alike(model: Model, pool: Pool, blocks: Blocks, draw: random.Random) -> bool:
     length = min(
         _PROMPT, model.context_tokens - 2, (blocks.count * blocks.tokens) // (_STRANGERS + 2) - blocks.tokens
     )
