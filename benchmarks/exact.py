@@ -139,6 +139,7 @@ class Said:
 
     tokens: list[int] = field(default_factory=list)
     error: str = ""
+    more: asyncio.Event = field(default_factory=asyncio.Event)
     over: asyncio.Event = field(default_factory=asyncio.Event)
 
 
@@ -177,6 +178,7 @@ class Rig:
                 continue
             said.tokens += chunk.tokens
             said.error = chunk.error or said.error
+            said.more.set()
             if chunk.finish or chunk.error:
                 said.over.set()
 
@@ -193,10 +195,12 @@ class Rig:
         return key
 
     async def until(self, key: int, count: int) -> None:
-        """Wait until an answer has so many tokens."""
+        """Wait until an answer has so many tokens. Raise TimeoutError."""
+        said = self.said[key]
         async with asyncio.timeout(ANSWER_S):
-            while len(self.said[key].tokens) < count:  # noqa: ASYNC110 (nobody says when)
-                await asyncio.sleep(0)
+            while len(said.tokens) < count:
+                said.more.clear()
+                await said.more.wait()
 
     async def answer(self, key: int) -> Said:
         """Wait for an answer's end. Raise TimeoutError."""
