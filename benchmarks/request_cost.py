@@ -4,7 +4,8 @@
     python -m benchmarks.request_cost --once 4000 [--profile FILE]     # microseconds of CPU, and a cProfile
 
 A whole static frontend in one process with two workers and 64 users that say what they always say: a chat of 64 tokens,
-streamed, greedy; workers write 32 steps at a time. The instructions are those of a process that answers many requests,
+streamed, greedy; what a worker says comes in three pieces, as of simulated workers flat out: the first token, and
+twice what was gathered meanwhile. The instructions are those of a process that answers many requests,
 less those of one that answers few, by valgrind's callgrind; the workers' and users' own share is in them, about a tenth.
 To compare two trees, run it in each.
 """
@@ -32,7 +33,8 @@ from controller.frontend.settings import FrontendSettings
 from controller.processes.frontend import Frontend
 from events import wire
 
-USERS, TOKENS, STEPS = 64, 64, 32
+USERS, PIECES = 64, (1, 32, 31)
+TOKENS = sum(PIECES)
 FEW = 64
 READY_S = 20.0
 END = b"0\r\n\r\n"
@@ -44,7 +46,7 @@ class CannedWorker(asyncio.Protocol):
     def __init__(self) -> None:
         self._loop = asyncio.get_running_loop()
         self._split = wire.Splitter()
-        self._made: dict[int, int] = {}  # tokens, by stream
+        self._said: dict[int, int] = {}  # pieces, by stream
         self._busy = False
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
@@ -56,26 +58,28 @@ class CannedWorker(asyncio.Protocol):
             if isinstance(frame, wire.Hello):
                 self._write(wire.encode(wire.Welcome("w", f"i{id(self)}", "m")))
             elif isinstance(frame, wire.Generate):
-                self._made[frame.stream] = 0
-        if self._made and not self._busy:
+                self._said[frame.stream] = 0
+        if self._said and not self._busy:
             self._busy = True
             self._loop.call_soon(self._say)
 
     def _say(self) -> None:
-        self._write(b"".join(wire.encode(wire.Step(self._step())) for _ in range(STEPS) if self._made))
-        self._busy = bool(self._made)
+        self._write(wire.encode(wire.Step(self._step())))
+        self._busy = bool(self._said)
         if self._busy:
             self._loop.call_soon(self._say)
 
     def _step(self) -> list[wire.Chunk]:
         chunks = []
-        for stream, made in list(self._made.items()):
-            chunk = wire.Chunk(stream, [300 + (made * 37 + stream) % 1700])
-            chunk.cached_tokens = 0 if made == 0 else None
-            self._made[stream] = made + 1
-            if made + 1 == TOKENS:
+        for stream, said in list(self._said.items()):
+            made = sum(PIECES[:said])
+            tokens = [300 + (place * 37 + stream) % 1700 for place in range(made, made + PIECES[said])]
+            chunk = wire.Chunk(stream, tokens)
+            chunk.cached_tokens = 0 if said == 0 else None
+            self._said[stream] = said + 1
+            if made + len(tokens) == TOKENS:
                 chunk.finish = "length"
-                del self._made[stream]
+                del self._said[stream]
             chunks.append(chunk)
         return chunks
 
