@@ -127,7 +127,10 @@ class Archive(Protocol):
         worker: str | None = None,
         incident: str | None = None,
     ) -> AsyncIterator[Sequence[Recorded]]:
-        """Yield, in order, the events that match everything given. `incident` finds what carries the incident's id."""
+        """Yield, in order, the events that match everything given.
+
+        `incident` finds what carries the incident's id, `worker` what `projection.concerns` the worker.
+        """
         ...
 
 

@@ -45,6 +45,7 @@ COLUMNS: dict[str, tuple[str, ...]] = {
 }  # fmt: skip
 STATE = ("workers", "breakers", "goldens", "levels")  # rows that are a fleet's; the others are an event's
 KEYS = {"goldens": 2}  # columns of the key; one everywhere else
+INCIDENT_KINDS = (IncidentOpened.kind(), IncidentClosed.kind())
 _POSITIONS = ("closed", "open", "half_open")
 EVENT_COLUMNS = (
     "seq", "at", "id", "kind", "source", "source_number", "number", "through", "worker", "instance", "request",
@@ -77,6 +78,14 @@ def event_row(event: Recorded) -> Row:
         incident, event.causation, event.correlation, event.said_at, body,
     )  # fmt: skip
     return row if "\\u0000" not in body else storable(row)
+
+
+def concerns(fact: Fact, worker: str) -> bool:
+    """Return whether a fact is about a worker: it carries its name, or opens or closes an incident of it."""
+    if isinstance(fact, IncidentOpened | IncidentClosed):
+        return fact.subject == f"worker:{worker}"
+    name = _PLACES_OF[type(fact)][0]
+    return name is not None and getattr(fact, name) == worker
 
 
 def storable(row: Row) -> Row:

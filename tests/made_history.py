@@ -182,6 +182,13 @@ class History:
             self.decide()
         return self
 
+    def recovery(self, worker: str = "w2") -> "History":
+        """Let a worker that came back answer until all is well again."""
+        for _ in range(6):
+            self.say(self.passed(worker))
+            self.decide(seconds=30)
+        return self
+
 
 async def publish(url: str, events: Sequence[Recorded]) -> int:
     """Put a made history on a real stream as it is, and return the last sequence."""

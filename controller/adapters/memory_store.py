@@ -148,14 +148,14 @@ class MemoryStore:
         worker: str | None = None,
         incident: str | None = None,
     ) -> AsyncIterator[Sequence[Recorded]]:
-        wanted = {1: since, 8: worker, 13: incident}
         found = [
             projection.recorded(row)
             for row in sorted(self._reach().events.values(), key=lambda row: int(row[0]))
-            if row[0] > after and (since is None or row[1] >= since)
-            and all(row[place] == value for place, value in wanted.items() if place != 1 and value is not None)
-        ]  # fmt: skip
-        if found:
+            if row[0] > after
+            and (since is None or row[1] >= since)
+            and (incident is None or row[13] == incident)
+        ]
+        if found := [e for e in found if worker is None or projection.concerns(e.fact, worker)]:
             yield found
 
     async def beside(self) -> "MemoryStore":

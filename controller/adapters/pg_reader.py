@@ -23,6 +23,10 @@ log = structlog.get_logger(__name__)
 _PLACE = "SELECT * FROM projection WHERE name = 'fleet'"
 _SNAPSHOT = "SELECT * FROM snapshots WHERE deciders_version = $1 AND codec_version = $2"
 _EVENTS = f"SELECT {', '.join(projection.EVENT_COLUMNS)} FROM fleet_events"
+_INCIDENTS = ", ".join(f"'{kind}'" for kind in projection.INCIDENT_KINDS)
+_CONCERNS = (  # as `projection.concerns`
+    f"(worker = ${{0}}::text OR kind IN ({_INCIDENTS}) AND body->>'subject' = 'worker:' || ${{0}}::text)"
+)
 _sources = msgspec.json.Decoder(dict[str, Last]).decode
 _OPEN = "SELECT * FROM incidents WHERE closed_at IS NULL"
 
@@ -100,9 +104,9 @@ class Reader:
         incident: str | None = None,
     ) -> AsyncIterator[Sequence[Recorded]]:
         """Yield the events that match, in order, in batches."""
-        tests = {"worker =": worker, "incident =": incident, "at >=": since}
+        tests = {_CONCERNS: worker, "incident = ${0}": incident, "at >= ${0}": since}
         given = [(test, value) for test, value in tests.items() if value is not None]
-        where = "".join(f" AND {test} ${n}" for n, (test, _) in enumerate(given, start=2))
+        where = "".join(f" AND {test.format(n)}" for n, (test, _) in enumerate(given, start=2))
         query = f"{_EVENTS} WHERE seq > $1{where} ORDER BY seq LIMIT {SELECT_BATCH}"
         while True:
             async with self._reader.use() as connection:

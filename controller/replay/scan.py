@@ -9,7 +9,6 @@ from controller.runtime.history import history
 from events.fact import Recorded
 from events.journal.port import Journal
 
-_WORKER = projection.EVENT_COLUMNS.index("worker")
 _INCIDENT = projection.EVENT_COLUMNS.index("incident")
 
 
@@ -38,8 +37,10 @@ class JournalArchive:
         """Yield the events that match, in order, in batches."""
         async for batch in self._all(after):
             found = [e for e in batch if since is None or e.at >= since]
-            if worker is not None or incident is not None:
-                found = [e for e in found if _about(projection.event_row(e), worker, incident)]
+            if worker is not None:
+                found = [e for e in found if projection.concerns(e.fact, worker)]
+            if incident is not None:
+                found = [e for e in found if projection.event_row(e)[_INCIDENT] == incident]
             if found:
                 yield found
 
@@ -47,7 +48,3 @@ class JournalArchive:
         last = await self._journal.last_seq()
         async for batch in history(self._journal, after, last):
             yield batch
-
-
-def _about(row: projection.Row, worker: str | None, incident: str | None) -> bool:
-    return (worker is None or row[_WORKER] == worker) and (incident is None or row[_INCIDENT] == incident)

@@ -161,8 +161,8 @@ def _prelude(before: Sequence[Recorded], symptom: datetime) -> list[Recorded]:
 
 
 def _belongs(event: Recorded, kind: str, who: str) -> bool:
-    if kind == "worker":
-        return True
+    if kind == "worker":  # an incident's own opening and closing carry its id; another's are another story
+        return not isinstance(event.fact, IncidentOpened | IncidentClosed)
     return isinstance(event.fact, RequestsRejected | Decision) and getattr(event.fact, "model", None) == who
 
 

@@ -17,6 +17,7 @@ from controller.replay.moment import BadMoment
 from controller.replay.travel import NotYet
 from controller.runtime.projector import Projector
 from events import codec
+from events.decisions import IncidentClosed, IncidentOpened
 from events.fact import Fact
 from events.journal.memory import MemoryJournal
 from events.observations import (
@@ -100,6 +101,45 @@ async def test_the_timeline_of_one_worker_and_since(history: History, store: Any
     failed = seq_of(history, "canary_failed")
     _, late = await typed(history, store, "timeline", "--since", str(failed))
     assert "w2 failed a canary" in late[0]
+
+
+async def test_the_timeline_of_a_worker_has_the_opening_and_the_closing_of_its_incidents(
+    history: History, store: AnyStore
+) -> None:
+    history.recovery().corruption("w1").recovery("w1")
+    await Projector(journal(history), store).catch_up(len(history.events))
+    for kept in (store, None):
+        _, said = await typed(history, kept, "timeline", "--worker", "w2")
+        assert [line.split(maxsplit=1)[1] for line in said if "incident" in line] == [
+            "incident-5 opened for worker w2: token_mismatch",
+            "incident-5 closed for worker w2: recovered",
+        ]
+        _, machine = await typed(history, kept, "timeline", "--worker", "w2", "-o", "json")
+        kinds = [json.loads(line)["kind"] for line in machine]
+        assert [kind for kind in kinds if "incident" in kind] == ["incident_opened", "incident_closed"]
+        assert len(said) == len(machine)
+
+
+async def test_the_incident_that_closed_when_the_next_one_opened_is_not_part_of_its_story(
+    open_store: OpenStore,
+) -> None:
+    history = History().start()
+    given: dict[str, Any] = {"decided_at": EPOCH, "subject": "worker:w2"}
+    number = history.latest.position.number
+    first = IncidentOpened(**given, number=number + 1, incident="incident-a", symptom="timeout")
+    history.append([first], through=len(history.events))
+    (cause,) = history.say(history.failed("w2"))
+    history.append(
+        [
+            IncidentClosed(**given, number=number + 2, incident="incident-a", outcome="recovered"),
+            IncidentOpened(**given, number=number + 3, incident="incident-b", symptom="timeout", cause=cause),
+        ],
+        through=len(history.events),
+    )
+    store = open_store()
+    await Projector(journal(history), store).catch_up(len(history.events))
+    story = await timeline.story(journal(history), store, "incident-b")
+    assert [e.fact.kind() for e in story.events] == ["canary_failed", "incident_opened"]
 
 
 async def test_one_incident_from_first_symptom_to_recovery(history: History, store: AnyStore) -> None:
@@ -257,6 +297,19 @@ async def test_streams_that_a_drain_moves_after_a_death_do_not_belong_to_it(open
     history.say(history.joined("w2", "w2-b"), source="w2-b")
     history.say(DrainRequested(worker="w2", instance="w2-b", by="operator"))
     history.say(history.migrated("req-1", "w2", "w0"), source="frontend-0", seconds=0.1)
+    assert "migrated" not in (await told(history, open_store())).headline()
+
+
+async def test_streams_that_the_next_incident_moves_do_not_belong_to_the_last(open_store: OpenStore) -> None:
+    history = History().start()
+    history.say(WorkerLeft(worker="w2", instance="w2-a", mode="immediate", exit=-9))
+    history.decide()
+    history.say(history.joined("w2", "w2-b"), source="w2-b", seconds=0.1)
+    history.decide()
+    history.say(history.failed("w2", "w2-b", confirmed=True, reason="token_mismatch"), seconds=0.1)
+    history.decide()
+    history.say(history.migrated("req-1", "w2", "w0"), source="frontend-0", seconds=0.1)
+    assert sum(e.fact.kind() == "incident_opened" for e in history.events) == 2
     assert "migrated" not in (await told(history, open_store())).headline()
 
 

@@ -155,7 +155,7 @@ async def test_a_start_from_a_snapshot_leads_to_the_same_state(open_store: OpenS
 
 
 async def test_events_are_found_by_id_number_worker_and_time(open_store: OpenStore) -> None:
-    history = History().start().corruption()
+    history = History().start().corruption().recovery()
     store = open_store()
     await feeder(history, store).feed()
     event = history.events[4]
@@ -164,7 +164,11 @@ async def test_events_are_found_by_id_number_worker_and_time(open_store: OpenSto
     assert await store.locate("decision:3") == decision.seq
     assert await store.locate("nothing") is None
     about = [e async for batch in store.select(worker="w2") for e in batch]
-    assert about == [e for e in history.events if projection.event_row(e)[8] == "w2"]
+    assert about == [e for e in history.events if projection.concerns(e.fact, "w2")]
+    named = [e for e in history.events if projection.event_row(e)[8] == "w2"]
+    assert {e.fact.kind() for e in about if e not in named} == {"incident_opened", "incident_closed"}
+    others = [e async for batch in store.select(worker="w0") for e in batch]
+    assert others == [e for e in history.events if projection.event_row(e)[8] == "w0"]
     late = [e async for batch in store.select(since=event.at, after=2) for e in batch]
     assert late == [e for e in history.events if e.at >= event.at]
 
