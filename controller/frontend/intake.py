@@ -24,7 +24,8 @@ async def read_prompts(ask: Ask, tokens: Tokens, context: int) -> list[tuple[lis
             message = "this model has no chat template; use /v1/completions"
             raise invalid(message, "messages", "no_chat_template")
         text = tokens.template.render(ask.messages, **(ask.template_extra or {}))
-        return [(await tokens.encode_soon(text, special=False), text)]
+        # Whose prefixes are nobody else's, his texts are not either: how fast one is read would say whether it was read before
+        return [(await tokens.encode_soon(text, special=False, shared=not ask.cache_salt), text)]
     out = []
     for prompt in ask.prompts or ():
         if isinstance(prompt, str):

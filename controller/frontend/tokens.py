@@ -15,11 +15,12 @@ import threading
 from collections.abc import Sequence
 from functools import lru_cache
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 from tokenizers import Tokenizer
 from tokenizers.decoders import DecodeStream
 
+from controller.frontend.pieces import TEXT_MAX, Pieces
 from controller.frontend.templates import ChatTemplate, load_template
 from events.errors import HoldfastError
 
@@ -157,13 +158,18 @@ class Tokens:
         self._tokenizer = tokenizer
         self.template = template
         self.size = ids_of(tokenizer)
-        self.table = ByteTable(tokenizer) if _is_byte_level(tokenizer) else None
+        form = json.loads(tokenizer.to_str())
+        self.table = ByteTable(tokenizer) if _is_byte_level(form) else None
+        self._pieces = Pieces.of(tokenizer, form, self._encode_each)
 
     def encode(self, text: str, *, special: bool) -> list[int]:
         """Return the tokens of `text`; with `special`, those that the tokenizer puts around a plain prompt."""
         # Of all ways to encode, only those for batches can leave out where in the text each token stands (a fifth of the
         # time, and nobody asks), and let Python's other threads run meanwhile.
         return list(self._tokenizer.encode_batch_fast([text], add_special_tokens=special)[0].ids)
+
+    def _encode_each(self, texts: list[str]) -> list[Sequence[int]]:
+        return [one.ids for one in self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)]
 
     def encode_next(self, text: str) -> list[int]:
         """Return the tokens of a text that follows another: without the space that some put before a beginning."""
@@ -172,8 +178,11 @@ class Tokens:
             return whole[len(before) :]
         return self.encode(text, special=False)
 
-    async def encode_soon(self, text: str, *, special: bool) -> list[int]:
-        """Return the tokens of `text`, without holding the loop up if it is long."""
+    async def encode_soon(self, text: str, *, special: bool, shared: bool = True) -> list[int]:
+        """Return the tokens of `text`, without holding the loop up if it is long. `shared`: what was read of earlier texts may
+        be taken from them, and later ones may take it from this one."""
+        if shared and not special and self._pieces is not None and len(text) < TEXT_MAX:
+            return await self._pieces.read(text, LONG_TEXT)
         if len(text) < LONG_TEXT:
             return self.encode(text, special=special)
         return await asyncio.to_thread(self.encode, text, special=special)
@@ -236,8 +245,8 @@ def ids_of(tokenizer: Tokenizer) -> int:
     return 1 + max(tokenizer.get_vocab(with_added_tokens=True).values(), default=-1)
 
 
-def _is_byte_level(tokenizer: Tokenizer) -> bool:
-    decoder = json.loads(tokenizer.to_str()).get("decoder") or {}
+def _is_byte_level(form: dict[str, Any]) -> bool:
+    decoder = form.get("decoder") or {}
     return bool(decoder.get("type") == "ByteLevel")
 
 

@@ -1,0 +1,135 @@
+"""Which tokens is a text that has mostly been read before, as the next turn of a conversation has?
+
+    text ── cut at the added tokens ──▶ pieces ── kept ──────────────────────────▶ tokens, joined
+                                           └── others ── the tokenizer, at once ──▶ kept
+
+A tokenizer cuts a text at its added tokens (`<|im_start|>`) before it does anything else, and then reads each piece as if
+there were no other: so the system's prompt and all earlier turns need not be read again. That holds for added tokens that
+are looked for in the text as it is (not `normalized`) and take nothing from beside them; the `normalized` ones are looked
+for within a piece. It does not hold for all tokenizers: `Pieces.of` says for which. See `AddedVocabulary::extract_and_normalize`
+and `TokenizerImpl::post_process` of Hugging Face's tokenizers 0.23.
+"""
+
+import asyncio
+import re
+from array import array
+from collections import OrderedDict
+from collections.abc import Callable, Collection, Iterator, Sequence
+from itertools import chain
+from typing import Any
+
+from tokenizers import Tokenizer
+
+KEPT_BYTES = 16 * 2**20  # of texts and tokens, per tokenizer
+PIECE_SHARE = 64  # a piece that takes more than this part of it is not kept: it would drive out all others
+ENTRY_BYTES = 320  # what keeping a piece takes besides its text and its tokens
+CHAR_BYTES = 8  # of a text that is not ASCII: wide characters, and UTF-8 beside them
+TEXT_MAX = 262_144  # characters from which a text is not cut: that would hold up the loop for milliseconds
+ADDED_MAX = 100  # characters of an added token
+_WITHIN_A_PIECE = {  # what splits further: each split for itself, wherever it stands (but for one kind of Metaspace)
+    "BertPreTokenizer", "ByteLevel", "CharDelimiterSplit", "Digits", "FixedLength", "Metaspace", "Punctuation", "Sequence",
+    "Split", "UnicodeScripts", "Whitespace", "WhitespaceSplit",
+}  # fmt: skip
+_AROUND_ALL = {"BertProcessing", "ByteLevel", "RobertaProcessing", "Sequence", "TemplateProcessing"}
+
+Encode = Callable[[list[str]], list[Sequence[int]]]
+
+
+class Pieces:
+    """The pieces of texts that one tokenizer has read lately. Touched by the loop only."""
+
+    def __init__(self, added: dict[str, int], encode: Encode, kept_bytes: int = KEPT_BYTES) -> None:
+        self._cut = re.compile(f"({_longest_of(added)})").split if added else lambda text: [text]
+        self._added: dict[str, Sequence[int]] = {"": ()} | {text: (token,) for text, token in added.items()}
+        self._encode = encode
+        self._piece_bytes_max = kept_bytes // PIECE_SHARE
+        self._kept: OrderedDict[str, array[int]] = OrderedDict()  # the latest last
+        self._room = kept_bytes
+
+    @classmethod
+    def of(cls, tokenizer: Tokenizer, form: dict[str, Any], encode: Encode) -> "Pieces | None":
+        """Return an empty one for this tokenizer, whose JSON is `form`; None if it may read a piece otherwise than alone."""
+        if not _reads_pieces_alone(form):
+            return None
+        added = [one for one in form["added_tokens"] if not one["normalized"]]
+        if any(one["lstrip"] or one["rstrip"] or one["single_word"] for one in added):
+            return None
+        ids = {one["content"]: one["id"] for one in added}
+        if any(not text or len(text) > ADDED_MAX or tokenizer.token_to_id(text) != ids[text] for text in ids):
+            return None
+        return cls(ids, encode)
+
+    async def read(self, text: str, long: int) -> list[int]:
+        """Return the tokens of a text, without those that a tokenizer puts around it. From `long` characters on, what is not
+        kept is read beside the loop."""
+        parts = self._cut(text)
+        known = {part: self._known(part) for part in parts}
+        missing = [part for part, tokens in known.items() if tokens is None]
+        if missing:
+            beside = sum(map(len, missing)) >= long
+            read = await asyncio.to_thread(self._encode, missing) if beside else self._encode(missing)
+            for part, tokens in zip(missing, read, strict=True):
+                known[part] = tokens
+                self._keep(part, tokens)
+        return list(chain.from_iterable(known[part] or () for part in parts))
+
+    def _known(self, part: str) -> Sequence[int] | None:
+        tokens = self._kept.get(part)
+        if tokens is None:
+            return self._added.get(part)
+        self._kept.move_to_end(part)
+        return tokens
+
+    def _keep(self, piece: str, tokens: Sequence[int]) -> None:
+        if piece in self._kept:  # another request read it meanwhile
+            return
+        kept = array("I", tokens)
+        takes = _takes(piece, kept)
+        if takes > self._piece_bytes_max:
+            return
+        self._kept[piece] = kept
+        self._room -= takes
+        while self._room < 0:
+            self._room += _takes(*self._kept.popitem(last=False))
+
+
+def _takes(piece: str, tokens: "array[int]") -> int:
+    """Return how many bytes keeping a piece takes at most, the same at any time."""
+    return ENTRY_BYTES + len(piece) * (1 if piece.isascii() else CHAR_BYTES) + len(tokens) * tokens.itemsize
+
+
+def _reads_pieces_alone(form: dict[str, Any]) -> bool:
+    """Say whether a tokenizer reads each piece as if there were no other, and the same at any time."""
+    if form["truncation"] or form["padding"] or form["model"].get("dropout"):
+        return False
+    for part in _parts(form["pre_tokenizer"]):
+        if part["type"] not in _WITHIN_A_PIECE or part.get("prepend_scheme") == "first":
+            return False
+    for part in _parts(form["post_processor"]):
+        wholes = sum(
+            "Sequence" in one for one in part.get("single", ())
+        )  # of a template, how often it says the text
+        if part["type"] not in _AROUND_ALL or (part["type"] == "TemplateProcessing" and wholes != 1):
+            return False
+    return True
+
+
+def _parts(form: dict[str, Any] | None) -> Iterator[dict[str, Any]]:
+    if form is not None:
+        yield form
+        for part in form.get("pretokenizers") or form.get("processors") or ():
+            yield from _parts(part)
+
+
+def _longest_of(words: Collection[str]) -> str:
+    """Return the regular expression of the longest of these words: a tree, because thousands of branches would all be tried
+    at every `<` of a text."""
+    ends = "" in words
+    rests: dict[str, list[str]] = {}
+    for word in words:
+        if word:
+            rests.setdefault(word[0], []).append(word[1:])
+    ways = [re.escape(char) + _longest_of(rest) for char, rest in rests.items()]
+    if len(ways) == 1 and not ends:
+        return ways[0]
+    return f"(?:{'|'.join(ways)}){'?' if ends else ''}" if ways else ""
