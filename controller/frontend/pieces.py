@@ -15,6 +15,7 @@ import re
 from array import array
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterator, Sequence
+from functools import partial
 from itertools import chain
 from typing import Any
 
@@ -25,6 +26,7 @@ PIECE_SHARE = 64  # a piece that takes more than this part of it is not kept: it
 ENTRY_BYTES = 320  # what keeping a piece takes besides its text and its tokens
 CHAR_BYTES = 8  # of a text that is not ASCII: wide characters, and UTF-8 beside them
 TEXT_MAX = 262_144  # characters from which a text is not cut: that would hold up the loop for milliseconds
+CUTS_MAX = 2000  # in one text; what follows is one piece, which the tokenizer cuts
 ADDED_MAX = 100  # characters of an added token
 _WITHIN_A_PIECE = {  # what splits further: each split for itself, wherever it stands (but for one kind of Metaspace)
     "BertPreTokenizer", "ByteLevel", "CharDelimiterSplit", "Digits", "FixedLength", "Metaspace", "Punctuation", "Sequence",
@@ -39,7 +41,8 @@ class Pieces:
     """The pieces of texts that one tokenizer has read lately. Touched by the loop only."""
 
     def __init__(self, added: dict[str, int], encode: Encode, kept_bytes: int = KEPT_BYTES) -> None:
-        self._cut = re.compile(f"({_longest_of(added)})").split if added else lambda text: [text]
+        cut = re.compile(f"({_longest_of(added)})")
+        self._cut = partial(cut.split, maxsplit=CUTS_MAX) if added else lambda text: [text]
         self._added: dict[str, Sequence[int]] = {"": ()} | {text: (token,) for text, token in added.items()}
         self._encode = encode
         self._piece_bytes_max = kept_bytes // PIECE_SHARE

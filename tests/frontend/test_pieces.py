@@ -14,7 +14,7 @@ from tokenizers import AddedToken, Regex, Tokenizer, models, normalizers, pre_to
 
 from controller.frontend.bodies import parse_chat
 from controller.frontend.intake import read_prompts
-from controller.frontend.pieces import KEPT_BYTES, PIECE_SHARE, TEXT_MAX, Pieces
+from controller.frontend.pieces import CUTS_MAX, KEPT_BYTES, PIECE_SHARE, TEXT_MAX, Pieces
 from controller.frontend.templates import ChatTemplate
 from controller.frontend.tokens import BUILTIN, BUILTIN_FILE, LONG_TEXT, Tokens, load_tokens
 
@@ -370,6 +370,14 @@ async def test_a_very_long_text_is_not_cut() -> None:
     text = "hello <s>" * (TEXT_MAX // 9 + 1)
     assert await tokens.encode_soon(text, special=False) == tokens.encode(text, special=False)
     assert not tokens._pieces._kept
+
+
+async def test_a_text_of_too_many_pieces_is_cut_so_often_and_no_more() -> None:
+    tokens = Tokens(byte_level(), None)
+    assert tokens._pieces is not None
+    text = "".join(f"{n}<s>" for n in range(CUTS_MAX + 500))
+    assert await tokens.encode_soon(text, special=False) == tokens.encode(text, special=False)
+    assert len(tokens._pieces._kept) == CUTS_MAX + 1
 
 
 async def test_what_is_given_out_is_nobody_elses() -> None:
