@@ -4,12 +4,13 @@ Unknown fields pass: clients send what their other servers understand. Fields th
 that nobody here obeys are refused, by name.
 """
 
-from dataclasses import dataclass
 from typing import Annotated, Any, TypeVar
 
+from msgspec import Struct
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from controller.frontend.errors import ApiError, invalid, unsupported
+from controller.frontend.plain_chat import PlainChat, plain_chat
 
 STOPS_MAX = 16
 N_MAX = 16
@@ -88,8 +89,7 @@ class CompletionBody(Body):
     logprobs: int | None = Field(default=None, ge=0, le=TOP_LOGPROBS_MAX)
 
 
-@dataclass(slots=True, kw_only=True)
-class Ask:
+class Ask(Struct, kw_only=True):
     """A request as the flights see it, whatever its form was. `logprobs` None: not wanted; else the top-k's k."""
 
     chat: bool
@@ -97,20 +97,20 @@ class Ask:
     stream: bool
     include_usage: bool
     max_tokens: int | None
-    min_tokens: int
+    min_tokens: int = 0
     temperature: float
     top_p: float
-    top_k: int
+    top_k: int = 0
     seed: int | None
-    stop: tuple[str, ...]
-    stop_token_ids: tuple[int, ...]
-    n: int
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    n: int = 1
     ignore_eos: bool
-    presence_penalty: float
-    frequency_penalty: float
-    repetition_penalty: float
-    logprobs: int | None
-    guided: dict[str, Any] | None
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logprobs: int | None = None
+    guided: dict[str, Any] | None = None
     messages: list[dict[str, Any]] | None = None
     cache_salt: str = ""  # prefixes are shared only with requests that have the same
     template_extra: dict[str, Any] | None = None
@@ -169,6 +169,12 @@ GUIDED = ("guided_json", "guided_regex", "guided_choice", "guided_grammar", "str
 
 def parse_chat(data: Any) -> Ask:
     """Return the Ask of a chat body. Raise ApiError, naming the field."""
+    plain = plain_chat(data)
+    return _plain_ask(plain) if plain is not None else parse_any_chat(data)
+
+
+def parse_any_chat(data: Any) -> Ask:
+    """Return the Ask of a chat body that may have any field. Raise ApiError, naming the field."""
     body = validated(ChatBody, data)
     _refuse(body, _REFUSED_BY_CHAT)
     if body.top_logprobs is not None and not body.logprobs:
@@ -219,6 +225,22 @@ def _refuse(body: Body, refused: dict[str, tuple[Any, ...]]) -> None:
     for name, harmless in refused.items():
         if name in extra and extra[name] not in harmless:
             raise unsupported(name)
+
+
+def _plain_ask(chat: PlainChat) -> Ask:
+    options = chat.stream_options
+    return Ask(
+        chat=True,
+        model=chat.model,
+        stream=chat.stream,
+        include_usage=options is not None and options.include_usage,
+        max_tokens=chat.max_completion_tokens or chat.max_tokens,
+        temperature=1.0 if chat.temperature is None else chat.temperature,
+        top_p=1.0 if chat.top_p is None else chat.top_p,
+        seed=chat.seed,
+        ignore_eos=chat.ignore_eos,
+        messages=[{"role": message.role, "content": message.content} for message in chat.messages],
+    )
 
 
 def _ask(body: Body, *, chat: bool, logprobs: int | None) -> Ask:
