@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from controller.frontend import make_sim_tokenizer
-from controller.frontend.templates import BadTemplate, ChatTemplate
+from controller.frontend.templates import SIM_TEMPLATE, BadTemplate, ChatTemplate, _environment
 from controller.frontend.tokens import (
     BUILTIN,
     BUILTIN_FILE,
@@ -171,6 +171,34 @@ def test_one_rendering_leaves_nothing_to_the_next() -> None:
         assert template.render([]) == "False<s>range(0, 2)3%"
         with pytest.raises(BadTemplate, match="not callable"):
             template.render([], x=1, bos_token="odd", range=2)
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        SIM_TEMPLATE,
+        "{% macro say(m) %}{{ caller() }}{{ m.role }}{{ bos_token }}{% endmacro %}"
+        "{% for m in messages %}{% call say(m) %}>{% endcall %}{% endfor %}",
+        "{% set ns = namespace(n=0) %}{% for m in messages %}{% set ns.n = ns.n + loop.index %}"
+        "{{ cycler('a', 'b').next() }}{% endfor %}{{ ns.n }}",
+        "{% block head %}{{ tools is none }}{{ x }}{% endblock %}{{ self.head() }}{{ dict(a=1) | tojson }}{{ joiner(', ')() }}",
+        "{% for m in messages %}{% if loop.last %}{% break %}{% endif %}{{ m['content'] | trim | upper }}{% endfor %}{{ no }}",
+        "{% set messages = messages[1:] %}{{ messages }}{{ range }}{% filter lower %}AB{{ x }}{% endfilter %}",
+    ],
+)  # fmt: skip
+def test_a_template_says_what_it_says_to_jinja(source: str) -> None:
+    messages = [{"role": "user", "content": " hi <b>\n"}, {"role": "assistant", "content": "é"}]
+    template = ChatTemplate(source, {"bos_token": "<s>"})
+    plainly = _environment().from_string(source)
+    for extra in ({}, {"x": 1}, {"range": 3, "bos_token": "odd", "messages": 1, "tools": []}):
+        names = {
+            "bos_token": "<s>",
+            "add_generation_prompt": True,
+            "tools": None,
+            **extra,
+            "messages": messages,
+        }
+        assert template.render(messages, **extra) == plainly.render(names)
 
 
 def test_a_template_may_be_given_anything() -> None:
