@@ -158,7 +158,9 @@ class ShutdownBegan(WorkerObservation):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DrainFinished(WorkerObservation):
-    """A draining worker has nothing in flight any more. Each stream that it had, or still took, ended in one of four ways."""
+    """A draining worker has nothing in flight any more. Each stream that it had, or still took, ended in one of four ways.
+
+    The drain begins when the worker is told, or with the first stream that a frontend, which heard before it, took away."""
 
     completed: int  # streams that ended here
     migrated: int  # streams that went on elsewhere, or were told to

@@ -17,7 +17,7 @@ import msgspec
 from events.errors import HoldfastError
 
 VERSION = 1
-Why: TypeAlias = Literal["gone", "elsewhere", "complete"]  # why a frontend reads a stream no more
+Why: TypeAlias = Literal["gone", "elsewhere", "drained", "complete"]  # why a frontend reads a stream no more
 FRAME_BYTES_MAX = 16 * 1024 * 1024
 _HEADER = 4
 _SIZE = struct.Struct("<I")
@@ -71,7 +71,9 @@ class Generate(msgspec.Struct, tag="gen", array_like=True):
 
 
 class Cancel(msgspec.Struct, tag="cancel", array_like=True):
-    """Nobody reads this stream any more here, and why: its client has gone, it goes on elsewhere, or its answer is complete."""
+    """Nobody reads this stream any more here, and why: its client has gone, it goes on elsewhere, or its answer is complete.
+
+    `drained` is elsewhere from a worker that the fleet drains, which may not have been told yet."""
 
     stream: int
     why: str = "gone"  # a Why; one that is not known is as good as gone

@@ -76,6 +76,7 @@ class Server:
         self._alone.set()
         self._deregistered = False
         self._ends_before: Ends | None = None  # when it began to drain, or had last said how it goes
+        self._drained_by: set[str] = set()  # frontends that drain it, before it was told to drain
         self._sending_on = ""  # why streams that decode are sent elsewhere; "": they are not
         self._listener: asyncio.Server | Door | None = None
         self._ticking: asyncio.TimerHandle | None = None
@@ -152,11 +153,18 @@ class Server:
     def cancel(self, connection: Connection, stream: int, why: str) -> None:
         """Take one stream out of the engine."""
         key = connection.streams.get(stream)
-        if key is not None:
-            self._drop(key, why)
+        if key is None:
+            return
+        if why == "drained" and not self.draining:  # its frontend has heard of the drain first: it begins now
+            self._ends_before = self._ends_before or self.counters.ends
+            self._drained_by.add(connection.frontend)
+        self._drop(key, why)
 
     def generate(self, connection: Connection, request: Generate) -> None:
         """Hand a request to the engine, or say at once why not."""
+        if connection.frontend in self._drained_by:  # the drain was taken back before this worker heard of it
+            self._drained_by.clear()
+            self._ends_before = None
         if error := self._objection(connection, request, request.stream):
             connection.batch.append(Chunk(request.stream, [], error=error))
             connection.flush()
@@ -195,7 +203,7 @@ class Server:
         assert self._loop is not None
         if why == "complete":
             self.counters.finished(self._loop.time() - flight.begun)
-        elif why == "elsewhere":
+        elif why in ("elsewhere", "drained"):
             self.counters.left += 1
         else:
             self.counters.cancelled += 1
@@ -352,7 +360,7 @@ class Server:
 
     def deregister(self) -> None:
         """Tell every frontend to send nothing more; requests that are on their way already are still taken."""
-        self._ends_before = self._ends_before or self.counters.ends
+        self._begin_account()
         self._deregistered = True
         self.moves.target.drop_all(LEAVES)  # they decode well where they are
         self._beat_all()
@@ -363,13 +371,21 @@ class Server:
         if refusal is None:
             self._ends_before = None
         else:
-            self._ends_before = self._ends_before or self.counters.ends
+            self._begin_account()
             self.moves.target.drop_all(refusal.reason)
         if tell:
             self._beat_all()
 
+    def _begin_account(self) -> None:
+        """From now on this worker drains, unless a frontend has drained it already."""
+        self._ends_before = self._ends_before or self.counters.ends
+        self._drained_by.clear()
+
     def drained(self) -> Ends:
-        """Return how streams have ended since it began to drain, or since this was last asked."""
+        """Return how streams have ended since it began to drain, or since this was last asked.
+
+        It began when the worker was told, or before that with the first stream that a frontend took away for the drain.
+        """
         now = self.counters.ends
         before, self._ends_before = self._ends_before or now, now
         return now - before

@@ -529,6 +529,8 @@ class Flight:
 
     def _cancel_stream(self, why: Why = "gone") -> None:
         if self.seat is not None:
+            if why == "elsewhere" and self._desk.table.drains(self.seat):
+                why = "drained"
             self._desk.plane.cancel(self.seat.worker, self.stream, why)
 
 

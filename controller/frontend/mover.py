@@ -121,7 +121,7 @@ class Mover:
 
     def _reasons(self, seat: Seat) -> frozenset[PlannedCause]:
         worker, found = self._table.worker(seat), set[PlannedCause]()
-        if self._plane.draining(seat.worker, seat.instance) or (worker is not None and worker.drain.active):
+        if self._plane.draining(seat.worker, seat.instance) or self._table.drains(seat):
             found.add("drain")
         if worker is not None and worker.health.limits:
             limit = worker.health.limit

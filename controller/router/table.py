@@ -175,6 +175,11 @@ class Table:
         same = worker is not None and worker.alive and worker.joined.instance == seat.instance
         return worker if same else None
 
+    def drains(self, seat: Seat) -> bool:
+        """Return whether the fleet drains a seat's life. The worker may not have been told yet."""
+        worker = self.worker(seat)
+        return worker is not None and worker.drain.active
+
     @property
     def workers(self) -> Iterable[Worker]:
         """Every worker that the fold knows, the dead ones too."""

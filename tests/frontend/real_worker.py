@@ -13,7 +13,7 @@ from uuid import uuid4
 
 from events.channels import Channels
 from events.fact import Fact
-from events.observations import WorkerJoined
+from events.observations import DrainFinished, WorkerJoined
 from events.wire import Chunk, Generate, Reserve
 from workers.connection import Connection
 from workers.engines.engine import Engine, EngineDead
@@ -41,6 +41,7 @@ class RealWorker:
     cut_after: int | None = None
     channels: Channels | None = None  # behind the broker, instead of on a port
     due: asyncio.Event = field(default_factory=asyncio.Event)  # a flag: the cut's place has come
+    drained: list[Fact] = field(default_factory=list)  # what it has said of its drains
 
     def __post_init__(self) -> None:
         self._said = 0
@@ -82,7 +83,13 @@ class RealWorker:
     def observe(self, fact: Fact, **_: Any) -> str:
         if isinstance(fact, WorkerJoined):
             self._joined = fact
+        if isinstance(fact, DrainFinished):
+            self.drained.append(fact)
         return ""
+
+    def drain(self) -> None:
+        """Tell it to drain, as the controller does."""
+        self._worker.obedience.on_drain("", {"instance": self.instance})
 
     def cut(self, after: int) -> None:
         """Slow down after so many tokens from now on."""

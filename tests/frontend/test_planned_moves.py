@@ -171,7 +171,7 @@ async def test_a_drained_workers_stream_goes_on_elsewhere_with_its_kv_cache() ->
         assert reserve.request.sampling.max_tokens == COUNT - said
         assert len(reserve.request.tokens) < reserve.room_tokens <= len(PROMPT) + COUNT
         assert p.source.cancelled == [p.source.requests[0].stream] and p.target.requests == []
-        assert p.source.why == ["elsewhere"], "to the worker it has not failed, nor been given up"
+        assert p.source.why == ["drained"], "it has not failed, nor been given up, and may not have heard yet"
         await p.nothing_is_left()
         assert p.kit.counted("dynamo_frontend_model_migration_total", "model") == {}
 

@@ -26,7 +26,7 @@ Eventually = Callable[..., Awaitable[None]]
 SHAPE = Shape(context_tokens=512, kv_blocks=60, batch_max=12, waiting_max=20)  # tight, so that it preempts
 ROOMY = Shape(context_tokens=512, kv_blocks=4096)
 STEPS = 120
-WHYS = ("gone", "elsewhere", "complete", "a reason of tomorrow")
+WHYS = ("gone", "elsewhere", "drained", "complete", "a reason of tomorrow")
 
 
 def undisturbed(tokens: list[int], most: int) -> list[int]:

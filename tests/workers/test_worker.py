@@ -20,6 +20,7 @@ from events.observations import (
     WorkerJoined,
     WorkerLeft,
 )
+from events.wire import Hello
 from workers.engines.engine import Announce, Deliver, EngineDead, unheard
 from workers.engines.simulated.engine import SimulatedEngine
 from workers.engines.simulated.sequence import Shape
@@ -124,6 +125,44 @@ async def test_a_resumed_worker_takes_requests_again_and_its_next_drain_counts_i
     await life.bus.request(subjects.drain("w0"), drain)
     await eventually(lambda: len(life.facts) == 3)
     assert life.facts[1:] == [DrainFinished(**ABOUT, completed=0, migrated=0)] * 2
+    frontend.transport.close()
+
+
+async def test_a_drain_that_a_frontend_hears_of_first_counts_the_streams_that_it_took_away(
+    begin: Begin, eventually: Eventually
+) -> None:
+    life = await begin(itl_s=0.01)
+    frontend, other = [await PlainFrontend.connect(life.port, Hello(name)) for name in ("f1", "f2")]
+    moved, first, second, late = [frontend.ask(prompt(salt=n), max_tokens=10_000) for n in range(4)]
+    unknowing = other.ask(prompt(salt=5), max_tokens=10_000)
+    await frontend.until(lambda: all(frontend.tokens(stream) for stream in (moved, first, second, late)))
+    frontend.cancel(moved, "elsewhere")  # an operator's move, before
+    frontend.cancel(first, "drained")
+    frontend.cancel(second, "drained")
+    await eventually(lambda: life.worker.server.in_flight == 2)
+    begun = other.ask(prompt(salt=6), max_tokens=4)  # this one has not heard yet
+    assert len(await other.answer(begun)) == 4
+    await life.bus.request(subjects.drain("w0"), {"instance": "i1", "deadline_s": 20})
+    frontend.cancel(late, "drained")
+    other.cancel(unknowing, "gone")
+    await eventually(lambda: len(life.facts) > 1)
+    assert life.facts[1:] == [DrainFinished(**ABOUT, completed=1, migrated=3, cancelled=1)]
+    frontend.transport.close()
+    other.transport.close()
+
+
+async def test_a_drain_that_was_taken_back_before_the_worker_heard_is_no_part_of_the_next_one(
+    begin: Begin, eventually: Eventually
+) -> None:
+    life = await begin(itl_s=0.01)
+    frontend = await PlainFrontend.connect(life.port)
+    stream = frontend.ask(prompt(), max_tokens=10_000)
+    await frontend.until(lambda: frontend.tokens(stream))
+    frontend.cancel(stream, "drained")
+    assert len(await frontend.answer(frontend.ask(prompt(salt=1)))) == 16  # so it was resumed
+    await life.bus.request(subjects.drain("w0"), {"instance": "i1", "deadline_s": 20})
+    await eventually(lambda: len(life.facts) > 1)
+    assert life.facts[1:] == [DrainFinished(**ABOUT, completed=0, migrated=0)]
     frontend.transport.close()
 
 
