@@ -66,14 +66,22 @@ class Pieces:
         """Return the tokens of a text, without those that a tokenizer puts around it. From `long` characters on, what is not
         kept is read beside the loop."""
         parts = self._cut(text)
+        tokens: list[int] = []
+        for part in parts:
+            known = self._known(part)
+            if known is None:
+                return await self._read_rest(parts, long)
+            tokens += known
+        return tokens
+
+    async def _read_rest(self, parts: list[str], long: int) -> list[int]:
         known = {part: self._known(part) for part in parts}
         missing = [part for part, tokens in known.items() if tokens is None]
-        if missing:
-            beside = sum(map(len, missing)) >= long
-            read = await asyncio.to_thread(self._encode, missing) if beside else self._encode(missing)
-            for part, tokens in zip(missing, read, strict=True):
-                known[part] = tokens
-                self._keep(part, tokens)
+        beside = sum(map(len, missing)) >= long
+        read = await asyncio.to_thread(self._encode, missing) if beside else self._encode(missing)
+        for part, tokens in zip(missing, read, strict=True):
+            known[part] = tokens
+            self._keep(part, tokens)
         return list(chain.from_iterable(known[part] or () for part in parts))
 
     def _known(self, part: str) -> Sequence[int] | None:
