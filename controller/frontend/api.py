@@ -190,8 +190,9 @@ class Api:
     ) -> tuple[Admitted, Tokens]:
         desk = self.desk
         routing = desk.routing
-        engine, text_only = routing.engine(ask.model, lineage), routing.text_only(ask.model, lineage)
-        refuse_unobeyed(ask, engine, text_only=text_only)
+        if ask.guided or ask.logprobs is not None:
+            engine, text_only = routing.engine(ask.model, lineage), routing.text_only(ask.model, lineage)
+            refuse_unobeyed(ask, engine, text_only=text_only)
         began = desk.now()
         try:
             tokens = await ready_tokens(lineage[1])
