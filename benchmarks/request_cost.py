@@ -23,6 +23,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import cast
 
@@ -160,13 +161,13 @@ async def answer(requests: int, profile: str) -> float:
         return took / requests
 
 
-def instructions(requests: int) -> int:
-    """Return how many instructions a process takes that answers so many requests."""
+def instructions(requests: int, module: str) -> int:
+    """Return how many instructions a process of this module takes that answers so many requests."""
     with tempfile.TemporaryDirectory() as folder:
         log = Path(folder, "log")
         command = [
             "valgrind", "--tool=callgrind", f"--callgrind-out-file={folder}/out", f"--log-file={log}",
-            sys.executable, "-m", "benchmarks.request_cost", "--once", str(requests),
+            sys.executable, "-m", module, "--once", str(requests),
         ]  # fmt: skip
         fixed = {"PYTHONHASHSEED": "0", "OPENBLAS_NUM_THREADS": "1"}
         subprocess.run(command, env=os.environ | fixed, check=True, stdout=subprocess.DEVNULL)
@@ -176,9 +177,9 @@ def instructions(requests: int) -> int:
     return int(found.group(1))
 
 
-def main() -> None:
-    """Measure, and print one JSON object."""
-    p = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+def measured(answer: Callable[[int, str], Coroutine[None, None, float]], module: str, says: str) -> None:
+    """Measure what this module's `answer` takes a request, and print one JSON object."""
+    p = argparse.ArgumentParser(description=says.splitlines()[0])
     p.add_argument("--requests", type=int, default=256)
     p.add_argument("--runs", type=int, default=3)
     p.add_argument("--once", type=int, default=0, metavar="REQUESTS", help="CPU time only, in this process")
@@ -189,10 +190,10 @@ def main() -> None:
         os._exit(0)  # a frontend that is cancelled in the middle has much to say
     if shutil.which("valgrind") is None:
         raise SystemExit("valgrind is not installed: --once measures CPU time without it")
-    few = instructions(FEW)
-    runs = [round((instructions(FEW + a.requests) - few) / a.requests / 1000) for _ in range(a.runs)]
+    few = instructions(FEW, module)
+    runs = [round((instructions(FEW + a.requests, module) - few) / a.requests / 1000) for _ in range(a.runs)]
     print(json.dumps({"kiloinstructions": statistics.median(runs), "runs": runs}))
 
 
 if __name__ == "__main__":
-    main()
+    measured(answer, "benchmarks.request_cost", __doc__ or "")

@@ -37,6 +37,14 @@ class TestSimulated(EngineContract):
         return SimulatedEngine(SMALL)
 
 
+class TestSimulatedManyATurn(EngineContract):
+    """Flat out, several steps to a turn of the loop."""
+
+    @pytest.fixture
+    async def engine(self) -> Engine:
+        return SimulatedEngine(SMALL, turn_tokens=8)
+
+
 class TestSimulatedWithTiming(EngineContract):
     """With steps that take time."""
 
@@ -297,6 +305,19 @@ async def test_an_engine_flat_out_lets_the_loop_do_other_things(rig: Rig) -> Non
         await asyncio.sleep(0)
         turns += 1
     assert turns > 1000  # one turn of the loop per step, not one for all of them
+
+
+async def test_steps_that_share_a_turn_of_the_loop_are_bounded(rig: Rig) -> None:
+    several = Rig(SimulatedEngine(SMALL, turn_tokens=100))
+    await several.start()
+    keys = [[one.submit(prompt(salt=n), max_tokens=400) for n in range(4)] for one in (rig, several)]
+    for key in keys[1]:
+        await several.answer(key)
+    each = [len(chunk.tokens) for key in keys[1] for chunk in several.answers[key].chunks]
+    assert max(each) == 26  # their shares of a hundred, and one more
+    answers = [await rig.answer(key) for key in keys[0]]
+    assert [several.answers[key].tokens for key in keys[1]] == [answer.tokens for answer in answers]
+    await several.engine.stop()
 
 
 # --- DP ranks, and what they announce

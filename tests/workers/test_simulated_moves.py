@@ -58,6 +58,32 @@ class TestManyRanks(EngineMoves):
         return lambda: SimulatedEngine(shape)
 
 
+async def test_who_moves_is_given_one_token_in_a_turn_of_the_loop() -> None:
+    rig = Rig(SimulatedEngine(SMALL, turn_tokens=64))
+    await rig.start()
+    key = rig.submit(prompt(), max_tokens=1900)
+    answer = rig.answers[key]
+
+    async def turn() -> int:
+        before = len(answer.tokens)
+        await asyncio.sleep(0)
+        return len(answer.tokens) - before
+
+    await turn()
+    assert await turn() > 10
+    export = rig.engine.export(key)
+    assert export is not None
+    assert [await turn() for _ in range(20)] == [1] * 20
+    export.close()
+    assert await turn() > 10
+    arrival = rig.engine.reserve(rig.key(), asked(0, prompt(salt=1), max_tokens=20), 100)
+    assert not isinstance(arrival, str)
+    assert [await turn() for _ in range(20)] == [1] * 20
+    arrival.abort()
+    assert await turn() > 10
+    await rig.engine.stop()
+
+
 async def test_what_comes_takes_as_long_as_its_link_does_unless_it_is_given_up() -> None:
     async with both(Shape(context_tokens=512, kv_blocks=128, kv_token_s=0.001)) as pair:
         tokens, loop = prompt(40), asyncio.get_running_loop()

@@ -11,15 +11,17 @@ from hypothesis import strategies as st
 from test_simulated_kv import Listener
 
 from events import blocks
-from events.kv import Removed, Stored, Tier
-from events.wire import Generate, Sampling
+from events.kv import KvEvent, Removed, Stored, Tier
+from events.wire import Chunk, Generate, Sampling, join
 from workers.engines.simulated.evictors import EvictorKind
 from workers.engines.simulated.plan import Plan
 from workers.engines.simulated.scheduler import Scheduler
 from workers.engines.simulated.sequence import BadShape, Preemption, Shape
+from workers.engines.simulated.stats import stats
 from workers.engines.simulated.tiers import Traffic
 from workers.engines.simulated.timing import ConstantTiming, TieredTiming
 
+FAULTS = ("error", "corrupt", "drift", "heal")
 Asked = list[tuple[int, int, int, bool]]  # when, prompt, answer, canary
 
 
@@ -164,6 +166,69 @@ def test_a_mute_scheduler_does_the_same_and_many_passes_at_once_are_as_many_pass
     assert not any(one.busy for one in every)
     assert sorted(first) == [*range(len(asked))]  # once each, preempted or not
     assert speaking.preemptions == mute.preemptions == quick.preemptions
+
+
+@settings(max_examples=150, deadline=None)
+@given(SHAPES, REQUESTS, st.integers(0, 60), st.dictionaries(st.integers(0, 40), st.sampled_from(FAULTS)))
+def test_passes_taken_together_are_as_many_passes(
+    shape: Shape, asked: Asked, tokens: int, faults: dict[int, str]
+) -> None:
+    rushing, plain = both = Scheduler(shape), Scheduler(shape)
+    waiting = dict(enumerate(asked))
+    for now in range(2_000):
+        for key in [key for key, (when, *_) in waiting.items() if when <= now]:
+            _, length, most, canary = waiting.pop(key)
+            for one in both:
+                one.submit(key, generate(prompt(length, key % 3), most, canary=canary))
+        for one in both:
+            one.faults.inject(faults.get(now, ""), 2)
+            one.cancel(now - 7)
+        if rushed(rushing, plain, tokens) is None and not waiting:
+            break
+    assert not any(one.busy for one in both)
+
+
+@pytest.mark.parametrize("ignore_eos", [True, False])
+def test_an_answer_that_may_end_earlier_is_heard_pass_by_pass_where_it_may(ignore_eos: bool) -> None:
+    """Digests that mean the end come once in 400 tokens."""
+    shape = Shape(context_tokens=2048)
+    rushing, plain = both = Scheduler(shape), Scheduler(shape)
+    for one in both:
+        for key in range(6):
+            sampling = Sampling(max_tokens=1_900, ignore_eos=ignore_eos)
+            assert one.submit(key, Generate(1, "r", prompt(20, key), 20, sampling)) is None
+    turns = [said for _ in range(100) if (said := rushed(rushing, plain, 600)) is not None]
+    assert not rushing.busy
+    ends = [key for said in turns for key, chunk in said.items() if chunk.finish == "stop"]
+    assert len(ends) == (0 if ignore_eos else 6)
+    assert len(turns) < sum(len(chunk.tokens) for said in turns for chunk in said.values()) / 100
+
+
+def rushed(rushing: Scheduler, plain: Scheduler, tokens: int) -> dict[int, Chunk] | None:
+    """Take as many passes one by one as the first scheduler takes together; return what it has said, once everything is the
+    same. None: there is nothing to do."""
+    both = rushing, plain
+    for one in both:
+        one.kv.heard = True
+    if together(both).idle:
+        return None
+    said, singly = dict(rushing.rush(tokens)), dict[int, Chunk]()
+    events: list[KvEvent] = []
+    while True:
+        for key, chunk in plain.step():
+            if key not in singly:
+                singly[key] = chunk
+            else:
+                assert join(singly[key], chunk)
+        events += plain.take_events()
+        if plain.batch.passes == rushing.batch.passes:
+            break
+        plain.plan()
+    assert said == singly and list(said) == list(singly)
+    assert rushing.take_events() == events
+    assert rushing.planned == plain.planned and rushing.load() == plain.load()
+    assert stats(rushing) == stats(plain) and rushing.kv.active == plain.kv.active
+    return said
 
 
 def together(schedulers: Iterable[Scheduler]) -> Plan:

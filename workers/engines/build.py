@@ -31,9 +31,16 @@ def _given(settings: WorkerSettings, *names: str) -> dict[str, Any]:
 
 def _simulated(settings: WorkerSettings) -> Engine:
     from workers.engines.simulated.engine import SimulatedEngine
+    from workers.engines.simulated.rank import TURN_TOKENS
 
     shape = _shape(settings)
-    return SimulatedEngine(shape, _timing(settings, shape), dp=settings.dp_size, start_s=settings.startup_s)
+    return SimulatedEngine(
+        shape,
+        _timing(settings, shape),
+        dp=settings.dp_size,
+        start_s=settings.startup_s,
+        turn_tokens=TURN_TOKENS,
+    )
 
 
 @cache  # as `_timing`: a process may have a thousand engines, whose successors need no file that was there at its start

@@ -30,11 +30,13 @@ class SimulatedEngine:
         revision: str = "1",
         dp: int = 1,
         start_s: float = 0.0,
+        turn_tokens: int = 0,
     ) -> None:
+        """`turn_tokens`: that steps without a duration may say together, before the last one of a turn of the loop."""
         timing = timing or ConstantTiming()
         self.shape = shape
         self.announces = shape.prefix_caching
-        self.each = tuple(Rank(number, shape, timing) for number in range(dp))
+        self.each = tuple(Rank(number, shape, timing, turn_tokens) for number in range(dp))
         self._start_s = start_s
         self._deliver: Deliver | None = None
         self.identity = EngineIdentity(

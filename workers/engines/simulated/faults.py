@@ -25,6 +25,11 @@ class Faults:
     _said: int = 0  # tokens said while corrupting
 
     @property
+    def healthy(self) -> bool:
+        """Whether every pass goes through and gives the right tokens, however slowly."""
+        return not (self.error or self.corrupt_one_in or self.drift)
+
+    @property
     def slow(self) -> float:
         """How many times longer a step takes: all ranks wait for the slowest."""
         return max(self.slowness.values()) if self.slowness else 1.0

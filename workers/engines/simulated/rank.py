@@ -1,7 +1,8 @@
 """One DP rank of the simulated engine: its scheduler's pure steps, and the time they take, spent on the worker's loop.
 
 A step is so cheap that a thread would only fight the loop for the interpreter lock (five milliseconds a switch), so
-steps run as callbacks of the loop, one per turn: between any two the loop does its reading and writing.
+steps run as callbacks of the loop, one per turn: between any two the loop does its reading and writing. Steps that take no
+time at all and give nothing but tokens may be taken many to a turn: turns cost ten times what such steps do.
 """
 
 import asyncio
@@ -17,18 +18,20 @@ from workers.engines.simulated.moving import SimulatedExport, SimulatedImport
 from workers.engines.simulated.plan import Plan
 from workers.engines.simulated.scheduler import Scheduler
 from workers.engines.simulated.sequence import Shape
+from workers.engines.simulated.speech import Output
 from workers.engines.simulated.timing import SLOWED_STEP_S, Timing
 from workers.engines.simulated.transit import Departure
 
 SHORT_S = 0.02  # a step that is so short has its end measured finer than the loop does: to many engines it would cost
 LATE_S = 0.005  # a step that is due this long ago is not caught up with
+TURN_TOKENS = 512  # that steps without a duration say together in a worker: less than half a millisecond
 IDLE = Phase()
 
 
 class Rank:
     """A scheduler and its clock. Calls of the worker and steps happen on the same loop: no locks."""
 
-    def __init__(self, number: int, shape: Shape, timing: Timing) -> None:
+    def __init__(self, number: int, shape: Shape, timing: Timing, turn_tokens: int = 0) -> None:
         self.shape = shape
         self.phase = IDLE
         self.pass_s = 0.0  # what the newest pass takes
@@ -36,6 +39,7 @@ class Rank:
         self.transit = self.scheduler.transit
         self._number = number
         self.timing = timing
+        self._turn_tokens = turn_tokens
         self._next: asyncio.Handle | Alarm | None = None  # the callback that goes on; None while idle
         self._alarm: Alarm | None = None  # of loops whose own timers are coarse
         self._stepping = False
@@ -120,7 +124,7 @@ class Rank:
         lasts = self.pass_s = self._step_s(plan)
         if not lasts:
             self.phase = Phase("decode", at)
-            self._finish(at)
+            self._end(at, self.scheduler.rush(self._turn_tokens))
             return
         self._stepping = True
         self.phase = Phase("prefill" if plan.prefill_tokens else "decode", at, plan.prefill_tokens)
@@ -143,13 +147,16 @@ class Rank:
         return lasts if slow == 1.0 else max(lasts, SLOWED_STEP_S) * slow
 
     def _finish(self, due: float) -> None:
+        """Take a step that was due at `due`."""
+        self._end(due, self.scheduler.step())
+
+    def _end(self, due: float, out: Output) -> None:
         """End a step that was due at `due`: hand its output over, and begin the next one in the next turn of the loop.
 
         The next step begins when this one was due, so that a late timer is not added up; unless the loop is so late
         that it would have to catch up with a burst.
         """
         assert self._loop is not None
-        out = self.scheduler.step()
         self._stepping = False
         now = self._loop.time()
         begin = due if now - due < LATE_S else now

@@ -25,7 +25,7 @@ from workers.engines.simulated.kv_manager import KvManager
 from workers.engines.simulated.plan import Plan as Plan  # part of what a scheduler says
 from workers.engines.simulated.prefill import Prefill
 from workers.engines.simulated.sequence import Sequence, Shape, Silent, Spoken, refusal, too_large
-from workers.engines.simulated.speech import Output, speak
+from workers.engines.simulated.speech import Output, speak, speak_on
 from workers.engines.simulated.transit import Arrival, Transit
 
 
@@ -209,6 +209,53 @@ class Scheduler:
                 self._name_full(sequence)
                 self._feed(sequence)
         return out
+
+    def rush(self, tokens: int) -> Output:
+        """Take a pass, and before it those that can be taken together, up to so many tokens; return what each sequence gets in
+        all of them, in one list. A plan must have been made."""
+        said = self._take_plain(tokens)
+        out = self.step()
+        if said:
+            for (_, chunk), before in zip(out, said, strict=True):
+                chunk.tokens = before + chunk.tokens
+        return out
+
+    def _take_plain(self, tokens: int) -> list[list[int]]:
+        """Take passes in which everybody says a token and nobody comes or goes, up to so many tokens, and plan the next one.
+        Return what each of the batch has said; an empty list if there was no such pass."""
+        spoken = cast(list[Spoken], list(self.batch.sequences.values()))
+        if not spoken or not self._alone() or not all(sequence.quick for sequence in spoken):
+            return []
+        passes = min(tokens // len(spoken), min(sequence.end - sequence.length for sequence in spoken) - 1)
+        blocks = len(spoken) * (passes // self.shape.block_tokens + 1)  # that they need, at most
+        if passes <= 0 or self.kv.used + blocks > self.kv.total:
+            return []
+        said = speak_on(spoken, passes)
+        if not said[0]:
+            return []
+        self._pass(len(said[0]))
+        self.plan()
+        return said
+
+    def _pass(self, left: int) -> None:
+        """Let so many passes go by, in which blocks fill and nobody comes or goes."""
+        batch = self.batch
+        while left > (ahead := batch.ahead()):
+            batch.passes += ahead
+            full = batch.due()
+            batch.passes += 1
+            left -= ahead + 1
+            for sequence in full:
+                self._name_full(sequence)
+                self._feed(sequence)
+        batch.passes += left
+
+    def _alone(self) -> bool:
+        """Whether nothing but the batch wants anything of a pass: no prompt, no move, no slower tier, no fault."""
+        prefill = self.prefill
+        if self.mute or self._waiting or prefill.begun or prefill.through or self.kv.slow is not None:
+            return False
+        return self.transit.empty and self.faults.healthy
 
     def _count(self, gone: list[Sequence]) -> Output:
         """Let everybody say a token that nobody hears; return who says its first one or its last."""

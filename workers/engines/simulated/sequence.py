@@ -168,8 +168,7 @@ class Spoken(Sequence):
         end = min(prompt + sampling.max_tokens, shape.context_tokens)
         super().__init__(key, prompt, end, length=len(tokens), canary=request.canary)
         self.request = request
-        self.hash = language.open_sequence(shape.model, tokens)
-        self.digest, self.update = self.hash.intdigest, self.hash.update
+        self.listen(language.open_sequence(shape.model, tokens))
         # A KV cache that has come lacks that of the last token, so that a block which it fills is not full yet.
         self.full = (len(tokens) - (came is not None)) // shape.block_tokens  # blocks that it came with
         self.tail = [TOKEN_BYTES[token] for token in tokens[self.full * shape.block_tokens :]]
@@ -183,6 +182,10 @@ class Spoken(Sequence):
         self.salt = blocks.seed(namespace=request.cache_salt)
         self.seed = _seed(request)
         self.counts = _counts(tokens[request.prompt_tokens :]) if penalises(sampling) else {}
+
+    def listen(self, running: xxhash.xxh3_64) -> None:
+        """Let this hash say what comes next: it has gone over all tokens."""
+        self.hash, self.digest, self.update = running, running.intdigest, running.update
 
     def name_prefix(self, block_tokens: int) -> list[int]:
         """Return the names of the full blocks that it came with."""

@@ -4,7 +4,7 @@ Nearly always the next token is that of the hash and nothing else happens: that 
 million times a second.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from events.wire import Chunk, Logprob
 from workers.engines.simulated import language
@@ -20,7 +20,7 @@ def speak(sequences: Mapping[int, Spoken], passes: int, faults: Faults) -> tuple
     length. Whoever has said nothing yet, or reaches its length with this pass, is not quick."""
     out: Output = []
     stopped: list[Spoken] = []
-    healthy = not faults.corrupt_one_in and not faults.drift
+    healthy = faults.healthy
     for key, sequence in sequences.items():
         digest = sequence.digest()
         if sequence.quick and digest >= EOS_BELOW and healthy:
@@ -37,6 +37,35 @@ def speak(sequences: Mapping[int, Spoken], passes: int, faults: Faults) -> tuple
             stopped.append(sequence)
         out.append((key, chunk))
     return out, stopped
+
+
+def speak_on(sequences: Sequence[Spoken], passes: int) -> list[list[int]]:
+    """Give so many tokens to each, or as many as there are before a pass that might end an answer; return what each has said.
+    All of them are quick, and the engine is healthy.
+
+    One sequence after the other, each on a copy of its hash: the pass at which they stop is known when all have spoken.
+    """
+    said = []
+    for sequence in sequences:
+        running, tokens = sequence.hash.copy(), []
+        digest, update = running.intdigest, running.update
+        for _ in range(passes):
+            place = digest()
+            if place < EOS_BELOW:
+                break
+            token = FIRST + place % SPAN
+            update(TOKEN_BYTES[token])
+            tokens.append(token)
+        passes = len(tokens)
+        said.append((running, tokens))
+    for sequence, (running, tokens) in zip(sequences, said, strict=True):
+        if len(tokens) > passes:
+            del tokens[passes:]
+            running = sequence.hash
+            running.update(language.as_bytes(tokens))
+        sequence.listen(running)
+        sequence.tail += [TOKEN_BYTES[token] for token in tokens]
+    return [tokens for _, tokens in said]
 
 
 def _say(sequence: Spoken, digest: int, faults: Faults, healthy: bool) -> Chunk:

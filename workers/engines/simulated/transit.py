@@ -66,6 +66,11 @@ class Transit:
         """Places of the batch that are kept for held requests and for those to come."""
         return len(self.held) + len(self._in)
 
+    @property
+    def empty(self) -> bool:
+        """Whether no request is on its way, out or in."""
+        return not (self._out or self._in)
+
     def leaving(self, key: int) -> bool:
         """Whether a request may still leave."""
         return (found := self._out.get(key)) is not None and not found.lost
