@@ -128,16 +128,19 @@ class Exchange:
             stream.parts.append(event(error.body()))
         else:
             if self._ask.include_usage:
-                stream.parts.append(event(self._form.envelope([]) | {"usage": self.usage()}))
+                stream.parts.append(self._form.total(self.usage()))
             stream.parts.append(DONE)
         stream.ended = True
         stream.flush()
 
     def usage(self) -> dict[str, Any]:
         """Return the usage: the client's own prompt, and every token that was accepted, over all attempts."""
-        prompt = sum(len(flight.plan.prompt) for flight in self.flights[:: self._ask.n])
-        made = sum(len(flight.accepted) for flight in self.flights)
-        cached = sum(flight.cached_tokens or 0 for flight in self.flights[:: self._ask.n])
+        prompt = made = cached = 0
+        for place, flight in enumerate(self.flights):
+            made += len(flight.accepted)
+            if place % self._ask.n == 0:  # the choices of a prompt share it
+                prompt += len(flight.plan.prompt)
+                cached += flight.cached_tokens or 0
         return {
             "prompt_tokens": prompt,
             "completion_tokens": made,

@@ -67,14 +67,15 @@ class SseStream:
         parts = self.parts
         if not parts:
             return
-        payload = b"".join(parts)
-        parts.clear()
         if self._chunked:
-            payload = b"%x\r\n%b\r\n%b" % (len(payload), payload, b"0\r\n\r\n" if self.ended else b"")
+            parts.insert(0, b"%x\r\n" % sum(map(len, parts)))
+            parts.append(b"\r\n0\r\n\r\n" if self.ended else b"\r\n")
         if not self.started:
             self.started = True
             assert self._head is not None
-            payload = self._head() + payload
+            parts.insert(0, self._head())
+        payload = b"".join(parts)  # once: an answer's bytes are many
+        parts.clear()
         transport = self._transport
         if transport.is_closing():
             return
@@ -130,21 +131,20 @@ class StreamedResponse(web.StreamResponse):
 
 def head(version: tuple[int, int], headers: Mapping[str, str], *, chunked: bool, keep: bool) -> bytes:
     """Return the head of a 200 response that streams events."""
-    lines = [
-        f"HTTP/{version[0]}.{version[1]} 200 OK",
-        "Content-Type: text/event-stream; charset=utf-8",
-        "Cache-Control: no-cache",
-        f"Date: {_date(int(time.time()))}",  # noqa: TID251 (shown to the client, compared with nothing)
-        *(f"{name}: {value}" for name, value in headers.items()),
-    ]
+    lines = [_beginning(version, int(time.time()))]  # noqa: TID251 (shown to the client, compared with nothing)
+    lines += [f"{name}: {value}\r\n" for name, value in headers.items()]
     if chunked:
-        lines.append("Transfer-Encoding: chunked")
-    if not keep:
-        lines.append("Connection: close")
-    return ("\r\n".join(lines) + "\r\n\r\n").encode("latin-1", "replace")
+        lines.append("Transfer-Encoding: chunked\r\n")
+    lines.append("\r\n" if keep else "Connection: close\r\n\r\n")
+    return "".join(lines).encode("latin-1", "replace")
 
 
-@lru_cache(1)
-def _date(second: int) -> str:
-    """Return a second since 1970 as HTTP writes it: it is the same for every head of that second."""
-    return formatdate(second, usegmt=True)
+@lru_cache(2)  # versions
+def _beginning(version: tuple[int, int], second: int) -> str:
+    """Return what is the same for every head of this second since 1970."""
+    return (
+        f"HTTP/{version[0]}.{version[1]} 200 OK\r\n"
+        "Content-Type: text/event-stream; charset=utf-8\r\n"
+        "Cache-Control: no-cache\r\n"
+        f"Date: {formatdate(second, usegmt=True)}\r\n"
+    )

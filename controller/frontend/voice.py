@@ -7,7 +7,8 @@ so the events of many tokens are one join.
 """
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import lru_cache
 from itertools import accumulate
 from typing import Any, Protocol
 
@@ -17,6 +18,8 @@ from controller.frontend.speech import Speech
 from controller.frontend.sse import SseStream
 from controller.frontend.tokens import ByteDetokenizer, Tokens
 from events.wire import Logprob
+
+CHOICES_KEPT = 256  # what is the same in all answers is made once for each place among a request's answers
 
 
 class Voice(Protocol):
@@ -50,8 +53,8 @@ class Voice(Protocol):
         ...
 
 
-class Form(msgspec.Struct, frozen=True):
-    """What every part of one response shares."""
+class Form(msgspec.Struct):
+    """What every part of one response shares. Nobody changes it."""
 
     id: str
     model: str
@@ -62,31 +65,42 @@ class Form(msgspec.Struct, frozen=True):
     stops: tuple[str, ...]
     min_tokens: int
     logprobs: int | None
+    before: bytes = b""  # what stands before the choices in every event of a stream
+    after: bytes = b""  # and behind them, where it is not the last event
 
-    def speech(self) -> Speech:
-        return Speech(self.tokens.detokenizer(), self.stops, self.min_tokens)
-
-    def envelope(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
-        """Return one chunk of a stream."""
+    def __post_init__(self) -> None:
         name = "chat.completion.chunk" if self.chat else "text_completion"
-        out = {
+        whole = {
             "id": self.id,
             "object": name,
             "created": self.created,
             "model": self.model,
-            "choices": choices,
+            "choices": (),
         }
-        return out | {"usage": None} if self.usage else out
+        self.before = b"data: " + msgspec.json.encode(whole)[:-2]
+        self.after = b'],"usage":null}\n\n' if self.usage else b"]}\n\n"
+
+    def speech(self) -> Speech:
+        return Speech(self.tokens.detokenizer(), self.stops, self.min_tokens)
 
     def chunk(self, index: int, text: str | None, logprobs: Any, finish: str | None) -> bytes:
         """Return one event of a stream."""
-        choice: dict[str, Any] = {"index": index}
-        if self.chat:
-            choice["delta"] = {} if text is None else {"content": text}
-        else:
-            choice["text"] = text or ""
-        choice |= {"logprobs": logprobs, "finish_reason": finish}
-        return event(self.envelope([choice]))
+        return b"%b%b%b" % (self.before, _choice(self.chat, index, text, logprobs, finish), self.after)
+
+    def total(self, usage: Mapping[str, Any]) -> bytes:
+        """Return the event that says what the whole answer took."""
+        return b'%b],"usage":%b}\n\n' % (self.before, msgspec.json.encode(usage))
+
+
+def _choice(chat: bool, index: int, text: str | None, logprobs: Any, finish: str | None) -> bytes:
+    """Return one choice of an event."""
+    choice: dict[str, Any] = {"index": index}
+    if chat:
+        choice["delta"] = {} if text is None else {"content": text}
+    else:
+        choice["text"] = text or ""
+    choice |= {"logprobs": logprobs, "finish_reason": finish}
+    return msgspec.json.encode(choice)
 
 
 def event(body: dict[str, Any]) -> bytes:
@@ -123,7 +137,8 @@ class StreamVoice:
         self._said = 0
         self._offset = 0  # characters of the tokens whose logprobs were shown
         self.stopped = False
-        self._prefix, self._suffix = _frame(form, index)
+        before, behind = _around(form.chat, index)
+        self._prefix, self._suffix = form.before + before, behind + form.after
         self._seam = self._suffix + self._prefix
         table = form.tokens.table
         self._fast: ByteDetokenizer | None = None
@@ -139,10 +154,7 @@ class StreamVoice:
     def _open(self) -> None:
         """Begin a chat answer: the first chunk names the role."""
         self._opened = True
-        choice = {"index": self._index, "delta": {"role": "assistant", "content": ""}}
-        self._stream.parts.append(
-            event(self._form.envelope([choice | {"logprobs": None, "finish_reason": None}]))
-        )
+        self._stream.parts += (self._form.before, _opening(self._index), self._form.after)
 
     def say(self, tokens: Sequence[int], logprobs: Sequence[Logprob] | None) -> int:
         if not self._opened:
@@ -197,7 +209,8 @@ class StreamVoice:
             rest += self._speech.end()
         if rest:
             self._stream.parts.append(self._form.chunk(self._index, rest, None, None))
-        self._stream.parts.append(self._form.chunk(self._index, None, None, reason))
+        form = self._form
+        self._stream.parts += (form.before, _ending(form.chat, self._index, reason), form.after)
 
     def rewind(self, count: int) -> None:
         assert count >= self._said, "what a client has seen cannot be unsaid"
@@ -266,12 +279,25 @@ class FoldVoice:
         return out | {"text": text}
 
 
-def _frame(form: Form, index: int) -> tuple[bytes, bytes]:
-    """Return what stands before and after a token's text in its event."""
+@lru_cache(CHOICES_KEPT)
+def _around(chat: bool, index: int) -> tuple[bytes, bytes]:
+    """Return what stands before and after a token's text in its choice."""
     mark = "\x00"
-    whole = form.chunk(index, mark, None, None)
-    before, after = whole.split(json.dumps(mark).encode())
+    before, after = _choice(chat, index, mark, None, None).split(json.dumps(mark).encode())
     return before, after
+
+
+@lru_cache(CHOICES_KEPT)
+def _opening(index: int) -> bytes:
+    """Return the choice that begins a chat answer."""
+    delta = {"role": "assistant", "content": ""}
+    return msgspec.json.encode({"index": index, "delta": delta, "logprobs": None, "finish_reason": None})
+
+
+@lru_cache(CHOICES_KEPT)
+def _ending(chat: bool, index: int, reason: str) -> bytes:
+    """Return the choice that says why an answer has ended."""
+    return _choice(chat, index, None, None, reason)
 
 
 def show_logprobs(

@@ -4,6 +4,8 @@ import itertools
 import json
 import time
 
+import msgspec
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -128,3 +130,39 @@ def test_tokens_that_come_at_once_are_the_same_events_as_one_after_another(
     known = [token for token in said if 0 <= token < tokens.size]
     assert "".join(pages[0].texts) == tokens.decode(known)
     assert sum(259 <= token < 2048 for token in said) <= len(pages[0].texts), "each token is its own event"
+
+
+@pytest.mark.parametrize("usage", [False, True])
+@pytest.mark.parametrize("chat", [False, True])
+def test_what_is_made_once_for_all_answers_is_what_each_of_them_would_make(chat: bool, usage: bool) -> None:
+    """Every event byte by byte, for two requests and two places that take turns; ids and names may hold anything."""
+    tokens = load_tokens(BUILTIN)
+    for id, model, index, reason in 2 * [('a"b', "m\u20ac", 0, "stop"), ("c", "m", 7, 'odd"one')]:
+        form = Form(id, model, 5, chat, usage, tokens, stops=(), min_tokens=0, logprobs=None)
+        page = Page()
+        voice = StreamVoice(form, page, index)  # type: ignore[arg-type]
+        voice.say([300, 301], None)
+        voice.finish(reason)
+        page.parts.append(form.total({"total_tokens": 3}))
+
+        def whole(choices: list[dict[str, object]], last: object = None) -> bytes:
+            name = "chat.completion.chunk" if chat else "text_completion"
+            body: dict[str, object] = {"id": id, "object": name, "created": 5, "model": model}  # noqa: B023
+            body["choices"] = [{"index": index} | choice for choice in choices]  # noqa: B023
+            if usage or last:
+                body["usage"] = last
+            return b"data: " + msgspec.json.encode(body) + b"\n\n"
+
+        goes_on = {"logprobs": None, "finish_reason": None}
+        said = [{"content": tokens.text_of(token)} for token in (300, 301)]
+        opening = [whole([{"delta": {"role": "assistant", "content": ""}} | goes_on])] if chat else []
+        assert b"".join(page.parts) == b"".join(
+            [
+                *opening,
+                *(whole([({"delta": one} if chat else {"text": one["content"]}) | goes_on]) for one in said),
+                whole(
+                    [({"delta": {}} if chat else {"text": ""}) | {"logprobs": None, "finish_reason": reason}]
+                ),
+                whole([], {"total_tokens": 3}),
+            ]
+        )

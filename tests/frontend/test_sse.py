@@ -32,10 +32,10 @@ def test_a_head_is_dated_in_the_second_in_which_it_is_made() -> None:
 
     before = int(time.time())
     assert before <= dated() <= time.time()
-    sse._date(before - 3600)  # what a head said an hour ago
+    sse._beginning((1, 1), before - 3600)  # what a head said an hour ago
     assert before <= dated() <= time.time()
-    assert [sse._date(second)[-12:] for second in (0, 1, 0)] == [
-        "00:00:00 GMT",
-        "00:00:01 GMT",
-        "00:00:00 GMT",
+    assert [sse._beginning((1, 1), second)[-14:] for second in (0, 1, 0)] == [
+        "00:00:00 GMT\r\n",
+        "00:00:01 GMT\r\n",
+        "00:00:00 GMT\r\n",
     ]
