@@ -10,6 +10,7 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 from itertools import accumulate
+from operator import itemgetter
 from typing import Any, Protocol
 
 import msgspec
@@ -161,8 +162,8 @@ class StreamVoice:
             self._open()
         if self._fast is None:
             return self._say_slowly(tokens, logprobs)
-        texts = list(filter(None, map(self._json.get, tokens)))
-        if self._fast.pending or len(texts) < len(tokens):
+        texts = None if self._fast.pending else _texts(self._json, tokens)
+        if texts is None:
             texts = [json.dumps(said).encode() for token in tokens if (said := self._fast.feed(token))]
         if texts:
             self._stream.parts += (self._prefix, self._seam.join(texts), self._suffix)
@@ -277,6 +278,17 @@ class FoldVoice:
         if form.chat:
             return out | {"message": {"role": "assistant", "content": text, "refusal": None}}
         return out | {"text": text}
+
+
+def _texts(table: Mapping[int, bytes], tokens: Sequence[int]) -> Sequence[bytes] | None:
+    """Return what the table has for these tokens; None if it lacks one of them."""
+    try:
+        if len(tokens) > 1:
+            found: Sequence[bytes] = itemgetter(*tokens)(table)  # in a third of a comprehension's time
+            return found
+        return [table[token] for token in tokens]
+    except KeyError:
+        return None
 
 
 @lru_cache(CHOICES_KEPT)
