@@ -72,7 +72,7 @@ class Continuation:
             for special in (False, True):
                 if encode(prompt_text, special=special) == plan.prompt:
                     return encode(prompt_text + self._text(), special=special)
-        return plan.prompt + self._accepted
+        return plan.prompt + self._accepted if self._accepted else plan.prompt
 
     def _prompt_text(self) -> str:
         """Return the prompt as text, for engines that take nothing else."""

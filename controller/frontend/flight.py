@@ -12,7 +12,6 @@ cancelled at the plane, so that nothing late of it can come in.
 """
 
 from collections.abc import Callable, Collection
-from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 import structlog
@@ -58,7 +57,7 @@ class Flight:
         self._ended = ended
         self._passage = Passage(desk, plan)
         self._feeding = Feeding(desk.exposures, plan, self)
-        self._outgrown = False  # too long to move, and counted as such
+        self._outgrown = allowance.max_seq_len is None  # too long to move, and counted; or never too long
         self._max = plan.sampling.max_tokens
         self._grows = desk.settings.router.track_output_blocks  # and the router wants to know it
         self._plain = False  # this attempt's first token has come
@@ -131,7 +130,8 @@ class Flight:
         self.last_seat = seat
         self.first_seat = self.first_seat or seat
         self._desk.boarded(self, seat)
-        self._measure()
+        if not self._outgrown:
+            self._measure()
 
     def _choice(self, missed: set[Key], planned: Seat | None) -> Choice:
         """Return where it was planned to go, or the best worker that has not been tried; if there is none, one to which only
@@ -140,10 +140,13 @@ class Flight:
         if planned is not None:
             return routing.at(planned, self.plan, said)
         try:
-            if not self.attempts:
-                with suppress(AllBusy):  # it was let in: one answer of several may find no room any more
-                    return routing.route(self.plan, allowance.tried, said, capped=True)
-            return routing.route(self.plan, allowance.tried, said)
+            try:
+                return routing.route(self.plan, allowance.tried, said, capped=not self.attempts)
+            except AllBusy:
+                if self.attempts:
+                    raise
+                # it was let in: one answer of several may find no room any more
+                return routing.route(self.plan, allowance.tried, said)
         except AllTried:
             return routing.route(self.plan, allowance.failed | missed, said)
 
@@ -182,6 +185,8 @@ class Flight:
 
     def flush(self) -> None:
         """A turn of the loop is over: count and write what it brought."""
+        if self.done:
+            return  # it was written as the answer ended
         self._account()
         self.voice.flush()
         if self.crossing is not None:
@@ -203,14 +208,14 @@ class Flight:
             meter.itl.add((now - self.last_at) / new, new)
         self._counted += new
         self.last_at = now
-        self._measure()
+        if not self._outgrown:
+            self._measure()
 
     def _measure(self) -> None:
         """See whether the request has become too long to move. Counted once, and only if it could have moved before."""
-        allowance = self.allowance
-        if allowance.max_seq_len is None or self._outgrown or allowance.ended:
+        if self._outgrown or self.allowance.ended:
             return
-        if allowance.over_cap(self._length()):
+        if self.allowance.over_cap(self._length()):
             self._outgrown = True
             self._desk.meter.outgrown(self.plan.model)
 
@@ -242,7 +247,7 @@ class Flight:
     def _accept(self, chunk: Chunk) -> None:
         """Take tokens from the beginning or the end of an attempt."""
         tokens, logprobs = chunk.tokens, chunk.logprobs
-        room = self.plan.sampling.max_tokens - len(self.accepted)
+        room = self._max - len(self.accepted)
         if len(tokens) > room:
             tokens = tokens[:room]
         hidden = 0
@@ -506,7 +511,7 @@ class Flight:
         self._desk.ended(self)
         ended, self._ended = self._ended, _nothing  # no cycle: what is over is freed at once
         ended(self)
-        self.flush()
+        self.voice.flush()
 
     def _mistaken(self) -> None:
         """A mistake of ours, just caught: this client is told, and nobody else is touched."""
