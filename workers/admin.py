@@ -195,14 +195,34 @@ def _buckets(upper: Sequence[float], counts: Sequence[int]) -> list[tuple[str, f
     return cumulated
 
 
-async def serve(workers: Sequence[Worker], host: str, port: int) -> tuple[Pages, str]:
-    """Open the admin port; return what closes it, and its URL. Raise OSError if the port cannot be had."""
+def health(workers: Sequence[Worker], stopping: bool) -> Answer:
+    """Say how the process's workers fare. Of many that do not stop, one that does not serve is between two lives."""
+    states = {worker.place.name: _state(worker, stopping) for worker in workers}
+    away = sum(not worker.serving.is_set() for worker in workers)
+    if not away:
+        status = "healthy"
+    elif stopping:
+        status = "shutting_down"
+    else:
+        status = "degraded" if away < len(workers) else "not_ready"
+    body = msgspec.json.encode({"status": status, "workers": states})
+    ready = status in ("healthy", "degraded")
+    return Answer(body, status=HTTPStatus.OK if ready else HTTPStatus.SERVICE_UNAVAILABLE)
 
-    def health() -> Answer:
-        ready = all(worker.serving.is_set() for worker in workers)
-        states = {w.place.name: "draining" if w.server.draining else "serving" for w in workers}
-        body = msgspec.json.encode({"status": "healthy" if ready else "shutting_down", "workers": states})
-        return Answer(body, status=HTTPStatus.OK if ready else HTTPStatus.SERVICE_UNAVAILABLE)
+
+def _state(worker: Worker, stopping: bool) -> str:
+    if not (stopping or worker.serving.is_set()):
+        return "restarting"
+    return "draining" if worker.server.draining else "serving"
+
+
+async def serve(
+    workers: Sequence[Worker], stopping: Callable[[], bool], host: str, port: int
+) -> tuple[Pages, str]:
+    """Open the admin port; return what closes it, and its URL. Raise OSError if the port cannot be had.
+
+    `stopping` says whether the process is on its way out.
+    """
 
     def live() -> Answer:
         return Answer(b'{"status":"live"}')
@@ -213,6 +233,6 @@ async def serve(workers: Sequence[Worker], host: str, port: int) -> tuple[Pages,
         parts = [await asyncio.to_thread(generate_latest, _One(family)) for family in families]
         return Answer(b"".join(parts), CONTENT_TYPE_LATEST)
 
-    pages = Pages({"/health": health, "/live": live, "/metrics": metrics})
+    pages = Pages({"/health": lambda: health(workers, stopping()), "/live": live, "/metrics": metrics})
     bound = await pages.start(host, port)
     return pages, f"http://{host}:{bound}"

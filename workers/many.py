@@ -64,6 +64,10 @@ class Many:
             bound.cancel()
         return max(self._codes, default=0)
 
+    def stopping(self) -> bool:
+        """Return whether the process is on its way out: whoever ends now has no successor."""
+        return self._stop.wanted.is_set() or self._broken
+
     def fail(self, error: Exception) -> None:
         """End all of them, and the process: a callback of the event loop failed, and nobody knows whose."""
         for worker in self.workers:
@@ -75,7 +79,7 @@ class Many:
         loop, wait_s, first = asyncio.get_running_loop(), AGAIN_S_MIN, True
         while True:
             began, code = loop.time(), await self._life(self.workers[number])
-            if self._stop.wanted.is_set() or self._broken or (first and code is None):
+            if self.stopping() or (first and code is None):
                 self._codes.append(FELL if code is None else code % KILLED)
                 self._stop.wanted.set()
                 return

@@ -210,6 +210,10 @@ class Alone:
             say_why_not(self.workers[0], error)
             return FELL
 
+    def stopping(self) -> bool:
+        """Return whether the process is on its way out."""
+        return not self.workers[0].serving.is_set()
+
     def fail(self, error: Exception) -> None:
         """End the worker: a callback of the event loop failed."""
         self.workers[0].fail(broken("a callback of the event loop", error))
@@ -218,7 +222,7 @@ class Alone:
 async def _serve(settings: WorkerSettings, home: "Alone | Many", kept: int | None) -> int:
     """Run the workers, and beside them what looks after the process."""
     async with asyncio.TaskGroup() as group:
-        beside = [group.create_task(_administer(settings, home.workers))]
+        beside = [group.create_task(_administer(settings, home))]
         if kept is not None:
             beside.append(group.create_task(_miss(kept)))
         code = await home.run()
@@ -234,8 +238,9 @@ async def _miss(kept: int) -> None:
     log.warning("keeper_ended", pid=kept)
 
 
-async def _administer(settings: WorkerSettings, workers: list[Worker]) -> None:
+async def _administer(settings: WorkerSettings, home: "Alone | Many") -> None:
     """Open the admin port and make this process findable, once it serves."""
+    workers = home.workers
     while waiting := [worker for worker in workers if not worker.serving.is_set()]:
         with contextlib.suppress(TimeoutError):  # of many, one may have ended meanwhile, and have a successor
             async with asyncio.timeout(SERVING_S):
@@ -246,7 +251,7 @@ async def _administer(settings: WorkerSettings, workers: list[Worker]) -> None:
         # In a thread: an import on the loop would look like a hang to every frontend.
         admin: Any = await asyncio.to_thread(__import__, "workers.admin", fromlist=["serve"])
         try:
-            pages, url = await admin.serve(workers, settings.host, settings.admin_port)
+            pages, url = await admin.serve(workers, home.stopping, settings.host, settings.admin_port)
         except OSError as error:
             log.error("admin_port_taken", port=settings.admin_port, error=error.strerror)
     shown: Path | None = None

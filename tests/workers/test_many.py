@@ -5,6 +5,7 @@ from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from typing import Any
 
+import msgspec
 import pytest
 from engine_contract import prompt
 from plain_frontend import PlainFrontend
@@ -15,7 +16,7 @@ from events.bus import MemoryBus, NoAnswer
 from events.fact import Fact
 from events.journal.memory import MemoryJournal, MemoryStream
 from events.observations import DrainFinished, EngineFaulted, ShutdownBegan, WorkerJoined, WorkerLeft
-from workers import many
+from workers import admin, many
 from workers.engines.simulated.engine import SimulatedEngine
 from workers.engines.simulated.sequence import Shape
 from workers.engines.simulated.timing import ConstantTiming
@@ -158,6 +159,38 @@ async def test_one_that_is_restarted_leaves_in_good_order_and_comes_back(
     assert (await house.bus.request(subjects.stop("w1"), {"instance": "i1"}))["stopping"] is True
     await eventually(lambda: len(house.lives("w1")) == 2)
     assert WorkerLeft(worker="w1", instance="i1", mode="graceful", exit=0) in house.facts("w1")
+
+
+def health(house: House) -> tuple[int, str, dict[str, str]]:
+    answer = admin.health(house.many.workers, house.many.stopping())
+    said = msgspec.json.decode(answer.body)
+    return answer.status, said["status"], said["workers"]
+
+
+async def test_health_says_of_one_between_two_lives_that_it_restarts(
+    house: House, eventually: Eventually, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    serving = dict.fromkeys(("w0", "w1", "w2"), "serving")
+    assert health(house) == (200, "healthy", serving)
+    monkeypatch.setattr(many, "AGAIN_S_MIN", 3600.0)
+    monkeypatch.setattr(many, "SETTLED_S", 0.0)
+    await house.chaos("w1", "die")
+    await eventually(lambda: len(house.facts("w1")) == 5)  # it has left
+    assert health(house) == (200, "degraded", serving | {"w1": "restarting"})
+    await house.bus.request(subjects.drain("w0"), {"instance": "i0"})
+    assert health(house) == (200, "degraded", serving | {"w0": "draining", "w1": "restarting"})
+    for worker in ("w0", "w2"):
+        await house.chaos(worker, "kill")
+    await eventually(lambda: not any(worker.serving.is_set() for worker in house.many.workers))
+    assert health(house) == (503, "not_ready", dict.fromkeys(serving, "restarting"))
+    await house.end()
+    assert health(house)[:2] == (503, "shutting_down")
+
+
+async def test_health_says_when_the_process_breaks(house: House, eventually: Eventually) -> None:
+    house.many.fail(ZeroDivisionError("a mistake of ours"))
+    await eventually(lambda: not any(worker.serving.is_set() for worker in house.many.workers))
+    assert health(house)[:2] == (503, "shutting_down")
 
 
 async def test_when_the_process_stops_all_of_them_leave(house: House) -> None:

@@ -65,6 +65,7 @@ async def test_a_scrape_lets_the_loop_do_other_things(monkeypatch: pytest.Monkey
     server = SimpleNamespace(counters=Counters(), in_flight=0, draining=False, moves=moves)
     served, url = await admin.serve(
         [SimpleNamespace(place=place, engine=engine, kv=None, server=server)],  # type: ignore[list-item]
+        lambda: False,
         "127.0.0.1",
         0,
     )

@@ -112,6 +112,27 @@ async def test_several_workers_share_a_process(spawn: Spawn, eventually) -> None
     assert await process.ended() == 0
 
 
+@pytest.mark.servers
+async def test_a_process_that_has_lost_one_of_its_workers_does_not_say_that_it_shuts_down(
+    spawn: Spawn, nats_url: str, eventually
+) -> None:  # type: ignore[no-untyped-def]
+    process = await spawn("--name", "h0", "--count", "2", nats_url=nats_url)
+    await eventually(lambda: present(process.data), START_S)
+    url, bus = present(process.data)[0].url + "/health", await NatsBus.connect(nats_url, "test")
+    seen: list[tuple[int, str, str]] = []
+    async with aiohttp.ClientSession() as http:
+        await bus.request(subjects.chaos("h0"), {"fault": "kill"})
+        while len(process.ready) < 3 or not seen or seen[-1][1] != "healthy":
+            async with http.get(url) as response:
+                said = await response.json()
+                seen.append((response.status, said["status"], said["workers"]["h0"]))
+    assert (200, "degraded", "restarting") in seen
+    assert set(seen) <= {(200, "healthy", "serving"), (200, "degraded", "restarting")}
+    await bus.close()
+    process.inner.send_signal(signal.SIGTERM)
+    assert await process.ended() == 0
+
+
 async def test_behind_the_broker_workers_of_one_process_serve_and_leave_in_good_order(
     spawn: Spawn, own_nats: Server, eventually
 ) -> None:  # type: ignore[no-untyped-def]
