@@ -21,17 +21,18 @@ _TRACEPARENT = re.compile(r"([0-9a-f]{2})-([0-9a-f]{32})-([0-9a-f]{16})-([0-9a-f
 
 async def read_prompts(ask: Ask, tokens: Tokens, context: int) -> list[tuple[list[int], str]]:
     """Return each prompt as tokens, and as text if it was one. Raise ApiError, or BadTemplate."""
+    # Whose prefixes are nobody else's, his texts are not either: how fast one is read would say whether it was read before
+    shared = not ask.cache_salt
     if ask.messages is not None:
         if tokens.template is None:
             message = "this model has no chat template; use /v1/completions"
             raise invalid(message, "messages", "no_chat_template")
         text = tokens.template.render(ask.messages, **(ask.template_extra or {}))
-        # Whose prefixes are nobody else's, his texts are not either: how fast one is read would say whether it was read before
-        return [(await tokens.encode_soon(text, special=False, shared=not ask.cache_salt), text)]
+        return [(await tokens.encode_soon(text, special=False, shared=shared), text)]
     out = []
     for prompt in ask.prompts or ():
         if isinstance(prompt, str):
-            out.append((await tokens.encode_soon(prompt, special=True), prompt))
+            out.append((await tokens.encode_soon(prompt, special=True, shared=shared), prompt))
         else:
             out.append((_token_ids(prompt, tokens.size, context), ""))
     if any(not prompt for prompt, _ in out):

@@ -40,10 +40,13 @@ Encode = Callable[[list[str]], list[Sequence[int]]]
 class Pieces:
     """The pieces of texts that one tokenizer has read lately. Touched by the loop only."""
 
-    def __init__(self, added: dict[str, int], encode: Encode, kept_bytes: int = KEPT_BYTES) -> None:
+    def __init__(
+        self, added: dict[str, int], encode: Encode, kept_bytes: int = KEPT_BYTES, *, bare: bool = True
+    ) -> None:
         cut = re.compile(f"({_longest_of(added)})")
         self._cut = partial(cut.split, maxsplit=CUTS_MAX) if added else lambda text: [text]
         self._added: dict[str, Sequence[int]] = {"": ()} | {text: (token,) for text, token in added.items()}
+        self.bare = bare  # the tokenizer puts nothing around a text, also where it is asked to
         self._encode = encode
         self._piece_bytes_max = kept_bytes // PIECE_SHARE
         self._kept: OrderedDict[str, array[int]] = OrderedDict()  # the latest last
@@ -60,7 +63,8 @@ class Pieces:
         ids = {one["content"]: one["id"] for one in added}
         if any(not text or len(text) > ADDED_MAX or tokenizer.token_to_id(text) != ids[text] for text in ids):
             return None
-        return cls(ids, encode)
+        bare = all(part["type"] in ("ByteLevel", "Sequence") for part in _parts(form["post_processor"]))
+        return cls(ids, encode, bare=bare)
 
     async def read(self, text: str, long: int) -> list[int]:
         """Return the tokens of a text, without those that a tokenizer puts around it. From `long` characters on, what is not

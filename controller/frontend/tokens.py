@@ -181,8 +181,9 @@ class Tokens:
     async def encode_soon(self, text: str, *, special: bool, shared: bool = True) -> list[int]:
         """Return the tokens of `text`, without holding the loop up if it is long. `shared`: what was read of earlier texts may
         be taken from them, and later ones may take it from this one."""
-        if shared and not special and self._pieces is not None and len(text) < TEXT_MAX:
-            return await self._pieces.read(text, LONG_TEXT)
+        pieces = self._pieces
+        if shared and pieces is not None and (pieces.bare or not special) and len(text) < TEXT_MAX:
+            return await pieces.read(text, LONG_TEXT)
         if len(text) < LONG_TEXT:
             return self.encode(text, special=special)
         return await asyncio.to_thread(self.encode, text, special=special)

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Regex, Tokenizer, models, normalizers, pre_tokenizers, processors
 
-from controller.frontend.bodies import parse_chat
+from controller.frontend.bodies import parse_chat, parse_completion
 from controller.frontend.intake import read_prompts
 from controller.frontend.pieces import CUTS_MAX, KEPT_BYTES, PIECE_SHARE, TEXT_MAX, Pieces
 from controller.frontend.templates import ChatTemplate
@@ -192,7 +192,16 @@ def test_a_text_in_pieces_reads_as_the_whole(name: str, texts: list[str]) -> Non
 async def test_plain_prompts_get_what_is_put_around_them(text: str) -> None:
     for tokens in CUT.values():
         whole = tokens._tokenizer.encode(text, add_special_tokens=True).ids
-        assert await tokens.encode_soon(text, special=True) == whole
+        for _ in range(2):
+            assert await tokens.encode_soon(text, special=True) == whole
+
+
+def test_of_plain_prompts_only_those_are_kept_that_nothing_is_put_around() -> None:
+    around = {name for name, tokens in CUT.items() if tokens._pieces is not None and not tokens._pieces.bare}
+    assert around == {"llama 3", "bert", "roberta"}
+    for name, tokens in CUT.items():
+        plain, bare = tokens.encode("ab", special=True), tokens.encode("ab", special=False)
+        assert (plain != bare) == (name in around)
 
 
 def flagged(**flags: bool) -> Tokenizer:
@@ -351,12 +360,15 @@ async def test_two_that_read_the_same_at_once_both_get_it() -> None:
     assert await reader(texts[0]) == []
 
 
-async def test_who_shares_no_prefixes_shares_no_texts() -> None:
+@pytest.mark.parametrize("chat", [True, False])
+async def test_who_shares_no_prefixes_shares_no_texts(chat: bool) -> None:
     tokens = Tokens(byte_level(), ChatTemplate("{{ messages[0].content }}", {}))
     assert tokens._pieces is not None
 
     def ask(**more: str) -> Any:
-        return parse_chat({"model": "m", "messages": [{"role": "user", "content": "hello"}], **more})
+        if chat:
+            return parse_chat({"model": "m", "messages": [{"role": "user", "content": "hello"}], **more})
+        return parse_completion({"model": "m", "prompt": "hello", **more})
 
     ((salted, _),) = await read_prompts(ask(cache_salt="mine"), tokens, 100)
     assert not tokens._pieces._kept
