@@ -5,7 +5,6 @@ import gzip
 import io
 import json
 import socket
-import threading
 from collections import deque
 from dataclasses import replace
 from datetime import UTC, datetime
@@ -445,13 +444,14 @@ async def test_the_cap_holds_for_requests_whose_prompts_are_still_being_read() -
 
 
 async def test_room_that_was_not_taken_goes_to_who_waits(monkeypatch: pytest.MonkeyPatch) -> None:
-    worker, read, encode = ScriptedWorker("w1"), threading.Event(), Tokens.encode
+    worker, read, encode = ScriptedWorker("w1"), asyncio.Event(), Tokens.encode_soon
 
-    def encode_when_told(tokens: Tokens, text: str, *, special: bool) -> list[int]:
-        assert read.wait(5)
-        return encode(tokens, text, special=special)
+    async def encode_when_told(tokens: Tokens, text: str, *, special: bool, shared: bool = True) -> list[int]:
+        async with asyncio.timeout(5):
+            await read.wait()
+        return await encode(tokens, text, special=special, shared=shared)
 
-    monkeypatch.setattr(Tokens, "encode", encode_when_told)
+    monkeypatch.setattr(Tokens, "encode_soon", encode_when_told)
     async with frontend(admission=AdmissionSettings(inflight_max=1)) as kit:
         await kit.add(worker, context_tokens=1000)
         text = "word " * (LONG_TEXT // 5 + 1)  # more than the context: refused when it has been read
