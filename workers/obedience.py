@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 CONVICTED = "convicted"  # a doubt of `Trust`
 DEVICE_FAULTS = ("xid", "nvlink")
 OF_A_PROCESS = ("kill", "hang", "unhang")
+Struck = tuple[str, int, int]  # a fault, where, and which of a device's
 KILL_AFTER_S = 0.05  # whoever asked for it has said so by then: causes stand before their effects
 DRAIN_S = 60.0  # where the request names no deadline
 
@@ -84,15 +85,20 @@ class Obedience:
         self.hung = False  # a rehearsal lets it say and obey nothing, like a process that was stopped
         self._devices = devices
         self._drain: asyncio.Task[None] | None = None
-        self._heal: asyncio.TimerHandle | None = None
+        self._heals: dict[Struck, asyncio.TimerHandle] = {}  # of faults with a duration
+        self._swallows: set[str] = set()  # the faults for which the server swallows everything
         self._log = log.bind(worker=place.name, instance=place.instance)
 
     def stop(self) -> None:
         """Leave a drain to whoever ends the worker now."""
         if self._drain is not None:
             self._drain.cancel()
-        if self._heal is not None:
-            self._heal.cancel()
+        self._heal_none()
+
+    def _heal_none(self) -> None:
+        for timer in self._heals.values():
+            timer.cancel()
+        self._heals.clear()
 
     def on_drain(self, subject: str, body: Mapping[str, Any]) -> Mapping[str, Any]:
         """Begin to drain, or say how far it has got. Repeating the request changes nothing."""
@@ -155,6 +161,8 @@ class Obedience:
     def on_chaos(self, subject: str, body: Mapping[str, Any]) -> Mapping[str, Any] | None:
         """Play a fault until it is healed, or for `duration` seconds. One rank's failure is the whole group's.
 
+        Each fault has its own duration, whatever else is played; the same one again takes the place of the first. `heal`
+        ends all of them.
         What elsewhere is a signal to the process (`OF_A_PROCESS`) is obeyed by one that shares its process with others.
         """
         fault, argument = str(body.get("fault", "")), _number(body, "argument", 0.0)
@@ -170,20 +178,54 @@ class Obedience:
             needs = ": it strikes a device of a simulated group (--tp 2)" if fault in DEVICE_FAULTS else ""
             raise HoldfastError(f"the {self._engine.identity.engine} engine cannot play {fault!r}{needs}")
         self._log.warning("chaos", fault=fault, argument=argument, rank=rank)
-        if self._heal is not None:
-            self._heal.cancel()
-        if duration_s > 0 and fault != "heal":
-            self._heal = asyncio.get_running_loop().call_later(duration_s, self._inject, "heal", 0.0, 0)
+        self._time(fault, argument, rank, duration_s)
         return {"fault": fault, "argument": argument, "rank": rank}
+
+    def _time(self, fault: str, argument: float, rank: int, duration_s: float) -> None:
+        """See to the end of a fault that has just begun."""
+        if fault == "heal":
+            self._heal_none()
+            return
+        struck = self._struck(fault, argument, rank)
+        if earlier := self._heals.pop(struck, None):
+            earlier.cancel()
+        if duration_s > 0 and fault != "unhang":
+            loop = asyncio.get_running_loop()
+            self._heals[struck] = loop.call_later(duration_s, self._mend, struck, fault, argument, rank)
+
+    def _struck(self, fault: str, argument: float, rank: int) -> Struck:
+        """Return what a fault strikes: a device, a rank, the ranks that compute together with it, or the whole worker."""
+        if fault in DEVICE_FAULTS:
+            return fault, rank, int(argument)
+        if fault in ("unhang", "hang", "blackhole"):
+            return "hang" if fault == "unhang" else fault, 0, 0
+        return fault, rank if fault == "slow" else rank // self._engine.identity.tp, 0
+
+    def _mend(self, struck: Struck, fault: str, argument: float, rank: int) -> None:
+        """End one fault whose time is up. Others stay."""
+        del self._heals[struck]
+        if fault == "hang":
+            self._signalled("unhang")
+        elif fault == "blackhole":
+            self._swallow(fault, False)
+        elif fault in DEVICE_FAULTS and self._devices is not None:
+            self._devices.mend(fault, argument, rank)
+        else:
+            self._engine.heal(fault, rank)
+
+    def _swallow(self, fault: str, on: bool) -> None:
+        """Let the server swallow everything for as long as one fault wants it."""
+        (self._swallows.add if on else self._swallows.discard)(fault)
+        self._server.blackhole(bool(self._swallows))
 
     def _inject(self, fault: str, argument: float, rank: int) -> bool:
         if fault in OF_A_PROCESS:
             return self._signalled(fault)
         if fault == "blackhole":
-            self._server.blackhole(True)
+            self._swallow(fault, True)
             return True
         if fault == "heal":
-            self._server.blackhole(False)
+            self._swallow("blackhole", False)
             self._engine.chaos(fault, argument)
             if self._devices is not None:
                 self._devices.play(fault, argument, rank)
@@ -200,7 +242,7 @@ class Obedience:
             asyncio.get_running_loop().call_later(KILL_AFTER_S, self._kill)
         else:
             self.hung = fault == "hang"
-            self._server.blackhole(self.hung)
+            self._swallow("hang", self.hung)
         return True
 
 

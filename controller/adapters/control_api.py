@@ -91,7 +91,8 @@ class StatusBody(Body):
 
 class ChaosBody(Body):
     """Break a worker on purpose, or heal it. `argument`: one token in X wrong, X times slower, X requests
-    fail, Xid X. `rank`: the one of a group that is struck."""
+    fail, Xid X. `rank`: the one of a group that is struck. `duration_s`: until this fault ends by itself; without
+    one it lasts until `heal`, which ends all of them."""
 
     worker: Name
     fault: Fault

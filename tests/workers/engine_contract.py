@@ -299,6 +299,22 @@ class EngineContract:
         assert not rig.engine.chaos("earthquake", 1.0)
         await rig.engine.check()
 
+    async def test_one_fault_ends_and_another_stays(self, rig: Rig) -> None:
+        if not rig.engine.chaos("error", 0.0):
+            return  # what is behind it is to be broken instead
+        rig.engine.chaos("slow", 2.0)
+        rig.engine.heal("slow")
+        rig.engine.heal("drift")  # which was not played
+        assert (await rig.ask(prompt())).error is not None
+        rig.engine.chaos("corrupt", 1.0)
+        rig.engine.heal("error")
+        wrong = await rig.ask(prompt())
+        rig.engine.heal("corrupt")
+        right = await rig.ask(prompt())
+        assert wrong.finish == right.finish == "length" and wrong.tokens != right.tokens
+        rig.engine.chaos("heal", 0.0)
+        assert (await rig.ask(prompt())).tokens == right.tokens
+
     async def test_an_engine_without_kv_to_move_says_so(self, rig: Rig) -> None:
         if rig.engine.kv:
             return  # engine_moves.py says what it must do

@@ -97,6 +97,23 @@ async def test_an_nvlink_fault_of_one_rank_leaves_the_group_alive_and_is_healed(
     frontend.transport.abort()
 
 
+async def test_a_fault_of_one_ranks_device_with_a_duration_leaves_those_of_others(group: Group) -> None:
+    frontend = await group.frontend()
+    group.chaos("nvlink", rank=5, duration=0.05)
+    group.chaos("nvlink", rank=6)
+    group.chaos("slow", rank=2, argument=3.0, duration=0.05)
+    group.chaos("slow", rank=3, argument=2.0)
+    engine = group.worker.engine
+    assert isinstance(engine, SimulatedEngine)
+    slowness = engine.each[0].scheduler.faults.slowness
+    await frontend.until(lambda: group.facts(DeviceRecovered) and slowness == {3: 2.0})
+    assert [fact.device for fact in group.facts(DeviceRecovered)] == ["SIM-w0-5"]
+    group.chaos("heal")
+    await frontend.until(lambda: len(group.facts(DeviceRecovered)) == 2)
+    assert group.facts(DeviceRecovered)[1].device == "SIM-w0-6" and not slowness
+    frontend.transport.abort()
+
+
 async def test_an_error_of_one_rank_fails_every_request_of_the_group(group: Group) -> None:
     frontend = await group.frontend()
     streams = [frontend.ask(prompt(salt=n), max_tokens=10_000) for n in range(3)]

@@ -137,6 +137,20 @@ async def test_a_hung_one_says_and_obeys_nothing_until_it_is_let_go_on(
     assert len(await again.answer(again.ask(prompt()))) == 16
 
 
+async def test_a_hang_and_a_blackhole_end_each_at_its_own_time(house: House, eventually: Eventually) -> None:
+    server = house.many.workers[0].server
+    await house.bus.request(subjects.chaos("w0"), {"fault": "blackhole"})
+    await house.bus.request(subjects.chaos("w0"), {"fault": "hang", "duration": 0.05})
+    await eventually(lambda: not house.many.workers[0].obedience.hung)
+    assert server.blackholed
+    await house.bus.request(subjects.chaos("w0"), {"fault": "blackhole", "duration": 0.05})
+    await house.chaos("w0", "hang")
+    await asyncio.sleep(0.1)
+    assert server.blackholed, "a hung one says nothing, whatever else has healed"
+    await house.chaos("w0", "unhang")
+    assert not server.blackholed
+
+
 async def test_a_hung_one_can_be_killed(house: House, eventually: Eventually) -> None:
     await house.chaos("w0", "hang")
     await house.chaos("w0", "kill")

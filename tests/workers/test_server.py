@@ -504,6 +504,8 @@ class ThreadedEngine(Immovable):
     def chaos(self, fault: str, argument: float, rank: int = 0) -> bool:
         return False
 
+    def heal(self, fault: str, rank: int = 0) -> None: ...
+
     async def stop(self) -> None: ...
 
 

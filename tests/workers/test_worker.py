@@ -7,7 +7,7 @@ import pytest
 from engine_contract import prompt
 from plain_frontend import PlainFrontend
 from structlog.testing import capture_logs
-from worker_life import ABOUT, DIED, Begin, Eventually
+from worker_life import ABOUT, DIED, Begin, Eventually, Life
 
 from events import subjects
 from events.errors import HoldfastError
@@ -23,6 +23,7 @@ from events.observations import (
 from events.wire import Hello
 from workers.engines.engine import Announce, Deliver, EngineDead, unheard
 from workers.engines.simulated.engine import SimulatedEngine
+from workers.engines.simulated.faults import Faults
 from workers.engines.simulated.sequence import Shape
 from workers.moving.trust import Distrusted, Trusted
 from workers.obedience import Place
@@ -313,6 +314,55 @@ async def test_a_fault_with_a_duration_heals_by_itself(begin: Begin, eventually:
     await life.bus.request(subjects.chaos("w0"), {"fault": "blackhole", "duration": 0.05})
     assert life.worker.server.blackholed
     await eventually(lambda: not life.worker.server.blackholed)
+
+
+def faults_of(life: Life) -> Faults:
+    engine = life.worker.engine
+    assert isinstance(engine, SimulatedEngine)
+    return engine.each[0].scheduler.faults
+
+
+async def test_each_fault_has_its_own_duration(begin: Begin, eventually: Eventually) -> None:
+    life = await begin()
+    faults = faults_of(life)
+
+    async def play(fault: str, **more: float) -> None:
+        assert "error" not in await life.bus.request(subjects.chaos("w0"), {"fault": fault, **more})
+
+    await play("slow", argument=3, duration=0.05)
+    await play("corrupt", argument=5)
+    await play("blackhole")
+    await eventually(lambda: faults.slow == 1.0)
+    assert faults.corrupt_one_in == 5 and life.worker.server.blackholed, "until somebody heals it"
+    await play("blackhole", duration=0.05)  # the same again, from now on
+    await eventually(lambda: not life.worker.server.blackholed)
+    assert faults.corrupt_one_in == 5
+    await play("heal")
+    assert faults == Faults()
+
+
+async def test_the_same_fault_again_takes_the_place_of_the_first(
+    begin: Begin, eventually: Eventually
+) -> None:
+    life = await begin()
+    faults = faults_of(life)
+    await life.bus.request(subjects.chaos("w0"), {"fault": "error", "duration": 0.05})
+    await life.bus.request(subjects.chaos("w0"), {"fault": "error"})
+    await life.bus.request(subjects.chaos("w0"), {"fault": "slow", "duration": 3600})
+    await life.bus.request(subjects.chaos("w0"), {"fault": "slow", "duration": 0.1})
+    await eventually(lambda: faults.slow == 1.0)
+    assert faults.error and not life.worker.obedience._heals
+
+
+async def test_a_heal_lets_no_duration_end_what_is_played_later(begin: Begin, eventually: Eventually) -> None:
+    life = await begin()
+    faults = faults_of(life)
+    await life.bus.request(subjects.chaos("w0"), {"fault": "error", "duration": 0.05})
+    await life.bus.request(subjects.chaos("w0"), {"fault": "heal"})
+    await life.bus.request(subjects.chaos("w0"), {"fault": "error"})
+    await life.bus.request(subjects.chaos("w0"), {"fault": "slow", "duration": 0.1})
+    await eventually(lambda: faults.slow == 1.0)
+    assert faults.error
 
 
 async def test_a_worker_in_a_blackhole_is_not_heard_on_the_bus_either(

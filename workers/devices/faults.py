@@ -120,6 +120,12 @@ class DeviceFaults:
         """Absorb that the device was replaced, or reset: nothing stands against it any more."""
         return [change for fault_class in list(self.standing) for change in self._over(fault_class)]
 
+    def mended(self, code: int) -> list[Change]:
+        """Absorb that what an Xid said is repaired. Where another Xid of its class has come since, that stands."""
+        fault_class = XID_CLASSES[xid_meaning(code).action]
+        stands = self.standing.get(fault_class)
+        return list(self._over(fault_class)) if stands is not None and stands.code == str(code) else []
+
     def read(self, reading: Reading, peers: tuple[int, ...], now: float) -> list[Change]:
         """Absorb a reading; `peers` are the clocks of GPUs of its kind that are busy and not throttled."""
         first, fresh, self._fresh = self._last is None, self._fresh, False

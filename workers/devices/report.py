@@ -31,6 +31,10 @@ class Devices(Protocol):
         """Play a fault of one rank's device; False if that cannot be played."""
         ...
 
+    def mend(self, fault: str, argument: float, rank: int) -> None:
+        """End a fault that was played."""
+        ...
+
 
 def fact(worker: str, instance: str, device: str, change: Change) -> Observation:
     """Return a change as a fact about this worker."""

@@ -50,6 +50,11 @@ class SimulatedDevices:
         self._tell(gpu, self._faults[gpu].xid(int(argument) or XIDS[fault], time.monotonic()))
         return True
 
+    def mend(self, fault: str, argument: float, rank: int) -> None:
+        """Repair what this fault has done to the device of one rank."""
+        gpu = self.gpus[rank]
+        self._tell(gpu, self._faults[gpu].mended(int(argument) or XIDS[fault]))
+
     def _tell(self, gpu: str, changes: list[Change]) -> None:
         for change in changes:
             if self._say is not None:

@@ -215,6 +215,10 @@ class Engine(Protocol):
         """Play a fault of one rank (error, corrupt, drift, slow), or `heal` all; False if this engine cannot."""
         ...
 
+    def heal(self, fault: str, rank: int = 0) -> None:
+        """End this fault of this rank. What else was played stays."""
+        ...
+
     async def stop(self) -> None:
         """Stop stepping and free everything, within a few seconds."""
         ...

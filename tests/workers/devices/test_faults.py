@@ -24,6 +24,20 @@ def test_a_contained_error_is_fatal_to_the_worker_and_an_illegal_address_is_not(
     assert DeviceFaults().xid(9999, 0.0) == [Change(fault_class="xid_warning", code="9999")]
 
 
+def test_an_xid_is_mended_unless_another_of_its_class_has_come_since() -> None:
+    faults = DeviceFaults()
+    faults.xid(48, 0.0)
+    faults.xid(43, 0.0)
+    assert classes(faults.mended(48)) == [("xid", True)] and faults.mended(48) == []
+    faults.xid(48, 0.0)
+    faults.xid(79, 1.0)
+    assert faults.mended(48) == []
+    assert {(change.fault_class, change.code) for change in faults.standing.values()} == {
+        ("xid", "79"),
+        ("xid_warning", "43"),
+    }
+
+
 def test_a_warning_is_over_when_it_did_not_come_again_for_a_while() -> None:
     faults = DeviceFaults()
     faults.xid(43, 0.0)

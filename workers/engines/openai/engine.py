@@ -387,6 +387,9 @@ class OpenAIEngine:
     def chaos(self, fault: str, argument: float, rank: int = 0) -> bool:
         return False  # break the upstream itself: that is what is to be rehearsed
 
+    def heal(self, fault: str, rank: int = 0) -> None:
+        """There is nothing to end."""
+
     async def stop(self) -> None:
         tasks = list(self._tasks.values())
         for task in tasks:

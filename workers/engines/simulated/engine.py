@@ -113,6 +113,11 @@ class SimulatedEngine:
             return True
         return self.each[struck].scheduler.faults.inject(fault, argument, within)
 
+    def heal(self, fault: str, rank: int = 0) -> None:
+        """End this fault of this rank."""
+        struck, within = divmod(rank, self.shape.tp)
+        self.each[struck].scheduler.faults.heal(fault, within)
+
     async def stop(self) -> None:
         for rank in self.each:
             rank.stop()

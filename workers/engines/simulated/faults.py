@@ -55,6 +55,18 @@ class Faults:
                 return False
         return True
 
+    def heal(self, fault: str, rank: int = 0) -> None:
+        """End one fault. All but `slow` strike the ranks that compute together as one. Who is dead stays so."""
+        match fault:
+            case "error":
+                self.error, self.errors_left = False, 0
+            case "corrupt":
+                self.corrupt_one_in = 0
+            case "drift":
+                self.drift = 0.0
+            case "slow":
+                self.slowness.pop(rank, None)
+
     def raised(self, requests: int) -> int:
         """Return how many of `requests` the raising engine takes down now, and count them."""
         if not self.error:

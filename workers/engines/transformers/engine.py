@@ -141,6 +141,11 @@ class TransformersEngine:
         """Play a fault: error, corrupt, drift, slow, bitflip (argument: its seed), die, heal."""
         return self._stepper is not None and self._stepper.faults.inject(fault, argument)
 
+    def heal(self, fault: str, rank: int = 0) -> None:
+        """End this fault."""
+        if self._stepper is not None:
+            self._stepper.faults.heal(fault)
+
     async def stop(self) -> None:
         """Stop after the current step, and free everything."""
         self._stopping.set()

@@ -55,6 +55,20 @@ class Faults:
                 return False
         return True
 
+    def heal(self, fault: str) -> None:
+        """End one fault; bits that were flipped are put back all at once. Who is dead stays so."""
+        match fault:
+            case "error":
+                self.error, self.errors_left = False, 0
+            case "corrupt":
+                self.corrupt_one_in = 0
+            case "drift":
+                self.drift = 0.0
+            case "slow":
+                self.slow = 1.0
+            case "bitflip":
+                self.surgery.append(None)
+
     def raised(self, requests: int) -> int:
         """Return how many of `requests` the raising engine takes down now, and count them."""
         if not self.error:
