@@ -1,8 +1,9 @@
 """Is a row's answer the same alone, in a batch, and in a replay, on this very machine?
 
 The engine's claim of exactness rests on how the installed libraries add: see attention.py. They may do it otherwise on
-another processor, so the claim is checked at start on the model itself, bit by bit: one prompt read at once, the same
-prompt read in uneven pieces with strangers in the batch. It takes a few steps, and covers every matrix of the model.
+another processor, so the claim is checked at start on the model itself, bit by bit: the logits of every token of a prompt
+that is read at once, and of the same prompt read in uneven pieces with strangers in the batch. It takes a few steps, and
+covers every matrix of the model.
 """
 
 import random
@@ -16,7 +17,7 @@ from workers.engines.transformers.model import TILES, Model
 from workers.engines.transformers.sequence import Sequence, Work
 
 _PROMPT = 80
-_PIECES = (37, 1, 1, 2, 16, 1, 21, 1)  # adds up to _PROMPT: single tokens, odd pieces, and a long one
+_PIECES = [37, 1, 1, 2, 16, 1, 21, 1]  # adds up to _PROMPT: single tokens, odd pieces, and a long one
 _STRANGERS = 3
 _ROUNDS = 6  # prompts: rounding to 16 bits hides most differences, so that one prompt often shows none
 
@@ -31,7 +32,7 @@ def make_exact(model: Model, pool: Pool, blocks: Blocks) -> bool:
 
 
 def is_exact(model: Model, pool: Pool, blocks: Blocks) -> bool:
-    """Return whether the last logits of some prompts are bit-identical however they are read. Leaves the pool as it was."""
+    """Return whether the logits of some prompts are bit-identical however they are read. Leaves the pool as it was."""
     return all(_reads_alike(model, pool, blocks, random.Random(seed)) for seed in range(_ROUNDS))
 
 
@@ -50,12 +51,11 @@ def _reads_alike(model: Model, pool: Pool, blocks: Blocks, draw: random.Random) 
     try:
         expected = reader.read([(whole, length)])[whole]
         reader.read([(stranger, 8) for stranger in strangers])
-        got = {}
-        for count in _PIECES:
-            got = reader.read(
-                [(pieces, count), *((stranger, 1) for stranger in strangers if stranger.uncached)]
-            )
-        return bool(torch.equal(expected, got[pieces]))
+        for part in torch.split(expected, _PIECES):
+            company = [(stranger, 1) for stranger in strangers if stranger.uncached]
+            if not torch.equal(part, reader.read([(pieces, len(part)), *company])[pieces]):
+                return False
+        return True
     finally:
         for sequence in (whole, pieces, *strangers):
             blocks.give_back(sequence.blocks)
@@ -66,7 +66,7 @@ class _Reader:
         self._model, self._pool, self._blocks = model, pool, blocks
 
     def read(self, parts: list[tuple[Sequence, int]]) -> dict[Sequence, torch.Tensor]:
-        """Read so many tokens of each sequence in one step; return the logits of those that are at their end."""
+        """Read so many tokens of each sequence in one step; return their logits."""
         works = []
         for sequence, count in parts:
             while len(sequence.blocks) < self._blocks.needed(sequence.cached + count):
@@ -74,11 +74,11 @@ class _Reader:
                 self._pool.clear(sequence.blocks[-1:])
             works.append(Work(sequence, sequence.cached, count))
         works.sort(key=lambda work: work.count > 1)
-        logits = self._model.forward(works, self._pool)
-        at_end = [work.sequence for work in works if work.samples]
+        logits = self._model.forward(works, self._pool, every=True)
         for work in works:
             work.sequence.cached += work.count
-        return dict(zip(at_end, logits, strict=True))
+        read = torch.split(logits, [work.count for work in works])
+        return {work.sequence: rows for work, rows in zip(works, read, strict=True)}
 
 
 def _sequence(tokens: list[int]) -> Sequence:
