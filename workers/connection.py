@@ -161,18 +161,21 @@ class Connection(asyncio.Protocol):
     def flush(self) -> None:
         """Send this step's batch as one frame, or gather it: in a burst of steps, or while the frontend does not keep up."""
         batch, self.batch = self.batch, []
-        loop, burst_s = asyncio.get_running_loop(), self._plane.patience.burst_s
         if self._plane.blackholed:
             self.send(Step(batch))
             return
-        if self._paused_at is None and not self._backlog and loop.time() - self.stepped_at >= burst_s:
-            self.stepped_at = loop.time()
+        if self._paused_at is not None:
+            self._gather(batch)
+            return
+        loop, burst_s = asyncio.get_running_loop(), self._plane.patience.burst_s
+        now, first = loop.time(), not self._backlog
+        leaves = (first and now - self.stepped_at >= burst_s) or any(map(_begins_or_ends, batch))
+        if first and leaves:
+            self.stepped_at = now
             self._write(Step(batch))
             return
         self._gather(batch)
-        if self._paused_at is not None:
-            return
-        if any(_begins_or_ends(chunk) for chunk in batch):
+        if leaves:
             self._send_backlog()
         elif self._leaving is None:
             self._leaving = loop.call_later(burst_s, self._leave)

@@ -308,6 +308,12 @@ async def test_steps_of_one_burst_leave_together_and_what_begins_or_ends_at_once
     say(Chunk(2, [401]))
     say(Chunk(2, [402], "length"))
     assert said() == [Step([Chunk(2, [401, 402], "length")])]
+    say(Chunk(4, [600], cached_tokens=0), Chunk(1, [307]))
+    assert said() == [Step([Chunk(4, [600], cached_tokens=0), Chunk(1, [307])])], "nothing had gathered"
+    say(Chunk(4, [601]))
+    assert said() == [], "the burst goes on"
+    say(Chunk(4, [602], "stop"))
+    assert said() == [Step([Chunk(4, [601, 602], "stop")])]
     say(Chunk(1, [307]))
     connection.pause_writing()
     await asyncio.sleep(0.4)
