@@ -30,28 +30,34 @@ def score_few(question: Question) -> FewScores | None:
         return None
     if prompt.tokens < 1 or slots.paced:
         return None
-    used, requests = slots.in_use(prompt.blocks) if blocks else ({}, {})
+    used = slots.pieces(prompt.blocks) if blocks else ()
     cached_at = found.device.named() if isinstance(found.device, Depths) else found.device
-    extra = max(pricing.overlap_credit - 1.0, 0.0) if pricing.track_prefill else 0.0
-    alone, copy = pricing.overlap_credit - extra, extra * blocks
-    request = pricing.prefill_scale * pricing.request_tokens / size + pricing.request_weight
-    recent = pricing.prefill_scale * pricing.recent_weight / size
+    track_prefill, track_blocks = pricing.track_prefill, pricing.track_blocks
+    extra = pricing.overlap_credit - 1.0 if track_prefill and pricing.overlap_credit > 1.0 else 0.0
+    alone, copy, scale = pricing.overlap_credit - extra, extra * blocks, pricing.prefill_scale
+    request = scale * pricing.request_tokens / size + pricing.request_weight
+    recent = scale * pricing.recent_weight / size
     costs, device = [], []
     for place, work in enumerate(places.standing):
         has: float = cached_at.get(places.holders[place], 0) if cached_at else 0
-        credit, shared = (alone + extra) * has, used.get(work.row, 0) if used else 0
+        credit, shared, row = (alone + extra) * has, 0, work.row
+        for depth, users in used:
+            if row in users:
+                shared, requests = depth, users[row]
         if shared:
-            sharers = requests[work.row] if shared >= has else 0
-            has = max(has, shared * float(places.caching[place]))
+            sharers = requests if shared >= has else 0
+            if shared > has and places.caching[place]:
+                has = shared
             credit = (alone + extra / (1.0 + sharers)) * has
         kept = 0.0
-        if pricing.track_blocks:
+        if track_blocks:
             kept = work.blocks + question.others_at(place)[1] / size + (blocks - shared)
-        if pricing.track_prefill:
+        if track_prefill:
             prefill = (work.reading_tokens + prompt.tokens) / size
         else:
-            prefill, kept = 0.0, max(kept - credit, 0.0)
-        waiting = pricing.prefill_scale * max(prefill + copy - credit, 0.0)
+            prefill, kept = 0.0, kept - credit if kept > credit else 0.0
+        due = prefill + copy - credit
+        waiting = scale * due if due > 0.0 else 0.0
         cost = waiting + kept + request * len(work.requests) + recent * work.lately_at(question.now)
         weight = places.seat[place].weight
         costs.append(cost / weight if weight > 0 else inf)

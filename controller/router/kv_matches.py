@@ -22,11 +22,13 @@ class Depths(Mapping[Holder, int]):
 
     def named(self) -> dict[Holder, int]:
         """Return the same as a plain one."""
-        if self._made is None:
-            self._made = {}
-            for group, depth in self.groups:
-                self._made.update(dict.fromkeys(group, depth))
-        return self._made
+        made = self._made
+        if made is None:
+            groups = self.groups
+            made = self._made = dict.fromkeys(*groups[0]) if groups else {}
+            for group, depth in groups[1:]:
+                made.update(dict.fromkeys(group, depth))
+        return made
 
     def __getitem__(self, holder: Holder) -> int:
         return self.named()[holder]

@@ -49,6 +49,11 @@ class Mode(StrEnum):
     LEAST_LOADED = "least-loaded"
     POWER_OF_TWO = "power-of-two"
 
+    __hash__ = str.__hash__  # an enum's own is a function in Python, and looked up for each request
+
+
+_KV = Mode.KV
+
 
 def _anybody(seat: Seat) -> bool:
     return True
@@ -133,12 +138,12 @@ class Chooser:
         `by_rank`, are left out where nobody else sends to these workers, or the other frontends tell our tracker. Raise
         ValueError for an empty prompt, and what the filter raises.
         """
-        strategy = self._strategies[mode]
-        one_by_one = mode is not Mode.KV or (pricing.temperature <= 0.0 and pricing.credit_decay == 0.0)
+        kv, strategy = mode is _KV, self._strategies[mode]
+        one_by_one = not kv or (pricing.temperature <= 0.0 and pricing.credit_decay == 0.0)
         if one_by_one and isinstance(among, Filter) and among.all:
             places = self._places.of(among.all)
             question = Question(places, prompt, pricing, self._slots, others, by_rank, now, draw)
-            if mode is Mode.KV and (few := score_few(question)) is not None:
+            if kv and (few := score_few(question)) is not None:
                 if (place := lowest_of_few(few.costs, question, among.fits)) is not None:
                     return Choice(
                         places.seat[place], places.holders[place], mode, question, few.device[place], place
@@ -162,7 +167,7 @@ class Chooser:
 def _chosen(question: Question, mode: Mode, place: int) -> Choice:
     places, found, pricing = question.places, question.prompt.matches, question.pricing
     holder = places.holders[place]
-    if mode is Mode.KV:
+    if mode is _KV:
         overlaps = question.scores.overlaps
         device, host, disk = (float(tier[place]) for tier in (overlaps.device, overlaps.host, overlaps.disk))
     else:

@@ -63,42 +63,42 @@ class Prefixes:
 
     def drop(self, user: int, blocks: Sequence[int]) -> int:
         """A request that began with these blocks, by `use`, is over."""
-        path, lost = self._path(blocks), 0
-        for piece in path:
-            count = piece.users[user]
+        last, depth, lost, length = self._root, 0, 0, len(blocks)
+        while depth < length:
+            piece = last.children[blocks[depth]]
+            size, users = len(piece.blocks), piece.users
+            count = users[user]
             if count > 1:
-                piece.users[user] = count - 1
-            else:
-                del piece.users[user]
-                lost += len(piece.blocks)
-        last = self._root
-        for piece in path:
-            if not piece.users:  # nor has anything below it any
-                del last.children[piece.blocks[0]]
+                users[user] = count - 1
+            elif len(users) == 1:  # nobody else uses it, nor anything below it
+                del last.children[blocks[depth]]
+                lost += length - depth
                 break
-            last = piece
+            else:
+                del users[user]
+                lost += size
+            last, depth = piece, depth + size
         last.join()
         return -lost
 
     def find(self, blocks: Sequence[int]) -> tuple[dict[int, int], dict[int, int]]:
         """Return how many of these blocks, from the first on, each user has in use, and how many of its requests have all
         of those. Who has none is missing."""
-        piece, depth, depths, requests = self._root, 0, dict[int, int](), dict[int, int]()
-        while depth < len(blocks) and (child := piece.children.get(blocks[depth])) is not None:
-            size = common(child.blocks, 0, blocks, depth)
-            depth += size
-            depths.update(dict.fromkeys(child.users, depth))
-            requests.update(child.users)
-            if size < len(child.blocks):
-                break
-            piece = child
+        depths, requests = dict[int, int](), dict[int, int]()
+        for depth, users in self.pieces(blocks):
+            depths.update(dict.fromkeys(users, depth))
+            requests.update(users)
         return depths, requests
 
-    def _path(self, blocks: Sequence[int]) -> list[Piece]:
-        """Return the pieces that make up a prefix in use."""
-        piece, depth, path = self._root, 0, list[Piece]()
-        while depth < len(blocks):
-            piece = piece.children[blocks[depth]]
-            path.append(piece)
-            depth += len(piece.blocks)
-        return path
+    def pieces(self, blocks: Sequence[int]) -> list[tuple[int, dict[int, int]]]:
+        """Return the pieces that these blocks begin with, from the first on: the depth up to which each reaches, or they do in
+        it, and how many requests of each user begin with it. A user of a piece uses all pieces before it."""
+        children, depth, found = self._root.children, 0, list[tuple[int, dict[int, int]]]()
+        while depth < len(blocks) and (child := children.get(blocks[depth])) is not None:
+            size = common(child.blocks, 0, blocks, depth)
+            depth += size
+            found.append((depth, child.users))
+            if size < len(child.blocks):
+                break
+            children = child.children
+        return found

@@ -15,7 +15,7 @@ The loads lie in columns, one row for each holder, so that a choice among a thou
 """
 
 from collections import OrderedDict
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import exp
 from typing import Any, Generic, Protocol, TypeVar
@@ -91,9 +91,11 @@ class Standing:
 
     def sent(self, tokens: int, now: float) -> None:
         """Remember a prompt that was sent then; of another frontend's one may hear later."""
-        last = max(self.last, now)
-        self.lately = self.lately_at(last) + tokens * exp((now - last) / LATELY_S)
-        self.last = last
+        if now < self.last:
+            self.lately += tokens * exp((now - self.last) / LATELY_S)
+        else:
+            self.lately = self.lately_at(now) + tokens
+            self.last = now
 
     def lately_at(self, now: float) -> float:
         """Return how many prompt tokens were sent there lately, each counting the less the longer ago that was."""
@@ -306,9 +308,9 @@ class SlotTracker(Generic[Holder]):
         """Whether what is to be read shrinks with time: then `loads` says it, and what stands does not."""
         return self._paced
 
-    def in_use(self, blocks: Sequence[int]) -> tuple[dict[int, int], dict[int, int]]:
-        """Return what `shared` does, by row. Who has none in use is missing."""
-        return self._active.find(blocks)
+    def pieces(self, blocks: Sequence[int]) -> Sequence[tuple[int, Mapping[int, int]]]:
+        """Return what `shared` does, piece by piece: up to which depth who, by row, has how many requests with all of it."""
+        return self._active.pieces(blocks)
 
     def shared(self, blocks: Sequence[int], rows: Rows) -> tuple[Floats, Floats]:
         """Return how many of a prompt's blocks, from the first on, the holders in these rows have in use already, and how
