@@ -1,6 +1,7 @@
 """Which other frontends serve beside this one? They say each second which workers they hear."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from math import inf
 from typing import Any
 
 HEARD_S = 3.5  # three reports may be lost
@@ -12,13 +13,22 @@ class Neighbours:
     def __init__(self, now: Callable[[], float]) -> None:
         self._now = now
         self._heard_at: dict[str, float] = {}
+        self._names: Sequence[str] = ()
+        self._until = -inf  # nobody of them is silent for too long before
 
     def on_links(self, subject: str, body: Mapping[str, Any]) -> None:
         """Hear a frontend's report of its links."""
-        self._heard_at[str(body.get("frontend"))] = self._now()
+        name = str(body.get("frontend"))
+        if name not in self._heard_at:
+            self._until = -inf
+        self._heard_at[name] = self._now()
 
-    def names(self) -> list[str]:
-        """Return those who serve now, as far as is known, and forget the others."""
-        since = self._now() - HEARD_S
-        self._heard_at = {name: at for name, at in self._heard_at.items() if at >= since}
-        return sorted(self._heard_at)
+    def names(self) -> Sequence[str]:
+        """Return those who serve now, as far as is known, and forget the others. Each request asks twice."""
+        now = self._now()
+        if now > self._until:
+            since = now - HEARD_S
+            self._heard_at = {name: at for name, at in self._heard_at.items() if at >= since}
+            self._names = sorted(self._heard_at)
+            self._until = min(self._heard_at.values(), default=now) + HEARD_S
+        return self._names

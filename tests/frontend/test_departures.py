@@ -202,6 +202,13 @@ def test_who_was_not_heard_lately_is_no_neighbour() -> None:
     assert neighbours.names() == ["fa", "fb"]
     now += 2
     assert neighbours.names() == ["fa"]
+    neighbours.on_links("s", {"frontend": "fa", "workers": {}})
+    neighbours.on_links("s", {"frontend": "fc", "workers": {}})
+    assert neighbours.names() == ["fa", "fc"]  # at once
+    now += HEARD_S + 0.1
+    assert neighbours.names() == []
+    neighbours.on_links("s", {"frontend": "fa", "workers": {}})
+    assert neighbours.names() == ["fa"]
 
 
 def test_a_worker_that_registers_nonsense_keeps_nobody_from_being_planned_for() -> None:
