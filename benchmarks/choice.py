@@ -81,6 +81,7 @@ class Fleet:
             cap=lambda seat: max(1, int(seat.joined.profile.max_batch * 4 * 1.0)),
             frontends=lambda: 2,
             lately=lambda worker, instance: instances.get(worker) == instance,
+            doubted=outcomes.open,
         )
         system = self._tokens(tokens // 6)
         self._begun = [system + self._tokens(tokens // 2) for _ in range(CONVERSATIONS)]

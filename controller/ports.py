@@ -206,7 +206,7 @@ class Plane(Protocol):
         ...
 
     def lately(self, worker: str, instance: str) -> bool:
-        """Say whether this instance was heard as lately as one that lives is."""
+        """Say whether this instance is reachable, and was heard as lately as one that lives is."""
         ...
 
     def load(self, worker: str) -> Load | None:

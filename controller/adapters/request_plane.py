@@ -291,12 +291,15 @@ class RequestPlane:
         return line is not None and not line.pulse.stuck and not line.draining
 
     def lately(self, worker: str, instance: str) -> bool:
-        """Say whether this instance was heard as lately as one that lives is. While our loop stood still we heard nobody: time
-        beyond the watch's next look does not count."""
-        line = self._line(worker, instance)
-        if line is None:
+        """Say whether this instance is reachable, and was heard as lately as one that lives is. While our loop stood still we
+        heard nobody: time beyond the watch's next look does not count."""
+        link = self._links.get(worker)  # `_line`, spelled out: asked twice a request
+        line = link.line if link is not None else None
+        if line is None or not line.live or line.instance != instance or line.draining:
             return False
         pulse, limits = line.pulse, self._limits
+        if pulse.stuck:
+            return False
         due = pulse.heard_at + (limits.lately_busy_s if pulse.open_streams else limits.lately_s)
         return self.watch.look_due <= due or asyncio.get_running_loop().time() <= due
 

@@ -85,7 +85,8 @@ class Choosing:
         self, plan: Plan, said: Sequence[int], settings: RouterSettings, now: float
     ) -> Prompt[Holder]:
         """Return what is to be placed. Where workers have blocks of several sizes, it is reckoned in those that most have."""
-        sizes = self._table.block_sizes(plan.model, plan.lineage)
+        kin = self._table.kin(plan.model, plan.lineage)
+        sizes = kin.block_sizes if kin is not None else (1,)
         tokens = len(plan.prompt) + len(said)
         if settings.mode != "kv" and not plan.wishes.explain:
             return Prompt(tokens, sizes[0])
@@ -97,25 +98,36 @@ class Choosing:
 
     def _cached(self, blocks: Sequence[int], now: float) -> Matches[Holder]:
         """Return how many of these blocks each rank has: what they say, and what we guess."""
-        told = self.view.index.find(blocks) if self.view is not None else _NOTHING
-        return better(told, self._guesses.find(blocks, now=now)) if self._guesses else told
+        guessed = self._guesses.find(blocks, now=now) if self._guesses else _NOTHING
+        return better(self.view.index.find(blocks), guessed) if self.view is not None else guessed
 
     # --- what there is to do --------------------------------------------------------------------------------
 
     def begin(self, choice: Choice, plan: Plan, said: Sequence[int]) -> int:
         """A request goes where it was chosen to. Return the number under which it is counted there."""
-        required = choice.question.prompt.required_blocks
-        self._meter.chosen(plan.model, choice.mode, choice.overlap_blocks, required)
-        return self._add(choice.seat, choice.holder, plan, said, choice.prefill_tokens)
+        prompt = choice.question.prompt
+        self._meter.chosen(plan.model, choice.mode, choice.overlap_blocks, prompt.required_blocks)
+        return self._add(choice.seat, choice.holder, plan, said, choice.prefill_tokens, prompt)
 
     def carry(self, seat: Seat, rank: int, plan: Plan, said: Sequence[int]) -> int:
         """A request has come there with its KV cache: nothing of it has to be read. Return its number there."""
         return self._add(seat, Holder(seat.worker, seat.instance, rank), plan, said, 0)
 
-    def _add(self, seat: Seat, holder: Holder, plan: Plan, said: Sequence[int], prefill_tokens: int) -> int:
+    def _add(
+        self,
+        seat: Seat,
+        holder: Holder,
+        plan: Plan,
+        said: Sequence[int],
+        prefill_tokens: int,
+        prompt: Prompt[Holder] | None = None,
+    ) -> int:
         settings, slot, now = plan.wishes.router or self._settings, next(self._serial), self._now()
         size, tokens = block_tokens(seat), len(plan.prompt) + len(said)
-        blocks: Sequence[int] = plan.names.of(size, said) if settings.mode == "kv" else ()
+        blocks: Sequence[int] = ()
+        if settings.mode == "kv":
+            named = prompt is not None and prompt.block_tokens == size and prompt.tokens == tokens
+            blocks = prompt.blocks if prompt is not None and named else plan.names.of(size, said)
         shared = blocks if settings.assume_kv_reuse else ()
         self.slots.add(
             slot,
@@ -186,7 +198,8 @@ class Choosing:
 
 def block_tokens(seat: Seat) -> int:
     """Return how many tokens a block of this worker has. Who registers nonsense has blocks of one."""
-    return max(1, seat.joined.profile.block_tokens)
+    size = seat.joined.profile.block_tokens
+    return size if size > 1 else 1
 
 
 def _scaled(found: Matches[Holder], factor: float) -> Matches[Holder]:

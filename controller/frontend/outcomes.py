@@ -82,7 +82,7 @@ class Outcomes:
         self._now = now
         self._number = 0  # of this frontend's own breaker moves
         self._tallies: dict[Key, Tally] = {}
-        self._open: dict[Key, None] = {}  # those whose breaker is not closed: asked about for each request
+        self._open: dict[Key, None] = {}  # those whose breaker is not closed
         self._window_at = now()
         self._second_at = now()
         self.blamed_on_us = 0
@@ -119,7 +119,7 @@ class Outcomes:
 
     def allowed(self, seat: Seat) -> bool:
         """Say whether this frontend's own breaker lets a request go there."""
-        if seat.key not in self._open:  # it is asked of every seat, for each request
+        if seat.key not in self._open:
             return True
         return breaker.admit(self._tallies[seat.key].breaker) is not None
 
@@ -137,6 +137,12 @@ class Outcomes:
     def positions(self) -> Mapping[Key, str]:
         """Return where every breaker stands."""
         return {key: tally.breaker.position for key, tally in self._tallies.items()}
+
+    @property
+    def open(self) -> Collection[Key]:
+        """Those whose breaker is not closed, in the order in which they opened: a view, to be kept and looked into for each
+        request."""
+        return self._open.keys()
 
     @property
     def any_open(self) -> bool:

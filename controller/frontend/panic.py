@@ -34,10 +34,11 @@ class Panic:
         self._observe = observe
         self._metrics = metrics
         self._models: set[str] = set()
+        self._open = outcomes.open
 
     def ignores(self, model: str, seats: Sequence[Seat]) -> bool:
         """Say whether our own breakers are ignored for this model now; they may have moved since the last look."""
-        if self._outcomes.any_open:
+        if self._open:
             self.look(model, seats)
         return model in self._models
 

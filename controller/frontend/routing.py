@@ -47,7 +47,13 @@ class Routing:
             lambda: ()
         )  # frontends that serve now, as far as is known
         self._rules = Rules(
-            plane.reachable, self._allowed, plane.others, self.cap, self._frontends, plane.lately
+            plane.reachable,
+            self._allowed,
+            plane.others,
+            self.cap,
+            self._frontends,
+            plane.lately,
+            outcomes.open,
         )
         self._ignoring = False  # own breakers, for the pick that is made now
 
@@ -59,7 +65,8 @@ class Routing:
             return 0
         limits = self._admission
         whole = limits.inflight_max or seat.joined.profile.max_batch * limits.inflight_per_batch
-        return max(1, int(whole * self._table.knobs(seat.joined.model).batch_size))
+        cap = int(whole * self._table.knobs(seat.joined.model).batch_size)
+        return cap if cap > 1 else 1
 
     def _reading_too_long(self, seat: Seat, limit_s: float) -> bool:
         rate = seat.joined.profile.prefill_tokens_per_s
@@ -72,16 +79,17 @@ class Routing:
     def _allowed(self, seat: Seat) -> bool:
         return self._ignoring or self._outcomes.allowed(seat)
 
-    def _seats(self, model: str) -> list[Seat]:
+    def _seats(self, model: str) -> Sequence[Seat]:
         """Return a model's seats, and see whether there is panic."""
-        seats = self._table.models.get(model, [])
+        seats = self._table.models.get(model, ())
         self._ignoring = self._live() and self._panic.ignores(model, seats)
         return seats
 
     def _kindred(self, plan: Plan) -> Sequence[Seat]:
         """Return the seats of a request's lineage, and see whether there is panic."""
         self._seats(plan.model)
-        return self._table.kindred(plan.model, plan.lineage)
+        kin = self._table.kin(plan.model, plan.lineage)
+        return kin.seats if kin is not None else ()
 
     def look_for_panic(self) -> None:
         """The fold or a breaker may have moved: see whether panic has begun or ended anywhere."""
@@ -146,7 +154,8 @@ class Routing:
 
     def limit(self, model: str) -> int:
         """Return how many migrations a request of this model may have."""
-        return smallest_limit(self._settings.migration_limit, (self._table.migration_limit(model),))
+        own, registered = self._settings.migration_limit, self._table.migration_limit(model)
+        return own if registered is None else smallest_limit(own, (registered,))
 
     def context(self, model: str, lineage: Lineage) -> int:
         """Return how many tokens a prompt and its answer may have together. Raise NotServed."""

@@ -9,7 +9,7 @@ Every way to find nobody is an error of its own, because the client should be to
 ways to score and pick among those that the filter leaves.
 """
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Container, Sequence
 from dataclasses import dataclass
 
 from controller.router.table import Key, Seat
@@ -17,6 +17,7 @@ from events.errors import HoldfastError
 from events.wire import Load
 
 ROOM_LOOKS = 8  # at seats, for room, before all are looked at
+WEIGHT_MIN = 1e-6  # a seat that may get nothing costs no more than what this does
 TOKENS_PER_REQUEST = 4096  # so many tokens in flight weigh as much as one more request
 
 
@@ -56,6 +57,16 @@ class AllBusy(NoWorker):
     code = "all_workers_busy"
 
 
+class Everybody:
+    """Whoever it is, he is among them."""
+
+    def __contains__(self, key: object) -> bool:
+        return True
+
+
+EVERYBODY = Everybody()
+
+
 @dataclass(frozen=True, slots=True)
 class Rules:
     """What the filter and the score ask about a seat."""
@@ -65,7 +76,8 @@ class Rules:
     others: Callable[[str], Load | None]  # what is in flight there that is not this frontend's
     cap: Callable[[Seat], int]  # requests in flight there, of all frontends
     frontends: Callable[[], int]  # how many serve now, this one included
-    lately: Callable[[str, str], bool]  # heard from; a preference, because everybody may be late
+    lately: Callable[[str, str], bool]  # reachable and heard: a preference, because everybody may be late
+    doubted: Container[Key] = EVERYBODY  # whose breaker is not closed: `allowed` is asked of nobody else
 
 
 class Picker:
@@ -109,11 +121,10 @@ class Picker:
         self, seats: Sequence[Seat], others: Callable[[str], Load | None]
     ) -> list[tuple[float, int, int]]:
         """Return each seat's cost, when it was picked last, and its place."""
-        last = self._last
-        return [
-            (cost(seat, others(seat.worker)), last.get(seat.key, 0), place)
-            for place, seat in enumerate(seats)
-        ]
+        last, ranked = self._last, []
+        for place, seat in enumerate(seats):
+            ranked.append((cost(seat, others(seat.worker)), last.get(seat.key, 0), place))
+        return ranked
 
     def _taken(self, seat: Seat) -> Seat:
         """Remember that it was this one's turn."""
@@ -158,18 +169,22 @@ class Filter:
 
     def fits(self, seat: Seat) -> bool:
         """Say whether a seat would be left, and not for want of a better one."""
+        rules = self._rules
         return (
-            self._allows(seat)
+            seat.weight > 0.0
+            and rules.lately(seat.worker, seat.instance)
+            and seat.key not in self._tried
+            and (seat.key not in rules.doubted or rules.allowed(seat))
             and (not self._capped or self._has_room(seat))
-            and self._rules.lately(seat.worker, seat.instance)
         )
 
     def _allows(self, seat: Seat) -> bool:
+        rules = self._rules
         return (
             seat.weight > 0.0
-            and self._rules.reachable(seat.worker, seat.instance)
+            and rules.reachable(seat.worker, seat.instance)
             and seat.key not in self._tried
-            and self._rules.allowed(seat)
+            and (seat.key not in rules.doubted or rules.allowed(seat))
         )
 
     def _has_room(self, seat: Seat) -> bool:
@@ -205,4 +220,5 @@ def cost(seat: Seat, others: Load | None) -> float:
     if others is not None:
         active += others.running + others.waiting
         tokens += others.active_tokens
-    return (active + 1 + tokens / TOKENS_PER_REQUEST) / max(seat.weight, 1e-6)
+    weight = seat.weight
+    return (active + 1 + tokens / TOKENS_PER_REQUEST) / (weight if weight > WEIGHT_MIN else WEIGHT_MIN)

@@ -11,6 +11,7 @@ from functools import cached_property
 import numpy as np
 
 from controller.router.kv_matches import Depths
+from controller.router.pick import WEIGHT_MIN
 from controller.router.score import Overlaps, Pricing, Prompt, Scores, score
 from controller.router.slots import Floats, Loads, Rows, SlotTracker, Standing
 from controller.router.table import Holder, Lineage, Seat
@@ -24,7 +25,6 @@ ByRank = Callable[[str], Sequence[Load]]
 
 REPORTS_S = 0.02  # what workers report of others is as good as new for so long: they do it every 100 ms
 WEIGHTS_S = 0.02  # and the fleet's weights: whether the chosen worker may be used, its filter asks then
-WEIGHT_MIN = 1e-6
 KEPT_MAX = 64
 SMALL = 16  # holders of a group whose places are looked up each time
 
@@ -44,7 +44,7 @@ class Reported:
 class Places:
     """Every rank of some seats, in their order."""
 
-    seats: Sequence[Seat]  # each once
+    seats: tuple[Seat, ...]  # each once
     seat: Sequence[Seat]  # of each place
     holders: Sequence[Holder]
     rows: Rows  # of the slot tracker
@@ -186,9 +186,19 @@ class KeptPlaces:
     def __init__(self, slots: SlotTracker[Holder]) -> None:
         self._slots = slots
         self._kept: dict[tuple[str, Lineage, int], Places] = {}
+        self._last: tuple[Sequence[Seat], Places] | None = None  # of a tuple: nobody can have changed it
 
     def of(self, seats: Sequence[Seat]) -> Places:
         """Return the places of these seats, of which there is at least one."""
+        last = self._last
+        if last is not None and last[0] is seats and last[1].layout == self._slots.layout:
+            return last[1]
+        places = self._of(tuple(seats))
+        if isinstance(seats, tuple):
+            self._last = seats, places
+        return places
+
+    def _of(self, seats: tuple[Seat, ...]) -> Places:
         name = (seats[0].joined.model, seats[0].lineage, len(seats))
         kept = self._kept.get(name)
         if kept is not None and kept.layout == self._slots.layout and kept.seats == seats:
@@ -203,10 +213,11 @@ class KeptPlaces:
         at = {holder: place for place, holder in enumerate(holders)}
         of = [seat for seat, _ in each]
         places = self._kept[name] = Places(
-            list(seats), of, holders, rows, standing, ranks, caching, at, self._slots.layout, Reported()
+            seats, of, holders, rows, standing, ranks, caching, at, self._slots.layout, Reported()
         )
         return places
 
     def clear(self) -> None:
         """Keep nothing: seats are gone."""
         self._kept.clear()
+        self._last = None

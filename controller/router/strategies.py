@@ -10,8 +10,8 @@ from typing import Protocol
 
 import numpy as np
 
-from controller.router.pick import TOKENS_PER_REQUEST
-from controller.router.places import WEIGHT_MIN, Question
+from controller.router.pick import TOKENS_PER_REQUEST, WEIGHT_MIN
+from controller.router.places import Question
 from controller.router.score import per_weight, pick_lowest
 from controller.router.slots import Floats, Rows
 from controller.router.table import Holder, Key, Seat
@@ -145,9 +145,12 @@ def lowest_of_few(costs: list[float], question: Question, fits: Fits) -> int | N
     draw = question.draw
     for _ in range(min(_LOOKS, len(costs))):
         lowest = min(costs)
-        ties = [place for place, cost in enumerate(costs) if cost == lowest]
-        number, draw = divmod(draw * len(ties), 1.0)
-        place = ties[int(number)]
+        if costs.count(lowest) == 1:
+            place = costs.index(lowest)
+        else:
+            ties = [place for place, cost in enumerate(costs) if cost == lowest]
+            number, draw = divmod(draw * len(ties), 1.0)
+            place = ties[int(number)]
         if fits(question.places.seat[place]):
             return place
         costs[place] = inf

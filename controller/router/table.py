@@ -75,18 +75,26 @@ class Seat:
 
 @dataclass(frozen=True, slots=True)
 class Kin:
-    """What the workers of one model and lineage have in common, of which there is at least one."""
+    """The workers of one model and lineage, of which there is at least one, and what they have in common."""
 
+    seats: tuple[Seat, ...]
     context_tokens: int  # the fewest of all
     engine: str
     text_only: bool  # some of them give text and no tokens
+    block_sizes: tuple[int, ...]  # tokens of their KV blocks, the size of most of them first
 
     @classmethod
     def of(cls, seats: Sequence[Seat]) -> "Kin":
         """Look at all of them."""
         joined = [seat.joined for seat in seats]
-        text_only = any(one.engine == "openai" and not one.exact for one in joined)
-        return cls(min(one.context_tokens for one in joined), joined[0].engine, text_only)
+        sizes = Counter(max(1, one.profile.block_tokens) for one in joined)
+        return cls(
+            tuple(seats),
+            min(one.context_tokens for one in joined),
+            joined[0].engine,
+            any(one.engine == "openai" and not one.exact for one in joined),
+            tuple(size for size, _ in sizes.most_common()),
+        )
 
 
 @dataclass(slots=True)
@@ -114,8 +122,6 @@ class Table:
         self._known: Mapping[str, Worker] = {}
         self._models: Mapping[str, Degradation] = {}
         self._knobs: dict[str, Knobs] = {}
-        self._kindred: dict[tuple[str, Lineage], Sequence[Seat]] = {}
-        self._sizes: dict[tuple[str, Lineage], Sequence[int]] = {}
         self._kin: dict[tuple[str, Lineage], Kin | None] = {}
         self._limits: dict[str, int | None] = {}
 
@@ -202,20 +208,15 @@ class Table:
         """Return the knobs of a model's degradation level."""
         return self._knobs.get(model, _USUAL)
 
-    def kindred(self, model: str, lineage: Lineage) -> Sequence[Seat]:
-        """Return a model's seats of one lineage. Each request asks several times, before a thousand of them."""
-        found = self._kindred.get((model, lineage))
-        if found is None:
-            found = [seat for seat in self.models.get(model, ()) if seat.lineage == lineage]
-            self._kindred[model, lineage] = found
-        return found
-
     def kin(self, model: str, lineage: Lineage) -> Kin | None:
-        """Return what the workers of a lineage have in common; None if there are none. Each request asks several times."""
-        if (model, lineage) not in self._kin:
-            seats = self.kindred(model, lineage)
-            self._kin[model, lineage] = Kin.of(seats) if seats else None
-        return self._kin[model, lineage]
+        """Return a model's workers of one lineage; None if there are none. Each request asks several times, before a thousand
+        of them: it is the same one until a worker joins or is gone."""
+        name = (model, lineage)
+        kin = self._kin.get(name)
+        if kin is None and name not in self._kin:
+            seats = [seat for seat in self.models.get(model, ()) if seat.lineage == lineage]
+            kin = self._kin[name] = Kin.of(seats) if seats else None
+        return kin
 
     def migration_limit(self, model: str) -> int | None:
         """Return the smallest limit that a worker of this model has registered; None if none has."""
@@ -224,20 +225,9 @@ class Table:
             self._limits[model] = min((limit for limit in limits if limit is not None), default=None)
         return self._limits[model]
 
-    def block_sizes(self, model: str, lineage: Lineage) -> Sequence[int]:
-        """Return how many tokens the KV blocks of a lineage's workers have, the size of most of them first; at least one."""
-        sizes = self._sizes.get((model, lineage))
-        if sizes is None:
-            seats = self.kindred(model, lineage)
-            counts = Counter(max(1, seat.joined.profile.block_tokens) for seat in seats)
-            sizes = self._sizes[model, lineage] = [size for size, _ in counts.most_common()] or [1]
-        return sizes
-
     def _replace(self, seats: Iterable[Seat]) -> None:
         self.seats = {seat.key: seat for seat in seats}
         self.models = {}
-        self._kindred.clear()
-        self._sizes.clear()
         self._kin.clear()
         self._limits.clear()
         for seat in self.seats.values():

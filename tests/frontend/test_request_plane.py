@@ -173,9 +173,10 @@ async def test_a_stuck_engine_behind_a_live_loop_is_noticed_and_comes_back(road:
         assert ear.end is not None and "its engine's step is" in ear.end
         assert plane.connected["w1"] == "i1"  # the process lives
         assert not plane.reachable("w1", "i1")
+        assert not plane.lately("w1", "i1")  # nobody is who cannot be reached, whenever he spoke
         await until(lambda: bool(worker.cancelled))
         worker.phase, worker.step_age_ms = "idle", 0.0
-        await until(lambda: plane.reachable("w1", "i1"))
+        await until(lambda: plane.reachable("w1", "i1") and plane.lately("w1", "i1"))
 
 
 async def test_our_own_loop_standing_still_accuses_nobody(road: Road) -> None:

@@ -127,7 +127,7 @@ def drawn(dice: Random) -> tuple[list[Seat], Rules]:
         others=lambda w: Load(running=2) if w in laden else None,
         cap=lambda s: 4,
         frontends=lambda: 2,
-        lately=lambda w, i: w not in late,
+        lately=lambda w, i: w in there and w not in late,
     )
 
 
@@ -197,14 +197,13 @@ def test_what_a_models_workers_have_in_common_follows_who_is_there() -> None:
         replace(joined(ScriptedWorker(n)), context_tokens=c) for n, c in (("w1", 100), ("w2", 200))
     )
     table.set_static([short, replace(long, migration_limit=1)])
-    assert table.kin("m", lineage) == Kin(100, "simulated", text_only=False)
+    seats = table.seats[("w1", "i1")], table.seats[("w2", "i1")]
+    assert table.kin("m", lineage) == Kin(seats, 100, "simulated", text_only=False, block_sizes=(16,))
     assert table.migration_limit("m") == 1
-    assert [seat.worker for seat in table.kindred("m", lineage)] == ["w1", "w2"]
     table.set_static([replace(long, worker="w3", engine="openai", exact=False)])
-    assert table.kin("m", lineage) == Kin(200, "openai", text_only=True)
+    other = (table.seats[("w3", "i1")],)
+    assert table.kin("m", lineage) == Kin(other, 200, "openai", text_only=True, block_sizes=(16,))
     assert (table.kin("m", ("r2", "builtin:sim")), table.migration_limit("m")) == (None, None)
-    assert table.kindred("m", ("r2", "builtin:sim")) == []
-    assert [seat.worker for seat in table.kindred("m", lineage)] == ["w3"]
 
 
 def test_the_table_follows_lives_and_forgets_those_that_ended() -> None:

@@ -90,7 +90,7 @@ def filter_of(fleet: list[Made], capped: bool, frontends: int) -> tuple[Filter, 
         others=lambda worker: Load(running=fleet[int(worker)].others),
         cap=lambda one: CAP,
         frontends=lambda: frontends,
-        lately=lambda worker, instance: fleet[int(worker)].lately,
+        lately=lambda worker, instance: fleet[int(worker)].reachable and fleet[int(worker)].lately,
     )
     tried = {one.key for one, made in zip(seats, fleet, strict=True) if made.tried}
     return Filter(seats, rules, tried, capped), seats
