@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from controller.trace.replay import connection, endpoint
+from controller.trace.replay import connection, endpoint, turn
 from controller.trace.replay.connection import Connection
 from controller.trace.replay.endpoint import Endpoint, Reply
 from events.errors import UsageError
@@ -212,6 +212,90 @@ async def test_bounds(monkeypatch: pytest.MonkeyPatch) -> None:
         STREAM + b"Transfer-Encoding: chunked\r\n\r\n0\r\n" + b"X: y\r\n" * 50,
     ):
         assert fed(answer, lambda data: [data])[0].how == "malformed", answer[:80]
+
+
+class Pausing(asyncio.Transport):
+    """A transport that is only asked whether it reads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.reads = True
+
+    def is_closing(self) -> bool:
+        return False
+
+    def write(self, data: object) -> None: ...
+    def abort(self) -> None: ...
+    def pause_reading(self) -> None:
+        self.reads = False
+
+    def resume_reading(self) -> None:
+        self.reads = True
+
+
+async def test_a_turn_of_the_loop_reads_for_so_long_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = 100.0
+    for module in (turn, connection):
+        monkeypatch.setattr(module, "now", lambda: clock)
+    connections: list[Connection] = []
+    bound = turn.Turn(connections)
+    transports = [Pausing() for _ in range(4)]
+    for transport in transports:
+        connections.append(Connection(bound.read))
+        connections[-1].connection_made(transport)
+        connections[-1].send(b"", lambda event, at: None)
+    closed, deaf = connections[2:]
+    closed.closed = deaf.deaf = True
+
+    def read(number: int, takes_s: float) -> None:
+        nonlocal clock
+        clock += takes_s
+        connections[number].data_received(STREAM + b"\r\n")
+
+    def reading() -> list[bool]:
+        return [transport.reads for transport in transports]
+
+    read(0, 1.0)  # before it nobody had read: the turn begins here
+    read(1, turn.TURN_S / 2)
+    assert reading() == [True] * 4 and bound.behind_s() == 0.0
+    read(0, turn.TURN_S)
+    assert reading() == [False, False, True, False], "one that is closed is left alone"
+    assert bound.behind_s() == pytest.approx(1.5 * turn.TURN_S)
+    await asyncio.sleep(0)
+    assert reading() == [True, True, True, False], "one that was hushed stays so"
+    read(0, 2 * turn.TURN_S)
+    assert bound.behind_s() == pytest.approx(3.5 * turn.TURN_S), "since the first that was cut"
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)  # a turn in which nothing was left
+    assert reading()[:2] == [True, True] and bound.behind_s() == 0.0
+    read(0, 60.0)
+    assert reading()[:2] == [True, True], (
+        "a turn begins with its first reading, however long ago the last one was"
+    )
+    await asyncio.sleep(0)
+
+
+async def test_a_flood_leaves_the_loop_its_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+    streams, events = 40, EVENTS * 4_000
+    monkeypatch.setattr(turn, "TURN_S", 0.002)
+    async with answering(STREAM + b"\r\n" + events, then_close=True) as one:
+        taken = [0] * streams
+
+        def take(number: int, event: bytes, at: float) -> None:
+            taken[number] += 1
+
+        async def ask(number: int) -> Reply:
+            return await one.ask(
+                "GET", "/v1/x", take=lambda event, at: take(number, event, at), deadline_s=60.0
+            )
+
+        asking = asyncio.gather(*(ask(number) for number in range(streams)))
+        behind = False
+        while not asking.done():
+            await asyncio.sleep(0)
+            behind = behind or one.behind_s() > 0
+        assert {reply.fault for reply in await asking} == {""} and set(taken) == {3 * 4_000}
+        assert behind and one.behind_s() == 0.0
 
 
 async def test_a_connection_that_was_hushed_takes_in_nothing_more_and_is_no_failure() -> None:

@@ -125,8 +125,8 @@ class Run:
 def _stopping(hush: Callable[[], None]) -> Iterator[asyncio.Event]:
     """Set a flag at the first Ctrl-C or SIGTERM; a second Ctrl-C ends everything at once.
 
-    A loop's own handlers wait for the end of its turn. Where a server floods, that takes many seconds, so `hush` is called in the
-    middle of it.
+    A loop's own handlers wait for the end of its turn, in which what has come is still read. `hush` is called in the
+    middle of it: nothing more of that is wanted.
     """
     loop, stop = asyncio.get_running_loop(), asyncio.Event()
 

@@ -39,7 +39,8 @@ class Malformed(Exception):
 class Connection(asyncio.Protocol):
     """One connection. After an answer: `status`, `head`, `body` (of what is no stream of events), `how` it ended."""
 
-    def __init__(self) -> None:
+    def __init__(self, on_read: Callable[[], None] | None = None) -> None:
+        self._on_read = on_read or _nobody
         self.transport: asyncio.Transport | None = None
         self.closed = True
         self.deaf = False  # what still comes is not wanted: it will be closed soon
@@ -65,6 +66,16 @@ class Connection(asyncio.Protocol):
         else:
             self.transport.write(data)
         return self._over or _done()
+
+    def pause(self) -> None:
+        """Read no more for now."""
+        if self.transport is not None and not (self.closed or self.transport.is_closing()):
+            self.transport.pause_reading()
+
+    def resume(self) -> None:
+        """Read again."""
+        if self.transport is not None and not (self.closed or self.deaf or self.transport.is_closing()):
+            self.transport.resume_reading()
 
     def close(self) -> None:
         """Close it at once: what is still to come of an answer is not wanted."""
@@ -110,6 +121,7 @@ class Connection(asyncio.Protocol):
                 self._counted(data)
         except (Malformed, ValueError):
             self._end("malformed")
+        self._on_read()
 
     def _head(self, data: bytes) -> bytes:
         """Take in what belongs to the head, and return the rest."""
@@ -199,6 +211,10 @@ class Connection(asyncio.Protocol):
         for line in lines:
             if line[:5] == b"data:":
                 self._take(line[5:].strip(), at)
+
+
+def _nobody() -> None:
+    """Nobody wants to know."""
 
 
 def _done() -> "asyncio.Future[None]":

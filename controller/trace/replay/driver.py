@@ -163,12 +163,12 @@ class Replay:
             task.result()  # a mistake of ours, which the loop's handler shows
 
     async def _tick(self) -> None:
-        """Watch how late this loop is: so late may be what is measured of a server."""
+        """Watch how late this loop is, or what it reads: so late may be what is measured of a server."""
         ticks = 0
         while True:
             at = now()
             await asyncio.sleep(TICK_S)
-            self.measures.lag.add(max(0.0, now() - at - TICK_S))
+            self.measures.lag.add(max(0.0, now() - at - TICK_S, self._endpoint.behind_s()))
             ticks += 1
             if ticks % SAMPLE_TICKS == 0:
                 self.measures.sample(now())

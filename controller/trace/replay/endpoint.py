@@ -11,6 +11,7 @@ from typing import Any, Literal
 from urllib.parse import urlsplit
 
 from controller.trace.replay.connection import Connection, How, Take, now
+from controller.trace.replay.turn import Turn
 from events.errors import HoldfastError, UsageError
 
 CONNECT_S_MAX = 10.0
@@ -75,6 +76,7 @@ class Endpoint:
         self._addresses: list[str] = []
         self._idle: list[Connection] = []
         self._open = set[Connection]()
+        self._turn = Turn(self._open)
 
     async def ask(
         self,
@@ -153,7 +155,7 @@ class Endpoint:
             for address in tuple(self._addresses):
                 try:
                     _, connection = await loop.create_connection(
-                        Connection,
+                        lambda: Connection(self._turn.read),
                         address,
                         self._port,
                         ssl=self._tls,
@@ -201,6 +203,10 @@ class Endpoint:
         """Take in nothing more on any connection, from this moment on. May be called by a signal's handler."""
         for connection in tuple(self._open):
             connection.deaf = True
+
+    def behind_s(self) -> float:
+        """Return how late it may be that something is read now."""
+        return self._turn.behind_s()
 
     def close(self) -> None:
         """Close all connections."""
