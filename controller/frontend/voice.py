@@ -113,10 +113,9 @@ class StreamVoice:
     """Says each token as it comes."""
 
     __slots__ = (
-        "_fast",
+        "_bytes",
         "_form",
         "_index",
-        "_json",
         "_offset",
         "_opened",
         "_prefix",
@@ -125,6 +124,7 @@ class StreamVoice:
         "_speech",
         "_stream",
         "_suffix",
+        "_table",
         "flush",
         "stopped",
     )
@@ -142,11 +142,12 @@ class StreamVoice:
         self._prefix, self._suffix = form.before + before, behind + form.after
         self._seam = self._suffix + self._prefix
         table = form.tokens.table
-        self._fast: ByteDetokenizer | None = None
-        self._json: dict[int, bytes] = {}
+        fast = table is not None and not form.stops and form.logprobs is None
+        self._table = table if fast else None
+        self._bytes: ByteDetokenizer | None = (
+            None  # until a token comes that says nothing, or ends within a character
+        )
         self._speech: Speech | None = None  # until something comes that the fast path does not say
-        if table is not None and not form.stops and form.logprobs is None:
-            self._fast, self._json = ByteDetokenizer(table), table.json
 
     @property
     def reached(self) -> int:
@@ -160,11 +161,13 @@ class StreamVoice:
     def say(self, tokens: Sequence[int], logprobs: Sequence[Logprob] | None) -> int:
         if not self._opened:
             self._open()
-        if self._fast is None:
+        table, whole = self._table, self._bytes
+        if table is None:
             return self._say_slowly(tokens, logprobs)
-        texts = None if self._fast.pending else _texts(self._json, tokens)
+        texts = _texts(table.json, tokens) if whole is None or not whole.pending else None
         if texts is None:
-            texts = [json.dumps(said).encode() for token in tokens if (said := self._fast.feed(token))]
+            whole = self._bytes = whole or ByteDetokenizer(table)
+            texts = [json.dumps(said).encode() for token in tokens if (said := whole.feed(token))]
         if texts:
             self._stream.parts += (self._prefix, self._seam.join(texts), self._suffix)
         self._said += len(tokens)
@@ -193,8 +196,8 @@ class StreamVoice:
     def say_text(self, text: str, tokens: int) -> None:
         if not self._opened:
             self._open()
-        if self._fast is not None:
-            self._fast.flush()  # an unfinished character: the text says it whole
+        if self._bytes is not None:
+            self._bytes.flush()  # an unfinished character: the text says it whole
         speech = self._spoken()
         said = speech.feed_text(text, tokens)
         if said:
@@ -205,7 +208,7 @@ class StreamVoice:
     def finish(self, reason: str) -> None:
         if not self._opened:
             self._open()
-        rest = self._fast.flush() if self._fast is not None else ""
+        rest = self._bytes.flush() if self._bytes is not None else ""
         if self._speech is not None:
             rest += self._speech.end()
         if rest:
