@@ -16,6 +16,7 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import datetime, timedelta
+from math import inf
 from typing import TYPE_CHECKING, TypeAlias
 
 from controller.router.table import Key
@@ -42,13 +43,15 @@ class Stint:
     rank: int | None = None  # the worker's DP rank, of several
     count: int = 0
     marks: list[tuple[float, int]] = field(default_factory=list)  # (instant, index of the first token then)
+    marked_at: float = -inf  # the last of these instants
     last_at: float = 0.0
     named: int = 0  # tokens before this index have been named as exposed
 
     def add(self, now: float, tokens: int) -> None:
         """Count tokens that came now."""
-        if not self.marks or now - self.marks[-1][0] > MARK_S:
+        if now - self.marked_at > MARK_S:
             self.marks.append((now, self.first + self.count))
+            self.marked_at = now
         self.count += tokens
         self.last_at = now
 
