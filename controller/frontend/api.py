@@ -9,7 +9,7 @@ import itertools
 import json
 import time
 from collections.abc import Awaitable, Callable
-from functools import cache, partial
+from functools import partial
 from typing import Any
 
 import structlog
@@ -58,8 +58,6 @@ class Api:
         ] = {}  # of these, those that have been let in and read
         self._unread: dict[SseStream, None] = {}  # finished, but their clients have not taken all of it yet
         self._serial = itertools.count(1)
-        # `labels` keeps every one that it has made for ever, too, but takes five times as long to find it again
-        self._active, self._ended = cache(desk.metrics.active.labels), cache(desk.metrics.requests.labels)
         self._routes: dict[tuple[str, str], Handler] = {
             ("POST", "/v1/chat/completions"): partial(self._serve, parse_chat, "chat_completions"),
             ("POST", "/v1/completions"): partial(self._serve, parse_completion, "completions"),
@@ -131,7 +129,7 @@ class Api:
             kind = "stream" if ask.stream else "unary"
             if self._known(ask.model):
                 model = ask.model
-                self._active(model).inc()
+                self.desk.metrics.active.add(1, model)
                 self.answering += 1
             answer = await self._answer(request, ask, headers, tier, wishes)
             error = answer.error if isinstance(answer, StreamedResponse) else None
@@ -207,7 +205,7 @@ class Api:
             raise invalid(str(error), "messages") from error
         except NoWorker as error:  # the last one of this lineage has gone while its tokenizer was read
             raise desk.admission.no_worker(error, ask.model, tier) from error
-        desk.metrics.tokenizer_ms.of("encode").add((desk.now() - began) * 1000)
+        desk.metrics.tokenizer_ms.of("encode").note((desk.now() - began) * 1000)
         serial, trace = next(self._serial), traceparent(request)
         return Admitted(ask, id, tier, lineage, prompts, context, serial, trace, wishes), tokens
 
@@ -281,13 +279,13 @@ class Api:
         """Count a request that has ended; an error after the first token too, although its status was 200."""
         metrics = self.desk.metrics
         if model:
-            self._active(model).dec()
+            metrics.active.add(-1, model)
             self.answering -= 1
         if error is None:
-            self._ended(model, endpoint, kind, "success", "").inc()
+            metrics.requests.add(1, model, endpoint, kind, "success", "")
             return
         why = "cancelled" if error.status == 499 else ERROR_TYPES.get(error.status, "internal")
-        self._ended(model, endpoint, kind, "error", why).inc()
+        metrics.requests.add(1, model, endpoint, kind, "error", why)
         if error.status == 499:
             metrics.cancellations.labels(model, endpoint, kind).inc()
             metrics.disconnected.inc()

@@ -286,6 +286,7 @@ class Desk:
         self.outcomes.tick(service)
         self.mover.tick()
         self.routing.choosing.expire()
+        self.metrics.settle()
         for flight, until in list(self._parked.items()):
             if now > until and flight in self._parked:
                 del self._parked[flight]

@@ -90,7 +90,7 @@ class Exchange:
     def launch(self) -> None:
         """Send every flight off."""
         for flight in self.flights:
-            flight.meter.inputs.add(len(flight.plan.prompt))
+            flight.meter.inputs.note(len(flight.plan.prompt))
             flight.launch()
 
     def cancel(self) -> None:

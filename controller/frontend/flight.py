@@ -277,7 +277,7 @@ class Flight:
         self._desk.routing.choosing.read(self.slot)
         if self.first_at is None:
             self.first_at = self._desk.now()
-            self.meter.ttft.add(self.first_at - self.began_at)
+            self.meter.ttft.note(self.first_at - self.began_at)
             self._desk.first_token(self)
         self._passage.arrived(self, well=True)
         self._passage.restored("success")

@@ -41,10 +41,10 @@ class ModelMeter:
 
     def ended(self, flight: "Flight", now: float) -> None:
         """A flight is over."""
-        self.duration.add(now - flight.began_at)
-        self.outputs.add(len(flight.accepted))
+        self.duration.note(now - flight.began_at)
+        self.outputs.note(len(flight.accepted))
         if flight.cached_tokens is not None:
-            self.cached.add(flight.cached_tokens)
+            self.cached.note(flight.cached_tokens)
 
 
 class Last(NamedTuple):
@@ -75,12 +75,12 @@ class Meter:
         meter = self.of(model)
         meter.decisions[mode] += 1
         if mode == "kv":
-            meter.hit_rate.add(min(1.0, overlap_blocks / required_blocks))
-            meter.overlap.add(overlap_blocks)
+            meter.hit_rate.note(min(1.0, overlap_blocks / required_blocks))
+            meter.overlap.note(overlap_blocks)
 
     def waited(self, model: str, outcome: str, seconds: float) -> None:
         """A request has waited for a free worker: `admitted`, `timeout`, `no_worker` or `gone`."""
-        self._metrics.queue_s.of(model, outcome).add(seconds)
+        self._metrics.queue_s.of(model, outcome).note(seconds)
 
     def landed(self, worker: str, last: Last) -> None:
         """An answer ended well at the worker at which it had begun."""

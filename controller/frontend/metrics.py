@@ -1,14 +1,16 @@
 """What a frontend counts: the names of the seeds (`dynamo_frontend_*`), and our own (`holdfast_*`).
 
 Histograms on the token path are plain lists of counts, filled once per turn and stream, and rendered only
-when they are asked for: `prometheus_client` observes one value in the time in which we relay a token.
+when they are asked for: `prometheus_client` observes one value in the time in which we relay a token. What is
+counted with each request is a plain number in the same way.
 """
 
 from bisect import bisect_left
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from itertools import repeat
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, disable_created_metrics, generate_latest
-from prometheus_client.core import HistogramMetricFamily
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 from prometheus_client.registry import Collector
 
 PREFIX = "dynamo_frontend_"
@@ -21,12 +23,14 @@ def log_spaced(first: float, last: float, count: int) -> tuple[float, ...]:
 
 
 class Buckets:
-    """One histogram of one label set."""
+    """One histogram of one label set. What is noted is counted when somebody looks, and with each `settle`."""
 
-    __slots__ = ("_bounds", "counts", "total")
+    __slots__ = ("_bounds", "_noted", "counts", "note", "total")
 
     def __init__(self, bounds: Sequence[float]) -> None:
         self._bounds = bounds
+        self._noted: list[float] = []
+        self.note: Callable[[float], None] = self._noted.append
         self.counts = [0] * (len(bounds) + 1)
         self.total = 0.0
 
@@ -34,6 +38,14 @@ class Buckets:
         """Count a value, or the same value several times."""
         self.counts[bisect_left(self._bounds, value)] += times
         self.total += value * times
+
+    def settle(self) -> None:
+        """Count what was noted."""
+        noted, counts = self._noted, self.counts
+        for place in map(bisect_left, repeat(self._bounds), noted):
+            counts[place] += 1
+        self.total = sum(noted, self.total)
+        noted.clear()
 
     def rows(self) -> list[tuple[str, float]]:
         """Return the cumulative counts, by upper bound."""
@@ -58,10 +70,40 @@ class Histogram(Collector):
             found = self._by[labels] = Buckets(self._bounds)
         return found
 
+    def settle(self) -> None:
+        """Count what was noted, of all label sets."""
+        for buckets in self._by.values():
+            buckets.settle()
+
     def collect(self) -> Iterable[HistogramMetricFamily]:
         family = HistogramMetricFamily(self._name, self._text, labels=self._labels)
+        self.settle()
         for labels, buckets in self._by.items():
             family.add_metric(labels, buckets=buckets.rows(), sum_value=buckets.total)
+        yield family
+
+
+class Count(Collector):
+    """A counter or a gauge by labels, for what changes with each request."""
+
+    def __init__(
+        self,
+        family: type[CounterMetricFamily] | type[GaugeMetricFamily],
+        name: str,
+        text: str,
+        labels: Sequence[str],
+    ) -> None:
+        self._family, self._name, self._text, self._labels = family, name, text, tuple(labels)
+        self._by: dict[tuple[str, ...], int] = {}
+
+    def add(self, count: int, *labels: str) -> None:
+        """Add so much to one label set's."""
+        self._by[labels] = self._by.get(labels, 0) + count
+
+    def collect(self) -> Iterable[CounterMetricFamily | GaugeMetricFamily]:
+        family = self._family(self._name, self._text, labels=self._labels)
+        for labels, count in self._by.items():
+            family.add_metric(labels, count)
         yield family
 
 
@@ -73,6 +115,7 @@ class FrontendMetrics:
         registry = self.registry = CollectorRegistry()
         self.shown: set[str] = set()  # workers of which something is shown
         self._of_workers: list[Gauge] = []
+        self._histograms: list[Histogram] = []
 
         def counter(name: str, text: str, *labels: str) -> Counter:
             return Counter(name, text, labels, registry=registry)
@@ -87,12 +130,23 @@ class FrontendMetrics:
         def histogram(name: str, text: str, bounds: Sequence[float], *labels: str) -> Histogram:
             made = Histogram(name, text, bounds, labels)
             registry.register(made)
+            self._histograms.append(made)
+            return made
+
+        def count(
+            family: type[CounterMetricFamily] | type[GaugeMetricFamily], name: str, text: str, *labels: str
+        ) -> Count:
+            made = Count(family, name, text, labels)
+            registry.register(made)
             return made
 
         ends = ("model", "endpoint", "request_type", "status", "error_type")
-        self.requests = counter(f"{PREFIX}requests", "Requests that have ended.", *ends)
-        self.active = gauge(
-            f"{PREFIX}active_requests", "Requests between their arrival and their end.", "model"
+        self.requests = count(CounterMetricFamily, f"{PREFIX}requests", "Requests that have ended.", *ends)
+        self.active = count(
+            GaugeMetricFamily,
+            f"{PREFIX}active_requests",
+            "Requests between their arrival and their end.",
+            "model",
         )
         self.inflight = gauge(f"{PREFIX}inflight_requests", "Requests that are with a worker.", "model")
         self.queued = gauge(f"{PREFIX}queued_requests", "Requests that wait for a free worker.", "model")
@@ -251,6 +305,11 @@ class FrontendMetrics:
             for one in self._of_workers:
                 one.remove(worker)
         self.shown &= workers
+
+    def settle(self) -> None:
+        """Count what was noted since the last time: called ten times a second, so that it is never much."""
+        for one in self._histograms:
+            one.settle()
 
     def render(self) -> bytes:
         """Return the exposition text."""
