@@ -1,11 +1,11 @@
 """A database as a fleet's first start leaves it, made once for all testers and copied: a quarter of the work of a first start."""
 
-import fcntl
-import os
 import subprocess
 from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Any
+
+from once import made_once
 
 from controller.adapters import migrate
 from controller.adapters.embedded import start_postgres
@@ -17,13 +17,7 @@ _made: list[Path] = []
 
 def make_once(own: Path, run: Callable[[Coroutine[Any, Any, None]], None]) -> None:
     """Make it, unless another tester has. `own`: this one's folder, in that of all testers of this run."""
-    base = own.parent if "PYTEST_XDIST_WORKER" in os.environ else own
-    with (base / "first-database.lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        if not (base / "first-database").exists():
-            run(_make(base / "first-database.partial"))
-            (base / "first-database.partial").rename(base / "first-database")
-    _made[:] = [base / "first-database"]
+    _made[:] = [made_once(own, "first-database", lambda directory: run(_make(directory)))]
 
 
 async def _make(directory: Path) -> None:

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 
 import pytest
 import pytest_asyncio
+import tiny_model
 from fleet import client, running
 
 from controller.demo.clients import compare
@@ -159,10 +160,8 @@ async def fleet(
     elif request.param == BEHIND_THE_BROKER:
         engine = ["--itl-ms", "20", "--request-plane", "nats"]
     else:
-        from workers.engines.tiny import build_tiny
-
-        build_tiny(folder / "model")
-        engine = ["--engine", "transformers", "--model", str(folder / "model")]
+        model = tiny_model.half(tmp_path_factory.getbasetemp())
+        engine = ["--engine", "transformers", "--model", str(model), "--canary-interval", "1"]
     async with running(folder / "fleet", *FLAGS, *engine, environment=PATIENT, stops=True) as one:
         yield one
 

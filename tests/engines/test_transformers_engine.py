@@ -16,7 +16,6 @@ from engine_contract import EngineContract, Rig, prompt  # noqa: E402
 
 from events.blocks import local_hashes, sequence_hashes  # noqa: E402
 from events.kv import Cleared, Stored  # noqa: E402
-from events.observations import Profile  # noqa: E402
 from workers import worker  # noqa: E402
 from workers.engines.engine import Engine, EngineDead  # noqa: E402
 from workers.engines.transformers.engine import (  # noqa: E402
@@ -27,33 +26,25 @@ from workers.engines.transformers.engine import (  # noqa: E402
 from workers.engines.transformers.settings import BadEngineSetting, TransformersSettings  # noqa: E402
 from workers.kv_ledger import Ledger  # noqa: E402
 
-KNOWN = Profile(kv_blocks=1, block_tokens=32, max_batch=1, prefill_tokens_per_s=1.0, tpot_ms=((1, 1.0),))
-Make = Callable[..., Any]
+Make = MakeEngine = Callable[..., Any]
 
 
 class TestTransformers(EngineContract):
     """Everything that any engine must do."""
 
     @pytest.fixture
-    async def engine(self, tiny: Path) -> Engine:
-        return TransformersEngine(TransformersSettings(folder=tiny, context_tokens=512, profile=KNOWN))
+    async def engine(self, engine_of: MakeEngine) -> Engine:
+        engine: Engine = engine_of(context_tokens=512)
+        return engine
 
 
 class TestTransformersCrowded(EngineContract):
     """The same with a cache so small that sequences are preempted, and prompts read in small pieces."""
 
     @pytest.fixture
-    async def engine(self, tiny: Path) -> Engine:
-        return TransformersEngine(
-            TransformersSettings(
-                folder=tiny,
-                context_tokens=512,
-                kv_tokens=256,
-                block_tokens=16,
-                prefill_tokens_max=24,
-                profile=KNOWN,
-            )
-        )
+    async def engine(self, engine_of: MakeEngine) -> Engine:
+        engine: Engine = engine_of(context_tokens=512, kv_tokens=256, block_tokens=16, prefill_tokens_max=24)
+        return engine
 
     async def test_a_working_engine_says_what_it_does(self, rig: Rig) -> None:
         key = rig.submit(prompt(), max_tokens=200)
@@ -69,12 +60,12 @@ class TestTransformersCrowded(EngineContract):
 
 
 @pytest.fixture
-async def start(tiny: Path) -> AsyncIterator[Make]:
+async def start(engine_of: MakeEngine) -> AsyncIterator[Make]:
     """Start an engine with the settings given, and stop it in the end."""
     rigs: list[Rig] = []
 
     async def started(**given: Any) -> Rig:
-        rigs.append(Rig(TransformersEngine(TransformersSettings(folder=tiny, **{"profile": KNOWN, **given}))))
+        rigs.append(Rig(engine_of(**given)))
         await rigs[-1].start()
         return rigs[-1]
 
@@ -83,7 +74,7 @@ async def start(tiny: Path) -> AsyncIterator[Make]:
         await rig.engine.stop()
 
 
-async def test_it_says_who_it_is(start: Make, tiny: Path) -> None:
+async def test_it_says_who_it_is(start: Make, small: Path) -> None:
     identity = (await start(model="llama", profile=None)).engine.identity
     assert (identity.model, identity.engine, identity.dtype, identity.device) == (
         "llama",
@@ -92,7 +83,7 @@ async def test_it_says_who_it_is(start: Make, tiny: Path) -> None:
         "cpu",
     )
     assert len(identity.revision) == 16
-    assert Path(identity.tokenizer) == tiny
+    assert Path(identity.tokenizer) == small
     assert identity.context_tokens == 4096
     assert identity.exact
     assert identity.profile.prefill_tokens_per_s > 10

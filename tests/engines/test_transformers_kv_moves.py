@@ -4,7 +4,7 @@ import asyncio
 import threading
 from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
-from pathlib import Path
+from functools import partial
 from typing import Any
 
 import pytest
@@ -16,54 +16,39 @@ from engine_contract import Rig, asked, prompt  # noqa: E402
 from engine_moves import EngineMoves, Made, Pair  # noqa: E402
 from engine_walk import walk  # noqa: E402
 
-from events.observations import Profile  # noqa: E402
 from workers.engines.engine import MoveEnded, MoveRefused  # noqa: E402
 from workers.engines.transformers.attention import Pool  # noqa: E402
 from workers.engines.transformers.copying import Copier  # noqa: E402
-from workers.engines.transformers.engine import TransformersEngine  # noqa: E402
-from workers.engines.transformers.settings import TransformersSettings  # noqa: E402
 
-KNOWN = Profile(kv_blocks=1, block_tokens=32, max_batch=1, prefill_tokens_per_s=1.0, tpot_ms=((1, 1.0),))
+MakeEngine = Callable[..., Any]
 
 
 class TestTransformers(EngineMoves):
-    """The tiny model."""
+    """Half the tiny model."""
 
     @pytest.fixture
-    def made(self, tiny: Path) -> Made:
-        return lambda: TransformersEngine(
-            TransformersSettings(folder=tiny, context_tokens=512, profile=KNOWN)
-        )
+    def made(self, engine_of: MakeEngine) -> Made:
+        return partial(engine_of, context_tokens=512)
 
 
 class TestTransformersInSmallBlocks(EngineMoves):
     """The same in another block size and another type."""
 
     @pytest.fixture
-    def made(self, tiny: Path) -> Made:
-        return lambda: TransformersEngine(
-            TransformersSettings(
-                folder=tiny,
-                context_tokens=512,
-                block_tokens=16,
-                kv_tokens=4096,
-                dtype="bfloat16",
-                profile=KNOWN,
-            )
-        )
+    def made(self, engine_of: MakeEngine) -> Made:
+        return partial(engine_of, context_tokens=512, block_tokens=16, kv_tokens=4096, dtype="bfloat16")
 
 
 Both = Callable[..., AbstractAsyncContextManager[Pair]]
 
 
 @pytest.fixture
-def both(tiny: Path) -> Both:
+def both(engine_of: MakeEngine) -> Both:
     """Start two engines with the settings given."""
 
     @asynccontextmanager
     async def started(**given: Any) -> AsyncIterator[Pair]:
-        given = {"context_tokens": 512, "profile": KNOWN, **given}
-        rigs = [Rig(TransformersEngine(TransformersSettings(folder=tiny, **given))) for _ in range(2)]
+        rigs = [Rig(engine_of(**{"context_tokens": 512, **given})) for _ in range(2)]
         for rig in rigs:
             await rig.start()
         yield Pair(*rigs)

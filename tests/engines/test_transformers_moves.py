@@ -1,6 +1,9 @@
 """Every feature over a move, on a real model: its vocabulary has single bytes, so that a cut divides characters too."""
 
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -9,27 +12,19 @@ pytestmark = pytest.mark.engines
 
 from move_contract import COUNT, Made, MoveContract, Pair, inside_characters  # noqa: E402
 
-from events.observations import Profile  # noqa: E402
-from workers.engines.transformers.engine import TransformersEngine  # noqa: E402
-from workers.engines.transformers.settings import TransformersSettings  # noqa: E402
-
-KNOWN = Profile(kv_blocks=1, block_tokens=32, max_batch=1, prefill_tokens_per_s=1.0, tpot_ms=((1, 1.0),))
-
 
 class TestTransformers(MoveContract):
-    """The tiny model."""
+    """Half the tiny model, whose single bytes are those of the whole."""
 
     @pytest.fixture
-    def made(self, tiny: Path) -> Made:
-        return lambda: TransformersEngine(
-            TransformersSettings(folder=tiny, context_tokens=512, profile=KNOWN)
-        )
+    def made(self, engine_of: Callable[..., Any]) -> Made:
+        return partial(engine_of, context_tokens=512)
 
-    async def test_characters_survive_a_cut_inside_them(self, pair: Pair, tiny: Path) -> None:
+    async def test_characters_survive_a_cut_inside_them(self, pair: Pair, small: Path) -> None:
         for seed in range(20):
             wild = {"temperature": 2.0, "seed": seed}
             tokens = await self.tokens(pair.kit, **wild)
-            inside = inside_characters(str(tiny), tokens)
+            inside = inside_characters(str(small), tokens)
             cuts = [place for place in inside if place < COUNT - pair.late][:3]
             pair.cuts.clear()
             if cuts:

@@ -22,7 +22,7 @@ import torch
 from events.observations import Profile
 from events.wire import Chunk, Generate, Load
 from workers.engines.engine import Announce, Deliver, EngineDead, EngineIdentity, Phase, unheard
-from workers.engines.transformers.invariance import make_exact
+from workers.engines.transformers.invariance import Check, make_exact
 from workers.engines.transformers.loading import load_model
 from workers.engines.transformers.measure import measured_profile
 from workers.engines.transformers.moving import Moves, TransformersExport, TransformersImport
@@ -40,10 +40,11 @@ FAILURES_MAX = 3  # steps in a row that raise, and the engine is dead
 
 
 class TransformersEngine:
-    """An `Engine` around a Llama-family model in a local folder."""
+    """An `Engine` around a Llama-family model in a local folder. `check`: how it finds out whether it is exact here."""
 
-    def __init__(self, settings: TransformersSettings) -> None:
+    def __init__(self, settings: TransformersSettings, check: Check = make_exact) -> None:
         self._settings = settings
+        self._check = check
         self.announces = settings.prefix_caching
         self.identity = _identity(settings, revision="", exact=False, context_tokens=settings.context_tokens)
         self.kv: tuple[Description, ...] = ()
@@ -193,7 +194,7 @@ class TransformersEngine:
             context_tokens=settings.context_tokens,
         )
         stepper = Stepper(model, settings)
-        exact = make_exact(model, stepper.pool, stepper.blocks)
+        exact = self._check(model, stepper.pool, stepper.blocks)
         if not exact:
             log.warning(
                 "not_batch_invariant", device=settings.device, dtype=settings.dtype, threads=settings.threads

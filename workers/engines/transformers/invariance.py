@@ -7,6 +7,7 @@ covers every matrix of the model.
 """
 
 import random
+from collections.abc import Callable
 
 import torch
 
@@ -20,6 +21,8 @@ _PROMPT = 80
 _PIECES = [37, 1, 1, 2, 16, 1, 21, 1]  # adds up to _PROMPT: single tokens, odd pieces, and a long one
 _STRANGERS = 3
 _ROUNDS = 6  # prompts: rounding to 16 bits hides most differences, so that one prompt often shows none
+
+Check = Callable[[Model, Pool, Blocks], bool]  # gives the model a tile, and says whether it is exact with it
 
 
 def make_exact(model: Model, pool: Pool, blocks: Blocks) -> bool:
