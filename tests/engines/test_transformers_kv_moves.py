@@ -228,6 +228,32 @@ async def test_a_copy_that_fails_ends_the_move_and_nothing_else(both: Both) -> N
         await pair.is_empty()
 
 
+async def test_a_step_that_is_waited_for_too_long_ends_the_move_and_nothing_else(
+    both: Both, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("workers.engines.transformers.moving.HOLD_S", 0.05)
+    async with both() as pair:
+        whole = await pair.source.ask(prompt(70), max_tokens=60)
+        key, export = await pair.leaving(prompt(70), max_tokens=60)
+        model, gate, begun = stepper(pair.source).model, threading.Event(), threading.Event()
+        forward = model.forward
+
+        def long(*given: Any, **rest: Any) -> Any:
+            begun.set()
+            assert gate.wait(10)
+            return forward(*given, **rest)
+
+        model.forward = long
+        await pair.source.until(begun.is_set)
+        with pytest.raises(MoveEnded, match="no step has ended"):
+            await export.stop()
+        gate.set()
+        assert (await pair.source.answer(key)).tokens == whole.tokens
+        export.close()
+        await pair.is_empty()
+        assert nothing_is_kept(pair.source)
+
+
 async def test_who_is_preempted_cannot_leave_and_loses_no_token(both: Both) -> None:
     async with both(context_tokens=256, kv_tokens=320, block_tokens=16) as pair:
         wholes = [(await pair.source.ask(prompt(60, n), max_tokens=120)).tokens for n in (1, 2)]
