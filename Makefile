@@ -10,6 +10,8 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c const
 CORES := $(shell nproc 2>/dev/null || echo 2)
 # Tests wait for servers a third of their time: four at once also on two cores (7:15 instead of 8:36 minutes).
 TESTERS := $(shell test $(CORES) -gt 4 && echo $(CORES) || echo 4)
+# Those of engines compute all the time, and each tester first imports torch, which takes it 10 s.
+COMPUTERS := $(shell test $(CORES) -lt 4 && echo 2 || echo 4)
 # Hundreds of processes would compile the same modules anew, and every tester all tests.
 export PYTHONDONTWRITEBYTECODE :=
 
@@ -42,7 +44,7 @@ test: install  ## all tests that need no torch; real NATS and Postgres servers
 	$(BIN)/python -m pytest -n $(TESTERS) --dist loadgroup -m "not engines and not llamacpp and not vllm"
 
 test-engines: $(VENV)/.engines  ## the transformers engine, with torch on the CPU
-	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m engines
+	$(BIN)/python -m pytest -n $(COMPUTERS) --dist loadgroup -m engines tests/engines tests/e2e/test_survival.py
 
 test-llamacpp: $(VENV)/.engines  ## the openai engine, and a whole fleet, against two real llama-servers, built here
 	$(BIN)/python tests/workers/llamacpp_build.py $(LLAMACPP)

@@ -73,6 +73,16 @@ def imported(path: Path) -> set[str]:
     return found
 
 
+def test_make_looks_for_tests_of_engines_where_they_are() -> None:
+    command = next(line for line in (ROOT / "Makefile").read_text().splitlines() if "-m engines" in line)
+    looked = [ROOT / word for word in command.split() if word.startswith("tests/")]
+    mark = "mark." + "engines"
+    marked = [path for path in (ROOT / "tests").rglob("*.py") if mark in path.read_text()]
+    assert (
+        marked and [path for path in marked if not any(path.is_relative_to(there) for there in looked)] == []
+    )
+
+
 def test_our_top_level_names_are_ours_alone() -> None:
     """They are generic: another distribution of the same name in this environment would overwrite ours."""
     owners = packages_distributions()
