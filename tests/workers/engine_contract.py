@@ -23,6 +23,7 @@ from events.wire import Chunk, Generate, Load, Logprob, Sampling
 from workers.engines.engine import Engine
 
 DEADLINE_S = 30.0
+START_S = 120.0  # a real model's, on a busy machine
 
 
 @dataclass
@@ -71,7 +72,7 @@ class Rig:
         self._thread = threading.get_ident()
 
     async def start(self) -> None:
-        async with asyncio.timeout(DEADLINE_S):
+        async with asyncio.timeout(START_S):
             await self.engine.start(self._deliver, lambda rank, events: self.announced.append((rank, events)))
 
     def _deliver(self, out: list[tuple[int, Chunk]]) -> None:

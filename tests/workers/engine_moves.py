@@ -225,7 +225,7 @@ class EngineMoves:
         shipped = [coming.cached_tokens // pair.block] * len(pair.source.engine.kv)
         async with asyncio.timeout(DEADLINE_S):
             while min(shipped) < 7:
-                await asyncio.sleep(0)
+                await pair.source.delivery()
                 full = export.full_blocks()
                 for shard, first in enumerate(shipped):
                     await coming.take(shard, first, await export.blocks(shard, first, full - first))
