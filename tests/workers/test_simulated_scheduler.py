@@ -14,6 +14,7 @@ from events import blocks
 from events.kv import KvEvent, Removed, Stored, Tier
 from events.wire import Chunk, Generate, Sampling, join
 from workers.engines.simulated.evictors import EvictorKind
+from workers.engines.simulated.language import EOS_BELOW, as_bytes, open_sequence
 from workers.engines.simulated.plan import Plan
 from workers.engines.simulated.scheduler import Scheduler
 from workers.engines.simulated.sequence import BadShape, Preemption, Shape
@@ -201,7 +202,26 @@ def test_an_answer_that_may_end_earlier_is_heard_pass_by_pass_where_it_may(ignor
     assert not rushing.busy
     ends = [key for said in turns for key, chunk in said.items() if chunk.finish == "stop"]
     assert len(ends) == (0 if ignore_eos else 6)
-    assert len(turns) < sum(len(chunk.tokens) for said in turns for chunk in said.values()) / 100
+    fewest = 1 + -(-1_899 // 101)  # the first token, and then a hundred and one in each turn
+    assert (len(turns) == fewest) is ignore_eos
+
+
+@pytest.mark.parametrize("least", [0, 500])
+def test_what_ignores_the_end_is_what_it_says_with_every_candidate_considered(least: int) -> None:
+    """With logprobs the short way is never taken."""
+    scheduler, said = Scheduler(Shape(context_tokens=2048)), dict[int, list[int]]()
+    for key, logprobs in enumerate((0, 1)):
+        sampling = Sampling(max_tokens=1_900, min_tokens=least, ignore_eos=True, logprobs=logprobs)
+        assert scheduler.submit(key, Generate(1, "r", prompt(20), 20, sampling)) is None
+    while not scheduler.plan().idle:
+        for key, chunk in scheduler.step():
+            said.setdefault(key, []).extend(chunk.tokens)
+    assert said[0] == said[1]
+    running, ends = open_sequence("sim", prompt(20)), 0
+    for token in said[0]:
+        ends += running.intdigest() < EOS_BELOW
+        running.update(as_bytes([token]))
+    assert ends > 2
 
 
 def rushed(rushing: Scheduler, plain: Scheduler, tokens: int) -> dict[int, Chunk] | None:

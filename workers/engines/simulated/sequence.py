@@ -12,7 +12,7 @@ from events.errors import UsageError
 from events.wire import Generate, Sampling
 from workers.engines.simulated import language
 from workers.engines.simulated.evictors import EvictorKind
-from workers.engines.simulated.language import EOS, TOKEN_BYTES, VOCABULARY
+from workers.engines.simulated.language import EOS, EOS_BELOW, TOKEN_BYTES, VOCABULARY
 from workers.engines.simulated.reasoning import Reasoning
 
 if TYPE_CHECKING:
@@ -157,8 +157,8 @@ class Spoken(Sequence):
     """
 
     __slots__ = (
-        "banned", "counts", "digest", "ends", "full", "hash", "marks", "note", "plain", "quick", "request", "salt", "seed",
-        "tail", "thought", "tokens", "unusual", "update",
+        "banned", "counts", "digest", "ends", "ends_below", "full", "hash", "marks", "note", "plain", "quick", "request",
+        "salt", "seed", "tail", "thought", "tokens", "unusual", "update",
     )  # fmt: skip
 
     def __init__(self, key: int, request: Generate, shape: Shape, came: list[int] | None = None) -> None:
@@ -175,6 +175,7 @@ class Spoken(Sequence):
         self.note = self.tail.append
         self.unusual: dict[int, int] = {}  # by position
         self.ends = frozenset({*sampling.stop_token_ids, *(() if sampling.ignore_eos else (EOS,))})
+        self.ends_below = 0 if sampling.ignore_eos else EOS_BELOW  # digests under this may mean the end
         self.banned = frozenset({*sampling.stop_token_ids, EOS})
         self.thought, self.marks = _thought(request.prompt_tokens, end, shape.reasoning)
         self.plain = _is_plain(sampling)

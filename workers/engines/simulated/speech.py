@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from events.wire import Chunk, Logprob
 from workers.engines.simulated import language
 from workers.engines.simulated.faults import Faults
-from workers.engines.simulated.language import EOS_BELOW, FIRST, SPAN, TOKEN_BYTES
+from workers.engines.simulated.language import FIRST, SPAN, TOKEN_BYTES
 from workers.engines.simulated.sequence import Spoken, penalises
 
 Output = list[tuple[int, Chunk]]
@@ -23,7 +23,7 @@ def speak(sequences: Mapping[int, Spoken], passes: int, faults: Faults) -> tuple
     healthy = faults.healthy
     for key, sequence in sequences.items():
         digest = sequence.digest()
-        if sequence.quick and digest >= EOS_BELOW and healthy:
+        if sequence.quick and digest >= sequence.ends_below and healthy:
             token = FIRST + digest % SPAN
             piece = TOKEN_BYTES[token]
             sequence.update(piece)
@@ -48,10 +48,10 @@ def speak_on(sequences: Sequence[Spoken], passes: int) -> list[list[int]]:
     said = []
     for sequence in sequences:
         running, tokens = sequence.hash.copy(), []
-        digest, update = running.intdigest, running.update
+        digest, update, ends_below = running.intdigest, running.update, sequence.ends_below
         for _ in range(passes):
             place = digest()
-            if place < EOS_BELOW:
+            if place < ends_below:
                 break
             token = FIRST + place % SPAN
             update(TOKEN_BYTES[token])
@@ -73,7 +73,7 @@ def _say(sequence: Spoken, digest: int, faults: Faults, healthy: bool) -> Chunk:
     place = sequence.length
     cached = sequence.cached if sequence.fresh and not sequence.made else None
     sequence.fresh = False
-    if healthy and sequence.plain and digest >= EOS_BELOW and place not in sequence.marks:
+    if healthy and sequence.plain and digest >= sequence.ends_below and place not in sequence.marks:
         token = FIRST + digest % SPAN
         chunk = Chunk(0, [token], cached_tokens=cached)
     else:
