@@ -20,7 +20,7 @@ from events.observations import DrainFinished, RequestAbandoned, RequestMigrated
 from workers.engines.simulated.language import as_bytes, open_sequence, plain_token
 
 WORKERS = ("w0", "w1", "w2")
-FLAGS = ("--workers", str(len(WORKERS)), "--itl-ms", "10")
+FLAGS = ("--workers", str(len(WORKERS)), "--itl-ms", "15")  # 15 s of answers: two commands start meanwhile
 STREAMS = 12
 TOKENS = 1000
 SPEEDS = {
