@@ -42,6 +42,8 @@ class Buckets:
     def settle(self) -> None:
         """Count what was noted."""
         noted, counts = self._noted, self.counts
+        if not noted:
+            return
         for place in map(bisect_left, repeat(self._bounds), noted):
             counts[place] += 1
         self.total = sum(noted, self.total)
