@@ -63,7 +63,7 @@ class Fleet:
         self.dice = Random(1)
         self.block_tokens = block_tokens
         self.now = 1.0
-        self.seats = [_seat(number, block_tokens) for number in range(workers)]
+        self.seats = tuple(_seat(number, block_tokens) for number in range(workers))
         self.index: KvIndex[Holder] = KvIndex()
         self.slots: SlotTracker[Holder] = SlotTracker()
         self.chooser = Chooser(self.slots)

@@ -33,21 +33,20 @@ class Panic:
         self._outcomes = outcomes
         self._observe = observe
         self._metrics = metrics
-        self._models: set[str] = set()
-        self._open = outcomes.open
+        self.models: set[str] = set()  # where there was panic when it was looked at last
 
     def ignores(self, model: str, seats: Sequence[Seat]) -> bool:
         """Say whether our own breakers are ignored for this model now; they may have moved since the last look."""
-        if self._open:
+        if self._outcomes.any_open:
             self.look(model, seats)
-        return model in self._models
+        return model in self.models
 
     def look(self, model: str, seats: Sequence[Seat]) -> None:
         """See whether there is panic over a model, and say so when that changes."""
         share = self._outcomes.routable_share(seats)
         panic = share < self._share_min
-        if panic != (model in self._models):
-            (self._models.add if panic else self._models.discard)(model)
+        if panic != (model in self.models):
+            (self.models.add if panic else self.models.discard)(model)
             kind = PanicBegan if panic else PanicEnded
             self._observe(kind(frontend=self._frontend, model=model, routable_share=share))
             self._metrics.panic.labels(model).set(panic)

@@ -39,6 +39,7 @@ class Routing:
         self._admission = settings.admission
         self._unread_s = settings.router.queue_prefill_s  # the most that a worker may have to read
         self._outcomes = outcomes
+        self._open = outcomes.open
         self._panic = panic
         self.choosing = choosing
         self._live = live  # before, the fold is history, and no reason for panic
@@ -53,7 +54,7 @@ class Routing:
             self.cap,
             self._frontends,
             plane.lately,
-            outcomes.open,
+            self._open,
         )
         self._ignoring = False  # own breakers, for the pick that is made now
 
@@ -82,7 +83,8 @@ class Routing:
     def _seats(self, model: str) -> Sequence[Seat]:
         """Return a model's seats, and see whether there is panic."""
         seats = self._table.models.get(model, ())
-        self._ignoring = self._live() and self._panic.ignores(model, seats)
+        stirred = self._open or self._panic.models  # nearly always, all is calm
+        self._ignoring = bool(stirred) and self._live() and self._panic.ignores(model, seats)
         return seats
 
     def _kindred(self, plan: Plan) -> Sequence[Seat]:

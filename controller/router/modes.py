@@ -94,7 +94,9 @@ class Choice:
         """Prompt tokens that must be read: for `SlotTracker.add`. 0 where prompts are not tracked."""
         if not self.question.pricing.track_prefill:
             return 0
-        return self.question.prompt.tokens - self.cached_tokens
+        prompt = self.question.prompt
+        left = prompt.tokens - int(self.overlap_blocks * prompt.block_tokens)
+        return left if left > 0 else 0
 
     def explain(self) -> list[Candidate]:
         """Return what the request costs in each place, the lowest first. To be asked before anything is added to the

@@ -123,7 +123,7 @@ class SlotTracker(Generic[Holder]):
         self._requests: dict[Hashable, Request[Holder]] = {}
         self._active = Prefixes()
         self._columns: Floats = np.zeros((8, _ROWS))
-        self._unwritten: dict[int, Standing] = {}  # by row: what the columns do not say yet
+        self._unwritten: dict[int, Standing] = {}  # by row: what the columns say when they are asked next
         self._free_rows = list(range(_ROWS - 1, -1, -1))
         self._paced = False  # whether anybody ever knew how long a prompt takes
         self.layout = 0  # moves when a row gets another meaning
@@ -181,7 +181,7 @@ class SlotTracker(Generic[Holder]):
             work.unpaced += expected_s is None
             work.sent(prefill_tokens, now)
             self._paced = self._paced or expected_s is not None
-        self._show(work)
+        self._unwritten[work.row] = work
         if self.listener is not None and not owner:
             self.listener.added(request, entry)
         return True
@@ -193,7 +193,7 @@ class SlotTracker(Generic[Holder]):
             return False
         work = self._work[found.holder]
         self._end_reading(request, found, work, now)
-        self._show(work)
+        self._unwritten[work.row] = work
         if self.listener is not None and not found.owner:
             self.listener.read(request)
         return True
@@ -210,7 +210,7 @@ class SlotTracker(Generic[Holder]):
         work = self._work[found.holder]
         work.blocks += blocks - found.output_blocks
         found.output_blocks = blocks
-        self._show(work)
+        self._unwritten[work.row] = work
 
     def free(self, request: Hashable, *, now: float) -> bool:
         """Take in that a request is over, however it ended. False, and nothing happens, if it was not known."""
@@ -222,7 +222,7 @@ class SlotTracker(Generic[Holder]):
             self._end_reading(request, found, work, now)
         del work.requests[request]
         work.blocks += self._active.drop(work.row, found.blocks) - found.own_blocks - found.output_blocks
-        self._show(work)
+        self._unwritten[work.row] = work
         if self.listener is not None and not found.owner:
             self.listener.freed(request)
         return True
@@ -342,10 +342,6 @@ class SlotTracker(Generic[Holder]):
         work.unpaced -= expected_s is None
         if request == oldest:
             work.anchored = now
-
-    def _show(self, work: Standing) -> None:
-        """See that the columns say what a holder has to do when they are asked next: among a few places nobody asks them."""
-        self._unwritten[work.row] = work
 
     def _write(self, work: Standing) -> None:
         """Write what a holder has to do into its row."""
