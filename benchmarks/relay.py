@@ -98,7 +98,7 @@ def _pids(fronts: list[int]) -> str:
 def flat(seconds: float) -> dict[str, Any]:
     """Tokens per frontend-CPU-second, flat out, c=64."""
     with rig(2, 1, 0) as (url, fronts, *_):
-        got = load(url, concurrency=64, duration=seconds, pids=_pids(fronts), reference=url)
+        got = load(url, concurrency=64, duration=seconds, pids=_pids(fronts), reference=url, procs=2)
     return {"value": got["frontend"]["tok_per_cpu_s"], "tok_s": got["tok_s"], "got": got}
 
 
