@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from controller.profiler.target import CannotMeasure, Refused, Stream
+from controller.trace.replay.connection import Now, now
 from controller.trace.replay.endpoint import BadEndpoint, Endpoint, words
 
 ANSWER_S_MAX = 3600.0  # whoever waits for one has a bound on silence
@@ -23,12 +24,13 @@ WORDS = ("river", "seven", "copper", "morning", "engine", "quiet", "ladder", "pa
 
 
 class OpenAITarget:
-    """One server."""
+    """One server, measured by a clock."""
 
-    def __init__(self, url: str, key: str = "", model: str = "") -> None:
+    def __init__(self, url: str, key: str = "", model: str = "", now: Now = now) -> None:
         self.name = model
         self.context_tokens: int | None = None
-        self._endpoint = Endpoint(url, key)
+        self._endpoint = Endpoint(url, key, now)
+        self._now = now
         self._url = self._endpoint.url
         self._words_per_token = 0.0  # 0: it takes token ids
         self._extra: dict[str, Any] = {"ignore_eos": True}
@@ -63,7 +65,7 @@ class OpenAITarget:
         return True
 
     def ask(self, prompt: list[int], tokens: int) -> Stream:
-        stream = Stream()
+        stream = Stream(self._now())
         stream.prompt_tokens = 0 if self._words_per_token else len(prompt)
         body = {
             "model": self.name,

@@ -1,15 +1,12 @@
 """What is measured, as the sweep sees it: something that continues prompts, token by token, and when each came."""
 
 import asyncio
-import time
 from dataclasses import dataclass, field
 from typing import Protocol
 
 from events.errors import HoldfastError
 
 SILENCE_S_MAX = 120.0  # between two tokens, and before the first
-
-now = time.perf_counter
 
 
 class CannotMeasure(HoldfastError):
@@ -24,7 +21,7 @@ class Refused(CannotMeasure):
 class Stream:
     """One answer. A call of `said` for every event that brought something; `tokens` is what they were in all."""
 
-    asked_at: float = field(default_factory=now)
+    asked_at: float
     said_at: list[float] = field(default_factory=list)
     tokens: int = 0
     prompt_tokens: int = 0

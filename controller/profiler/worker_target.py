@@ -4,7 +4,8 @@ import asyncio
 import itertools
 from urllib.parse import urlsplit
 
-from controller.profiler.target import CannotMeasure, Refused, Stream, now
+from controller.profiler.target import CannotMeasure, Refused, Stream
+from controller.trace.replay.connection import Now, now
 from events import wire
 from events.wire import Chunk, Generate, Hello, Sampling, Step, Welcome
 
@@ -13,12 +14,13 @@ READ_BYTES = 256 * 1024
 
 
 class WorkerTarget:
-    """One worker."""
+    """One worker, measured by a clock."""
 
-    def __init__(self, url: str) -> None:
+    def __init__(self, url: str, now: Now = now) -> None:
         self.name = ""
         self.context_tokens: int | None = None
         self._url = url
+        self._now = now
         self._streams: dict[int, Stream] = {}
         self._numbers = itertools.count(1)
         self._writer: asyncio.StreamWriter | None = None
@@ -42,7 +44,7 @@ class WorkerTarget:
         splitter, error = wire.Splitter(), CannotMeasure(f"{self._url} closed the connection")
         try:
             while data := await reader.read(READ_BYTES):
-                at = now()
+                at = self._now()
                 for body in splitter.feed(data):
                     self._take(wire.to_frontend.decode(body), at)
         except (OSError, ValueError, wire.BadFrame) as broken:
@@ -78,7 +80,7 @@ class WorkerTarget:
 
     def ask(self, prompt: list[int], tokens: int) -> Stream:
         assert self._writer is not None
-        number, stream = next(self._numbers), Stream(prompt_tokens=len(prompt))
+        number, stream = next(self._numbers), Stream(self._now(), prompt_tokens=len(prompt))
         if self._broken is not None:
             stream.end(self._broken)
             return stream

@@ -32,6 +32,7 @@ class LawfulServer:
     models: tuple[str, ...] = ("lawful",)
     bodies: list[dict[str, Any]] = field(default_factory=list)
     url: str = ""
+    _asked: asyncio.Event = field(default_factory=asyncio.Event)  # a flag: somebody waits
     _batch: list[Running] = field(default_factory=list)
     _waiting: list[Running] = field(default_factory=list)
 
@@ -63,8 +64,9 @@ class LawfulServer:
         while True:
             while self._waiting and len(self._batch) < self.batch_max:
                 self._batch.append(self._waiting.pop(0))
+            self._asked.clear()
             if not self._batch:
-                await asyncio.sleep(0.0005)
+                await self._asked.wait()
                 continue
             active = sum(one.tokens for one in self._batch)
             await asyncio.sleep(self.itl_ms(len(self._batch), active / len(self._batch)) / 1e3)
@@ -99,6 +101,7 @@ class LawfulServer:
         await self._event(response, over)
         if not over:
             self._waiting.append(running)
+            self._asked.set()
         while not over:
             over, said = await running.events.get(), said + 1
             if over or not self.silent_tokens or said % self.silent_tokens:

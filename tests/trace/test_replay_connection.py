@@ -233,15 +233,17 @@ class Pausing(asyncio.Transport):
         self.reads = True
 
 
-async def test_a_turn_of_the_loop_reads_for_so_long_only(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_turn_of_the_loop_reads_for_so_long_only() -> None:
     clock = 100.0
-    for module in (turn, connection):
-        monkeypatch.setattr(module, "now", lambda: clock)
+
+    def now() -> float:
+        return clock
+
     connections: list[Connection] = []
-    bound = turn.Turn(connections)
+    bound = turn.Turn(connections, now)
     transports = [Pausing() for _ in range(4)]
     for transport in transports:
-        connections.append(Connection(bound.read))
+        connections.append(Connection(bound.read, now))
         connections[-1].connection_made(transport)
         connections[-1].send(b"", lambda event, at: None)
     closed, deaf = connections[2:]

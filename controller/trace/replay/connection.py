@@ -20,6 +20,8 @@ EVENT_MAX = 1 << 20
 SIZE_LINE_MAX = 1024  # of a chunk
 
 now = time.perf_counter
+Now = Callable[[], float]
+"""A clock, in seconds: `now`, but in a test that owns the time."""
 Take = Callable[[bytes, float], None]
 """Called with each event of an answer, without its `data: `, and the moment at which it came."""
 How = Literal["", "whole", "broke", "malformed"]
@@ -39,8 +41,9 @@ class Malformed(Exception):
 class Connection(asyncio.Protocol):
     """One connection. After an answer: `status`, `head`, `body` (of what is no stream of events), `how` it ended."""
 
-    def __init__(self, on_read: Callable[[], None] | None = None) -> None:
+    def __init__(self, on_read: Callable[[], None] | None = None, now: Now = now) -> None:
         self._on_read = on_read or _nobody
+        self._now = now
         self.transport: asyncio.Transport | None = None
         self.closed = True
         self.deaf = False  # what still comes is not wanted: it will be closed soon
@@ -97,7 +100,7 @@ class Connection(asyncio.Protocol):
     def _end(self, how: How) -> None:
         over, self._over = self._over, None
         if over is not None and not over.done():
-            self.how, self.ended = how, now()
+            self.how, self.ended = how, self._now()
             self.idle_since = self.ended
             if how != "whole" or self._closes:
                 self.close()
@@ -207,7 +210,7 @@ class Connection(asyncio.Protocol):
         if len(self._line) > EVENT_MAX:
             raise Malformed
         assert self._take is not None
-        at = now()
+        at = self._now()
         for line in lines:
             if line[:5] == b"data:":
                 self._take(line[5:].strip(), at)

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 from urllib.parse import urlsplit
 
-from controller.trace.replay.connection import Connection, How, Take, now
+from controller.trace.replay.connection import Connection, How, Now, Take, now
 from controller.trace.replay.turn import Turn
 from events.errors import HoldfastError, UsageError
 
@@ -33,7 +33,7 @@ class _Unreachable(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Reply:
-    """How a request ended. `fault` is empty if a whole answer came, whatever it says; times are of `now`."""
+    """How a request ended. `fault` is empty if a whole answer came, whatever it says; times are of the endpoint's clock."""
 
     began: float
     ended: float
@@ -55,7 +55,8 @@ class Reply:
 class Endpoint:
     """One server. It opens as many connections as there are requests at a time, and keeps them for the next."""
 
-    def __init__(self, url: str, key: str = "") -> None:
+    def __init__(self, url: str, key: str = "", now: Now = now) -> None:
+        self._now = now
         try:
             parts = urlsplit(url)
             host, port = parts.hostname, parts.port
@@ -76,7 +77,7 @@ class Endpoint:
         self._addresses: list[str] = []
         self._idle: list[Connection] = []
         self._open = set[Connection]()
-        self._turn = Turn(self._open)
+        self._turn = Turn(self._open, now)
 
     async def ask(
         self,
@@ -92,14 +93,14 @@ class Endpoint:
         extra = "".join(f"{name}: {value}\r\n" for name, value in (headers or {}).items())
         content = f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n" if body else ""
         head = f"{method} {self._path}{path} HTTP/1.1\r\n{self._head}{extra}{content}\r\n"
-        began = now()
+        began = self._now()
         try:
             async with asyncio.timeout(deadline_s):
                 connection = await self._asked(head.encode() + body, take)
         except TimeoutError:
-            return Reply(began, now(), fault="timeout", detail=f"no end within {deadline_s:g} s")
+            return Reply(began, self._now(), fault="timeout", detail=f"no end within {deadline_s:g} s")
         except _Unreachable as error:
-            return Reply(began, now(), fault="unreachable", detail=str(error))
+            return Reply(began, self._now(), fault="unreachable", detail=str(error))
         fault = _FAULTS[connection.how]
         detail = {"malformed": "what came is no HTTP/1.1", "broke off": "the connection closed"}.get(
             fault, ""
@@ -140,7 +141,7 @@ class Endpoint:
         """Return an open connection of before, the one that was used last, if there is one."""
         while self._idle:
             connection = self._idle.pop()
-            if not connection.closed and now() - connection.idle_since < IDLE_S_MAX:
+            if not connection.closed and self._now() - connection.idle_since < IDLE_S_MAX:
                 return connection
             self._drop(connection)
         return None
@@ -155,7 +156,7 @@ class Endpoint:
             for address in tuple(self._addresses):
                 try:
                     _, connection = await loop.create_connection(
-                        lambda: Connection(self._turn.read),
+                        lambda: Connection(self._turn.read, self._now),
                         address,
                         self._port,
                         ssl=self._tls,

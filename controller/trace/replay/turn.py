@@ -9,7 +9,7 @@ may be is said (`behind_s`), as the lag of a turn is that reads it all.
 import asyncio
 from collections.abc import Collection
 
-from controller.trace.replay.connection import Connection, now
+from controller.trace.replay.connection import Connection, Now, now
 
 TURN_S = 0.05  # of reading
 
@@ -17,15 +17,16 @@ TURN_S = 0.05  # of reading
 class Turn:
     """The present turn of the loop, over all connections of an endpoint."""
 
-    def __init__(self, connections: Collection[Connection]) -> None:
+    def __init__(self, connections: Collection[Connection], now: Now = now) -> None:
         self._connections = connections
+        self._now = now
         self._began = 0.0  # 0: nobody has read in it
         self._cut = False
         self._behind_since = 0.0  # 0: whatever had come was read in the last turn
 
     def read(self) -> None:
         """A connection has taken in what had come."""
-        at = now()
+        at = self._now()
         if not self._began:
             self._begin(at)
         elif not self._cut and at - self._began > TURN_S:
@@ -36,7 +37,7 @@ class Turn:
 
     def behind_s(self) -> float:
         """Return for how long something may have waited that had come before."""
-        return now() - self._behind_since if self._behind_since else 0.0
+        return self._now() - self._behind_since if self._behind_since else 0.0
 
     def _begin(self, at: float) -> None:
         self._began = at
@@ -47,6 +48,6 @@ class Turn:
             self._began = self._behind_since = 0.0
             return
         self._cut = False
-        self._begin(now())  # also where nothing more comes: then nobody is behind
+        self._begin(self._now())  # also where nothing more comes: then nobody is behind
         for connection in tuple(self._connections):
             connection.resume()
