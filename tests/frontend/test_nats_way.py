@@ -19,7 +19,7 @@ from scripted_worker import Act, ScriptedWorker, undisturbed
 from controller.adapters.embedded import Server, start_nats
 from controller.adapters.hang import HangPolicy
 from controller.adapters.nats_way import NO_RESPONDERS, NatsLine
-from controller.adapters.request_plane import Address, RequestPlane
+from controller.adapters.request_plane import Address, PlaneLimits, RequestPlane
 from controller.frontend.tokens import BUILTIN, load_tokens
 from events.channel import Channel
 from events.channels import Channels
@@ -88,11 +88,12 @@ async def test_a_request_that_finds_no_responder_is_sent_elsewhere_and_costs_no_
         await vanish(first)
         began = time.monotonic()
         assert text_of(await stream(kit)) == EXACT
-        assert time.monotonic() - began < 2.0
+        assert time.monotonic() - began < PlaneLimits().welcome_s
         assert (first.requests, len(other.requests)) == ([], 1)
-        assert failures(kit) == {("new_request",): 1}
         causes = [fact.cause for fact in kit.said(RequestMigrated)]
-        assert causes in (["cannot_connect"], [])  # []: that it has gone was noticed before it was asked
+        asked = {("new_request",): 1}
+        # that it has gone may be noticed while it is asked, or before
+        assert (causes, failures(kit)) in ((["cannot_connect"], asked), ([], asked), ([], {}))
     await vanish(other)
 
 
