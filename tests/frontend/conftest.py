@@ -1,4 +1,4 @@
-"""The frontend's tests run on the loop that the frontend runs on."""
+"""The frontend's tests run on the loop that the frontend runs on, or on the one that their file names."""
 
 import asyncio
 from collections.abc import Callable, Mapping
@@ -12,5 +12,5 @@ from roads import road as road
 def pytest_asyncio_loop_factories(
     config: pytest.Config, item: pytest.Item
 ) -> Mapping[str, Callable[[], asyncio.AbstractEventLoop]]:
-    """Run every asynchronous test here on uvloop."""
-    return {"uvloop": uvloop.new_event_loop}
+    """Run every asynchronous test here on uvloop, but for files that name another loop."""
+    return {"uvloop": getattr(item.module, "LOOP", uvloop.new_event_loop)}  # type: ignore[attr-defined]

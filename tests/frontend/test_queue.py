@@ -1,4 +1,4 @@
-"""The line before busy workers: its order, its bound, its deadline, and who leaves it."""
+"""The line before busy workers: its order, its bound, its deadline, and who leaves it. In virtual time."""
 
 import asyncio
 from collections.abc import Iterator
@@ -7,9 +7,12 @@ from contextlib import contextmanager
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from virtual_loop import VirtualLoop
 
 from controller.frontend.queue import Queue, QueueFull, WaitedTooLong
 from controller.router.pick import AllBusy, NoneRoutable
+
+LOOP = VirtualLoop
 
 
 class Workers:

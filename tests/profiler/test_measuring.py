@@ -178,9 +178,11 @@ async def simulated(**flags: Any) -> AsyncIterator[str]:
     server = Server(worker="w0", instance="i1", engine=engine)
     await engine.start(server.deliver)
     host, port = await server.start("127.0.0.1", 0)
-    yield f"tcp://{host}:{port}"
-    await server.close()
-    await engine.stop()
+    try:
+        yield f"tcp://{host}:{port}"
+    finally:
+        await server.close()
+        await engine.stop()
 
 
 async def profiled(url: str, sweep: Sweep = QUICK) -> dict[str, Any]:

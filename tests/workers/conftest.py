@@ -1,4 +1,4 @@
-"""The workers' tests run on the loop that workers run on."""
+"""The workers' tests run on the loop that workers run on, or on the one that their file names."""
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
@@ -15,8 +15,8 @@ from worker_process import spawn as spawn
 def pytest_asyncio_loop_factories(
     config: pytest.Config, item: pytest.Item
 ) -> Mapping[str, Callable[[], asyncio.AbstractEventLoop]]:
-    """Run every asynchronous test here on uvloop."""
-    return {"uvloop": uvloop.new_event_loop}
+    """Run every asynchronous test here on uvloop, but for files that name another loop."""
+    return {"uvloop": getattr(item.module, "LOOP", uvloop.new_event_loop)}  # type: ignore[attr-defined]
 
 
 @pytest.fixture(scope="session")

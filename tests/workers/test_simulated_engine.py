@@ -12,6 +12,7 @@ from engine_contract import EngineContract, Rig, asked, prompt
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_simulated_kv import Listener
+from virtual_loop import VirtualLoop
 
 from events import blocks
 from events.kv import Tier
@@ -275,20 +276,24 @@ async def test_drift_moves_logprobs_and_no_token(rig: Rig) -> None:
     assert moved == pytest.approx([0.02] * len(moved))
 
 
-async def test_slow_multiplies_the_time_of_a_step() -> None:
-    rig = Rig(SimulatedEngine(SMALL, ConstantTiming(itl_s=0.002)))
-    await rig.start()
-    loop = asyncio.get_running_loop()
+def test_slow_multiplies_the_time_of_a_step() -> None:
+    async def main() -> None:
+        rig = Rig(SimulatedEngine(SMALL, ConstantTiming(itl_s=0.002)))
+        await rig.start()
 
-    async def takes() -> float:
-        began = loop.time()
-        await rig.ask(prompt(), max_tokens=10)
-        return loop.time() - began
+        async def takes() -> float:
+            began = rig._loop.time()
+            await rig.ask(prompt(), max_tokens=10)
+            return rig._loop.time() - began
 
-    usual = await takes()
-    rig.engine.chaos("slow", 10)
-    assert await takes() > 4 * usual
-    await rig.engine.stop()
+        usual = await takes()
+        assert usual == pytest.approx(9 * 0.002)
+        rig.engine.chaos("slow", 10)
+        assert await takes() == pytest.approx(10 * usual, abs=0.03)  # the first token takes a step as well
+        await rig.engine.stop()
+
+    with asyncio.Runner(loop_factory=VirtualLoop) as runner:
+        runner.run(main())
 
 
 async def test_a_dead_engine_says_so_when_asked(rig: Rig) -> None:
