@@ -151,9 +151,9 @@ def postgres_server(
 
 @pytest.fixture
 def eventually() -> Eventually:
-    """`await eventually(condition, deadline_s=10)`: wait until a condition (sync or async) holds, or fail."""
+    """`await eventually(condition, deadline_s=20)`: wait until a condition (sync or async) holds, or fail."""
 
-    async def wait(condition: Condition, deadline_s: float = 10.0, what: str = "") -> None:
+    async def wait(condition: Condition, deadline_s: float = 20.0, what: str = "") -> None:
         loop = asyncio.get_running_loop()
         began = loop.time()
         while True:

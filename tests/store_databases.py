@@ -42,7 +42,7 @@ async def clone(server: Server, template: str = first_database.NAME) -> str:
 
 async def drop(server: Server, url: str) -> None:
     """Drop a database that `clone` made."""
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(20):
         await execute(server.url, f"DROP DATABASE {url.rpartition('/')[2]} WITH (FORCE)")
 
 

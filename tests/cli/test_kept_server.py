@@ -65,7 +65,7 @@ async def test_a_server_that_cannot_come_back_is_tried_again_until_it_can(
     machine.trouble = trouble
     machine.born.clear()
     machine.lives[0].running = False
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(20):
         await machine.refused.wait()
         kept.check()  # nothing has ended
         machine.trouble = None
@@ -85,7 +85,7 @@ async def test_a_mistake_of_ours_is_not_hidden(monkeypatch: pytest.MonkeyPatch) 
     machine.trouble = RuntimeError("ours")
     machine.lives[0].running = False
     with pytest.raises(RuntimeError, match="ours"):
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(20):
             while True:
                 kept.check()
                 await asyncio.sleep(0.001)
@@ -110,7 +110,7 @@ async def test_one_that_is_stuck_is_started_anew(monkeypatch: pytest.MonkeyPatch
     kept = KeptServer(machine.start, lambda server: None, lambda server: len(machine.lives) == 1)
     await kept.begin()
     machine.born.clear()
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(20):
         await machine.born.wait()
     await kept.stop()
     assert machine.asked == [0, 4222]

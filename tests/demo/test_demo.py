@@ -121,7 +121,7 @@ def test_a_lost_stream_fails_the_demo() -> None:
 async def test_a_demo_whose_fleet_has_ended_sends_and_breaks_nothing_more() -> None:
     load = profile.Load(((1, 2),), (profile.Planned(0.0, 0, 8), profile.Planned(3600.0, 0, 8)))
     running = demo.Demo(Namespace(seconds=0.01, data=None, keep=False), SimpleNamespace(ended=True), load)  # type: ignore[arg-type]
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(20):
         await running._send(None, None, time.monotonic())  # type: ignore[arg-type]
         await running._play(None, ["w0"], time.monotonic())  # type: ignore[arg-type]
     assert running.told == []
@@ -181,7 +181,7 @@ async def test_the_view_leaves_nothing_behind_on_a_low_terminal() -> None:
     running = demo.Demo(Namespace(seconds=10.0, data=None, keep=False), None, profile.Load((), ()))  # type: ignore[arg-type]
     running.console = Console(file=shown, force_terminal=True, width=60, height=6)
     watching = asyncio.create_task(running._watch(calm, calm, time.monotonic()))  # type: ignore[arg-type]
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(20):
         while "Holdfast demo" not in shown.getvalue():  # noqa: ASYNC110 (a terminal)
             await asyncio.sleep(0.01)
     watching.cancel()

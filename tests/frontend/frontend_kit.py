@@ -194,7 +194,7 @@ def counted_are_there(desk: Desk) -> None:
     assert counted == there, "the slot tracker counts other requests than those that are with a worker"
 
 
-async def until(condition: Callable[[], object], seconds: float = 5.0) -> None:
+async def until(condition: Callable[[], object], seconds: float = 20.0) -> None:
     """Wait for a condition, with a deadline."""
     end = time.monotonic() + seconds
     while not condition():

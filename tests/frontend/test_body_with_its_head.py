@@ -36,7 +36,7 @@ async def test_a_body_that_came_with_its_head_is_measured_too(size: int, found: 
     reader, writer = await asyncio.open_connection(*server.addresses[0])
     head = b"POST / HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n"
     writer.write(head % size + b'"' + b"a" * (size - 2) + b'"')
-    assert b" 200 " in await asyncio.wait_for(reader.readline(), 5)
+    assert b" 200 " in await asyncio.wait_for(reader.readline(), 20)
     writer.close()
     await server.cleanup()
     assert seen == [(True, found)]

@@ -162,12 +162,12 @@ async def test_a_body_may_come_long_after_its_head_and_in_pieces() -> None:
         reader, writer = await asyncio.open_connection("127.0.0.1", int(kit.url.rpartition(":")[2]))
         head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nExpect: 100-continue\r\nContent-Length: %d"
         writer.write(head % len(body) + b"\r\n\r\n")
-        told = await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), 5)
+        told = await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), 20)
         assert b" 100 " in told  # it waits for the body now
         for piece in (body[:9], body[9:]):
             writer.write(piece)
             await writer.drain()
-        assert b" 200 " in await asyncio.wait_for(reader.readline(), 5)
+        assert b" 200 " in await asyncio.wait_for(reader.readline(), 20)
         assert worker.requests[0].tokens == PROMPT
         writer.close()
 
@@ -185,7 +185,7 @@ async def test_a_body_that_never_comes_is_not_waited_for_for_ever() -> None:
     async with frontend(ScriptedWorker(), admission=AdmissionSettings(body_s=0.1)) as kit:
         reader, writer = await asyncio.open_connection("127.0.0.1", int(kit.url.rpartition(":")[2]))
         writer.write(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 50\r\n\r\n{")
-        assert b" 408 " in await asyncio.wait_for(reader.readline(), 5)
+        assert b" 408 " in await asyncio.wait_for(reader.readline(), 20)
         writer.close()
 
 
@@ -404,7 +404,7 @@ async def test_knob_batch_size_scales_the_cap_and_the_rest_waits_in_line() -> No
         degrade(kit, batch_size=1.0)
         await until(lambda: worker.active == 4)
         hold.set()
-        await asyncio.wait_for(asyncio.gather(*asking), 5)
+        await asyncio.wait_for(asyncio.gather(*asking), 20)
         assert len(worker.requests) == 6
 
 
@@ -420,7 +420,7 @@ async def test_who_waits_gets_in_when_another_frontends_requests_end() -> None:
         theirs.append(Load())
         await until(lambda: worker.active == 2)
         hold.set()
-        await asyncio.wait_for(asyncio.gather(*asking), 5)
+        await asyncio.wait_for(asyncio.gather(*asking), 20)
 
 
 async def test_the_cap_holds_for_requests_whose_prompts_are_still_being_read() -> None:
@@ -438,7 +438,7 @@ async def test_the_cap_holds_for_requests_whose_prompts_are_still_being_read() -
         await until(lambda: kit.desk.admission.queued("m") == 8)
         await until(lambda: [worker.active for worker in workers] == [2, 2])
         hold.set()
-        await asyncio.wait_for(asyncio.gather(*asking), 5)
+        await asyncio.wait_for(asyncio.gather(*asking), 20)
         assert sum(len(worker.requests) for worker in workers) == 12
         assert [seat.promised for seat in kit.desk.table.seats.values()] == [0, 0]
 
@@ -447,7 +447,7 @@ async def test_room_that_was_not_taken_goes_to_who_waits(monkeypatch: pytest.Mon
     worker, read, encode = ScriptedWorker("w1"), asyncio.Event(), Tokens.encode_soon
 
     async def encode_when_told(tokens: Tokens, text: str, *, special: bool, shared: bool = True) -> list[int]:
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(20):
             await read.wait()
         return await encode(tokens, text, special=special, shared=shared)
 
@@ -549,7 +549,7 @@ async def test_a_client_that_leaves_the_line_holds_nobody_up() -> None:
         for task in leaving:
             task.cancel()
         await until(lambda: kit.desk.admission.queued("m") == 1)
-        await asyncio.wait_for(asyncio.gather(first, last), 5)
+        await asyncio.wait_for(asyncio.gather(first, last), 20)
 
 
 async def test_a_full_queue_says_so() -> None:
@@ -702,7 +702,7 @@ async def test_a_client_that_goes_away_is_gone_from_the_worker() -> None:
             began = kit.desk.now()
             asking.cancel()
             await until(lambda: worker.active == 0)
-            assert kit.desk.now() - began < 1.0
+            assert kit.desk.now() - began < 10.0  # of 40 s
         assert worker.why == ["gone", "gone"]
         assert not kit.api.exchanges
         text = kit.desk.render_metrics().decode()
@@ -756,7 +756,7 @@ async def test_http_1_0_gets_an_unchunked_stream() -> None:
         reader, writer = await asyncio.open_connection(host, int(port))
         body = json.dumps({"model": "m", "prompt": PROMPT, "max_tokens": 2, "stream": True}).encode()
         writer.write(b"POST /v1/completions HTTP/1.0\r\nContent-Length: %d\r\n\r\n" % len(body) + body)
-        whole = await asyncio.wait_for(reader.read(), 5)
+        whole = await asyncio.wait_for(reader.read(), 20)
         assert b"Transfer-Encoding" not in whole and whole.endswith(b"data: [DONE]\n\n")
         writer.close()
 
@@ -788,7 +788,7 @@ async def test_keep_alive_carries_one_stream_after_another() -> None:
         head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % len(body)
         for _ in range(3):
             writer.write(head + body)
-            whole = await asyncio.wait_for(reader.readuntil(b"0\r\n\r\n"), 5)
+            whole = await asyncio.wait_for(reader.readuntil(b"0\r\n\r\n"), 20)
             assert whole.startswith(b"HTTP/1.1 200 OK\r\n") and b"data: [DONE]" in whole
         writer.close()
 

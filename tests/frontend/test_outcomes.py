@@ -241,9 +241,11 @@ async def test_an_answer_may_be_longer_than_a_trial() -> None:
     worker = ScriptedWorker("w1", step_s=0.05)
     async with frontend(worker, ScriptedWorker("w2"), breaker=QUICK) as kit:
         key = await on_trial(kit, worker)
-        asking = asyncio.create_task(kit.complete(PROMPT, 40))
-        await until(lambda: kit.desk.outcomes.positions()[key] == "closed", 1.5)
+        asking = asyncio.create_task(kit.complete(PROMPT, 400))
+        await until(lambda: kit.desk.outcomes.positions()[key] == "closed", 15)  # of 20 s
+        await asyncio.sleep(2 * QUICK.trial_timeout_s)
         assert not asking.done()
+        worker.step_s = 0.0
         await asking
         assert (len(worker.requests), kit.desk.outcomes.positions()[key]) == (4, "closed")
 

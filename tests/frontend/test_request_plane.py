@@ -19,6 +19,7 @@ from controller.processes.controller import PROBER
 from events.wire import Beat, Chunk, Generate, Load, Sampling, Welcome, encode
 
 PROMPT = [300, 301, 302]
+ENOUGH_S = 20.0
 
 
 class Ear:
@@ -49,7 +50,7 @@ def question(count: int = 8, rank: int = 0) -> Generate:
     return Generate(stream=0, request="r", tokens=list(PROMPT), prompt_tokens=3, sampling=sampling, rank=rank)
 
 
-async def until(condition: object, seconds: float = 5.0) -> None:
+async def until(condition: object, seconds: float = 20.0) -> None:
     end = time.monotonic() + seconds
     while not condition():  # type: ignore[operator]
         assert time.monotonic() < end, "not in time"
@@ -79,7 +80,7 @@ async def test_a_stream_runs_to_its_end(road: Road) -> None:
     async with plane_to(road, ScriptedWorker()) as plane:
         ear = Ear()
         plane.open("w1", "i1", question(), ear)
-        await asyncio.wait_for(ear.done.wait(), 5)
+        await asyncio.wait_for(ear.done.wait(), 20)
         assert (ear.tokens, ear.end) == (undisturbed(PROMPT, 8), "length")
         assert ear.flushes >= 1
 
@@ -119,9 +120,11 @@ async def test_silence_with_open_streams_is_a_hang_within_a_second(road: Road) -
         ear = Ear()
         plane.open("w1", "i1", question(), ear)
         began = time.monotonic()
-        await asyncio.wait_for(ear.done.wait(), 5)
+        await asyncio.wait_for(ear.done.wait(), 20)
         assert ear.end is not None and ear.end.startswith("stalled: no frame for")
-        assert 0.3 < time.monotonic() - began < 2.0
+        assert (
+            0.3 < time.monotonic() - began < 5.0
+        )  # loose: test_hang_watch.py and test_late_process.py have no clock
         assert plane.watch.hangs == 1
         assert not plane.reachable("w1", "i1")
 
@@ -156,7 +159,7 @@ async def test_silence_without_open_streams_is_nothing(road: Road) -> None:
 async def test_nobody_is_vouched_for_who_says_nothing(road: Road) -> None:
     worker = ScriptedWorker()
     async with plane_to(road, worker, limits=PlaneLimits(heard_s=0.3)) as plane:
-        assert plane.heard == {"w1": "i1"}
+        await until(lambda: plane.heard == {"w1": "i1"})
         worker.silent = True  # idle: stopped, or behind a network that swallows everything
         await until(lambda: plane.heard == {})
         assert plane.connected == {"w1": "i1"}
@@ -169,7 +172,7 @@ async def test_a_stuck_engine_behind_a_live_loop_is_noticed_and_comes_back(road:
     async with plane_to(road, worker, ScriptedWorker("w2")) as plane:
         ear = Ear()
         plane.open("w1", "i1", question(), ear)
-        await asyncio.wait_for(ear.done.wait(), 5)
+        await asyncio.wait_for(ear.done.wait(), 20)
         assert ear.end is not None and "its engine's step is" in ear.end
         assert plane.connected["w1"] == "i1"  # the process lives
         assert not plane.reachable("w1", "i1")
@@ -186,7 +189,7 @@ async def test_our_own_loop_standing_still_accuses_nobody(road: Road) -> None:
         plane.open("w1", "i1", question(20), ear)
         await until(lambda: len(ear.tokens) >= 2)
         time.sleep(0.8)  # noqa: ASYNC251 (the frontend's loop (and here the worker's) does nothing at all)
-        await asyncio.wait_for(ear.done.wait(), 5)
+        await asyncio.wait_for(ear.done.wait(), 20)
         assert (plane.watch.hangs, ear.end) == (0, "length")
         assert ear.tokens == undisturbed(PROMPT, 20)
 
@@ -200,7 +203,7 @@ async def test_while_our_own_loop_stands_still_everybody_is_as_lately_heard_as_b
         assert plane.lately("w1", "i1")
         time.sleep(0.5)  # noqa: ASYNC251 (twice as long as a worker may owe us a frame)
         assert plane.lately("w1", "i1")
-        await asyncio.wait_for(ear.done.wait(), 5)
+        await asyncio.wait_for(ear.done.wait(), 20)
 
 
 async def test_a_request_that_is_too_large_for_a_frame_breaks_nobody_elses_stream(road: Road) -> None:
@@ -211,11 +214,11 @@ async def test_a_request_that_is_too_large_for_a_frame_breaks_nobody_elses_strea
         large = question()
         large.guided = {"guided_regex": "x" * (17 << 20)}
         stream = plane.open("w1", "i1", large, big)
-        await asyncio.wait_for(big.done.wait(), 5)
+        await asyncio.wait_for(big.done.wait(), 20)
         assert big.end is not None
         assert big.end.startswith("invalid_request: the request takes 17")
         plane.cancel("w1", stream)
-        await asyncio.wait_for(other.done.wait(), 5)
+        await asyncio.wait_for(other.done.wait(), 20)
         assert (other.tokens, len(worker.requests)) == (undisturbed(PROMPT, 40), 1)
 
 
@@ -427,7 +430,7 @@ async def test_a_probe_waits_for_a_connection_that_is_being_made_and_not_for_one
     None
 ):
     worker, way = await ScriptedWorker().start(), Jammed()
-    plane = RequestPlane("f1", PlaneLimits(ask_connect_s=0.05))
+    plane = RequestPlane("f1", PlaneLimits(ask_connect_s=0.05, ask_connect_first_s=ENOUGH_S))
     plane.want({"w1": Address("i1", worker.url), "gone": Address("i1", "tcp://127.0.0.1:1")})
     plane.reach("tcp", way)
     running = asyncio.create_task(plane.run())
@@ -438,10 +441,9 @@ async def test_a_probe_waits_for_a_connection_that_is_being_made_and_not_for_one
         way.free.set()
         first = (await asking).tokens  # of as many steps as lay in the socket when it was read
         assert first == undisturbed(PROMPT, len(first)) != []
-        began = time.monotonic()
-        with pytest.raises(WorkerUnreachable):
-            await anext(plane.ask("gone", question()))
-        assert time.monotonic() - began < PlaneLimits().ask_connect_first_s / 2
+        async with asyncio.timeout(ENOUGH_S / 2):
+            with pytest.raises(WorkerUnreachable):
+                await anext(plane.ask("gone", question()))
     finally:
         running.cancel()
         await asyncio.gather(running, asking, return_exceptions=True)

@@ -325,7 +325,7 @@ async def test_b31_where_an_engine_cannot_give_its_kv_cache_the_tokens_alone_are
         asking = asyncio.create_task(stream(kit))
         await until(lambda: any(f.flows for f in kit.desk.table.seats[("w1", "i1")].flights))
         kit.tell(MoveRequested(worker="w1", instance="i1", by="test"))
-        assert text_of(await asyncio.wait_for(asking, 5)) == EXACT
+        assert text_of(await asyncio.wait_for(asking, 20)) == EXACT
         (fact,) = kit.said(RequestMigrated)
         assert (fact.method, fact.bytes, fact.refused) == (
             "reprefill",
@@ -343,7 +343,7 @@ async def test_a_request_that_was_moved_on_purpose_and_finds_nobody_ends_with_an
         await until(lambda: any(f.flows for f in kit.desk.table.seats[("w1", "i1")].flights))
         kit.desk.plane = Unmade(kit.plane, "w1", "w2")  # nobody can be sent anything from now on
         kit.tell(MoveRequested(worker="w1", instance="i1", by="test"))
-        events = await asyncio.wait_for(asking, 5)
+        events = await asyncio.wait_for(asking, 20)
         assert events[-1]["error"]["code"] == "no_worker"
         assert [fact.reason for fact in kit.said(RequestAbandoned)] == ["no_worker"]
 
@@ -504,7 +504,7 @@ async def test_streams_of_a_life_that_is_over_for_the_fleet_move() -> None:
         asking = asyncio.create_task(stream(kit))
         await until(lambda: any(f.accepted for f in kit.desk.table.seats[("w1", "i1")].flights))
         kit.tell(joined(ScriptedWorker("w1", instance="i2", port=9)))
-        assert text_of(await asyncio.wait_for(asking, 5)) == EXACT
+        assert text_of(await asyncio.wait_for(asking, 20)) == EXACT
         assert [fact.cause for fact in kit.said(RequestMigrated)] == ["disconnected"]
 
 
@@ -520,7 +520,7 @@ async def test_what_comes_after_the_end_is_not_said() -> None:
         flight.take(Chunk(stream=flight.stream, tokens=[300]))
         flight.take(Chunk(stream=flight.stream, tokens=[], error="engine_error"))
         flight.lost("disconnected", "")
-        assert text_of(await asyncio.wait_for(asking, 5)) == TOKENS.decode(SAID[:made])
+        assert text_of(await asyncio.wait_for(asking, 20)) == TOKENS.decode(SAID[:made])
         assert (len(flight.accepted), failures(kit)) == (made, {})
 
 

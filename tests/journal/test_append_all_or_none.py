@@ -66,7 +66,7 @@ async def test_a_controller_killed_at_each_step_of_an_append_leaves_all_or_none(
     assert await reader.last_seq() == 0  # none of the unfinished ones
     status, _ = await run_controller(broker.url, BATCH, BATCH, 0)
     assert status == -signal.SIGKILL
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(20):
         async for batch in reader.read(
             0, until=BATCH
         ):  # the broker had it when it was killed, and stores it now
@@ -84,7 +84,7 @@ async def test_a_connection_cut_at_any_byte_of_an_append_leaves_all_or_none(
     journal = await NatsJournal.connect(await wire.start(), "controller:c1")
     after, number, outcomes = 0, 0, set()
     for cut in range(40, 700 * size + 300, 90):
-        await asyncio.wait_for(journal._connection.up.wait(), 10)
+        await asyncio.wait_for(journal._connection.up.wait(), 20)
         wire.cut_after = cut
         batch = [absorbed(number + n + 1) for n in range(size)]
         try:
@@ -92,7 +92,7 @@ async def test_a_connection_cut_at_any_byte_of_an_append_leaves_all_or_none(
             outcomes.add("landed")
         except JournalUnavailable:
             outcomes.add("unknown")
-            await asyncio.wait_for(journal._connection.up.wait(), 10)
+            await asyncio.wait_for(journal._connection.up.wait(), 20)
             last = await last_decision(journal)
         wire.cut_after = None
         assert last in (after, after + size)
@@ -128,7 +128,7 @@ async def test_a_broker_killed_inside_appends_leaves_all_or_none(
                 )
                 number += 5
             except (JournalUnavailable, Fenced):
-                await asyncio.wait_for(journal._connection.up.wait(), 10)
+                await asyncio.wait_for(journal._connection.up.wait(), 20)
                 after = number = await last_decision(journal)
 
     deciding = asyncio.create_task(decide())
@@ -138,7 +138,7 @@ async def test_a_broker_killed_inside_appends_leaves_all_or_none(
         await broker.restart()
     deciding.cancel()
     await asyncio.gather(deciding, return_exceptions=True)
-    await asyncio.wait_for(journal._connection.up.wait(), 10)
+    await asyncio.wait_for(journal._connection.up.wait(), 20)
     events = await read_all(journal)
     assert [event.fact.number for event in events] == list(range(1, len(events) + 1))  # type: ignore[attr-defined]
     assert len(events) % 5 == 0

@@ -127,7 +127,7 @@ async def test_who_wants_no_echo_hears_others_and_not_himself(nats_server: Serve
     await own.publish("live.echo", {"from": "own"})
     await own.connection.client.flush()
     await other.publish("live.echo", {"from": "other"})
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(20):
         await came.wait()
     await own.close()
     await other.close()

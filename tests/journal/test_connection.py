@@ -31,8 +31,8 @@ async def test_a_closed_connection_reconnects_no_more_even_if_its_cancellation_i
     connection = await Connection.open(broker.url, "test")
     await broker.server.kill()
     client = connection.client
-    await eventually(lambda: client.is_reconnecting and client._reconnection_task is not None, 5)
+    await eventually(lambda: client.is_reconnecting and client._reconnection_task is not None)
     reconnecting = client._reconnection_task
     client._reconnection_task = Swallowing(reconnecting)
     await connection.close()
-    await eventually(reconnecting.done, 5)
+    await eventually(reconnecting.done)

@@ -47,7 +47,7 @@ def absorbed(number: int) -> Decision:
 
 async def read(journal: Journal, after: int, until: int) -> list[Recorded]:
     found: list[Recorded] = []
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(20):
         async for batch in journal.read(after, until=until):
             found += batch
     return found

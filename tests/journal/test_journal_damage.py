@@ -136,7 +136,7 @@ async def test_a_damaged_last_block_is_noticed(broker: Broker, tmp_path: Path, d
     left = await read_all(reader)
     assert left == events[: len(left)]  # what is left is unaltered
     with pytest.raises(JournalChanged, match="30 has been read"):
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(20):
             async for _ in reader.read(30):
                 pass
     await reader.close()

@@ -205,6 +205,6 @@ async def test_a_broker_that_takes_nothing_any_more_is_given_up(
         for _ in range(400):
             client.post(b"a.b.c  ", b"", bytes(60_000))
             client.write()
-        await eventually(lambda: near.lost, 10)
+        await eventually(lambda: near.lost)
         os.kill(broker.process.pid, signal.SIGCONT)
         await made.reachable()

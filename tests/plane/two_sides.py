@@ -140,9 +140,9 @@ class World:
         self.let_in.append(Party())
         return self.let_in[-1]
 
-    async def pair(self) -> tuple[Party, Party]:
+    async def pair(self, within_s: float = 20.0) -> tuple[Party, Party]:
         """Return both sides of a fresh channel."""
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(within_s):
             dialled = await self.near.dial(SUBJECT, Party)
         assert isinstance(dialled, Party)
         return dialled, self.let_in[-1]
@@ -152,7 +152,7 @@ class World:
         async with asyncio.timeout(30):
             while True:
                 try:
-                    dialled, _ = await self.pair()
+                    dialled, _ = await self.pair(5.0)
                     return dialled.channel.abort()
                 except (ConnectionError, TimeoutError):
                     await asyncio.sleep(0.05)

@@ -211,7 +211,7 @@ async def test_a_killed_rebuild_leaves_no_process_and_the_next_one_succeeds(
         async with asyncio.timeout(30):
             pid = int(await child.stdout.readline())
         assert not gone(pid)
-    await eventually(lambda: gone(pid), 10)
+    await eventually(lambda: gone(pid))
     assert (await rebuild(journal, store)).position == len(history.events)
     report = await verify(journal, store)
     assert report.difference is None, report.lines()

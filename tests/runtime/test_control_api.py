@@ -53,7 +53,7 @@ async def served(url: str) -> Any:
     task = asyncio.create_task(api.run())
     bus = await NatsBus.connect(url, "operator")
     try:
-        await asyncio.wait_for(api.serving.wait(), 10)
+        await asyncio.wait_for(api.serving.wait(), 20)
         yield desk, bus
     finally:
         task.cancel()

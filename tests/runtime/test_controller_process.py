@@ -7,7 +7,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -129,14 +128,12 @@ async def test_a_corrupt_worker_is_convicted_and_a_healthy_one_never(
         name = (await processes.status())["workers"][1]["id"]
         said = await processes.ask("chaos", worker=name, fault="corrupt", argument=8)
         assert "error" not in said
-        began = time.monotonic()
 
         async def convicted() -> bool:
             workers = {w["id"]: w for w in (await processes.status())["workers"]}
             return workers[name]["health"] == "UNHEALTHY" and workers[name]["weight"] == 0
 
         await eventually(convicted, 20)
-        assert time.monotonic() - began <= CANARIES * INTERVAL_S + 6  # loose: the machine may be busy
         failed = await processes.facts(CanaryFailed)
         assert {f.worker for f in failed} == {name}
         assert failed[0].reason == "token_mismatch" and failed[0].confirmed and failed[0].golden == "agreed"
@@ -159,8 +156,8 @@ async def drained_and_resumed(processes: Processes, name: str, eventually: Any) 
         return [f.worker for f in await processes.facts(DrainFinished)] == [name]
 
     assert "says" in await processes.ask("drain", worker=name, deadline_s=30)
-    await eventually(lambda: is_in("DRAINING", 0.0), 10)
-    await eventually(finished, 10)
+    await eventually(lambda: is_in("DRAINING", 0.0))
+    await eventually(finished)
     assert "says" in await processes.ask("resume", worker=name)
     await eventually(lambda: is_in("HEALTHY", 1.0), 20)
     assert name not in {f.worker for f in await processes.facts(CanaryFailed)}
@@ -197,13 +194,11 @@ async def test_a_second_controller_stands_by_and_takes_over(
         assert ":one:" in leader
         first.send_signal(signal.SIGKILL)
         await asyncio.to_thread(first.wait)
-        began = time.monotonic()
 
         async def taken_over() -> bool:
             return ":two:" in str((await processes.status())["leader"])
 
-        await eventually(taken_over, 10)
-        assert time.monotonic() - began < 6  # loose; the benchmark measures it
+        await eventually(taken_over)
         before = len(await processes.facts(CanaryPassed))
 
         async def probed() -> bool:
@@ -240,18 +235,18 @@ async def test_a_controller_that_stops_hands_over_at_once(
         await processes.bus.subscribe(
             "$KV.HOLDFAST.controller", lambda _, said: holders.append(said["holder"])
         )
-        await eventually(lambda: holders, 10)
+        await eventually(lambda: holders)
         url = (await controllers())["one"]
         await stopped(first, url)
         assert first.returncode == 0
-        await eventually(lambda: ":two:" in holders[-1], 10)
+        await eventually(lambda: ":two:" in holders[-1])
         released = holders.index("")
         assert all(":one:" in holder for holder in holders[:released]), "it was let go, and did not run out"
         assert all(":two:" in holder for holder in holders[released + 1 :])
         journal = await NatsJournal.connect(own_nats.url, "test:speaker")
         journal.observe(EngineFaulted(worker="w", instance=instance, reason="x", fatal=True))
         assert await journal.flush(5)
-        await eventually(lambda: decided_by(journal, instance, ":two:"), 10)
+        await eventually(lambda: decided_by(journal, instance, ":two:"))
         await journal.close()
 
 
@@ -321,7 +316,7 @@ async def test_a_broker_that_dies_accuses_nobody(own_nats: Server, tmp_path: Pat
                 return len(await processes.facts(CanaryPassed)) > before + 3
 
             await eventually(probed, 20)
-            await eventually(lambda: processes.healthy(3), 10)
+            await eventually(lambda: processes.healthy(3))
             for kind in (CanaryFailed, WorkerSilent, ObserverBlind):
                 assert not await processes.facts(kind), kind
             assert set(processes.stop().values()) == {0}

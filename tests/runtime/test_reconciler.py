@@ -249,7 +249,7 @@ async def test_it_refuses_to_go_on_with_a_kind_that_it_does_not_know(
         Strange(MemoryStream(), "controller:c1"), Lease(MemoryCell(), "c1", CLOCK), FleetPolicy(), CLOCK
     )
     with pytest.raises(UnknownKind, match="of_tomorrow"):
-        await asyncio.wait_for(reconciler.run(), 5)
+        await asyncio.wait_for(reconciler.run(), 20)
 
 
 class Store:
@@ -294,7 +294,7 @@ async def test_a_store_that_is_ahead_of_the_stream_is_refused() -> None:
     shorter = MemoryStream(events=history.events[:2])
     view = FleetView(MemoryJournal(shorter, "frontend:f1"), store=kept(history))  # type: ignore[arg-type]
     with pytest.raises(StoreAhead, match="ends at 2"):
-        await asyncio.wait_for(view.run(), 5)
+        await asyncio.wait_for(view.run(), 20)
     assert view.fault is not None
     assert view.fleet.workers.keys() == {"w0", "w1", "w2"}  # what it held, it holds
 
@@ -319,7 +319,7 @@ async def test_a_store_of_another_stream_is_refused_by_who_decides() -> None:
     lease = Lease(MemoryCell(), "c1", CLOCK)
     reconciler = Reconciler(journal, lease, FleetPolicy(), CLOCK, store=kept(history))  # type: ignore[arg-type]
     with pytest.raises(JournalChanged, match="the state store has folded"):
-        await asyncio.wait_for(reconciler.run(), 5)
+        await asyncio.wait_for(reconciler.run(), 20)
 
 
 async def test_a_view_is_ready_once_all_is_read_and_tells_of_each_batch(eventually: Eventually) -> None:

@@ -281,7 +281,7 @@ async def test_the_process_projects_serves_its_admin_port_and_stops_in_order(
         assert f"holdfast_projector_position {last}.0" in text
         assert "holdfast_projector_lag 0.0" in text
         projector.terminate()
-        assert await asyncio.wait_for(projector.wait(), 10) == 0
+        assert await asyncio.wait_for(projector.wait(), 20) == 0
     await journal.close()
     await assert_is_the_fold_of(nats_url, database_url)
 

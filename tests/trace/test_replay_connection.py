@@ -309,7 +309,7 @@ async def test_a_connection_that_was_hushed_takes_in_nothing_more_and_is_no_fail
             one.hush()  # as a signal's handler does, in the middle of it
 
         asking = asyncio.ensure_future(one.ask("GET", "/v1/x", take=take))
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(20):
             while not taken or any(  # noqa: ASYNC110 (a transport tells nobody)
                 c.transport and c.transport.is_reading() for c in one._open
             ):

@@ -40,7 +40,7 @@ class Group:
         self.worker.obedience.on_chaos("", {"fault": fault, **body})
 
     async def frontend(self) -> PlainFrontend:
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(20):
             await self.worker.serving.wait()
         return await PlainFrontend.connect(self.worker.server.address[1])
 
@@ -67,7 +67,7 @@ async def test_a_fatal_fault_of_one_ranks_device_fails_the_group(group: Group) -
     stream = frontend.ask(prompt(), max_tokens=10_000)
     await frontend.until(lambda: frontend.tokens(stream))
     group.chaos("xid", rank=3)
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(20):
         assert await group.running == 1
     (fault,) = group.facts(DeviceFaulted)
     assert (fault.device, fault.fault_class, fault.code, fault.fatal) == ("SIM-w0-3", "xid", "48", True)

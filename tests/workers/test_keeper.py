@@ -107,7 +107,7 @@ async def test_a_killed_process_closes_its_connections_before_its_memory_is_free
             one = start(kept, HEAP_MB)
             times.append(silent_after_s(one))
             if one.keeper:
-                await eventually(lambda one=one: ended(one.keeper), 10)
+                await eventually(lambda one=one: ended(one.keeper))
     assert statistics.median(took["kept"]) < statistics.median(took["alone"]) / 2, took
 
 
@@ -135,13 +135,13 @@ async def test_the_keeper_ends_with_its_process_however_that_ends(
         one.process.stdin.write("\n")
         one.process.stdin.flush()
     assert one.process.wait(20) == status
-    await eventually(lambda: ended(one.keeper), 10)
+    await eventually(lambda: ended(one.keeper))
 
 
 async def test_it_ends_also_when_killed_at_any_moment_of_its_start(eventually: Eventually) -> None:
     for n in range(20):
         session = _killed_while_starting(after_s=n * 0.0001)  # it takes a millisecond
-        await eventually(lambda session=session: not _living(session), 10)
+        await eventually(lambda session=session: not _living(session))
 
 
 def _killed_while_starting(after_s: float) -> int:
@@ -179,7 +179,7 @@ async def test_no_signal_but_a_kill_reaches_it(start: Start, eventually: Eventua
     assert one.process.poll() is None
     assert not ended(one.keeper)
     one.keeper.kill()
-    await eventually(lambda: ended(one.keeper), 10)
+    await eventually(lambda: ended(one.keeper))
     assert one.process.poll() is None, "a process without its keeper goes on"
     one.process.kill()
     assert one.connection.recv(1) == b""

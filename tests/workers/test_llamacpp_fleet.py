@@ -111,7 +111,7 @@ async def prompts(fleet: Fleet) -> list[list[int]]:
 async def migrations(fleet: Fleet, moved: list[Stream]) -> dict[str, RequestMigrated]:
     """Return the journal's word on each of the streams that moved, once it has any."""
     ours = {stream.request for stream in moved}
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(20):
         while True:
             facts = [event.fact for event in await fleet.events()]
             found = {f.request: f for f in facts if isinstance(f, RequestMigrated) and f.request in ours}

@@ -94,7 +94,7 @@ async def watched(
     yield start
     for stop, running in stops:
         stop.set()
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(20):
             await asyncio.gather(running, return_exceptions=True)
 
 

@@ -13,7 +13,7 @@ Said = list[tuple[str, Change]]
 Watching = Callable[..., tuple[DeviceWatch, Said]]
 
 
-def until(condition: Callable[[], bool], within_s: float = 10.0) -> None:
+def until(condition: Callable[[], bool], within_s: float = 20.0) -> None:
     """Wait for the watch's thread."""
     end = time.monotonic() + within_s
     while not condition():

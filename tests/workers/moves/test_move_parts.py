@@ -67,7 +67,7 @@ async def test_the_first_failure_ends_the_others_and_is_the_one_told() -> None:
     async def fails() -> None:
         raise MoveRefused("the first")
 
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(20):
         with pytest.raises(MoveRefused, match="the first"):
             await together([waits("a"), fails(), waits("b")])
     assert ended == ["a", "b"]

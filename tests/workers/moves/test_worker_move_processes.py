@@ -110,7 +110,7 @@ async def test_a_stream_moves_between_processes_and_nothing_is_left(
     source.frontend.say(Cancel(pair.stream))
     whole = source.frontend.tokens(pair.stream)[:said] + await target.frontend.answer(1)
     assert whole == await pair.undisturbed()
-    await eventually(lambda: source.free and target.free, 10)
+    await eventually(lambda: source.free and target.free)
     for one in (source, target):
         one.process.inner.terminate()
         assert await one.process.ended() == 0
@@ -151,7 +151,7 @@ async def test_a_source_that_is_killed_leaves_nothing_at_the_target(
         assert committed.tokens + await target.frontend.answer(1) == whole[pair.accepted :]
     else:
         target.frontend.cancel(1)
-    await eventually(lambda: target.free, 10)
+    await eventually(lambda: target.free)
     target.process.inner.terminate()
     assert await target.process.ended() == 0
     assert not target.folder.exists()
