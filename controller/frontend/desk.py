@@ -270,9 +270,11 @@ class Desk:
 
     def ended(self, flight: Flight) -> None:
         """A flight is over."""
-        self._parked.pop(flight, None)
-        self._flights.pop(flight, None)
-        self.departures.discard(flight)
+        if flight.first_at is None:
+            self._flights.pop(flight, None)
+        if flight.passage is not None:  # else it has never waited for another worker
+            self._parked.pop(flight, None)
+            self.departures.discard(flight)
         flight.meter.ended(flight, self.now())
 
     # --- time ---------------------------------------------------------------------------------------------

@@ -43,10 +43,10 @@ class Flight:
     """One answer in the air. Implements `controller.ports.Sink`."""
 
     __slots__ = (
-        "_counted", "_desk", "_ended", "_feeding", "_grows", "_max", "_outgrown", "_paid", "_passage",
-        "_plain", "accepted", "allowance", "attempts", "began_at", "cached_tokens", "continuation",
-        "crossing", "done", "error", "explained", "finish", "first_at", "first_seat", "last_at", "last_seat",
-        "meter", "not_before", "plan", "rank", "refused", "seat", "sent", "slot", "stream", "under", "voice"
+        "_counted", "_desk", "_ended", "_feeding", "_grows", "_max", "_outgrown", "_paid", "_plain",
+        "accepted", "allowance", "attempts", "began_at", "cached_tokens", "continuation", "crossing", "done",
+        "error", "explained", "finish", "first_at", "first_seat", "last_at", "last_seat", "meter", "not_before",
+        "passage", "plan", "rank", "refused", "seat", "sent", "slot", "stream", "under", "voice"
     )  # fmt: skip
 
     def __init__(
@@ -55,7 +55,7 @@ class Flight:
         self._desk = desk
         self.meter = desk.meter.of(plan.model)
         self._ended = ended
-        self._passage = Passage(desk, plan)
+        self.passage: Passage | None = None  # from its first failure or move on
         self._feeding = Feeding(desk.exposures, plan, self)
         self._outgrown = allowance.max_seq_len is None  # too long to move, and counted; or never too long
         self._max = plan.sampling.max_tokens
@@ -108,8 +108,8 @@ class Flight:
                 stream = desk.plane.open(seat.worker, seat.instance, request, self)
             except WorkerUnreachable:
                 missed.add(seat.key)
-                self.allowance.tried.add(seat.key)
-                self._passage.interrupted(begun=False)
+                self.allowance.tried |= {seat.key}
+                self._way.interrupted(begun=False)
                 free = False
                 continue
             if self.plan.wishes.explain and not self.attempts:
@@ -152,7 +152,7 @@ class Flight:
 
     def _nowhere(self, error: NoWorker) -> None:
         """Nobody can take it now. A request that had begun waits for a worker; a new one is told."""
-        move = self._passage.move
+        move = self._move
         if move is None:
             self._abort(self._desk.no_worker(error, self))
         elif move.failure.kind.patient or error.code != AllTried.code or self.allowance.may_return:
@@ -253,7 +253,10 @@ class Flight:
         hidden = 0
         if chunk.finish == "stop" and tokens and tokens[-1] in self.plan.sampling.stop_token_ids:
             hidden = 1  # a stop token ends the answer and is no part of its text
-        self._heard(chunk)
+        if chunk.cached_tokens is not None and self.cached_tokens is None:
+            self.cached_tokens = chunk.cached_tokens
+        if not self._plain:
+            self._heard()
         used = self.voice.say(tokens[:-1] if hidden else tokens, logprobs)
         if not self.voice.stopped:
             used += hidden
@@ -262,25 +265,22 @@ class Flight:
             self._stop(chunk)
 
     def _accept_text(self, text: str) -> None:
-        self._heard(None)
+        if not self._plain:
+            self._heard()
         self.voice.say_text(text, self.continuation.take_text(text))
         if self.voice.stopped:
             self._stop(None)
 
-    def _heard(self, chunk: Chunk | None) -> None:
-        """Something came from this attempt: perhaps the first of the answer, or the first after a move."""
-        if chunk is not None and chunk.cached_tokens is not None and self.cached_tokens is None:
-            self.cached_tokens = chunk.cached_tokens
-        if self._plain:
-            return  # what had been under way was over with this attempt's first token
+    def _heard(self) -> None:
+        """The first came from this attempt: perhaps the first of the answer, or the first after a move."""
         self._plain = True
         self._desk.routing.choosing.read(self.slot)
         if self.first_at is None:
             self.first_at = self._desk.now()
             self.meter.ttft.note(self.first_at - self.began_at)
             self._desk.first_token(self)
-        self._passage.arrived(self, well=True)
-        self._passage.restored("success")
+        if self.passage is not None:
+            self.passage.got_over(self)
 
     def _stop(self, chunk: Chunk | None) -> None:
         """A stop string has been reached: the worker need not go on."""
@@ -317,7 +317,7 @@ class Flight:
         source = self._part()
         self._feeding.carried()
         self._desk.alighted(self, source)
-        self._passage.move = move
+        self._way.move = move
         slot = self._desk.routing.choosing.carry(target, rank, self.plan, self.accepted)
         self._board(target, rank, stream, slot, paid=False)
 
@@ -325,7 +325,7 @@ class Flight:
         """Leave a worker that has not failed, and go on elsewhere by the tokens alone."""
         self._part()
         self._leave()
-        self._passage.move = move
+        self._way.move = move
         self.launch(target, free=True)
 
     def _part(self) -> Seat:
@@ -365,14 +365,14 @@ class Flight:
         if wish == "error" or (wish == "restart" and seen):
             self._cancel_stream()
             if self.seat is not None:
-                self._passage.interrupted(begun=self._plain)
+                self._way.interrupted(begun=self._plain)
             self._leave()
             self._desk.abandoned(self, "corrupt_output")
             message = "the worker that answered was found to compute wrong results; ask again"
             self._abort(ApiError(502, message, code="corrupt_output"))
             return "error"
         if seen:
-            self._passage.spoilt = True
+            self._way.spoilt = True
             if not on_source and self._feeding.hangs_on(
                 key
             ):  # well where it is, but with a KV cache from there
@@ -401,32 +401,32 @@ class Flight:
 
     def give_up(self) -> None:
         """Nobody has come in time."""
-        if not self.done and self._passage.move is not None:
-            self._abandon("no_worker", self._passage.move.original)
+        if not self.done and (move := self._move) is not None:
+            self._abandon("no_worker", move.original)
 
     def too_late(self) -> None:
         """The first token has not come within its deadline."""
         if not self.done and self.first_at is None:
             self._cancel_stream()
             self._leave()
-            if self._passage.move is not None:
+            if self._move is not None:
                 self._desk.abandoned(self, "first_token_timeout")
             message = "no token came in time"
             self._abort(ApiError(503, message, code="first_token_timeout", retry_after_s=1))
 
     def _failed(self, failure: Failure, *, spoilt: bool = False, on_source: bool = True) -> None:
         """An attempt has ended. Go on elsewhere, or tell the client why not."""
-        seat, now = self.seat, self._desk.now()
+        seat, now, way = self.seat, self._desk.now(), self._way
         original = failure  # where the attempt has brought nothing: the one that it was to make good
         refused = (
             self.refused if failure.reason == "engine_shutdown" else ""
         )  # it was wanted elsewhere before
-        if self._passage.move is not None:
-            if not self._passage.move.original.planned:
-                original = self._passage.move.original
-            self._passage.arrived(self, well=False)
+        if way.move is not None:
+            if not way.move.original.planned:
+                original = way.move.original
+            way.arrived(self, well=False)
         if seat is not None:
-            self._passage.interrupted(begun=self._plain)
+            way.interrupted(begun=self._plain)
             if on_source:
                 self.allowance.note(seat.key, failure.kind, begun=self._plain or not self._paid)
             else:
@@ -444,10 +444,10 @@ class Flight:
         if refusal := self.allowance.refusal(self._length()):
             self._abandon(refusal, original)
             return
-        self._passage.spoilt = self._passage.spoilt or spoilt
+        way.spoilt = way.spoilt or spoilt
         source = seat or self.first_seat
         assert source is not None
-        self._passage.move = Move(failure, original, source, now, len(self.accepted), refused=refused)
+        way.move = Move(failure, original, source, now, len(self.accepted), refused=refused)
         if original is not failure and failure.kind.again:
             self.not_before = now + PAUSE_S  # two in a row: more may be dying, as all workers of a host do
             self._desk.park(self)
@@ -462,8 +462,20 @@ class Flight:
     @property
     def moving_since(self) -> float:
         """When the failure was noticed after which this flight has not got on yet."""
-        move = self._passage.move
+        move = self._move
         return move.since if move is not None else self._desk.now()
+
+    @property
+    def _move(self) -> Move | None:
+        """The move that it is in the middle of."""
+        return self.passage.move if self.passage is not None else None
+
+    @property
+    def _way(self) -> Passage:
+        """What it has to get over, from now on."""
+        if self.passage is None:
+            self.passage = Passage(self._desk, self.plan)
+        return self.passage
 
     def _length(self) -> int:
         return len(self.plan.prompt) + len(self.accepted)
@@ -474,7 +486,7 @@ class Flight:
         """The client has gone: nobody reads this any more."""
         if self.done:
             return
-        moving = self._passage.move is not None
+        moving = self._move is not None
         self._cancel_stream()
         if self.seat is not None:
             self._desk.unjudged(self, self.seat)
@@ -486,8 +498,8 @@ class Flight:
 
     def _land(self, reason: str) -> None:
         seat = self.seat
-        self._passage.arrived(self, well=True)
-        self._passage.restored("success")
+        if self.passage is not None:
+            self.passage.got_over(self)
         self._leave()
         if seat is not None:
             self._desk.landed(self, seat)
@@ -506,8 +518,9 @@ class Flight:
     def _end(self) -> None:
         self.done = True
         self._feeding.end()
-        self._passage.move = None
-        self._passage.restored("cancelled" if self.finish == "cancelled" else "failure")
+        if self.passage is not None:
+            self.passage.move = None
+            self.passage.restored("cancelled" if self.finish == "cancelled" else "failure")
         self._desk.ended(self)
         ended, self._ended = self._ended, _nothing  # no cycle: what is over is freed at once
         ended(self)

@@ -7,8 +7,10 @@ times. A refusal before anything was begun costs nothing the first time: there m
 """
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Literal
+
+import msgspec
 
 from controller.frontend.errors import ApiError
 from controller.router.table import Key
@@ -96,24 +98,23 @@ def smallest_limit(own: int, workers: Iterable[int | None]) -> int:
     return min([own, *(limit for limit in workers if limit is not None)])
 
 
-@dataclass(slots=True)
-class Allowance:
+class Allowance(msgspec.Struct):
     """How often one request may still be sent, and where it must not go again."""
 
     limit: int
     max_seq_len: int | None = None
     forbidden: str = ""  # why it may not move at all: guided_decoding, n_over_1
     spent: int = 0  # attempts that cost budget, the first one included
-    tried: set[Key] = field(default_factory=set)
-    failed: set[Key] = field(default_factory=set)  # of those, where it must never go again
+    tried: frozenset[Key] = frozenset()  # nearly always nowhere
+    failed: frozenset[Key] = frozenset()  # of those, where it must never go again
 
     def note(self, key: Key, kind: Kind, *, begun: bool) -> None:
         """An attempt at this worker has failed. The first refusal of each worker is free, if nothing was begun."""
         if kind.free and not begun and key not in self.tried:
             self.spent -= 1
-        self.tried.add(key)
+        self.tried |= {key}
         if not kind.again:
-            self.failed.add(key)
+            self.failed |= {key}
 
     @property
     def may_return(self) -> bool:

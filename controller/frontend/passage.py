@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 class Passage:
-    """What one answer has to get over."""
+    """What one answer has to get over. Most answers have nothing, and no passage."""
 
     __slots__ = ("_desk", "_outage", "_plan", "move", "spoilt")
 
@@ -35,6 +35,11 @@ class Passage:
         if self._outage is not None:
             (since, kind), self._outage = self._outage, None
             self._desk.meter.restored(self._plan.model, kind, outcome, self._desk.now() - since)
+
+    def got_over(self, flight: "Flight") -> None:
+        """The answer goes on, or is complete: what had been under way is over."""
+        self.arrived(flight, well=True)
+        self.restored("success")
 
     def arrived(self, flight: "Flight", *, well: bool) -> None:
         """The move under way, if there is one, has brought its first token, or its attempt has failed too."""

@@ -83,7 +83,7 @@ def flight_of(desk: Desk, tokens: int, *, tier: str = "standard", tried: Sequenc
         deterministic=True,
         tier=tier,
     )
-    allowance = Allowance(3, tried={(worker, worker.replace("w", "i")) for worker in tried})
+    allowance = Allowance(3, tried=frozenset((worker, worker.replace("w", "i")) for worker in tried))
     return Flight(desk, plan, Silent(), allowance, lambda flight: None)  # type: ignore[arg-type]
 
 
@@ -154,7 +154,7 @@ def test_nobody_goes_where_it_has_failed_already_but_to_another_life_of_it() -> 
     desk, _ = desk_of(workers=2)
     assert set(tokens_at(desk, [flight_of(desk, 100, tried=["w0"]) for _ in range(5)])) == {"w1"}
     stranger = flight_of(desk, 100)
-    stranger.allowance.tried.add(("w0", "an older life"))
+    stranger.allowance.tried |= {("w0", "an older life")}
     assert set(tokens_at(desk, [stranger, flight_of(desk, 100)])) == {"w0", "w1"}
 
 

@@ -15,7 +15,7 @@ from frontend_kit import TOKENS, Kit, failing, first_goes_to, frontend, text_of,
 from scripted_worker import Act, ScriptedWorker, undisturbed
 
 from controller.frontend.flight import Flight
-from controller.frontend.migration import Allowance, classify, smallest_limit
+from controller.frontend.migration import KINDS, Allowance, classify, smallest_limit
 from events.decisions import HealthStatus
 from events.observations import RequestAbandoned, RequestMigrated
 
@@ -585,6 +585,13 @@ def test_an_allowance_is_the_limit_and_one() -> None:
     allowance.spent = 4
     assert allowance.refusal(10) == "budget_exhausted"
     assert Allowance(2**32 - 1).refusal(1) == ""
+
+
+def test_where_one_request_must_not_go_bars_no_other() -> None:
+    first, other = Allowance(3), Allowance(3)
+    first.note(("w1", "i1"), KINDS["engine_error"], begun=True)
+    assert (first.tried, first.failed) == ({("w1", "i1")}, {("w1", "i1")})
+    assert not other.tried and not other.failed
 
 
 def test_errors_are_classified_by_their_first_word() -> None:
