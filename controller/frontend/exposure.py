@@ -14,7 +14,7 @@ more.
 
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from datetime import datetime, timedelta
 from math import inf
 from typing import TYPE_CHECKING, TypeAlias
@@ -41,16 +41,21 @@ class Stint:
     flight: "Flight | None"  # None once the request has ended
     traceparent: str = ""
     rank: int | None = None  # the worker's DP rank, of several
+    key: Key = ("", "")  # the worker
     count: int = 0
-    marks: list[tuple[float, int]] = field(default_factory=list)  # (instant, index of the first token then)
-    marked_at: float = -inf  # the last of these instants
+    marks: list[tuple[float, int]] | None = (
+        None  # (instant, index of the first token then), but for the first of all
+    )
+    marked_at: float = -inf  # when a mark was due last
     last_at: float = 0.0
     named: int = 0  # tokens before this index have been named as exposed
 
     def add(self, now: float, tokens: int) -> None:
         """Count tokens that came now."""
         if now - self.marked_at > MARK_S:
-            self.marks.append((now, self.first + self.count))
+            if self.count:
+                self.marks = self.marks or []
+                self.marks.append((now, self.first + self.count))
             self.marked_at = now
         self.count += tokens
         self.last_at = now
@@ -61,7 +66,7 @@ class Stint:
         if not self.count or self.last_at < instant:
             return None
         first = self.first
-        for at, index in self.marks:
+        for at, index in self.marks or ():
             if at > instant:
                 break
             first = index  # tokens after this mark may have come later than `instant`
@@ -124,16 +129,16 @@ class Exposures:
         self._rings: dict[Key, Ring] = {}
         self._unknown_until: dict[Key, datetime] = {}  # what was said to be unknown is not said again
 
-    def note(self, key: Key, stint: Stint) -> None:
+    def note(self, stint: Stint) -> None:
         """Remember a stint from its first token on."""
-        ring = self._rings.get(key)
+        ring = self._rings.get(stint.key)
         if ring is None:
-            ring = self._rings[key] = Ring(self._max)
+            ring = self._rings[stint.key] = Ring(self._max)
         ring.add(stint)
 
-    def close(self, key: Key, stint: Stint) -> None:
+    def close(self, stint: Stint) -> None:
         """The request has left that worker, or ended."""
-        ring = self._rings.get(key)
+        ring = self._rings.get(stint.key)
         if ring is not None:
             ring.close(stint)
 

@@ -17,45 +17,47 @@ if TYPE_CHECKING:
 class Feeding:
     """The stints of one answer."""
 
-    __slots__ = ("_all", "_exposures", "_flight", "_open", "_plan", "_speaks")
+    __slots__ = ("_exposures", "_flight", "_left", "_plan", "own", "sources")
 
     def __init__(self, exposures: Exposures, plan: Plan, flight: "Flight") -> None:
         self._exposures = exposures
         self._plan = plan
         self._flight: Flight | None = flight
-        self._all: list[Stint] = []  # a conviction may come when the request has moved on
-        self._open: list[tuple[Key, Stint]] = []  # those that the present attempt hangs on
-        self._speaks = False  # the last of them is the present worker's own
+        self.own: Stint | None = None  # the present worker's, from its first token on
+        self.sources: tuple[Stint, ...] = ()  # of those whose KV cache it has taken over
+        self._left: tuple[Stint, ...] = ()  # a conviction may come when the request has moved on
 
-    def feed(self, key: Key, first: int, now: float, tokens: int, rank: int | None = None) -> None:
-        """So many tokens came from this worker (of several DP ranks from this one) now, the first of them with this index."""
-        if not self._speaks:
-            plan = self._plan
-            stint = Stint(plan.request, plan.model, first, self._flight, plan.traceparent, rank)
-            self._exposures.note(key, stint)
-            self._all.append(stint)
-            self._open.append((key, stint))
-            self._speaks = True
-        for _, stint in self._open:
-            stint.add(now, tokens)
+    def begin(self, key: Key, rank: int | None, first: int) -> Stint:
+        """The first tokens come from this worker (of several DP ranks from this one), and the first of them has this index."""
+        plan = self._plan
+        stint = Stint(plan.request, plan.model, first, self._flight, plan.traceparent, rank, key)
+        self.own = stint
+        self._exposures.note(stint)
+        return stint
 
     def carried(self) -> None:
         """Another worker goes on, with the KV cache of this one."""
-        self._speaks = False
+        self.sources, self.own = self._open, None
 
     def hangs_on(self, key: Key) -> bool:
         """Say whether what comes now is computed from what this worker computed."""
-        return any(one == key for one, _ in self._open)
+        return any(stint.key == key for stint in self._open)
 
     def leave(self) -> None:
         """What comes from now on is computed anew."""
-        for key, stint in self._open:
-            self._exposures.close(key, stint)
-        self._open.clear()
-        self._speaks = False
+        over = self._open
+        for stint in over:
+            self._exposures.close(stint)
+        self._left += over
+        self.sources, self.own = (), None
 
     def end(self) -> None:
         """The answer is over."""
         self._flight = None
-        for stint in self._all:
+        for stint in self._left + self._open:
             stint.flight = None
+
+    @property
+    def _open(self) -> tuple[Stint, ...]:
+        """Those that the present attempt hangs on, its own last."""
+        return (*self.sources, self.own) if self.own is not None else self.sources

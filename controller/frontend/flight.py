@@ -198,15 +198,18 @@ class Flight:
         new = len(self.accepted) - counted
         if not new:
             return
-        now, meter = self._desk.now(), self.meter
-        assert self.seat is not None
-        self._feeding.feed(self.seat.key, counted, now, new, self.rank)
+        now, meter, feeding, seat = self._desk.now(), self.meter, self._feeding, self.seat
+        assert seat is not None
+        stint = feeding.own or feeding.begin(seat.key, self.rank, counted)
+        stint.add(now, new)
+        for source in feeding.sources:
+            source.add(now, new)
         if self._grows:
             self._desk.routing.choosing.said(self.slot, new)
         meter.tokens += new
         if counted:
             meter.itl.add((now - self.last_at) / new, new)
-        self._counted += new
+        self._counted = counted + new
         self.last_at = now
         if not self._outgrown:
             self._measure()

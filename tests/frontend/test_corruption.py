@@ -470,6 +470,16 @@ def test_a_stint_says_which_tokens_came_since_an_instant() -> None:
     assert stint.since(4.1) is None
 
 
+def test_a_short_stint_has_no_marks_and_is_known_as_a_whole() -> None:
+    stint = Stint("r", "m", 10, None)
+    for at in (1.0, 1.1, 1.2):
+        stint.add(at, 2)
+    assert stint.marks is None
+    assert (stint.since(0.5), stint.since(1.1), stint.since(1.3)) == ((10, 15), (10, 15), None)
+    stint.add(1.3, 1)
+    assert (stint.marks, stint.since(1.25), stint.since(1.3)) == ([(1.3, 16)], (10, 16), (16, 16))
+
+
 def test_a_ring_forgets_what_no_conviction_can_reach() -> None:
     ring = Ring(100)
     for at in range(10):
@@ -484,6 +494,6 @@ def test_a_ring_forgets_what_no_conviction_can_reach() -> None:
 def test_lives_that_are_gone_are_forgotten() -> None:
     now = datetime.now(UTC)
     exposures = Exposures("f", 10, now, lambda: (now, 0.0))
-    exposures.note(("w1", "i1"), Stint("r", "m", 0, None))
+    exposures.note(Stint("r", "m", 0, None, key=("w1", "i1")))
     exposures.keep({("w1", "i2")})
     assert exposures.convict(("w1", "i1"), now, lambda s, f: "none", now) == []
