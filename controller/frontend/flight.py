@@ -236,7 +236,7 @@ class Flight:
             self._mistaken()
 
     def _go_on(self, chunk: Chunk) -> None:
-        """Take tokens from the middle of an answer: nearly all of them are."""
+        """Take tokens as they are: nearly all of them are from the middle of an answer."""
         tokens, voice = chunk.tokens, self.voice
         if len(self.accepted) + len(tokens) > self._max:
             tokens = tokens[: self._max - len(self.accepted)]
@@ -249,23 +249,25 @@ class Flight:
 
     def _accept(self, chunk: Chunk) -> None:
         """Take tokens from the beginning or the end of an attempt."""
-        tokens, logprobs = chunk.tokens, chunk.logprobs
-        room = self._max - len(self.accepted)
-        if len(tokens) > room:
-            tokens = tokens[:room]
-        hidden = 0
-        if chunk.finish == "stop" and tokens and tokens[-1] in self.plan.sampling.stop_token_ids:
-            hidden = 1  # a stop token ends the answer and is no part of its text
         if chunk.cached_tokens is not None and self.cached_tokens is None:
             self.cached_tokens = chunk.cached_tokens
         if not self._plain:
             self._heard()
-        used = self.voice.say(tokens[:-1] if hidden else tokens, logprobs)
-        if not self.voice.stopped:
-            used += hidden
-        self.accepted += tokens if used == len(tokens) else tokens[:used]
+        if chunk.finish == "stop":
+            self._accept_last(chunk)
+        else:
+            self._go_on(chunk)
+
+    def _accept_last(self, chunk: Chunk) -> None:
+        """Take tokens of which the last one may be a stop token: it ends the answer and is no part of its text."""
+        tokens = chunk.tokens[: self._max - len(self.accepted)]
+        hidden = bool(tokens) and tokens[-1] in self.plan.sampling.stop_token_ids
+        used = self.voice.say(tokens[:-1] if hidden else tokens, chunk.logprobs)
         if self.voice.stopped:
+            self.accepted += tokens[:used]
             self._stop(chunk)
+        else:
+            self.accepted += tokens
 
     def _accept_text(self, text: str) -> None:
         if not self._plain:
