@@ -6,6 +6,7 @@ counted with each request is a plain number in the same way.
 """
 
 from bisect import bisect_left
+from collections import Counter as Counted
 from collections.abc import Callable, Iterable, Sequence
 from itertools import repeat
 
@@ -44,8 +45,8 @@ class Buckets:
         noted, counts = self._noted, self.counts
         if not noted:
             return
-        for place in map(bisect_left, repeat(self._bounds), noted):
-            counts[place] += 1
+        for place, count in Counted(map(bisect_left, repeat(self._bounds), noted)).items():
+            counts[place] += count
         self.total = sum(noted, self.total)
         noted.clear()
 
