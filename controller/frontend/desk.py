@@ -17,7 +17,7 @@ from controller.frontend.departures import Departures
 from controller.frontend.errors import ApiError
 from controller.frontend.exposure import Exposures
 from controller.frontend.flight import Flight
-from controller.frontend.meter import Last, Meter, gauge_model, gauge_router, gauge_worker
+from controller.frontend.meter import Meter, gauge_model, gauge_router, gauge_worker
 from controller.frontend.metrics import FrontendMetrics
 from controller.frontend.migration import Failure
 from controller.frontend.mover import Mover
@@ -211,7 +211,7 @@ class Desk:
         if flight.first_seat is seat and first is not None:  # one that had begun elsewhere says nothing of it
             ttft = first - flight.began_at
             itl = (self.now() - first) / (count - 1) if count > 1 else None
-            self.meter.landed(seat.worker, Last(len(plan.prompt), ttft, itl))
+            self.meter.landed(seat.worker, len(plan.prompt), ttft, itl)
         self.outcomes.served(seat.key, count, ttft, itl, flight.under, flight.sent, model=plan.model)
 
     def blame(self, seat: Seat, failure: Failure, under: int, sent: int) -> None:

@@ -3,7 +3,7 @@
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from controller.frontend.metrics import Buckets, FrontendMetrics
 from controller.router.kv_feed import Counts
@@ -47,21 +47,13 @@ class ModelMeter:
             self.cached.note(flight.cached_tokens)
 
 
-class Last(NamedTuple):
-    """How the last answer went that a worker began and ended."""
-
-    prompt_tokens: int
-    ttft_s: float
-    itl_s: float | None  # None: it was one token; that of the answer before still stands
-
-
 class Meter:
     """All of a frontend's counting that has to do with flights."""
 
     def __init__(self, metrics: FrontendMetrics) -> None:
         self._metrics = metrics
         self._models: dict[str, ModelMeter] = {}
-        self._last: dict[str, Last] = {}  # each worker's, not yet in the gauges
+        self._last: dict[str, tuple[int, float, float | None]] = {}  # each worker's, not yet in the gauges
 
     def of(self, model: str) -> ModelMeter:
         """Return one model's meter."""
@@ -82,11 +74,12 @@ class Meter:
         """A request has waited for a free worker: `admitted`, `timeout`, `no_worker` or `gone`."""
         self._metrics.queue_s.of(model, outcome).note(seconds)
 
-    def landed(self, worker: str, last: Last) -> None:
-        """An answer ended well at the worker at which it had begun."""
-        if last.itl_s is None and (before := self._last.get(worker)) is not None:
-            last = last._replace(itl_s=before.itl_s)
-        self._last[worker] = last
+    def landed(self, worker: str, prompt_tokens: int, ttft_s: float, itl_s: float | None) -> None:
+        """An answer ended well at the worker at which it had begun. Without `itl_s` it was one token; that of the answer before
+        still stands."""
+        if itl_s is None and (before := self._last.get(worker)) is not None:
+            itl_s = before[2]
+        self._last[worker] = prompt_tokens, ttft_s, itl_s
 
     def outgrown(self, model: str) -> None:
         """A request that could have moved has become too long for it."""
@@ -118,7 +111,7 @@ class Meter:
                 self._metrics.decisions.labels(model, mode).inc(count)
             meter.decisions.clear()
         for worker, last in self._last.items():
-            gauge_last(self._metrics, worker, last)
+            gauge_last(self._metrics, worker, *last)
         self._last.clear()
 
 
@@ -169,10 +162,12 @@ def gauge_worker(
         metrics.decode_blocks.labels(seat.worker).set(load.kv_used)
 
 
-def gauge_last(metrics: FrontendMetrics, worker: str, last: Last) -> None:
+def gauge_last(
+    metrics: FrontendMetrics, worker: str, prompt_tokens: int, ttft_s: float, itl_s: float | None
+) -> None:
     """Show how a worker's last answer went."""
     metrics.shown.add(worker)
-    metrics.last_input.labels(worker).set(last.prompt_tokens)
-    metrics.last_ttft.labels(worker).set(last.ttft_s)
-    if last.itl_s is not None:
-        metrics.last_itl.labels(worker).set(last.itl_s)
+    metrics.last_input.labels(worker).set(prompt_tokens)
+    metrics.last_ttft.labels(worker).set(ttft_s)
+    if itl_s is not None:
+        metrics.last_itl.labels(worker).set(itl_s)
