@@ -177,11 +177,20 @@ class ControlApi:
                 except Exception as error:  # whatever the client library raises while nobody answers
                     log.debug("control_api_waits", error=repr(error))
                     await asyncio.sleep(RECONNECT_WAIT_S)
+                _heed_cancellation()
             await asyncio.Event().wait()
         finally:
             with contextlib.suppress(Exception):  # a broker that is away need not be told
                 async with asyncio.timeout(STOP_WITHIN_S):
                     await self._broker.stop()
+
+
+def _heed_cancellation() -> None:
+    """Raise CancelledError if this task is cancelled, and has not heard of it: the `wait_for` of Python 3.11, which nats-py
+    uses, swallows a cancellation that comes with the answer, and the process would wait for us for ever."""
+    task = asyncio.current_task()
+    if task is not None and task.cancelling():
+        raise asyncio.CancelledError
 
 
 def _account(url: str) -> NatsSecurity | None:

@@ -62,6 +62,44 @@ async def served(url: str) -> Any:
         await bus.close()
 
 
+class Answering:
+    """What the control API sees of its broker; one of its calls ends in the moment in which the API is cancelled."""
+
+    def __init__(self, cancelled_in: str) -> None:
+        self.cancelled_in, self.stopped = cancelled_in, False
+        self.connection = self
+
+    async def start(self) -> None:
+        await self._call("start")
+
+    async def flush(self) -> None:
+        await self._call("flush")
+
+    async def stop(self) -> None:
+        self.stopped = True
+
+    async def _call(self, name: str) -> None:
+        answer = asyncio.get_running_loop().create_future()
+        if name == self.cancelled_in:
+            asyncio.get_running_loop().call_soon(self._both, answer, asyncio.current_task())
+        else:
+            answer.set_result(None)
+        await asyncio.wait_for(answer, 60)  # as nats-py waits
+
+    def _both(self, answer: "asyncio.Future[None]", task: "asyncio.Task[None]") -> None:
+        answer.set_result(None)
+        asyncio.get_running_loop().call_soon(task.cancel)
+
+
+@pytest.mark.parametrize("call", ["start", "flush"])
+async def test_a_stop_that_comes_with_an_answer_of_the_broker_is_heard(call: str) -> None:
+    api = ControlApi("nats://127.0.0.1:1", Desk())
+    api._broker = broker = Answering(call)
+    serving = asyncio.ensure_future(api.run())
+    await asyncio.wait({serving}, timeout=20)
+    assert serving.cancelled() and broker.stopped
+
+
 async def test_a_request_is_answered(nats_url: str) -> None:
     async with served(nats_url) as (desk, bus):
         assert await bus.request("control.drain", {"worker": "w1", "deadline_s": 30, "by": "ada"}) == {
