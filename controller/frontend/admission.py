@@ -7,7 +7,7 @@ counted into `RequestsRejected`.
 
 from collections.abc import Callable
 
-from controller.deciders.degradation import sheds, tier_of
+from controller.deciders.degradation import sheds
 from controller.frontend.errors import ApiError, shed, unavailable, unknown_model
 from controller.frontend.queue import Outcome, Queue, QueueFull, WaitedTooLong
 from controller.frontend.settings import AdmissionSettings
@@ -15,15 +15,6 @@ from controller.router.pick import NoneRoutable, NotServed, NoWorker
 from controller.router.table import Lineage, Seat, Table
 from events.fact import Observation
 from events.observations import RequestsRejected
-
-
-def tier_asked(priority: str | None) -> tuple[str, str]:
-    """Return the tier that X-Priority names, and a warning for the client if it names none."""
-    tier, known = tier_of(priority)
-    if known:
-        return tier, ""
-    shown = "".join(c for c in (priority or "")[:40] if c.isprintable() and c.isascii() and c not in '"\\')
-    return tier, f'299 - "unknown X-Priority {shown}: served as {tier}"'
 
 
 class Place:

@@ -15,14 +15,14 @@ from typing import Any
 import structlog
 from aiohttp import web
 
-from controller.frontend.admission import tier_asked
-from controller.frontend.bodies import Ask, parse_chat, parse_completion
+from controller.frontend.bodies import Ask, read_chat, read_completion, read_json
 from controller.frontend.desk import Desk
 from controller.frontend.errors import ApiError, internal, invalid, starting, unavailable, unknown_model
 from controller.frontend.exchange import Admitted, Exchange, refuse_unobeyed
 from controller.frontend.explain import explain
-from controller.frontend.intake import named, read_json, read_prompts, traceparent
-from controller.frontend.sse import SseStream, StreamedResponse, head
+from controller.frontend.heads import ENDPOINTS, Head, read_head
+from controller.frontend.intake import fresh_id, named, read_body, read_prompts
+from controller.frontend.sse import SseStream, StreamedResponse, response_head
 from controller.frontend.templates import BadTemplate
 from controller.frontend.tokens import TokenizerMissing, Tokens, ready_tokens
 from controller.frontend.voice import Form
@@ -41,6 +41,7 @@ ERROR_TYPES = {
     503: "unavailable",
     504: "response_timeout",
 }
+READS: dict[str, Callable[[bytes], Ask]] = {"chat_completions": read_chat, "completions": read_completion}
 
 Handler = Callable[[web.BaseRequest], Awaitable[web.StreamResponse]]
 
@@ -59,8 +60,7 @@ class Api:
         self._unread: dict[SseStream, None] = {}  # finished, but their clients have not taken all of it yet
         self._serial = itertools.count(1)
         self._routes: dict[tuple[str, str], Handler] = {
-            ("POST", "/v1/chat/completions"): partial(self._serve, parse_chat, "chat_completions"),
-            ("POST", "/v1/completions"): partial(self._serve, parse_completion, "completions"),
+            **{("POST", path): partial(self._serve, endpoint) for path, endpoint in ENDPOINTS.items()},
             ("GET", "/v1/models"): self._models,
             ("GET", "/health"): self._health,
             ("GET", "/ready"): self._health,
@@ -93,8 +93,8 @@ class Api:
         """Answer one request on the admin port: everything but the API."""
         if (request.method, request.path) == ("POST", "/route"):
             try:
-                body = await read_json(request, self.desk.settings.admission)
-                return web.json_response(await explain(self.desk, body))
+                body = await read_body(request, self.desk.settings.admission)
+                return web.json_response(await explain(self.desk, read_json(body)))
             except ApiError as error:
                 return refusal(error, {})
         if request.path.startswith("/v1/"):
@@ -114,30 +114,47 @@ class Api:
 
     # --- the two calls that matter ------------------------------------------------------------------------
 
-    async def _serve(
-        self, parse: Callable[[Any], Ask], endpoint: str, request: web.BaseRequest
-    ) -> web.StreamResponse:
-        headers = named(request)
-        tier, warning = tier_asked(request.headers.get("X-Priority"))
-        if warning:
-            headers["Warning"] = warning
+    async def _serve(self, endpoint: str, request: web.BaseRequest) -> web.StreamResponse:
+        """Answer a request for tokens that came the long way."""
+        version = (request.version.major, request.version.minor)
+        head = read_head(endpoint, request.headers, version, keep=bool(request.keep_alive))
+        response = await self._respond(head, request, request.transport)
+        return StreamedResponse(keep=head.keep) if response is None else response
+
+    async def answer(self, head: Head, body: bytes, transport: asyncio.Transport) -> web.Response | None:
+        """Answer a request for tokens that came the short way. Return what is to be written; None: it was streamed."""
+        try:
+            return await self._respond(head, body, transport)
+        except Exception:  # a mistake of ours, as in `handle`
+            log.exception("request_failed", endpoint=head.endpoint)
+            return refusal(internal(), _named(head))
+
+    async def _respond(
+        self, head: Head, given: bytes | web.BaseRequest, transport: asyncio.Transport | None
+    ) -> web.Response | None:
+        """Answer a request, of which the body is given, or is still to be read. Return what is to be written; None: it was
+        streamed."""
+        headers = _named(head)
         model, kind = "", "unary"
         error: ApiError | None = None
         try:
-            wishes = read_wishes(request.raw_headers, self.desk.settings.router)
-            ask = parse(await read_json(request, self.desk.settings.admission))
+            if isinstance(given, bytes):
+                wishes, body = head.wishes, given
+            else:
+                wishes = read_wishes(given.raw_headers, self.desk.settings.router)
+                body = await read_body(given, self.desk.settings.admission)
+            ask = READS[head.endpoint](body)
             kind = "stream" if ask.stream else "unary"
             if self._known(ask.model):
                 model = ask.model
                 self.desk.metrics.active.add(1, model)
                 self.answering += 1
-            answer = await self._answer(request, ask, headers, tier, wishes)
-            error = answer.error if isinstance(answer, StreamedResponse) else None
-            return answer
+            response, error = await self._answer(head, ask, headers, wishes, transport)
+            return response
         except ApiError as raised:
             error = raised
             response = refusal(raised, headers)
-            if request.content.exception() is not None:
+            if not isinstance(given, bytes) and given.content.exception() is not None:
                 response.force_close()  # nobody can say where the next request begins
             return response
         except asyncio.CancelledError:
@@ -147,7 +164,7 @@ class Api:
             error = internal()
             raise
         finally:
-            self._count(model, endpoint, kind, error)
+            self._count(model, head.endpoint, kind, error)
 
     def _known(self, model: str) -> bool:
         return model in self.desk.table.known
@@ -157,19 +174,24 @@ class Api:
         return unknown_model(model) if self.desk.live else starting()
 
     async def _answer(
-        self, request: web.BaseRequest, ask: Ask, headers: dict[str, str], tier: str, wishes: Wishes
-    ) -> web.StreamResponse:
+        self,
+        head: Head,
+        ask: Ask,
+        headers: dict[str, str],
+        wishes: Wishes,
+        transport: asyncio.Transport | None,
+    ) -> tuple[web.Response | None, ApiError | None]:
+        """Return the response if it is still to be written, and what ended the stream, if it did not end well."""
         if not self._known(ask.model):
             raise self._unknown(ask.model)
-        place = await self.desk.admission.admit(ask.model, tier)
+        id = headers["X-Request-Id"]
+        place = await self.desk.admission.admit(ask.model, head.tier)
         try:
-            admitted, tokens = await self._admitted(
-                request, ask, headers["X-Request-Id"], tier, place.lineage, wishes
-            )
+            admitted, tokens = await self._admitted(head, ask, id, place.lineage, wishes)
         finally:
             place.free()  # for the flights, which are launched before anybody else's turn comes
         form = Form(
-            id=("chatcmpl-" if ask.chat else "cmpl-") + headers["X-Request-Id"],
+            id=("chatcmpl-" if ask.chat else "cmpl-") + id,
             model=ask.model,
             created=int(time.time()),  # noqa: TID251 (shown to the client, compared with nothing)
             chat=ask.chat,
@@ -180,11 +202,11 @@ class Api:
             logprobs=ask.logprobs,
         )
         if ask.stream:
-            return await self._stream(request, admitted, form, headers)
-        return await self._whole(admitted, form, headers)
+            return None, await self._stream(head, admitted, form, headers, transport)
+        return await self._whole(admitted, form, headers), None
 
     async def _admitted(
-        self, request: web.BaseRequest, ask: Ask, id: str, tier: str, lineage: Lineage, wishes: Wishes
+        self, head: Head, ask: Ask, id: str, lineage: Lineage, wishes: Wishes
     ) -> tuple[Admitted, Tokens]:
         desk = self.desk
         routing = desk.routing
@@ -204,12 +226,12 @@ class Api:
         except BadTemplate as error:
             raise invalid(str(error), "messages") from error
         except NoWorker as error:  # the last one of this lineage has gone while its tokenizer was read
-            raise desk.admission.no_worker(error, ask.model, tier) from error
+            raise desk.admission.no_worker(error, ask.model, head.tier) from error
         desk.metrics.tokenizer_ms.of("encode").note((desk.now() - began) * 1000)
-        serial, trace = next(self._serial), traceparent(request)
-        return Admitted(ask, id, tier, lineage, prompts, context, serial, trace, wishes), tokens
+        serial = next(self._serial)
+        return Admitted(ask, id, head.tier, lineage, prompts, context, serial, head.trace, wishes), tokens
 
-    async def _whole(self, admitted: Admitted, form: Form, headers: dict[str, str]) -> web.StreamResponse:
+    async def _whole(self, admitted: Admitted, form: Form, headers: dict[str, str]) -> web.Response:
         exchange = Exchange(self.desk, admitted, form, None)
         error = await self._fly(exchange, None)
         if exchange.worker:
@@ -220,14 +242,16 @@ class Api:
         return web.Response(body=body, content_type="application/json", headers=headers)
 
     async def _stream(
-        self, request: web.BaseRequest, admitted: Admitted, form: Form, headers: dict[str, str]
-    ) -> web.StreamResponse:
-        version = (request.version.major, request.version.minor)
-        chunked = version >= (1, 1)
-        keep = bool(request.keep_alive) and chunked
-        transport = request.transport
+        self,
+        head: Head,
+        admitted: Admitted,
+        form: Form,
+        headers: dict[str, str],
+        transport: asyncio.Transport | None,
+    ) -> ApiError | None:
         if transport is None:
             raise asyncio.CancelledError
+        chunked = head.version >= (1, 1)
         stream = SseStream(
             transport,
             self.desk.settings.stream,
@@ -237,13 +261,13 @@ class Api:
         exchange = Exchange(self.desk, admitted, form, stream)
 
         def make_head() -> bytes:
-            return head(version, headers | exchange.headers, chunked=chunked, keep=keep)
+            return response_head(head.version, headers | exchange.headers, chunked=chunked, keep=head.keep)
 
         stream.set_head(make_head)
         error = await self._fly(exchange, stream)
         if error is not None and not stream.started:
             raise error
-        return StreamedResponse(keep=keep, error=error)
+        return error
 
     async def _fly(self, exchange: Exchange, stream: SseStream | None) -> ApiError | None:
         """Launch and wait for the end. A client that goes away takes his flights with him."""
@@ -328,6 +352,14 @@ class Api:
         return web.Response(
             body=self.desk.render_metrics(), headers={"Content-Type": "text/plain; version=0.0.4"}
         )
+
+
+def _named(head: Head) -> dict[str, str]:
+    """Return the headers that every answer to this request has."""
+    headers = {"X-Request-Id": head.id or fresh_id()}
+    if head.warning:
+        headers["Warning"] = head.warning
+    return headers
 
 
 def _row(model: str) -> dict[str, Any]:

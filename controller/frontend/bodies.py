@@ -6,6 +6,7 @@ that nobody here obeys are refused, by name.
 
 from typing import Annotated, Any, TypeVar
 
+import msgspec
 from msgspec import Struct
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
@@ -167,10 +168,23 @@ _REFUSED_BY_COMPLETIONS: dict[str, tuple[Any, ...]] = _REFUSED_BY_BOTH | {
 GUIDED = ("guided_json", "guided_regex", "guided_choice", "guided_grammar", "structured_outputs")
 
 
-def parse_chat(data: Any) -> Ask:
+def read_chat(body: bytes) -> Ask:
     """Return the Ask of a chat body. Raise ApiError, naming the field."""
-    plain = plain_chat(data)
-    return _plain_ask(plain) if plain is not None else parse_any_chat(data)
+    plain = plain_chat(body)
+    return _plain_ask(plain) if plain is not None else parse_any_chat(read_json(body))
+
+
+def read_completion(body: bytes) -> Ask:
+    """Return the Ask of a completions body. Raise ApiError, naming the field."""
+    return parse_completion(read_json(body))
+
+
+def read_json(body: bytes) -> Any:
+    """Return what a body says. Raise ApiError if it is not JSON."""
+    try:
+        return msgspec.json.decode(body)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise bad_json(str(error)) from error
 
 
 def parse_any_chat(data: Any) -> Ask:

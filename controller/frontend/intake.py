@@ -6,8 +6,8 @@ import secrets
 from collections.abc import Iterator
 from typing import Any
 
-import msgspec
 from aiohttp import web
+from multidict import CIMultiDictProxy
 
 from controller.frontend.bodies import Ask, bad_json
 from controller.frontend.errors import ApiError, invalid, too_long
@@ -51,14 +51,12 @@ def _token_ids(given: list[Any], size: int, context: int) -> list[int]:
     return given
 
 
-async def read_json(request: web.BaseRequest, limits: AdmissionSettings) -> Any:
+async def read_body(request: web.BaseRequest, limits: AdmissionSettings) -> bytes:
     """Return a request's body, which must come in time. Raise ApiError."""
     if request.headers.get("Expect", "").lower() == "100-continue" and request.transport is not None:
         request.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")  # curl waits a second for it otherwise
     try:
-        return msgspec.json.decode(await _body(request, limits))
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise bad_json(str(error)) from error
+        return await _body(request, limits)
     except web.RequestPayloadError as error:  # compressed in a way that cannot be undone, or cut off
         raise bad_json(" ".join(str(error).split())) from error
     except web.HTTPRequestEntityTooLarge as error:
@@ -82,13 +80,13 @@ async def _body(request: web.BaseRequest, limits: AdmissionSettings) -> bytes:
 
 def named(request: web.BaseRequest) -> dict[str, str]:
     """Return the header that names a request, in every answer to it."""
-    return {"X-Request-Id": request_id(request.headers.get("X-Request-Id"))}
+    return {"X-Request-Id": own_id(request.headers.get("X-Request-Id")) or fresh_id()}
 
 
-def traceparent(request: web.BaseRequest) -> str:
+def traceparent(headers: "CIMultiDictProxy[str]") -> str:
     """Return the trace that the client's request belongs to, as version 00 of W3C Trace Context writes it; empty
     without a header, and for one that is malformed (§3.2.2: such a one is ignored)."""
-    given = request.headers.getall("traceparent", ())
+    given = headers.getall("traceparent", ())
     found = _TRACEPARENT.fullmatch(given[0]) if len(given) == 1 else None
     if found is None:
         return ""
@@ -98,10 +96,15 @@ def traceparent(request: web.BaseRequest) -> str:
     return f"00-{trace}-{parent}-{flags}"
 
 
-def request_id(given: str | None) -> str:
-    """Return the client's own id for a request if it is usable, else a fresh one."""
+def own_id(given: str | None) -> str:
+    """Return the client's own id for a request if it is usable, else nothing."""
     if given and len(given) <= REQUEST_ID_MAX and given.isascii() and given.isprintable():
         return given
+    return ""
+
+
+def fresh_id() -> str:
+    """Return an id for a request whose client gave none."""
     return next(_ids)
 
 

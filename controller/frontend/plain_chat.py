@@ -4,9 +4,10 @@ A plain chat has the fields below and no others, each of exactly its type. Whate
 `ChatBody`: what is plain must mean the same there, and a test holds the two against one another.
 """
 
-from typing import Annotated, Any
+from typing import Annotated
 
-from msgspec import Meta, Struct, ValidationError, convert
+from msgspec import DecodeError, Meta, Struct
+from msgspec.json import Decoder
 
 Count = Annotated[int, Meta(ge=1)]
 
@@ -39,9 +40,12 @@ class PlainChat(Struct, forbid_unknown_fields=True):
     ignore_eos: bool = False
 
 
-def plain_chat(data: Any) -> PlainChat | None:
-    """Return a body as a plain chat; None if it is not plain."""
+_plain = Decoder(PlainChat)
+
+
+def plain_chat(body: bytes) -> PlainChat | None:
+    """Return a body as a plain chat; None if it is not plain, or no JSON."""
     try:
-        return convert(data, PlainChat)
-    except ValidationError:
+        return _plain.decode(body)
+    except (DecodeError, UnicodeDecodeError, RecursionError):
         return None

@@ -9,6 +9,8 @@ from typing import Any
 from aiohttp import web
 
 from controller.frontend.api import Api, Handler
+from controller.frontend.connection import Connection
+from controller.frontend.heads import known_heads
 from controller.frontend.settings import FrontendSettings
 from events.errors import HoldfastError
 
@@ -30,6 +32,8 @@ class Doors:
         self._public = _runner(api.handle, settings.admission.body_mb_max)
         self._admin = _runner(api.admin, settings.admission.body_mb_max)  # `holdfast route` sends prompts
         self._shared: asyncio.Server | None = None
+        self._heads = known_heads(settings.router)
+        self._open: set[Connection] = set()  # on the shared port, and still on the short way
 
     async def open(self) -> None:
         """Listen on the admin port, and hold the shared one, where the host's other frontends get all connections until
@@ -50,8 +54,9 @@ class Doors:
         server = self._public.server
         assert server is not None
         loop = asyncio.get_running_loop()
+        make = partial(Connection, self._api, self._heads, server, self._open, KEEPALIVE_S)
         return await loop.create_server(
-            server, host, port, reuse_port=True, backlog=BACKLOG, start_serving=False
+            make, host, port, reuse_port=True, backlog=BACKLOG, start_serving=False
         )
 
     async def let_in(self) -> None:
@@ -89,8 +94,19 @@ class Doors:
     async def close(self) -> None:
         """Close everything."""
         await self.shut()
-        await self._public.cleanup()
+        await asyncio.gather(self._end_all(), self._public.cleanup())
         await self._admin.cleanup()
+
+    async def _end_all(self) -> None:
+        """Let what is answered on the short way end, for a moment."""
+        answering = [task for connection in tuple(self._open) if (task := connection.end()) is not None]
+        if answering:
+            _, late = await asyncio.wait(answering, timeout=SHUTDOWN_S)
+            for task in late:
+                task.cancel()
+            await asyncio.gather(*late, return_exceptions=True)
+        for connection in tuple(self._open):
+            connection.end()
 
 
 def _runner(handler: Handler, body_mb_max: int) -> web.ServerRunner:

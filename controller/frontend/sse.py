@@ -15,7 +15,6 @@ from functools import lru_cache
 from aiohttp import web
 from aiohttp.abc import AbstractStreamWriter
 
-from controller.frontend.errors import ApiError
 from controller.frontend.settings import StreamSettings
 
 DONE = b"data: [DONE]\n\n"
@@ -117,10 +116,9 @@ def _nothing(why: str) -> None:
 class StreamedResponse(web.StreamResponse):
     """Tells aiohttp that the response has been written already, by an SseStream."""
 
-    def __init__(self, *, keep: bool, error: ApiError | None) -> None:
+    def __init__(self, *, keep: bool) -> None:
         super().__init__()
         self._keep_alive = keep
-        self.error = error  # what ended the stream, if it did not end well
 
     async def prepare(self, request: web.BaseRequest) -> AbstractStreamWriter | None:
         return None
@@ -129,7 +127,9 @@ class StreamedResponse(web.StreamResponse):
         self._eof_sent = True
 
 
-def head(version: tuple[int, int], headers: Mapping[str, str], *, chunked: bool, keep: bool) -> bytes:
+def response_head(
+    version: tuple[int, int], headers: Mapping[str, str], *, chunked: bool, keep: bool
+) -> bytes:
     """Return the head of a 200 response that streams events."""
     lines = [_beginning(version, int(time.time()))]  # noqa: TID251 (shown to the client, compared with nothing)
     lines += [f"{name}: {value}\r\n" for name, value in headers.items()]

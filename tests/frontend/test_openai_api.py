@@ -17,7 +17,7 @@ from scripted_worker import Act, ScriptedWorker, undisturbed
 
 from controller.frontend.bodies import parse_completion
 from controller.frontend.errors import ApiError
-from controller.frontend.intake import IDS_DRAWN, read_prompts, request_id
+from controller.frontend.intake import IDS_DRAWN, fresh_id, own_id, read_prompts
 from controller.frontend.server import Doors
 from controller.frontend.settings import AdmissionSettings, StreamSettings
 from controller.frontend.tokens import LONG_TEXT, Tokens
@@ -261,10 +261,10 @@ async def test_an_unusable_request_id_is_replaced() -> None:
 
 
 def test_ids_that_are_drawn_at_once_are_all_different() -> None:
-    made = [request_id(None) for _ in range(3 * IDS_DRAWN)]
+    made = [fresh_id() for _ in range(3 * IDS_DRAWN)]
     assert len(set(made)) == len(made)
     assert all(len(one) == 32 and set(one) <= set("0123456789abcdef") for one in made)
-    assert request_id("mine") == "mine"
+    assert own_id("mine") == "mine"
 
 
 async def test_a_stop_token_ends_the_answer_and_is_not_shown() -> None:

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Regex, Tokenizer, models, normalizers, pre_tokenizers, processors
 
-from controller.frontend.bodies import parse_chat, parse_completion
+from controller.frontend.bodies import parse_completion, read_chat
 from controller.frontend.intake import read_prompts
 from controller.frontend.pieces import CUTS_MAX, KEPT_BYTES, PIECE_SHARE, TEXT_MAX, Pieces
 from controller.frontend.templates import ChatTemplate
@@ -367,7 +367,8 @@ async def test_who_shares_no_prefixes_shares_no_texts(chat: bool) -> None:
 
     def ask(**more: str) -> Any:
         if chat:
-            return parse_chat({"model": "m", "messages": [{"role": "user", "content": "hello"}], **more})
+            body = {"model": "m", "messages": [{"role": "user", "content": "hello"}], **more}
+            return read_chat(json.dumps(body).encode())
         return parse_completion({"model": "m", "prompt": "hello", **more})
 
     ((salted, _),) = await read_prompts(ask(cache_salt="mine"), tokens, 100)

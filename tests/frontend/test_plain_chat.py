@@ -1,5 +1,6 @@
 """A plain chat is understood without pydantic, and means the same as with it."""
 
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
@@ -7,7 +8,7 @@ import pytest
 from hypothesis import event, given, settings
 from hypothesis import strategies as st
 
-from controller.frontend.bodies import Ask, parse_any_chat, parse_chat
+from controller.frontend.bodies import Ask, parse_any_chat, read_chat, read_json
 from controller.frontend.errors import ApiError
 from controller.frontend.plain_chat import PlainChat, plain_chat
 
@@ -57,7 +58,7 @@ BODIES = USUAL | st.builds(
 )
 
 
-def understood(parse: Any, body: Any) -> str:
+def understood(parse: Callable[[bytes], Ask], body: bytes) -> str:
     """Return all that was understood, types included, or what is said against it."""
     try:
         return repr(parse(body))
@@ -65,15 +66,17 @@ def understood(parse: Any, body: Any) -> str:
         return f"{error.status} {error.body()}"
 
 
+def read_any_chat(body: bytes) -> Ask:
+    """Understand a body as if none were plain."""
+    return parse_any_chat(read_json(body))
+
+
 @given(BODIES)
 @settings(max_examples=600, deadline=None)
 def test_a_body_means_the_same_on_both_ways(body: dict[str, Any]) -> None:
-    event("plain" if plain_chat(body) is not None else "not plain")
-    assert understood(parse_chat, body) == understood(parse_any_chat, body)
-    raw = msgspec.json.encode(body)  # as it comes from a client
-    assert understood(parse_chat, msgspec.json.decode(raw)) == understood(
-        parse_any_chat, msgspec.json.decode(raw)
-    )
+    raw = msgspec.json.encode(body)
+    event("plain" if plain_chat(raw) is not None else "not plain")
+    assert understood(read_chat, raw) == understood(read_any_chat, raw)
 
 
 @pytest.mark.parametrize(
@@ -86,10 +89,10 @@ def test_a_body_means_the_same_on_both_ways(body: dict[str, Any]) -> None:
     ],
 )  # fmt: skip
 def test_what_most_send_is_plain(more: dict[str, Any]) -> None:
-    body = PLAIN | more
+    body = msgspec.json.encode(PLAIN | more)
     assert plain_chat(body) is not None
-    assert understood(parse_chat, body) == understood(parse_any_chat, body)
-    assert isinstance(parse_chat(body), Ask)
+    assert understood(read_chat, body) == understood(read_any_chat, body)
+    assert isinstance(read_chat(body), Ask)
 
 
 @pytest.mark.parametrize(
@@ -102,12 +105,41 @@ def test_what_most_send_is_plain(more: dict[str, Any]) -> None:
     ],
 )  # fmt: skip
 def test_anything_else_goes_the_long_way(more: dict[str, Any]) -> None:
-    body = PLAIN | more
+    body = msgspec.json.encode(PLAIN | more)
     assert plain_chat(body) is None
-    assert understood(parse_chat, body) == understood(parse_any_chat, body)
+    assert understood(read_chat, body) == understood(read_any_chat, body)
 
 
-@pytest.mark.parametrize("body", [None, [], "x", 1, {}, {"model": "m"}])
-def test_what_is_no_chat_is_refused_as_before(body: Any) -> None:
-    assert understood(parse_chat, body) == understood(parse_any_chat, body)
-    assert understood(parse_chat, body).startswith("400")
+@pytest.mark.parametrize("given", [None, [], "x", 1, {}, {"model": "m"}])
+def test_what_is_no_chat_is_refused_as_before(given: Any) -> None:
+    body = msgspec.json.encode(given)
+    assert understood(read_chat, body) == understood(read_any_chat, body)
+    assert understood(read_chat, body).startswith("400")
+
+
+MESSAGE = b'"messages": [{"role": "user", "content": "hello"}]'
+
+
+@pytest.mark.parametrize(
+    ("body", "well"),
+    [
+        (b'{"model": "a", "model": "b", "n": 1, ' + MESSAGE + b"}", True),
+        (b'{"model": "a", "model": "b", "max_tokens": 3, "max_tokens": null, ' + MESSAGE + b"}", True),
+        (b' \n{"model": "m", "max_tokens": 64.0, "temperature": 1e0, ' + MESSAGE + b"}\r\n ", True),
+        (b'{"model": "m", "temperature": 1e999, ' + MESSAGE + b"}", False),
+        (b'{"model": "m", "temperature": NaN, ' + MESSAGE + b"}", False),
+        (b'{"model": "m", "seed": 123456789012345678901234567890, ' + MESSAGE + b"}", False),
+        (b'{"model": "m", ' + MESSAGE + b"} {}", False),
+        (b'{"model": "m", ' + MESSAGE, False),
+        (b'{"model": "m", "user": 1, ' + MESSAGE, False),
+        (b'{"model": "\xff", ' + MESSAGE + b"}", False),
+        (b'{"model": "\\ud800", ' + MESSAGE + b"}", False),
+        (b'\xef\xbb\xbf{"model": "m", ' + MESSAGE + b"}", False),
+        (b"[" * 100_000, False),
+        (b'{"model": ' + b"[" * 100_000, False),
+        (b"", False),
+    ],
+)
+def test_what_only_bytes_can_say_means_the_same_on_both_ways(body: bytes, well: bool) -> None:
+    assert understood(read_chat, body) == understood(read_any_chat, body)
+    assert understood(read_chat, body).startswith("Ask(" if well else "400")

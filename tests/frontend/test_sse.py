@@ -12,7 +12,7 @@ from controller.frontend import sse
 @pytest.mark.parametrize("keep", [False, True])
 def test_a_head_says_what_it_is_told(chunked: bool, keep: bool) -> None:
     version = (1, 1) if chunked else (1, 0)
-    lines = sse.head(version, {"X-Request-Id": "a", "X-Word": "\u20ac"}, chunked=chunked, keep=keep)
+    lines = sse.response_head(version, {"X-Request-Id": "a", "X-Word": "\u20ac"}, chunked=chunked, keep=keep)
     first, *fields, empty, rest = lines.split(b"\r\n")
     assert (first, empty, rest) == (b"HTTP/1.1 200 OK" if chunked else b"HTTP/1.0 200 OK", b"", b"")
     assert [field for field in fields if not field.startswith(b"Date: ")] == [
@@ -27,7 +27,7 @@ def test_a_head_says_what_it_is_told(chunked: bool, keep: bool) -> None:
 
 def test_a_head_is_dated_in_the_second_in_which_it_is_made() -> None:
     def dated() -> float:
-        head = sse.head((1, 1), {}, chunked=True, keep=True).decode()
+        head = sse.response_head((1, 1), {}, chunked=True, keep=True).decode()
         return parsedate_to_datetime(head.split("Date: ")[1].split("\r\n")[0]).timestamp()
 
     before = int(time.time())

@@ -1,0 +1,383 @@
+"""The short way in says, byte for byte, what aiohttp says; and what is not plain goes aiohttp's way."""
+
+import asyncio
+import gzip
+import json
+import random
+import re
+from collections import deque
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import pytest
+import uvloop
+from frontend_kit import Kit, frontend, until
+from scripted_worker import Act, ScriptedWorker
+
+from controller.frontend.connection import BYTES_MAX, Connection
+from controller.frontend.heads import KEPT_MAX, known_heads
+from controller.frontend.server import Doors
+from controller.frontend.settings import RouterSettings
+
+SECONDS = 10.0
+CHAT: dict[str, Any] = {
+    "model": "m",
+    "messages": [{"role": "user", "content": "hello"}],
+    "max_tokens": 5,
+    "temperature": 0,
+}
+LIVE = b"GET /live HTTP/1.1\r\nHost: x\r\n\r\n"
+
+
+def request(
+    body: object = None,
+    *headers: str,
+    path: str = "/v1/chat/completions",
+    method: str = "POST",
+    version: str = "1.1",
+    length: bool = True,
+) -> bytes:
+    """Return a request's bytes."""
+    raw = body if isinstance(body, bytes) else json.dumps(CHAT if body is None else body).encode()
+    lines = [f"{method} {path} HTTP/{version}", "Host: x", *headers]
+    lines += [f"Content-Length: {len(raw)}"] if length else []
+    return "\r\n".join([*lines, "", ""]).encode() + raw
+
+
+async def answer(reader: asyncio.StreamReader) -> bytes:
+    """Read one response, all of it."""
+    head = await reader.readuntil(b"\r\n\r\n")
+    if b" 100 Continue" in head:
+        return head + await answer(reader)
+    if b"Transfer-Encoding: chunked" in head:
+        return head + await reader.readuntil(b"\r\n0\r\n\r\n")
+    if length := re.search(rb"Content-Length: (\d+)", head):
+        return head + await reader.readexactly(int(length[1]))
+    return head + await reader.read()
+
+
+def alike(said: bytes) -> bytes:
+    """Return what was said without what is never the same twice, and without the chunks that it came in."""
+    said = re.sub(rb"Date: [^\r]*", b"Date", said)
+    said = re.sub(rb"\b[0-9a-f]{32}\b", b"ID", said)
+    said = re.sub(rb'"created": ?\d+', b'"created"', said)
+    return re.sub(rb"X-Holdfast-Explain: [^\r]*|\r\n[0-9a-f]+\r\n", b"", said)
+
+
+REFUSED = b"no more of this"
+
+
+def pausing() -> tuple[ScriptedWorker, asyncio.Event]:
+    """Return a worker that says one token, and goes on, to an error, when it is told to."""
+    goes_on = asyncio.Event()
+    act = Act(after=1, how="error", error=f"invalid_request: {REFUSED.decode()}", hold=goes_on)
+    return ScriptedWorker("w1", acts=deque([act])), goes_on
+
+
+@dataclass
+class Ways:
+    """One frontend, behind doors of which the test sees all, and once more behind aiohttp alone."""
+
+    kit: Kit
+    doors: Doors
+    short: int
+    long: int
+
+    async def ask(self, port: int, *pieces: bytes, answers: int = 1) -> tuple[list[bytes], bool]:
+        """Return what is answered to these pieces on one connection, and whether that is still on the short way then."""
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        try:
+            async with asyncio.timeout(SECONDS):
+                said = []
+                for piece in pieces:
+                    writer.write(piece)
+                    await asyncio.sleep(0)
+                    if len(pieces) == answers:
+                        said.append(await answer(reader))
+                while len(said) < answers:
+                    said.append(await answer(reader))
+            return said, bool(self.doors._open)
+        finally:
+            writer.close()
+            await writer.wait_closed()
+            await until(lambda: not self.doors._open)
+
+
+@asynccontextmanager
+async def both_ways(*workers: ScriptedWorker, **settings: Any) -> AsyncIterator[Ways]:
+    """A frontend that answers on both ways."""
+    async with frontend(*workers, **settings) as kit:
+        doors = Doors(kit.api, kit.desk.settings)
+        await doors.open()
+        await doors.let_in()
+        assert doors._public.server is not None
+        aiohttps = await asyncio.get_running_loop().create_server(doors._public.server, "127.0.0.1", 0)
+        try:
+            short = int(doors.url.rpartition(":")[2])
+            yield Ways(kit, doors, short, aiohttps.sockets[0].getsockname()[1])
+        finally:
+            aiohttps.close()
+            await doors.close()
+
+
+PLAIN = {
+    "unary": request(),
+    "streamed": request(CHAT | {"stream": True}),
+    "with usage": request(CHAT | {"stream": True, "stream_options": {"include_usage": True}}),
+    "completion": request({"model": "m", "prompt": "a", "max_tokens": 3}, path="/v1/completions"),
+    "own id": request(None, "X-Request-Id: mine"),
+    "own id streamed": request(CHAT | {"stream": True}, "x-request-id:  mine "),
+    "unusable id": request(None, f"X-Request-Id: {'a' * 200}"),
+    "priority": request(None, "X-Priority: batch"),
+    "unknown priority": request(CHAT | {"stream": True}, 'X-Priority: "so\tla"'),
+    "wish": request(None, "X-Holdfast-Router-Mode: round-robin"),
+    "explained": request(CHAT | {"stream": True}, "X-Holdfast-Explain: 1"),
+    "trace": request(None, f"traceparent: 00-{'1' * 32}-{'2' * 16}-01"),
+    "no such model": request(CHAT | {"model": "none"}),
+    "wrong field": request(CHAT | {"max_tokens": 0}),
+    "odd field": request(CHAT | {"tools": [{}]}),
+    "no json": request(b"{"),
+    "no text": request(b"\xff\xfe"),
+    "long": request(CHAT | {"messages": [{"role": "user", "content": "a" * 60_000}]}),
+    "keep-alive": request(None, "Connection: keep-alive"),
+    "empty line first": b"\r\n" + request(),
+    "many headers": request(None, *(f"X-Stainless-{n}: {n}" for n in range(100))),
+}
+NOT_PLAIN = {
+    "closes": request(None, "Connection: close"),
+    "streamed, closes": request(CHAT | {"stream": True}, "Connection: close"),
+    "1.0": request(None, version="1.0"),
+    "streamed, 1.0": request(CHAT | {"stream": True}, version="1.0"),
+    "1.0 that stays": request(None, "Connection: keep-alive", version="1.0"),
+    "expects": request(None, "Expect: 100-continue"),
+    "chunked": request(b"2\r\n{}\r\n0\r\n\r\n", "Transfer-Encoding: chunked", length=False),
+    "chunked and length": request(b"2\r\n{}\r\n0\r\n\r\n", "Transfer-Encoding: chunked"),
+    "two lengths": request(b"{}", "Content-Length: 3"),
+    "no length": request(b"", length=False),
+    "length 0": request(b""),
+    "no number": request(b"{}", "Content-Length: two", length=False),
+    "signed": request(b"{}", "Content-Length: +2", length=False),
+    "gzip": request(gzip.compress(json.dumps(CHAT).encode(), mtime=0), "Content-Encoding: gzip"),
+    "upgrade": request(None, "Connection: upgrade", "Upgrade: h2c"),
+    "query": request(path="/v1/chat/completions?a=b"),
+    "whole url": request(path="http://x/v1/chat/completions"),
+    "escaped": request(path="/v1/chat%2Fcompletions"),
+    "other path": request(path="/v1/nothing"),
+    "models": request(b"", path="/v1/models", method="GET", length=False),
+    "get": request(b"", method="GET", length=False),
+    "put": request(method="PUT"),
+    "live": LIVE,
+    "wrong wish": request(None, "X-Holdfast-Router-Mode: nonsense"),
+    "unknown wish": request(None, "X-Holdfast-Router-Luck: 1"),
+    "folded": request(None, "X-Long: a", " b"),
+    "no host": request().replace(b"Host: x\r\n", b""),
+    "two hosts": request(None, "Host: y"),
+    "bare newlines": request().replace(b"\r\n", b"\n"),
+    "space before colon": request(None, "X-A : b"),
+    "null": request(None, "X-A: a\x00b"),
+    "too many headers": request(None, *(f"X-{n}: {n}" for n in range(200))),
+    "long head": request(None, *(f"X-{n}: {'a' * 1000}" for n in range(20))),
+    "long header": request(None, "X-A: " + "a" * 9000),
+    "no http": b"hello\r\n\r\n",
+}
+
+
+@pytest.mark.parametrize("name", [*PLAIN, *NOT_PLAIN])
+async def test_both_ways_say_the_same(name: str) -> None:
+    plain = name in PLAIN
+    raw = PLAIN[name] if plain else NOT_PLAIN[name]
+    async with both_ways(ScriptedWorker("w1")) as ways:
+        (said,), short = await ways.ask(ways.short, raw)
+        (reference,), _ = await ways.ask(ways.long, raw)
+        assert alike(said) == alike(reference)
+        assert short == plain
+        assert ways.kit.api.answering == 0
+
+
+@pytest.mark.parametrize("loops", [asyncio.new_event_loop, uvloop.new_event_loop])
+@pytest.mark.parametrize("seed", range(6))
+def test_a_connection_says_the_same_however_its_bytes_come(seed: int, loops: Any) -> None:
+    """Requests in a row, cut anywhere, some of them ahead of their turn, and not all of them plain."""
+    dice = random.Random(seed)
+    kinds = [
+        "unary",
+        "streamed",
+        "own id",
+        "no json",
+        "completion",
+        "live",
+        "models",
+        "chunked",
+        "query",
+        "expects",
+    ]
+    raws = [(PLAIN | NOT_PLAIN)[dice.choice(kinds[: 5 if seed % 2 else None])] for _ in range(8)]
+    whole = b"".join(raws)
+    cuts = sorted(dice.randrange(len(whole)) for _ in range(dice.choice([0, 3, 40])))
+    pieces = [whole[a:b] for a, b in zip([0, *cuts], [*cuts, len(whole)], strict=True)]
+
+    async def said() -> None:
+        async with both_ways(ScriptedWorker("w1")) as ways:
+            (short, _), (long, _) = [
+                await ways.ask(port, *pieces, answers=len(raws)) for port in (ways.short, ways.long)
+            ]
+            assert [alike(one) for one in short] == [alike(one) for one in long]
+
+    with asyncio.Runner(loop_factory=loops) as runner:
+        runner.run(said())
+
+
+async def test_requests_in_turn_stay_on_the_short_way() -> None:
+    async with both_ways(ScriptedWorker("w1")) as ways:
+        kinds = ["unary", "streamed", "no json", "streamed", "unusable id", "no such model", "unary"]
+        said, short = await ways.ask(ways.short, *(PLAIN[kind] for kind in kinds), answers=len(kinds))
+        assert short
+        assert [one.split(b" ", 2)[1] for one in said] == [
+            b"200",
+            b"200",
+            b"400",
+            b"200",
+            b"200",
+            b"404",
+            b"200",
+        ]
+        said, short = await ways.ask(ways.short, PLAIN["unary"], LIVE, PLAIN["streamed"], answers=3)
+        assert not short
+        assert [one.split(b" ", 2)[1] for one in said] == [b"200"] * 3
+
+
+async def test_a_body_may_come_behind_its_head() -> None:
+    raw = PLAIN["streamed"]
+    end = raw.index(b"\r\n\r\n") + 4
+    async with both_ways(ScriptedWorker("w1")) as ways:
+        for cut in (end, end + 1, len(raw) - 1):
+            reader, writer = await asyncio.open_connection("127.0.0.1", ways.short)
+            writer.write(raw[:cut])
+            await until(lambda: ways.doors._open and next(iter(ways.doors._open))._gathered)
+            writer.write(raw[cut:])
+            async with asyncio.timeout(SECONDS):
+                assert b"[DONE]" in await answer(reader)
+            assert ways.doors._open
+            writer.close()
+            await until(lambda: not ways.doors._open)
+
+
+async def test_a_body_that_lags_behind_its_head_is_waited_for_on_the_long_way() -> None:
+    async with both_ways(ScriptedWorker("w1"), admission={"body_s": 0.2}) as ways:
+        reader, writer = await asyncio.open_connection("127.0.0.1", ways.short)
+        writer.write(PLAIN["unary"][:-1])
+        async with asyncio.timeout(SECONDS):
+            assert b"body_timeout" in await answer(reader)
+        writer.close()
+        assert not ways.doors._open
+
+
+@pytest.mark.parametrize("size", [BYTES_MAX, 2 * BYTES_MAX])
+async def test_a_large_body_goes_the_long_way(size: int) -> None:
+    raw = request(CHAT | {"messages": [{"role": "user", "content": "a" * size}]})
+    async with both_ways(ScriptedWorker("w1")) as ways:
+        (said,), short = await ways.ask(ways.short, raw)
+        (reference,), _ = await ways.ask(ways.long, raw)
+        assert alike(said) == alike(reference)
+        assert not short
+
+
+async def test_much_that_is_sent_ahead_waits_at_the_client_and_is_answered() -> None:
+    """More than is kept: reading pauses until the answer under way has ended."""
+    worker, goes_on = pausing()
+    filler = request({"model": "none", "messages": [{"role": "user", "content": "a" * 100_000}]})
+    async with both_ways(worker) as ways:
+        reader, writer = await asyncio.open_connection("127.0.0.1", ways.short)
+        writer.write(PLAIN["streamed"])
+        await until(lambda: ways.kit.api.exchanges)
+        writer.write(filler * 20)
+        (connection,) = ways.doors._open
+        await until(lambda: len(connection._gathered) > BYTES_MAX)
+        goes_on.set()
+        async with asyncio.timeout(SECONDS):
+            said = [await answer(reader) for _ in range(21)]
+        assert REFUSED in said[0] and all(b"model_not_found" in one for one in said[1:])
+        writer.close()
+
+
+async def test_a_mistake_of_ours_is_told_as_on_the_long_way() -> None:
+    async with both_ways(ScriptedWorker("w1")) as ways:
+        ways.kit.desk.admission = None  # type: ignore[assignment]
+        for name in ("unary", "streamed"):
+            (said,), _ = await ways.ask(ways.short, PLAIN[name])
+            (reference,), _ = await ways.ask(ways.long, PLAIN[name])
+            assert alike(said) == alike(reference) and b" 500 " in said
+        assert ways.kit.api.answering == 0
+
+
+async def test_a_client_that_goes_takes_his_request_with_him() -> None:
+    worker, _ = pausing()
+    async with both_ways(worker) as ways:
+        reader, writer = await asyncio.open_connection("127.0.0.1", ways.short)
+        writer.write(PLAIN["streamed"])
+        await reader.readuntil(b"data: ")
+        assert ways.kit.api.answering == 1 and ways.doors._open
+        writer.close()
+        await until(lambda: ways.kit.api.answering == 0 and not ways.kit.api.exchanges)
+        assert not ways.doors._open
+
+
+async def test_who_asks_nothing_for_long_is_left() -> None:
+    async with both_ways(ScriptedWorker("w1", step_s=0.05)) as ways:
+        loop, open = asyncio.get_running_loop(), set[Connection]()
+        heads = known_heads(ways.kit.desk.settings.router)
+        assert ways.doors._public.server is not None
+        make = partial(Connection, ways.kit.api, heads, ways.doors._public.server, open, 0.15)
+        server = await loop.create_server(make, "127.0.0.1", 0)
+        port = server.sockets[0].getsockname()[1]
+        async with asyncio.timeout(SECONDS):
+            reader, writer = await asyncio.open_connection("127.0.0.1", port)
+            began = loop.time()
+            writer.write(request(CHAT | {"max_tokens": 10}))  # takes longer than one may be idle
+            assert b" 200 OK" in await answer(reader)
+            told = loop.time()
+            assert await reader.read() == b""
+            assert told - began > 0.3 and loop.time() - told > 0.1
+            silent, other = await asyncio.open_connection("127.0.0.1", port)
+            assert await silent.read() == b""
+        assert not open
+        writer.close()
+        other.close()
+        server.close()
+
+
+@pytest.mark.parametrize("in_time", [True, False])
+async def test_doors_that_close_let_answers_end_for_a_moment(in_time: bool) -> None:
+    worker, goes_on = pausing()
+    async with both_ways(worker) as ways:
+        idle, other = await asyncio.open_connection("127.0.0.1", ways.short)
+        reader, writer = await asyncio.open_connection("127.0.0.1", ways.short)
+        writer.write(PLAIN["streamed"])
+        await reader.readuntil(b"data: ")
+        closing = asyncio.create_task(ways.doors.close())
+        async with asyncio.timeout(SECONDS):
+            assert await idle.read() == b""
+            if in_time:
+                goes_on.set()
+            rest = await reader.read()
+            await closing
+        assert (REFUSED in rest) == in_time
+        assert ways.kit.api.answering == 0 and not ways.doors._open
+        writer.close()
+        other.close()
+
+
+def test_a_head_is_read_once_and_only_so_many_are_remembered() -> None:
+    heads = known_heads(RouterSettings())
+    raw = PLAIN["wish"][: PLAIN["wish"].index(b"\r\n\r\n") + 4]
+    head = heads(raw)
+    assert head is not None and head.wishes.router is not None
+    assert heads(raw) is head
+    for number in range(KEPT_MAX):
+        other = heads(raw.replace(b"Host: x", b"Host: x\r\nX-Request-Id: %d" % number))
+        assert other is not None and other.id == str(number)
+    again = heads(raw)
+    assert again == head and again is not head
