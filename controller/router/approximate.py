@@ -50,6 +50,8 @@ class ApproximateCache(Generic[Holder]):
             OrderedDict()
         )  # sent longest ago first, and children before parents
         self._blocks = 0
+        self._due = float("-inf")  # nothing is old enough to be forgotten before
+        self._unswept = False  # somebody has gone, whose blocks may not be freed yet
 
     def __len__(self) -> int:
         """Return how many blocks are taken to be cached, over all holders."""
@@ -89,20 +91,29 @@ class ApproximateCache(Generic[Holder]):
             below.extend(piece.children.values())
             if self._order.pop(piece, None) is not None:
                 self._blocks -= len(piece.blocks)
+        self._forget(holder)
+
+    def _forget(self, holder: Holder) -> None:
         self._index.forget(holder)
+        self._unswept = True
 
     def expire(self, *, now: float) -> None:
         """Forget what was sent too long ago, and free what those had who are gone; of very much of it only a part, the rest
         with the next requests, or the next time that it is called."""
-        self._index.sweep(_SWEPT)
+        if now < self._due and not self._unswept:
+            return  # nearly always
+        self._unswept = self._index.sweep(_SWEPT)
         for _ in range(_DROPPED):
-            if not self._order or (oldest := next(iter(self._order))).at + self._ttl_s > now:
+            oldest = next(iter(self._order), None)
+            self._due = (oldest.at if oldest is not None else now) + self._ttl_s  # what is sent later is due later
+            if oldest is None or self._due > now:
                 return
             self._drop(oldest, len(oldest.blocks))
 
     def _path(self, root: _Sent, blocks: Sequence[int], now: float) -> list[_Sent]:
         """Return the pieces that make up a prompt; what is not there is made."""
-        piece, depth, path = root, 0, list[_Sent]()
+        piece, depth = root, 0
+        path: list[_Sent] = []
         while depth < len(blocks):
             child = piece.children.get(blocks[depth])
             if child is None:
@@ -140,7 +151,7 @@ class ApproximateCache(Generic[Holder]):
         del piece.parent.children[first]
         if piece.parent.parent is None and not piece.parent.children:
             del self._roots[holder]
-            self._index.forget(holder)  # it may never come back
+            self._forget(holder)  # it may never come back
 
 
 def better(one: Matches[Holder], other: Matches[Holder]) -> Matches[Holder]:

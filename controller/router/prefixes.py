@@ -84,7 +84,8 @@ class Prefixes:
     def find(self, blocks: Sequence[int]) -> tuple[dict[int, int], dict[int, int]]:
         """Return how many of these blocks, from the first on, each user has in use, and how many of its requests have all
         of those. Who has none is missing."""
-        depths, requests = dict[int, int](), dict[int, int]()
+        depths: dict[int, int] = {}
+        requests: dict[int, int] = {}
         for depth, users in self.pieces(blocks):
             depths.update(dict.fromkeys(users, depth))
             requests.update(users)
@@ -93,7 +94,8 @@ class Prefixes:
     def pieces(self, blocks: Sequence[int]) -> list[tuple[int, dict[int, int]]]:
         """Return the pieces that these blocks begin with, from the first on: the depth up to which each reaches, or they do in
         it, and how many requests of each user begin with it. A user of a piece uses all pieces before it."""
-        children, depth, found = self._root.children, 0, list[tuple[int, dict[int, int]]]()
+        children, depth = self._root.children, 0
+        found: list[tuple[int, dict[int, int]]] = []  # `list[...]()` takes as long as ten of these steps
         while depth < len(blocks) and (child := children.get(blocks[depth])) is not None:
             size = common(child.blocks, 0, blocks, depth)
             depth += size
