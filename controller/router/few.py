@@ -5,7 +5,6 @@ long as the same sums in plain numbers. More than a handful, blocks on slower ti
 credit that decays are the columns' affair.
 """
 
-from dataclasses import dataclass
 from math import inf
 
 from controller.router.kv_matches import Depths
@@ -14,52 +13,52 @@ from controller.router.places import Question
 FEW = 16
 
 
-@dataclass(slots=True)  # not frozen, as `Question`
-class FewScores:
-    """The costs of all places, in their order, and how many of the prompt's blocks each has on its device."""
-
-    costs: list[float]
-    device: list[float]
-
-
-def score_few(question: Question) -> FewScores | None:
-    """Return what a request costs in each place; None: the columns must say it."""
+def score_few(question: Question) -> tuple[list[float], list[float]] | None:
+    """Return what a request costs in each place, in their order, and how many of the prompt's blocks each has on its device;
+    None: the columns must say it."""
     places, prompt, pricing, slots = question.places, question.prompt, question.pricing, question.slots
     found, size, blocks = prompt.matches, prompt.block_tokens, len(prompt.blocks)
     if len(places.holders) > FEW or found.disk is not found.device or pricing.credit_decay:
         return None
     if prompt.tokens < 1 or slots.paced:
         return None
+    others, now = question.others, question.now
     used = slots.pieces(prompt.blocks) if blocks else ()
-    cached_at = found.device.named() if isinstance(found.device, Depths) else found.device
+    cached_at = found.device.named() if type(found.device) is Depths else found.device
     track_prefill, track_blocks = pricing.track_prefill, pricing.track_blocks
     extra = pricing.overlap_credit - 1.0 if track_prefill and pricing.overlap_credit > 1.0 else 0.0
     alone, copy, scale = pricing.overlap_credit - extra, extra * blocks, pricing.prefill_scale
     request = scale * pricing.request_tokens / size + pricing.request_weight
     recent = scale * pricing.recent_weight / size
-    costs, device = [], []
-    for place, work in enumerate(places.standing):
-        has: float = cached_at.get(places.holders[place], 0) if cached_at else 0
+    costs: list[float] = []
+    device: list[float] = []
+    for seat, holder, work in zip(places.seat, places.holders, places.standing, strict=True):
+        has: float = cached_at.get(holder, 0) if cached_at else 0
         credit, shared, row = (alone + extra) * has, 0, work.row
         for depth, users in used:
             if row in users:
                 shared, requests = depth, users[row]
         if shared:
             sharers = requests if shared >= has else 0
-            if shared > has and places.caching[place]:
+            if shared > has and seat.joined.kv_events:
                 has = shared
             credit = (alone + extra / (1.0 + sharers)) * has
         kept = 0.0
         if track_blocks:
-            kept = work.blocks + question.others_at(place)[1] / size + (blocks - shared)
+            kept = work.blocks
+            if seat.ranks > 1:
+                kept += question.others_at(len(costs))[1] / size
+            elif others is not None and (load := others(seat.worker)) is not None:
+                kept += load.active_tokens / size
+            kept += blocks - shared
         if track_prefill:
             prefill = (work.reading_tokens + prompt.tokens) / size
         else:
             prefill, kept = 0.0, kept - credit if kept > credit else 0.0
         due = prefill + copy - credit
         waiting = scale * due if due > 0.0 else 0.0
-        cost = waiting + kept + request * len(work.requests) + recent * work.lately_at(question.now)
-        weight = places.seat[place].weight
-        costs.append(cost / weight if weight > 0 else inf)
+        cost = waiting + kept + request * len(work.requests) + recent * work.lately_at(now)
+        weight = seat.weight
+        costs.append(cost / weight if weight > 0.0 else inf)
         device.append(float(has))
-    return FewScores(costs, device)
+    return costs, device

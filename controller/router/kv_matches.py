@@ -5,8 +5,9 @@ by one only for those who ask for it by name.
 """
 
 from collections.abc import Hashable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Generic, TypeVar
+
+import msgspec
 
 Holder = TypeVar("Holder", bound=Hashable)
 
@@ -46,14 +47,13 @@ class Depths(Mapping[Holder, int]):
         return repr(self.named())
 
 
-@dataclass(slots=True)  # not frozen, as `Question`
-class Matches(Generic[Holder]):
+class Matches(msgspec.Struct, Generic[Holder]):
     """How many blocks of a prompt each holder has, from the first on, by how far one is willing to fetch them from.
 
     `device` counts what lies on the device; `host` what lies there or in the host's memory, `disk` everything. Who has
     nothing is missing. Without slower tiers all three are the same mapping.
     """
 
-    device: Mapping[Holder, int] = field(default_factory=dict)
-    host: Mapping[Holder, int] = field(default_factory=dict)
-    disk: Mapping[Holder, int] = field(default_factory=dict)
+    device: Mapping[Holder, int] = msgspec.field(default_factory=dict)
+    host: Mapping[Holder, int] = msgspec.field(default_factory=dict)
+    disk: Mapping[Holder, int] = msgspec.field(default_factory=dict)

@@ -18,6 +18,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
+import msgspec
 import numpy as np
 
 from controller.router.few import score_few
@@ -72,8 +73,7 @@ class Candidate:
     chosen: bool
 
 
-@dataclass(slots=True)  # not frozen, as `Question`
-class Choice:
+class Choice(msgspec.Struct, eq=False):
     """Where a request goes, and what is known of it there. Keep none: it holds the costs of all candidates."""
 
     seat: Seat
@@ -140,23 +140,24 @@ class Chooser:
         `by_rank`, are left out where nobody else sends to these workers, or the other frontends tell our tracker. Raise
         ValueError for an empty prompt, and what the filter raises.
         """
-        kv, strategy = mode is _KV, self._strategies[mode]
+        kv = mode is _KV
         one_by_one = not kv or (pricing.temperature <= 0.0 and pricing.credit_decay == 0.0)
         if one_by_one and isinstance(among, Filter) and among.all:
             places = self._places.of(among.all)
             question = Question(places, prompt, pricing, self._slots, others, by_rank, now, draw)
             if kv and (few := score_few(question)) is not None:
-                if (place := lowest_of_few(few.costs, question, among.fits)) is not None:
+                costs, device = few
+                if (place := lowest_of_few(costs, question, among.fits)) is not None:
                     return Choice(
-                        places.seat[place], places.holders[place], mode, question, few.device[place], place
+                        places.seat[place], places.holders[place], mode, question, device[place], place
                     )
-            elif (place := strategy.pick(question, among.fits)) is not None:
+            elif (place := self._strategies[mode].pick(question, among.fits)) is not None:
                 return _chosen(question, mode, place)
             draw = draw * _MIXED % 1.0  # those that were drawn with the first digits of it do not fit
         seats = among.left() if isinstance(among, Filter) else among
         places = self._places.of(seats)
         question = Question(places, prompt, pricing, self._slots, others, by_rank, now, draw)
-        place = strategy.pick(question, _anybody)
+        place = self._strategies[mode].pick(question, _anybody)
         assert place is not None, "everybody fits"
         return _chosen(question, mode, place)
 

@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
+import msgspec
 import numpy as np
 
 from controller.router.kv_matches import Depths
@@ -84,8 +85,9 @@ class Places:
         return kept[1]
 
 
-@dataclass(eq=False)  # not frozen: each request makes one, and that takes four times as long
-class Question:
+class Question(
+    msgspec.Struct, eq=False, dict=True
+):  # each request makes one: a dataclass takes three times as long
     """One request, and those who may serve it, at one moment."""
 
     places: Places

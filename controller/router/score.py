@@ -30,9 +30,10 @@ default. Where prompts are not tracked (a worker that only decodes), the credit 
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Generic, TypeVar
 
+import msgspec
 import numpy as np
 
 from controller.router.kv_index import Matches
@@ -69,14 +70,13 @@ drives conversations away from where they are cached: on a trace of real chats 6
 """
 
 
-@dataclass(slots=True)  # not frozen, as `places.Question`
-class Prompt(Generic[Holder]):
+class Prompt(msgspec.Struct, Generic[Holder]):
     """What is to be placed: a prompt's length, the sequence hashes of its full blocks, and who has them cached."""
 
     tokens: int  # at least 1
     block_tokens: int
     blocks: Sequence[int] = ()
-    matches: Matches[Holder] = field(default_factory=Matches)
+    matches: Matches[Holder] = msgspec.field(default_factory=Matches)
 
     @property
     def required_blocks(self) -> int:

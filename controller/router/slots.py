@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 from math import exp
 from typing import Any, Generic, Protocol, TypeVar
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
@@ -58,8 +59,7 @@ class Loads:
     lately: Floats  # prompt tokens that were sent there, each counting the less the longer ago that was
 
 
-@dataclass(slots=True)
-class Request(Generic[Holder]):
+class Request(msgspec.Struct, Generic[Holder]):
     """A request in flight, as it was added."""
 
     holder: Holder

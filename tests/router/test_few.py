@@ -59,8 +59,9 @@ def test_the_costs_are_those_of_the_columns(
     question = Question(places, prompt, pricing, slots, others, unsaid, 4.0, 0.5)
     few = score_few(question)
     assert few is not None
-    assert few.costs == pytest.approx(question.scores.costs.tolist())
-    assert few.device == question.scores.overlaps.device.tolist()
+    costs, device = few
+    assert costs == pytest.approx(question.scores.costs.tolist())
+    assert device == question.scores.overlaps.device.tolist()
 
 
 def test_what_is_not_simple_is_left_to_the_columns() -> None:
