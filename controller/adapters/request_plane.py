@@ -298,7 +298,7 @@ class RequestPlane:
         if line is None or not line.live or line.instance != instance or line.draining:
             return False
         pulse, limits = line.pulse, self._limits
-        if pulse.stuck:
+        if pulse.age_s and pulse.stuck:  # a step that has just begun is nobody's who is stuck
             return False
         due = pulse.heard_at + (limits.lately_busy_s if pulse.open_streams else limits.lately_s)
         return self.watch.look_due <= due or asyncio.get_running_loop().time() <= due

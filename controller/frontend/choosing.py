@@ -47,14 +47,16 @@ class Choosing:
         now: Callable[[], float],
         dice: Callable[[], float],
     ) -> None:
-        self._settings = settings
         self._table = table
-        self._plane = plane
         self._meter = meter
         self._now = now
         self._dice = dice
+        self._others = None if settings.replica_sync else plane.others  # else they tell our tracker
+        self._by_rank = plane.others_by_rank
         self._usual = pricing_of(settings)
         self._mode = Mode(settings.mode)
+        self._reuse = settings.assume_kv_reuse
+        self._paced = settings.prefill_load_model == "profile"
         self._serial = itertools.count(1)
         self.view: KvView | None = None  # who has what, of those who say it
         self._guesses: ApproximateCache[Holder] = ApproximateCache(ttl_s=settings.ttl_secs)
@@ -66,35 +68,33 @@ class Choosing:
     def choose(self, among: Filter | Sequence[Seat], plan: Plan, said: Sequence[int] = ()) -> Choice:
         """Return where a request goes: to one of the seats that a filter leaves, or of these, at least one. `said`: accepted
         tokens behind its prompt. Raise NoWorker."""
-        settings, mode, pricing, now = self._settings, self._mode, self._usual, self._now()
-        if plan.wishes.router is not None:
-            settings = plan.wishes.router
-            mode, pricing = Mode(settings.mode), pricing_of(settings)
+        mode, pricing, now = self._mode, self._usual, self._now()
+        if (wished := plan.wishes.router) is not None:
+            mode, pricing = Mode(wished.mode), pricing_of(wished)
         return self._chooser.choose(
             among,
-            self._prompt(plan, said, settings, now),
+            self._prompt(plan, said, mode, now),
             now=now,
             draw=self._dice(),
             mode=mode,
             pricing=pricing,
-            others=None if self._settings.replica_sync else self._plane.others,
-            by_rank=self._plane.others_by_rank,
+            others=self._others,
+            by_rank=self._by_rank,
         )
 
-    def _prompt(
-        self, plan: Plan, said: Sequence[int], settings: RouterSettings, now: float
-    ) -> Prompt[Holder]:
+    def _prompt(self, plan: Plan, said: Sequence[int], mode: Mode, now: float) -> Prompt[Holder]:
         """Return what is to be placed. Where workers have blocks of several sizes, it is reckoned in those that most have."""
         kin = self._table.kin(plan.model, plan.lineage)
         sizes = kin.block_sizes if kin is not None else (1,)
-        tokens = len(plan.prompt) + len(said)
-        if settings.mode != "kv" and not plan.wishes.explain:
-            return Prompt(tokens, sizes[0])
-        blocks = plan.names.of(sizes[0], said)
+        tokens, size = len(plan.prompt) + len(said), sizes[0]
+        if mode is not Mode.KV and not plan.wishes.explain:
+            return Prompt(tokens, size)
+        blocks = plan.names.of(size, said)
         found = self._cached(blocks, now)
-        for size in sizes[1:]:
-            found = better(found, _scaled(self._cached(plan.names.of(size, said), now), size / sizes[0]))
-        return Prompt(tokens, sizes[0], blocks, found)
+        if len(sizes) > 1:
+            for other in sizes[1:]:
+                found = better(found, _scaled(self._cached(plan.names.of(other, said), now), other / size))
+        return Prompt(tokens, size, blocks, found)
 
     def _cached(self, blocks: Sequence[int], now: float) -> Matches[Holder]:
         """Return how many of these blocks each rank has: what they say, and what we guess."""
@@ -105,13 +105,14 @@ class Choosing:
 
     def begin(self, choice: Choice, plan: Plan, said: Sequence[int]) -> int:
         """A request goes where it was chosen to. Return the number under which it is counted there."""
-        prompt = choice.question.prompt
+        question = choice.question
+        prompt = question.prompt
         self._meter.chosen(plan.model, choice.mode, choice.overlap_blocks, prompt.required_blocks)
-        return self._add(choice.seat, choice.holder, plan, said, choice.prefill_tokens, prompt)
+        return self._add(choice.seat, choice.holder, plan, said, choice.prefill_tokens, question.now, prompt)
 
     def carry(self, seat: Seat, rank: int, plan: Plan, said: Sequence[int]) -> int:
         """A request has come there with its KV cache: nothing of it has to be read. Return its number there."""
-        return self._add(seat, Holder(seat.worker, seat.instance, rank), plan, said, 0)
+        return self._add(seat, Holder(seat.worker, seat.instance, rank), plan, said, 0, self._now())
 
     def _add(
         self,
@@ -120,15 +121,16 @@ class Choosing:
         plan: Plan,
         said: Sequence[int],
         prefill_tokens: int,
+        now: float,
         prompt: Prompt[Holder] | None = None,
     ) -> int:
-        settings, slot, now = plan.wishes.router or self._settings, next(self._serial), self._now()
-        size, tokens = block_tokens(seat), len(plan.prompt) + len(said)
+        wished, slot, size = plan.wishes.router, next(self._serial), seat.block_tokens
+        tokens = len(plan.prompt) + len(said)
         blocks: Sequence[int] = ()
-        if settings.mode == "kv":
+        if (self._mode if wished is None else wished.mode) == Mode.KV:
             named = prompt is not None and prompt.block_tokens == size and prompt.tokens == tokens
             blocks = prompt.blocks if prompt is not None and named else plan.names.of(size, said)
-        shared = blocks if settings.assume_kv_reuse else ()
+        shared = blocks if (self._reuse if wished is None else wished.assume_kv_reuse) else ()
         self.slots.add(
             slot,
             holder,
@@ -137,16 +139,16 @@ class Choosing:
             prefill_tokens=prefill_tokens,
             block_tokens=size,
             own_blocks=0 if shared else tokens // size,
-            expected_s=self._reading_s(seat, prefill_tokens),
+            expected_s=self._reading_s(seat, prefill_tokens) if self._paced else None,
         )
         if blocks and (self.view is None or not seat.joined.kv_events):
             self._guesses.sent(holder, blocks, now=now)
         return slot
 
     def _reading_s(self, seat: Seat, tokens: int) -> float | None:
-        """Return how long reading so many tokens takes there, if that is wanted and known."""
+        """Return how long reading so many tokens takes there, if that is known."""
         rate = seat.joined.profile.prefill_tokens_per_s
-        return tokens / rate if self._settings.prefill_load_model == "profile" and rate > 0 else None
+        return tokens / rate if rate > 0 else None
 
     def unread(self, seat: Seat) -> float:
         """Return how many prompt tokens of requests at a worker are still to be read, over all of its ranks."""
@@ -194,12 +196,6 @@ class Choosing:
         for holder in [holder for holder in self.slots.holders if holder[:2] not in keys]:
             self.slots.forget(holder, now=self._now())
             self._guesses.forget(holder)
-
-
-def block_tokens(seat: Seat) -> int:
-    """Return how many tokens a block of this worker has. Who registers nonsense has blocks of one."""
-    size = seat.joined.profile.block_tokens
-    return size if size > 1 else 1
 
 
 def _scaled(found: Matches[Holder], factor: float) -> Matches[Holder]:

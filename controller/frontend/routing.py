@@ -36,7 +36,8 @@ class Routing:
         self._table = table
         self._plane = plane
         self._settings = settings
-        self._admission = settings.admission
+        self._inflight_max = settings.admission.inflight_max
+        self._inflight_per_batch = settings.admission.inflight_per_batch
         self._unread_s = settings.router.queue_prefill_s  # the most that a worker may have to read
         self._outcomes = outcomes
         self._open = outcomes.open
@@ -64,9 +65,8 @@ class Routing:
         """Return how many requests may be in flight there; none more where the prompts that it has take too long to be read."""
         if self._unread_s is not None and self._reading_too_long(seat, self._unread_s):
             return 0
-        limits = self._admission
-        whole = limits.inflight_max or seat.joined.profile.max_batch * limits.inflight_per_batch
-        cap = int(whole * self._table.knobs(seat.joined.model).batch_size)
+        whole = self._inflight_max or seat.max_batch * self._inflight_per_batch
+        cap = int(whole * self._table.knobs(seat.model).batch_size)
         return cap if cap > 1 else 1
 
     def _reading_too_long(self, seat: Seat, limit_s: float) -> bool:

@@ -105,7 +105,9 @@ class ApproximateCache(Generic[Holder]):
         self._unswept = self._index.sweep(_SWEPT)
         for _ in range(_DROPPED):
             oldest = next(iter(self._order), None)
-            self._due = (oldest.at if oldest is not None else now) + self._ttl_s  # what is sent later is due later
+            self._due = (
+                oldest.at if oldest is not None else now
+            ) + self._ttl_s  # what is sent later is due later
             if oldest is None or self._due > now:
                 return
             self._drop(oldest, len(oldest.blocks))

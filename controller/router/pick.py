@@ -169,12 +169,12 @@ class Filter:
 
     def fits(self, seat: Seat) -> bool:
         """Say whether a seat would be left, and not for want of a better one."""
-        rules = self._rules
+        rules, key = self._rules, seat.key
         return (
             seat.weight > 0.0
             and rules.lately(seat.worker, seat.instance)
-            and seat.key not in self._tried
-            and (seat.key not in rules.doubted or rules.allowed(seat))
+            and key not in self._tried
+            and (key not in rules.doubted or rules.allowed(seat))
             and (not self._capped or self._has_room(seat))
         )
 

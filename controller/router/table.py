@@ -45,14 +45,20 @@ class Seat:
     flights: dict[Any, None] = field(default_factory=dict)  # in the order of their arrival
     worker: str = field(init=False)
     instance: str = field(init=False)
+    model: str = field(init=False)
     ranks: int = field(init=False)
+    max_batch: int = field(init=False)
+    block_tokens: int = field(init=False)  # 1 of who registers nonsense
     key: Key = field(init=False)
     lineage: Lineage = field(init=False)
 
     def __post_init__(self) -> None:
         joined = self.joined  # a life registers once: what a choice asks of every seat is read from it once
         self.worker, self.instance = self.key = joined.worker, joined.instance
+        self.model = joined.model
         self.ranks = min(max(1, joined.dp), RANKS_MAX)
+        self.max_batch = joined.profile.max_batch
+        self.block_tokens = max(1, joined.profile.block_tokens)
         self.lineage = joined.revision, joined.tokenizer
 
     @property
