@@ -10,10 +10,10 @@ adapter and a cache namespace change the seed of the local hashes, so that nothi
 
 import sys
 from array import array
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache
 from itertools import accumulate
-from struct import Struct, iter_unpack
+from struct import Struct
 from struct import error as StructError
 
 from xxhash import xxh3_64_intdigest
@@ -38,23 +38,23 @@ def local_hashes(tokens: Sequence[int], block_tokens: int, seed: int = SEED) -> 
     """Return the hash of each full block. Raise ValueError if blocks have no size, OverflowError for what is no token."""
     if block_tokens < 1:
         raise ValueError(f"a block has at least one token, not {block_tokens}")
-    size = block_tokens * _TOKEN_BYTES
-    packed = memoryview(_packed(tokens))
-    full = packed[: len(packed) // size * size]
+    full = _packed(tokens, len(tokens) // block_tokens * block_tokens)
     if not full:  # of any size that a worker may register
         return []
-    return [xxh3_64_intdigest(block, seed) for (block,) in iter_unpack(f"{size}s", full)]
+    return [xxh3_64_intdigest(block, seed) for (block,) in _cutter(block_tokens)(full)]
 
 
-def _packed(tokens: Sequence[int]) -> bytes:
-    """Return tokens as 4 bytes each, little endian. Raise OverflowError. A packer takes a third less time than an array for
-    a thousand of them, and more for ten thousand: it needs a copy, which the processor's nearest cache cannot hold."""
+def _packed(tokens: Sequence[int], count: int) -> bytes:
+    """Return the first `count` tokens as 4 bytes each, little endian. Raise OverflowError, for any of them. A packer takes a
+    third less time than an array for a thousand of them, and more for ten thousand: it needs a copy, which the processor's
+    nearest cache cannot hold."""
     if len(tokens) <= _FEW:
         try:
-            return _packer(len(tokens))(*tokens)
+            return _packer(len(tokens))(*tokens)[: count * _TOKEN_BYTES]
         except StructError as error:
             raise OverflowError(f"a token is a whole number from 0 to 2**32 - 1: {error}") from error
     packed = array(_TYPE, tokens)
+    del packed[count:]
     if _BIG_ENDIAN:
         packed.byteswap()
     return packed.tobytes()
@@ -65,19 +65,24 @@ def _packer(count: int) -> Callable[..., bytes]:
     return Struct(f"<{count}I").pack
 
 
+@lru_cache(64)
+def _cutter(block_tokens: int) -> Callable[[bytes], Iterator[tuple[bytes]]]:
+    return Struct(f"{block_tokens * _TOKEN_BYTES}s").iter_unpack
+
+
 def local_hash(packed: bytes, seed: int = SEED) -> int:
     """Return the hash of one full block from its tokens' bytes: 4 for each, little endian."""
     return xxh3_64_intdigest(packed, seed)
 
 
-def sequence_hashes(local: Iterable[int]) -> list[int]:
+def sequence_hashes(local: Sequence[int]) -> list[int]:
     """Return the sequence hash of each block, from the local hashes of all of them."""
+    if len(local) < 2:
+        return list(local)
     if _BIG_ENDIAN:
         return list(accumulate(local, follow))
     each = iter(local)
-    first = next(each, None)
-    if first is None:
-        return []
+    first = next(each)
     hashes = [first]
     pair = array("Q", (first, 0))  # the hash before, and the block's own: hashed where they lie
     for own in each:

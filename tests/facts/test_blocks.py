@@ -13,7 +13,7 @@ TOKENS = st.lists(st.integers(0, 2**32 - 1), max_size=40)
 
 def test_the_published_hashes() -> None:
     assert local_hashes(range(1, 13), 4) == LOCAL
-    assert sequence_hashes(LOCAL) == SEQUENCE
+    assert [sequence_hashes(LOCAL[:count]) for count in range(4)] == [SEQUENCE[:count] for count in range(4)]
     assert follow(SEQUENCE[1], LOCAL[2]) == SEQUENCE[2]
 
 
@@ -42,8 +42,9 @@ def test_a_prompt_of_any_length_is_hashed_the_same_way(count: int) -> None:
     parts = [local_hashes(tokens[at : at + 1024], 16) for at in range(0, count, 1024)]
     assert local_hashes(tokens, 16) == [one for part in parts for one in part]
     tokens[-1] = -1
-    with pytest.raises(OverflowError):
-        local_hashes(tokens, 1)
+    for block in (1, 16, 10_000):  # in a block that is not full, too
+        with pytest.raises(OverflowError):
+            local_hashes(tokens, block)
 
 
 @pytest.mark.parametrize(
