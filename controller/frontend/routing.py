@@ -83,8 +83,10 @@ class Routing:
     def _seats(self, model: str) -> Sequence[Seat]:
         """Return a model's seats, and see whether there is panic."""
         seats = self._table.models.get(model, ())
-        stirred = self._open or self._panic.models  # nearly always, all is calm
-        self._ignoring = bool(stirred) and self._live() and self._panic.ignores(model, seats)
+        if self._open or self._panic.models:
+            self._ignoring = self._live() and self._panic.ignores(model, seats)
+        else:
+            self._ignoring = False  # nearly always, all is calm
         return seats
 
     def _kindred(self, plan: Plan) -> Sequence[Seat]:

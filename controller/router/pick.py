@@ -12,6 +12,8 @@ ways to score and pick among those that the filter leaves.
 from collections.abc import Callable, Collection, Container, Sequence
 from dataclasses import dataclass
 
+import msgspec
+
 from controller.router.table import Key, Seat
 from events.errors import HoldfastError
 from events.wire import Load
@@ -137,64 +139,59 @@ class Picker:
         self._last = {key: turn for key, turn in self._last.items() if key in keys}
 
 
-class Filter:
+class Filter(msgspec.Struct, eq=False):  # each request makes two
     """Which of a model's seats may take one request? Together, or one by one: where the best is known before, one look at it
     is enough."""
 
-    __slots__ = ("_among", "_capped", "_rules", "_tried", "all")
-
-    def __init__(
-        self,
-        seats: Sequence[Seat],
-        rules: Rules,
-        tried: Collection[Key] = (),
-        capped: bool = True,
-    ) -> None:
-        self.all = seats
-        self._rules = rules
-        self._tried = tried
-        self._capped = capped
-        self._among = rules.frontends() if capped else 1
+    all: Sequence[Seat]
+    rules: Rules
+    tried: Collection[Key] = ()
+    capped: bool = True
+    among: int = 0  # frontends that serve now; 0: nobody had to know yet
 
     def left(self) -> list[Seat]:
         """Return all that are left, at least one. Raise what `Picker.pick` raises."""
         allowed = [seat for seat in self.all if self._allows(seat)]
         if not allowed:
             raise self._why_nobody()
-        free = [seat for seat in allowed if self._has_room(seat)] if self._capped else allowed
+        free = [seat for seat in allowed if self._has_room(seat)] if self.capped else allowed
         if not free:
             raise AllBusy
-        lately = self._rules.lately
+        lately = self.rules.lately
         return [seat for seat in free if lately(seat.worker, seat.instance)] or free
 
     def fits(self, seat: Seat) -> bool:
         """Say whether a seat would be left, and not for want of a better one."""
-        rules, key = self._rules, seat.key
+        rules, key = self.rules, seat.key
         return (
             seat.weight > 0.0
             and rules.lately(seat.worker, seat.instance)
-            and key not in self._tried
+            and key not in self.tried
             and (key not in rules.doubted or rules.allowed(seat))
-            and (not self._capped or self._has_room(seat))
+            and (not self.capped or self._has_room(seat))
         )
 
     def _allows(self, seat: Seat) -> bool:
-        rules = self._rules
+        rules = self.rules
         return (
             seat.weight > 0.0
             and rules.reachable(seat.worker, seat.instance)
-            and seat.key not in self._tried
+            and seat.key not in self.tried
             and (seat.key not in rules.doubted or rules.allowed(seat))
         )
 
     def _has_room(self, seat: Seat) -> bool:
         """Say whether there is room for one request more. Each frontend may always fill its own share of the cap: one that
         came late would else wait for the others, who see first that something has ended."""
-        own, cap = seat.active + seat.promised, self._rules.cap(seat)
-        if own < cap and self._among > 1 and own * self._among >= cap:
-            others = self._rules.others(seat.worker)
-            own += others.running + others.waiting if others is not None else 0
-        return own < cap
+        own, rules = seat.active + seat.promised, self.rules
+        cap = rules.cap(seat)
+        if own >= cap:
+            return False
+        others = rules.others(seat.worker)
+        if others is None or own + others.running + others.waiting < cap:
+            return True
+        among = self.among = self.among or rules.frontends()
+        return among == 1 or own * among < cap
 
     def _why_nobody(self) -> NoWorker:
         """Return what is in the way of the last of them: so far they would have come."""
@@ -203,10 +200,10 @@ class Filter:
         routable = [seat for seat in self.all if seat.routable]
         if not routable:
             return NoneRoutable()
-        reachable = [seat for seat in routable if self._rules.reachable(seat.worker, seat.instance)]
+        reachable = [seat for seat in routable if self.rules.reachable(seat.worker, seat.instance)]
         if not reachable:
             return NoneReachable()
-        return NoneRoutable() if any(seat.key not in self._tried for seat in reachable) else AllTried()
+        return NoneRoutable() if any(seat.key not in self.tried for seat in reachable) else AllTried()
 
 
 def cost(seat: Seat, others: Load | None) -> float:
