@@ -31,9 +31,6 @@ from controller.router.table import Holder, Key, Seat, Table
 
 log = structlog.get_logger(__name__)
 
-_NOBODY: dict[Holder, int] = {}
-_NOTHING = Matches(_NOBODY, _NOBODY, _NOBODY)
-
 
 class Choosing:
     """One frontend's choices, and what follows from them for the next ones."""
@@ -98,8 +95,10 @@ class Choosing:
 
     def _cached(self, blocks: Sequence[int], now: float) -> Matches[Holder]:
         """Return how many of these blocks each rank has: what they say, and what we guess."""
-        guessed = self._guesses.find(blocks, now=now) if self._guesses else _NOTHING
-        return better(self.view.index.find(blocks), guessed) if self.view is not None else guessed
+        if self.view is None:
+            return self._guesses.find(blocks, now=now)
+        said = self.view.index.find(blocks)
+        return better(said, self._guesses.find(blocks, now=now)) if self._guesses else said
 
     # --- what there is to do --------------------------------------------------------------------------------
 

@@ -10,31 +10,30 @@ from math import inf
 from controller.router.kv_matches import Depths
 from controller.router.places import Question
 
-FEW = 16
-
 
 def score_few(question: Question) -> tuple[list[float], list[float]] | None:
     """Return what a request costs in each place, in their order, and how many of the prompt's blocks each has on its device;
     None: the columns must say it."""
     places, prompt, pricing, slots = question.places, question.prompt, question.pricing, question.slots
     found, size, blocks = prompt.matches, prompt.block_tokens, len(prompt.blocks)
-    if len(places.holders) > FEW or found.disk is not found.device or pricing.credit_decay:
+    if not places.few or found.disk is not found.device or pricing.credit_decay:
         return None
     if prompt.tokens < 1 or slots.paced:
         return None
-    others, now = question.others, question.now
+    others, now, tokens = question.others, question.now, prompt.tokens
     used = slots.pieces(prompt.blocks) if blocks else ()
-    cached_at = found.device.named() if type(found.device) is Depths else found.device
+    cached_at = (found.device.named() if type(found.device) is Depths else found.device).get
     track_prefill, track_blocks = pricing.track_prefill, pricing.track_blocks
     extra = pricing.overlap_credit - 1.0 if track_prefill and pricing.overlap_credit > 1.0 else 0.0
     alone, copy, scale = pricing.overlap_credit - extra, extra * blocks, pricing.prefill_scale
+    unshared = alone + extra
     request = scale * pricing.request_tokens / size + pricing.request_weight
     recent = scale * pricing.recent_weight / size
     costs: list[float] = []
     device: list[float] = []
-    for seat, holder, work in zip(places.seat, places.holders, places.standing, strict=True):
-        has: float = cached_at.get(holder, 0) if cached_at else 0
-        credit, shared, row = (alone + extra) * has, 0, work.row
+    for seat, holder, work in places.few:
+        has = cached_at(holder, 0)
+        credit, shared, row = unshared * has, 0, work.row
         for depth, users in used:
             if row in users:
                 shared, requests = depth, users[row]
@@ -52,7 +51,7 @@ def score_few(question: Question) -> tuple[list[float], list[float]] | None:
                 kept += load.active_tokens / size
             kept += blocks - shared
         if track_prefill:
-            prefill = (work.reading_tokens + prompt.tokens) / size
+            prefill = (work.reading_tokens + tokens) / size
         else:
             prefill, kept = 0.0, kept - credit if kept > credit else 0.0
         due = prefill + copy - credit
@@ -60,5 +59,5 @@ def score_few(question: Question) -> tuple[list[float], list[float]] | None:
         cost = waiting + kept + request * len(work.requests) + recent * work.lately_at(now)
         weight = seat.weight
         costs.append(cost / weight if weight > 0.0 else inf)
-        device.append(float(has))
+        device.append(has)
     return costs, device

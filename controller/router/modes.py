@@ -148,9 +148,8 @@ class Chooser:
             if kv and (few := score_few(question)) is not None:
                 costs, device = few
                 if (place := lowest_of_few(costs, question, among.fits)) is not None:
-                    return Choice(
-                        places.seat[place], places.holders[place], mode, question, device[place], place
-                    )
+                    seat, holder, _ = places.few[place]
+                    return Choice(seat, holder, mode, question, float(device[place]), place)
             elif (place := self._strategies[mode].pick(question, among.fits)) is not None:
                 return _chosen(question, mode, place)
             draw = draw * _MIXED % 1.0  # those that were drawn with the first digits of it do not fit

@@ -27,6 +27,7 @@ ByRank = Callable[[str], Sequence[Load]]
 REPORTS_S = 0.02  # what workers report of others is as good as new for so long: they do it every 100 ms
 WEIGHTS_S = 0.02  # and the fleet's weights: whether the chosen worker may be used, its filter asks then
 KEPT_MAX = 64
+FEW = 16  # places whose costs are reckoned one by one
 SMALL = 16  # holders of a group whose places are looked up each time
 
 
@@ -55,6 +56,7 @@ class Places:
     at: Mapping[Holder, int]
     layout: int
     reported: "Reported"
+    few: Sequence[tuple[Seat, Holder, Standing]]  # the same of each place, where there are only a few
     groups: dict[int, tuple[tuple[Holder, ...], Rows]] = field(default_factory=dict)
 
     def __len__(self) -> int:
@@ -214,8 +216,9 @@ class KeptPlaces:
         caching = np.array([seat.joined.kv_events for seat, _ in each], dtype=float)
         at = {holder: place for place, holder in enumerate(holders)}
         of = [seat for seat, _ in each]
+        few = list(zip(of, holders, standing, strict=True)) if len(of) <= FEW else []
         places = self._kept[name] = Places(
-            seats, of, holders, rows, standing, ranks, caching, at, self._slots.layout, Reported()
+            seats, of, holders, rows, standing, ranks, caching, at, self._slots.layout, Reported(), few
         )
         return places
 

@@ -78,7 +78,8 @@ class Prefixes:
                 del users[user]
                 lost += size
             last, depth = piece, depth + size
-        last.join()
+        if depth:
+            last.join()
         return -lost
 
     def find(self, blocks: Sequence[int]) -> tuple[dict[int, int], dict[int, int]]:

@@ -59,22 +59,6 @@ class Loads:
     lately: Floats  # prompt tokens that were sent there, each counting the less the longer ago that was
 
 
-class Request(msgspec.Struct, Generic[Holder]):
-    """A request in flight, as it was added."""
-
-    holder: Holder
-    blocks: Sequence[int]  # sequence hashes of its prompt's full blocks
-    own_blocks: int  # that nobody can share
-    block_tokens: int
-    prefill_tokens: int
-    expected_s: float | None
-    owner: str
-    since: float
-    reading: bool = True
-    said: int = 0  # tokens
-    output_blocks: int = 0
-
-
 @dataclass(slots=True)
 class Standing:
     """What a holder has to do, as it stands: whoever keeps one sees it change."""
@@ -91,16 +75,34 @@ class Standing:
 
     def sent(self, tokens: int, now: float) -> None:
         """Remember a prompt that was sent then; of another frontend's one may hear later."""
-        if now < self.last:
-            self.lately += tokens * exp((now - self.last) / LATELY_S)
+        since = now - self.last
+        if since < 0.0:
+            self.lately += tokens * exp(since / LATELY_S)
         else:
-            self.lately = self.lately_at(now) + tokens
+            self.lately = self.lately * exp(-since / LATELY_S) + tokens
             self.last = now
 
     def lately_at(self, now: float) -> float:
         """Return how many prompt tokens were sent there lately, each counting the less the longer ago that was."""
         since = now - self.last
         return self.lately * exp(-since / LATELY_S) if since > 0.0 else self.lately
+
+
+class Request(msgspec.Struct, Generic[Holder]):
+    """A request in flight, as it was added."""
+
+    holder: Holder
+    work: Standing  # of the holder
+    blocks: Sequence[int]  # sequence hashes of its prompt's full blocks
+    own_blocks: int  # that nobody can share
+    block_tokens: int
+    prefill_tokens: int
+    expected_s: float | None
+    owner: str
+    since: float
+    reading: bool = True
+    said: int = 0  # tokens
+    output_blocks: int = 0
 
 
 class Listener(Protocol):
@@ -125,7 +127,7 @@ class SlotTracker(Generic[Holder]):
         self._columns: Floats = np.zeros((8, _ROWS))
         self._unwritten: dict[int, Standing] = {}  # by row: what the columns say when they are asked next
         self._free_rows = list(range(_ROWS - 1, -1, -1))
-        self._paced = False  # whether anybody ever knew how long a prompt takes
+        self.paced = False  # whether what is to be read shrinks with time: then only `loads` says it
         self.layout = 0  # moves when a row gets another meaning
         self.listener: Listener | None = None
 
@@ -159,9 +161,10 @@ class SlotTracker(Generic[Holder]):
         """
         if request in self._requests:
             return False
-        work = self._of(holder)
+        work = self._work.get(holder) or self._of(holder)
         entry = self._requests[request] = Request(
             holder,
+            work,
             blocks,
             own_blocks,
             block_tokens,
@@ -180,7 +183,7 @@ class SlotTracker(Generic[Holder]):
             work.reading_tokens += prefill_tokens
             work.unpaced += expected_s is None
             work.sent(prefill_tokens, now)
-            self._paced = self._paced or expected_s is not None
+            self.paced = self.paced or expected_s is not None
         self._unwritten[work.row] = work
         if self.listener is not None and not owner:
             self.listener.added(request, entry)
@@ -191,7 +194,7 @@ class SlotTracker(Generic[Holder]):
         found = self._requests.get(request)
         if found is None or not found.reading:
             return False
-        work = self._work[found.holder]
+        work = found.work
         self._end_reading(request, found, work, now)
         self._unwritten[work.row] = work
         if self.listener is not None and not found.owner:
@@ -207,7 +210,7 @@ class SlotTracker(Generic[Holder]):
         blocks = found.said // found.block_tokens
         if blocks == found.output_blocks:
             return
-        work = self._work[found.holder]
+        work = found.work
         work.blocks += blocks - found.output_blocks
         found.output_blocks = blocks
         self._unwritten[work.row] = work
@@ -217,7 +220,7 @@ class SlotTracker(Generic[Holder]):
         found = self._requests.pop(request, None)
         if found is None:
             return False
-        work = self._work[found.holder]
+        work = found.work
         if found.reading:
             self._end_reading(request, found, work, now)
         del work.requests[request]
@@ -293,7 +296,7 @@ class SlotTracker(Generic[Holder]):
             self._unwritten.clear()
         columns = self._columns.take(rows, axis=1)
         prefill = columns[_PREFILL]
-        if self._paced:
+        if self.paced:
             read = np.floor(columns[_PACE] * np.maximum(now - columns[_SINCE], 0.0))
             prefill -= np.minimum(read, columns[_READ_MAX])
         lately = columns[_LATELY] * np.exp(np.minimum(columns[_LAST] - now, 0.0) / LATELY_S)
@@ -302,11 +305,6 @@ class SlotTracker(Generic[Holder]):
     def standing(self, holders: Iterable[Holder]) -> list[Standing]:
         """Return what each holder has to do, to be looked at for as long as `layout` stays what it is now."""
         return [self._of(holder) for holder in holders]
-
-    @property
-    def paced(self) -> bool:
-        """Whether what is to be read shrinks with time: then `loads` says it, and what stands does not."""
-        return self._paced
 
     def pieces(self, blocks: Sequence[int]) -> Sequence[tuple[int, Mapping[int, int]]]:
         """Return what `shared` does, piece by piece: up to which depth who, by row, has how many requests with all of it."""
@@ -349,7 +347,7 @@ class SlotTracker(Generic[Holder]):
         column[_PREFILL], column[_BLOCKS] = work.reading_tokens, work.blocks
         column[_REQUESTS] = len(work.requests)
         column[_LATELY], column[_LAST] = work.lately, work.last
-        if not self._paced:
+        if not self.paced:
             return
         column[_PACE], column[_READ_MAX] = 0.0, 0.0
         if not work.reading:

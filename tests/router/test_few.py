@@ -5,9 +5,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from router_kit import BLOCK, seat
 
-from controller.router.few import FEW, score_few
+from controller.router.few import score_few
 from controller.router.kv_index import Matches
-from controller.router.places import KeptPlaces, Question
+from controller.router.places import FEW, KeptPlaces, Question
 from controller.router.score import USUAL, Pricing, Prompt
 from controller.router.slots import SlotTracker
 from controller.router.table import Holder
@@ -32,20 +32,23 @@ def unsaid(worker: str) -> list[Load]:
 @settings(max_examples=60)
 @given(
     PRICINGS,
-    st.lists(st.tuples(COUNT, COUNT, COUNT, st.sampled_from([0.0, 0.25, 1.0]), st.booleans()), min_size=1, max_size=4),
+    st.lists(
+        st.tuples(COUNT, COUNT, COUNT, st.sampled_from([0.0, 0.25, 1.0]), st.booleans(), st.integers(1, 3)),
+        min_size=1, max_size=4,
+    ),
     st.integers(1, 5),
     st.booleans(),
 )  # fmt: skip
 def test_the_costs_are_those_of_the_columns(
     pricing: Pricing,
-    workers: list[tuple[int, int, int, float, bool]],
+    workers: list[tuple[int, int, int, float, bool, int]],
     blocks: int,
     reported: bool,
 ) -> None:
-    seats = [seat(f"w{n}", one[3], kv_events=one[4]) for n, one in enumerate(workers)]
+    seats = [seat(f"w{n}", one[3], kv_events=one[4], dp=one[5]) for n, one in enumerate(workers)]
     names, slots, serial = list(range(1, blocks + 1)), SlotTracker[Holder](), iter(range(100))
     found = {}
-    for n, (cached, used, alone, _, _) in enumerate(workers):
+    for n, (cached, used, alone, _, _, _) in enumerate(workers):
         holder = Holder(f"w{n}", "i1")
         if cached:
             found[holder] = min(cached, blocks)
