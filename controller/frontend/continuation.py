@@ -12,17 +12,14 @@ from controller.router.table import Seat
 from events.wire import Generate
 
 
-class Continuation:
+class Continuation(msgspec.Struct):
     """All that was accepted of one answer, as the next worker must be told it."""
 
-    __slots__ = ("_accepted", "_plan", "_tokens", "_worded", "texts")
-
-    def __init__(self, plan: Plan, accepted: list[int], tokens: Tokens) -> None:
-        self._plan = plan
-        self._accepted = accepted  # the flight's own list: it grows with every step
-        self._tokens = tokens
-        self.texts: list[str] = []  # what came from engines that give text and no tokens, and all before it
-        self._worded = 0  # accepted tokens that `texts` says
+    _plan: Plan
+    _accepted: list[int]  # the flight's own list: it grows with every step
+    _tokens: Tokens
+    texts: list[str] = []  # what came from engines that give text and no tokens, and all before it
+    _worded: int = 0  # accepted tokens that `texts` says
 
     def request(self, seat: Seat, rank: int = 0) -> Generate:
         """Return what this worker, and of its DP ranks this one, is asked for now."""

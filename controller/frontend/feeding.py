@@ -6,6 +6,8 @@ on being wrong at the target, so a conviction of the source names all that came 
 
 from typing import TYPE_CHECKING
 
+import msgspec
+
 from controller.frontend.exposure import Exposures, Stint
 from controller.frontend.plan import Plan
 from controller.router.table import Key
@@ -14,18 +16,15 @@ if TYPE_CHECKING:
     from controller.frontend.flight import Flight
 
 
-class Feeding:
+class Feeding(msgspec.Struct):
     """The stints of one answer."""
 
-    __slots__ = ("_exposures", "_flight", "_left", "_plan", "own", "sources")
-
-    def __init__(self, exposures: Exposures, plan: Plan, flight: "Flight") -> None:
-        self._exposures = exposures
-        self._plan = plan
-        self._flight: Flight | None = flight
-        self.own: Stint | None = None  # the present worker's, from its first token on
-        self.sources: tuple[Stint, ...] = ()  # of those whose KV cache it has taken over
-        self._left: tuple[Stint, ...] = ()  # a conviction may come when the request has moved on
+    _exposures: Exposures
+    _plan: Plan
+    _flight: "Flight | None"
+    own: Stint | None = None  # the present worker's, from its first token on
+    sources: tuple[Stint, ...] = ()  # of those whose KV cache it has taken over
+    _left: tuple[Stint, ...] = ()  # a conviction may come when the request has moved on
 
     def begin(self, key: Key, rank: int | None, first: int) -> Stint:
         """The first tokens come from this worker (of several DP ranks from this one), and the first of them has this index."""
