@@ -149,9 +149,12 @@ def join(earlier: Chunk, later: Chunk) -> bool:
             earlier.logprobs = known + later.logprobs
         if later.text is not None:
             earlier.text = (earlier.text or "") + later.text
-    earlier.tokens += later.tokens
-    earlier.finish, earlier.error = later.finish, later.error
-    if earlier.cached_tokens is None:
+    earlier.tokens.extend(later.tokens)
+    if later.finish is not None:  # to set a struct's field takes longer than to look
+        earlier.finish = later.finish
+    if later.error is not None:
+        earlier.error = later.error
+    if earlier.cached_tokens is None and later.cached_tokens is not None:
         earlier.cached_tokens = later.cached_tokens
     return True
 
