@@ -92,11 +92,6 @@ class Desk:
         self._reported_at = self.now()
         self._counted = Counts()  # of KV events, already in the counters
 
-    @property
-    def number(self) -> int:
-        """The number of the last decision that this frontend routes by."""
-        return self.table.number
-
     # --- the fold -----------------------------------------------------------------------------------------
 
     def absorb(self, fleet: Fleet, batch: Sequence[Recorded]) -> None:

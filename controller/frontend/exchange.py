@@ -50,7 +50,6 @@ class Exchange:
         self._stream = stream
         self.over: asyncio.Future[ApiError | None] = asyncio.get_running_loop().create_future()
         self.flights: list[Flight] = []
-        self.voices: list[StreamVoice | FoldVoice] = []
         self._left = len(admitted.prompts) * admitted.ask.n
         salt = seed(namespace=admitted.ask.cache_salt)
         for prompt, text in admitted.prompts:
@@ -84,7 +83,6 @@ class Exchange:
         )
         forbidden = "n_over_1" if ask.n > 1 else "guided_decoding" if ask.guided else ""
         allowance = Allowance(desk.routing.limit(ask.model), desk.settings.migration_max_seq_len, forbidden)
-        self.voices.append(voice)
         self.flights.append(Flight(desk, plan, voice, allowance, self._ended))
 
     def launch(self) -> None:
@@ -150,7 +148,8 @@ class Exchange:
 
     def body(self) -> dict[str, Any]:
         """Return the whole answer of a request that is not streamed."""
-        choices = [voice.choice(i) for i, voice in enumerate(self.voices) if isinstance(voice, FoldVoice)]
+        voices = [flight.voice for flight in self.flights]
+        choices = [voice.choice(i) for i, voice in enumerate(voices) if isinstance(voice, FoldVoice)]
         form = self._form
         name = "chat.completion" if form.chat else "text_completion"
         head = {"id": form.id, "object": name, "created": form.created, "model": form.model}

@@ -103,7 +103,8 @@ class Flight:
                 self._nowhere(error)
                 return
             seat = choice.seat
-            request = self.continuation.request(seat, choice.holder.rank)
+            rank = choice.holder.rank
+            request = self.continuation.request(seat, rank)
             try:
                 stream = desk.plane.open(seat.worker, seat.instance, request, self)
             except WorkerUnreachable:
@@ -115,7 +116,7 @@ class Flight:
             if self.plan.wishes.explain and not self.attempts:
                 self.explained = explained(choice)
             slot = desk.routing.choosing.begin(choice, self.plan, self.accepted)
-            self._board(seat, choice.holder.rank, stream, slot, paid=not free)
+            self._board(seat, rank, stream, slot, paid=not free)
             return
 
     def _board(self, seat: Seat, rank: int, stream: int, slot: int, *, paid: bool) -> None:
@@ -123,7 +124,7 @@ class Flight:
         self.attempts += 1
         self.allowance.spent += paid
         self._paid = paid
-        self.seat, self.stream, self.slot, self.under = seat, stream, slot, self._desk.number
+        self.seat, self.stream, self.slot, self.under = seat, stream, slot, self._desk.table.number
         self.rank = rank if seat.ranks > 1 else None
         self._plain = False
         self.refused = ""
@@ -198,7 +199,8 @@ class Flight:
         new = len(self.accepted) - counted
         if not new:
             return
-        now, meter, feeding, seat = self._desk.now(), self.meter, self._feeding, self.seat
+        now, meter = self._desk.now(), self.meter
+        feeding, seat = self._feeding, self.seat
         assert seat is not None
         stint = feeding.own or feeding.begin(seat.key, self.rank, counted)
         stint.add(now, new)

@@ -126,7 +126,7 @@ class Outcomes:
     def sent(self, key: Key) -> int:
         """A request went there; half-open, it is the trial. Return the number of our own last move: its outcome
         counts only if the breaker has not moved since."""
-        found = self.tally(key)
+        found = self._tallies.get(key) or self.tally(key)
         found.under = self._number
         if key in self._open:
             admitted = breaker.admit(found.breaker)
@@ -171,7 +171,7 @@ class Outcomes:
         model: str = "",
     ) -> None:
         """A request ended well on this worker. `sent` is what `sent` returned for it; None: it was the last."""
-        found = self.tally(key)
+        found = self._tallies.get(key) or self.tally(key)
         window = found.window
         found.model = model
         found.failures = 0
@@ -181,7 +181,8 @@ class Outcomes:
             self._settle(key, found, self._moment())
         window.count += 1
         window.tokens += tokens
-        window.under = under if window.under is None else min(window.under, under)
+        if window.under is None or under < window.under:
+            window.under = under
         if len(window.ttft_ms) < SAMPLES_MAX:
             if ttft_s is not None:
                 window.ttft_ms.append(ttft_s * 1000)

@@ -138,8 +138,8 @@ class StreamVoice:
         self._said = 0
         self._offset = 0  # characters of the tokens whose logprobs were shown
         self.stopped = False
-        before, behind = _around(form.chat, index)
-        self._prefix, self._suffix = form.before + before, behind + form.after
+        before, self._suffix = _around(form.chat, index, form.after)
+        self._prefix = form.before + before
         self._seam = self._suffix + self._prefix
         table = form.tokens.table
         fast = table is not None and not form.stops and form.logprobs is None
@@ -295,11 +295,11 @@ def _texts(table: Mapping[int, bytes], tokens: Sequence[int]) -> Sequence[bytes]
 
 
 @lru_cache(CHOICES_KEPT)
-def _around(chat: bool, index: int) -> tuple[bytes, bytes]:
-    """Return what stands before and after a token's text in its choice."""
+def _around(chat: bool, index: int, after: bytes) -> tuple[bytes, bytes]:
+    """Return what stands in an event before a token's text, from its choice on, and what after it."""
     mark = "\x00"
-    before, after = _choice(chat, index, mark, None, None).split(json.dumps(mark).encode())
-    return before, after
+    before, behind = _choice(chat, index, mark, None, None).split(json.dumps(mark).encode())
+    return before, behind + after
 
 
 @lru_cache(CHOICES_KEPT)
