@@ -24,8 +24,8 @@ from controller.frontend.heads import Head
 
 BYTES_MAX = (
     2**18
-)  # of a request that goes the short way; and of those that are sent ahead, while another one is answered
-HEAD_BYTES_MAX = 2**13  # as many heads are remembered
+)  # of a request that goes the short way, and of what is sent ahead of its turn before reading pauses
+HEAD_BYTES_MAX = 2**13  # of its head, which is remembered
 PATIENCE_S = 1.0  # how long a body may lag behind its head; then aiohttp waits for it, with the deadline
 _END = b"\r\n\r\n"
 
@@ -133,7 +133,8 @@ class Connection(asyncio.Protocol):
 
     def _look(self) -> None:
         """Close the connection if nothing has been asked for too long."""
-        idle = 0.0 if self._answering is not None else self._loop.time() - self._came
+        busy = self._answering is not None or self._gathered
+        idle = 0.0 if busy else self._loop.time() - self._came
         if idle >= self._idle_max_s:
             self._transport.close()
         else:

@@ -53,6 +53,8 @@ def known_heads(ours: RouterSettings) -> Callable[[bytes], Head | None]:
 
 def read_plain(ours: RouterSettings, raw: bytes) -> Head | None:
     """Return what a head up to its empty line says; None if there is anything unusual or wrong about the request."""
+    if raw.count(b"\n") != raw.count(b"\r\n"):
+        return None  # where it ends may be a matter of opinion
     parser = HttpRequestParser(cast(Any, None), cast(Any, None), READ_AHEAD, response_with_body=False)
     try:
         messages, upgraded, _ = parser.feed_data(raw)

@@ -176,6 +176,9 @@ NOT_PLAIN = {
     "no host": request().replace(b"Host: x\r\n", b""),
     "two hosts": request(None, "Host: y"),
     "bare newlines": request().replace(b"\r\n", b"\n"),
+    "one bare newline": request(None, "X-A: a").replace(b"X-A: a\r\n", b"X-A: a\n"),
+    "an empty line of newlines": request(b"{}\r\n\r\n").replace(b"6\r\n\r\n{}", b"6\n\n{}"),
+    "bare return": request(None, "X-A: a\rb"),
     "space before colon": request(None, "X-A : b"),
     "null": request(None, "X-A: a\x00b"),
     "too many headers": request(None, *(f"X-{n}: {n}" for n in range(200))),
@@ -343,9 +346,16 @@ async def test_who_asks_nothing_for_long_is_left() -> None:
             assert told - began > 0.3 and loop.time() - told > 0.1
             silent, other = await asyncio.open_connection("127.0.0.1", port)
             assert await silent.read() == b""
+            late, behind = await asyncio.open_connection("127.0.0.1", port)
+            behind.write(PLAIN["unary"][:-1])
+            began = loop.time()
+            await until(lambda: loop.time() - began > 0.3)  # longer than one may be idle
+            behind.write(PLAIN["unary"][-1:])
+            assert b" 200 OK" in await answer(late)
+            assert await late.read() == b""
         assert not open
-        writer.close()
-        other.close()
+        for one in (writer, other, behind):
+            one.close()
         server.close()
 
 
@@ -368,6 +378,12 @@ async def test_doors_that_close_let_answers_end_for_a_moment(in_time: bool) -> N
         assert ways.kit.api.answering == 0 and not ways.doors._open
         writer.close()
         other.close()
+
+
+def test_a_head_with_a_bare_newline_is_not_plain() -> None:
+    raw = PLAIN["unary"][: PLAIN["unary"].index(b"\r\n\r\n") + 4]
+    assert known_heads(RouterSettings())(raw) is not None
+    assert known_heads(RouterSettings())(raw.replace(b"Host: x\r\n", b"Host: x\n")) is None
 
 
 def test_a_head_is_read_once_and_only_so_many_are_remembered() -> None:
