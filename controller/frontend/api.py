@@ -145,10 +145,11 @@ class Api:
                 body = await read_body(given, self.desk.settings.admission)
             ask = READS[head.endpoint](body)
             kind = "stream" if ask.stream else "unary"
-            if self._known(ask.model):
-                model = ask.model
-                self.desk.metrics.active.add(1, model)
-                self.answering += 1
+            if ask.model not in self.desk.table.known:
+                raise self._unknown(ask.model)
+            model = ask.model
+            self.desk.metrics.active.add(1, model)
+            self.answering += 1
             response, error = await self._answer(head, ask, headers, wishes, transport)
             return response
         except ApiError as raised:
@@ -166,9 +167,6 @@ class Api:
         finally:
             self._count(model, head.endpoint, kind, error)
 
-    def _known(self, model: str) -> bool:
-        return model in self.desk.table.known
-
     def _unknown(self, model: str) -> ApiError:
         """Return what is said of a model that nobody serves, as far as is known."""
         return unknown_model(model) if self.desk.live else starting()
@@ -182,8 +180,6 @@ class Api:
         transport: asyncio.Transport | None,
     ) -> tuple[web.Response | None, ApiError | None]:
         """Return the response if it is still to be written, and what ended the stream, if it did not end well."""
-        if not self._known(ask.model):
-            raise self._unknown(ask.model)
         id = headers["X-Request-Id"]
         place = await self.desk.admission.admit(ask.model, head.tier)
         try:
@@ -201,9 +197,25 @@ class Api:
             min_tokens=ask.min_tokens,
             logprobs=ask.logprobs,
         )
+        stream = None
         if ask.stream:
-            return None, await self._stream(head, admitted, form, headers, transport)
-        return await self._whole(admitted, form, headers), None
+            if transport is None:
+                raise asyncio.CancelledError
+            stream = SseStream(transport, self.desk.settings.stream, chunked=head.chunked)
+        exchange = Exchange(self.desk, admitted, form, stream)
+        if stream is not None:
+            stream.begin(
+                lambda: response_head(head, headers | exchange.headers), partial(self._cut, exchange, stream)
+            )
+        error = await self._fly(exchange, stream)
+        if stream is not None and (error is None or stream.started):
+            return None, error
+        if stream is None and exchange.worker:
+            headers |= exchange.headers
+        if error is not None:
+            raise error
+        body = json.dumps(exchange.body(), ensure_ascii=False).encode()
+        return web.Response(body=body, content_type="application/json", headers=headers), None
 
     async def _admitted(
         self, head: Head, ask: Ask, id: str, lineage: Lineage, wishes: Wishes
@@ -230,44 +242,6 @@ class Api:
         desk.metrics.tokenizer_ms.of("encode").note((desk.now() - began) * 1000)
         serial = next(self._serial)
         return Admitted(ask, id, head.tier, lineage, prompts, context, serial, head.trace, wishes), tokens
-
-    async def _whole(self, admitted: Admitted, form: Form, headers: dict[str, str]) -> web.Response:
-        exchange = Exchange(self.desk, admitted, form, None)
-        error = await self._fly(exchange, None)
-        if exchange.worker:
-            headers |= exchange.headers
-        if error is not None:
-            raise error
-        body = json.dumps(exchange.body(), ensure_ascii=False).encode()
-        return web.Response(body=body, content_type="application/json", headers=headers)
-
-    async def _stream(
-        self,
-        head: Head,
-        admitted: Admitted,
-        form: Form,
-        headers: dict[str, str],
-        transport: asyncio.Transport | None,
-    ) -> ApiError | None:
-        if transport is None:
-            raise asyncio.CancelledError
-        chunked = head.version >= (1, 1)
-        stream = SseStream(
-            transport,
-            self.desk.settings.stream,
-            chunked=chunked,
-            overflow=lambda why: self._cut(exchange, stream, why),
-        )
-        exchange = Exchange(self.desk, admitted, form, stream)
-
-        def make_head() -> bytes:
-            return response_head(head.version, headers | exchange.headers, chunked=chunked, keep=head.keep)
-
-        stream.set_head(make_head)
-        error = await self._fly(exchange, stream)
-        if error is not None and not stream.started:
-            raise error
-        return error
 
     async def _fly(self, exchange: Exchange, stream: SseStream | None) -> ApiError | None:
         """Launch and wait for the end. A client that goes away takes his flights with him."""

@@ -32,6 +32,7 @@ class Head(msgspec.Struct, frozen=True):
     trace: str
     version: tuple[int, int] = (1, 1)
     keep: bool = True  # the connection, when all is said
+    chunked: bool = True  # so can a stream's answer be
     wishes: Wishes = NO_WISHES
     end: int = 0  # how many bytes it takes, with the empty line
     whole: int = 0  # and with the body
@@ -43,7 +44,8 @@ def read_head(
     """Return what these headers say, but for wishes, which may be wrong."""
     tier, warning = tier_asked(headers.get("X-Priority"))
     given = own_id(headers.get("X-Request-Id"))
-    return Head(endpoint, given, tier, warning, traceparent(headers), version, keep and version >= (1, 1))
+    chunked = version >= (1, 1)
+    return Head(endpoint, given, tier, warning, traceparent(headers), version, keep and chunked, chunked)
 
 
 def known_heads(ours: RouterSettings) -> Callable[[bytes], Head | None]:

@@ -15,6 +15,7 @@ from functools import lru_cache
 from aiohttp import web
 from aiohttp.abc import AbstractStreamWriter
 
+from controller.frontend.heads import Head
 from controller.frontend.settings import StreamSettings
 
 DONE = b"data: [DONE]\n\n"
@@ -43,12 +44,11 @@ class SseStream:
         limits: StreamSettings,
         *,
         chunked: bool,
-        overflow: Callable[[str], None],
     ) -> None:
         self._transport = transport
         self._limits = limits
         self._chunked = chunked
-        self._overflow = overflow
+        self._overflow: Callable[[str], None] = _nothing
         self._head: Callable[[], bytes] | None = None
         self._written = 0
         self._seen = 0  # bytes that had left our buffer when we looked last
@@ -57,9 +57,10 @@ class SseStream:
         self.started = False
         self.ended = False
 
-    def set_head(self, head: Callable[[], bytes]) -> None:
-        """Say how to make the response's head; it is asked for once, with the first event."""
-        self._head = head
+    def begin(self, head: Callable[[], bytes], overflow: Callable[[str], None]) -> None:
+        """Say how to make the response's head, which is asked for once, with the first event, and whom to tell why the client
+        must be cut off."""
+        self._head, self._overflow = head, overflow
 
     def flush(self) -> None:
         """Write what has gathered, as one chunk."""
@@ -127,15 +128,13 @@ class StreamedResponse(web.StreamResponse):
         self._eof_sent = True
 
 
-def response_head(
-    version: tuple[int, int], headers: Mapping[str, str], *, chunked: bool, keep: bool
-) -> bytes:
-    """Return the head of a 200 response that streams events."""
-    lines = [_beginning(version, int(time.time()))]  # noqa: TID251 (shown to the client, compared with nothing)
+def response_head(head: Head, headers: Mapping[str, str]) -> bytes:
+    """Return the head of a 200 response that streams events, to a request with this head."""
+    lines = [_beginning(head.version, int(time.time()))]  # noqa: TID251 (shown to the client, compared with nothing)
     lines += [f"{name}: {value}\r\n" for name, value in headers.items()]
-    if chunked:
+    if head.chunked:
         lines.append("Transfer-Encoding: chunked\r\n")
-    lines.append("\r\n" if keep else "Connection: close\r\n\r\n")
+    lines.append("\r\n" if head.keep else "Connection: close\r\n\r\n")
     return "".join(lines).encode("latin-1", "replace")
 
 

@@ -6,13 +6,21 @@ from email.utils import parsedate_to_datetime
 import pytest
 
 from controller.frontend import sse
+from controller.frontend.heads import Head
+
+
+def head(version: tuple[int, int], *, chunked: bool, keep: bool) -> Head:
+    """Return a request's head."""
+    return Head("completions", "", "interactive", "", "", version, keep, chunked)
 
 
 @pytest.mark.parametrize("chunked", [False, True])
 @pytest.mark.parametrize("keep", [False, True])
 def test_a_head_says_what_it_is_told(chunked: bool, keep: bool) -> None:
     version = (1, 1) if chunked else (1, 0)
-    lines = sse.response_head(version, {"X-Request-Id": "a", "X-Word": "\u20ac"}, chunked=chunked, keep=keep)
+    lines = sse.response_head(
+        head(version, chunked=chunked, keep=keep), {"X-Request-Id": "a", "X-Word": "\u20ac"}
+    )
     first, *fields, empty, rest = lines.split(b"\r\n")
     assert (first, empty, rest) == (b"HTTP/1.1 200 OK" if chunked else b"HTTP/1.0 200 OK", b"", b"")
     assert [field for field in fields if not field.startswith(b"Date: ")] == [
@@ -27,8 +35,8 @@ def test_a_head_says_what_it_is_told(chunked: bool, keep: bool) -> None:
 
 def test_a_head_is_dated_in_the_second_in_which_it_is_made() -> None:
     def dated() -> float:
-        head = sse.response_head((1, 1), {}, chunked=True, keep=True).decode()
-        return parsedate_to_datetime(head.split("Date: ")[1].split("\r\n")[0]).timestamp()
+        said = sse.response_head(head((1, 1), chunked=True, keep=True), {}).decode()
+        return parsedate_to_datetime(said.split("Date: ")[1].split("\r\n")[0]).timestamp()
 
     before = int(time.time())
     assert before <= dated() <= time.time()
