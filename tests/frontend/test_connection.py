@@ -307,8 +307,11 @@ async def test_much_that_is_sent_ahead_waits_at_the_client_and_is_answered() -> 
 
 
 async def test_a_mistake_of_ours_is_told_as_on_the_long_way() -> None:
+    async def mistaken(model: str, tier: str) -> Any:
+        raise ValueError("we are wrong")
+
     async with both_ways(ScriptedWorker("w1")) as ways:
-        ways.kit.desk.admission = None  # type: ignore[assignment]
+        ways.kit.desk.admission.admit = mistaken  # type: ignore[method-assign]
         for name in ("unary", "streamed"):
             (said,), _ = await ways.ask(ways.short, PLAIN[name])
             (reference,), _ = await ways.ask(ways.long, PLAIN[name])
