@@ -190,14 +190,16 @@ async def test_drift_changes_logprobs_and_no_token(start: Make) -> None:
 
 async def test_a_slow_engine_takes_a_multiple_of_the_time(start: Make) -> None:
     rig = await start()
-    await rig.ask(prompt())
-    began = time.perf_counter()
-    await rig.ask(prompt())
-    healthy = time.perf_counter() - began
+
+    async def seconds() -> float:
+        began = time.perf_counter()
+        await rig.ask(prompt())
+        return time.perf_counter() - began
+
+    await seconds()
+    healthy = min([await seconds() for _ in range(3)])  # the machine may stand still in one of them
     rig.engine.chaos("slow", 10.0)
-    began = time.perf_counter()
-    await rig.ask(prompt())
-    assert time.perf_counter() - began > 3 * healthy
+    assert await seconds() > 3 * healthy
 
 
 async def test_bit_flips_change_answers_until_healed(start: Make) -> None:
