@@ -88,7 +88,10 @@ def load(url: str, **options: Any) -> dict[str, Any]:
     a = parser().parse_args(["--url", url])
     for name, value in options.items():
         setattr(a, name, value)
-    return measure(a)
+    got = measure(a)
+    if not got["ok"]:
+        raise SystemExit(f"no request ended well within {a.duration:g} s; the last errors: {got['bad'] or 'none'}")
+    return got
 
 
 def _pids(fronts: list[int]) -> str:
