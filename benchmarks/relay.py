@@ -90,7 +90,9 @@ def load(url: str, **options: Any) -> dict[str, Any]:
         setattr(a, name, value)
     got = measure(a)
     if not got["ok"]:
-        raise SystemExit(f"no request ended well within {a.duration:g} s; the last errors: {got['bad'] or 'none'}")
+        raise SystemExit(
+            f"no request ended well within {a.duration:g} s; the last errors: {got['bad'] or 'none'}"
+        )
     return got
 
 
