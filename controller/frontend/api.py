@@ -249,8 +249,10 @@ class Api:
         try:
             exchange.launch()
             return await exchange.over
-        except BaseException:  # whatever it is, nobody waits for its flights any more
+        except BaseException as why:  # whatever it is, nobody waits for its flights any more
             exchange.cancel()
+            if isinstance(why, Exception) and stream is not None and stream.started:
+                stream.abort()  # nothing can follow what has been said
             raise
         finally:
             del self.exchanges[exchange]

@@ -22,9 +22,9 @@ from aiohttp.http import SERVER_SOFTWARE
 from controller.frontend.api import Api
 from controller.frontend.heads import Head
 
-BYTES_MAX = (
-    2**18
-)  # of a request that goes the short way, and of what is sent ahead of its turn before reading pauses
+# Of a request that goes the short way, and of what is sent ahead of its turn. Past it reading pauses, and a client who goes
+# away meanwhile is noticed when his turn has come.
+BYTES_MAX = 2**18
 HEAD_BYTES_MAX = 2**13  # of its head, which is remembered
 PATIENCE_S = 1.0  # how long a body may lag behind its head; then aiohttp waits for it, with the deadline
 _END = b"\r\n\r\n"
@@ -73,6 +73,11 @@ class Connection(asyncio.Protocol):
         if self._answering is not None or self._gathered:
             self._gather(data)
             return
+        if (
+            self._writing_paused
+        ):  # the client does not read what he was told before: aiohttp waits until he does
+            self._go_long(data)
+            return
         head = self._heads(data[: data.find(_END, 0, HEAD_BYTES_MAX) + len(_END)])
         if head is None or head.whole > BYTES_MAX or len(data) > head.whole:
             self._go_long(data)
@@ -108,12 +113,15 @@ class Connection(asyncio.Protocol):
         transport = self._transport
         try:
             response = await self._api.answer(head, body, transport)
+            if response is not None and not transport.is_closing():
+                transport.write(written(response))
+        except BaseException:
+            transport.close()  # nobody can say how far the answer had come
+            raise
         finally:
             self._answering = None
         if transport.is_closing():
             return
-        if response is not None:
-            transport.write(written(response))
         self._came = self._loop.time()
         if self._ends:
             transport.close()

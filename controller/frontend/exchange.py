@@ -158,7 +158,8 @@ class Exchange:
     @property
     def headers(self) -> dict[str, str]:
         """What the answer's headers say of the choice of its worker."""
-        headers, why = {"X-Holdfast-Worker": self.worker}, self.flights[0].explained
+        name = self.worker if self.worker.isprintable() else ascii(self.worker)  # it registers as it likes
+        headers, why = {"X-Holdfast-Worker": name}, self.flights[0].explained
         if why is not None:
             headers[EXPLAIN] = json.dumps(_shortened(why))
         return headers

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from controller.frontend.flight import Flight
 
 
-class Feeding(msgspec.Struct):
+class Feeding(msgspec.Struct, eq=False):
     """The stints of one answer."""
 
     _exposures: Exposures

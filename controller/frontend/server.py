@@ -15,6 +15,7 @@ from controller.frontend.settings import FrontendSettings
 from events.errors import HoldfastError
 
 SHUTDOWN_S = 1.0
+_LOOK_S = 0.02
 KEEPALIVE_S = 75.0
 BACKLOG = 128  # connections that wait to be accepted
 
@@ -98,7 +99,9 @@ class Doors:
         await self._admin.cleanup()
 
     async def _end_all(self) -> None:
-        """Let what is answered on the short way end, for a moment."""
+        """Let what is answered on the short way end, and what was said leave, for a moment."""
+        loop = asyncio.get_running_loop()
+        until = loop.time() + SHUTDOWN_S
         answering = [task for connection in tuple(self._open) if (task := connection.end()) is not None]
         if answering:
             _, late = await asyncio.wait(answering, timeout=SHUTDOWN_S)
@@ -107,6 +110,8 @@ class Doors:
             await asyncio.gather(*late, return_exceptions=True)
         for connection in tuple(self._open):
             connection.end()
+        while self._open and loop.time() < until:  # noqa: ASYNC110 (a moment, once in a life)
+            await asyncio.sleep(_LOOK_S)
 
 
 def _runner(handler: Handler, body_mb_max: int) -> web.ServerRunner:

@@ -5,6 +5,7 @@ import gzip
 import json
 import random
 import re
+import socket
 from collections import deque
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -317,6 +318,97 @@ async def test_a_mistake_of_ours_is_told_as_on_the_long_way() -> None:
             (reference,), _ = await ways.ask(ways.long, PLAIN[name])
             assert alike(said) == alike(reference) and b" 500 " in said
         assert ways.kit.api.answering == 0
+
+
+@pytest.mark.parametrize("name", ["unary", "streamed"])
+async def test_who_is_cancelled_by_another_than_the_client_leaves_no_silent_connection(name: str) -> None:
+    async def cancelled(model: str, tier: str) -> Any:
+        raise asyncio.CancelledError
+
+    async with both_ways(ScriptedWorker("w1")) as ways:
+        ways.kit.desk.admission.admit = cancelled  # type: ignore[method-assign]
+        for port in (ways.short, ways.long):
+            reader, writer = await asyncio.open_connection("127.0.0.1", port)
+            writer.write(PLAIN[name])
+            async with asyncio.timeout(SECONDS):
+                assert await reader.read() == b""
+            writer.close()
+        assert not ways.doors._open
+
+
+async def test_nothing_follows_a_stream_that_a_mistake_of_ours_cut_off() -> None:
+    worker, goes_on = pausing()
+
+    async with both_ways(worker) as ways:
+        reader, writer = await asyncio.open_connection("127.0.0.1", ways.short)
+        writer.write(PLAIN["streamed"])
+        await reader.readuntil(b"data: ")
+        (exchange,) = ways.kit.api.exchanges
+        exchange.over.set_exception(ValueError("we are wrong"))
+        with pytest.raises(ConnectionResetError):
+            async with asyncio.timeout(SECONDS):
+                assert b"HTTP/1.1" not in await reader.read()
+                raise ConnectionResetError  # or it ended without one
+        goes_on.set()
+        writer.close()
+
+
+async def test_a_workers_name_cannot_become_a_header() -> None:
+    async with both_ways(ScriptedWorker("w1\r\nSet-Cookie: a=b")) as ways:
+        for name in ("unary", "streamed"):
+            for port in (ways.short, ways.long):
+                (said,), _ = await ways.ask(port, PLAIN[name])
+                assert b" 200 OK" in said and b"\r\nSet-Cookie" not in said
+
+
+async def unread(port: int, raw: bytes, count: int) -> tuple[socket.socket, int]:
+    """Send so many requests to this port, at most, without reading an answer; return how many it took."""
+    loop = asyncio.get_running_loop()
+    client, sent = socket.socket(), 0
+    client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+    client.setblocking(False)
+    await loop.sock_connect(client, ("127.0.0.1", port))
+    try:
+        while sent < count:
+            async with asyncio.timeout(1.0):
+                await loop.sock_sendall(client, raw)
+            sent += 1
+            await asyncio.sleep(0.01)
+    except TimeoutError:
+        pass
+    return client, sent
+
+
+async def test_who_reads_no_answers_is_read_no_further() -> None:
+    """Each answer repeats what was asked for: they must not pile up in our buffers."""
+    raw = request(CHAT | {"model": "n" * 200_000})
+    async with both_ways(ScriptedWorker("w1")) as ways:
+        client, sent = await unread(ways.short, raw, 150)
+        assert ways.doors._public.server is not None
+        (aiohttps,) = ways.doors._public.server.connections
+        assert sent < 150 and not ways.doors._open
+        assert aiohttps.transport is not None
+        assert 0 < aiohttps.transport.get_write_buffer_size() < 5 * len(raw)
+        client.close()
+
+
+async def test_doors_that_close_let_what_was_said_leave() -> None:
+    raw = request(CHAT | {"model": "n" * 200_000})
+    async with both_ways(ScriptedWorker("w1")) as ways:
+        assert ways.doors._shared is not None
+        for listening in ways.doors._shared.sockets:
+            listening.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+        client, _ = await unread(ways.short, raw, 1)
+        (connection,) = ways.doors._open
+        await until(lambda: connection._transport.get_write_buffer_size() > 0)
+        closing = asyncio.create_task(ways.doors.close())
+        said = b""
+        async with asyncio.timeout(SECONDS):
+            while got := await asyncio.get_running_loop().sock_recv(client, 2**16):
+                said += got
+            await closing
+        assert b" 404 Not Found" in said and len(said) > 200_000
+        client.close()
 
 
 async def test_a_client_that_goes_takes_his_request_with_him() -> None:
