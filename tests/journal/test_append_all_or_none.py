@@ -145,7 +145,10 @@ async def test_a_broker_killed_inside_appends_leaves_all_or_none(
     await journal.close()
 
 
-async def test_an_append_has_a_bound_and_the_bound_fits(nats_url: str) -> None:
+async def test_an_append_has_a_bound_and_the_bound_fits(
+    nats_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("events.journal.nats.APPEND_DEADLINE_S", 20.0)  # what is tested is how much fits
     journal = await NatsJournal.connect(nats_url, "controller:c1")
     most = [absorbed(n + 1) for n in range(APPEND_MAX)]
     assert await journal.append(most, through=0, after=0) == APPEND_MAX

@@ -24,8 +24,8 @@ from workers.engines.simulated.timing import ConstantTiming
 from workers.obedience import Place
 from workers.worker import Worker
 
-INTERVAL_S, TIMEOUT_S, PREFILL_S, TOKENS_PER_S = 0.2, 0.6, 3.0, 3_000
-STUCK_S = 5.0
+INTERVAL_S, TIMEOUT_S, PREFILL_S, TOKENS_PER_S = 0.2, 1.0, 4.0, 3_000
+STUCK_S = 8.0
 ENOUGH = 8  # passes: every canary has been asked, and has a golden
 
 
