@@ -7,6 +7,7 @@ Cold: an empty data directory. Warm: one that was used before. Simulated workers
 
 import argparse
 import asyncio
+import contextlib
 import json
 import statistics
 import tempfile
@@ -19,6 +20,13 @@ from controller.demo.fleet import Fleet
 from workers.keeper import NAME
 
 
+def memory_of(process: psutil.Process) -> int:
+    """Return how many bytes a process has to itself; none where it has ended, or is a keeper, which shares its worker's."""
+    with contextlib.suppress(psutil.NoSuchProcess):  # PostgreSQL's helpers come and go
+        return 0 if process.name() == NAME.decode() else int(process.memory_full_info().uss)
+    return 0
+
+
 async def started(data: Path) -> tuple[float, float]:
     """Start a fleet on a directory; return the seconds until /health answers 200, and its memory in MB."""
     began = time.monotonic()
@@ -27,8 +35,7 @@ async def started(data: Path) -> tuple[float, float]:
         await fleet.ready()
         took = time.monotonic() - began
         await fleet.healthy(3)
-        living = [p for p in fleet.family() if psutil.pid_exists(p.pid) and p.name() != NAME.decode()]
-        return took, sum(p.memory_full_info().uss for p in living) / 1e6
+        return took, sum(map(memory_of, fleet.family())) / 1e6
     finally:
         fleet.stop()
 
