@@ -19,7 +19,7 @@ LLAMACPP := .venv-llamacpp
 VLLM := .venv-vllm
 PEER := .venv-peer
 
-.PHONY: install demo test test-engines test-llamacpp test-nixl test-vllm lint bench recovery-table peer clean
+.PHONY: install demo test test-fast test-engines test-llamacpp test-nixl test-vllm lint bench recovery-table peer clean
 
 install: $(VENV)/.installed
 
@@ -43,11 +43,19 @@ demo: install  ## a fleet under load, broken in every way we know, and the table
 test: install  ## all tests that need no torch; real NATS and Postgres servers
 	$(BIN)/python -m pytest -n $(TESTERS) --dist loadgroup -m "not engines and not llamacpp and not vllm"
 
+# What decides, chooses and reckons, and the style but for mypy: no server, no fleet and no seeds.
+FAST := tests/deciders tests/migration tests/router tests/events/facts tests/frontend/text \
+	tests/simulator/test_folds.py tests/simulator/test_history.py tests/simulator/test_rates.py tests/simulator/scenarios \
+	tests/test_house.py tests/test_style.py
+
+test-fast: install  ## less than a minute, for who changes one decider
+	$(BIN)/python -m pytest -n 2 --dist loadgroup -m "not servers and not engines" -k "not mypy" $(FAST)
+
 test-engines: $(VENV)/.engines  ## the transformers engine, with torch on the CPU
-	$(BIN)/python -m pytest -n $(COMPUTERS) --dist loadgroup -m engines tests/engines tests/e2e/test_survival.py
+	$(BIN)/python -m pytest -n $(COMPUTERS) --dist loadgroup -m engines tests/workers/transformers tests/e2e/test_survival.py
 
 test-llamacpp: $(VENV)/.engines  ## the openai engine, and a whole fleet, against two real llama-servers, built here
-	$(BIN)/python tests/workers/llamacpp_build.py $(LLAMACPP)
+	$(BIN)/python tests/workers/openai/llamacpp_build.py $(LLAMACPP)
 	TEST_LLAMACPP_DIR=$(LLAMACPP) $(BIN)/python -m pytest -m llamacpp
 
 $(VLLM)/.installed:
@@ -67,7 +75,7 @@ $(VENV)/.nixl: $(VENV)/.engines
 	@touch $@
 
 test-nixl: $(VENV)/.nixl  ## KV transfers over NIXL
-	$(BIN)/python -m pytest tests/workers/kv/test_kv_transport.py
+	$(BIN)/python -m pytest tests/workers/kv_transfer/test_kv_transport.py
 
 test-vllm: $(VLLM)/tiny  ## the same against two real vLLM servers on the CPU, installed here (a few minutes)
 	TEST_VLLM_DIR=$(VLLM) $(BIN)/python -m pytest -m vllm
@@ -82,7 +90,7 @@ bench: install  ## the figures of benchmarks/README.md
 	$(BIN)/python -m benchmarks
 
 recovery-table: install  ## how long a fleet takes to recover, by kind of failure (2 to 3 minutes; needs a C compiler)
-	$(BIN)/python -m benchmarks.recovery
+	$(BIN)/python -m benchmarks recovery
 
 $(PEER)/.installed: $(VENV)/.installed
 	@echo "Installing NVIDIA Dynamo into $(PEER) (once, 750 MB) …"

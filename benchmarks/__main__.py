@@ -1,6 +1,7 @@
 """`make bench`: run every benchmark that needs neither torch, a trace, a peer nor valgrind, one by one; print their JSON lines.
 
-python -m benchmarks [NAME …]     names as in the table of benchmarks/README.md
+python -m benchmarks                    all of them
+python -m benchmarks NAME [FLAG …]      one, as in the table of benchmarks/README.md; --help after the name shows its flags
 """
 
 import os
@@ -8,69 +9,82 @@ import subprocess
 import sys
 
 BENCHMARKS = {
-    "start": ["benchmarks.start"],
-    "keeper": ["benchmarks.keeper"],
-    "worker": ["benchmarks.worker"],
-    "relay": ["benchmarks.relay"],
-    "planes": ["benchmarks.planes"],
-    "faults": ["benchmarks.faults"],
-    "journal": ["benchmarks.journal"],
-    "verdict": ["benchmarks.verdict"],
-    "xid": ["benchmarks.xid"],
-    "leaving": ["benchmarks.leaving"],
-    "store": ["benchmarks.store"],
-    "fold": ["benchmarks.fold"],
-    "kv": ["benchmarks.kv"],
-    "contention": ["benchmarks.contention"],
-    "exact": ["benchmarks.exact"],
-    "group": ["benchmarks.group"],
-    "recovery": ["benchmarks.recovery"],
-    "index": ["benchmarks.index"],
-    "follow": ["benchmarks.follow"],
-    "choice": ["benchmarks.choice"],
-    "synthesizer": ["benchmarks.synthesizer"],
-    "replay": ["benchmarks.replay"],
-    "chaos": ["benchmarks.chaos"],
-    "many": ["benchmarks.many"],
-    "evictors": ["benchmarks.evictors"],
+    "start": "benchmarks.serving.start",
+    "keeper": "benchmarks.failures.keeper",
+    "worker": "benchmarks.serving.worker",
+    "relay": "benchmarks.serving.relay",
+    "planes": "benchmarks.serving.planes",
+    "faults": "benchmarks.failures.faults",
+    "journal": "benchmarks.store.journal",
+    "verdict": "benchmarks.failures.verdict",
+    "xid": "benchmarks.failures.xid",
+    "leaving": "benchmarks.serving.leaving",
+    "store": "benchmarks.store.store",
+    "fold": "benchmarks.store.fold",
+    "kv": "benchmarks.failures.kv",
+    "contention": "benchmarks.failures.contention",
+    "exact": "benchmarks.failures.exact",
+    "group": "benchmarks.failures.group",
+    "recovery": "benchmarks.failures.recovery",
+    "index": "benchmarks.router.index",
+    "follow": "benchmarks.router.follow",
+    "choice": "benchmarks.router.choice",
+    "synthesizer": "benchmarks.simulation.synthesizer",
+    "replay": "benchmarks.simulation.replay",
+    "chaos": "benchmarks.failures.chaos",
+    "many": "benchmarks.serving.many",
+    "evictors": "benchmarks.router.evictors",
 }
 WITH_TORCH = {
-    "sdc": ["benchmarks.sdc"],
-    "bitflips": ["benchmarks.bitflips"],
-    "moves": ["benchmarks.moves"],
-    "fidelity": ["benchmarks.fidelity"],
+    "sdc": "benchmarks.corruption.sdc",
+    "bitflips": "benchmarks.corruption.bitflips",
+    "moves": "benchmarks.failures.moves",
+    "fidelity": "benchmarks.simulation.fidelity",
 }
 
 
 WITH_A_TRACE = {  # of real chats: see benchmarks/README.md
-    "routing": ["benchmarks.routing"],
-    "virtual_fleet": ["benchmarks.virtual_fleet"],
+    "routing": "benchmarks.router.routing",
+    "virtual_fleet": "benchmarks.router.virtual_fleet",
 }
 
 
 WITH_A_PEER = {
-    "peer": ["benchmarks.peer"],  # make peer
+    "peer": "benchmarks.peers.peer",  # make peer
 }
 
 
 WITH_VALGRIND = {
-    "request_cost": ["benchmarks.request_cost"],
+    "request_cost": "benchmarks.serving.request_cost",
+    "worker_cost": "benchmarks.serving.worker_cost",
 }
 
 
+WITH_A_SERVER = {
+    "load": "benchmarks.serving.load",  # the load client alone
+}
+
+KNOWN = BENCHMARKS | WITH_TORCH | WITH_A_TRACE | WITH_A_PEER | WITH_VALGRIND | WITH_A_SERVER
+
+
 def main() -> int:
-    """Run the named benchmarks, or all; return 1 if one failed."""
-    known = BENCHMARKS | WITH_TORCH | WITH_A_TRACE | WITH_A_PEER | WITH_VALGRIND
-    names = sys.argv[1:] or list(BENCHMARKS)
-    if unknown := [name for name in names if name not in known]:
-        print(f"there is no benchmark {unknown[0]!r}; there are {', '.join(known)}", file=sys.stderr)
-        return 2
+    """Run the named benchmark with its flags, or all; return 1 if one failed, 2 for a name that there is not."""
+    if len(sys.argv) > 1:
+        name, *flags = sys.argv[1:]
+        if name not in KNOWN:
+            print(f"there is no benchmark {name!r}; there are {', '.join(KNOWN)}", file=sys.stderr)
+            return 2
+        return subprocess.run([sys.executable, "-m", KNOWN[name], *flags], check=False).returncode
     load = " ".join(f"{value:.1f}" for value in os.getloadavg())
     print(
         f"# {os.cpu_count()} cores, load before {load}: idle machines give the best and the steadiest figures",
         flush=True,
     )
-    failed = [n for n in names if subprocess.run([sys.executable, "-m", *known[n]], check=False).returncode]
+    failed = [
+        name
+        for name, module in BENCHMARKS.items()
+        if subprocess.run([sys.executable, "-m", module], check=False).returncode
+    ]
     for name in failed:
         print(f"{name} failed", file=sys.stderr)
     return 1 if failed else 0

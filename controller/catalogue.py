@@ -1,9 +1,7 @@
 """Which kinds of event are there, and what does each promise? Read from the dataclasses themselves, so never
 stale.
 
-    python -m controller.catalogue        rewrites docs/asyncapi.yaml and the generated part of docs/events.md
-
-A test compares both files with what this module makes.
+`controller.commands.write_docs` makes the documents of them.
 """
 
 import dataclasses
@@ -11,16 +9,12 @@ import inspect
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 
 from events import codec
-from events.decisions import HealthStatus, Knobs
+from events.decisions import Knobs
 from events.fact import Decision, Fact, Observation
 from events.observations import KvLayout, Profile, Topology
 from events.subjects import DECIDED, OBSERVED
-
-BEGIN = "<!-- generated: kinds (python -m controller.catalogue) -->"
-END = "<!-- end of generated -->"
 
 EMITTERS: Mapping[str, str] = {
     "worker_joined": "the worker, once per instance",
@@ -72,7 +66,7 @@ class FieldEntry:
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class CatalogueEntry:
     """One kind of event."""
 
     kind: str
@@ -84,10 +78,11 @@ class Entry:
 
     @property
     def decided(self) -> bool:
+        """Whether it is a decision: else somebody observed it."""
         return issubclass(self.fact, Decision)
 
 
-def entries() -> tuple[Entry, ...]:
+def entries() -> tuple[CatalogueEntry, ...]:
     """Return every kind, observations before decisions, in the order in which they are written down."""
     return tuple(_entry(kind, fact) for kind, fact in codec.KINDS.items())
 
@@ -101,14 +96,15 @@ def subject_of(fact: type[Fact]) -> str:
     return f"{OBSERVED}.{fact.entity}.{name}.{fact.kind()}"
 
 
-def _entry(kind: str, fact: type[Fact]) -> Entry:
+def _entry(kind: str, fact: type[Fact]) -> CatalogueEntry:
     decided = issubclass(fact, Decision)
     emitter = LEADER if decided else EMITTERS[kind]
     promise = " ".join(inspect.cleandoc(fact.__doc__ or "").split())
-    return Entry(kind, fact, subject_of(fact), emitter, promise, tuple(_fields(fact)))
+    return CatalogueEntry(kind, fact, subject_of(fact), emitter, promise, tuple(fields_of(fact)))
 
 
-def _fields(shape: type) -> Iterator[FieldEntry]:
+def fields_of(shape: type) -> Iterator[FieldEntry]:
+    """Yield the fields of a kind, or of a shape that fields consist of, each with the comment behind it."""
     notes = _notes(shape)
     for f in dataclasses.fields(shape):
         optional = f.default is not dataclasses.MISSING or f.default_factory is not dataclasses.MISSING
@@ -117,7 +113,7 @@ def _fields(shape: type) -> Iterator[FieldEntry]:
 
 def _type_text(annotation: object) -> str:
     text = inspect.formatannotation(annotation)
-    text = re.sub(r"\b(?:events\.\w+|datetime|typing)\.(?=[A-Z]|datetime)", "", text)
+    text = re.sub(r"\b(?:events(?:\.\w+)+?|datetime|typing)\.(?=[A-Z]|datetime)", "", text)
     text = text.replace("tuple[tuple[tuple[int, float], ...], ...]", "tuple[TopK, ...]")
     return text.replace("tuple[tuple[int, float], ...]", "TopK") if "TopK" not in text else text
 
@@ -129,60 +125,3 @@ def _notes(shape: type) -> dict[str, str]:
         for match in re.finditer(NOTED, inspect.getsource(cls), re.MULTILINE):
             found[match.group(1)] = match.group(2)
     return found
-
-
-# --- pages ------------------------------------------------------------------------------------------------
-
-
-def markdown() -> str:
-    """Return the generated part of docs/events.md."""
-    lines = []
-    for title, decided in (("Observations", False), ("Decisions", True)):
-        lines += [f"### {title}", "", "| kind | said by | promise |", "|---|---|---|"]
-        chosen = [entry for entry in entries() if entry.decided is decided]
-        lines += [f"| [`{e.kind}`](#{e.kind}) | {e.emitter} | {_cell(e.promise)} |" for e in chosen]
-        lines.append("")
-    lines += ["### Schemas", "", "Every body is a JSON object. A field that is optional may be missing.", ""]
-    for entry in entries():
-        lines += [f"#### {entry.kind}", "", f"`{entry.subject}`", "", *_table(entry.fields), ""]
-    for shape in SHAPES:
-        text = " ".join(inspect.cleandoc(shape.__doc__ or "").split())
-        lines += [f"#### {shape.__name__}", "", text, "", *_table(tuple(_fields(shape))), ""]
-    lines += ["#### HealthStatus", "", "One of " + ", ".join(f"`{s}`" for s in HealthStatus) + ".", ""]
-    lines += ["#### TopK", "", "`[[token, logprob], …]`, best first, of one position.", ""]
-    return "\n".join(lines)
-
-
-def _table(fields: tuple[FieldEntry, ...]) -> list[str]:
-    rows = [
-        f"| `{f.name}` | `{_cell(f.type)}` | {'yes' if f.optional else ''} | {_cell(f.note)} |"
-        for f in fields
-    ]
-    return ["| field | type | optional | note |", "|---|---|---|---|", *rows]
-
-
-def _cell(text: str) -> str:
-    return text.replace("|", "\\|")
-
-
-def renewed(page: str) -> str:
-    """Return `page` with its generated part made anew. Raise ValueError if it has none."""
-    before, begin, rest = page.partition(BEGIN)
-    _, end, after = rest.partition(END)
-    if not begin or not end:
-        raise ValueError(f"the page lacks {BEGIN!r} or {END!r}")
-    return f"{before}{BEGIN}\n\n{markdown()}\n{END}{after}"
-
-
-def main() -> None:
-    """Rewrite the generated documents."""
-    from controller.adapters.asyncapi import document
-
-    docs = Path(__file__).resolve().parent.parent / "docs"
-    (docs / "asyncapi.yaml").write_text(document())
-    page = docs / "events.md"
-    page.write_text(renewed(page.read_text()))
-
-
-if __name__ == "__main__":
-    main()

@@ -10,9 +10,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-from controller.variables import refuse_unknown
+from controller.config.variables import refuse_unknown
 from events.errors import HoldfastError, UsageError
-from events.imports import without
+from events.process.imports import without
 
 Run = Callable[[argparse.Namespace], int]
 USAGE = 2
@@ -31,6 +31,7 @@ class Parser(argparse.ArgumentParser):
         return found, unknown
 
     def error(self, message: str) -> NoReturn:
+        """Exit with 2, usage."""
         self.exit(USAGE, f"{self.prog}: {message}. See `{self.prog} --help`.\n")
 
 
@@ -86,7 +87,7 @@ def _main(arguments: list[str]) -> int:
         return USAGE
     args = parser.parse_args(arguments)
     if wanted not in ROLES:  # they set up their own logs
-        from controller import logs
+        from events.process import logs
 
         logs.quiet()
     return _guarded(args)
@@ -157,7 +158,7 @@ def _worker(parser: argparse.ArgumentParser) -> Run:
 def _operator(name: str) -> Callable[[argparse.ArgumentParser], Run]:
     def prepare(parser: argparse.ArgumentParser) -> Run:
         with without("aiohttp"):
-            from controller.processes import operator_commands
+            from controller.commands import operator_commands
 
         data_flag(parser)
         return operator_commands.prepare(name, parser)
@@ -167,14 +168,14 @@ def _operator(name: str) -> Callable[[argparse.ArgumentParser], Run]:
 
 def _replay(parser: argparse.ArgumentParser) -> Run:
     with without("aiohttp"):
-        from controller.processes import operator_commands
+        from controller.commands import operator_commands
 
     data_flag(parser)
     return operator_commands.prepare_replay(parser)
 
 
 def _route(parser: argparse.ArgumentParser) -> Run:
-    from controller.processes import route
+    from controller.commands import route
 
     data_flag(parser)
     return route.prepare(parser)
@@ -213,7 +214,7 @@ def _model(parser: argparse.ArgumentParser) -> Run:
 
 
 def _settings(parser: argparse.ArgumentParser) -> Run:
-    from controller.processes import show_settings
+    from controller.commands import show_settings
 
     return show_settings.prepare(parser)
 

@@ -11,19 +11,12 @@ the two ends of a migration. Who needs the pairs reads the journal.
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Literal, get_args
 
-from prometheus_client import (
-    CONTENT_TYPE_LATEST,
-    CollectorRegistry,
-    Counter,
-    Gauge,
-    Histogram,
-    disable_created_metrics,
-    generate_latest,
-)
+from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from controller.deciders.fleet import Fleet
+from controller.metric_table import MetricTable, counter, gauge, histogram, scraped
 from controller.runtime.beats import Beats
 from events.decisions import HealthStatus
 from events.fact import Recorded
@@ -69,57 +62,52 @@ OWN: Mapping[str, tuple[str, Literal["gauge", "counter"]]] = {
 """What the process says of itself at a scrape, under holdfast_."""
 
 
-class ControllerMetrics:
-    """The counted half: a canary `Meter`, and a listener of a FleetView."""
+class ControllerMetrics(MetricTable):
+    """The counted half: a `CanaryMeter`, and a listener of a FleetView."""
+
+    checks = histogram(
+        "dynamo_health_check_duration_seconds",
+        "Canary health check latency",
+        "worker_id", "check_type",
+        bounds=CHECK_S,
+    )  # fmt: skip
+    migrations = counter(
+        "dynamo_migration",
+        "Number of request migrations",
+        "source_group", "target_group", "method",
+    )  # fmt: skip
+    migration_seconds = histogram(
+        "dynamo_migration_duration_seconds",
+        "Time to migrate a single request: the gap that its client saw",
+        "method",
+        bounds=MIGRATION_S,
+    )
+    canary_failures = counter(
+        "dynamo_canary_failures",
+        "Probes that found something wrong; a slow one counts as latency_spike",
+        "worker_id", "reason",
+    )  # fmt: skip
+    disputes = counter(
+        "holdfast_golden_disputes",
+        "Confirmed answers that contradict another worker's provisional golden: one of the two is wrong",
+        "worker_id",
+    )
+    gpu_seconds = counter(
+        "holdfast_canary_gpu_seconds",
+        "Device time taken by canaries: answering time × devices of the worker ÷ sequences in its batch",
+        "worker_id",
+    )
+    lateness = gauge(
+        "holdfast_canary_lateness_seconds",
+        "How long after its time the last probe began: the sweep keeps up while this is small",
+    )
 
     def __init__(self, cardinality: Cardinality = "full", registry: CollectorRegistry | None = None) -> None:
-        disable_created_metrics()  # type: ignore[no-untyped-call]  # names that nobody asked for
+        """Begin at zero, in a registry of its own if none is given."""
         self.registry = registry or CollectorRegistry()
+        super().__init__(self.registry)
         self._compact = cardinality == "compact"
         self._known: set[str] = set()  # workers whose failure counters exist
-        self.checks = Histogram(
-            "dynamo_health_check_duration_seconds",
-            "Canary health check latency",
-            ["worker_id", "check_type"],
-            buckets=CHECK_S,
-            registry=self.registry,
-        )
-        self.migrations = Counter(
-            "dynamo_migration",
-            "Number of request migrations",
-            ["source_group", "target_group", "method"],
-            registry=self.registry,
-        )
-        self.migration_seconds = Histogram(
-            "dynamo_migration_duration_seconds",
-            "Time to migrate a single request: the gap that its client saw",
-            ["method"],
-            buckets=MIGRATION_S,
-            registry=self.registry,
-        )
-        self.canary_failures = Counter(
-            "dynamo_canary_failures",
-            "Probes that found something wrong; a slow one counts as latency_spike",
-            ["worker_id", "reason"],
-            registry=self.registry,
-        )
-        self.disputes = Counter(
-            "holdfast_golden_disputes",
-            "Confirmed answers that contradict another worker's provisional golden: one of the two is wrong",
-            ["worker_id"],
-            registry=self.registry,
-        )
-        self.gpu_seconds = Counter(
-            "holdfast_canary_gpu_seconds",
-            "Device time taken by canaries: answering time × devices of the worker ÷ sequences in its batch",
-            ["worker_id"],
-            registry=self.registry,
-        )
-        self.lateness = Gauge(
-            "holdfast_canary_lateness_seconds",
-            "How long after its time the last probe began: the sweep keeps up while this is small",
-            registry=self.registry,
-        )
         for method in ("transfer", "reprefill"):
             self.migration_seconds.labels(method)
 
@@ -175,99 +163,90 @@ class ControllerMetrics:
         return generate_latest(self.registry)
 
 
+class FleetGauges(MetricTable):
+    """One scrape's view of the fleet."""
+
+    status = scraped(
+        "dynamo_worker_status",
+        "Current health status (0=healthy, 1=suspicious, 2=unhealthy, 3=draining, 4=dead)",
+        "worker_id", "tp_group",
+    )  # fmt: skip
+    state = scraped("dynamo_worker_state", "1 for the state that the worker is in", "worker_id", "state")
+    breaker = scraped(
+        "dynamo_circuit_breaker_state", "Circuit breaker state (0=closed, 1=open, 2=half_open)", "worker_id"
+    )
+    weight = scraped("holdfast_worker_weight", "Share of traffic, 0 to 1; 0: not routable", "worker_id")
+    skew = scraped(
+        "holdfast_clock_skew_seconds",
+        "How far a worker's clock is ahead of this controller's; decides nothing",
+        "worker_id",
+    )
+    registered = scraped("holdfast_workers_registered", "Workers that have joined and are not dead")
+    reporting = scraped("holdfast_workers_reporting", "Those of them whose heartbeat is fresh")
+    worst_level = scraped(
+        "dynamo_degradation_level", "Current degradation level (0-4): the worst of all models"
+    )
+    level = scraped("holdfast_degradation_level", "A model's degradation level (0-4)", "model")
+    capacity = scraped(
+        "holdfast_model_routable_weight", "The sum of the weights of a model's workers", "model"
+    )
+    incidents = scraped("holdfast_incidents_open", "Incidents that are not over")
+
+
 class FleetCollector(Collector):
     """The state half: the fold, the beats and the process's own numbers, read when somebody scrapes."""
 
     def __init__(
         self, look: Callable[[], Fleet], beats: Beats | None, own: Callable[[], Mapping[str, float]]
     ) -> None:
+        """Read the fleet with `look`, and what the process says of itself (`OWN`) with `own`. Without `beats` nobody reports."""
         self._look = look
         self._beats = beats
         self._own = own
 
     def collect(self) -> Iterable[Metric]:
-        fleet = self._look()
-        yield from self._workers(fleet)
-        yield from self._models(fleet)
+        fleet, gauges = self._look(), FleetGauges()
+        _fill_workers(gauges, fleet)
+        self._fill_reports(gauges, fleet)
+        _fill_models(gauges, fleet)
+        yield from gauges.of_kind(GaugeMetricFamily)
         yield from self._process()
 
-    def _workers(self, fleet: Fleet) -> Iterable[Metric]:
-        status = GaugeMetricFamily(
-            "dynamo_worker_status",
-            "Current health status (0=healthy, 1=suspicious, 2=unhealthy, 3=draining, 4=dead)",
-            labels=["worker_id", "tp_group"],
-        )
-        state = GaugeMetricFamily(
-            "dynamo_worker_state", "1 for the state that the worker is in", labels=["worker_id", "state"]
-        )
-        breaker = GaugeMetricFamily(
-            "dynamo_circuit_breaker_state",
-            "Circuit breaker state (0=closed, 1=open, 2=half_open)",
-            labels=["worker_id"],
-        )
-        weight = GaugeMetricFamily(
-            "holdfast_worker_weight", "Share of traffic, 0 to 1; 0: not routable", labels=["worker_id"]
-        )
-        for name, worker in fleet.workers.items():
-            health = worker.health.status
-            status.add_metric([name, name], health.metric)
-            for each in HealthStatus:
-                state.add_metric([name, each.value.lower()], float(each is health))
-            breaker.add_metric([name], BREAKER[worker.breaker.position])
-            weight.add_metric([name], worker.weight)
-        return (status, state, breaker, weight, *self._reports(fleet))
-
-    def _reports(self, fleet: Fleet) -> Iterable[Metric]:
-        living = {name: w for name, w in fleet.workers.items() if w.alive}
-        skew = GaugeMetricFamily(
-            "holdfast_clock_skew_seconds",
-            "How far a worker's clock is ahead of this controller's; decides nothing",
-            labels=["worker_id"],
-        )
+    def _fill_reports(self, gauges: FleetGauges, fleet: Fleet) -> None:
+        living = {name: worker for name, worker in fleet.workers.items() if worker.alive}
         reporting = 0
         for name, worker in living.items():
             beat = self._beats and self._beats.fresh(name, worker.joined.instance, BEAT_FRESH_S)
             if beat:
                 reporting += 1
-                skew.add_metric([name], beat.skew_s)
-        yield skew
-        yield GaugeMetricFamily(
-            "holdfast_workers_registered", "Workers that have joined and are not dead", value=len(living)
-        )
-        yield GaugeMetricFamily(
-            "holdfast_workers_reporting", "Those of them whose heartbeat is fresh", value=reporting
-        )
-
-    def _models(self, fleet: Fleet) -> Iterable[Metric]:
-        level = GaugeMetricFamily(
-            "holdfast_degradation_level", "A model's degradation level (0-4)", labels=["model"]
-        )
-        capacity = GaugeMetricFamily(
-            "holdfast_model_routable_weight", "The sum of the weights of a model's workers", labels=["model"]
-        )
-        weights = {worker.joined.model: 0.0 for worker in fleet.workers.values()}
-        for worker in fleet.workers.values():
-            weights[worker.joined.model] += worker.weight
-        levels = {model: state.level for model, state in fleet.models.items()}
-        for model, value in weights.items():
-            capacity.add_metric([model], value)
-            level.add_metric([model], levels.get(model, 0))
-        yield GaugeMetricFamily(
-            "dynamo_degradation_level",
-            "Current degradation level (0-4): the worst of all models",
-            value=max(levels.values(), default=0),
-        )
-        yield level
-        yield capacity
-        yield GaugeMetricFamily(
-            "holdfast_incidents_open", "Incidents that are not over", value=len(fleet.incidents)
-        )
+                gauges.skew.add_metric([name], beat.skew_s)
+        gauges.registered.add_metric([], len(living))
+        gauges.reporting.add_metric([], reporting)
 
     def _process(self) -> Iterable[Metric]:
         own = self._own()
         for name, (text, kind) in OWN.items():
-            value = own.get(name, 0.0)
-            if kind == "counter":
-                yield CounterMetricFamily(f"holdfast_{name}", text, value=value)
-            else:
-                yield GaugeMetricFamily(f"holdfast_{name}", text, value=value)
+            family = CounterMetricFamily if kind == "counter" else GaugeMetricFamily
+            yield family(f"holdfast_{name}", text, value=own.get(name, 0.0))
+
+
+def _fill_workers(gauges: FleetGauges, fleet: Fleet) -> None:
+    for name, worker in fleet.workers.items():
+        health = worker.health.status
+        gauges.status.add_metric([name, name], health.metric)
+        for each in HealthStatus:
+            gauges.state.add_metric([name, each.value.lower()], float(each is health))
+        gauges.breaker.add_metric([name], BREAKER[worker.breaker.position])
+        gauges.weight.add_metric([name], worker.weight)
+
+
+def _fill_models(gauges: FleetGauges, fleet: Fleet) -> None:
+    weights = {worker.joined.model: 0.0 for worker in fleet.workers.values()}
+    for worker in fleet.workers.values():
+        weights[worker.joined.model] += worker.weight
+    levels = {model: state.level for model, state in fleet.models.items()}
+    for model, weight in weights.items():
+        gauges.capacity.add_metric([model], weight)
+        gauges.level.add_metric([model], levels.get(model, 0))
+    gauges.worst_level.add_metric([], max(levels.values(), default=0))
+    gauges.incidents.add_metric([], len(fleet.incidents))

@@ -9,9 +9,9 @@ from datetime import datetime
 from typing import Any, Literal, Protocol
 
 from controller.deciders.fleet import Fleet
-from controller.router.trust import Trusted
-from controller.store_errors import StoreRefused as StoreRefused
-from controller.store_errors import StoreUnavailable as StoreUnavailable
+from controller.read_model.errors import StoreRefused as StoreRefused
+from controller.read_model.errors import StoreUnavailable as StoreUnavailable
+from controller.router.trust import TrustedSource
 from events.errors import HoldfastError
 from events.fact import Observation, Recorded
 from events.order import Last, Position
@@ -55,7 +55,7 @@ class AnotherProjector(HoldfastError):
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class ReadPosition:
     """How far the rows of the read model reach: they are the fold of everything up to `seq`."""
 
     seq: int = 0
@@ -74,7 +74,7 @@ class Snapshot:
     sources: Mapping[str, Last]
 
 
-CatchUp = Callable[[Place], Awaitable[None]]
+CatchUp = Callable[[ReadPosition], Awaitable[None]]
 """Brings a fresh projection to where another one stands (still, as long as this runs)."""
 
 
@@ -85,7 +85,7 @@ class StateStore(Protocol):
         """Return the settled state that was stored last; None if the store is empty."""
         ...
 
-    async def place(self) -> Place:
+    async def place(self) -> ReadPosition:
         """Return how far the rows reach. Raise StoreUnavailable."""
         ...
 
@@ -107,7 +107,7 @@ class StateStore(Protocol):
         """Return the latest kept snapshot that contains nothing after `when`, by the stream's time."""
         ...
 
-    async def read_status(self) -> "Reading":
+    async def read_status(self) -> "RowsRead":
         """Return the rows of the fleet's present state, the open incidents, and their place, as of one instant."""
         ...
 
@@ -135,10 +135,10 @@ class Archive(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Reading:
+class RowsRead:
     """Rows of the read model as of one instant: table name to rows, each a mapping of column to value."""
 
-    place: Place
+    place: ReadPosition
     rows: Mapping[str, Sequence[Mapping[str, Any]]]
 
 
@@ -181,7 +181,7 @@ class Sink(Protocol):
         ...
 
 
-class Carrier(Sink, Protocol):
+class TransferSink(Sink, Protocol):
     """Whoever carries one stream from its source to a target. As a sink it takes what the target says once it has
     committed, until another sink adopts the stream; it is told `lost` of the target's connection only."""
 
@@ -198,14 +198,14 @@ class Carrier(Sink, Protocol):
         ...
 
 
-class Plane(Protocol):
+class RequestPlane(Protocol):
     """The request plane, as the frontend's router and flights see it. No call waits."""
 
     def reachable(self, worker: str, instance: str) -> bool:
         """Say whether this instance is connected, and its engine not known to be stuck."""
         ...
 
-    def lately(self, worker: str, instance: str) -> bool:
+    def recently_heard(self, worker: str, instance: str) -> bool:
         """Say whether this instance is reachable, and was heard as lately as one that lives is."""
         ...
 
@@ -213,11 +213,11 @@ class Plane(Protocol):
         """Return the load that the worker reported last; None if it is not connected."""
         ...
 
-    def others(self, worker: str) -> Load | None:
+    def external_load(self, worker: str) -> Load | None:
         """Return what requests that are not ours load the worker with; None if it is not connected."""
         ...
 
-    def others_by_rank(self, worker: str) -> Sequence[Load]:
+    def external_load_by_rank(self, worker: str) -> Sequence[Load]:
         """Return the same for each of its DP ranks; nothing where it has only one, or does not say so."""
         ...
 
@@ -233,11 +233,11 @@ class Plane(Protocol):
         """Say whether this instance is connected and has told us to send it nothing new."""
         ...
 
-    def reserve(self, worker: str, instance: str, request: Generate, room: int, carrier: Carrier) -> int:
+    def reserve(self, worker: str, instance: str, request: Generate, room: int, carrier: TransferSink) -> int:
         """Ask a worker to keep room for a request of `room` tokens; return the new stream. Raise WorkerUnreachable."""
         ...
 
-    def ship(self, source: Trusted, stream: int, offer: Reserved, carrier: Carrier) -> None:
+    def ship(self, source: TrustedSource, stream: int, offer: Reserved, carrier: TransferSink) -> None:
         """Tell a worker to send a stream to the target that made this offer. Raise WorkerUnreachable."""
         ...
 
@@ -254,10 +254,25 @@ class Plane(Protocol):
 
 
 class Control(Protocol):
-    """The operator's wishes, from wherever they come."""
+    """What an operator can ask for, from wherever it comes. Each answers with one sentence on what was done, and raises a
+    HoldfastError whose text says why it was not."""
 
-    async def drain(self, worker: str, deadline_s: float | None, by: str) -> str: ...
-    async def resume(self, worker: str, by: str) -> str: ...
-    async def move(self, worker: str, to: str, by: str) -> str: ...
-    async def restart(self, worker: str, by: str) -> str: ...
-    async def status(self) -> dict[str, Any]: ...
+    async def drain(self, worker: str, deadline_s: float | None, by: str) -> str:
+        """Let a worker finish what it runs, within `deadline_s` seconds (None: the policy's wait)."""
+        ...
+
+    async def resume(self, worker: str, by: str) -> str:
+        """Take a worker back, after its next good canary."""
+        ...
+
+    async def move(self, worker: str, to: str, by: str) -> str:
+        """Let what runs on a worker go on at `to`, or wherever it is best if that is empty."""
+        ...
+
+    async def restart(self, worker: str, by: str) -> str:
+        """Tell a worker to shut down in good order."""
+        ...
+
+    async def status(self) -> dict[str, Any]:
+        """Return the fleet as it is, as plain JSON values."""
+        ...

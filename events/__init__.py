@@ -1,0 +1,1 @@
+"""What happened, how it is ordered and kept: shared by both sides."""

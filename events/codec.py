@@ -16,9 +16,10 @@ from uuid import UUID
 
 import msgspec
 
-from events import decisions, observations
+from events import decisions
 from events.errors import HoldfastError
 from events.fact import Decision, Fact, Observation, Recorded
+from events.observations import canaries, requests, workers
 
 TYPE_PREFIX = "holdfast."
 
@@ -34,7 +35,7 @@ class BadEvent(HoldfastError):
 def _all_kinds() -> dict[str, type[Fact]]:
     found: dict[str, type[Fact]] = {}
     bases = {Fact, Observation, Decision}
-    for module in (observations, decisions):
+    for module in (workers, canaries, requests, decisions):
         for value in vars(module).values():
             if isinstance(value, type) and issubclass(value, Fact) and value not in bases:
                 found[value.kind()] = value

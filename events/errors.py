@@ -15,3 +15,7 @@ class HoldfastError(Exception):
 
 class UsageError(HoldfastError):
     """What was asked for makes no sense. A command ends with exit code 2, and trying again would not help."""
+
+
+class BadSetting(UsageError):
+    """A setting has a value that makes no sense, or there is no such setting."""

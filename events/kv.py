@@ -1,7 +1,7 @@
 """Which KV blocks has an engine stored, and which has it removed? What workers say of them, and answer when asked.
 
-    kv.events.<worker>           a `Batch` at the end of a step, to every frontend
-    kv.ask.<worker>.<instance>   an `Ask` of one frontend, and one answer
+    kv.events.<worker>           a `KvBatch` at the end of a step, to every frontend
+    kv.ask.<worker>.<instance>   an `KvRequest` of one frontend, and one answer
 
 Core NATS, msgpack, kept by nobody. What is lost on the way leaves a gap in the ids, and whoever finds it asks for what is
 missing. A block is named by its sequence hash (`events.blocks`), so that an event needs no tokens in it.
@@ -46,7 +46,7 @@ class Cleared(msgspec.Struct, tag="cleared", array_like=True, frozen=True):
 KvEvent = Stored | Removed | Cleared
 
 
-class Batch(msgspec.Struct, array_like=True, frozen=True):
+class KvBatch(msgspec.Struct, array_like=True, frozen=True):
     """Events of one rank of one life of a worker, in their order: their ids are `first`, `first` + 1, and so on."""
 
     worker: str
@@ -56,7 +56,7 @@ class Batch(msgspec.Struct, array_like=True, frozen=True):
     events: list[KvEvent]
 
 
-class Ask(msgspec.Struct, array_like=True, frozen=True):
+class KvRequest(msgspec.Struct, array_like=True, frozen=True):
     """What a frontend asks a worker: the events from `first` to `last` (None: all that follow), both included, or without
     `first` all the blocks that a rank has. Such a dump comes in parts: `dump` and `part` ask for a further one."""
 
@@ -76,7 +76,7 @@ class Events(msgspec.Struct, tag="events", array_like=True, frozen=True):
 
 class Dump(msgspec.Struct, tag="dump", array_like=True, frozen=True):
     """One part of what a rank has after all events before `next`, as events that lead to it from nothing: it replaces
-    what was known. Also the answer to an `Ask` for events that are no longer kept."""
+    what was known. Also the answer to an `KvRequest` for events that are no longer kept."""
 
     next: int
     part: int
@@ -97,15 +97,15 @@ class InvalidRange(msgspec.Struct, tag="invalid_range", array_like=True, frozen=
     last: int
 
 
-class Refused(msgspec.Struct, tag="refused", array_like=True, frozen=True):
+class KvRefused(msgspec.Struct, tag="refused", array_like=True, frozen=True):
     """The worker cannot answer, and why. Asking later may help."""
 
     reason: str
 
 
-Answer = Events | Dump | TooNew | InvalidRange | Refused
+Answer = Events | Dump | TooNew | InvalidRange | KvRefused
 
 encode = msgspec.msgpack.Encoder().encode
-batch = msgspec.msgpack.Decoder(Batch).decode
-ask = msgspec.msgpack.Decoder(Ask).decode
+batch = msgspec.msgpack.Decoder(KvBatch).decode
+ask = msgspec.msgpack.Decoder(KvRequest).decode
 answer: Callable[[bytes], Answer] = msgspec.msgpack.Decoder(Answer).decode

@@ -1,6 +1,6 @@
 """What has each frontend in flight on which worker? What frontends say that keep count of each other's requests.
 
-    kv.slots     a `Batch` soon after requests begin, have been read, or end; a `Want` from whom something has escaped
+    kv.slots     a `SlotBatch` soon after requests begin, have been read, or end; a `Want` from whom something has escaped
 
 Core NATS, msgpack, kept by nobody. Each life of a frontend numbers its batches from 0, so that what is lost on the way is
 noticed; whoever notices asks to be told everything again. A batch without events says only which number comes next: a
@@ -59,7 +59,7 @@ class Freed(msgspec.Struct, tag="freed", array_like=True, frozen=True):
 SlotEvent = Added | Read | Freed
 
 
-class Batch(msgspec.Struct, tag="batch", array_like=True, frozen=True):
+class SlotBatch(msgspec.Struct, tag="batch", array_like=True, frozen=True):
     """What has happened to a frontend's requests, in order."""
 
     frontend: str
@@ -77,7 +77,7 @@ class Want(msgspec.Struct, tag="want", array_like=True, frozen=True):
 
 
 encode = msgspec.msgpack.Encoder().encode
-decode = msgspec.msgpack.Decoder(Batch | Want).decode
+decode = msgspec.msgpack.Decoder(SlotBatch | Want).decode
 
 
 def pack(blocks: Sequence[int]) -> bytes:

@@ -1,7 +1,7 @@
-"""What Alembic runs: the migrations, on the connection that `controller.adapters.migrate` hands over.
+"""What Alembic runs: the migrations, on the connection that `controller.adapters.postgres.migrate` hands over.
 
 To write a new one: `alembic -c migrations/alembic.ini revision -m "what changes"`, then raise HEAD in
-`controller/adapters/names.py`.
+`controller/adapters/postgres/schema.py`.
 """
 
 from alembic import context

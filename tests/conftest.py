@@ -15,9 +15,12 @@ import pytest
 import structlog
 from xdist.scheduler import LoadScopeScheduling
 
-from controller.adapters.embedded import Server, start_nats, start_postgres
+from controller.adapters.embedded.servers import EmbeddedServer, start_nats, start_postgres
 
-SHARE_A_FLEET = ("test_operating.py", "test_survival.py", "test_up.py", "test_upstream_faults.py")
+TOGETHER = (  # on one tester: they share a fleet, or what was parsed
+    *("test_operating.py", "test_survival.py", "test_up.py", "test_upstream_faults.py"),
+    "test_house.py",
+)
 Condition = Callable[[], object | Awaitable[object]]
 Eventually = Callable[..., Awaitable[None]]
 POLL_S = 0.005
@@ -37,11 +40,11 @@ hypothesis.settings.load_profile("any machine")
 
 
 class OneByOne(LoadScopeScheduling):
-    """Hands tests out one after another. Those that share a fleet go to one tester, so that it is started once."""
+    """Hands tests out one after another. Those that share something go to one tester, so that it is made once."""
 
     def _split_scope(self, nodeid: str) -> str:
         file = nodeid.split("::")[0]
-        shared = file.endswith(SHARE_A_FLEET)
+        shared = file.endswith(TOGETHER)
         return f"{file} {'behind the broker' in nodeid}" if shared else nodeid
 
 
@@ -111,7 +114,7 @@ def background() -> Iterator[Background]:
 
 
 @pytest.fixture(scope="session")
-def nats_server(background: Background, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+def nats_server(background: Background, tmp_path_factory: pytest.TempPathFactory) -> Iterator[EmbeddedServer]:
     """A nats-server with JetStream for the whole session, for tests that leave nothing behind. Others want `nats_url`."""
     server = background.run(start_nats(tmp_path_factory.mktemp("nats")))
     yield server
@@ -119,7 +122,7 @@ def nats_server(background: Background, tmp_path_factory: pytest.TempPathFactory
 
 
 @pytest.fixture
-def own_nats(background: Background, tmp_path: Path) -> Iterator[Server]:
+def own_nats(background: Background, tmp_path: Path) -> Iterator[EmbeddedServer]:
     """A nats-server of the test's own in tmp_path/nats, to kill and restart (30 ms)."""
     server = background.run(start_nats(tmp_path / "nats"))
     yield server
@@ -127,7 +130,7 @@ def own_nats(background: Background, tmp_path: Path) -> Iterator[Server]:
 
 
 @pytest.fixture
-def nats_url(own_nats: Server) -> str:
+def nats_url(own_nats: EmbeddedServer) -> str:
     """The test's own nats-server, with nothing on it. Deleting a shared server's stream is neither faster nor safe."""
     return own_nats.url
 
@@ -141,7 +144,7 @@ def databases(background: Background, tmp_path_factory: pytest.TempPathFactory) 
 @pytest.fixture(scope="session")
 def postgres_server(
     background: Background, databases: None, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[Server]:
+) -> Iterator[EmbeddedServer]:
     """A PostgreSQL for the whole session. Its url names a database that nobody clones; `first_database.NAME` is migrated."""
     directory = first_database.lay(tmp_path_factory.mktemp("postgres") / "server")
     server = background.run(start_postgres(directory, database="postgres"))

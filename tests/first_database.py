@@ -7,8 +7,8 @@ from typing import Any
 
 from once import made_once
 
-from controller.adapters import migrate
-from controller.adapters.embedded import start_postgres
+from controller.adapters.embedded.servers import start_postgres
+from controller.adapters.postgres import migrate
 
 NAME = "holdfast"  # the migrated database; the server makes any other that is asked for
 

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 import aiohttp
 
-from events.presence import present
+from events.process.presence import present
 
 HOLDFAST = str(Path(sys.executable).with_name("holdfast"))
 Process = asyncio.subprocess.Process

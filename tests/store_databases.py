@@ -10,9 +10,9 @@ import asyncpg
 import first_database
 import pytest
 
-from controller.adapters.embedded import Server
+from controller.adapters.embedded.servers import EmbeddedServer
 from controller.adapters.memory_store import MemoryStore, MemoryTables
-from controller.adapters.postgres import PostgresStore
+from controller.adapters.postgres.store import PostgresStore
 
 _numbers = itertools.count()
 AnyStore = MemoryStore | PostgresStore
@@ -33,21 +33,21 @@ async def execute(url: str, statement: str, *arguments: object) -> Any:
         await connection.close()
 
 
-async def clone(server: Server, template: str = first_database.NAME) -> str:
+async def clone(server: EmbeddedServer, template: str = first_database.NAME) -> str:
     """Make a fresh copy of a database and return its URL."""
     name = f"t{next(_numbers)}"
     await execute(server.url, f"CREATE DATABASE {name} TEMPLATE {template}")
     return on(server.url, name)
 
 
-async def drop(server: Server, url: str) -> None:
+async def drop(server: EmbeddedServer, url: str) -> None:
     """Drop a database that `clone` made."""
     async with asyncio.timeout(20):
         await execute(server.url, f"DROP DATABASE {url.rpartition('/')[2]} WITH (FORCE)")
 
 
 @pytest.fixture
-def database_url(postgres_server: Server, background: Any) -> Iterator[str]:
+def database_url(postgres_server: EmbeddedServer, background: Any) -> Iterator[str]:
     """A migrated database of the test's own."""
     url = background.run(clone(postgres_server))
     yield url
@@ -55,7 +55,7 @@ def database_url(postgres_server: Server, background: Any) -> Iterator[str]:
 
 
 @pytest.fixture
-def empty_database_url(postgres_server: Server, background: Any) -> Iterator[str]:
+def empty_database_url(postgres_server: EmbeddedServer, background: Any) -> Iterator[str]:
     """An empty database of the test's own."""
     url = background.run(clone(postgres_server, "template1"))
     yield url

@@ -1,0 +1,1 @@
+"""One inference worker around an engine. Never imports the controller."""

@@ -6,14 +6,15 @@ import gc
 import os
 import sys
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, get_args
 
 from events.errors import HoldfastError, UsageError
-from events.imports import without
+from events.process.imports import without
+from workers.config.settings import WorkerSettings, annotations
+from workers.config.settings_check import load_settings
+from workers.config.simulated_settings import FLAGS
 from workers.exits import BROKE, FELL, USAGE
-from workers.settings import WorkerSettings, annotations, load_settings
-from workers.simulated_settings import FLAGS
 
 COLLECT_AT = (20_000, 20, 50)  # objects: a start makes many, and next to no garbage
 
@@ -38,8 +39,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run_cli(args: argparse.Namespace) -> int:
     """Run a worker as the flags and the environment say; return its exit code."""
+    return exit_code(lambda: _run({name: getattr(args, name, None) for name in annotations()}))
+
+
+def exit_code(run: Callable[[], int]) -> int:
+    """Run a worker; return its exit code, also where it raises: why is said on stderr."""
     try:
-        return _run({name: getattr(args, name, None) for name in annotations()})
+        return run()
     except UsageError as error:
         print(f"holdfast worker: {error}", file=sys.stderr)
         return USAGE
@@ -59,7 +65,8 @@ def _run(flags: Mapping[str, Any]) -> int:
     with without("rich", "greenlet", "aiohttp"):  # wanted by structlog, structlog and nats-py
         import uvloop
 
-        from workers import keeper, logs
+        from events.process import logs
+        from workers import keeper
         from workers.runtime import run_worker
 
     logs.configure()

@@ -37,26 +37,26 @@ class Patience:
     burst_s: float = 0.001  # steps that follow one another faster leave together: no useful model has such
 
 
-class Plane(Protocol):
+class StreamServer(Protocol):
     """What a connection tells its server."""
 
     blackholed: bool
     patience: Patience
 
-    def opened(self, connection: "Connection") -> None: ...
-    def greeted(self, connection: "Connection", hello: Hello) -> None: ...
-    def generate(self, connection: "Connection", request: Generate) -> None: ...
-    def cancel(self, connection: "Connection", stream: int, why: str) -> None: ...
-    def reserve(self, connection: "Connection", frame: Reserve) -> None: ...
-    def ship(self, connection: "Connection", frame: Ship) -> None: ...
-    def stay(self, connection: "Connection", frame: Stay) -> None: ...
-    def closed(self, connection: "Connection") -> None: ...
+    def opened(self, connection: "FrontendConnection") -> None: ...
+    def greeted(self, connection: "FrontendConnection", hello: Hello) -> None: ...
+    def generate(self, connection: "FrontendConnection", request: Generate) -> None: ...
+    def cancel(self, connection: "FrontendConnection", frame: Cancel) -> None: ...
+    def reserve(self, connection: "FrontendConnection", frame: Reserve) -> None: ...
+    def ship(self, connection: "FrontendConnection", frame: Ship) -> None: ...
+    def stay(self, connection: "FrontendConnection", frame: Stay) -> None: ...
+    def closed(self, connection: "FrontendConnection") -> None: ...
 
 
-class Connection(asyncio.Protocol):
+class FrontendConnection(asyncio.Protocol):
     """The worker's end of one connection."""
 
-    def __init__(self, plane: Plane) -> None:
+    def __init__(self, server: StreamServer) -> None:
         self.frontend = ""  # until it says hello
         self.streams: dict[int, int] = {}  # stream number -> the engine's key
         self.batch: list[Chunk] = []  # this step's output, until `flush`
@@ -64,7 +64,7 @@ class Connection(asyncio.Protocol):
         self.opened_at = 0.0
         self.beaten_at = 0.0
         self.stepped_at = 0.0  # when a step was sent last
-        self._plane = plane
+        self._server = server
         self._transport: asyncio.Transport | None = None
         self._splitter = wire.Splitter()
         self._paused_at: float | None = None
@@ -79,13 +79,13 @@ class Connection(asyncio.Protocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)
-        self._transport.set_write_buffer_limits(high=self._plane.patience.buffer_bytes)
+        self._transport.set_write_buffer_limits(high=self._server.patience.buffer_bytes)
         _tune(transport.get_extra_info("socket"))
         self.opened_at = asyncio.get_running_loop().time()
-        self._plane.opened(self)
+        self._server.opened(self)
 
     def data_received(self, data: bytes) -> None:
-        if self._plane.blackholed:
+        if self._server.blackholed:
             self.tainted = True
             return
         try:
@@ -120,25 +120,25 @@ class Connection(asyncio.Protocol):
         self._transport = None
         if self._leaving is not None:
             self._leaving.cancel()
-        self._plane.closed(self)
+        self._server.closed(self)
 
     # --- frames
 
     def _take(self, frame: wire.ToWorker) -> None:
         match frame:
             case Generate() if self.frontend:
-                self._plane.generate(self, frame)
+                self._server.generate(self, frame)
             case Cancel() if self.frontend:
-                self._plane.cancel(self, frame.stream, frame.why)
+                self._server.cancel(self, frame)
             case Reserve() if self.frontend:
-                self._plane.reserve(self, frame)
+                self._server.reserve(self, frame)
             case Ship() if self.frontend:
-                self._plane.ship(self, frame)
+                self._server.ship(self, frame)
             case Stay() if self.frontend:
-                self._plane.stay(self, frame)
+                self._server.stay(self, frame)
             case Hello() if not self.frontend and frame.version == wire.VERSION:
                 self.frontend = frame.frontend or "unnamed"
-                self._plane.greeted(self, frame)
+                self._server.greeted(self, frame)
             case Hello():
                 raise wire.BadFrame(
                     f"hello of version {frame.version}; this worker speaks {wire.VERSION}, once"
@@ -153,7 +153,7 @@ class Connection(asyncio.Protocol):
         self._write(frame)
 
     def _write(self, frame: ToFrontend) -> None:
-        if self._plane.blackholed:
+        if self._server.blackholed:
             self.tainted = True
         elif self._transport is not None and not self._transport.is_closing():
             self._transport.write(wire.encode(frame))
@@ -161,13 +161,13 @@ class Connection(asyncio.Protocol):
     def flush(self) -> None:
         """Send this step's batch as one frame, or gather it: in a burst of steps, or while the frontend does not keep up."""
         batch, self.batch = self.batch, []
-        if self._plane.blackholed:
+        if self._server.blackholed:
             self.send(Step(batch))
             return
         if self._paused_at is not None:
             self._gather(batch)
             return
-        loop, burst_s = asyncio.get_running_loop(), self._plane.patience.burst_s
+        loop, burst_s = asyncio.get_running_loop(), self._server.patience.burst_s
         now, first = loop.time(), not self._backlog
         leaves = (first and now - self.stepped_at >= burst_s) or any(map(_begins_or_ends, batch))
         if first and leaves:
@@ -194,9 +194,14 @@ class Connection(asyncio.Protocol):
                 self._backlog.append(chunk)
                 self._last[chunk.stream] = chunk
                 self._backlog_bytes += CHUNK_BYTES
-        if self._backlog_bytes > self._plane.patience.backlog_bytes_max:
+        if self._backlog_bytes > self._server.patience.backlog_bytes_max:
             log.warning("frontend_cut", frontend=self.frontend, reason="backlog", bytes=self._backlog_bytes)
             self.abort()
+
+    @property
+    def sock(self) -> socket.socket | None:
+        """Its socket; None where it has none: behind the broker, or once it is lost."""
+        return None if self._transport is None else self._transport.get_extra_info("socket")
 
     @property
     def behind(self) -> bool:
@@ -205,7 +210,7 @@ class Connection(asyncio.Protocol):
 
     def cut_if_stalled(self, now: float) -> None:
         """End a connection whose frontend has not read for too long."""
-        if self._paused_at is not None and now - self._paused_at > self._plane.patience.stalled_s_max:
+        if self._paused_at is not None and now - self._paused_at > self._server.patience.stalled_s_max:
             log.warning("frontend_cut", frontend=self.frontend, reason="stalled", streams=len(self.streams))
             self.abort()
 

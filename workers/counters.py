@@ -35,7 +35,7 @@ class Ends:
 
 
 @dataclass(slots=True)
-class Counters:
+class WorkerCounters:
     """One worker's counts since it started."""
 
     requests: int = 0
@@ -56,6 +56,15 @@ class Counters:
         self.completed += 1
         self.duration_sum_s += lasted_s
         self.durations[bisect_left(DURATION_BOUNDS_S, lasted_s)] += 1
+
+    def dropped(self, why: str, lasted_s: float) -> None:
+        """Count a stream that its frontend reads no more: because it had all it wanted, computes it elsewhere, or has gone."""
+        if why == "complete":
+            self.finished(lasted_s)
+        elif why in ("elsewhere", "drained"):
+            self.left += 1
+        else:
+            self.cancelled += 1
 
     @property
     def ends(self) -> Ends:

@@ -12,36 +12,47 @@ ends the process, like a single worker that does not start: its successors are t
 
 import asyncio
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from events.codec import new_id
 from events.errors import HoldfastError
 from events.journal.port import Journal
 from events.observations import WorkerLeft
+from workers.config.worker import WorkerConfig
 from workers.exits import BROKE, FELL, KILLED, exit_within
-from workers.obedience import Place
+from workers.falls import broken
 from workers.shutdown import CLEANUP_S, Stop
-from workers.worker import Worker, broken, say_why_not
+from workers.worker import InferenceWorker, say_why_not
 
-AGAIN_S_MIN = 0.2  # before a successor starts; doubles with each life that is short
-AGAIN_S_MAX = 10.0
-SETTLED_S = 3.0  # a life longer than this was no failure to start
 TOGETHER = 8  # begin in one turn of the loop: 10 ms
 LEAVE_S = 30.0  # for a thousand that say at once that they leave, beyond the grace of each
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BackOff:
+    """How long is waited before a successor starts, in seconds."""
+
+    wait_s_min: float = 0.2  # doubles with each life that is short
+    wait_s_max: float = 10.0
+    settled_s: float = 3.0  # a life longer than this was no failure to start
+
+
 class Many:
-    """The workers of one process, each with its present life. `make` builds the worker of a place."""
+    """The workers of one process, each with its present life. `make` builds a worker."""
 
     def __init__(
         self,
-        places: Sequence[Place],
-        make: Callable[[Place], Worker],
+        configs: Sequence[WorkerConfig],
+        make: Callable[[WorkerConfig], InferenceWorker],
         journal: Journal,
         stop: Stop,
         stagger_s: float = 0.0,
+        back_off: BackOff | None = None,
     ) -> None:
-        self.workers = [make(place) for place in places]  # a successor takes its predecessor's place in here
+        self._back_off = back_off or BackOff()
+        self.workers = [
+            make(config) for config in configs
+        ]  # a successor takes its predecessor's position in here
         self._make = make
         self._stagger_s = stagger_s
         self._journal = journal
@@ -53,14 +64,14 @@ class Many:
         """Let all of them live until the process is told to stop; return its exit code."""
         async with asyncio.TaskGroup() as group:
             bound = group.create_task(self._bound_stop())
-            homes = []
+            lives = []
             for number in range(len(self.workers)):
-                homes.append(group.create_task(self._lives(number)))
+                lives.append(group.create_task(self._lives(number)))
                 if self._stagger_s and await self._stopped_within(self._stagger_s):
                     break
                 if number % TOGETHER == 0:  # those that serve must not fall silent while the others start
                     await asyncio.sleep(0)
-            await asyncio.wait(homes)
+            await asyncio.wait(lives)
             bound.cancel()
         return max(self._codes, default=0)
 
@@ -76,20 +87,21 @@ class Many:
 
     async def _lives(self, number: int) -> None:
         """Live, again and again."""
-        loop, wait_s, first = asyncio.get_running_loop(), AGAIN_S_MIN, True
+        loop, waits, first = asyncio.get_running_loop(), self._back_off, True
+        wait_s = waits.wait_s_min
         while True:
             began, code = loop.time(), await self._life(self.workers[number])
             if self.stopping() or (first and code is None):
                 self._codes.append(FELL if code is None else code % KILLED)
                 self._stop.wanted.set()
                 return
-            wait_s = AGAIN_S_MIN if loop.time() - began > SETTLED_S else wait_s
+            wait_s = waits.wait_s_min if loop.time() - began > waits.settled_s else wait_s
             if await self._stopped_within(wait_s):
                 return
-            wait_s, first = min(2 * wait_s, AGAIN_S_MAX), False
-            self.workers[number] = self._make(replace(self.workers[number].place, instance=new_id()))
+            wait_s, first = min(2 * wait_s, waits.wait_s_max), False
+            self.workers[number] = self._make(replace(self.workers[number].config, instance=new_id()))
 
-    async def _life(self, worker: Worker) -> int | None:
+    async def _life(self, worker: InferenceWorker) -> int | None:
         """Return how a life ended, as a process's exit code; None if it never began."""
         living = asyncio.ensure_future(worker.run(self._stop.wanted, self._stop.hurried))
         try:
@@ -101,7 +113,7 @@ class Many:
         finally:
             living.cancel()
         if code == KILLED:
-            about = {"worker": worker.place.name, "instance": worker.place.instance}
+            about = {"worker": worker.config.name, "instance": worker.config.instance}
             self._journal.observe(WorkerLeft(**about, mode="immediate", exit=KILLED))
         return code
 
@@ -116,7 +128,7 @@ class Many:
     async def _bound_stop(self) -> None:
         """End the process if its workers' ends do not come to an end: none of them may do that alone."""
         await self._stop.wanted.wait()
-        grace_s = max(worker.place.grace_s for worker in self.workers)
+        grace_s = max(worker.config.grace_s for worker in self.workers)
         timer = exit_within(grace_s + CLEANUP_S + LEAVE_S, BROKE)
         try:
             await asyncio.Event().wait()

@@ -5,13 +5,13 @@ import socket
 from typing import Any
 
 from events.observations import Topology, WorkerJoined, canary_key
+from workers.config.worker import WorkerConfig
 from workers.engines.engine import Engine
-from workers.moving.moves import layout
-from workers.obedience import Place
+from workers.migration.moves import layout
 
 
 def registration(
-    place: Place, engine: Engine, url: str, gpus: tuple[str, ...], *, kv_events: bool
+    config: WorkerConfig, engine: Engine, url: str, gpus: tuple[str, ...], *, kv_events: bool
 ) -> WorkerJoined:
     """Return the fact by which all others know a worker, whose engine has started: where frontends reach it, what it serves and
     how fast, and what lies near it."""
@@ -21,8 +21,8 @@ def registration(
         "engine_version": i.engine_version, "dtype": i.dtype, "tp": i.tp, "device": i.device,
     }  # fmt: skip
     return WorkerJoined(
-        worker=place.name,
-        instance=place.instance,
+        worker=config.name,
+        instance=config.instance,
         **kind,
         url=url,
         profile=i.profile,
@@ -30,11 +30,11 @@ def registration(
         pid=os.getpid(),
         topology=Topology(
             host=socket.gethostname(),
-            nvlink_domain=place.nvlink_domain,
-            rail=place.rail,
+            nvlink_domain=config.nvlink_domain,
+            rail=config.rail,
             gpus=gpus,
         ),
-        migration_limit=place.migration_limit,
+        migration_limit=config.migration_limit,
         context_tokens=i.context_tokens,
         exact=i.exact,
         kv=layout(engine.kv),

@@ -13,30 +13,28 @@ import signal
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import structlog
 
-from events import descriptors, presence
-from events.bus import NatsBus
-from events.channels import Channels
 from events.codec import new_id
 from events.errors import HoldfastError
 from events.journal.memory import MemoryJournal, MemoryStream
 from events.journal.nats import NatsJournal
 from events.journal.port import Journal
+from events.nats.bus import NatsBus
+from events.nats.channels import Channels
+from events.process import descriptors, presence
 from workers import keeper
+from workers.config.settings import WorkerSettings
+from workers.config.worker import WorkerConfig
 from workers.engines.build import build_engine
 from workers.exits import FELL, LINGER_S, exit_within
-from workers.kv_events import KvPublisher
-from workers.obedience import Place
-from workers.settings import WorkerSettings
+from workers.falls import broken
+from workers.gpus import Devices
+from workers.kv_events.publisher import KvPublisher
 from workers.shutdown import Stop, budget_s
-from workers.worker import Worker, broken, say_why_not
-
-if TYPE_CHECKING:
-    from workers.devices.report import Devices
-    from workers.many import Many
+from workers.worker import InferenceWorker, say_why_not
 
 DESCRIPTORS_EACH = 4  # a port, the controller's connection, and those of two frontends
 DESCRIPTORS_SPARE = 64
@@ -50,8 +48,23 @@ _PR_SET_PDEATHSIG = 1
 log = structlog.get_logger(__name__)
 
 
+class Workers(Protocol):
+    """The workers of one process: `Alone`, or `Many`."""
+
+    workers: list[InferenceWorker]
+
+    async def run(self) -> int:
+        """Let them live until the process is told to stop, or they cannot go on; return the exit code."""
+
+    def stopping(self) -> bool:
+        """Return whether the process is on its way out."""
+
+    def fail(self, error: Exception) -> None:
+        """End all of them: a callback of the event loop failed."""
+
+
 @dataclass
-class Links:
+class FleetLinks:
     """What ties this process to the fleet: the journal, and the bus unless it serves alone."""
 
     journal: Journal
@@ -84,9 +97,9 @@ async def run_worker(settings: WorkerSettings, kept: int | None = None) -> int:
         if settings.watch_only:
             return await _watch(settings, links, stop)
         await asyncio.to_thread(_sweep)
-        home = _home(settings, instance, links, stop)
-        asyncio.get_running_loop().set_exception_handler(lambda _, context: _unhandled(home, context))
-        code = await _serve(settings, home, kept)
+        workers = _workers(settings, instance, links, stop)
+        asyncio.get_running_loop().set_exception_handler(lambda _, context: end_after(context, workers))
+        code = await _serve(settings, workers, kept)
     finally:
         await links.close()
     if code == 0:
@@ -103,7 +116,7 @@ def _sweep() -> None:
         log.info("regions_swept", instances=swept)
 
 
-async def _watch(settings: WorkerSettings, links: Links, stop: Stop) -> int:
+async def _watch(settings: WorkerSettings, links: FleetLinks, stop: Stop) -> int:
     from workers.watch_only import run_watch
 
     assert links.bus is not None, "the settings ask for a broker"
@@ -111,30 +124,34 @@ async def _watch(settings: WorkerSettings, links: Links, stop: Stop) -> int:
     return 0
 
 
-def _home(settings: WorkerSettings, instance: str, links: Links, stop: Stop) -> "Alone | Many":
+def _workers(settings: WorkerSettings, instance: str, links: FleetLinks, stop: Stop) -> Workers:
     """Return the process's one worker, or its many."""
 
-    def make(place: Place) -> Worker:
-        devices, kv = _devices(settings, place.name), _publisher(settings, place, links.bus)
-        return Worker(place, build_engine(settings), links.journal, links.bus, devices, links.channels, kv)
+    def make(config: WorkerConfig) -> InferenceWorker:
+        devices, kv = _devices(settings, config.name), _publisher(settings, config, links.bus)
+        return InferenceWorker(
+            config, build_engine(settings), links.journal, links.bus, devices, links.channels, kv
+        )
 
-    places = _places(settings, instance)
-    if len(places) == 1:
-        return Alone(make(places[0]), stop)
+    configs = _configs(settings, instance)
+    if len(configs) == 1:
+        return Alone(make(configs[0]), stop)
     from workers.many import Many
 
-    return Many(places, make, links.journal, stop, settings.stagger_delay)
+    return Many(configs, make, links.journal, stop, settings.stagger_delay)
 
 
-def _unhandled(home: "Alone | Many", context: dict[str, Any]) -> None:
-    """End the workers after an error in a callback of the loop: what it should have gone on with will never come."""
+def end_after(context: dict[str, Any], workers: Workers) -> None:
+    """End the workers after an error in a callback of the loop: what it should have gone on with will never come.
+
+    `context` is what the loop gives its exception handler."""
     asyncio.get_running_loop().default_exception_handler(context)
     error = context.get("exception")
     if "handle" in context and isinstance(error, Exception):
-        home.fail(error)
+        workers.fail(error)
 
 
-def _devices(settings: WorkerSettings, worker: str) -> "Devices | None":
+def _devices(settings: WorkerSettings, worker: str) -> Devices | None:
     """Return the devices of a worker, where it may have some; a lone simulated rank does without the imports."""
     ranks = (settings.tp or 1) * settings.dp_size
     if settings.engine == "simulated" and not settings.gpus and ranks > 1:
@@ -145,21 +162,21 @@ def _devices(settings: WorkerSettings, worker: str) -> "Devices | None":
         return None
     from workers.devices.mapping import parse
     from workers.devices.memory import Memory
-    from workers.gpu import DeviceWatch
+    from workers.devices.watch import DeviceWatch
 
     return DeviceWatch(parse(settings.gpus), memory=Memory(settings.data, worker))
 
 
-def _publisher(settings: WorkerSettings, place: Place, bus: NatsBus | None) -> KvPublisher | None:
+def _publisher(settings: WorkerSettings, config: WorkerConfig, bus: NatsBus | None) -> KvPublisher | None:
     """Return what tells frontends of a worker's KV blocks, where there is a broker to tell them through."""
     if bus is None or not settings.kv_events:
         return None
-    return KvPublisher(place.name, place.instance, bus.connection)
+    return KvPublisher(config.name, config.instance, bus.connection)
 
 
-def _places(settings: WorkerSettings, instance: str) -> list[Place]:
+def _configs(settings: WorkerSettings, instance: str) -> list[WorkerConfig]:
     return [
-        Place(
+        WorkerConfig(
             name=name,
             instance=instance if settings.count == 1 else f"{instance}-{number}",
             host=settings.host,
@@ -179,11 +196,11 @@ def _places(settings: WorkerSettings, instance: str) -> list[Place]:
     ]
 
 
-async def _connect(settings: WorkerSettings, instance: str) -> Links:
+async def _connect(settings: WorkerSettings, instance: str) -> FleetLinks:
     role = "watch" if settings.watch_only else "worker"
     source = f"{role}:{settings.name}:{instance}"
     if not settings.nats_url:
-        return Links(MemoryJournal(MemoryStream(), source), None)
+        return FleetLinks(MemoryJournal(MemoryStream(), source), None)
     spool = settings.data / "spool" / f"{role}-{settings.name}"
     journal, bus = await asyncio.gather(
         NatsJournal.connect(settings.nats_url, source, spool, wait_s=BROKER_S),
@@ -192,13 +209,13 @@ async def _connect(settings: WorkerSettings, instance: str) -> Links:
     channels = None
     if settings.request_plane == "nats":
         channels = await Channels.open(settings.nats_url, f"plane:{source}", wait_s=BROKER_S)
-    return Links(journal, bus, channels)
+    return FleetLinks(journal, bus, channels)
 
 
 class Alone:
     """The one worker of a process, which ends with it."""
 
-    def __init__(self, worker: Worker, stop: Stop) -> None:
+    def __init__(self, worker: InferenceWorker, stop: Stop) -> None:
         self.workers = [worker]
         self._stop = stop
 
@@ -219,13 +236,13 @@ class Alone:
         self.workers[0].fail(broken("a callback of the event loop", error))
 
 
-async def _serve(settings: WorkerSettings, home: "Alone | Many", kept: int | None) -> int:
+async def _serve(settings: WorkerSettings, workers: Workers, kept: int | None) -> int:
     """Run the workers, and beside them what looks after the process."""
     async with asyncio.TaskGroup() as group:
-        beside = [group.create_task(_administer(settings, home))]
+        beside = [group.create_task(_administer(settings, workers))]
         if kept is not None:
             beside.append(group.create_task(_miss(kept)))
-        code = await home.run()
+        code = await workers.run()
         for task in beside:
             task.cancel()
     return code
@@ -238,10 +255,9 @@ async def _miss(kept: int) -> None:
     log.warning("keeper_ended", pid=kept)
 
 
-async def _administer(settings: WorkerSettings, home: "Alone | Many") -> None:
+async def _administer(settings: WorkerSettings, process: Workers) -> None:
     """Open the admin port and make this process findable, once it serves."""
-    workers = home.workers
-    while waiting := [worker for worker in workers if not worker.serving.is_set()]:
+    while waiting := [worker for worker in process.workers if not worker.serving.is_set()]:
         with contextlib.suppress(TimeoutError):  # of many, one may have ended meanwhile, and have a successor
             async with asyncio.timeout(SERVING_S):
                 await waiting[0].serving.wait()
@@ -249,9 +265,11 @@ async def _administer(settings: WorkerSettings, home: "Alone | Many") -> None:
     url, pages = "", None
     if settings.admin_port >= 0:
         # In a thread: an import on the loop would look like a hang to every frontend.
-        admin: Any = await asyncio.to_thread(__import__, "workers.admin", fromlist=["serve"])
+        admin: Any = await asyncio.to_thread(__import__, "workers.admin.server", fromlist=["serve"])
         try:
-            pages, url = await admin.serve(workers, home.stopping, settings.host, settings.admin_port)
+            pages, url = await admin.serve(
+                process.workers, process.stopping, settings.host, settings.admin_port
+            )
         except OSError as error:
             log.error("admin_port_taken", port=settings.admin_port, error=error.strerror)
     shown: Path | None = None

@@ -20,7 +20,8 @@ import structlog
 
 from workers.counters import Ends
 from workers.exits import exit_within
-from workers.server import Refusal, Server
+from workers.server import WorkerServer
+from workers.serving.drain_state import Refusal
 
 DRAINING = Refusal("engine_shutdown: this worker is draining", canaries_too=False)
 LEAVING = Refusal("engine_shutdown: this worker is shutting down", canaries_too=True)
@@ -61,18 +62,19 @@ def budget_s(grace_s: float, orchestrator_grace_s: float | None, pre_stop_s: flo
     return max(0.0, min(grace_s, orchestrator_grace_s - pre_stop_s - CLEANUP_S))
 
 
-async def drain(server: Server, refusal: Refusal, deadline_s: float) -> Ends:
+async def drain(server: WorkerServer, refusal: Refusal, deadline_s: float) -> Ends:
     """Empty a worker and say how it went. The worker refuses new requests from now on and afterwards."""
     server.refuse(refusal)
+    streams = server.streams
     try:
         async with asyncio.timeout(deadline_s):  # wait_for of Python 3.11 can swallow a cancellation
-            await server.landed.wait()
+            await streams.all_ended.wait()
     except TimeoutError:
-        server.end_all(TIME_UP)
+        server.output.end_all(TIME_UP)
     return server.drained()
 
 
-async def depart(server: Server, grace_s: float, *, graceful: bool, hurried: asyncio.Event) -> Ends:
+async def depart(server: WorkerServer, grace_s: float, *, graceful: bool, hurried: asyncio.Event) -> Ends:
     """Do phases 1 and 2 of a graceful shutdown within the grace, or until there is a hurry. What comes afterwards is refused."""
     cut = 0
     waiting, hurry = asyncio.ensure_future(_wait(server, graceful)), asyncio.ensure_future(hurried.wait())
@@ -87,31 +89,33 @@ async def depart(server: Server, grace_s: float, *, graceful: bool, hurried: asy
         waiting.cancel()
         hurry.cancel()
     server.refuse(LEAVING)
-    server.end_all(TIME_UP if cut else LEAVING.reason)  # canaries too: their end must not look like a failure
+    server.output.end_all(
+        TIME_UP if cut else LEAVING.reason
+    )  # canaries too: their end must not look like a failure
     return server.drained()
 
 
-async def _wait(server: Server, graceful: bool) -> None:
+async def _wait(server: WorkerServer, graceful: bool) -> None:
     """Deregister, and wait until both endpoints are empty."""
-    active = 2 if graceful else 1
+    active, streams = 2 if graceful else 1, server.streams
     _say_active(server, active)
-    waits = server.refusal is None and server.has_frontends
+    waits = server.refusal is None and server.connections.any_greeted
     server.deregister()
-    if not graceful and not (waits and server.ships):
-        server.send_on(SENT_ON)
+    if not graceful and not (waits and server.moves.possible):
+        server.output.send_on(SENT_ON)
     if waits:
         await asyncio.sleep(DEREGISTERED_S)
     server.refuse(LEAVING)
     if not graceful:
-        server.send_on(SENT_ON)
-    await server.prefilled.wait()
+        server.output.send_on(SENT_ON)
+    await streams.all_decode.wait()
     if graceful:
         _say_active(server, active - 1)
-    await server.landed.wait()
+    await streams.all_ended.wait()
     log.info("Last endpoint completed, notifying all waiters", worker=server.worker)
 
 
-def _say_active(server: Server, active: int) -> None:
+def _say_active(server: WorkerServer, active: int) -> None:
     log.info(f"Active graceful endpoints: {active}", worker=server.worker, in_flight=server.in_flight)
 
 

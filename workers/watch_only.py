@@ -15,18 +15,18 @@ from typing import Any
 
 import structlog
 
-from events import presence, subjects
-from events.bus import Bus
-from events.connection import DISCONNECTED
-from events.errors import HoldfastError
+from events import subjects
+from events.errors import BadSetting, HoldfastError
 from events.journal.port import Journal
-from workers.devices.faults import Change
+from events.nats.bus import Bus
+from events.nats.connection import DISCONNECTED
+from events.process import presence
+from workers.config.settings import WorkerSettings
+from workers.devices.faults import FaultChange
 from workers.devices.mapping import family, parse
 from workers.devices.memory import Memory
 from workers.devices.report import fact, listen
-from workers.gpu import DeviceWatch
-from workers.settings import WorkerSettings
-from workers.settings_check import BadSetting
+from workers.devices.watch import DeviceWatch, WatchPolicy
 
 START_S_MAX = 10.0  # the driver's own start; later it is waited for no longer
 RETRY_S = 0.2
@@ -47,9 +47,9 @@ class Deputy:
         self._worker = worker
         self._journal = journal
         self._past: deque[str] = deque(maxlen=PAST_MAX)
-        self._last: dict[tuple[str, str], Change] = {}  # by device and class
+        self._last: dict[tuple[str, str], FaultChange] = {}  # by device and class
 
-    def changed(self, device: str, change: Change) -> None:
+    def changed(self, device: str, change: FaultChange) -> None:
         """Take what the watch has seen."""
         self._last[device, change.fault_class] = change
         if self.instance:
@@ -66,23 +66,29 @@ class Deputy:
         for (device, _), change in self._last.items():
             self._observe(device, change)
 
-    def _observe(self, device: str, change: Change) -> None:
+    def _observe(self, device: str, change: FaultChange) -> None:
         self._journal.observe(fact(self._worker, self.instance, device, change))
 
 
-def device_watch(settings: WorkerSettings) -> DeviceWatch:
+def device_watch(settings: WorkerSettings, policy: WatchPolicy | None = None) -> DeviceWatch:
     """Return the watch that the settings ask for. Raise BadSetting if the engine's process is not there."""
     memory = Memory(settings.data, f"{settings.name}-watch")
     if settings.engine_pid is None:
-        return DeviceWatch(parse(settings.gpus), memory=memory)
+        return DeviceWatch(parse(settings.gpus), policy, memory=memory)
     if not family(settings.engine_pid):
         raise BadSetting(f"engine_pid = {settings.engine_pid}: there is no such process")
-    return DeviceWatch((), users=partial(family, settings.engine_pid), memory=memory)
+    return DeviceWatch((), policy, users=partial(family, settings.engine_pid), memory=memory)
 
 
-async def run_watch(settings: WorkerSettings, journal: Journal, bus: Bus, stop: asyncio.Event) -> None:
+async def run_watch(
+    settings: WorkerSettings,
+    journal: Journal,
+    bus: Bus,
+    stop: asyncio.Event,
+    policy: WatchPolicy | None = None,
+) -> None:
     """Watch until a stop is wanted. Raise BadSetting, UnknownGpus or WatchOff, or what has made the watch fail."""
-    watch, deputy = device_watch(settings), Deputy(settings.name, journal)
+    watch, deputy = device_watch(settings, policy), Deputy(settings.name, journal)
     await asyncio.to_thread(watch.start, START_S_MAX)
     if watch.off:
         raise WatchOff(f"{WatchOff.__doc__} {watch.off}")

@@ -1,0 +1,1 @@
+"""The world behind the ports: databases, brokers, connections to workers, clocks."""

@@ -16,8 +16,9 @@ from faststream.nats.security import NatsSecurity, NatsToken, NatsUserPassword
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from controller.ports import Control
-from events.connection import PING_INTERVAL_S, PINGS_MAX, account, masked
 from events.errors import HoldfastError
+from events.nats.connection import PING_INTERVAL_S, PINGS_MAX
+from events.nats.urls import account, masked
 from events.subjects import CONTROL
 
 QUEUE = "controllers"
@@ -35,7 +36,7 @@ Who = Annotated[str, Field(max_length=NAME_MAX)]
 log = structlog.get_logger(__name__)
 
 
-class Operations(Control, Protocol):
+class OperatorControl(Control, Protocol):
     """What an operator can ask for, rehearsals included."""
 
     async def chaos(
@@ -49,13 +50,13 @@ class Operations(Control, Protocol):
     ) -> str: ...
 
 
-class Body(BaseModel):
+class OperatorBody(BaseModel):
     """What an operator sends. Unknown fields are refused: a misspelt one must not be ignored."""
 
     model_config = ConfigDict(extra="forbid")
 
 
-class DrainBody(Body):
+class DrainBody(OperatorBody):
     """Let a worker finish what it runs, and give it nothing new."""
 
     worker: Name
@@ -63,14 +64,14 @@ class DrainBody(Body):
     by: Who = ""
 
 
-class ResumeBody(Body):
+class ResumeBody(OperatorBody):
     """Take a drained worker back, after its next good canary."""
 
     worker: Name
     by: Who = ""
 
 
-class MoveBody(Body):
+class MoveBody(OperatorBody):
     """Move a worker's running requests elsewhere, to the worker `to` or to whoever suits best; it goes on taking new ones."""
 
     worker: Name
@@ -78,18 +79,18 @@ class MoveBody(Body):
     by: Who = ""
 
 
-class RestartBody(Body):
+class RestartBody(OperatorBody):
     """Let a worker shut down in good order; whoever supervises it starts its successor."""
 
     worker: Name
     by: Who = ""
 
 
-class StatusBody(Body):
+class StatusBody(OperatorBody):
     """Show the fleet as it is."""
 
 
-class ChaosBody(Body):
+class ChaosBody(OperatorBody):
     """Break a worker on purpose, or heal it. `argument`: one token in X wrong, X times slower, X requests
     fail, Xid X. `rank`: the one of a group that is struck. `duration_s`: until this fault ends by itself; without
     one it lasts until `heal`, which ends all of them."""
@@ -102,7 +103,7 @@ class ChaosBody(Body):
     rank: int | None = Field(default=None, ge=0, le=63)
 
 
-def declare(broker: NatsBroker, operations: Operations | None) -> None:
+def declare(broker: NatsBroker, operations: OperatorControl | None) -> None:
     """Register the control subjects on `broker`. Without operations they only serve documentation."""
 
     def subscribe(verb: str, description: str) -> Any:
@@ -114,7 +115,7 @@ def declare(broker: NatsBroker, operations: Operations | None) -> None:
             no_reply=False,
         )
 
-    def ready() -> Operations:
+    def ready() -> OperatorControl:
         assert operations is not None, "a broker for documentation only was started"
         return operations
 
@@ -147,7 +148,7 @@ def declare(broker: NatsBroker, operations: Operations | None) -> None:
 class ControlApi:
     """The control subjects, served until cancelled."""
 
-    def __init__(self, url: str, operations: Operations) -> None:
+    def __init__(self, url: str, operations: OperatorControl) -> None:
         guard = ExceptionMiddleware(
             publish_handlers={ValidationError: _invalid, HoldfastError: _refused, Exception: _failed}
         )
@@ -167,22 +168,27 @@ class ControlApi:
 
     async def run(self) -> None:
         """Serve. A broker that is away is tried again until it is there."""
-        try:
-            while not self.serving.is_set():
-                try:
-                    await self._broker.start()
-                    for _ in range(2):  # a flush's ping overtakes what is pending; the second one does not
-                        await self._broker.connection.flush()
-                    self.serving.set()
-                except Exception as error:  # whatever the client library raises while nobody answers
-                    log.debug("control_api_waits", error=repr(error))
-                    await asyncio.sleep(RECONNECT_WAIT_S)
-                _heed_cancellation()
-            await asyncio.Event().wait()
-        finally:
-            with contextlib.suppress(Exception):  # a broker that is away need not be told
-                async with asyncio.timeout(STOP_WITHIN_S):
-                    await self._broker.stop()
+        await serve(self._broker, self.serving)
+
+
+async def serve(broker: NatsBroker, serving: asyncio.Event) -> None:
+    """Serve the subjects that a broker has declared until cancelled, and say when they are subscribed."""
+    try:
+        while not serving.is_set():
+            try:
+                await broker.start()
+                for _ in range(2):  # a flush's ping overtakes what is pending; the second one does not
+                    await broker.connection.flush()
+                serving.set()
+            except Exception as error:  # whatever the client library raises while nobody answers
+                log.debug("control_api_waits", error=repr(error))
+                await asyncio.sleep(RECONNECT_WAIT_S)
+            _heed_cancellation()
+        await asyncio.Event().wait()
+    finally:
+        with contextlib.suppress(Exception):  # a broker that is away need not be told
+            async with asyncio.timeout(STOP_WITHIN_S):
+                await broker.stop()
 
 
 def _heed_cancellation() -> None:

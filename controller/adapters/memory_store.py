@@ -9,9 +9,10 @@ from dataclasses import dataclass, field
 from datetime import datetime
 from typing import Any
 
-from controller import fleet_codec, projection
 from controller.deciders.fleet import DECIDERS_VERSION, Fleet
-from controller.ports import AnotherProjector, CatchUp, Place, Reading, Snapshot, StoreUnavailable
+from controller.ports import AnotherProjector, CatchUp, ReadPosition, RowsRead, Snapshot, StoreUnavailable
+from controller.read_model import rows as projection
+from controller.read_model import snapshot as fleet_codec
 from events.fact import Decision, Recorded
 from events.order import Last, Position
 
@@ -33,7 +34,7 @@ class MemoryTables:
     """The shared half: what a database would hold. `reachable` False plays one that is away."""
 
     reachable: bool = True
-    place: Place = field(default_factory=Place)
+    place: ReadPosition = field(default_factory=ReadPosition)
     rows: dict[str, dict[tuple[Any, ...], projection.Row]] = field(
         default_factory=lambda: {name: {} for name in projection.COLUMNS}
     )
@@ -53,7 +54,7 @@ class MemoryStore:
             raise StoreUnavailable
         return self.tables
 
-    async def place(self) -> Place:
+    async def place(self) -> ReadPosition:
         return self._reach().place
 
     async def load(self) -> Snapshot | None:
@@ -87,7 +88,7 @@ class MemoryStore:
         for event in events:
             tables.events.setdefault(event.id, projection.event_row(event))
         last = events[-1]
-        tables.place = Place(last.seq, last.id, last.at, settled.position, DECIDERS_VERSION)
+        tables.place = ReadPosition(last.seq, last.id, last.at, settled.position, DECIDERS_VERSION)
         self._keep(events, settled)
 
     def _remember(self, history: Mapping[str, Sequence[projection.Row]]) -> None:
@@ -112,19 +113,19 @@ class MemoryStore:
         kept = _Kept(position.decided, decision.at, position, dict(settled.sources), fleet, DECIDERS_VERSION)
         self.tables.snapshots.append(kept)
 
-    async def read_status(self) -> Reading:
+    async def read_status(self) -> RowsRead:
         reading = self._all()
         rows = {name: found for name, found in reading.rows.items() if name in projection.STATE}
         rows["incidents"] = [row for row in reading.rows["incidents"] if row["closed_at"] is None]
-        return Reading(reading.place, rows)
+        return RowsRead(reading.place, rows)
 
-    def _all(self) -> Reading:
+    def _all(self) -> RowsRead:
         tables = self._reach()
         rows = {
             name: [dict(zip(projection.COLUMNS[name], row, strict=True)) for row in rows.values()]
             for name, rows in tables.rows.items()
         }
-        return Reading(tables.place, rows)
+        return RowsRead(tables.place, rows)
 
     @asynccontextmanager
     async def reading(self) -> AsyncIterator["MemoryFrozen"]:
@@ -148,14 +149,11 @@ class MemoryStore:
         worker: str | None = None,
         incident: str | None = None,
     ) -> AsyncIterator[Sequence[Recorded]]:
-        found = [
-            projection.recorded(row)
-            for row in sorted(self._reach().events.values(), key=lambda row: int(row[0]))
-            if row[0] > after
-            and (since is None or row[1] >= since)
-            and (incident is None or row[13] == incident)
-        ]
-        if found := [e for e in found if worker is None or projection.concerns(e.fact, worker)]:
+        rows = sorted(self._reach().events.values(), key=lambda row: int(row[0]))
+        events = [projection.recorded(row) for row in rows if row[0] > after]
+        if found := [
+            e for e in events if projection.matches(e, since=since, worker=worker, incident=incident)
+        ]:
             yield found
 
     async def beside(self) -> "MemoryStore":
@@ -176,7 +174,7 @@ class MemoryStore:
 class MemoryFrozen:
     """The store as of one instant."""
 
-    def __init__(self, reading: Reading, events: Sequence[projection.Row]) -> None:
+    def __init__(self, reading: RowsRead, events: Sequence[projection.Row]) -> None:
         self.reading = reading
         self._events = events
 

@@ -1,0 +1,1 @@
+"""The functional core: what to do about the facts, and nothing about doing it."""

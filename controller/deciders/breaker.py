@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from datetime import datetime, timedelta
 from typing import Literal
 
-from controller.deciders.demands import STRICT, at_least
+from controller.deciders.validation import STRICT, at_least
 from events.decisions import (
     BreakerClosed,
     BreakerHalfOpened,
@@ -136,15 +136,20 @@ def _health_changed(state: Breaker, fact: HealthChanged, cause: str) -> Breaker:
     return state if state.resting == resting else replace(state, resting=resting)
 
 
-def _moved(state: Breaker, fact: BreakerOpened | BreakerHalfOpened | BreakerClosed) -> Breaker:
-    fresh = Breaker(
+def _anew(state: Breaker, number: int) -> Breaker:
+    """Begin anew with the decision of that number. Kept are only whose it is, whether it rests, and who tries it."""
+    return Breaker(
         state.worker,
         state.instance,
-        moved_by=fact.number,
+        moved_by=number,
         resting=state.resting,
         trial_by=state.trial_by,
-        cause=f"decision:{fact.number}",
+        cause=f"decision:{number}",
     )
+
+
+def _moved(state: Breaker, fact: BreakerOpened | BreakerHalfOpened | BreakerClosed) -> Breaker:
+    fresh = _anew(state, fact.number)
     match fact:
         case BreakerOpened():
             return replace(

@@ -4,7 +4,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 
-from controller.deciders.demands import STRICT, demand, share
+from controller.deciders.validation import STRICT, demand, share
 from events.decisions import WeightCapped
 from events.fact import Decision, Fact
 from events.frozen import quickly_made, replace
@@ -35,7 +35,7 @@ class Budget:
 
 @quickly_made
 @dataclass(frozen=True, slots=True)
-class Standing:
+class BudgetRank:
     """How one worker stands when the budget is reckoned: the least bad sorts first."""
 
     budget: Budget
@@ -54,7 +54,7 @@ def evolve(state: Budget, fact: Fact, cause: str = "") -> Budget:
             return state
 
 
-def decide(policy: BudgetPolicy, standings: Sequence[Standing], now: datetime) -> Iterator[Decision]:
+def decide(policy: BudgetPolicy, standings: Sequence[BudgetRank], now: datetime) -> Iterator[Decision]:
     """Say which workers of one model must be kept in service, and which no longer.
 
     Doubt may eject at most the floor of the share of those that count. Whoever is kept already stays kept while

@@ -14,7 +14,7 @@ from functools import lru_cache
 from math import inf
 from typing import Any
 
-from controller.deciders.demands import STRICT, at_least
+from controller.deciders.validation import STRICT, at_least
 from events.observations import Profile
 
 BATCH_MAX = 8192  # no engine runs more sequences at once; bounds the search below

@@ -28,7 +28,7 @@ from datetime import datetime, timedelta
 from itertools import pairwise
 
 from controller.deciders.capacity import Slo, fleet_capacity, fleet_rps
-from controller.deciders.demands import STRICT, at_least, demand
+from controller.deciders.validation import STRICT, at_least, demand
 from events.decisions import DegradationChanged, HealthChanged, HealthStatus, Knobs, WorkerDecision
 from events.fact import Decision, Fact
 from events.frozen import replace

@@ -13,7 +13,7 @@ from datetime import datetime, timedelta
 from math import isnan
 from typing import Literal
 
-from controller.deciders.demands import STRICT, at_least
+from controller.deciders.validation import STRICT, at_least
 from events.decisions import DrainEnded, DrainStarted, HealthChanged, HealthStatus
 from events.fact import Decision, Fact
 from events.frozen import replace
@@ -82,26 +82,29 @@ def evolve(state: Drain, fact: Fact, cause: str = "") -> Drain:
             return replace(state, wanted="", left=True, cause=cause)
         case DrainStarted():
             return replace(
-                Drain(state.worker, state.instance),
+                _anew(state, fact.number),
                 deadline=fact.deadline,
                 reason=fact.reason,
                 empty=state.empty,
                 gone=state.gone,
-                left=state.left,
-                cause=f"decision:{fact.number}",
             )
         case DrainEnded():
-            return Drain(
-                state.worker,
-                state.instance,
+            return replace(
+                _anew(state, fact.number),
                 wanted=state.wanted,
                 wanted_s=state.wanted_s,
                 done=fact.outcome == "empty",
-                left=state.left,
-                cause=f"decision:{fact.number}",
             )
         case _:
             return state
+
+
+def _anew(state: Drain, number: int) -> Drain:
+    """Begin anew with the decision of that number. Kept are only whose it is and whether the worker has left.
+
+    A start keeps beside that `empty` and `gone`, which end the drain at once; an end keeps the next drain's wish.
+    """
+    return Drain(state.worker, state.instance, left=state.left, cause=f"decision:{number}")
 
 
 def _want(state: Drain, reason: str, deadline_s: float | None, cause: str) -> Drain:

@@ -1,19 +1,18 @@
 """The fleet: every machine wired together. What the shell needs of the deciders is here.
 
-    fold.py     Fleet, evolve     what one recorded fact makes of the fleet
-    strata.py   settle            what is due now, stratum by stratum
-    asking.py   Asking            the same, for whom asks often
-    worker.py   Worker            one worker: its machines, its weight
-    policy.py   FleetPolicy       everything that can be set
+    fold.py           Fleet, evolve     what one recorded fact makes of the fleet
+    settle.py         settle            what is due now, stratum by stratum
+    settle_cache.py   Asking            the same, for whom asks often
+    worker.py         Worker            one worker: its machines, its weight
+    policy.py         FleetPolicy       everything that can be set
 
 Only these know the machines (health, breaker, drain, budget, golden, degradation, incident); the machines do not
 know one another.
 """
 
-from controller.deciders.asking import Asking
 from controller.deciders.fold import Fleet, evolve
 from controller.deciders.policy import FleetPolicy, dump, load
-from controller.deciders.strata import (
+from controller.deciders.settle import (
     ABSORB_AFTER,
     ABSORB_FACTS_MAX,
     DECIDERS_VERSION,
@@ -22,6 +21,7 @@ from controller.deciders.strata import (
     next_due,
     settle,
 )
+from controller.deciders.settle_cache import Asking
 from controller.deciders.worker import Conviction, LastCanary, Worker
 
 __all__ = [

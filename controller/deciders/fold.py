@@ -26,7 +26,7 @@ from events.decisions import (
     WorkerDecision,
 )
 from events.fact import Decision, Fact, Recorded
-from events.frozen import quickly_made, replace
+from events.frozen import replace
 from events.observations import (
     CanaryFailed,
     CanaryPassed,
@@ -44,7 +44,6 @@ GoldenSeen: TypeAlias = CanaryPassed | CanarySlow | GoldenProposed | GoldenDispu
 GoldenFact: TypeAlias = GoldenSeen | GoldenAgreed | GoldenRetired
 
 
-@quickly_made
 @dataclass(frozen=True, slots=True)
 class Fleet:
     """Everything that is known. Frozen: a new one shares what did not change with the old."""
@@ -94,15 +93,7 @@ def _decided(fleet: Fleet, fact: Decision, cause: str) -> Fleet:
 def _with_worker(fleet: Fleet, worker: Worker) -> Fleet:
     workers = dict(fleet.workers)
     workers[worker.joined.worker] = worker
-    return Fleet(
-        workers,
-        fleet.goldens,
-        fleet.models,
-        fleet.incidents,
-        fleet.number,
-        fleet.policy,
-        fleet.deciders_version,
-    )
+    return replace(fleet, workers=workers)
 
 
 def _joined(fleet: Fleet, fact: WorkerJoined, recorded: Recorded) -> Fleet:
@@ -154,19 +145,11 @@ def _worker_decided(fleet: Fleet, fact: WorkerDecision, recorded: Recorded, caus
     worker = fleet.workers.get(fact.worker)
     if worker is None or worker.joined.instance != fact.instance:
         return replace(fleet, number=fact.number)
-    workers = dict(fleet.workers)
-    workers[fact.worker] = one.evolve(worker, fact, recorded, cause)
     model = worker.joined.model
     state = degradation.evolve(fleet.models.get(model, Degradation(model)), fact, cause)
-    fleet = Fleet(
-        workers,
-        fleet.goldens,
-        {**fleet.models, model: state},
-        fleet.incidents,
-        fact.number,
-        fleet.policy,
-        fleet.deciders_version,
-    )
+    workers = dict(fleet.workers)
+    workers[fact.worker] = one.evolve(worker, fact, recorded, cause)
+    fleet = replace(fleet, workers=workers, models={**fleet.models, model: state}, number=fact.number)
     if isinstance(fact, HealthChanged) and fact.after is HealthStatus.DEAD:
         return _at_odds(fleet, {worker.joined.canary_key}, cause)
     return fleet

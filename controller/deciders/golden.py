@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from datetime import datetime
 from typing import Literal
 
-from controller.deciders.demands import STRICT, at_least
+from controller.deciders.validation import STRICT, at_least
 from events.decisions import GoldenAgreed, GoldenRetired
 from events.fact import Decision, Fact
 from events.frozen import replace
@@ -141,23 +141,28 @@ def _proposed(state: Golden | None, fact: GoldenProposed, cause: str) -> Golden:
     vote = Vote(voter, fact.instance, fact.tokens, fact.top_k, cause)
     orphaned = state is not None and state.status == "retired" and not state.votes
     if state is None or fact.configured or orphaned:
-        fresh = Golden(
-            fact.canary_key,
-            fact.canary,
-            prompt=fact.prompt,
-            tokens=fact.tokens,
-            top_k=fact.top_k,
-            margin=fact.margin,
-            tolerance=fact.tolerance,
-            proposed_by=voter,
-            proposed_instance=fact.instance,
-            configured=fact.configured,
-            asked=fact.asked,
-            moved_by=state.moved_by if state is not None else 0,
-            cause=cause,
-        )
-        return replace(fresh, votes=_cast(state.votes if state is not None else (), vote))
+        return _anew(state, fact, vote)
     return replace(state, votes=_cast(state.votes, vote), disputed_by=_disputed_by(state, vote), cause=cause)
+
+
+def _anew(state: Golden | None, fact: GoldenProposed, vote: Vote) -> Golden:
+    """Begin anew with this answer. Kept are only the votes, and the number of the decision that moved it last."""
+    return Golden(
+        fact.canary_key,
+        fact.canary,
+        prompt=fact.prompt,
+        tokens=fact.tokens,
+        top_k=fact.top_k,
+        margin=fact.margin,
+        tolerance=fact.tolerance,
+        proposed_by=vote.worker,
+        proposed_instance=fact.instance,
+        configured=fact.configured,
+        asked=fact.asked,
+        votes=_cast(state.votes if state is not None else (), vote),
+        moved_by=state.moved_by if state is not None else 0,
+        cause=vote.cause,
+    )
 
 
 def _disputed_by(state: Golden, vote: Vote) -> str:

@@ -28,13 +28,13 @@ one with the right answer, however slow; only a suspicion of slowness asks for m
 
 A device's limit (throttled clocks, a lost link) is no doubt: it caps the weight, the least of several counts, and moves
 nothing else. It ends with the device's recovery, an operator's word or the instance, whose successor says anew what limits it.
+
+Here is what is known (`Health`) and what each fact adds to it (`evolve`); which move is due is `health_moves`.
 """
 
 from dataclasses import dataclass
-from datetime import datetime, timedelta
-from itertools import pairwise
+from datetime import datetime
 
-from controller.deciders.demands import STRICT, at_least, demand, share
 from events.decisions import (
     BreakerClosed,
     BreakerOpened,
@@ -43,7 +43,7 @@ from events.decisions import (
     HealthStatus,
     WeightCapped,
 )
-from events.fact import Decision, Fact
+from events.fact import Fact
 from events.frozen import replace
 from events.observations import (
     CanaryFailed,
@@ -70,32 +70,6 @@ TRIALS_FAILED = "trials_failed"
 LIMITED = "device_limit"  # reason of a HealthChanged that only a device's limit has moved
 CONVICTIONS_MAX = 16  # of one worker; more devices than that are one broken host
 FRONTENDS_MAX = 64  # whose reports of slowness are counted as one
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class HealthPolicy:
-    """How much doubt to bear, and how to come back from it."""
-
-    failures_max: int = 3  # canaries failed in a row: UNHEALTHY
-    slows_max: int = 3  # slow reports in a row: SUSPICIOUS
-    quicks_min: int = 3  # not-slow canaries in a row that end a suspicion of slowness
-    suspicious_weight: float = 0.5
-    ramp: tuple[float, ...] = (0.25, 0.5, 1.0)  # weights on the way back, one step per good canary
-    trials_max: int = 5  # the breaker's trials failed in a row: give up
-    dead_after: timedelta = timedelta(seconds=30)  # of silence
-    good_to_acquit: int = 8  # good canaries in a row: two rounds of the default four
-    __pydantic_config__ = STRICT
-
-    def __post_init__(self) -> None:
-        at_least(1, failures_max=self.failures_max, slows_max=self.slows_max, trials_max=self.trials_max)
-        at_least(1, quicks_min=self.quicks_min, good_to_acquit=self.good_to_acquit)
-        at_least(0, dead_after=self.dead_after)
-        share(suspicious_weight=self.suspicious_weight)
-        rises = all(low < high for low, high in pairwise((0.0, *self.ramp)))
-        demand(
-            rises and bool(self.ramp) and max(self.ramp) <= 1,
-            f"ramp is {self.ramp}: it must rise from above 0 to 1",
-        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,7 +130,7 @@ class Health:
 
 
 def rejoin(previous: Health, joined: WorkerJoined, cause: str = "") -> Health:
-    """Return the health of a worker's next life: what convicts hardware or weights comes along."""
+    """Return the health of a worker's next life. Kept are only the convictions of hardware and weights."""
     carried = tuple(c for c in previous.convictions if c not in (SILENT, ENGINE))
     return Health(joined.worker, joined.instance, convictions=carried, cause=cause)
 
@@ -356,7 +330,7 @@ def _moved(state: Health, fact: HealthChanged) -> Health:
     )
     match fact.after:
         case HealthStatus.HEALTHY:
-            return _recovered(state, fact, unlimited)
+            return _anew(state, fact, unlimited)
         case HealthStatus.SUSPICIOUS:
             slow = state.slow or fact.reason == "slow"
             if slow:
@@ -383,8 +357,10 @@ def _moved(state: Health, fact: HealthChanged) -> Health:
             return moved
 
 
-def _recovered(state: Health, fact: HealthChanged, unlimited: float) -> Health:
-    """Forget what was held against it; a wish to drain it, a dispute and a device's limit go on."""
+def _anew(state: Health, fact: HealthChanged, unlimited: float) -> Health:
+    """Begin anew: HEALTHY, with nothing held against it. Kept are only whose health it is, what the ejection budget said,
+    a dispute, a wish to drain it, a device's limit, and how its process ended.
+    """
     return Health(
         state.worker,
         state.instance,
@@ -402,120 +378,3 @@ def _recovered(state: Health, fact: HealthChanged, unlimited: float) -> Health:
         unlimited=unlimited,
         cause=f"decision:{fact.number}",
     )
-
-
-def decide(policy: HealthPolicy, state: Health, now: datetime) -> tuple[Decision, ...]:
-    """Say what is due now: at most one move."""
-    move = _due(policy, state, now) or _limited(state)
-    if move is None:
-        return ()
-    after, weight, reason = move
-    changed = HealthChanged(
-        worker=state.worker,
-        instance=state.instance,
-        before=state.status,
-        after=after,
-        reason=reason,
-        weight=min(weight, state.limit),
-        unlimited=weight if weight > state.limit else None,
-        decided_at=now,
-        cause=state.cause,
-    )
-    return (changed,)
-
-
-def due_at(policy: HealthPolicy, state: Health) -> datetime | None:
-    """Return when time alone makes something due."""
-    return None if state.silent_since is None else state.silent_since + policy.dead_after
-
-
-Move = tuple[HealthStatus, float, str]
-
-
-def _limited(state: Health) -> Move | None:
-    """Return what a device's limit asks for, where nothing else is due."""
-    if state.status is not HEALTHY and state.status is not SUSPICIOUS:
-        return None
-    left = min(state.unlimited, state.limit) if state.limits else state.unlimited
-    if state.weight == left:
-        return None
-    return state.status, state.unlimited, LIMITED
-
-
-def _due(policy: HealthPolicy, state: Health, now: datetime) -> Move | None:
-    """Return what is due. A drain comes before an accusation, so that a convicted worker ends up UNHEALTHY."""
-    if state.status is DEAD:
-        return None
-    if state.left:
-        return DEAD, 0.0, state.left
-    if state.over and (state.given_up or state.over in ("deadline", "left")):
-        return DEAD, 0.0, f"drained: {state.over}"
-    if state.leaving:
-        return DRAINING, 0.0, state.leaving
-    if state.accused:
-        return UNHEALTHY, 0.0, state.accused
-    if state.status is HEALTHY:
-        return _from_healthy(policy, state)
-    if state.status is SUSPICIOUS:
-        return _from_suspicious(policy, state)
-    if state.status is UNHEALTHY:
-        return _from_unhealthy(policy, state, now)
-    back = state.resumed and state.goods >= 1 and not _blocked(policy, state)
-    return (HEALTHY, policy.ramp[0], "resumed") if back else None
-
-
-def _from_healthy(policy: HealthPolicy, state: Health) -> Move | None:
-    if state.failures:
-        if state.ramp < 1:
-            return UNHEALTHY, 0.0, f"relapse: {state.failure}"
-        return SUSPICIOUS, policy.suspicious_weight, state.failure
-    if state.slows >= policy.slows_max:
-        return SUSPICIOUS, min(state.unlimited, policy.suspicious_weight), "slow"
-    if state.disputed:
-        return SUSPICIOUS, min(state.unlimited, policy.suspicious_weight), "golden_disputed"
-    if state.ramp < 1 and state.goods:
-        return HEALTHY, _step(policy, state), "ramp"
-    return None
-
-
-def _step(policy: HealthPolicy, state: Health) -> float:
-    """Return the ramp's weight after the good canaries that came since the last step."""
-    higher = [weight for weight in (*policy.ramp, 1.0) if weight > state.ramp]
-    return higher[min(state.goods, len(higher)) - 1]
-
-
-def _from_suspicious(policy: HealthPolicy, state: Health) -> Move | None:
-    on_ramp = not state.joining and state.ramp < 1
-    if state.failures >= (1 if on_ramp else policy.failures_max):
-        return UNHEALTHY, 0.0, state.failure
-    if state.slows >= policy.slows_max and not state.slow and not state.joining:
-        return SUSPICIOUS, min(state.unlimited, policy.suspicious_weight), "slow"
-    if not state.goods or state.disputed or _blocked(policy, state):
-        return None
-    if state.slow and state.quicks < policy.quicks_min:
-        return None
-    if not state.joining:
-        return HEALTHY, state.ramp, "canary_passed"
-    return HEALTHY, policy.ramp[0] if state.convictions else 1.0, "joined"
-
-
-def _blocked(policy: HealthPolicy, state: Health) -> bool:
-    """Return whether a conviction stands in the way; enough good canaries acquit of all but silence."""
-    if SILENT in state.convictions:
-        return True
-    standing = [c for c in state.convictions if c != ENGINE]
-    return bool(standing) and state.streak < policy.good_to_acquit
-
-
-def _from_unhealthy(policy: HealthPolicy, state: Health, now: datetime) -> Move | None:
-    if state.trial_passed and state.failures:
-        return UNHEALTHY, 0.0, f"relapse: {state.failure}"
-    if state.trial_passed and not _blocked(policy, state):
-        if state.draining:
-            return DRAINING, 0.0, "still_draining"
-        return HEALTHY, policy.ramp[0], "trial_passed"
-    if state.trials_failed >= policy.trials_max and not state.kept:
-        return DRAINING, 0.0, TRIALS_FAILED
-    if state.silent_since is not None and now >= state.silent_since + policy.dead_after:
-        return DRAINING, 0.0, SILENT
-    return None

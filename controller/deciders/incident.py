@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import datetime
 
-from controller.deciders.demands import STRICT
+from controller.deciders.validation import STRICT
 from events.decisions import (
     BreakerOpened,
     DegradationChanged,
@@ -42,7 +42,7 @@ class Incident:
 
 
 def evolve(state: Incident | None, fact: Fact) -> Incident | None:
-    """Absorb one fact about this incident; None: it is closed, or was never opened."""
+    """Absorb one fact about this incident; None: it is closed, or was never opened. Who opens it begins it anew."""
     match fact:
         case IncidentOpened():
             return Incident(fact.incident, fact.subject, fact.symptom, fact.decided_at, fact.cause)

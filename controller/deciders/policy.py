@@ -13,11 +13,11 @@ from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 from controller.deciders.breaker import BreakerPolicy
 from controller.deciders.budget import BudgetPolicy
 from controller.deciders.degradation import DegradationPolicy
-from controller.deciders.demands import STRICT
 from controller.deciders.drain import DrainPolicy
 from controller.deciders.golden import GoldenPolicy
-from controller.deciders.health import HealthPolicy
+from controller.deciders.health_moves import HealthPolicy
 from controller.deciders.incident import IncidentPolicy
+from controller.deciders.validation import STRICT
 
 T = TypeVar("T")
 
@@ -57,7 +57,10 @@ def dump(value: Any) -> Any:
 
 
 def load(written: Mapping[str, Any]) -> FleetPolicy:
-    """Return the policy that `dump` has written. Unknown names are ignored, missing ones take their default."""
+    """Return the policy that `dump` has written. Unknown names are ignored, missing ones take their default.
+
+    Raise ValueError where a value makes no sense.
+    """
     return _load(FleetPolicy, written)
 
 

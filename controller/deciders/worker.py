@@ -56,7 +56,6 @@ class Conviction:
     seq: int  # of the failure
 
 
-@quickly_made
 @dataclass(frozen=True, slots=True)
 class Worker:
     """One worker: how it registered, and the state of each machine."""
@@ -155,24 +154,25 @@ class Worker:
 
 
 def join(previous: Worker | None, fact: WorkerJoined, cause: str, at: datetime) -> Worker:
-    """Return a worker's next life. The same instance again, or a former one, changes nothing."""
+    """Return a worker's next life, which begins anew. The same instance again, or a former one, changes nothing.
+
+    Kept are only the open incident, the convictions of all lives, their instances, and what `health.rejoin` keeps.
+    """
     name, instance = fact.worker, fact.instance
-    new = Worker(fact, Health(name, instance, cause=cause), *_fresh(name, instance), joined_at=at)
-    if previous is None:
-        return new
-    if instance == previous.joined.instance or instance in previous.past:
+    if previous is not None and (instance == previous.joined.instance or instance in previous.past):
         return previous
-    return replace(
-        new,
-        health=health.rejoin(previous.health, fact, cause),
+    machines = Breaker(name, instance), Drain(name, instance), Budget(name, instance)
+    if previous is None:
+        return Worker(fact, Health(name, instance, cause=cause), *machines, joined_at=at)
+    return Worker(
+        fact,
+        health.rejoin(previous.health, fact, cause),
+        *machines,
         incident=previous.incident,
         past=(*previous.past, previous.joined.instance)[-PAST_MAX:],
+        joined_at=at,
         convictions=previous.convictions,
     )
-
-
-def _fresh(name: str, instance: str) -> tuple[Breaker, Drain, Budget]:
-    return Breaker(name, instance), Drain(name, instance), Budget(name, instance)
 
 
 def evolve(state: Worker, fact: Fact, recorded: Recorded, cause: str) -> Worker:
@@ -182,18 +182,12 @@ def evolve(state: Worker, fact: Fact, recorded: Recorded, cause: str) -> Worker:
         return state if moved is state.breaker else replace(state, breaker=moved)
     if isinstance(fact, CanaryResult):
         return _canary(state, fact, recorded, cause)
-    return Worker(
-        state.joined,
-        health.evolve(state.health, fact, cause),
-        breaker.evolve(state.breaker, fact, cause),
-        drain.evolve(state.drain, fact, cause),
-        budget.evolve(state.budget, fact, cause),
-        state.last_canary,
-        state.passes,
-        state.incident,
-        state.past,
-        state.joined_at,
-        state.convictions,
+    return replace(
+        state,
+        health=health.evolve(state.health, fact, cause),
+        breaker=breaker.evolve(state.breaker, fact, cause),
+        drain=drain.evolve(state.drain, fact, cause),
+        budget=budget.evolve(state.budget, fact, cause),
     )
 
 
@@ -210,18 +204,13 @@ def _canary(state: Worker, fact: CanaryResult, recorded: Recorded, cause: str) -
         since = passes.get(fact.canary, state.joined_at)
         found = Conviction(fact.instance, fact.canary, since, recorded.at, recorded.seq)
         convictions = (*convictions, found)[-CONVICTIONS_KEPT:]
-    return Worker(
-        state.joined,
-        moved,
-        breaker.evolve(state.breaker, fact, cause),
-        state.drain,
-        state.budget,
-        LastCanary(fact.canary, *_outcome(fact), fact.sent_at, fact.latency_ms, recorded.at),
-        passes,
-        state.incident,
-        state.past,
-        state.joined_at,
-        convictions,
+    return replace(
+        state,
+        health=moved,
+        breaker=breaker.evolve(state.breaker, fact, cause),
+        last_canary=LastCanary(fact.canary, *_outcome(fact), fact.sent_at, fact.latency_ms, recorded.at),
+        passes=passes,
+        convictions=convictions,
     )
 
 

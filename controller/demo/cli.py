@@ -16,11 +16,11 @@ from rich.live import Live
 
 from controller.demo import incidents, profile, report, view
 from controller.demo.clients import Users
-from controller.demo.fleet import Fleet, NotAsExpected
+from controller.demo.fleet import DemoFleet, NotAsExpected
 from controller.demo.script import SCRIPT, WORKERS, Act
-from controller.processes.amounts import positive
 from controller.processes.children import shell_status
-from controller.processes.operator import Operator, find
+from controller.processes.flag_types import positive
+from controller.processes.operator_client import Operator, find
 from controller.processes.up_flags import add_router_flags, check_router_flags, router_variables
 from events.errors import HoldfastError, UsageError
 
@@ -64,7 +64,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run_cli(args: argparse.Namespace) -> int:
-    """Run the demo; 0 if every stream survived intact, else 1."""
+    """Run the demo; 0 if every stream survived intact, else 1. Raise UsageError if it is too short for its script."""
     check_router_flags(args)
     if args.seconds < 10:
         raise UsageError("a demo of less than 10 seconds has no room for its faults: --seconds 10 or more")
@@ -80,7 +80,7 @@ def run_cli(args: argparse.Namespace) -> int:
         data = args.data or fresh_folder()
         if not (args.data or args.keep):
             stack.callback(_remove, data)
-        fleet = Fleet.start(data, *_flags(args), environment=router_variables(args))
+        fleet = DemoFleet.start(data, *_flags(args), environment=router_variables(args))
         stack.callback(fleet.stop)
         return asyncio.run(Demo(args, fleet, load).run())
 
@@ -117,8 +117,14 @@ def _flags(args: argparse.Namespace) -> list[str]:
 class Demo:
     """One run: the load, the faults, the view, the table."""
 
-    def __init__(self, args: argparse.Namespace, fleet: Fleet, load: profile.Load) -> None:
-        self.console = Console()
+    def __init__(
+        self,
+        args: argparse.Namespace,
+        fleet: DemoFleet,
+        load: profile.DemoLoad,
+        console: Console | None = None,
+    ) -> None:
+        self.console = console or Console()
         self.seconds: float = args.seconds
         self.kept = bool(args.data or args.keep)
         self.fleet, self.load = fleet, load
@@ -128,7 +134,7 @@ class Demo:
         self.live: Live | None = None
 
     async def run(self) -> int:
-        """Run it all and return the exit code."""
+        """Run it all and return the exit code. Raise NotAsExpected if the fleet does not start, or ends."""
         self.console.print(f"Starting a fleet of {WORKERS} workers …")
         began = time.monotonic()
         await self.fleet.ready()
@@ -152,16 +158,16 @@ class Demo:
             answers = await users.answers(session, profile.OUTPUT_MAX)
             started = time.monotonic()
             async with asyncio.TaskGroup() as group:
-                watch = group.create_task(self._watch(operator, users, started))
-                group.create_task(self._play(operator, workers, started))
-                await self._send(users, session, started)
+                watch = group.create_task(self.watch(operator, users, started))
+                group.create_task(self.play(operator, workers, started))
+                await self.send(users, session, started)
                 watch.cancel()
         if self.fleet.ended:
             status = shell_status(self.fleet.process.returncode)
             raise NotAsExpected(f"the fleet has ended with status {status}")
         return await self._conclude(users, answers)
 
-    async def _send(self, users: Users, session: Any, started: float) -> None:
+    async def send(self, users: Users, session: Any, started: float) -> None:
         """Send every planned request at its time, and wait for all streams to end."""
         async with asyncio.TaskGroup() as group:
             for number, planned in enumerate(self.load.requests):
@@ -170,7 +176,7 @@ class Demo:
                     break
                 group.create_task(users.ask(session, planned.prompt, planned.output_tokens, f"demo-{number}"))
 
-    async def _play(self, operator: Operator, workers: list[str], started: float) -> None:
+    async def play(self, operator: Operator, workers: list[str], started: float) -> None:
         """Play the script's acts at their times."""
         for act in SCRIPT:
             await asyncio.sleep(max(0.0, started + act.at * self.seconds - time.monotonic()))
@@ -198,7 +204,7 @@ class Demo:
         if self.live is None:
             self.console.print(line)
 
-    async def _watch(self, operator: Operator, users: Users, started: float) -> None:
+    async def watch(self, operator: Operator, users: Users, started: float) -> None:
         """Keep the view alive on a terminal; else the told lines are all there is."""
         if not self.console.is_terminal:
             return
@@ -236,7 +242,7 @@ class Demo:
         return 0 if result.clean else 1
 
 
-def _verdict(result: report.Report, events: list[Any]) -> str:
+def _verdict(result: report.DemoReport, events: list[Any]) -> str:
     lines = [f"{result.requests} requests, {result.tokens} tokens, {len(result.failed)} streams lost."]
     if result.altered_streams:
         named = result.altered_streams - len(result.unnamed)
@@ -250,7 +256,7 @@ def _verdict(result: report.Report, events: list[Any]) -> str:
     return "\n".join(lines)
 
 
-def _as_json(result: report.Report) -> dict[str, Any]:
+def _as_json(result: report.DemoReport) -> dict[str, Any]:
     return {
         "requests": result.requests,
         "tokens": result.tokens,

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from difflib import SequenceMatcher
 
-from controller.trace.replay.endpoint import Endpoint
+from controller.trace.replay.endpoint import ReplayTarget
 
 DEADLINE_S = 120.0
 
@@ -32,13 +32,9 @@ class Received:
         """Return the seconds from `instant` to the next token (infinity if none came)."""
         return next((t - instant for t in self.times if t > instant), float("inf"))
 
-    def open_at(self, instant: float) -> bool:
-        """Return whether this stream was in the air at `instant`."""
-        return self.sent <= instant and (not self.times or not self.done or self.times[-1] > instant)
-
 
 @dataclass(frozen=True, slots=True)
-class Difference:
+class TokenDifference:
     """Tokens that the user lost, got twice, or got altered."""
 
     lost: int = 0
@@ -46,14 +42,14 @@ class Difference:
     altered: int = 0
 
 
-def compare(got: Sequence[str], expected: Sequence[str]) -> Difference:
+def compare(got: Sequence[str], expected: Sequence[str]) -> TokenDifference:
     """Return how a stream differs from the undisturbed answer.
 
     Where tokens were replaced, all that differs counts as altered: what follows a wrong token is another answer,
     and what seems lost or doubled in it is chance.
     """
     if list(got) == list(expected):
-        return Difference()
+        return TokenDifference()
     lost = doubled = altered = 0
     for tag, i1, i2, j1, j2 in SequenceMatcher(None, expected, got, autojunk=False).get_opcodes():
         if tag == "delete":
@@ -62,7 +58,7 @@ def compare(got: Sequence[str], expected: Sequence[str]) -> Difference:
             doubled += j2 - j1
         elif tag == "replace":
             altered += max(i2 - i1, j2 - j1)
-    return Difference(altered=lost + doubled + altered) if altered else Difference(lost, doubled)
+    return TokenDifference(altered=lost + doubled + altered) if altered else TokenDifference(lost, doubled)
 
 
 class Users:
@@ -80,11 +76,11 @@ class Users:
         self.in_flight = 0
         self.tokens = 0
 
-    def session(self) -> Endpoint:
+    def session(self) -> ReplayTarget:
         """Return the connections that all requests share."""
-        return Endpoint(self._url)
+        return ReplayTarget(self._url)
 
-    async def ask(self, session: Endpoint, prompt: int, tokens: int, name: str) -> Received:
+    async def ask(self, session: ReplayTarget, prompt: int, tokens: int, name: str) -> Received:
         """Send one request and read its stream to the end."""
         got = Received(name, prompt, tokens, time.monotonic())
         body = {
@@ -136,7 +132,7 @@ class Users:
             got.times.append(time.monotonic())
             self.tokens += 1
 
-    async def answers(self, session: Endpoint, tokens: int) -> list[list[str]]:
+    async def answers(self, session: ReplayTarget, tokens: int) -> list[list[str]]:
         """Return the undisturbed answer to every prompt of the pool. Raise RuntimeError if one failed."""
         asked = [self.ask(session, p, tokens, f"reference-{p}") for p in range(len(self._prompts))]
         got = await asyncio.gather(*asked)

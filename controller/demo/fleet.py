@@ -15,9 +15,9 @@ from typing import Any
 
 import psutil
 
-from controller.adapters.free_port import free_port
+from controller.adapters.embedded.free_port import free_port
 from controller.processes.children import die_with
-from controller.processes.operator import Operator, Unreachable, http_ok, read_all
+from controller.processes.operator_client import Operator, Unreachable, http_ok, read_all
 from events.errors import HoldfastError
 from events.fact import Recorded
 
@@ -31,7 +31,7 @@ class NotAsExpected(HoldfastError):
 
 
 @dataclass
-class Fleet:
+class DemoFleet:
     """A running fleet."""
 
     data: Path
@@ -41,12 +41,13 @@ class Fleet:
 
     @property
     def url(self) -> str:
+        """Where its frontends answer."""
         return f"http://127.0.0.1:{self.port}"
 
     @classmethod
     def start(
         cls, data: Path, *flags: str, port: int | None = None, environment: Mapping[str, str] | None = None
-    ) -> "Fleet":
+    ) -> "DemoFleet":
         """Start a fleet; it is not ready yet. `environment` is added to this process's own."""
         port = port or free_port()
         data.mkdir(parents=True, exist_ok=True)
@@ -80,8 +81,8 @@ class Fleet:
         said = self.log.read_text(errors="replace").strip().splitlines()[-lines:]
         return " / ".join(line.removeprefix("holdfast: ") for line in said)
 
-    async def ready(self) -> "Fleet":
-        """Wait until /health answers 200. A fleet that does not come to that is ended: raise NotAsExpected."""
+    async def ready(self) -> "DemoFleet":
+        """Wait until /health answers 200. Raise NotAsExpected of a fleet that does not come to that; it is ended."""
         deadline = time.monotonic() + STARTS_WITHIN_S
         try:
             while not await http_ok(f"{self.url}/health"):

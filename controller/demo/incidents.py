@@ -22,13 +22,14 @@ async def tell(nats_url: str, events: Sequence[Recorded]) -> AsyncIterator[str]:
             if isinstance(event.fact, IncidentOpened):
                 story = await timeline.story(journal, archive, event.fact.incident)
                 yield story.headline()
-                for line in _steps(story.events):
+                for line in steps(story.events):
                     yield f"    {line}"
     finally:
         await journal.close()
 
 
-def _steps(events: Sequence[Recorded]) -> list[str]:
+def steps(events: Sequence[Recorded]) -> list[str]:
+    """Return an incident's events as lines, STEPS_MAX and one at most: the first, and how it ended."""
     told = [e for e in events if not isinstance(e.fact, _COUNTED)]
     first_canary = next((e for e in told if isinstance(e.fact, CanaryResult)), None)
     told = [e for e in told if e is first_canary or not isinstance(e.fact, CanaryResult)]

@@ -12,9 +12,9 @@ from itertools import islice
 from pathlib import Path
 
 from controller.trace import prompts
-from controller.trace.profile import Profile, load
-from controller.trace.rows import BadTrace, Row, read
-from controller.trace.synthesis import Knobs, synthesize
+from controller.trace.profile import TraceProfile, load
+from controller.trace.rows import BadTrace, TraceRow, read
+from controller.trace.synthesis import SynthesisKnobs, synthesize
 
 PROMPTS = 16  # distinct ones
 INPUT_MAX = 384
@@ -26,7 +26,7 @@ VOCABULARY = range(260, 2040)  # of any model with a vocabulary of 2,048
 
 
 @dataclass(frozen=True, slots=True)
-class Planned:
+class DemoRequest:
     """One request to come: when (seconds from the start), which prompt of the pool, how many tokens."""
 
     at_s: float
@@ -35,23 +35,23 @@ class Planned:
 
 
 @dataclass(frozen=True, slots=True)
-class Load:
+class DemoLoad:
     """The pool of prompts (token ids) and the requests to send."""
 
     prompts: tuple[tuple[int, ...], ...]
-    requests: tuple[Planned, ...]
+    requests: tuple[DemoRequest, ...]
 
 
-def shipped() -> Profile:
+def shipped() -> TraceProfile:
     """Return our own profile of chat traffic."""
     with as_file(files(__package__).joinpath("profile.json.gz")) as path:
         return load(path)
 
 
-def from_profile(seconds: float, rate: float, seed: int = 0) -> Load:
+def from_profile(seconds: float, rate: float, seed: int = 0) -> DemoLoad:
     """Return a load of about `rate` requests a second, like the shipped profile's."""
     profile = shipped()
-    knobs = Knobs(
+    knobs = SynthesisKnobs(
         prefix_len_multiplier=INPUT_SCALE,
         prompt_len_multiplier=INPUT_SCALE,
         osl_multiplier=OUTPUT_SCALE,
@@ -70,11 +70,11 @@ def from_profile(seconds: float, rate: float, seed: int = 0) -> Load:
         began = row.timestamp if began is None else began
         if (at_s := (row.timestamp - began) / 1e3) >= seconds:
             break
-        requests.append(Planned(at_s, chance.randrange(PROMPTS), max(OUTPUT_MIN, row.output_length)))
-    return Load(pool, tuple(requests))
+        requests.append(DemoRequest(at_s, chance.randrange(PROMPTS), max(OUTPUT_MIN, row.output_length)))
+    return DemoLoad(pool, tuple(requests))
 
 
-def from_trace(path: Path, seconds: float, speedup: float, seed: int = 0) -> Load:
+def from_trace(path: Path, seconds: float, speedup: float, seed: int = 0) -> DemoLoad:
     """Return the trace's requests of the first `seconds × speedup` seconds. Raise BadTrace, naming the line."""
     chance = random.Random(seed)
     rows = _first(path, seconds * speedup)
@@ -83,17 +83,17 @@ def from_trace(path: Path, seconds: float, speedup: float, seed: int = 0) -> Loa
     sizes = [row.input_length for row in chance.sample(rows, min(PROMPTS, len(rows)))]
     pool = tuple(tuple(chance.choices(VOCABULARY, k=_scaled(n, longest_in, INPUT_MAX))) for n in sizes)
     requests = (
-        Planned(
+        DemoRequest(
             row.timestamp / 1e3 / speedup,
             chance.randrange(len(pool)),
             _scaled(row.output_length, longest_out, OUTPUT_MAX),
         )
         for row in rows
     )
-    return Load(pool, tuple(requests))
+    return DemoLoad(pool, tuple(requests))
 
 
-def _first(path: Path, seconds: float) -> list[Row]:
+def _first(path: Path, seconds: float) -> list[TraceRow]:
     """Return a trace's requests of so much time."""
     rows = [row for row in read(path, None) if row.timestamp / 1e3 < seconds]
     if not rows:

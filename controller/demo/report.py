@@ -7,7 +7,7 @@ from datetime import datetime, timedelta
 
 from rich.table import Table
 
-from controller.demo.clients import Difference, Received, compare
+from controller.demo.clients import Received, TokenDifference, compare
 from events.fact import Recorded
 from events.observations import ExposureUnknown, RequestExposed, RequestMigrated
 
@@ -28,20 +28,20 @@ class Injected:
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class ReportRow:
     """One line of the table. Tokens are counted against the undisturbed answer."""
 
     fault: str
     worker: str
     hit: int
     lost: int
-    difference: Difference
+    difference: TokenDifference
     p50_ms: float | None
     p99_ms: float | None
 
 
 @dataclass(frozen=True, slots=True)
-class Report:
+class DemoReport:
     """The whole result. `unnamed`: altered streams that no RequestExposed names; there must be none.
 
     `others_hit`: streams that moved for no fault that was played, as on a machine too busy to answer in time.
@@ -50,8 +50,8 @@ class Report:
     requests: int
     tokens: int
     failed: Sequence[Received]
-    rows: Sequence[Row]
-    total: Difference
+    rows: Sequence[ReportRow]
+    total: TokenDifference
     altered_streams: int
     unnamed: Sequence[str]
     others_hit: int
@@ -94,7 +94,7 @@ def assess(
     answers: Sequence[Sequence[str]],
     injected: Sequence[Injected],
     others_hit: int = 0,
-) -> Report:
+) -> DemoReport:
     """Compare every stream with the undisturbed answer, and sum up by fault."""
     differences = {s.request: _difference(s, answers) for s in streams}
     failed = [s for s in streams if s.error]
@@ -102,7 +102,7 @@ def assess(
     named = set().union(*(one.exposed for one in injected)) if injected else set()
     altered = {r for r, d in differences.items() if d.altered or d.doubled or d.lost}
     rows = [_row(one, differences, broken) for one in injected]
-    return Report(
+    return DemoReport(
         requests=len(streams),
         tokens=sum(len(s.pieces) for s in streams),
         failed=failed,
@@ -114,31 +114,31 @@ def assess(
     )
 
 
-def _difference(stream: Received, answers: Sequence[Sequence[str]]) -> Difference:
+def _difference(stream: Received, answers: Sequence[Sequence[str]]) -> TokenDifference:
     if stream.error:
-        return Difference()  # counted as a lost stream
+        return TokenDifference()  # counted as a lost stream
     return compare(stream.pieces, answers[stream.prompt][: stream.wanted])
 
 
-def _row(one: Injected, differences: dict[str, Difference], broken: set[str]) -> Row:
+def _row(one: Injected, differences: dict[str, TokenDifference], broken: set[str]) -> ReportRow:
     hit = set(one.hit) | (one.exposed if one.fault == "corruption" else set())
     gaps = sorted(one.hit.values())
-    return Row(
+    return ReportRow(
         fault=one.fault,
         worker=one.worker,
         hit=len(hit),
         lost=len(hit & broken),
-        difference=_sum(differences.get(r, Difference()) for r in hit),
+        difference=_sum(differences.get(r, TokenDifference()) for r in hit),
         p50_ms=statistics.median(gaps) if gaps else None,
         p99_ms=gaps[min(len(gaps) - 1, round(0.99 * (len(gaps) - 1)))] if gaps else None,
     )
 
 
-def _sum(differences: Iterable[Difference]) -> Difference:
+def _sum(differences: Iterable[TokenDifference]) -> TokenDifference:
     lost = doubled = altered = 0
     for d in differences:
         lost, doubled, altered = lost + d.lost, doubled + d.doubled, altered + d.altered
-    return Difference(lost, doubled, altered)
+    return TokenDifference(lost, doubled, altered)
 
 
 def unknown(events: Iterable[Recorded]) -> int:
@@ -146,7 +146,7 @@ def unknown(events: Iterable[Recorded]) -> int:
     return sum(isinstance(e.fact, ExposureUnknown) for e in events)
 
 
-def table(report: Report) -> Table:
+def table(report: DemoReport) -> Table:
     """Return the report as a table that needs WIDTH columns."""
     shown = Table(title="What the users noticed", title_justify="left", padding=(0, 1, 0, 0))
     shown.add_column("", no_wrap=True)

@@ -4,22 +4,13 @@ from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import Field, field_validator, model_validator
 
-from controller.moving.cost import MovingPolicy
+from controller.migration.cost import MovingPolicy
+from controller.setting_types import NotNegative, Positive, Share, Strict
 
-Positive = Annotated[float, Field(gt=0)]
-# Products of a few of these are still numbers.
-NotNegative = Annotated[float, Field(ge=0, le=1e9, allow_inf_nan=False)]
-Share = Annotated[float, Field(ge=0, le=1)]
 Mode = Literal["kv", "round-robin", "random", "least-loaded", "power-of-two"]
 OnCorruption = Literal["continue", "restart", "error"]
-
-
-class Strict(BaseModel):
-    """A settings model that refuses names it does not know."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
 
 
 class AdmissionSettings(Strict):

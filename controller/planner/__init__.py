@@ -1,0 +1,1 @@
+"""Capacity and spares: empty so far."""

@@ -5,6 +5,7 @@ orphan. It runs in a session of its own: a terminal's Ctrl-C reaches the supervi
 in order.
 """
 
+import asyncio
 import ctypes
 import os
 import signal
@@ -14,9 +15,11 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import MappingProxyType
 
 RESTART_WAIT_MIN_S = 0.2
 RESTART_WAIT_MAX_S = 10.0
+POLL_S = 0.01  # while children end
 SETTLED_AFTER_S = 3.0  # a life longer than this was no failure to start: the back-off begins anew
 _PR_SET_PDEATHSIG = 1
 
@@ -72,8 +75,11 @@ class Child:
     _wait_s: float = RESTART_WAIT_MIN_S
     _due: float = 0.0
 
-    def start(self) -> None:
-        """Start the process, its output appended to its log file."""
+    def start(self, also: Mapping[str, str] = MappingProxyType({})) -> None:
+        """Start the process, its output appended to its log file. `also` is told it besides its environment.
+
+        Raise OSError if there is no process, no memory, or no room for its log.
+        """
         self.log.parent.mkdir(parents=True, exist_ok=True)
         with self.log.open("ab") as log:
             self.process = subprocess.Popen(
@@ -81,7 +87,7 @@ class Child:
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
-                env={**os.environ, **self.environment},
+                env={**os.environ, **self.environment, **also},
                 start_new_session=True,
                 preexec_fn=die_with(os.getpid()),
             )
@@ -125,3 +131,25 @@ class Child:
             return ""
         said = (line.strip(" |+-") for line in reversed(text.splitlines()))
         return next(filter(None, said), "")
+
+
+async def end(children: Sequence[Child], within_s: float, ended: Callable[[Child, int], None]) -> None:
+    """End processes, those that do not within `within_s` by SIGKILL. `ended` is called with each one's exit status."""
+
+    def look() -> None:
+        for child in children:
+            if (status := child.ended()) is not None:
+                ended(child, status)
+
+    for child in children:
+        child.signal(signal.SIGTERM)
+        child.signal(signal.SIGCONT)  # a hung (stopped) worker must hear it
+    deadline = time.monotonic() + within_s
+    while any(child.process is not None for child in children) and time.monotonic() < deadline:
+        look()
+        await asyncio.sleep(POLL_S)
+    for child in children:
+        child.signal(signal.SIGKILL)
+        if child.process is not None:
+            child.process.wait()
+    look()

@@ -20,30 +20,32 @@ import structlog
 from aiohttp import web
 
 from controller.adapters.clock import SystemClock
-from controller.adapters.hang import HangPolicy
-from controller.adapters.nats_way import NatsWay
-from controller.adapters.request_plane import Address, PlaneLimits, RequestPlane
+from controller.adapters.request_plane.client import RequestPlaneClient
+from controller.adapters.request_plane.dialers import Dialer
+from controller.adapters.request_plane.hang import HangPolicy
+from controller.adapters.request_plane.links import Address, PlaneLimits
+from controller.adapters.request_plane.nats_dialer import dialers
 from controller.metrics import ControllerMetrics, FleetCollector
 from controller.ports import StateStore
 from controller.processes import collector
 from controller.processes.controller_admin import serve, url_of
 from controller.runtime.actuator import Actuator
 from controller.runtime.beats import Beats
-from controller.runtime.canary import CanaryLoop
-from controller.runtime.canary_tools import Tools
-from controller.runtime.goldens import Vocabulary
+from controller.runtime.canary.goldens import Vocabulary
+from controller.runtime.canary.loop import CanaryLoop
+from controller.runtime.canary.tools import Tools
 from controller.runtime.lease import Lease
 from controller.runtime.liveness import Liveness
-from controller.runtime.operations import Operations
+from controller.runtime.operations import ControlOperations, FleetSources
 from controller.runtime.reconciler import Reconciler
 from controller.runtime.settings import ControllerSettings
 from controller.runtime.view import FleetView
-from events import descriptors, presence, subjects
-from events.bus import NatsBus
 from events.decisions import HealthChanged
 from events.fact import Recorded
 from events.journal.nats import NatsJournal
+from events.nats.bus import NatsBus
 from events.observations import WorkerJoined, WorkerLeft
+from events.process import descriptors, presence
 
 READY_S = 3600.0  # how long a broker may be away before a fresh controller gives up
 PROJECTOR_S = 0.8
@@ -60,7 +62,7 @@ log = structlog.get_logger(__name__)
 async def run_controller(
     settings: ControllerSettings, *, nats_url: str, database_url: str | None, data: Path, name: str
 ) -> int:
-    """Decide, or stand by, until SIGTERM (exit 0), or until a person must look (a HoldfastError says why)."""
+    """Decide, or stand by, until SIGTERM (exit 0), or until a person must look: raise HoldfastError, which says why."""
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -71,28 +73,24 @@ async def run_controller(
         calling = group.create_task(NatsBus.connect(nats_url, name))
         store = _store(database_url)
     journal, bus = connecting.result(), calling.result()
-    controller = Controller(settings, journal, bus, store, data)
-    way = None
-    if settings.request_plane == "nats":
-        way = await NatsWay.open(nats_url, f"controller:{name}")
-        controller.plane.reach(subjects.PLANE_SCHEME, way)
-    try:
-        await controller.run(stop, nats_url, name)
-    finally:
-        if way is not None:
-            await way.close()
-        await bus.close()
-        await journal.close()
-        if store is not None:
-            await store.close()
-        await controller.close()
+    broker = nats_url if settings.request_plane == "nats" else ""
+    async with dialers(broker, f"controller:{name}") as known:
+        controller = ControllerProcess(settings, journal, bus, store, data, known)
+        try:
+            await controller.run(stop, nats_url, name)
+        finally:
+            await bus.close()
+            await journal.close()
+            if store is not None:
+                await store.close()
+            await controller.close()
     return 0
 
 
 def _store(url: str | None) -> Any:
     if not url:
         return None
-    from controller.adapters.postgres import PostgresStore
+    from controller.adapters.postgres.store import PostgresStore
 
     return PostgresStore(url)
 
@@ -101,7 +99,7 @@ async def load_vocabulary(tokenizer: str) -> Vocabulary:
     """Return a worker's tokenizer, loaded off the loop. Raise TokenizerMissing."""
 
     def load() -> Vocabulary:
-        from controller.frontend.tokens import ids_of, load_tokenizer
+        from controller.frontend.text.tokenizer import ids_of, load_tokenizer
 
         loaded = load_tokenizer(tokenizer)
         return Vocabulary(lambda text: list(loaded.encode(text).ids), ids_of(loaded))
@@ -109,7 +107,7 @@ async def load_vocabulary(tokenizer: str) -> Vocabulary:
     return await asyncio.to_thread(load)
 
 
-class Controller:
+class ControllerProcess:
     """All services of one controller."""
 
     def __init__(
@@ -119,6 +117,7 @@ class Controller:
         bus: NatsBus,
         store: StateStore | None,
         data: Path,
+        dialers: Mapping[str, Dialer],
     ) -> None:
         clock = SystemClock()
         self._settings = settings
@@ -128,9 +127,11 @@ class Controller:
         self.view = FleetView(journal, store=store)
         self.lease = Lease(journal.cell(LEASE_KEY), journal.source, clock)
         self.reconciler = Reconciler(journal, self.lease, settings.policy, clock, store=store)
-        self.plane = RequestPlane("canary", replace(PROBER, connections_max=descriptors.connections()))
+        self.plane = RequestPlaneClient(
+            "canary", replace(PROBER, connections_max=descriptors.connections()), dialers
+        )
         self.metrics = ControllerMetrics(settings.metrics_cardinality)
-        self.beats = Beats(bus, clock)
+        self.beats = Beats(clock)
         self.canary = CanaryLoop(self.view, self._tools(clock), settings.canary)
         self.liveness = Liveness(
             self.view, self.beats, journal, bus, clock, settings.liveness, lambda: self.leading
@@ -150,7 +151,8 @@ class Controller:
 
     def _tools(self, clock: SystemClock) -> Tools:
         def running(worker: str) -> int:
-            known = self.view.fleet.workers.get(worker)
+            fleet = self.view.fleet
+            known = fleet.workers.get(worker)
             beat = known and self.beats.lives.get((worker, known.joined.instance))
             return max(1, beat.load.get("running", 1)) if beat else 1
 
@@ -166,7 +168,7 @@ class Controller:
 
     async def run(self, stop: asyncio.Event, nats_url: str, name: str) -> None:
         """Run every service until `stop`, or until one of them cannot go on."""
-        await self.beats.start()
+        await self.beats.start(self._bus)
         self._runner = await serve(
             self.metrics.render, self._report, self._settings.admin_host, self._settings.admin_port
         )
@@ -207,15 +209,17 @@ class Controller:
     async def _control(self, nats_url: str) -> None:
         await self.view.ready(READY_S)
         api_module = await asyncio.to_thread(_import_control_api)
-        operations = Operations(
-            lambda: self.view.fleet,
+        operations = ControlOperations(
+            FleetSources(
+                fleet=lambda: self.view.fleet,
+                leader=lambda: self.lease.leader,
+                present=lambda: presence.present(self._data),
+                projected=self._projected,
+            ),
             self._journal,
             self._bus,
             self.beats,
             chaos=self._settings.chaos,
-            leader=lambda: self.lease.leader,
-            present=lambda: presence.present(self._data),
-            projected=self._projected,
         )
         await api_module.ControlApi(nats_url, operations).run()
 

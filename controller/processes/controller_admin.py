@@ -28,11 +28,11 @@ async def serve(
     app.add_routes([web.get(path, health) for path in ("/health", "/live", "/ready")])
     runner = web.AppRunner(app, access_log=None)
     await runner.setup()
-    await open_door(runner, host, port)
+    await listen(runner, host, port)
     return runner
 
 
-async def open_door(runner: web.AppRunner, host: str, port: int) -> None:
+async def listen(runner: web.AppRunner, host: str, port: int) -> None:
     """Listen. Raise HoldfastError if the port cannot be had."""
     try:
         await web.TCPSite(runner, host, port).start()

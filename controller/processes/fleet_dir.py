@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from events.errors import HoldfastError
-from events.presence import alive, present
+from events.process.presence import alive, present
 
 VERSION = 1
 
@@ -34,14 +34,17 @@ class FleetDir:
 
     @property
     def nats(self) -> Path:
+        """Where the broker keeps the journal."""
         return self.path / "nats"
 
     @property
     def postgres(self) -> Path:
+        """Where the database lies."""
         return self.path / "postgres"
 
     @property
     def logs(self) -> Path:
+        """Where every process has its log."""
         return self.path / "logs"
 
     def take(self) -> None:
@@ -71,7 +74,7 @@ class FleetDir:
             )
 
     def remember(self, **facts: Any) -> None:
-        """Write down how the fleet can be reached, for the other commands."""
+        """Write down how the fleet can be reached, for the other commands. Raise OSError if the disk is full."""
         fresh = self.path / "fleet.json.tmp"
         fresh.touch(0o600)  # a database's URL may hold a password
         fresh.write_text(json.dumps(facts, indent=1))

@@ -8,18 +8,18 @@ import structlog
 from aiohttp import web
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
 
-from controller.adapters import migrate
-from controller.adapters.postgres import PostgresStore
+from controller.adapters.postgres import migrate
+from controller.adapters.postgres.store import PostgresStore
 from controller.ports import StoreUnavailable
 from controller.processes import collector
-from controller.processes.controller_admin import open_door, url_of
-from controller.runtime.projector import Projector
-from controller.runtime.projector_metrics import ProjectorMetrics
-from controller.runtime.projector_settings import ProjectorSettings
-from events import presence
+from controller.processes.controller_admin import listen, url_of
+from controller.runtime.projection.metrics import ProjectorMetrics
+from controller.runtime.projection.projector import Projector
+from controller.runtime.projection.settings import ProjectorSettings
 from events.errors import HoldfastError
 from events.journal.nats import NatsJournal
 from events.journal.port import Journal, JournalUnavailable
+from events.process import presence
 
 WATCH_S = 1.0
 ASK_S = 2.0
@@ -30,7 +30,7 @@ log = structlog.get_logger()
 async def run_projector(
     settings: ProjectorSettings, *, nats_url: str, database_url: str | None, data: Path, name: str
 ) -> int:
-    """Project until SIGTERM (exit 0), or until a person must look (a HoldfastError says why)."""
+    """Project until SIGTERM (exit 0). Raise HoldfastError where a person must look, with the reason."""
     if not database_url:
         raise HoldfastError("the projector needs a database: set HOLDFAST_DATABASE_URL")
     await _migrated(database_url)
@@ -39,7 +39,7 @@ async def run_projector(
     store.prepare()
     metrics = ProjectorMetrics(CollectorRegistry())
     projector = Projector(journal, store, written=metrics.written)
-    watch = Watch(projector, journal, metrics, settings.ready_lag)
+    watch = ProjectorWatch(projector, journal, metrics, settings.ready_lag)
     runner = await _serve(watch, settings)
     try:
         presence.announce(data, "projector", name, url_of(runner))
@@ -63,7 +63,7 @@ async def _migrated(url: str) -> None:
             await asyncio.sleep(RETRY_S)
 
 
-async def _until_stopped(projector: Projector, watch: "Watch") -> int:
+async def _until_stopped(projector: Projector, watch: "ProjectorWatch") -> int:
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -80,7 +80,7 @@ async def _cancel_after(stop: asyncio.Event, services: "list[asyncio.Task[None]]
         service.cancel()
 
 
-class Watch:
+class ProjectorWatch:
     """Looks at how far the projector is behind, and answers for it over HTTP."""
 
     def __init__(
@@ -126,7 +126,7 @@ class Watch:
         return generate_latest(self._metrics.registry)
 
 
-async def _serve(watch: Watch, settings: ProjectorSettings) -> web.AppRunner:
+async def _serve(watch: ProjectorWatch, settings: ProjectorSettings) -> web.AppRunner:
     async def metrics(request: web.Request) -> web.Response:
         return web.Response(body=watch.render(), headers={"Content-Type": CONTENT_TYPE_LATEST})
 
@@ -140,5 +140,5 @@ async def _serve(watch: Watch, settings: ProjectorSettings) -> web.AppRunner:
     app.add_routes([web.get("/metrics", metrics), web.get("/health", health), web.get("/ready", ready)])
     runner = web.AppRunner(app, access_log=None)
     await runner.setup()
-    await open_door(runner, settings.admin_host, settings.admin_port)
+    await listen(runner, settings.admin_host, settings.admin_port)
     return runner

@@ -8,19 +8,18 @@ import os
 from collections.abc import Callable
 
 from controller import logs
-from controller.flags import add_flags, gather
+from controller.config.flags import add_flags, gather
+from controller.config.sections import section
 from controller.processes.collector import COLLECT_AT
-from controller.settings import section
-from controller.variables import BadSetting
-from events.errors import HoldfastError
-from events.imports import trusting_nobody
+from events.errors import BadSetting, HoldfastError
+from events.process.imports import trusting_nobody
 from workers.exits import LINGER_S, exit_within
 
 Run = Callable[[argparse.Namespace], int]
 
 
 def prepare(role: str, parser: argparse.ArgumentParser) -> Run:
-    """Add a role's flags and return what runs it."""
+    """Add a role's flags and return what runs it, which may raise BadSetting, or what the role's process raises."""
     gc.set_threshold(*COLLECT_AT)  # what is imported from here on stays
     model = section(role)
     parser.add_argument("--name", default=role, help=f"this process's name (default: {role})")

@@ -15,24 +15,25 @@ import signal
 import sys
 import time
 from collections.abc import Coroutine
-from typing import Any, Literal
+from typing import Any
 
-from controller.adapters.embedded import Server, Stuck, start_nats, start_postgres
-from controller.processes.children import Child, bury, die_with, shell_status
+from controller.adapters.embedded.servers import EmbeddedServer, Stuck, start_nats, start_postgres
+from controller.processes.children import Child, bury, die_with, end, shell_status
+from controller.processes.console import say, warn
 from controller.processes.fleet_dir import FleetDir
 from controller.processes.kept_server import KeptServer
 from controller.processes.logs import trim
-from controller.processes.operator import http_ok, reachable
-from controller.processes.plan import frontend_grace_s, plan, projector
+from controller.processes.operator_client import http_ok, reachable
 from controller.processes.port import hold
-from controller.processes.saying import say, warn
+from controller.processes.restart_plan import frontend_grace_s, plan, projector
 from controller.processes.up_flags import check
-from events import descriptors
+from controller.processes.worker_exits import WorkerExits
 from events.codec import new_id
 from events.errors import HoldfastError, UsageError
 from events.observations import WorkerLeft
-from events.presence import announce
-from workers.exits import FELL, USAGE
+from events.process import descriptors
+from events.process.presence import announce
+from workers.exits import USAGE
 
 READY_WITHIN_S = 60.0
 POLL_S = 0.05
@@ -47,30 +48,14 @@ def run_cli(args: argparse.Namespace) -> int:
     """Run a fleet until it is told to stop."""
     check(args)
     descriptors.require(args.workers + descriptors.SPARE, "start fewer workers")
-    return asyncio.run(Supervisor(args).run())
+    return asyncio.run(FleetSupervisor(args).run())
 
 
 def _counted(workers: int) -> str:
     return "1 worker" if workers == 1 else f"{workers} workers"
 
 
-def left(worker: str, instance: str, status: int) -> WorkerLeft | None:
-    """Return what must be said of a worker that ended, or None if it has said so itself."""
-    if status in (0, FELL):
-        return None
-    mode: Literal["immediate", "self_initiated"] = "immediate" if status < 0 else "self_initiated"
-    return WorkerLeft(worker=worker, instance=instance, mode=mode, exit=shell_status(status))
-
-
-def lives(child: Child, instance: str) -> list[tuple[str, str]]:
-    """Return the workers of a process and the instances that they began as; `workers.many` gives their successors others."""
-    if child.workers == 1:
-        return [(child.name, instance)]
-    first = int(child.name.removeprefix("w"))
-    return [(f"w{first + n}", f"{instance}-{n}") for n in range(child.workers)]
-
-
-class Supervisor:
+class FleetSupervisor:
     """One fleet on one machine."""
 
     def __init__(self, args: argparse.Namespace) -> None:
@@ -81,7 +66,7 @@ class Supervisor:
         self.nats_url = os.environ.get("HOLDFAST_NATS_URL", "")
         self.database_url = os.environ.get("HOLDFAST_DATABASE_URL", "")
         self.children: list[Child] = []
-        self.instances: dict[str, str] = {}  # worker -> instance of its present life
+        self.exits = WorkerExits(self._say_left)
         self.stopping = asyncio.Event()
         self.ready = False
         self.journal: Any = None
@@ -165,7 +150,7 @@ class Supervisor:
     async def _migrate(self) -> None:
         """Bring the schema up to date, in a process of its own: its imports are not wanted here."""
         process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-m", "controller.adapters.migrate"),
+            *(sys.executable, "-m", "controller.adapters.postgres.migrate"),
             stdout=asyncio.subprocess.DEVNULL,
             stderr=asyncio.subprocess.PIPE,
             env={
@@ -184,7 +169,7 @@ class Supervisor:
                 words.decode(errors="replace").strip().splitlines()[-1].removeprefix("holdfast: ")
             )
 
-    def _present(self, server: Server) -> None:
+    def _present(self, server: EmbeddedServer) -> None:
         announce(self.dir.path, server.role, server.role, server.url, server.pid)
 
     def _spawn_projector(self) -> None:
@@ -193,12 +178,9 @@ class Supervisor:
 
     def _spawn(self, child: Child) -> None:
         servers = {"HOLDFAST_NATS_URL": self.nats_url, "HOLDFAST_DATABASE_URL": self.database_url}
-        child.environment = {**child.environment, **{k: v for k, v in servers.items() if v}}
-        if child.role == "worker":
-            self.instances[child.name] = new_id()
-            child.environment["HOLDFAST_WORKER_INSTANCE"] = self.instances[child.name]
+        known = {name: url for name, url in servers.items() if url}
         try:
-            child.start()
+            child.start({**known, **self.exits.begins(child)})
         except OSError as error:  # no process, no memory, no room for its log: perhaps in a moment
             if not self.ready:
                 raise HoldfastError(f"{child.name} cannot be started: {error}") from error
@@ -262,13 +244,11 @@ class Supervisor:
     def _ended(self, child: Child, status: int) -> None:
         self._check_start(child, status)
         warn(f"{child.name} ended with status {shell_status(status)}; starting it again")
-        self._say_left(child, status)
+        self.exits.ended(child, status)
 
-    def _say_left(self, child: Child, status: int) -> None:
-        if child.role == "worker":
-            for worker, instance in lives(child, self.instances[child.name]):
-                if fact := left(worker, instance, status):
-                    self.journal.observe(fact)
+    def _say_left(self, fact: WorkerLeft) -> None:
+        if self.journal is not None:  # else there never was a fleet that could miss it
+            self.journal.observe(fact)
 
     def _check_start(self, child: Child, status: int) -> None:
         """Give up a fleet that was never ready when one of its parts cannot start."""
@@ -287,30 +267,9 @@ class Supervisor:
             say(f"Stopping; open streams may finish for up to {frontend_grace_s():g} s")
         for role in ("frontend", "worker", "controller", "projector"):
             within_s = frontend_grace_s() + CLOSE_S if role == "frontend" else STOP_GRACE_S
-            await self._end([child for child in self.children if child.role == role], within_s)
+            await end([child for child in self.children if child.role == role], within_s, self.exits.ended)
         if self.journal is not None:
             await self.journal.close()
         await self.postgres.stop()
         await self.nats.stop()
         (self.dir.path / "fleet.json").unlink(missing_ok=True)
-
-    async def _end(self, children: list[Child], within_s: float) -> None:
-        for child in children:
-            child.signal(signal.SIGTERM)
-            child.signal(signal.SIGCONT)  # a hung (stopped) worker must hear it
-        deadline = time.monotonic() + within_s
-        while any(child.process is not None for child in children) and time.monotonic() < deadline:
-            self._gone(children)
-            await asyncio.sleep(POLL_S / 5)
-        for child in children:
-            child.signal(signal.SIGKILL)
-            if child.process is not None:
-                child.process.wait()
-        self._gone(children)
-
-    def _gone(self, children: list[Child]) -> None:
-        """Notice what has ended, and say it of a worker that could not say it itself."""
-        for child in children:
-            status = child.ended()
-            if status is not None and self.journal is not None:
-                self._say_left(child, status)

@@ -1,105 +1,103 @@
 """What `holdfast up` can be told, and which of it does not go together."""
 
 import argparse
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from pathlib import Path
+from typing import Any
 from urllib.parse import urlsplit
 
-from controller.flags import add_flags, as_variables, gather
+from controller.config.flags import add_flags, as_variables, gather
 from controller.frontend.settings import FrontendSettings, RouterSettings
-from controller.processes.amounts import not_negative, port, positive
+from controller.processes.flag_types import not_negative, port, positive
 from events.errors import UsageError
 
 WORKERS_MAX = 10_000
 PER_PROCESS_MAX = 1_000
 ROUTER = "router"  # the section of a frontend's settings that `up` has flags for
+ENGINES = ("simulated", "transformers", "openai")
+PLANES = ("tcp", "nats")
+EACH: Mapping[str, Any] = {"action": "append", "default": []}  # a flag that may be given more than once
+
+
+def _count(text: str) -> int:
+    if not text.isdigit() or not 1 <= int(text) <= WORKERS_MAX:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number from 1 to {WORKERS_MAX}")
+    return int(text)
+
+
+FLAGS: Mapping[str, Mapping[str, Any]] = {
+    "--workers": {"type": _count, "default": 3, "metavar": "N", "help": "workers (default: 3)"},
+    "--workers-per-process": {
+        "type": _count,
+        "default": 1,
+        "metavar": "N",
+        "help": f"simulated engine: so many workers share a process, {PER_PROCESS_MAX} at most (default: 1)",
+    },
+    "--engine": {"choices": ENGINES, "default": "simulated", "help": "what runs the model"},
+    "--model": {
+        "type": Path,
+        "metavar": "DIR",
+        "help": "the model's folder (weights for transformers, tokenizer for openai)",
+    },
+    "--upstream": {**EACH, "metavar": "URL", "help": "an OpenAI-compatible server; one worker for each"},
+    "--upstream-kv-events": {
+        **EACH,
+        "metavar": "ENDPOINT",
+        "help": "where an upstream publishes KV events (tcp://host:5557); once for each --upstream",
+    },
+    "--upstream-kv-replay": {
+        **EACH,
+        "metavar": "ENDPOINT",
+        "help": "where it replays those that were lost; once for each --upstream",
+    },
+    "--host": {
+        "default": "127.0.0.1",
+        "help": "the address that frontends listen on (default: 127.0.0.1)",
+    },
+    "--port": {"type": port, "default": 8000, "help": "the port that frontends share (default: 8000)"},
+    "--frontends": {
+        "type": _count,
+        "default": 1,
+        "metavar": "N",
+        "help": "frontend processes on that port (default: 1)",
+    },
+    "--itl-ms": {
+        "type": not_negative,
+        "metavar": "X",
+        "help": "simulated engine: milliseconds per step, 0 for flat out",
+    },
+    "--request-plane": {
+        "choices": PLANES,
+        "default": "tcp",
+        "help": "how frontends reach workers: tcp (their ports), or nats (through the broker) (default: tcp)",
+    },
+    "--canary-interval": {
+        "type": positive,
+        "metavar": "S",
+        "help": "seconds between a worker's canaries (default: 30)",
+    },
+    "--breaker-wait": {
+        "type": positive,
+        "metavar": "S",
+        "help": "seconds until an open breaker's first trial (default: 60)",
+    },
+    "--breaker-backoff": {
+        "type": positive,
+        "metavar": "X",
+        "help": "factor of that wait after a failed trial (default: 2)",
+    },
+}
+"""The flags of `up` itself, as argparse takes them, in the order in which its help shows them."""
+
+CHAOS = "allow `holdfast chaos`: rehearsals only, never in production"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the flags of `up`."""
-    add = parser.add_argument
-    add("--workers", type=_count, default=3, metavar="N", help="workers (default: 3)")
-    add(
-        "--workers-per-process",
-        type=_count,
-        default=1,
-        metavar="N",
-        help=f"simulated engine: so many workers share a process, {PER_PROCESS_MAX} at most (default: 1)",
-    )
-    add(
-        "--engine",
-        choices=("simulated", "transformers", "openai"),
-        default="simulated",
-        help="what runs the model",
-    )
-    add(
-        "--model",
-        type=Path,
-        metavar="DIR",
-        help="the model's folder (weights for transformers, tokenizer for openai)",
-    )
-    add(
-        "--upstream",
-        action="append",
-        default=[],
-        metavar="URL",
-        help="an OpenAI-compatible server; one worker for each",
-    )
-    add(
-        "--upstream-kv-events",
-        action="append",
-        default=[],
-        metavar="ENDPOINT",
-        help="where an upstream publishes KV events (tcp://host:5557); once for each --upstream",
-    )
-    add(
-        "--upstream-kv-replay",
-        action="append",
-        default=[],
-        metavar="ENDPOINT",
-        help="where it replays those that were lost; once for each --upstream",
-    )
-    add("--host", default="127.0.0.1", help="the address that frontends listen on (default: 127.0.0.1)")
-    add("--port", type=port, default=8000, help="the port that frontends share (default: 8000)")
-    add(
-        "--frontends",
-        type=_count,
-        default=1,
-        metavar="N",
-        help="frontend processes on that port (default: 1)",
-    )
-    add(
-        "--itl-ms",
-        type=not_negative,
-        metavar="X",
-        help="simulated engine: milliseconds per step, 0 for flat out",
-    )
-    add(
-        "--request-plane",
-        choices=("tcp", "nats"),
-        default="tcp",
-        help="how frontends reach workers: tcp (their ports), or nats (through the broker) (default: tcp)",
-    )
-    add(
-        "--canary-interval",
-        type=positive,
-        metavar="S",
-        help="seconds between a worker's canaries (default: 30)",
-    )
-    add(
-        "--breaker-wait",
-        type=positive,
-        metavar="S",
-        help="seconds until an open breaker's first trial (default: 60)",
-    )
-    add(
-        "--breaker-backoff",
-        type=positive,
-        metavar="X",
-        help="factor of that wait after a failed trial (default: 2)",
-    )
+    """Add the flags of `up`: its own, those of the frontends' router, and the one that is for rehearsals."""
+    for flag, words in FLAGS.items():
+        parser.add_argument(flag, **words)
     add_router_flags(parser)
-    add("--chaos", action="store_true", help="allow `holdfast chaos`: rehearsals only, never in production")
+    parser.add_argument("--chaos", action="store_true", help=CHAOS)
 
 
 def add_router_flags(parser: argparse.ArgumentParser, only: Collection[str] = ()) -> None:
@@ -118,12 +116,6 @@ def router_variables(args: argparse.Namespace) -> dict[str, str]:
 def check_router_flags(args: argparse.Namespace) -> None:
     """Raise BadSetting for a value that frontends would refuse."""
     gather(FrontendSettings, "frontend", {}, router_variables(args))
-
-
-def _count(text: str) -> int:
-    if not text.isdigit() or not 1 <= int(text) <= WORKERS_MAX:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number from 1 to {WORKERS_MAX}")
-    return int(text)
 
 
 def check(args: argparse.Namespace) -> None:

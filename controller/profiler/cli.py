@@ -18,7 +18,7 @@ from rich.table import Table
 from controller.profiler.openai_target import OpenAITarget
 from controller.profiler.points import TooFewPoints, arrays
 from controller.profiler.sweep import Measuring, Sweep, Told
-from controller.profiler.target import CannotMeasure, Target
+from controller.profiler.target import CannotMeasure, ProfiledEngine
 from controller.profiler.worker_target import WorkerTarget
 from events.errors import HoldfastError, UsageError
 
@@ -27,7 +27,7 @@ DEFAULTS = Sweep()
 NUMBER_MAX = 1_000_000
 
 
-class CannotWrite(HoldfastError):
+class ProfileUnwritable(HoldfastError):
     """The profile cannot be written."""
 
 
@@ -66,7 +66,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run_cli(args: argparse.Namespace) -> int:
-    """Measure, write and show; return the exit code."""
+    """Measure, write and show; return the exit code. Raise UsageError if the file cannot be written there, CannotMeasure if too
+    little of the engine could be measured."""
     target = _target(args)
     if args.output.suffix != ".npz":
         raise UsageError(f"--output {args.output}: a profile's name ends with .npz")
@@ -100,7 +101,7 @@ def _count(text: str) -> int:
     return int(text)
 
 
-def _target(args: argparse.Namespace) -> Target:
+def _target(args: argparse.Namespace) -> ProfiledEngine:
     try:
         parts = urlsplit(args.url)
         known = bool(parts.hostname) and parts.port != 0
@@ -115,7 +116,7 @@ def _target(args: argparse.Namespace) -> Target:
     )
 
 
-async def _measure(target: Target, args: argparse.Namespace) -> Measuring:
+async def _measure(target: ProfiledEngine, args: argparse.Namespace) -> Measuring:
     given = {name: value for name in ("lengths", "contexts", "batches") if (value := getattr(args, name))}
     try:
         await target.open()
@@ -177,7 +178,7 @@ def _write(path: Path, made: dict[str, Any]) -> None:
         part.replace(path)
     except OSError as error:
         part.unlink(missing_ok=True)
-        raise CannotWrite(f"{path} cannot be written: {error.strerror}") from None
+        raise ProfileUnwritable(f"{path} cannot be written: {error.strerror}") from None
 
 
 def _show(model: str, measured: Measuring, console: Console) -> None:

@@ -10,9 +10,10 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
-from controller.profiler.target import CannotMeasure, Refused, Stream
-from controller.trace.replay.connection import Now, now
-from controller.trace.replay.endpoint import BadEndpoint, Endpoint, words
+from controller.profiler.target import CannotMeasure, ProfiledStream, TargetRefused
+from controller.trace.replay.connection import now
+from controller.trace.replay.endpoint import BadEndpoint, ReplayTarget, words
+from controller.trace.replay.response import Now
 
 ANSWER_S_MAX = 3600.0  # whoever waits for one has a bound on silence
 CLOSE_S_MAX = 10.0
@@ -29,16 +30,17 @@ class OpenAITarget:
     def __init__(self, url: str, key: str = "", model: str = "", now: Now = now) -> None:
         self.name = model
         self.context_tokens: int | None = None
-        self._endpoint = Endpoint(url, key, now)
+        self._target = ReplayTarget(url, key, now)
         self._now = now
-        self._url = self._endpoint.url
+        self._url = self._target.url
         self._words_per_token = 0.0  # 0: it takes token ids
         self._extra: dict[str, Any] = {"ignore_eos": True}
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def open(self) -> None:
+        """Find out what the server takes: token ids, or words. Raise CannotMeasure."""
         try:
-            about = await self._endpoint.model(self.name)
+            about = await self._target.model(self.name)
         except BadEndpoint as error:
             raise CannotMeasure(str(error)) from None
         self.name, meta = about["id"], about.get("meta")
@@ -60,12 +62,13 @@ class OpenAITarget:
         stream = self.ask(prompt, 2)
         try:
             await stream.whole()
-        except Refused:
+        except TargetRefused:
             return False
         return True
 
-    def ask(self, prompt: list[int], tokens: int) -> Stream:
-        stream = Stream(self._now())
+    def ask(self, prompt: list[int], tokens: int) -> ProfiledStream:
+        """Let it continue a prompt of these tokens, or of as many, by so many tokens."""
+        stream = ProfiledStream(self._now())
         stream.prompt_tokens = 0 if self._words_per_token else len(prompt)
         body = {
             "model": self.name,
@@ -86,7 +89,7 @@ class OpenAITarget:
         count = max(1, round(len(prompt) * self._words_per_token))
         return " ".join(WORDS[prompt[n % len(prompt)] % len(WORDS)] for n in range(count))
 
-    async def _read(self, stream: Stream, body: dict[str, Any]) -> None:
+    async def _read(self, stream: ProfiledStream, body: dict[str, Any]) -> None:
         def take(event: bytes, at: float) -> None:
             try:
                 if event != b"[DONE]":
@@ -97,7 +100,7 @@ class OpenAITarget:
                 stream.end(CannotMeasure(f"{self._url} says more than the tokens that it was asked for"))
 
         try:
-            reply = await self._endpoint.ask(
+            reply = await self._target.ask(
                 "POST",
                 "/v1/completions",
                 json.dumps(body).encode(),
@@ -106,7 +109,7 @@ class OpenAITarget:
             )
             stream.asked_at = reply.began
             if reply.status not in (0, 200):
-                kind = Refused if reply.status in TOO_MUCH else CannotMeasure
+                kind = TargetRefused if reply.status in TOO_MUCH else CannotMeasure
                 stream.end(kind(f"{self._url}/v1/completions answers {reply.status}: {words(reply.body)}"))
             elif reply.fault:
                 stream.end(CannotMeasure(f"{self._url}: {reply.detail}"))
@@ -114,14 +117,15 @@ class OpenAITarget:
             stream.end()
 
     async def close(self) -> None:
+        """Let go of it."""
         for task in (tasks := list(self._tasks)):
             task.cancel()
         if tasks:
             await asyncio.wait(tasks, timeout=CLOSE_S_MAX)
-        self._endpoint.close()
+        self._target.close()
 
 
-def _take(stream: Stream, said: dict[str, Any], at: float) -> None:
+def _take(stream: ProfiledStream, said: dict[str, Any], at: float) -> None:
     """Take in one event."""
     if "error" in said:
         stream.end(CannotMeasure(f"the server broke an answer off: {words(json.dumps(said).encode())}"))

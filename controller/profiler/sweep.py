@@ -22,7 +22,7 @@ import numpy as np
 import numpy.typing as npt
 
 from controller.profiler.points import BesidePoint, DecodePoint, PrefillPoint
-from controller.profiler.target import CannotMeasure, Refused, Stream, Target
+from controller.profiler.target import CannotMeasure, ProfiledEngine, ProfiledStream, TargetRefused
 
 TOKEN_IDS = (10, 1000)  # any vocabulary has these
 WARM_UPS = 2
@@ -63,7 +63,7 @@ class Sweep:
         return self.repeats * (len(self.lengths) + len(self.batches) * len(self.contexts) + BESIDE)
 
 
-class NotTogether(Refused):
+class NotTogether(TargetRefused):
     """The engine does not run so many answers at once, or nothing is seen of how it does."""
 
 
@@ -74,7 +74,7 @@ Told = Callable[[str], None]
 class Measuring:
     """One sweep over one target, and what it has brought. `skipped` says what was left out, and why."""
 
-    def __init__(self, target: Target, sweep: Sweep, told: Told, seed: int | None = None) -> None:
+    def __init__(self, target: ProfiledEngine, sweep: Sweep, told: Told, seed: int | None = None) -> None:
         self.decode: list[DecodePoint] = []
         self.beside: list[BesidePoint] = []
         self.skipped: list[str] = []
@@ -82,7 +82,7 @@ class Measuring:
         self._sweep = sweep
         self._told = told
         self._random = random.Random(seed)
-        self._alone: dict[int, list[Stream]] = {length: [] for length in sweep.lengths}
+        self._alone: dict[int, list[ProfiledStream]] = {length: [] for length in sweep.lengths}
         self._batches = {context: list(sweep.batches) for context in sweep.contexts}
         self._lonely = False  # it runs one request at a time
         self._together: dict[int, list[list[int]]] = {context: [] for context in sweep.contexts}  # prompts
@@ -108,7 +108,7 @@ class Measuring:
             stream = self._target.ask(self._prompt(length), 1)
             try:
                 await stream.whole()
-            except Refused as reason:
+            except TargetRefused as reason:
                 self.skipped.append(f"prompts of {length} tokens: {reason}")
                 self._alone = {one: self._alone[one] for one in self._alone if one < length}
                 break
@@ -120,7 +120,7 @@ class Measuring:
                 try:
                     self._told(f"{batch} at once, {context} tokens each")
                     self.decode.append(await self._batch(batch, context))
-                except Refused as reason:
+                except TargetRefused as reason:
                     self.skipped.append(f"{batch} at once, {context} tokens each: {reason}")
                     del sizes[place:]
                     break
@@ -135,7 +135,7 @@ class Measuring:
         prompt = self._target.ask(self._prompt(length), 1)
         try:
             await _whole(answer, prompt)
-        except Refused as reason:
+        except TargetRefused as reason:
             self._lonely = True
             self.skipped.append(f"a prompt of {length} tokens beside an answer: {reason}")
             return
@@ -172,14 +172,14 @@ class Measuring:
         return [self._random.randrange(*TOKEN_IDS) for _ in range(length)]
 
 
-async def _whole(*streams: Stream) -> None:
+async def _whole(*streams: ProfiledStream) -> None:
     """Wait until none of them runs any more. Raise what the first of those that failed says."""
     for end in await asyncio.gather(*(stream.whole() for stream in streams), return_exceptions=True):
         if end is not None:
             raise end
 
 
-def point(streams: Sequence[Stream], asked: int, tokens: int) -> DecodePoint:
+def point(streams: Sequence[ProfiledStream], asked: int, tokens: int) -> DecodePoint:
     """Return what a batch of whole answers says of its step: the median of the time of a few steps in a row, since one that
     was held up counts for little in it; the mean, where they come in bursts. Raise NotTogether.
     """
@@ -209,12 +209,12 @@ def _step_s(at: npt.NDArray[np.float64]) -> float:
     return usual if usual > mean * BURSTS else float(mean)
 
 
-def _prefill_point(length: int, streams: Sequence[Stream]) -> PrefillPoint:
+def _prefill_point(length: int, streams: Sequence[ProfiledStream]) -> PrefillPoint:
     tokens = round(float(np.median([stream.prompt_tokens or length for stream in streams])))
     return PrefillPoint(tokens, float(np.median([stream.ttft_ms for stream in streams])))
 
 
-def beside_point(answer: Stream, prompt: Stream, length: int) -> BesidePoint | None:
+def beside_point(answer: ProfiledStream, prompt: ProfiledStream, length: int) -> BesidePoint | None:
     """Return what an answer says of the step that computed a prompt; None if it had ended by then."""
     at, said = prompt.said_at[0], answer.said_at
     gaps = np.diff(said) * 1e3

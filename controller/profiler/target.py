@@ -13,12 +13,12 @@ class CannotMeasure(HoldfastError):
     """The engine cannot be measured: it is not there, or does not answer."""
 
 
-class Refused(CannotMeasure):
+class TargetRefused(CannotMeasure):
     """The engine refuses this one request: it is too long, or too many run."""
 
 
 @dataclass
-class Stream:
+class ProfiledStream:
     """One answer. A call of `said` for every event that brought something; `tokens` is what they were in all."""
 
     asked_at: float
@@ -70,7 +70,7 @@ class Stream:
         return (self.said_at[0] - self.asked_at) * 1e3
 
 
-class Target(Protocol):
+class ProfiledEngine(Protocol):
     """An engine, or the way to one."""
 
     context_tokens: int | None  # where it says so
@@ -80,7 +80,7 @@ class Target(Protocol):
         """Reach it, and find out what it takes. Raise CannotMeasure."""
         ...
 
-    def ask(self, prompt: list[int], tokens: int) -> Stream:
+    def ask(self, prompt: list[int], tokens: int) -> ProfiledStream:
         """Let it continue a prompt of these tokens, or of as many, by so many tokens."""
         ...
 

@@ -4,8 +4,9 @@ import asyncio
 import itertools
 from urllib.parse import urlsplit
 
-from controller.profiler.target import CannotMeasure, Refused, Stream
-from controller.trace.replay.connection import Now, now
+from controller.profiler.target import CannotMeasure, ProfiledStream, TargetRefused
+from controller.trace.replay.connection import now
+from controller.trace.replay.response import Now
 from events import wire
 from events.wire import Chunk, Generate, Hello, Sampling, Step, Welcome
 
@@ -21,7 +22,7 @@ class WorkerTarget:
         self.context_tokens: int | None = None
         self._url = url
         self._now = now
-        self._streams: dict[int, Stream] = {}
+        self._streams: dict[int, ProfiledStream] = {}
         self._numbers = itertools.count(1)
         self._writer: asyncio.StreamWriter | None = None
         self._reading: asyncio.Task[None] | None = None
@@ -29,6 +30,7 @@ class WorkerTarget:
         self._broken: CannotMeasure | None = None
 
     async def open(self) -> None:
+        """Connect as a frontend does. Raise CannotMeasure if no worker answers there."""
         where = urlsplit(self._url)
         self._welcome = asyncio.get_running_loop().create_future()
         try:
@@ -75,12 +77,13 @@ class WorkerTarget:
             stream.end(self._refusal(chunk.error) if chunk.error else None)
 
     def _refusal(self, error: str) -> CannotMeasure:
-        kind = Refused if error.startswith(("invalid_request", "overloaded")) else CannotMeasure
+        kind = TargetRefused if error.startswith(("invalid_request", "overloaded")) else CannotMeasure
         return kind(f"the worker answers: {error}")
 
-    def ask(self, prompt: list[int], tokens: int) -> Stream:
+    def ask(self, prompt: list[int], tokens: int) -> ProfiledStream:
+        """Let it continue a prompt of these tokens, or of as many, by so many tokens."""
         assert self._writer is not None
-        number, stream = next(self._numbers), Stream(self._now(), prompt_tokens=len(prompt))
+        number, stream = next(self._numbers), ProfiledStream(self._now(), prompt_tokens=len(prompt))
         if self._broken is not None:
             stream.end(self._broken)
             return stream
@@ -91,6 +94,7 @@ class WorkerTarget:
         return stream
 
     async def close(self) -> None:
+        """Let go of it."""
         if self._writer is not None:
             self._writer.close()
         if self._reading is not None:

@@ -1,0 +1,1 @@
+"""`holdfast replay`: rebuild, verify, time travel, and why something happened."""

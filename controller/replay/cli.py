@@ -1,6 +1,6 @@
 """`holdfast replay timeline | at | why | verify | rebuild`: arguments in, text or JSON out.
 
-What it needs of the world, a journal and a store, is handed to it: see `controller.processes.replay`.
+What it needs of the world, a journal and a store, is handed to it: see `controller.commands.replay`.
 """
 
 import argparse

@@ -6,10 +6,10 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from controller.ports import Place, StoreAhead
+from controller.ports import ReadPosition, StoreAhead
 from controller.replay.store import HistoryStore
 from controller.runtime.lineage import refuse_foreign_stream
-from controller.runtime.projector import Projector
+from controller.runtime.projection.projector import Projector
 from events.errors import HoldfastError
 from events.journal.port import Journal, JournalChanged
 
@@ -38,9 +38,9 @@ async def rebuild(
     fresh = await store.beside()
     projector = Projector(journal, fresh, written=written)
 
-    async def catch_up(place: Place) -> None:
+    async def catch_up(position: ReadPosition) -> None:
         async with asyncio.timeout(LAST_BIT_S):
-            await projector.catch_up(await journal.last_seq() if foreign else place.seq)
+            await projector.catch_up(await journal.last_seq() if foreign else position.seq)
 
     try:
         await _come_near(journal, projector)

@@ -3,13 +3,11 @@
 from collections.abc import AsyncIterator, Sequence
 from datetime import datetime
 
-from controller import projection
+from controller.read_model.rows import matches
 from controller.replay.find import name
 from controller.runtime.history import history
 from events.fact import Recorded
 from events.journal.port import Journal
-
-_INCIDENT = projection.EVENT_COLUMNS.index("incident")
 
 
 class JournalArchive:
@@ -36,12 +34,7 @@ class JournalArchive:
     ) -> AsyncIterator[Sequence[Recorded]]:
         """Yield the events that match, in order, in batches."""
         async for batch in self._all(after):
-            found = [e for e in batch if since is None or e.at >= since]
-            if worker is not None:
-                found = [e for e in found if projection.concerns(e.fact, worker)]
-            if incident is not None:
-                found = [e for e in found if projection.event_row(e)[_INCIDENT] == incident]
-            if found:
+            if found := [e for e in batch if matches(e, since=since, worker=worker, incident=incident)]:
                 yield found
 
     async def _all(self, after: int) -> AsyncIterator[Sequence[Recorded]]:

@@ -4,13 +4,13 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import AbstractAsyncContextManager
 from typing import Any, Protocol, Self
 
-from controller.ports import Archive, CatchUp, Reading, StateStore
+from controller.ports import Archive, CatchUp, RowsRead, StateStore
 
 
-class Frozen(Protocol):
+class StoreSnapshot(Protocol):
     """A store as of one instant: everything read from it belongs together."""
 
-    reading: Reading
+    reading: RowsRead
 
     def events(self, after: int) -> AsyncIterator[Sequence[Sequence[Any]]]:
         """Yield the rows of `fleet_events` above a sequence, in order, in batches."""
@@ -20,7 +20,7 @@ class Frozen(Protocol):
 class HistoryStore(StateStore, Archive, Protocol):
     """A state store that can be looked into, and made anew."""
 
-    def reading(self) -> AbstractAsyncContextManager[Frozen]:
+    def reading(self) -> AbstractAsyncContextManager[StoreSnapshot]:
         """Hold the store as of one instant (one REPEATABLE READ transaction)."""
         ...
 

@@ -5,9 +5,9 @@ from dataclasses import dataclass
 from datetime import datetime
 from typing import Any
 
-from controller import projection
 from controller.deciders.fleet import Fleet, evolve
 from controller.ports import Snapshot, StateStore
+from controller.read_model import rows as projection
 from controller.runtime.history import history
 from events.errors import HoldfastError
 from events.fact import Recorded
@@ -66,14 +66,15 @@ async def _before(store: StateStore | None, when: int | datetime) -> Snapshot | 
 
 def describe(moment: Moment) -> dict[str, Any]:
     """Return a moment as plain JSON types: the rows that the state store showed then."""
-    rows = projection.state(moment.fleet)
+    fleet = moment.fleet
+    rows = projection.state(fleet)
     tables = {
         name: [projection.as_json(name, row) for row in sorted(found, key=lambda row: str(row[0]))]
         for name, found in rows.items()
     }
     incidents = [
         {"incident": i.id, "subject": i.subject, "symptom": i.symptom, "opened_at": i.opened_at.isoformat()}
-        for i in moment.fleet.incidents.values()
+        for i in fleet.incidents.values()
     ]
     return {
         "seq": moment.seq,
@@ -86,17 +87,18 @@ def describe(moment: Moment) -> dict[str, Any]:
 
 def lines(moment: Moment) -> list[str]:
     """Return a moment readably."""
+    fleet = moment.fleet
     when = f", {moment.at:%Y-%m-%d %H:%M:%S.%f}"[:-3] + " UTC" if moment.at else ""
     said = [f"at {moment.seq}{when}, after decision {moment.number}"]
-    for name, worker in sorted(moment.fleet.workers.items()):
+    for name, worker in sorted(fleet.workers.items()):
         why = f"  ({'; '.join(worker.reasons)})" if worker.reasons else ""
         said.append(
             f"  {name:<12} {worker.health.status.value:<10} breaker {worker.breaker.position:<9} "
             f"weight {worker.weight:<4g} {worker.joined.model}{why}"
         )
-    said += [f"  {name}: level {model.level}" for name, model in sorted(moment.fleet.models.items())]
+    said += [f"  {name}: level {model.level}" for name, model in sorted(fleet.models.items())]
     said += [
         f"  open: {i.id}, {i.subject}, {i.symptom}, since {i.opened_at:%H:%M:%S}"
-        for i in moment.fleet.incidents.values()
+        for i in fleet.incidents.values()
     ]
     return said

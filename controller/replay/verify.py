@@ -1,7 +1,7 @@
 """Is what the store shows, and what the controller decided, what the journal says?
 
 The journal is folded once more. At every decision the deciders are asked again, in the state and by the policy in
-force then: they must say the very same. At the store's place the store's rows must be the fold's, and every event
+force then: they must say the very same. At the store's position the store's rows must be the fold's, and every event
 that it keeps must be the journal's. What other deciders decided is folded and not asked again.
 """
 
@@ -10,12 +10,12 @@ from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from controller import projection
-from controller.comparison import differences, first_difference, plain
 from controller.deciders.fleet import DECIDERS_VERSION, Fleet, FleetPolicy, evolve, load, settle
-from controller.ports import Place, Reading, Snapshot
+from controller.ports import ReadPosition, RowsRead, Snapshot
+from controller.read_model import rows as projection
+from controller.read_model.diff import differences, first_difference, plain
 from controller.replay.find import name
-from controller.replay.store import Frozen, HistoryStore
+from controller.replay.store import HistoryStore, StoreSnapshot
 from controller.replay.travel import order_from
 from controller.runtime.history import history
 from events import codec
@@ -29,7 +29,7 @@ SHOWN_CHARS_MAX = 600  # of one side of a difference
 
 
 @dataclass(frozen=True, slots=True)
-class Difference:
+class VerifyDifference:
     """The first place where something is not what the journal says."""
 
     where: str  # a table's row, an event of the audit table, a decision
@@ -49,7 +49,7 @@ def _brief(value: Any) -> str:
 
 
 @dataclass
-class Report:
+class VerifyReport:
     """What was verified, and what was found."""
 
     since: int = 0  # folded from here, from a snapshot; 0: from the start
@@ -59,9 +59,9 @@ class Report:
     skipped_versions: set[int] = field(default_factory=set)
     rows: int = 0  # compared, alike
     audited: int = 0  # kept events compared, alike
-    position: int = 0  # the store's place
+    position: int = 0  # the store's position
     lag: int = 0  # events that the store does not show yet
-    difference: Difference | None = None
+    difference: VerifyDifference | None = None
 
     def as_json(self) -> dict[str, Any]:
         """Return it as plain JSON types."""
@@ -93,19 +93,19 @@ class Report:
 class Differs(Exception):
     """Carries the first difference out of the fold."""
 
-    def __init__(self, difference: Difference) -> None:
+    def __init__(self, difference: VerifyDifference) -> None:
         super().__init__(difference.where)
         self.difference = difference
 
 
-async def verify(journal: Journal, store: HistoryStore, *, since: int = 0) -> Report:
+async def verify(journal: Journal, store: HistoryStore, *, since: int = 0) -> VerifyReport:
     """Verify everything from the last snapshot before `since` (0: from the start). Stop at the first difference."""
     async with store.reading() as frozen:
-        place = frozen.reading.place
+        position = frozen.reading.place
         last = await journal.last_seq()
-        snapshot = await store.snapshot_before(min(since, place.seq)) if since else None
+        snapshot = await store.snapshot_before(min(since, position.seq)) if since else None
         run = _Run(frozen, snapshot)
-        run.report.position, run.report.lag = place.seq, max(0, last - place.seq)
+        run.report.position, run.report.lag = position.seq, max(0, last - position.seq)
         try:
             await run.all(journal, last)
         except Differs as found:
@@ -114,10 +114,10 @@ async def verify(journal: Journal, store: HistoryStore, *, since: int = 0) -> Re
 
 
 class _Run:
-    def __init__(self, frozen: Frozen, snapshot: Snapshot | None) -> None:
+    def __init__(self, frozen: StoreSnapshot, snapshot: Snapshot | None) -> None:
         self._order: Order[Fleet] = order_from(snapshot)
-        self._reading: Reading = frozen.reading
-        self._place: Place = frozen.reading.place
+        self._reading: RowsRead = frozen.reading
+        self._position: ReadPosition = frozen.reading.place
         self._audit = _rows(frozen, self._order.last_seq)
         self._kept: Sequence[Any] | None = None  # the next row of the audit table
         self._history: dict[str, dict[Any, projection.Row]] = {
@@ -127,29 +127,31 @@ class _Run:
         }
         self._batch: list[Recorded] = []  # decisions of one settle
         self._state: Fleet | None = None  # what that settle was decided on
-        self.report = Report(since=self._order.last_seq)
+        self.report = VerifyReport(since=self._order.last_seq)
 
     async def all(self, journal: Journal, last: int) -> None:
         """Fold to the end, comparing on the way."""
         self._kept = await anext(self._audit, None)
-        if self._place.seq <= self._order.last_seq:
+        if self._position.seq <= self._order.last_seq:
             self._compare_rows()
         async for batch in history(journal, self._order.last_seq, last):
             for event in batch:
                 await self._one(event)
         self._decide_again()
-        if self._place.seq > self._order.last_seq:
-            raise Differs(Difference("the end of the stream", last, f"at least {self._place.seq}", last))
+        if self._position.seq > self._order.last_seq:
+            raise Differs(
+                VerifyDifference("the end of the stream", last, f"at least {self._position.seq}", last)
+            )
 
     async def _one(self, event: Recorded) -> None:
         self._gather(event)
         pending = len(self._order.pending)
         self._order.take(event)
         self.report.folded += 1
-        if event.seq <= self._place.seq:
+        if event.seq <= self._position.seq:
             repeated = not isinstance(event.fact, Decision) and len(self._order.pending) == pending
             await self._compare_event(event, repeated)
-            if event.seq == self._place.seq:
+            if event.seq == self._position.seq:
                 self._compare_rows()
 
     # --- decisions --------------------------------------------------------------------------------------------------
@@ -193,7 +195,7 @@ class _Run:
             ours, theirs = (side[n] if n < len(side) else None for side in (expected, found))
             if ours != theirs:
                 event = batch[min(n, len(batch) - 1)]
-                raise Differs(Difference(name(event), event.seq, _shown(ours), _shown(theirs)))
+                raise Differs(VerifyDifference(name(event), event.seq, _shown(ours), _shown(theirs)))
         self.report.decided += len(batch)
 
     def _policy(self, state: Fleet, first: Decision, decisions: int) -> FleetPolicy | None:
@@ -217,14 +219,16 @@ class _Run:
         if row is None or row[0] > event.seq:
             if repeated:
                 return  # the same event again: it is kept under its first sequence
-            raise Differs(Difference("fleet_events", event.seq, _shown(event.fact), None))
+            raise Differs(VerifyDifference("fleet_events", event.seq, _shown(event.fact), None))
         expected, names = projection.event_row(event), projection.EVENT_COLUMNS
         for n, (ours, theirs) in enumerate(zip(expected[:-1], row[:-1], strict=True)):
             if ours != theirs:
-                raise Differs(Difference(f"fleet_events: {names[n]}", event.seq, plain(ours), plain(theirs)))
+                raise Differs(
+                    VerifyDifference(f"fleet_events: {names[n]}", event.seq, plain(ours), plain(theirs))
+                )
         if not _same(event.fact, expected[-1], row[-1]):
             path, ours, theirs = first_difference(json.loads(expected[-1]), json.loads(row[-1]))
-            raise Differs(Difference(f"fleet_events: {names[-1]}{path}", event.seq, ours, theirs))
+            raise Differs(VerifyDifference(f"fleet_events: {names[-1]}{path}", event.seq, ours, theirs))
         self.report.audited += 1
         self._kept = await anext(self._audit, None)
 
@@ -244,19 +248,19 @@ class _Run:
             else:
                 self._compare(table, list(self._history[table].values()), complete=self.report.since == 0)
         for what, ours, theirs in (
-            ("settled position", self._order.position, self._place.settled),
-            ("shown position", self._order.last_seq, self._place.seq),
+            ("settled position", self._order.position, self._position.settled),
+            ("shown position", self._order.last_seq, self._position.seq),
         ):
-            if ours != theirs and self._place.seq >= self._order.last_seq > 0:
-                raise Differs(Difference(f"projection: {what}", self._place.seq, ours, theirs))
+            if ours != theirs and self._position.seq >= self._order.last_seq > 0:
+                raise Differs(VerifyDifference(f"projection: {what}", self._position.seq, ours, theirs))
 
     def _compare(self, table: str, expected: Sequence[projection.Row], *, complete: bool) -> None:
         for found in differences(table, expected, self._reading.rows[table], complete=complete):
-            raise Differs(Difference(found.where, self._place.seq, found.expected, found.found))
+            raise Differs(VerifyDifference(found.where, self._position.seq, found.expected, found.found))
         self.report.rows += len(expected)
 
 
-async def _rows(frozen: Frozen, after: int) -> AsyncIterator[Sequence[Any]]:
+async def _rows(frozen: StoreSnapshot, after: int) -> AsyncIterator[Sequence[Any]]:
     async for batch in frozen.events(after):
         for row in batch:
             yield row

@@ -19,20 +19,20 @@ from controller.deciders.fleet import Worker
 from controller.deciders.health import ENGINE, SILENT
 from controller.ports import Clock
 from controller.runtime.beats import Beats
-from controller.runtime.canary import View
+from controller.runtime.canary.loop import View
 from controller.runtime.settings import ActuatorSettings
 from events import subjects
-from events.bus import Bus, BusUnavailable, NoAnswer
 from events.decisions import HealthStatus, WorkerDecision
 from events.fact import Recorded
+from events.nats.bus import Bus, BusUnavailable, NoAnswer
 from events.observations import ResumeRequested
 
 BEAT_FRESH_S = 3.0
 DEADLINE_S_MIN = 0.1
 CONFIRMED_S = 2.0  # how long a worker that has agreed has until its beats show it
 
-Wish = Literal["drain", "resume", "retire", "distrust", "trust"]
-SUBJECTS: dict[Wish, Callable[[str], str]] = {
+ActuatorCommand = Literal["drain", "resume", "retire", "distrust", "trust"]
+SUBJECTS: dict[ActuatorCommand, Callable[[str], str]] = {
     "drain": subjects.drain,
     "resume": subjects.resume,
     "retire": subjects.retire,
@@ -48,7 +48,7 @@ class _Try:
     """What one instance is being told."""
 
     instance: str
-    wish: Wish
+    command: ActuatorCommand
     next_at: float = 0.0
     wait_s: float = 0.0
     told: bool = False  # it has confirmed; its beats will show it
@@ -85,7 +85,7 @@ class Actuator:
         while True:
             self._changed.clear()
             if self._leading():
-                await asyncio.gather(*(self._tell(name, wish) for name, wish in self._wishes().items()))
+                await asyncio.gather(*(self._tell(name, command) for name, command in self._due().items()))
             await self._wait()
 
     async def _wait(self) -> None:
@@ -99,27 +99,27 @@ class Actuator:
             moved.cancel()
             await asyncio.gather(timer, moved, return_exceptions=True)
 
-    def _wishes(self) -> dict[str, Wish]:
+    def _due(self) -> dict[str, ActuatorCommand]:
         """Return what is wanted of whom, where the world does not agree yet and it is time to say so again."""
-        found: dict[str, Wish] = {}
+        found: dict[str, ActuatorCommand] = {}
         workers = self._view.fleet.workers
         for name in self._tries.keys() - workers.keys():
             del self._tries[name]
         for name, worker in workers.items():
-            instance, wish = worker.joined.instance, self._wish(worker)
-            if wish is None and not worker.alive:
-                instance, wish = self._displaced(worker)
+            instance, command = worker.joined.instance, self._command(worker)
+            if command is None and not worker.alive:
+                instance, command = self._displaced(worker)
             known = self._tries.get(name)
-            if wish is None:
+            if command is None:
                 self._tries.pop(name, None)
                 continue
-            if known is None or (known.instance, known.wish) != (instance, wish):
-                known = self._tries[name] = _Try(instance, wish)
+            if known is None or (known.instance, known.command) != (instance, command):
+                known = self._tries[name] = _Try(instance, command)
             if self._clock.monotonic() >= known.next_at:
-                found[name] = wish
+                found[name] = command
         return found
 
-    def _wish(self, worker: Worker) -> Wish | None:
+    def _command(self, worker: Worker) -> ActuatorCommand | None:
         """Return what the worker must be told; None if its last beat agrees, or if there is nobody to tell."""
         health = worker.health
         beat = self._beats.fresh(worker.joined.worker, worker.joined.instance, BEAT_FRESH_S)
@@ -132,19 +132,19 @@ class Actuator:
             return None if beat is not None and beat.draining else "drain"
         return "resume" if beat is not None and beat.draining and not health.leaving else None
 
-    def _displaced(self, worker: Worker) -> tuple[str, Wish | None]:
+    def _displaced(self, worker: Worker) -> tuple[str, ActuatorCommand | None]:
         """Return a former instance of a dead worker that lives all the same, and that it is to end."""
         name, past = worker.joined.worker, worker.past
         lives = [one for one in past if self._beats.fresh(name, one, BEAT_FRESH_S) is not None]
         return (lives[-1], "retire") if lives else ("", None)
 
-    async def _tell(self, name: str, wish: Wish) -> None:
+    async def _tell(self, name: str, command: ActuatorCommand) -> None:
         worker, trying = self._view.fleet.workers[name], self._tries[name]
         body: dict[str, Any] = {"instance": trying.instance}
-        subject = SUBJECTS[wish](name)
-        if wish in ("distrust", "trust"):
+        subject = SUBJECTS[command](name)
+        if command in ("distrust", "trust"):
             body["reason"] = ", ".join(_doubts(worker))
-        if wish == "drain" and worker.drain.deadline is not None:
+        if command == "drain" and worker.drain.deadline is not None:
             left = (worker.drain.deadline - self._clock.now()).total_seconds()
             body["deadline_s"] = max(left, DEADLINE_S_MIN)
         try:
@@ -157,10 +157,10 @@ class Actuator:
         trying.wait_s = min(max(trying.wait_s * 2, least), s.retry_max_s)
         trying.next_at = self._clock.monotonic() + trying.wait_s
         if refusal:
-            log.warning("worker_not_told", worker=name, wish=wish, why=refusal)
+            log.warning("worker_not_told", worker=name, wish=command, why=refusal)
         elif not trying.told:
             trying.told = True
-            log.info("worker_told", worker=name, wish=wish)
+            log.info("worker_told", worker=name, wish=command)
 
 
 def _doubts(worker: Worker) -> tuple[str, ...]:

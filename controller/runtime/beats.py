@@ -15,7 +15,7 @@ import structlog
 
 from controller.ports import Clock
 from events import subjects
-from events.bus import Body, Bus
+from events.nats.bus import Body, Bus
 
 SKEWS_KEPT = 9
 NAMES_MAX = 100_000  # workers and frontends remembered; more than that is somebody's mistake
@@ -26,7 +26,7 @@ log = structlog.get_logger(__name__)
 
 
 @dataclass(slots=True)
-class Beat:
+class Heartbeat:
     """The last heartbeat of one instance of one worker."""
 
     at: float
@@ -47,7 +47,7 @@ class Beat:
 
 
 @dataclass(slots=True)
-class Links:
+class FrontendLinks:
     """One frontend's last report of the workers that it is connected to."""
 
     at: float
@@ -57,19 +57,18 @@ class Links:
 class Beats:
     """Hears heartbeats and link reports."""
 
-    def __init__(self, bus: Bus, clock: Clock) -> None:
-        self._bus = bus
+    def __init__(self, clock: Clock) -> None:
         self._clock = clock
-        self.lives: dict[Life, Beat] = {}
-        self.frontends: dict[str, Links] = {}
+        self.lives: dict[Life, Heartbeat] = {}
+        self.frontends: dict[str, FrontendLinks] = {}
         self.bad = 0  # messages that made no sense
 
-    async def start(self) -> None:
-        """Begin to hear."""
-        await self._bus.subscribe(subjects.BEATS, self.on_beat)
-        await self._bus.subscribe(subjects.LINKS, self.on_links)
+    async def start(self, bus: Bus) -> None:
+        """Begin to hear what is said on the bus."""
+        await bus.subscribe(subjects.BEATS, self.on_beat)
+        await bus.subscribe(subjects.LINKS, self.on_links)
 
-    def fresh(self, worker: str, instance: str, within_s: float) -> Beat | None:
+    def fresh(self, worker: str, instance: str, within_s: float) -> Heartbeat | None:
         """Return this instance's last beat if it is not older than `within_s`."""
         beat = self.lives.get((worker, instance))
         return beat if beat is not None and self._clock.monotonic() - beat.at <= within_s else None
@@ -98,7 +97,7 @@ class Beats:
         skews = known.skews if known is not None else deque(maxlen=SKEWS_KEPT)
         skews.append(skew)
         draining, convicted = bool(body.get("draining", False)), bool(body.get("convicted", False))
-        self.lives[life] = Beat(self._clock.monotonic(), draining, load, convicted, skews)
+        self.lives[life] = Heartbeat(self._clock.monotonic(), draining, load, convicted, skews)
         return None
 
     def on_links(self, subject: str, body: Body) -> None:
@@ -110,7 +109,7 @@ class Beats:
             return self._refuse(subject, error)
         if frontend not in self.frontends and len(self.frontends) >= NAMES_MAX:
             return self._refuse(subject, "too many frontends")
-        self.frontends[frontend] = Links(self._clock.monotonic(), workers)
+        self.frontends[frontend] = FrontendLinks(self._clock.monotonic(), workers)
         return None
 
     def forget(self, keep: Container[Life], older_than_s: float) -> None:

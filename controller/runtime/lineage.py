@@ -3,12 +3,12 @@
 Folding the one on top of the other would mix two histories without anyone knowing.
 """
 
-from controller.ports import Place, StoreAhead
+from controller.ports import ReadPosition, StoreAhead
 from controller.runtime.history import history
 from events.journal.port import Journal, JournalChanged
 
 
-async def refuse_foreign_stream(journal: Journal, place: Place) -> None:
+async def refuse_foreign_stream(journal: Journal, place: ReadPosition) -> None:
     """Raise StoreAhead or JournalChanged if a store's place does not lie on this stream; JournalUnavailable."""
     if not place.seq:
         return

@@ -20,8 +20,7 @@ from controller.deciders.health import SILENT
 from controller.ports import Clock
 from controller.runtime.beats import Beats, Life
 from controller.runtime.settings import LivenessSettings
-from events.bus import Bus
-from events.journal.port import Journal
+from events.fact import Observation
 from events.observations import ObserverBlind, WorkerHeard, WorkerSilent
 
 FORGET_AFTER_S = 600.0
@@ -39,6 +38,23 @@ class Shown(Protocol):
     def fleet(self) -> Fleet: ...
 
 
+class Said(Protocol):
+    """What liveness needs of a journal: to say a fact under its own name."""
+
+    source: str
+
+    def observe(self, fact: Observation) -> str: ...
+
+
+class Heard(Protocol):
+    """What liveness needs of a bus: since when, in monotonic seconds, it hears everything, and how many bytes lie unread."""
+
+    @property
+    def since(self) -> float | None: ...
+    @property
+    def unread(self) -> int: ...
+
+
 class Liveness:
     """The observer of heartbeats. Every controller listens; only the holder of the lease speaks."""
 
@@ -46,8 +62,8 @@ class Liveness:
         self,
         view: Shown,
         beats: Beats,
-        journal: Journal,
-        bus: Bus,
+        journal: Said,
+        bus: Heard,
         clock: Clock,
         settings: LivenessSettings,
         leading: Callable[[], bool],

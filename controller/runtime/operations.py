@@ -9,6 +9,7 @@ import os
 import platform
 import signal
 from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
 from datetime import datetime
 from typing import Any
 
@@ -18,12 +19,12 @@ from controller.deciders.fleet import Fleet, Worker
 from controller.ports import StoreUnavailable
 from controller.runtime.beats import Beats
 from events import subjects
-from events.bus import Bus, NoAnswer
 from events.decisions import HealthStatus
 from events.errors import HoldfastError
 from events.journal.port import Journal, JournalUnavailable
+from events.nats.bus import Bus, NoAnswer
 from events.observations import ChaosInjected, DrainRequested, MoveRequested, ResumeRequested
-from events.presence import Presence
+from events.process.presence import Presence
 
 SIGNALS = {"kill": signal.SIGKILL, "hang": signal.SIGSTOP, "unhang": signal.SIGCONT}
 ASK_S = 1.0
@@ -44,30 +45,34 @@ class ChaosRefused(HoldfastError):
     """Rehearsed faults are refused: this fleet was not started with --chaos."""
 
 
-class Operations:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FleetSources:
+    """Where the operations look up what an operator asks about: each is asked when it is needed."""
+
+    fleet: Callable[[], Fleet]
+    leader: Callable[[], str]  # source of the controller that holds the lease
+    present: Callable[[], Sequence[Presence]]  # processes of this host
+    projected: Callable[[], Awaitable[int | None]]  # how far the state store has got; None: there is none
+
+
+class ControlOperations:
     """Implements `ports.Control`, and chaos."""
 
     def __init__(
         self,
-        look: Callable[[], Fleet],
+        sources: FleetSources,
         journal: Journal,
         bus: Bus,
         beats: Beats,
         *,
         chaos: bool,
-        leader: Callable[[], str],
-        present: Callable[[], Sequence[Presence]],
-        projected: Callable[[], Awaitable[int | None]],
         send_signal: Callable[[int, int], None] = os.kill,
     ) -> None:
-        self._look = look
+        self._sources = sources
         self._journal = journal
         self._bus = bus
         self._beats = beats
         self._chaos = chaos
-        self._leader = leader
-        self._present = present
-        self._projected = projected
         self._signal = send_signal
 
     async def drain(self, worker: str, deadline_s: float | None, by: str) -> str:
@@ -91,7 +96,7 @@ class Operations:
     async def move(self, worker: str, to: str, by: str) -> str:
         """Wish a worker's running requests elsewhere. Raise UnknownWorker or NotPossible."""
         known = self._living(worker)
-        fleet = self._look().workers.values()
+        fleet = self._sources.fleet().workers.values()
         others = [other for other in fleet if other is not known and other.routable and _alike(other, known)]
         if to == worker:
             raise NotPossible(f"{worker} has them already: name another worker")
@@ -152,7 +157,7 @@ class Operations:
         host, pid = worker.joined.topology.host, worker.joined.pid
         return bool(host) and any(
             other is not worker and (other.joined.topology.host, other.joined.pid) == (host, pid)
-            for other in self._look().workers.values()
+            for other in self._sources.fleet().workers.values()
         )
 
     def _check_process(self, worker: Worker) -> None:
@@ -168,7 +173,7 @@ class Operations:
             raise NotPossible(f"process {joined.pid} of {joined.worker}: {error.strerror}") from error
 
     def _living(self, name: str) -> Worker:
-        worker = self._look().workers.get(name)
+        worker = self._sources.fleet().workers.get(name)
         if worker is None:
             raise UnknownWorker(f"{name!r}: {UnknownWorker.__doc__}")
         if not worker.alive:
@@ -179,18 +184,18 @@ class Operations:
 
     async def status(self) -> dict[str, Any]:
         """Return the fleet as it is. The keys are stable: `holdfast status -o json` prints them."""
-        fleet = self._look()
+        fleet = self._sources.fleet()
         last, position = await asyncio.gather(self._last_seq(), self._projected_or_none())
         lag = None if last is None or position is None else max(0, last - position)
         return {
             "workers": [self._worker(fleet.workers[name]) for name in sorted(fleet.workers)],
             "processes": [
-                {"role": p.role, "name": p.name, "pid": p.pid, "url": p.url} for p in self._present()
+                {"role": p.role, "name": p.name, "pid": p.pid, "url": p.url} for p in self._sources.present()
             ],
             "levels": _levels(fleet),
             "journal": {"last_seq": last},
             "projector": {"position": position, "lag": lag},
-            "leader": self._leader() or None,
+            "leader": self._sources.leader() or None,
         }
 
     def _worker(self, worker: Worker) -> dict[str, Any]:
@@ -226,7 +231,7 @@ class Operations:
 
     async def _projected_or_none(self) -> int | None:
         try:
-            return await asyncio.wait_for(self._projected(), ASK_S)
+            return await asyncio.wait_for(self._sources.projected(), ASK_S)
         except (StoreUnavailable, TimeoutError):
             return None
 

@@ -61,6 +61,7 @@ class Reconciler:
         *,
         store: StateStore | None = None,
         ask_s: float = ASK_S,
+        append_max: int = APPEND_MAX,
     ) -> None:
         self.counters = ReconcilerCounters()
         self.order: Order[Fleet] = Order(evolve, Fleet())
@@ -70,6 +71,7 @@ class Reconciler:
         self._clock = clock
         self._store = store
         self._ask_s = ask_s
+        self._append_max = append_max
         self._barrier: int | None = (
             None  # decide nothing before this sequence has been read; None: ask where it is
         )
@@ -184,8 +186,8 @@ class Reconciler:
         """
         through, after = self.order.last_seq, self.order.position.decided
         self._barrier = None  # unless it lands, and we know it
-        for start in range(0, len(decisions), APPEND_MAX):
-            part = decisions[start : start + APPEND_MAX]
+        for start in range(0, len(decisions), self._append_max):
+            part = decisions[start : start + self._append_max]
             after = await self._journal.append(part, through=through, after=after)
             self._landed(part, after)
         self._barrier = after

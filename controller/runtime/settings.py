@@ -5,17 +5,10 @@ The deciders' own policies are fields here as they are: frozen dataclasses of pl
 
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import Field, model_validator
 
 from controller.deciders.fleet import FleetPolicy
-
-Positive = Annotated[float, Field(gt=0)]
-
-
-class Strict(BaseModel):
-    """A settings model that refuses names it does not know."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
+from controller.setting_types import Positive, Strict
 
 
 class ConfiguredCanary(Strict):

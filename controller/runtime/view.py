@@ -12,7 +12,8 @@ from collections.abc import AsyncIterator, Callable, Sequence
 import structlog
 
 from controller.deciders.fleet import Fleet, evolve
-from controller.ports import Place, Snapshot, StateStore, StoreRefused, StoreUnavailable
+from controller.ports import ReadPosition, Snapshot, StateStore, StoreRefused, StoreUnavailable
+from controller.runtime.fleet_fold import FleetFold
 from controller.runtime.lineage import refuse_foreign_stream
 from events.errors import HoldfastError
 from events.fact import Recorded
@@ -32,36 +33,30 @@ class ViewNotReady(HoldfastError):
     """The fleet is not known yet: neither the journal nor the state store has been read to its end."""
 
 
-class FleetView:
+class FleetView(FleetFold):
     """A fold that follows the journal."""
 
-    def __init__(self, journal: Journal, *, store: StateStore | None = None) -> None:
+    def __init__(
+        self,
+        journal: Journal,
+        *,
+        store: StateStore | None = None,
+        store_suffices_after_s: float = STORE_SUFFICES_AFTER_S,
+        audit_every_s: float = AUDIT_EVERY_S,
+    ) -> None:
+        super().__init__(Order(evolve, Fleet()))
         self.fault: HoldfastError | None = None  # why following has ended
         self.differences = 0  # times that the store's state was not ours at the same position
         self.audits = 0  # times that it could be compared
-        self.order: Order[Fleet] = Order(evolve, Fleet())
         self._journal = journal
         self._store = store
+        self._store_suffices_after_s = store_suffices_after_s
+        self._audit_every_s = audit_every_s
         self._ready = False
         self._ours = False  # the stream is the one that the store has folded
         self._decided = asyncio.Event()  # a flag: it is ready, or will never be
         self._target: int | None = None  # the end of the stream when we began
         self._listeners: list[Callable[[FleetView, Batch], None]] = []
-
-    @property
-    def fleet(self) -> Fleet:
-        """The fleet with everything folded that has been read."""
-        return self.order.shown
-
-    @property
-    def seq(self) -> int:
-        """The sequence of the last event read."""
-        return self.order.last_seq
-
-    @property
-    def number(self) -> int:
-        """The number of the last decision folded: what requests are routed under."""
-        return self.order.position.number
 
     @property
     def is_ready(self) -> bool:
@@ -113,15 +108,14 @@ class FleetView:
     async def _follow(self) -> None:
         batches: AsyncIterator[Batch] = self._journal.read(self.seq)
         async for batch in batches:
-            for event in batch:
-                self.order.take(event)
+            self.take(batch)
             self._tell(batch)
             self._check_ready()
 
     async def _find_end(self) -> None:
         """Learn where the stream ends now; with an empty stream nothing will ever arrive to tell."""
         loop = asyncio.get_running_loop()
-        give_up_at = loop.time() + STORE_SUFFICES_AFTER_S
+        give_up_at = loop.time() + self._store_suffices_after_s
         while self._target is None:
             try:
                 async with asyncio.timeout(ASK_END_DEADLINE_S):
@@ -138,7 +132,7 @@ class FleetView:
         are the fold of the same facts: a difference is a fault of one of us, and is said."""
         compared = Position()
         while True:
-            await asyncio.sleep(AUDIT_EVERY_S * random.uniform(0.8, 1.2))
+            await asyncio.sleep(self._audit_every_s * random.uniform(0.8, 1.2))
             if self.order.position == compared:
                 continue  # nothing has been decided since
             try:
@@ -167,10 +161,10 @@ class FleetView:
             listener(self, batch)
 
 
-async def begin(store: StateStore | None) -> tuple[Order[Fleet], Place]:
+async def begin(store: StateStore | None) -> tuple[Order[Fleet], ReadPosition]:
     """Return the order to begin with, the store's last settled state or nothing, and where the store stands."""
     snapshot: Snapshot | None = None
-    place = Place()
+    place = ReadPosition()
     if store is not None:
         try:
             async with asyncio.timeout(LOAD_DEADLINE_S):
@@ -186,7 +180,7 @@ async def begin(store: StateStore | None) -> tuple[Order[Fleet], Place]:
     return Order(evolve, snapshot.fleet, snapshot.position, dict(snapshot.sources)), place
 
 
-async def same_history(journal: Journal, place: Place) -> None:
+async def same_history(journal: Journal, place: ReadPosition) -> None:
     """Wait until the journal can be asked; raise StoreAhead or JournalChanged if the store is of another one."""
     while True:
         try:

@@ -1,0 +1,1 @@
+"""`holdfast simulate`: whole fleets through faults in virtual time, with production's own deciders."""

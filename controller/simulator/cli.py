@@ -65,8 +65,8 @@ def run_cli(args: argparse.Namespace) -> int:
         return _tell(args)
     if args.runs > 1:
         return _sweep(args)
-    from controller.simulator.scenario import draw
     from controller.simulator.simulation import Simulation
+    from controller.simulator.world.scenario import draw
 
     simulation = Simulation(draw(args.seed, args.workers, args.minutes, args.rates))
     result = simulation.run()
@@ -81,17 +81,17 @@ def run_cli(args: argparse.Namespace) -> int:
 
 
 def _tell(args: argparse.Namespace) -> int:
-    from controller.simulator import group_failure
+    from controller.simulator.stories import group_failure
 
     print(group_failure.transcript(args.provisioned), end="")
     return EXIT_OK
 
 
 def _sweep(args: argparse.Namespace) -> int:
-    from controller.simulator.sweep import Run, sweep
+    from controller.simulator.sweep import SweepRun, sweep
 
     seeds = range(args.seed, args.seed + args.runs)
-    runs = [Run(seed, args.workers, args.minutes, args.rates) for seed in seeds]
+    runs = [SweepRun(seed, args.workers, args.minutes, args.rates) for seed in seeds]
     status = EXIT_OK
     for result in sweep(runs, args.processes):
         _report(args, result)

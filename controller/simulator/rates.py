@@ -63,7 +63,8 @@ class Rates:
 
 
 def mtbf_hours(gpus: int, afr: float) -> float:
-    """Return the mean time between failures of a fleet: 8,760 hours / (GPUs × annual failure rate)."""
+    """Return the mean time between failures of a fleet in hours: 8,760 / (GPUs × annual failure rate). Raise ValueError where
+    nothing ever fails."""
     if gpus < 1 or afr <= 0:
         raise ValueError(
             f"a fleet of {gpus} GPUs with an annual failure rate of {afr} has no time between failures"

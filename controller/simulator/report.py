@@ -3,7 +3,7 @@
 from dataclasses import asdict
 from typing import Any
 
-from controller.simulator.invariants import INVARIANTS
+from controller.simulator.checks.invariants import INVARIANTS
 from controller.simulator.rates import PRESETS, Forecast
 from controller.simulator.simulation import Result
 

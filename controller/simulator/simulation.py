@@ -13,20 +13,22 @@ from json.encoder import encode_basestring_ascii as quoted
 import structlog
 
 from controller.deciders.fleet import Fleet, FleetPolicy
-from controller.simulator.broker import Broker, Network
-from controller.simulator.controllers import Controller, Surroundings
-from controller.simulator.faults import Faults
-from controller.simulator.frontends import Frontend
-from controller.simulator.kernel import SECOND, Kernel
-from controller.simulator.machines import Machine
-from controller.simulator.operators import Operators, Supervisor
-from controller.simulator.outbox import Outbox, Said
-from controller.simulator.projector import Projector
-from controller.simulator.replica import Remembered, Replica
-from controller.simulator.scenario import Scenario, draw
-from controller.simulator.seams import Seams
-from controller.simulator.traffic import Tally, Traffic
-from controller.simulator.watch import Violated, Violation, Watch
+from controller.simulator.checks.invariants import INVARIANTS
+from controller.simulator.checks.watch import InvariantWatch, Violated, Violation
+from controller.simulator.world.broker import Broker, Network
+from controller.simulator.world.controllers import SimulatedController
+from controller.simulator.world.faults import FaultInjector
+from controller.simulator.world.frontends import SimulatedFrontend
+from controller.simulator.world.kernel import SECOND, Kernel
+from controller.simulator.world.machines import Machine
+from controller.simulator.world.operators import Operators, SimulatedSupervisor
+from controller.simulator.world.outbox import AcknowledgedNumbers, SimulatedOutbox
+from controller.simulator.world.projector import SimulatedProjector
+from controller.simulator.world.replica import Remembered, Replica
+from controller.simulator.world.scenario import Scenario, draw
+from controller.simulator.world.seams import Seams
+from controller.simulator.world.surroundings import Surroundings
+from controller.simulator.world.traffic import ClientTally, SimulatedTraffic
 from events import codec
 from events.fact import Recorded
 from events.order import OutOfOrder
@@ -43,7 +45,7 @@ class Result:
     kinds: dict[str, int]
     faults: dict[str, int]
     checks: dict[str, int]
-    tally: Tally
+    tally: ClientTally
     fenced: int
     repeated: int
     happened: int
@@ -64,23 +66,25 @@ class Simulation:
         self.scenario = scenario
         self.seams = seams or Seams()
         self.kernel = kernel = Kernel(scenario.seed)
-        self.said = Said()
+        self.said = AcknowledgedNumbers()
         self.notes: list[tuple[int, int, str]] = []  # when, after which event, what
         self.broker = Broker(kernel, self.seams, Network(kernel.chance("network")))
-        self.watch = Watch(self)
+        self.watch = InvariantWatch(self, INVARIANTS)
         self.broker.watchers.append(self.watch.recorded)
         self.machines = {name: self._machine(name, i) for i, name in enumerate(self._names())}
         self.around = self._surroundings()
-        self.projector = Projector(self.around, kernel.chance("projector"))
+        self.projector = SimulatedProjector(self.around, kernel.chance("projector"))
         self.controllers = [self._controller(i) for i in range(scenario.controllers)]
-        self.tally = Tally()
+        self.tally = ClientTally()
         self.frontends = [self._frontend(i) for i in range(scenario.frontends)]
         self.operators = Operators(self, kernel.chance("operators"))
-        self.supervisor = Supervisor(self, kernel.chance("supervisor"))
-        self.faults = Faults(self, kernel.chance("faults"), self._note)
+        self.supervisor = SimulatedSupervisor(self, kernel.chance("supervisor"))
+        self.faults = FaultInjector(
+            self, self.operators, self.supervisor, kernel.chance("faults"), self._note
+        )
 
     def run(self) -> Result:
-        """Play the scenario."""
+        """Play the scenario, to its end or to the first invariant that is broken; that one is in the result."""
         began = time.perf_counter()
         violation = None
         try:
@@ -121,7 +125,7 @@ class Simulation:
         folds = [c.replica for c in self.controllers if c.up] + [f.replica for f in self.frontends if f.up]
         return [*folds, self.projector.replica] if self.projector.up else folds
 
-    def outboxes(self) -> list[Outbox]:
+    def outboxes(self) -> list[SimulatedOutbox]:
         """Return what all processes that are up have still to say."""
         boxes = [c.outbox for c in self.controllers if c.up] + [f.outbox for f in self.frontends if f.up]
         return boxes + [m.outbox for m in self.machines.values() if m.up]
@@ -167,14 +171,16 @@ class Simulation:
             accused=self.watch.accused,
         )
 
-    def _controller(self, index: int) -> Controller:
+    def _controller(self, index: int) -> SimulatedController:
         name = f"controller{index + 1}"
         chance = self.kernel.chance(name)
-        return Controller(name, self.around, chance, chance.randint(-self.scenario.skew, self.scenario.skew))
+        return SimulatedController(
+            name, self.around, chance, chance.randint(-self.scenario.skew, self.scenario.skew)
+        )
 
-    def _frontend(self, index: int) -> Frontend:
+    def _frontend(self, index: int) -> SimulatedFrontend:
         name = f"frontend{index + 1}"
-        traffic = Traffic(
+        traffic = SimulatedTraffic(
             per_second=self.scenario.requests_per_second,
             machines=self.machines,
             models=self.scenario.models,
@@ -183,7 +189,7 @@ class Simulation:
             judged=self.watch.judged,
             stored=lambda: self.projector.stored,
         )
-        return Frontend(name, self.around, traffic, self.kernel.chance(name))
+        return SimulatedFrontend(name, self.around, traffic, self.kernel.chance(name))
 
     # --- playing ------------------------------------------------------------------------------------------------
 
@@ -286,7 +292,10 @@ def simulate(
     rates: str | None = None,
     seams: Seams | None = None,
 ) -> Result:
-    """Play one seed and return what came of it."""
+    """Play one seed for so many virtual minutes and return what came of it, a broken invariant included.
+
+    With `rates`, a preset's name, the workers' faults divide as that field study says; raise KeyError for no preset.
+    """
     with uncollected():
         return Simulation(draw(seed, workers, minutes, rates), seams).run()
 

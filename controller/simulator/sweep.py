@@ -9,7 +9,7 @@ from controller.simulator.simulation import Result, simulate
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
+class SweepRun:
     """Which history to play."""
 
     seed: int
@@ -18,7 +18,7 @@ class Run:
     rates: str | None = None
 
 
-def play(run: Run) -> Result:
+def play(run: SweepRun) -> Result:
     """Play one history. An exception out of it says which one it was."""
     try:
         return simulate(run.seed, run.workers, run.minutes, rates=run.rates)
@@ -27,7 +27,7 @@ def play(run: Run) -> Result:
         raise
 
 
-def sweep(runs: Iterable[Run], processes: int) -> Iterator[Result]:
+def sweep(runs: Iterable[SweepRun], processes: int) -> Iterator[Result]:
     """Yield the results of all runs, in their order."""
     if processes == 1:
         yield from map(play, runs)

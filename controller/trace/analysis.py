@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from controller.trace.rows import BLOCK_TOKENS, BadTrace, Row
+from controller.trace.rows import BLOCK_TOKENS, BadTrace, TraceRow
 from controller.trace.tree import Refuse, Tree, accept
 
 Numbers = npt.NDArray[np.float64]
@@ -52,7 +52,7 @@ class Analysis:
 
 
 @dataclass(frozen=True, slots=True)
-class Measures:
+class TraceMeasures:
     """A trace's requests, number by number. Those that need hash ids are of the requests that have some."""
 
     block_tokens: int
@@ -85,9 +85,10 @@ class Measures:
 
 
 def measure(
-    rows: Iterable[Row], block_tokens: int = BLOCK_TOKENS, *, refuse: Refuse | None = None
-) -> Measures:
-    """Measure a trace. A request that makes its prefixes no tree is refused, or raises BadTrace; so does an empty trace.
+    rows: Iterable[TraceRow], block_tokens: int = BLOCK_TOKENS, *, refuse: Refuse | None = None
+) -> TraceMeasures:
+    """Measure a trace. A request that makes its prefixes no tree is refused. Raise BadTrace where nobody refuses it, and of an
+    empty trace.
 
     It keeps about 170 bytes for each different block.
     """
@@ -107,7 +108,7 @@ def measure(
     length, has = _numbers(inputs), _numbers(blocks)
     context = np.minimum(_numbers(shared) * block_tokens, length)
     some = has > 0
-    return Measures(
+    return TraceMeasures(
         block_tokens=block_tokens,
         blocks=tree.blocks,
         shared_blocks=shared_blocks,
@@ -120,7 +121,7 @@ def measure(
     )
 
 
-def analyze(rows: Iterable[Row], block_tokens: int = BLOCK_TOKENS) -> Analysis:
+def analyze(rows: Iterable[TraceRow], block_tokens: int = BLOCK_TOKENS) -> Analysis:
     """Return a trace's numbers. Raise BadTrace if it is empty or no tree."""
     return measure(rows, block_tokens).analysis()
 

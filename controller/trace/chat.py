@@ -21,8 +21,8 @@ from random import Random
 
 import msgspec
 
-from controller.trace.profile import Profile, learn, save
-from controller.trace.rows import Row
+from controller.trace.profile import TraceProfile, learn, save
+from controller.trace.rows import TraceRow
 
 BLOCK_TOKENS = 16
 SAYS = "chat traffic of our own making, its lengths and sharing as published: see controller/trace/chat.py"
@@ -55,7 +55,7 @@ class _Conversation(msgspec.Struct):
     blocks: list[int]
 
 
-def requests(seed: int = 0, seconds: float = SECONDS, rate: float = RATE) -> Iterator[Row]:
+def requests(seed: int = 0, seconds: float = SECONDS, rate: float = RATE) -> Iterator[TraceRow]:
     """Yield the requests of so much time, at about so many a second."""
     chance, fresh, order = Random(seed), count(), count()
     systems = [[next(fresh) for _ in range(tokens // BLOCK_TOKENS)] for _, tokens in SYSTEM_PROMPTS]
@@ -77,13 +77,13 @@ def requests(seed: int = 0, seconds: float = SECONDS, rate: float = RATE) -> Ite
         ids = list(conversation.blocks)
         if conversation.tokens % BLOCK_TOKENS:
             ids.append(next(fresh))
-        yield Row(round(at * 1e3, 1), conversation.tokens, output, ids)
+        yield TraceRow(round(at * 1e3, 1), conversation.tokens, output, ids)
         if chance.random() < onward and conversation.tokens < PROMPT_MAX:
             _say(conversation, output, fresh)
             heappush(due, (at + _lognormal(chance, GAP_S), next(order), conversation))
 
 
-def learned() -> Profile:
+def learned() -> TraceProfile:
     """Return the profile of this traffic."""
     return learn(requests(), BLOCK_TOKENS, says=SAYS)
 

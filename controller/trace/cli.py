@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import IO, cast
 
 from controller.trace.replay.flags import add_flags
-from controller.trace.rows import BLOCK_TOKENS, Reading
+from controller.trace.rows import BLOCK_TOKENS, TraceReader
 from events.errors import HoldfastError, UsageError
 
 Run = Callable[[argparse.Namespace], int]
@@ -18,7 +18,7 @@ REQUESTS_MAX = 1_000_000_000
 GZIP_LEVEL = 3  # 9 takes four times as long, and saves 1 %
 
 
-class CannotWrite(HoldfastError):
+class TraceUnwritable(HoldfastError):
     """A file cannot be written."""
 
 
@@ -162,13 +162,13 @@ def fit(args: argparse.Namespace) -> int:
 
 
 def synthesize(args: argparse.Namespace) -> int:
-    """Write requests like those of a trace or a profile."""
+    """Write requests like those of a trace or a profile. Raise UsageError for a number or a size of blocks that cannot be."""
     from controller.trace import profile, rows, synthesis
 
     if not 1 <= args.requests <= REQUESTS_MAX:
         raise UsageError(f"--requests {args.requests}: give a number from 1 to {REQUESTS_MAX:,}")
-    given = {field.name: getattr(args, field.name) for field in fields(synthesis.Knobs)}
-    knobs = synthesis.Knobs(**{name: value for name, value in given.items() if value is not None})
+    given = {field.name: getattr(args, field.name) for field in fields(synthesis.SynthesisKnobs)}
+    knobs = synthesis.SynthesisKnobs(**{name: value for name, value in given.items() if value is not None})
     if profile.is_profile(args.file):
         learned = profile.load(args.file)
         if args.block_size not in (None, learned.block_tokens):
@@ -203,11 +203,11 @@ def _block_tokens(args: argparse.Namespace) -> int:
     return BLOCK_TOKENS if size is None else size
 
 
-def _reading(args: argparse.Namespace) -> Reading:
-    return Reading(args.file, _block_tokens(args), skip_bad=args.skip_bad)
+def _reading(args: argparse.Namespace) -> TraceReader:
+    return TraceReader(args.file, _block_tokens(args), skip_bad=args.skip_bad)
 
 
-def _tell_skipped(reading: Reading) -> None:
+def _tell_skipped(reading: TraceReader) -> None:
     if reading.skipped:
         lines = "1 line was" if reading.skipped == 1 else f"{reading.skipped:,} lines were"
         print(f"{lines} skipped; the first: {reading.first_error}", file=sys.stderr)
@@ -218,7 +218,7 @@ def _writing(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise CannotWrite(f"{path} cannot be written: {error.strerror}") from error
+        raise TraceUnwritable(f"{path} cannot be written: {error.strerror}") from error
 
 
 @contextmanager

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from controller.trace.analysis import Measures, Numbers
+from controller.trace.analysis import Numbers, TraceMeasures
 from events.errors import HoldfastError, UsageError
 
 SUFFIXES = (".png", ".svg")
@@ -28,7 +28,7 @@ def check(path: Path) -> None:
     blank()
 
 
-def draw(name: str, measures: Measures, path: Path) -> None:
+def draw(name: str, measures: TraceMeasures, path: Path) -> None:
     """Write the picture of a trace. Raise OSError if it cannot be written."""
     figure = blank()
     figure.suptitle(f"{name}: {len(measures.arrivals_s):,} requests")

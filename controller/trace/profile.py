@@ -20,7 +20,7 @@ from pathlib import Path
 
 import msgspec
 
-from controller.trace.rows import BLOCK_TOKENS, MS_MAX, BadTrace, Row, opened
+from controller.trace.rows import BLOCK_TOKENS, MS_MAX, BadTrace, TraceRow, opened
 from controller.trace.tree import (
     ALONE,
     END,
@@ -41,7 +41,7 @@ REQUESTS_MAX = 100_000_000
 MARK = '"holdfast_profile"'
 
 
-class Profile(msgspec.Struct):
+class TraceProfile(msgspec.Struct):
     """What was learned of a trace."""
 
     holdfast_profile: int  # the version of the format
@@ -65,8 +65,12 @@ class Profile(msgspec.Struct):
 
 
 def learn(
-    rows: Iterable[Row], block_tokens: int = BLOCK_TOKENS, *, says: str = "", refuse: Refuse | None = None
-) -> Profile:
+    rows: Iterable[TraceRow],
+    block_tokens: int = BLOCK_TOKENS,
+    *,
+    says: str = "",
+    refuse: Refuse | None = None,
+) -> TraceProfile:
     """Learn a trace. Raise BadTrace if it holds nothing, or if its hash ids are no tree and nobody refuses the request."""
     tree = Tree(block_tokens)
     outputs, groups, gaps = dict[int, int](), dict[int, int](), dict[float, int]()
@@ -85,7 +89,7 @@ def learn(
     groups[size] = groups.get(size, 0) + 1
     core = tree.core()
     core.nodes = _ordered(core.nodes)
-    return Profile(
+    return TraceProfile(
         VERSION, says, block_tokens, core, in_order(outputs), in_order(groups), sorted(gaps.items())
     )
 
@@ -115,16 +119,16 @@ def _ordered(nodes: Sequence[Node]) -> list[Node]:
     ]
 
 
-def save(profile: Profile) -> bytes:
+def save(profile: TraceProfile) -> bytes:
     """Return a profile as a compressed file's content. The same trace gives the same bytes."""
     return gzip.compress(msgspec.json.encode(profile), mtime=0)
 
 
-def load(path: Path) -> Profile:
+def load(path: Path) -> TraceProfile:
     """Return a saved profile. Raise BadTrace if the file is none, or was changed so that its counts contradict each other."""
     try:
         with opened(path) as text:
-            profile = msgspec.json.decode(text.read(BYTES_MAX), type=Profile)
+            profile = msgspec.json.decode(text.read(BYTES_MAX), type=TraceProfile)
     except msgspec.MsgspecError as error:
         raise BadTrace(f"{path} is no profile of a trace: {error}") from error
     except (OSError, EOFError, zlib.error) as error:
@@ -149,7 +153,7 @@ def is_profile(path: Path) -> bool:
         return False
 
 
-def _fault(profile: Profile) -> str:
+def _fault(profile: TraceProfile) -> str:
     """Return what contradicts itself, or nothing."""
     core = profile.core
     if profile.block_tokens < 1 or not core.nodes or core.nodes[ROOT].blocks:
@@ -162,7 +166,7 @@ def _fault(profile: Profile) -> str:
     return _counts_fault(profile) or _tree_fault(core)
 
 
-def _counts_fault(profile: Profile) -> str:
+def _counts_fault(profile: TraceProfile) -> str:
     core, requests = profile.core, profile.requests
     tables: list[Mapping[int, int] | Mapping[float, int]] = [
         profile.outputs, profile.groups, dict(profile.gaps), core.leaf_rests, *core.first_leaves.values(),

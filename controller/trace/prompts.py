@@ -5,10 +5,10 @@ from typing import cast
 
 import numpy as np
 
-from controller.trace.rows import Row
+from controller.trace.rows import TraceRow
 
 
-def tokens(row: Row, block_tokens: int, vocabulary: range) -> list[int]:
+def tokens(row: TraceRow, block_tokens: int, vocabulary: range) -> list[int]:
     """Return a prompt of a request that has hash ids: for each of them its block of tokens, the last one cut to the length."""
     prompt: list[int] = []
     for name in row.hash_ids:

@@ -37,7 +37,7 @@ class BadTrace(HoldfastError):
     """The recorded trace cannot be used."""
 
 
-class Row(msgspec.Struct, gc=False):
+class TraceRow(msgspec.Struct, gc=False):
     """One recorded request. `hash_ids` is empty where the recording knows of no prefixes."""
 
     timestamp: float  # ms, from the beginning of the recording
@@ -55,7 +55,7 @@ class _Line(msgspec.Struct, gc=False):
     hash_ids: list[int] | msgspec.UnsetType
 
 
-class Reading:
+class TraceReader:
     """A trace file, to be read once from its beginning. Afterwards it says how that went.
 
     A line that is wrong ends it with BadTrace, which names the line; with `skip_bad` it is skipped and counted. Times may
@@ -77,7 +77,7 @@ class Reading:
         """How many requests were read."""
         return self._lines - self.skipped
 
-    def __iter__(self) -> Iterator[Row]:
+    def __iter__(self) -> Iterator[TraceRow]:
         last = 0.0
         try:
             with opened(self.path) as lines:
@@ -87,8 +87,8 @@ class Reading:
                     if fault:
                         self.refuse(fault)
                     else:
-                        last = cast(Row, row).timestamp
-                        yield cast(Row, row)
+                        last = cast(TraceRow, row).timestamp
+                        yield cast(TraceRow, row)
         except (OSError, EOFError, zlib.error) as error:
             raise BadTrace(
                 f"{self.path} cannot be read: {getattr(error, 'strerror', None) or error}"
@@ -107,9 +107,11 @@ class Reading:
         self.first_error = self.first_error or str(error)
 
 
-def read(path: Path, block_tokens: int | None = BLOCK_TOKENS, *, skip_bad: bool = False) -> Iterator[Row]:
+def read(
+    path: Path, block_tokens: int | None = BLOCK_TOKENS, *, skip_bad: bool = False
+) -> Iterator[TraceRow]:
     """Yield a file's requests. Raise BadTrace, which names the line, unless bad ones are to be skipped."""
-    return iter(Reading(path, block_tokens, skip_bad=skip_bad))
+    return iter(TraceReader(path, block_tokens, skip_bad=skip_bad))
 
 
 def bounded(tokens: int) -> int:
@@ -121,7 +123,7 @@ def bounded(tokens: int) -> int:
     return tokens
 
 
-def encode(row: Row) -> bytes:
+def encode(row: TraceRow) -> bytes:
     """Return a request as a line of a Mooncake trace. Times are rounded to microseconds."""
     at = round(row.timestamp, 3)
     whole = int(at)
@@ -139,7 +141,7 @@ def opened(path: Path) -> Iterator[IO[str]]:
             yield text
 
 
-def _rows(lines: IO[str]) -> Iterator[tuple[int, Row | str]]:
+def _rows(lines: IO[str]) -> Iterator[tuple[int, TraceRow | str]]:
     """Yield each line's number, and its request or what is wrong with it."""
     azure = _Azure()
     is_azure = False
@@ -164,7 +166,7 @@ def _numbered(lines: IO[str]) -> Iterator[tuple[int, str]]:
             line = lines.readline(LINE_MAX)
 
 
-def _mooncake(line: str) -> Row | str:
+def _mooncake(line: str) -> TraceRow | str:
     try:
         row = _decode(line.rstrip())
     except msgspec.MsgspecError as error:
@@ -174,7 +176,7 @@ def _mooncake(line: str) -> Row | str:
     return row
 
 
-_decode = msgspec.json.Decoder(Row).decode
+_decode = msgspec.json.Decoder(TraceRow).decode
 
 
 class _Azure:
@@ -183,7 +185,7 @@ class _Azure:
     def __init__(self) -> None:
         self._began: datetime | None = None
 
-    def row(self, line: str) -> Row | str:
+    def row(self, line: str) -> TraceRow | str:
         fields = line.strip().split(",")
         if len(fields) != 3:
             return f"{len(fields)} fields; {_AZURE}"
@@ -196,10 +198,10 @@ class _Azure:
                 return f"{field[:40]!r} is no number of tokens; {_AZURE}"
         when = when if when.tzinfo else when.replace(tzinfo=UTC)
         self._began = self._began or when
-        return Row((when - self._began).total_seconds() * 1e3, int(fields[1]), int(fields[2]))
+        return TraceRow((when - self._began).total_seconds() * 1e3, int(fields[1]), int(fields[2]))
 
 
-def _fault(row: Row, last: float, block_tokens: int | None) -> str:
+def _fault(row: TraceRow, last: float, block_tokens: int | None) -> str:
     """Return what is wrong with a request, or nothing."""
     if not 0 <= row.timestamp <= MS_MAX:
         return f"a timestamp of {row.timestamp:g} ms: none can be below 0, or above {MS_MAX:g}"

@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from random import Random
 
 from controller.trace.decks import Deck, ReturningDeck
-from controller.trace.profile import Profile
-from controller.trace.rows import TOKENS_MAX, BadTrace, Row, bounded
+from controller.trace.profile import TraceProfile
+from controller.trace.rows import TOKENS_MAX, BadTrace, TraceRow, bounded
 from controller.trace.tree import ALONE, ROOT, Core, depth_class, size_class
 from events.errors import UsageError
 
@@ -25,7 +25,7 @@ MULTIPLIER_MAX = 1e6
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Knobs:
+class SynthesisKnobs:
     """What is to be different from the trace. Lengths and counts are multiplied, times divided. Raise UsageError if senseless."""
 
     prefix_len_multiplier: float = 1.0  # how long shared prefixes are
@@ -51,10 +51,10 @@ class Knobs:
 
 
 def synthesize(
-    profile: Profile, requests: int, knobs: Knobs | None = None, *, seed: int = 0
-) -> Iterator[Row]:
+    profile: TraceProfile, requests: int, knobs: SynthesisKnobs | None = None, *, seed: int = 0
+) -> Iterator[TraceRow]:
     """Yield so many requests, in bounded memory; the same ones for the same seed. Raise BadTrace if no prompt is short enough."""
-    knobs = knobs or Knobs()
+    knobs = knobs or SynthesisKnobs()
     prompts = _Prompts(profile, knobs, seed)
     output, times = Deck(profile.outputs, _chance(seed, "outputs")), _times(profile, knobs, seed)
     for _ in range(requests):
@@ -63,7 +63,7 @@ def synthesize(
         if said:
             said = max(1, round(said * knobs.osl_multiplier))
         said = bounded(said) if knobs.max_osl is None else min(said, knobs.max_osl)
-        yield Row(next(times), length, said, ids)
+        yield TraceRow(next(times), length, said, ids)
 
 
 def _chance(seed: int, purpose: str) -> Random:
@@ -86,7 +86,7 @@ class _Prefix:
 class _Prompts:
     """Draws prompts: how long, and of which blocks."""
 
-    def __init__(self, profile: Profile, knobs: Knobs, seed: int) -> None:
+    def __init__(self, profile: TraceProfile, knobs: SynthesisKnobs, seed: int) -> None:
         self._block, self._knobs = profile.block_tokens, knobs
         self._leaf_rest = Deck(profile.core.leaf_rests, _chance(seed, "leaf rests"))
         self._copy = _chance(seed, "copies")
@@ -141,7 +141,7 @@ class _Prompts:
         return ids
 
 
-def _prefixes(profile: Profile, knobs: Knobs, seed: int) -> list[_Prefix]:
+def _prefixes(profile: TraceProfile, knobs: SynthesisKnobs, seed: int) -> list[_Prefix]:
     """Return the shared prefixes as they are walked. Their ids are consecutive."""
     paths, rests, leaves = (_chance(seed, purpose) for purpose in ("paths", "rests", "leaves"))
     core = profile.core
@@ -166,7 +166,7 @@ def _prefixes(profile: Profile, knobs: Knobs, seed: int) -> list[_Prefix]:
     return prefixes
 
 
-def _ids(core: Core, knobs: Knobs, block_tokens: int) -> Iterator[range]:
+def _ids(core: Core, knobs: SynthesisKnobs, block_tokens: int) -> Iterator[range]:
     """Yield each node's ids. Depths are scaled, not each length: small lengths would all be rounded the same way."""
     ends: list[int] = []
     free = 0
@@ -177,7 +177,7 @@ def _ids(core: Core, knobs: Knobs, block_tokens: int) -> Iterator[range]:
         yield range(free, free := free + ends[-1] - begins)
 
 
-def _times(profile: Profile, knobs: Knobs, seed: int) -> Iterator[float]:
+def _times(profile: TraceProfile, knobs: SynthesisKnobs, seed: int) -> Iterator[float]:
     """Yield when requests come, in ms: as many at once as was seen, with the gaps that were seen."""
     group = Deck(profile.groups, _chance(seed, "groups"))
     gap = Deck(dict(profile.gaps), _chance(seed, "gaps"))

@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 
 import msgspec
 
-from controller.trace.rows import BadTrace, Row
+from controller.trace.rows import BadTrace, TraceRow
 
 END, ALONE = -1, -2  # where a prompt goes on that goes on to no other shared prefix
 ROOT = 0  # where all prompts begin; it has no blocks
@@ -96,7 +96,7 @@ class Tree:
         """How many different blocks there are."""
         return len(self._ids) - 1
 
-    def add(self, row: Row) -> int:
+    def add(self, row: TraceRow) -> int:
         """Take a request in and return how many of its first blocks were known. Raise BadTrace if it makes no tree."""
         path = self._known(row.hash_ids)
         known, fresh = len(path), row.hash_ids[len(path) :]
@@ -247,7 +247,7 @@ class Tree:
         }
 
 
-def accept(tree: Tree, row: Row, refuse: Refuse | None = None) -> int | None:
+def accept(tree: Tree, row: TraceRow, refuse: Refuse | None = None) -> int | None:
     """Take a request in and return how many of its first blocks were known; None if it was refused."""
     try:
         return tree.add(row)

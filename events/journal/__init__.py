@@ -1,0 +1,1 @@
+"""The journal's port and its implementations: NATS JetStream, memory, spool."""

@@ -5,9 +5,10 @@ from typing import Any
 import msgspec
 from nats.errors import NoRespondersError
 
-from events.connection import DISCONNECTED, Connection, masked
 from events.errors import HoldfastError
 from events.journal.port import JournalUnavailable
+from events.nats.connection import DISCONNECTED, BrokerConnection
+from events.nats.urls import masked
 
 API = "$JS.API"
 API_DEADLINE_S = 2.0
@@ -24,7 +25,7 @@ STREAM_EXISTS = 10058
 _HEADER_LINE = "NATS/1.0"
 
 
-class Refused(HoldfastError):
+class BrokerRefused(HoldfastError):
     """JetStream has answered a request with an error."""
 
     def __init__(self, code: int, description: str) -> None:
@@ -52,9 +53,12 @@ NOBODY = Ack(error={"err_code": 503, "description": "no JetStream answers"})
 
 
 async def ask(
-    connection: Connection, verb: str, body: dict[str, Any] | None = None, deadline_s: float = API_DEADLINE_S
+    connection: BrokerConnection,
+    verb: str,
+    body: dict[str, Any] | None = None,
+    deadline_s: float = API_DEADLINE_S,
 ) -> dict[str, Any]:
-    """Ask JetStream's API and return its answer. Raise Refused or JournalUnavailable."""
+    """Ask JetStream's API and return its answer. Raise BrokerRefused or JournalUnavailable."""
     if not connection.connected:
         raise JournalUnavailable(
             f"the journal at {masked(connection.url)} cannot be reached (NATS is not connected)"
@@ -72,7 +76,9 @@ async def ask(
         ) from error
     answer: dict[str, Any] = msgspec.json.decode(message.body)
     if refusal := answer.get("error"):
-        raise Refused(refusal.get("err_code", refusal.get("code", -1)), refusal.get("description", "refused"))
+        raise BrokerRefused(
+            refusal.get("err_code", refusal.get("code", -1)), refusal.get("description", "refused")
+        )
     return answer
 
 

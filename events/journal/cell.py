@@ -9,10 +9,17 @@ from base64 import b64decode
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from events.connection import DISCONNECTED, Connection
 from events.journal import broker, stream
-from events.journal.broker import MESSAGE_NOT_FOUND, STREAM_NOT_FOUND, WRONG_LAST_SEQUENCE, Ack, Refused, ask
+from events.journal.broker import (
+    MESSAGE_NOT_FOUND,
+    STREAM_NOT_FOUND,
+    WRONG_LAST_SEQUENCE,
+    Ack,
+    BrokerRefused,
+    ask,
+)
 from events.journal.port import Fenced, JournalUnavailable
+from events.nats.connection import DISCONNECTED, BrokerConnection
 
 BUCKET = "HOLDFAST"
 DEADLINE_S = 0.5
@@ -56,7 +63,7 @@ class MemoryCell:
 class NatsCell:
     """A key of the KV bucket HOLDFAST."""
 
-    connection: Connection
+    connection: BrokerConnection
     key: str
     _made: bool = field(default=False, init=False)
 
@@ -68,7 +75,7 @@ class NatsCell:
         try:
             request = {"last_by_subj": self.subject}
             answer = await ask(self.connection, f"STREAM.MSG.GET.KV_{BUCKET}", request, DEADLINE_S)
-        except Refused as error:
+        except BrokerRefused as error:
             if error.code == STREAM_NOT_FOUND:
                 await self._make()
             elif error.code != MESSAGE_NOT_FOUND:
@@ -109,6 +116,6 @@ class NatsCell:
         }
         try:
             await ask(self.connection, f"STREAM.CREATE.KV_{BUCKET}", config)
-        except Refused as error:
+        except BrokerRefused as error:
             if error.code != broker.STREAM_EXISTS:
                 raise JournalUnavailable(str(error)) from error

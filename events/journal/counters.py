@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 
 @dataclass
-class Counters:
+class JournalCounters:
     """Plain counts; each only grows."""
 
     observed: int = 0

@@ -14,26 +14,26 @@ import structlog
 from nats.errors import MaxPayloadError
 
 from events import codec, subjects
-from events.connection import CONNECT_TIMEOUT_S, DISCONNECTED, Connection
 from events.errors import HoldfastError
 from events.fact import Decision, Observation, Recorded
 from events.journal import broker, stream
+from events.journal.acknowledged import AcknowledgedPosition
 from events.journal.broker import Ack
 from events.journal.cell import NatsCell
-from events.journal.counters import Counters
+from events.journal.counters import JournalCounters
 from events.journal.outbox import Outbox
 from events.journal.port import Fenced, JournalChanged, JournalUnavailable
 from events.journal.publisher import Publisher
-from events.journal.reader import Reader
-from events.journal.spool import BYTES_MAX, Letter, Spool, SpoolUnusable
+from events.journal.reader import JournalReader
+from events.journal.spool import BYTES_MAX, OutboxMessage, Spool, SpoolUnusable
 from events.journal.stream import StreamRefused, StreamState
-from events.journal.witness import Witness
+from events.nats.connection import CONNECT_TIMEOUT_S, DISCONNECTED, BrokerConnection
 
 FENCE = "Nats-Expected-Last-Subject-Sequence"
 APPEND_DEADLINE_S = 2.0
 APPEND_MAX = 1000  # decisions in one atomic batch: the server's own limit
 CLOSE_DEADLINE_S = 0.5
-WITNESS = "acknowledged.json"
+ACKNOWLEDGED = "acknowledged.json"
 
 log = structlog.get_logger(__name__)
 
@@ -42,23 +42,29 @@ class NatsJournal:
     """One process instance's handle on the stream FLEET. Made by `connect`."""
 
     def __init__(
-        self, connection: Connection, source: str, spool: Spool | None, replicas: int | None
+        self,
+        connection: BrokerConnection,
+        source: str,
+        spool: Spool | None,
+        replicas: int | None,
+        append_deadline_s: float,
     ) -> None:
         self.source = source
-        self.counters = Counters()
+        self.counters = JournalCounters()
         self.state: StreamState | None = None  # as it was when we connected
         self.fault: HoldfastError | None = (
             None  # why this stream cannot be trusted: facts are spooled meanwhile
         )
-        self._connection = connection
+        self.connection = connection
         self._replicas = replicas
+        self._append_deadline_s = append_deadline_s
         self._number = 0
-        self._witness = Witness(spool.directory / WITNESS if spool else None)
+        self._acknowledged_position = AcknowledgedPosition(spool.directory / ACKNOWLEDGED if spool else None)
         self._publisher = Publisher(
             connection,
             self.counters,
             Outbox(spool, self.counters),
-            self._witness,
+            self._acknowledged_position,
             renumber=self._renumber,
             check=self._check,
         )
@@ -74,6 +80,7 @@ class NatsJournal:
         wait_s: float = CONNECT_TIMEOUT_S,
         replicas: int | None = None,
         spool_bytes_max: int = BYTES_MAX,
+        append_deadline_s: float = APPEND_DEADLINE_S,
     ) -> "NatsJournal":
         """Return a journal that says facts as `source` ("<role>:<name>"; the life's own id is added).
 
@@ -82,13 +89,14 @@ class NatsJournal:
         SpoolUnusable if `spool_dir` cannot be written.
         """
         life = codec.new_id()
-        connection = await Connection.open(url, source, wait_s=wait_s)
+        connection = await BrokerConnection.open(url, source, wait_s=wait_s)
         try:
             spool = Spool(spool_dir, life, bytes_max=spool_bytes_max) if spool_dir is not None else None
         except SpoolUnusable:
             await connection.close()
             raise
-        journal = cls(connection, source if source.count(":") >= 2 else f"{source}:{life}", spool, replicas)
+        name = source if source.count(":") >= 2 else f"{source}:{life}"
+        journal = cls(connection, name, spool, replicas, append_deadline_s)
         try:
             await journal._start()
         except BaseException:
@@ -98,8 +106,8 @@ class NatsJournal:
 
     async def _start(self) -> None:
         await self._publisher.start()
-        if self._connection.connected:
-            with contextlib.suppress(JournalUnavailable, broker.Refused):
+        if self.connection.connected:
+            with contextlib.suppress(JournalUnavailable, broker.BrokerRefused):
                 await self._examine()
         self._tasks = [
             asyncio.create_task(self._serve(work)) for work in (self._publisher.run, self._publisher.keep)
@@ -115,13 +123,13 @@ class NatsJournal:
 
     async def _examine(self) -> None:
         """Make sure of the stream. Raise StreamRefused, JournalChanged or JournalUnavailable."""
-        seen = self._witness.seen
-        found = await stream.ensure(self._connection, self._replicas)
+        seen = self._acknowledged_position.seen
+        found = await stream.ensure(self.connection, self._replicas)
         if self.state is not None and found.created != self.state.created:
             raise JournalChanged(f"the stream was made anew at {found.created}. {JournalChanged.__doc__}")
         try:
-            await self._witness.check(self._connection, seen, found)
-        except broker.Refused as error:
+            await self._acknowledged_position.check(self.connection, seen, found)
+        except broker.BrokerRefused as error:
             raise JournalUnavailable(str(error)) from error
         self.state = self.state or found
         self.fault = None
@@ -135,7 +143,7 @@ class NatsJournal:
                 log.error("journal_refused", why=str(error))
             self.fault = error
             return False
-        except (JournalUnavailable, broker.Refused) as error:
+        except (JournalUnavailable, broker.BrokerRefused) as error:
             log.debug("journal_unavailable", why=str(error))
             return False
         return True
@@ -145,7 +153,7 @@ class NatsJournal:
     @property
     def connected(self) -> bool:
         """Whether the broker can be talked to right now."""
-        return self._connection.connected
+        return self.connection.connected
 
     @property
     def spool_depth(self) -> int:
@@ -160,11 +168,13 @@ class NatsJournal:
     def observe(
         self, fact: Observation, *, correlation: str = "", causation: str = "", traceparent: str = ""
     ) -> str:
-        letter = self._letter(fact, correlation, causation, traceparent)
-        self._publisher.add(letter)
-        return letter.headers["ce-id"]
+        message = self._message(fact, correlation, causation, traceparent)
+        self._publisher.add(message)
+        return message.headers["ce-id"]
 
-    def _letter(self, fact: Observation, correlation: str, causation: str, traceparent: str) -> Letter:
+    def _message(
+        self, fact: Observation, correlation: str, causation: str, traceparent: str
+    ) -> OutboxMessage:
         self._number += 1
         headers = codec.encode_headers(
             fact,
@@ -176,14 +186,14 @@ class NatsJournal:
             causation=causation,
             traceparent=traceparent,
         )
-        return Letter(self._number, subjects.subject(fact), headers, codec.encode_body(fact))
+        return OutboxMessage(self._number, subjects.subject(fact), headers, codec.encode_body(fact))
 
-    def _renumber(self, letter: Letter) -> Letter:
+    def _renumber(self, message: OutboxMessage) -> OutboxMessage:
         """Return the same fact as a new one of our own, under our next number."""
         self._number += 1
         id = codec.new_id()
         fresh = {"ce-id": id, "Nats-Msg-Id": id, "ce-source": self.source, "source-number": str(self._number)}
-        return Letter(self._number, letter.subject, {**letter.headers, **fresh}, letter.body)
+        return OutboxMessage(self._number, message.subject, {**message.headers, **fresh}, message.body)
 
     async def flush(self, deadline_s: float) -> bool:
         return await self._publisher.flush(deadline_s)
@@ -197,7 +207,7 @@ class NatsJournal:
             )
         if self.fault is not None:
             raise self.fault
-        if not self._connection.connected:
+        if not self.connection.connected:
             raise JournalUnavailable
         self.counters.appends += 1
         try:
@@ -211,15 +221,15 @@ class NatsJournal:
         if ack.error:
             self.counters.appends_unknown += 1
             raise JournalUnavailable(f"the journal refused to append: {ack.error}")
-        self._witness.note(ack.seq, id)
+        self._acknowledged_position.note(ack.seq, id)
         return ack.seq
 
     async def _write(self, decisions: Sequence[Decision], through: int, after: int) -> tuple[Ack, str]:
         """Publish a fenced message or atomic batch; return the broker's answer and the last id. Raise JournalUnavailable."""
         batch = codec.new_id() if len(decisions) > 1 else ""
         try:
-            with self._connection.expect() as (address, future):
-                async with asyncio.timeout(APPEND_DEADLINE_S):
+            with self.connection.expect() as (address, future):
+                async with asyncio.timeout(self._append_deadline_s):
                     for place, decision in enumerate(decisions, 1):
                         last = place == len(decisions)
                         headers = self._decision_headers(decision, through)
@@ -230,9 +240,7 @@ class NatsJournal:
                             headers |= {"Nats-Batch-Commit": "1"} if last else {}
                         body = codec.encode_body(decision)
                         reply = address if last else ""
-                        await self._connection.client.publish(
-                            subjects.subject(decision), body, reply, headers
-                        )
+                        await self.connection.client.publish(subjects.subject(decision), body, reply, headers)
                     answer = await future
             return broker.NOBODY if answer.nobody else broker.decode_ack(answer.body), headers["ce-id"]
         except MaxPayloadError as error:
@@ -254,13 +262,13 @@ class NatsJournal:
 
     def cell(self, key: str) -> NatsCell:
         """Return a small value for compare-and-set, over the same connection."""
-        return NatsCell(self._connection, key)
+        return NatsCell(self.connection, key)
 
     # --- reading ----------------------------------------------------------------------------------------------------
 
     def read(self, after: int, *, until: int | None = None) -> AsyncIterator[Sequence[Recorded]]:
         created = self.state.created if self.state is not None else None
-        return Reader(self._connection, self.counters, created, after).read(until)
+        return JournalReader(self.connection, self.counters, created, after).read(until)
 
     async def last_seq(self) -> int:
         return (await self.stream_state()).last_seq
@@ -268,8 +276,8 @@ class NatsJournal:
     async def stream_state(self) -> StreamState:
         """Return what the stream holds now. Raise JournalUnavailable."""
         try:
-            return await stream.state(self._connection)
-        except broker.Refused as error:
+            return await stream.state(self.connection)
+        except broker.BrokerRefused as error:
             raise JournalUnavailable(str(error)) from error
 
     async def close(self) -> None:
@@ -280,4 +288,4 @@ class NatsJournal:
         if self._tasks:
             await asyncio.wait(self._tasks, timeout=CLOSE_DEADLINE_S)
         self._publisher.close()
-        await self._connection.close()
+        await self.connection.close()

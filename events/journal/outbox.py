@@ -9,8 +9,8 @@ from dataclasses import dataclass
 
 import structlog
 
-from events.journal.counters import Counters
-from events.journal.spool import BYTES_MAX, Letter, Spool
+from events.journal.counters import JournalCounters
+from events.journal.spool import BYTES_MAX, OutboxMessage, Spool
 
 MARK_EVERY = 64  # acknowledgements per mark in the spool
 RECENT = 2000  # acknowledged sequences kept to see who overtook whom
@@ -20,22 +20,22 @@ log = structlog.get_logger(__name__)
 
 
 @dataclass(slots=True)
-class Entry:
+class OutboxEntry:
     """One fact that waits."""
 
-    letter: Letter
+    message: OutboxMessage
     own: bool  # said by this process, not left by an earlier one
     sent_at: float = 0.0  # monotonic; the last attempt
 
     @property
     def size(self) -> int:
-        return len(self.letter.body) + OVERHEAD_BYTES
+        return len(self.message.body) + OVERHEAD_BYTES
 
 
 class Outbox:
     """The facts that wait, bounded in bytes."""
 
-    def __init__(self, spool: Spool | None, counters: Counters) -> None:
+    def __init__(self, spool: Spool | None, counters: JournalCounters) -> None:
         self.bytes = 0
         self.moved = (
             asyncio.Event()
@@ -43,7 +43,7 @@ class Outbox:
         self._spool = spool
         self._counters = counters
         self._bytes_max = spool.bytes_max if spool is not None else BYTES_MAX
-        self._open: dict[int, Entry] = {}
+        self._open: dict[int, OutboxEntry] = {}
         self._next = 0
         self._last_number = 0  # own number said last
         self._inherited = 0
@@ -55,7 +55,7 @@ class Outbox:
     def __len__(self) -> int:
         return len(self._open)
 
-    def get(self, token: int) -> Entry | None:
+    def get(self, token: int) -> OutboxEntry | None:
         """Return a fact that still waits."""
         return self._open.get(token)
 
@@ -63,16 +63,16 @@ class Outbox:
         """Take over what earlier processes left, and return its tokens."""
         if self._spool is None:
             return []
-        tokens = [self._enter(letter, own=False) for letter in self._spool.take_over()]
+        tokens = [self._enter(message, own=False) for message in self._spool.take_over()]
         self._inherited = self._counters.inherited = len(tokens)
         self._counters.spool_damaged = self._spool.damaged
         self._forget_earlier()
         return tokens
 
-    def add(self, letter: Letter) -> int | None:
+    def add(self, message: OutboxMessage) -> int | None:
         """Take one fact and return its token; beyond the bound it is dropped, counted and said."""
         self._counters.observed += 1
-        if self.bytes + len(letter.body) + OVERHEAD_BYTES > self._bytes_max:
+        if self.bytes + len(message.body) + OVERHEAD_BYTES > self._bytes_max:
             self._counters.dropped += 1
             if not self._full:
                 self._full = True
@@ -81,14 +81,14 @@ class Outbox:
         if self._full:
             self._full = False
             log.warning("facts_kept_again", dropped=self._counters.dropped)
-        self._last_number = letter.number
+        self._last_number = message.number
         if self._spool is not None:
-            self._spool.put(letter)  # if the disk refuses, memory still has it
-        return self._enter(letter, own=True)
+            self._spool.put(message)  # if the disk refuses, memory still has it
+        return self._enter(message, own=True)
 
-    def _enter(self, letter: Letter, *, own: bool) -> int:
+    def _enter(self, message: OutboxMessage, *, own: bool) -> int:
         token, self._next = self._next, self._next + 1
-        entry = Entry(letter, own)
+        entry = OutboxEntry(message, own)
         self._open[token] = entry
         self.bytes += entry.size
         return token
@@ -97,9 +97,9 @@ class Outbox:
         """Drop a fact that the broker will never take."""
         entry = self.settle(token)
         self._counters.dropped += 1
-        log.error("fact_dropped", why=why, subject=entry.letter.subject, number=entry.letter.number)
+        log.error("fact_dropped", why=why, subject=entry.message.subject, number=entry.message.number)
 
-    def settle(self, token: int) -> Entry:
+    def settle(self, token: int) -> OutboxEntry:
         """Let go of a fact that needs no more sending."""
         entry = self._open.pop(token)
         self.bytes -= entry.size
@@ -109,7 +109,7 @@ class Outbox:
         self._unmarked += 1
         if self._spool is not None and (not self._open or self._unmarked >= MARK_EVERY):
             self._unmarked = 0
-            waiting = next((e.letter.number for e in self._open.values() if e.own), self._last_number + 1)
+            waiting = next((e.message.number for e in self._open.values() if e.own), self._last_number + 1)
             self._spool.mark(waiting - 1, empty=not self._open)
         return entry
 
@@ -117,9 +117,9 @@ class Outbox:
         if self._inherited == 0 and self._spool is not None:
             self._spool.forget_earlier()
 
-    def overtaken(self, letter: Letter, seq: int) -> bool:
+    def overtaken(self, message: OutboxMessage, seq: int) -> bool:
         """Return whether a later fact of the same source was stored before this one: then every fold drops this one."""
-        source, number = letter.headers["ce-source"], letter.number
+        source, number = message.headers["ce-source"], message.number
         self._recent.append((source, number, seq))
         if number > self._top.get(source, 0):
             self._top[source] = number

@@ -26,13 +26,13 @@ import structlog
 from nats.errors import MaxPayloadError
 
 from events import codec
-from events.connection import DISCONNECTED, Connection
 from events.journal import broker
+from events.journal.acknowledged import AcknowledgedPosition
 from events.journal.broker import Ack
-from events.journal.counters import Counters
-from events.journal.outbox import Entry, Outbox
-from events.journal.spool import Letter
-from events.journal.witness import Witness
+from events.journal.counters import JournalCounters
+from events.journal.outbox import Outbox, OutboxEntry
+from events.journal.spool import OutboxMessage
+from events.nats.connection import DISCONNECTED, BrokerConnection
 from events.order import REMEMBERED
 
 WINDOW = 16  # messages in flight: 4 ms of a server that syncs each, 50 ms of one with a busy disk; more becomes a batch
@@ -52,18 +52,18 @@ class Publisher:
 
     def __init__(
         self,
-        connection: Connection,
-        counters: Counters,
+        connection: BrokerConnection,
+        counters: JournalCounters,
         outbox: Outbox,
-        witness: Witness,
+        acknowledged_position: AcknowledgedPosition,
         *,
-        renumber: Callable[[Letter], Letter],
+        renumber: Callable[[OutboxMessage], OutboxMessage],
         check: Callable[[], Awaitable[bool]],
     ) -> None:
         self.outbox = outbox
         self._connection = connection
         self._counters = counters
-        self._witness = witness
+        self._acknowledged_position = acknowledged_position
         self._renumber = renumber
         self._check = check  # may the broker be trusted, since the last reconnection?
         self._checked = False
@@ -86,17 +86,17 @@ class Publisher:
             self._away.set()
         self._waiting.extend(self.outbox.inherit())
 
-    def add(self, letter: Letter) -> None:
+    def add(self, message: OutboxMessage) -> None:
         """Take one fact."""
-        token = self.outbox.add(letter)
+        token = self.outbox.add(message)
         if token is None:
             return
         idle = not self._waiting and not self._batch and len(self._flight) < AT_ONCE
-        if not (idle and self._checked and self._send_now(token, letter)):
+        if not (idle and self._checked and self._send_now(token, message)):
             self._waiting.append(token)
             self._wake.set()
 
-    def _send_now(self, token: int, letter: Letter) -> bool:
+    def _send_now(self, token: int, message: OutboxMessage) -> bool:
         """Send a fact that nothing waits before. False: it has to wait."""
         now = asyncio.get_running_loop().time()
         entry = self.outbox.get(token)
@@ -104,7 +104,7 @@ class Publisher:
             return False
         try:
             if not self._connection.client.say(
-                letter.subject, letter.body, f"{self._inbox}.{token}", letter.headers
+                message.subject, message.body, f"{self._inbox}.{token}", message.headers
             ):
                 return False
         except MaxPayloadError:
@@ -122,8 +122,8 @@ class Publisher:
         """For ever: write down what would be needed after a power cut."""
         while True:
             await asyncio.sleep(KEEP_EVERY_S)
-            if self._witness.unsaved:
-                await asyncio.to_thread(self._witness.save)
+            if self._acknowledged_position.unsaved:
+                await asyncio.to_thread(self._acknowledged_position.save)
             if self._away.is_set():
                 await asyncio.to_thread(self.outbox.sync)
 
@@ -143,7 +143,6 @@ class Publisher:
                 self._rewind()
             if self._connection.connected and now >= self._paused_until and await self._trusted(now):
                 await self._pump(now)
-                self._connection.client.write()
 
     async def _trusted(self, now: float) -> bool:
         if not self._checked:
@@ -184,24 +183,24 @@ class Publisher:
             self._rewind()
             self._pause(now)
 
-    def _due(self, token: int) -> Entry | None:
+    def _due(self, token: int) -> OutboxEntry | None:
         """Return a fact to send; None if it was acknowledged after all, or must not be repeated any more."""
         entry = self.outbox.get(token)
         if entry is None or (entry.own and not entry.sent_at):  # never sent: no repetition
             return entry
-        if datetime.now(UTC) - datetime.fromisoformat(entry.letter.headers["ce-time"]) <= REPEATED_FOR:
+        if datetime.now(UTC) - datetime.fromisoformat(entry.message.headers["ce-time"]) <= REPEATED_FOR:
             return entry
         self.outbox.give_up(token, f"it was said more than {REPEATED_FOR.days} days ago")
         self.outbox.moved.set()
         return None
 
-    async def _send_one(self, token: int, entry: Entry, now: float) -> None:
+    async def _send_one(self, token: int, entry: OutboxEntry, now: float) -> None:
         entry.sent_at = now
         self._flight[token] = None
-        await self._publish(token, entry.letter, entry.letter.headers, f"{self._inbox}.{token}")
+        await self._publish(token, entry.message, entry.message.headers, f"{self._inbox}.{token}")
 
     async def _send_batch(self, now: float) -> None:
-        batch: list[tuple[int, Entry]] = []
+        batch: list[tuple[int, OutboxEntry]] = []
         while self._waiting and len(batch) < BATCH_MAX:
             token = self._waiting.popleft()
             entry = self._due(token)
@@ -217,16 +216,16 @@ class Publisher:
         self._counters.batches += 1
         id = codec.new_id()
         for place, (token, entry) in enumerate(batch, 1):
-            headers = {**entry.letter.headers, "Nats-Batch-Id": id, "Nats-Batch-Sequence": str(place)}
+            headers = {**entry.message.headers, "Nats-Batch-Id": id, "Nats-Batch-Sequence": str(place)}
             if token == commit:
                 headers["Nats-Batch-Commit"] = "1"
             await self._publish(
-                token, entry.letter, headers, f"{self._inbox}.{token}" if token == commit else ""
+                token, entry.message, headers, f"{self._inbox}.{token}" if token == commit else ""
             )
 
-    async def _publish(self, token: int, letter: Letter, headers: dict[str, str], reply: str) -> None:
+    async def _publish(self, token: int, message: OutboxMessage, headers: dict[str, str], reply: str) -> None:
         try:
-            await self._connection.client.publish(letter.subject, letter.body, reply, headers)
+            await self._connection.client.publish(message.subject, message.body, reply, headers)
         except MaxPayloadError:
             if self.outbox.get(token) is not None:
                 self._flight.pop(token, None)
@@ -254,13 +253,13 @@ class Publisher:
         self._flight.pop(token, None)
         if self.outbox.get(token) is None:
             return  # an answer to an earlier attempt has been here
-        letter = self.outbox.settle(token).letter
+        message = self.outbox.settle(token).message
         self._counters.acknowledged += 1
-        self._witness.note(seq, letter.headers["ce-id"])
-        if self.outbox.overtaken(letter, seq):
+        self._acknowledged_position.note(seq, message.headers["ce-id"])
+        if self.outbox.overtaken(message, seq):
             self._counters.renumbered += 1
-            log.warning("fact_overtaken", subject=letter.subject, number=letter.number)
-            self.add(self._renumber(letter))
+            log.warning("fact_overtaken", subject=message.subject, number=message.number)
+            self.add(self._renumber(message))
 
     def _refused(self, tokens: list[int], ack: Ack) -> None:
         if tokens[-1] not in self._flight:
@@ -305,5 +304,5 @@ class Publisher:
 
     def close(self) -> None:
         """Let go of the files."""
-        self._witness.save()
+        self._acknowledged_position.save()
         self.outbox.close()

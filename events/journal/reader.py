@@ -16,13 +16,13 @@ import msgspec
 import structlog
 
 from events import codec, subjects
-from events.connection import DISCONNECTED, Connection, Interest
 from events.errors import HoldfastError
 from events.fact import Recorded
 from events.journal import stream
-from events.journal.broker import API, Refused, ask, delivered, parse_headers
-from events.journal.counters import Counters
+from events.journal.broker import API, BrokerRefused, ask, delivered, parse_headers
+from events.journal.counters import JournalCounters
 from events.journal.port import JournalChanged, JournalUnavailable
+from events.nats.connection import DISCONNECTED, BrokerConnection, Interest
 
 REQUEST = 2000  # events asked for at a time
 LOW = REQUEST // 2  # ask again when so few are still to come
@@ -33,7 +33,7 @@ EXPIRES_S = 60.0
 FORGOTTEN_AFTER_S = 30.0  # the broker drops a consumer that nobody asks
 RETRY_S = 0.1
 
-UNANSWERED: tuple[type[Exception], ...] = (JournalUnavailable, Refused, *DISCONNECTED)
+UNANSWERED: tuple[type[Exception], ...] = (JournalUnavailable, BrokerRefused, *DISCONNECTED)
 _EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 _names = itertools.count(1)
 
@@ -63,10 +63,12 @@ class _Inbox:
         self.flag.set()
 
 
-class Reader:
+class JournalReader:
     """One reading of the stream, from one position on."""
 
-    def __init__(self, connection: Connection, counters: Counters, created: str | None, after: int) -> None:
+    def __init__(
+        self, connection: BrokerConnection, counters: JournalCounters, created: str | None, after: int
+    ) -> None:
         self._connection = connection
         self._counters = counters
         self._created = created

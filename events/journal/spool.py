@@ -42,7 +42,7 @@ _HEADER_BYTES = _HEAD.size + _CRC.size
 log = structlog.get_logger(__name__)
 
 
-class Letter(msgspec.Struct, array_like=True):
+class OutboxMessage(msgspec.Struct, array_like=True):
     """One fact as it will be published: what stands in the spool is what goes over the wire."""
 
     number: int  # of its source
@@ -52,14 +52,14 @@ class Letter(msgspec.Struct, array_like=True):
 
 
 _encode = msgspec.msgpack.Encoder().encode
-_decode = msgspec.msgpack.Decoder(Letter).decode
+_decode = msgspec.msgpack.Decoder(OutboxMessage).decode
 
 
 @dataclass
-class Left:
+class SpoolContent:
     """What a spool file holds."""
 
-    letters: list[Letter] = field(default_factory=list)
+    messages: list[OutboxMessage] = field(default_factory=list)
     acked: int = 0  # everything up to this number
     damaged: int = 0  # places that did not add up
     torn: bool = False  # the last record was cut off: the process died while writing it
@@ -98,9 +98,9 @@ def _next_header(data: bytes, offset: int) -> int:
     return len(data)
 
 
-def read(data: bytes) -> Left:
+def read(data: bytes) -> SpoolContent:
     """Return what a spool file's bytes say, whatever has happened to them."""
-    left = Left()
+    left = SpoolContent()
     try:
         for record in scan(data):
             if record is None:
@@ -108,7 +108,7 @@ def read(data: bytes) -> Left:
             elif record[0] == ACKED:
                 left.acked = max(left.acked, _NUMBER.unpack(record[1])[0])
             else:
-                left.letters.append(_decode(record[1]))
+                left.messages.append(_decode(record[1]))
     except EOFError:
         left.torn = True
     except (msgspec.MsgspecError, struct.error):
@@ -135,8 +135,11 @@ class Spool:
     Acknowledgements come in order, so one number marks all up to it.
     """
 
-    def __init__(self, directory: Path, life: str, *, bytes_max: int = BYTES_MAX) -> None:
+    def __init__(
+        self, directory: Path, life: str, *, bytes_max: int = BYTES_MAX, segment_bytes: int = SEGMENT_BYTES
+    ) -> None:
         """Make our first file. Raise SpoolUnusable."""
+        self._segment_bytes = segment_bytes
         self.directory = directory
         self.life = life
         self.bytes_max = bytes_max
@@ -158,17 +161,17 @@ class Spool:
         assert file is not None, "the name of a life is used once"
         self._segments.append(_Segment(path, file))
 
-    def take_over(self) -> list[Letter]:
+    def take_over(self) -> list[OutboxMessage]:
         """Return what killed processes left here, oldest first. Their files go with `forget_earlier`."""
         lives: dict[str, list[Path]] = {}
         for path in sorted(self.directory.glob(f"*{SUFFIX}")):
             life = path.name.split(".")[0]
             if life != self.life:
                 lives.setdefault(life, []).append(path)
-        return [letter for paths in lives.values() for letter in self._inherit(paths)]
+        return [message for paths in lives.values() for message in self._inherit(paths)]
 
-    def _inherit(self, paths: list[Path]) -> list[Letter]:
-        letters: list[Letter] = []
+    def _inherit(self, paths: list[Path]) -> list[OutboxMessage]:
+        messages: list[OutboxMessage] = []
         acked = 0
         for path in paths:
             file = _locked(path)
@@ -176,19 +179,19 @@ class Spool:
                 continue  # its process lives
             left = read(path.read_bytes())
             self._say(path, left)
-            letters += left.letters
+            messages += left.messages
             acked = max(acked, left.acked)
             self._earlier.append((path, file))
-        return [letter for letter in letters if letter.number > acked]
+        return [message for message in messages if message.number > acked]
 
-    def _say(self, path: Path, left: Left) -> None:
+    def _say(self, path: Path, left: SpoolContent) -> None:
         if left.damaged:
             self.damaged += left.damaged
             aside = path.with_suffix(".damaged")
             aside.write_bytes(path.read_bytes())
-            log.error("spool_damaged", file=str(aside), places=left.damaged, readable=len(left.letters))
-        if left.letters:
-            log.info("spool_taken_over", file=path.name, facts=len(left.letters), torn=left.torn)
+            log.error("spool_damaged", file=str(aside), places=left.damaged, readable=len(left.messages))
+        if left.messages:
+            log.info("spool_taken_over", file=path.name, facts=len(left.messages), torn=left.torn)
 
     def forget_earlier(self) -> None:
         """Remove the earlier processes' files: all that they held has been acknowledged."""
@@ -197,17 +200,17 @@ class Spool:
             os.close(file)
         self._earlier.clear()
 
-    def put(self, letter: Letter) -> bool:
+    def put(self, message: OutboxMessage) -> bool:
         """Write one fact down. False: it does not fit, or the file system refused it."""
-        body = _encode(letter)
+        body = _encode(message)
         held = sum(segment.bytes for segment in self._segments)
         if held + len(body) > self.bytes_max or len(body) > RECORD_BYTES_MAX:
             return False
-        if self._segments[-1].bytes > SEGMENT_BYTES and not self._grown():
+        if self._segments[-1].bytes > self._segment_bytes and not self._grown():
             return False
         if not self._write(FACT, body):
             return False
-        self._segments[-1].last = letter.number
+        self._segments[-1].last = message.number
         return True
 
     def _grown(self) -> bool:
@@ -224,7 +227,7 @@ class Spool:
         try:
             while len(self._segments) > 1 and self._segments[0].last <= number:
                 self._drop(self._segments.popleft())
-            if empty and newest.bytes > min(SEGMENT_BYTES // 2, self.bytes_max // 4):
+            if empty and newest.bytes > min(self._segment_bytes // 2, self.bytes_max // 4):
                 os.ftruncate(newest.file, 0)
                 newest.bytes = 0
                 return

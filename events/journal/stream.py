@@ -11,17 +11,18 @@ from typing import Any
 import structlog
 
 from events import subjects
-from events.connection import Connection, masked
 from events.errors import HoldfastError
 from events.journal.broker import (
     MESSAGE_NOT_FOUND,
     STREAM_EXISTS,
     STREAM_NOT_FOUND,
-    Refused,
+    BrokerRefused,
     ask,
     parse_headers,
 )
 from events.journal.port import JournalUnavailable
+from events.nats.connection import BrokerConnection
+from events.nats.urls import masked
 
 DUPLICATE_WINDOW_S = 120  # a convenience; folds recognise repetitions by number
 REPLICAS = 3  # in a cluster
@@ -105,17 +106,17 @@ def differences(config: dict[str, Any], replicas: int) -> list[str]:
     return found
 
 
-def replicas_for(connection: Connection) -> int:
+def replicas_for(connection: BrokerConnection) -> int:
     """Return how many replicas a stream of this broker gets: three in a cluster, however many nodes are up just now."""
-    return REPLICAS if connection.client._server_info.get("cluster") else 1
+    return REPLICAS if connection.client.clustered else 1
 
 
-async def ensure(connection: Connection, replicas: int | None = None) -> StreamState:
+async def ensure(connection: BrokerConnection, replicas: int | None = None) -> StreamState:
     """Create the stream if there is none, read it back and return its state. Raise StreamRefused."""
     replicas = replicas or replicas_for(connection)
     try:
         answer = await ask(connection, f"STREAM.INFO.{subjects.STREAM}")
-    except Refused as error:
+    except BrokerRefused as error:
         if error.code in NOT_YET:  # a cluster in the middle of an election
             raise JournalUnavailable(f"the stream {subjects.STREAM} cannot be read yet: {error}") from error
         if error.code != STREAM_NOT_FOUND:
@@ -123,7 +124,7 @@ async def ensure(connection: Connection, replicas: int | None = None) -> StreamS
         answer = await _create(connection, replicas)
     faults = differences(answer["config"], replicas)
     if faults:
-        version = connection.client._server_info.get("version", "unknown")
+        version = connection.client.server_version
         raise StreamRefused(
             f"the stream {subjects.STREAM} at {masked(connection.url)} cannot be trusted: {'; '.join(faults)}. "
             f"Holdfast needs nats-server 2.12 or newer (this is {version}) and a stream made by itself."
@@ -131,12 +132,12 @@ async def ensure(connection: Connection, replicas: int | None = None) -> StreamS
     return _state(answer)
 
 
-async def _create(connection: Connection, replicas: int) -> dict[str, Any]:
+async def _create(connection: BrokerConnection, replicas: int) -> dict[str, Any]:
     try:
         answer = await ask(connection, f"STREAM.CREATE.{subjects.STREAM}", wanted(replicas), 10.0)
         log.info("stream_created", stream=subjects.STREAM, replicas=replicas)
         return answer
-    except Refused as error:
+    except BrokerRefused as error:
         if error.code in NOT_YET:
             raise JournalUnavailable(
                 f"the stream {subjects.STREAM} cannot be created with {replicas} replicas yet: {error}. "
@@ -147,16 +148,16 @@ async def _create(connection: Connection, replicas: int) -> dict[str, Any]:
         return await ask(connection, f"STREAM.INFO.{subjects.STREAM}")
 
 
-async def state(connection: Connection) -> StreamState:
+async def state(connection: BrokerConnection) -> StreamState:
     """Return what the stream holds now. Raise JournalUnavailable or Refused."""
     return _state(await ask(connection, f"STREAM.INFO.{subjects.STREAM}"))
 
 
-async def id_at(connection: Connection, seq: int) -> str | None:
+async def id_at(connection: BrokerConnection, seq: int) -> str | None:
     """Return the `ce-id` of a stored event ("" if it has none); None if it is not stored."""
     try:
         answer = await ask(connection, f"STREAM.MSG.GET.{subjects.STREAM}", {"seq": seq})
-    except Refused as error:
+    except BrokerRefused as error:
         if error.code == MESSAGE_NOT_FOUND:
             return None
         raise

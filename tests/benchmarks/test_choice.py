@@ -1,7 +1,7 @@
 """The benchmark of choices measures every mode."""
 
-from benchmarks.choice import choice
-from controller.router.modes import Mode
+from benchmarks.router.choice import choice
+from controller.router.selection.selector import Mode
 
 
 def test_every_mode_is_measured() -> None:

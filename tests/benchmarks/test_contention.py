@@ -1,6 +1,6 @@
-"""The link that two transfers share in `benchmarks/contention.py` is a bottleneck, and the prediction knows its rate."""
+"""The link that two transfers share in `benchmarks/failures/contention.py` is a bottleneck, and the prediction knows its rate."""
 
-from benchmarks import contention
+from benchmarks.failures import contention
 
 
 def test_two_transfers_share_the_rate_that_one_has_alone() -> None:

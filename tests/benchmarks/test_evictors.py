@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import evictors
+from benchmarks.router import evictors
 
 
 def test_each_evictor_is_played_in_each_cache_and_finds_no_more_than_an_endless_one(

@@ -1,24 +1,25 @@
-"""The arithmetic of `benchmarks.fidelity`: what is sent, how distributions are put together, and when engines agree."""
+"""The arithmetic of `fidelity`: what is sent, how distributions are put together, and when engines agree."""
 
 import asyncio
 import io
 from argparse import Namespace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from rich.console import Console
 
-from benchmarks import fidelity
-from benchmarks.fidelity import INPUT_TOKENS, OUTPUT_TOKENS, scaled, split
-from benchmarks.fidelity_fleet import REAL, SIMULATED
-from benchmarks.fidelity_report import Round, agree, compared, merged, report_of, show
-from controller.trace.replay.measures import Histogram, Measures, Slo
+from benchmarks.simulation import fidelity
+from benchmarks.simulation.fidelity import INPUT_TOKENS, OUTPUT_TOKENS, scaled, split
+from benchmarks.simulation.fidelity_fleet import REAL, SIMULATED
+from benchmarks.simulation.fidelity_report import Round, agree, compared, merged, report_of, show
+from controller.trace.replay.measures import AnswerSlo, DurationHistogram, ReplayMeasures
 from controller.trace.replay.plan import plan
-from controller.trace.rows import Row
+from controller.trace.rows import TraceRow
 
 
-def histogram(*values_ms: float) -> Histogram:
-    made = Histogram()
+def histogram(*values_ms: float) -> DurationHistogram:
+    made = DurationHistogram()
     for ms in values_ms:
         made.add(ms / 1e3)
     return made
@@ -50,7 +51,7 @@ def test_rounds_are_put_together_value_by_value() -> None:
 def test_rounds_have_requests_of_their_own_that_share_nothing_at_the_rate_and_of_the_lengths_that_are_wanted() -> (
     None
 ):
-    rows = [Row(n * 700.0 + n % 3, 600 + n % 7, 96, [0, n]) for n in range(60)]
+    rows = [TraceRow(n * 700.0 + n % 3, 600 + n % 7, 96, [0, n]) for n in range(60)]
     parts = split(rows, 3)
     assert [(row.timestamp, row.input_length) for part in parts for row in part] == [
         (row.timestamp, row.input_length) for row in rows
@@ -69,8 +70,8 @@ def made(real_ms: float, simulated_ms: float) -> Round:
     """Return a round of two engines with equal requests, each time of equal length."""
     measures = {}
     for name, ms in ((REAL, real_ms), (SIMULATED, simulated_ms)):
-        one = measures[name] = Measures(Slo())
-        one.whole, one.said_tokens = 10, 100
+        one = measures[name] = ReplayMeasures(AnswerSlo())
+        one.whole, one.tokens.output = 10, 100
         for _ in range(10):
             one.ttft.add(ms / 1e3)
             one.itl.add(ms / 1e3)
@@ -91,9 +92,7 @@ def test_the_verdict_is_of_all_rounds_together_and_stands_beside_each(
     assert "1.0, 2.0" in said
 
 
-async def test_a_round_that_takes_too_long_is_left_out_and_everything_ends(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+async def test_a_round_that_takes_too_long_is_left_out_and_everything_ends() -> None:
     ended = []
 
     class Slow:
@@ -109,8 +108,7 @@ async def test_a_round_that_takes_too_long_is_left_out_and_everything_ends(
         def stop(self) -> None:
             ended.append(True)
 
-    monkeypatch.setattr(fidelity, "Engines", Slow)
-    monkeypatch.setattr(fidelity, "ROUND_S_MAX", 0.01)
     args = Namespace(rounds=2, requests=3, trace=None, repeats=1, load=0.5)
-    assert await fidelity.all_rounds(args, Console(file=io.StringIO())) == []
+    made: Any = Slow
+    assert await fidelity.all_rounds(args, Console(file=io.StringIO()), made, 0.01) == []
     assert ended == [True]

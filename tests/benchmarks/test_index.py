@@ -2,7 +2,7 @@
 
 import pytest
 
-from benchmarks.index import judged, main, straight
+from benchmarks.router.index import judged, main, straight
 
 
 @pytest.mark.parametrize(

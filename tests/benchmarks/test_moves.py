@@ -4,7 +4,7 @@ import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestServer
 
-from benchmarks.moves import reckon
+from benchmarks.failures.moves import reckon
 from controller.demo.clients import Users
 from events.observations import RequestMigrated
 
@@ -17,7 +17,16 @@ def moved(tokens: int) -> RequestMigrated:
 
 
 def test_the_pause_is_that_between_the_two_workers_and_not_a_longer_one_beside_it() -> None:
-    times = [0.0, 0.003, 0.006, 0.016, 0.020, 0.029, 0.032, 0.072]  # four tokens of the source after the wish
+    times = [
+        0.0,
+        0.003,
+        0.006,
+        0.016,
+        0.020,
+        0.029,
+        0.032,
+        0.072,
+    ]  # four tokens of the source after the request
     move = reckon(times, 0.007, moved(tokens=5))
     assert move.pause == pytest.approx(9)
     assert move.usual == pytest.approx(3)

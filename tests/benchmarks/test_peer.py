@@ -5,18 +5,15 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import peer
-from benchmarks.peer_systems import PROMPTS, make_model
+from benchmarks.peers import peer
+from benchmarks.peers.peer_systems import PROMPTS, make_model
 from controller.demo.clients import Received
-from controller.frontend.tokens import load_tokens
+from controller.frontend.text.tokenizer import load_tokens
 
 
-def test_without_dynamo_it_says_how_to_get_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_without_dynamo_it_says_how_to_get_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for python in (tmp_path / "nothing", Path(sys.executable)):
-        monkeypatch.setattr(sys, "argv", ["peer", "--dynamo-python", str(python)])
-        assert peer.main() == 2
+        assert peer.main(["--dynamo-python", str(python)]) == 2
         assert capsys.readouterr().err.strip() == peer.MISSING
 
 

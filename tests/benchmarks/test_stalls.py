@@ -5,7 +5,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from benchmarks import stalls
+from benchmarks.store import stalls
 
 
 def test_events_that_wait_together_are_one_stall_and_it_belongs_to_the_stage_that_was_longest() -> None:
@@ -21,7 +21,7 @@ def test_events_that_wait_together_are_one_stall_and_it_belongs_to_the_stage_tha
 
 
 def test_a_disk_is_asked_until_stdin_ends(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "benchmarks.stalls", str(tmp_path)]
+    command = [sys.executable, "-m", "benchmarks.store.stalls", str(tmp_path)]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as asking:
         while not (tmp_path / "probe").exists() or not (tmp_path / "probe").stat().st_size:
             assert asking.poll() is None

@@ -5,19 +5,19 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import synthesizer
-from controller.trace.rows import Row, encode
+from benchmarks.simulation import synthesizer
+from controller.trace.rows import TraceRow, encode
 
 
 def test_a_cache_finds_what_it_still_has_behind_what_it_has() -> None:
-    rows = [Row(0, 1, 1, [1, 2]), Row(0, 1, 1, [3]), Row(0, 1, 1, [1, 2])]
+    rows = [TraceRow(0, 1, 1, [1, 2]), TraceRow(0, 1, 1, [3]), TraceRow(0, 1, 1, [1, 2])]
     assert synthesizer.found(rows, 3) == 0.4
     assert synthesizer.found(rows, 2) == 0  # 1 is gone, and 2 alone is no prefix
 
 
 def test_it_prints_every_row_of_a_small_trace(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "small.jsonl"
-    path.write_bytes(b"".join(encode(Row(n, 100, 5, [n % 3, 100 + n])) for n in range(60)))
+    path.write_bytes(b"".join(encode(TraceRow(n, 100, 5, [n % 3, 100 + n])) for n in range(60)))
     argv = ["--trace", str(path), "--block-size", "50", "--requests", "30", "--seeds", "1"]
     assert synthesizer.main(argv) == 0
     rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]

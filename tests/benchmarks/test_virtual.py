@@ -9,16 +9,16 @@ from random import Random
 
 import pytest
 
-from benchmarks.routing import FIRST, SPEEDS, main, shape
-from benchmarks.virtual import trace
-from benchmarks.virtual.bounds import Ideal, shortened
-from benchmarks.virtual.figures import figures, hottest, spread
-from benchmarks.virtual.fleet import Fleet, Outcome, windows
-from benchmarks.virtual.router import Router, workers
-from benchmarks.virtual.trace import Request
-from benchmarks.virtual_fleet import main as ten_thousand
-from controller.router.modes import Mode
-from controller.trace.rows import Row
+from benchmarks.router.routing import FIRST, SPEEDS, main, shape
+from benchmarks.router.virtual import trace
+from benchmarks.router.virtual.bounds import Ideal, shortened
+from benchmarks.router.virtual.figures import figures, hottest, spread
+from benchmarks.router.virtual.fleet import Fleet, Outcome, windows
+from benchmarks.router.virtual.router import Router, workers
+from benchmarks.router.virtual.trace import Request
+from benchmarks.router.virtual_fleet import main as ten_thousand
+from controller.router.selection.selector import Mode
+from controller.trace.rows import TraceRow
 from events.blocks import follow
 
 BLOCK = 512
@@ -34,8 +34,10 @@ def routers(count: int, fleet: int, *, told: bool = False, mode: Mode = Mode.KV)
     ]
 
 
-def ran(requests: Sequence[Request], fleet: int, frontends: Sequence[Router]) -> Outcome:
-    return Fleet(SHAPE, SPEED, fleet, frontends, events_late_s=0.002).run(requests)
+def ran(
+    requests: Sequence[Request], fleet: int, frontends: Sequence[Router], *, leaps: bool = True
+) -> Outcome:
+    return Fleet(SHAPE, SPEED, fleet, frontends, events_late_s=0.002, leaps=leaps).run(requests)
 
 
 def names(seed: int, blocks: int, after: Sequence[int] = ()) -> list[int]:
@@ -74,11 +76,10 @@ def test_every_request_gets_its_first_token_and_ends() -> None:
     assert computed == pytest.approx(outcome.prompt_tokens - outcome.cached_tokens + answers - first)
 
 
-def test_many_steps_at_once_are_the_same_as_one_after_another(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_many_steps_at_once_are_the_same_as_one_after_another() -> None:
     requests = chats(60)
     leaps = ran(requests, 2, routers(1, 2))
-    monkeypatch.setattr("workers.engines.simulated.scheduler.Scheduler.steady", lambda self: 0)
-    steps = ran(requests, 2, routers(1, 2))
+    steps = ran(requests, 2, routers(1, 2), leaps=False)
     assert leaps.worker == steps.worker
     assert leaps.steps == steps.steps
     assert leaps.ended == pytest.approx(steps.ended)
@@ -116,7 +117,7 @@ def test_the_hottest_worker_is_compared_with_the_others_over_the_whole_run() -> 
 # --- traces
 
 
-ROWS = [Row(0, 1100, 5, [0, 1, 2]), Row(1000, 1300, 5, [0, 1, 3]), Row(4000, 600, 5, [4, 5])]
+ROWS = [TraceRow(0, 1100, 5, [0, 1, 2]), TraceRow(1000, 1300, 5, [0, 1, 3]), TraceRow(4000, 600, 5, [4, 5])]
 
 
 def test_blocks_of_the_engines_size_are_shared_as_far_as_those_of_the_trace() -> None:
@@ -128,7 +129,7 @@ def test_blocks_of_the_engines_size_are_shared_as_far_as_those_of_the_trace() ->
 
 
 def test_one_cache_finds_what_came_before_and_still_fits() -> None:
-    again = list(trace.requests([*ROWS, Row(5000, 1100, 5, [0, 1, 2])], BLOCK))
+    again = list(trace.requests([*ROWS, TraceRow(5000, 1100, 5, [0, 1, 2])], BLOCK))
     assert list(trace.found(again, BLOCK, 100)) == [0, 1024, 0, 1024]
     assert list(trace.found(again, BLOCK, 1)) == [0, 512, 0, 0]
 

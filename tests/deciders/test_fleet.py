@@ -40,7 +40,7 @@ from controller.deciders.fleet import (
     load,
     settle,
 )
-from controller.deciders.health import HealthPolicy
+from controller.deciders.health_moves import HealthPolicy
 from events.decisions import PolicyAdopted
 from events.fact import Decision, Recorded
 

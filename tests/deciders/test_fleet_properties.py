@@ -230,7 +230,7 @@ def test_every_batch_is_decided_again_alike(seed: int) -> None:
     assert not expected
 
 
-def test_raw_stream_order_is_wrong_in_some_histories(capsys: pytest.CaptureFixture[str]) -> None:
+def test_raw_stream_order_is_wrong_in_some_histories() -> None:
     wrong = 0
     histories = 40
     for seed in range(histories):
@@ -239,11 +239,7 @@ def test_raw_stream_order_is_wrong_in_some_histories(capsys: pytest.CaptureFixtu
         for event in story.events:
             raw = evolve(raw, event)
         wrong += raw != story.fleet
-    with capsys.disabled():
-        print(
-            f"\nraw stream order gave a wrong state in {wrong} of {histories} histories ({wrong / histories:.0%})"
-        )
-    assert 0 < wrong < histories
+    assert 0 < wrong < histories  # 16 of 40
 
 
 @pytest.mark.parametrize("seed", range(25))

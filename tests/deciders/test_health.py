@@ -28,7 +28,7 @@ from fleet_story import (
 )
 
 from controller.deciders.fleet import FleetPolicy
-from controller.deciders.health import HealthPolicy
+from controller.deciders.health_moves import HealthPolicy
 from controller.deciders.probing import checks_per_minute, detection_after, false_opens_per_day, gpu_share
 from events.decisions import BreakerOpened, HealthChanged, HealthStatus, IncidentOpened
 

@@ -15,7 +15,7 @@ from rich.console import Console
 
 from controller.demo import cli as demo
 from controller.demo import incidents, profile, report, view
-from controller.demo.clients import Difference, Received, compare
+from controller.demo.clients import Received, TokenDifference, compare
 from events.fact import Recorded
 from events.observations import RequestExposed, RequestMigrated, WorkerHeard, WorkerSilent
 
@@ -25,19 +25,19 @@ PIECES = st.lists(st.sampled_from([" a", " b", " c", " d", " e"]), max_size=30)
 
 @given(PIECES)
 def test_an_equal_stream_has_no_difference(pieces: list[str]) -> None:
-    assert compare(pieces, pieces) == Difference()
+    assert compare(pieces, pieces) == TokenDifference()
 
 
 @given(PIECES, PIECES)
 def test_an_unequal_stream_always_has_one(got: list[str], expected: list[str]) -> None:
-    assert (compare(got, expected) == Difference()) == (got == expected)
+    assert (compare(got, expected) == TokenDifference()) == (got == expected)
 
 
 def test_lost_doubled_and_altered_are_told_apart() -> None:
     expected = [f" t{n}" for n in range(10)]
-    assert compare(expected[:4] + expected[5:], expected) == Difference(lost=1)
-    assert compare(expected[:4] + expected[3:], expected) == Difference(doubled=1)
-    assert compare([*expected[:4], " x", *expected[5:]], expected) == Difference(altered=1)
+    assert compare(expected[:4] + expected[5:], expected) == TokenDifference(lost=1)
+    assert compare(expected[:4] + expected[3:], expected) == TokenDifference(doubled=1)
+    assert compare([*expected[:4], " x", *expected[5:]], expected) == TokenDifference(altered=1)
 
 
 def received(name: str, pieces: list[str], error: str = "") -> Received:
@@ -119,18 +119,18 @@ def test_a_lost_stream_fails_the_demo() -> None:
 
 
 async def test_a_demo_whose_fleet_has_ended_sends_and_breaks_nothing_more() -> None:
-    load = profile.Load(((1, 2),), (profile.Planned(0.0, 0, 8), profile.Planned(3600.0, 0, 8)))
+    load = profile.DemoLoad(((1, 2),), (profile.DemoRequest(0.0, 0, 8), profile.DemoRequest(3600.0, 0, 8)))
     running = demo.Demo(Namespace(seconds=0.01, data=None, keep=False), SimpleNamespace(ended=True), load)  # type: ignore[arg-type]
     async with asyncio.timeout(20):
-        await running._send(None, None, time.monotonic())  # type: ignore[arg-type]
-        await running._play(None, ["w0"], time.monotonic())  # type: ignore[arg-type]
+        await running.send(None, None, time.monotonic())  # type: ignore[arg-type]
+        await running.play(None, ["w0"], time.monotonic())  # type: ignore[arg-type]
     assert running.told == []
 
 
 def test_a_long_incident_is_told_with_its_end() -> None:
     silent = WorkerSilent(worker="w2", instance="i", silent_s=3.0, observer="controller:c:1")
     heard = WorkerHeard(worker="w2", instance="i", observer="controller:c:1")
-    steps = incidents._steps([Recorded(seq=n, at=NOW, fact=silent, id=str(n)) for n in range(20)]
+    steps = incidents.steps([Recorded(seq=n, at=NOW, fact=silent, id=str(n)) for n in range(20)]
                              + [Recorded(seq=20, at=NOW, fact=heard, id="20")])  # fmt: skip
     assert len(steps) == incidents.STEPS_MAX + 1
     assert steps[-2] == "… 9 more …" and steps[-1].endswith("w2 was heard again, says c")
@@ -178,9 +178,10 @@ class Calm:
 async def test_the_view_leaves_nothing_behind_on_a_low_terminal() -> None:
     """What is drawn beyond its top cannot be taken back, so the whole frame must never be drawn."""
     shown, calm = io.StringIO(), Calm()
-    running = demo.Demo(Namespace(seconds=10.0, data=None, keep=False), None, profile.Load((), ()))  # type: ignore[arg-type]
-    running.console = Console(file=shown, force_terminal=True, width=60, height=6)
-    watching = asyncio.create_task(running._watch(calm, calm, time.monotonic()))  # type: ignore[arg-type]
+    console = Console(file=shown, force_terminal=True, width=60, height=6)
+    args = Namespace(seconds=10.0, data=None, keep=False)
+    running = demo.Demo(args, None, profile.DemoLoad((), ()), console)  # type: ignore[arg-type]
+    watching = asyncio.create_task(running.watch(calm, calm, time.monotonic()))  # type: ignore[arg-type]
     async with asyncio.timeout(20):
         while "Holdfast demo" not in shown.getvalue():  # noqa: ASYNC110 (a terminal)
             await asyncio.sleep(0.01)

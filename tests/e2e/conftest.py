@@ -1,16 +1,8 @@
 """Fleets take as long as all the rest: the end-to-end tests come first, so that the other tests fill up what they leave."""
 
-import sys
 from pathlib import Path
 
 import pytest
-
-TESTS = Path(__file__).parents[1]
-sys.path[:0] = [
-    str(TESTS / "e2e"),
-    str(TESTS / "workers"),
-    str(TESTS / "workers" / "devices"),
-]  # upstream.py, shim.py
 
 
 @pytest.fixture(autouse=True, scope="session")

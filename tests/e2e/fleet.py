@@ -8,18 +8,18 @@ from pathlib import Path
 
 import first_database
 import openai
-from commands import run_command
+from typed_commands import run_command
 
-from controller.demo.fleet import Fleet
+from controller.demo.fleet import DemoFleet
 
 
 @asynccontextmanager
 async def running(
     data: Path, *flags: str, environment: dict[str, str] | None = None, stops: bool = False
-) -> AsyncIterator[Fleet]:
+) -> AsyncIterator[DemoFleet]:
     """A fleet that is ready, on a database that is there. It is gone after any test; with `stops`, in order if all went well."""
     first_database.lay(data / "postgres")
-    fleet = await Fleet.start(data, *flags, environment=environment).ready()
+    fleet = await DemoFleet.start(data, *flags, environment=environment).ready()
     try:
         yield fleet
         if stops and fleet.process.poll() is None:
@@ -33,6 +33,6 @@ def holdfast(*arguments: str, environment: dict[str, str] | None = None) -> subp
     return run_command(arguments, {**os.environ, **(environment or {})})
 
 
-def client(fleet: Fleet) -> openai.AsyncOpenAI:
+def client(fleet: DemoFleet) -> openai.AsyncOpenAI:
     """Return the official client, which retries nothing: what fails must be seen."""
     return openai.AsyncOpenAI(base_url=f"{fleet.url}/v1", api_key="none", max_retries=0, timeout=60)

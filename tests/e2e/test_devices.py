@@ -11,7 +11,7 @@ import pytest
 import shim
 from fleet import client, running
 
-from controller.demo.fleet import Fleet
+from controller.demo.fleet import DemoFleet
 from events.observations import DeviceFaulted, DeviceRecovered, WorkerLeft
 
 FLAGS = ("--workers", "2", "--itl-ms", "10", "--canary-interval", "0.5", "--breaker-wait", "0.5")
@@ -40,13 +40,13 @@ def beside() -> Iterator[list["subprocess.Popen[bytes]"]]:
         process.wait()
 
 
-def worker(fleet: Fleet, name: str, *flags: str, driver: dict[str, str]) -> "subprocess.Popen[bytes]":
+def worker(fleet: DemoFleet, name: str, *flags: str, driver: dict[str, str]) -> "subprocess.Popen[bytes]":
     command = [sys.executable, "-m", "controller.cli", "worker", "--data", str(fleet.data), "--name", name]
     with (fleet.data / f"{name}.log").open("ab") as log:
         return subprocess.Popen([*command, *flags], env={**os.environ, **driver}, stdout=log, stderr=log)
 
 
-async def answer(fleet: Fleet, prompt: int, started: asyncio.Event | None = None) -> tuple[str, str]:
+async def answer(fleet: DemoFleet, prompt: int, started: asyncio.Event | None = None) -> tuple[str, str]:
     """Read one stream to its end; return who began it, and the text."""
     text = ""
     async with client(fleet) as api:
@@ -61,7 +61,7 @@ async def answer(fleet: Fleet, prompt: int, started: asyncio.Event | None = None
         return answer.headers.get("X-Holdfast-Worker", ""), text
 
 
-async def under_xid(fleet: Fleet, gpu: shim.Gpu, code: int) -> set[str]:
+async def under_xid(fleet: DemoFleet, gpu: shim.Gpu, code: int) -> set[str]:
     """Raise an Xid while streams run; check that none is altered, and return who had begun them."""
     whole = [text for _, text in await asyncio.gather(*(answer(fleet, n) for n in range(STREAMS)))]
     flags = [asyncio.Event() for _ in range(STREAMS)]
@@ -102,7 +102,7 @@ async def test_a_servers_gpu_and_a_workers_own(
         assert [(f.worker, f.mode, f.exit) for f in left] == [("g0", "self_initiated", 1)]
 
 
-async def said(fleet: Fleet, kind: type, count: int) -> None:
+async def said(fleet: DemoFleet, kind: type, count: int) -> None:
     async with asyncio.timeout(30):
         while sum(isinstance(e.fact, kind) for e in await fleet.events()) < count:  # noqa: ASYNC110
             await asyncio.sleep(0.1)

@@ -4,14 +4,14 @@ from pathlib import Path
 
 import first_database
 
-from benchmarks.leaving import STREAMS, doors
+from benchmarks.serving.leaving import STREAMS, two_frontends
 from events.decisions import DrainStarted
 from events.observations import DrainFinished, RequestMigrated, ShutdownBegan, WorkerLeft
 
 
 async def test_no_frontend_sends_a_leaving_worker_anything_after_a_second(tmp_path: Path) -> None:
     first_database.lay(tmp_path / "data" / "postgres")
-    async with doors(tmp_path, pause_s=0.05) as both:
+    async with two_frontends(tmp_path, pause_s=0.05) as both:
         seen = await both.leave("w2")
     assert not seen.failed and not seen.wrong
     assert len(seen.streams) == STREAMS

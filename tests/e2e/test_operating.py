@@ -14,8 +14,8 @@ import pytest
 import pytest_asyncio
 from fleet import client, holdfast, running
 
-from controller.demo.fleet import Fleet
-from controller.frontend.tokens import BUILTIN, load_tokens
+from controller.demo.fleet import DemoFleet
+from controller.frontend.text.tokenizer import BUILTIN, load_tokens
 from events.observations import DrainFinished, RequestAbandoned, RequestMigrated
 from workers.engines.simulated.language import as_bytes, open_sequence, plain_token
 
@@ -33,7 +33,7 @@ pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 
 @pytest_asyncio.fixture(loop_scope="module", scope="module")
-async def fleet(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Fleet]:
+async def fleet(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[DemoFleet]:
     async with running(tmp_path_factory.mktemp("moves") / "fleet", *FLAGS, environment=SPEEDS) as made:
         yield made
 
@@ -52,7 +52,7 @@ def undisturbed(number: int) -> str:
     return load_tokens(BUILTIN).decode(said)
 
 
-async def answer(fleet: Fleet, prompt: int) -> str:
+async def answer(fleet: DemoFleet, prompt: int) -> str:
     """Read one streamed answer to its end."""
     text = ""
     async with client(fleet) as api:
@@ -65,7 +65,7 @@ async def answer(fleet: Fleet, prompt: int) -> str:
     return text
 
 
-async def test_streams_leave_a_drained_and_a_moved_worker_with_their_kv_cache(fleet: Fleet) -> None:
+async def test_streams_leave_a_drained_and_a_moved_worker_with_their_kv_cache(fleet: DemoFleet) -> None:
     await fleet.healthy(len(WORKERS))
     answers = [asyncio.ensure_future(answer(fleet, n)) for n in range(STREAMS)]
     status = await fleet.until(
@@ -94,14 +94,14 @@ def at(status: dict[str, Any], worker: str) -> int:
     return sum(w["in_flight"] or 0 for w in status["workers"] if w["id"] == worker)
 
 
-async def operator(fleet: Fleet, *command: str) -> str:
+async def operator(fleet: DemoFleet, *command: str) -> str:
     """Type a command that must succeed; return what it says."""
     done = await asyncio.to_thread(holdfast, *command, "--data", str(fleet.data))
     assert done.returncode == 0, done.stderr
     return done.stdout
 
 
-async def facts(fleet: Fleet, kind: type) -> list[Any]:
+async def facts(fleet: DemoFleet, kind: type) -> list[Any]:
     """Return all facts of this kind on the journal."""
     return [event.fact for event in await fleet.events() if isinstance(event.fact, kind)]
 
@@ -117,7 +117,7 @@ def trace() -> bytes:
     return "\n".join(lines).encode()
 
 
-async def test_a_fleet_answers_a_trace_and_finds_what_it_shares(fleet: Fleet, tmp_path: Path) -> None:
+async def test_a_fleet_answers_a_trace_and_finds_what_it_shares(fleet: DemoFleet, tmp_path: Path) -> None:
     path, report = tmp_path / "trace.jsonl", tmp_path / "report.json"
     path.write_bytes(trace())
     replay = ("trace", "replay", str(path), "--url", fleet.url, "--report", str(report))

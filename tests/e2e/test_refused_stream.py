@@ -9,7 +9,7 @@ import aiohttp
 import nats
 from fleet import running
 
-from controller.processes.operator import find
+from controller.processes.operator_client import find
 from events.subjects import STREAM
 
 BODY = {"model": "sim", "prompt": [300, 301, 302], "max_tokens": 16, "temperature": 0, "ignore_eos": True}

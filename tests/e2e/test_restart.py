@@ -6,7 +6,7 @@ import sys
 import pytest
 from fleet import client, running
 
-from controller.demo.fleet import Fleet
+from controller.demo.fleet import DemoFleet
 from events.observations import WorkerLeft
 
 WORKERS = 3
@@ -14,7 +14,7 @@ STREAMS_AT_ONCE = 16
 TOKENS = 60
 
 
-async def answer(fleet: Fleet, prompt: int) -> str:
+async def answer(fleet: DemoFleet, prompt: int) -> str:
     """Read one streamed answer to its end."""
     text = ""
     async with client(fleet) as api:

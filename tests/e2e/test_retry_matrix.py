@@ -1,7 +1,7 @@
 """The retry manager before real processes: what a worker's death and its orderly leaving cost, by the frontend's limits.
 
 Three frontends, as real as their workers, share three of these: one may migrate, one may not, one may but its requests are
-over its cap. `tests/frontend/test_retry_manager.py` has the whole matrix in one process.
+over its cap. `tests/frontend/generations/test_retry_manager.py` has the whole matrix in one process.
 """
 
 import asyncio
@@ -17,7 +17,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 from roles import Process, Roles
 
-from controller.adapters.free_port import free_port
+from controller.adapters.embedded.free_port import free_port
 
 TOKENS = 300  # three seconds: a busy machine takes one to see that all are under way
 NO_PLANNED_MOVES = {"HOLDFAST_FRONTEND__MOVING__ON_DRAIN": "finish"}  # they are no failures, and cost nothing
@@ -66,8 +66,8 @@ class Rig(Roles):
         if not (url := self.admin(name)):
             return False
         async with self.http.get(url + "/health") as answer:
-            seats = (await answer.json())["workers"]
-            return sum(w["reachable"] and w["weight"] == 1 for w in seats) == workers
+            endpoints = (await answer.json())["workers"]
+            return sum(w["reachable"] and w["weight"] == 1 for w in endpoints) == workers
 
     async def busy_for_all(self, among: dict[str, Process]) -> str:
         """Return a worker that answers requests of every frontend, of these workers."""

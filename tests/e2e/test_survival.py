@@ -16,7 +16,7 @@ import tiny_model
 from fleet import client, running
 
 from controller.demo.clients import compare
-from controller.demo.fleet import Fleet
+from controller.demo.fleet import DemoFleet
 from events.decisions import HealthChanged, HealthStatus
 from events.fact import Fact
 from events.observations import RequestExposed, RequestMigrated
@@ -59,7 +59,7 @@ def prompts() -> list[list[int]]:
     return [[300 + (7 * i + 13 * k) % 1500 for k in range(40)] for i in range(STREAMS)]
 
 
-async def run(fleet: Fleet, stream: Stream) -> Stream:
+async def run(fleet: DemoFleet, stream: Stream) -> Stream:
     """Read one stream to its end with the official client."""
     async with client(fleet) as api:
         answer = await api.completions.with_raw_response.create(
@@ -89,14 +89,14 @@ _models: dict[int, str] = {}
 _undisturbed: dict[int, list[list[str]]] = {}
 
 
-async def model_of(fleet: Fleet) -> str:
+async def model_of(fleet: DemoFleet) -> str:
     if fleet.port not in _models:
         async with client(fleet) as api:
             _models[fleet.port] = (await api.models.list()).data[0].id
     return _models[fleet.port]
 
 
-async def answers(fleet: Fleet) -> list[list[str]]:
+async def answers(fleet: DemoFleet) -> list[list[str]]:
     """Return the undisturbed answers: what nothing has happened to is said once, whatever happens to the fleet later."""
     if fleet.port not in _undisturbed:
         streams = [Stream(f"undisturbed-{next(_numbers)}", p) for p in prompts()]
@@ -104,7 +104,7 @@ async def answers(fleet: Fleet) -> list[list[str]]:
     return _undisturbed[fleet.port]
 
 
-async def under_fault(fleet: Fleet, verb: str, argument: float | None = None) -> tuple[str, list[Stream]]:
+async def under_fault(fleet: DemoFleet, verb: str, argument: float | None = None) -> tuple[str, list[Stream]]:
     """Start the streams, break the worker of the one that has said the least, and return it with the finished streams."""
     streams = [Stream(f"{verb}-{next(_numbers)}", p) for p in prompts()]
     async with asyncio.TaskGroup() as group:
@@ -116,7 +116,7 @@ async def under_fault(fleet: Fleet, verb: str, argument: float | None = None) ->
     return victim, streams
 
 
-async def said(fleet: Fleet, holds: Callable[[list[Fact]], bool], within_s: float = 30.0) -> list[Fact]:
+async def said(fleet: DemoFleet, holds: Callable[[list[Fact]], bool], within_s: float = 30.0) -> list[Fact]:
     """Return the journal's facts once `holds` is true of them, or as they stand when the time is over."""
     end = asyncio.get_running_loop().time() + within_s
     facts: list[Fact] = []
@@ -127,7 +127,7 @@ async def said(fleet: Fleet, holds: Callable[[list[Fact]], bool], within_s: floa
         await asyncio.sleep(0.1)
 
 
-async def migrated(fleet: Fleet, streams: Sequence[Stream]) -> list[RequestMigrated]:
+async def migrated(fleet: DemoFleet, streams: Sequence[Stream]) -> list[RequestMigrated]:
     """Return what the journal says of the streams' migrations, once it says so."""
     ours = {s.request for s in streams}
 
@@ -137,7 +137,7 @@ async def migrated(fleet: Fleet, streams: Sequence[Stream]) -> list[RequestMigra
     return moves(await said(fleet, lambda facts: bool(moves(facts))))
 
 
-async def verdicts(fleet: Fleet, worker: str, since: int) -> list[HealthChanged]:
+async def verdicts(fleet: DemoFleet, worker: str, since: int) -> list[HealthChanged]:
     """Return what the fleet has decided on a worker's health after event `since`, once it has."""
 
     def of(facts: Sequence[Fact]) -> list[HealthChanged]:
@@ -153,7 +153,7 @@ async def verdicts(fleet: Fleet, worker: str, since: int) -> list[HealthChanged]
 )
 async def fleet(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> AsyncIterator[Fleet]:
+) -> AsyncIterator[DemoFleet]:
     folder = tmp_path_factory.mktemp("survival")
     if request.param == "simulated":
         engine = ["--itl-ms", "20"]
@@ -178,7 +178,7 @@ FAULTS = [
 
 @pytest.mark.parametrize(("verb", "argument", "after"), FAULTS, ids=[f[0] for f in FAULTS])
 async def test_every_stream_survives_intact(
-    fleet: Fleet, verb: str, argument: float | None, after: str | None
+    fleet: DemoFleet, verb: str, argument: float | None, after: str | None
 ) -> None:
     await fleet.healthy(WORKERS)
     expected = await answers(fleet)
@@ -193,7 +193,7 @@ async def test_every_stream_survives_intact(
 
 
 @whatever_the_plane
-async def test_an_engine_that_raises_loses_nothing(fleet: Fleet) -> None:
+async def test_an_engine_that_raises_loses_nothing(fleet: DemoFleet) -> None:
     await fleet.healthy(WORKERS)
     expected = await answers(fleet)
     victim, streams = await under_fault(fleet, "error", 4)
@@ -210,7 +210,7 @@ async def test_an_engine_that_raises_loses_nothing(fleet: Fleet) -> None:
     [("drift", 0.5, HealthStatus.UNHEALTHY, "logit_drift"), ("slow", 5, HealthStatus.SUSPICIOUS, "slow")],
 )
 async def test_right_tokens_stay_right_while_their_worker_is_found_out(
-    fleet: Fleet, verb: str, argument: float, status: HealthStatus, reason: str
+    fleet: DemoFleet, verb: str, argument: float, status: HealthStatus, reason: str
 ) -> None:
     await fleet.healthy(WORKERS)
     expected, before = await answers(fleet), len(await fleet.events())
@@ -223,7 +223,7 @@ async def test_right_tokens_stay_right_while_their_worker_is_found_out(
 
 
 @whatever_the_plane
-async def test_corruption_is_fenced_and_every_altered_stream_is_named(fleet: Fleet) -> None:
+async def test_corruption_is_fenced_and_every_altered_stream_is_named(fleet: DemoFleet) -> None:
     await fleet.healthy(WORKERS)
     expected, before = await answers(fleet), len(await fleet.events())
     victim, streams = await under_fault(fleet, "corrupt", 8)
@@ -246,7 +246,7 @@ async def test_corruption_is_fenced_and_every_altered_stream_is_named(fleet: Fle
     await fleet.healthy(WORKERS)
 
 
-async def test_streams_go_on_when_the_whole_control_plane_is_dead(fleet: Fleet) -> None:
+async def test_streams_go_on_when_the_whole_control_plane_is_dead(fleet: DemoFleet) -> None:
     status = await fleet.healthy(WORKERS)
     expected = await answers(fleet)
     pids = {p["role"]: p["pid"] for p in status["processes"]}

@@ -13,8 +13,8 @@ import pytest
 import pytest_asyncio
 from fleet import holdfast, running
 
-from controller.adapters.free_port import free_port
-from controller.demo.fleet import Fleet, gone
+from controller.adapters.embedded.free_port import free_port
+from controller.demo.fleet import DemoFleet, gone
 from events.observations import WorkerJoined, WorkerLeft
 from workers.keeper import NAME
 
@@ -29,7 +29,7 @@ def data(tmp_path: Path) -> Path:
 
 
 @pytest_asyncio.fixture(loop_scope="module", scope="module")
-async def fleet(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Fleet]:
+async def fleet(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[DemoFleet]:
     """A whole fleet for all who only look at it, or break what comes back; it must still stop in order."""
     async with running(
         tmp_path_factory.mktemp("up") / "fleet", *FAST, "--frontends", "2", stops=True
@@ -37,13 +37,13 @@ async def fleet(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Fleet
         yield made
 
 
-async def test_a_second_up_on_a_busy_directory_is_refused(fleet: Fleet) -> None:
+async def test_a_second_up_on_a_busy_directory_is_refused(fleet: DemoFleet) -> None:
     done = holdfast("up", "--data", str(fleet.data), "--port", "18998")
     assert done.returncode == 1
     assert "Another `holdfast up` runs on this data directory" in done.stderr
 
 
-async def test_status_events_and_chaos_as_an_operator_types_them(fleet: Fleet) -> None:
+async def test_status_events_and_chaos_as_an_operator_types_them(fleet: DemoFleet) -> None:
     data = fleet.data
     await fleet.healthy(2)
     await fleet.until(lambda s: {"postgres", "projector"} <= {p["role"] for p in s["processes"]})
@@ -94,7 +94,7 @@ async def test_status_events_and_chaos_as_an_operator_types_them(fleet: Fleet) -
     assert "nothing to resume" in again.stderr
 
 
-async def test_every_kind_of_child_that_is_killed_comes_back(fleet: Fleet) -> None:
+async def test_every_kind_of_child_that_is_killed_comes_back(fleet: DemoFleet) -> None:
     await fleet.healthy(2)
     before = len(await fleet.events())
     whole = await fleet.until(lambda s: {"postgres", "projector"} <= {p["role"] for p in s["processes"]})
@@ -153,7 +153,7 @@ async def test_of_two_that_start_at_once_on_one_port_only_one_does_and_its_lone_
     tmp_path: Path,
 ) -> None:
     port = free_port()
-    fleets = [Fleet.start(tmp_path / name, "--workers", "1", port=port) for name in ("a", "b")]
+    fleets = [DemoFleet.start(tmp_path / name, "--workers", "1", port=port) for name in ("a", "b")]
     try:
         for _ in range(1200):
             if (ended := {f.process.poll() for f in fleets}) != {None}:

@@ -10,22 +10,22 @@ from pathlib import Path
 import first_database
 from fleet import running
 
-from controller.adapters.free_port import free_port
-from controller.demo.fleet import Fleet, gone
+from controller.adapters.embedded.free_port import free_port
+from controller.demo.fleet import DemoFleet, gone
 from controller.processes.children import die_with
 from events.observations import WorkerLeft
 
 FAST = ("--workers", "2", "--canary-interval", "0.5")
 
 
-async def said(fleet: Fleet, words: str) -> None:
+async def said(fleet: DemoFleet, words: str) -> None:
     """Wait until `up` has printed something."""
     async with asyncio.timeout(60):
         while words not in fleet.log.read_text():  # noqa: ASYNC110 (another process)
             await asyncio.sleep(0.05)
 
 
-def unread(data: Path) -> Fleet:
+def unread(data: Path) -> DemoFleet:
     """Start a fleet as `holdfast up 2>&1 | head -0`, from a terminal: SIGHUP ends it, also where these tests run under nohup."""
     dies_with_us = die_with(os.getpid())
 
@@ -40,7 +40,7 @@ def unread(data: Path) -> Fleet:
     )
     assert process.stdout is not None
     process.stdout.close()
-    return Fleet(data, port, process, data / "nothing")
+    return DemoFleet(data, port, process, data / "nothing")
 
 
 async def test_a_terminal_that_goes_away_takes_nothing_along_nor_does_a_database_that_cannot_come_back(
@@ -71,7 +71,7 @@ async def test_a_terminal_that_goes_away_takes_nothing_along_nor_does_a_database
         await bears_a_lost_database(again)
 
 
-async def bears_a_lost_database(fleet: Fleet) -> None:
+async def bears_a_lost_database(fleet: DemoFleet) -> None:
     """Take the database away, so that it cannot come back, and lose a worker then; give it back."""
     status = await fleet.until(lambda s: {"postgres", "projector"} <= {p["role"] for p in s["processes"]})
     pids = {p["name"]: p["pid"] for p in status["processes"]}

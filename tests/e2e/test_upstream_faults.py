@@ -13,8 +13,8 @@ import pytest_asyncio
 from fleet import client, holdfast, running
 from upstream import Upstream
 
-from controller.demo.fleet import Fleet
-from controller.frontend.tokens import BUILTIN_FILE
+from controller.demo.fleet import DemoFleet
+from controller.frontend.text.tokenizer import BUILTIN_FILE
 from workers.engines.openai.kv_names import EPOCH_SALT, read_salt
 
 FLAGS = (
@@ -38,7 +38,7 @@ pytestmark = pytest.mark.asyncio(loop_scope="module")
 class World:
     """A fleet of two workers, one in front of each server."""
 
-    fleet: Fleet
+    fleet: DemoFleet
     servers: tuple[Upstream, Upstream]
 
 
@@ -55,7 +55,7 @@ async def world(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[World
         await server.stop()
 
 
-async def text(fleet: Fleet, number: int) -> str:
+async def text(fleet: DemoFleet, number: int) -> str:
     """Return one streamed answer, whole."""
     async with client(fleet) as api:
         prompt = [300 + (7 * number + 13 * k) % 1500 for k in range(20)]
@@ -72,7 +72,7 @@ async def text(fleet: Fleet, number: int) -> str:
         return "".join(piece.text for piece in pieces)
 
 
-async def answers(fleet: Fleet) -> list[str]:
+async def answers(fleet: DemoFleet) -> list[str]:
     return list(await asyncio.gather(*(text(fleet, number) for number in range(STREAMS))))
 
 

@@ -4,7 +4,7 @@ import asyncio
 import json
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Collection, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
@@ -15,19 +15,23 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 from roads import Road
 from scripted_worker import Act, ScriptedWorker
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from controller.adapters.clock import SystemClock
-from controller.adapters.request_plane import Address, RequestPlane
+from controller.adapters.request_plane.client import RequestPlaneClient
+from controller.adapters.request_plane.links import Address
 from controller.deciders.fleet import Fleet, evolve
-from controller.frontend.api import Api
-from controller.frontend.desk import Desk, World
-from controller.frontend.server import Doors
+from controller.frontend.director import Director, World
+from controller.frontend.generations.generation import Generation
+from controller.frontend.http.api import Api
+from controller.frontend.http.listeners import Listeners
+from controller.frontend.http.openai_endpoints import OpenAiEndpoints
 from controller.frontend.settings import FrontendSettings
-from controller.frontend.tokens import BUILTIN, load_tokens
-from controller.router.table import Holder
+from controller.frontend.text.tokenizer import BUILTIN, Tokens, load_tokens, ready_tokens
+from controller.router.endpoints import WorkerRank
 from events.decisions import HealthChanged, HealthStatus
 from events.fact import Decision, Fact, Observation, Recorded
-from events.observations import Profile, WorkerJoined
+from events.observations import CanaryFailed, Profile, WorkerJoined
 
 TOKENS = load_tokens(BUILTIN)
 PROFILE = Profile(kv_blocks=100, block_tokens=16, max_batch=8, prefill_tokens_per_s=1e5, tpot_ms=((1, 1.0),))
@@ -67,14 +71,16 @@ def joined(worker: ScriptedWorker, **changes: Any) -> WorkerJoined:
 class Kit:
     """What a test drives and sees."""
 
-    desk: Desk
+    director: Director
     api: Api
-    plane: RequestPlane
+    plane: RequestPlaneClient
     url: str
     admin: str
     http: aiohttp.ClientSession
     facts: list[Observation]
     traces: list[str]  # of the facts, one each
+    completed: list[list[int]]  # the tokens of the answers that were
+    world: World
     fleet: Fleet = field(default_factory=Fleet)
     seq: int = 0
     workers: list[ScriptedWorker] = field(default_factory=list)  # stopped at the end
@@ -91,7 +97,7 @@ class Kit:
             self.fleet = evolve(self.fleet, batch[-1])
         alive = [w for w in self.fleet.workers.values() if w.alive]
         self.plane.want({w.joined.worker: Address(w.joined.instance, w.joined.url) for w in alive})
-        self.desk.absorb(self.fleet, batch)
+        self.director.absorb(self.fleet, batch)
 
     def health(
         self, worker: ScriptedWorker, after: HealthStatus, weight: float, reason: str = "test"
@@ -119,9 +125,13 @@ class Kit:
         self.health(worker, HealthStatus.HEALTHY, 1.0)
         await until(lambda: self.plane.connected.get(worker.name) == worker.instance)
 
+    def running(self, worker: str, instance: str = "i1") -> Collection[Generation]:
+        """Return the generations that are with a worker, the oldest first."""
+        return self.director.running.at(self.director.table.endpoints[worker, instance])
+
     def counted(self, metric: str, *labels: str) -> dict[tuple[str, ...], float]:
         """Return what a metric's samples say, by these labels; those at 0 are left out."""
-        families = text_string_to_metric_families(self.desk.render_metrics().decode())
+        families = text_string_to_metric_families(self.director.render_metrics().decode())
         samples = [sample for family in families for sample in family.samples if sample.name == metric]
         return {tuple(s.labels[label] for label in labels): s.value for s in samples if s.value}
 
@@ -182,15 +192,21 @@ async def first_goes_to(kit: Kit, first: ScriptedWorker, other: ScriptedWorker, 
 
 def keep_busy(kit: Kit, worker: str, instance: str, requests: int = 1) -> None:
     """Let a worker look so busy that idle ones are chosen, whatever they were sent lately."""
-    kit.desk.table.seats[(worker, instance)].active += requests
-    holder = Holder(worker, instance)
-    kit.desk.routing.choosing.slots.add("another", holder, now=kit.desk.now(), own_blocks=BUSY_BLOCKS)
+    kit.director.table.endpoints[(worker, instance)].begin(requests=requests)
+    holder = WorkerRank(worker, instance)
+    kit.director.routing.scheduler.slots.add(
+        "another", holder, now=kit.director.now(), own_blocks=BUSY_BLOCKS
+    )
 
 
-def counted_are_there(desk: Desk) -> None:
+def counted_are_there(director: Director) -> None:
     """See that the slot tracker counts exactly the requests that are with a worker: however one ended, none is left."""
-    counted = {name for name, _ in desk.routing.choosing.slots.requests() if isinstance(name, int)}
-    there = {flight.slot for seat in desk.table.seats.values() for flight in seat.flights}
+    counted = {name for name, _ in director.routing.scheduler.slots.requests() if isinstance(name, int)}
+    there = {
+        generation.output.attempt.slot
+        for endpoint in director.table.endpoints.values()
+        for generation in director.running.at(endpoint)
+    }
     assert counted == there, "the slot tracker counts other requests than those that are with a worker"
 
 
@@ -202,10 +218,10 @@ async def until(condition: Callable[[], object], seconds: float = 20.0) -> None:
         await asyncio.sleep(0.005)
 
 
-async def _ticks(desk: Desk) -> None:
+async def _ticks(director: Director) -> None:
     while True:
         await asyncio.sleep(0.05)
-        desk.tick()
+        director.tick()
 
 
 async def _call_off(tasks: Collection[asyncio.Task[Any]]) -> None:
@@ -216,30 +232,49 @@ async def _call_off(tasks: Collection[asyncio.Task[Any]]) -> None:
 
 
 @asynccontextmanager
-async def frontend(*workers: ScriptedWorker, road: Road | None = None, **settings: Any) -> AsyncIterator[Kit]:
-    """Run a frontend before these workers, which it reaches by this road: the usual one, if nothing is said."""
+async def frontend(
+    *workers: ScriptedWorker,
+    road: Road | None = None,
+    tokens: Callable[[str], Awaitable[Tokens]] = ready_tokens,
+    live: bool = True,
+    between: Callable[[RequestPlaneClient], Any] = lambda plane: plane,
+    **settings: Any,
+) -> AsyncIterator[Kit]:
+    """Run a frontend before these workers, which it reaches by this road: the usual one, if nothing is said. Not `live`, it
+    still reads the journal; `between` returns what it takes for its request plane."""
     road = road or USUAL[-1]
     facts: list[Observation] = []
     traces: list[str] = []
+    completed: list[list[int]] = []
 
     def observe(fact: Observation, *, traceparent: str = "") -> None:
         facts.append(fact)
         traces.append(traceparent)
 
+    def ended(generation: Generation) -> None:
+        if generation.error is None and generation.finish != "cancelled":
+            completed.append(generation.accepted)
+
     chosen = FrontendSettings(port=0, **{"reroute_s": 1.0, **settings})
     plane = road.plane("f1")
-    desk = Desk(World("f1", plane, observe, SystemClock(), dice=lambda: 0.0), chosen)  # of equals the first
-    desk.live = True
-    plane.listen(desk.changed)
-    api = Api(desk)
-    doors = Doors(api, chosen)
-    await doors.open()
-    await doors.let_in()
-    running = [asyncio.create_task(plane.run()), asyncio.create_task(_ticks(desk))]
+    first_of_equals = lambda: 0.0  # noqa: E731
+    world = World("f1", between(plane), observe, SystemClock(), first_of_equals, ended)
+    director = Director(world, chosen)
+    if live:
+        director.go_live()
+    plane.listen(director.changed)
+    api = Api(director, OpenAiEndpoints(director, tokens))
+    listeners = Listeners(api, chosen)
+    await listeners.open()
+    await listeners.accept()
+    running = [asyncio.create_task(plane.run()), asyncio.create_task(_ticks(director))]
     before = asyncio.all_tasks()
     try:
         async with aiohttp.ClientSession() as http:
-            kit = Kit(desk, api, plane, doors.url, doors.admin_url, http, facts, traces, road=road)
+            kit = Kit(
+                director, api, plane, listeners.url, listeners.admin_url, http, facts, traces, completed,
+                world, road=road,
+            )  # fmt: skip
             for worker in workers:
                 await kit.add(worker)
             yield kit
@@ -250,10 +285,52 @@ async def frontend(*workers: ScriptedWorker, road: Road | None = None, **setting
         for task in running:
             task.cancel()
         results = await asyncio.gather(*running, return_exceptions=True)
-        await doors.close()
+        await listeners.close()
         for worker in kit.workers:
             await worker.stop()
-    counted_are_there(desk)
+    counted_are_there(director)
     for result in results:
         if isinstance(result, Exception):
             raise result
+
+
+def canary(kind: type[Any], worker: ScriptedWorker, **more: Any) -> Any:
+    sent = more.pop("sent_at", None) or datetime.now(UTC)
+    return kind(
+        worker=worker.name,
+        instance=worker.instance,
+        canary_key="k",
+        canary=more.pop("canary", "c1"),
+        check_type="scheduled",
+        sent_under=99,
+        sent_at=sent,
+        latency_ms=1.0,
+        **more,
+    )
+
+
+def convict(kit: Kit, worker: ScriptedWorker, which: str = "c1") -> None:
+    """Let a canary fail, confirmed against an agreed golden, and the controller decide."""
+    kit.tell(
+        canary(
+            CanaryFailed,
+            worker,
+            canary=which,
+            reason="token_mismatch",
+            confirmed=True,
+            golden="agreed",
+            attempts=2,
+        )
+    )
+    kit.health(worker, HealthStatus.UNHEALTHY, 0.0, "token_mismatch")
+
+
+def sentencepiece_like() -> Tokenizer:
+    """Llama-2's kind: byte fallback tokens and a metaspace."""
+    vocab = {f"<0x{byte:02X}>": byte for byte in range(256)} | {"▁": 256, "▁hi": 257, "a": 258, "<unk>": 259}
+    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[], byte_fallback=True, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
+    tokenizer.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    return tokenizer

@@ -19,7 +19,7 @@ from real_worker import RealWorker
 from roads import Road
 from scripted_worker import Act, ScriptedWorker
 
-from controller.frontend.tokens import load_tokens
+from controller.frontend.text.tokenizer import load_tokens
 from events.observations import MoveRequested, RequestAbandoned, RequestMigrated
 from events.wire import Chunk, Generate, Step
 from workers.engines.engine import Engine
@@ -112,7 +112,7 @@ class Pair:
         about = self.first.engine.identity
         facts = {"tokenizer": about.tokenizer, "engine": about.engine, "context_tokens": about.context_tokens}
         await first_goes_to(self.kit, self.first, self.other, **facts)
-        self.kit.desk.table.seats[("w2", "i1")].active += BUSY
+        self.kit.director.table.endpoints[("w2", "i1")].begin(requests=BUSY)
 
     def cut(self, after: int) -> None:
         """Let the next answer move when it has so many tokens."""
@@ -147,8 +147,12 @@ class TransferPair(Pair):
 
     async def _move(self, after: int) -> None:
         await self.first.due.wait()
-        seat = self.kit.desk.table.seats[("w1", self.first.instance)]
-        await until(lambda: any(len(flight.accepted) >= after for flight in seat.flights))
+        endpoint = self.kit.director.table.endpoints[("w1", self.first.instance)]
+        await until(
+            lambda: any(
+                len(generation.accepted) >= after for generation in self.kit.director.running.at(endpoint)
+            )
+        )
         self.kit.tell(MoveRequested(worker="w1", instance=self.first.instance, to="w2", by="test"))
 
     async def moved(self, after: int) -> int | None:
@@ -220,13 +224,9 @@ class Moving:
         return answers
 
     async def tokens(self, kit: Kit, **ask: Any) -> list[int]:
-        """Return what an undisturbed answer says, as the flight accepted it."""
-        accepted: list[list[int]] = []
-        landed = kit.desk.landed
-        kit.desk.landed = lambda flight, seat: (accepted.append(flight.accepted), landed(flight, seat))[1]  # type: ignore[method-assign]
+        """Return what an undisturbed answer says, as it was accepted."""
         await self.answer(kit, False, **ask)
-        kit.desk.landed = landed  # type: ignore[method-assign]
-        return accepted[0]
+        return kit.completed[-1]
 
 
 class MoveContract(Moving):

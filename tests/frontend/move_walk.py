@@ -1,7 +1,7 @@
 """One frontend before three workers, without a socket and without a clock: every frame, loss and tick comes when a seed says.
 
-The frontend's part is real: desk, flights, mover and connections. The workers are models that keep what is reserved and
-what runs, and commit a stream to one another in one stroke, or fail to.
+The frontend's part is real: director, generations, planned migrations and connections. The workers are models that keep
+what is reserved and what runs, and commit a stream to one another in one stroke, or fail to.
 """
 
 import asyncio
@@ -16,17 +16,17 @@ import msgspec
 from frontend_kit import PROFILE, joined
 from scripted_worker import ScriptedWorker, next_token
 
-from controller.adapters.hang import HangPolicy
-from controller.adapters.worker_line import Line
+from controller.adapters.request_plane.connection import WorkerConnection
+from controller.adapters.request_plane.hang import HangPolicy
 from controller.deciders.fleet import Fleet, evolve
-from controller.frontend.desk import Desk, World
-from controller.frontend.flight import Flight
-from controller.frontend.migration import Allowance
-from controller.frontend.names import BlockNames
-from controller.frontend.plan import Plan
+from controller.frontend.director import Director, World
+from controller.frontend.generations.generation import Generation
+from controller.frontend.requests.block_hashes import BlockNames
+from controller.frontend.requests.failures import MigrationBudget
+from controller.frontend.requests.generation_request import GenerationRequest
 from controller.frontend.settings import FrontendSettings
-from controller.ports import Carrier, Sink, WorkerUnreachable
-from controller.router.trust import Trusted
+from controller.ports import Sink, TransferSink, WorkerUnreachable
+from controller.router.trust import TrustedSource
 from events import wire
 from events.decisions import DrainEnded, DrainStarted, HealthChanged, HealthStatus
 from events.fact import Decision, Fact, Observation, Recorded
@@ -142,35 +142,35 @@ class Wire(asyncio.Transport):
         pass
 
 
-class Lines:
-    """A `Plane` over such connections."""
+class Connections:
+    """A `RequestPlane` over such connections."""
 
     def __init__(self, models: dict[str, Model], changed: Callable[[], None]) -> None:
         self.models, self.changed, self._number = models, changed, 0
-        self.lines: dict[str, Line] = {}
+        self.connections: dict[str, WorkerConnection] = {}
         self.attempts: list[tuple[str, int]] = []
         for name in models:
             self.connect(name)
 
     def connect(self, name: str) -> None:
-        self.lines[name] = line = Line("f1", HangPolicy(), lambda: self.changed())
+        self.connections[name] = line = WorkerConnection("f1", HangPolicy(), lambda: self.changed())
         line.connection_made(Wire(self.models[name]))
         self.models[name].inbox.clear()  # its hello
         self.say(name, wire.Welcome(name, "i1", "m"))
         self.say(name, wire.Beat("decode", 0.0, load=Load(kv_total=10_000)))
 
     def say(self, name: str, frame: wire.ToFrontend) -> None:
-        self.lines[name].data_received(wire.encode(frame))
+        self.connections[name].data_received(wire.encode(frame))
 
     def lose(self, name: str) -> None:
-        line = self.lines.pop(name)
+        line = self.connections.pop(name)
         self.models[name].clear()
         line.connection_lost(None)
 
-    def _line(self, name: str) -> Line:
-        if name not in self.lines:
+    def _line(self, name: str) -> WorkerConnection:
+        if name not in self.connections:
             raise WorkerUnreachable(f"{name} is not connected")
-        return self.lines[name]
+        return self.connections[name]
 
     def _attempt(self, name: str) -> int:
         self._number += 1
@@ -178,17 +178,17 @@ class Lines:
         return self._number
 
     def reachable(self, worker: str, instance: str) -> bool:
-        return worker in self.lines
+        return worker in self.connections
 
-    lately = reachable
+    recently_heard = reachable
 
     def load(self, worker: str) -> Load | None:
-        return self.lines[worker].load if worker in self.lines else None
+        return self.connections[worker].load.total if worker in self.connections else None
 
-    def others(self, worker: str) -> Load | None:
+    def external_load(self, worker: str) -> Load | None:
         return None
 
-    def others_by_rank(self, worker: str) -> Sequence[Load]:
+    def external_load_by_rank(self, worker: str) -> Sequence[Load]:
         return ()
 
     def draining(self, worker: str, instance: str) -> bool:
@@ -199,25 +199,25 @@ class Lines:
         line.open(stream, request, sink)
         return stream
 
-    def reserve(self, worker: str, instance: str, request: Generate, room: int, carrier: Carrier) -> int:
+    def reserve(self, worker: str, instance: str, request: Generate, room: int, carrier: TransferSink) -> int:
         line, stream = self._line(worker), self._attempt(worker)
         line.reserve(stream, request, room, carrier)
         return stream
 
-    def ship(self, source: Trusted, stream: int, offer: Reserved, carrier: Carrier) -> None:
+    def ship(self, source: TrustedSource, stream: int, offer: Reserved, carrier: TransferSink) -> None:
         self._line(source.worker).ship(stream, offer.grants, carrier)
 
     def cancel(self, worker: str, stream: int, why: Why = "gone") -> None:
-        if worker in self.lines:
-            self.lines[worker].cancel(stream, why)
+        if worker in self.connections:
+            self.connections[worker].cancel(stream, why)
 
     def stay(self, worker: str, stream: int) -> None:
-        if worker in self.lines:
-            self.lines[worker].stay(stream)
+        if worker in self.connections:
+            self.connections[worker].stay(stream)
 
     def adopt(self, worker: str, stream: int, sink: Sink) -> None:
-        if worker in self.lines:
-            self.lines[worker].adopt(stream, sink)
+        if worker in self.connections:
+            self.connections[worker].adopt(stream, sink)
 
 
 class Clock:
@@ -237,8 +237,8 @@ class Clock:
 
 
 @dataclass
-class Ear:
-    """A voice that writes down what it is to say, and hears a stop string after so many tokens."""
+class NotedWriter:
+    """A writer that notes what it is to say, and finds a stop string after so many tokens."""
 
     stop: int
     said: list[int] = field(default_factory=list)
@@ -248,7 +248,7 @@ class Ear:
     def reached(self) -> int:
         return len(self.said)
 
-    def say(self, tokens: Any, logprobs: Any) -> int:
+    def write(self, tokens: Any, logprobs: Any) -> int:
         used = list(tokens[: self.stop - len(self.said)])
         self.said += used
         self.stopped = len(self.said) >= self.stop
@@ -271,19 +271,19 @@ class Walk:
         self.random = Random(seed)
         self.models = {name: Model(name) for name in NAMES}
         self.clock, self.facts = Clock(), list[Observation]()
-        self.lines = Lines(self.models, lambda: None)
+        self.connections = Connections(self.models, lambda: None)
         settings = FrontendSettings(migration_limit=100, reroute_s=1000.0)
         draws = Random(seed).random
-        world = World("f1", cast(Any, self.lines), self._observe, cast(Any, self.clock), draws)
-        self.desk = Desk(world, settings)
-        self.lines.changed = self.desk.changed
-        self.desk.live = True
+        world = World("f1", cast(Any, self.connections), self._observe, cast(Any, self.clock), draws)
+        self.director = Director(world, settings)
+        self.connections.changed = self.director.changed
+        self.director.go_live()
         self.fleet, self._seq = Fleet(), 0
         slow = replace(PROFILE, prefill_tokens_per_s=1.0)
         for name in NAMES:
             self.tell(joined(ScriptedWorker(name), kv=KV, profile=slow))
             self._health(name, HealthStatus.HEALTHY, 1.0)
-        self.flights: list[tuple[Flight, Ear, list[int]]] = []
+        self.generations: list[tuple[Generation, NotedWriter, list[int]]] = []
         self.orphans = 0
         self.paces = self.random.choices((1.0, 0.3), k=len(NAMES))  # some connections are slow
 
@@ -296,7 +296,7 @@ class Walk:
             fact = replace(fact, number=self.fleet.number + 1)
         recorded = Recorded(self._seq, self.clock.now(), fact, f"e{self._seq}")
         self.fleet = evolve(self.fleet, recorded)
-        self.desk.absorb(self.fleet, [recorded])
+        self.director.absorb(self.fleet, [recorded])
 
     def _health(self, name: str, after: HealthStatus, weight: float) -> None:
         before = self.fleet.workers[name].health.status
@@ -312,15 +312,19 @@ class Walk:
         tokens = self.random.randint(20, 400)
         prompt = [300 + number, 301, 302]
         lineage = ("r1", "builtin:sim")
-        plan = Plan(
-            request=f"r{number}", model="m", lineage=lineage, prompt=prompt, prompt_text="",
+        request = GenerationRequest(
+            id=f"r{number}", model="m", lineage=lineage, prompt=prompt, prompt_text="",
             names=BlockNames(prompt),
             sampling=wire.Sampling(max_tokens=tokens), guided=None, deterministic=True,
         )  # fmt: skip
-        ear = Ear(stop=self.random.randint(1, tokens) if self.random.random() < 0.25 else tokens + 1)
-        flight = Flight(self.desk, plan, cast(Any, ear), Allowance(100), lambda flight: None)
-        self.flights.append((flight, ear, prompt))
-        flight.launch()
+        writer = NotedWriter(
+            stop=self.random.randint(1, tokens) if self.random.random() < 0.25 else tokens + 1
+        )
+        generation = Generation(
+            self.director, request, cast(Any, writer), MigrationBudget(100), lambda generation: None
+        )
+        self.generations.append((generation, writer, prompt))
+        generation.start()
 
     # --- what may happen --------------------------------------------------------------------------------------
 
@@ -347,14 +351,14 @@ class Walk:
         )
         happens[0](name)
         await asyncio.sleep(0)  # what was put off to the end of the turn
-        assert not any(crossing.flight.done for crossing in self.desk.mover._crossings)
+        assert not any(one.generation.done for one in self.director.planned_migrations.under_way)
 
     def deliver(self, name: str) -> None:
         """One or several frames arrive at the frontend."""
         model = self.models[name]
-        if name in self.lines.lines and model.outbox:
+        if name in self.connections.connections and model.outbox:
             count = self.random.randint(1, len(model.outbox))
-            self.lines.lines[name].data_received(
+            self.connections.connections[name].data_received(
                 b"".join(wire.encode(model.outbox.popleft()) for _ in range(count))
             )
 
@@ -400,7 +404,7 @@ class Walk:
 
     def tick(self, name: str) -> None:
         self.clock.at += 0.1 * self.random.randint(1, 3)
-        self.desk.tick()
+        self.director.tick()
 
     def want(self, name: str) -> None:
         """Somebody wants this worker's requests elsewhere."""
@@ -424,32 +428,32 @@ class Walk:
 
     def break_(self, name: str) -> None:
         """The connection to this worker breaks."""
-        if name in self.lines.lines:
-            self.lines.lose(name)
+        if name in self.connections.connections:
+            self.connections.lose(name)
 
     def mend(self, name: str) -> None:
         """It is made again."""
-        if name not in self.lines.lines:
-            self.lines.connect(name)
-            self.desk.changed()
+        if name not in self.connections.connections:
+            self.connections.connect(name)
+            self.director.changed()
 
     def stall(self, name: str) -> None:
         """This worker does not get on: its streams are taken from it."""
-        if name in self.lines.lines:
-            self.lines.lines[name].lose("stalled", "walk")
+        if name in self.connections.connections:
+            self.connections.connections[name].lose("stalled", "walk")
 
     def orphan(self, name: str) -> None:
         """A source is lost whose target has committed, before its last tokens have come."""
-        for flight, _, _ in self.flights:
-            crossing = flight.crossing
-            if crossing is not None and crossing.transfer.state == "committed":
+        for generation, _, _ in self.generations:
+            live_migration = generation.output.live_migration
+            if live_migration is not None and live_migration.transfer.state == "committed":
                 self.orphans += 1
-                self.lines.lose(crossing.source.worker)
+                self.connections.lose(live_migration.source.worker)
                 return
 
     def leave(self, name: str) -> None:
         """A client leaves."""
-        self.random.choice(self.flights)[0].cancel()
+        self.random.choice(self.generations)[0].cancel()
 
     def convict(self, name: str) -> None:
         """A canary finds a worker corrupt (in this world it is not); the first one is always well."""
@@ -477,5 +481,5 @@ class Walk:
                     self.deliver(name)
                 await asyncio.sleep(0)
             self.clock.at += 0.2
-            self.desk.tick()
-            self.desk.changed()
+            self.director.tick()
+            self.director.changed()

@@ -50,7 +50,7 @@ class MovingWorker(ScriptedWorker):
         self.running: dict[int, Running] = {}
         self._shipping: dict[int, asyncio.Task[None]] = {}
 
-    def _hear(self, frame: object, writer: asyncio.StreamWriter) -> None:
+    def hear(self, frame: object, writer: asyncio.StreamWriter) -> None:
         if isinstance(frame, Reserve):
             self._reserve(frame, writer)
         elif isinstance(frame, Ship):
@@ -61,7 +61,7 @@ class MovingWorker(ScriptedWorker):
             self._go_on(frame.stream)
         else:
             stream = getattr(frame, "stream", 0)
-            super()._hear(frame, writer)
+            super().hear(frame, writer)
             if not isinstance(frame, Generate):
                 self.reserved.pop(stream, None)
                 self._go_on(stream)
@@ -136,7 +136,7 @@ class MovingWorker(ScriptedWorker):
                 await mine.goes.wait()
                 mine.tokens.append(self.follow(mine.tokens))
                 finish = act.finish if act.how == "finish" and made == count else None
-                self._say(writer, Step(chunks=[self._chunk(request, mine.tokens[-1:], finish)]))
+                self._say(writer, Step(chunks=[self.chunk_of(request, mine.tokens[-1:], finish)]))
             if act.how == "finish" and not count:
                 self._say(writer, Step(chunks=[Chunk(request.stream, [], finish=act.finish)]))
             if act.how != "finish":

@@ -11,15 +11,16 @@ from dataclasses import dataclass, field, fields, replace
 from typing import Any
 from uuid import uuid4
 
-from events.channels import Channels
 from events.fact import Fact
+from events.nats.channels import Channels
 from events.observations import DrainFinished, WorkerJoined
 from events.wire import Chunk, Generate, Reserve
-from workers.connection import Connection
+from workers.config.worker import WorkerConfig
+from workers.connection import FrontendConnection
 from workers.engines.engine import Engine, EngineDead
 from workers.engines.simulated.timing import SLOWED_STEP_S
-from workers.obedience import Place
-from workers.worker import Worker
+from workers.server import WorkerServer
+from workers.worker import InferenceWorker
 
 START_S = 120.0  # a real model's, on a busy machine
 SLOW_S = 0.04
@@ -57,6 +58,11 @@ class RealWorker:
         return self._joined.url if self._joined is not None else ""
 
     @property
+    def server(self) -> WorkerServer:
+        """What its frontends are connected to."""
+        return self._worker.server
+
+    @property
     def facts(self) -> dict[str, Any]:
         """What it has registered besides its names. Its prefill counts as slow: a move with the KV cache is worth it."""
         assert self._joined is not None
@@ -64,8 +70,8 @@ class RealWorker:
         return found | {"profile": replace(self._joined.profile, prefill_tokens_per_s=1.0)}
 
     async def start(self) -> "RealWorker":
-        place = Place(name=self.name, instance=self.instance)
-        self._worker = Worker(place, self.engine, self, None, channels=self.channels)  # type: ignore[arg-type]
+        config = WorkerConfig(name=self.name, instance=self.instance)
+        self._worker = InferenceWorker(config, self.engine, self, None, channels=self.channels)  # type: ignore[arg-type]
         server = self._worker.server
         self._deliver, server.deliver = server.deliver, self._watch  # type: ignore[method-assign]
         self._generate, server.generate = server.generate, self._asked  # type: ignore[method-assign]
@@ -89,7 +95,7 @@ class RealWorker:
 
     def drain(self) -> None:
         """Tell it to drain, as the controller does."""
-        self._worker.obedience.on_drain("", {"instance": self.instance})
+        self._worker.commands.on_drain("", {"instance": self.instance})
 
     def cut(self, after: int) -> None:
         """Slow down after so many tokens from now on."""
@@ -118,10 +124,10 @@ class RealWorker:
         else:  # on a thread of its own; to slow it by a factor would be a hang on a busy machine
             time.sleep(SLOW_S)
 
-    def _asked(self, connection: Connection, request: Generate) -> None:
+    def _asked(self, connection: FrontendConnection, request: Generate) -> None:
         self.requests.append(request)
         self._generate(connection, request)
 
-    def _reserved(self, connection: Connection, frame: Reserve) -> None:
+    def _reserved(self, connection: FrontendConnection, frame: Reserve) -> None:
         self.requests.append(frame.request)
         self._reserve(connection, frame)

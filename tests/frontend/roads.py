@@ -7,10 +7,11 @@ from dataclasses import dataclass
 import pytest
 from scripted_worker import ScriptedWorker
 
-from controller.adapters.embedded import Server
-from controller.adapters.nats_way import NatsWay
-from controller.adapters.request_plane import PlaneLimits, RequestPlane
-from events.channels import Channels
+from controller.adapters.embedded.servers import EmbeddedServer
+from controller.adapters.request_plane.client import RequestPlaneClient
+from controller.adapters.request_plane.links import PlaneLimits
+from controller.adapters.request_plane.nats_dialer import NatsDialer
+from events.nats.channels import Channels
 from events.subjects import PLANE_SCHEME
 
 ROADS = ("tcp", "nats")
@@ -30,16 +31,14 @@ class Road:
             worker.channels = worker.channels or self.workers
         return worker
 
-    def plane(self, name: str, limits: PlaneLimits | None = None) -> RequestPlane:
+    def plane(self, name: str, limits: PlaneLimits | None = None) -> RequestPlaneClient:
         """Return a request plane that goes this way."""
-        plane = RequestPlane(name, limits)
-        if self.frontends is not None:
-            plane.reach(PLANE_SCHEME, NatsWay(self.frontends))
-        return plane
+        dialers = {PLANE_SCHEME: NatsDialer(self.frontends)} if self.frontends is not None else {}
+        return RequestPlaneClient(name, limits, dialers)
 
 
 @asynccontextmanager
-async def through(broker: Server) -> AsyncIterator[Road]:
+async def through(broker: EmbeddedServer) -> AsyncIterator[Road]:
     """Build the road through a broker."""
     frontends = await Channels.open(broker.url, "frontends")
     workers = await Channels.open(broker.url, "workers")

@@ -14,9 +14,9 @@ from dataclasses import dataclass, field
 
 import xxhash
 
-from controller.adapters.free_port import free_port
+from controller.adapters.embedded.free_port import free_port
 from events import subjects, wire
-from events.channels import Channels, Door
+from events.nats.channels import ChannelListener, Channels
 from events.wire import Beat, Cancel, Chunk, Generate, Hello, Load, Logprob, Step, Welcome
 
 FIRST, LAST = 259, 2047
@@ -74,13 +74,14 @@ class ScriptedWorker:
     step_age_ms: float = 0.0
     phase: str = "idle"
     prefill_tokens: int = 0
+    others: int = 0  # requests of other frontends
     port: int = 0
     channels: Channels | None = None  # behind the broker, instead of on a port
 
     def __post_init__(self) -> None:
         self.subject = subjects.plane(self.name, f"{self.instance}-{next(_numbers)}")
         self.started = False
-        self._server: asyncio.Server | Door | None = None
+        self._server: asyncio.Server | ChannelListener | None = None
         self._writers: set[asyncio.StreamWriter] = set()
         self._tasks: dict[tuple[asyncio.StreamWriter, int], asyncio.Task[None]] = {}
 
@@ -131,7 +132,7 @@ class ScriptedWorker:
         try:
             while data := await reader.read(65536):
                 for body in split.feed(data):
-                    self._hear(wire.to_worker.decode(body), writer)
+                    self.hear(wire.to_worker.decode(body), writer)
         except (ConnectionError, asyncio.CancelledError):
             pass
         finally:
@@ -141,7 +142,7 @@ class ScriptedWorker:
                 self._tasks.pop(key).cancel()
             writer.close()
 
-    def _hear(self, frame: object, writer: asyncio.StreamWriter) -> None:
+    def hear(self, frame: object, writer: asyncio.StreamWriter) -> None:
         if isinstance(frame, Hello):
             self._say(writer, Welcome(worker=self.name, instance=self.instance, model=self.model))
         elif isinstance(frame, Cancel):
@@ -164,7 +165,7 @@ class ScriptedWorker:
     async def _beats(self, writer: asyncio.StreamWriter) -> None:
         while True:
             await asyncio.sleep(0.05)
-            load = Load(running=self.active, kv_total=100)
+            load = Load(running=self.active + self.others, kv_total=100)
             beat = Beat(
                 phase=self.phase,
                 step_age_ms=self.step_age_ms,
@@ -190,7 +191,7 @@ class ScriptedWorker:
                 new.append(tokens[-1])
             made += len(new)
             finish = act.finish if ends and made == count else None
-            self._say(writer, Step(chunks=[self._chunk(request, new, finish)]))
+            self._say(writer, Step(chunks=[self.chunk_of(request, new, finish)]))
         with suppress(ConnectionError):
             await writer.drain()
         if ends and count == 0:
@@ -198,7 +199,7 @@ class ScriptedWorker:
         if not ends:
             await self._fail(writer, request, act)
 
-    def _chunk(self, request: Generate, new: list[int], finish: str | None) -> Chunk:
+    def chunk_of(self, request: Generate, new: list[int], finish: str | None) -> Chunk:
         k = request.sampling.logprobs
         top = [Logprob(chosen=-0.5, top=[(t, -0.5 - i) for i in range(k)]) for t in new] if k else None
         return Chunk(stream=request.stream, tokens=new, finish=finish, logprobs=top)

@@ -16,7 +16,7 @@ import pytest
 from frontend_kit import text_of
 from roles import Process, Roles
 
-from controller.adapters.free_port import free_port
+from controller.adapters.embedded.free_port import free_port
 
 ASK = {"model": "m", "prompt": [300, 301, 302], "max_tokens": 60, "temperature": 0, "ignore_eos": True}
 

@@ -13,7 +13,7 @@ import pytest
 from frontend_kit import joined
 from scripted_worker import ScriptedWorker
 
-from controller.processes import served
+from controller.processes import last_served as served
 from events.journal.nats import NatsJournal
 from events.observations import CanaryFailed, CanaryPassed, ExposureUnknown, ResumeRequested
 

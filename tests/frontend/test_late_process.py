@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from controller.adapters.hang import LATE_S_BORNE, HangPolicy, Process, Pulse
+from controller.adapters.request_plane.hang import LATE_S_BORNE, HangDetector, HangPolicy, Process
 
 POLICY = HangPolicy()
 STEP_S = 0.02
@@ -18,7 +18,7 @@ class House:
     def __init__(self, workers: int = 4) -> None:
         self.process = Process(0.0)
         self.process.shared = workers > 1
-        self.pulses = [Pulse(POLICY, 0.0, self.process) for _ in range(workers)]
+        self.pulses = [HangDetector(POLICY, 0.0, self.process) for _ in range(workers)]
         for pulse in self.pulses:
             pulse.opened(0.0)
         self.now = 0.0
@@ -117,7 +117,7 @@ def test_what_our_own_loop_was_late_is_not_the_processs_lateness() -> None:
 def test_an_idle_workers_beat_each_second_is_not_late() -> None:
     process = Process(0.0)
     process.shared = True
-    idle, hung = Pulse(POLICY, 0.0, process), Pulse(POLICY, 0.0, process)
+    idle, hung = HangDetector(POLICY, 0.0, process), HangDetector(POLICY, 0.0, process)
     for second in range(1, 4):
         idle.hear(second * 0.95)
     hung.opened(2.9)
@@ -130,7 +130,7 @@ def test_an_idle_workers_beat_each_second_is_not_late() -> None:
 def test_one_whose_turn_comes_last_once_its_process_goes_on_is_not_hung() -> None:
     process = Process(0.0)
     process.shared = True
-    first, last = Pulse(POLICY, 0.0, process), Pulse(POLICY, 0.0, process)
+    first, last = HangDetector(POLICY, 0.0, process), HangDetector(POLICY, 0.0, process)
     for pulse in (first, last):
         pulse.opened(0.0)
     for now in (0.38, 0.46, 0.54):  # it stood still for 0.28 s longer than its workers are silent

@@ -5,12 +5,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from frontend_kit import TOKENS, frontend, text_of, until
+from frontend_kit import TOKENS, convict, frontend, sentencepiece_like, text_of, until
 from scripted_worker import Act, ScriptedWorker, undisturbed
-from test_corruption import convict
-from test_tokens import sentencepiece_like
 
-from controller.adapters.request_plane import RequestPlane
+from controller.adapters.request_plane.client import RequestPlaneClient
 from controller.frontend.settings import FactSettings
 from events import wire
 from events.observations import RequestExposed, RequestMigrated, RequestsServed, WorkerSlow
@@ -102,7 +100,7 @@ async def test_b33_engines_that_only_know_text_move_and_are_marked_approximate()
     async with frontend() as kit:
         for worker in (first, second):
             await kit.add(worker, engine="openai", exact=False)  # type: ignore[arg-type]
-        kit.desk.table.seats[("w2", "i1")].active += 1
+        kit.director.table.endpoints[("w2", "i1")].begin()
         events = await kit.stream(model="m", prompt="tell:", max_tokens=50)
         assert text_of(events) == "once upon a time é"
         assert second.requests[0].prompt_text == "tell:once upon a "
@@ -142,7 +140,7 @@ async def test_a_continuation_on_another_server_that_starts_anew_is_not_called_e
     async with frontend() as kit:
         for worker in (first, second):
             await kit.add(worker, engine=engine)
-        kit.desk.table.seats[("w2", "i1")].active += 1
+        kit.director.table.endpoints[("w2", "i1")].begin()
         await kit.complete(PROMPT, 6, **asked)
         (fact,) = kit.said(RequestMigrated)
         assert fact.exact == exact
@@ -169,7 +167,7 @@ async def test_what_came_as_tokens_is_told_as_text_to_an_engine_that_takes_only_
     async with frontend() as kit:
         await kit.add(first, engine="openai", exact=True)
         await kit.add(second, engine="openai", exact=False)  # type: ignore[arg-type]
-        kit.desk.table.seats[("w2", "i1")].active += 1
+        kit.director.table.endpoints[("w2", "i1")].begin()
         ask = {"model": "m", "prompt": "tell:", "max_tokens": 50}
         if stream:
             text = text_of(await kit.stream(**ask))
@@ -190,7 +188,7 @@ async def test_pieces_of_text_are_replayed_as_one_text(tmp_path: Path) -> None:
         for worker in (first, second):
             more = {"engine": "openai", "exact": False, "tokenizer": str(tmp_path)}
             await kit.add(worker, **more)  # type: ignore[arg-type]
-        kit.desk.table.seats[("w2", "i1")].active += 1
+        kit.director.table.endpoints[("w2", "i1")].begin()
         _, body = await kit.complete("tell:", 400)
         assert tokenizer.decode(second.requests[0].tokens) == "tell:once upon a "
         whole, prompt = (len(tokenizer.encode(text).ids) for text in ("tell:once upon a time é", "tell:"))
@@ -203,10 +201,14 @@ async def test_a_corrupt_text_that_nobody_has_seen_is_begun_anew() -> None:
     async with frontend(on_corruption="restart") as kit:
         for worker in (bad, good):
             await kit.add(worker, engine="openai", exact=False)  # type: ignore[arg-type]
-        kit.desk.table.seats[("w2", "i1")].active += 1
+        kit.director.table.endpoints[("w2", "i1")].begin()
         asking = asyncio.create_task(kit.complete("tell:", 50))
         await until(
-            lambda: any(f.continuation.texts for s in kit.desk.table.seats.values() for f in s.flights)
+            lambda: any(
+                f.continuation.texts
+                for s in kit.director.table.endpoints.values()
+                for f in kit.director.running.at(s)
+            )
         )
         convict(kit, bad)  # type: ignore[arg-type]
         text, _ = await asking
@@ -225,4 +227,4 @@ async def test_token_engines_are_not_sent_the_text() -> None:
 
 
 def test_a_plane_that_wants_nobody_is_connected_to_nobody() -> None:
-    assert RequestPlane("f").connected == {}
+    assert RequestPlaneClient("f").connected == {}

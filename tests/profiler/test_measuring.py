@@ -21,9 +21,9 @@ from controller.profiler.points import DecodePoint, PrefillPoint, arrays
 from controller.profiler.sweep import BESIDE, Measuring, Sweep
 from controller.profiler.target import CannotMeasure
 from controller.profiler.worker_target import WorkerTarget
+from workers.config.settings_check import load_settings
 from workers.engines.build import build_engine
-from workers.server import Server
-from workers.settings import load_settings
+from workers.server import WorkerServer
 
 LOOP = VirtualLoop
 EXACT = 0.02  # a batch grows while it is measured, and the median of its steps need not be that of the middle
@@ -175,7 +175,7 @@ QUICK = Sweep(lengths=(128, 1024), contexts=(64, 512), batches=(1, 4), tokens=24
 async def simulated(**flags: Any) -> AsyncIterator[str]:
     """Serve a simulated worker's engine, built of its flags."""
     engine = build_engine(load_settings({name: str(value) for name, value in flags.items()}, {}))
-    server = Server(worker="w0", instance="i1", engine=engine)
+    server = WorkerServer(worker="w0", instance="i1", engine=engine)
     await engine.start(server.deliver)
     host, port = await server.start("127.0.0.1", 0)
     try:

@@ -15,7 +15,7 @@ from controller.profiler.points import (
     arrays,
 )
 from workers.engines.simulated.perf_model import Interpolated
-from workers.engines.simulated.plan import Plan
+from workers.engines.simulated.plan import StepPlan
 
 PREFILL = [PrefillPoint(n, 2.0 + n / 10) for n in (64, 512, 2048)]
 
@@ -64,7 +64,7 @@ def test_what_was_measured_comes_back_and_so_does_what_lies_between() -> None:
 def test_a_context_shorter_than_any_measured_takes_what_the_shortest_takes() -> None:
     model = Interpolated(arrays(PREFILL, measured([1, 2, 4, 8, 16, 32], [64, 256, 1024])))
     for batch, context in ((1, 5), (1, 60), (2, 5), (4, 20), (16, 40)):
-        plan = Plan(decodes=batch, context_tokens=batch * context)
+        plan = StepPlan(decodes=batch, context_tokens=batch * context)
         assert model.decode_ms(plan) == pytest.approx(law(batch, 74), rel=0.05)
 
 

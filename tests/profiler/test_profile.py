@@ -17,15 +17,15 @@ import numpy as np
 import pytest
 from lawful import LawfulServer
 
-from controller.adapters.free_port import free_port
+from controller.adapters.embedded.free_port import free_port
 from controller.cli import main
 from controller.profiler.points import BesidePoint, DecodePoint
 from controller.profiler.sweep import NotTogether, beside_point, point
-from controller.profiler.target import CannotMeasure, Refused, Stream
+from controller.profiler.target import CannotMeasure, ProfiledStream, TargetRefused
 
 
 def test_the_step_that_computed_a_prompt_is_known_by_its_first_token() -> None:
-    answer = Stream(asked_at=0.0)
+    answer = ProfiledStream(asked_at=0.0)
     for at in (0.010, 0.014, 0.018, 0.027, 0.031, 0.035):
         answer.said(at)
     assert beside_point(answer, _said(0.0271), 16) == BesidePoint(16, pytest.approx(9.0), pytest.approx(4.0))
@@ -33,40 +33,40 @@ def test_the_step_that_computed_a_prompt_is_known_by_its_first_token() -> None:
     assert beside_point(answer, _said(0.050), 16) is None  # and after its end
 
 
-def _said(at: float) -> Stream:
-    stream = Stream(asked_at=0.0)
+def _said(at: float) -> ProfiledStream:
+    stream = ProfiledStream(asked_at=0.0)
     stream.said(at)
     return stream
 
 
 def test_only_the_time_counts_in_which_all_answer() -> None:
-    streams = [Stream(0.0, [n * 0.01 + late for n in range(20)], 20, 100) for late in (0.0, 0.05)]
+    streams = [ProfiledStream(0.0, [n * 0.01 + late for n in range(20)], 20, 100) for late in (0.0, 0.05)]
     found = point(streams, 100, 16)
     assert found == DecodePoint(2, 100, pytest.approx(100 + 2.5 + 7.0, abs=1.0), pytest.approx(10.0))
     with pytest.raises(NotTogether):
-        point([streams[0], Stream(0.0, [1.0 + n * 0.01 for n in range(20)], 20, 100)], 100, 16)
+        point([streams[0], ProfiledStream(0.0, [1.0 + n * 0.01 for n in range(20)], 20, 100)], 100, 16)
 
 
 def test_a_step_that_was_held_up_and_events_that_come_together_do_not_count() -> None:
     steps = np.full(40, 0.01)
     steps[20] = 0.5
-    held = Stream(0.0, np.cumsum(steps).tolist(), 40, 100)
+    held = ProfiledStream(0.0, np.cumsum(steps).tolist(), 40, 100)
     assert point([held], 100, 16).itl_ms == pytest.approx(10.0)
     for together in (2, 4, 20):
         at = np.repeat(np.arange(120 // together) * 0.01 * together, together)
-        burst = Stream(0.0, at.tolist(), 120, 100)
+        burst = ProfiledStream(0.0, at.tolist(), 120, 100)
         assert point([burst], 100, 16).itl_ms == pytest.approx(10.0, rel=0.2)
     with pytest.raises(NotTogether, match="all at once"):
-        point([Stream(0.0, [1.0] * 40, 40, 100)], 100, 16)
+        point([ProfiledStream(0.0, [1.0] * 40, 40, 100)], 100, 16)
 
 
 async def test_a_stream_says_how_it_ended() -> None:
-    stream = Stream(asked_at=0.0)
-    stream.end(Refused("too long"))
+    stream = ProfiledStream(asked_at=0.0)
+    stream.end(TargetRefused("too long"))
     stream.end()
-    with pytest.raises(Refused):
+    with pytest.raises(TargetRefused):
         await stream.whole()
-    empty = Stream(asked_at=0.0)
+    empty = ProfiledStream(asked_at=0.0)
     empty.end()
     with pytest.raises(CannotMeasure, match="without a token"):
         await empty.whole()

@@ -5,14 +5,13 @@ import sys
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(
-    0, str(Path(__file__).parents[1])
-)  # run as a script: the tests' own modules are beside this folder
+# run as a script: our packages first, because folders of tests have the same names; then the tests' own modules
+sys.path[:0] = [str(folder) for folder in (Path(__file__).parents[2], Path(__file__).parents[1])]
 
 from made_history import History
 
-from controller.adapters import audit_helper
-from controller.adapters.postgres import PostgresStore
+from controller.adapters.postgres.audit_helper import HelperPolicy
+from controller.adapters.postgres.store import PostgresStore
 from controller.replay.rebuild import rebuild
 from events.journal.memory import MemoryJournal
 
@@ -22,10 +21,10 @@ class Waiting(PostgresStore):
 
     async def swap(self, fresh: Any, catch_up: Any) -> None:
         await fresh.complete()
-        print(fresh._helper.pid, flush=True)
+        print(fresh.helper_pid, flush=True)
         await asyncio.Event().wait()
 
 
 if __name__ == "__main__":
-    audit_helper.WORTH_IT = audit_helper.CORES_MIN = 1
-    asyncio.run(rebuild(MemoryJournal(History().start().stream, "p"), Waiting(sys.argv[1])))
+    store = Waiting(sys.argv[1], help_policy=HelperPolicy(events_min=1, cores_min=1))
+    asyncio.run(rebuild(MemoryJournal(History().start().stream, "p"), store))

@@ -1,10 +1,12 @@
 """Whoever asks what was is answered, or told that the journal does not answer: nobody waits for ever."""
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
+from typing import Any
 
 import pytest
 from made_history import History
+from virtual_loop import VirtualLoop
 
 from controller.adapters.memory_store import MemoryStore
 from controller.replay import travel
@@ -12,12 +14,12 @@ from controller.replay.find import find
 from controller.replay.rebuild import rebuild
 from controller.replay.scan import JournalArchive
 from controller.replay.verify import verify
-from controller.runtime import history as history_module
-from controller.runtime.projector import Projector
+from controller.runtime.projection.projector import Projector
 from events.fact import Recorded
 from events.journal.memory import MemoryJournal
 from events.journal.port import JournalUnavailable
 
+PATIENT_S = 60.0  # virtual: more than anybody is patient
 READ = 3  # events before the broker goes
 
 
@@ -30,6 +32,11 @@ class Stalled(MemoryJournal):
                 yield found
             if len(found) < len(batch):
                 await asyncio.Event().wait()
+
+
+def in_virtual_time(work: Coroutine[Any, Any, None]) -> None:
+    with asyncio.Runner(loop_factory=VirtualLoop) as runner:
+        runner.run(work)
 
 
 async def timeline(journal: MemoryJournal) -> None:
@@ -47,31 +54,37 @@ COMMANDS: dict[str, Callable[[MemoryJournal], Awaitable[object]]] = {
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-async def test_a_journal_that_stalls_is_reported(command: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(history_module, "PATIENCE_S", 0.05)
-    journal = Stalled(History().start().stream, "replay-1")
-    with pytest.raises(JournalUnavailable, match=rf"read to {READ} of \d+ and gave nothing more"):
-        async with asyncio.timeout(20):
-            await COMMANDS[command](journal)
+def test_a_journal_that_stalls_is_reported(command: str) -> None:
+    async def asked() -> None:
+        journal = Stalled(History().start().stream, "replay-1")
+        with pytest.raises(
+            JournalUnavailable, match=rf"read to {READ} of \d+ and gave nothing more for 30 s"
+        ):
+            async with asyncio.timeout(PATIENT_S):
+                await COMMANDS[command](journal)
+
+    in_virtual_time(asked())
 
 
-async def test_a_journal_that_stalls_before_the_store_is_compared_with_it_is_reported(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    history, store = History().start(), MemoryStore()
-    await Projector(MemoryJournal(history.stream, "p"), store).catch_up(len(history.events))
-    monkeypatch.setattr(history_module, "PATIENCE_S", 0.05)
-    with pytest.raises(JournalUnavailable, match="gave nothing more"):
-        async with asyncio.timeout(20):
-            await rebuild(Stalled(history.stream, "replay-1"), store)
+def test_a_journal_that_stalls_before_the_store_is_compared_with_it_is_reported() -> None:
+    async def asked() -> None:
+        history, store = History().start(), MemoryStore()
+        await Projector(MemoryJournal(history.stream, "p"), store).catch_up(len(history.events))
+        with pytest.raises(JournalUnavailable, match="gave nothing more"):
+            async with asyncio.timeout(PATIENT_S):
+                await rebuild(Stalled(history.stream, "replay-1"), store)
+
+    in_virtual_time(asked())
 
 
-async def test_a_follower_waits_for_what_has_yet_to_come(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(history_module, "PATIENCE_S", 0.05)
-    history, store = History().start(), MemoryStore()
-    running = asyncio.ensure_future(Projector(MemoryJournal(history.stream, "p"), store).run())
-    await asyncio.sleep(0.3)
-    assert not running.done()
-    running.cancel()
-    await asyncio.gather(running, return_exceptions=True)
-    assert (await store.place()).seq == len(history.events)
+def test_a_follower_waits_for_what_has_yet_to_come() -> None:
+    async def followed() -> None:
+        history, store = History().start(), MemoryStore()
+        running = asyncio.ensure_future(Projector(MemoryJournal(history.stream, "p"), store).run())
+        await asyncio.sleep(PATIENT_S)
+        assert not running.done()
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
+        assert (await store.place()).seq == len(history.events)
+
+    in_virtual_time(followed())

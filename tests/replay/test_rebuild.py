@@ -5,6 +5,7 @@ import os
 import signal
 import sys
 from collections.abc import AsyncIterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,17 +17,17 @@ from made_history import EPOCH, History
 from roles import process
 from store_databases import execute
 
-from controller import projection
-from controller.adapters import audit_helper
-from controller.adapters.audit_helper import AuditFailed, AuditHelper, rows
-from controller.adapters.postgres import PostgresStore
+from controller.adapters.postgres.audit_helper import AuditFailed, AuditHelper, HelperPolicy, rows
+from controller.adapters.postgres.store import PostgresStore
+from controller.read_model import rows as projection
 from controller.replay.rebuild import rebuild
 from controller.replay.verify import verify
-from controller.runtime.projector import Projector
+from controller.runtime.projection.projector import Projector
 from events.fact import Fact, Recorded
 from events.journal.memory import MemoryJournal
 
 servers = pytest.mark.servers
+ALWAYS = HelperPolicy(events_min=1, cores_min=1)
 CHILD = Path(__file__).parent / "rebuild_child.py"
 TABLES = (
     "workers", "breakers", "goldens", "levels", "incidents", "migrations", "exposures", "fleet_events", "snapshots",
@@ -56,18 +57,11 @@ class Store(PostgresStore):
         self.fresh = await super().beside()
         return self.fresh
 
-    @property
-    def helper(self) -> AuditHelper:
-        assert self.fresh._helper is not None
-        return self.fresh._helper
-
 
 @pytest.fixture
-async def store(database_url: str, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Store]:
+async def store(database_url: str) -> AsyncIterator[Store]:
     """A store that is always helped."""
-    monkeypatch.setattr(audit_helper, "WORTH_IT", 1)
-    monkeypatch.setattr(audit_helper, "CORES_MIN", 1)
-    store = Store(database_url)
+    store = Store(database_url, help_policy=ALWAYS)
     yield store
     await store.close()
 
@@ -92,13 +86,11 @@ def gone(pid: int | None) -> bool:
 
 def noting(store: Store, pids: list[int | None]) -> Any:
     """Return what notes the helper's pid with each batch."""
-    return lambda seq, events: pids.append(store.helper.pid)
+    return lambda seq, events: pids.append(store.fresh.helper_pid)
 
 
 @servers
-async def test_two_processes_make_the_tables_that_one_makes(
-    store: Store, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_two_processes_make_the_tables_that_one_makes(store: Store) -> None:
     history, pids = a_history(), list[int | None]()
     journal, last = MemoryJournal(history.stream, "p"), len(history.events)
     await Projector(journal, store).catch_up(last)
@@ -137,9 +129,9 @@ async def test_a_helper_that_is_killed_ends_the_rebuild_and_nothing_is_left(stor
     before = await tables(store.url)
 
     def kill(seq: int, events: int) -> None:
-        assert store.helper.pid is not None
-        pids.append(store.helper.pid)
-        os.kill(store.helper.pid, signal.SIGKILL)
+        assert store.fresh.helper_pid is not None
+        pids.append(store.fresh.helper_pid)
+        os.kill(store.fresh.helper_pid, signal.SIGKILL)
 
     with pytest.raises(AuditFailed, match="exit status -9"):
         await rebuild(journal, store, written=kill)
@@ -148,24 +140,25 @@ async def test_a_helper_that_is_killed_ends_the_rebuild_and_nothing_is_left(stor
 
 
 @servers
-async def test_a_helper_that_hangs_is_not_waited_for(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(audit_helper, "ANSWER_S", 0.5)
+async def test_a_helper_that_hangs_is_not_waited_for(database_url: str) -> None:
+    store = Store(database_url, help_policy=replace(ALWAYS, answer_s=0.5))
     history, pids = a_history(), list[int | None]()
 
     def stop(seq: int, events: int) -> None:
-        assert store.helper.pid is not None
-        pids.append(store.helper.pid)
-        os.kill(store.helper.pid, signal.SIGSTOP)
+        assert store.fresh.helper_pid is not None
+        pids.append(store.fresh.helper_pid)
+        os.kill(store.fresh.helper_pid, signal.SIGSTOP)
 
     with pytest.raises(AuditFailed, match="silent for"):
         await rebuild(MemoryJournal(history.stream, "p"), store, written=stop)
     await assert_untouched(store.url, await tables(store.url))
     assert gone(pids[0])
+    await store.close()
 
 
 @servers
 async def test_what_the_helper_cannot_do_is_said(store: Store) -> None:
-    helper = AuditHelper(store.url, "nowhere")
+    helper = AuditHelper(store.url, "nowhere", ALWAYS)
     assert await helper.write(a_history().events)
     with pytest.raises(AuditFailed, match=r"fleet_events.*does not exist"):
         await helper.flush()
@@ -188,16 +181,13 @@ async def test_a_failure_of_the_fold_leaves_nothing(store: Store) -> None:
 
 
 @servers
-async def test_a_short_history_and_a_single_core_need_no_helper(
-    database_url: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_short_history_and_a_single_core_need_no_helper(database_url: str) -> None:
     history = a_history()
-    helper = AuditHelper(database_url, "nowhere")
+    helper = AuditHelper(database_url, "nowhere", HelperPolicy(events_min=11))
     assert not await helper.write(history.events[:10]) and helper.pid is None
-    monkeypatch.setattr(audit_helper, "WORTH_IT", 1)
-    assert not await helper.write(history.events[10:]), "the rows are written by one alone"
-    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0})
-    assert not AuditHelper.possible()
+    assert not await helper.write(history.events[10:21]), "the rows are written by one alone"
+    cores = len(os.sched_getaffinity(0))
+    assert HelperPolicy(cores_min=cores).possible() and not HelperPolicy(cores_min=cores + 1).possible()
 
 
 @servers

@@ -15,10 +15,10 @@ from controller.replay import cli, moment, sentences, timeline, travel
 from controller.replay.find import NoSuchEvent
 from controller.replay.moment import BadMoment
 from controller.replay.travel import NotYet
-from controller.runtime.projector import Projector
+from controller.runtime.projection.projector import Projector
 from events import codec
 from events.decisions import IncidentClosed, IncidentOpened
-from events.fact import Fact
+from events.fact import Fact, Recorded
 from events.journal.memory import MemoryJournal
 from events.observations import (
     CanaryFailed,
@@ -82,7 +82,9 @@ def test_a_sentence_says_what_happened(history: History) -> None:
 
 def test_a_long_answer_is_shown_where_it_differs() -> None:
     expected, got = tuple(range(300, 332)), (*range(300, 320), 7, *range(321, 332))
-    assert sentences._difference(expected, got) == "at token 20: expected 320 321 322, got 7 321 322"
+    failed = replace(History().failed("w2", reason="token_mismatch"), expected=expected, got=got)
+    said = sentences.line(Recorded(1, EPOCH, failed, "id-1"))
+    assert "(at token 20: expected 320 321 322, got 7 321 322)" in said
 
 
 async def test_the_timeline_leaves_out_what_is_routine(history: History, store: AnyStore) -> None:

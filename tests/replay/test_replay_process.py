@@ -7,12 +7,12 @@ import socket
 from pathlib import Path
 
 import pytest
-from commands import run_command
 from made_history import History, publish
+from typed_commands import run_command
 
-from controller.adapters.postgres import PostgresStore
-from controller.processes import replay
-from controller.runtime.projector import Projector
+from controller.adapters.postgres.store import PostgresStore
+from controller.commands import replay
+from controller.runtime.projection.projector import Projector
 from events.journal.nats import NatsJournal
 
 pytestmark = pytest.mark.servers
@@ -64,14 +64,11 @@ async def test_without_a_journal_it_is_said(database_url: str) -> None:
     assert code == 1 and len(err.strip().splitlines()[-1]) < 400
 
 
-async def test_a_store_that_says_nothing_is_done_without(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(replay, "REACH_S", 0.2)
+async def test_a_store_that_says_nothing_is_done_without(capsys: pytest.CaptureFixture[str]) -> None:
     with socket.socket() as deaf:  # accepts connections and never answers
         deaf.bind(("127.0.0.1", 0))
         deaf.listen()
         store = PostgresStore(f"postgresql://x@127.0.0.1:{deaf.getsockname()[1]}/x")
-        assert await replay._reached(store) is None
+        assert await replay.reached(store, within_s=0.2) is None
         await store.close()
     assert "reading the journal alone: the state store does not answer" in capsys.readouterr().err

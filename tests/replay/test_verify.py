@@ -13,7 +13,7 @@ from controller.adapters.memory_store import MemoryStore
 from controller.deciders.fleet import DECIDERS_VERSION
 from controller.replay.travel import NotYet
 from controller.replay.verify import verify
-from controller.runtime.projector import Projector
+from controller.runtime.projection.projector import Projector
 from events import codec
 from events.decisions import HealthChanged
 
@@ -73,7 +73,7 @@ async def test_repetitions_on_the_stream_are_no_difference(open_store: OpenStore
 async def plant(store: AnyStore, url: str, table: str, column: str, value: Any, where: str) -> None:
     """Change one row behind everybody's back."""
     if isinstance(store, MemoryStore):
-        from controller import projection
+        from controller.read_model import rows as projection
 
         rows, n = store.tables.rows[table], projection.COLUMNS[table].index(column)
         (key,) = [key for key in rows if key[0] == where]

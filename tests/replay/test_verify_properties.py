@@ -10,7 +10,7 @@ from test_replay_commands import journal
 
 from controller.adapters.memory_store import MemoryStore
 from controller.replay.verify import verify
-from controller.runtime.projector import Projector
+from controller.runtime.projection.projector import Projector
 from events import observations as o
 from events.fact import Observation
 

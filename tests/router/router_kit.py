@@ -1,8 +1,8 @@
-"""Seats of workers that nobody needs to reach."""
+"""Endpoints of workers that nobody needs to reach."""
 
 from typing import Any
 
-from controller.router.table import Seat
+from controller.router.endpoints import Endpoint
 from events.decisions import HealthStatus
 from events.observations import Profile, WorkerJoined
 
@@ -12,8 +12,8 @@ PROFILE = Profile(
 )
 
 
-def seat(name: str, weight: float = 1.0, **changes: Any) -> Seat:
-    """Return the seat of a worker in service."""
+def endpoint(name: str, weight: float = 1.0, **changes: Any) -> Endpoint:
+    """Return the endpoint of a worker in service."""
     given: dict[str, Any] = {
         "url": f"tcp://{name}:1",
         "model": "m",
@@ -29,4 +29,4 @@ def seat(name: str, weight: float = 1.0, **changes: Any) -> Seat:
         "pid": 1,
     }
     joined = WorkerJoined(worker=name, instance="i1", **(given | changes))
-    return Seat(joined, weight=weight, status=HealthStatus.HEALTHY)
+    return Endpoint(joined, weight=weight, status=HealthStatus.HEALTHY)

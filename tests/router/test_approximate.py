@@ -4,8 +4,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from controller.router.approximate import ApproximateCache, better
-from controller.router.kv_index import Matches
+from controller.router.index.approximate import ApproximateCache, better
+from controller.router.index.index import Matches
 from events.blocks import sequence_hashes
 
 Path = tuple[int, ...]
@@ -20,7 +20,7 @@ class AgainstAPlainRecord(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.cache: ApproximateCache[int] = ApproximateCache(ttl_s=TTL_S)
+        self.cache = ApproximateCache(ttl_s=TTL_S)
         self.now = 0.0
         self.sent: dict[tuple[int, Path], float] = {}
 
@@ -52,8 +52,10 @@ class AgainstAPlainRecord(RuleBasedStateMachine):
 
     @invariant()
     def nobody_is_kept_of_whom_nothing_is(self) -> None:
-        assert (len(self.cache) > 0) == bool(self.cache._roots) == bool(self.cache._order)
-        assert set(self.cache._index.holders) == set(self.cache._roots)
+        assert (len(self.cache) > 0) == bool(self.cache.holders)
+        assert set(self.cache.holders) <= {holder for holder, _ in self.sent}
+        living = {holder for (holder, _), at in self.sent.items() if at + TTL_S > self.now}
+        assert set(self.cache.holders) >= living
 
 
 AgainstAPlainRecord.TestCase.settings = settings(max_examples=40, stateful_step_count=30)
@@ -61,7 +63,7 @@ TestAgainstAPlainRecord = AgainstAPlainRecord.TestCase
 
 
 def test_where_there_is_too_much_the_oldest_goes_first_and_of_a_prompt_its_end() -> None:
-    cache: ApproximateCache[str] = ApproximateCache(blocks_max=10)
+    cache = ApproximateCache(blocks_max=10)
     first, second, third = (sequence_hashes([n, 0, 0, 0]) for n in (1, 2, 3))
     cache.sent("w", first, now=0.0)
     cache.sent("w", second, now=1.0)
@@ -76,7 +78,7 @@ def test_where_there_is_too_much_the_oldest_goes_first_and_of_a_prompt_its_end()
 
 
 def test_what_ends_all_at_once_is_forgotten_in_turns() -> None:
-    cache: ApproximateCache[int] = ApproximateCache(ttl_s=TTL_S)
+    cache = ApproximateCache(ttl_s=TTL_S)
     for number in range(1000):
         cache.sent(number % 3, sequence_hashes([number, 0]), now=0.0)
     cache.expire(now=TTL_S)
@@ -87,20 +89,21 @@ def test_what_ends_all_at_once_is_forgotten_in_turns() -> None:
 
 
 def test_what_those_who_are_gone_had_is_freed_without_another_prompt() -> None:
-    cache = ApproximateCache[str]()
+    cache = ApproximateCache()
     for number in range(200):
         cache.sent("w", [number], now=0.0)
     cache.forget("w")
+    assert not cache.swept
     for _ in range(4):
         cache.expire(now=0.0)
-    assert len(cache._index) == 0
+    assert cache.swept
 
 
 def test_the_longer_of_two_matches_counts() -> None:
     one, other = {"a": 3, "b": 1}, {"b": 2, "c": 1}
     longer = {"a": 3, "b": 2, "c": 1}
     assert better(Matches(one, one, one), Matches(other, other, other)) == Matches(longer, longer, longer)
-    nothing: Matches[str] = Matches()
+    nothing = Matches()
     only = Matches(one, one, one)
     assert better(only, nothing) is better(nothing, only) is only
     tiered = better(Matches(one, one, {"a": 5}), Matches(other, other, other))
@@ -108,7 +111,7 @@ def test_the_longer_of_two_matches_counts() -> None:
 
 
 def test_prompts_that_branch_end_each_at_its_time_and_what_they_share_with_the_last() -> None:
-    cache: ApproximateCache[str] = ApproximateCache(ttl_s=TTL_S)
+    cache = ApproximateCache(ttl_s=TTL_S)
     one, other = sequence_hashes([1, 2, 3]), sequence_hashes([1, 2, 4])
     cache.sent("w", one, now=0.0)
     cache.sent("w", other, now=5.0)

@@ -7,10 +7,11 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from router_kit import BLOCK, seat
+from router_kit import BLOCK, endpoint
 
-from controller.router.modes import Chooser, Mode
-from controller.router.pick import (
+from controller.router.endpoints import Endpoint, WorkerRank
+from controller.router.load.active_sequences import ActiveSequences
+from controller.router.selection.filter import (
     AllBusy,
     AllTried,
     Filter,
@@ -20,9 +21,8 @@ from controller.router.pick import (
     NoWorker,
     Rules,
 )
-from controller.router.score import Pricing, Prompt
-from controller.router.slots import SlotTracker
-from controller.router.table import Holder, Seat
+from controller.router.selection.score import Pricing, ScoredPrompt
+from controller.router.selection.selector import Chooser, Mode
 from events.wire import Load
 
 CAP = 4
@@ -38,7 +38,7 @@ class Made:
     allowed: bool = True
     active: int = 0
     others: int = 0
-    lately: bool = True
+    recently_heard: bool = True
     blocks: int = 0  # in use there
 
 
@@ -50,7 +50,7 @@ MADE = st.builds(
     allowed=st.integers(0, 3).map(bool),
     active=st.integers(0, CAP),
     others=st.integers(0, CAP),
-    lately=st.integers(0, 2).map(bool),
+    recently_heard=st.integers(0, 2).map(bool),
     blocks=st.integers(0, 4),
 )
 FLEETS = st.lists(MADE, max_size=14)
@@ -77,34 +77,36 @@ def plainly(fleet: list[Made], capped: bool, frontends: int) -> list[int]:
         numbers = [n for n in numbers if keeps(n)]
         if not numbers:
             raise error
-    return [n for n in numbers if fleet[n].lately] or numbers
+    return [n for n in numbers if fleet[n].recently_heard] or numbers
 
 
-def filter_of(fleet: list[Made], capped: bool, frontends: int) -> tuple[Filter, list[Seat]]:
-    seats = [seat(str(n), one.weight) for n, one in enumerate(fleet)]
-    for one, made in zip(seats, fleet, strict=True):
-        one.active = made.active
+def filter_of(fleet: list[Made], capped: bool, frontends: int) -> tuple[Filter, list[Endpoint]]:
+    endpoints = [endpoint(str(n), one.weight) for n, one in enumerate(fleet)]
+    for one, made in zip(endpoints, fleet, strict=True):
+        one.begin(requests=made.active)
     rules = Rules(
         reachable=lambda worker, instance: fleet[int(worker)].reachable,
         allowed=lambda one: fleet[int(one.worker)].allowed,
-        others=lambda worker: Load(running=fleet[int(worker)].others),
+        external_load=lambda worker: Load(running=fleet[int(worker)].others),
         cap=lambda one: CAP,
         frontends=lambda: frontends,
-        lately=lambda worker, instance: fleet[int(worker)].reachable and fleet[int(worker)].lately,
+        recently_heard=lambda worker, instance: (
+            fleet[int(worker)].reachable and fleet[int(worker)].recently_heard
+        ),
     )
-    tried = {one.key for one, made in zip(seats, fleet, strict=True) if made.tried}
-    return Filter(seats, rules, tried, capped), seats
+    tried = {one.key for one, made in zip(endpoints, fleet, strict=True) if made.tried}
+    return Filter(endpoints, rules, tried, capped), endpoints
 
 
 @given(FLEETS, st.booleans(), st.integers(1, 3), st.floats(0, 1, exclude_max=True))
 def test_the_best_of_those_that_are_left(
     fleet: list[Made], capped: bool, frontends: int, draw: float
 ) -> None:
-    among, seats = filter_of(fleet, capped, frontends)
-    slots: SlotTracker[Holder] = SlotTracker()
+    among, endpoints = filter_of(fleet, capped, frontends)
+    slots = ActiveSequences()
     for n, made in enumerate(fleet):
-        slots.add(n, Holder(*seats[n].key), now=0.0, own_blocks=made.blocks)
-    chooser, prompt = Chooser(slots), Prompt[Holder](BLOCK, BLOCK)
+        slots.add(n, WorkerRank(*endpoints[n].key), now=0.0, own_blocks=made.blocks)
+    chooser, prompt = Chooser(slots), ScoredPrompt(BLOCK, BLOCK)
     try:
         left = plainly(fleet, capped, frontends)
     except NoWorker as error:
@@ -114,22 +116,24 @@ def test_the_best_of_those_that_are_left(
         with pytest.raises(type(error)):
             chooser.choose(among, prompt, pricing=Pricing(), now=0.0, draw=draw)
         return
-    assert among.left() == [seats[n] for n in left]
-    assert [n for n in left if fleet[n].lately] == [n for n, one in enumerate(seats) if among.fits(one)]
+    assert among.left() == [endpoints[n] for n in left]
+    assert [n for n in left if fleet[n].recently_heard] == [
+        n for n, one in enumerate(endpoints) if among.fits(one)
+    ]
     lowest = min((1 + fleet[n].blocks) / fleet[n].weight for n in left)
     best = {str(n) for n in left if (1 + fleet[n].blocks) / fleet[n].weight == lowest}
-    assert chooser.choose(among, prompt, pricing=Pricing(), now=0.0, draw=draw).seat.worker in best
-    assert chooser.choose(among.left(), prompt, pricing=Pricing(), now=0.0, draw=draw).seat.worker in best
+    assert chooser.choose(among, prompt, pricing=Pricing(), now=0.0, draw=draw).endpoint.worker in best
+    assert chooser.choose(among.left(), prompt, pricing=Pricing(), now=0.0, draw=draw).endpoint.worker in best
     for mode in Mode:
-        assert int(chooser.choose(among, prompt, mode=mode, now=0.0, draw=draw).seat.worker) in left
+        assert int(chooser.choose(among, prompt, mode=mode, now=0.0, draw=draw).endpoint.worker) in left
 
 
 @pytest.mark.parametrize("mode", list(Mode))
 def test_equals_are_chosen_evenly_though_some_are_out(mode: Mode) -> None:
     fleet = [Made(tried=True), Made(reachable=False), Made(), Made(), Made()]
     among, _ = filter_of(fleet, True, 1)
-    chooser, counts, dice = Chooser(SlotTracker()), dict.fromkeys("234", 0), Random(1)
+    chooser, counts, dice = Chooser(ActiveSequences()), dict.fromkeys("234", 0), Random(1)
     for _ in range(1200):
-        choice = chooser.choose(among, Prompt(BLOCK, BLOCK), mode=mode, now=0.0, draw=dice.random())
-        counts[choice.seat.worker] += 1
+        choice = chooser.choose(among, ScoredPrompt(BLOCK, BLOCK), mode=mode, now=0.0, draw=dice.random())
+        counts[choice.endpoint.worker] += 1
     assert all(abs(count - 400) < 60 for count in counts.values()), counts

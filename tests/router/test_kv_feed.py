@@ -2,6 +2,7 @@
 the way, and whoever began anew."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 from math import inf
 
 import msgspec
@@ -10,30 +11,29 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
 
-from controller.router import kv_feed
-from controller.router.kv_feed import Counts, Feed
-from controller.router.kv_index import KvIndex
-from controller.router.kv_view import KvView
-from controller.router.table import Holder
+from controller.router.endpoints import WorkerRank
+from controller.router.index import feed as kv_feed
+from controller.router.index.feed import Counts, Feed
+from controller.router.index.index import KvIndex
+from controller.router.index.view import KvView
 from events import kv
 from events.blocks import sequence_hashes
 from events.kv import (
-    Ask,
-    Batch,
     Cleared,
     Dump,
     Events,
     InvalidRange,
+    KvBatch,
     KvEvent,
-    Refused,
+    KvRefused,
+    KvRequest,
     Removed,
     Stored,
     Tier,
     TooNew,
 )
 from events.observations import Profile, WorkerJoined
-from workers import kv_ledger
-from workers.kv_ledger import Ledger
+from workers.kv_events.ledger import KvEventLedger, LedgerBounds
 
 Content = set[tuple[int, Tier]]
 Key = tuple[str, str]
@@ -43,6 +43,7 @@ DP = {"w0": 1, "w1": 2}
 RANKS = st.sampled_from([("w0", 0), ("w1", 0), ("w1", 1)])
 PATHS = st.lists(st.integers(0, 2), min_size=1, max_size=9).map(tuple)
 TIERS = st.sampled_from(list(Tier))
+SMALL = LedgerBounds(ring_bytes=70, part_bytes=60, part_blocks=3, event_blocks=3, holes=2)
 
 
 def joined(worker: str, instance: str, dp: int = 1, *, kv_events: bool = True) -> WorkerJoined:
@@ -52,7 +53,7 @@ def joined(worker: str, instance: str, dp: int = 1, *, kv_events: bool = True) -
     )  # fmt: skip
 
 
-def held(index: KvIndex[Holder], holder: Holder) -> Content:
+def held(index: KvIndex, holder: WorkerRank) -> Content:
     """Return what an index says that somebody holds."""
     return {(block, tier) for tier, _, blocks in index.held(holder) for block in blocks}
 
@@ -60,24 +61,18 @@ def held(index: KvIndex[Holder], holder: Holder) -> Content:
 @pytest.fixture(autouse=True, scope="module")
 def cramped() -> Iterator[None]:
     """Make everything so small that all ways are taken: parts of dumps, full buffers, events that are kept no longer."""
-    small = {"RING_BYTES": 70, "PART_BYTES": 60, "PART_BLOCKS": 3, "EVENT_BLOCKS_MAX": 3, "HOLES_MAX": 2}
-    before = {name: getattr(kv_ledger, name) for name in small}
     ahead = kv_feed.AHEAD_MAX
-    for name, value in small.items():
-        setattr(kv_ledger, name, value)
     kv_feed.AHEAD_MAX = 12
     yield
-    for name, value in before.items():
-        setattr(kv_ledger, name, value)
     kv_feed.AHEAD_MAX = ahead
 
 
 class Engine:
     """One rank: what it really holds, and the ledger that its events go through."""
 
-    def __init__(self, holder: Holder) -> None:
+    def __init__(self, holder: WorkerRank, bounds: LedgerBounds) -> None:
         self.holder = holder
-        self.ledger = Ledger()
+        self.ledger = KvEventLedger(bounds)
         self.holds: Content = set()
 
     def say(self, *events: KvEvent) -> bytes:
@@ -91,7 +86,7 @@ class Frontend:
     def __init__(self) -> None:
         self.view = KvView(dice=lambda: 0.5)
         self.batches: list[bytes] = []
-        self.asked: list[tuple[Holder, Ask, bytes]] = []  # and what will come back
+        self.asked: list[tuple[WorkerRank, KvRequest, bytes]] = []  # and what will come back
 
 
 class Fleet(RuleBasedStateMachine):
@@ -101,17 +96,16 @@ class Fleet(RuleBasedStateMachine):
         super().__init__()
         self.now = 0.0
         self.lives = 0
+        self.bounds = SMALL
         self.engines: dict[str, list[Engine]] = {}
         self.frontends = [Frontend(), Frontend()]
         self.paths: set[tuple[int, ...]] = set()
-        for worker in DP:
-            self.begin(worker)
-        for frontend in self.frontends:
-            self.absorb(frontend)
 
     def begin(self, worker: str) -> None:
         self.lives += 1
-        self.engines[worker] = [Engine(Holder(worker, f"i{self.lives}", rank)) for rank in range(DP[worker])]
+        self.engines[worker] = [
+            Engine(WorkerRank(worker, f"i{self.lives}", rank), self.bounds) for rank in range(DP[worker])
+        ]
 
     def absorb(self, frontend: Frontend) -> None:
         living = [
@@ -126,7 +120,11 @@ class Fleet(RuleBasedStateMachine):
 
     @initialize(ring=st.sampled_from([70, 200]))
     def keep_few_events(self, ring: int) -> None:
-        kv_ledger.RING_BYTES = ring
+        self.bounds = replace(SMALL, ring_bytes=ring)
+        for worker in DP:
+            self.begin(worker)
+        for frontend in self.frontends:
+            self.absorb(frontend)
 
     # --- what engines do
 
@@ -271,7 +269,7 @@ class Fleet(RuleBasedStateMachine):
                 assert found.device == self.matched(names, [Tier.DEVICE])
                 assert found.disk == self.matched(names, list(Tier))
 
-    def matched(self, names: list[int], tiers: list[Tier]) -> dict[Holder, int]:
+    def matched(self, names: list[int], tiers: list[Tier]) -> dict[WorkerRank, int]:
         """Return how many blocks of a prompt, from the first on, each engine has on these tiers."""
         depths = {}
         for engine in self.living():
@@ -310,8 +308,8 @@ def stored(*blocks: int, parent: int | None = None) -> Stored:
     return Stored(list(blocks), parent)
 
 
-def batch(first: int, *events: KvEvent) -> Batch:
-    return Batch("w0", "i1", 0, first, list(events))
+def batch(first: int, *events: KvEvent) -> KvBatch:
+    return KvBatch("w0", "i1", 0, first, list(events))
 
 
 def due(feed: Feed) -> float | None:
@@ -322,9 +320,9 @@ def complete(feed: Feed) -> bool:
     return feed.complete
 
 
-def followed(first: int = 10) -> Feed:
+def followed(first: int = 10, counts: Counts | None = None) -> Feed:
     """Return a feed that has everything before an event."""
-    feed = Feed(0, Counts(), due=0.0)
+    feed = Feed(0, counts or Counts(), due=0.0)
     feed.answer(feed.ask(), Dump(first, 0, 1, []), 0.0)
     assert complete(feed) and due(feed) is None
     return feed
@@ -334,15 +332,15 @@ def test_a_rank_is_restored_by_a_dump_in_parts_with_what_it_said_meanwhile() -> 
     feed = Feed(0, Counts(), due=1.0)
     assert due(feed) == 1.0 and not complete(feed)
     assert feed.take(batch(8, stored(8), stored(9, parent=8)), 1.0) == []
-    assert feed.ask() == Ask(0) and due(feed) is None
-    assert list(feed.answer(Ask(0), Dump(9, 0, 1, []), 1.0)) == []  # to another question
+    assert feed.ask() == KvRequest(0) and due(feed) is None
+    assert list(feed.answer(KvRequest(0), Dump(9, 0, 1, []), 1.0)) == []  # to another question
     first = Feed(0, Counts(), due=1.0)
     first.take(batch(8, stored(8), stored(9, parent=8)), 1.0)
     assert list(first.answer(first.ask(), Dump(9, 0, 2, [stored(1)]), 1.0)) == [Cleared(), stored(1)]
     assert not complete(first) and due(first) == 1.0
     assert first.take(batch(10, stored(10)), 1.1) == []
     ask = first.ask()
-    assert ask == Ask(0, dump=9, part=1)
+    assert ask == KvRequest(0, dump=9, part=1)
     last: list[KvEvent] = [stored(2, parent=1), stored(9, parent=8), stored(10)]
     assert list(first.answer(ask, Dump(9, 1, 2, last[:1]), 1.2)) == last
     assert complete(first) and due(first) is None and first.next == 11
@@ -355,16 +353,17 @@ def test_the_first_event_of_all_needs_no_dump() -> None:
 
 
 def test_what_was_said_before_is_dropped_and_what_is_missing_is_asked_for_once() -> None:
-    feed = followed(10)
+    counts = Counts()
+    feed = followed(10, counts)
     assert feed.take(batch(9, stored(1)), 0.0) == []
     assert feed.take(batch(9, stored(1), stored(2)), 0.0) == [stored(2)]
     assert feed.take(batch(12, stored(4)), 0.5) == [] and due(feed) == 0.5
     ask = feed.ask()
-    assert ask == Ask(0, first=11) and due(feed) is None
+    assert ask == KvRequest(0, first=11) and due(feed) is None
     assert feed.take(batch(13, stored(5)), 0.6) == [] and due(feed) is None
     assert feed.answer(ask, Events(11, [stored(3), stored(4)]), 0.7) == [stored(3), stored(4), stored(5)]
     assert complete(feed) and due(feed) is None
-    assert feed._counts.gaps == feed._counts.recovered == 1
+    assert counts.gaps == counts.recovered == 1
 
 
 def test_what_comes_late_by_itself_ends_the_question() -> None:
@@ -402,7 +401,7 @@ def test_what_was_asked_before_a_clearing_says_nothing_about_what_came_after_it(
     assert feed.take(batch(20, Cleared(), stored(7)), 0.2) == [Cleared(), stored(7)]
     assert due(feed) == 0.2 and not complete(feed)
     assert feed.answer(ask, Dump(19, 0, 1, [stored(1)]), 0.3) == ()
-    assert feed.next == 22 and feed.ask() == Ask(0, first=22)
+    assert feed.next == 22 and feed.ask() == KvRequest(0, first=22)
 
 
 def test_a_rank_that_does_not_answer_is_asked_for_ever_but_less_and_less_often() -> None:
@@ -414,7 +413,7 @@ def test_a_rank_that_does_not_answer_is_asked_for_ever_but_less_and_less_often()
     assert waits == [0.2, 0.4, 0.8, 1.6, 3.2, 6.4, 12.8, 12.8, 12.8]
     feed.answer(feed.ask(), Dump(4, 0, 1, []), 100.0)
     feed.take(batch(5, stored(1)), 100.0)
-    feed.answer(feed.ask(), Refused("not now"), 100.0)
+    feed.answer(feed.ask(), KvRefused("not now"), 100.0)
     assert due(feed) == 100.2  # after a success it begins anew
 
 
@@ -424,7 +423,7 @@ def test_a_worker_that_knows_nothing_of_these_events_is_read_anew(answer: kv.Ans
     feed.take(batch(12, stored(2)), 0.0)
     assert feed.answer(feed.ask(), answer, 0.0) == ()
     assert not complete(feed) and due(feed) == 0.2
-    assert feed.ask() == Ask(0)
+    assert feed.ask() == KvRequest(0)
 
 
 def test_an_event_that_never_was_is_waited_for_no_longer() -> None:
@@ -440,14 +439,14 @@ def test_what_does_not_fit_into_the_buffer_is_asked_for_later() -> None:
     feed.take(batch(12, stored(*range(9))), 0.0)  # too much
     assert len(feed.answer(feed.ask(), Events(10, [stored(1)]), 0.0)) == 2
     assert feed.next == 12 and due(feed) == 0.0
-    assert feed.ask() == Ask(0, first=12)
+    assert feed.ask() == KvRequest(0, first=12)
 
 
 def test_a_dump_of_which_a_part_is_gone_is_begun_anew() -> None:
     feed = Feed(0, Counts(), due=0.0)
     feed.answer(feed.ask(), Dump(9, 0, 3, [stored(1)]), 0.0)
-    feed.answer(feed.ask(), Refused("gone"), 0.0)
-    assert feed.ask() == Ask(0)
+    feed.answer(feed.ask(), KvRefused("gone"), 0.0)
+    assert feed.ask() == KvRequest(0)
 
 
 # --- all ranks
@@ -456,15 +455,15 @@ def test_a_dump_of_which_a_part_is_gone_is_begun_anew() -> None:
 def test_only_those_are_followed_that_live_and_say_what_they_hold() -> None:
     view = KvView(dice=lambda: 1.0)
     view.absorb([joined("w0", "i1"), joined("w1", "i2", kv_events=False)], 10.0)
-    one = Holder("w0", "i1")
+    one = WorkerRank("w0", "i1")
     assert view.due(10.0) is None and view.due_at == pytest.approx(10.003)
     due = view.due(10.1)
-    assert due == (one, Ask(0))
+    assert due == (one, KvRequest(0))
     view.answer(*due, Dump(1, 0, 1, [stored(1, 2)]), 10.1)
     view.take(batch(1, stored(3, parent=2)), 10.2)
-    view.take(Batch("w1", "i2", 0, 0, [stored(4)]), 10.2)
-    view.take(Batch("w0", "i1", 7, 0, [stored(5)]), 10.2)
-    view.take(Batch("w0", "i0", 0, 0, [stored(6)]), 10.2)
+    view.take(KvBatch("w1", "i2", 0, 0, [stored(4)]), 10.2)
+    view.take(KvBatch("w0", "i1", 7, 0, [stored(5)]), 10.2)
+    view.take(KvBatch("w0", "i0", 0, 0, [stored(6)]), 10.2)
     assert held(view.index, one) == {(1, Tier.DEVICE), (2, Tier.DEVICE), (3, Tier.DEVICE)}
     assert str(view.health) == "3 blocks of 1 of 1 ranks"
     view.absorb([], 11.0)
@@ -478,12 +477,12 @@ def test_after_a_doubt_everybody_is_asked_who_has_said_nothing_since() -> None:
     view = KvView(dice=lambda: 1.0)
     view.absorb([joined("w0", "i1"), joined("w1", "i2")], 0.0)
     for worker, instance in (("w0", "i1"), ("w1", "i2")):
-        view.take(Batch(worker, instance, 0, 0, [stored(1)]), 0.0)
+        view.take(KvBatch(worker, instance, 0, 0, [stored(1)]), 0.0)
     view.doubt(1.0)
     view.take(batch(1, stored(2)), 1.1)
     assert view.due(1.4) is None
     due = view.due(1.5)
-    assert due == (Holder("w1", "i2"), Ask(0, first=1))
+    assert due == (WorkerRank("w1", "i2"), KvRequest(0, first=1))
     view.answer(*due, TooNew(1), 1.5)
     assert view.due(99.0) is None and view.due_at == inf
     assert view.counts.gaps == view.counts.failed == 0

@@ -7,8 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from controller.router.kv_index import KvIndex, Misplaced
-from controller.router.kv_runs import NOBODY
+from controller.router.index.index import KvIndex, Misplaced
+from controller.router.index.runs import NOBODY
 from events.blocks import sequence_hashes
 from events.kv import Tier
 
@@ -32,7 +32,7 @@ class AgainstAPlainRecord(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.index: KvIndex[int] = KvIndex()
+        self.index = KvIndex()
         self.held: dict[int, dict[Tier, set[Path]]] = defaultdict(lambda: defaultdict(set))
 
     def has(self, holder: int, path: Path, slowest: Tier = Tier.DISK) -> bool:
@@ -89,7 +89,11 @@ class AgainstAPlainRecord(RuleBasedStateMachine):
 
     @invariant()
     def the_tree_is_sound_and_the_smallest(self) -> None:
-        index, below = self.index, [self.index._root]
+        index, root = (
+            self.index,
+            self.index._root,
+        )  # what look-ups cannot show: the tree is no larger than it must be
+        below = [root]
         seen, runs = 0, set()
         while below:
             run = below.pop()
@@ -98,7 +102,7 @@ class AgainstAPlainRecord(RuleBasedStateMachine):
                 assert child.depth == run.depth + len(run.blocks)
                 assert all(index._runs[block] is child for block in child.blocks)
                 assert child.children or child.masks != NOBODY, "nobody needs it"
-                assert run is index._root or len(run.children) > 1 or run.masks != child.masks, "could be one"
+                assert run is root or len(run.children) > 1 or run.masks != child.masks, "could be one"
                 seen += len(child.blocks)
                 runs.add(child)
                 below.append(child)
@@ -111,7 +115,7 @@ TestAgainstAPlainRecord = AgainstAPlainRecord.TestCase
 
 
 def test_a_holder_that_is_gone_is_in_no_match_and_leaves_nothing() -> None:
-    index: KvIndex[str] = KvIndex()
+    index = KvIndex()
     for holder in ("a", "b"):
         index.store(holder, None, named((1, 2, 3)))
     index.store("a", named((1, 2, 3))[-1], named((1, 2, 3, 4))[3:])
@@ -124,7 +128,7 @@ def test_a_holder_that_is_gone_is_in_no_match_and_leaves_nothing() -> None:
 
 
 def test_a_hole_ends_a_match_until_it_is_filled() -> None:
-    index: KvIndex[str] = KvIndex()
+    index = KvIndex()
     blocks = named((1, 2, 3, 4))
     index.store("a", None, blocks)
     index.remove("a", blocks[1:2])
@@ -134,7 +138,7 @@ def test_a_hole_ends_a_match_until_it_is_filled() -> None:
 
 
 def test_what_was_found_stays_what_it_was() -> None:
-    index: KvIndex[str] = KvIndex()
+    index = KvIndex()
     blocks = named((1, 2, 3))
     for holder, depth in (("a", 1), ("b", 3), ("c", 2)):
         index.store(holder, None, blocks[:depth])
@@ -153,7 +157,7 @@ def test_what_was_found_stays_what_it_was() -> None:
 
 
 def test_an_early_exit_stops_where_a_single_one_is_left() -> None:
-    index: KvIndex[str] = KvIndex()
+    index = KvIndex()
     index.store("a", None, named((1, 2, 3)))
     index.store("a", None, named((1, 2, 4)))
     index.store("b", None, named((1,)))
@@ -162,7 +166,7 @@ def test_an_early_exit_stops_where_a_single_one_is_left() -> None:
 
 
 def test_blocks_that_lie_elsewhere_are_refused() -> None:
-    index: KvIndex[str] = KvIndex()
+    index = KvIndex()
     blocks = named((1, 2, 3))
     index.store("a", None, blocks)
     for parent, wrong in (
@@ -180,10 +184,10 @@ def test_blocks_that_lie_elsewhere_are_refused() -> None:
 @settings(max_examples=40)
 @given(st.lists(PATHS, max_size=12))
 def test_what_is_told_on_gives_the_same_index(paths: list[Path]) -> None:
-    index: KvIndex[str] = KvIndex()
+    index = KvIndex()
     for number, path in enumerate(paths):
         index.store("ab"[number % 2], None, named(path), Tier(number % 3))
-    copy: KvIndex[str] = KvIndex()
+    copy = KvIndex()
     for holder in "ab":
         for tier, parent, blocks in index.held(holder):
             copy.store(holder, parent, blocks, tier)
@@ -192,7 +196,7 @@ def test_what_is_told_on_gives_the_same_index(paths: list[Path]) -> None:
 
 
 def test_who_comes_after_somebody_gone_is_not_taken_for_him() -> None:
-    index = KvIndex[str]()
+    index = KvIndex()
     index.store("a", None, [1])
     assert index.find([1]).device == {"a": 1}
     index.forget("a")
@@ -203,7 +207,7 @@ def test_who_comes_after_somebody_gone_is_not_taken_for_him() -> None:
 
 
 def test_runs_that_are_split_while_somebody_gone_is_swept_out_are_swept_too() -> None:
-    index = KvIndex[str]()
+    index = KvIndex()
     chains = [[10 * n + 1, 10 * n + 2, 10 * n + 3, 10 * n + 4] for n in range(40)]
     for chain in chains:
         index.store("gone", None, chain)
@@ -220,7 +224,7 @@ def test_runs_that_are_split_while_somebody_gone_is_swept_out_are_swept_too() ->
 
 
 def test_what_comes_after_two_runs_that_are_joined_stays_where_it_is() -> None:
-    index = KvIndex[str]()
+    index = KvIndex()
     index.store("a", None, [1, 2, 3, 10])
     index.store("a", 3, [20])
     index.store("b", None, [1, 2])

@@ -9,18 +9,18 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from controller.router.replicas import AGAIN_S, SILENT_S, WAITING_MAX, Replicas
-from controller.router.slots import STALE_S, SlotTracker, Work
-from controller.router.table import Holder
+from controller.router.endpoints import WorkerRank
+from controller.router.load.active_sequences import STALE_S, ActiveSequences, RankWork
+from controller.router.load.replicas import AGAIN_S, SILENT_S, WAITING_MAX, Replicas
 from events import slots as wire
 from events.blocks import sequence_hashes
-from events.slots import BLOCKS_MAX, EVENTS_MAX, Added, Batch, Want
+from events.slots import BLOCKS_MAX, EVENTS_MAX, Added, SlotBatch, Want
 
-W1, W2 = Holder("w1", "i1"), Holder("w2", "i1", 1)
-Net = Callable[["Batch | Want"], list["Batch | Want"]]
+W1, W2 = WorkerRank("w1", "i1"), WorkerRank("w2", "i1", 1)
+Net = Callable[["SlotBatch | Want"], list["SlotBatch | Want"]]
 
 
-def whole(said: Batch | Want) -> list[Batch | Want]:
+def whole(said: SlotBatch | Want) -> list[SlotBatch | Want]:
     return [said]
 
 
@@ -30,7 +30,7 @@ class Frontends:
     def __init__(self, *names: str) -> None:
         self.now = 0.0
         self.net: Net = whole
-        self.slots: dict[str, SlotTracker[Holder]] = {}
+        self.slots: dict[str, ActiveSequences] = {}
         self.replicas: dict[str, Replicas] = {}
         self.lives = 0
         for name in names:
@@ -38,14 +38,14 @@ class Frontends:
 
     def begin(self, name: str) -> None:
         self.lives += 1
-        self.slots[name] = SlotTracker()
+        self.slots[name] = ActiveSequences()
         self.replicas[name] = Replicas(name, f"life{self.lives}", self.slots[name])
         self.say(self.replicas[name].want_all())
 
     def end(self, name: str) -> None:
         del self.slots[name], self.replicas[name]
 
-    def say(self, said: Batch | Want) -> None:
+    def say(self, said: SlotBatch | Want) -> None:
         for one in self.net(wire.decode(wire.encode(said))):
             for replica in list(self.replicas.values()):
                 if (wanted := replica.take(one, self.now)) is not None:
@@ -66,26 +66,26 @@ class Frontends:
             for replica in self.replicas.values():
                 replica.look((), self.now)
 
-    def known(self, name: str) -> dict[Holder, Work]:
+    def known(self, name: str) -> dict[WorkerRank, RankWork]:
         """Return what somebody thinks that the workers have to do."""
         slots = self.slots[name]
         works = {holder: slots.work(holder, now=self.now) for holder in slots.holders}
-        return {holder: work for holder, work in works.items() if work != Work()}
+        return {holder: work for holder, work in works.items() if work != RankWork()}
 
 
 def test_what_one_sends_the_others_count() -> None:
     fleet = Frontends("a", "b")
     fleet.slots["a"].add(1, W1, [7, 8], now=0.0, prefill_tokens=100, own_blocks=1, block_tokens=4)
     fleet.slots["b"].add(1, W1, [7, 9], now=0.0)  # the same number, another request
-    assert fleet.known("b") == {W1: Work(0, 2, 1)}
+    assert fleet.known("b") == {W1: RankWork(0, 2, 1)}
     fleet.turn()
-    assert fleet.known("a") == fleet.known("b") == {W1: Work(100, 4, 2)}  # block 7 is shared
+    assert fleet.known("a") == fleet.known("b") == {W1: RankWork(100, 4, 2)}  # block 7 is shared
     fleet.slots["a"].prefill_done(1, now=0.0)
     fleet.turn()
-    assert fleet.known("b") == {W1: Work(0, 4, 2)}
+    assert fleet.known("b") == {W1: RankWork(0, 4, 2)}
     fleet.slots["a"].free(1, now=0.0)
     fleet.turn()
-    assert fleet.known("a") == fleet.known("b") == {W1: Work(0, 2, 1)}
+    assert fleet.known("a") == fleet.known("b") == {W1: RankWork(0, 2, 1)}
     assert fleet.replicas["a"].others == {"b": True}
 
 
@@ -98,7 +98,7 @@ def test_a_new_one_knows_everything_within_a_moment() -> None:
     fleet.turn(AGAIN_S)
     fleet.begin("c")
     fleet.turn()
-    assert fleet.known("c") == fleet.known("a") == {W1: Work(5990, 600, 600)}
+    assert fleet.known("c") == fleet.known("a") == {W1: RankWork(5990, 600, 600)}
     assert fleet.replicas["c"].others == {"a": True, "b": True}
 
 
@@ -118,7 +118,7 @@ def test_a_new_one_knows_everything_within_a_moment() -> None:
 )
 def test_what_would_spoil_the_loads_is_refused_whole(wrong: dict[str, Any]) -> None:
     fine = Added(1, "w1", "i1", 0, b"", 1, 16, 5)
-    said = Batch("f", "life", 0, [fine, msgspec.structs.replace(fine, request=2)])
+    said = SlotBatch("f", "life", 0, [fine, msgspec.structs.replace(fine, request=2)])
     assert wire.decode(wire.encode(said)) == said
     fields = {name: getattr(fine, name) for name in Added.__struct_fields__} | wrong
     bad = ["batch", "f", "life", 0, [["added", *dict(fields, request=2).values()]], False]
@@ -181,7 +181,7 @@ def test_who_says_more_than_can_wait_tells_everything_again() -> None:
             slots.free(number, now=fleet.now)
     assert fleet.replicas["a"].waiting < 100
     fleet.turn(AGAIN_S)
-    assert fleet.known("b") == {W1: Work(0, 0, 1)}
+    assert fleet.known("b") == {W1: RankWork(0, 0, 1)}
 
 
 def test_what_could_not_be_said_is_made_good_also_to_those_who_are_in_step() -> None:
@@ -193,12 +193,12 @@ def test_what_could_not_be_said_is_made_good_also_to_those_who_are_in_step() -> 
     fleet.replicas["a"].lost()  # the broker was away for a moment
     fleet.slots["a"].add(3, W1, [9], now=fleet.now)
     fleet.turn(AGAIN_S)
-    assert fleet.known("b") == fleet.known("a") == {W1: Work(0, 2, 2)}
+    assert fleet.known("b") == fleet.known("a") == {W1: RankWork(0, 2, 2)}
 
 
 def test_what_is_said_twice_counts_once_and_brings_nothing_back() -> None:
     fleet = Frontends("a", "b")
-    heard: list[Batch | Want] = []
+    heard: list[SlotBatch | Want] = []
     fleet.turn(AGAIN_S)
     fleet.net = lambda said: heard.append(said) or [said]  # type: ignore[func-returns-value]
     fleet.slots["a"].add(1, W1, [7], now=0.0)
@@ -214,12 +214,12 @@ def test_what_is_said_twice_counts_once_and_brings_nothing_back() -> None:
 def test_everything_is_told_again_once_a_second_however_many_want_it() -> None:
     fleet = Frontends("a", "b")
     fleet.turn(AGAIN_S)
-    heard: list[Batch | Want] = []
+    heard: list[SlotBatch | Want] = []
     fleet.net = lambda said: heard.append(said) or [said]  # type: ignore[func-returns-value]
     for _ in range(10):
         fleet.say(Want("b", "a"))
         fleet.turn(AGAIN_S / 10)
-    assert sum(isinstance(said, Batch) and said.whole and said.frontend == "a" for said in heard) == 1
+    assert sum(isinstance(said, SlotBatch) and said.whole and said.frontend == "a" for said in heard) == 1
 
 
 def test_blocks_come_out_as_they_went_in() -> None:
@@ -238,9 +238,9 @@ def test_nonsense_is_refused() -> None:
 def test_all_know_the_same_after_the_dust_has_settled(seed: int) -> None:
     dice = Random(seed)
     fleet = Frontends("a", "b", "c")
-    late: list[Batch | Want] = []
+    late: list[SlotBatch | Want] = []
 
-    def bad(said: Batch | Want) -> list[Batch | Want]:
+    def bad(said: SlotBatch | Want) -> list[SlotBatch | Want]:
         fate = dice.random()
         if fate < 0.2:
             return []

@@ -8,10 +8,10 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from controller.frontend.choosing import pricing_of
+from controller.frontend.scheduling.scheduler import pricing_of
 from controller.frontend.settings import RouterSettings
-from controller.router.score import USUAL, Overlaps, Pricing, Scores, pick_lowest, score
-from controller.router.slots import Floats, Loads
+from controller.router.load.active_sequences import Floats, Loads
+from controller.router.selection.score import USUAL, Overlaps, Pricing, Scores, pick_lowest, score
 
 BLOCK = 16
 SMALL = st.floats(0, 1000)
@@ -40,7 +40,7 @@ def priced(
         block_tokens=BLOCK,
         loads=Loads(column["to_read"], column["in_use"], column["requests"], column["lately"]),
         overlaps=Overlaps(column["device"], column["host"], disk, shared, sharers),
-        others=others,
+        external_blocks=others,
         weights=weights,
     )
 

@@ -4,20 +4,20 @@ import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 
-from controller.adapters.embedded import Server, start_nats
-from controller.adapters.slot_sync import SlotSync
-from controller.router.slots import SlotTracker, Work
-from controller.router.table import Holder
+from controller.adapters.embedded.servers import EmbeddedServer, start_nats
+from controller.adapters.feeds.slot_sync import SlotSync
+from controller.router.endpoints import WorkerRank
+from controller.router.load.active_sequences import ActiveSequences, RankWork
 from events import subjects
-from events.connection import Connection
+from events.nats.connection import BrokerConnection
 
 Eventually = Callable[..., Awaitable[None]]
-W1 = Holder("w1", "i1")
+W1 = WorkerRank("w1", "i1")
 
 
 @asynccontextmanager
-async def frontend(url: str, name: str) -> AsyncIterator[tuple[SlotTracker[Holder], SlotSync]]:
-    slots: SlotTracker[Holder] = SlotTracker()
+async def frontend(url: str, name: str) -> AsyncIterator[tuple[ActiveSequences, SlotSync]]:
+    slots = ActiveSequences()
     sync = await SlotSync.open(url, name, slots)
     task = asyncio.create_task(sync.run())
     yield slots, sync
@@ -30,12 +30,12 @@ def now() -> float:
     return asyncio.get_running_loop().time()
 
 
-def at_w1(slots: SlotTracker[Holder]) -> Work:
+def at_w1(slots: ActiveSequences) -> RankWork:
     return slots.work(W1, now=now())
 
 
 async def test_all_count_everything_also_after_the_broker_was_away(
-    own_nats: Server, eventually: Eventually
+    own_nats: EmbeddedServer, eventually: Eventually
 ) -> None:
     async with frontend(own_nats.url, "a") as (a, sync_a), frontend(own_nats.url, "b") as (b, sync_b):
         for number in range(1000):
@@ -43,7 +43,7 @@ async def test_all_count_everything_also_after_the_broker_was_away(
         for number in range(500):
             a.prefill_done(number, now=now())
         b.add("mine", W1, [0], now=now())
-        whole = Work(5000, 2000, 1001)
+        whole = RankWork(5000, 2000, 1001)
         await eventually(lambda: at_w1(a) == at_w1(b) == whole)
         assert sync_b.replicas.gaps == 0
         async with frontend(own_nats.url, "c") as (c, _):  # begins later
@@ -55,19 +55,19 @@ async def test_all_count_everything_also_after_the_broker_was_away(
             a.free(number, now=now())
         assert at_w1(b) == whole  # as it was
         server = await start_nats(own_nats.directory, port=own_nats.port)
-        await eventually(lambda: at_w1(a) == at_w1(b) == Work(100, 21, 11))
+        await eventually(lambda: at_w1(a) == at_w1(b) == RankWork(100, 21, 11))
         a.free(999, now=now())
         await eventually(lambda: at_w1(b).requests == 10)
         await server.kill()
 
 
 async def test_what_makes_no_sense_is_counted_and_harms_nobody(
-    own_nats: Server, eventually: Eventually
+    own_nats: EmbeddedServer, eventually: Eventually
 ) -> None:
     async with frontend(own_nats.url, "a") as (a, _), frontend(own_nats.url, "b") as (b, sync):
-        other = await Connection.open(own_nats.url, "other")
+        other = await BrokerConnection.open(own_nats.url, "other")
         await other.client.publish(subjects.KV_SLOTS, b"nonsense")
         await eventually(lambda: sync.bad == 1)
         a.add(1, W1, [1], now=now())
-        await eventually(lambda: at_w1(b) == Work(0, 1, 1))
+        await eventually(lambda: at_w1(b) == RankWork(0, 1, 1))
         await other.close()

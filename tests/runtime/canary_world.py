@@ -14,9 +14,9 @@ from controller.adapters.clock import VirtualClock
 from controller.deciders.breaker import BreakerPolicy
 from controller.deciders.fleet import Fleet, FleetPolicy, evolve, settle
 from controller.ports import Prober, WorkerUnreachable
-from controller.runtime.canary import CanaryLoop
-from controller.runtime.canary_tools import Tools
-from controller.runtime.goldens import Vocabulary
+from controller.runtime.canary.goldens import Vocabulary
+from controller.runtime.canary.loop import CanaryLoop
+from controller.runtime.canary.tools import Tools
 from controller.runtime.settings import CanarySettings
 from events.fact import Fact, Recorded
 from events.journal.memory import MemoryJournal, MemoryStream

@@ -12,7 +12,7 @@ from controller.runtime.actuator import Actuator
 from controller.runtime.beats import Beats
 from controller.runtime.settings import ActuatorSettings
 from events import subjects
-from events.bus import MemoryBus
+from events.nats.bus import MemoryBus
 from events.observations import (
     DeviceFaulted,
     DeviceRecovered,
@@ -29,7 +29,7 @@ class Told:
     def __init__(self) -> None:
         self.world = World()
         self.bus = MemoryBus(connected_since=0.0)
-        self.beats = Beats(self.bus, self.world.clock)
+        self.beats = Beats(self.world.clock)
         self.actuator = Actuator(
             self.world, self.beats, self.bus, self.world.clock, ActuatorSettings(), lambda: self.world.leads
         )
@@ -61,7 +61,7 @@ class Told:
 
     @contextlib.asynccontextmanager
     async def running(self) -> AsyncIterator["Told"]:
-        await self.beats.start()
+        await self.beats.start(self.bus)
         await self.bus.subscribe(subjects.drain("w1"), self.on_drain)
         await self.bus.subscribe(subjects.resume("w1"), self.on_resume)
         await self.bus.subscribe(subjects.retire("w1"), self.on_retire)

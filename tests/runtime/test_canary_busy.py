@@ -12,17 +12,18 @@ import pytest
 from canary_world import World
 
 from controller.adapters.clock import SystemClock
-from controller.adapters.request_plane import Address, RequestPlane
-from controller.runtime.probe import Deadline, within
+from controller.adapters.request_plane.client import RequestPlaneClient
+from controller.adapters.request_plane.links import Address
+from controller.runtime.canary.probe import Deadline, within
 from controller.runtime.settings import CanarySettings
-from events.bus import MemoryBus
+from events.nats.bus import MemoryBus
 from events.observations import CanaryFailed, CanaryPassed, GoldenProposed
 from events.wire import Chunk, Generate, Sampling
+from workers.config.worker import WorkerConfig
 from workers.engines.simulated.engine import SimulatedEngine
-from workers.engines.simulated.sequence import Shape
+from workers.engines.simulated.sequence import EngineShape
 from workers.engines.simulated.timing import ConstantTiming
-from workers.obedience import Place
-from workers.worker import Worker
+from workers.worker import InferenceWorker
 
 INTERVAL_S, TIMEOUT_S, PREFILL_S, TOKENS_PER_S = 0.2, 1.0, 4.0, 3_000
 STUCK_S = 8.0
@@ -34,8 +35,8 @@ class Rig:
     """A worker, a user of it, and the canary loop."""
 
     world: World
-    worker: Worker
-    users: RequestPlane
+    worker: InferenceWorker
+    users: RequestPlaneClient
 
     async def until(self, condition: Callable[[], object], seconds: float) -> float:
         began = time.monotonic()
@@ -78,16 +79,16 @@ async def rig(
     *, batch: int = 256, itl_s: float = 0.001, tokens_per_s: int = TOKENS_PER_S, coverage: bool = False
 ) -> AsyncIterator[Rig]:
     """Run one worker, and probe it every INTERVAL_S with a deadline of TIMEOUT_S."""
-    canaries, users = RequestPlane("canary"), RequestPlane("f1")
+    canaries, users = RequestPlaneClient("canary"), RequestPlaneClient("f1")
     settings = CanarySettings(
         interval_s=INTERVAL_S, timeout_s=TIMEOUT_S, busy_s=30, coverage=coverage, slow_floor_ms=300
     )
     world = World(settings, clock=SystemClock(), prober=canaries)
     engine = SimulatedEngine(
-        Shape(batch_max=batch), ConstantTiming(itl_s=itl_s, prefill_tokens_per_s=tokens_per_s)
+        EngineShape(batch_max=batch), ConstantTiming(itl_s=itl_s, prefill_tokens_per_s=tokens_per_s)
     )
     stop, bus = asyncio.Event(), MemoryBus()
-    worker = Worker(Place(name="w0", instance="i1"), engine, world.journal, bus)
+    worker = InferenceWorker(WorkerConfig(name="w0", instance="i1"), engine, world.journal, bus)
     running = [asyncio.ensure_future(worker.run(stop))]
     made = Rig(world, worker, users)
     try:

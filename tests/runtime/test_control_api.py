@@ -6,15 +6,15 @@ from typing import Any
 
 import pytest
 
-from controller.adapters.control_api import ControlApi
-from controller.adapters.embedded import Server, start_nats
-from events.bus import BusUnavailable, NatsBus, NoAnswer
+from controller.adapters.control_api import ControlApi, serve
+from controller.adapters.embedded.servers import EmbeddedServer, start_nats
 from events.errors import HoldfastError
+from events.nats.bus import BusUnavailable, NatsBus, NoAnswer
 
 pytestmark = pytest.mark.servers
 
 
-class Desk:
+class RecordingControl:
     """Operations that write down what they were asked."""
 
     def __init__(self) -> None:
@@ -48,13 +48,13 @@ class Desk:
 
 @contextlib.asynccontextmanager
 async def served(url: str) -> Any:
-    desk = Desk()
-    api = ControlApi(url, desk)
+    control = RecordingControl()
+    api = ControlApi(url, control)
     task = asyncio.create_task(api.run())
     bus = await NatsBus.connect(url, "operator")
     try:
         await asyncio.wait_for(api.serving.wait(), 20)
-        yield desk, bus
+        yield control, bus
     finally:
         task.cancel()
         with contextlib.suppress(asyncio.CancelledError):
@@ -93,22 +93,21 @@ class Answering:
 
 @pytest.mark.parametrize("call", ["start", "flush"])
 async def test_a_stop_that_comes_with_an_answer_of_the_broker_is_heard(call: str) -> None:
-    api = ControlApi("nats://127.0.0.1:1", Desk())
-    api._broker = broker = Answering(call)
-    serving = asyncio.ensure_future(api.run())
+    broker = Answering(call)
+    serving = asyncio.ensure_future(serve(broker, asyncio.Event()))
     await asyncio.wait({serving}, timeout=20)
     assert serving.cancelled() and broker.stopped
 
 
 async def test_a_request_is_answered(nats_url: str) -> None:
-    async with served(nats_url) as (desk, bus):
+    async with served(nats_url) as (control, bus):
         assert await bus.request("control.drain", {"worker": "w1", "deadline_s": 30, "by": "ada"}) == {
             "says": "w1 is to drain"
         }
-        assert desk.asked == [("drain", "w1", 30, "ada")]
+        assert control.asked == [("drain", "w1", 30, "ada")]
         moved = await bus.request("control.move", {"worker": "w1", "to": "w2", "by": "ada"})
         assert moved == {"says": "what runs on w1 is to move"}
-        assert desk.asked[1:] == [("move", "w1", "w2", "ada")]
+        assert control.asked[1:] == [("move", "w1", "w2", "ada")]
         status = await bus.request("control.status", {})
         assert status == {"workers": [{"id": "w1", "weight": 0.5, "last_canary": None}], "leader": None}
 
@@ -138,11 +137,11 @@ async def test_a_refusal_says_what_was_wrong(
 
 @pytest.mark.parametrize("body", [b"", b"nonsense{", b"[1, 2]", b"\xff\xfe", b"null", b'"w1"'])
 async def test_what_is_no_json_object_is_refused_and_does_no_harm(nats_url: str, body: bytes) -> None:
-    async with served(nats_url) as (desk, bus):
+    async with served(nats_url) as (control, bus):
         message = await bus.connection.client.request("control.drain", body, timeout=5)
         assert b"error" in message.data
         assert "says" in await bus.request("control.drain", {"worker": "w2"})
-    assert [asked[1] for asked in desk.asked] == ["w2"]
+    assert [asked[1] for asked in control.asked] == ["w2"]
 
 
 async def test_two_controllers_handle_each_request_once(nats_url: str) -> None:
@@ -153,7 +152,7 @@ async def test_two_controllers_handle_each_request_once(nats_url: str) -> None:
 
 
 async def test_it_serves_again_after_the_broker_was_killed(
-    own_nats: Server, tmp_path: Any, eventually: Any
+    own_nats: EmbeddedServer, tmp_path: Any, eventually: Any
 ) -> None:
     async with served(own_nats.url) as (_, bus):
         await own_nats.kill()

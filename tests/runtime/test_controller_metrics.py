@@ -7,12 +7,11 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from controller.metrics import REASONS, ControllerMetrics, FleetCollector
 from controller.runtime.beats import Beats
-from events.bus import MemoryBus
+from events.fact import Observation
 from events.observations import (
     CanaryFailed,
     CanarySlow,
     DrainRequested,
-    Observation,
     RequestMigrated,
     WorkerLeft,
 )
@@ -26,7 +25,7 @@ class Scraped:
     def __init__(self, cardinality: str = "full") -> None:
         self.world = World()
         self.metrics = ControllerMetrics(cardinality)  # type: ignore[arg-type]
-        self.beats = Beats(MemoryBus(), self.world.clock)
+        self.beats = Beats(self.world.clock)
         own = {"leader": 1.0, "spool_depth": 7.0, "appends": 3.0}
         self.metrics.registry.register(FleetCollector(lambda: self.world.fleet, self.beats, lambda: own))
         self.world.listen(lambda view, batch: self.metrics.count(batch))

@@ -14,13 +14,13 @@ from typing import Any
 import aiohttp
 import pytest
 
-from controller.adapters.embedded import Server, start_nats
-from controller.frontend.tokens import TokenizerMissing
+from controller.adapters.embedded.servers import EmbeddedServer, start_nats
+from controller.frontend.text.tokenizer import TokenizerMissing
 from controller.processes.controller import load_vocabulary
-from events.bus import BusUnavailable, NatsBus, NoAnswer
 from events.decisions import BreakerOpened, GoldenAgreed, HealthChanged
 from events.fact import Fact
 from events.journal.nats import NatsJournal
+from events.nats.bus import BusUnavailable, NatsBus, NoAnswer
 from events.observations import (
     CanaryFailed,
     CanaryPassed,
@@ -31,7 +31,7 @@ from events.observations import (
     WorkerJoined,
     WorkerSilent,
 )
-from events.presence import present
+from events.process.presence import present
 
 pytestmark = pytest.mark.servers
 INTERVAL_S = 0.5
@@ -212,7 +212,7 @@ async def test_a_second_controller_stands_by_and_takes_over(
 
 
 async def test_a_controller_that_stops_hands_over_at_once(
-    own_nats: Server, tmp_path: Path, eventually: Any
+    own_nats: EmbeddedServer, tmp_path: Path, eventually: Any
 ) -> None:
     data = tmp_path / "fleet"
     data.mkdir()
@@ -279,7 +279,7 @@ async def decided_by(journal: NatsJournal, instance: str, whose: str) -> bool:
 
 
 async def test_a_controller_that_stops_is_not_ready_at_once_and_lives_until_the_end(
-    own_nats: Server, tmp_path: Path, eventually: Any
+    own_nats: EmbeddedServer, tmp_path: Path, eventually: Any
 ) -> None:
     data = tmp_path / "fleet"
     data.mkdir()
@@ -297,7 +297,9 @@ async def test_a_controller_that_stops_is_not_ready_at_once_and_lives_until_the_
         assert ready == sorted(ready) and ready[-1] == 503
 
 
-async def test_a_broker_that_dies_accuses_nobody(own_nats: Server, tmp_path: Path, eventually: Any) -> None:
+async def test_a_broker_that_dies_accuses_nobody(
+    own_nats: EmbeddedServer, tmp_path: Path, eventually: Any
+) -> None:
     data = tmp_path / "fleet"
     data.mkdir()
     async with fleet(own_nats.url, data) as processes:

@@ -2,8 +2,8 @@
 
 import pytest
 
-from controller.runtime.coverage import FIRST_ID, SLICES, covering, dealt
-from controller.runtime.goldens import Canary
+from controller.runtime.canary.coverage import FIRST_ID, SLICES, covering, dealt
+from controller.runtime.canary.goldens import Canary
 
 POOL = tuple(Canary(f"q{n}", (7, 8, 9), 32, text="why") for n in range(12))
 

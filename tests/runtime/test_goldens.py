@@ -8,12 +8,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from controller.runtime.goldens import (
+from controller.runtime.canary.goldens import (
     POOL,
-    Answer,
     Calibration,
     Canary,
-    Expected,
+    CanaryAnswer,
+    ExpectedAnswer,
     compare,
     configured,
     distance,
@@ -59,36 +59,38 @@ def test_extending_gives_up_on_a_tokenizer_that_yields_nothing() -> None:
 
 
 def test_b15_candidates_with_the_largest_margin_at_each_step_come_first() -> None:
-    sure = Answer((1, 2), (((1, -0.1), (9, -5.0)), ((2, -0.1), (9, -4.0))))
-    unsure = Answer((1, 2), (((1, -0.1), (9, -9.0)), ((2, -0.7), (9, -0.71))))
-    short = Answer((1,), (((1, 0.0), (9, -50.0)),))
-    broken = Answer((1, 2), (), finite=False)
-    answers = {"unsure": unsure, "short": short, "sure": sure, "broken": broken, "mute": Answer(())}
+    sure = CanaryAnswer((1, 2), (((1, -0.1), (9, -5.0)), ((2, -0.1), (9, -4.0))))
+    unsure = CanaryAnswer((1, 2), (((1, -0.1), (9, -9.0)), ((2, -0.7), (9, -0.71))))
+    short = CanaryAnswer((1,), (((1, 0.0), (9, -50.0)),))
+    broken = CanaryAnswer((1, 2), (), finite=False)
+    answers = {"unsure": unsure, "short": short, "sure": sure, "broken": broken, "mute": CanaryAnswer(())}
     assert rank(answers, tokens=2) == ("sure", "unsure", "short")
 
 
 def test_equal_answers_do_not_differ() -> None:
-    found = compare(Answer((5,), (TOP,)), tokens=(5,), top_k=(TOP,), tolerance=1e-3)
+    found = compare(CanaryAnswer((5,), (TOP,)), tokens=(5,), top_k=(TOP,), tolerance=1e-3)
     assert (found.reason, found.distance) == (None, 0.0)
 
 
 def test_tokens_must_be_the_very_same() -> None:
     for tokens in ((5, 6), (), (5, 7, 8), (9, 7)):
-        assert compare(Answer(tokens), tokens=(5, 7), top_k=(), tolerance=1e-3).reason == "token_mismatch"
+        assert (
+            compare(CanaryAnswer(tokens), tokens=(5, 7), top_k=(), tolerance=1e-3).reason == "token_mismatch"
+        )
 
 
 def test_b14_logprobs_are_compared_within_a_tolerance() -> None:
     shifted = ((5, -0.1005), (6, -2.5), (7, -3.0))
     golden = {"tokens": (5,), "top_k": (TOP,)}
-    assert compare(Answer((5,), (shifted,)), tolerance=1e-3, **golden).reason is None
-    drifted = compare(Answer((5,), (shifted,)), tolerance=1e-4, **golden)
+    assert compare(CanaryAnswer((5,), (shifted,)), tolerance=1e-3, **golden).reason is None
+    drifted = compare(CanaryAnswer((5,), (shifted,)), tolerance=1e-4, **golden)
     assert drifted.reason == "logit_drift"
     assert drifted.distance == pytest.approx(5e-4)
 
 
 def test_b14_tolerance_zero_means_exact_tokens_only() -> None:
     far = ((5, -9.0), (6, -9.5))
-    assert compare(Answer((5,), (far,)), tokens=(5,), top_k=(TOP,), tolerance=0.0).reason is None
+    assert compare(CanaryAnswer((5,), (far,)), tokens=(5,), top_k=(TOP,), tolerance=0.0).reason is None
 
 
 def test_what_is_missing_from_a_top_k_was_below_its_last_entry() -> None:
@@ -105,7 +107,7 @@ def test_positions_beyond_the_first_wrong_token_are_not_compared() -> None:
 
 
 def test_an_answer_without_the_logprobs_of_its_golden_drifts() -> None:
-    assert compare(Answer((5,)), tokens=(5,), top_k=(TOP,), tolerance=1e-3).reason == "logit_drift"
+    assert compare(CanaryAnswer((5,)), tokens=(5,), top_k=(TOP,), tolerance=1e-3).reason == "logit_drift"
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
@@ -121,7 +123,7 @@ def test_chunks_are_read_as_one_answer() -> None:
         Chunk(0, [1, 2], logprobs=[Logprob(-0.1, [(1, -0.1)]), Logprob(-0.2, [(2, -0.2)])]),
         Chunk(0, [3]),
     ]
-    assert read(chunks) == Answer((1, 2, 3), (((1, -0.1),), ((2, -0.2),)))
+    assert read(chunks) == CanaryAnswer((1, 2, 3), (((1, -0.1),), ((2, -0.2),)))
     assert read([Chunk(0, [], text="hé"), Chunk(0, [], text="!")]).tokens == tuple("hé!".encode())
 
 
@@ -197,9 +199,9 @@ def test_calibrated_noise_gives_no_false_alarm_in_ten_thousand_probes() -> None:
     draw = random.Random(7)
     made = calibration()
 
-    def noisy() -> Answer:
+    def noisy() -> CanaryAnswer:
         top = tuple((token, value + draw.uniform(-9e-5, 9e-5)) for token, value in TOP)
-        return Answer((5,) * 32, (top,) * 32)
+        return CanaryAnswer((5,) * 32, (top,) * 32)
 
     alarms = 0
     for _ in range(10_000):
@@ -239,13 +241,17 @@ def test_the_seeds_configured_form_is_accepted() -> None:
 
 def test_the_range_of_the_top_logit_is_checked_where_the_engine_reports_raw_logits() -> None:
     found = compare(
-        Answer((1,), (((1, 8.1), (2, 3.0)),)), tokens=(1,), top_k=(), tolerance=0.0, top_logit_range=(15, 25)
+        CanaryAnswer((1,), (((1, 8.1), (2, 3.0)),)),
+        tokens=(1,),
+        top_k=(),
+        tolerance=0.0,
+        top_logit_range=(15, 25),
     )
     assert found.reason == "logit_drift"
     assert "top_logit=8.10" in found.detail
-    good = Answer((1,), (((1, 20.3), (2, 3.0)),))
+    good = CanaryAnswer((1,), (((1, 20.3), (2, 3.0)),))
     assert compare(good, tokens=(1,), top_k=(), tolerance=0.0, top_logit_range=(15, 25)).reason is None
-    logprobs = Answer((1,), (((1, -0.1), (2, -3.0)),))
+    logprobs = CanaryAnswer((1,), (((1, -0.1), (2, -3.0)),))
     assert compare(logprobs, tokens=(1,), top_k=(), tolerance=0.0, top_logit_range=(15, 25)).reason is None
 
 
@@ -287,18 +293,20 @@ TOPS = st.lists(st.tuples(st.integers(0, 50), VALUES), min_size=1, max_size=6, u
     lambda entries: tuple(sorted(entries, key=lambda e: -e[1]))
 )
 ANSWERS = st.lists(st.tuples(st.integers(0, 50), TOPS), min_size=1, max_size=8).map(
-    lambda rows: Answer(tuple(t for t, _ in rows), tuple(top for _, top in rows))
+    lambda rows: CanaryAnswer(tuple(t for t, _ in rows), tuple(top for _, top in rows))
 )
 
 
 @given(ANSWERS)
-def test_an_answer_never_differs_from_itself(answer: Answer) -> None:
+def test_an_answer_never_differs_from_itself(answer: CanaryAnswer) -> None:
     found = compare(answer, tokens=answer.tokens, top_k=answer.top_k, tolerance=1e-3)
     assert (found.reason, found.distance) == (None, 0.0)
 
 
 @given(ANSWERS, ANSWERS)
-def test_the_distance_is_symmetric_and_wrong_tokens_are_never_overlooked(one: Answer, other: Answer) -> None:
+def test_the_distance_is_symmetric_and_wrong_tokens_are_never_overlooked(
+    one: CanaryAnswer, other: CanaryAnswer
+) -> None:
     forth = distance(one.top_k, other.top_k, positions=8)
     assert forth == distance(other.top_k, one.top_k, positions=8)
     assert forth is not None and forth >= 0
@@ -307,13 +315,13 @@ def test_the_distance_is_symmetric_and_wrong_tokens_are_never_overlooked(one: An
 
 
 @given(ANSWERS, st.integers(0, 7), st.floats(0.01, 5))
-def test_one_shifted_logprob_is_found_wherever_it_is(answer: Answer, place: int, shift: float) -> None:
+def test_one_shifted_logprob_is_found_wherever_it_is(answer: CanaryAnswer, place: int, shift: float) -> None:
     place %= len(answer.tokens)
     (token, value), *rest = answer.top_k[place]
     moved = ((token, value + shift), *rest)
     top_k = (*answer.top_k[:place], moved, *answer.top_k[place + 1 :])
     found = compare(
-        Answer(answer.tokens, top_k), tokens=answer.tokens, top_k=answer.top_k, tolerance=shift / 2
+        CanaryAnswer(answer.tokens, top_k), tokens=answer.tokens, top_k=answer.top_k, tolerance=shift / 2
     )
     assert found.reason == "logit_drift"
     assert found.distance == pytest.approx(shift)
@@ -321,16 +329,16 @@ def test_one_shifted_logprob_is_found_wherever_it_is(answer: Answer, place: int,
 
 @given(ANSWERS, ANSWERS, st.integers(0, 8), st.sampled_from((0.0, 1.0, 20.0)))
 def test_an_answer_is_cut_as_soon_as_it_is_wrong_and_for_the_same_reason(
-    right: Answer, other: Answer, alike: int, tolerance: float
+    right: CanaryAnswer, other: CanaryAnswer, alike: int, tolerance: float
 ) -> None:
-    said = Answer(right.tokens[:alike] + other.tokens, right.top_k[:alike] + other.top_k)
+    said = CanaryAnswer(right.tokens[:alike] + other.tokens, right.top_k[:alike] + other.top_k)
     whole = compare(said, tokens=right.tokens, top_k=right.top_k, tolerance=tolerance)
-    expected = Expected(right.tokens, right.top_k, tolerance)
+    expected = ExpectedAnswer(right.tokens, right.top_k, tolerance)
     rows = list(zip(said.tokens, said.top_k, strict=True))
     heard = next(
         (n + 1 for n, (token, top) in enumerate(rows) if expected.departs(chunk_of(token, top))), len(rows)
     )
-    cut = Answer(said.tokens[:heard], said.top_k[:heard], cut=heard < len(rows))
+    cut = CanaryAnswer(said.tokens[:heard], said.top_k[:heard], cut=heard < len(rows))
     found = compare(cut, tokens=right.tokens, top_k=right.top_k, tolerance=tolerance)
     assert (found.reason is None) == (whole.reason is None)
     assert heard <= alike + len(other.tokens)

@@ -10,7 +10,7 @@ from controller.runtime.beats import Beats
 from controller.runtime.liveness import Liveness
 from controller.runtime.settings import LivenessSettings
 from events import subjects
-from events.bus import MemoryBus
+from events.nats.bus import MemoryBus
 from events.observations import ObserverBlind, WorkerHeard, WorkerLeft, WorkerSilent
 
 
@@ -20,24 +20,28 @@ class Watched:
     def __init__(self, *names: str) -> None:
         self.world = World()
         self.bus = MemoryBus(connected_since=0.0)
-        self.beats = Beats(self.bus, self.world.clock)
-        self.liveness = Liveness(
-            self.world,
-            self.beats,
-            self.world.journal,
-            self.bus,
-            self.world.clock,
-            LivenessSettings(),
-            lambda: self.world.leads,
-        )
+        self.beats = Beats(self.world.clock)
+        self.liveness = self.observer(self.world.clock)
         for name in names:
             self.world.join(name)
         self.beating = set(names)
         self.linked: dict[str, str] = {}
         self.skew = timedelta(0)
 
+    def observer(self, clock: Any) -> Liveness:
+        """Return an observer of these workers, by a clock of its own."""
+        return Liveness(
+            self.world,
+            self.beats,
+            self.world.journal,
+            self.bus,
+            clock,
+            LivenessSettings(),
+            lambda: self.world.leads,
+        )
+
     async def start(self) -> "Watched":
-        await self.beats.start()
+        await self.beats.start(self.bus)
         return self
 
     async def beat(self, name: str, **more: Any) -> None:
@@ -198,9 +202,9 @@ async def test_an_observer_whose_own_loop_lagged_was_not_listening() -> None:
                 raise StopAsyncIteration
             await w.world.clock.advance(seconds + 10)
 
-    w.liveness._clock = Stalled()  # type: ignore[assignment]
+    lagging = w.observer(Stalled())
     with pytest.raises(StopAsyncIteration):
-        await w.liveness.run()
+        await lagging.run()
     w.world.turn()
     assert not w.world.facts(WorkerSilent)
     assert not w.world.facts(ObserverBlind)

@@ -10,9 +10,15 @@ from canary_world import World, joined
 
 from controller.ports import StoreUnavailable
 from controller.runtime.beats import Beats
-from controller.runtime.operations import ChaosRefused, NotPossible, Operations, UnknownWorker
+from controller.runtime.operations import (
+    ChaosRefused,
+    ControlOperations,
+    FleetSources,
+    NotPossible,
+    UnknownWorker,
+)
 from events import subjects
-from events.bus import MemoryBus
+from events.nats.bus import MemoryBus
 from events.observations import (
     ChaosInjected,
     DrainRequested,
@@ -21,28 +27,30 @@ from events.observations import (
     Topology,
     WorkerLeft,
 )
-from events.presence import Presence
+from events.process.presence import Presence
 
 
-class Desk:
-    """An operator's desk over a fleet of doubles."""
+class OperationsOverDoubles:
+    """The operations over a fleet of doubles."""
 
     def __init__(self, chaos: bool = True) -> None:
         self.world = World()
         self.bus = MemoryBus()
-        self.beats = Beats(self.bus, self.world.clock)
+        self.beats = Beats(self.world.clock)
         self.signals: list[tuple[int, int]] = []
         self.dead_pids: set[int] = set()
         self.projected: int | Exception = 1
-        self.operations = Operations(
-            lambda: self.world.fleet,
+        self.operations = ControlOperations(
+            FleetSources(
+                fleet=lambda: self.world.fleet,
+                leader=lambda: "controller:1",
+                present=lambda: [Presence("worker", "w1", 17, "tcp://x:1")],
+                projected=self._projected,
+            ),
             self.world.journal,
             self.bus,
             self.beats,
             chaos=chaos,
-            leader=lambda: "controller:1",
-            present=lambda: [Presence("worker", "w1", 17, "tcp://x:1")],
-            projected=self._projected,
             send_signal=self._signal,
         )
 
@@ -59,109 +67,109 @@ class Desk:
 
 
 async def test_a_drain_and_a_resume_become_facts_of_the_present_instance() -> None:
-    desk = Desk()
-    desk.world.join("w1")
-    assert "30 s" in await desk.operations.drain("w1", 30, "ada")
-    desk.world.turn()
-    await desk.operations.resume("w1", "ada")
-    (drain,), (resume,) = desk.world.facts(DrainRequested), desk.world.facts(ResumeRequested)
+    doubles = OperationsOverDoubles()
+    doubles.world.join("w1")
+    assert "30 s" in await doubles.operations.drain("w1", 30, "ada")
+    doubles.world.turn()
+    await doubles.operations.resume("w1", "ada")
+    (drain,), (resume,) = doubles.world.facts(DrainRequested), doubles.world.facts(ResumeRequested)
     assert (drain.instance, drain.deadline_s, drain.by) == ("w1-1", 30, "ada")
     assert (resume.instance, resume.by) == ("w1-1", "ada")
 
 
 async def test_a_healthy_worker_has_nothing_to_resume() -> None:
-    desk = Desk()
-    desk.world.join("w1")
-    async with desk.world.running():
-        await desk.world.until(lambda: desk.world.status("w1") == "HEALTHY", 60)
+    doubles = OperationsOverDoubles()
+    doubles.world.join("w1")
+    async with doubles.world.running():
+        await doubles.world.until(lambda: doubles.world.status("w1") == "HEALTHY", 60)
     with pytest.raises(NotPossible, match="w1 is healthy and does not drain: there is nothing to resume"):
-        await desk.operations.resume("w1", "ada")
-    assert not desk.world.facts(ResumeRequested)
+        await doubles.operations.resume("w1", "ada")
+    assert not doubles.world.facts(ResumeRequested)
 
 
 async def test_a_wish_to_move_becomes_a_fact_where_somebody_can_take_the_requests() -> None:
-    desk = Desk()
+    doubles = OperationsOverDoubles()
     for worker in ("w1", "w2"):
-        desk.world.join(worker)
-    desk.world.join("w3", revision="another")
+        doubles.world.join(worker)
+    doubles.world.join("w3", revision="another")
     with pytest.raises(NotPossible, match="no other worker can take them: it must serve the same model"):
-        await desk.operations.move("w1", "", "ada")  # w2 has not passed a canary yet
-    async with desk.world.running():
-        await desk.world.until(lambda: desk.world.status("w2") == "HEALTHY", 60)
-        assert await desk.operations.move("w1", "", "ada") == "what runs on w1 is to move"
-        assert await desk.operations.move("w1", "w2", "ada") == "what runs on w1 is to move to w2"
+        await doubles.operations.move("w1", "", "ada")  # w2 has not passed a canary yet
+    async with doubles.world.running():
+        await doubles.world.until(lambda: doubles.world.status("w2") == "HEALTHY", 60)
+        assert await doubles.operations.move("w1", "", "ada") == "what runs on w1 is to move"
+        assert await doubles.operations.move("w1", "w2", "ada") == "what runs on w1 is to move to w2"
         for to, why in (("w1", "w1 has them already"), ("w3", "w3 cannot take them")):
             with pytest.raises(NotPossible, match=why):
-                await desk.operations.move("w1", to, "ada")
+                await doubles.operations.move("w1", to, "ada")
         with pytest.raises(UnknownWorker, match="'w9'"):
-            await desk.operations.move("w1", "w9", "ada")
-    moves = desk.world.facts(MoveRequested)
+            await doubles.operations.move("w1", "w9", "ada")
+    moves = doubles.world.facts(MoveRequested)
     assert [(fact.worker, fact.instance, fact.to, fact.by) for fact in moves] == [
         ("w1", "w1-1", "", "ada"), ("w1", "w1-1", "w2", "ada"),
     ]  # fmt: skip
 
 
 async def test_a_misspelt_or_dead_worker_is_refused() -> None:
-    desk = Desk()
-    desk.world.join("w1")
+    doubles = OperationsOverDoubles()
+    doubles.world.join("w1")
     with pytest.raises(UnknownWorker, match="'w9'"):
-        await desk.operations.drain("w9", None, "")
-    desk.world.journal.observe(WorkerLeft(worker="w1", instance="w1-1", mode="immediate", exit=-9))
-    desk.world.turn()
+        await doubles.operations.drain("w9", None, "")
+    doubles.world.journal.observe(WorkerLeft(worker="w1", instance="w1-1", mode="immediate", exit=-9))
+    doubles.world.turn()
     with pytest.raises(NotPossible, match="dead"):
-        await desk.operations.resume("w1", "")
-    assert not desk.world.facts(DrainRequested)
+        await doubles.operations.resume("w1", "")
+    assert not doubles.world.facts(DrainRequested)
 
 
 async def test_chaos_is_refused_unless_the_fleet_was_started_for_it() -> None:
-    desk = Desk(chaos=False)
-    desk.world.join("w1")
+    doubles = OperationsOverDoubles(chaos=False)
+    doubles.world.join("w1")
     with pytest.raises(ChaosRefused, match="--chaos"):
-        await desk.operations.chaos("w1", "kill", None, None, "ada")
-    assert not desk.signals
-    assert not desk.world.facts(ChaosInjected)
+        await doubles.operations.chaos("w1", "kill", None, None, "ada")
+    assert not doubles.signals
+    assert not doubles.world.facts(ChaosInjected)
 
 
 @pytest.mark.parametrize(
     ("fault", "number"), [("kill", signal.SIGKILL), ("hang", signal.SIGSTOP), ("unhang", signal.SIGCONT)]
 )
 async def test_a_process_is_killed_or_hung_by_signal(fault: str, number: int) -> None:
-    desk = Desk()
-    desk.world.join("w1", pid=4711)
-    await desk.operations.chaos("w1", fault, None, None, "ada")
-    assert desk.signals == [(4711, number)]
-    assert [(f.fault, f.by) for f in desk.world.facts(ChaosInjected)] == [(fault, "ada")]
+    doubles = OperationsOverDoubles()
+    doubles.world.join("w1", pid=4711)
+    await doubles.operations.chaos("w1", fault, None, None, "ada")
+    assert doubles.signals == [(4711, number)]
+    assert [(f.fault, f.by) for f in doubles.world.facts(ChaosInjected)] == [(fault, "ada")]
 
 
 @pytest.mark.parametrize("fault", ["kill", "hang", "unhang"])
 async def test_one_of_many_in_a_process_is_struck_alone(fault: str) -> None:
-    desk = Desk()
+    doubles = OperationsOverDoubles()
     topology = Topology(host=platform.node())
     for worker in ("w1", "w2"):
-        desk.world.join(worker, pid=4711, topology=topology)
+        doubles.world.join(worker, pid=4711, topology=topology)
     heard: list[Any] = []
-    await desk.bus.subscribe(subjects.chaos("w1"), lambda _, body: heard.append(body["fault"]) or {})
-    await desk.operations.chaos("w1", fault, None, None, "ada")
-    assert (heard, desk.signals) == ([fault], [])
-    assert [f.worker for f in desk.world.facts(ChaosInjected)] == ["w1"]
+    await doubles.bus.subscribe(subjects.chaos("w1"), lambda _, body: heard.append(body["fault"]) or {})
+    await doubles.operations.chaos("w1", fault, None, None, "ada")
+    assert (heard, doubles.signals) == ([fault], [])
+    assert [f.worker for f in doubles.world.facts(ChaosInjected)] == ["w1"]
 
 
 async def test_a_process_elsewhere_or_gone_gets_no_signal() -> None:
-    desk = Desk()
-    desk.world.join("w1", topology=Topology(host=f"not-{platform.node()}"))
+    doubles = OperationsOverDoubles()
+    doubles.world.join("w1", topology=Topology(host=f"not-{platform.node()}"))
     with pytest.raises(NotPossible, match="runs on"):
-        await desk.operations.chaos("w1", "kill", None, None, "")
-    desk.world.join("w2", pid=99)
-    desk.dead_pids.add(99)
+        await doubles.operations.chaos("w1", "kill", None, None, "")
+    doubles.world.join("w2", pid=99)
+    doubles.dead_pids.add(99)
     with pytest.raises(NotPossible, match="No such process"):
-        await desk.operations.chaos("w2", "kill", None, None, "")
-    assert not desk.signals
-    assert not desk.world.facts(ChaosInjected)
+        await doubles.operations.chaos("w2", "kill", None, None, "")
+    assert not doubles.signals
+    assert not doubles.world.facts(ChaosInjected)
 
 
 async def test_other_faults_are_forwarded_to_the_worker() -> None:
-    desk = Desk()
-    desk.world.join("w1")
+    doubles = OperationsOverDoubles()
+    doubles.world.join("w1")
     heard: list[Mapping[str, Any]] = []
 
     async def on_chaos(subject: str, body: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -169,29 +177,29 @@ async def test_other_faults_are_forwarded_to_the_worker() -> None:
         return {"error": "cannot drift"} if body["fault"] == "drift" else {"fault": body["fault"]}
 
     with pytest.raises(NotPossible, match="does not answer"):
-        await desk.operations.chaos("w1", "corrupt", 8, None, "")
-    await desk.bus.subscribe(subjects.chaos("w1"), on_chaos)
-    await desk.operations.chaos("w1", "corrupt", 8, 5, "ada")
+        await doubles.operations.chaos("w1", "corrupt", 8, None, "")
+    await doubles.bus.subscribe(subjects.chaos("w1"), on_chaos)
+    await doubles.operations.chaos("w1", "corrupt", 8, 5, "ada")
     assert heard == [{"fault": "corrupt", "argument": 8, "rank": None, "duration": 5}]
-    await desk.operations.chaos("w1", "xid", 79, None, "ada", 3)
+    await doubles.operations.chaos("w1", "xid", 79, None, "ada", 3)
     assert heard[1] == {"fault": "xid", "argument": 79, "rank": 3, "duration": None}
     with pytest.raises(NotPossible, match="cannot drift"):
-        await desk.operations.chaos("w1", "drift", None, None, "")
-    assert [(f.fault, f.detail) for f in desk.world.facts(ChaosInjected)] == [
+        await doubles.operations.chaos("w1", "drift", None, None, "")
+    assert [(f.fault, f.detail) for f in doubles.world.facts(ChaosInjected)] == [
         ("corrupt", "argument=8"),
         ("xid", "argument=79, rank=3"),
     ]
 
 
 async def test_the_status_has_the_keys_that_are_promised() -> None:
-    desk = Desk()
-    await desk.beats.start()
-    desk.world.join("w1", pid=17)
-    async with desk.world.running():
-        await desk.world.pass_time(3)
+    doubles = OperationsOverDoubles()
+    await doubles.beats.start(doubles.bus)
+    doubles.world.join("w1", pid=17)
+    async with doubles.world.running():
+        await doubles.world.pass_time(3)
     body = {"worker": "w1", "instance": "w1-1", "load": {"running": 2, "waiting": 1}, "draining": False}
-    await desk.bus.publish(subjects.beat("w1"), {**body, "at": desk.world.clock.now().isoformat()})
-    status = await desk.operations.status()
+    await doubles.bus.publish(subjects.beat("w1"), {**body, "at": doubles.world.clock.now().isoformat()})
+    status = await doubles.operations.status()
     assert set(status) == {"workers", "processes", "levels", "journal", "projector", "leader"}
     (worker,) = status["workers"]
     assert list(worker) == [
@@ -202,18 +210,18 @@ async def test_the_status_has_the_keys_that_are_promised() -> None:
     assert worker["last_canary"]["outcome"] == "passed"
     assert status["processes"] == [{"role": "worker", "name": "w1", "pid": 17, "url": "tcp://x:1"}]
     assert status["levels"] == {"m": 0}
-    last = len(desk.world.stream.events)
+    last = len(doubles.world.stream.events)
     assert status["journal"] == {"last_seq": last}
     assert status["projector"] == {"position": 1, "lag": last - 1}
     assert status["leader"] == "controller:1"
 
 
 async def test_what_is_not_known_is_null() -> None:
-    desk = Desk()
-    desk.world.join("w1")
-    desk.world.stream.reachable = False
-    desk.projected = StoreUnavailable()
-    status = await desk.operations.status()
+    doubles = OperationsOverDoubles()
+    doubles.world.join("w1")
+    doubles.world.stream.reachable = False
+    doubles.projected = StoreUnavailable()
+    status = await doubles.operations.status()
     assert status["journal"] == {"last_seq": None}
     assert status["projector"] == {"position": None, "lag": None}
     assert status["workers"][0]["in_flight"] is None

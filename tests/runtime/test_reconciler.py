@@ -10,8 +10,8 @@ from made_history import History
 
 from controller.adapters.clock import SystemClock
 from controller.deciders.fleet import Fleet, FleetPolicy, evolve
-from controller.deciders.health import HealthPolicy
-from controller.ports import Place, Snapshot, StoreAhead
+from controller.deciders.health_moves import HealthPolicy
+from controller.ports import ReadPosition, Snapshot, StoreAhead
 from controller.runtime.lease import Lease
 from controller.runtime.reconciler import Reconciler
 from controller.runtime.view import FleetView, ViewNotReady
@@ -44,6 +44,24 @@ class Flaky(MemoryJournal):
         return seq
 
 
+class SeverableCell:
+    """The lease's cell as one process reaches it, until it is killed."""
+
+    def __init__(self, cell: MemoryCell) -> None:
+        self.severed = False
+        self._cell = cell
+
+    async def read(self) -> tuple[bytes, int]:
+        if self.severed:
+            raise JournalUnavailable
+        return await self._cell.read()
+
+    async def write(self, value: bytes, revision: int) -> int:
+        if self.severed:
+            raise JournalUnavailable
+        return await self._cell.write(value, revision)
+
+
 class Controller:
     """A reconciler with its lease, running."""
 
@@ -56,7 +74,8 @@ class Controller:
         **more: object,
     ) -> None:
         self.journal = Flaky(stream, f"controller:{name}")
-        self.lease = Lease(cell, name, CLOCK, ttl_s=0.2)
+        self._cell = SeverableCell(cell)
+        self.lease = Lease(self._cell, name, CLOCK, ttl_s=0.2)
         self.reconciler = Reconciler(
             self.journal,
             self.lease,
@@ -73,7 +92,7 @@ class Controller:
 
     async def kill(self) -> None:
         """End without letting go of the lease."""
-        self.lease._held_until = 0.0
+        self._cell.severed = True
         for task in self.tasks:
             task.cancel()
         await asyncio.gather(*self.tasks, return_exceptions=True)
@@ -209,15 +228,14 @@ async def test_it_decides_nothing_while_the_journal_is_away_and_goes_on_after(
 
 
 async def test_more_than_an_append_can_take_goes_in_several(
-    controllers: list[Controller], eventually: Eventually, monkeypatch: pytest.MonkeyPatch
+    controllers: list[Controller], eventually: Eventually
 ) -> None:
-    monkeypatch.setattr("controller.runtime.reconciler.APPEND_MAX", 7)
     history = beginning()
     speaker = MemoryJournal(history.stream, "worker:test")
     for number in range(20):
         speaker.observe(history.joined(f"w{number}"))
         speaker.observe(history.passed(f"w{number}", check="join"))
-    controllers.append(Controller(history.stream, MemoryCell(), "c1").start())
+    controllers.append(Controller(history.stream, MemoryCell(), "c1", append_max=7).start())
     await eventually(lambda: healthy(history.stream, "w19"))
     assert controllers[0].journal.attempts >= 3
     assert_one_history(history.stream)
@@ -255,11 +273,11 @@ async def test_it_refuses_to_go_on_with_a_kind_that_it_does_not_know(
 class Store:
     """A store that has one snapshot at most."""
 
-    def __init__(self, snapshot: Snapshot | None, place: Place) -> None:
+    def __init__(self, snapshot: Snapshot | None, place: ReadPosition) -> None:
         self.snapshot = snapshot
         self.at = place
 
-    async def place(self) -> Place:
+    async def place(self) -> ReadPosition:
         return self.at
 
     async def load(self) -> Snapshot | None:
@@ -270,7 +288,7 @@ def kept(history: History) -> Store:
     order = history.order()
     last = history.events[-1]
     return Store(
-        Snapshot(order.settled, order.position, dict(order.sources)), Place(last.seq, last.id, last.at)
+        Snapshot(order.settled, order.position, dict(order.sources)), ReadPosition(last.seq, last.id, last.at)
     )
 
 
@@ -342,12 +360,12 @@ async def test_a_view_is_ready_once_all_is_read_and_tells_of_each_batch(eventual
         await task
 
 
-async def test_without_a_broker_a_view_makes_do_with_the_store(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("controller.runtime.view.STORE_SUFFICES_AFTER_S", 0.05)
+async def test_without_a_broker_a_view_makes_do_with_the_store() -> None:
     history = beginning().start()
     history.stream.reachable = False
     journal = MemoryJournal(history.stream, "frontend:f1")
-    knowing, knowing_nothing = FleetView(journal, store=kept(history)), FleetView(journal)  # type: ignore[arg-type]
+    knowing = FleetView(journal, store=kept(history), store_suffices_after_s=0.05)  # type: ignore[arg-type]
+    knowing_nothing = FleetView(journal, store_suffices_after_s=0.05)
     tasks = [asyncio.create_task(view.run()) for view in (knowing, knowing_nothing)]
     await knowing.ready(5)
     assert knowing.fleet.workers.keys() == {"w0", "w1", "w2"}
@@ -360,13 +378,11 @@ async def test_without_a_broker_a_view_makes_do_with_the_store(monkeypatch: pyte
 
 
 @pytest.mark.parametrize("wrong", [False, True])
-async def test_a_view_compares_itself_with_the_store(
-    eventually: Eventually, monkeypatch: pytest.MonkeyPatch, wrong: bool
-) -> None:
-    monkeypatch.setattr("controller.runtime.view.AUDIT_EVERY_S", 0.01)
+async def test_a_view_compares_itself_with_the_store(eventually: Eventually, wrong: bool) -> None:
     history = beginning().start()
     store = kept(history)
-    view = FleetView(MemoryJournal(history.stream, "frontend:f1"), store=store)  # type: ignore[arg-type]
+    journal = MemoryJournal(history.stream, "frontend:f1")
+    view = FleetView(journal, store=store, audit_every_s=0.01)  # type: ignore[arg-type]
     task = asyncio.create_task(view.run())
     await view.ready(5)
     if wrong:

@@ -6,7 +6,7 @@ from collections.abc import Awaitable, Callable
 import pytest
 
 from controller.adapters.clock import SystemClock, VirtualClock
-from controller.adapters.embedded import Server, start_nats
+from controller.adapters.embedded.servers import EmbeddedServer, start_nats
 from controller.runtime.lease import Lease
 from events.journal.cell import MemoryCell
 from events.journal.nats import NatsJournal
@@ -87,7 +87,7 @@ async def test_letting_go_needs_no_waiting() -> None:
 
 @pytest.mark.servers
 async def test_on_nats_one_holds_it_and_the_other_takes_over_even_past_a_restart(
-    own_nats: Server, eventually: Eventually
+    own_nats: EmbeddedServer, eventually: Eventually
 ) -> None:
     journals = [await NatsJournal.connect(own_nats.url, f"controller:c{n}") for n in range(2)]
     leases = [Lease(j.cell("leader"), j.source, SystemClock(), ttl_s=0.4) for j in journals]

@@ -14,7 +14,7 @@ import pytest
 from made_history import History
 from roles import Process, process
 
-from controller.adapters.embedded import Server, start_nats
+from controller.adapters.embedded.servers import EmbeddedServer, start_nats
 from events.decisions import HealthChanged, HealthStatus
 from events.fact import Decision, Recorded
 from events.journal.nats import NatsJournal
@@ -58,7 +58,7 @@ async def said(child: Process, word: str, deadline_s: float = 20.0) -> None:
 
 
 async def test_a_killed_controller_is_replaced_within_seconds_and_one_history_is_written(
-    own_nats: Server, eventually: Eventually, tmp_path: Path
+    own_nats: EmbeddedServer, eventually: Eventually, tmp_path: Path
 ) -> None:
     async with controller(own_nats.url, "c1") as first, AsyncExitStack() as more:
         await said(first, "held")
@@ -93,7 +93,7 @@ async def test_a_killed_controller_is_replaced_within_seconds_and_one_history_is
             await eventually(lambda: healthy("w1"), 20)
             assert (
                 time.monotonic() - killed_at < 10
-            )  # 1.5 s on a quiet machine; measured in benchmarks/journal.py
+            )  # 1.5 s on a quiet machine; measured in benchmarks/store/journal.py
             await own_nats.kill()  # and the broker too
             again = await start_nats(own_nats.directory, port=own_nats.port)
             speaker.observe(history.joined("w2"))

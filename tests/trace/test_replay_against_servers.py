@@ -10,40 +10,40 @@ from scripted import Scripted, serving
 
 from controller.trace.replay import wording
 from controller.trace.replay.driver import Limits, Replay
-from controller.trace.replay.endpoint import BadEndpoint, Endpoint
-from controller.trace.replay.measures import Measures, Slo
-from controller.trace.replay.plan import Planned, Shape, plan
-from controller.trace.rows import Row
+from controller.trace.replay.endpoint import BadEndpoint, ReplayTarget
+from controller.trace.replay.measures import AnswerSlo, ReplayMeasures
+from controller.trace.replay.plan import PlannedRequest, ReplayShape, plan
+from controller.trace.rows import TraceRow
 
 LATE_S = 2.0  # what a busy machine may add
-SHORT = [Row(0, 8, 3, [])] * 20
+SHORT = [TraceRow(0, 8, 3, [])] * 20
 
 
 async def replayed(
     server: Scripted,
-    rows: Iterable[Row],
+    rows: Iterable[TraceRow],
     stop_after_s: float | None = None,
     *,
     chat: bool = False,
     **limits: Any,
-) -> Measures:
+) -> ReplayMeasures:
     """Replay against a server, and return what was measured."""
-    endpoint, measures = Endpoint(server.url), Measures(Slo())
+    target, measures = ReplayTarget(server.url), ReplayMeasures(AnswerSlo())
     try:
-        worded = await wording.find(endpoint, (await endpoint.model(""))["id"], chat=chat)
-        replay = Replay(endpoint, worded, plan(rows, 16, Shape()), measures, Limits(**limits))
+        worded = await wording.find(target, (await target.model(""))["id"], chat=chat)
+        replay = Replay(target, worded, plan(rows, 16, ReplayShape()), measures, Limits(**limits))
         stop = asyncio.Event()
         if stop_after_s is not None:
             asyncio.get_running_loop().call_later(stop_after_s, stop.set)
         async with asyncio.timeout(60):
             await replay.run(stop)
     finally:
-        endpoint.close()
+        target.close()
     return measures
 
 
 async def test_every_request_is_sent_once_at_its_time_with_its_tokens() -> None:
-    rows = [Row(50 * n, 40, 3 + n % 3, [0, 1, 10 + n]) for n in range(12)]
+    rows = [TraceRow(50 * n, 40, 3 + n % 3, [0, 1, 10 + n]) for n in range(12)]
     with serving(cached=32) as server:
         before = time.perf_counter()
         measures = await replayed(server, rows)
@@ -57,14 +57,14 @@ async def test_every_request_is_sent_once_at_its_time_with_its_tokens() -> None:
     ) == 1
     assert len({tuple(prompt) for prompt in prompts}) == 12
     assert (measures.sent, measures.whole, measures.failed, measures.shorter) == (12, 12, 0, 0)
-    assert measures.said_tokens == sum(row.output_length for row in rows) == measures.events
-    assert (measures.prompt_tokens, measures.cached, measures.ttft.count) == (480, 384, 12)
-    assert measures.late.count == 12 and measures.held.count == 0
+    assert measures.tokens.output == sum(row.output_length for row in rows) == measures.tokens.events
+    assert (measures.tokens.input, measures.tokens.cached, measures.ttft.count) == (480, 384, 12)
+    assert measures.generator.late.count == 12 and measures.generator.held.count == 0
 
 
 async def test_times_of_tokens_are_the_servers() -> None:
     with serving(ttft_s=0.1, itl_s=0.1) as server:
-        measures = await replayed(server, [Row(0, 8, 5, [])] * 4)
+        measures = await replayed(server, [TraceRow(0, 8, 5, [])] * 4)
     assert measures.ttft.min >= 0.1 and measures.ttft.percentiles(0.5)[0] < 0.1 + LATE_S
     assert measures.itl.count == 16 and 0.05 <= measures.itl.percentiles(0.5)[0] < 0.1 + LATE_S
     assert measures.tpot.max >= 0.05 and measures.e2e.min >= 0.5
@@ -83,17 +83,17 @@ async def test_each_kind_of_failure_is_counted_and_the_others_go_on() -> None:
 
 async def test_no_more_are_in_flight_than_may_be_and_holding_back_is_not_lateness() -> None:
     with serving(ttft_s=0.3) as server:
-        measures = await replayed(server, [Row(0, 8, 3, [])] * 9, concurrency=3)
+        measures = await replayed(server, [TraceRow(0, 8, 3, [])] * 9, concurrency=3)
     assert server.in_flight_max == 3 == measures.in_flight_max
-    assert measures.whole == 9 and measures.held.count == 6
-    assert measures.held.max >= 0.6
-    assert measures.late.percentiles(0.5)[0] < 0.3
+    assert measures.whole == 9 and measures.generator.held.count == 6
+    assert measures.generator.held.max >= 0.6
+    assert measures.generator.late.percentiles(0.5)[0] < 0.3
 
 
 async def test_after_its_seconds_nothing_more_is_sent_and_answers_are_waited_for() -> None:
     with serving(ttft_s=0.3) as server:
         measures = await replayed(
-            server, [Row(at, 8, 3, []) for at in (0, 10, 20, 3_000, 3_010)], seconds=1.5
+            server, [TraceRow(at, 8, 3, []) for at in (0, 10, 20, 3_000, 3_010)], seconds=1.5
         )
     assert (measures.sent, measures.whole) == (3, 3)
     with serving(faults={1: "hang"}) as server:  # also while requests are held back
@@ -104,34 +104,34 @@ async def test_after_its_seconds_nothing_more_is_sent_and_answers_are_waited_for
 
 async def test_a_stopped_replay_lets_go_of_what_is_in_flight() -> None:
     with serving(faults={2: "hang"}) as server:
-        measures = await replayed(server, [Row(0, 8, 3, []), Row(0, 8, 3, []), Row(60_000, 8, 3, [])], 1.5)
+        measures = await replayed(
+            server, [TraceRow(0, 8, 3, []), TraceRow(0, 8, 3, []), TraceRow(60_000, 8, 3, [])], 1.5
+        )
     assert (measures.sent, measures.whole, measures.cut, measures.failed) == (2, 1, 1, 0)
     assert 0.5 < measures.seconds < 10
 
 
 async def test_a_plan_that_fails_ends_it() -> None:
     def bad() -> Any:
-        yield from plan(SHORT[:2], 16, Shape())
+        yield from plan(SHORT[:2], 16, ReplayShape())
         raise BadEndpoint("the file is gone")
 
     with serving() as server:
-        endpoint = Endpoint(server.url)
-        worded = await wording.find(endpoint, "m", chat=False)
-        replay = Replay(endpoint, worded, bad(), Measures(Slo()), Limits())
+        target = ReplayTarget(server.url)
+        worded = await wording.find(target, "m", chat=False)
+        replay = Replay(target, worded, bad(), ReplayMeasures(AnswerSlo()), Limits())
         with pytest.raises(BadEndpoint, match="the file is gone"):
             await replay.run(asyncio.Event())
-        endpoint.close()
+        target.close()
 
 
 async def test_where_only_text_is_taken_words_make_as_many_tokens() -> None:
     blocks, tokens = 120, 1920
-    rows = [Row(0, tokens, 3, [*range(blocks - 1), last]) for last in (900, 901)]
+    rows = [TraceRow(0, tokens, 3, [*range(blocks - 1), last]) for last in (900, 901)]
     for told, chat in (({"text_only": True, "strict": True}, False), ({}, True)):
         with serving(**told) as server:
             measures = await replayed(server, rows, chat=chat)
-        assert measures.whole == 2 and measures.prompt_tokens / 2 - 7 * chat == pytest.approx(
-            tokens, rel=0.02
-        )
+        assert measures.whole == 2 and measures.tokens.input / 2 - 7 * chat == pytest.approx(tokens, rel=0.02)
         asked = [one.body for one in server.asked]
         one, two = (str(body["messages"][0]["content"] if chat else body["prompt"]).split() for body in asked)
         shared = len(one) * (blocks - 1) // blocks
@@ -142,7 +142,7 @@ async def test_where_only_text_is_taken_words_make_as_many_tokens() -> None:
 
 async def test_answers_that_end_early_are_counted() -> None:
     with serving(tokens_max=4) as server:
-        measures = await replayed(server, [Row(0, 8, 3, []), Row(0, 8, 9, [])])
+        measures = await replayed(server, [TraceRow(0, 8, 3, []), TraceRow(0, 8, 9, [])])
     assert (measures.whole, measures.shorter) == (2, 1)
 
 
@@ -158,32 +158,32 @@ async def test_requests_leave_in_time_also_where_each_round_of_the_loop_is_long(
     with serving() as server:
         asyncio.get_running_loop().call_later(0.3, block)
         asyncio.get_running_loop().call_later(4, over.append, True)
-        measures = await replayed(server, [Row(2 * n, 8, 3, []) for n in range(200)])
+        measures = await replayed(server, [TraceRow(2 * n, 8, 3, []) for n in range(200)])
         over.append(True)
-    assert measures.late.percentiles(0.9)[0] < 2.0 and measures.whole == 200
+    assert measures.generator.late.percentiles(0.9)[0] < 2.0 and measures.whole == 200
 
 
 async def test_what_left_late_has_no_longer_times_for_it() -> None:
     def rows() -> Any:
         asyncio.get_running_loop().call_later(0.1, time.sleep, 2.0)
-        yield Row(0, 8, 3, [])
-        yield from [Row(500, 8, 3, [])] * 9
+        yield TraceRow(0, 8, 3, [])
+        yield from [TraceRow(500, 8, 3, [])] * 9
 
     with serving() as server:
         measures = await replayed(server, rows())
-    late_s, ttft_s = measures.late.percentiles(0.5)[0], measures.ttft.percentiles(0.5)[0]
+    late_s, ttft_s = measures.generator.late.percentiles(0.5)[0], measures.ttft.percentiles(0.5)[0]
     assert late_s > 1.0 and late_s > ttft_s
 
 
 async def test_a_burst_is_sent_at_once() -> None:
     def planned() -> Any:
         for _ in range(300):
-            yield from plan([Row(0, 2000, 3, list(range(4)))], 512, Shape())
+            yield from plan([TraceRow(0, 2000, 3, list(range(4)))], 512, ReplayShape())
 
     with serving(ttft_s=0.2) as server:
-        endpoint, measures = Endpoint(server.url), Measures(Slo())
-        worded = await wording.find(endpoint, "m", chat=False)
-        burst: Iterable[Planned] = planned()
-        await Replay(endpoint, worded, iter(burst), measures, Limits()).run(asyncio.Event())
-        endpoint.close()
+        target, measures = ReplayTarget(server.url), ReplayMeasures(AnswerSlo())
+        worded = await wording.find(target, "m", chat=False)
+        burst: Iterable[PlannedRequest] = planned()
+        await Replay(target, worded, iter(burst), measures, Limits()).run(asyncio.Event())
+        target.close()
     assert measures.whole == 300 and measures.in_flight_max > 100

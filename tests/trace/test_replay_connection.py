@@ -11,9 +11,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from controller.trace.replay import connection, endpoint, turn
-from controller.trace.replay.connection import Connection
-from controller.trace.replay.endpoint import Endpoint, Reply
+from controller.trace.replay.connection import ClientConnection
+from controller.trace.replay.endpoint import ConnectionLimits, ReplayTarget, Reply
+from controller.trace.replay.response import ResponseLimits
+from controller.trace.replay.turn import TURN_S, LoopTurn
 from events.errors import UsageError
 
 EVENTS = b'data: {"a":1}\n\n: comment\n\ndata:{"b":2}\r\n\r\ndata: [DONE]\n\n'
@@ -28,7 +29,11 @@ def chunked(data: bytes, size: int, trailer: bytes = b"") -> bytes:
 
 
 @asynccontextmanager
-async def answering(*pieces: bytes, then_close: bool = False) -> AsyncIterator[Endpoint]:
+async def answering(
+    *pieces: bytes,
+    then_close: bool = False,
+    limits: ConnectionLimits = ConnectionLimits(),  # noqa: B008 (frozen)
+) -> AsyncIterator[ReplayTarget]:
     """An endpoint that answers each request with these bytes, each written apart."""
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -46,7 +51,8 @@ async def answering(*pieces: bytes, then_close: bool = False) -> AsyncIterator[E
             writer.close()
 
     server = await asyncio.start_server(serve, "127.0.0.1", 0)
-    one = Endpoint(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}/v1/")
+    url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}/v1/"
+    one = ReplayTarget(url, limits=limits)
     try:
         yield one
     finally:
@@ -55,13 +61,17 @@ async def answering(*pieces: bytes, then_close: bool = False) -> AsyncIterator[E
         await asyncio.sleep(0.01)
 
 
-async def asked(one: Endpoint, deadline_s: float = 10.0) -> tuple[Reply, list[bytes]]:
+async def asked(one: ReplayTarget, deadline_s: float = 10.0) -> tuple[Reply, list[bytes]]:
     taken: list[bytes] = []
     reply = await one.ask("GET", "/v1/x", take=lambda event, at: taken.append(event), deadline_s=deadline_s)
     return reply, taken
 
 
-def fed(answer: bytes, cut: Callable[[bytes], list[bytes]]) -> tuple[Connection, list[bytes]]:
+def fed(
+    answer: bytes,
+    cut: Callable[[bytes], list[bytes]],
+    limits: ResponseLimits = ResponseLimits(),  # noqa: B008 (frozen)
+) -> tuple[ClientConnection, list[bytes]]:
     """Return a connection that was given an answer in pieces, and its events."""
 
     class Nowhere(asyncio.Transport):
@@ -69,7 +79,7 @@ def fed(answer: bytes, cut: Callable[[bytes], list[bytes]]) -> tuple[Connection,
         def abort(self) -> None: ...
 
     taken: list[bytes] = []
-    one = Connection()
+    one = ClientConnection(limits=limits)
     one.connection_made(Nowhere())
     one.send(b"", lambda event, at: taken.append(event))
     for piece in cut(answer):
@@ -84,7 +94,7 @@ def fed(answer: bytes, cut: Callable[[bytes], list[bytes]]) -> tuple[Connection,
 async def test_pieces_of_any_size_are_the_same_answer(size: int, chunk: int, trailer: bytes) -> None:
     answer = STREAM + chunked(EVENTS, chunk, trailer)
     one, taken = fed(answer, lambda data: [data[at : at + size] for at in range(0, len(data), size)])
-    assert taken == TAKEN and one.how == "whole" and one.status == 200 and not one.closed
+    assert taken == TAKEN and one.how == "whole" and one.response.status == 200 and not one.closed
 
 
 strange = st.one_of(
@@ -136,8 +146,8 @@ async def test_a_connection_is_used_again_unless_it_is_closed() -> None:
             seen = set()
             for _ in range(3):
                 assert (await asked(one))[1] == TAKEN
-                seen |= one._open
-            assert len(one._open) == (0 if closing else 1) and len(seen | one._open) <= opened
+                seen |= one.connections
+            assert len(one.connections) == (0 if closing else 1) and len(seen | one.connections) <= opened
 
 
 async def test_a_connection_that_closes_in_the_moment_of_its_next_use_is_replaced_once() -> None:
@@ -154,7 +164,7 @@ async def test_a_connection_that_closes_in_the_moment_of_its_next_use_is_replace
         writer.close()
 
     server = await asyncio.start_server(serve, "127.0.0.1", 0)
-    async with Endpoint(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}") as one:
+    async with ReplayTarget(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}") as one:
         for _ in range(3):
             reply, taken = await asked(one)
             assert (reply.fault, taken) == ("", TAKEN)
@@ -164,15 +174,12 @@ async def test_a_connection_that_closes_in_the_moment_of_its_next_use_is_replace
     assert served == [1, 1, 1, 0]
 
 
-async def test_a_connection_that_has_idled_for_long_is_not_used_again(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    async with answering(STREAM + chunked(EVENTS, 1000)) as one:
+async def test_a_connection_that_has_idled_for_long_is_not_used_again() -> None:
+    async with answering(STREAM + chunked(EVENTS, 1000), limits=ConnectionLimits(idle_s=0.0)) as one:
         await asked(one)
-        (before,) = one._open
-        monkeypatch.setattr(endpoint, "IDLE_S_MAX", 0.0)
+        (before,) = one.connections
         await asked(one)
-        assert before not in one._open
+        assert before not in one.connections
 
 
 @pytest.mark.parametrize(
@@ -197,13 +204,11 @@ async def test_what_is_no_whole_answer_is_a_fault(pieces: list[bytes], fault: st
     async with answering(*pieces, then_close=True) as one:
         reply, _ = await asked(one)
         assert reply.fault == fault and reply.detail
-        assert not one._open
+        assert not one.connections
 
 
-async def test_bounds(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(connection, "HEAD_MAX", 100)
-    monkeypatch.setattr(connection, "BODY_MAX", 1000)
-    monkeypatch.setattr(connection, "EVENT_MAX", 1000)
+async def test_bounds() -> None:
+    limits = ResponseLimits(head=100, body=1000, event=1000)
     for answer in (
         b"HTTP/1.1 200 OK\r\nX: " + b"x" * 200,
         b"HTTP/1.1 404 No\r\nContent-Length: 2000\r\n\r\n" + b"x" * 2000,
@@ -211,7 +216,7 @@ async def test_bounds(monkeypatch: pytest.MonkeyPatch) -> None:
         STREAM + b"Transfer-Encoding: chunked\r\n\r\n" + b"0" * 2000,
         STREAM + b"Transfer-Encoding: chunked\r\n\r\n0\r\n" + b"X: y\r\n" * 50,
     ):
-        assert fed(answer, lambda data: [data])[0].how == "malformed", answer[:80]
+        assert fed(answer, lambda data: [data], limits)[0].how == "malformed", answer[:80]
 
 
 class Pausing(asyncio.Transport):
@@ -239,11 +244,11 @@ async def test_a_turn_of_the_loop_reads_for_so_long_only() -> None:
     def now() -> float:
         return clock
 
-    connections: list[Connection] = []
-    bound = turn.Turn(connections, now)
+    connections: list[ClientConnection] = []
+    bound = LoopTurn(connections, now)
     transports = [Pausing() for _ in range(4)]
     for transport in transports:
-        connections.append(Connection(bound.read, now))
+        connections.append(ClientConnection(bound.read, now))
         connections[-1].connection_made(transport)
         connections[-1].send(b"", lambda event, at: None)
     closed, deaf = connections[2:]
@@ -258,15 +263,15 @@ async def test_a_turn_of_the_loop_reads_for_so_long_only() -> None:
         return [transport.reads for transport in transports]
 
     read(0, 1.0)  # before it nobody had read: the turn begins here
-    read(1, turn.TURN_S / 2)
+    read(1, TURN_S / 2)
     assert reading() == [True] * 4 and bound.behind_s() == 0.0
-    read(0, turn.TURN_S)
+    read(0, TURN_S)
     assert reading() == [False, False, True, False], "one that is closed is left alone"
-    assert bound.behind_s() == pytest.approx(1.5 * turn.TURN_S)
+    assert bound.behind_s() == pytest.approx(1.5 * TURN_S)
     await asyncio.sleep(0)
     assert reading() == [True, True, True, False], "one that was hushed stays so"
-    read(0, 2 * turn.TURN_S)
-    assert bound.behind_s() == pytest.approx(3.5 * turn.TURN_S), "since the first that was cut"
+    read(0, 2 * TURN_S)
+    assert bound.behind_s() == pytest.approx(3.5 * TURN_S), "since the first that was cut"
     await asyncio.sleep(0)
     await asyncio.sleep(0)  # a turn in which nothing was left
     assert reading()[:2] == [True, True] and bound.behind_s() == 0.0
@@ -277,10 +282,10 @@ async def test_a_turn_of_the_loop_reads_for_so_long_only() -> None:
     await asyncio.sleep(0)
 
 
-async def test_a_flood_leaves_the_loop_its_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_flood_leaves_the_loop_its_turns() -> None:
     streams, events = 40, EVENTS * 4_000
-    monkeypatch.setattr(turn, "TURN_S", 0.002)
-    async with answering(STREAM + b"\r\n" + events, then_close=True) as one:
+    short = ConnectionLimits(turn_s=0.002)
+    async with answering(STREAM + b"\r\n" + events, then_close=True, limits=short) as one:
         taken = [0] * streams
 
         def take(number: int, event: bytes, at: float) -> None:
@@ -311,19 +316,16 @@ async def test_a_connection_that_was_hushed_takes_in_nothing_more_and_is_no_fail
         asking = asyncio.ensure_future(one.ask("GET", "/v1/x", take=take))
         async with asyncio.timeout(20):
             while not taken or any(  # noqa: ASYNC110 (a transport tells nobody)
-                c.transport and c.transport.is_reading() for c in one._open
+                c.transport and c.transport.is_reading() for c in one.connections
             ):
                 await asyncio.sleep(0)
         assert len(taken) < 20_000 and not asking.done()
         asking.cancel()
         await asyncio.wait([asking])
-        assert not one._open
+        assert not one.connections
 
 
-async def test_a_server_that_takes_no_connection_is_waited_for_so_long_only(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(endpoint, "CONNECT_S_MAX", 0.05)
+async def test_a_server_that_takes_no_connection_is_waited_for_so_long_only() -> None:
     with socket.socket() as full, contextlib.ExitStack() as stack:
         full.bind(("127.0.0.1", 0))
         full.listen(0)
@@ -331,7 +333,8 @@ async def test_a_server_that_takes_no_connection_is_waited_for_so_long_only(
             waiting = stack.enter_context(socket.socket())
             waiting.setblocking(False)
             waiting.connect_ex(full.getsockname())
-        one = Endpoint(f"http://127.0.0.1:{full.getsockname()[1]}")
+        url = f"http://127.0.0.1:{full.getsockname()[1]}"
+        one = ReplayTarget(url, limits=ConnectionLimits(connect_s=0.05))
         reply = await one.ask("GET", "/v1/models", deadline_s=20.0)
         one.close()
     assert (reply.fault, reply.detail) == ("unreachable", "no connection within 0.05 s")
@@ -341,10 +344,9 @@ async def test_a_server_that_takes_no_connection_is_waited_for_so_long_only(
 async def test_what_is_late_or_not_there_is_a_fault() -> None:
     async with answering(STREAM + b"\r\n") as one:
         reply, _ = await asked(one, deadline_s=0.05)
-        assert reply.fault == "timeout" and not one._open
-        one._port = 1
-        one.close()
-        reply, _ = await asked(one)
+        assert reply.fault == "timeout" and not one.connections
+    async with ReplayTarget("http://127.0.0.1:1") as nobody:
+        reply, _ = await asked(nobody)
         assert (reply.fault, reply.status) == ("unreachable", 0) and "refused" in reply.detail
 
 
@@ -362,4 +364,4 @@ async def test_what_is_late_or_not_there_is_a_fault() -> None:
 )
 def test_what_is_no_url_is_refused(url: str) -> None:
     with pytest.raises(UsageError, match="--url"):
-        Endpoint(url)
+        ReplayTarget(url)

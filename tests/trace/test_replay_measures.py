@@ -8,13 +8,13 @@ import numpy as np
 import pytest
 
 from controller.trace.replay import measures, report
-from controller.trace.replay.answer import Answer, failure
+from controller.trace.replay.answer import ReplayedAnswer, failure
 from controller.trace.replay.endpoint import Reply
-from controller.trace.replay.measures import Histogram, Measures, Slo
+from controller.trace.replay.measures import AnswerSlo, DurationHistogram, ReplayMeasures
 
 
 def test_percentiles_are_exact_to_a_hundredth() -> None:
-    chance, values = random.Random(1), Histogram()
+    chance, values = random.Random(1), DurationHistogram()
     drawn = [chance.lognormvariate(-3, 2) for _ in range(5000)]
     for one in drawn:
         values.add(one)
@@ -26,33 +26,32 @@ def test_percentiles_are_exact_to_a_hundredth() -> None:
 
 
 def test_extremes_have_a_place() -> None:
-    values = Histogram()
+    values = DurationHistogram()
     assert values.percentiles(0.5, 0.99) == [0.0, 0.0] and values.mean == 0
     for one in (0.0, -1e-9, 1e9):
         values.add(one)
     assert values.percentiles(1 / 3, 1.0) == [-1e-9, 1e9] or values.percentiles(1.0)[0] <= 1e9
 
 
-def test_long_replays_keep_few_points(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(measures, "POINTS_MAX", 64)
-    kept = Measures(Slo())
+def test_long_replays_keep_few_points() -> None:
+    kept = ReplayMeasures(AnswerSlo(), points_max=64)
     for at in range(10_000):
         kept.sample(float(at))
-    assert 16 <= len(kept.points) < 64
-    steps = {b.at_s - a.at_s for a, b in pairwise(kept.points)}
-    assert max(steps) <= 2 * min(steps) and kept.points[-1].at_s > 9_000
+    assert 16 <= len(kept.timeline.points) < 64
+    steps = {b.at_s - a.at_s for a, b in pairwise(kept.timeline.points)}
+    assert max(steps) <= 2 * min(steps) and kept.timeline.points[-1].at_s > 9_000
 
 
 def event(text: str = "x", finish: str = "null") -> bytes:
     return b'{"choices":[{"text":"%s","finish_reason":%s}]}' % (text.encode(), finish.encode())
 
 
-def answered(*at: float, asked: int, slo: Slo = Slo(), usage: bytes = b"") -> Measures:  # noqa: B008 (frozen)
+def answered(*at: float, asked: int, slo: AnswerSlo = AnswerSlo(), usage: bytes = b"") -> ReplayMeasures:  # noqa: B008 (frozen)
     """Return what is measured of one answer, asked for at 10 s, whose tokens come at these times."""
-    one = Measures(slo)
+    one = ReplayMeasures(slo)
     one.began = 10.0
     one.leaves()
-    answer = Answer(10.0, first_token=one.first_token, gap=one.gap)
+    answer = ReplayedAnswer(10.0, first_token=one.first_token, gap=one.gap)
     for moment in at:
         answer.take(event(), moment)
     answer.take(b'{"choices":[],"usage":%s}' % usage if usage else b'{"choices":[]}', at[-1])
@@ -66,30 +65,30 @@ def test_an_answer_in_numbers() -> None:
     one = answered(10.5, 10.6, 10.9, asked=8, usage=usage)
     assert (one.ttft.max, one.itl.count, one.e2e.max) == pytest.approx((0.5, 2, 0.9))
     assert one.tpot.max == pytest.approx(0.1)  # 5 tokens in 3 events
-    assert (one.said_tokens, one.events, one.shorter, one.prompt_tokens) == (5, 3, 1, 40)
-    assert (one.cached, one.cached_of, one.cached_known) == (16, 40, 1)
+    assert (one.tokens.output, one.tokens.events, one.shorter, one.tokens.input) == (5, 3, 1, 40)
+    assert (one.tokens.cached, one.tokens.cached_of, one.tokens.cached_answers) == (16, 40, 1)
     assert (one.whole, one.failed, one.in_flight, one.in_flight_max, one.ended) == (1, 0, 0, 1, 10.9)
 
 
 @pytest.mark.parametrize(
     ("slo", "good"),
     [
-        (Slo(ttft_s=0.6, tpot_s=0.25, itl_s=0.35), 1),
-        (Slo(ttft_s=0.4), 0),
-        (Slo(tpot_s=0.15), 0),
-        (Slo(itl_s=0.25), 0),
+        (AnswerSlo(ttft_s=0.6, tpot_s=0.25, itl_s=0.35), 1),
+        (AnswerSlo(ttft_s=0.4), 0),
+        (AnswerSlo(tpot_s=0.15), 0),
+        (AnswerSlo(itl_s=0.25), 0),
     ],
 )
-def test_a_good_answer_meets_every_limit(slo: Slo, good: int) -> None:
+def test_a_good_answer_meets_every_limit(slo: AnswerSlo, good: int) -> None:
     assert answered(10.5, 10.6, 10.9, asked=3, slo=slo).good == good
 
 
 def test_goodput_is_a_share_of_what_ended_and_rates_are_of_tokens_by_the_servers_count() -> None:
-    one = answered(10.5, 10.6, asked=5, slo=Slo(ttft_s=0.6), usage=b'{"completion_tokens":5}')
-    late = Answer(10.0)
+    one = answered(10.5, 10.6, asked=5, slo=AnswerSlo(ttft_s=0.6), usage=b'{"completion_tokens":5}')
+    late = ReplayedAnswer(10.0)
     for said in (event(), b"[DONE]"):
         late.take(said, 10.9)
-    for reply, answer in ((Reply(10.0, 10.9, 200), late), (Reply(10.0, 12.0, 503), Answer())):
+    for reply, answer in ((Reply(10.0, 10.9, 200), late), (Reply(10.0, 12.0, 503), ReplayedAnswer())):
         one.leaves()
         one.ends(reply, answer, 1)
     one.leaves()
@@ -106,7 +105,7 @@ def test_goodput_is_a_share_of_what_ended_and_rates_are_of_tokens_by_the_servers
 
 
 def failed(reply: Reply, *events: bytes) -> tuple[str, str]:
-    answer = Answer()
+    answer = ReplayedAnswer()
     for one in events:
         answer.take(one, 1.0)
     return failure(reply, answer)
@@ -156,14 +155,14 @@ def test_what_went_wrong_has_a_kind(reply: Reply, events: list[bytes], kind: str
 
 
 def test_kinds_of_errors_are_bounded() -> None:
-    one = Measures(Slo())
+    one = ReplayMeasures(AnswerSlo())
     for number in range(200):
         one.fails(f"kind {number}", f"sample {number}")
     assert len(one.errors) == measures.KINDS_MAX + 1 and sum(one.errors.values()) == 200
     assert one.samples["other"] == f"sample {measures.KINDS_MAX}"
 
 
-def told(one: Measures) -> str:
+def told(one: ReplayMeasures) -> str:
     return "\n".join(report.tail(report.found(one, {})))
 
 
@@ -172,16 +171,20 @@ def test_a_generator_that_was_late_says_so_and_whether_it_was_its_own_fault(
     cpu_s: float, starved: bool
 ) -> None:
     one = answered(10.5, 11.0, asked=2)
-    one.cpu_s = cpu_s
-    one.late.add(0.001)
-    assert one.kept_up and told(one) == ""
-    one.late.add(0.9)
-    assert not one.kept_up
+    one.generator.cpu_s = cpu_s
+    one.generator.late.add(0.001)
+    assert one.generator.kept_up and told(one) == ""
+    one.generator.late.add(0.9)
+    assert not one.generator.kept_up
     assert re.search(r"left (89\d|90\d) ms late", told(one))
     assert ("something else keeps this machine busy" in told(one)) == starved
 
 
 def test_requests_that_were_held_back_are_named() -> None:
     one = answered(10.5, 11.0, asked=2)
-    one.held.add(0.25)
-    assert one.kept_up and "1 request was held back" in told(one) and re.search(r"for 2[45]\d ms", told(one))
+    one.generator.held.add(0.25)
+    assert (
+        one.generator.kept_up
+        and "1 request was held back" in told(one)
+        and re.search(r"for 2[45]\d ms", told(one))
+    )

@@ -6,22 +6,24 @@ from typing import Any
 
 import pytest
 
-from controller.trace.replay.plan import Shape, plan
-from controller.trace.replay.wording import VOCABULARY, Form, Prompt, Wording
-from controller.trace.rows import Row
+from controller.trace.replay.plan import ReplayShape, plan
+from controller.trace.replay.wording import VOCABULARY, Form, PromptRecipe, Wording
+from controller.trace.rows import TraceRow
 from events.errors import UsageError
 
 ROWS = [
-    Row(2000, 1300, 10, [1, 2, 3]),
-    Row(2000, 1536, 0, [1, 2, 4]),
-    Row(3500, 600, 7, [1, 9]),
-    Row(3500, 512, 7, [5]),
-    Row(9000, 700, 30, []),
-    Row(9000, 0, 30, []),
+    TraceRow(2000, 1300, 10, [1, 2, 3]),
+    TraceRow(2000, 1536, 0, [1, 2, 4]),
+    TraceRow(3500, 600, 7, [1, 9]),
+    TraceRow(3500, 512, 7, [5]),
+    TraceRow(9000, 700, 30, []),
+    TraceRow(9000, 0, 30, []),
 ]
 
 
-def bodies(shape: Shape, rows: list[Row] = ROWS, block: int = 512, form: Form = "token ids") -> list[Any]:
+def bodies(
+    shape: ReplayShape, rows: list[TraceRow] = ROWS, block: int = 512, form: Form = "token ids"
+) -> list[Any]:
     wording = Wording("m", form, extra={"ignore_eos": True}, words_per_token=0.5)
     return [json.loads(wording.body(one.prompt, one.tokens)) for one in plan(rows, block, shape)]
 
@@ -33,12 +35,12 @@ def shared(one: list[int], two: list[int]) -> int:
 
 
 def test_times_count_from_the_first_request_and_are_divided() -> None:
-    assert [one.at_s for one in plan(ROWS, 512, Shape())] == [0, 0, 1.5, 1.5, 7, 7]
-    assert [one.at_s for one in plan(ROWS, 512, Shape(speedup_ratio=2))][-1] == 3.5
+    assert [one.at_s for one in plan(ROWS, 512, ReplayShape())] == [0, 0, 1.5, 1.5, 7, 7]
+    assert [one.at_s for one in plan(ROWS, 512, ReplayShape(speedup_ratio=2))][-1] == 3.5
 
 
 def test_a_body_says_all_that_the_endpoint_must_know() -> None:
-    body = bodies(Shape())[0]
+    body = bodies(ReplayShape())[0]
     assert set(body.pop("prompt")) <= set(VOCABULARY)
     assert body == {
         "model": "m", "temperature": 0, "stream": True, "stream_options": {"include_usage": True}, "ignore_eos": True,
@@ -47,40 +49,40 @@ def test_a_body_says_all_that_the_endpoint_must_know() -> None:
 
 
 def test_equal_ids_are_equal_tokens_and_different_ones_are_not() -> None:
-    one, two, three, four, *_ = (body["prompt"] for body in bodies(Shape()))
+    one, two, three, four, *_ = (body["prompt"] for body in bodies(ReplayShape()))
     assert [len(prompt) for prompt in (one, two, three, four)] == [1300, 1536, 600, 512]
     assert 1024 <= shared(one, two) < 1030
     assert 512 <= shared(one, three) < 515
     assert shared(one, four) < 3
-    assert bodies(Shape())[0]["prompt"] == one
+    assert bodies(ReplayShape())[0]["prompt"] == one
 
 
 def test_many_ids_are_many_different_blocks() -> None:
-    rows = [Row(0, 16, 1, [name]) for name in range(3000)]
-    assert len({tuple(body["prompt"]) for body in bodies(Shape(), rows, 16)}) == 3000
+    rows = [TraceRow(0, 16, 1, [name]) for name in range(3000)]
+    assert len({tuple(body["prompt"]) for body in bodies(ReplayShape(), rows, 16)}) == 3000
 
 
 def test_requests_without_ids_share_nothing_and_have_a_token_at_least() -> None:
-    *_, some, none = bodies(Shape())
+    *_, some, none = bodies(ReplayShape())
     assert (len(some["prompt"]), len(none["prompt"])) == (700, 1)
-    again = bodies(Shape(), [Row(0, 700, 1, []), Row(0, 700, 1, [])])
+    again = bodies(ReplayShape(), [TraceRow(0, 700, 1, []), TraceRow(0, 700, 1, [])])
     assert shared(*(body["prompt"] for body in again)) < 3
 
 
 @pytest.mark.parametrize("scale", [0.02, 0.125, 0.3, 1.0, 2.0])
 def test_scaled_prompts_share_as_many_blocks(scale: float) -> None:
     block = round(512 * scale)
-    one, two, three, *_ = (body["prompt"] for body in bodies(Shape(scale_input=scale)))
+    one, two, three, *_ = (body["prompt"] for body in bodies(ReplayShape(scale_input=scale)))
     assert len(one) == pytest.approx(1300 * scale, abs=3)
     assert 2 * block <= shared(one, two) < 2 * block + 5 and block <= shared(one, three) < block + 5
-    assert all(len(body["prompt"]) >= 1 for body in bodies(Shape(scale_input=1e-6)))
+    assert all(len(body["prompt"]) >= 1 for body in bodies(ReplayShape(scale_input=1e-6)))
 
 
 def test_lengths_are_cut() -> None:
-    made = bodies(Shape(max_isl=1100, max_osl=8, scale_output=0.5))
+    made = bodies(ReplayShape(max_isl=1100, max_osl=8, scale_output=0.5))
     assert [len(body["prompt"]) for body in made] == [1100, 1100, 600, 512, 700, 1]
     assert [body["max_tokens"] for body in made] == [5, 1, 4, 4, 8, 8]
-    assert [len(body["prompt"]) for body in bodies(Shape(max_isl=512))] == [512, 512, 512, 512, 512, 1]
+    assert [len(body["prompt"]) for body in bodies(ReplayShape(max_isl=512))] == [512, 512, 512, 512, 512, 1]
 
 
 @pytest.mark.parametrize("form", ["text", "chat"])
@@ -89,7 +91,7 @@ def test_words_are_shared_as_tokens_are(form: Form) -> None:
         words: str = body["prompt"] if form == "text" else body["messages"][0]["content"]
         return words.split(" ")
 
-    one, two, three, *_ = map(said, bodies(Shape(), form=form))
+    one, two, three, *_ = map(said, bodies(ReplayShape(), form=form))
     assert [len(words) for words in (one, two, three)] == [650, 768, 300]  # half a word a token
     same = [a == b for a, b in zip(one, two, strict=False)]
     assert all(same[:512]) and not all(same[512:520])
@@ -98,9 +100,9 @@ def test_words_are_shared_as_tokens_are(form: Form) -> None:
 
 def test_a_block_is_written_once() -> None:
     wording = Wording("m", "token ids", extra={})
-    first, second = (wording.body(Prompt(64, [8, 9], 32, ""), 1) for _ in range(2))
+    first, second = (wording.body(PromptRecipe(64, [8, 9], 32, ""), 1) for _ in range(2))
     assert first == second
-    assert wording._cached is not None and wording._cached.cache_info().misses == 2  # type: ignore[attr-defined]
+    assert wording.blocks_written == 2
 
 
 @pytest.mark.parametrize(
@@ -116,13 +118,13 @@ def test_a_block_is_written_once() -> None:
 def test_senseless_shapes_are_refused(wrong: dict[str, Any]) -> None:
     (name,) = wrong
     with pytest.raises(UsageError, match="--" + name.replace("_", "-")):
-        Shape(**wrong)
+        ReplayShape(**wrong)
 
 
 @pytest.mark.parametrize("scaled", [{"scale_input": 1e6}, {"scale_output": 1e6}])
 def test_what_would_be_longer_than_any_memory_is_refused(scaled: dict[str, float]) -> None:
     with pytest.raises(UsageError, match=r"would have .* tokens, more than 16,777,216"):
-        list(plan([Row(0, 100, 100, [])], 512, Shape(**scaled)))  # type: ignore[arg-type]
+        list(plan([TraceRow(0, 100, 100, [])], 512, ReplayShape(**scaled)))  # type: ignore[arg-type]
 
 
 def test_a_plan_is_made_as_it_is_read() -> None:
@@ -130,8 +132,8 @@ def test_a_plan_is_made_as_it_is_read() -> None:
         at = 0
         while True:
             at += 1
-            yield Row(at, 10, 1, [])
+            yield TraceRow(at, 10, 1, [])
 
-    planned = plan(endless(), 512, Shape())
+    planned = plan(endless(), 512, ReplayShape())
     times = [next(planned).at_s for _ in range(1000)]
     assert all(b > a for a, b in pairwise(times))

@@ -4,13 +4,13 @@ import pytest
 
 from controller.trace import report
 from controller.trace.analysis import analyze, measure
-from controller.trace.rows import BadTrace, Row
+from controller.trace.rows import BadTrace, TraceRow
 
 ROWS = [
-    Row(0, 1000, 10, [0, 1]),
-    Row(0, 1500, 20, [0, 2, 3]),
-    Row(2000, 1024, 30, [0, 2]),
-    Row(4000, 100, 40, [9]),
+    TraceRow(0, 1000, 10, [0, 1]),
+    TraceRow(0, 1500, 20, [0, 2, 3]),
+    TraceRow(2000, 1024, 30, [0, 2]),
+    TraceRow(4000, 100, 40, [9]),
 ]
 
 
@@ -27,12 +27,12 @@ def test_a_small_trace_by_hand() -> None:
 
 
 def test_a_prompt_that_others_repeat_in_full_is_context_to_its_last_token() -> None:
-    found = measure([Row(0, 700, 1, [0, 1]), Row(0, 700, 1, [0, 1])])
+    found = measure([TraceRow(0, 700, 1, [0, 1]), TraceRow(0, 700, 1, [0, 1])])
     assert list(found.context_length) == [700, 700] and list(found.unique_length) == [0, 0]
 
 
 def test_without_hash_ids_sharing_is_not_known_and_not_zero() -> None:
-    found = analyze([Row(0, 10, 1), Row(0, 20, 1)])
+    found = analyze([TraceRow(0, 10, 1), TraceRow(0, 20, 1)])
     assert found.hit_rate is found.context_length is found.unique_length is None
     assert found.rate is None
     told = report.lines("t", found)
@@ -41,7 +41,7 @@ def test_without_hash_ids_sharing_is_not_known_and_not_zero() -> None:
 
 
 def test_requests_without_hash_ids_count_only_where_none_are_needed() -> None:
-    found = measure([*ROWS, Row(5000, 77, 1)])
+    found = measure([*ROWS, TraceRow(5000, 77, 1)])
     assert len(found.input_length) == 5 and len(found.hit_rate) == len(found.context_length) == 4
 
 
@@ -56,6 +56,6 @@ def test_the_table_shows_every_column() -> None:
 
 def test_a_trace_that_is_no_tree_or_empty_is_refused() -> None:
     with pytest.raises(BadTrace, match="hash id 1 comes after 0"):
-        analyze([*ROWS[:1], Row(0, 1000, 1, [5, 1])])
+        analyze([*ROWS[:1], TraceRow(0, 1000, 1, [5, 1])])
     with pytest.raises(BadTrace, match="no request"):
         analyze([])

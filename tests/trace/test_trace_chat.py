@@ -9,18 +9,18 @@ import pytest
 from controller.demo import profile as demo
 from controller.trace import chat, prompts
 from controller.trace.profile import learn
-from controller.trace.rows import Row
+from controller.trace.rows import TraceRow
 from controller.trace.tree import Tree
 
 CLOSE = 0.1
 
 
 @pytest.fixture(scope="module")
-def recorded() -> list[Row]:
+def recorded() -> list[TraceRow]:
     return list(chat.requests())
 
 
-def figures(rows: list[Row]) -> dict[str, float]:
+def figures(rows: list[TraceRow]) -> dict[str, float]:
     """Return the published figures of these requests."""
     systems = sum(tokens // chat.BLOCK_TOKENS for _, tokens in chat.SYSTEM_PROMPTS)
     tree, hits, others, times = Tree(chat.BLOCK_TOKENS), 0, 0, dict[int, list[float]]()
@@ -47,22 +47,22 @@ def figures(rows: list[Row]) -> dict[str, float]:
     return found
 
 
-def test_it_has_the_published_lengths_and_sharing(recorded: list[Row]) -> None:
+def test_it_has_the_published_lengths_and_sharing(recorded: list[TraceRow]) -> None:
     off = {name: value / chat.PUBLISHED[name] - 1 for name, value in figures(recorded).items()}
     assert set(off) == set(chat.PUBLISHED)
     assert max(map(abs, off.values())) < CLOSE, off
     assert len(recorded) / (recorded[-1].timestamp / 1e3) == pytest.approx(chat.RATE, rel=CLOSE)
 
 
-def test_the_demo_ships_what_was_learned_of_it(recorded: list[Row]) -> None:
+def test_the_demo_ships_what_was_learned_of_it(recorded: list[TraceRow]) -> None:
     again = "run `python -m controller.trace.chat controller/demo/profile.json.gz`"
     assert demo.shipped() == learn(recorded, chat.BLOCK_TOKENS, says=chat.SAYS), again
 
 
 def test_equal_hash_ids_are_equal_tokens() -> None:
     vocabulary = range(100, 200)
-    one = prompts.tokens(Row(0, 40, 1, [7, 8, 9]), 16, vocabulary)
-    two = prompts.tokens(Row(0, 48, 1, [7, 8, 5]), 16, vocabulary)
+    one = prompts.tokens(TraceRow(0, 40, 1, [7, 8, 9]), 16, vocabulary)
+    two = prompts.tokens(TraceRow(0, 48, 1, [7, 8, 5]), 16, vocabulary)
     assert len(one) == 40 and len(two) == 48
     assert one[:32] == two[:32] and one[32:] != two[32:40]
     assert set(one) <= set(vocabulary)

@@ -13,15 +13,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from controller.trace.profile import is_profile, learn, load, save
-from controller.trace.rows import BadTrace, Row
+from controller.trace.rows import BadTrace, TraceRow
 from controller.trace.synthesis import synthesize
 from events.errors import UsageError
 
 ROWS = [
-    Row(0, 1500, 77_001, [900_001, 900_002, 900_003]),
-    Row(70_000, 1024, 77_002, [900_001, 900_002]),
-    Row(123_456, 700, 77_003, [900_001, 900_004]),
-    Row(123_456, 300, 77_003, [900_005]),
+    TraceRow(0, 1500, 77_001, [900_001, 900_002, 900_003]),
+    TraceRow(70_000, 1024, 77_002, [900_001, 900_002]),
+    TraceRow(123_456, 700, 77_003, [900_001, 900_004]),
+    TraceRow(123_456, 300, 77_003, [900_005]),
 ]
 
 
@@ -57,7 +57,9 @@ def test_the_order_in_which_conversations_began_is_not_in_it(shared: list[int], 
         rows = []
         for number, blocks in enumerate(order):
             ids = [0, *range(1000 * number + 1, 1000 * number + blocks)]
-            rows += [Row(number, 512 * blocks + blocks, 1, [*ids, 1000 * number + 900 + n]) for n in range(2)]
+            rows += [
+                TraceRow(number, 512 * blocks + blocks, 1, [*ids, 1000 * number + 900 + n]) for n in range(2)
+            ]
         return save(learn(rows))
 
     shuffled = chance.sample(shared, len(shared))

@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 
 from controller.trace import chat
 from controller.trace.analysis import Analysis, analyze, measure
-from controller.trace.profile import Profile, learn, load, save
-from controller.trace.rows import BadTrace, Row, read
-from controller.trace.synthesis import Knobs, synthesize
+from controller.trace.profile import TraceProfile, learn, load, save
+from controller.trace.rows import BadTrace, TraceRow, read
+from controller.trace.synthesis import SynthesisKnobs, synthesize
 from events.errors import UsageError
 
 MOONCAKE = Path(__file__).parents[3] / "shared" / "data" / "mooncake_conversation.jsonl"
@@ -26,34 +26,34 @@ BLOCK = chat.BLOCK_TOKENS
 
 
 @pytest.fixture(scope="module")
-def recorded() -> list[Row]:
+def recorded() -> list[TraceRow]:
     return list(chat.requests(seed=7, seconds=2400))
 
 
 @pytest.fixture(scope="module")
-def learned(recorded: list[Row]) -> Profile:
+def learned(recorded: list[TraceRow]) -> TraceProfile:
     return learn(recorded, BLOCK)
 
 
 @pytest.fixture(scope="module")
-def again(learned: Profile) -> list[Row]:
+def again(learned: TraceProfile) -> list[TraceRow]:
     return made(learned)
 
 
 @pytest.fixture(scope="module")
-def profile(recorded: list[Row]) -> Profile:
+def profile(recorded: list[TraceRow]) -> TraceProfile:
     """Of a small part: enough where it does not matter how close something comes."""
     return learn(recorded[:600], BLOCK)
 
 
 @pytest.fixture(scope="module")
-def plain(profile: Profile) -> list[Row]:
+def plain(profile: TraceProfile) -> list[TraceRow]:
     return made(profile)
 
 
-def made(profile: Profile, seed: int = 3, **knobs: float) -> list[Row]:
+def made(profile: TraceProfile, seed: int = 3, **knobs: float) -> list[TraceRow]:
     """Return as many requests as were learned."""
-    return list(synthesize(profile, profile.requests, Knobs(**knobs), seed=seed))  # type: ignore[arg-type]
+    return list(synthesize(profile, profile.requests, SynthesisKnobs(**knobs), seed=seed))  # type: ignore[arg-type]
 
 
 def off(found: Analysis, expected: Analysis) -> dict[str, float]:
@@ -66,7 +66,7 @@ def off(found: Analysis, expected: Analysis) -> dict[str, float]:
     return figures
 
 
-def test_it_is_within_three_percent_of_a_small_trace(recorded: list[Row], again: list[Row]) -> None:
+def test_it_is_within_three_percent_of_a_small_trace(recorded: list[TraceRow], again: list[TraceRow]) -> None:
     figures = off(analyze(again, BLOCK), analyze(recorded, BLOCK))
     assert max(map(abs, figures.values())) < CLOSE, figures
 
@@ -81,7 +81,7 @@ def test_it_is_within_three_percent_of_the_real_conversation_trace() -> None:
 
 
 def test_as_many_as_were_learned_arrive_in_the_same_time_and_share_the_same_prefixes(
-    recorded: list[Row], again: list[Row]
+    recorded: list[TraceRow], again: list[TraceRow]
 ) -> None:
     ours, theirs = analyze(again, BLOCK), analyze(recorded, BLOCK)
     assert (ours.blocks, ours.shared_blocks) == (theirs.blocks, theirs.shared_blocks)
@@ -92,7 +92,7 @@ def test_as_many_as_were_learned_arrive_in_the_same_time_and_share_the_same_pref
 
 @pytest.mark.parametrize("times", [0.5, 2])
 def test_fewer_or_more_than_were_learned_share_as_much(
-    times: float, learned: Profile, recorded: list[Row]
+    times: float, learned: TraceProfile, recorded: list[TraceRow]
 ) -> None:
     requests = int(times * len(recorded))
     figures = off(analyze(synthesize(learned, requests), BLOCK), analyze(recorded[:requests], BLOCK))
@@ -101,7 +101,7 @@ def test_fewer_or_more_than_were_learned_share_as_much(
     assert abs(figures["hit_rate mean"]) < 2 * CLOSE
 
 
-def soon(rows: list[Row]) -> float:
+def soon(rows: list[TraceRow]) -> float:
     """Return the median of how many requests later a block comes again."""
     last: dict[int, int] = {}
     gaps = []
@@ -111,12 +111,12 @@ def soon(rows: list[Row]) -> float:
     return float(np.median(gaps))
 
 
-def test_blocks_come_again_as_soon_as_they_did(recorded: list[Row], again: list[Row]) -> None:
+def test_blocks_come_again_as_soon_as_they_did(recorded: list[TraceRow], again: list[TraceRow]) -> None:
     """Else a cache that forgets would find much less of it: independent draws are ten times as far apart."""
     assert soon(again) == pytest.approx(soon(recorded), rel=0.35)
 
 
-def test_in_more_rounds_only_what_lasts_keeps_its_ids(profile: Profile) -> None:
+def test_in_more_rounds_only_what_lasts_keeps_its_ids(profile: TraceProfile) -> None:
     again = list(synthesize(profile, 2 * profile.requests))
     halves = [
         Counter(b for row in part for b in row.hash_ids)
@@ -127,7 +127,7 @@ def test_in_more_rounds_only_what_lasts_keeps_its_ids(profile: Profile) -> None:
     assert sorted(halves[0].values()) == sorted(halves[1].values())
 
 
-def test_every_made_trace_could_have_been_recorded(plain: list[Row]) -> None:
+def test_every_made_trace_could_have_been_recorded(plain: list[TraceRow]) -> None:
     last = 0.0
     for row in plain:
         assert row.timestamp >= last
@@ -136,59 +136,61 @@ def test_every_made_trace_could_have_been_recorded(plain: list[Row]) -> None:
     analyze(plain, BLOCK)  # or its prefixes were no tree
 
 
-def test_the_seed_decides(profile: Profile, plain: list[Row]) -> None:
+def test_the_seed_decides(profile: TraceProfile, plain: list[TraceRow]) -> None:
     assert made(profile) == plain
     assert made(profile, seed=4) != plain
 
 
-def test_a_saved_profile_makes_the_same_requests(profile: Profile, plain: list[Row], tmp_path: Path) -> None:
+def test_a_saved_profile_makes_the_same_requests(
+    profile: TraceProfile, plain: list[TraceRow], tmp_path: Path
+) -> None:
     path = tmp_path / "profile.json.gz"
     path.write_bytes(save(profile))
     assert load(path) == profile
     assert made(load(path)) == plain
 
 
-def test_a_billion_requests_begin_at_once(profile: Profile, plain: list[Row]) -> None:
+def test_a_billion_requests_begin_at_once(profile: TraceProfile, plain: list[TraceRow]) -> None:
     assert list(islice(synthesize(profile, 10**9, seed=3), 5)) == plain[:5]
 
 
 # --- the knobs --------------------------------------------------------------------------------------------
 
 
-def column(rows: Sequence[Row], field: str) -> list[object]:
+def column(rows: Sequence[TraceRow], field: str) -> list[object]:
     return [getattr(row, field) for row in rows]
 
 
-def same(ours: Sequence[Row], plain: Sequence[Row], *fields: str) -> bool:
+def same(ours: Sequence[TraceRow], plain: Sequence[TraceRow], *fields: str) -> bool:
     return all(column(ours, field) == column(plain, field) for field in fields)
 
 
-def shapes(rows: Sequence[Row]) -> list[list[int]]:
+def shapes(rows: Sequence[TraceRow]) -> list[list[int]]:
     """Return for each prompt the number of the first one with each of its blocks: equal where they share the same."""
     seen: dict[int, int] = {}
     return [[seen.setdefault(block, number) for block in row.hash_ids] for number, row in enumerate(rows)]
 
 
-def test_the_output_multiplier_makes_outputs_longer(profile: Profile, plain: list[Row]) -> None:
+def test_the_output_multiplier_makes_outputs_longer(profile: TraceProfile, plain: list[TraceRow]) -> None:
     ours = made(profile, osl_multiplier=2.5)
     assert same(ours, plain, "timestamp", "input_length", "hash_ids")
     assert [row.output_length for row in ours] == [round(row.output_length * 2.5) for row in plain]
     assert min(row.output_length for row in made(profile, osl_multiplier=0.0001)) == 1
 
 
-def test_max_osl_cuts_outputs(profile: Profile, plain: list[Row]) -> None:
+def test_max_osl_cuts_outputs(profile: TraceProfile, plain: list[TraceRow]) -> None:
     ours = made(profile, max_osl=300)
     assert same(ours, plain, "timestamp", "input_length", "hash_ids")
     assert [row.output_length for row in ours] == [min(300, row.output_length) for row in plain]
 
 
-def test_the_speedup_divides_times(profile: Profile, plain: list[Row]) -> None:
+def test_the_speedup_divides_times(profile: TraceProfile, plain: list[TraceRow]) -> None:
     ours = made(profile, speedup_ratio=4)
     assert same(ours, plain, "input_length", "output_length", "hash_ids")
     assert all(isclose(a.timestamp, b.timestamp / 4) for a, b in zip(ours, plain, strict=True))
 
 
-def test_the_prompt_multiplier_makes_own_parts_longer(profile: Profile, plain: list[Row]) -> None:
+def test_the_prompt_multiplier_makes_own_parts_longer(profile: TraceProfile, plain: list[TraceRow]) -> None:
     ours = made(profile, prompt_len_multiplier=1.5)
     assert same(ours, plain, "timestamp", "output_length")
     before, after = analyze(plain, BLOCK), analyze(ours, BLOCK)
@@ -196,7 +198,9 @@ def test_the_prompt_multiplier_makes_own_parts_longer(profile: Profile, plain: l
     assert after.unique_length.mean == pytest.approx(1.5 * before.unique_length.mean, rel=0.01)  # type: ignore[union-attr]
 
 
-def test_the_prefix_multiplier_makes_shared_prefixes_longer(profile: Profile, plain: list[Row]) -> None:
+def test_the_prefix_multiplier_makes_shared_prefixes_longer(
+    profile: TraceProfile, plain: list[TraceRow]
+) -> None:
     ours = made(profile, prefix_len_multiplier=2)
     assert same(ours, plain, "timestamp", "output_length")
     before, after = analyze(plain, BLOCK), analyze(ours, BLOCK)
@@ -208,7 +212,9 @@ def test_the_prefix_multiplier_makes_shared_prefixes_longer(profile: Profile, pl
     assert shorter.context_length.mean == pytest.approx(before.context_length.mean / 2, rel=0.1)  # type: ignore[union-attr]
 
 
-def test_the_root_multiplier_makes_trees_with_nothing_in_common(profile: Profile, plain: list[Row]) -> None:
+def test_the_root_multiplier_makes_trees_with_nothing_in_common(
+    profile: TraceProfile, plain: list[TraceRow]
+) -> None:
     ours = made(profile, prefix_root_multiplier=4)
     assert same(ours, plain, "timestamp", "input_length", "output_length")
     before, after = analyze(plain, BLOCK), analyze(ours, BLOCK)
@@ -220,11 +226,11 @@ def test_the_root_multiplier_makes_trees_with_nothing_in_common(profile: Profile
     assert len(copies) == 4
 
 
-def column_of_firsts(rows: Sequence[Row]) -> list[int]:
+def column_of_firsts(rows: Sequence[TraceRow]) -> list[int]:
     return [row.hash_ids[0] for row in rows if row.hash_ids]
 
 
-def test_max_isl_draws_long_prompts_again(profile: Profile, plain: list[Row]) -> None:
+def test_max_isl_draws_long_prompts_again(profile: TraceProfile, plain: list[TraceRow]) -> None:
     ours = made(profile, max_isl=1000)
     assert same(ours, plain, "timestamp", "output_length")
     assert max(row.input_length for row in ours) <= 1000
@@ -232,15 +238,15 @@ def test_max_isl_draws_long_prompts_again(profile: Profile, plain: list[Row]) ->
     assert np.mean([row.input_length for row in ours]) == pytest.approx(np.mean(kept), rel=0.1)
 
 
-def test_knobs_at_one_change_nothing(profile: Profile, plain: list[Row]) -> None:
-    ones = Knobs(
+def test_knobs_at_one_change_nothing(profile: TraceProfile, plain: list[TraceRow]) -> None:
+    ones = SynthesisKnobs(
         prefix_len_multiplier=1.0, prefix_root_multiplier=1, prompt_len_multiplier=1.0, osl_multiplier=1.0
     )
     assert list(synthesize(profile, profile.requests, ones, seed=3)) == plain
     assert shapes(made(profile, max_isl=10**7)) == shapes(plain)
 
 
-def test_a_prompt_that_can_be_no_shorter_is_an_error(profile: Profile) -> None:
+def test_a_prompt_that_can_be_no_shorter_is_an_error(profile: TraceProfile) -> None:
     with pytest.raises(BadTrace, match=r"10000 prompts in a row were longer than --max-isl 1$"):
         made(profile, max_isl=1)
 
@@ -262,11 +268,11 @@ def test_a_prompt_that_can_be_no_shorter_is_an_error(profile: Profile) -> None:
 )
 def test_senseless_knobs_are_named(name: str, value: float, says: str) -> None:
     with pytest.raises(UsageError, match=says):
-        replace(Knobs(), **{name: value})  # type: ignore[arg-type]
+        replace(SynthesisKnobs(), **{name: value})  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("name", ["prefix_len_multiplier", "prompt_len_multiplier", "osl_multiplier"])
-def test_lengths_that_would_not_fit_into_memory_are_an_error(name: str, profile: Profile) -> None:
+def test_lengths_that_would_not_fit_into_memory_are_an_error(name: str, profile: TraceProfile) -> None:
     with pytest.raises(
         UsageError, match=r"a prompt or an answer would have .* tokens, more than .*: multiply by less"
     ):
@@ -279,8 +285,8 @@ def test_lengths_that_would_not_fit_into_memory_are_an_error(name: str, profile:
 def test_the_example_of_the_seeds_readme_doubles_every_prefix() -> None:
     """Paths 0,1,2,(3) | 0,1 | 0,1,2 | 0,(4),(5) with prefixes twice as long: 6 + 1, 4, 6 and 2 + 2 blocks."""
     prompts = [[0, 1, 2, 3], [0, 1], [0, 1, 2], [0, 4, 5]]
-    learned = learn([Row(0, len(ids) * 512, 1, ids) for ids in prompts])
-    ours = list(synthesize(learned, 4, Knobs(prefix_len_multiplier=2)))
+    learned = learn([TraceRow(0, len(ids) * 512, 1, ids) for ids in prompts])
+    ours = list(synthesize(learned, 4, SynthesisKnobs(prefix_len_multiplier=2)))
     assert sorted(len(row.hash_ids) for row in ours) == [4, 4, 6, 7]
     assert sorted(row.input_length for row in ours) == [2048, 2048, 3072, 3584]
     assert {tuple(row.hash_ids[:2]) for row in ours} == {(0, 1)}
@@ -288,28 +294,28 @@ def test_the_example_of_the_seeds_readme_doubles_every_prefix() -> None:
 
 
 def test_a_trace_without_anything_shared_stays_so() -> None:
-    recorded = [Row(n, 600, 7, [2 * n, 2 * n + 1]) for n in range(20)]
+    recorded = [TraceRow(n, 600, 7, [2 * n, 2 * n + 1]) for n in range(20)]
     ours = analyze(synthesize(learn(recorded), 50))
     assert ours.shared_blocks == 0 and ours.hit_rate is not None and ours.hit_rate.max == 0
     assert ours.input_length.mean == 600 and ours.output_length.mean == 7
 
 
 def test_a_single_request_comes_again_and_again_at_once() -> None:
-    ours = list(synthesize(learn([Row(5, 600, 7, [0, 1])]), 3))
+    ours = list(synthesize(learn([TraceRow(5, 600, 7, [0, 1])]), 3))
     assert [(row.timestamp, row.input_length, row.output_length) for row in ours] == [(0, 600, 7)] * 3
 
 
 def test_a_trace_that_knows_no_prefixes_keeps_its_lengths_and_obeys_the_prompt_multiplier() -> None:
-    learned = learn([Row(n, 10 * n, n, []) for n in range(30)])
+    learned = learn([TraceRow(n, 10 * n, n, []) for n in range(30)])
     ours = list(synthesize(learned, 30))
     assert sorted(row.input_length for row in ours) == [10 * n for n in range(30)]
     assert all(row.hash_ids == [] for row in ours)
-    longer = list(synthesize(learned, 30, Knobs(prompt_len_multiplier=3)))
+    longer = list(synthesize(learned, 30, SynthesisKnobs(prompt_len_multiplier=3)))
     assert [row.input_length for row in longer] == [3 * row.input_length for row in ours]
 
 
 def test_requests_that_came_together_come_together() -> None:
-    recorded = [Row(1000 * (n // 3), 10, 1, []) for n in range(12)]
+    recorded = [TraceRow(1000 * (n // 3), 10, 1, []) for n in range(12)]
     ours = list(synthesize(learn(recorded), 12))
     assert [row.timestamp for row in ours] == [row.timestamp for row in recorded]
 
@@ -325,7 +331,7 @@ def test_any_tree_is_saved_and_made_again_with_as_many_blocks_of_each_kind(
     names = {text[:n]: 0 for text in texts for n in range(1, len(text) + 1)}
     ids = {prefix: number for number, prefix in enumerate(names)}
     recorded = [
-        Row(n, 16 * len(text), 1, [ids[text[:m]] for m in range(1, len(text) + 1)])
+        TraceRow(n, 16 * len(text), 1, [ids[text[:m]] for m in range(1, len(text) + 1)])
         for n, text in enumerate(texts)
     ]
     learned = learn(recorded, 16)

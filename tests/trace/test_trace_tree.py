@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from controller.trace.rows import BadTrace, Row
+from controller.trace.rows import BadTrace, TraceRow
 from controller.trace.tree import ALONE, END, ROOT, Core, Node, Tree, coarse
 
 BLOCK = 4
@@ -16,7 +16,7 @@ Prompts = list[list[int]]
 def grown(prompts: Prompts) -> Tree:
     tree = Tree(BLOCK)
     for ids in prompts:
-        tree.add(Row(0, len(ids) * BLOCK, 1, ids))
+        tree.add(TraceRow(0, len(ids) * BLOCK, 1, ids))
     return tree
 
 
@@ -83,7 +83,7 @@ def test_a_refused_prompt_leaves_nothing_behind() -> None:
     before = tree.core()
     for bad in ([0, 2, 1], [3, 3], [1]):
         with pytest.raises(BadTrace):
-            tree.add(Row(0, 9, 1, bad))
+            tree.add(TraceRow(0, 9, 1, bad))
     assert tree.core() == before and tree.blocks == 2
 
 
@@ -143,7 +143,7 @@ def test_the_core_is_what_a_plain_count_of_prefixes_says(texts: list[str]) -> No
 def test_known_first_blocks_are_those_that_stood_in_an_earlier_prompt(texts: list[str]) -> None:
     tree, seen = Tree(BLOCK), {""}
     for text, ids in zip(texts, named(texts), strict=True):
-        assert tree.add(Row(0, len(ids) * BLOCK, 1, ids)) == max(
+        assert tree.add(TraceRow(0, len(ids) * BLOCK, 1, ids)) == max(
             n for n in range(len(text) + 1) if text[:n] in seen
         )
         seen |= {text[:n] for n in range(len(text) + 1)}

@@ -12,7 +12,7 @@ import asyncio
 import itertools
 import math
 import threading
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -65,23 +65,24 @@ class Rig:
         ] = []  # ranks, and what their caches have stored and removed
         self._keys = itertools.count(1)
         self.threaded = False  # known from the first delivery on
+        self.after_delivery: Callable[[], None] | None = None  # what a test does in the same turn of the loop
         self._said = asyncio.Event()
         self._left: dict[int, int] = {}  # tokens until a request halts
         self._goes_on = threading.Event()
-        self._loop = asyncio.get_running_loop()
+        self.loop = asyncio.get_running_loop()
         self._thread = threading.get_ident()
 
     async def start(self) -> None:
         async with asyncio.timeout(START_S):
-            await self.engine.start(self._deliver, lambda rank, events: self.announced.append((rank, events)))
+            await self.engine.start(self.deliver, lambda rank, events: self.announced.append((rank, events)))
 
-    def _deliver(self, out: list[tuple[int, Chunk]]) -> None:
+    def deliver(self, out: list[tuple[int, Chunk]]) -> None:
         if threading.get_ident() == self._thread:
             self._take(out)
             return
         self.threaded = True
         self._goes_on.clear()
-        self._loop.call_soon_threadsafe(self._take, out)
+        self.loop.call_soon_threadsafe(self._take, out)
         for key, chunk in out:
             if key in self._left:
                 self._left[key] -= len(chunk.tokens)
@@ -101,6 +102,8 @@ class Rig:
             answer.chunks.append(chunk)
             if chunk.finish or chunk.error:
                 answer.over.set()
+        if self.after_delivery is not None:
+            self.after_delivery()
 
     def submit(
         self,

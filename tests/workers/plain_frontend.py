@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 from events import wire
-from events.channels import Channels
+from events.nats.channels import Channels
 from events.wire import Beat, Cancel, Chunk, Generate, Hello, Sampling, Step, ToFrontend, Welcome
 
 DEADLINE_S = 20.0
@@ -53,6 +53,10 @@ class PlainFrontend(asyncio.Protocol):
         frontend.say(hello or Hello("test"))
         return frontend
 
+    def number(self) -> int:
+        """Return the number of a new stream."""
+        return next(self._streams)
+
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self.transport = transport
 
@@ -78,7 +82,7 @@ class PlainFrontend(asyncio.Protocol):
         self.transport.write(wire.encode(frame))
 
     def ask(self, tokens: list[int], *, canary: bool = False, **sampling: Any) -> int:
-        stream = next(self._streams)
+        stream = self.number()
         wanted = Sampling(**{"max_tokens": 16, "ignore_eos": True, **sampling})
         self.say(Generate(stream, f"r{stream}", tokens, len(tokens), wanted, canary))
         return stream

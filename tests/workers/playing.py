@@ -1,7 +1,7 @@
 """A KV transport between two parts of one process."""
 
 from workers.kv_transfer.errors import TransferFailed
-from workers.kv_transfer.remote import Remote
+from workers.kv_transfer.transport import Remote
 
 
 class Playing:

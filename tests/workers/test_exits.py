@@ -1,6 +1,5 @@
 """How a worker's process ends, and who says so: itself with 0 and FELL, its supervisor with every other status."""
 
-import argparse
 import asyncio
 import os
 import subprocess
@@ -11,26 +10,25 @@ from pathlib import Path
 import pytest
 from worker_life import ABOUT, Begin
 
-import workers.cli
 from events.observations import WorkerLeft
-from workers.cli import run_cli
+from workers.cli import exit_code
 from workers.engines.engine import Announce, Deliver, EngineDead, unheard
 from workers.engines.simulated.engine import SimulatedEngine
-from workers.engines.simulated.sequence import Shape
+from workers.engines.simulated.sequence import EngineShape
 from workers.exits import BROKE, FELL, USAGE
+from workers.worker import WorkerDeadlines
 
 
 @pytest.mark.parametrize(
     ("error", "code"), [(EngineDead("no such model"), FELL), (RuntimeError("a mistake of ours"), BROKE)]
 )
 def test_an_error_that_nobody_foresaw_is_no_end_that_the_worker_has_told_of(
-    error: Exception, code: int, monkeypatch: pytest.MonkeyPatch
+    error: Exception, code: int
 ) -> None:
-    def fail(flags: object) -> int:
+    def fail() -> int:
         raise error
 
-    monkeypatch.setattr(workers.cli, "_run", fail)
-    assert run_cli(argparse.Namespace()) == code
+    assert exit_code(fail) == code
     assert BROKE not in (0, FELL, USAGE)
 
 
@@ -78,15 +76,12 @@ def test_nor_does_it_keep_a_frontend_or_a_controller() -> None:
     assert ran.returncode == 0
 
 
-async def test_an_engine_that_takes_too_long_to_start_is_one_clear_error(
-    begin: Begin, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_an_engine_that_takes_too_long_to_start_is_one_clear_error(begin: Begin) -> None:
     class Slow(SimulatedEngine):
         async def start(self, deliver: Deliver, announce: Announce = unheard) -> None:
             await asyncio.Event().wait()
 
-    monkeypatch.setattr("workers.worker.START_S_MAX", 0.05)
-    life = await begin(engine=Slow(Shape()))
+    life = await begin(engine=Slow(EngineShape()), deadlines=WorkerDeadlines(start_s=0.05))
     with pytest.raises(EngineDead, match=r"it has not started within 0\.05 s"):
         await life.running
 
@@ -111,17 +106,15 @@ async def test_a_cleanup_that_hangs_is_no_end_that_the_worker_has_told_of(
 ) -> None:
     codes: list[int] = []
     monkeypatch.setattr(os, "_exit", codes.append)
-    monkeypatch.setattr("workers.worker.CLEANUP_S", 0.05)
-    life = await begin()
-    stop = life.worker.engine.stop
     told: list[bool] = []
 
-    async def hang() -> None:
-        time.sleep(0.3)  # noqa: ASYNC251 (it holds the loop up)
-        told.append(any(isinstance(fact, WorkerLeft) for fact in life.facts))
-        await stop()
+    class Hanging(SimulatedEngine):
+        async def stop(self) -> None:
+            time.sleep(0.3)  # noqa: ASYNC251 (it holds the loop up)
+            told.append(any(isinstance(fact, WorkerLeft) for fact in life.facts))
+            await super().stop()
 
-    monkeypatch.setattr(life.worker.engine, "stop", hang)
+    life = await begin(engine=Hanging(EngineShape()), deadlines=WorkerDeadlines(cleanup_s=0.05))
     life.worker.fail(EngineDead("broken"))
     assert await life.running == FELL
     assert (codes, told) == ([BROKE], [False])

@@ -11,12 +11,13 @@ from plain_frontend import PlainFrontend
 from events.fact import Fact
 from events.journal.memory import MemoryJournal, MemoryStream
 from events.observations import DeviceFaulted, DeviceRecovered, EngineFaulted, ShutdownBegan, WorkerJoined
+from workers.config.worker import WorkerConfig
+from workers.control.body import BadRequest
 from workers.devices.simulated import SimulatedDevices
 from workers.engines.simulated.engine import SimulatedEngine
-from workers.engines.simulated.sequence import Shape
+from workers.engines.simulated.sequence import EngineShape
 from workers.engines.simulated.timing import ConstantTiming
-from workers.obedience import BadRequest, Place
-from workers.worker import Worker
+from workers.worker import InferenceWorker
 
 TP = 8
 STEP_S = 0.002
@@ -25,19 +26,19 @@ STEP_S = 0.002
 class Group:
     """A worker of eight ranks, and what it has said."""
 
-    def __init__(self, **place: Any) -> None:
+    def __init__(self, **config: Any) -> None:
         self.stream, self.stop = MemoryStream(), asyncio.Event()
-        engine = SimulatedEngine(Shape(tp=TP), ConstantTiming(itl_s=STEP_S))
-        at = Place(name="w0", instance="i1", **place)
+        engine = SimulatedEngine(EngineShape(tp=TP), ConstantTiming(itl_s=STEP_S))
+        at = WorkerConfig(name="w0", instance="i1", **config)
         journal = MemoryJournal(self.stream, "worker:w0")
-        self.worker = Worker(at, engine, journal, None, SimulatedDevices("w0", TP))
+        self.worker = InferenceWorker(at, engine, journal, None, SimulatedDevices("w0", TP))
         self.running = asyncio.ensure_future(self.worker.run(self.stop))
 
     def facts(self, *kinds: type[Fact]) -> list[Any]:
         return [event.fact for event in self.stream.events if isinstance(event.fact, kinds)]
 
     def chaos(self, fault: str, **body: Any) -> None:
-        self.worker.obedience.on_chaos("", {"fault": fault, **body})
+        self.worker.commands.on_chaos("", {"fault": fault, **body})
 
     async def frontend(self) -> PlainFrontend:
         async with asyncio.timeout(20):
@@ -128,7 +129,7 @@ async def test_an_error_of_one_rank_fails_every_request_of_the_group(group: Grou
 
 
 async def test_all_ranks_wait_for_the_slowest() -> None:
-    engine = SimulatedEngine(Shape(tp=TP), ConstantTiming(itl_s=STEP_S))
+    engine = SimulatedEngine(EngineShape(tp=TP), ConstantTiming(itl_s=STEP_S))
     faults = engine.each[0].scheduler.faults
     assert engine.chaos("slow", 10, 2) and engine.chaos("slow", 3, 5)
     assert faults.slow == 10

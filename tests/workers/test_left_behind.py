@@ -13,9 +13,9 @@ from plain_frontend import PlainFrontend
 from worker_process import ROOT, START_S, Process, Spawn, held, left
 
 from events import subjects
-from events.bus import NatsBus
 from events.codec import new_id
-from events.presence import present
+from events.nats.bus import NatsBus
+from events.process.presence import present
 from workers import keeper
 from workers.kv_transfer.regions import ROOT as SHARED
 

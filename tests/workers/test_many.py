@@ -12,20 +12,20 @@ from plain_frontend import PlainFrontend
 from worker_life import Eventually
 
 from events import subjects
-from events.bus import MemoryBus, NoAnswer
 from events.fact import Fact
 from events.journal.memory import MemoryJournal, MemoryStream
+from events.nats.bus import MemoryBus, NoAnswer
 from events.observations import DrainFinished, EngineFaulted, ShutdownBegan, WorkerJoined, WorkerLeft
-from workers import admin, many
+from workers.admin import server as admin
+from workers.config.worker import WorkerConfig
 from workers.engines.simulated.engine import SimulatedEngine
-from workers.engines.simulated.sequence import Shape
+from workers.engines.simulated.sequence import EngineShape
 from workers.engines.simulated.timing import ConstantTiming
 from workers.exits import FELL, KILLED
 from workers.listening import listening
-from workers.many import Many
-from workers.obedience import Place
+from workers.many import BackOff, Many
 from workers.shutdown import Stop
-from workers.worker import Worker
+from workers.worker import InferenceWorker
 
 
 @dataclass
@@ -59,25 +59,27 @@ class House:
             return await self.running
 
 
-def build(places: list[Place]) -> House:
+def build(configs: list[WorkerConfig], back_off: BackOff | None = None) -> House:
     stream, bus, stop = MemoryStream(), MemoryBus(), Stop()
     journal = MemoryJournal(stream, "worker:w0")
 
-    def make(place: Place) -> Worker:
-        return Worker(place, SimulatedEngine(Shape(), ConstantTiming(itl_s=0.005)), journal, bus)
+    def make(config: WorkerConfig) -> InferenceWorker:
+        return InferenceWorker(
+            config, SimulatedEngine(EngineShape(), ConstantTiming(itl_s=0.005)), journal, bus
+        )
 
-    house = Many(places, make, journal, stop)
+    house = Many(configs, make, journal, stop, back_off=back_off)
     return House(house, stream, bus, stop, asyncio.ensure_future(house.run()))
 
 
-def place(number: int, **more: Any) -> Place:
-    return Place(name=f"w{number}", instance=f"i{number}", grace_s=5.0, shares_process=True, **more)
+def configured(number: int, **more: Any) -> WorkerConfig:
+    return WorkerConfig(name=f"w{number}", instance=f"i{number}", grace_s=5.0, shares_process=True, **more)
 
 
 @pytest.fixture
-async def house(eventually: Eventually, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[House]:
-    monkeypatch.setattr(many, "AGAIN_S_MIN", 0.02)
-    house = build([place(number) for number in range(3)])
+async def house(eventually: Eventually, request: pytest.FixtureRequest) -> AsyncIterator[House]:
+    back_off = getattr(request, "param", BackOff(wait_s_min=0.02))
+    house = build([configured(number) for number in range(3)], back_off)
     await eventually(lambda: len(house.bus.entries) == 3)
     yield house
     if not house.running.done():
@@ -141,7 +143,7 @@ async def test_a_hang_and_a_blackhole_end_each_at_its_own_time(house: House, eve
     server = house.many.workers[0].server
     await house.bus.request(subjects.chaos("w0"), {"fault": "blackhole"})
     await house.bus.request(subjects.chaos("w0"), {"fault": "hang", "duration": 0.05})
-    await eventually(lambda: not house.many.workers[0].obedience.hung)
+    await eventually(lambda: not house.many.workers[0].faults.hung)
     assert server.blackholed
     await house.bus.request(subjects.chaos("w0"), {"fault": "blackhole", "duration": 0.05})
     await house.chaos("w0", "hang")
@@ -181,13 +183,12 @@ def health(house: House) -> tuple[int, str, dict[str, str]]:
     return answer.status, said["status"], said["workers"]
 
 
+@pytest.mark.parametrize("house", [BackOff(wait_s_min=3600.0, settled_s=0.0)], indirect=True)
 async def test_health_says_of_one_between_two_lives_that_it_restarts(
-    house: House, eventually: Eventually, monkeypatch: pytest.MonkeyPatch
+    house: House, eventually: Eventually
 ) -> None:
     serving = dict.fromkeys(("w0", "w1", "w2"), "serving")
     assert health(house) == (200, "healthy", serving)
-    monkeypatch.setattr(many, "AGAIN_S_MIN", 3600.0)
-    monkeypatch.setattr(many, "SETTLED_S", 0.0)
     await house.chaos("w1", "die")
     await eventually(lambda: len(house.facts("w1")) == 5)  # it has left
     assert health(house) == (200, "degraded", serving | {"w1": "restarting"})
@@ -223,7 +224,7 @@ async def test_an_error_in_a_callback_ends_all_of_them(house: House) -> None:
 
 async def test_one_that_cannot_start_ends_the_process(capsys: pytest.CaptureFixture[str]) -> None:
     with listening("127.0.0.1", 0) as taken:
-        house = build([place(0), place(1, port=taken.getsockname()[1])])
+        house = build([configured(0), configured(1, port=taken.getsockname()[1])])
         async with asyncio.timeout(20):
             assert await house.running == FELL
     assert "cannot be had" in capsys.readouterr().err

@@ -6,38 +6,39 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import get_args
 
 import pytest
-from doors import Doors, narrow
 from engine_contract import prompt
 from line import Line
+from listening import FrontendRoute, narrow
 from plain_frontend import PlainFrontend
+from simulated_kit import generate, run
 
 from events.wire import Chunk, Generate, Hello, Load, Logprob, Splitter, Step, Why, to_frontend
-from workers.connection import Connection, Patience
+from workers.connection import FrontendConnection, Patience
 from workers.counters import Ends
 from workers.engines.engine import Announce, Deliver, EngineIdentity, Immovable, Phase, unheard
 from workers.engines.simulated.engine import SimulatedEngine
 from workers.engines.simulated.scheduler import Scheduler
-from workers.engines.simulated.sequence import Shape
+from workers.engines.simulated.sequence import EngineShape
 from workers.engines.simulated.timing import ConstantTiming
-from workers.server import Server
+from workers.server import WorkerServer
 from workers.shutdown import DRAINING, LEAVING, drain
 
 Dial = Callable[..., Awaitable[PlainFrontend]]
 Eventually = Callable[..., Awaitable[None]]
-Serve = Callable[..., Awaitable[Server]]
-SHAPE = Shape(kv_blocks=65_536)
+Serve = Callable[..., Awaitable[WorkerServer]]
+SHAPE = EngineShape(kv_blocks=65_536)
 
 
 @pytest.fixture
-async def serve(doors: Doors) -> AsyncIterator[Serve]:
+async def serve(route: FrontendRoute) -> AsyncIterator[Serve]:
     """`await serve(itl_s=0)` starts a server around a simulated engine."""
-    running: list[tuple[Server, SimulatedEngine]] = []
+    running: list[tuple[WorkerServer, SimulatedEngine]] = []
 
-    async def start(patience: Patience | None = None, **timing: float) -> Server:
+    async def start(patience: Patience | None = None, **timing: float) -> WorkerServer:
         engine = SimulatedEngine(SHAPE, ConstantTiming(**timing))
-        server = Server(worker="w0", instance="i1", engine=engine, patience=patience)
+        server = WorkerServer(worker="w0", instance="i1", engine=engine, patience=patience)
         await engine.start(server.deliver)
-        await doors.open(server)
+        await route.open(server)
         running.append((server, engine))
         return server
 
@@ -48,12 +49,12 @@ async def serve(doors: Doors) -> AsyncIterator[Serve]:
 
 
 @pytest.fixture
-async def dial(doors: Doors) -> AsyncIterator[Dial]:
+async def dial(route: FrontendRoute) -> AsyncIterator[Dial]:
     """`await dial(server)` connects a frontend, and lets go of it at the end."""
     dialled: list[PlainFrontend] = []
 
-    async def connect(server: Server, hello: Hello | None = None) -> PlainFrontend:
-        dialled.append(await doors.enter(server, hello))
+    async def connect(server: WorkerServer, hello: Hello | None = None) -> PlainFrontend:
+        dialled.append(await route.connect(server, hello))
         return dialled[-1]
 
     yield connect
@@ -64,16 +65,14 @@ async def dial(doors: Doors) -> AsyncIterator[Dial]:
 
 def undisturbed(tokens: list[int], most: int) -> list[int]:
     """Return the answer of an engine that nothing happens to."""
-    from test_simulated_engine import generate, run
-
     scheduler = Scheduler(SHAPE)
     scheduler.submit(1, generate(tokens, most))
     return run(scheduler, most + 5)[1]
 
 
-def engine_of(server: Server) -> SimulatedEngine:
-    assert isinstance(server._engine, SimulatedEngine)
-    return server._engine
+def engine_of(server: WorkerServer) -> SimulatedEngine:
+    assert isinstance(server.engine, SimulatedEngine)
+    return server.engine
 
 
 async def test_a_hello_is_welcomed_with_who_this_is(serve: Serve, dial: Dial) -> None:
@@ -187,8 +186,8 @@ async def test_a_slow_reader_gets_every_token_in_fewer_frames(
 
 
 async def test_what_gathers_for_a_slow_reader_is_one_chunk_with_all_that_was_said() -> None:
-    line, server = Line(), Server(worker="w0", instance="i1", engine=SimulatedEngine(SHAPE))
-    connection = Connection(server)
+    line, server = Line(), WorkerServer(worker="w0", instance="i1", engine=SimulatedEngine(SHAPE))
+    connection = FrontendConnection(server)
     connection.connection_made(line)
     connection.pause_writing()
     for chunk in (
@@ -252,7 +251,7 @@ async def test_a_frontend_that_stops_reading_is_cut_in_time(
     frontend.ask(prompt(), max_tokens=16_000, logprobs=20)
     for n in range(20):
         frontend.ask(prompt(salt=n), max_tokens=16_000, logprobs=20)
-    await eventually(lambda: not server._connections, 30)
+    await eventually(lambda: not server.connections.open, 30)
     assert server.in_flight == 0
 
 
@@ -410,11 +409,11 @@ class ThreadedEngine(Immovable):
     async def stop(self) -> None: ...
 
 
-async def test_output_from_another_thread_is_sent_from_the_loop(doors: Doors, dial: Dial) -> None:
+async def test_output_from_another_thread_is_sent_from_the_loop(route: FrontendRoute, dial: Dial) -> None:
     engine = ThreadedEngine()
-    server = Server(worker="w0", instance="i1", engine=engine)
+    server = WorkerServer(worker="w0", instance="i1", engine=engine)
     await engine.start(server.deliver)
-    await doors.open(server)
+    await route.open(server)
     frontend = await dial(server)
     assert await frontend.answer(frontend.ask([300])) == [300]
     await server.close()

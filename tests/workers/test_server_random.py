@@ -10,21 +10,23 @@ from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import astuple
 
 import pytest
-from doors import Doors, narrow
+from listening import FrontendRoute, narrow
 from plain_frontend import PlainFrontend
 
 from events.wire import Generate, Load, Sampling
 from workers.connection import Patience
 from workers.engines.simulated.engine import SimulatedEngine
 from workers.engines.simulated.scheduler import Scheduler
-from workers.engines.simulated.sequence import Shape
+from workers.engines.simulated.sequence import EngineShape
 from workers.engines.simulated.timing import ConstantTiming
-from workers.server import Server
+from workers.server import WorkerServer
 from workers.shutdown import DRAINING
 
 Eventually = Callable[..., Awaitable[None]]
-SHAPE = Shape(context_tokens=512, kv_blocks=60, batch_max=12, waiting_max=20)  # tight, so that it preempts
-ROOMY = Shape(context_tokens=512, kv_blocks=4096)
+SHAPE = EngineShape(
+    context_tokens=512, kv_blocks=60, batch_max=12, waiting_max=20
+)  # tight, so that it preempts
+ROOMY = EngineShape(context_tokens=512, kv_blocks=4096)
 STEPS = 120
 WHYS = ("gone", "elsewhere", "drained", "complete", "a reason of tomorrow")
 
@@ -42,9 +44,11 @@ def undisturbed(tokens: list[int], most: int) -> list[int]:
 class Life:
     """One random course of events."""
 
-    def __init__(self, seed: int, doors: Doors, server: Server, engine: SimulatedEngine) -> None:
+    def __init__(
+        self, seed: int, route: FrontendRoute, server: WorkerServer, engine: SimulatedEngine
+    ) -> None:
         self.dice = random.Random(seed)
-        self.doors = doors
+        self.route = route
         self.server, self.engine = server, engine
         self.frontends: list[PlainFrontend] = []
         self.cancelled: set[tuple[PlainFrontend, int]] = set()
@@ -53,7 +57,7 @@ class Life:
     async def step(self) -> None:
         roll = self.dice.random()
         if roll < 0.05 or not self.frontends:
-            self.frontends.append(await self.doors.enter(self.server, narrow=True))
+            self.frontends.append(await self.route.connect(self.server, narrow=True))
             narrow(self.server)
         elif roll < 0.60:
             self.ask(self.dice.choice(self.frontends))
@@ -119,12 +123,14 @@ class Life:
 
 
 @pytest.mark.parametrize("seed", range(12))
-async def test_no_course_of_events_breaks_a_promise(doors: Doors, seed: int, eventually: Eventually) -> None:
+async def test_no_course_of_events_breaks_a_promise(
+    route: FrontendRoute, seed: int, eventually: Eventually
+) -> None:
     engine = SimulatedEngine(SHAPE, ConstantTiming(itl_s=0.0 if seed % 2 else 0.001))
-    server = Server(worker="w0", instance="i1", engine=engine, patience=Patience(buffer_bytes=512))
+    server = WorkerServer(worker="w0", instance="i1", engine=engine, patience=Patience(buffer_bytes=512))
     await engine.start(server.deliver)
-    await doors.open(server)
-    life = Life(seed, doors, server, engine)
+    await route.open(server)
+    life = Life(seed, route, server, engine)
     try:
         for _ in range(STEPS):
             await life.step()

@@ -11,21 +11,22 @@ from plain_frontend import PlainFrontend
 from virtual_loop import VirtualLoop
 
 from events.wire import Beat, Chunk, Hello, Splitter, Step, to_frontend
-from workers.connection import Connection, Patience
+from workers.connection import FrontendConnection, Patience
 from workers.engines.simulated.engine import SimulatedEngine
-from workers.engines.simulated.sequence import Shape
+from workers.engines.simulated.sequence import EngineShape
 from workers.engines.simulated.timing import ConstantTiming
-from workers.server import LOAD_S, TICK_S, Server
+from workers.server import WorkerServer
+from workers.serving.heartbeats import LOAD_S, TICK_S
 
 LOOP = VirtualLoop
-SHAPE = Shape(kv_blocks=65_536)
+SHAPE = EngineShape(kv_blocks=65_536)
 
 
 @asynccontextmanager
-async def serving(**timing: float) -> AsyncIterator[Server]:
+async def serving(**timing: float) -> AsyncIterator[WorkerServer]:
     """A server around a simulated engine."""
     engine = SimulatedEngine(SHAPE, ConstantTiming(**timing))
-    server = Server(worker="w0", instance="i1", engine=engine)
+    server = WorkerServer(worker="w0", instance="i1", engine=engine)
     await engine.start(server.deliver)
     await server.start("127.0.0.1", 0)
     try:
@@ -36,7 +37,7 @@ async def serving(**timing: float) -> AsyncIterator[Server]:
 
 
 @asynccontextmanager
-async def entered(server: Server) -> AsyncIterator[PlainFrontend]:
+async def entered(server: WorkerServer) -> AsyncIterator[PlainFrontend]:
     """A frontend that has said hello."""
     _, frontend = await asyncio.get_running_loop().create_connection(PlainFrontend, *server.address)
     frontend.say(Hello("test"))
@@ -93,9 +94,9 @@ async def test_steps_of_one_burst_leave_together_and_what_begins_or_ends_at_once
     patience = Patience(burst_s=0.3)
     line, server = (
         Line(),
-        Server(worker="w0", instance="i1", engine=SimulatedEngine(SHAPE), patience=patience),
+        WorkerServer(worker="w0", instance="i1", engine=SimulatedEngine(SHAPE), patience=patience),
     )
-    connection = Connection(server)
+    connection = FrontendConnection(server)
     connection.connection_made(line)
     splitter = Splitter()
 

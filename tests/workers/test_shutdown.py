@@ -12,11 +12,12 @@ from worker_process import START_S, Process, Spawn
 
 from events import subjects
 from events.observations import DrainFinished, EngineFaulted, ShutdownBegan, WorkerLeft
-from events.presence import present
+from events.process.presence import present
 from workers.engines.simulated.engine import SimulatedEngine
-from workers.engines.simulated.sequence import Shape
-from workers.runtime import Alone, _unhandled
+from workers.engines.simulated.sequence import EngineShape
+from workers.runtime import Alone, end_after
 from workers.shutdown import Stop, budget_s
+from workers.worker import WorkerDeadlines
 
 LAST = "Last endpoint completed, notifying all waiters"
 COMPLETE = "DistributedRuntime shutdown complete"
@@ -216,7 +217,7 @@ class Failing(SimulatedEngine):
     """An engine whose parts fail on demand."""
 
     def __init__(self) -> None:
-        super().__init__(Shape())
+        super().__init__(EngineShape())
         self.check_fails: Exception | None = None
         self.check_hangs = False
         self.load_fails = False
@@ -251,13 +252,10 @@ async def test_a_monitor_that_fails_ends_the_worker_and_blames_no_engine(begin: 
     assert not [fact for fact in life.facts if isinstance(fact, EngineFaulted)]
 
 
-async def test_a_check_that_does_not_answer_is_a_dead_engine(
-    begin: Begin, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("workers.worker.CHECK_S_MAX", 0.05)
+async def test_a_check_that_does_not_answer_is_a_dead_engine(begin: Begin) -> None:
     engine = Failing()
     engine.check_hangs = True
-    life = await begin(engine=engine)
+    life = await begin(engine=engine, deadlines=WorkerDeadlines(check_s=0.05))
     assert await fallen(life) == "its health check did not answer within 0.05 s"
     assert [fact.fatal for fact in life.facts if isinstance(fact, EngineFaulted)] == [True]
 
@@ -265,7 +263,7 @@ async def test_a_check_that_does_not_answer_is_a_dead_engine(
 async def test_a_callback_of_the_loop_that_fails_ends_the_worker(begin: Begin) -> None:
     life = await begin()
     failed = {"message": "", "handle": None, "exception": ZeroDivisionError("a mistake of ours")}
-    _unhandled(Alone(life.worker, Stop()), failed)
+    end_after(failed, Alone(life.worker, Stop()))
     assert "a callback of the event loop failed: ZeroDivisionError" in await fallen(life)
 
 

@@ -21,13 +21,13 @@ from events.observations import (
     WorkerLeft,
 )
 from events.wire import Hello
+from workers.config.worker import WorkerConfig
 from workers.engines.engine import Announce, Deliver, EngineDead, unheard
 from workers.engines.simulated.engine import SimulatedEngine
-from workers.engines.simulated.faults import Faults
-from workers.engines.simulated.sequence import Shape
-from workers.moving.trust import Distrusted, Trusted
-from workers.obedience import Place
-from workers.worker import Worker
+from workers.engines.simulated.faults import SimulatedFaults
+from workers.engines.simulated.sequence import EngineShape
+from workers.migration.trust import SenderDistrusted, TrustedSender
+from workers.worker import InferenceWorker
 
 
 async def test_a_worker_joins_with_all_that_others_need(begin: Begin) -> None:
@@ -178,7 +178,7 @@ async def test_a_request_for_an_earlier_life_is_refused(begin: Begin) -> None:
 async def test_a_deadline_that_makes_no_sense_is_refused_in_words(begin: Begin, deadline_s: Any) -> None:
     life = await begin()
     with pytest.raises(HoldfastError, match=r"deadline_s = .*: a number from 0 up is wanted"):
-        life.worker.obedience.on_drain("", {"deadline_s": deadline_s})
+        life.worker.commands.on_drain("", {"deadline_s": deadline_s})
     assert life.worker.server.refusal is None
 
 
@@ -259,7 +259,7 @@ class Stillborn(SimulatedEngine):
     """An engine that cannot start, or never ends starting."""
 
     def __init__(self, reason: str | None) -> None:
-        super().__init__(Shape())
+        super().__init__(EngineShape())
         self.reason = reason
 
     async def start(self, deliver: Deliver, announce: Announce = unheard) -> None:
@@ -277,8 +277,11 @@ async def test_an_engine_that_cannot_start_is_one_clear_error_and_no_fact(begin:
 
 async def test_a_stop_while_the_engine_loads_is_obeyed(begin: Begin) -> None:
     stop = asyncio.Event()
-    worker = Worker(
-        Place(name="w0", instance="i1"), Stillborn(None), MemoryJournal(MemoryStream(), "worker:w0"), None
+    worker = InferenceWorker(
+        WorkerConfig(name="w0", instance="i1"),
+        Stillborn(None),
+        MemoryJournal(MemoryStream(), "worker:w0"),
+        None,
     )
     running = asyncio.ensure_future(worker.run(stop))
     await asyncio.sleep(0)
@@ -316,7 +319,7 @@ async def test_a_fault_with_a_duration_heals_by_itself(begin: Begin, eventually:
     await eventually(lambda: not life.worker.server.blackholed)
 
 
-def faults_of(life: Life) -> Faults:
+def faults_of(life: Life) -> SimulatedFaults:
     engine = life.worker.engine
     assert isinstance(engine, SimulatedEngine)
     return engine.each[0].scheduler.faults
@@ -338,7 +341,7 @@ async def test_each_fault_has_its_own_duration(begin: Begin, eventually: Eventua
     await eventually(lambda: not life.worker.server.blackholed)
     assert faults.corrupt_one_in == 5
     await play("heal")
-    assert faults == Faults()
+    assert faults == SimulatedFaults()
 
 
 async def test_the_same_fault_again_takes_the_place_of_the_first(
@@ -351,7 +354,7 @@ async def test_the_same_fault_again_takes_the_place_of_the_first(
     await life.bus.request(subjects.chaos("w0"), {"fault": "slow", "duration": 3600})
     await life.bus.request(subjects.chaos("w0"), {"fault": "slow", "duration": 0.1})
     await eventually(lambda: faults.slow == 1.0)
-    assert faults.error and not life.worker.obedience._heals
+    assert faults.error and not life.worker.faults.timed
 
 
 async def test_a_heal_lets_no_duration_end_what_is_played_later(begin: Begin, eventually: Eventually) -> None:
@@ -372,15 +375,15 @@ async def test_a_worker_in_a_blackhole_is_not_heard_on_the_bus_either(
     await eventually(lambda: life.beats)
     await life.bus.request(subjects.chaos("w0"), {"fault": "blackhole"})
     before = len(life.beats)
-    await life.worker._say_beat()
+    await life.worker.say_beat()
     assert len(life.beats) == before
     await life.bus.request(subjects.chaos("w0"), {"fault": "heal"})
-    await life.worker._say_beat()
+    await life.worker.say_beat()
     assert len(life.beats) == before + 1
 
 
 @pytest.mark.parametrize(
-    ("fault", "place", "words"),
+    ("fault", "config", "words"),
     [
         ("earthquake", {}, "cannot play 'earthquake'"),
         ("xid", {}, "cannot play 'xid': it strikes a device of a simulated group"),
@@ -388,9 +391,9 @@ async def test_a_worker_in_a_blackhole_is_not_heard_on_the_bus_either(
     ],
 )
 async def test_faults_that_cannot_be_played_are_refused_in_words(
-    begin: Begin, fault: str, place: dict[str, Any], words: str
+    begin: Begin, fault: str, config: dict[str, Any], words: str
 ) -> None:
-    life = await begin(**place)
+    life = await begin(**config)
     answer = await life.bus.request(subjects.chaos("w0"), {"fault": fault})
     assert words in str(answer["error"])
 
@@ -405,7 +408,7 @@ async def test_two_processes_under_one_name_are_said_in_the_log(begin: Begin, ev
 
 
 async def test_a_worker_tells_how_large_its_kv_cache_is_and_where_its_gpus_are(begin: Begin) -> None:
-    engine = SimulatedEngine(Shape(tp=4, kv_block_bytes=8192))
+    engine = SimulatedEngine(EngineShape(tp=4, kv_block_bytes=8192))
     life = await begin(engine=engine, nvlink_domain="rack-3", rail="r1")
     joined = next(fact for fact in life.facts if isinstance(fact, WorkerJoined))
     assert joined.kv == KvLayout(layers=1, kv_heads=4, head_size=256, element_bytes=1)
@@ -418,8 +421,8 @@ async def test_a_convicted_worker_is_told_and_knows_it(begin: Begin) -> None:
     subject = subjects.distrust("w0")
     answer = await life.bus.request(subject, {"instance": "i1", "reason": "corrupt"}, 5)
     assert answer == {"convicted": True} and "corrupt" in trust.reason
-    with pytest.raises(Distrusted):
-        Trusted(trust)
+    with pytest.raises(SenderDistrusted):
+        TrustedSender(trust)
     assert "error" in await life.bus.request(subject, {"instance": "i0", "reason": ""}, 5)
     answer = await life.bus.request(subject, {"instance": "i1", "reason": ""}, 5)
     assert answer == {"convicted": False} and not trust.reason

@@ -12,15 +12,15 @@ from engine_contract import prompt
 from plain_frontend import PlainFrontend
 from worker_process import START_S, Spawn
 
-from controller.adapters.embedded import Server
+from controller.adapters.embedded.servers import EmbeddedServer
 from events import subjects
-from events.bus import NatsBus
-from events.channel import SILENT_S_MAX, NobodyListens
-from events.channels import Channels
 from events.fact import Fact
 from events.journal.nats import NatsJournal
+from events.nats.bus import NatsBus
+from events.nats.channel import SILENT_S_MAX, NobodyListens
+from events.nats.channels import Channels
 from events.observations import WorkerJoined, WorkerLeft
-from events.presence import present
+from events.process.presence import present
 
 
 async def facts(url: str, count: int) -> list[Fact]:
@@ -75,9 +75,9 @@ async def test_a_process_joins_beats_and_leaves(spawn: Spawn, nats_url: str, eve
 
 @pytest.mark.servers
 async def test_a_broker_that_is_away_keeps_nobody_from_serving(
-    spawn: Spawn, own_nats: Server, background, eventually
+    spawn: Spawn, own_nats: EmbeddedServer, background, eventually
 ) -> None:  # type: ignore[no-untyped-def]
-    from controller.adapters.embedded import start_nats
+    from controller.adapters.embedded.servers import start_nats
 
     background.run(own_nats.kill())
     process = await spawn(nats_url=own_nats.url)
@@ -134,7 +134,7 @@ async def test_a_process_that_has_lost_one_of_its_workers_does_not_say_that_it_s
 
 
 async def test_behind_the_broker_workers_of_one_process_serve_and_leave_in_good_order(
-    spawn: Spawn, own_nats: Server, eventually
+    spawn: Spawn, own_nats: EmbeddedServer, eventually
 ) -> None:  # type: ignore[no-untyped-def]
     process = await spawn("--count", "2", "--request-plane", "nats", nats_url=own_nats.url)
     await eventually(lambda: len(process.ready) == 2, START_S)
@@ -165,7 +165,7 @@ async def _gone(channels: Channels, place: str) -> bool:
 
 
 async def test_a_killed_worker_behind_the_broker_is_noticed_at_the_next_sign_of_life(
-    spawn: Spawn, own_nats: Server, eventually
+    spawn: Spawn, own_nats: EmbeddedServer, eventually
 ) -> None:  # type: ignore[no-untyped-def]
     process = await spawn("--itl-ms", "10", "--request-plane", "nats", nats_url=own_nats.url)
     await eventually(lambda: process.ready, START_S)

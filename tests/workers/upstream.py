@@ -13,10 +13,10 @@ from typing import Any, Literal
 
 from aiohttp import web
 
-from controller.adapters.free_port import free_port
+from controller.adapters.embedded.free_port import free_port
 from events.wire import Chunk, Generate, Logprob, Sampling
 from workers.engines.simulated.scheduler import Scheduler
-from workers.engines.simulated.sequence import Shape
+from workers.engines.simulated.sequence import EngineShape
 
 Manner = Literal["vllm", "llamacpp", "strict", "text"]
 FIELDS = set(Sampling.__struct_fields__) - {"max_tokens", "logprobs"}
@@ -155,7 +155,7 @@ class Upstream:
             logprobs=max(1, body.get("logprobs", 0)),
             **{name: body[name] for name in FIELDS if name in body and name != "temperature"},
         )
-        scheduler = Scheduler(Shape(model=self.model, context_tokens=self.context))
+        scheduler = Scheduler(EngineShape(model=self.model, context_tokens=self.context))
         # A server sees no difference between a prompt and what is replayed; penalties need to be told in our double.
         scheduler.submit(1, Generate(1, "r", tokens, body.get("prompt_tokens", len(tokens)), sampling))
         while not scheduler.plan().idle:

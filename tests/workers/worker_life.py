@@ -8,14 +8,14 @@ from typing import Any
 import pytest
 
 from events import subjects
-from events.bus import MemoryBus
 from events.fact import Fact
 from events.journal.memory import MemoryJournal, MemoryStream
+from events.nats.bus import MemoryBus
+from workers.config.worker import WorkerConfig
 from workers.engines.simulated.engine import SimulatedEngine
-from workers.engines.simulated.sequence import Shape
+from workers.engines.simulated.sequence import EngineShape
 from workers.engines.simulated.timing import ConstantTiming
-from workers.obedience import Place
-from workers.worker import Worker
+from workers.worker import InferenceWorker, WorkerDeadlines
 
 Eventually = Callable[..., Awaitable[None]]
 DIED = "the simulated engine died, as the rehearsal asked"
@@ -26,7 +26,7 @@ ABOUT = {"worker": "w0", "instance": "i1"}
 class Life:
     """One worker, running in this process, and what the fleet heard of it."""
 
-    worker: Worker
+    worker: InferenceWorker
     stream: MemoryStream
     bus: MemoryBus
     stop: asyncio.Event
@@ -59,11 +59,20 @@ async def begin(eventually: Eventually) -> AsyncIterator[Begin]:
     """`await begin(itl_s=…, grace_s=…)` starts a worker."""
     lives: list[Life] = []
 
-    async def start(itl_s: float = 0.002, engine: SimulatedEngine | None = None, **place: Any) -> Life:
+    async def start(
+        itl_s: float = 0.002,
+        engine: SimulatedEngine | None = None,
+        deadlines: WorkerDeadlines | None = None,
+        **config: Any,
+    ) -> Life:
         stream, bus, stop, hurried = MemoryStream(), MemoryBus(), asyncio.Event(), asyncio.Event()
-        engine = engine or SimulatedEngine(Shape(), ConstantTiming(itl_s=itl_s))
-        worker = Worker(
-            Place(name="w0", instance="i1", **place), engine, MemoryJournal(stream, "worker:w0"), bus
+        engine = engine or SimulatedEngine(EngineShape(), ConstantTiming(itl_s=itl_s))
+        worker = InferenceWorker(
+            WorkerConfig(name="w0", instance="i1", **config),
+            engine,
+            MemoryJournal(stream, "worker:w0"),
+            bus,
+            deadlines=deadlines,
         )
         life = Life(worker, stream, bus, stop, hurried, asyncio.ensure_future(worker.run(stop, hurried)))
         lives.append(life)

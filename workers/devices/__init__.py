@@ -1,0 +1,1 @@
+"""The accelerators under a worker: NVML, Xids, and what they mean."""

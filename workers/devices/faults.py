@@ -4,7 +4,7 @@ A change is said once: a fault when it begins or its code or weight changes, a c
 changes nothing, and a GPU that is lost keeps its other faults: nobody can see whether they are gone.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 
 from workers.devices import throttle
@@ -23,7 +23,7 @@ RESETS = {1: "gpu_reset", 2: "node_reboot", 4: "drain_and_reset", 6: "bus_reset"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Reading:
+class DeviceReading:
     """One look at one GPU. What it does not support is None."""
 
     lost: bool = False
@@ -62,7 +62,7 @@ class Reading:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Change:
+class FaultChange:
     """A fault began (or has another code or weight), or is over."""
 
     fault_class: str
@@ -75,23 +75,27 @@ class Change:
     found: bool = field(default=False, compare=False)  # it was there already when the watch began
 
 
+Say = Callable[[str, FaultChange], None]
+"""Called with a device's UUID and what has changed about it, perhaps from another thread than the loop's."""
+
+
 class DeviceFaults:
     """What stands against one GPU. `linked`: its worker has more GPUs than this one, and needs the links."""
 
     def __init__(self, linked: bool = False, policy: ThrottlePolicy | None = None) -> None:
         self.linked = linked
-        self.standing: dict[str, Change] = {}
+        self.standing: dict[str, FaultChange] = {}
         self._policy = policy or ThrottlePolicy()
         self._throttle = Throttle()
         self._heard_at: dict[str, float] = {}  # class of Xids → when the last came
-        self._last: Reading | None = None  # that was no loss
+        self._last: DeviceReading | None = None  # that was no loss
         self._ecc = 0  # errors before the watch began, or before the last repair
         self._up: set[int] = set()  # links that have been up
         self._grew_at = float("-inf")  # when link errors were counted last
         self._before: set[str] = set()  # classes that stand by the word of the watch before this one
         self._fresh = True  # nothing was read yet
 
-    def restore(self, changes: Iterable[Change], now: float) -> None:
+    def restore(self, changes: Iterable[FaultChange], now: float) -> None:
         """Begin with what stood when the watch before this one ended. The first reading shows what of it is over."""
         for change in changes:
             self.standing[change.fault_class] = change
@@ -106,7 +110,7 @@ class DeviceFaults:
                 case "throttle":
                     self._throttle = Throttle(throttled=True, since=now, said=change.weight)
 
-    def xid(self, code: int, now: float) -> list[Change]:
+    def xid(self, code: int, now: float) -> list[FaultChange]:
         """Absorb an Xid."""
         action = xid_meaning(code).action
         fault_class = XID_CLASSES[action]
@@ -116,17 +120,17 @@ class DeviceFaults:
             del self.standing[fault_class]
         return list(self._fault(fault_class, action, str(code)))
 
-    def repaired(self) -> list[Change]:
+    def repaired(self) -> list[FaultChange]:
         """Absorb that the device was replaced, or reset: nothing stands against it any more."""
         return [change for fault_class in list(self.standing) for change in self._over(fault_class)]
 
-    def mended(self, code: int) -> list[Change]:
+    def mended(self, code: int) -> list[FaultChange]:
         """Absorb that what an Xid said is repaired. Where another Xid of its class has come since, that stands."""
         fault_class = XID_CLASSES[xid_meaning(code).action]
         stands = self.standing.get(fault_class)
         return list(self._over(fault_class)) if stands is not None and stands.code == str(code) else []
 
-    def read(self, reading: Reading, peers: tuple[int, ...], now: float) -> list[Change]:
+    def read(self, reading: DeviceReading, peers: tuple[int, ...], now: float) -> list[FaultChange]:
         """Absorb a reading; `peers` are the clocks of GPUs of its kind that are busy and not throttled."""
         first, fresh, self._fresh = self._last is None, self._fresh, False
         changes = list(self._inherited(reading)) if fresh and not reading.lost else []
@@ -135,7 +139,7 @@ class DeviceFaults:
             changes += [fault for name, fault in self.standing.items() if name in self._before]
         return [replace(change, found=True) for change in changes] if first else changes
 
-    def _inherited(self, new: Reading) -> Iterator[Change]:
+    def _inherited(self, new: DeviceReading) -> Iterator[FaultChange]:
         """Say which of the restored faults that a reset mends are over: a driver that recommends nothing has seen it.
         Where the driver has no such word they are forgotten, and canaries have to find out."""
         for fault_class in sorted(MENDED & self._before):
@@ -145,7 +149,7 @@ class DeviceFaults:
             elif new.recovery == 0:
                 yield from self._over(fault_class)
 
-    def _read(self, reading: Reading, peers: tuple[int, ...], now: float) -> list[Change]:
+    def _read(self, reading: DeviceReading, peers: tuple[int, ...], now: float) -> list[FaultChange]:
         if reading.lost:
             return list(self._fault("lost", "fatal", ""))
         changes = list(self._repaired(reading)) if self._repair_seen(reading) else []
@@ -158,7 +162,7 @@ class DeviceFaults:
         self._last = reading
         return changes
 
-    def _repair_seen(self, new: Reading) -> bool:
+    def _repair_seen(self, new: DeviceReading) -> bool:
         """Return whether the GPU was reset since the last reading. The first reading only shows where we begin."""
         if self._last is None:
             self._ecc = new.ecc or 0
@@ -168,12 +172,12 @@ class DeviceFaults:
             "lost" in self.standing or recovered or (new.ecc is not None and new.ecc < (self._last.ecc or 0))
         )
 
-    def _repaired(self, reading: Reading) -> Iterator[Change]:
+    def _repaired(self, reading: DeviceReading) -> Iterator[FaultChange]:
         self._ecc = reading.ecc or 0
         for fault_class in ("lost", *sorted(MENDED)):
             yield from self._over(fault_class)
 
-    def _levels(self, new: Reading, now: float) -> Iterator[tuple[str, str | None]]:
+    def _levels(self, new: DeviceReading, now: float) -> Iterator[tuple[str, str | None]]:
         """Yield each class that can be read, with its code, or None where all is well."""
         if new.ecc is not None and new.ecc > self._ecc:
             yield "ecc", "volatile"
@@ -203,7 +207,7 @@ class DeviceFaults:
             hot = margin <= (COOL_BY_C if "temperature" in self.standing else 0)
             yield "temperature", "" if hot else None
 
-    def _throttling(self, new: Reading, peers: tuple[int, ...], now: float) -> Iterator[Change]:
+    def _throttling(self, new: DeviceReading, peers: tuple[int, ...], now: float) -> Iterator[FaultChange]:
         if new.reasons is None:
             return
         weight = None if new.idle else throttle.clock_weight(new.clock, peers, new.clock_max)
@@ -215,17 +219,17 @@ class DeviceFaults:
 
     def _fault(
         self, fault_class: str, action: Action, code: str, weight: float | None = None
-    ) -> Iterator[Change]:
+    ) -> Iterator[FaultChange]:
         if action == "nvlink" and self.linked:
             weight = 0.0
-        change = Change(fault_class=fault_class, code=code, fatal=action == "fatal", weight=weight)
+        change = FaultChange(fault_class=fault_class, code=code, fatal=action == "fatal", weight=weight)
         if self.standing.get(fault_class) != change:
             self.standing[fault_class] = change
             self._before.discard(fault_class)
             yield change
 
-    def _over(self, fault_class: str) -> Iterator[Change]:
+    def _over(self, fault_class: str) -> Iterator[FaultChange]:
         stood = self.standing.pop(fault_class, None)
         self._before.discard(fault_class)
         if stood is not None:
-            yield Change(fault_class=fault_class, code=stood.code, over=True)
+            yield FaultChange(fault_class=fault_class, code=stood.code, over=True)

@@ -2,12 +2,9 @@
 
 import os
 from collections.abc import Collection, Mapping, Sequence
-from typing import TYPE_CHECKING
 
 from events.errors import HoldfastError
-
-if TYPE_CHECKING:
-    from workers.devices.nvml import Device
+from workers.devices.nvml import Device
 
 
 class UnknownGpus(HoldfastError):
@@ -25,7 +22,7 @@ def parse(gpus: str) -> tuple[str, ...]:
     return names
 
 
-def told(names: Sequence[str], devices: "Sequence[Device]") -> tuple[str, ...]:
+def told(names: Sequence[str], devices: Sequence[Device]) -> tuple[str, ...]:
     """Return the UUIDs of the named GPUs. A prefix of a UUID will do. Raise UnknownGpus for those that are not there."""
     found: list[str] = []
     missing: list[str] = []

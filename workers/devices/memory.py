@@ -11,7 +11,7 @@ import msgspec
 import structlog
 
 from events.subjects import token
-from workers.devices.faults import Change
+from workers.devices.faults import FaultChange
 
 log = structlog.get_logger(__name__)
 
@@ -22,17 +22,17 @@ class Memory:
     def __init__(self, data: Path, name: str) -> None:
         self._path = data / "devices" / f"{token(name)}.json"
 
-    def recall(self) -> dict[str, list[Change]]:
+    def recall(self) -> dict[str, list[FaultChange]]:
         """Return what stood, by device. A file that cannot be read is as none."""
         try:
-            return msgspec.json.decode(self._path.read_bytes(), type=dict[str, list[Change]])
+            return msgspec.json.decode(self._path.read_bytes(), type=dict[str, list[FaultChange]])
         except FileNotFoundError:
             return {}
         except (OSError, msgspec.MsgspecError) as error:
             log.warning("device_memory_unreadable", path=str(self._path), error=str(error))
             return {}
 
-    def keep(self, standing: Mapping[str, Iterable[Change]]) -> None:
+    def keep(self, standing: Mapping[str, Iterable[FaultChange]]) -> None:
         """Keep what stands now. A disk that takes nothing costs only this."""
         faults = {device: found for device, changes in standing.items() if (found := list(changes))}
         try:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from events.errors import HoldfastError
-from workers.devices.faults import Reading
+from workers.devices.faults import DeviceReading
 
 LIBRARY = "libnvidia-ml.so.1"
 LOST = (1, 9, 15, 16, 28)  # uninitialised, driver not loaded, GPU is lost, reset required, GPU not found
@@ -149,15 +149,15 @@ class Nvml:
         uuid = self._names.get(ctypes.cast(data.device, ctypes.c_void_p).value or 0)
         return uuid or self._or_none(self._api.nvmlDeviceGetUUID, data.device) or "", int(data.eventData)
 
-    def read(self, uuid: str) -> Reading:
+    def read(self, uuid: str) -> DeviceReading:
         """Look at a device."""
         handle = self._handles.get(uuid)
         if handle is None:
-            return Reading(lost=True)
+            return DeviceReading(lost=True)
         try:
             return self._read(handle)
         except _Lost:
-            return Reading(lost=True)
+            return DeviceReading(lost=True)
 
     def pids(self, uuid: str) -> frozenset[int]:
         """Return the processes that compute on a device."""
@@ -168,7 +168,7 @@ class Nvml:
             found = None
         return frozenset(process.pid for process in found or ())
 
-    def _read(self, handle: Any) -> Reading:
+    def _read(self, handle: Any) -> DeviceReading:
         n = self._api
         self._mute = False
 
@@ -182,7 +182,7 @@ class Nvml:
             raise _Lost  # what never changes the driver may still know by heart
         rows = ask("nvmlDeviceGetRemappedRows")
         links = self._links(handle)
-        return Reading(
+        return DeviceReading(
             ecc=ask("nvmlDeviceGetTotalEccErrors", n.NVML_MEMORY_ERROR_TYPE_UNCORRECTED, n.NVML_VOLATILE_ECC),
             remap_pending=None if rows is None else bool(rows[2]),
             remap_failed=None if rows is None else bool(rows[3]),

@@ -3,40 +3,24 @@
 import asyncio
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 from events.fact import Observation
+from events.journal.port import Journal
 from events.observations import DeviceFaulted, DeviceRecovered
-from workers.devices.faults import Change
+from workers.devices.faults import FaultChange, Say
 from workers.devices.taxonomy import meaning
 
-if TYPE_CHECKING:
-    from events.journal.port import Journal
-    from workers.gpu import Say
 
+class ReportedDevices(Protocol):
+    """Devices that tell what is wrong with them, until they are stopped."""
 
-class Devices(Protocol):
-    """The devices of one worker, and what is wrong with them: a `DeviceWatch`, or `SimulatedDevices`."""
-
-    @property
-    def named(self) -> bool: ...
     @property
     def stopped(self) -> bool: ...
-    @property
-    def gpus(self) -> tuple[str, ...]: ...
-    def start(self, within_s: float) -> None: ...
-    def begin(self, say: "Say", broke: Callable[[Exception], None] | None = None) -> None: ...
-    def stop(self) -> None: ...
-    def play(self, fault: str, argument: float, rank: int) -> bool:
-        """Play a fault of one rank's device; False if that cannot be played."""
-        ...
-
-    def mend(self, fault: str, argument: float, rank: int) -> None:
-        """End a fault that was played."""
-        ...
+    def begin(self, say: Say, broke: Callable[[Exception], None] | None = None) -> None: ...
 
 
-def fact(worker: str, instance: str, device: str, change: Change) -> Observation:
+def fact(worker: str, instance: str, device: str, change: FaultChange) -> Observation:
     """Return a change as a fact about this worker."""
     if change.over:
         return DeviceRecovered(
@@ -54,8 +38,8 @@ def fact(worker: str, instance: str, device: str, change: Change) -> Observation
 
 
 def report(
-    watch: Devices,
-    journal: "Journal",
+    watch: ReportedDevices,
+    journal: Journal,
     worker: str,
     instance: str,
     *,
@@ -71,7 +55,7 @@ def report(
     """
     standing: set[tuple[str, str]] = set()  # fatal faults
 
-    def observe(device: str, change: Change) -> None:
+    def observe(device: str, change: FaultChange) -> None:
         journal.observe(fact(worker, instance, device, change))
         if change.over:
             standing.discard((device, change.fault_class))
@@ -87,7 +71,9 @@ def report(
     listen(watch, observe, broke)
 
 
-def listen(watch: Devices, told: Callable[[str, Change], None], broke: Callable[[Exception], None]) -> None:
+def listen(
+    watch: ReportedDevices, told: Callable[[str, FaultChange], None], broke: Callable[[Exception], None]
+) -> None:
     """Let the watch begin, and tell of each change in the loop that calls this, for as long as it is not stopped."""
     loop = asyncio.get_running_loop()
 

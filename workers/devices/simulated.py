@@ -6,8 +6,7 @@ and the worker, which is the whole group, goes with it; an NVLink's fault leaves
 
 import time
 
-from workers.devices.faults import Change, DeviceFaults
-from workers.gpu import Say
+from workers.devices.faults import DeviceFaults, FaultChange, Say
 
 XIDS = {
     "xid": 48,
@@ -55,7 +54,7 @@ class SimulatedDevices:
         gpu = self.gpus[rank]
         self._tell(gpu, self._faults[gpu].mended(int(argument) or XIDS[fault]))
 
-    def _tell(self, gpu: str, changes: list[Change]) -> None:
+    def _tell(self, gpu: str, changes: list[FaultChange]) -> None:
         for change in changes:
             if self._say is not None:
                 self._say(gpu, change)

@@ -1,0 +1,1 @@
+"""The Engine protocol and the engines: simulated, transformers, openai."""

@@ -1,121 +1,30 @@
 """From settings to engines. Each engine's imports wait until it is wanted: torch takes seconds, aiohttp a fifth of one."""
 
-from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
+from workers.config.settings import WorkerSettings, given
+from workers.config.settings_check import endpoints
 from workers.engines.engine import Engine
-from workers.settings import WorkerSettings
-from workers.settings_check import endpoints
-
-if TYPE_CHECKING:
-    from workers.engines.simulated.sequence import Shape
-    from workers.engines.simulated.timing import Timing
 
 
 def build_engine(settings: WorkerSettings) -> Engine:
     """Return the engine that the settings ask for, not yet started. Raise HoldfastError if it cannot be had."""
     match settings.engine:
         case "simulated":
-            return _simulated(settings)
+            from workers.engines.simulated.build import build_simulated
+
+            return build_simulated(settings)
         case "openai":
             return _openai(settings)
         case "transformers":
             return _transformers(settings)
 
 
-def _given(settings: WorkerSettings, *names: str) -> dict[str, Any]:
-    """Return those of the named settings that were given."""
-    return {name: value for name in names if (value := getattr(settings, name)) is not None}
-
-
-def _simulated(settings: WorkerSettings) -> Engine:
-    from workers.engines.simulated.engine import SimulatedEngine
-    from workers.engines.simulated.rank import TURN_TOKENS
-
-    shape = _shape(settings)
-    return SimulatedEngine(
-        shape,
-        _timing(settings, shape),
-        dp=settings.dp_size,
-        start_s=settings.startup_s,
-        turn_tokens=TURN_TOKENS,
-    )
-
-
-@cache  # as `_timing`: a process may have a thousand engines, whose successors need no file that was there at its start
-def _shape(settings: WorkerSettings) -> "Shape":
-    """Return a simulated engine's bounds."""
-    from workers.engines.simulated import reasoning
-    from workers.engines.simulated.sequence import KV_BLOCK_BYTES, Shape
-    from workers.simulated_settings import KV_TRANSFER_GB_PER_S, defaults
-
-    bounds = _given(
-        settings,
-        "context_tokens", "block_tokens", "kv_blocks", "batch_max", "waiting_max", "prefill_tokens_max",
-        "kv_block_bytes", "tp", "prefix_caching", "chunked_prefill", "watermark", "preemption", "evictor",
-        "host_kv_blocks", "disk_kv_blocks",
-    )  # fmt: skip
-    if settings.engine_type is not None:
-        bounds = defaults(settings.engine_type, bounds)
-    bounds.setdefault("kv_block_bytes", max(KV_BLOCK_BYTES, bounds.get("block_tokens", 0)))
-    gb_per_s = settings.kv_transfer_bandwidth
-    if gb_per_s is None:
-        gb_per_s = KV_TRANSFER_GB_PER_S if settings.engine_type else 0.0
-    if gb_per_s and settings.speedup_ratio:
-        bounds["kv_token_s"] = _token_bytes(settings) / (gb_per_s * 1e9 * settings.speedup_ratio)
-    if settings.reasoning:
-        bounds["reasoning"] = reasoning.read(settings.reasoning)
-    return Shape(model=Path(settings.model).name or "sim", **bounds)
-
-
-def _token_bytes(settings: WorkerSettings) -> int:
-    """Return how many bytes a token's KV would have."""
-    from workers.engines.simulated.kv_size import kv_bytes_per_token
-
-    return settings.kv_bytes_per_token or kv_bytes_per_token(Path(settings.model))
-
-
-@cache
-def _timing(settings: WorkerSettings, shape: "Shape") -> "Timing":
-    """Return what a simulated step takes."""
-    from workers.engines.simulated.perf_model import POLYNOMIALS, Interpolated
-    from workers.engines.simulated.timing import (
-        PREFILL_TOKENS_PER_S,
-        ConstantTiming,
-        ModelTiming,
-        TieredTiming,
-    )
-
-    timing: Timing
-    faster, decode = settings.speedup_ratio, settings.decode_speedup_ratio
-    model = settings.perf_model or (
-        "polynomial" if settings.engine_type and not settings.itl_ms else "constant"
-    )
-    measured = settings.planner_profile_data and Interpolated.load(settings.planner_profile_data)
-    if not faster:
-        timing = ConstantTiming()
-    elif measured:
-        timing = ModelTiming(measured, faster, decode)
-    elif model != "constant":
-        timing = ModelTiming(POLYNOMIALS[model], faster, decode)
-    else:
-        prefill = settings.prefill_tokens_per_s or (PREFILL_TOKENS_PER_S if settings.itl_ms else 0.0)
-        timing = ConstantTiming(settings.itl_ms / 1e3 / faster / decode, prefill * faster)
-    if not faster or not (settings.host_kv_blocks or settings.disk_kv_blocks):
-        return timing
-    return TieredTiming(
-        timing=timing,
-        block_bytes=_token_bytes(settings) * shape.block_tokens,
-        host_bytes_per_s=settings.host_gb_per_s * 1e9 * faster,
-        disk_bytes_per_s=settings.disk_gb_per_s * 1e9 * faster,
-    )
-
-
 def _openai(settings: WorkerSettings) -> Engine:
-    from workers.engines.openai.engine import OpenAIEngine, UpstreamSettings
+    from workers.engines.openai.engine import OpenAIEngine
+    from workers.engines.openai.identity import UpstreamSettings
 
-    given = _given(settings, "context_tokens", "batch_max", "waiting_max", "kv_blocks", "block_tokens")
+    found = given(settings, "context_tokens", "batch_max", "waiting_max", "kv_blocks", "block_tokens")
     return OpenAIEngine(
         UpstreamSettings(
             url=settings.upstream,
@@ -124,7 +33,7 @@ def _openai(settings: WorkerSettings) -> Engine:
             revision=settings.revision or "unknown",
             kv_events=endpoints(settings.upstream_kv_events),
             kv_replays=endpoints(settings.upstream_kv_replay),
-            **given,
+            **found,
         )
     )
 
@@ -133,9 +42,9 @@ def _transformers(settings: WorkerSettings) -> Engine:
     from workers.engines.transformers.engine import TransformersEngine
     from workers.engines.transformers.settings import TransformersSettings
 
-    given = _given(
+    found = given(
         settings,
         "device", "dtype", "threads", "context_tokens", "block_tokens", "batch_max", "waiting_max", "prefill_tokens_max",
         "prefix_caching",
     )  # fmt: skip
-    return TransformersEngine(TransformersSettings(folder=Path(settings.model), **given))
+    return TransformersEngine(TransformersSettings(folder=Path(settings.model), **found))

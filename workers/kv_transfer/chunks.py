@@ -6,7 +6,7 @@ order leave one interval, however many they are.
 
 from bisect import bisect_right
 
-from workers.kv_transfer.messages import Chunk
+from workers.kv_transfer.messages import KvChunk
 
 CHUNK_BYTES = 1 << 21  # measured with a source of two threads: 1 MiB and 4 MiB are a tenth slower
 CHUNK_BYTES_MAX = 1 << 22
@@ -20,7 +20,7 @@ class Coverage:
         """Expect chunks within this many bytes."""
         self.size = size
         self.bytes = 0
-        self._chunks: dict[int, Chunk] = {}
+        self._chunks: dict[int, KvChunk] = {}
         self._begins: list[int] = []
         self._ends: list[int] = []
 
@@ -34,11 +34,11 @@ class Coverage:
         """How many bytes there are without a gap, from the first."""
         return self._ends[0] if self._begins and self._begins[0] == 0 else 0
 
-    def repeated(self, chunk: Chunk) -> bool:
+    def repeated(self, chunk: KvChunk) -> bool:
         """Say whether exactly this chunk is marked already."""
         return self._chunks.get(chunk.number) == chunk
 
-    def objection(self, chunk: Chunk) -> str:
+    def objection(self, chunk: KvChunk) -> str:
         """Say why a chunk that is no repetition cannot be taken; empty if it can."""
         where = f"chunk {chunk.number}"
         if chunk.number in self._chunks:
@@ -57,7 +57,7 @@ class Coverage:
             return f"{where} overlaps another"
         return ""
 
-    def mark(self, chunk: Chunk) -> None:
+    def mark(self, chunk: KvChunk) -> None:
         """Note a chunk to which there is no objection."""
         begin, end = chunk.offset, chunk.offset + chunk.bytes
         self._chunks[chunk.number] = chunk

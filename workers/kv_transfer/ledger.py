@@ -16,11 +16,11 @@ from workers.kv_transfer.chunks import Coverage
 from workers.kv_transfer.messages import (
     STATE_BYTES_MAX,
     VERSION,
-    Chunk,
     Description,
     Ending,
+    KvChunk,
     Open,
-    Refused,
+    TransferRefused,
     digest,
     packed,
 )
@@ -36,7 +36,7 @@ class ReservationPolicy:
 
 
 @dataclass(slots=True)
-class Reservation:
+class KvReservation:
     """One promise to one source."""
 
     ticket: str
@@ -55,7 +55,7 @@ class Reservation:
         return max(0, self.own.blocks(computed) - self.first_block) * self.own.block_bytes
 
 
-class Reservations:
+class TransferReservations:
     """The ledger of one target."""
 
     def __init__(
@@ -68,7 +68,7 @@ class Reservations:
         self._own = {one.rank: one for one in own}
         self._policy = policy
         self._name = name
-        self._live: dict[str, Reservation] = {}
+        self._live: dict[str, KvReservation] = {}
 
     def __len__(self) -> int:
         return len(self._live)
@@ -78,7 +78,7 @@ class Reservations:
         """How many bytes are promised."""
         return sum(one.size for one in self._live.values())
 
-    def get(self, ticket: str) -> Reservation | None:
+    def get(self, ticket: str) -> KvReservation | None:
         """Return a reservation that has not ended."""
         return self._live.get(ticket)
 
@@ -89,26 +89,28 @@ class Reservations:
         tokens: Sequence[int],
         now_s: float,
         first_block: int = 0,
-    ) -> Reservation | Refused:
+    ) -> KvReservation | TransferRefused:
         """Promise room for `blocks` blocks, from `first_block` of the sequence on, of a request whose tokens so far
         are these; what arrives must begin with them."""
         own = self._own.get(description.rank)
         if own is None:
-            return Refused(f"another model: rank is {description.rank} there, and there is none such here")
+            return TransferRefused(
+                f"another model: rank is {description.rank} there, and there is none such here"
+            )
         if differs := own.difference(description):
-            return Refused(f"another model: {differs}")
+            return TransferRefused(f"another model: {differs}")
         if blocks < 1 or first_block < 0:
-            return Refused(f"{blocks} blocks from block {first_block} on are nothing to reserve")
+            return TransferRefused(f"{blocks} blocks from block {first_block} on are nothing to reserve")
         if sum(one.own is own for one in self._live.values()) >= self._policy.live_max:
-            return Refused(f"too many at once: {self._policy.live_max} reservations are live")
+            return TransferRefused(f"too many at once: {self._policy.live_max} reservations are live")
         need = blocks * own.block_bytes
         if need > (free := self._policy.bytes_max - self.bytes):
-            return Refused(f"no room: {need} bytes wanted, {free} free")
+            return TransferRefused(f"no room: {need} bytes wanted, {free} free")
         try:
             so_far = packed(tokens)
         except (OverflowError, TypeError):
-            return Refused("the tokens are no token ids")
-        made = Reservation(
+            return TransferRefused("the tokens are no token ids")
+        made = KvReservation(
             self._name(),
             need,
             now_s + self._policy.lasts.total_seconds(),
@@ -121,54 +123,54 @@ class Reservations:
         self._live[made.ticket] = made
         return made
 
-    def open(self, message: Open, now_s: float) -> Reservation | Refused:
+    def open(self, message: Open, now_s: float) -> KvReservation | TransferRefused:
         """Let the source in. A reservation has one source, and that one comes once."""
         found = self._open(message.ticket, now_s)
-        if isinstance(found, Refused):
+        if isinstance(found, TransferRefused):
             return found
         if message.version != VERSION:
-            return Refused(f"version {message.version} of the transfer is not known here")
+            return TransferRefused(f"version {message.version} of the transfer is not known here")
         if differs := found.own.difference(message.description):
-            return Refused(f"another model: {differs}")
+            return TransferRefused(f"another model: {differs}")
         if found.opened:
-            return Refused("this reservation has a source already")
+            return TransferRefused("this reservation has a source already")
         found.opened = True
         return found
 
-    def check(self, ticket: str, chunk: Chunk, now_s: float) -> bool | Refused:
+    def check(self, ticket: str, chunk: KvChunk, now_s: float) -> bool | TransferRefused:
         """Say whether a chunk is wanted: False for a repetition, which changes nothing."""
         found = self._open(ticket, now_s)
-        if isinstance(found, Refused):
+        if isinstance(found, TransferRefused):
             return found
         if chunk.ticket != ticket:
-            return Refused(f"chunk {chunk.number} belongs to another ticket")
+            return TransferRefused(f"chunk {chunk.number} belongs to another ticket")
         if found.coverage.repeated(chunk):
             return False
         objection = found.coverage.objection(chunk)
-        return Refused(objection) if objection else True
+        return TransferRefused(objection) if objection else True
 
-    def mark(self, ticket: str, chunk: Chunk, xxh3: int, now_s: float) -> Refused | None:
+    def mark(self, ticket: str, chunk: KvChunk, xxh3: int, now_s: float) -> TransferRefused | None:
         """Note a wanted chunk whose bytes in the region have this xxh3-64."""
         wanted = self.check(ticket, chunk, now_s)
-        if isinstance(wanted, Refused):
+        if isinstance(wanted, TransferRefused):
             return wanted
         if wanted and xxh3 != chunk.xxh3:
-            return Refused(f"chunk {chunk.number} is damaged: its checksum differs")
+            return TransferRefused(f"chunk {chunk.number} is damaged: its checksum differs")
         if wanted:
             self._live[ticket].coverage.mark(chunk)
         return None
 
-    def commit(self, ticket: str, ending: Ending, now_s: float) -> Reservation | Refused:
+    def commit(self, ticket: str, ending: Ending, now_s: float) -> KvReservation | TransferRefused:
         """Settle a reservation: all its bytes are there, and both sides mean the same tokens."""
         found = self._open(ticket, now_s)
-        if isinstance(found, Refused):
+        if isinstance(found, TransferRefused):
             return found
         if objection := self._objection(found, ending):
-            return Refused(objection)
+            return TransferRefused(objection)
         found.ending = ending
         return found
 
-    def _objection(self, one: Reservation, ending: Ending) -> str:
+    def _objection(self, one: KvReservation, ending: Ending) -> str:
         if ending.ticket != one.ticket:
             return "the ending belongs to another ticket"
         if ending.count * 4 != len(ending.tokens) or digest(ending.tokens) != ending.digest:
@@ -185,21 +187,21 @@ class Reservations:
             return f"not all arrived: {arrived}, in {one.coverage.count} of {ending.chunks} chunks"
         return ""
 
-    def _open(self, ticket: str, now_s: float) -> Reservation | Refused:
+    def _open(self, ticket: str, now_s: float) -> KvReservation | TransferRefused:
         found = self._live.get(ticket)
         if found is None:
-            return Refused("there is no such reservation, or no longer")
+            return TransferRefused("there is no such reservation, or no longer")
         if found.deadline_s <= now_s:
-            return Refused("the reservation's time is up")
+            return TransferRefused("the reservation's time is up")
         if found.ending is not None:
-            return Refused("the reservation is committed already")
+            return TransferRefused("the reservation is committed already")
         return found
 
-    def abort(self, ticket: str) -> Reservation | None:
+    def abort(self, ticket: str) -> KvReservation | None:
         """End a reservation, whatever became of it. Also how an engine says that it has taken the bytes."""
         return self._live.pop(ticket, None)
 
-    def expire(self, now_s: float) -> list[Reservation]:
+    def expire(self, now_s: float) -> list[KvReservation]:
         """End the reservations whose time is up, committed ones too."""
         ended = [one for one in self._live.values() if one.deadline_s <= now_s]
         for one in ended:

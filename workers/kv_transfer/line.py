@@ -14,13 +14,13 @@ import msgspec
 import xxhash
 
 from workers.kv_transfer.errors import TransferFailed
-from workers.kv_transfer.messages import Accepted, Chunk, Ending, Message, Open, Refused
+from workers.kv_transfer.messages import Accepted, Ending, KvChunk, Message, Open, TransferRefused
 
 FRAME_BYTES_MAX = 8 << 20  # the ending has all tokens of the request and the state
 _HEADER = struct.Struct("<IQ")
 _encoder = msgspec.msgpack.Encoder()
 _decoder: msgspec.msgpack.Decoder[Message] = msgspec.msgpack.Decoder(
-    Open | Chunk | Ending | Accepted | Refused
+    Open | KvChunk | Ending | Accepted | TransferRefused
 )
 
 
@@ -32,7 +32,7 @@ def framed(message: Message) -> bytes:
     return _HEADER.pack(len(body), xxhash.xxh3_64_intdigest(body)) + body
 
 
-class Line:
+class TransferSocket:
     """A connected socket and the instant (time.monotonic) until which everything on it must have happened."""
 
     def __init__(self, connected: socket.socket, deadline_s: float) -> None:

@@ -46,7 +46,7 @@ class Description(msgspec.Struct, array_like=True, frozen=True):
         return -(-tokens // self.block_size)
 
 
-class Endpoint(msgspec.Struct, array_like=True, frozen=True):
+class TransferAddress(msgspec.Struct, array_like=True, frozen=True):
     """Where a target listens: a Unix socket for its own host, TCP for the others."""
 
     host: str
@@ -58,7 +58,7 @@ class Grant(msgspec.Struct, array_like=True, frozen=True):
     """A reservation as its source sees it. `region` names the memory's file on the target's host, if it has one."""
 
     ticket: str
-    endpoint: Endpoint
+    endpoint: TransferAddress
     bytes: int
     seconds: float  # how long it lasts
     description: Description  # of the blocks that the target takes
@@ -76,7 +76,7 @@ class Open(msgspec.Struct, tag="open", array_like=True, frozen=True):
     version: int = VERSION
 
 
-class Chunk(msgspec.Struct, tag="chunk", array_like=True, frozen=True):
+class KvChunk(msgspec.Struct, tag="chunk", array_like=True, frozen=True):
     """`bytes` bytes lie at this offset of the region, or follow on the socket, and have this xxh3-64."""
 
     ticket: str
@@ -104,13 +104,13 @@ class Accepted(msgspec.Struct, tag="accepted", array_like=True, frozen=True):
     ticket: str
 
 
-class Refused(msgspec.Struct, tag="refused", array_like=True, frozen=True):
+class TransferRefused(msgspec.Struct, tag="refused", array_like=True, frozen=True):
     """The target does not take it, or no longer. Nothing of it is left there."""
 
     reason: str
 
 
-Message = Open | Chunk | Ending | Accepted | Refused
+Message = Open | KvChunk | Ending | Accepted | TransferRefused
 
 
 def packed(tokens: Sequence[int]) -> bytes:

@@ -50,7 +50,13 @@ class Nixl:
         self._unfinished: list[NixlRemote] = []  # their buffers may still be read
         self._lock = threading.RLock()
 
+    @property
+    def unfinished(self) -> int:
+        """How many transfers were given up whose buffers may still be read."""
+        return len(self._unfinished)
+
     def offer(self, memory: memoryview) -> bytes:
+        """Let sources write into this memory; return how. Raise TransferFailed."""
         address = _address(memory)
         with self._lock, _failing():
             self._registered[address] = self._register(address, len(memory))
@@ -64,6 +70,7 @@ class Nixl:
                 self._agent.deregister_memory(registered)
 
     def remote(self, offer: bytes, deadline_s: float) -> "NixlRemote":
+        """Return the memory that a target offers. Raise TransferFailed."""
         try:
             known = msgspec.msgpack.decode(offer, type=_Offer)
         except msgspec.MsgspecError as error:
@@ -124,6 +131,7 @@ class NixlRemote:
             self.registered: Any = nixl._register(self._own, CHUNK_BYTES)
 
     def write(self, offset: int, data: memoryview) -> None:
+        """Write there, and return when it has arrived. Raise TransferFailed."""
         with self._lock:
             if self.registered is None or self.handle is not None:
                 raise TransferFailed("it is not open")
@@ -141,7 +149,11 @@ class NixlRemote:
         self._broken = True
 
     def close(self) -> None:
-        with self._lock, self._nixl._lock, _failing():
+        with (
+            self._lock,
+            self._nixl._lock,
+            _failing(),
+        ):  # its agent and its lock are ours too: one library, one state
             registered, self.registered = self.registered, None
             if registered is None:
                 return

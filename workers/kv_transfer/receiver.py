@@ -12,29 +12,27 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, TypeVar, cast
+from typing import TypeVar, cast
 
 import xxhash
 
 from workers.kv_transfer.errors import TransferFailed
-from workers.kv_transfer.ledger import Reservation, ReservationPolicy, Reservations
-from workers.kv_transfer.line import Line
+from workers.kv_transfer.ledger import KvReservation, ReservationPolicy, TransferReservations
+from workers.kv_transfer.line import TransferSocket
 from workers.kv_transfer.messages import (
     Accepted,
-    Chunk,
     Description,
     Ending,
-    Endpoint,
     Grant,
+    KvChunk,
     Open,
-    Refused,
+    TransferAddress,
+    TransferRefused,
     unpacked,
 )
 from workers.kv_transfer.regions import Region, Regions
+from workers.kv_transfer.transport import Transport
 from workers.listening import listening
-
-if TYPE_CHECKING:  # it needs numpy, and a target without such a transport does without
-    from workers.kv_transfer.remote import Transport
 
 OPEN_S = 2.0
 TICK_S = 0.1
@@ -55,13 +53,13 @@ class Arrived:
 
 
 @dataclass(slots=True)
-class _Room:
+class _ReservedRoom:
     """What belongs to a live reservation besides the ledger's line."""
 
     ticket: str
     region: Region
-    arrival: "Future[Arrived | Refused]"
-    line: Line | None = None
+    arrival: "Future[Arrived | TransferRefused]"
+    line: TransferSocket | None = None
     shared: bool = False  # its source writes into the region itself
     quiet: bool = (
         False  # the source has said that it writes no more; before Open is read it may write already
@@ -81,19 +79,19 @@ class Receiver:
         host: str = "127.0.0.1",
         port: int = 0,
         advertise: str = "",
-        transport: "Transport | None" = None,
+        transport: Transport | None = None,
     ) -> None:
         """Take in blocks of these descriptions, one of each shard. Listen on this address, and for the own host on a
         Unix socket; sources are told to come to `advertise` (by default `host`). Sources that have this
         transport too write by it. Raise OSError if it cannot."""
         policy = policy or ReservationPolicy()
-        self._regions = regions
+        self.regions = regions
         self._transport = transport
-        self._ledger = Reservations(own, policy)
-        self._rooms: dict[str, _Room] = {}
+        self._ledger = TransferReservations(own, policy)
+        self._rooms: dict[str, _ReservedRoom] = {}
         self._lock = threading.RLock()  # who waits for an arrival may call back when it is settled
         self._places = threading.BoundedSemaphore(2 * policy.live_max * len(own))
-        self._lines: set[Line] = set()
+        self._lines: set[TransferSocket] = set()
         self._gone: deque[Region] = deque()
         self._stopped = threading.Event()
         self._listening = [listening(host, port)]
@@ -108,7 +106,9 @@ class Receiver:
                 raise
         for one in self._listening:
             one.settimeout(TICK_S)
-        self.endpoint = Endpoint(advertise or host, self._listening[0].getsockname()[1], regions.socket)
+        self.endpoint = TransferAddress(
+            advertise or host, self._listening[0].getsockname()[1], regions.socket
+        )
         self._threads = [
             threading.Thread(target=self._accept, args=(one,), name="kv-accept", daemon=True)
             for one in self._listening
@@ -116,22 +116,28 @@ class Receiver:
         for thread in self._threads:
             thread.start()
 
+    @property
+    def live(self) -> int:
+        """How many reservations hold anything yet."""
+        with self._lock:
+            return max(len(self._ledger), len(self._rooms))
+
     def reserve(
         self, description: Description, blocks: int, tokens: Sequence[int] = (), first_block: int = 0
-    ) -> Grant | Refused:
+    ) -> Grant | TransferRefused:
         """Reserve blocks, from `first_block` of the sequence on, for a request that has these tokens so far, or say
         why not. No byte has moved yet."""
         with self._lock:
             self._expire()
             made = self._ledger.reserve(description, blocks, tokens, time.monotonic(), first_block)
-        if isinstance(made, Refused):
+        if isinstance(made, TransferRefused):
             return made
         try:
-            region = self._regions.take(made.size)
+            region = self.regions.take(made.size)
         except OSError as error:
             with self._lock:
                 self._ledger.abort(made.ticket)
-            return Refused(f"no room: {error}")
+            return TransferRefused(f"no room: {error}")
         try:
             offer = self._transport.offer(region.memory) if self._transport is not None else b""
         except TransferFailed:  # then they come by another way
@@ -140,21 +146,21 @@ class Receiver:
             if self._stopped.is_set() or self._ledger.get(made.ticket) is None:
                 self._withdraw(region, quiet=True)
                 self._give_back(region, quiet=True)
-                return Refused("the reservation's time is up")
-            self._rooms[made.ticket] = room = _Room(made.ticket, region, Future())
+                return TransferRefused("the reservation's time is up")
+            self._rooms[made.ticket] = room = _ReservedRoom(made.ticket, region, Future())
             room.arrival.set_running_or_notify_cancel()  # who awaits it may go; it is settled all the same
         left_s = made.deadline_s - time.monotonic()
         return Grant(
             made.ticket, self.endpoint, made.size, left_s, description, region.path, made.first_block, offer
         )
 
-    def arrival(self, ticket: str) -> "Future[Arrived | Refused]":
+    def arrival(self, ticket: str) -> "Future[Arrived | TransferRefused]":
         """Return what becomes of a reservation: it always becomes something, before its deadline is long over."""
         with self._lock:
             if (room := self._rooms.get(ticket)) is not None:
                 return room.arrival
-        gone: Future[Arrived | Refused] = Future()
-        gone.set_result(Refused("there is no such reservation, or no longer"))
+        gone: Future[Arrived | TransferRefused] = Future()
+        gone.set_result(TransferRefused("there is no such reservation, or no longer"))
         return gone
 
     def received(self, ticket: str) -> memoryview:
@@ -193,9 +199,9 @@ class Receiver:
             thread.join(max(0.0, until - time.monotonic()))
         for one in self._listening:
             one.close()
-        self._regions.close()
+        self.regions.close()
 
-    def _free(self, ended: Reservation | None, why: str, read: bool) -> None:
+    def _free(self, ended: KvReservation | None, why: str, read: bool) -> None:
         """Free what belongs to a reservation that the ledger has ended. `read`: somebody may still read its memory."""
         room = self._rooms.pop(ended.ticket, None) if ended else None
         if room is None or ended is None:
@@ -206,10 +212,10 @@ class Receiver:
         self._withdraw(room.region, room.quiet)
         self._give_back(room.region, room.quiet and not (read and bool(ended.ending)))
         if not room.arrival.done():
-            room.arrival.set_result(Refused(why))
+            room.arrival.set_result(TransferRefused(why))
 
     def _give_back(self, region: Region, quiet: bool) -> None:
-        if (gone := self._regions.give_back(region, quiet)) is not None:
+        if (gone := self.regions.give_back(region, quiet)) is not None:
             self._gone.append(gone)
 
     def _empty(self) -> None:
@@ -243,31 +249,31 @@ class Receiver:
             if not self._places.acquire(blocking=False):
                 connected.close()
                 continue
-            line = Line(connected, time.monotonic() + OPEN_S)
+            line = TransferSocket(connected, time.monotonic() + OPEN_S)
             thread = threading.Thread(target=self._serve, args=(line,), name="kv-receive", daemon=True)
             with self._lock:
                 self._threads.append(thread)
                 self._lines.add(line)
                 thread.start()
 
-    def _serve(self, line: Line) -> None:
-        opened: _Room | None = None
-        last: Accepted | Refused = Refused("the target failed")
+    def _serve(self, line: TransferSocket) -> None:
+        opened: _ReservedRoom | None = None
+        last: Accepted | TransferRefused = TransferRefused("the target failed")
         try:
             opened = self._opened(line)
             self._take_in(line, opened)
             last = Accepted(opened.ticket)
         except TransferFailed as error:
-            last = Refused((opened.why if opened else "") or str(error))
+            last = TransferRefused((opened.why if opened else "") or str(error))
         finally:
             with self._lock:
                 self._lines.discard(line)
-                if opened and isinstance(last, Refused):
+                if opened and isinstance(last, TransferRefused):
                     self._free(self._ledger.abort(opened.ticket), last.reason, read=True)
             line.close(last)
             self._places.release()
 
-    def _opened(self, line: Line) -> _Room:
+    def _opened(self, line: TransferSocket) -> _ReservedRoom:
         message = line.receive()
         if not isinstance(message, Open):
             raise TransferFailed("a transfer begins with the ticket of its reservation")
@@ -278,17 +284,17 @@ class Receiver:
             line.deadline_s = found.deadline_s
         return room
 
-    def _take_in(self, line: Line, room: _Room) -> None:
+    def _take_in(self, line: TransferSocket, room: _ReservedRoom) -> None:
         while True:
             match message := line.receive():
-                case Chunk():
+                case KvChunk():
                     self._chunk(line, room, message)
                 case Ending():
                     return self._commit(line, room, message)
                 case _:
                     raise TransferFailed(f"a source does not say {type(message).__name__}")
 
-    def _chunk(self, line: Line, room: _Room, chunk: Chunk) -> None:
+    def _chunk(self, line: TransferSocket, room: _ReservedRoom, chunk: KvChunk) -> None:
         with self._lock:
             wanted = _or_fail(self._ledger.check(room.ticket, chunk, time.monotonic()))
         if not wanted:
@@ -304,7 +310,7 @@ class Receiver:
         if room.progress is not None:
             room.progress()
 
-    def _commit(self, line: Line, room: _Room, ending: Ending) -> None:
+    def _commit(self, line: TransferSocket, room: _ReservedRoom, ending: Ending) -> None:
         with self._lock:
             made = _or_fail(self._ledger.commit(room.ticket, ending, time.monotonic()))
             room.quiet = True
@@ -313,7 +319,7 @@ class Receiver:
             room.arrival.set_result(Arrived(room.ticket, ending.computed, tokens, ending.state, memory, link))
 
 
-def _or_fail(found: "T | Refused | None") -> "T":
-    if isinstance(found, Refused):
+def _or_fail(found: "T | TransferRefused | None") -> "T":
+    if isinstance(found, TransferRefused):
         raise TransferFailed(found.reason)
     return cast(T, found)

@@ -74,6 +74,11 @@ class Regions:
         """Where to listen for sources of this host; empty without a folder."""
         return str(self.folder / "socket") if self.folder else ""
 
+    @property
+    def kept(self) -> list[str]:
+        """The paths of the regions that are kept for the next transfer."""
+        return [spare.path for spare in self._spares]
+
     def take(self, size: int) -> Region:
         """Return a region of at least this many bytes. Raise OSError if there is no memory."""
         for spare in sorted(self._spares, key=lambda one: one.size):

@@ -20,22 +20,23 @@ import xxhash
 
 from workers.kv_transfer.chunks import CHUNK_BYTES
 from workers.kv_transfer.errors import TransferFailed
-from workers.kv_transfer.line import Line
+from workers.kv_transfer.line import TransferSocket
 from workers.kv_transfer.messages import (
     Accepted,
     Buffer,
-    Chunk,
     Description,
     Ending,
-    Endpoint,
     Grant,
+    KvChunk,
     Open,
-    Refused,
+    TransferAddress,
+    TransferRefused,
     digest,
     packed,
 )
 from workers.kv_transfer.regions import PREFIX, SPARE_BYTES_MAX
-from workers.kv_transfer.remote import Bytes, Mapped, Remote, Transport
+from workers.kv_transfer.remote import Bytes, Mapped
+from workers.kv_transfer.transport import Remote, Transport
 
 CONNECT_S = 2.0
 REASON_S = 0.5  # to hear why the target broke off
@@ -57,6 +58,11 @@ class Mappings:
         self._bytes_max = bytes_max
         self._mapped: dict[tuple[str, int], Bytes] = {}  # by path and inode, the least recently used first
         self._lock = threading.Lock()
+
+    @property
+    def kept(self) -> int:
+        """How many are mapped, to be used again."""
+        return len(self._mapped)
 
     def get(self, path: str, size: int) -> Bytes | None:
         """Return the memory of a region of at least this many bytes; None if it is not on this host."""
@@ -105,12 +111,12 @@ class Sender:
     ) -> None:
         """Prepare to use a grant, whose time runs from now. Where the target offers its memory to this transport, that
         is how bytes get there."""
-        self._grant = grant
+        self.grant = grant
         self._description = description
         self._mappings = mappings or Mappings()
         self._transport = transport
         self._deadline_s = time.monotonic() + grant.seconds
-        self._line: Line | None = None
+        self._line: TransferSocket | None = None
         self._remote: Remote | None = None
         self._cancelled = False
         self._failure = ""  # why it has ended
@@ -133,22 +139,22 @@ class Sender:
     def open(self) -> None:
         """Connect to the target and say for which reservation."""
         self._remote = self._opened()
-        self._line = Line(_connected(self._grant.endpoint), self._deadline_s)
-        self._say(Open(self._grant.ticket, self._description, self.shared))
+        self._line = TransferSocket(_connected(self.grant.endpoint), self._deadline_s)
+        self._say(Open(self.grant.ticket, self._description, self.shared))
 
     def _opened(self) -> Remote | None:
-        grant = self._grant
+        grant = self.grant
         if self._transport is not None and grant.offer:
             return self._transport.remote(grant.offer, self._deadline_s)
         region = self._mappings.get(grant.region, grant.bytes)
         return None if region is None else Mapped(region)
 
     def send(self, blocks: Buffer) -> None:
-        """Ship whole blocks that follow those before. They must not change until this returns."""
+        """Ship whole blocks that follow those before. They must not change until this returns. Raise TransferFailed."""
         view = memoryview(blocks).cast("B")
-        if self._offset + len(view) > self._grant.bytes:
+        if self._offset + len(view) > self.grant.bytes:
             self.close()
-            raise TransferFailed(f"the reservation has no room for more than {self._grant.bytes} bytes")
+            raise TransferFailed(f"the reservation has no room for more than {self.grant.bytes} bytes")
         parts = [
             (self._number + n, view[at : at + CHUNK_BYTES], self._offset + at)
             for n, at in enumerate(range(0, len(view), CHUNK_BYTES))
@@ -161,10 +167,11 @@ class Sender:
             list(threads.map(self._ship, [parts[n::SHIPPERS] for n in range(SHIPPERS)]))
 
     def finish(self, tail: Buffer, tokens: Sequence[int], computed: int, state: bytes = b"") -> None:
-        """Ship the last blocks (the last may be partly filled) and the state; return when the target has committed."""
+        """Ship the last blocks (the last may be partly filled) and the state; return when the target has committed. Raise
+        TransferFailed."""
         self.send(tail)
         ids = packed(tokens)
-        self._say(Ending(self._grant.ticket, self._number, computed, len(tokens), ids, digest(ids), state))
+        self._say(Ending(self.grant.ticket, self._number, computed, len(tokens), ids, digest(ids), state))
         assert self._line is not None
         try:
             answer = self._line.receive()
@@ -193,7 +200,7 @@ class Sender:
 
     def _ship(self, parts: list[tuple[int, memoryview, int]]) -> None:
         for number, view, offset in parts:
-            chunk = Chunk(self._grant.ticket, number, offset, len(view), xxhash.xxh3_64_intdigest(view))
+            chunk = KvChunk(self.grant.ticket, number, offset, len(view), xxhash.xxh3_64_intdigest(view))
             remote = self._remote
             if remote is not None:
                 self._write(remote, offset, view)
@@ -208,7 +215,7 @@ class Sender:
             with self._lock:
                 raise self._failed(error) from error
 
-    def _say(self, message: Open | Chunk | Ending, payload: memoryview | None = None) -> None:
+    def _say(self, message: Open | KvChunk | Ending, payload: memoryview | None = None) -> None:
         with self._lock:
             if self._failure:
                 raise TransferFailed(self._failure)
@@ -239,10 +246,12 @@ class Sender:
 
 
 def _reason(answer: object) -> str:
-    return answer.reason if isinstance(answer, Refused) else f"the target said {type(answer).__name__}"
+    return (
+        answer.reason if isinstance(answer, TransferRefused) else f"the target said {type(answer).__name__}"
+    )
 
 
-def _connected(endpoint: Endpoint) -> socket.socket:
+def _connected(endpoint: TransferAddress) -> socket.socket:
     """Connect on this host if the target is on it, else over TCP. Raise TransferFailed."""
     if endpoint.path and Path(endpoint.path).exists():
         unix = socket.socket(socket.AF_UNIX)

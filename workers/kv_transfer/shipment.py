@@ -5,10 +5,10 @@ import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
-from workers.kv_transfer.messages import Buffer, Description, Grant, Refused
+from workers.kv_transfer.messages import Buffer, Description, Grant, TransferRefused
 from workers.kv_transfer.receiver import Arrived, Receiver
-from workers.kv_transfer.remote import Transport
 from workers.kv_transfer.sender import Mappings, Sender
+from workers.kv_transfer.transport import Transport
 
 QUIET_S = 2.0  # for a thread to notice that it is cancelled; a chunk takes it a millisecond
 
@@ -105,11 +105,11 @@ async def reserve(
     blocks: int,
     tokens: Sequence[int] = (),
     first_block: int = 0,
-) -> Grant | Refused:
+) -> Grant | TransferRefused:
     """Reserve blocks at this worker. A caller that goes meanwhile leaves it to the reservation's deadline."""
     return await asyncio.to_thread(receiver.reserve, description, blocks, tokens, first_block)
 
 
-async def arrived(receiver: Receiver, ticket: str) -> Arrived | Refused:
+async def arrived(receiver: Receiver, ticket: str) -> Arrived | TransferRefused:
     """Wait for what becomes of a reservation of this worker."""
     return await asyncio.wrap_future(receiver.arrival(ticket))

@@ -47,7 +47,7 @@ def _nobody(seconds: float) -> None:
     """Count nothing."""
 
 
-class Answer:
+class ReplayedAnswer:
     """One answer as it comes. Times are the connection's.
 
     A token that leaves a character incomplete makes no event: events are moments, and how many tokens there were is what
@@ -114,7 +114,7 @@ class Answer:
             self.cached = details.cached_tokens
 
 
-def failure(reply: Reply, answer: Answer) -> tuple[str, str]:
+def failure(reply: Reply, answer: ReplayedAnswer) -> tuple[str, str]:
     """Return the kind of what went wrong with a request, and what was said about it; both are empty if it is whole."""
     if reply.status not in (0, 200):
         return f"HTTP {reply.status}{_code(reply.body)}", words(reply.body)

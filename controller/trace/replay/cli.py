@@ -18,12 +18,12 @@ from rich.console import Console
 from controller.trace import plot
 from controller.trace.replay import picture, report, view, wording
 from controller.trace.replay.driver import Limits, Replay
-from controller.trace.replay.endpoint import Endpoint
+from controller.trace.replay.endpoint import ReplayTarget
 from controller.trace.replay.flags import CONCURRENCY
-from controller.trace.replay.measures import Measures, Slo
-from controller.trace.replay.plan import Shape
-from controller.trace.replay.source import Source, Wanted
-from controller.trace.rows import Reading
+from controller.trace.replay.measures import AnswerSlo, ReplayMeasures
+from controller.trace.replay.plan import ReplayShape
+from controller.trace.replay.source import TraceSource, Wanted
+from controller.trace.rows import TraceReader
 from events.errors import UsageError
 
 KEY = "OPENAI_API_KEY"
@@ -35,14 +35,17 @@ Writing = Callable[[Path], AbstractContextManager[None]]
 """Says what is wrong with a file that cannot be written."""
 
 
-def run(args: argparse.Namespace, block_tokens: int | None, writing: Writing) -> tuple[int, Reading | None]:
-    """Replay, and report. Return the exit code, and the reading if it has skipped lines."""
+def run(
+    args: argparse.Namespace, block_tokens: int | None, writing: Writing
+) -> tuple[int, TraceReader | None]:
+    """Replay, and report. Return the exit code, and the reading if it has skipped lines. Raise UsageError if what is to be
+    written has no folder to lie in."""
     if args.plot:
         plot.check(args.plot)
     for flag, path in (("--report", args.report), ("--plot", args.plot)):
         if path and not path.absolute().parent.is_dir():  # known before the replay, not after it
             raise UsageError(f"{flag} {path}: the folder {path.absolute().parent} does not exist")
-    run = Run(args, block_tokens)
+    run = ReplayRun(args, block_tokens)
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         runner.run(run.replay())
     found = run.found()
@@ -60,13 +63,13 @@ def run(args: argparse.Namespace, block_tokens: int | None, writing: Writing) ->
     return INTERRUPTED if run.interrupted else int(bool(failed)), run.source.skipped
 
 
-class Run:
+class ReplayRun:
     """One replay, from its flags to its report. Raise UsageError if they are senseless, and BadTrace if the trace is."""
 
     def __init__(self, args: argparse.Namespace, block_tokens: int | None) -> None:
         self.interrupted = False
         self._args = args
-        self._shape = Shape(
+        self._shape = ReplayShape(
             speedup_ratio=args.speedup_ratio,
             scale_input=args.scale_input,
             scale_output=args.scale_output,
@@ -74,9 +77,9 @@ class Run:
             max_osl=args.max_osl,
         )
         self._limits = _limits(args)
-        self.measures = Measures(_slo(args))
-        self._endpoint = Endpoint(args.url, args.key or os.environ.get(KEY, ""))
-        self.source = Source(
+        self.measures = ReplayMeasures(_slo(args))
+        self._target = ReplayTarget(args.url, args.key or os.environ.get(KEY, ""))
+        self.source = TraceSource(
             Wanted(
                 path=args.file,
                 block_tokens=block_tokens,
@@ -93,24 +96,24 @@ class Run:
     async def replay(self) -> None:
         """Do it. Raise BadEndpoint if the endpoint is not there, or not what it should be."""
         try:
-            self._model = (await self._endpoint.model(self._args.model))["id"]
-            worded = await wording.find(self._endpoint, self._model, chat=self._args.chat)
+            self._model = (await self._target.model(self._args.model))["id"]
+            worded = await wording.find(self._target, self._model, chat=self._args.chat)
             self._form = worded.form
-            replay = Replay(self._endpoint, worded, self.source.planned(), self.measures, self._limits)
-            with _stopping(self._endpoint.hush) as stop:
+            replay = Replay(self._target, worded, self.source.planned(), self.measures, self._limits)
+            with _stopping(self._target.hush) as stop:
                 async with view.shown(self.measures, self._expected):
                     await replay.run(stop)
                 self.interrupted = stop.is_set()
         finally:
-            self._endpoint.close()
+            self._target.close()
 
     def found(self) -> dict[str, Any]:
         """Return the report."""
-        shape = {name: getattr(self._shape, name) for name in Shape.__dataclass_fields__}
+        shape = {name: getattr(self._shape, name) for name in ReplayShape.__dataclass_fields__}
         skipped = self.source.skipped
         about = {
             "trace": str(self._args.file),
-            "url": self._endpoint.url,
+            "url": self._target.url,
             "model": self._model,
             "prompts": self._form,
             "shape": shape,
@@ -175,11 +178,11 @@ def _connections(wanted: int | None) -> int:
     return count
 
 
-def _slo(args: argparse.Namespace) -> Slo:
+def _slo(args: argparse.Namespace) -> AnswerSlo:
     seconds: dict[str, float | None] = {}
     for name in ("ttft", "tpot", "itl"):
         ms = getattr(args, f"slo_{name}_ms")
         if ms is not None and not 0 < ms < 1e9:
             raise UsageError(f"--slo-{name}-ms {ms:g}: give a number of milliseconds above 0")
         seconds[f"{name}_s"] = None if ms is None else ms / 1e3
-    return Slo(**seconds)
+    return AnswerSlo(**seconds)

@@ -13,11 +13,11 @@ from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from controller.trace.replay.answer import Answer
+from controller.trace.replay.answer import ReplayedAnswer
 from controller.trace.replay.connection import now
-from controller.trace.replay.endpoint import Endpoint
-from controller.trace.replay.measures import Measures
-from controller.trace.replay.plan import Planned
+from controller.trace.replay.endpoint import ReplayTarget
+from controller.trace.replay.measures import ReplayMeasures
+from controller.trace.replay.plan import PlannedRequest
 from controller.trace.replay.wording import Wording
 
 AHEAD = 64  # bodies
@@ -42,15 +42,16 @@ class Replay:
 
     def __init__(
         self,
-        endpoint: Endpoint,
+        target: ReplayTarget,
         wording: Wording,
-        planned: Iterator[Planned],
-        measures: Measures,
+        planned: Iterator[PlannedRequest],
+        measures: ReplayMeasures,
         limits: Limits,
     ) -> None:
         self.measures = measures
-        self._endpoint, self._wording, self._planned, self._limits = endpoint, wording, planned, limits
-        self._ahead = deque[tuple[Planned, bytes]]()
+        self._times = measures.generator
+        self._target, self._wording, self._planned, self._limits = target, wording, planned, limits
+        self._ahead = deque[tuple[PlannedRequest, bytes]]()
         self._room = asyncio.Semaphore(limits.concurrency)
         self._requests = set[asyncio.Task[None]]()
         self._turn = 0.0  # since when nobody else had one
@@ -72,7 +73,7 @@ class Replay:
             await asyncio.wait(every, timeout=CUT_S_MAX)
         if interrupted:
             self.measures.ended = now()
-        self.measures.cpu_s = time.process_time() - cpu_s
+        self.measures.generator.cpu_s = time.process_time() - cpu_s
         self.measures.sample(now())
         for task in tasks:
             if task.done() and not task.cancelled():
@@ -94,14 +95,14 @@ class Replay:
             else:
                 await self._room.acquire()
             if free_at > due:  # also what had to wait behind another
-                self.measures.held.add(free_at - due)
+                self._times.held.add(free_at - due)
             task = asyncio.ensure_future(self._request(planned.tokens, body, max(due, free_at)))
             self._requests.add(task)
             task.add_done_callback(self._ended)
         while self._requests:
             await asyncio.wait(self._requests)
 
-    async def _next(self) -> tuple[Planned, bytes] | None:
+    async def _next(self) -> tuple[PlannedRequest, bytes] | None:
         """Return what is sent next. Until it is soon due, write more ahead: a burst waits for none."""
         if not self._ahead:
             await self._write(until=now())
@@ -139,11 +140,11 @@ class Replay:
 
     async def _request(self, tokens: int, body: bytes, due: float) -> None:
         measures = self.measures
-        measures.late.add(max(0.0, now() - due))
+        self._times.late.add(max(0.0, now() - due))
         measures.leaves()
-        answer = Answer(now(), first_token=measures.first_token, gap=measures.gap)
+        answer = ReplayedAnswer(now(), first_token=measures.first_token, gap=measures.gap)
         try:
-            reply = await self._endpoint.ask(
+            reply = await self._target.ask(
                 "POST",
                 self._wording.path,
                 body,
@@ -168,7 +169,7 @@ class Replay:
         while True:
             at = now()
             await asyncio.sleep(TICK_S)
-            self.measures.lag.add(max(0.0, now() - at - TICK_S, self._endpoint.behind_s()))
+            self._times.lag.add(max(0.0, now() - at - TICK_S, self._target.behind_s()))
             ticks += 1
             if ticks % SAMPLE_TICKS == 0:
                 self.measures.sample(now())

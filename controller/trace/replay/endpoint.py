@@ -10,13 +10,12 @@ from dataclasses import dataclass
 from typing import Any, Literal
 from urllib.parse import urlsplit
 
-from controller.trace.replay.connection import Connection, How, Now, Take, now
-from controller.trace.replay.turn import Turn
+from controller.trace.replay.connection import ClientConnection, How, now
+from controller.trace.replay.response import Now, Take
+from controller.trace.replay.turn import TURN_S, LoopTurn
 from events.errors import HoldfastError, UsageError
 
-CONNECT_S_MAX = 10.0
 ASK_S_MAX = 10.0
-IDLE_S_MAX = 3.0  # servers close what idles: uvicorn after 5 s
 WORDS_MAX = 200  # characters of what a server says
 
 Fault = Literal["", "unreachable", "timeout", "broke off", "malformed"]
@@ -52,11 +51,27 @@ class Reply:
         return ""
 
 
-class Endpoint:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ConnectionLimits:
+    """How long things with a connection may take, in seconds."""
+
+    connect_s: float = 10.0
+    idle_s: float = 3.0  # before it is not used again: servers close what idles, uvicorn after 5 s
+    turn_s: float = TURN_S
+
+
+class ReplayTarget:
     """One server. It opens as many connections as there are requests at a time, and keeps them for the next."""
 
-    def __init__(self, url: str, key: str = "", now: Now = now) -> None:
-        self._now = now
+    def __init__(
+        self,
+        url: str,
+        key: str = "",
+        now: Now = now,
+        limits: ConnectionLimits = ConnectionLimits(),
+    ) -> None:
+        """Take a server's URL and API key. Raise UsageError where either is none."""
+        self._now, self._limits = now, limits
         try:
             parts = urlsplit(url)
             host, port = parts.hostname, parts.port
@@ -75,9 +90,9 @@ class Endpoint:
             raise UsageError("the API key has characters that no HTTP header can carry")
         self._tls = ssl.create_default_context() if self._secure else None
         self._addresses: list[str] = []
-        self._idle: list[Connection] = []
-        self._open = set[Connection]()
-        self._turn = Turn(self._open, now)
+        self._idle: list[ClientConnection] = []
+        self._open = set[ClientConnection]()
+        self._turn = LoopTurn(self._open, now, limits.turn_s)
 
     async def ask(
         self,
@@ -105,11 +120,10 @@ class Endpoint:
         detail = {"malformed": "what came is no HTTP/1.1", "broke off": "the connection closed"}.get(
             fault, ""
         )
-        return Reply(
-            began, connection.ended, connection.status, connection.body, fault, detail, connection.head
-        )
+        response = connection.response
+        return Reply(began, connection.ended, response.status, response.body, fault, detail, response.head)
 
-    async def _asked(self, data: bytes, take: Take | None) -> Connection:
+    async def _asked(self, data: bytes, take: Take | None) -> ClientConnection:
         """Send a request and wait for the end of its answer. Return the connection, which has it. Raise _Unreachable.
 
         A server may close a connection that was used before in the moment of its next use, and some never say that they
@@ -123,12 +137,12 @@ class Endpoint:
         try:
             connection = await self._connected()
         except OSError as error:
-            raise _Unreachable(_reason(error)) from error
+            raise _Unreachable(_reason(error, self._limits.connect_s)) from error
         self._open.add(connection)
         await self._exchange(connection, data, take)
         return connection
 
-    async def _exchange(self, connection: Connection, data: bytes, take: Take | None) -> None:
+    async def _exchange(self, connection: ClientConnection, data: bytes, take: Take | None) -> None:
         try:
             await connection.send(data, take)
         finally:
@@ -137,26 +151,26 @@ class Endpoint:
             else:
                 self._idle.append(connection)
 
-    def _kept(self) -> Connection | None:
+    def _kept(self) -> ClientConnection | None:
         """Return an open connection of before, the one that was used last, if there is one."""
         while self._idle:
             connection = self._idle.pop()
-            if not connection.closed and self._now() - connection.idle_since < IDLE_S_MAX:
+            if not connection.closed and self._now() - connection.idle_since < self._limits.idle_s:
                 return connection
             self._drop(connection)
         return None
 
-    async def _connected(self) -> Connection:
+    async def _connected(self) -> ClientConnection:
         """Return a new connection. Raise OSError."""
         loop = asyncio.get_running_loop()
-        async with asyncio.timeout(CONNECT_S_MAX):
+        async with asyncio.timeout(self._limits.connect_s):
             if not self._addresses:  # asked for once: a thread of its own for each connection is too slow
                 found = await loop.getaddrinfo(self._host, self._port, type=socket.SOCK_STREAM)
                 self._addresses = list(dict.fromkeys(str(info[4][0]) for info in found))
             for address in tuple(self._addresses):
                 try:
                     _, connection = await loop.create_connection(
-                        lambda: Connection(self._turn.read, self._now),
+                        lambda: ClientConnection(self._turn.read, self._now),
                         address,
                         self._port,
                         ssl=self._tls,
@@ -169,7 +183,7 @@ class Endpoint:
                     return connection
         raise failed
 
-    def _drop(self, connection: Connection) -> None:
+    def _drop(self, connection: ClientConnection) -> None:
         connection.close()
         self._open.discard(connection)
 
@@ -194,11 +208,16 @@ class Endpoint:
         name = wanted or next(iter(listed))
         return {**listed[name], "id": name}
 
-    async def __aenter__(self) -> "Endpoint":
+    async def __aenter__(self) -> "ReplayTarget":
         return self
 
     async def __aexit__(self, *_: object) -> None:
         self.close()
+
+    @property
+    def connections(self) -> frozenset[ClientConnection]:
+        """The connections that are open now, whether they are used or kept for the next request."""
+        return frozenset(self._open)
 
     def hush(self) -> None:
         """Take in nothing more on any connection, from this moment on. May be called by a signal's handler."""
@@ -231,9 +250,9 @@ def printable(text: str) -> str:
     return "".join(one if one.isprintable() else "\ufffd" for one in " ".join(text.split()))
 
 
-def _reason(error: OSError) -> str:
+def _reason(error: OSError, within_s: float) -> str:
     if isinstance(error, TimeoutError):
-        return f"no connection within {CONNECT_S_MAX:g} s"
+        return f"no connection within {within_s:g} s"
     if (error.errno or 0) > 0 and not isinstance(error, ssl.SSLError):
         return os.strerror(error.errno or 0)
     return error.strerror or str(error) or type(error).__name__

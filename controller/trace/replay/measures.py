@@ -4,7 +4,7 @@ import math
 from collections import Counter
 from dataclasses import dataclass
 
-from controller.trace.replay.answer import Answer, failure
+from controller.trace.replay.answer import ReplayedAnswer, failure
 from controller.trace.replay.endpoint import Reply
 
 BASE = 1.01  # of a histogram's buckets: percentiles are exact to half a per cent
@@ -16,7 +16,7 @@ LATE_MS_MAX = 20.0  # at the 99th percentile, before the generator is said not t
 _SCALE = 1 / math.log(BASE)
 
 
-class Histogram:
+class DurationHistogram:
     """A distribution of durations, in seconds."""
 
     def __init__(self) -> None:
@@ -57,7 +57,7 @@ def middle_s(place: int) -> float:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Slo:
+class AnswerSlo:
     """What a good answer is. Seconds; None: whatever."""
 
     ttft_s: float | None = None
@@ -84,33 +84,82 @@ class Point:
     events: int
 
 
-class Measures:
-    """All that is counted. Times come from outside: `began` and `ended` are of the first request and the last answer."""
+class ReplayTimeline:
+    """How a replay went, in few points: every second one is forgotten when there are too many."""
 
-    def __init__(self, slo: Slo) -> None:
+    def __init__(self, points_max: int = POINTS_MAX) -> None:
+        self.points: list[Point] = []
+        self._points_max = points_max
+        self._every = self._skipped = 1
+
+    def due(self) -> bool:
+        """Return whether the present moment is one to note. Asked once per moment."""
+        if self._skipped < self._every:
+            self._skipped += 1
+            return False
+        self._skipped = 1
+        return True
+
+    def add(self, point: Point) -> None:
+        """Note a moment."""
+        self.points.append(point)
+        if len(self.points) >= self._points_max:
+            del self.points[1::2]
+            self._every *= 2
+
+
+@dataclass(slots=True)
+class TokenCounts:
+    """Tokens of all answers, by the servers' own count where they have one."""
+
+    events: int = 0  # of streams: an event may have several tokens
+    output: int = 0
+    input: int = 0  # of whole answers' prompts
+    cached: int = 0  # of prompts, in prefix caches
+    cached_of: int = 0  # of the prompts of which servers say how much was cached
+    cached_answers: int = 0  # that say it
+
+
+class GeneratorTimes:
+    """How punctual the generator was, and what it cost."""
+
+    def __init__(self) -> None:
+        self.late = DurationHistogram()  # behind the moment at which a request could be sent
+        self.lag = DurationHistogram()  # of its loop
+        self.held = DurationHistogram()  # held back, because as many were in flight as may be
+        self.cpu_s = 0.0  # of this process
+
+    @property
+    def kept_up(self) -> bool:
+        """Whether it was in time: if not, what it says of the server is said of itself."""
+        return all(one.percentiles(0.99)[0] * 1e3 <= LATE_MS_MAX for one in (self.late, self.lag))
+
+
+class ReplayMeasures:
+    """All that is counted. Times come from outside, in seconds; `began` and `ended` are the first request and the last answer."""
+
+    def __init__(self, slo: AnswerSlo, points_max: int = POINTS_MAX) -> None:
         self.slo = slo
         self.began = self.ended = 0.0
-        self.cpu_s = 0.0  # of this process
         self.sent = self.whole = self.failed = self.cut = self.in_flight = self.in_flight_max = 0
-        self.events = self.said_tokens = self.prompt_tokens = 0
         self.shorter = 0  # answers with fewer tokens than asked for
         self.good = 0
-        self.cached_known = self.cached_of = self.cached = 0  # answers, tokens of their prompts, of those
-        self.ttft, self.itl, self.tpot, self.e2e = Histogram(), Histogram(), Histogram(), Histogram()
-        self.late, self.lag, self.held = Histogram(), Histogram(), Histogram()
+        self.tokens = TokenCounts()
+        self.generator = GeneratorTimes()
+        self.timeline = ReplayTimeline(points_max)
+        self.ttft, self.itl = DurationHistogram(), DurationHistogram()
+        self.tpot, self.e2e = DurationHistogram(), DurationHistogram()
         self.errors = Counter[str]()
         self.samples: dict[str, str] = {}
-        self.points: list[Point] = []
-        self._every = self._skipped = 1
 
     def first_token(self, seconds: float) -> None:
         """Count how long an answer's first token took."""
-        self.events += 1
+        self.tokens.events += 1
         self.ttft.add(seconds)
 
     def gap(self, seconds: float) -> None:
         """Count the time between two events of one answer."""
-        self.events += 1
+        self.tokens.events += 1
         self.itl.add(seconds)
 
     def leaves(self) -> None:
@@ -120,22 +169,22 @@ class Measures:
         if self.in_flight > self.in_flight_max:
             self.in_flight_max = self.in_flight
 
-    def ends(self, reply: Reply, answer: Answer, asked: int) -> None:
+    def ends(self, reply: Reply, answer: ReplayedAnswer, asked: int) -> None:
         """Count how a request ended."""
         self.in_flight -= 1
         self.ended = max(self.ended, reply.ended)
-        self.said_tokens += answer.tokens
+        self.tokens.output += answer.tokens
         kind, sample = failure(reply, answer)
         if kind:
             self.fails(kind, sample)
             return
         self.whole += 1
         self.shorter += answer.tokens < asked
-        self.prompt_tokens += answer.prompt_tokens
+        self.tokens.input += answer.prompt_tokens
         if answer.cached is not None:
-            self.cached_known += 1
-            self.cached_of += answer.prompt_tokens
-            self.cached += answer.cached
+            self.tokens.cached_answers += 1
+            self.tokens.cached_of += answer.prompt_tokens
+            self.tokens.cached += answer.cached
         tpot = 0.0
         self.e2e.add(reply.ended - reply.began)
         if answer.tokens > 1:
@@ -157,22 +206,13 @@ class Measures:
         self.cut += 1
 
     def sample(self, at: float) -> None:
-        """Note the present moment, and forget every second one if there are too many."""
-        if self._skipped < self._every:
-            self._skipped += 1
-            return
-        self._skipped = 1
-        self.points.append(Point(at - self.began, self.in_flight, self.sent, self.failed, self.events))
-        if len(self.points) >= POINTS_MAX:
-            del self.points[1::2]
-            self._every *= 2
+        """Note the present moment, if it is one to note."""
+        if self.timeline.due():
+            self.timeline.add(
+                Point(at - self.began, self.in_flight, self.sent, self.failed, self.tokens.events)
+            )
 
     @property
     def seconds(self) -> float:
         """How long it took."""
         return max(self.ended - self.began, 0.0)
-
-    @property
-    def kept_up(self) -> bool:
-        """Whether the generator was in time: if not, what it says of the server is said of itself."""
-        return all(one.percentiles(0.99)[0] * 1e3 <= LATE_MS_MAX for one in (self.late, self.lag))

@@ -5,14 +5,14 @@ from pathlib import Path
 from typing import Any
 
 from controller.trace.plot import COLOR, blank
-from controller.trace.replay.measures import Histogram, Measures, middle_s
+from controller.trace.replay.measures import DurationHistogram, ReplayMeasures, middle_s
 
 BARS_MAX = 60
 WIDE = 10.0  # from the first value to the last, as a factor: more is drawn on a logarithmic scale
 STEP_S = 0.1  # a shorter one is no rate
 
 
-def draw(title: str, measures: Measures, path: Path) -> None:
+def draw(title: str, measures: ReplayMeasures, path: Path) -> None:
     """Write the picture of a replay. Raise OSError if it cannot be written."""
     made = blank()
     made.suptitle(title)
@@ -20,16 +20,17 @@ def draw(title: str, measures: Measures, path: Path) -> None:
     _distribution(ttft, "First token", measures.ttft)
     _distribution(itl, "Between tokens", measures.itl)
     _distribution(whole, "Whole answer", measures.e2e)
-    times = [point.at_s for point in measures.points]
-    _line(flying, "In flight", "requests", times, [float(point.in_flight) for point in measures.points])
-    steps = [(a, b) for a, b in pairwise(measures.points) if b.at_s - a.at_s > STEP_S]
+    points = measures.timeline.points
+    times = [point.at_s for point in points]
+    _line(flying, "In flight", "requests", times, [float(point.in_flight) for point in points])
+    steps = [(a, b) for a, b in pairwise(points) if b.at_s - a.at_s > STEP_S]
     ends = [b.at_s for _, b in steps]
     _line(tokens, "Tokens", "a second", ends, [(b.events - a.events) / (b.at_s - a.at_s) for a, b in steps])
-    _line(failed, "Failed", "requests until then", times, [float(point.failed) for point in measures.points])
+    _line(failed, "Failed", "requests until then", times, [float(point.failed) for point in points])
     made.savefig(path, dpi=110)
 
 
-def _distribution(axes: Any, title: str, values: Histogram) -> None:
+def _distribution(axes: Any, title: str, values: DurationHistogram) -> None:
     axes.set_title(title)
     axes.set_xlabel("ms")
     axes.set_ylabel("share")

@@ -3,15 +3,15 @@
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
-from controller.trace.replay.wording import Prompt
-from controller.trace.rows import Row, bounded
+from controller.trace.replay.wording import PromptRecipe
+from controller.trace.rows import TraceRow, bounded
 from events.errors import UsageError
 
 FACTOR_MAX = 1e6
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Shape:
+class ReplayShape:
     """How a trace is changed to be replayed. Raise UsageError if senseless."""
 
     speedup_ratio: float = 1.0  # times are divided
@@ -33,15 +33,15 @@ class Shape:
 
 
 @dataclass(frozen=True, slots=True)
-class Planned:
+class PlannedRequest:
     """One request to come."""
 
     at_s: float  # from the first one
-    prompt: Prompt
+    prompt: PromptRecipe
     tokens: int  # of its answer
 
 
-def plan(rows: Iterable[Row], block_tokens: int, shape: Shape) -> Iterator[Planned]:
+def plan(rows: Iterable[TraceRow], block_tokens: int, shape: ReplayShape) -> Iterator[PlannedRequest]:
     """Yield what to send. An empty prompt becomes one token, and so does an answer of none: no endpoint takes less.
 
     Raise UsageError if something becomes too long.
@@ -51,14 +51,14 @@ def plan(rows: Iterable[Row], block_tokens: int, shape: Shape) -> Iterator[Plann
     for number, row in enumerate(rows):
         began = row.timestamp if began is None else began
         tokens = max(1, round(row.output_length * shape.scale_output))
-        yield Planned(
+        yield PlannedRequest(
             (row.timestamp - began) / 1e3 / shape.speedup_ratio,
             _prompt(row, block_tokens, block, shape, f"request {number}"),
             bounded(tokens) if shape.max_osl is None else min(tokens, shape.max_osl),
         )
 
 
-def _prompt(row: Row, block_tokens: int, block: int, shape: Shape, name: str) -> Prompt:
+def _prompt(row: TraceRow, block_tokens: int, block: int, shape: ReplayShape, name: str) -> PromptRecipe:
     """Return a prompt whose whole blocks are as many as before."""
     if row.hash_ids:
         whole = len(row.hash_ids) - 1
@@ -68,4 +68,4 @@ def _prompt(row: Row, block_tokens: int, block: int, shape: Shape, name: str) ->
         length = max(1, round(row.input_length * shape.scale_input))
     if shape.max_isl is not None:
         length = min(length, shape.max_isl)
-    return Prompt(bounded(length), row.hash_ids[: -(-length // block)], block, name)
+    return PromptRecipe(bounded(length), row.hash_ids[: -(-length // block)], block, name)

@@ -5,7 +5,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from controller.trace.replay.measures import LATE_MS_MAX, Histogram, Measures
+from controller.trace.replay.measures import LATE_MS_MAX, DurationHistogram, ReplayMeasures
 
 SHARES = {"p50": 0.5, "p90": 0.9, "p95": 0.95, "p99": 0.99}
 BUSY_SHARE = 0.7  # of a core: who takes less has not too much to do, but too little of the machine
@@ -17,16 +17,16 @@ LATENCIES = {
 }
 
 
-def found(measures: Measures, about: dict[str, Any]) -> dict[str, Any]:
+def found(measures: ReplayMeasures, about: dict[str, Any]) -> dict[str, Any]:
     """Return all of it. `about` says what was replayed, where, and how."""
-    m, seconds = measures, measures.seconds
+    m, seconds, times = measures, measures.seconds, measures.generator
     generator = {
-        "kept_up": m.kept_up,
-        "late_ms": spread(m.late),
-        "loop_lag_ms": spread(m.lag),
-        "cpu_share": _rate(m.cpu_s, seconds),  # of one core
-        "held_back": m.held.count,
-        "held_back_ms": spread(m.held),
+        "kept_up": times.kept_up,
+        "late_ms": spread(times.late),
+        "loop_lag_ms": spread(times.lag),
+        "cpu_share": _rate(times.cpu_s, seconds),  # of one core
+        "held_back": times.held.count,
+        "held_back_ms": spread(times.held),
         "in_flight_max": m.in_flight_max,
     }
     return {
@@ -43,8 +43,8 @@ def found(measures: Measures, about: dict[str, Any]) -> dict[str, Any]:
             kind: {"count": count, "first": m.samples[kind]} for kind, count in m.errors.most_common()
         },
         "requests_per_s": _rate(m.whole, seconds),
-        "tokens": {"input": m.prompt_tokens, "output": m.said_tokens, "events": m.events},
-        "output_tokens_per_s": _rate(m.said_tokens, seconds),
+        "tokens": {"input": m.tokens.input, "output": m.tokens.output, "events": m.tokens.events},
+        "output_tokens_per_s": _rate(m.tokens.output, seconds),
         "ttft_ms": spread(m.ttft),
         "itl_ms": spread(m.itl),
         "tpot_ms": spread(m.tpot),
@@ -55,7 +55,7 @@ def found(measures: Measures, about: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def spread(values: Histogram) -> dict[str, float] | None:
+def spread(values: DurationHistogram) -> dict[str, float] | None:
     """Return a distribution in milliseconds, or None if there is none."""
     if not values.count:
         return None
@@ -72,14 +72,20 @@ def _rate(count: float, seconds: float) -> float | None:
     return round(count / seconds, 3) if seconds else None
 
 
-def _cache(m: Measures) -> dict[str, Any] | None:
-    if not m.cached_known:
+def _cache(m: ReplayMeasures) -> dict[str, Any] | None:
+    tokens = m.tokens
+    if not tokens.cached_answers:
         return None
-    share = round(m.cached / m.cached_of, 4) if m.cached_of else 0.0
-    return {"answers": m.cached_known, "tokens": m.cached, "of": m.cached_of, "share": share}
+    share = round(tokens.cached / tokens.cached_of, 4) if tokens.cached_of else 0.0
+    return {
+        "answers": tokens.cached_answers,
+        "tokens": tokens.cached,
+        "of": tokens.cached_of,
+        "share": share,
+    }
 
 
-def _goodput(m: Measures) -> dict[str, Any] | None:
+def _goodput(m: ReplayMeasures) -> dict[str, Any] | None:
     if not m.slo:
         return None
     limits = {"ttft_ms": m.slo.ttft_s, "tpot_ms": m.slo.tpot_s, "itl_ms": m.slo.itl_s}

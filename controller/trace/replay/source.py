@@ -7,8 +7,8 @@ from itertools import islice, takewhile
 from pathlib import Path
 
 from controller.trace import profile
-from controller.trace.replay.plan import Planned, Shape, plan
-from controller.trace.rows import BLOCK_TOKENS, Reading, Row
+from controller.trace.replay.plan import PlannedRequest, ReplayShape, plan
+from controller.trace.rows import BLOCK_TOKENS, TraceReader, TraceRow
 from controller.trace.synthesis import synthesize
 from events.errors import UsageError
 
@@ -16,7 +16,7 @@ ENDLESS = 1_000_000_000
 
 
 @dataclass(frozen=True, slots=True)
-class Expected:
+class ExpectedDuration:
     """How long a replay will be, as far as that is known."""
 
     requests: int | None
@@ -31,18 +31,18 @@ class Wanted:
     block_tokens: int | None = None
     skip_bad: bool = False
     seed: int = 0
-    shape: Shape
+    shape: ReplayShape
     requests: int | None = None
     seconds: float | None = None
 
 
-class Source:
+class TraceSource:
     """A file's requests, planned. A trace is read to its end first: a bad line is known before anything is sent."""
 
     def __init__(self, wanted: Wanted) -> None:
         self._wanted = wanted
         self._profile = profile.load(wanted.path) if profile.is_profile(wanted.path) else None
-        self._reading: Reading | None = None
+        self._reading: TraceReader | None = None
         given = wanted.block_tokens
         if self._profile is None:
             self._block_tokens = given or BLOCK_TOKENS
@@ -58,25 +58,27 @@ class Source:
             )
 
     @property
-    def skipped(self) -> Reading | None:
+    def skipped(self) -> TraceReader | None:
         """The reading that has skipped lines, if one has."""
         return self._reading if self._reading is not None and self._reading.skipped else None
 
-    def expected(self) -> Expected:
+    def expected(self) -> ExpectedDuration:
         """Return how much will be sent. Raise BadTrace, naming the line, if a trace is not what it should be."""
         wanted = self._wanted
         if self._profile is not None:
-            return Expected(wanted.requests, wanted.seconds)
+            return ExpectedDuration(wanted.requests, wanted.seconds)
         until_s = wanted.seconds or math.inf
-        return Expected(sum(1 for _ in takewhile(lambda one: one.at_s < until_s, self.planned())), None)
+        return ExpectedDuration(
+            sum(1 for _ in takewhile(lambda one: one.at_s < until_s, self.planned())), None
+        )
 
-    def planned(self) -> Iterator[Planned]:
+    def planned(self) -> Iterator[PlannedRequest]:
         """Yield what to send, from the beginning."""
         wanted = self._wanted
         return plan(islice(self._rows(), wanted.requests), self._block_tokens, wanted.shape)
 
-    def _rows(self) -> Iterator[Row]:
+    def _rows(self) -> Iterator[TraceRow]:
         if self._profile is not None:
             return synthesize(self._profile, ENDLESS, seed=self._wanted.seed)
-        self._reading = Reading(self._wanted.path, self._block_tokens, skip_bad=self._wanted.skip_bad)
+        self._reading = TraceReader(self._wanted.path, self._block_tokens, skip_bad=self._wanted.skip_bad)
         return iter(self._reading)

@@ -9,17 +9,21 @@ may be is said (`behind_s`), as the lag of a turn is that reads it all.
 import asyncio
 from collections.abc import Collection
 
-from controller.trace.replay.connection import Connection, Now, now
+from controller.trace.replay.connection import ClientConnection, now
+from controller.trace.replay.response import Now
 
-TURN_S = 0.05  # of reading
+TURN_S = 0.05  # of reading, at most
 
 
-class Turn:
+class LoopTurn:
     """The present turn of the loop, over all connections of an endpoint."""
 
-    def __init__(self, connections: Collection[Connection], now: Now = now) -> None:
+    def __init__(
+        self, connections: Collection[ClientConnection], now: Now = now, turn_s: float = TURN_S
+    ) -> None:
         self._connections = connections
         self._now = now
+        self._turn_s = turn_s
         self._began = 0.0  # 0: nobody has read in it
         self._cut = False
         self._behind_since = 0.0  # 0: whatever had come was read in the last turn
@@ -29,7 +33,7 @@ class Turn:
         at = self._now()
         if not self._began:
             self._begin(at)
-        elif not self._cut and at - self._began > TURN_S:
+        elif not self._cut and at - self._began > self._turn_s:
             self._cut = True
             self._behind_since = self._behind_since or self._began
             for connection in self._connections:

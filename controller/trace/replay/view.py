@@ -11,15 +11,15 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 
 from controller.trace.replay.connection import now
-from controller.trace.replay.measures import Histogram, Measures
-from controller.trace.replay.source import Expected
+from controller.trace.replay.measures import DurationHistogram, ReplayMeasures
+from controller.trace.replay.source import ExpectedDuration
 
 REFRESH_S = 0.5
 LINE_S = 5.0
 BAR_WIDTH = 40
 
 
-def share_of(measures: Measures, expected: Expected) -> float | None:
+def share_of(measures: ReplayMeasures, expected: ExpectedDuration) -> float | None:
     """Return how much of a replay is over, from 0 to 1, if that is known: by what has ended or, where that is more, by time."""
     if expected.requests is None and expected.seconds is None:
         return None
@@ -30,7 +30,7 @@ def share_of(measures: Measures, expected: Expected) -> float | None:
 
 
 @asynccontextmanager
-async def shown(measures: Measures, expected: Expected) -> AsyncIterator[None]:
+async def shown(measures: ReplayMeasures, expected: ExpectedDuration) -> AsyncIterator[None]:
     """Show it until the end of the block."""
     console = Console(stderr=True)
     task = asyncio.ensure_future(
@@ -43,38 +43,38 @@ async def shown(measures: Measures, expected: Expected) -> AsyncIterator[None]:
         await asyncio.wait((task,), timeout=REFRESH_S)
 
 
-async def _tell(measures: Measures, expected: Expected) -> None:
+async def _tell(measures: ReplayMeasures, expected: ExpectedDuration) -> None:
     while True:
         await asyncio.sleep(LINE_S)
         print(line(measures, expected), file=sys.stderr, flush=True)
 
 
-def line(measures: Measures, expected: Expected) -> str:
+def line(measures: ReplayMeasures, expected: ExpectedDuration) -> str:
     """Return how far it is, in one line."""
     share = share_of(measures, expected)
     ttft, itl = (_ms(one, 0.5, 0.99) for one in (measures.ttft, measures.itl))
     return (
         f"{now() - measures.began:.0f} s{'' if share is None else f' ({share:.0%})'}: {measures.sent:,} sent, "
-        f"{measures.in_flight:,} in flight, {measures.failed:,} failed, {measures.events:,} tokens; "
+        f"{measures.in_flight:,} in flight, {measures.failed:,} failed, {measures.tokens.events:,} tokens; "
         f"TTFT p50 {ttft[0]} p99 {ttft[1]} ms, ITL p50 {itl[0]} p99 {itl[1]} ms"
     )
 
 
-async def _draw(measures: Measures, expected: Expected, console: Console) -> None:
+async def _draw(measures: ReplayMeasures, expected: ExpectedDuration, console: Console) -> None:
     before, events = now(), 0
     with Live(console=console, auto_refresh=False, transient=True) as live:
         try:
             while True:
                 await asyncio.sleep(REFRESH_S)
                 at = now()
-                rate = (measures.events - events) / (at - before)
-                before, events = at, measures.events
+                rate = (measures.tokens.events - events) / (at - before)
+                before, events = at, measures.tokens.events
                 live.update(_picture(measures, expected, rate), refresh=True)
         finally:
             live.update("", refresh=True)  # the last frame would not go away on a low terminal
 
 
-def _picture(measures: Measures, expected: Expected, rate: float) -> RenderableType:
+def _picture(measures: ReplayMeasures, expected: ExpectedDuration, rate: float) -> RenderableType:
     share = share_of(measures, expected)
     bar = Table.grid(padding=(0, 1))
     bar.add_row(
@@ -88,13 +88,13 @@ def _picture(measures: Measures, expected: Expected, rate: float) -> RenderableT
     )
     table = Table("ms", "p50", "p95", "p99", "max", box=None)
     for label, values in (
-        ("TTFT", measures.ttft), ("ITL", measures.itl), ("whole answer", measures.e2e), ("late", measures.late),
+        ("TTFT", measures.ttft), ("ITL", measures.itl), ("whole answer", measures.e2e), ("late", measures.generator.late),
     ):  # fmt: skip
         table.add_row(label, *_ms(values, 0.5, 0.95, 0.99, 1.0))
     return Group(bar, counts, table)
 
 
-def _ms(values: Histogram, *shares: float) -> list[str]:
+def _ms(values: DurationHistogram, *shares: float) -> list[str]:
     if not values.count:
         return ["-"] * len(shares)
     return [f"{value * 1e3:,.1f}" for value in values.percentiles(*shares)]

@@ -5,15 +5,14 @@ how many make so many tokens is asked of the endpoint itself.
 """
 
 import json
-from collections.abc import Callable
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import _lru_cache_wrapper, lru_cache
 from random import Random
 from typing import Literal
 
 from controller.trace.prompts import block
-from controller.trace.replay.answer import Answer
-from controller.trace.replay.endpoint import BadEndpoint, Endpoint, words
+from controller.trace.replay.answer import ReplayedAnswer
+from controller.trace.replay.endpoint import BadEndpoint, ReplayTarget, words
 
 Form = Literal["token ids", "text", "chat"]
 VOCABULARY = range(300, 1000)  # any model has these ids, and means nothing special by them
@@ -35,7 +34,7 @@ _EXTRAS: tuple[dict[str, object], ...] = (
 
 
 @dataclass(frozen=True, slots=True)
-class Prompt:
+class PromptRecipe:
     """A prompt to be: blocks by id, the last one cut to the length; or without ids, tokens of its own under a name."""
 
     length: int  # tokens
@@ -61,9 +60,9 @@ class Wording:
         self._after = f"{closed},{json.dumps(rest)[1:-1]},".encode() + b'"max_tokens":%d}'
         self._between = b"," if form == "token ids" else b" "
         self._words_per_token = 1.0 if form == "token ids" else words_per_token
-        self._cached: Callable[[int, int], bytes] | None = None
+        self._blocks: _lru_cache_wrapper[bytes] | None = None
 
-    def body(self, prompt: Prompt, max_tokens: int) -> bytes:
+    def body(self, prompt: PromptRecipe, max_tokens: int) -> bytes:
         """Return the body of a request."""
         return self._around(self._text(prompt), max_tokens)
 
@@ -71,20 +70,25 @@ class Wording:
         """Return the body of a request with each of our words so often."""
         return self._around(" ".join(WORDS * times).encode(), PROBE_TOKENS)
 
+    @property
+    def blocks_written(self) -> int:
+        """How many blocks had to be written; the others were there from prompts before."""
+        return self._blocks.cache_info().misses if self._blocks is not None else 0
+
     def _around(self, text: bytes, max_tokens: int) -> bytes:
         return self._before + text + self._after % max_tokens
 
-    def _text(self, prompt: Prompt) -> bytes:
+    def _text(self, prompt: PromptRecipe) -> bytes:
         if not prompt.blocks:
             return self._written(prompt.name, max(1, self._pieces(prompt.length)))
-        if self._cached is None:
-            self._cached = lru_cache(max(1, CACHED_TOKENS_MAX // prompt.block_tokens))(self._written)
+        if self._blocks is None:
+            self._blocks = lru_cache(max(1, CACHED_TOKENS_MAX // prompt.block_tokens))(self._written)
         parts: list[bytes] = []
         begin = end = 0
         for place, name in enumerate(prompt.blocks, 1):
             # By where a block ends, not by its length, which would be rounded the same way each time
             begin, end = end, max(end + 1, self._pieces(place * prompt.block_tokens))
-            parts.append(self._cached(name, end - begin))
+            parts.append(self._blocks(name, end - begin))
         if (last := max(1, self._pieces(prompt.length) - begin)) < end - begin:
             parts[-1] = self._between.join(parts[-1].split(self._between)[:last])
         return self._between.join(parts)
@@ -99,42 +103,44 @@ class Wording:
         return " ".join(Random(name).choices(WORDS, k=size)).encode()
 
 
-async def find(endpoint: Endpoint, model: str, *, chat: bool) -> Wording:
+async def find(target: ReplayTarget, model: str, *, chat: bool) -> Wording:
     """Find out what an endpoint takes. Raise BadEndpoint if it takes nothing that we could send."""
     forms: tuple[Form, ...] = ("chat",) if chat else ("token ids", "text")
     said = ""
     for form in forms:
         for extra in _EXTRAS:
             wording = Wording(model, form, extra=extra)
-            said, _ = await _probe(endpoint, wording, wording.body(Prompt(3, [], 3, "probe"), PROBE_TOKENS))
+            said, _ = await _probe(
+                target, wording, wording.body(PromptRecipe(3, [], 3, "probe"), PROBE_TOKENS)
+            )
             if not said and form == "token ids":
                 return wording
             if not said:
-                return Wording(model, form, extra=extra, words_per_token=await _measured(endpoint, wording))
-    raise BadEndpoint(f"{endpoint.url} answers no {'chat' if chat else 'completion'}: {said}")
+                return Wording(model, form, extra=extra, words_per_token=await _measured(target, wording))
+    raise BadEndpoint(f"{target.url} answers no {'chat' if chat else 'completion'}: {said}")
 
 
-async def _measured(endpoint: Endpoint, wording: Wording) -> float:
+async def _measured(target: ReplayTarget, wording: Wording) -> float:
     """Return how many words make a token, by what the endpoint counts of two prompts: a template's own tokens cancel out."""
     counted = []
     for times in PROBE_TIMES:
-        said, answer = await _probe(endpoint, wording, wording.probe(times))
+        said, answer = await _probe(target, wording, wording.probe(times))
         if said or not answer.prompt_tokens:
             raise BadEndpoint(
-                f"{endpoint.url} does not count a prompt's tokens (usage){': ' if said else ''}{said}"
+                f"{target.url} does not count a prompt's tokens (usage){': ' if said else ''}{said}"
             )
         counted.append(answer.prompt_tokens)
     if counted[1] <= counted[0]:
-        raise BadEndpoint(f"{endpoint.url} counts as many tokens in a long prompt as in a short one")
+        raise BadEndpoint(f"{target.url} counts as many tokens in a long prompt as in a short one")
     return (PROBE_TIMES[1] - PROBE_TIMES[0]) * len(WORDS) / (counted[1] - counted[0])
 
 
-async def _probe(endpoint: Endpoint, wording: Wording, body: bytes) -> tuple[str, Answer]:
+async def _probe(target: ReplayTarget, wording: Wording, body: bytes) -> tuple[str, ReplayedAnswer]:
     """Ask for a few tokens, and return what was wrong, or nothing, and the answer."""
-    answer = Answer()
-    reply = await endpoint.ask("POST", wording.path, body, take=answer.take, deadline_s=PROBE_S_MAX)
+    answer = ReplayedAnswer()
+    reply = await target.ask("POST", wording.path, body, take=answer.take, deadline_s=PROBE_S_MAX)
     if reply.fault in ("unreachable", "timeout"):
-        raise BadEndpoint(f"{endpoint.url} does not answer: {reply.detail}")
+        raise BadEndpoint(f"{target.url} does not answer: {reply.detail}")
     if reply.fault or reply.status != 200:
         return f"{reply.status}: {words(reply.body)}" if reply.status else reply.detail, answer
     return answer.fault[1] or ("" if answer.done else "its answer is no stream of events"), answer

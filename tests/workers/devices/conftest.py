@@ -9,7 +9,8 @@ import shim
 from watch_kit import QUICK, Said, Watching
 
 from workers.devices.memory import Memory
-from workers.gpu import DeviceWatch, WatchPolicy
+from workers.devices.nvml import Nvml
+from workers.devices.watch import DeviceWatch, WatchPolicy
 
 
 @pytest.fixture(scope="session")
@@ -35,9 +36,9 @@ def watching() -> Iterator[Watching]:
     watches: list[DeviceWatch] = []
 
     def begin(
-        *gpus: str, policy: WatchPolicy = QUICK, memory: Memory | None = None
+        *gpus: str, policy: WatchPolicy = QUICK, memory: Memory | None = None, driver: type[Nvml] = Nvml
     ) -> tuple[DeviceWatch, Said]:
-        watch, said = DeviceWatch(gpus, policy, memory=memory), Said()
+        watch, said = DeviceWatch(gpus, policy, memory=memory, driver=driver), Said()
         watches.append(watch)
         watch.start(5)
         watch.begin(lambda uuid, change: said.append((uuid, change)))

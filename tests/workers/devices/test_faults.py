@@ -6,7 +6,7 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from workers.devices.faults import IDLE, QUIET_S, Change, DeviceFaults, Reading
+from workers.devices.faults import IDLE, QUIET_S, DeviceFaults, DeviceReading, FaultChange
 from workers.devices.taxonomy import LEVELS, XID_CLASSES, XIDS
 from workers.devices.throttle import Throttle, ThrottlePolicy, clock_weight, evolve
 
@@ -14,14 +14,14 @@ THERMAL = 0x20
 POLICY = ThrottlePolicy()
 
 
-def classes(changes: list[Change]) -> list[tuple[str, bool]]:
+def classes(changes: list[FaultChange]) -> list[tuple[str, bool]]:
     return [(change.fault_class, change.over) for change in changes]
 
 
 def test_a_contained_error_is_fatal_to_the_worker_and_an_illegal_address_is_not() -> None:
     assert DeviceFaults().xid(94, 0.0)[0].fatal
     assert not DeviceFaults().xid(31, 0.0)[0].fatal
-    assert DeviceFaults().xid(9999, 0.0) == [Change(fault_class="xid_warning", code="9999")]
+    assert DeviceFaults().xid(9999, 0.0) == [FaultChange(fault_class="xid_warning", code="9999")]
 
 
 def test_an_xid_is_mended_unless_another_of_its_class_has_come_since() -> None:
@@ -42,42 +42,49 @@ def test_a_warning_is_over_when_it_did_not_come_again_for_a_while() -> None:
     faults = DeviceFaults()
     faults.xid(43, 0.0)
     assert faults.xid(43, QUIET_S - 1) == []
-    assert faults.read(Reading(), (), QUIET_S) == []
-    assert classes(faults.read(Reading(), (), 2 * QUIET_S)) == [("xid_warning", True)]
+    assert faults.read(DeviceReading(), (), QUIET_S) == []
+    assert classes(faults.read(DeviceReading(), (), 2 * QUIET_S)) == [("xid_warning", True)]
 
 
 def test_a_fatal_xid_stands_until_a_reset_is_seen() -> None:
     faults = DeviceFaults()
-    faults.read(Reading(ecc=0, recovery=0), (), 0.0)
+    faults.read(DeviceReading(ecc=0, recovery=0), (), 0.0)
     faults.xid(48, 1.0)
-    assert classes(faults.read(Reading(ecc=1, recovery=1), (), 2.0)) == [("ecc", False), ("recovery", False)]
-    assert faults.read(Reading(ecc=1, recovery=1), (), 2 * QUIET_S) == []
-    mended = classes(faults.read(Reading(ecc=0, recovery=0), (), 3 * QUIET_S))
+    assert classes(faults.read(DeviceReading(ecc=1, recovery=1), (), 2.0)) == [
+        ("ecc", False),
+        ("recovery", False),
+    ]
+    assert faults.read(DeviceReading(ecc=1, recovery=1), (), 2 * QUIET_S) == []
+    mended = classes(faults.read(DeviceReading(ecc=0, recovery=0), (), 3 * QUIET_S))
     assert sorted(mended) == [("ecc", True), ("recovery", True), ("xid", True)]
     assert faults.standing == {}
 
 
 def test_a_link_that_never_was_up_is_not_down() -> None:
     faults = DeviceFaults(linked=True)
-    assert faults.read(Reading(links=(True, False)), (), 0.0) == []
-    (down,) = faults.read(Reading(links=(False, False)), (), 1.0)
-    assert down == Change(fault_class="nvlink_down", code="0", weight=0.0)
+    assert faults.read(DeviceReading(links=(True, False)), (), 0.0) == []
+    (down,) = faults.read(DeviceReading(links=(False, False)), (), 1.0)
+    assert down == FaultChange(fault_class="nvlink_down", code="0", weight=0.0)
     assert DeviceFaults(linked=False).xid(74, 0.0)[0].weight is None
 
 
 def test_link_errors_are_said_while_they_grow() -> None:
     faults = DeviceFaults()
-    assert faults.read(Reading(link_errors=(5, 7)), (), 0.0) == []
-    assert faults.read(Reading(link_errors=(5, None)), (), 1.0) == []  # one that is down counts nothing
-    assert faults.read(Reading(link_errors=(5, 7)), (), 2.0) == []
-    assert classes(faults.read(Reading(link_errors=(6, 7)), (), 3.0)) == [("nvlink_errors", False)]
-    assert faults.read(Reading(link_errors=(6, 9)), (), 4.0) == []
-    assert classes(faults.read(Reading(link_errors=(6, 9)), (), 4.0 + QUIET_S)) == [("nvlink_errors", True)]
+    assert faults.read(DeviceReading(link_errors=(5, 7)), (), 0.0) == []
+    assert faults.read(DeviceReading(link_errors=(5, None)), (), 1.0) == []  # one that is down counts nothing
+    assert faults.read(DeviceReading(link_errors=(5, 7)), (), 2.0) == []
+    assert classes(faults.read(DeviceReading(link_errors=(6, 7)), (), 3.0)) == [("nvlink_errors", False)]
+    assert faults.read(DeviceReading(link_errors=(6, 9)), (), 4.0) == []
+    assert classes(faults.read(DeviceReading(link_errors=(6, 9)), (), 4.0 + QUIET_S)) == [
+        ("nvlink_errors", True)
+    ]
 
 
 def test_a_gpu_that_rests_is_neither_slow_nor_badly_connected() -> None:
     faults = DeviceFaults()
-    resting = Reading(reasons=THERMAL | IDLE, clock=210, clock_max=2000, pcie_width=8, pcie_width_max=16)
+    resting = DeviceReading(
+        reasons=THERMAL | IDLE, clock=210, clock_max=2000, pcie_width=8, pcie_width_max=16
+    )
     for second in range(60):
         assert faults.read(resting, (), float(second)) == []
     assert classes(faults.read(replace(resting, reasons=0), (), 60.0)) == [("pcie_width", False)]
@@ -85,15 +92,15 @@ def test_a_gpu_that_rests_is_neither_slow_nor_badly_connected() -> None:
 
 def test_a_lost_gpu_keeps_what_stood_against_it() -> None:
     faults = DeviceFaults()
-    faults.read(Reading(remap_failed=True), (), 0.0)
-    assert classes(faults.read(Reading(lost=True), (), 1.0)) == [("lost", False)]
+    faults.read(DeviceReading(remap_failed=True), (), 0.0)
+    assert classes(faults.read(DeviceReading(lost=True), (), 1.0)) == [("lost", False)]
     assert set(faults.standing) == {"row_remap_failure", "lost"}
 
 
 def test_a_hot_gpu_does_not_tremble_between_hot_and_cool() -> None:
     faults = DeviceFaults()
     said = [
-        classes(faults.read(Reading(temperature=t, slowdown=90), (), 0.0))
+        classes(faults.read(DeviceReading(temperature=t, slowdown=90), (), 0.0))
         for t in (89, 90, 89, 90, 86, 85, 84)
     ]
     assert [change for changes in said for change in changes] == [
@@ -102,8 +109,8 @@ def test_a_hot_gpu_does_not_tremble_between_hot_and_cool() -> None:
     ]
 
 
-def throttled(clock: int, reasons: int = THERMAL) -> Reading:
-    return Reading(reasons=reasons, clock=clock, clock_max=2000)
+def throttled(clock: int, reasons: int = THERMAL) -> DeviceReading:
+    return DeviceReading(reasons=reasons, clock=clock, clock_max=2000)
 
 
 def test_throttling_is_said_after_ten_seconds_and_in_steps_of_a_tenth() -> None:
@@ -147,7 +154,7 @@ def test_said_weights_differ_by_the_dead_band_and_never_come_sooner_than_the_hol
 
 maybe_int = st.none() | st.integers(0, 3)
 READINGS = st.builds(
-    Reading, lost=st.booleans(), ecc=maybe_int, remap_pending=st.none() | st.booleans(),
+    DeviceReading, lost=st.booleans(), ecc=maybe_int, remap_pending=st.none() | st.booleans(),
     remap_failed=st.none() | st.booleans(), recovery=maybe_int, reasons=st.sampled_from((None, 0, 1, 4, 0x40, 0x80)),
     clock=st.sampled_from((None, 100, 1000, 2000)), clock_max=st.just(2000), temperature=st.sampled_from((None, 50, 88, 91)),
     slowdown=st.just(90), pcie_width=st.sampled_from((None, 8, 16)), pcie_width_max=st.just(16),
@@ -158,10 +165,10 @@ READINGS = st.builds(
 
 @given(st.lists(READINGS | st.sampled_from((*XIDS, 1, 9999)), max_size=60), st.booleans())
 def test_one_fact_per_change_and_they_add_up_to_what_stands(happenings: list[Any], linked: bool) -> None:
-    faults, told, now = DeviceFaults(linked), dict[str, Change](), 0.0
+    faults, told, now = DeviceFaults(linked), dict[str, FaultChange](), 0.0
     for happening in happenings:
         now += 7.0
-        seen = isinstance(happening, Reading)
+        seen = isinstance(happening, DeviceReading)
         changes = faults.read(happening, (2000,), now) if seen else faults.xid(happening, now)
         for change in changes:
             assert change.fault_class in LEVELS or change.fault_class in XID_CLASSES.values()
@@ -176,7 +183,7 @@ def test_one_fact_per_change_and_they_add_up_to_what_stands(happenings: list[Any
 
 @given(st.lists(READINGS | st.sampled_from((*XIDS, 9999, "restart")), max_size=60), st.booleans())
 def test_each_life_is_told_all_that_stands_once_its_gpu_was_read(happenings: list[Any], linked: bool) -> None:
-    faults, told, now, looked = DeviceFaults(linked), dict[str, Change](), 0.0, True
+    faults, told, now, looked = DeviceFaults(linked), dict[str, FaultChange](), 0.0, True
     for happening in happenings:
         now += 7.0
         if happening == "restart":
@@ -184,7 +191,7 @@ def test_each_life_is_told_all_that_stands_once_its_gpu_was_read(happenings: lis
             faults.restore(before, now)
             told, looked = {}, False
             continue
-        seen = isinstance(happening, Reading)
+        seen = isinstance(happening, DeviceReading)
         looked = looked or seen
         for change in faults.read(happening, (2000,), now) if seen else faults.xid(happening, now):
             if change.over:

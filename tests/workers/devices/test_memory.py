@@ -9,11 +9,11 @@ import shim
 from structlog.testing import capture_logs
 from watch_kit import Said, Watching, until
 
-from workers.devices.faults import Change
+from workers.devices.faults import FaultChange
 from workers.devices.memory import Memory
-from workers.gpu import DeviceWatch
+from workers.devices.watch import DeviceWatch
 
-XID = Change(fault_class="xid", code="48", fatal=True)
+XID = FaultChange(fault_class="xid", code="48", fatal=True)
 Before = dict[str, int]
 
 

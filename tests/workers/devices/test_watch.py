@@ -12,13 +12,13 @@ import shim
 from structlog.testing import capture_logs
 from watch_kit import QUICK, Said, Watching, until
 
-from workers.devices.faults import Change, Reading
+from workers.devices.faults import DeviceReading, FaultChange
 from workers.devices.mapping import UnknownGpus
 from workers.devices.nvml import NoDriver, Nvml
-from workers.gpu import DeviceWatch
+from workers.devices.watch import DeviceWatch
 
 
-def last(said: Said) -> Change:
+def last(said: Said) -> FaultChange:
     return said[-1][1]
 
 
@@ -30,23 +30,21 @@ def test_a_fatal_xid_is_said_once_and_at_once(gpus: shim.State, watching: Watchi
     gpus.gpu[0].raise_xid(119)
     until(lambda: len(said) == 2)
     assert said == [
-        ("GPU-0000", Change(fault_class="xid", code="79", fatal=True)),
-        ("GPU-0000", Change(fault_class="xid", code="119", fatal=True)),
+        ("GPU-0000", FaultChange(fault_class="xid", code="79", fatal=True)),
+        ("GPU-0000", FaultChange(fault_class="xid", code="119", fatal=True)),
     ]
 
 
-def test_an_xid_does_not_wait_for_a_driver_that_hangs_otherwise(
-    gpus: shim.State, watching: Watching, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    read, hangs, over = Nvml.read, threading.Event(), threading.Event()
+def test_an_xid_does_not_wait_for_a_driver_that_hangs_otherwise(gpus: shim.State, watching: Watching) -> None:
+    hangs, over = threading.Event(), threading.Event()
 
-    def hang(nvml: Nvml, uuid: str) -> Reading:
-        hangs.set()
-        over.wait(20)
-        return read(nvml, uuid)
+    class Hanging(Nvml):
+        def read(self, uuid: str) -> DeviceReading:
+            hangs.set()
+            over.wait(20)
+            return super().read(uuid)
 
-    monkeypatch.setattr(Nvml, "read", hang)
-    _, said = watching("0")
+    _, said = watching("0", driver=Hanging)
     hangs.wait(10)
     gpus.gpu[0].raise_xid(79)
     until(lambda: len(said) == 1)
@@ -66,7 +64,7 @@ def test_another_workers_gpu_is_none_of_our_business(gpus: shim.State, watching:
     gpus.gpu[0].raise_xid(79)
     gpus.gpu[1].raise_xid(31)
     until(lambda: len(said) == 1)
-    assert said == [("GPU-0001", Change(fault_class="xid_warning", code="31"))]
+    assert said == [("GPU-0001", FaultChange(fault_class="xid_warning", code="31"))]
 
 
 def test_a_lost_gpu_that_comes_back_is_repaired_with_all_that_a_reset_mends(
@@ -77,7 +75,7 @@ def test_a_lost_gpu_that_comes_back_is_repaired_with_all_that_a_reset_mends(
     until(lambda: len(said) == 1)
     gpus.gpu[0].lost = 1
     until(lambda: len(said) == 2)
-    assert last(said) == Change(fault_class="lost", fatal=True)
+    assert last(said) == FaultChange(fault_class="lost", fatal=True)
     gpus.gpu[0].lost = 0
     until(lambda: len(said) == 4)
     assert [(c.fault_class, c.over) for _, c in said[2:]] == [("lost", True), ("xid", True)]
@@ -89,17 +87,21 @@ def test_a_lost_gpu_that_comes_back_is_repaired_with_all_that_a_reset_mends(
 @pytest.mark.parametrize(
     ("fault", "well", "expected"),
     [
-        ({"ecc": 3}, {"ecc": 0}, Change(fault_class="ecc", code="volatile", fatal=True)),
-        ({"remap_failed": 1}, {"remap_failed": 0}, Change(fault_class="row_remap_failure", fatal=True)),
-        ({"remap_pending": 1}, {"remap_pending": 0}, Change(fault_class="row_remap_pending")),
-        ({"recovery": 1}, {"recovery": 0}, Change(fault_class="recovery", code="gpu_reset", fatal=True)),
-        ({"pcie_width": 8}, {"pcie_width": 16}, Change(fault_class="pcie_width", code="x8 of x16")),
-        ({"temperature": 91}, {"temperature": 60}, Change(fault_class="temperature")),
-        ({"links_up": 0b01}, {"links_up": 0b11}, Change(fault_class="nvlink_down", code="1", weight=0.0)),
+        ({"ecc": 3}, {"ecc": 0}, FaultChange(fault_class="ecc", code="volatile", fatal=True)),
+        ({"remap_failed": 1}, {"remap_failed": 0}, FaultChange(fault_class="row_remap_failure", fatal=True)),
+        ({"remap_pending": 1}, {"remap_pending": 0}, FaultChange(fault_class="row_remap_pending")),
+        ({"recovery": 1}, {"recovery": 0}, FaultChange(fault_class="recovery", code="gpu_reset", fatal=True)),
+        ({"pcie_width": 8}, {"pcie_width": 16}, FaultChange(fault_class="pcie_width", code="x8 of x16")),
+        ({"temperature": 91}, {"temperature": 60}, FaultChange(fault_class="temperature")),
+        (
+            {"links_up": 0b01},
+            {"links_up": 0b11},
+            FaultChange(fault_class="nvlink_down", code="1", weight=0.0),
+        ),
     ],
 )
 def test_a_level_is_said_when_it_begins_and_when_it_ends(
-    gpus: shim.State, watching: Watching, fault: dict[str, int], well: dict[str, int], expected: Change
+    gpus: shim.State, watching: Watching, fault: dict[str, int], well: dict[str, int], expected: FaultChange
 ) -> None:
     gpus.gpu[1].pcie_width = 8
     _, said = watching("0", "1")
@@ -109,7 +111,7 @@ def test_a_level_is_said_when_it_begins_and_when_it_ends(
     assert last(said) == expected
     gpus.gpu[0].set(**well)
     until(lambda: len(said) == 3)
-    assert last(said) == Change(fault_class=expected.fault_class, code=expected.code, over=True)
+    assert last(said) == FaultChange(fault_class=expected.fault_class, code=expected.code, over=True)
 
 
 @pytest.mark.parametrize(
@@ -121,7 +123,7 @@ def test_a_throttled_gpu_is_weighed_by_its_peers_clock(
     _, said = watching("0")
     gpus.gpu[0].set(reasons=reasons, clock=900)
     until(lambda: len(said) == 1)
-    assert last(said) == Change(fault_class="throttle", code=code, weight=0.5)
+    assert last(said) == FaultChange(fault_class="throttle", code=code, weight=0.5)
     gpus.gpu[0].set(reasons=0, clock=1800)
     until(lambda: len(said) == 2)
     assert last(said).over
@@ -147,7 +149,7 @@ def test_an_old_driver_is_asked_in_its_own_words(gpus: shim.State, watching: Wat
     assert watch.gpus == ("GPU-0000",)
     gpus.gpu[0].set(reasons=0x20, clock=900)
     until(lambda: len(said) == 1)
-    assert last(said) == Change(fault_class="throttle", code="thermal", weight=0.5)
+    assert last(said) == FaultChange(fault_class="throttle", code="thermal", weight=0.5)
 
 
 def test_a_gpu_that_answers_nothing_and_does_not_say_why_is_lost(
@@ -156,10 +158,10 @@ def test_a_gpu_that_answers_nothing_and_does_not_say_why_is_lost(
     _, said = watching("0")
     gpus.gpu[0].mute = 1
     until(lambda: len(said) == 1)
-    assert last(said) == Change(fault_class="lost", fatal=True)
+    assert last(said) == FaultChange(fault_class="lost", fatal=True)
     gpus.gpu[0].mute = 0
     until(lambda: len(said) == 2)
-    assert last(said) == Change(fault_class="lost", over=True)
+    assert last(said) == FaultChange(fault_class="lost", over=True)
 
 
 def test_a_gpu_that_does_not_say_its_limit_says_how_far_off_it_is(
@@ -196,11 +198,11 @@ def test_a_lost_gpu_is_said_at_once_and_the_others_are_still_heard(
     gpus.gpu[0].lost = 1  # whoever waits for its Xids hears of no others, either
     gpus.ring()
     until(lambda: len(said) == 1)
-    assert said == [("GPU-0000", Change(fault_class="lost", fatal=True))]
+    assert said == [("GPU-0000", FaultChange(fault_class="lost", fatal=True))]
     until(lambda: watch.hears == {"GPU-0001"})
     gpus.gpu[1].raise_xid(119)
     until(lambda: len(said) == 2)
-    assert said[1] == ("GPU-0001", Change(fault_class="xid", code="119", fatal=True))
+    assert said[1] == ("GPU-0001", FaultChange(fault_class="xid", code="119", fatal=True))
     assert gpus.opened == opened  # an Xid that comes while the driver is opened again is heard by nobody
 
 
@@ -248,7 +250,7 @@ def test_gpus_that_are_not_there_are_refused(gpus: shim.State) -> None:
 def test_without_a_driver_the_watch_says_so_once_and_is_off() -> None:
     code = (
         "import sys, threading\n"
-        "from workers.gpu import DeviceWatch\n"
+        "from workers.devices.watch import DeviceWatch\n"
         "watch = DeviceWatch(())\n"
         "watch.start(10)\n"
         "watch.join(10)\n"

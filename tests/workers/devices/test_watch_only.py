@@ -14,18 +14,18 @@ from structlog.testing import capture_logs
 from watch_kit import QUICK, until
 from worker_process import START_S, Process, Spawn
 
-from controller.adapters.embedded import Server
+from controller.adapters.embedded.servers import EmbeddedServer
 from events import subjects
-from events.bus import MemoryBus, NatsBus
+from events.errors import BadSetting
 from events.fact import Fact
 from events.journal.memory import MemoryJournal, MemoryStream
 from events.journal.nats import NatsJournal
+from events.nats.bus import MemoryBus, NatsBus
 from events.observations import DeviceFaulted, DeviceRecovered, WorkerJoined
-from events.presence import present
-from workers.devices.faults import Change
-from workers.gpu import DeviceWatch
-from workers.settings import load_settings
-from workers.settings_check import BadSetting
+from events.process.presence import present
+from workers.config.settings_check import load_settings
+from workers.devices.faults import FaultChange
+from workers.devices.watch import DeviceWatch
 from workers.watch_only import Deputy, WatchOff, run_watch
 
 XID = {"device": "GPU-0000", "fault_class": "xid", "code": "79"}
@@ -47,13 +47,13 @@ def told(stream: MemoryStream) -> list[Fact]:
 def test_what_it_sees_waits_until_the_worker_is_heard_and_is_said_of_each_life() -> None:
     stream = MemoryStream()
     deputy = Deputy("w0", MemoryJournal(stream, "watch:w0"))
-    deputy.changed("GPU-0000", Change(fault_class="xid", code="79", fatal=True))
-    deputy.changed("GPU-0000", Change(fault_class="throttle", code="thermal", weight=0.5))
+    deputy.changed("GPU-0000", FaultChange(fault_class="xid", code="79", fatal=True))
+    deputy.changed("GPU-0000", FaultChange(fault_class="throttle", code="thermal", weight=0.5))
     assert not stream.events, "nobody knows of which life"
     for instance in ("i1", "i1", "i2", "i1"):
         deputy.on_beat("", beat(instance))
     throttled = {"device": "GPU-0000", "fault_class": "throttle", "code": "thermal"}
-    deputy.changed("GPU-0000", Change(fault_class="throttle", code="thermal", over=True))
+    deputy.changed("GPU-0000", FaultChange(fault_class="throttle", code="thermal", over=True))
     deputy.on_beat("", beat("i3"))
     assert told(stream) == [
         DeviceFaulted(worker="w0", instance="i1", **XID, fatal=True, weight=None),
@@ -70,11 +70,8 @@ def test_what_it_sees_waits_until_the_worker_is_heard_and_is_said_of_each_life()
 
 
 @pytest.fixture
-async def watched(
-    gpus: shim.State, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> AsyncIterator[Watched]:
+async def watched(gpus: shim.State, tmp_path: Path) -> AsyncIterator[Watched]:
     """`await watched(gpus="0")` watches; returns what it says of w0, whose life is i1."""
-    monkeypatch.setattr("workers.gpu.WatchPolicy", lambda: QUICK)
     stops: list[tuple[asyncio.Event, asyncio.Task[None]]] = []
 
     async def start(**flags: object) -> MemoryStream:
@@ -82,7 +79,9 @@ async def watched(
             {"name": "w0", "nats_url": "nats://x", "data": tmp_path, "watch_only": True, **flags}, {}
         )
         stream, bus, stop = MemoryStream(), MemoryBus(), asyncio.Event()
-        running = asyncio.ensure_future(run_watch(settings, MemoryJournal(stream, "watch:w0"), bus, stop))
+        running = asyncio.ensure_future(
+            run_watch(settings, MemoryJournal(stream, "watch:w0"), bus, stop, QUICK)
+        )
         stops.append((stop, running))
         while not bus.entries and not running.done():  # noqa: ASYNC110 (a thread opens the driver)
             await asyncio.sleep(0.005)
@@ -131,7 +130,7 @@ async def test_the_gpus_of_a_given_process_are_found_also_when_it_takes_them_lat
 
 
 def test_a_second_gpu_that_its_process_takes_makes_links_matter(gpus: shim.State) -> None:
-    changes: list[Change] = []
+    changes: list[FaultChange] = []
     watch = DeviceWatch((), QUICK, users=lambda: {7})
     gpus.gpu[0].pid = 7
     watch.start(5)
@@ -144,7 +143,7 @@ def test_a_second_gpu_that_its_process_takes_makes_links_matter(gpus: shim.State
     finally:
         watch.stop()
         watch.join(5)
-    assert changes == [Change(fault_class="xid_nvlink", code="74", weight=0.0)]
+    assert changes == [FaultChange(fault_class="xid_nvlink", code="74", weight=0.0)]
 
 
 async def test_a_process_that_is_not_there_is_refused(gpus: shim.State, watched: Watched) -> None:
@@ -197,7 +196,7 @@ async def until_said(url: str, holds: Callable[[list[Fact]], bool]) -> list[Fact
 
 @pytest.mark.servers
 async def test_a_process_watches_and_its_end_is_nobodys_silence(
-    gpus: shim.State, library: Path, spawn: Spawn, own_nats: Server, eventually: Eventually
+    gpus: shim.State, library: Path, spawn: Spawn, own_nats: EmbeddedServer, eventually: Eventually
 ) -> None:
     url, driver = own_nats.url, {"LD_LIBRARY_PATH": str(library.parent)}
     worker = await spawn("--name", "w0", nats_url=url, HOLDFAST_WORKER_INSTANCE="i1")

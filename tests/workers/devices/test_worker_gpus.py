@@ -19,7 +19,8 @@ from plain_frontend import PlainFrontend
 from watch_kit import QUICK
 from worker_process import START_S, Spawn, left
 
-from controller.adapters.embedded import Server
+from controller.adapters.embedded.servers import EmbeddedServer
+from events.errors import BadSetting
 from events.fact import Fact
 from events.journal.memory import MemoryJournal, MemoryStream
 from events.journal.nats import NatsJournal
@@ -32,18 +33,17 @@ from events.observations import (
     WorkerJoined,
     WorkerLeft,
 )
-from events.presence import present
+from events.process.presence import present
+from workers.config.settings_check import load_settings
+from workers.config.worker import WorkerConfig
 from workers.devices.mapping import UnknownGpus
 from workers.devices.nvml import Nvml
+from workers.devices.watch import DeviceWatch
 from workers.engines.simulated.engine import SimulatedEngine
-from workers.engines.simulated.sequence import Shape
+from workers.engines.simulated.sequence import EngineShape
 from workers.engines.simulated.timing import ConstantTiming
 from workers.exits import FELL
-from workers.gpu import DeviceWatch
-from workers.obedience import Place
-from workers.settings import load_settings
-from workers.settings_check import BadSetting
-from workers.worker import Worker
+from workers.worker import InferenceWorker
 
 ABOUT = {"worker": "w0", "instance": "i1", "device": "GPU-0001"}
 Eventually = Callable[..., Awaitable[None]]
@@ -56,7 +56,7 @@ Begin = Callable[..., "Life"]
 class Life:
     """A worker with GPU 1, and what it has said."""
 
-    worker: Worker
+    worker: InferenceWorker
     stream: MemoryStream
     stop: asyncio.Event
     running: asyncio.Task[int]
@@ -66,19 +66,19 @@ class Life:
         return [event.fact for event in self.stream.events]
 
 
-def made(stream: MemoryStream, *gpus: str, **place: Any) -> Worker:
-    engine = SimulatedEngine(Shape(), ConstantTiming(itl_s=0.002))
+def made(stream: MemoryStream, devices: DeviceWatch, **config: Any) -> InferenceWorker:
+    engine = SimulatedEngine(EngineShape(), ConstantTiming(itl_s=0.002))
     journal = MemoryJournal(stream, "worker:w0")
-    return Worker(Place(name="w0", instance="i1", **place), engine, journal, None, DeviceWatch(gpus, QUICK))
+    return InferenceWorker(WorkerConfig(name="w0", instance="i1", **config), engine, journal, None, devices)
 
 
 @pytest.fixture
 async def begin(gpus: shim.State) -> AsyncIterator[Begin]:
     lives: list[Life] = []
 
-    def start(**place: Any) -> Life:
+    def start(watch: type[DeviceWatch] = DeviceWatch, driver: type[Nvml] = Nvml, **config: Any) -> Life:
         stream, stop = MemoryStream(), asyncio.Event()
-        worker = made(stream, "1", **place)
+        worker = made(stream, watch(("1",), QUICK, driver=driver), **config)
         lives.append(Life(worker, stream, stop, asyncio.ensure_future(worker.run(stop))))
         return lives[-1]
 
@@ -137,17 +137,13 @@ async def test_it_goes_with_a_gpu_that_dies_under_its_engine(
     frontend.transport.abort()
 
 
-async def test_an_xid_from_before_it_serves_is_not_forgotten(
-    gpus: shim.State, begin: Begin, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    begun = DeviceWatch.begin
+async def test_an_xid_from_before_it_serves_is_not_forgotten(gpus: shim.State, begin: Begin) -> None:
+    class Late(DeviceWatch):
+        def begin(self, *told: Any) -> None:
+            gpus.gpu[1].raise_xid(48)  # its GPUs are listened to, and nobody is told yet
+            super().begin(*told)
 
-    def late(watch: DeviceWatch, *told: Any) -> None:
-        gpus.gpu[1].raise_xid(48)  # its GPUs are listened to, and nobody is told yet
-        begun(watch, *told)
-
-    monkeypatch.setattr(DeviceWatch, "begin", late)
-    life = begin()
+    life = begin(watch=Late)
     assert "Xid 48" in await fallen(life)
 
 
@@ -185,13 +181,12 @@ async def test_a_worker_before_a_server_outlives_the_servers_gpu(
 
 @pytest.mark.parametrize("part", ["read", "wait"])
 async def test_a_watch_that_fails_ends_the_worker(
-    gpus: shim.State, begin: Begin, eventually: Eventually, monkeypatch: pytest.MonkeyPatch, part: str
+    gpus: shim.State, begin: Begin, eventually: Eventually, part: str
 ) -> None:
     def fail(*arguments: object) -> None:
         raise ZeroDivisionError("a mistake of ours")
 
-    monkeypatch.setattr(Nvml, part, fail)
-    reason = await fallen(begin())
+    reason = await fallen(begin(driver=type("Failing", (Nvml,), {part: fail})))
     assert reason == "the device watch failed: ZeroDivisionError('a mistake of ours')"
     await eventually(lambda: not any(thread.name.startswith("device-") for thread in threading.enumerate()))
 
@@ -215,7 +210,7 @@ async def test_a_process_goes_with_its_gpu_and_leaves_nothing(
 
 @pytest.mark.servers
 async def test_a_broker_that_hangs_holds_up_nobody_who_falls_and_nothing_is_unsaid(
-    gpus: shim.State, library: Path, spawn: Spawn, own_nats: Server, eventually: Eventually
+    gpus: shim.State, library: Path, spawn: Spawn, own_nats: EmbeddedServer, eventually: Eventually
 ) -> None:
     driver = {"LD_LIBRARY_PATH": str(library.parent), "nats_url": own_nats.url}
     process = await spawn("--gpus", "1", HOLDFAST_WORKER_INSTANCE="i1", **driver)
@@ -246,7 +241,7 @@ async def test_a_broker_that_hangs_holds_up_nobody_who_falls_and_nothing_is_unsa
 
 async def test_a_worker_of_a_gpu_that_is_not_there_does_not_start(gpus: shim.State) -> None:
     with pytest.raises(UnknownGpus, match="not on this host"):
-        await made(MemoryStream(), "5").run(asyncio.Event())
+        await made(MemoryStream(), DeviceWatch(("5",), QUICK)).run(asyncio.Event())
 
 
 @pytest.mark.servers
@@ -271,9 +266,9 @@ def test_a_simulated_worker_imports_nothing_of_it() -> None:
     code = (
         "import sys\n"
         "from workers.runtime import _devices\n"
-        "from workers.settings import WorkerSettings\n"
+        "from workers.config.settings import WorkerSettings\n"
         "assert _devices(WorkerSettings(), 'w0') is None\n"
-        "print([name for name in sys.modules if name.startswith(('pynvml', 'workers.devices', 'workers.gpu', 'psutil'))])\n"
+        "print([name for name in sys.modules if name.startswith(('pynvml', 'workers.devices', 'psutil'))])\n"
     )
     ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
     assert ran.stdout == "[]\n"

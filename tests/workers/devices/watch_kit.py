@@ -3,13 +3,13 @@
 import time
 from collections.abc import Callable
 
-from workers.devices.faults import Change
+from workers.devices.faults import FaultChange
 from workers.devices.throttle import ThrottlePolicy
-from workers.gpu import DeviceWatch, WatchPolicy
+from workers.devices.watch import DeviceWatch, WatchPolicy
 
 QUICK = WatchPolicy(wait_ms=5, read_s=0.01, reopen_s=0.02, look_s=0.02, throttle=ThrottlePolicy(hold_s=0.05))
 
-Said = list[tuple[str, Change]]
+Said = list[tuple[str, FaultChange]]
 Watching = Callable[..., tuple[DeviceWatch, Said]]
 
 

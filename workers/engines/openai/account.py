@@ -6,7 +6,8 @@ announces no KV events. A start waits a few seconds for both, because the size o
 
 import asyncio
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
+from typing import Protocol
 
 import structlog
 
@@ -15,22 +16,42 @@ from workers.engines.engine import Announce
 from workers.engines.openai.upstream import Abilities, Upstream
 from workers.engines.openai.upstream_metrics import (
     EVERY_S,
-    Said,
+    STALE_S,
     UpstreamLoad,
+    UpstreamReport,
     rank_loads,
     read_metrics,
 )
 
-if TYPE_CHECKING:
-    from workers.engines.openai.kv_events import UpstreamKvEvents
-
 READ_S_MAX = 1.0
 CONNECT_S_MAX = 5.0  # until all of its KV event endpoints take us
-STORED_S_MAX = 5.0  # until it says what it has stored of a prompt
 LOOK_S = 0.02
 STOP_S_MAX = 0.5
 
 log = structlog.get_logger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AccountTimes:
+    """How often an upstream is asked, and how long it is waited for, in seconds."""
+
+    every_s: float = EVERY_S  # its metrics are read so often
+    stale_s: float = STALE_S  # what they said longer ago counts no more
+    stored_s: float = 5.0  # until it says what it has stored of a prompt
+
+
+class KvEventFeed(Protocol):
+    """What hears an upstream's KV events: `kv_events.UpstreamKvEvents`, which needs pyzmq."""
+
+    @property
+    def connected(self) -> bool: ...
+    @property
+    def block_tokens(self) -> int | None: ...
+    @property
+    def counters(self) -> dict[str, int]: ...
+    def salted(self, tokens: Sequence[int]) -> None: ...
+    def start(self) -> None: ...
+    def stop(self) -> None: ...
 
 
 class UpstreamAccount:
@@ -42,15 +63,17 @@ class UpstreamAccount:
         own: Callable[[], int],
         endpoints: Sequence[str] = (),
         replays: Sequence[str] = (),
+        times: AccountTimes | None = None,
     ) -> None:
         """Take where it publishes and replays KV events. `own`: how many requests of ours are there."""
         self._upstream = upstream
         self._own = own
         self._endpoints = endpoints
         self._replays = replays
-        self._load = UpstreamLoad()
-        self._first: Said | None = None
-        self._events: UpstreamKvEvents | None = None
+        self._times = times or AccountTimes()
+        self._load = UpstreamLoad(self._times.stale_s)
+        self._first: UpstreamReport | None = None
+        self._events: KvEventFeed | None = None
         self._announces = False
         self._reading: asyncio.Task[None] | None = None
 
@@ -119,7 +142,7 @@ class UpstreamAccount:
 
     async def _read_on(self) -> None:
         while True:
-            await asyncio.sleep(EVERY_S)
+            await asyncio.sleep(self._times.every_s)
             await self._read()
 
     async def _read(self) -> None:
@@ -139,7 +162,7 @@ class UpstreamAccount:
             trouble = "nobody takes a subscription"
         else:
             await self._upstream.store_something(abilities)
-            if not await _soon(lambda: events.block_tokens is not None, STORED_S_MAX):
+            if not await _soon(lambda: events.block_tokens is not None, self._times.stored_s):
                 trouble = "it says nothing of a prompt that it has computed"
         self._announces = not trouble
         if trouble:

@@ -75,6 +75,7 @@ class Handed:
         return Stopped(tokens, len(tokens))
 
     async def blocks(self, shard: int, first: int, count: int) -> Buffer:
+        """Return the handle, padded to the size of a block. Raise MoveEnded before `stop`, or if it is too long."""
         if self._handle is None:
             raise MoveEnded("the request has not stopped")
         words = json.dumps(self._handle).encode()
@@ -104,6 +105,7 @@ class Arriving:
         self._words = bytes(data)
 
     async def commit(self, tokens: Sequence[int], computed: int) -> None:
+        """Have the upstream continue by the handle that came. Raise MoveRefused if it is none."""
         try:
             handle = json.loads(self._words)
         except ValueError:

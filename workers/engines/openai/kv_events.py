@@ -20,7 +20,7 @@ import zmq
 from zmq.utils.monitor import recv_monitor_message
 
 from workers.engines.engine import Announce
-from workers.engines.openai.kv_rank import Frame, NoReplay, Rank, no_replay
+from workers.engines.openai.kv_rank import Frame, NoReplay, UpstreamRank, no_replay
 
 POLL_MS = 100  # how long a wish to stop may wait
 HEARD_MAX = 1000  # batches of one rank in a turn
@@ -40,19 +40,24 @@ log = structlog.get_logger(__name__)
 class UpstreamKvEvents:
     """The KV events of one upstream, one endpoint per DP rank, turned into ours."""
 
-    def __init__(self, endpoints: Sequence[str], replays: Sequence[str], announce: Announce) -> None:
+    def __init__(
+        self, endpoints: Sequence[str], replays: Sequence[str], announce: Announce, quiet_s: float = QUIET_S
+    ) -> None:
+        """Hear of these endpoints, one of each rank, and have replayed by `replays` what was lost, or what a rank may have
+        said that has been quiet for `quiet_s`."""
+        self._quiet_s = quiet_s
         self._context = zmq.Context()
         self._ranks = [
-            Rank(rank, announce, partial(self._asked, replays[rank]) if replays else no_replay)
+            UpstreamRank(rank, announce, partial(self._asked, replays[rank]) if replays else no_replay)
             for rank in range(len(endpoints))
         ]
         self._endpoints = endpoints
         self._replays = bool(replays)
         self._bad_frames = 0
         self._mistakes = 0
-        self._met: set[Rank] = set()
-        self._heard_at: dict[Rank, float] = {}
-        self._over = False
+        self._met: set[UpstreamRank] = set()
+        self._heard_at: dict[UpstreamRank, float] = {}
+        self.over = False  # it is to end
         self._thread = threading.Thread(target=self._run, name="upstream-kv-events", daemon=True)
 
     def start(self) -> None:
@@ -61,7 +66,7 @@ class UpstreamKvEvents:
 
     def stop(self) -> None:
         """Stop listening, within a second. May be called from any thread, and twice."""
-        self._over = True
+        self.over = True
         if self._thread.is_alive():
             self._thread.join(STOP_S_MAX)
 
@@ -86,15 +91,14 @@ class UpstreamKvEvents:
         """What was heard and what was wrong with it, over all ranks."""
         total: Counter[str] = Counter(bad_frames=self._bad_frames, mistakes=self._mistakes)
         for rank in self._ranks:
-            total.update(rank.counters)
-            total.update({f"blocks_{reason}": count for reason, count in rank.names.passed_over.items()})
+            total.update(rank.counts())
         return dict(total)
 
     # --- the thread
 
     def _run(self) -> None:
-        sockets: dict[zmq.Socket[bytes], Rank] = {}
-        monitors: dict[zmq.Socket[bytes], Rank] = {}
+        sockets: dict[zmq.Socket[bytes], UpstreamRank] = {}
+        monitors: dict[zmq.Socket[bytes], UpstreamRank] = {}
         poller = zmq.Poller()
         try:
             for endpoint, rank in zip(self._endpoints, self._ranks, strict=True):
@@ -104,7 +108,7 @@ class UpstreamKvEvents:
                 heard.connect(endpoint)
             for socket in (*sockets, *monitors):
                 poller.register(socket, zmq.POLLIN)
-            while not self._over:
+            while not self.over:
                 ready = dict(poller.poll(POLL_MS))
                 for monitor, rank in monitors.items():
                     if monitor in ready:
@@ -122,7 +126,7 @@ class UpstreamKvEvents:
     def _ask_the_quiet(self) -> None:
         now = time.monotonic()
         for rank, heard_at in self._heard_at.items():
-            if now - heard_at > QUIET_S:
+            if now - heard_at > self._quiet_s:
                 self._heard_at[rank] = now
                 self._safely(rank, rank.check)
 
@@ -138,12 +142,12 @@ class UpstreamKvEvents:
         socket.setsockopt(zmq.SUBSCRIBE, b"")  # whatever its topic: an endpoint is one rank of one upstream
         return socket
 
-    def _safely(self, rank: Rank, work: Callable[[], None]) -> None:
+    def _safely(self, rank: UpstreamRank, work: Callable[[], None]) -> None:
         """Do it; a mistake of ours is said, and leaves the rank with nothing rather than with something wrong."""
         try:
             work()
         except Exception:
-            if self._over:  # nobody listens any more
+            if self.over:  # nobody listens any more
                 return
             self._mistakes += 1
             log.exception("upstream_kv_events_failed")
@@ -151,7 +155,7 @@ class UpstreamKvEvents:
                 rank.broken()
             time.sleep(PAUSE_S)
 
-    def _watch(self, monitor: "zmq.Socket[bytes]", rank: Rank) -> None:
+    def _watch(self, monitor: "zmq.Socket[bytes]", rank: UpstreamRank) -> None:
         """Catch up with an upstream that is there, or there again."""
         while monitor.poll(0):
             recv_monitor_message(monitor)
@@ -159,10 +163,10 @@ class UpstreamKvEvents:
             rank.connected()
             self._met.add(rank)
 
-    def _hear(self, socket: "zmq.Socket[bytes]", rank: Rank) -> None:
+    def _hear(self, socket: "zmq.Socket[bytes]", rank: UpstreamRank) -> None:
         self._heard_at[rank] = time.monotonic()
         for _ in range(HEARD_MAX):
-            if self._over or not socket.poll(0):
+            if self.over or not socket.poll(0):
                 return
             frames = socket.recv_multipart()
             if len(frames) != 3 or len(frames[1]) != _NUMBER_BYTES:
@@ -190,8 +194,8 @@ class UpstreamKvEvents:
     def _answer(self, socket: "zmq.Socket[bytes]", endpoint: str, until: float) -> list[bytes]:
         """Return the next frames of a replay. Raise NoReplay if there are none in time, or they make no sense."""
         silent = time.monotonic() + REPLAY_SILENCE_S
-        while self._over or not socket.poll(POLL_MS):
-            if self._over or time.monotonic() > min(silent, until):
+        while self.over or not socket.poll(POLL_MS):
+            if self.over or time.monotonic() > min(silent, until):
                 raise NoReplay(f"{endpoint} does not answer within {REPLAY_SILENCE_S:g} s")
         if time.monotonic() > until:
             raise NoReplay(f"{endpoint} has not ended its replay within {REPLAY_S_MAX:g} s")

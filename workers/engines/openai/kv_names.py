@@ -63,11 +63,13 @@ class Block:
 class Names:
     """The blocks of one rank of an engine. Its first stored blocks say how many tokens a block has."""
 
-    def __init__(self, known_max: int = KNOWN_MAX) -> None:
+    def __init__(self, known_max: int = KNOWN_MAX, salted_max: int = SALTED_MAX) -> None:
+        """Know so many blocks, and remember so many salted prompts."""
         self.block_tokens: int | None = None
         self.passed_over = dict.fromkeys(REASONS, 0)  # blocks that were not taken in, and why
         self._known: dict[Key, Block] = {}
         self._known_max = known_max
+        self._salted_max = salted_max
         self._group: int | None = None  # the one whose blocks are the prefix's, where there are several
         self._lost = False  # some may be known and not held
         self._tells_salts = False  # earlier versions of vLLM do not
@@ -101,7 +103,7 @@ class Names:
             return
         (first,) = blocks.local_hashes(tokens[:size], size)
         self._salted[first] = None
-        if len(self._salted) > SALTED_MAX:
+        if len(self._salted) > self._salted_max:
             del self._salted[next(iter(self._salted))]
 
     def lose(self) -> list[KvEvent]:

@@ -19,7 +19,7 @@ import structlog
 from events.kv import KvEvent
 from workers.engines.openai.kv_cursor import Cursor
 from workers.engines.openai.kv_names import Names
-from workers.engines.openai.kv_wire import Malformed, UpstreamBatch, read_batch
+from workers.engines.openai.kv_wire import MalformedKvBatch, UpstreamBatch, read_batch
 
 Frame = tuple[int, bytes]
 """A batch's number, and its payload."""
@@ -39,11 +39,11 @@ Ask = Callable[[int], Iterable[Frame]]
 
 
 def no_replay(first: int) -> Iterable[Frame]:
-    """Be an upstream without a replay endpoint."""
+    """Be an upstream without a replay endpoint. Raise NoReplay."""
     raise NoReplay("it offers none")
 
 
-class Rank:
+class UpstreamRank:
     """One rank of one upstream."""
 
     def __init__(
@@ -71,6 +71,11 @@ class Rank:
                 self._replay(0)
         except NoReplay as reason:  # what is known stays as good as it was
             self._log.info("upstream_kv_events_not_checked", reason=str(reason))
+
+    def counts(self) -> dict[str, int]:
+        """Return what was heard, and what was wrong with it: batches, and blocks that were passed over."""
+        passed_over = self.names.passed_over
+        return self.counters | {f"blocks_{reason}": count for reason, count in passed_over.items()}
 
     def hear(self, number: int, payload: bytes) -> None:
         """Take a batch of the live stream."""
@@ -102,7 +107,7 @@ class Rank:
     def _read(self, number: int, payload: bytes) -> UpstreamBatch | None:
         try:
             return read_batch(payload)
-        except Malformed as error:
+        except MalformedKvBatch as error:
             last, at = self._cursor.number, self._cursor.at
             if last is not None and number <= last:
                 return None

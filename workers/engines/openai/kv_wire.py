@@ -4,7 +4,7 @@ vLLM's format, which SGLang took over: msgpack of `[time, [event, ...], DP rank]
 "block_hashes": ...}`, vLLM 0.32), or an array that begins with its type's name (SGLang, earlier vLLM), its fields in the same
 order. Newer engines add fields at the end, earlier ones have fewer: both are read, and what is unknown is passed over.
 
-A batch in which something that we need cannot be read is `Malformed` as a whole: with a part of it we would go on to say of
+A batch in which something that we need cannot be read is `MalformedKvBatch` whole: with a part of it we would go on saying of
 blocks that they are there after they have gone.
 """
 
@@ -45,7 +45,7 @@ _UNREADABLE = (msgspec.DecodeError, ArithmeticError, LookupError, RecursionError
 _TOKEN = next(code for code in "IL" if array(code).itemsize == 4)
 
 
-class Malformed(HoldfastError):
+class MalformedKvBatch(HoldfastError):
     """An upstream's batch of KV events cannot be read."""
 
 
@@ -101,7 +101,7 @@ def read_batch(payload: bytes) -> UpstreamBatch:
             raise ValueError(f"its time is {at}")
         return UpstreamBatch(float(at), [event for event in read if event is not None], unknown)
     except _UNREADABLE as error:
-        raise Malformed(f"{type(error).__name__}: {error}") from None
+        raise MalformedKvBatch(f"{type(error).__name__}: {error}") from None
 
 
 def _kind(said: Any) -> str:

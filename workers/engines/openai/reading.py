@@ -35,7 +35,7 @@ class Fault(Exception):
 
 
 @dataclass(slots=True)
-class Piece:
+class StreamPiece:
     """What one server-sent event adds."""
 
     tokens: list[int]
@@ -43,7 +43,7 @@ class Piece:
     logprobs: list[Logprob]
 
 
-class Reading:
+class UpstreamStream:
     """One request's stream, read as it comes. `over` once a chunk with a finish or an error was returned."""
 
     def __init__(self, request: Generate, ids_from: IdsFrom) -> None:
@@ -52,7 +52,7 @@ class Reading:
         self._request = request
         self._ids_from = ids_from
         self._pending = bytearray()
-        self._held: list[Piece] = []  # zeros in a row, not yet believed
+        self._held: list[StreamPiece] = []  # zeros in a row, not yet believed
         self._zeros = 0  # in a row
         self._only_zeros = True
         self._said = 0
@@ -126,7 +126,7 @@ class Reading:
         self.over = True
         yield self._chunk(last, finish="length" if reason == "length" else "stop")
 
-    def _believe(self, piece: Piece) -> Piece | None:
+    def _believe(self, piece: StreamPiece) -> StreamPiece | None:
         """Return what may be passed on: not yet a run of zeros, and all that was held back once something follows."""
         for token in piece.tokens:
             self._zeros = self._zeros + 1 if token == 0 else 0
@@ -146,7 +146,7 @@ class Reading:
         if self._said and self._only_zeros and (self._request.canary or self._said > ZEROS_ALONE_MAX):
             raise Fault("non_finite: nothing but token id 0, as from NaN logits")
 
-    def _chunk(self, piece: Piece, finish: str | None = None) -> Chunk:
+    def _chunk(self, piece: StreamPiece, finish: str | None = None) -> Chunk:
         self.begun = True
         text = piece.text if self._ids_from == "nowhere" else None
         return Chunk(0, piece.tokens, finish, None, piece.logprobs or None, text)
@@ -156,20 +156,20 @@ class Reading:
         return Chunk(0, [], error=error)
 
 
-def read_piece(choice: dict[str, Any], ids_from: IdsFrom, wanted: int) -> Piece:
+def read_piece(choice: dict[str, Any], ids_from: IdsFrom, wanted: int) -> StreamPiece:
     """Return what one choice adds. Raise Fault for logprobs that are no numbers."""
     given, text = choice.get("logprobs") or {}, str(choice.get("text") or "")
     try:
         logprobs, ids = _detailed(given, wanted) if "content" in given else _classic(given, wanted)
         match ids_from:
             case "token_ids":
-                return Piece(_ids(choice.get("token_ids") or []), text, logprobs if wanted else [])
+                return StreamPiece(_ids(choice.get("token_ids") or []), text, logprobs if wanted else [])
             case "logprobs":
-                return Piece(ids, text, logprobs if wanted else [])
+                return StreamPiece(ids, text, logprobs if wanted else [])
             case "text_bytes":
-                return Piece(list(text.encode()), text, [])
+                return StreamPiece(list(text.encode()), text, [])
             case "nowhere":
-                return Piece([], text, logprobs if wanted else [])
+                return StreamPiece([], text, logprobs if wanted else [])
     except (TypeError, KeyError, AttributeError, ValueError) as error:
         raise Fault(f"engine_error: the upstream's logprobs cannot be read: {error!r}") from None
 
@@ -222,8 +222,8 @@ def _finite(value: Any) -> float:
     return float(value)
 
 
-def _joined(pieces: list[Piece]) -> Piece:
-    return Piece(
+def _joined(pieces: list[StreamPiece]) -> StreamPiece:
+    return StreamPiece(
         [token for piece in pieces for token in piece.tokens],
         "".join(piece.text for piece in pieces),
         [logprob for piece in pieces for logprob in piece.logprobs],

@@ -37,7 +37,7 @@ _NUMBER = re.compile("[0-9]{1,9}")
 
 
 @dataclass(frozen=True, slots=True)
-class RankLoad:
+class UpstreamRankLoad:
     """One DP rank's load."""
 
     running: int = 0
@@ -46,15 +46,15 @@ class RankLoad:
 
 
 @dataclass(frozen=True, slots=True)
-class Said:
+class UpstreamReport:
     """What an upstream has said once. By DP rank, in their order."""
 
-    ranks: tuple[RankLoad, ...]
+    ranks: tuple[UpstreamRankLoad, ...]
     block_tokens: int | None = None
     kv_blocks: int | None = None  # of one rank
 
 
-def read_metrics(text: str) -> Said | None:
+def read_metrics(text: str) -> UpstreamReport | None:
     """Return what an exposition says of the load; None if it is of no server that we know."""
     found: tuple[dict[str, float], ...] = ({}, {}, {})
     about: dict[str, str] = {}
@@ -69,8 +69,13 @@ def read_metrics(text: str) -> Said | None:
     if not running:
         return None
     order = sorted(running, key=lambda rank: (len(rank), rank))
-    loads = [RankLoad(round(running[rank]), round(waiting.get(rank, 0.0)), usage.get(rank)) for rank in order]
-    return Said(tuple(loads), _number(about.get("block_size")), _number(about.get("num_gpu_blocks")))
+    loads = [
+        UpstreamRankLoad(round(running[rank]), round(waiting.get(rank, 0.0)), usage.get(rank))
+        for rank in order
+    ]
+    return UpstreamReport(
+        tuple(loads), _number(about.get("block_size")), _number(about.get("num_gpu_blocks"))
+    )
 
 
 def _samples(text: str) -> Iterator[tuple[str, dict[str, str], float]]:
@@ -92,18 +97,19 @@ def _number(text: str | None) -> int | None:
 class UpstreamLoad:
     """The last that was said, when (seconds of any clock that only goes forward), and what we had sent by then."""
 
-    said: Said | None = None
+    stale_s: float = STALE_S  # what was said longer ago counts no more
+    said: UpstreamReport | None = None
     at: float = float("-inf")
     own: int = 0
 
-    def take(self, said: Said | None, own: int, now: float) -> None:
+    def take(self, said: UpstreamReport | None, own: int, now: float) -> None:
         """Take in one read; None: it failed."""
         if said is not None:
             self.said, self.own, self.at = said, own, now
 
-    def fresh(self, now: float) -> Said | None:
+    def fresh(self, now: float) -> UpstreamReport | None:
         """Return what was said, unless it is too old."""
-        return self.said if now - self.at <= STALE_S else None
+        return self.said if now - self.at <= self.stale_s else None
 
     def combined(self, own: Load, batch_max: int, now: float) -> Load:
         """Return the load of a whole upstream: what others had there when it last said so, and what we have there now."""
@@ -118,7 +124,7 @@ class UpstreamLoad:
         return Load(min(total, at_once), max(0, total - at_once), used, own.kv_total, own.active_tokens)
 
 
-def rank_loads(said: Said, kv_blocks: int) -> list[Load]:
+def rank_loads(said: UpstreamReport, kv_blocks: int) -> list[Load]:
     """Return each rank's load, of `kv_blocks` blocks each. Tokens are not said; blocks follow from the usage."""
     return [
         Load(rank.running, rank.waiting, round(min(1.0, rank.kv_usage or 0.0) * kv_blocks), kv_blocks)

@@ -6,20 +6,18 @@ calendar, by pass. Until the next entry all passes are alike.
 """
 
 from heapq import heappop, heappush
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from workers.engines.simulated.sequence import Sequence
+from workers.engines.simulated.sequence import SimulatedSequence
 
 
-class Batch:
+class DecodeBatch:
     """The sequences that decode, in the order in which they came."""
 
     def __init__(self, block_tokens: int) -> None:
         self.passes = 0  # that have ended
         self._block_tokens = block_tokens
-        self.sequences: dict[int, Sequence] = {}
-        self._calendar: dict[int, list[Sequence]] = {}
+        self.sequences: dict[int, SimulatedSequence] = {}
+        self._calendar: dict[int, list[SimulatedSequence]] = {}
         self._next: list[int] = []  # a heap of the calendar's passes
         self._offset = 0  # the sum of their lengths is this and one for each of them and pass
 
@@ -31,14 +29,18 @@ class Batch:
         """How many tokens all of them have, prompts and all."""
         return self._offset + self.passes * len(self.sequences)
 
-    def enter(self, sequence: "Sequence") -> None:
+    def lengths(self) -> list[int]:
+        """Return how many tokens each of them has."""
+        return [one.length for one in self.sequences.values()]
+
+    def enter(self, sequence: SimulatedSequence) -> None:
         """Let a sequence say a token in each pass from now on."""
         sequence.since, sequence.batch = self.passes, self
         self.sequences[sequence.key] = sequence
         self._offset += sequence.start - self.passes
         self.look(sequence)
 
-    def look(self, sequence: "Sequence") -> None:
+    def look(self, sequence: SimulatedSequence) -> None:
         """Have a sequence looked at when its answer ends or it needs another block."""
         size, length = self._block_tokens, sequence.start + self.passes - sequence.since
         left, room = sequence.end - length, size - (length - 1) % size
@@ -51,7 +53,7 @@ class Batch:
         else:
             found.append(sequence)
 
-    def leave(self, key: int) -> "Sequence":
+    def leave(self, key: int) -> SimulatedSequence:
         """Take a sequence out."""
         sequence = self.sequences.pop(key)
         self._offset -= sequence.start - sequence.since
@@ -62,7 +64,7 @@ class Batch:
             waited_for.remove(sequence)
         return sequence
 
-    def due(self) -> list["Sequence"]:
+    def due(self) -> list[SimulatedSequence]:
         """Return whom the present pass makes due, in the order in which they were entered into the calendar."""
         if self.passes + 1 not in self._calendar:
             return []

@@ -13,7 +13,7 @@ import xxhash
 
 from workers.engines.simulated import language
 from workers.engines.simulated.language import TOKEN_BYTES
-from workers.engines.simulated.sequence import Shape
+from workers.engines.simulated.sequence import EngineShape
 
 _DIGEST_BYTES = 16
 
@@ -21,7 +21,7 @@ _DIGEST_BYTES = 16
 class Contents:
     """The tokens of one sequence, and the bytes of its blocks. Both grow with it."""
 
-    def __init__(self, shape: Shape, tokens: Sequence[int]) -> None:
+    def __init__(self, shape: EngineShape, tokens: Sequence[int]) -> None:
         """Begin with these tokens."""
         self.tokens: list[int] = []
         self._shape = shape

@@ -9,8 +9,8 @@ from events.observations import Profile
 from events.wire import Chunk, Generate, Load
 from workers.engines.engine import Announce, Deliver, EngineDead, EngineIdentity, Phase, unheard
 from workers.engines.simulated.moving import SimulatedExport, SimulatedImport
-from workers.engines.simulated.rank import IDLE, Rank
-from workers.engines.simulated.sequence import Shape
+from workers.engines.simulated.rank import IDLE, SimulatedRank
+from workers.engines.simulated.sequence import EngineShape
 from workers.engines.simulated.stats import Stats, stats
 from workers.engines.simulated.timing import ConstantTiming, Timing
 from workers.kv_transfer.messages import Description
@@ -24,7 +24,7 @@ class SimulatedEngine:
 
     def __init__(
         self,
-        shape: Shape,
+        shape: EngineShape,
         timing: Timing | None = None,
         *,
         revision: str = "1",
@@ -36,7 +36,7 @@ class SimulatedEngine:
         timing = timing or ConstantTiming()
         self.shape = shape
         self.announces = shape.prefix_caching
-        self.each = tuple(Rank(number, shape, timing, turn_tokens) for number in range(dp))
+        self.each = tuple(SimulatedRank(number, shape, timing, turn_tokens) for number in range(dp))
         self._start_s = start_s
         self._deliver: Deliver | None = None
         self.identity = EngineIdentity(
@@ -62,7 +62,7 @@ class SimulatedEngine:
             rank.start(deliver, announce)
 
     def submit(self, key: int, request: Generate) -> None:
-        if isinstance(rank := self._of(request), Rank):
+        if isinstance(rank := self._of(request), SimulatedRank):
             rank.submit(key, request)
         elif self._deliver is not None:
             self._deliver([(key, Chunk(request.stream, [], error=f"not_serving: {rank}"))])
@@ -76,7 +76,7 @@ class SimulatedEngine:
 
     def reserve(self, key: int, request: Generate, room_tokens: int) -> SimulatedImport | str:
         rank = self._of(request)
-        return rank.reserve(key, request, room_tokens) if isinstance(rank, Rank) else rank
+        return rank.reserve(key, request, room_tokens) if isinstance(rank, SimulatedRank) else rank
 
     def trust(self, trusted: bool) -> None:
         for rank in self.each:
@@ -90,18 +90,19 @@ class SimulatedEngine:
         return min(working, key=lambda phase: phase.since, default=IDLE)
 
     def load(self) -> Load:
-        loads = [rank.scheduler.load() for rank in self.each]
+        loads = [rank.load() for rank in self.each]
         return loads[0] if len(loads) == 1 else Load(*map(sum, zip(*map(astuple, loads), strict=True)))
 
     def ranks(self) -> list[Load]:
-        return [rank.scheduler.load() for rank in self.each] if len(self.each) > 1 else []
+        return [rank.load() for rank in self.each] if len(self.each) > 1 else []
 
     def stats(self) -> list[Stats]:
         """Return what each rank reports of its load."""
         return [stats(rank.scheduler, rank.pass_s) for rank in self.each]
 
     async def check(self) -> None:
-        if any(rank.scheduler.faults.dead for rank in self.each):
+        """Raise EngineDead once a rehearsal has killed a rank."""
+        if any(rank.dead for rank in self.each):
             raise EngineDead("the simulated engine died, as the rehearsal asked")
 
     def chaos(self, fault: str, argument: float, rank: int = 0) -> bool:
@@ -109,20 +110,20 @@ class SimulatedEngine:
         struck, within = divmod(rank, self.shape.tp)
         if fault in ("die", "heal"):
             for one in self.each:
-                one.scheduler.faults.inject(fault, argument)
+                one.inject(fault, argument)
             return True
-        return self.each[struck].scheduler.faults.inject(fault, argument, within)
+        return self.each[struck].inject(fault, argument, within)
 
     def heal(self, fault: str, rank: int = 0) -> None:
         """End this fault of this rank."""
         struck, within = divmod(rank, self.shape.tp)
-        self.each[struck].scheduler.faults.heal(fault, within)
+        self.each[struck].heal(fault, within)
 
     async def stop(self) -> None:
         for rank in self.each:
             rank.stop()
 
-    def _of(self, request: Generate) -> Rank | str:
+    def _of(self, request: Generate) -> SimulatedRank | str:
         if 0 <= request.rank < len(self.each):
             return self.each[request.rank]
         return f"there is no DP rank {request.rank} here, only 0 to {len(self.each) - 1}"
@@ -141,7 +142,7 @@ def _of_all(profile: Profile, dp: int) -> Profile:
     )
 
 
-def _description(shape: Shape, revision: str, rank: int) -> Description:
+def _description(shape: EngineShape, revision: str, rank: int) -> Description:
     """Say what the blocks of one TP rank mean: as if of one layer and one head, a byte a number, keys and values alike."""
     size = max(1, shape.kv_block_bytes // (2 * shape.block_tokens))
     return Description(

@@ -12,7 +12,7 @@ SLOW_TIMES = 5.0
 
 
 @dataclass(slots=True)
-class Faults:
+class SimulatedFaults:
     """What is wrong with the engine right now. A fresh value is a healthy engine."""
 
     error: bool = False

@@ -12,20 +12,20 @@ from workers.engines.arrival import objection
 from workers.engines.engine import MoveEnded, MoveRefused, Stopped
 from workers.engines.simulated.contents import Contents
 from workers.engines.simulated.language import VOCABULARY
-from workers.engines.simulated.sequence import Shape
-from workers.engines.simulated.transit import Arrival, Departure, Transit
+from workers.engines.simulated.sequence import EngineShape
+from workers.engines.simulated.transit import SimulatedArrival, SimulatedDeparture, SimulatedTransit
 from workers.kv_transfer.messages import Buffer
 
 SLICE_BYTES = 128 * 1024
 
 
-class Host(Protocol):
+class MovingEngine(Protocol):
     """The engine, as a move needs it."""
 
-    shape: Shape
-    transit: Transit
+    shape: EngineShape
+    transit: SimulatedTransit
 
-    async def hold(self, departure: Departure) -> None:
+    async def hold(self, departure: SimulatedDeparture) -> None:
         """Hold a request at the present step's end. Raise MoveEnded if the engine stops meanwhile."""
         ...
 
@@ -37,7 +37,7 @@ class Host(Protocol):
 class SimulatedExport:
     """A request on its way out."""
 
-    def __init__(self, host: Host, departure: Departure) -> None:
+    def __init__(self, host: MovingEngine, departure: SimulatedDeparture) -> None:
         self._host = host
         self._departure = departure
         sequence, shape = departure.sequence, host.shape
@@ -47,6 +47,7 @@ class SimulatedExport:
         return 0 if self._departure.lost else self._departure.computed // self._host.shape.block_tokens
 
     async def blocks(self, shard: int, first: int, count: int) -> Buffer:
+        """Return made-up bytes that follow from the tokens. Raise MoveEnded if it is over, or has no such blocks."""
         self._check()
         shape, computed = self._host.shape, self._departure.computed
         there = -(-computed // shape.block_tokens) if self._departure.held else self.full_blocks()
@@ -93,13 +94,14 @@ class SimulatedImport:
     take longer where more has come; the others wait for the commit, which says their tokens.
     """
 
-    def __init__(self, host: Host, arrival: Arrival) -> None:
+    def __init__(self, host: MovingEngine, arrival: SimulatedArrival) -> None:
         self._host = host
         self._arrival = arrival
         self._contents = Contents(host.shape, arrival.request.tokens)
         self.cached_tokens = arrival.cached_tokens
 
     async def take(self, shard: int, first: int, data: Buffer) -> None:
+        """Compare what came, as far as its tokens are known. Raise MoveRefused if there is no room for it."""
         self._check()
         shape, view = self._host.shape, memoryview(data).cast("B")
         size = shape.kv_block_bytes
@@ -122,6 +124,7 @@ class SimulatedImport:
                 self._check()
 
     async def commit(self, tokens: Sequence[int], computed: int) -> None:
+        """Compare the rest, and begin to decode. Raise MoveRefused if anything is not what it must be."""
         self._check()
         try:
             arrival, context = self._arrival, self._host.shape.context_tokens

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, Literal, Protocol
 
 from events.errors import UsageError
-from workers.engines.simulated.plan import Plan
+from workers.engines.simulated.plan import StepPlan
 
 AXES = ("prefill_isl", "decode_active_kv_tokens", "decode_context_length")
 KEYS = (*AXES, "prefill_ttft_ms", "decode_itl")
@@ -35,11 +35,11 @@ class BadProfile(UsageError):
 class PerfModel(Protocol):
     """How long a pass takes."""
 
-    def prefill_ms(self, plan: Plan) -> float:
+    def prefill_ms(self, plan: StepPlan) -> float:
         """Return what the prompts of a pass take, on top of those who decode; 0 for none."""
         ...
 
-    def decode_ms(self, plan: Plan) -> float:
+    def decode_ms(self, plan: StepPlan) -> float:
         """Return what one more token for each request takes, at least 1 ms; 0 without requests."""
         ...
 
@@ -52,11 +52,11 @@ class Polynomial:
     decode: tuple[float, float, float]
     each: bool  # whether prompts are added up request by request, or computed as one
 
-    def prefill_ms(self, plan: Plan) -> float:
+    def prefill_ms(self, plan: StepPlan) -> float:
         prompts = plan.prefills if self.each else (plan.prefill_tokens,)
         return sum(max(0.0, _value(self.prefill, tokens)) for tokens in prompts if tokens)
 
-    def decode_ms(self, plan: Plan) -> float:
+    def decode_ms(self, plan: StepPlan) -> float:
         if not plan.decodes:
             return 0.0
         share = plan.active_blocks / plan.total_blocks if plan.total_blocks else 1.0
@@ -116,7 +116,7 @@ class Interpolated:
         except Exception as error:  # whatever a parser says of what is no NPZ, or was one
             raise BadProfile(f"{path}: it cannot be read as NPZ: {error or type(error).__name__}") from error
 
-    def prefill_ms(self, plan: Plan) -> float:
+    def prefill_ms(self, plan: StepPlan) -> float:
         if not plan.prefills:
             return 0.0
         starts = plan.starts or (0,) * len(plan.prefills)
@@ -126,7 +126,7 @@ class Interpolated:
         )
         return sum(max(0.0, ms) for ms in each) + (0.0 if plan.decodes else self._pass)
 
-    def decode_ms(self, plan: Plan) -> float:
+    def decode_ms(self, plan: StepPlan) -> float:
         if not plan.decodes:
             return 0.0
         row, down = _between(self._active, plan.context_tokens)

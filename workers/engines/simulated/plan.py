@@ -2,10 +2,10 @@
 
 from typing import NamedTuple
 
-from workers.engines.simulated.tiers import Traffic
+from workers.engines.simulated.kv.tiers import TierTraffic
 
 
-class Plan(NamedTuple):
+class StepPlan(NamedTuple):
     """What one pass works on."""
 
     prefill_tokens: int = 0
@@ -14,7 +14,7 @@ class Plan(NamedTuple):
     active_blocks: int = 0  # KV blocks that requests hold
     total_blocks: int = 0
     context_tokens: int = 0  # of all that decode, together
-    traffic: Traffic = Traffic()  # KV blocks that go between the tiers
+    traffic: TierTraffic = TierTraffic()  # KV blocks that go between the tiers
     starts: tuple[
         int, ...
     ] = ()  # tokens of each of `prefills` that were computed, or found, before; empty: none

@@ -2,9 +2,9 @@
 
 from collections import deque
 
-from workers.engines.simulated.batch import Batch
-from workers.engines.simulated.kv_manager import KvManager
-from workers.engines.simulated.sequence import Sequence, Shape
+from workers.engines.simulated.batch import DecodeBatch
+from workers.engines.simulated.kv.kv_manager import KvManager
+from workers.engines.simulated.sequence import EngineShape, SimulatedSequence
 
 HIT_RATE_OF = 1000  # requests admitted last
 
@@ -12,13 +12,13 @@ HIT_RATE_OF = 1000  # requests admitted last
 class Prefill:
     """The requests whose prompts are being computed. Who is through enters the batch."""
 
-    def __init__(self, shape: Shape, kv: KvManager, batch: Batch) -> None:
+    def __init__(self, shape: EngineShape, kv: KvManager, batch: DecodeBatch) -> None:
         self._shape = shape
         self._kv = kv
         self._batch = batch
         self.trusted = True  # blocks get names, so that others can find them
-        self.begun: dict[int, Sequence] = {}  # a chunk of each of them has been computed
-        self.through: list[Sequence] = []  # those that say their first token in the present pass
+        self.begun: dict[int, SimulatedSequence] = {}  # a chunk of each of them has been computed
+        self.through: list[SimulatedSequence] = []  # those that say their first token in the present pass
         self._hits: deque[float] = deque(maxlen=HIT_RATE_OF)
 
     @property
@@ -26,11 +26,11 @@ class Prefill:
         """The share of prompt tokens that the requests admitted last found in the prefix cache."""
         return sum(self._hits) / len(self._hits) if self._hits else 0.0
 
-    def names(self, sequence: Sequence) -> bool:
+    def names(self, sequence: SimulatedSequence) -> bool:
         """Whether a sequence's full blocks get names, so that others can find them."""
         return self._shape.prefix_caching and self.trusted and not sequence.canary
 
-    def admit(self, sequence: Sequence, budget: int, *, alone: bool) -> int:
+    def admit(self, sequence: SimulatedSequence, budget: int, *, alone: bool) -> int:
         """Take a sequence's blocks and begin its prefill; return the tokens of its first chunk, 0 if it must wait.
 
         The blocks that the chunk fills have their names from now on: whoever is admitted in the same pass finds them.
@@ -61,7 +61,7 @@ class Prefill:
         self._put(sequence)
         return chunk
 
-    def go_on(self, sequence: Sequence, budget: int) -> int:
+    def go_on(self, sequence: SimulatedSequence, budget: int) -> int:
         """Compute the next chunk of a prompt; return its tokens."""
         size, before = self._shape.block_tokens, sequence.computed
         chunk = min(sequence.length - before, budget)
@@ -75,7 +75,7 @@ class Prefill:
         self._put(sequence)
         return chunk
 
-    def _put(self, sequence: Sequence) -> None:
+    def _put(self, sequence: SimulatedSequence) -> None:
         if sequence.computed < sequence.length:
             self.begun[sequence.key] = sequence
             return

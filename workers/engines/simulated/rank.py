@@ -11,16 +11,16 @@ from functools import partial
 
 import uvloop
 
-from events.wire import Chunk, Generate
+from events.wire import Chunk, Generate, Load
 from workers.engines.engine import Announce, Deliver, MoveEnded, Phase, unheard
 from workers.engines.simulated.alarm import Alarm
 from workers.engines.simulated.moving import SimulatedExport, SimulatedImport
-from workers.engines.simulated.plan import Plan
+from workers.engines.simulated.plan import StepPlan
 from workers.engines.simulated.scheduler import Scheduler
-from workers.engines.simulated.sequence import Shape
+from workers.engines.simulated.sequence import EngineShape
 from workers.engines.simulated.speech import Output
 from workers.engines.simulated.timing import SLOWED_STEP_S, Timing
-from workers.engines.simulated.transit import Departure
+from workers.engines.simulated.transit import SimulatedDeparture
 
 SHORT_S = 0.02  # a step that is so short has its end measured finer than the loop does: to many engines it would cost
 LATE_S = 0.005  # a step that is due this long ago is not caught up with
@@ -28,10 +28,10 @@ TURN_TOKENS = 512  # that steps without a duration say together in a worker: les
 IDLE = Phase()
 
 
-class Rank:
+class SimulatedRank:
     """A scheduler and its clock. Calls of the worker and steps happen on the same loop: no locks."""
 
-    def __init__(self, number: int, shape: Shape, timing: Timing, turn_tokens: int = 0) -> None:
+    def __init__(self, number: int, shape: EngineShape, timing: Timing, turn_tokens: int = 0) -> None:
         self.shape = shape
         self.phase = IDLE
         self.pass_s = 0.0  # what the newest pass takes
@@ -42,8 +42,8 @@ class Rank:
         self._turn_tokens = turn_tokens
         self._next: asyncio.Handle | Alarm | None = None  # the callback that goes on; None while idle
         self._alarm: Alarm | None = None  # of loops whose own timers are coarse
-        self._stepping = False
-        self._holding: dict[asyncio.Future[None], Departure] = {}  # from the step's end on
+        self.stepping = False  # a step runs that takes time
+        self._holding: dict[asyncio.Future[None], SimulatedDeparture] = {}  # from the step's end on
         self._deliver: Deliver = _nowhere
         self._announce: Announce = unheard
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -93,11 +93,28 @@ class Rank:
             self._tell()  # no step will end soon
         return arrival if isinstance(arrival, str) else SimulatedImport(self, arrival)
 
-    async def hold(self, departure: Departure) -> None:
+    def load(self) -> Load:
+        """Return its load."""
+        return self.scheduler.load()
+
+    @property
+    def dead(self) -> bool:
+        """Whether a rehearsal has killed it."""
+        return self.scheduler.faults.dead
+
+    def inject(self, fault: str, argument: float, within: int = 0) -> bool:
+        """Begin a fault of one of the TP ranks `within`, or `heal` all; False if there is no such fault."""
+        return self.scheduler.faults.inject(fault, argument, within)
+
+    def heal(self, fault: str, within: int = 0) -> None:
+        """End this fault."""
+        self.scheduler.faults.heal(fault, within)
+
+    async def hold(self, departure: SimulatedDeparture) -> None:
         """Hold a request at the present step's end. Raise MoveEnded if the engine stops meanwhile."""
         if self.scheduler.faults.dead or self._loop is None:
             raise MoveEnded("the engine is dead")
-        if not self._stepping:
+        if not self.stepping:
             self.transit.hold(departure)
             return
         held: asyncio.Future[None] = self._loop.create_future()
@@ -126,7 +143,7 @@ class Rank:
             self.phase = Phase("decode", at)
             self._end(at, self.scheduler.rush(self._turn_tokens))
             return
-        self._stepping = True
+        self.stepping = True
         self.phase = Phase("prefill" if plan.prefill_tokens else "decode", at, plan.prefill_tokens)
         due = at + lasts
         if lasts < SHORT_S and (alarm := self._fine()) is not None:
@@ -142,7 +159,7 @@ class Rank:
                 self._alarm = Alarm(self._loop)
         return self._alarm
 
-    def _step_s(self, plan: Plan) -> float:
+    def _step_s(self, plan: StepPlan) -> float:
         lasts, slow = self.timing.step_s(plan), self.scheduler.faults.slow
         return lasts if slow == 1.0 else max(lasts, SLOWED_STEP_S) * slow
 
@@ -157,7 +174,7 @@ class Rank:
         that it would have to catch up with a burst.
         """
         assert self._loop is not None
-        self._stepping = False
+        self.stepping = False
         now = self._loop.time()
         begin = due if now - due < LATE_S else now
         if self.scheduler.busy:

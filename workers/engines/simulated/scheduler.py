@@ -12,46 +12,54 @@ A `mute` scheduler counts tokens and does not say them. Where nothing but that w
 once: fleets of thousands run so in virtual time.
 """
 
-from collections import OrderedDict
 from collections.abc import Sequence as Sequential
 from itertools import chain
 from typing import cast
 
 from events.kv import KvEvent
 from events.wire import Chunk, Generate, Load
-from workers.engines.simulated.batch import Batch
-from workers.engines.simulated.faults import Faults
-from workers.engines.simulated.kv_manager import KvManager
-from workers.engines.simulated.plan import Plan as Plan  # part of what a scheduler says
+from workers.engines.simulated.batch import DecodeBatch
+from workers.engines.simulated.faults import SimulatedFaults
+from workers.engines.simulated.growth import BlockGrowth
+from workers.engines.simulated.kv.kv_manager import KvManager
+from workers.engines.simulated.plan import StepPlan as Plan  # part of what a scheduler says
 from workers.engines.simulated.prefill import Prefill
-from workers.engines.simulated.sequence import Sequence, Shape, Silent, Spoken, refusal, too_large
+from workers.engines.simulated.sequence import (
+    EngineShape,
+    Silent,
+    SimulatedSequence,
+    Spoken,
+    refusal,
+    too_large,
+)
 from workers.engines.simulated.speech import Output, speak, speak_on
-from workers.engines.simulated.transit import Arrival, Transit
+from workers.engines.simulated.transit import SimulatedArrival, SimulatedTransit
+from workers.engines.simulated.waiting import WaitingQueue
 
 
 class Scheduler:
     """The requests inside one rank, and the pure step over them."""
 
-    def __init__(self, shape: Shape, *, mute: bool = False) -> None:
+    def __init__(self, shape: EngineShape, *, mute: bool = False) -> None:
         self.shape = shape
         self.mute = mute
         self.kv = KvManager(
             shape.kv_blocks, shape.evictor, host_blocks=shape.host_kv_blocks, disk_blocks=shape.disk_kv_blocks
         )
-        self.faults = Faults()
-        self.preemptions = 0
+        self.faults = SimulatedFaults()
         self.planned = Plan()  # the newest one
-        self.batch = Batch(shape.block_tokens)
+        self.batch = DecodeBatch(shape.block_tokens)
         self.prefill = Prefill(shape, self.kv, self.batch)
-        self._waiting: OrderedDict[int, Sequence] = OrderedDict()
+        self.waiting = WaitingQueue(shape.waiting_max)
+        self.transit = SimulatedTransit(shape, self.kv, self.batch, self.prefill.begun)
+        self._growth = BlockGrowth(shape, self.kv, self.batch, self.prefill, self.transit, self.waiting)
         self._stalled: tuple[int, int, int] | None = None  # why nobody could be admitted
-        self.transit = Transit(shape, self.kv, self.batch, self.prefill.begun)
 
     # --- requests
 
     def submit(self, key: int, request: Generate) -> Chunk | None:
         """Take a request in, or return the chunk that refuses it."""
-        if against := refusal(request, self.shape) or self._overload():
+        if against := refusal(request, self.shape) or self.waiting.overload():
             return Chunk(request.stream, [], error=against)
         sampling, prompt = request.sampling, len(request.tokens)
         if min(sampling.max_tokens, self.shape.context_tokens - prompt) <= 0:
@@ -59,9 +67,9 @@ class Scheduler:
         sequence = Spoken(key, request, self.shape)
         if self.mute:
             names = sequence.name_blocks(self.shape.block_tokens) if self.prefill.names(sequence) else []
-            self._enqueue(Silent(key, prompt, sequence.end - prompt, names, canary=request.canary))
+            self.waiting.add(Silent(key, prompt, sequence.end - prompt, names, canary=request.canary))
         else:
-            self._enqueue(sequence)
+            self.waiting.add(sequence)
         return None
 
     def submit_silent(self, key: int, prompt: int, answer: int, names: Sequential[int]) -> str | None:
@@ -72,13 +80,13 @@ class Scheduler:
         """
         assert self.mute, "this scheduler speaks"
         assert prompt > 0 < answer, "nothing to read, or nothing to say"
-        if against := too_large(prompt, self.shape) or self._overload():
+        if against := too_large(prompt, self.shape) or self.waiting.overload():
             return against
         answer = min(answer, self.shape.context_tokens - prompt)
-        self._enqueue(Silent(key, prompt, answer, names))
+        self.waiting.add(Silent(key, prompt, answer, names))
         return None
 
-    def reserve(self, key: int, request: Generate, room_tokens: int) -> Arrival | str:
+    def reserve(self, key: int, request: Generate, room_tokens: int) -> SimulatedArrival | str:
         """Take the blocks for a request that comes with its KV cache, or say why not."""
         return refusal(request, self.shape) or self.transit.reserve(key, request, room_tokens)
 
@@ -90,7 +98,7 @@ class Scheduler:
         elif sequence := self.prefill.begun.pop(key, None):
             self.transit.release(sequence, "it has been cancelled")
         else:
-            self._waiting.pop(key, None)
+            self.waiting.remove(key)
         self.transit.cancel(key)
 
     def drop_all(self) -> None:
@@ -98,7 +106,7 @@ class Scheduler:
         self.transit.drop_all()
         for key in [*self.batch.sequences, *self.prefill.begun]:
             self.cancel(key)
-        self._waiting.clear()
+        self.waiting.clear()
 
     def trust(self, trusted: bool) -> None:
         """Let nobody find what was computed up to now, nor, until it is trusted, what is computed for those who come."""
@@ -108,36 +116,24 @@ class Scheduler:
             sequence.forget(renamed)
         self.transit.forget(renamed)
 
-    def _overload(self) -> str | None:
-        if len(self._waiting) < self.shape.waiting_max:
-            return None
-        return f"overloaded: {len(self._waiting)} requests are waiting already"
-
-    def _enqueue(self, sequence: Sequence) -> None:
-        self._waiting[sequence.key] = sequence
-        if sequence.canary:  # what finds a sick worker must not wait for a hundred others
-            self._waiting.move_to_end(sequence.key, last=False)
-
     # --- what it says of itself
 
     @property
     def busy(self) -> bool:
         """Whether there is anything to do."""
-        return bool(self.batch.sequences or self._waiting or self.prefill.begun)
+        return bool(self.batch.sequences or self.waiting or self.prefill.begun)
 
     def load(self) -> Load:
         """Return the load as the engine counts it."""
         active, running = self.batch.tokens, len(self.batch)
         for one in chain(self.prefill.begun.values(), self.transit.held.values()):
             active, running = active + one.length, running + 1
-        return Load(running, len(self._waiting), self.kv.used, self.kv.total, active)
+        return Load(running, len(self.waiting), self.kv.used, self.kv.total, active)
 
-    def queued(self) -> tuple[list[int], list[int]]:
-        """Return the lengths of those that wait: of those that have said nothing yet, and of the preempted ones."""
-        lengths: tuple[list[int], list[int]] = [], []
-        for one in self._waiting.values():
-            lengths[one.made > 0].append(one.length)
-        return lengths
+    @property
+    def preemptions(self) -> int:
+        """How often a request went back to waiting because KV blocks ran out, so far."""
+        return self._growth.preemptions
 
     def take_events(self) -> list[KvEvent]:
         """Return what the cache has stored and removed since the last call, in order. `kv.heard` must be set."""
@@ -153,7 +149,7 @@ class Scheduler:
 
     def _plan(self) -> Plan:
         decodes, context = len(self.batch), self.batch.tokens
-        if not self._waiting and not self.prefill.begun:
+        if not self.waiting and not self.prefill.begun:
             return Plan(0, decodes, (), self.kv.used, self.kv.total, context, self.kv.take_traffic())
         chunks: list[int] = []
         starts: list[int] = []
@@ -165,16 +161,16 @@ class Scheduler:
             starts.append(sequence.computed - chunks[-1])
             budget -= chunks[-1]
         later = len(chunks)
-        while self._waiting and self._seats() < self.shape.batch_max and budget > 0:
-            first = next(iter(self._waiting.values()))
+        while self.waiting and self._seats() < self.shape.batch_max and budget > 0:
+            first = self.waiting.first
             chunk = self.prefill.admit(first, budget, alone=not chunks)
             if not chunk:
                 break
-            del self._waiting[first.key]
+            self.waiting.remove(first.key)
             chunks.append(chunk)
             starts.append(first.computed - chunk)
             budget -= chunk
-        self._stalled = None if chunks or not self._waiting else self._queue()
+        self._stalled = None if chunks or not self.waiting else self._queue()
         used, traffic = self.kv.used, self.kv.take_traffic()
         total = self.kv.total
         return Plan(sum(chunks), decodes, tuple(chunks), used, total, context, traffic, tuple(starts), later)
@@ -183,7 +179,7 @@ class Scheduler:
         return len(self.batch) + len(self.prefill.begun) + self.transit.places
 
     def _queue(self) -> tuple[int, int, int]:
-        return next(iter(self._waiting)), self.kv.used, self._seats()
+        return self.waiting.first.key, self.kv.used, self._seats()
 
     def step(self) -> Output:
         """Give one token to every sequence of the batch; return what each gets, in one list. Mute: who says its first
@@ -202,12 +198,12 @@ class Scheduler:
         self.prefill.through.clear()
         batch.passes += 1
         for sequence in gone:
-            self._name_full(sequence)
+            self._growth.name_full(sequence)
             self.transit.release(batch.leave(sequence.key), "it has ended")
         for sequence in due:
             if sequence.batch is batch:
-                self._name_full(sequence)
-                self._feed(sequence)
+                self._growth.name_full(sequence)
+                self._growth.extend(sequence)
         return out
 
     def rush(self, tokens: int) -> Output:
@@ -246,18 +242,18 @@ class Scheduler:
             batch.passes += 1
             left -= ahead + 1
             for sequence in full:
-                self._name_full(sequence)
-                self._feed(sequence)
+                self._growth.name_full(sequence)
+                self._growth.extend(sequence)
         batch.passes += left
 
     def _alone(self) -> bool:
         """Whether nothing but the batch wants anything of a pass: no prompt, no move, no slower tier, no fault."""
         prefill = self.prefill
-        if self.mute or self._waiting or prefill.begun or prefill.through or self.kv.slow is not None:
+        if self.mute or self.waiting or prefill.begun or prefill.through or self.kv.slow is not None:
             return False
         return self.transit.empty and self.faults.healthy
 
-    def _count(self, gone: list[Sequence]) -> Output:
+    def _count(self, gone: list[SimulatedSequence]) -> Output:
         """Let everybody say a token that nobody hears; return who says its first one or its last."""
         out = {
             one.key: Chunk(0, [], cached_tokens=one.cached) for one in self.prefill.through if not one.made
@@ -267,43 +263,6 @@ class Scheduler:
         for one in gone:
             out.setdefault(one.key, Chunk(0, [])).finish = "length"
         return list(out.items())
-
-    def _name_full(self, sequence: Sequence) -> None:
-        """Name the last block of a sequence if all its tokens have been computed: the last one said has not been."""
-        size, blocks = self.shape.block_tokens, sequence.blocks
-        if sequence.named and blocks[-1] < 0 and not (sequence.length - 1) % size:
-            parent = sequence.names[-1] if sequence.names else None
-            name = sequence.name_next(size)
-            self.kv.promote(blocks[-1], name, parent)
-            blocks[-1] = name
-
-    def _feed(self, sequence: Sequence) -> None:
-        """Give a sequence its next block; where there is none, somebody goes back to waiting. Those that are about to leave
-        stay: where all are, this one goes, because the others' blocks are pinned and nobody would gain by theirs."""
-        while sequence.batch is not None:
-            if partial := self.kv.take():
-                sequence.blocks.append(partial)
-                self.batch.look(sequence)
-                return
-            self._preempt(self._victim() or sequence)
-
-    def _victim(self) -> Sequence | None:
-        """Return who is preempted next: by default the newest, as real engines do."""
-        running = self.batch.sequences.values()
-        late = self.prefill.begun.values()
-        newest = self.shape.preemption == "newest"
-        order = chain(reversed(late), reversed(running)) if newest else chain(running, late)
-        return next((one for one in order if not self.transit.leaving(one.key)), None)
-
-    def _preempt(self, sequence: Sequence) -> None:
-        if sequence.batch is not None:
-            self.batch.leave(sequence.key)
-        else:
-            del self.prefill.begun[sequence.key]
-        self.transit.release(sequence, "it has been preempted")
-        self._waiting[sequence.key] = sequence
-        self._waiting.move_to_end(sequence.key, last=False)
-        self.preemptions += 1
 
     def _raise(self) -> Output:
         running = [*self.batch.sequences.values(), *self.prefill.begun.values()]
@@ -323,7 +282,7 @@ class Scheduler:
         no block fills. 0 also where a pass has begun with somebody's first token, or nobody decodes."""
         if self.prefill.through or self.prefill.begun:
             return 0
-        if self._waiting and self._stalled != self._queue():
+        if self.waiting and self._stalled != self._queue():
             return 0
         return self.batch.ahead()
 

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from collections.abc import Sequence as Sequential
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import Literal, Protocol
 
 import xxhash
 
@@ -11,12 +11,9 @@ from events import blocks
 from events.errors import UsageError
 from events.wire import Generate, Sampling
 from workers.engines.simulated import language
-from workers.engines.simulated.evictors import EvictorKind
+from workers.engines.simulated.kv.evictors import EvictorKind
 from workers.engines.simulated.language import EOS, EOS_BELOW, TOKEN_BYTES, VOCABULARY
 from workers.engines.simulated.reasoning import Reasoning
-
-if TYPE_CHECKING:
-    from workers.engines.simulated.batch import Batch
 
 Preemption = Literal["newest", "oldest"]
 KV_BLOCK_BYTES = 4096
@@ -27,7 +24,7 @@ class BadShape(UsageError):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Shape:
+class EngineShape:
     """The engine's bounds, of each DP rank, and how it keeps within them."""
 
     model: str = "sim"
@@ -63,7 +60,13 @@ class Shape:
             raise BadShape(f"a watermark is at least 0 and below 1, not {self.watermark:g}")
 
 
-class Sequence:
+class Passing(Protocol):
+    """The batch that a sequence is in, as the sequence sees it."""
+
+    passes: int  # that have ended
+
+
+class SimulatedSequence:
     """What the scheduler knows of a request: how long it is, when that matters, and which KV blocks it holds.
 
     `start` is its length when it last came into the batch, or is now if it is not there; the batch knows how much it has
@@ -83,7 +86,7 @@ class Sequence:
         self.canary = canary
         self.since = self.due = 0
         self.last = False  # its answer ends when it is due
-        self.batch: Batch | None = None
+        self.batch: Passing | None = None
         self.named = False  # its full blocks have names, so that others can find them
         self.names: list[int] = []
         self.blocks: list[int] = []
@@ -116,7 +119,7 @@ class Sequence:
         raise NotImplementedError
 
 
-class Silent(Sequence):
+class Silent(SimulatedSequence):
     """A request whose tokens nobody wants: it is only counted. `names` may go on into the answer; what they do not name
     gets a name that no other request has."""
 
@@ -147,7 +150,7 @@ class Silent(Sequence):
         return name
 
 
-class Spoken(Sequence):
+class Spoken(SimulatedSequence):
     """A request whose tokens are said.
 
     `tokens` are those that it came with, also where they come after the request's because its KV cache came along. `unusual`
@@ -161,7 +164,9 @@ class Spoken(Sequence):
         "salt", "seed", "tail", "thought", "tokens", "unusual", "update",
     )  # fmt: skip
 
-    def __init__(self, key: int, request: Generate, shape: Shape, came: list[int] | None = None) -> None:
+    def __init__(
+        self, key: int, request: Generate, shape: EngineShape, came: list[int] | None = None
+    ) -> None:
         """`came`: all tokens of a request that has come with its KV cache."""
         sampling, prompt = request.sampling, len(request.tokens)
         self.tokens = tokens = request.tokens if came is None else came
@@ -208,7 +213,7 @@ class Spoken(Sequence):
         return name
 
 
-def refusal(request: Generate, shape: Shape) -> str | None:
+def refusal(request: Generate, shape: EngineShape) -> str | None:
     """Say why a request can never be served, if so."""
     tokens = request.tokens
     if not tokens:
@@ -220,7 +225,7 @@ def refusal(request: Generate, shape: Shape) -> str | None:
     return None
 
 
-def too_large(prompt: int, shape: Shape) -> str | None:
+def too_large(prompt: int, shape: EngineShape) -> str | None:
     """Say why a prompt of so many tokens can never be served, if so. A context fits into the pool."""
     if prompt < shape.context_tokens:
         return None

@@ -8,14 +8,16 @@ from collections.abc import Mapping, Sequence
 
 from events.wire import Chunk, Logprob
 from workers.engines.simulated import language
-from workers.engines.simulated.faults import Faults
+from workers.engines.simulated.faults import SimulatedFaults
 from workers.engines.simulated.language import FIRST, SPAN, TOKEN_BYTES
 from workers.engines.simulated.sequence import Spoken, penalises
 
 Output = list[tuple[int, Chunk]]
 
 
-def speak(sequences: Mapping[int, Spoken], passes: int, faults: Faults) -> tuple[Output, list[Spoken]]:
+def speak(
+    sequences: Mapping[int, Spoken], passes: int, faults: SimulatedFaults
+) -> tuple[Output, list[Spoken]]:
     """Give one token to each, in the pass that makes so many; return what each gets, and whose answer has ended before its
     length. Whoever has said nothing yet, or reaches its length with this pass, is not quick."""
     out: Output = []
@@ -68,7 +70,7 @@ def speak_on(sequences: Sequence[Spoken], passes: int) -> list[list[int]]:
     return [tokens for _, tokens in said]
 
 
-def _say(sequence: Spoken, digest: int, faults: Faults, healthy: bool) -> Chunk:
+def _say(sequence: Spoken, digest: int, faults: SimulatedFaults, healthy: bool) -> Chunk:
     """Let a sequence say its next token, and whether that ends the answer."""
     place = sequence.length
     cached = sequence.cached if sequence.fresh and not sequence.made else None
@@ -87,7 +89,7 @@ def _say(sequence: Spoken, digest: int, faults: Faults, healthy: bool) -> Chunk:
     return chunk
 
 
-def _choose(sequence: Spoken, digest: int, faults: Faults) -> Chunk:
+def _choose(sequence: Spoken, digest: int, faults: SimulatedFaults) -> Chunk:
     """Choose a token with everything considered: sampling, penalties, stops, logprobs, thoughts, faults."""
     sampling, place = sequence.request.sampling, sequence.length
     early = sequence.made < sampling.min_tokens or place < sequence.thought

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from statistics import pvariance
 from typing import NamedTuple
 
-from workers.engines.simulated.plan import Plan
+from workers.engines.simulated.plan import StepPlan
 from workers.engines.simulated.scheduler import Scheduler
 
 
@@ -39,8 +39,8 @@ class Stats(NamedTuple):
 def stats(scheduler: Scheduler, pass_s: float = 0.0) -> Stats:
     """Return what a rank reports now, in a pass that takes so long."""
     load, busy = scheduler.load(), scheduler.busy
-    plan = scheduler.planned if busy else Plan()
-    fresh, preempted = scheduler.queued()
+    plan = scheduler.planned if busy else StepPlan()
+    fresh, preempted = scheduler.waiting.lengths()
     return Stats(
         request_active_slots=load.running,
         request_total_slots=scheduler.shape.batch_max,
@@ -56,7 +56,7 @@ def stats(scheduler: Scheduler, pass_s: float = 0.0) -> Stats:
         scheduled_sum_prefill_kv_tokens=sum(plan.starts),
         scheduled_num_decode_requests=plan.decodes,
         scheduled_sum_decode_kv_tokens=plan.context_tokens,
-        scheduled_var_decode_kv_tokens=_variance([one.length for one in scheduler.batch.sequences.values()]),
+        scheduled_var_decode_kv_tokens=_variance(scheduler.batch.lengths()),
         queued_num_prefill_requests=len(fresh),
         queued_sum_prefill_tokens=sum(fresh),
         queued_var_prefill_length=_variance(fresh),

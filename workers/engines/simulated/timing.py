@@ -10,8 +10,8 @@ from typing import Protocol
 
 from events.observations import Profile
 from workers.engines.simulated.perf_model import PerfModel
-from workers.engines.simulated.plan import Plan
-from workers.engines.simulated.sequence import Shape
+from workers.engines.simulated.plan import StepPlan
+from workers.engines.simulated.sequence import EngineShape
 
 PREFILL_TOKENS_PER_S = 200_000.0  # where steps take time: about an 8B model on a recent GPU
 FLAT_OUT_PREFILL_TOKENS_PER_S = 5_000_000.0  # for the profile only: about what a core does
@@ -22,11 +22,11 @@ SLOWED_STEP_S = 0.001  # what a step that takes no time is taken for when it is 
 class Timing(Protocol):
     """A performance model."""
 
-    def step_s(self, plan: Plan) -> float:
+    def step_s(self, plan: StepPlan) -> float:
         """Return the seconds that a step on `plan` takes; 0: as fast as the machine can."""
         ...
 
-    def profile(self, shape: Shape) -> Profile:
+    def profile(self, shape: EngineShape) -> Profile:
         """Return what a worker of this speed registers."""
         ...
 
@@ -38,11 +38,11 @@ class ConstantTiming:
     itl_s: float = 0.0
     prefill_tokens_per_s: float = 0.0  # 0: prefill takes no time
 
-    def step_s(self, plan: Plan) -> float:
+    def step_s(self, plan: StepPlan) -> float:
         prefill = plan.prefill_tokens / self.prefill_tokens_per_s if self.prefill_tokens_per_s else 0.0
         return prefill + (self.itl_s if plan.decodes else 0.0)
 
-    def profile(self, shape: Shape) -> Profile:
+    def profile(self, shape: EngineShape) -> Profile:
         batch, itl_ms = shape.batch_max, self.itl_s * 1e3
         first, last = (
             (itl_ms, itl_ms) if itl_ms else (FLAT_OUT_TOKEN_MS * 10, FLAT_OUT_TOKEN_MS * max(10, batch))
@@ -64,15 +64,15 @@ class ModelTiming:
     speedup: float = 1.0
     decode_speedup: float = 1.0
 
-    def step_s(self, plan: Plan) -> float:
+    def step_s(self, plan: StepPlan) -> float:
         prefill = self.model.prefill_ms(plan) if plan.prefill_tokens else 0.0
         decode = self.model.decode_ms(plan) / self.decode_speedup
         return (prefill + decode) / self.speedup / 1e3
 
-    def profile(self, shape: Shape) -> Profile:
+    def profile(self, shape: EngineShape) -> Profile:
         """Each request holds as many blocks as there are for each in a full batch; prompts are as long as one pass takes."""
         prompt = min(shape.prefill_tokens_max, shape.context_tokens)
-        prefill_s = self.step_s(Plan(prompt, 0, (prompt,)))
+        prefill_s = self.step_s(StepPlan(prompt, 0, (prompt,)))
         batches = sorted({max(1, shape.batch_max * quarter // 4) for quarter in range(5)})
         return Profile(
             kv_blocks=shape.kv_blocks,
@@ -82,10 +82,10 @@ class ModelTiming:
             tpot_ms=tuple((batch, self._tpot_ms(batch, shape)) for batch in batches),
         )
 
-    def _tpot_ms(self, batch: int, shape: Shape) -> float:
+    def _tpot_ms(self, batch: int, shape: EngineShape) -> float:
         blocks = shape.kv_blocks * batch // shape.batch_max
         tokens = min(blocks * shape.block_tokens, batch * shape.context_tokens)
-        return self.step_s(Plan(0, batch, (), blocks, shape.kv_blocks, tokens)) * 1e3
+        return self.step_s(StepPlan(0, batch, (), blocks, shape.kv_blocks, tokens)) * 1e3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,7 +98,7 @@ class TieredTiming:
     host_bytes_per_s: float
     disk_bytes_per_s: float
 
-    def step_s(self, plan: Plan) -> float:
+    def step_s(self, plan: StepPlan) -> float:
         lasts, moved = self.timing.step_s(plan), plan.traffic
         if not any(moved):
             return lasts
@@ -106,5 +106,5 @@ class TieredTiming:
         fetched = moved.from_host * host + moved.from_disk * (disk + host)
         return fetched + max(lasts, moved.to_host * host + moved.to_disk * disk)
 
-    def profile(self, shape: Shape) -> Profile:
+    def profile(self, shape: EngineShape) -> Profile:
         return self.timing.profile(shape)

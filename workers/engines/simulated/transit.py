@@ -13,13 +13,13 @@ from dataclasses import dataclass, field
 
 from events.wire import Generate
 from workers.engines.engine import MOVES_MAX
-from workers.engines.simulated.batch import Batch
-from workers.engines.simulated.kv_manager import KvManager
-from workers.engines.simulated.sequence import Sequence, Shape, Spoken, prefix_names
+from workers.engines.simulated.batch import DecodeBatch
+from workers.engines.simulated.kv.kv_manager import KvManager
+from workers.engines.simulated.sequence import EngineShape, SimulatedSequence, Spoken, prefix_names
 
 
 @dataclass(slots=True, eq=False)
-class Departure:
+class SimulatedDeparture:
     """A request that may leave."""
 
     sequence: Spoken
@@ -34,7 +34,7 @@ class Departure:
 
 
 @dataclass(slots=True, eq=False)
-class Arrival:
+class SimulatedArrival:
     """Room for a request that comes."""
 
     key: int
@@ -48,18 +48,24 @@ class Arrival:
     over: str = ""  # why nothing can come any more
 
 
-class Transit:
+class SimulatedTransit:
     """The requests on their way. `batch` and `prefilling` are the scheduler's own."""
 
-    def __init__(self, shape: Shape, kv: KvManager, batch: Batch, prefilling: Mapping[int, Sequence]) -> None:
+    def __init__(
+        self,
+        shape: EngineShape,
+        kv: KvManager,
+        batch: DecodeBatch,
+        prefilling: Mapping[int, SimulatedSequence],
+    ) -> None:
         self._prefilling = prefilling
         self._shape = shape
         self._kv = kv
         self._batch = batch
         self.trusted = True  # what is here may be found
-        self._out: dict[int, Departure] = {}
-        self._in: dict[int, Arrival] = {}
-        self.held: dict[int, Sequence] = {}
+        self._out: dict[int, SimulatedDeparture] = {}
+        self._in: dict[int, SimulatedArrival] = {}
+        self.held: dict[int, SimulatedSequence] = {}
 
     @property
     def places(self) -> int:
@@ -75,29 +81,29 @@ class Transit:
         """Whether a request may still leave."""
         return (found := self._out.get(key)) is not None and not found.lost
 
-    def depart(self, key: int) -> Departure | None:
+    def depart(self, key: int) -> SimulatedDeparture | None:
         """Let a request that decodes begin to leave."""
         sequence = self._batch.sequences.get(key)
         if not isinstance(sequence, Spoken) or sequence.fresh or sequence.canary:
             return None
         if key in self._out or len(self._out) >= MOVES_MAX:
             return None
-        self._out[key] = made = Departure(sequence)
+        self._out[key] = made = SimulatedDeparture(sequence)
         return made
 
-    def hold(self, departure: Departure) -> None:
+    def hold(self, departure: SimulatedDeparture) -> None:
         """Take a request out of the batch, with its blocks."""
         if not departure.lost and not departure.held:
             departure.held = True
             self.held[departure.sequence.key] = self._batch.leave(departure.sequence.key)
 
-    def resume(self, departure: Departure) -> None:
+    def resume(self, departure: SimulatedDeparture) -> None:
         """Put a held request back into the batch."""
         if departure.held and not departure.lost:
             departure.held = False
             self._batch.enter(self.held.pop(departure.sequence.key))
 
-    def close(self, departure: Departure) -> None:
+    def close(self, departure: SimulatedDeparture) -> None:
         """Let go of the blocks; a request that was held goes on."""
         self.resume(departure)
         departure.lost = departure.lost or "it has been closed"
@@ -106,7 +112,7 @@ class Transit:
         if self._out.get(departure.sequence.key) is departure:
             del self._out[departure.sequence.key]
 
-    def release(self, sequence: Sequence, why: str) -> None:
+    def release(self, sequence: SimulatedSequence, why: str) -> None:
         """Free the blocks of a request that has ended or is preempted, or leave them to its departure."""
         departure = self._out.get(sequence.key)
         if departure is None or departure.lost:
@@ -115,7 +121,7 @@ class Transit:
             departure.lost, departure.pinned = why, sequence.blocks
         sequence.blocks = []
 
-    def reserve(self, key: int, request: Generate, room_tokens: int) -> Arrival | str:
+    def reserve(self, key: int, request: Generate, room_tokens: int) -> SimulatedArrival | str:
         """Take the blocks for a request that will have grown to so many tokens, or say why not."""
         if request.canary:
             return "a canary does not move"
@@ -131,11 +137,11 @@ class Transit:
         blocks = names[:found] + self._kv.partials(-(-room_tokens // size) - found)
         if not self._kv.use(blocks):
             return f"overloaded: {self._kv.used} of {self._kv.total} KV blocks are in use"
-        made = Arrival(key, request, room_tokens, blocks, found * size, named=self._names)
+        made = SimulatedArrival(key, request, room_tokens, blocks, found * size, named=self._names)
         self._in[key] = made
         return made
 
-    def settle(self, arrival: Arrival, tokens: list[int]) -> None:
+    def settle(self, arrival: SimulatedArrival, tokens: list[int]) -> None:
         """Let a request that has come run. Its blocks are named now, and what it has too many of goes back."""
         sequence = Spoken(arrival.key, arrival.request, self._shape, tokens)
         size, blocks = self._shape.block_tokens, arrival.blocks
@@ -165,7 +171,7 @@ class Transit:
     def _names(self) -> bool:
         return self._shape.prefix_caching and self.trusted
 
-    def abort(self, arrival: Arrival, why: str = "it has been aborted") -> None:
+    def abort(self, arrival: SimulatedArrival, why: str = "it has been aborted") -> None:
         """Free the room of a request that does not come."""
         if not arrival.over:
             arrival.over = why

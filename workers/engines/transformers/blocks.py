@@ -41,6 +41,26 @@ class Blocks:
         """Blocks that somebody holds."""
         return self.count - self.free
 
+    @property
+    def takeable(self) -> list[int]:
+        """The blocks that can be taken."""
+        return [*self._free, *self._idle]
+
+    @property
+    def holders(self) -> list[int]:
+        """How many hold each block."""
+        return list(self._holders)
+
+    @property
+    def named(self) -> dict[int, int]:
+        """The block that has a name, by name."""
+        return dict(self._named)
+
+    def name_of(self, block: int) -> int | None:
+        """Return a block's name; None if it has none."""
+        found = self._names.get(block)
+        return None if found is None else found[0]
+
     def needed(self, tokens: int) -> int:
         """Return how many blocks hold this many tokens."""
         return -(-tokens // self.tokens)

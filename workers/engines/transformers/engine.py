@@ -25,9 +25,9 @@ from workers.engines.engine import Announce, Deliver, EngineDead, EngineIdentity
 from workers.engines.transformers.invariance import Check, make_exact
 from workers.engines.transformers.loading import load_model
 from workers.engines.transformers.measure import measured_profile
-from workers.engines.transformers.moving import Moves, TransformersExport, TransformersImport
+from workers.engines.transformers.moving import TorchMoves, TransformersExport, TransformersImport
 from workers.engines.transformers.revision import revision_of
-from workers.engines.transformers.sequence import Work
+from workers.engines.transformers.sequence import SequenceWork
 from workers.engines.transformers.settings import TransformersSettings
 from workers.engines.transformers.stepper import Output, Stepper
 from workers.kv_transfer.messages import Description
@@ -52,7 +52,7 @@ class TransformersEngine:
         self._wake = threading.Condition()
         self._works = False  # the last turn had something to do
         self._changed = False  # there may be something to do again
-        self._moves: Moves | None = None
+        self.moves: TorchMoves | None = None
         self._stopping = threading.Event()
         self._stepper: Stepper | None = None
         self._deliver: Deliver = _nowhere
@@ -82,7 +82,7 @@ class TransformersEngine:
             reason = f"loading {self._settings.folder} took longer than {LOAD_DEADLINE_S:.0f} s"
         if reason is not None:
             raise EngineDead(reason)
-        self._moves = Moves(self._running_stepper(), self._put, self._look)
+        self.moves = TorchMoves(self.stepper, self._put, self._look)
 
     def submit(self, key: int, request: Generate) -> None:
         """Take a request in, or deliver at once why not."""
@@ -94,8 +94,8 @@ class TransformersEngine:
 
     def cancel(self, key: int) -> None:
         """Forget a request before the next step, and what is kept for its move at once."""
-        if self._moves is not None:
-            self._moves.cancel(key, "it has been cancelled")
+        if self.moves is not None:
+            self.moves.cancel(key, "it has been cancelled")
         self._put(lambda stepper: stepper.cancel(key))
 
     def trust(self, trusted: bool) -> None:
@@ -104,17 +104,17 @@ class TransformersEngine:
 
     def export(self, key: int) -> TransformersExport | None:
         """Prepare to move a request that decodes."""
-        if self._moves is None or self._stepper is None:
+        if self.moves is None or self._stepper is None:
             return None
         departure = self._stepper.depart(key)
-        return None if departure is None else TransformersExport(self._moves, departure)
+        return None if departure is None else TransformersExport(self.moves, departure)
 
     def reserve(self, key: int, request: Generate, room_tokens: int) -> TransformersImport | str:
         """Take the blocks for a request that comes, or say why not."""
-        if self._moves is None or self._stepper is None or self._dead is not None:
+        if self.moves is None or self._stepper is None or self._dead is not None:
             return "engine_error: the engine is not running"
         arrival = self._stepper.refusal(request) or self._stepper.reserve(key, request, room_tokens)
-        return arrival if isinstance(arrival, str) else TransformersImport(self._moves, arrival)
+        return arrival if isinstance(arrival, str) else TransformersImport(self.moves, arrival)
 
     def phase(self) -> Phase:
         """Return what the engine is doing."""
@@ -156,7 +156,7 @@ class TransformersEngine:
         if thread is not None:
             await asyncio.to_thread(thread.join, STOP_DEADLINE_S)
         if thread is None or not thread.is_alive():
-            self._stepper = self._moves = None
+            self._stepper = self.moves = None
             self._inbox.clear()
 
     # --- on the engine's thread -------------------------------------------------------------------------------------
@@ -175,13 +175,13 @@ class TransformersEngine:
         try:
             while self._wait():
                 self._works = self._turn()
-                if events := self._running_stepper().take_events():
+                if events := self.stepper.take_events():
                     self._announce(0, events)
         except Exception as error:
             log.exception("engine_died")
             self._dead = f"the engine's thread died: {error!r}"
-        if self._moves is not None:
-            self._moves.end(self._dead or "the engine has stopped")
+        if self.moves is not None:
+            self.moves.end(self._dead or "the engine has stopped")
 
     def _prepare(self) -> None:
         settings = self._settings
@@ -217,7 +217,7 @@ class TransformersEngine:
 
     def _turn(self) -> bool:
         """Take what came in, make one step, hand over what it gave; False if nobody can go on."""
-        stepper = self._running_stepper()
+        stepper = self.stepper
         while self._inbox:
             self._inbox.popleft()(stepper)
         if stepper.faults.dead:
@@ -235,7 +235,7 @@ class TransformersEngine:
             self._deliver(out)
         return True
 
-    def _step(self, stepper: Stepper, works: list[Work]) -> Output:
+    def _step(self, stepper: Stepper, works: list[SequenceWork]) -> Output:
         try:
             out = stepper.step(works)
             self._failures = 0
@@ -275,7 +275,9 @@ class TransformersEngine:
             self._changed = True
             self._wake.notify()
 
-    def _running_stepper(self) -> Stepper:
+    @property
+    def stepper(self) -> Stepper:
+        """What takes its steps. It has started."""
         assert self._stepper is not None, "the engine has not started"
         return self._stepper
 
@@ -285,14 +287,15 @@ def _settle(ready: asyncio.Future[str | None], reason: str | None) -> None:
         ready.set_result(reason)
 
 
-def _phase(works: list[Work], began: float) -> Phase:
+def _phase(works: list[SequenceWork], began: float) -> Phase:
     prompt = sum(work.count for work in works if work.count > 1)
     return Phase("prefill" if prompt else "decode", began, prompt)
 
 
 def _description(identity: EngineIdentity, stepper: Stepper) -> Description:
-    layers, _, heads, tokens, width = stepper.pool.keys.shape
-    size = 2 * stepper.pool.keys[:, 0].numel() * stepper.pool.keys.element_size()
+    keys = stepper.pool.keys
+    layers, _, heads, tokens, width = keys.shape
+    size = 2 * keys[:, 0].numel() * keys.element_size()
     return Description(identity.model, identity.revision, identity.dtype, layers, heads, width, tokens, size)
 
 

@@ -16,7 +16,7 @@ NAMES = ("error", "corrupt", "drift", "slow", "bitflip", "die", "heal")
 
 
 @dataclass(slots=True)
-class Faults:
+class TorchFaults:
     """What is wrong with the engine right now. A fresh value is a healthy engine."""
 
     error: bool = False

@@ -15,7 +15,7 @@ from events.wire import Sampling
 from workers.engines.transformers.attention import Pool
 from workers.engines.transformers.blocks import Blocks
 from workers.engines.transformers.model import TILES, Model
-from workers.engines.transformers.sequence import Sequence, Work
+from workers.engines.transformers.sequence import SequenceWork, TorchSequence
 
 _PROMPT = 80
 _PIECES = [37, 1, 1, 2, 16, 1, 21, 1]  # adds up to _PROMPT: single tokens, odd pieces, and a long one
@@ -68,14 +68,14 @@ class _Reader:
     def __init__(self, model: Model, pool: Pool, blocks: Blocks) -> None:
         self._model, self._pool, self._blocks = model, pool, blocks
 
-    def read(self, parts: list[tuple[Sequence, int]]) -> dict[Sequence, torch.Tensor]:
+    def read(self, parts: list[tuple[TorchSequence, int]]) -> dict[TorchSequence, torch.Tensor]:
         """Read so many tokens of each sequence in one step; return their logits."""
         works = []
         for sequence, count in parts:
             while len(sequence.blocks) < self._blocks.needed(sequence.cached + count):
                 sequence.blocks.append(self._blocks.take())
                 self._pool.clear(sequence.blocks[-1:])
-            works.append(Work(sequence, sequence.cached, count))
+            works.append(SequenceWork(sequence, sequence.cached, count))
         works.sort(key=lambda work: work.count > 1)
         logits = self._model.forward(works, self._pool, every=True)
         for work in works:
@@ -84,5 +84,5 @@ class _Reader:
         return {work.sequence: rows for work, rows in zip(works, read, strict=True)}
 
 
-def _sequence(tokens: list[int]) -> Sequence:
-    return Sequence(0, tokens, len(tokens), Sampling(max_tokens=1), 0)
+def _sequence(tokens: list[int]) -> TorchSequence:
+    return TorchSequence(0, tokens, len(tokens), Sampling(max_tokens=1), 0)

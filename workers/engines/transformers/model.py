@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from workers.engines.transformers.attention import Pool, Span, attend, banded, span
-from workers.engines.transformers.sequence import Work
+from workers.engines.transformers.sequence import SequenceWork
 
 TILES = (4, 8, 16)  # rows of a matrix product come in multiples of the first that is exact: see attention.py
 
@@ -90,7 +90,7 @@ class Model:
         return {name: parameter.data for name, parameter in self.module.named_parameters()}
 
     @torch.inference_mode()
-    def forward(self, works: Sequential[Work], pool: Pool, *, every: bool = False) -> Tensor:
+    def forward(self, works: Sequential[SequenceWork], pool: Pool, *, every: bool = False) -> Tensor:
         """Compute one step: store keys and values, and return float32 logits for each work that samples, in order.
 
         Works of a single token come first. `every`: a row of logits for every token instead.
@@ -145,7 +145,7 @@ class Model:
         x = functional.rms_norm(x[padded], x.shape[-1:], self._norm, self._eps)
         return functional.linear(x, self._head)[: len(wanted)].float()
 
-    def _rows(self, works: Sequential[Work], pool: Pool, padding: int) -> Rows:
+    def _rows(self, works: Sequential[SequenceWork], pool: Pool, padding: int) -> Rows:
         places: list[int] = []
         blocks: list[int] = []
         for work in works:
@@ -165,7 +165,7 @@ class Model:
             prompts=tuple(self._prompts(works[decoding:], decoding, pool)),
         )
 
-    def _decode_span(self, works: Sequential[Work], pool: Pool) -> Span:
+    def _decode_span(self, works: Sequential[SequenceWork], pool: Pool) -> Span:
         size = pool.block_tokens
         tables = [work.sequence.blocks[: work.start // size + 1] for work in works]
         seen = [
@@ -176,7 +176,7 @@ class Model:
         return span(tables, hidden, self.device)
 
     def _prompts(
-        self, works: Sequential[Work], first: int, pool: Pool
+        self, works: Sequential[SequenceWork], first: int, pool: Pool
     ) -> list[tuple[int, int, list[int], Tensor]]:
         group = self.heads // self.kv_heads
         found = []
@@ -209,7 +209,7 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return x * cos + torch.cat((-right, left), dim=-1) * sin
 
 
-def _last_rows(works: Sequential[Work]) -> list[int]:
+def _last_rows(works: Sequential[SequenceWork]) -> list[int]:
     rows, end = [], 0
     for work in works:
         end += work.count

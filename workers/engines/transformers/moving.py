@@ -14,7 +14,7 @@ from workers.engines.arrival import objection
 from workers.engines.engine import MoveEnded, MoveRefused, Stopped
 from workers.engines.transformers.copying import Copier
 from workers.engines.transformers.stepper import Stepper
-from workers.engines.transformers.transit import Arrival, Departure
+from workers.engines.transformers.transit import TorchArrival, TorchDeparture
 from workers.kv_transfer.messages import Buffer
 
 HOLD_S = 10.0  # for the end of the present step
@@ -24,7 +24,7 @@ T = TypeVar("T")
 Between = Callable[[Callable[[Stepper], None]], None]
 
 
-class Moves:
+class TorchMoves:
     """What exports and imports of one engine share.
 
     `between` has something done between two steps, on the engine's thread; `wake` lets the engine look whether there is
@@ -62,7 +62,7 @@ class Moves:
                 waiting.exception()  # nobody else asks
             raise
 
-    async def pause(self, departure: Departure) -> None:
+    async def pause(self, departure: TorchDeparture) -> None:
         """Hold a request from the end of the present step on, or until it is lost. Raise TimeoutError."""
         held: asyncio.Future[None] = self._loop.create_future()
         with self.lock:
@@ -88,7 +88,7 @@ class Moves:
             with self.lock:
                 self._pauses.discard(held)
 
-    def resume(self, departure: Departure) -> None:
+    def resume(self, departure: TorchDeparture) -> None:
         """Let a request that is held, or about to be, go on."""
 
         def go_on(stepper: Stepper) -> None:
@@ -119,7 +119,7 @@ class Moves:
 class TransformersExport:
     """A request on its way out."""
 
-    def __init__(self, moves: Moves, departure: Departure) -> None:
+    def __init__(self, moves: TorchMoves, departure: TorchDeparture) -> None:
         self._moves = moves
         self._departure = departure
 
@@ -128,6 +128,7 @@ class TransformersExport:
         return 0 if lost else sequence.cached // self._moves.stepper.blocks.tokens
 
     async def blocks(self, shard: int, first: int, count: int) -> Buffer:
+        """Copy blocks out of the pool, off the loop. Raise MoveEnded if it is over, or has no such blocks."""
         with self._moves.lock:
             self._check()
             sequence, size = self._departure.sequence, self._moves.stepper.blocks
@@ -145,6 +146,7 @@ class TransformersExport:
         return copy
 
     async def stop(self) -> Stopped:
+        """Hold the request at the end of the present step. Raise MoveEnded if it is over, or no step ends in time."""
         self._check()
         try:
             await self._moves.pause(self._departure)
@@ -176,11 +178,12 @@ class TransformersImport:
 
     cached_tokens = 0  # all of it comes: its blocks are its own
 
-    def __init__(self, moves: Moves, arrival: Arrival) -> None:
+    def __init__(self, moves: TorchMoves, arrival: TorchArrival) -> None:
         self._moves = moves
         self._arrival = arrival
 
     async def take(self, shard: int, first: int, data: Buffer) -> None:
+        """Copy blocks into the pool, off the loop. Raise MoveRefused if there is no room for them, or the copy fails."""
         view = memoryview(data).cast("B")
         count, odd = divmod(len(view), self._moves.copier.block_bytes)
         with self._moves.lock:
@@ -205,6 +208,7 @@ class TransformersImport:
         self._check()
 
     async def commit(self, tokens: Sequence[int], computed: int) -> None:
+        """Begin to decode. Raise MoveRefused if what came is not what was reserved for."""
         with self._moves.lock:
             self._check()
             if against := self._objection(tokens, computed):

@@ -35,14 +35,14 @@ class Due:
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
+class SampledToken:
     """The next token; None if its logits were not finite."""
 
     token: int | None
     logprob: Logprob | None = None
 
 
-def choose(logits: Tensor, due: Sequential[Due]) -> list[Choice]:
+def choose(logits: Tensor, due: Sequential[Due]) -> list[SampledToken]:
     """Choose one token per row of `logits` (rows by vocabulary, float32)."""
     finite = torch.isfinite(logits).all(dim=-1).tolist()
     greedy = logits.argmax(dim=-1).tolist()
@@ -51,7 +51,7 @@ def choose(logits: Tensor, due: Sequential[Due]) -> list[Choice]:
         for sound, best, row, one in zip(finite, greedy, logits, due, strict=True)
     ]
     logprobs = _logprobs(logits, due, tokens)
-    return [Choice(token, logprob) for token, logprob in zip(tokens, logprobs, strict=True)]
+    return [SampledToken(token, logprob) for token, logprob in zip(tokens, logprobs, strict=True)]
 
 
 def plain(one: Due) -> bool:

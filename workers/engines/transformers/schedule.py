@@ -16,8 +16,8 @@ from collections import deque
 
 from events.wire import Generate
 from workers.engines.transformers.blocks import Blocks
-from workers.engines.transformers.sequence import Sequence, Work
-from workers.engines.transformers.transit import Arrival, Departure, Transit
+from workers.engines.transformers.sequence import SequenceWork, TorchSequence
+from workers.engines.transformers.transit import TorchArrival, TorchDeparture, TorchTransit
 
 
 class Schedule:
@@ -25,21 +25,21 @@ class Schedule:
 
     def __init__(self, blocks: Blocks, *, batch_max: int, prefill_tokens_max: int) -> None:
         self.blocks = blocks
-        self.waiting: deque[Sequence] = deque()
-        self.running: list[Sequence] = []
-        self.transit = Transit(blocks)
+        self.waiting: deque[TorchSequence] = deque()
+        self.running: list[TorchSequence] = []
+        self.transit = TorchTransit(blocks)
         self.preemptions = 0
         self._batch_max = batch_max
         self._prefill_tokens_max = prefill_tokens_max
 
-    def add(self, sequence: Sequence, *, first: bool = False) -> None:
+    def add(self, sequence: TorchSequence, *, first: bool = False) -> None:
         """Let a sequence wait for its turn; `first`: before all others."""
         if first:
             self.waiting.appendleft(sequence)
         else:
             self.waiting.append(sequence)
 
-    def remove(self, sequence: Sequence) -> None:
+    def remove(self, sequence: TorchSequence) -> None:
         """Forget a sequence and free its blocks, unless they are about to leave."""
         self.transit.release(sequence, "it has ended")
         self.transit.held.pop(sequence.key, None)
@@ -48,7 +48,7 @@ class Schedule:
         elif sequence in self.waiting:
             self.waiting.remove(sequence)
 
-    def depart(self, sequence: Sequence) -> Departure | None:
+    def depart(self, sequence: TorchSequence) -> TorchDeparture | None:
         """Let a sequence that decodes begin to leave."""
         here = sequence in self.running or sequence.key in self.transit.held
         decodes = sequence.uncached == 1 and (sequence.generated or sequence.moved)
@@ -56,24 +56,24 @@ class Schedule:
             return None
         return self.transit.depart(sequence)
 
-    def hold(self, departure: Departure) -> None:
+    def hold(self, departure: TorchDeparture) -> None:
         """Take a sequence out of the batch, with its blocks."""
         if not departure.lost and departure.sequence in self.running:
             self.running.remove(departure.sequence)
             self.transit.held[departure.sequence.key] = departure.sequence
 
-    def resume(self, departure: Departure) -> None:
+    def resume(self, departure: TorchDeparture) -> None:
         """Put a sequence that was held back into the batch."""
         if self.transit.held.pop(departure.sequence.key, None):
             self.running.append(departure.sequence)
 
-    def reserve(self, key: int, request: Generate, room_tokens: int) -> Arrival | str:
+    def reserve(self, key: int, request: Generate, room_tokens: int) -> TorchArrival | str:
         """Take the blocks for a request that comes with its KV cache, or say why not."""
         if not self.room:
             return f"overloaded: all {self._batch_max} places of the batch are taken"
         return self.transit.reserve(key, request, room_tokens, self.blocks.free - self._spoken_for())
 
-    def settle(self, arrival: Arrival, sequence: Sequence) -> None:
+    def settle(self, arrival: TorchArrival, sequence: TorchSequence) -> None:
         """Let a sequence that has come run."""
         self.transit.settle(arrival, sequence)
         self.running.append(sequence)
@@ -83,11 +83,11 @@ class Schedule:
         """Places in the batch that nobody has."""
         return max(0, self._batch_max - len(self.running) - self.transit.places)
 
-    def plan(self) -> tuple[list[Work], list[int]]:
+    def plan(self) -> tuple[list[SequenceWork], list[int]]:
         """Return the next step's work, single tokens first, and the blocks newly taken for it, to be cleared."""
         self._admit()
         preempted, taken = self.preemptions, list[int]()
-        works: list[Work] = []
+        works: list[SequenceWork] = []
         budget = self._prefill_tokens_max
         for sequence in list(self.running):
             if sequence not in self.running:  # preempted for an older one, a moment ago
@@ -97,7 +97,7 @@ class Schedule:
                 continue
             if sequence.uncached > 1:
                 budget -= count
-            works.append(Work(sequence, sequence.cached, count))
+            works.append(SequenceWork(sequence, sequence.cached, count))
         works = [work for work in works if work.sequence in self.running]
         if self.preemptions > preempted:  # what went back may be somebody else's by the time it is cleared
             kept = {block for work in works for block in work.sequence.blocks}
@@ -117,14 +117,14 @@ class Schedule:
             first.cached = first.found = len(found) * self.blocks.tokens
             self.running.append(self.waiting.popleft())
 
-    def _found(self, sequence: Sequence) -> list[int]:
+    def _found(self, sequence: TorchSequence) -> list[int]:
         """Return the blocks of its beginning that are here. One token at least is computed: it gives the logits."""
         if not sequence.shares:
             return []
         names = sequence.names_of((len(sequence.tokens) - 1) // self.blocks.tokens, self.blocks.tokens)
         return self.blocks.find(names, sequence.tokens)
 
-    def computed(self, work: Work) -> None:
+    def computed(self, work: SequenceWork) -> None:
         """Note that a part of a sequence is in its blocks now, and let others find those that are full."""
         sequence, size = work.sequence, self.blocks.tokens
         sequence.cached = work.start + work.count
@@ -142,7 +142,7 @@ class Schedule:
         """Return how many free blocks those who run need for what they have said."""
         return sum(self.blocks.needed(len(s.tokens) + 1) - len(s.blocks) for s in self.running)
 
-    def _reserve(self, sequence: Sequence, tokens: int, taken: list[int]) -> bool:
+    def _reserve(self, sequence: TorchSequence, tokens: int, taken: list[int]) -> bool:
         """Give a sequence the blocks for this many tokens; False if it was the one that had to go."""
         while len(sequence.blocks) < self.blocks.needed(tokens):
             while not self.blocks.free:
@@ -153,7 +153,7 @@ class Schedule:
             taken.append(block)
         return True
 
-    def _preempt(self, needy: Sequence) -> Sequence:
+    def _preempt(self, needy: TorchSequence) -> TorchSequence:
         """Preempt the newest that is not about to leave. Where all are, the one in need goes: the others' blocks are
         pinned, so that nobody would gain by theirs."""
         staying = (one for one in reversed(self.running) if not self.transit.leaving(one))

@@ -7,7 +7,7 @@ from events.wire import Sampling
 
 
 @dataclass(slots=True, eq=False)
-class Sequence:
+class TorchSequence:
     """One request inside the engine. `tokens` grows; the first `cached` of them have their keys and values stored."""
 
     key: int
@@ -53,10 +53,10 @@ class Sequence:
 
 
 @dataclass(frozen=True, slots=True)
-class Work:
+class SequenceWork:
     """One sequence's part of a step: its tokens from `start`, `count` of them. `samples`: the next token falls due."""
 
-    sequence: Sequence
+    sequence: TorchSequence
     start: int
     count: int
 

@@ -13,13 +13,13 @@ from events import blocks
 from events.kv import KvEvent
 from events.wire import Chunk, Generate, Load
 from workers.engines.transformers.blocks import Blocks
-from workers.engines.transformers.faults import Faults, flip_bit
+from workers.engines.transformers.faults import TorchFaults, flip_bit
 from workers.engines.transformers.model import Model
-from workers.engines.transformers.sampling import Choice, Due, choose
+from workers.engines.transformers.sampling import Due, SampledToken, choose
 from workers.engines.transformers.schedule import Schedule
-from workers.engines.transformers.sequence import Sequence, Work
+from workers.engines.transformers.sequence import SequenceWork, TorchSequence
 from workers.engines.transformers.settings import TransformersSettings
-from workers.engines.transformers.transit import Arrival, Departure, Transit
+from workers.engines.transformers.transit import TorchArrival, TorchDeparture, TorchTransit
 from workers.engines.transformers.weight_faults import NotFloat32, Surgeon
 
 log = structlog.get_logger(__name__)
@@ -36,7 +36,7 @@ class Stepper:
 
     def __init__(self, model: Model, settings: TransformersSettings) -> None:
         self.model = model
-        self.faults = Faults()
+        self.faults = TorchFaults()
         self.blocks = Blocks(settings.kv_tokens // settings.block_tokens, settings.block_tokens)
         self.pool = model.pool(blocks=self.blocks.count, block_tokens=settings.block_tokens)
         self.schedule = Schedule(
@@ -48,7 +48,11 @@ class Stepper:
         self._prefix_caching = settings.prefix_caching
         self._trusted = True
         self._eos = _eos(model)
-        self._sequences: dict[int, Sequence] = {}
+        self._sequences: dict[int, TorchSequence] = {}
+
+    def __contains__(self, key: int) -> bool:
+        """Return whether it has taken this request in."""
+        return key in self._sequences
 
     @property
     def busy(self) -> bool:
@@ -56,7 +60,7 @@ class Stepper:
         return bool(self._sequences)
 
     @property
-    def transit(self) -> Transit:
+    def transit(self) -> TorchTransit:
         """The requests on their way out or in."""
         return self.schedule.transit
 
@@ -87,13 +91,13 @@ class Stepper:
             )  # what finds a sick worker must not wait for others
         return None
 
-    def depart(self, key: int) -> Departure | None:
+    def depart(self, key: int) -> TorchDeparture | None:
         """Let a request that decodes begin to leave."""
         with self.lock:
             sequence = self._sequences.get(key)
             return None if sequence is None else self.schedule.depart(sequence)
 
-    def reserve(self, key: int, request: Generate, room_tokens: int) -> Arrival | str:
+    def reserve(self, key: int, request: Generate, room_tokens: int) -> TorchArrival | str:
         """Take the blocks for a request that comes with its KV cache, or say why not."""
         if request.canary:
             return "a canary does not move"
@@ -101,7 +105,7 @@ class Stepper:
             room = min(max(room_tokens, len(request.tokens)), self.limit)
             return self.schedule.reserve(key, request, room)
 
-    def settle(self, arrival: Arrival, tokens: Sequential[int], computed: int) -> None:
+    def settle(self, arrival: TorchArrival, tokens: Sequential[int], computed: int) -> None:
         """Let a request that has come with its KV cache run."""
         sequence = self._sequence(arrival.key, arrival.request, tokens)
         sequence.moved, sequence.shares = True, False  # what somebody else computed is for this request alone
@@ -126,7 +130,7 @@ class Stepper:
             active = sum(len(sequence.tokens) for sequence in here)
             return Load(len(here), len(self.schedule.waiting), self.blocks.used, self.blocks.count, active)
 
-    def plan(self) -> list[Work]:
+    def plan(self) -> list[SequenceWork]:
         """Return the next step's work."""
         self._operate()
         with self.lock:
@@ -134,7 +138,7 @@ class Stepper:
         self.pool.clear(taken)
         return works
 
-    def step(self, works: list[Work]) -> Output:
+    def step(self, works: list[SequenceWork]) -> Output:
         """Compute one step and return what each sequence gets of it."""
         if raised := self.faults.raised(len(works)):
             return self._failed(
@@ -191,9 +195,9 @@ class Stepper:
             for sequence in self._sequences.values():
                 sequence.shares = sequence.shares and not sequence.cached
 
-    def _sequence(self, key: int, request: Generate, tokens: Sequential[int]) -> Sequence:
+    def _sequence(self, key: int, request: Generate, tokens: Sequential[int]) -> TorchSequence:
         stops = frozenset(request.sampling.stop_token_ids)
-        return Sequence(
+        return TorchSequence(
             key=key,
             tokens=list(tokens),
             prompt_tokens=request.prompt_tokens,
@@ -208,7 +212,7 @@ class Stepper:
             shares=self._prefix_caching and self._trusted and not request.canary,
         )
 
-    def _said(self, sequence: Sequence, choice: Choice) -> Chunk:
+    def _said(self, sequence: TorchSequence, choice: SampledToken) -> Chunk:
         if choice.token is None:
             self._forget_all()
             self.cancel(sequence.key)
@@ -225,13 +229,13 @@ class Stepper:
             self.cancel(sequence.key)
         return Chunk(0, [token], finish, None, [choice.logprob] if choice.logprob else None, None, cached)
 
-    def _failed(self, sequences: list[Sequence], detail: str) -> Output:
+    def _failed(self, sequences: list[TorchSequence], detail: str) -> Output:
         for sequence in sequences:
             self.cancel(sequence.key)
         return [(sequence.key, Chunk(0, [], error=f"engine_error: {detail}")) for sequence in sequences]
 
 
-def _due(sequence: Sequence) -> Due:
+def _due(sequence: TorchSequence) -> Due:
     return Due(
         tokens=sequence.tokens,
         prompt_tokens=sequence.prompt_tokens,

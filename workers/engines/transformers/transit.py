@@ -13,14 +13,14 @@ from dataclasses import dataclass, field
 from events.wire import Generate
 from workers.engines.engine import MOVES_MAX
 from workers.engines.transformers.blocks import Blocks
-from workers.engines.transformers.sequence import Sequence
+from workers.engines.transformers.sequence import TorchSequence
 
 
 @dataclass(slots=True, eq=False)
-class Departure:
+class TorchDeparture:
     """A request that may leave."""
 
-    sequence: Sequence
+    sequence: TorchSequence
     lost: str = ""  # why it cannot leave any more
     closed: bool = False
     copies: int = 0  # that are being made
@@ -28,7 +28,7 @@ class Departure:
 
 
 @dataclass(slots=True, eq=False)
-class Arrival:
+class TorchArrival:
     """Room for a request that comes."""
 
     key: int
@@ -40,32 +40,37 @@ class Arrival:
     over: str = ""  # why nothing can come any more
 
 
-class Transit:
+class TorchTransit:
     """The requests on their way."""
 
     def __init__(self, blocks: Blocks) -> None:
         self._blocks = blocks
-        self._out: dict[int, Departure] = {}
-        self._in: dict[int, Arrival] = {}
-        self.held: dict[int, Sequence] = {}
+        self._out: dict[int, TorchDeparture] = {}
+        self._in: dict[int, TorchArrival] = {}
+        self.held: dict[int, TorchSequence] = {}
 
     @property
     def places(self) -> int:
         """Places of the batch that are kept for held requests and for those to come."""
         return len(self.held) + len(self._in)
 
-    def leaving(self, sequence: Sequence) -> bool:
+    @property
+    def empty(self) -> bool:
+        """Whether no request is on its way, out or in."""
+        return not (self._out or self._in or self.held)
+
+    def leaving(self, sequence: TorchSequence) -> bool:
         """Whether a request may still leave."""
         return (found := self._out.get(sequence.key)) is not None and not found.lost
 
-    def depart(self, sequence: Sequence) -> Departure | None:
+    def depart(self, sequence: TorchSequence) -> TorchDeparture | None:
         """Let a request begin to leave, unless it does already or too many others do."""
         if sequence.key in self._out or len(self._out) >= MOVES_MAX:
             return None
-        self._out[sequence.key] = made = Departure(sequence)
+        self._out[sequence.key] = made = TorchDeparture(sequence)
         return made
 
-    def release(self, sequence: Sequence, why: str) -> None:
+    def release(self, sequence: TorchSequence, why: str) -> None:
         """Free the blocks of a request that has ended or is preempted, or leave them to its departure."""
         departure = self._out.get(sequence.key)
         if departure is None or departure.pinned:
@@ -75,17 +80,17 @@ class Transit:
         departure.pinned, sequence.blocks = sequence.blocks, []
         self._settle_out(departure)
 
-    def close(self, departure: Departure, why: str) -> None:
+    def close(self, departure: TorchDeparture, why: str) -> None:
         """Let go of the blocks."""
         departure.lost, departure.closed = departure.lost or why, True
         self._settle_out(departure)
 
-    def copied_out(self, departure: Departure) -> None:
+    def copied_out(self, departure: TorchDeparture) -> None:
         """Note that a copy has been made."""
         departure.copies -= 1
         self._settle_out(departure)
 
-    def reserve(self, key: int, request: Generate, room_tokens: int, free: int) -> Arrival | str:
+    def reserve(self, key: int, request: Generate, room_tokens: int, free: int) -> TorchArrival | str:
         """Take the blocks for a request that will have grown to so many tokens, or say why not."""
         needed = self._blocks.needed(room_tokens)
         if len(self._in) >= MOVES_MAX:
@@ -95,16 +100,16 @@ class Transit:
                 f"overloaded: {needed} KV blocks are wanted, {max(0, free)} of {self._blocks.count} are free"
             )
         blocks = [self._blocks.take() for _ in range(needed)]
-        self._in[key] = made = Arrival(key, request, room_tokens, blocks)
+        self._in[key] = made = TorchArrival(key, request, room_tokens, blocks)
         return made
 
-    def copied_in(self, arrival: Arrival, places: range) -> None:
+    def copied_in(self, arrival: TorchArrival, places: range) -> None:
         """Note that a copy into the room has been made."""
         arrival.copies -= 1
         arrival.taken.update(places)
         self._settle_in(arrival)
 
-    def settle(self, arrival: Arrival, sequence: Sequence) -> None:
+    def settle(self, arrival: TorchArrival, sequence: TorchSequence) -> None:
         """Give a request that has come its blocks; what it has too many of goes back."""
         del self._in[arrival.key]
         sequence.blocks = arrival.blocks[: self._blocks.needed(sequence.cached)]
@@ -112,7 +117,7 @@ class Transit:
         arrival.blocks = []
         self._blocks.give_back(surplus)
 
-    def abort(self, arrival: Arrival, why: str) -> None:
+    def abort(self, arrival: TorchArrival, why: str) -> None:
         """Free the room of a request that does not come."""
         if not arrival.over:
             arrival.over = why
@@ -131,13 +136,13 @@ class Transit:
         for key in [*self._out, *self._in]:
             self.cancel(key, why)
 
-    def _settle_out(self, departure: Departure) -> None:
+    def _settle_out(self, departure: TorchDeparture) -> None:
         if not departure.closed or departure.copies:
             return
         self._blocks.give_back(departure.pinned)
         if self._out.get(departure.sequence.key) is departure:
             del self._out[departure.sequence.key]
 
-    def _settle_in(self, arrival: Arrival) -> None:
+    def _settle_in(self, arrival: TorchArrival) -> None:
         if arrival.over and not arrival.copies and self._in.get(arrival.key) is not arrival:
             self._blocks.give_back(arrival.blocks)

@@ -1,0 +1,1 @@
+"""What canaries catch of silent data corruption."""

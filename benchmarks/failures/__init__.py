@@ -1,0 +1,1 @@
+"""What failures cost those who stream, and how soon they are found."""

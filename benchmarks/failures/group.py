@@ -1,0 +1,183 @@
+"""How long until every request of a failed worker is on its way elsewhere?
+
+    python -m benchmarks group [--how killed|unhealthy] [--requests 1000] [--tokens 2048] [--trials 5]
+
+One frontend's director and request plane in this process, sixteen simulated workers in others. All requests begin on one of
+them, which is killed, or becomes UNHEALTHY. Measured: SIGKILL, or the fold's showing it → the last byte of the last
+request has left for a survivor; and how evenly the tokens that must be computed again lie on the survivors.
+"""
+
+import argparse
+import asyncio
+import json
+import os
+import random
+import signal
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from contextlib import ExitStack, suppress
+from dataclasses import replace
+
+import uvloop
+
+from controller.adapters.clock import SystemClock
+from controller.adapters.request_plane.client import RequestPlaneClient
+from controller.adapters.request_plane.links import Address
+from controller.frontend.director import Director, World
+from controller.frontend.generations.generation import Generation
+from controller.frontend.settings import FrontendSettings
+from controller.migration.cost import MovingPolicy
+from controller.processes.frontend import static_worker
+from controller.simulator.simulation import quiet
+from controller.simulator.stories.crowd import computed_again, crowd, most_over_even
+from events.decisions import HealthStatus
+from events.observations import Profile, WorkerJoined
+
+SURVIVORS = 15
+WITHIN_S = 30.0
+SLOTS = 1024
+PROFILE = Profile(
+    kv_blocks=1_000_000, block_tokens=16, max_batch=SLOTS, prefill_tokens_per_s=5000.0, tpot_ms=((1, 20.0),)
+)
+FLAGS = {
+    "itl-ms": 20,
+    "batch-max": SLOTS,
+    "waiting-max": 4096,
+    "kv-blocks": PROFILE.kv_blocks,
+    "context-tokens": 8192,
+    "prefill-tokens-per-s": 1e8,  # what is measured is the frontend
+    "admin-port": -1,
+}
+
+
+def start_workers(folder: str, name: str, count: int, port: int) -> subprocess.Popen[bytes]:
+    """Start `count` simulated workers in one process."""
+    flags = {**FLAGS, "name": name, "count": count, "port": port, "data": folder}
+    command = [sys.executable, "-m", "controller.cli", "worker", "--die-with-parent"]
+    command += [part for flag, value in flags.items() for part in (f"--{flag}", str(value))]
+    return subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+
+
+async def until(condition: Callable[[], object]) -> None:
+    async with asyncio.timeout(WITHIN_S):
+        while not condition():  # noqa: ASYNC110 (polled as seldom as the figure bears)
+            await asyncio.sleep(0.001)
+
+
+def _port(count: int) -> int:
+    """Return the first of `count` ports that are free."""
+    while True:
+        first = random.randrange(20_000, 32_000)  # above, the system gives ports to outgoing connections
+        with suppress(OSError), ExitStack() as stack:
+            for number in range(count):
+                stack.enter_context(socket.create_server(("127.0.0.1", first + number)))
+            return first
+
+
+class Fleet:
+    """The killed worker, the survivors, and this process as their frontend."""
+
+    def __init__(self) -> None:
+        self.plane = RequestPlaneClient("bench")
+        settings = FrontendSettings(moving=MovingPolicy(prefill_tokens_per_s=5000.0))
+        world = World("bench", self.plane, lambda fact, **_: None, SystemClock())
+        self.director = Director(world, settings)
+        self.director.go_live()
+        self.plane.listen(self.director.changed)
+        self._first = _port(SURVIVORS + 1)
+
+    async def connect(self, numbers: range) -> None:
+        """Be connected to these workers, and route to them."""
+        wanted = {f"w{n}": Address("", f"tcp://127.0.0.1:{self._first + n}") for n in numbers}
+        self.plane.want(wanted)
+        await until(lambda: len(self.plane.connected) == len(wanted))
+        self.director.set_static([_joined(worker, life) for worker, life in self.plane.connected.items()])
+
+    def sent(self) -> bool:
+        """Whether nothing waits to be sent any more."""
+        return not any(line._transport.get_write_buffer_size() for line in self.plane._lines())
+
+    async def trial(self, how: str, requests: int, tokens: int) -> dict[str, float]:
+        """Strike the worker that all requests are on, and return when they had left for others, and how evenly."""
+        with tempfile.TemporaryDirectory(prefix="holdfast-group-") as folder:
+            victim = start_workers(folder, "w0", 1, self._first)
+            others = start_workers(folder, "w1", SURVIVORS, self._first + 1)
+            keeping = asyncio.create_task(self.plane.run())
+            try:
+                await self.connect(range(1))
+                waiting = crowd(self.director, requests, tokens, "sim", ("static", "builtin:sim"))
+                for generation in waiting:
+                    generation.start()
+                await until(lambda: all(generation.has_output for generation in waiting))
+                await self.connect(range(SURVIVORS + 1))
+                return await self._strike(how, victim, waiting)
+            finally:
+                keeping.cancel()
+                for process in (victim, others):
+                    process.kill()
+                    process.wait()
+
+    async def _strike(
+        self, how: str, victim: subprocess.Popen[bytes], waiting: list[Generation]
+    ) -> dict[str, float]:
+        gone = {generation: generation.endpoint for generation in waiting}
+        began = time.perf_counter()
+        if how == "killed":
+            os.kill(victim.pid, signal.SIGKILL)
+        else:
+            for endpoint in {
+                generation.endpoint for generation in waiting if generation.endpoint is not None
+            }:
+                endpoint.status, endpoint.weight = HealthStatus.UNHEALTHY, 0.0
+            self.director.changed()
+        moved = lambda: all(f.endpoint is not None and f.endpoint is not gone[f] for f in waiting)  # noqa: E731
+        await until(lambda: self.director.table and moved() and self.sent())
+        placed_ms = (time.perf_counter() - began) * 1000
+        load = computed_again(waiting)
+        await until(lambda: all(generation.has_output for generation in waiting))
+        resumed_ms = (time.perf_counter() - began) * 1000
+        for generation in waiting:
+            generation.cancel()
+        return {
+            "placed_ms": placed_ms,
+            "resumed_ms": resumed_ms,
+            "most_over_even": most_over_even(load, SURVIVORS),
+        }
+
+
+def _joined(worker: str, instance: str) -> WorkerJoined:
+    return replace(static_worker(worker, instance, "sim", "builtin:sim"), profile=PROFILE)
+
+
+def main() -> None:
+    """Print one JSON line."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
+    parser.add_argument("--how", choices=("killed", "unhealthy"), default="killed")
+    parser.add_argument("--requests", type=int, default=1000)
+    parser.add_argument("--tokens", type=int, default=2048)
+    parser.add_argument("--trials", type=int, default=5)
+    args = parser.parse_args()
+    if min(args.requests, args.tokens, args.trials) < 1:
+        parser.error("requests, tokens and trials are numbers from 1 up")
+    with quiet():
+        runs = [uvloop.run(_trial(args.how, args.requests, args.tokens)) for _ in range(args.trials)]
+    median = {name: round(statistics.median(run[name] for run in runs), 2) for name in runs[0]}
+    most = {name: round(max(run[name] for run in runs), 2) for name in runs[0]}
+    print(
+        json.dumps(
+            {"figure": "group", "how": args.how, "requests": args.requests, "median": median, "max": most}
+        )
+    )
+
+
+async def _trial(how: str, requests: int, tokens: int) -> dict[str, float]:
+    return await Fleet().trial(how, requests, tokens)
+
+
+if __name__ == "__main__":
+    main()

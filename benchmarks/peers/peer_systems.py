@@ -1,0 +1,243 @@
+"""The two systems that `benchmarks.peers.peer` compares, each started as its users start it, and broken the same way.
+
+`flat`: two engines that wait for nothing (Dynamo's mocker, our simulated engine). Otherwise: three engines that say a
+token every 20 ms, and can be broken: `benchmarks/peers/peer_worker.py`, and again our simulated engine.
+"""
+
+import asyncio
+import contextlib
+import json
+import os
+import shutil
+import signal
+import subprocess
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+import aiohttp
+
+from controller.adapters.embedded.free_port import free_port
+from controller.demo.clients import Received
+from controller.demo.fleet import DemoFleet, NotAsExpected
+from controller.frontend.text.chat_templates import SIM_TEMPLATE
+from controller.frontend.text.tokenizer import BUILTIN_FILE
+from controller.processes.children import die_with
+from events.observations import RequestMigrated
+
+ENGINES, ENGINES_FLAT = 3, 2
+STARTS_WITHIN_S = 60.0
+VOCABULARY = 2048
+PROMPTS = [[300 + (7 * i + 13 * k) % 1500 for k in range(40)] for i in range(24)]  # no two begin alike
+
+
+class System(Protocol):
+    """One of the two. A worker is named by its PID."""
+
+    name: str
+
+    async def start(self) -> None:
+        """Start it, and wait until all its workers serve."""
+
+    async def stop(self) -> None:
+        """End every process of it."""
+
+    @property
+    def url(self) -> str:
+        """Return where it serves."""
+
+    async def model(self) -> str:
+        """Return the model's name."""
+
+    async def frontends(self) -> list[int]:
+        """Return the PIDs of its frontends."""
+
+    async def workers(self) -> list[int]:
+        """Wait until it is whole again; return the PIDs of its workers."""
+
+    async def fail(self, worker: int, broken: bool) -> None:
+        """Let a worker's engine raise at every step, or no longer."""
+
+    async def struck(self, worker: int, streams: Sequence[Received]) -> set[str]:
+        """Return those of these requests that were running on a worker when it was struck."""
+
+
+class Holdfast:
+    """`holdfast up` with simulated workers."""
+
+    name = "Holdfast"
+
+    def __init__(self, folder: Path, *, flat: bool) -> None:
+        self._folder, self._workers = folder, ENGINES_FLAT if flat else ENGINES
+        self._itl = "0" if flat else "20"
+        self._names: dict[int, str] = {}
+
+    async def start(self) -> None:
+        flags = ("--workers", str(self._workers), "--frontends", "2", "--itl-ms", self._itl)
+        soon = ("--canary-interval", "1", "--breaker-wait", "1", "--breaker-backoff", "1")  # healed soon
+        environment = {"HOLDFAST_WORKER_BATCH_MAX": "512"}
+        self._fleet = DemoFleet.start(self._folder, *flags, *soon, "--chaos", environment=environment)
+        await self._fleet.ready()
+        await self.workers()
+
+    async def stop(self) -> None:
+        await asyncio.to_thread(self._fleet.stop)
+
+    @property
+    def url(self) -> str:
+        return self._fleet.url
+
+    async def model(self) -> str:
+        return str((await self._fleet.status())["workers"][0]["model"])
+
+    async def frontends(self) -> list[int]:
+        return [p["pid"] for p in (await self._fleet.status())["processes"] if p["role"] == "frontend"]
+
+    async def workers(self) -> list[int]:
+        status = await self._fleet.healthy(self._workers)
+        self._names = {w["pid"]: w["id"] for w in status["workers"]}
+        return list(self._names)
+
+    async def fail(self, worker: int, broken: bool) -> None:
+        await self._fleet.act("error" if broken else "heal", self._names[worker])
+
+    async def struck(self, worker: int, streams: Sequence[Received]) -> set[str]:
+        ours = {stream.request for stream in streams}
+        facts = [event.fact for event in await self._fleet.events()]
+        moved = [fact for fact in facts if isinstance(fact, RequestMigrated) and fact.request in ours]
+        return {fact.request for fact in moved if fact.source == self._names[worker]}
+
+
+class Dynamo:
+    """NVIDIA Dynamo: one frontend (it uses all cores), migration on, file discovery, and its own workers."""
+
+    name = "Dynamo"
+
+    def __init__(self, folder: Path, python: Path, *, flat: bool) -> None:
+        self._folder, self._python, self._flat = folder, python, flat
+        self._port, self._started = free_port(), 0
+        self._frontend: subprocess.Popen[bytes] | None = None
+        self._workers: list[subprocess.Popen[bytes]] = []
+
+    async def start(self) -> None:
+        make_model(self._folder / "model")
+        (self._folder / "discovery").mkdir()
+        self._frontend = self._run(
+            "-m", "dynamo.frontend", "--http-host", "127.0.0.1", "--http-port", str(self._port),
+            "--discovery-backend", "file", "--migration-limit", "3",
+        )  # fmt: skip
+        await self.workers()
+
+    async def stop(self) -> None:
+        running = [p for p in (self._frontend, *self._workers) if p is not None]
+        for process in running:
+            process.kill()
+        for process in running:
+            await asyncio.to_thread(process.wait, 10)
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self._port}"
+
+    async def model(self) -> str:
+        return "m"
+
+    async def frontends(self) -> list[int]:
+        return [self._frontend.pid] if self._frontend else []
+
+    async def workers(self) -> list[int]:
+        """Replace the workers that ended, and wait until the frontend lists all of them and no dead one.
+
+        What they were given until now is forgotten.
+        """
+        wanted, deadline = ENGINES_FLAT if self._flat else ENGINES, time.monotonic() + STARTS_WITHIN_S
+        while True:
+            self._workers = [w for w in self._workers if w.poll() is None]
+            while len(self._workers) < wanted:  # now and then one ends while it starts
+                self._workers.append(self._run(*self._engine()))
+            if await self._listed() == wanted:
+                break
+            if time.monotonic() > deadline:
+                raise NotAsExpected(f"Dynamo did not start: {self._log().read_text()[-1000:]}")
+            await asyncio.sleep(0.25)
+        for worker in self._workers:
+            self._given(worker).unlink(missing_ok=True)
+        return [w.pid for w in self._workers]
+
+    async def fail(self, worker: int, broken: bool) -> None:
+        os.kill(worker, signal.SIGUSR1 if broken else signal.SIGUSR2)
+
+    async def struck(self, worker: int, streams: Sequence[Received]) -> set[str]:
+        process = next(w for w in self._workers if w.pid == worker)
+        given = set(map(int, self._given(process).read_text().split()))
+        return {s.request for s in streams if PROMPTS[s.prompt][0] in given}
+
+    def _engine(self) -> tuple[str, ...]:
+        model = str(self._folder / "model")
+        if self._flat:
+            return (
+                "-m", "dynamo.mocker", "--model-path", model, "--model-name", "m", "--speedup-ratio", "1000000",
+                "--max-num-seqs", "1024", "--discovery-backend", "file",
+            )  # fmt: skip
+        self._started += 1
+        return (
+            str(Path(__file__).with_name("peer_worker.py")),
+            model,
+            str(self._folder / f"given-{self._started}"),
+        )
+
+    def _given(self, worker: subprocess.Popen[bytes]) -> Path:
+        arguments: Any = worker.args
+        return self._folder / Path(arguments[-1]).name
+
+    def _log(self) -> Path:
+        return self._folder / "log"
+
+    def _run(self, *words: str) -> subprocess.Popen[bytes]:
+        environment = {
+            "DYN_FILE_KV": str(self._folder / "discovery"),
+            "DYN_LOG": "error",  # what it writes for each request costs time, and we write nothing
+            "DYN_TCP_RPC_HOST": "127.0.0.1",
+            "HF_HUB_OFFLINE": "1",
+        }
+        with self._log().open("ab") as output:
+            return subprocess.Popen(
+                [str(self._python), *words],
+                env={**os.environ, **environment},
+                stdout=output,
+                stderr=output,
+                preexec_fn=die_with(os.getpid()),
+            )
+
+    async def _listed(self) -> int:
+        """Return how many workers the frontend lists; 0 while it does not answer, or knows no model."""
+        timeout = aiohttp.ClientTimeout(total=2)
+        with contextlib.suppress(aiohttp.ClientError, TimeoutError):
+            async with aiohttp.ClientSession(self.url, timeout=timeout) as session:
+                async with session.get("/v1/models") as answer:
+                    if not (await answer.json())["data"]:
+                        return 0
+                async with session.get("/health") as answer:
+                    found = (await answer.json())["instances"]
+                    return sum(one["endpoint"] == "generate" for one in found)
+        return 0
+
+
+def make_model(folder: Path) -> None:
+    """Write the tokenizer of our simulated engine as a model's folder, without weights."""
+    folder.mkdir(parents=True)
+    shutil.copy(BUILTIN_FILE, folder / "tokenizer.json")
+    config = {
+        "architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": VOCABULARY, "hidden_size": 256,
+        "num_hidden_layers": 4, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 32,
+        "max_position_embeddings": 4096, "bos_token_id": 1, "eos_token_id": 2, "torch_dtype": "float32",
+    }  # fmt: skip
+    (folder / "config.json").write_text(json.dumps(config))
+    tokenizer = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "eos_token": "</s>",
+        "chat_template": SIM_TEMPLATE,
+    }
+    (folder / "tokenizer_config.json").write_text(json.dumps(tokenizer))

@@ -1,0 +1,209 @@
+"""How long does a frontend take to choose a worker for one request, hashing its prompt included?
+
+    python -m benchmarks choice [--workers 100 1000] [--tokens 12000] [--rounds 300]
+
+`choice`: microseconds from a list of token ids to the worker, and what they go into: hashing, looking up who has the prompt
+cached, and choosing: the cost of every candidate, with what others have there, and the filter with this frontend's own
+breakers and caps.
+Prompts begin with a system prompt that every worker has, go on as one of 1,000 conversations that few have, and end new; each
+worker has four requests of such prompts in flight. `sent` is what the tracker takes in afterwards, before a request leaves.
+`modes`: the same for the other modes, without hashing. Prints one JSON object each.
+"""
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from random import Random
+from statistics import median
+from typing import Any
+
+from controller.frontend.health.local_breakers import LocalBreakers
+from controller.frontend.settings import FactSettings, LocalBreakerSettings
+from controller.router.endpoints import Endpoint, WorkerRank
+from controller.router.index.index import KvIndex
+from controller.router.load.active_sequences import ActiveSequences
+from controller.router.selection.filter import Filter, Rules
+from controller.router.selection.score import ScoredPrompt
+from controller.router.selection.selector import Chooser, Mode, Selection
+from events.blocks import local_hashes, sequence_hashes
+from events.decisions import HealthStatus
+from events.observations import Profile, WorkerJoined
+from events.wire import Load
+
+IN_FLIGHT = 4  # of each worker
+CONVERSATIONS = 1000
+HAVE_IT = 3  # workers that have a conversation cached
+VOCABULARY = 128_000
+EVERY_S = 0.001  # a request comes, on a clock that stands still otherwise
+
+
+@dataclass
+class Parts:
+    """Seconds that each part of the choices took."""
+
+    hash: list[float] = field(default_factory=list)
+    find: list[float] = field(default_factory=list)
+    choose: list[float] = field(default_factory=list)
+    sent: list[float] = field(default_factory=list)
+
+    def row(self) -> dict[str, float]:
+        """Return the median of each, and of their sum without what comes after, microseconds."""
+        whole = [sum(parts) for parts in zip(self.hash, self.find, self.choose, strict=True)]
+        shown = {name: _us(median(getattr(self, name))) for name in ("hash", "find", "choose", "sent")}
+        return {"median_us": _us(median(whole)), "p99_us": _us(sorted(whole)[len(whole) * 99 // 100])} | shown
+
+
+class Fleet:
+    """A fleet of workers that nobody needs to reach, as one frontend knows it."""
+
+    def __init__(self, workers: int, tokens: int, block_tokens: int) -> None:
+        self.dice = Random(1)
+        self.block_tokens = block_tokens
+        self.now = 1.0
+        self.endpoints = tuple(_endpoint(number, block_tokens) for number in range(workers))
+        self.index = KvIndex()
+        self.slots = ActiveSequences()
+        self.chooser = Chooser(self.slots)
+        self.loads = {endpoint.worker: Load(running=2, active_tokens=5000) for endpoint in self.endpoints}
+        instances = {endpoint.worker: endpoint.instance for endpoint in self.endpoints}
+        outcomes = LocalBreakers(
+            "f1", LocalBreakerSettings(), FactSettings(), lambda fact: None, time.perf_counter
+        )
+        for endpoint in self.endpoints:
+            outcomes.outcomes(endpoint.key)
+        self.rules = Rules(
+            reachable=lambda worker, instance: instances.get(worker) == instance,
+            allowed=outcomes.allowed,
+            external_load=self.loads.get,
+            cap=lambda endpoint: max(1, int(endpoint.joined.profile.max_batch * 4 * 1.0)),
+            frontends=lambda: 2,
+            recently_heard=lambda worker, instance: instances.get(worker) == instance,
+            doubted=outcomes.open,
+        )
+        system = self._tokens(tokens // 6)
+        self._begun = [system + self._tokens(tokens // 2) for _ in range(CONVERSATIONS)]
+        self._size = tokens
+        self._warm()
+
+    def _tokens(self, count: int) -> list[int]:
+        return [self.dice.randrange(VOCABULARY) for _ in range(count)]
+
+    def prompt(self) -> list[int]:
+        """Return the next request's tokens."""
+        begun = self.dice.choice(self._begun)
+        return begun + self._tokens(self._size - len(begun))
+
+    def _warm(self) -> None:
+        """Let workers have conversations cached and requests in flight."""
+        for begun in self._begun:
+            for endpoint in self.dice.sample(self.endpoints, min(HAVE_IT, len(self.endpoints))):
+                self.index.store(WorkerRank(*endpoint.key), None, self._names(begun))
+        system = self._names(self._begun[0])[: self._size // 6 // self.block_tokens]
+        for number, endpoint in enumerate(self.endpoints * IN_FLIGHT):
+            self.index.store(WorkerRank(*endpoint.key), None, system)
+            names = self._names(self.dice.choice(self._begun))
+            self.slots.add(number, WorkerRank(*endpoint.key), names, now=0.0, prefill_tokens=self._size // 3)
+            endpoint.begin()
+
+    def _names(self, tokens: list[int]) -> list[int]:
+        return sequence_hashes(local_hashes(tokens, self.block_tokens))
+
+    def route(self, tokens: list[int], mode: Mode, parts: Parts) -> Selection:
+        """Choose for one prompt, and note how long each part took."""
+        self.now += EVERY_S
+        names = _timed(lambda: self._names(tokens), parts.hash)
+        matches = _timed(lambda: self.index.find(names), parts.find)
+        prompt, draw = ScoredPrompt(len(tokens), self.block_tokens, names, matches), self.dice.random()
+        choice = _timed(
+            lambda: self.chooser.choose(
+                Filter(self.endpoints, self.rules),
+                prompt,
+                mode=mode,
+                now=self.now,
+                draw=draw,
+                external_load=self.rules.external_load,
+            ),
+            parts.choose,
+        )
+        _timed(lambda: self._send(choice), parts.sent)
+        self.slots.free("measured", now=self.now)
+        return choice
+
+    def _send(self, choice: Selection) -> None:
+        names, tokens = choice.request.prompt.blocks, choice.prefill_tokens
+        self.slots.add("measured", choice.holder, names, now=self.now, prefill_tokens=tokens)
+
+
+def _endpoint(number: int, block_tokens: int) -> Endpoint:
+    profile = Profile(
+        kv_blocks=10_000,
+        block_tokens=block_tokens,
+        max_batch=64,
+        prefill_tokens_per_s=1e5,
+        tpot_ms=((1, 1.0),),
+    )
+    joined = WorkerJoined(
+        worker=f"w{number}",
+        instance="i1",
+        url=f"tcp://w{number}:1",
+        model="m",
+        revision="r1",
+        tokenizer="t",
+        engine="simulated",
+        engine_version="1",
+        dtype="fp32",
+        tp=1,
+        device="cpu",
+        profile=profile,
+        canary_key="k",
+        pid=1,
+    )
+    return Endpoint(joined, weight=1.0, status=HealthStatus.HEALTHY)
+
+
+def _timed(call: Callable[[], Any], into: list[float]) -> Any:
+    began = time.perf_counter()
+    result = call()
+    into.append(time.perf_counter() - began)
+    return result
+
+
+def _us(seconds: float) -> float:
+    return round(seconds * 1e6, 1)
+
+
+def choice(workers: int, tokens: int, block_tokens: int, rounds: int) -> list[dict[str, Any]]:
+    """Measure choices among so many workers, in each mode."""
+    fleet, rows = Fleet(workers, tokens, block_tokens), []
+    prompts = [fleet.prompt() for _ in range(rounds)]
+    for mode in Mode:
+        parts = Parts()
+        for prompt in prompts:
+            fleet.route(prompt, mode, parts)
+        head = {"workers": workers, "tokens": tokens, "block_tokens": block_tokens}
+        if mode is Mode.KV:
+            rows.append({"row": "choice", **head, **parts.row()})
+        else:
+            rows.append({"row": "modes", "mode": mode.value, **head, "choose_us": _us(median(parts.choose))})
+    return rows
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Measure everything."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks choice", description=__doc__)
+    parser.add_argument("--workers", type=int, nargs="+", default=[100, 1000])
+    parser.add_argument("--tokens", type=int, default=12_000)
+    parser.add_argument("--rounds", type=int, default=300)
+    args = parser.parse_args(argv)
+    for workers in args.workers:
+        for block_tokens in (16, 64):
+            for row in choice(workers, args.tokens, block_tokens, args.rounds):
+                print(json.dumps(row), flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

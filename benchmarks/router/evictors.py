@@ -1,0 +1,105 @@
+"""Which evictor keeps what is asked for again? The recorded Mooncake conversation trace through the KV blocks of one engine.
+
+    python -m benchmarks evictors [--trace FILE] [--block-size 512] [--at-once 32] [--requests N]
+
+Each request takes its prompt's blocks, and lets go of them when so many others have come. One row for each evictor and size
+of the cache, in percent of the trace's different blocks: the share of all blocks that was found with all before it, how many
+were evicted, and microseconds a block. `host`: the same with a tier of that size below; what was found there as well.
+Without the trace beside this clone it plays our own chat traffic. Prints one JSON object a row.
+"""
+
+import argparse
+import json
+import sys
+import time
+from collections import deque
+from collections.abc import Sequence
+from itertools import islice
+from pathlib import Path
+from typing import Any, get_args
+
+from benchmarks.router.virtual.trace import whole
+from benchmarks.simulation.synthesizer import MOONCAKE
+from controller.trace import chat
+from controller.trace.rows import BLOCK_TOKENS, BadTrace, read
+from controller.trace.synthesis import synthesize
+from events.kv import Removed
+from workers.engines.simulated.kv.evictors import EvictorKind
+from workers.engines.simulated.kv.kv_manager import KvManager
+
+PERCENT = (1, 5, 10, 25, 50)
+CHAT_REQUESTS = 5_000
+
+
+def play(
+    prompts: Sequence[list[int]], blocks: int, kind: EvictorKind, at_once: int, host: int
+) -> dict[str, Any]:
+    """Take every prompt's blocks in turn; return what was found and evicted, and how long that took."""
+    kv = KvManager(blocks, kind, host_blocks=host)
+    kv.heard = True
+    held: deque[list[int]] = deque()
+    found = below = evicted = total = 0
+    began = time.perf_counter()
+    for prompt in prompts:
+        here = kv.cached(prompt)
+        there = kv.fetchable(prompt[here:])
+        kv.fetch(prompt[here : here + there])
+        while len(held) >= at_once or not kv.use(prompt):
+            kv.release(held.popleft())
+        held.append(prompt)
+        found, below, total = found + here, below + there, total + len(prompt)
+        events = kv.take_events()
+        evicted += sum(len(event.blocks) for event in events if isinstance(event, Removed) and not event.tier)
+    lasted = time.perf_counter() - began
+    return {
+        "found_percent": round(100 * found / total, 2),
+        **({"host_percent": round(100 * below / total, 2)} if host else {}),
+        "evicted": evicted,
+        "us_per_block": round(lasted * 1e6 / total, 2),
+    }
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the benchmark from the command line."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--trace", type=Path, default=MOONCAKE if MOONCAKE.exists() else None)
+    parser.add_argument("--block-size", type=whole, default=BLOCK_TOKENS)
+    parser.add_argument("--at-once", type=whole, default=32)
+    parser.add_argument("--requests", type=whole)
+    args = parser.parse_args(argv)
+    made = args.trace is None
+    rows = (
+        synthesize(chat.learned(), args.requests or CHAT_REQUESTS)
+        if made
+        else read(args.trace, args.block_size)
+    )
+    try:
+        prompts = [row.hash_ids for row in islice(rows, args.requests) if row.hash_ids]
+    except BadTrace as error:
+        parser.error(str(error))
+    if not prompts:
+        parser.error(f"{args.trace}: no request of it has a block")
+    different = len({block for prompt in prompts for block in prompt})
+    total = sum(map(len, prompts))
+    largest = max(map(len, prompts))
+    print(
+        json.dumps({"requests": len(prompts), "blocks": total, "different": different, "at_once": args.at_once,
+                    "endless_percent": play(prompts, total, "lru", args.at_once, 0)["found_percent"]})
+    )  # fmt: skip
+    for percent in PERCENT:
+        blocks = max(largest, different * percent // 100)
+        for host in (0, blocks):
+            for kind in get_args(EvictorKind):
+                played = play(prompts, blocks, kind, args.at_once, host)
+                print(
+                    json.dumps(
+                        {"cache_percent": percent, "blocks": blocks, "host": host, "evictor": kind} | played
+                    )
+                )
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

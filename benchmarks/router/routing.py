@@ -1,0 +1,278 @@
+"""Do requests go where their prefix is cached without piling up? A trace of real chats in virtual time, in all five modes.
+
+    python -m benchmarks routing [--trace FILE] [--workers 8 64] [--loads 0.3 0.5 0.7 0.9 1.1] [--modes kv round-robin …]
+                                 [--speed polynomial] [--seed 1] [--plot routing.svg] [--dynamo]
+
+The router's own index, slot tracker and chooser, and the simulated engine's own scheduler, in one process, without clocks
+and sockets. The trace (Mooncake's format, 512 tokens a block) comes faster or slower; a load is a share of what
+round-robin completes when everything comes at once. Prints one JSON object a row:
+
+    bound    blocks, and the hit rate of one cache with the whole fleet's blocks, read in the order of the trace
+    run      one mode at one load (`virtual.figures` says what the columns are)
+    best     what the balance could be at that load (`virtual.bounds`), if all possible hits were made, 90 % of them or none
+    result   what was to be reached: hits against the bound, mean TTFT against round-robin's at a load of 0.7, balance
+    hour     the trace at its own speed: how long that took
+
+Balance: the tokens that a worker computes in a window of 10 s, of prompts and answers, over the mean of all workers in that
+window; the 99th percentile of all pairs of a window and a worker. The first window and the last are left out. `hottest`: the
+99th percentile over the windows of each worker by itself, the largest of them over their mean.
+
+`--dynamo` runs Dynamo's router modes on its own mocker by its own offline replay (`make peer`), with the same trace, blocks
+and polynomial (the second one, the only one that it has), at the same shares of its own round-robin's throughput, and ours with
+that polynomial beside it.
+"""
+
+import argparse
+import json
+import math
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from tempfile import NamedTemporaryFile
+from typing import Any
+
+from benchmarks.plots import figure, needed, plot_file
+from benchmarks.router.virtual import bounds, trace
+from benchmarks.router.virtual.figures import figures
+from benchmarks.router.virtual.fleet import Fleet
+from benchmarks.router.virtual.router import Router, workers
+from controller.router.selection.score import USUAL, Pricing
+from controller.router.selection.selector import Mode
+from controller.trace.rows import BadTrace, encode
+from controller.trace.rows import TraceRow as Recorded
+from workers.engines.simulated.perf_model import POLYNOMIALS
+from workers.engines.simulated.sequence import EngineShape
+from workers.engines.simulated.timing import ModelTiming
+
+ROOT = Path(__file__).parents[2]
+TRACE = ROOT.parent / "shared" / "data" / "mooncake_conversation.jsonl"
+PEER_PYTHON = ROOT / ".venv-peer" / "bin" / "python"
+ALL_AT_ONCE = 1000.0  # so many times as fast as it was
+KV_TOKENS = 16_384 * 64  # of one engine: what Dynamo's mocker has
+RESULT_LOAD = 0.7
+ALL_HITS = 1.0  # of those that are possible
+HITS = (ALL_HITS, 0.9, 0.0)
+SPEEDS = {name: ModelTiming(model) for name, model in POLYNOMIALS.items()}
+FIRST, SECOND = SPEEDS
+EVENTS_LATE_S = 0.002  # about what a KV event needs from an engine's step to a frontend's index
+
+Row = dict[str, Any]
+
+
+def shape(block_tokens: int) -> EngineShape:
+    """Return an engine with the defaults of Dynamo's mocker, and room for every prompt of the trace."""
+    blocks = KV_TOKENS // block_tokens
+    return EngineShape(
+        context_tokens=262_144,
+        block_tokens=block_tokens,
+        kv_blocks=blocks,
+        batch_max=256,
+        prefill_tokens_max=8192,
+        waiting_max=1_000_000,
+    )
+
+
+class Trial:
+    """A trace against a fleet of so many workers."""
+
+    def __init__(self, rows: Sequence[Recorded], count: int, args: argparse.Namespace, speed: str) -> None:
+        self.count, self.speed = count, speed
+        self._rows, self._args = rows, args
+        self._shape, self._timing = shape(args.block_tokens), SPEEDS[speed]
+        self._blocks = count * self._shape.kv_blocks
+        self._found = list(trace.found(self._requests(1.0), args.block_tokens, self._blocks))
+        self._span_s = rows[-1].timestamp / 1e3
+        self.offered = len(rows) / self._span_s  # requests/s at the trace's own speed
+
+    def _requests(self, factor: float) -> Iterator[trace.Request]:
+        return trace.requests(self._rows, self._args.block_tokens, factor)
+
+    def bound(self) -> Row:
+        """Return the hits of one cache with the whole fleet's blocks."""
+        return {
+            "row": "bound",
+            "workers": self.count,
+            "kv_blocks": self._blocks,
+            "block_tokens": self._args.block_tokens,
+            "hit_rate": sum(self._found) / sum(max(1, row.input_length) for row in self._rows),
+        }
+
+    def best(self, factor: float) -> Row:
+        """Return what the balance could be: the least by the share of the possible hits that are made, dealt with all."""
+        requests, ideals = list(self._requests(factor)), {}
+        for share in HITS:
+            shorter = bounds.shortened(requests, [int(share * tokens) for tokens in self._found])
+            ideals[share] = bounds.Ideal(shorter, self._shape, self._timing, self.count)
+        return {
+            "workers": self.count,
+            "speed": self.speed,
+            "least": {share: ideal.least_balance() for share, ideal in ideals.items()},
+            "dealt": ideals[ALL_HITS].dealt_balance(),
+        }
+
+    def run(self, mode: Mode, factor: float, pricing: Pricing = USUAL) -> Row:
+        """Let the trace come so many times as fast, and return the figures."""
+        began, args = time.perf_counter(), self._args
+        fleet_workers = workers(self.count, self._timing.profile(self._shape))
+        router = Router(fleet_workers, mode, pricing, args.seed, paced=args.paced)
+        fleet = Fleet(self._shape, self._timing, self.count, [router], events_late_s=EVENTS_LATE_S)
+        outcome = fleet.run(self._requests(factor))
+        found = figures(outcome, self.count, self._span_s / factor)
+        return {
+            "workers": self.count,
+            "mode": mode.value,
+            "speed": self.speed,
+            "offered_per_s": self.offered * factor,
+            **found,
+            "seed": args.seed,
+            "wall_s": time.perf_counter() - began,
+        }
+
+
+def sweep(trial: Trial, args: argparse.Namespace) -> Iterator[Row]:
+    """Yield what one fleet does at each load in each mode, and whether that was enough."""
+    bound = trial.bound()
+    yield bound
+    most = trial.run(Mode.ROUND_ROBIN, ALL_AT_ONCE)["completed_per_s"]
+    runs: dict[tuple[str, float], Row] = {}
+    for load in args.loads:
+        for mode in args.modes:
+            run = trial.run(Mode(mode), load * most / trial.offered)
+            runs[mode, load] = run
+            yield {"row": "run", "system": "Holdfast", "load": load, **run}
+        yield {"row": "best", "load": load, **trial.best(load * most / trial.offered)}
+    kv, turns = (runs.get((mode, RESULT_LOAD)) for mode in ("kv", "round-robin"))
+    if kv and turns:
+        yield {
+            "row": "result",
+            "workers": trial.count,
+            "speed": trial.speed,
+            "round_robin_per_s": most,
+            "hits_of_bound": kv["hit_rate"] / bound["hit_rate"] if bound["hit_rate"] else math.nan,
+            "ttft_better": turns["ttft_mean"] / kv["ttft_mean"],
+            **{
+                key: {mode: runs[mode, RESULT_LOAD][key] for mode in args.modes}
+                for key in ("balance", "hottest")
+            },
+        }
+
+
+def hour(trial: Trial) -> Row:
+    """Run the trace at its own speed."""
+    run = trial.run(Mode.KV, 1.0)
+    return {"row": "hour", **run, "virtual_s_per_s": run["virtual_s"] / run["wall_s"]}
+
+
+def dynamo(rows: Sequence[Recorded], count: int, args: argparse.Namespace) -> Iterator[Row]:
+    """Yield what Dynamo's router modes do on its own mocker, with the same requests."""
+    with NamedTemporaryFile(suffix=".jsonl") as file:
+        file.writelines(map(encode, rows))
+        file.flush()
+        words = ["--workers", str(count), "--loads", *map(str, args.loads)]
+        words += ["--block-tokens", str(args.block_tokens)]
+        with subprocess.Popen(
+            [str(args.dynamo_python), "-m", "benchmarks.peers.peer_routing", file.name, *words],
+            stdout=subprocess.PIPE,
+            cwd=ROOT,
+            text=True,
+        ) as process:
+            assert process.stdout is not None
+            yield from map(json.loads, process.stdout)
+    if process.returncode:
+        raise SystemExit(f"Dynamo's replay ended with {process.returncode}")
+
+
+def draw(found: Sequence[Row], path: Path, args: argparse.Namespace) -> None:
+    """Draw what each mode does over the load, a line of panels for each fleet."""
+    rows = [row for row in found if row["row"] == "run"]
+    best = [row for row in found if row["row"] == "best"]
+    lines = sorted({(row["workers"], row["speed"]) for row in rows})
+    panels = (
+        ("ttft_mean", "mean TTFT, s"),
+        ("hit_rate", "prefix hit rate"),
+        ("balance", "balance: p99 of tokens / mean"),
+    )
+    with figure(path, len(panels), f"{args.trace.name}, seed {args.seed}", lines=len(lines)) as axes:
+        for line, (count, speed) in enumerate(lines):
+            here = [row for row in rows if (row["workers"], row["speed"]) == (count, speed)]
+            for axis, (key, label) in zip(axes[line], panels, strict=True):
+                for system, mode in sorted({(row["system"], row["mode"]) for row in here}):
+                    points = [
+                        row for row in here if (row["system"], row["mode"]) == (system, mode) and key in row
+                    ]
+                    style = "-" if system == "Holdfast" else "--"
+                    axis.plot(
+                        [p["load"] for p in points],
+                        [p[key] for p in points],
+                        style,
+                        marker=".",
+                        label=f"{system} {mode}",
+                    )
+                axis.set(xlabel=f"load, {count} workers, {speed}", ylabel=label)
+            ideal = [row for row in best if (row["workers"], row["speed"]) == (count, speed)]
+            least, dealt = [row["least"][ALL_HITS] for row in ideal], [row["dealt"] for row in ideal]
+            for name, points, style in (("least", least, ":"), ("dealt", dealt, "-.")):
+                axes[line][2].plot([row["load"] for row in ideal], points, style, color="grey", label=name)
+            axes[line][2].legend(fontsize=6)
+            axes[line][0].set_yscale("log")
+            axes[line][0].legend(fontsize=6)
+
+
+def show(row: Row) -> Row:
+    """Print one row."""
+    print(json.dumps({key: _short(value) for key, value in row.items()}), flush=True)
+    return row
+
+
+def _short(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _short(one) for key, one in value.items()}
+    return float(f"{value:.4g}") if isinstance(value, float) else value
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run everything."""
+    modes = [mode.value for mode in Mode]
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks routing",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--trace", type=Path, default=TRACE)
+    parser.add_argument("--requests", type=trace.whole, help="only the first so many of them")
+    parser.add_argument("--workers", type=trace.whole, nargs="+", default=[8, 64])
+    parser.add_argument("--loads", type=trace.positive, nargs="+", default=[0.3, 0.5, 0.7, 0.9, 1.1])
+    parser.add_argument("--modes", nargs="+", choices=modes, default=modes)
+    parser.add_argument("--speed", choices=list(SPEEDS), default=FIRST, help="the engines' polynomial")
+    parser.add_argument("--block-tokens", type=int, choices=[16, 32, 64, 128, 256, 512], default=512)
+    parser.add_argument("--paced", action="store_true", help="as with --router-prefill-load-model profile")
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--plot", type=plot_file, help="where to draw the sweep (.svg or .png)")
+    parser.add_argument("--dynamo", action="store_true", help="Dynamo's router on its mocker, too")
+    parser.add_argument("--dynamo-python", type=Path, default=PEER_PYTHON)
+    args = parser.parse_args(argv)
+    if args.plot:
+        needed()
+    if args.dynamo and not args.dynamo_python.exists():
+        parser.error("Dynamo is not installed: `make peer` installs it into .venv-peer")
+    try:
+        rows = trace.read(args.trace, args.requests)
+    except BadTrace as error:
+        parser.error(f"{error} (--trace names another)")
+    runs: list[Row] = []
+    for count in args.workers:
+        runs += [show(row) for row in sweep(Trial(rows, count, args, args.speed), args)]
+        if args.dynamo:
+            if args.speed != SECOND:
+                runs += [show(row) for row in sweep(Trial(rows, count, args, SECOND), args)]
+            runs += [show(row) for row in dynamo(rows, count, args)]
+    show(hour(Trial(rows, max(args.workers), args, args.speed)))
+    if args.plot:
+        draw(runs, args.plot, args)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

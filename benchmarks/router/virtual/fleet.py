@@ -1,0 +1,239 @@
+"""What happens in a fleet when requests come? Discrete events: arrivals, ends of steps, and what routers hear of them.
+
+    arrival ── a router chooses ──▶ engine: plan, steps ahead that are alike ── their end ──▶ first tokens, ends, KV events
+                                       ▲                                                    routers hear of them, events later
+                                       └── a request that comes meanwhile ends the leap with the step that runs
+
+An engine's steps that are alike are taken at once, so that a long answer costs a few events. Time is a float of seconds;
+nothing reads a clock or draws lots but from a seed: the same call gives the same figures.
+"""
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from heapq import heappop, heappush
+
+from benchmarks.router.virtual.router import Router
+from benchmarks.router.virtual.trace import Request
+from events.kv import KvEvent
+from events.slots import SlotBatch
+from workers.engines.simulated.scheduler import Plan, Scheduler
+from workers.engines.simulated.sequence import EngineShape
+from workers.engines.simulated.timing import Timing
+
+WINDOW_S = 10.0
+BATCH_S = 0.001  # what frontends tell each other is gathered for so long
+
+
+@dataclass(slots=True)
+class Outcome:
+    """What became of the requests, and what the engines did."""
+
+    arrived: dict[int, float] = field(default_factory=dict)
+    ttft: dict[int, float] = field(default_factory=dict)
+    ended: dict[int, float] = field(default_factory=dict)
+    answers: dict[int, int] = field(default_factory=dict)  # tokens
+    worker: dict[int, int] = field(default_factory=dict)
+    refused: int = 0
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    steps: int = 0
+    busy: dict[int, dict[int, float]] = field(default_factory=lambda: defaultdict(lambda: defaultdict(float)))
+    """Seconds that an engine was in a step, by window and worker."""
+    computed: dict[int, dict[int, float]] = field(
+        default_factory=lambda: defaultdict(lambda: defaultdict(float))
+    )
+    """Tokens that were computed, of prompts and answers, by window and worker."""
+    held: dict[int, dict[int, float]] = field(default_factory=lambda: defaultdict(lambda: defaultdict(float)))
+    """KV blocks that requests held, in block-seconds, by window and worker."""
+    preemptions: int = 0
+    last_s: float = 0.0
+
+
+class Engine:
+    """A scheduler, and the leap that it is in: `ahead` steps that are alike, each `step_s` long."""
+
+    __slots__ = ("ahead", "number", "plan", "scheduler", "since", "step_s", "version")
+
+    def __init__(self, number: int, shape: EngineShape) -> None:
+        self.number = number
+        self.scheduler = Scheduler(shape, mute=True)
+        self.scheduler.kv.heard = True
+        self.plan = Plan()
+        self.since = self.step_s = 0.0
+        self.ahead = 0  # 0: it has nothing to do
+        self.version = 0  # of the leap: an end that was put into the calendar for another one is void
+
+
+class Fleet:
+    """Engines that are alike, and the frontends' routers before them."""
+
+    def __init__(
+        self,
+        shape: EngineShape,
+        timing: Timing,
+        count: int,
+        routers: Sequence[Router],
+        *,
+        events_late_s: float = 0.0,
+        leaps: bool = True,
+    ) -> None:
+        """`events_late_s`: so long KV events travel. Requests and tokens do not. `leaps`: take steps that are alike at once."""
+        self._leaps = leaps
+        self.engines = [Engine(number, shape) for number in range(count)]
+        self._timing = timing
+        self._routers = routers
+        self._events_late_s = events_late_s
+        self._calendar: list[tuple[float, int, Engine | None, int]] = []
+        self._messages: dict[int, Callable[[float], None]] = {}  # by their number in the calendar
+        self._numbered = 0
+        self._telling: set[Router] = set()  # who has something on the way to the others
+        self._router_of: dict[int, Router] = {}
+        self.outcome = Outcome()
+
+    def run(self, requests: Iterable[Request], until_s: float = float("inf")) -> Outcome:
+        """Let requests come, one router after another taking one, and go on until all are over, or so long."""
+        coming = iter(requests)
+        following = next(coming, None)
+        calendar = self._calendar
+        while following is not None or calendar:
+            if following is not None and (not calendar or following.at_s <= calendar[0][0]):
+                if following.at_s >= until_s:
+                    break
+                self._arrive(following)
+                following = next(coming, None)
+                continue
+            now, number, engine, version = heappop(calendar)
+            if now >= until_s:
+                break
+            if engine is None:
+                self._messages.pop(number)(now)
+            elif version == engine.version:
+                self._land(engine, now)
+        self.outcome.preemptions = sum(engine.scheduler.preemptions for engine in self.engines)
+        return self.outcome
+
+    def _arrive(self, request: Request) -> None:
+        now, outcome = request.at_s, self.outcome
+        router = self._routers[request.key % len(self._routers)]
+        number = router.route(request, now)
+        self._share(router, now)
+        engine = self.engines[number]
+        outcome.arrived[request.key] = now
+        outcome.worker[request.key] = number
+        if engine.ahead > 1 and (passed := int((now - engine.since) / engine.step_s)):
+            self._pass(engine, min(passed, engine.ahead - 1))
+        if engine.scheduler.submit_silent(request.key, request.prompt, request.answer, request.names):
+            outcome.refused += 1
+            router.done(request.key, now)
+            return
+        outcome.prompt_tokens += request.prompt
+        outcome.answers[request.key] = request.answer
+        self._router_of[request.key] = router
+        if not engine.ahead:
+            self._leap(engine, now)
+        elif engine.ahead > 1:  # it is admitted when the present step ends
+            engine.ahead = 1
+            self._schedule(engine)
+
+    def _pass(self, engine: Engine, steps: int) -> None:
+        """Take steps in which nothing happened, the first of the leap."""
+        self._count(engine, steps)
+        engine.scheduler.skip(steps)
+        engine.since += steps * engine.step_s
+        engine.ahead -= steps
+
+    def _leap(self, engine: Engine, now: float) -> None:
+        """Begin the steps that are alike."""
+        engine.plan = plan = engine.scheduler.plan()
+        if plan.idle:
+            engine.ahead = 0
+            return
+        engine.since, engine.step_s = now, self._timing.step_s(plan)
+        engine.ahead = engine.scheduler.steady() + 1 if self._leaps else 1
+        self._schedule(engine)
+
+    def _schedule(self, engine: Engine) -> None:
+        engine.version += 1
+        self._numbered += 1
+        end = engine.since + engine.ahead * engine.step_s
+        heappush(self._calendar, (end, self._numbered, engine, engine.version))
+
+    def _land(self, engine: Engine, now: float) -> None:
+        """End a leap: the last of its steps is the one in which something happens."""
+        scheduler, outcome = engine.scheduler, self.outcome
+        if engine.ahead > 1:
+            self._pass(engine, engine.ahead - 1)
+        self._count(engine, 1)
+        outcome.last_s = now
+        for key, chunk in scheduler.step():
+            router = self._router_of[key]
+            if chunk.cached_tokens is not None:
+                outcome.ttft[key] = now - outcome.arrived[key]
+                outcome.cached_tokens += chunk.cached_tokens
+                router.first(key, now)
+                self._share(router, now)
+            if chunk.finish is not None:
+                outcome.ended[key] = now
+                router.done(key, now)
+                self._share(router, now)
+                del self._router_of[key]
+        if events := scheduler.take_events():
+            self._announce(engine.number, events, now)
+        self._leap(engine, now)
+
+    def _announce(self, worker: int, events: list[KvEvent], now: float) -> None:
+        if self._events_late_s:
+            self._send(lambda _: self._heard(worker, events), now + self._events_late_s)
+        else:
+            self._heard(worker, events)
+
+    def _heard(self, worker: int, events: list[KvEvent]) -> None:
+        for router in self._routers:
+            router.heard(worker, events)
+
+    def _share(self, router: Router, now: float) -> None:
+        """Let the other frontends hear what has become of this one's requests, a batch at a time."""
+        if router.replicas is not None and router not in self._telling:
+            self._telling.add(router)
+            self._send(lambda then: self._tell(router, then), now + BATCH_S)
+
+    def _tell(self, router: Router, now: float) -> None:
+        self._telling.discard(router)
+        assert router.replicas is not None
+        batches = list(router.replicas.batches(now))
+        self._send(lambda then: self._told(router, batches, then), now + self._events_late_s)
+
+    def _told(self, speaker: Router, batches: Sequence[SlotBatch], now: float) -> None:
+        for router in self._routers:
+            if router is not speaker and router.replicas is not None:
+                for batch in batches:
+                    router.replicas.take(batch, now)
+
+    def _send(self, message: Callable[[float], None], at_s: float) -> None:
+        self._numbered += 1
+        self._messages[self._numbered] = message
+        heappush(self._calendar, (at_s, self._numbered, None, 0))
+
+    def _count(self, engine: Engine, steps: int) -> None:
+        """Write down what the first steps of the leap compute."""
+        outcome, number = self.outcome, engine.number
+        lasted = steps * engine.step_s
+        outcome.steps += steps
+        tokens = engine.plan.prefill_tokens + engine.plan.decodes * steps
+        for window, share in windows(engine.since, engine.since + lasted):
+            outcome.computed[window][number] += tokens * share
+            outcome.busy[window][number] += lasted * share
+            outcome.held[window][number] += engine.plan.active_blocks * lasted * share
+
+
+def windows(since: float, until: float) -> Iterator[tuple[int, float]]:
+    """Yield the windows that a stretch of time lies in, and how much of it lies in each."""
+    window, length = int(since / WINDOW_S), until - since
+    while True:
+        end = (window + 1) * WINDOW_S
+        if until <= end:
+            yield window, (until - since) / length
+            return
+        yield window, (end - since) / length
+        window, since = window + 1, end

@@ -1,0 +1,119 @@
+"""A frontend's router in virtual time: its own index, slot tracker and chooser, told what a frontend would be told."""
+
+from collections.abc import Sequence
+from random import Random
+
+from benchmarks.router.virtual.trace import Request
+from controller.router.endpoints import Endpoint, WorkerRank
+from controller.router.index.index import KvIndex, Matches
+from controller.router.load.active_sequences import ActiveSequences
+from controller.router.load.replicas import Replicas
+from controller.router.selection.score import USUAL, Pricing, ScoredPrompt
+from controller.router.selection.selector import Chooser, Mode
+from events.decisions import HealthStatus
+from events.kv import KvEvent, Removed, Stored
+from events.observations import Profile, WorkerJoined
+
+NOTHING = Matches()
+
+
+class Router:
+    """One frontend's view of a fleet of healthy workers."""
+
+    def __init__(
+        self,
+        workers: Sequence[WorkerJoined],
+        mode: Mode = Mode.KV,
+        pricing: Pricing = USUAL,
+        seed: int = 1,
+        *,
+        frontend: str = "",
+        paced: bool = False,
+    ) -> None:
+        """`frontend`: its name, where several tell each other of their requests. `paced`: a prompt is expected to be read at
+        the speed that its worker has registered (a frontend's `--router-prefill-load-model profile`)."""
+        self.endpoints = [Endpoint(worker, 1.0, HealthStatus.HEALTHY, expected=True) for worker in workers]
+        self.index = KvIndex()
+        self.slots = ActiveSequences()
+        self.replicas = Replicas(frontend, f"{frontend}'s life", self.slots) if frontend else None
+        self._holders = [WorkerRank(endpoint.worker, endpoint.instance) for endpoint in self.endpoints]
+        self._numbers = {holder: number for number, holder in enumerate(self._holders)}
+        self._chooser = Chooser(self.slots)
+        self._mode, self._pricing, self._paced = mode, pricing, paced
+        self._dice = Random(seed)
+        self._sent: dict[int, tuple[Endpoint, int]] = {}
+
+    def route(self, request: Request, now: float) -> int:
+        """Return the number of the worker that gets a request."""
+        size = self.endpoints[0].joined.profile.block_tokens
+        found = self.index.find(request.names) if self._mode is Mode.KV else NOTHING
+        choice = self._chooser.choose(
+            self.endpoints,
+            ScoredPrompt(request.prompt, size, request.names, found),
+            now=now,
+            draw=self._dice.random(),
+            mode=self._mode,
+            pricing=self._pricing,
+        )
+        endpoint, tokens = choice.endpoint, request.prompt + request.answer
+        self.slots.add(
+            request.key,
+            choice.holder,
+            request.names,
+            now=now,
+            prefill_tokens=choice.prefill_tokens,
+            block_tokens=size,
+            expected_s=choice.prefill_tokens / endpoint.joined.profile.prefill_tokens_per_s
+            if self._paced
+            else None,
+        )
+        endpoint.begin(tokens)
+        self._sent[request.key] = endpoint, tokens
+        return self._numbers[choice.holder]
+
+    def first(self, key: int, now: float) -> None:
+        """Take in that a request has its first token."""
+        self.slots.prefill_done(key, now=now)
+
+    def done(self, key: int, now: float) -> None:
+        """Take in that a request is over."""
+        self.slots.free(key, now=now)
+        endpoint, tokens = self._sent.pop(key)
+        endpoint.end(tokens)
+
+    def heard(self, worker: int, events: Sequence[KvEvent]) -> None:
+        """Take in what a worker's cache has stored and removed."""
+        if self._mode is not Mode.KV:
+            return
+        holder, index = self._holders[worker], self.index
+        for event in events:
+            if isinstance(event, Stored):
+                index.store(holder, event.parent, event.blocks)
+            elif isinstance(event, Removed):
+                index.remove(holder, event.blocks)
+            else:
+                index.forget(holder)
+
+
+def workers(count: int, profile: Profile) -> list[WorkerJoined]:
+    """Return workers that are alike, as they register."""
+    return [
+        WorkerJoined(
+            worker=f"worker-{number}",
+            instance="1",
+            url="",
+            model="sim",
+            revision="1",
+            tokenizer="builtin:sim",
+            engine="simulated",
+            engine_version="1",
+            dtype="",
+            tp=1,
+            device="",
+            profile=profile,
+            canary_key="",
+            pid=0,
+            kv_events=True,
+        )
+        for number in range(count)
+    ]

@@ -1,0 +1,99 @@
+"""Requests of a trace, as a fleet in virtual time takes them: when, how long, and what their blocks are called."""
+
+import math
+from argparse import ArgumentTypeError
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from heapq import merge
+from itertools import islice
+from pathlib import Path
+from random import Random
+
+from controller.trace.rows import BLOCK_TOKENS, BadTrace, TraceRow
+from controller.trace.rows import read as read_rows
+from events.blocks import follow
+
+NUMBER_MAX = 1_000_000  # of workers, requests, seconds …: more is a mistake
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """One request. `names` are the sequence hashes of its prompt's full blocks."""
+
+    key: int
+    at_s: float
+    prompt: int  # tokens, at least 1
+    answer: int  # tokens, at least 1
+    names: Sequence[int]
+
+
+def read(path: Path, limit: int | None = None) -> list[TraceRow]:
+    """Return the rows of a trace, the first `limit` of them. Raise BadTrace, also where they all come at once."""
+    rows = list(islice(read_rows(path), limit))
+    if not rows[-1].timestamp:
+        raise BadTrace(f"{path}: all {len(rows)} requests come at once, at no rate that could be changed")
+    return rows
+
+
+def copies(rows: Sequence[TraceRow], count: int, seed: int) -> Iterator[TraceRow]:
+    """Yield so many copies of a trace at once, each with prefixes of its own and begun at another moment of it."""
+    dice, span = Random(seed), rows[-1].timestamp
+    begun = [0.0, *(dice.uniform(0, span) for _ in range(count - 1))]
+    turned = [_turned(rows, later, copy) for copy, later in enumerate(begun)]
+    return merge(*turned, key=lambda row: row.timestamp)
+
+
+def _turned(rows: Sequence[TraceRow], later: float, copy: int) -> Iterator[TraceRow]:
+    """Yield a trace begun at another moment: what comes before it then comes last."""
+    span = rows[-1].timestamp
+    begin = next(number for number, row in enumerate(rows) if row.timestamp >= later)
+    for row in [*rows[begin:], *rows[:begin]]:
+        at = row.timestamp - later if row.timestamp >= later else row.timestamp - later + span
+        yield TraceRow(at, row.input_length, row.output_length, [follow(one, copy) for one in row.hash_ids])
+
+
+def requests(rows: Iterable[TraceRow], block_tokens: int, speed: float = 1.0) -> Iterator[Request]:
+    """Yield a trace's requests, `speed` times as fast, in blocks of the engines' size: a part of the trace's."""
+    parts = BLOCK_TOKENS // block_tokens
+    if parts * block_tokens != BLOCK_TOKENS:
+        raise ValueError(f"{block_tokens} tokens are no part of a trace's blocks of {BLOCK_TOKENS}")
+    for key, row in enumerate(rows):
+        prompt, answer = max(1, row.input_length), max(1, row.output_length)
+        names = [follow(one, part) for one in row.hash_ids for part in range(parts)]
+        yield Request(key, row.timestamp / 1e3 / speed, prompt, answer, names[: prompt // block_tokens])
+
+
+def found(requests: Iterable[Request], block_tokens: int, capacity: int) -> Iterator[int]:
+    """Yield the prompt tokens of each request that one cache of so many blocks finds, if it has read each prompt before the
+    next one comes: no fleet with as many blocks does better by more than chance. Least recently used goes first."""
+    kept: dict[int, None] = {}
+    for request in requests:
+        depth = 0
+        for name in request.names:
+            if name not in kept:
+                break
+            depth += 1
+        for name in reversed(request.names):  # a prefix outlives what builds on it
+            kept.pop(name, None)
+            kept[name] = None
+        while len(kept) > capacity:
+            del kept[next(iter(kept))]
+        yield min(depth * block_tokens, request.prompt - 1)
+
+
+def whole(text: str) -> int:
+    """Read a flag's whole number above 0."""
+    if not text.isdecimal() or not 1 <= int(text) <= NUMBER_MAX:
+        raise ArgumentTypeError(f"{text!r} is not a whole number from 1 to {NUMBER_MAX}")
+    return int(text)
+
+
+def positive(text: str) -> float:
+    """Read a flag's number above 0."""
+    try:
+        number = float(text)
+    except ValueError:
+        number = math.nan
+    if not 0.0 < number <= NUMBER_MAX:
+        raise ArgumentTypeError(f"{text!r} is not a number above 0, and {NUMBER_MAX} at most")
+    return number

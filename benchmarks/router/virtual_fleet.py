@@ -1,0 +1,87 @@
+"""How many engines can be simulated at once? Ten thousand behind one KV-aware router, in virtual time, on one core.
+
+    python -m benchmarks virtual_fleet [--engines 10000] [--copies 270] [--seconds 60] [--mode kv] [--trace FILE] [--seed 1]
+
+So many copies of the trace come at once, each with prefixes of its own and begun at another moment. Prints one JSON object:
+virtual seconds a second of wall time and of this process's CPU time; `utilisation`: the share of the time, after the first
+10 s in which the fleet fills, that engines are in a step, on average; how many requests run on a busy one; memory.
+"""
+
+import argparse
+import json
+import resource
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from benchmarks.router.routing import EVENTS_LATE_S, FIRST, SPEEDS, TRACE, shape
+from benchmarks.router.virtual import trace
+from benchmarks.router.virtual.figures import mean
+from benchmarks.router.virtual.fleet import WINDOW_S, Fleet
+from benchmarks.router.virtual.router import Router, workers
+from controller.router.selection.score import USUAL
+from controller.router.selection.selector import Mode
+from controller.trace.rows import BadTrace
+
+
+def until(requests: Iterator[trace.Request], end_s: float) -> Iterator[trace.Request]:
+    """Yield the requests that come before the end."""
+    for request in requests:
+        if request.at_s >= end_s:
+            return
+        yield request
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the fleet."""
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks virtual_fleet",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--trace", type=Path, default=TRACE)
+    parser.add_argument("--engines", type=trace.whole, default=10_000)
+    parser.add_argument("--copies", type=trace.whole, default=270)
+    parser.add_argument("--seconds", type=trace.positive, default=60.0)
+    parser.add_argument("--mode", choices=[mode.value for mode in Mode], default="kv")
+    parser.add_argument("--speed", choices=list(SPEEDS), default=FIRST)
+    parser.add_argument("--block-tokens", type=int, choices=[64, 128, 256, 512], default=512)
+    parser.add_argument("--seed", type=int, default=1)
+    args = parser.parse_args(argv)
+    try:
+        recorded = trace.read(args.trace)
+    except BadTrace as error:
+        parser.error(f"{error} (--trace names another)")
+    timing, engine = SPEEDS[args.speed], shape(args.block_tokens)
+    router = Router(workers(args.engines, timing.profile(engine)), Mode(args.mode), USUAL, args.seed)
+    fleet = Fleet(engine, timing, args.engines, [router], events_late_s=EVENTS_LATE_S)
+    rows = trace.copies(recorded, args.copies, args.seed)
+    coming = until(trace.requests(rows, args.block_tokens), args.seconds)
+    began, cpu = time.perf_counter(), time.process_time()
+    outcome = fleet.run(coming, args.seconds)
+    wall, cpu = time.perf_counter() - began, time.process_time() - cpu
+    full = range(1, int(args.seconds / WINDOW_S))
+    busy = [sum(outcome.busy[window].values()) / WINDOW_S / args.engines for window in full]
+    row = {
+        "row": "virtual",
+        "engines": args.engines,
+        "mode": args.mode,
+        "virtual_s": args.seconds,
+        "virtual_s_per_wall_s": args.seconds / wall,
+        "virtual_s_per_cpu_s": args.seconds / cpu,
+        "utilisation": mean(busy),
+        "requests": len(outcome.arrived),
+        "requests_per_s": len(outcome.arrived) / args.seconds,
+        "steps_per_wall_s": outcome.steps / wall,
+        "running_per_busy_engine": mean([float(one.plan.decodes) for one in fleet.engines if one.ahead]),
+        "hit_rate": outcome.cached_tokens / max(1, outcome.prompt_tokens),
+        "mb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e3,
+        "seed": args.seed,
+    }
+    print(json.dumps({k: float(f"{v:.4g}") if isinstance(v, float) else v for k, v in row.items()}))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

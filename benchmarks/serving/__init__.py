@@ -1,0 +1,1 @@
+"""What serving costs and yields: tokens, requests, starts, thousands of workers."""

@@ -1,0 +1,278 @@
+"""A whole frontend and whole workers in one process: what workers say is folded here at once, without a journal.
+
+The code is that of the processes (API, router, generations, request plane, worker, engine), with sockets between them. What
+is missing is the boundary of processes: a killed worker's connections break and nothing of it is heard any more, but its
+memory is freed by its own code. `benchmarks/failures/faults.py` kills processes.
+"""
+
+import asyncio
+import json
+import os
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from datetime import UTC, datetime
+from typing import Any
+from urllib.parse import urlsplit
+
+import structlog
+
+from benchmarks.serving.load import Stream, text_of
+from controller.adapters.clock import SystemClock
+from controller.adapters.request_plane.client import RequestPlaneClient
+from controller.adapters.request_plane.dialers import Dialer
+from controller.adapters.request_plane.links import Address
+from controller.adapters.request_plane.nats_dialer import NatsDialer
+from controller.deciders.fleet import Fleet, evolve
+from controller.frontend.director import Director, World
+from controller.frontend.generations.generation import Generation
+from controller.frontend.http.api import Api
+from controller.frontend.http.listeners import Listeners
+from controller.frontend.settings import FrontendSettings
+from controller.router.endpoints import Endpoint
+from events.decisions import HealthChanged, HealthStatus
+from events.fact import Decision, Fact, Recorded
+from events.nats.channels import Channels
+from events.observations import MoveRequested, WorkerJoined, WorkerLeft
+from events.subjects import PLANE_SCHEME
+from workers.config.worker import WorkerConfig
+from workers.engines.engine import Engine, EngineDead
+from workers.worker import InferenceWorker
+
+TICK_S = 0.05
+ANSWER_S = 60.0
+KILLED = 137
+METHODS: dict[str, dict[str, Any]] = {  # by which of them a planned move is made: settings of the frontend
+    "transfer": {"setup_s": 0.0, "max_migration_time_ms": 10_000.0, "transfers_at_once": 16},
+    "reprefill": {"max_migration_time_ms": 1e-6},
+}
+
+
+class Member:
+    """A worker by its name, over all its lives."""
+
+    def __init__(self, inside: "Inside", name: str, made: Callable[[], Engine]) -> None:
+        self.name = name
+        self.life: Life | None = None
+        self.lives: list[Life] = []
+        self._inside, self._made = inside, made
+
+    async def start(self) -> None:
+        """Begin a new life, and wait until the frontend is connected to it, or until it is over already."""
+        engine = self._made()
+        instance = f"{self.name}-{os.getpid()}-{len(self.lives) + 1}"  # its KV regions have this name
+        life = Life(self._inside, instance, self.name, engine)
+        self.lives.append(life)
+        async with asyncio.timeout(ANSWER_S):
+            await life.worker.serving.wait()
+        self.life = life
+        plane = self._inside.plane
+        await self._inside.until(
+            lambda: plane.connected.get(self.name) == life.instance or self.life is not life
+        )
+
+    async def kill(self) -> None:
+        """End this life: every connection breaks in this very turn."""
+        life, self.life = self.life, None
+        if life is not None:
+            await life.end()
+            self._inside.tell(
+                WorkerLeft(worker=self.name, instance=life.instance, mode="immediate", exit=KILLED)
+            )
+
+    @property
+    def endpoint(self) -> Endpoint | None:
+        """Its place in the frontend's table."""
+        return (
+            self._inside.director.table.endpoints.get((self.name, self.life.instance)) if self.life else None
+        )
+
+
+class Life:
+    """One life of a worker. It is also the journal of that worker."""
+
+    def __init__(self, inside: "Inside", instance: str, name: str, engine: Engine) -> None:
+        self.instance, self.engine = instance, engine
+        self.source = f"worker:{name}"
+        self._inside: Inside | None = inside
+        config = WorkerConfig(name=name, instance=instance)
+        self.worker = InferenceWorker(config, engine, self, None, channels=inside.behind)  # type: ignore[arg-type]
+        self._running = asyncio.ensure_future(self.worker.run(asyncio.Event()))
+
+    def observe(self, fact: Fact, **_: str) -> str:
+        """Let the fleet hear a fact, unless this life is over."""
+        if self._inside is not None:
+            self._inside.tell(fact)
+        return ""
+
+    async def end(self) -> None:
+        """Be heard no more, then free everything."""
+        self._inside = None
+        self.worker.server.blackhole(True)
+        await self.worker.server.close(0.0)
+        self.worker.fail(EngineDead("killed"))
+        await self._running
+
+    @property
+    def idle(self) -> bool:
+        """Whether it holds no request, no block and no move."""
+        load, server = self.engine.load(), self.worker.server
+        held = load.running or load.waiting or load.kv_used
+        return not (held or server.in_flight or len(server.moves.source) or len(server.moves.target))
+
+
+class Inside:
+    """The frontend, its members, and all that was observed."""
+
+    def __init__(
+        self, settings: FrontendSettings, dialers: Mapping[str, Dialer], behind: Channels | None
+    ) -> None:
+        self.plane = RequestPlaneClient("f1", dialers=dialers)
+        self.behind = behind  # the workers' connection to the broker that requests pass
+        world = World("f1", self.plane, self._observe, SystemClock(), ended=self._ended)
+        self.director = Director(world, settings)
+        self.director.go_live()
+        self.api = Api(self.director)
+        self.listeners = Listeners(self.api, settings)
+        self.facts: list[Fact] = []
+        self.members: list[Member] = []
+        self.accepted: dict[str, list[int]] = {}  # by request, of answers that were completed
+        self._fleet = Fleet()
+        self._seq = 0
+        self.plane.listen(self.director.changed)
+
+    def _ended(self, generation: Generation) -> None:
+        """Note what an answer that was completed had accepted."""
+        if generation.error is None and generation.finish != "cancelled":
+            self.accepted[generation.request.id] = generation.accepted
+
+    def running(self, request: str) -> Generation | None:
+        """Return an answer that is being made; None if there is none of this request."""
+        made = (one for completion in self.api.openai.completions for one in completion.generations)
+        return next((one for one in made if one.request.id == request and not one.done), None)
+
+    def move(self, worker: str) -> None:
+        """Ask for everything that runs on a worker to go on elsewhere, as an operator does."""
+        live = self._fleet.workers.get(worker)
+        if live is not None and live.alive:
+            self.tell(MoveRequested(worker=worker, instance=live.joined.instance, by="benchmark"))
+
+    def _observe(self, fact: Fact, **_: str) -> None:
+        self.facts.append(fact)
+
+    def said(self, kind: type[Fact]) -> list[Any]:
+        """Return the facts of one kind."""
+        return [fact for fact in self.facts if isinstance(fact, kind)]
+
+    def tell(self, fact: Fact) -> None:
+        """Fold a fact. Who joins is healthy at once, and counts as so slow at prefill that every KV cache may travel."""
+        if isinstance(fact, WorkerJoined):
+            fact = replace(fact, profile=replace(fact.profile, prefill_tokens_per_s=1.0))
+        self.facts.append(fact)
+        self._fold(fact)
+        if isinstance(fact, WorkerJoined):
+            self._fold(
+                HealthChanged(
+                    worker=fact.worker,
+                    instance=fact.instance,
+                    before=HealthStatus.SUSPICIOUS,
+                    after=HealthStatus.HEALTHY,
+                    reason="it has joined",
+                    weight=1.0,
+                    decided_at=datetime.now(UTC),
+                )
+            )
+
+    def _fold(self, fact: Fact) -> None:
+        if isinstance(fact, Decision):
+            fact = replace(fact, number=self._fleet.number + 1)
+        self._seq += 1
+        recorded = Recorded(self._seq, datetime.now(UTC), fact, f"e{self._seq}")
+        self._fleet = evolve(self._fleet, recorded)
+        alive = [w.joined for w in self._fleet.workers.values() if w.alive]
+        self.plane.want({joined.worker: Address(joined.instance, joined.url) for joined in alive})
+        self.director.absorb(self._fleet, [recorded])
+
+    async def until(self, condition: Callable[[], object], seconds: float = ANSWER_S) -> None:
+        """Wait for a condition. Raise TimeoutError."""
+        async with asyncio.timeout(seconds):
+            while not condition():  # noqa: ASYNC110 (nobody says when)
+                await asyncio.sleep(0.005)
+
+    async def ask(self, request: str, **body: Any) -> "Answer":
+        """Ask for one stream over HTTP, and read it to its end."""
+        parts = urlsplit(self.listeners.url)
+        whole = {"stream": True, "stream_options": {"include_usage": True}} | body
+        data = json.dumps(whole).encode()
+        head = f"POST /v1/completions HTTP/1.1\r\nHost: {parts.netloc}\r\nX-Request-Id: {request}\r\n"
+        loop = asyncio.get_running_loop()
+        _, stream = await loop.create_connection(lambda: Stream(False), parts.hostname, parts.port)
+        assert stream.transport is not None
+        try:
+            async with asyncio.timeout(ANSWER_S):
+                await stream.ask(f"{head}Content-Length: {len(data)}\r\n\r\n".encode() + data, keep=True)
+        except TimeoutError:
+            return Answer(request, stream, "it did not end")
+        finally:
+            stream.transport.close()
+        if stream.response.status != 200 or stream.failed or not stream.done:
+            last = stream.events[-1] if stream.events else stream.response.body
+            return Answer(
+                request, stream, f"{stream.response.status} {last[:200].decode('utf-8', 'replace')}"
+            )
+        return Answer(request, stream)
+
+
+def unsaid(*_: Any) -> Any:
+    """Log nothing, as a structlog processor: killed workers have much to say."""
+    raise structlog.DropEvent
+
+
+class Answer:
+    """What a client got."""
+
+    def __init__(self, request: str, stream: Stream, error: str = "") -> None:
+        self.request, self.error = request, error
+        self.text = text_of(stream.events)
+        self.usage: dict[str, Any] = {}
+        self.finishes: list[str] = []
+        self.gaps = stream.gaps  # seconds between events
+        for event in map(json.loads, stream.events):
+            self.usage = event.get("usage") or self.usage
+            self.finishes += [c["finish_reason"] for c in event.get("choices", ()) if c.get("finish_reason")]
+
+
+@asynccontextmanager
+async def inside(
+    made: list[Callable[[], Engine]], *, broker: str = "", **settings: Any
+) -> AsyncIterator[Inside]:
+    """Run a frontend before one worker per engine: on ports, or behind the broker of this URL."""
+    dialer = await NatsDialer.open(broker, "f1") if broker else None
+    behind = await Channels.open(broker, "workers") if broker else None
+    dialers = {PLANE_SCHEME: dialer} if dialer is not None else {}
+    one = Inside(FrontendSettings(port=0, **settings), dialers, behind)
+    await one.listeners.open()
+    await one.listeners.accept()
+
+    async def ticks() -> None:
+        while True:
+            await asyncio.sleep(TICK_S)
+            one.director.tick()
+
+    running = [asyncio.ensure_future(one.plane.run()), asyncio.ensure_future(ticks())]
+    try:
+        one.members = [Member(one, f"w{n}", engine) for n, engine in enumerate(made)]
+        for member in one.members:
+            await member.start()
+        yield one
+    finally:
+        for task in running:
+            task.cancel()
+        await asyncio.gather(*running, return_exceptions=True)
+        await one.listeners.close()
+        for member in one.members:
+            if member.life is not None:
+                await member.life.end()
+        for link in (dialer, behind):
+            if link is not None:
+                await link.close()

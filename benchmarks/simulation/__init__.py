@@ -1,0 +1,1 @@
+"""Are simulated engines, traces and replays like what they stand for?"""

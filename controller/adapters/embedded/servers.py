@@ -1,0 +1,23 @@
+"""The embedded servers: a real nats-server and a real PostgreSQL, from wheels, as children of this process.
+
+They listen on 127.0.0.1 only, die with their parent, and keep their data in a directory that a second start
+resumes. A lock that the server itself inherits keeps two of them off one directory, even when the first one's
+parent is gone. Start them from the main thread (see `embedded_server.spawn`).
+"""
+
+from controller.adapters.embedded.nats import Stuck, effective, nats_binary, start_nats
+from controller.adapters.embedded.postgres import postgres_install, start_postgres
+from controller.adapters.embedded.server import EmbeddedServer, PortInUse, ServerDirectoryInUse, ServerFailed
+
+__all__ = [
+    "EmbeddedServer",
+    "PortInUse",
+    "ServerDirectoryInUse",
+    "ServerFailed",
+    "Stuck",
+    "effective",
+    "nats_binary",
+    "postgres_install",
+    "start_nats",
+    "start_postgres",
+]

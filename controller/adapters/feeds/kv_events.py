@@ -1,0 +1,151 @@
+"""KV events from the broker to a frontend's index, and its questions to workers.
+
+kv.events.*  ──▶ KvView ──▶ index
+kv.ask.…     ◀── what is due, at most 16 at once, each with a deadline
+"""
+
+import asyncio
+from collections.abc import Iterable
+from math import inf
+
+import msgspec
+import structlog
+
+from controller.router.endpoints import WorkerRank
+from controller.router.index.index import KvIndex
+from controller.router.index.view import KvHealth, KvView
+from events import kv, subjects
+from events.nats.connection import DISCONNECTED, BrokerConnection
+from events.observations import WorkerJoined
+
+ASKS_MAX = 16  # questions that are on their way at once
+ASK_S = 2.0
+RETRY_S = 0.2
+SWEEP_RUNS = 200  # of the index, freed in one turn of the loop
+SWEEP_S = 0.005
+LOOK_S = 1.0  # a task waits no longer without looking
+
+log = structlog.get_logger(__name__)
+
+
+class KvEvents:
+    """Owns the index of one frontend. It needs a connection of its own: a burst of events holds up nothing else then.
+
+    `run` is a service of the frontend's loop, and everything else is called there. Until it has run for a moment, and
+    while the broker is away, the index holds what it held.
+    """
+
+    def __init__(
+        self, connection: BrokerConnection, view: KvView | None = None, *, ask_s: float = ASK_S
+    ) -> None:
+        """`ask_s`: how long an answer is waited for."""
+        self.view = view or KvView()
+        self.bad = 0  # messages that were none of ours
+        self._connection = connection
+        self._ask_s = ask_s
+        self._loop = asyncio.get_running_loop()
+        self._places = asyncio.Semaphore(ASKS_MAX)
+        self._wake = asyncio.Event()  # a flag: there may be something due
+        self._look_at = inf  # when it is looked for without that
+        connection.listen(self._changed)
+
+    @classmethod
+    async def open(cls, url: str, name: str, *, wait_s: float = 2.0) -> "KvEvents":
+        """Connect to the broker within `wait_s`, or go on trying in the background. Raise BadBrokerUrl."""
+        return cls(await BrokerConnection.open(url, f"kv:{name}", wait_s=wait_s))
+
+    async def close(self) -> None:
+        """Let go of the broker."""
+        await self._connection.close()
+
+    # --- what routers ask
+
+    @property
+    def index(self) -> KvIndex:
+        """Who holds what, by (worker, instance, rank)."""
+        return self.view.index
+
+    def absorb(self, joined: Iterable[WorkerJoined]) -> None:
+        """Take in who lives; of them, those are followed that publish KV events. Cheap: call it at every change."""
+        self.view.absorb(joined, self._loop.time())
+        self._look()
+
+    def complete(self, holder: WorkerRank) -> bool:
+        """Return whether everything is known that a rank is known to have said."""
+        return self.view.complete(holder)
+
+    @property
+    def health(self) -> KvHealth:
+        """How complete the index is; as text, a line for people."""
+        return self.view.health
+
+    # --- the service
+
+    async def run(self) -> None:
+        """Hear and ask until cancelled."""
+        while True:
+            try:
+                await self._connection.subscribe_raw(subjects.KV_EVENTS, self._heard)
+                break
+            except DISCONNECTED:  # it is on its way out or back
+                await asyncio.sleep(RETRY_S)
+        async with asyncio.TaskGroup() as group:
+            group.create_task(self._sweep(), name="kv-sweep")
+            while True:
+                await self._connection.up.wait()
+                await self._places.acquire()
+                if (due := self.view.due(self._loop.time())) is not None:
+                    group.create_task(self._ask(*due))
+                    continue
+                self._places.release()
+                await self._until_due()
+
+    async def _until_due(self) -> None:
+        self._wake.clear()
+        self._look_at = self.view.due_at
+        timer = None if self._look_at == inf else self._loop.call_at(self._look_at, self._wake.set)
+        try:
+            await self._wake.wait()
+        finally:
+            if timer is not None:
+                timer.cancel()
+
+    def _look(self) -> None:
+        """Let what is due be found, if it is due sooner than it was."""
+        if self.view.due_at < self._look_at:
+            self._wake.set()
+
+    async def _ask(self, holder: WorkerRank, ask: kv.KvRequest) -> None:
+        answer = None
+        subject = subjects.kv_ask(holder.worker, holder.instance)
+        try:
+            answer = kv.answer((await self._connection.request(subject, kv.encode(ask), self._ask_s)).body)
+        except msgspec.MsgspecError as error:
+            self.bad += 1
+            log.warning("kv_answer_refused", worker=holder.worker, error=str(error))
+        except DISCONNECTED as error:
+            log.debug("kv_not_answered", worker=holder.worker, rank=holder.rank, error=repr(error))
+        finally:
+            self._places.release()
+            self.view.answer(holder, ask, answer, self._loop.time())
+            self._look()
+
+    async def _sweep(self) -> None:
+        """Free the index of those who are gone, little by little: streams are relayed on the same loop."""
+        while True:  # noqa: ASYNC110 (it looks rarely: to be told would cost more)
+            await asyncio.sleep(SWEEP_S if self.index.sweep(SWEEP_RUNS) else LOOK_S)
+
+    def _heard(self, subject: bytes, reply: bytes, body: bytes, headers: bytes | None) -> None:
+        try:
+            batch = kv.batch(body)
+        except msgspec.MsgspecError as error:
+            self.bad += 1
+            log.warning("kv_batch_refused", subject=subject.decode(errors="replace"), error=str(error))
+            return
+        self.view.take(batch, self._loop.time())
+        self._look()
+
+    def _changed(self, connected: bool) -> None:
+        if connected:
+            self.view.doubt(self._loop.time())
+            self._look()

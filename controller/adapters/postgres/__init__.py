@@ -1,0 +1,1 @@
+"""The state store in Postgres: tables, statements, migrations, audit rows."""

@@ -1,0 +1,234 @@
+"""The process that writes `fleet_events` while another one folds, and its end in the one that folds.
+
+The rows of the audit table follow from the events alone and take half of a projection's time; the fold has to go through
+one process. The helper gets the events through its standard input, in frames of a length and JSON: first where to write,
+then batches; an empty frame asks for a word on standard output once everything before it is committed. What it cannot do
+it says there too, and ends.
+
+Only for a schema that nobody reads yet: its rows and the position are not written in one transaction.
+"""
+
+import asyncio
+import contextlib
+import gc
+import json
+import os
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from typing import Any
+
+import msgspec
+
+from controller.adapters.postgres import audit as pg_audit
+from controller.adapters.postgres.link import Link
+from controller.read_model import rows as projection
+from events import codec
+from events.errors import HoldfastError
+from events.fact import Recorded
+
+END_S = 5.0
+COLLECT_AT = 500_000  # objects: rows leave no cycles behind
+DONE = b"done\n"
+_LENGTH = 4
+_encode = msgspec.json.Encoder().encode
+
+
+class AuditFailed(HoldfastError):
+    """The process that writes the audit table has ended or hangs. Nothing has changed; try again."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HelperPolicy:
+    """When a second process is worth it, and how long it is waited for."""
+
+    events_min: int = 2_048  # in the first batch: a short history is written before a process has started
+    cores_min: int = 2
+    answer_s: float = 50.0  # for one batch to leave, or the last three to be committed
+
+    def possible(self) -> bool:
+        """Say whether there is a core for it, and a kernel that ends it with us."""
+        return sys.platform == "linux" and len(os.sched_getaffinity(0)) >= self.cores_min
+
+
+class AuditHelper:
+    """Starts the process with the first batch that is worth it, feeds it, and ends it."""
+
+    def __init__(self, url: str, schema: str, policy: HelperPolicy = HelperPolicy()) -> None:
+        self._policy = policy
+        self._place = {"url": url, "schema": schema}
+        self._process: asyncio.subprocess.Process | None = None
+        self._refused = False  # the first batch was small: whoever folds writes the rows too
+
+    @property
+    def pid(self) -> int | None:
+        """Which process it is; None: none yet."""
+        return self._process.pid if self._process else None
+
+    async def write(self, events: Sequence[Recorded]) -> bool:
+        """Pass a batch on; False: not wanted, now or later. Raise AuditFailed."""
+        if self._process is None:
+            self._refused = self._refused or len(events) < self._policy.events_min
+            if self._refused:
+                return False
+            await self._start()
+        await self._send(_encode(([event.fact.kind() for event in events], events)))
+        return True
+
+    async def flush(self) -> None:
+        """Return once every batch is committed. Raise AuditFailed."""
+        if self._process is None:
+            return
+        await self._send(b"")
+        assert self._process.stdout is not None
+        with _within(self._policy.answer_s):
+            async with asyncio.timeout(self._policy.answer_s):
+                if (said := await self._process.stdout.readline()) != DONE:
+                    raise await self._failure(said)
+
+    async def close(self) -> None:
+        """End it at once: what it has not committed is not written."""
+        process, self._process = self._process, None
+        if process is None:
+            return
+        self._refused = True
+        assert process.stdin is not None
+        process.stdin.close()
+        with contextlib.suppress(ProcessLookupError):
+            process.kill()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(END_S):
+                await process.wait()
+
+    async def _start(self) -> None:
+        from controller.adapters.embedded.server import die_with
+
+        self._process = await asyncio.create_subprocess_exec(
+            sys.executable, "-m", "controller.adapters.postgres.audit_helper",
+            stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, preexec_fn=die_with(os.getpid()),
+        )  # fmt: skip
+        await self._send(_encode(self._place))
+
+    async def _send(self, frame: bytes) -> None:
+        assert self._process is not None and self._process.stdin is not None
+        with _within(self._policy.answer_s):
+            async with asyncio.timeout(self._policy.answer_s):
+                try:
+                    self._process.stdin.writelines((len(frame).to_bytes(_LENGTH), frame))
+                    await self._process.stdin.drain()
+                except ConnectionError:
+                    raise await self._failure() from None
+
+    async def _failure(self, said: bytes = b"") -> AuditFailed:
+        """Return why the process has ended: its own word, or its exit status."""
+        assert self._process is not None and self._process.stdout is not None
+        said += await self._process.stdout.read()
+        status = await self._process.wait()
+        return AuditFailed(said.decode().strip() or f"exit status {status}. {AuditFailed.__doc__}")
+
+
+@contextlib.contextmanager
+def _within(seconds: float) -> Any:
+    try:
+        yield
+    except TimeoutError:
+        raise AuditFailed(f"silent for {seconds:g} s. {AuditFailed.__doc__}") from None
+
+
+# --- the process ----------------------------------------------------------------------------------------------------
+
+
+class _SentEvent(msgspec.Struct):
+    """A Recorded as it is sent: its fact is decoded by its kind."""
+
+    seq: int
+    at: datetime
+    fact: msgspec.Raw
+    id: str
+    source: str
+    source_number: int
+    through: int
+    correlation: str
+    causation: str
+    said_at: datetime | None
+
+
+_decode = msgspec.json.Decoder(tuple[list[str], list[_SentEvent]]).decode
+
+
+def rows(frame: bytes) -> list[projection.Row]:
+    """Return the rows of a batch."""
+    kinds, events = _decode(frame)
+    return [
+        projection.event_row(
+            Recorded(
+                e.seq, e.at, codec.decode_body(kind, bytes(e.fact)), e.id, e.source, e.source_number, e.through,
+                e.correlation, e.causation, e.said_at,
+            )
+        )
+        for kind, e in zip(kinds, events, strict=True)
+    ]  # fmt: skip
+
+
+async def serve(frames: asyncio.StreamReader) -> None:
+    """Write what comes until nothing more comes. The next batch is decoded while one is written."""
+    place = json.loads(await _frame(frames) or b"")
+    link = Link(place["url"], place["schema"], {"synchronous_commit": "off"})
+    batches: asyncio.Queue[list[projection.Row] | None] = asyncio.Queue(1)
+
+    async def read() -> None:
+        while (frame := await _frame(frames)) is not None:
+            await batches.put(rows(frame) if frame else None)
+        writing.cancel()
+
+    async def write() -> None:
+        while True:
+            if batch := await batches.get():
+                async with link.use() as connection:
+                    await pg_audit.record(connection, batch)
+            else:
+                sys.stdout.write(DONE.decode())
+                sys.stdout.flush()
+
+    try:
+        async with asyncio.TaskGroup() as group:
+            writing = group.create_task(write())
+            group.create_task(read())
+    finally:
+        await link.close()
+
+
+async def _frame(frames: asyncio.StreamReader) -> bytes | None:
+    """Return the next frame; None at the end."""
+    try:
+        return await frames.readexactly(int.from_bytes(await frames.readexactly(_LENGTH)))
+    except asyncio.IncompleteReadError:
+        return None
+
+
+async def _main() -> int:
+    frames = asyncio.StreamReader()
+    protocol = asyncio.StreamReaderProtocol(frames)
+    await asyncio.get_running_loop().connect_read_pipe(lambda: protocol, sys.stdin)
+    failed = ""
+    try:
+        await serve(frames)
+    except* HoldfastError as group:
+        failed = str(group.exceptions[0])
+    print(failed, end="", flush=True)
+    return 1 if failed else 0
+
+
+def main() -> int:
+    """Be that process."""
+    import uvloop
+
+    gc.freeze()
+    gc.set_threshold(COLLECT_AT)
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        return runner.run(_main())
+
+
+if __name__ == "__main__":
+    sys.exit(main())

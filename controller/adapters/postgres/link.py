@@ -1,0 +1,123 @@
+"""One connection to Postgres that comes back by itself, and speaks our errors.
+
+A link holds at most one connection and lets one task use it at a time: projector and readers have few statements and
+want them in order. Whatever goes wrong with a connection, the link drops it; the next use opens another.
+"""
+
+import asyncio
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
+from typing import Any, TypeAlias
+
+import asyncpg
+
+from controller.adapters.postgres.schema import SCHEMA
+from controller.read_model.errors import StoreRefused, StoreUnavailable
+from events.errors import HoldfastError
+
+CONNECT_S = 5.0
+COMMAND_S = 60.0
+
+Connection: TypeAlias = Any  # asyncpg has no types
+
+
+class StoreCannotKeep(HoldfastError):
+    """The state store refuses what it was given, and would refuse it again: this is a fault of Holdfast's."""
+
+
+class BadStoreUrl(HoldfastError):
+    """A database's URL reads postgresql://user:password@host:port/database."""
+
+
+AWAY = (
+    OSError,
+    TimeoutError,
+    asyncpg.PostgresConnectionError,
+    asyncpg.InterfaceError,
+    asyncpg.InternalClientError,  # what asyncpg says of a connection that broke between two of its own messages
+    asyncpg.InvalidCachedStatementError,  # the tables were changed under a prepared statement: prepare it again
+    asyncpg.OperatorInterventionError,  # shutting down, starting up
+    asyncpg.InsufficientResourcesError,  # out of disk, memory or connections
+    asyncpg.TransactionRollbackError,  # deadlock, serialisation: try again
+)
+_TABLES_MISSING = (asyncpg.UndefinedTableError, asyncpg.UndefinedColumnError, asyncpg.InvalidCatalogNameError)
+
+
+def plain(url: str) -> str:
+    """Return a URL as asyncpg reads it: SQLAlchemy's `postgresql+asyncpg://` becomes `postgresql://`."""
+    scheme, separator, rest = url.partition("://")
+    return f"{scheme.split('+')[0]}{separator}{rest}"
+
+
+def masked(url: str) -> str:
+    """Return a URL that may be shown: without its password."""
+    scheme, separator, rest = url.partition("://")
+    account, at, place = rest.rpartition("@")
+    return f"{scheme}{separator}{account.split(':')[0]}{at}{place}"
+
+
+class Link:
+    """A connection that is opened when it is needed and dropped when it fails."""
+
+    def __init__(self, url: str, schema: str = SCHEMA, settings: Mapping[str, str] | None = None) -> None:
+        self._url = plain(url)
+        self._settings = {
+            "search_path": schema,
+            "jit": "off",
+            "application_name": "holdfast",
+            **(settings or {}),
+        }
+        self._connection: Connection | None = None
+        self._lock = asyncio.Lock()
+
+    @asynccontextmanager
+    async def use(self) -> AsyncIterator[Connection]:
+        """Lend the connection to one task. Raise StoreUnavailable, StoreRefused or BadStoreUrl."""
+        async with self._lock:
+            try:
+                yield await self._open()
+            except _TABLES_MISSING as error:
+                raise StoreRefused(f"{masked(self._url)}: {error}. {StoreRefused.__doc__}") from error
+            except (
+                ValueError,
+                OverflowError,
+                TypeError,
+            ) as error:  # a value that no column can hold; asyncpg's own counts as InterfaceError too
+                self._drop()
+                raise StoreCannotKeep(f"{masked(self._url)}: {error}. {StoreCannotKeep.__doc__}") from error
+            except AWAY as error:
+                self._drop()
+                reason = str(error) or type(error).__name__
+                raise StoreUnavailable(
+                    f"{masked(self._url)}: {reason}. {StoreUnavailable.__doc__}"
+                ) from error
+            except asyncpg.PostgresError as error:
+                self._drop()
+                raise StoreCannotKeep(f"{masked(self._url)}: {error}. {StoreCannotKeep.__doc__}") from error
+            except BaseException:
+                self._drop()  # cancelled in the middle of a statement, or our own mistake: begin anew
+                raise
+
+    async def _open(self) -> Connection:
+        if self._connection is None or self._connection.is_closed():
+            try:
+                self._connection = await asyncpg.connect(
+                    self._url, timeout=CONNECT_S, command_timeout=COMMAND_S, server_settings=self._settings
+                )
+            except ValueError as error:  # asyncpg cannot read the URL
+                raise BadStoreUrl(f"{masked(self._url)}: {error}. {BadStoreUrl.__doc__}") from error
+        return self._connection
+
+    def _drop(self) -> None:
+        if self._connection is not None:
+            self._connection.terminate()
+        self._connection = None
+
+    async def close(self) -> None:
+        """Close the connection, politely if that is quick."""
+        connection, self._connection = self._connection, None
+        if connection is not None:
+            try:
+                await connection.close(timeout=2.0)
+            except AWAY:
+                connection.terminate()

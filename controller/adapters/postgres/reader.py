@@ -1,0 +1,161 @@
+"""What is read from the state store. Needs no more than the driver, so that a frontend's start is quick."""
+
+from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
+from contextlib import asynccontextmanager
+from datetime import datetime
+from typing import Any
+
+import asyncpg
+import msgspec
+import structlog
+
+from controller.adapters.postgres.link import Connection, Link
+from controller.adapters.postgres.schema import SCHEMA
+from controller.deciders.fleet import DECIDERS_VERSION
+from controller.ports import ReadPosition, RowsRead, Snapshot
+from controller.read_model import rows as projection
+from controller.read_model import snapshot as fleet_codec
+from events.fact import Recorded
+from events.order import Last, Position
+
+SELECT_BATCH = 1_000
+log = structlog.get_logger(__name__)
+
+_PLACE = "SELECT * FROM projection WHERE name = 'fleet'"
+_SNAPSHOT = "SELECT * FROM snapshots WHERE deciders_version = $1 AND codec_version = $2"
+_EVENTS = f"SELECT {', '.join(projection.EVENT_COLUMNS)} FROM fleet_events"
+_INCIDENTS = ", ".join(f"'{kind}'" for kind in projection.INCIDENT_KINDS)
+_CONCERNS = (  # as `projection.concerns`, a part of `projection.matches`
+    f"(worker = ${{0}}::text OR kind IN ({_INCIDENTS}) AND body->>'subject' = 'worker:' || ${{0}}::text)"
+)
+_sources = msgspec.json.Decoder(dict[str, Last]).decode
+_OPEN = "SELECT * FROM incidents WHERE closed_at IS NULL"
+
+
+class RowReader:
+    """Reads rows, snapshots and events."""
+
+    def __init__(self, url: str, schema: str = SCHEMA) -> None:
+        self.url, self.schema = url, schema
+        self._reader = Link(url, schema)
+
+    async def place(self) -> ReadPosition:
+        """Return how far the rows reach."""
+        async with self._reader.use() as connection:
+            return await read_place(connection)
+
+    async def load(self) -> Snapshot | None:
+        """Return the newest snapshot that these deciders folded; None if there is none."""
+        return await self._newest("")
+
+    async def snapshot_before(self, seq: int) -> Snapshot | None:
+        """Return the newest snapshot that contains nothing after `seq`."""
+        return await self._newest(" AND reach <= $3", seq)
+
+    async def snapshot_at(self, when: datetime) -> Snapshot | None:
+        """Return the newest snapshot that contains nothing after `when`."""
+        return await self._newest(" AND at <= $3", when)
+
+    async def _newest(self, condition: str, *arguments: object) -> Snapshot | None:
+        query = f"{_SNAPSHOT}{condition} ORDER BY reach DESC LIMIT 1"
+        async with self._reader.use() as connection:
+            row = await connection.fetchrow(query, DECIDERS_VERSION, fleet_codec.VERSION, *arguments)
+        if row is None:
+            return None
+        try:
+            fleet, sources = fleet_codec.decode(row["fleet"]), _sources(row["sources"])
+        except (fleet_codec.BadSnapshot, msgspec.MsgspecError) as error:
+            log.error("snapshot_not_used", reach=row["reach"], why=str(error))
+            return None
+        position = Position(row["through"], row["decided"], row["number"])
+        return Snapshot(fleet, position, sources)
+
+    async def read_status(self) -> RowsRead:
+        """Return the rows of the fleet's present state and the open incidents, as of one instant."""
+        async with self._reader.use() as connection, _frozen(connection):
+            return await _reading(connection, {**_all(projection.STATE), "incidents": _OPEN})
+
+    @asynccontextmanager
+    async def reading(self) -> AsyncIterator["PostgresSnapshot"]:
+        """Hold one REPEATABLE READ transaction open: rows, place and events as of one instant."""
+        link = Link(self.url, self.schema)
+        try:
+            async with link.use() as connection, _frozen(connection):
+                yield PostgresSnapshot(await _reading(connection, _all(projection.COLUMNS)), connection)
+        finally:
+            await link.close()
+
+    async def locate(self, reference: str) -> int | None:
+        """Return the sequence of an event, by ce-id or `decision:N`."""
+        number = reference.removeprefix("decision:")
+        by_number = number != reference and number.isdigit()
+        column, key = ("number", int(number)) if by_number else ("id", reference)
+        async with self._reader.use() as connection:
+            found: int | None = await connection.fetchval(
+                f"SELECT seq FROM fleet_events WHERE {column} = $1", key
+            )
+            return found
+
+    async def select(
+        self,
+        *,
+        after: int = 0,
+        since: datetime | None = None,
+        worker: str | None = None,
+        incident: str | None = None,
+    ) -> AsyncIterator[Sequence[Recorded]]:
+        """Yield the events that match, in order, in batches."""
+        tests = {_CONCERNS: worker, "incident = ${0}": incident, "at >= ${0}": since}
+        given = [(test, value) for test, value in tests.items() if value is not None]
+        where = "".join(f" AND {test.format(n)}" for n, (test, _) in enumerate(given, start=2))
+        query = f"{_EVENTS} WHERE seq > $1{where} ORDER BY seq LIMIT {SELECT_BATCH}"
+        while True:
+            async with self._reader.use() as connection:
+                rows = await connection.fetch(query, after, *(value for _, value in given))
+            if rows:
+                yield [projection.recorded(row) for row in rows]
+            if len(rows) < SELECT_BATCH:
+                return
+            after = rows[-1]["seq"]
+
+    async def close(self) -> None:
+        """Let go of the database."""
+        await self._reader.close()
+
+
+class PostgresSnapshot:
+    """The store as of one instant, for as long as its transaction is open."""
+
+    def __init__(self, reading: RowsRead, connection: Connection) -> None:
+        self.reading = reading
+        self._connection = connection
+
+    async def events(self, after: int) -> AsyncIterator[Sequence[Sequence[Any]]]:
+        """Yield the rows of `fleet_events` above a sequence, in order, in batches."""
+        query = f"{_EVENTS} WHERE seq > $1 ORDER BY seq LIMIT {SELECT_BATCH}"
+        while rows := await self._connection.fetch(query, after):
+            yield rows
+            after = rows[-1]["seq"]
+
+
+def _frozen(connection: Connection) -> asyncpg.transaction.Transaction:
+    return connection.transaction(isolation="repeatable_read", readonly=True)
+
+
+async def read_place(connection: Connection) -> ReadPosition:
+    """Return how far the rows reach, as this connection sees it."""
+    row = await connection.fetchrow(_PLACE)
+    if row is None:
+        return ReadPosition()
+    position = Position(row["through"], row["decided"], row["number"])
+    return ReadPosition(row["shown_seq"], row["shown_id"], row["shown_at"], position, row["deciders_version"])
+
+
+def _all(tables: Iterable[str]) -> dict[str, str]:
+    return {name: f"SELECT * FROM {name}" for name in tables}
+
+
+async def _reading(connection: Connection, queries: Mapping[str, str]) -> RowsRead:
+    place = await read_place(connection)
+    rows = {name: [dict(row) for row in await connection.fetch(query)] for name, query in queries.items()}
+    return RowsRead(place, rows)

@@ -1,0 +1,145 @@
+"""The state store in Postgres: the fleet's rows, every event, snapshots of the fold, and how far all of it reaches.
+
+The position moves from exactly where a batch begins or nothing is written, so an event is projected once however
+often a projector dies or two of them run.
+
+The projector's connection does not wait for the disk (`synchronous_commit = off`): what a crash takes away, rows and
+position alike, the journal gives back. A transaction is still whole or absent.
+"""
+
+import asyncio
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import asyncpg
+import structlog
+
+from controller.adapters.postgres.audit_helper import AuditHelper, HelperPolicy
+from controller.adapters.postgres.link import Connection, Link
+from controller.adapters.postgres.reader import RowReader, read_place
+from controller.adapters.postgres.schema import SCHEMA
+from controller.deciders.fleet import Fleet
+from controller.ports import CatchUp, Snapshot
+from events.errors import HoldfastError
+from events.fact import Recorded
+
+if TYPE_CHECKING:
+    from controller.adapters.postgres.writer import Writer
+
+DROPS_MAX = 8  # attempts; each lost deadlock takes Postgres a second to find
+DROP_WAIT_S = 0.05
+SNAPSHOT_EVERY = 5_000  # events: what time travel and a starting process must fold at most
+
+log = structlog.get_logger(__name__)
+
+
+class PostgresStore(RowReader):
+    """One process's handle on the state store."""
+
+    def __init__(
+        self,
+        url: str,
+        *,
+        schema: str = SCHEMA,
+        snapshot_every: int = SNAPSHOT_EVERY,
+        helped: bool = False,
+        help_policy: HelperPolicy = HelperPolicy(),  # noqa: B008 (frozen)
+    ) -> None:
+        super().__init__(url, schema)
+        self._snapshot_every = snapshot_every
+        self._help_policy = help_policy
+        self._helper = AuditHelper(url, schema, help_policy) if helped and help_policy.possible() else None
+        self._link = Link(url, schema, {"synchronous_commit": "off"})
+        self._writer: Writer | None = None
+
+    async def project(
+        self, events: Sequence[Recorded], shown: Fleet, settled: Snapshot, shown_seq: int
+    ) -> None:
+        """Write what a batch of events changed, in one transaction. Raise AnotherProjector or StoreUnavailable."""
+        helped = self._helper is not None and await self._helper.write(events)
+        await self.prepare().project(events, shown, settled, shown_seq, audit=not helped)
+
+    def prepare(self) -> "Writer":
+        """Load what `project` needs, before events wait for it.
+
+        SQLAlchemy comes with it, which takes 0.2 s: only who projects should wait for that.
+        """
+        if self._writer is None:
+            from controller.adapters.postgres.writer import Writer
+
+            self._writer = Writer(self._link, self._snapshot_every)
+        return self._writer
+
+    # --- a fresh one beside it --------------------------------------------------------------------------------------
+
+    async def beside(self) -> "PostgresStore":
+        """Make an empty store in a second schema; what an interrupted rebuild left there is dropped."""
+        from controller.adapters.postgres import migrate
+
+        fresh = f"{self.schema}_next"
+        async with self._reader.use() as connection:
+            for leftover in (fresh, f"{self.schema}_old"):
+                await _drop(connection, leftover)
+        await migrate.upgrade(self.url, schema=fresh)
+        return PostgresStore(
+            self.url,
+            schema=fresh,
+            snapshot_every=self._snapshot_every,
+            helped=True,
+            help_policy=self._help_policy,
+        )
+
+    async def discard(self, fresh: "PostgresStore") -> None:
+        """Drop a store that `beside` made."""
+        await fresh.close()
+        async with self._reader.use() as connection:
+            await _drop(connection, fresh.schema)
+
+    async def swap(self, fresh: "PostgresStore", catch_up: CatchUp) -> None:
+        """Let the fresh schema take the name of this one, in one transaction.
+
+        A projector at work waits meanwhile, readers do not: so the fresh one catches up with a position that stands
+        still. The projector finds the new tables under the old name when it gets on.
+        """
+        old = f"{self.schema}_old"
+        async with self._reader.use() as connection, connection.transaction():
+            await connection.execute("LOCK TABLE projection IN EXCLUSIVE MODE")
+            await catch_up(await read_place(connection))
+            await fresh.complete()
+            await fresh.close()
+            await connection.execute(f'ALTER SCHEMA "{self.schema}" RENAME TO "{old}"')
+            await connection.execute(f'ALTER SCHEMA "{fresh.schema}" RENAME TO "{self.schema}"')
+        try:
+            async with self._reader.use() as connection:
+                await _drop(connection, old)
+        except HoldfastError as error:  # the swap is done, and the next `beside` drops what is left
+            log.warning("old_projection_not_dropped", schema=old, why=str(error))
+
+    @property
+    def helper_pid(self) -> int | None:
+        """Which process writes the audit table for this store; None: none, or none yet."""
+        return self._helper.pid if self._helper is not None else None
+
+    async def complete(self) -> None:
+        """Return once everything projected is in the tables. Raise AuditFailed."""
+        if self._helper is not None:
+            await self._helper.flush()
+
+    async def close(self) -> None:
+        """Let go of the database."""
+        if self._helper is not None:
+            await self._helper.close()
+        await self._link.close()
+        await super().close()
+
+
+async def _drop(connection: Connection, schema: str) -> None:
+    """Drop a schema, though statements that began before a swap may still hold some of its tables and want others."""
+    for attempt in range(1, DROPS_MAX + 1):
+        try:
+            await connection.execute(f'DROP SCHEMA IF EXISTS "{schema}" CASCADE')
+            return
+        except asyncpg.TransactionRollbackError:  # a deadlock that was ours to lose
+            if attempt == DROPS_MAX:
+                raise
+            await asyncio.sleep(DROP_WAIT_S * attempt)

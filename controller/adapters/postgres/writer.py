@@ -1,0 +1,111 @@
+"""What is written to the state store: a batch of events becomes one transaction, mostly one statement."""
+
+from collections.abc import Mapping, Sequence
+from datetime import datetime
+from typing import Any
+
+import asyncpg
+
+from controller.adapters.postgres import audit as pg_audit
+from controller.adapters.postgres import statements
+from controller.adapters.postgres.link import Connection, Link
+from controller.adapters.postgres.statements import Rows
+from controller.deciders.fleet import DECIDERS_VERSION, Fleet
+from controller.ports import AnotherProjector, Snapshot, StoreAhead
+from controller.read_model import rows as projection
+from controller.read_model import snapshot as fleet_codec
+from events import codec
+from events.fact import Decision, Recorded
+
+COPY_FROM = 512  # events; below, one statement with arrays is quicker than COPY
+
+
+class Writer:
+    """The projector's hand on the store. It remembers what the rows say, to write only what changed."""
+
+    def __init__(self, link: Link, snapshot_every: int) -> None:
+        self._link = link
+        self._snapshot_every = snapshot_every
+        self._kept: int | None = None  # how far the newest snapshot reaches; None: not known
+        self._decided: tuple[int, datetime] | None = (
+            None  # the last decision's sequence and the stream's time
+        )
+        self._written: Fleet | None = None  # the fleet that the rows say; None: not known, write all of them
+
+    async def project(
+        self, events: Sequence[Recorded], shown: Fleet, settled: Snapshot, shown_seq: int, *, audit: bool
+    ) -> None:
+        """Write what a batch of events changed, and that it is written, or nothing.
+
+        Without `audit` the events themselves are not kept: somebody else does that.
+        """
+        assert events and events[-1].seq == shown_seq
+        last, position, before = events[-1], settled.position, self._written
+        move = (
+            events[0].seq - 1,
+            shown_seq,
+            last.id,
+            last.at,
+            position.through,
+            position.decided,
+            position.number,
+        )
+        writes: dict[str, Rows] = {**projection.changes(before, shown), **projection.history(events)}
+        self._written = None  # until we know better
+        snapshot = writes["append snapshots"] = await self._due(events, settled)
+        rows = [projection.event_row(event) for event in events] if audit else []
+        await self._write((*move, DECIDERS_VERSION), writes, rows, before is None)
+        self._written = shown
+        if snapshot:
+            self._kept = position.decided
+
+    async def _due(self, events: Sequence[Recorded], settled: Snapshot) -> Rows:
+        """Return the row of a snapshot, if it is time for one."""
+        last = next((e for e in reversed(events) if isinstance(e.fact, Decision)), None)
+        self._decided = (last.seq, last.at) if last else self._decided
+        if self._kept is None:
+            async with self._link.use() as connection:
+                self._kept = await connection.fetchval("SELECT coalesce(max(reach), 0) FROM snapshots")
+        position = settled.position
+        if position.decided - (self._kept or 0) < self._snapshot_every:
+            return ()
+        if self._decided is None or self._decided[0] != position.decided:
+            return ()  # decided before this process began: its time is not known here
+        fleet, sources = fleet_codec.encode(settled.fleet), codec.to_json(settled.sources)
+        row = (position.decided, self._decided[1], position.through, position.decided, position.number)
+        return [(*row, DECIDERS_VERSION, fleet_codec.VERSION, fleet, sources)]
+
+    async def _write(self, move: Sequence[Any], writes: Mapping[str, Rows], audit: Rows, whole: bool) -> None:
+        everything = {**writes, "append fleet_events": audit}
+        if len(audit) >= COPY_FROM:
+            try:
+                return await self._transaction(move, writes, whole, audit)
+            except pg_audit.Repeated:
+                return await self._transaction(move, everything, whole)  # arrays skip what is there already
+        if whole:
+            return await self._transaction(move, everything, whole)
+        async with self._link.use() as connection:
+            await _move(connection, move, everything)
+
+    async def _transaction(
+        self, move: Sequence[Any], writes: Mapping[str, Rows], whole: bool, copied: Rows = ()
+    ) -> None:
+        async with self._link.use() as connection, connection.transaction():
+            if whole:
+                for name in statements.STATE:
+                    await connection.execute(f"DELETE FROM {name}")
+            await _move(connection, move, writes)
+            if copied:
+                await pg_audit.copy(connection, copied)
+
+
+async def _move(connection: Connection, move: Sequence[Any], writes: Mapping[str, Rows]) -> None:
+    text, parameters = statements.build(move, writes)
+    try:
+        moved = await connection.fetchval(text, *parameters)
+    except asyncpg.UniqueViolationError as error:
+        raise StoreAhead(
+            f"fleet_events holds another event in this batch's place: {error}. {StoreAhead.__doc__}"
+        ) from error
+    if not moved:
+        raise AnotherProjector(f"the projection does not stand at {move[0]}. {AnotherProjector.__doc__}")

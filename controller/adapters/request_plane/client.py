@@ -1,0 +1,184 @@
+"""The request plane's client side: streams on the connections that `links` keeps up.
+
+Implements `controller.ports.RequestPlane` for frontends and `controller.ports.Prober` for the canary loop.
+"""
+
+import asyncio
+import itertools
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+
+from controller.adapters.request_plane.connection import StreamReader, WorkerConnection
+from controller.adapters.request_plane.dialers import Dialer
+from controller.adapters.request_plane.links import Address, PlaneLimits, WorkerLinks
+from controller.ports import Sink, TransferSink, WorkerUnreachable
+from controller.router.trust import TrustedSource
+from events.wire import Chunk, Generate, Load, Reserved, Welcome, Why
+
+
+class RequestPlaneClient:
+    """All streams of one frontend (or prober)."""
+
+    def __init__(
+        self, client: str, limits: PlaneLimits | None = None, dialers: Mapping[str, Dialer] | None = None
+    ) -> None:
+        """`dialers` by the scheme of the addresses for which they are; that of `tcp:` is always there."""
+        self._limits = limits or PlaneLimits()
+        self._links = WorkerLinks(client, self._limits, dialers or {})
+        self._by_worker = self._links.by_worker
+        self._numbers = itertools.count(1)  # of streams; never used twice, over all connections
+        self.watch = self._links.watch
+
+    # --- whom to be connected to: see `WorkerLinks` ---------------------------------------------------------
+
+    async def run(self) -> None:
+        """Keep the wanted connections up until cancelled."""
+        await self._links.run()
+
+    def want(self, addresses: Mapping[str, Address]) -> None:
+        """Be connected to exactly these workers."""
+        self._links.want(addresses)
+
+    def listen(self, changed: Callable[[], None]) -> None:
+        """Call `changed` whenever a connection came, went, or changed its standing."""
+        self._links.listen(changed)
+
+    @property
+    def connected(self) -> dict[str, str]:
+        """The workers with a standing connection, and their instances."""
+        return self._links.connected
+
+    @property
+    def heard(self) -> dict[str, str]:
+        """Of those, who said something lately: what the links report says."""
+        return self._links.heard
+
+    @property
+    def welcomes(self) -> dict[str, Welcome]:
+        """What each connected worker said of itself."""
+        return self._links.welcomes
+
+    @property
+    def late_chunks(self) -> int:
+        """Chunks of streams that nobody reads any more, over the connections that stand."""
+        return self._links.late_chunks
+
+    # --- what is known of a worker --------------------------------------------------------------------------
+
+    def _connection(self, worker: str, instance: str | None = None) -> WorkerConnection | None:
+        """Return the connection to a worker, or to this instance of it. Asked for each worker by each request's choice of one."""
+        link = self._by_worker.get(worker)
+        connection = link.connection if link is not None else None
+        if (
+            connection is None
+            or not connection.live
+            or (instance is not None and connection.instance != instance)
+        ):
+            return None
+        return connection
+
+    def reachable(self, worker: str, instance: str) -> bool:
+        """Say whether this instance is connected, and neither stuck nor leaving."""
+        connection = self._connection(worker, instance)
+        return connection is not None and not connection.detector.stuck and not connection.draining
+
+    def recently_heard(self, worker: str, instance: str) -> bool:
+        """Say whether this instance is reachable, and was heard as lately as one that lives is. While our loop stood still we
+        heard nobody: time beyond the watch's next look does not count."""
+        # `_connection`, spelled out: asked of each worker by each request, as is `external_load`: 1 % of a request
+        link = self._by_worker.get(worker)
+        connection = link.connection if link is not None else None
+        if (
+            connection is None
+            or connection.draining
+            or not connection.live
+            or connection.instance != instance
+        ):
+            return False
+        detector, limits = connection.detector, self._limits
+        if detector.age_s and detector.stuck:  # a step that has just begun is nobody's who is stuck
+            return False
+        due = detector.heard_at + (limits.lately_busy_s if detector.open_streams else limits.lately_s)
+        return self.watch.look_due <= due or asyncio.get_running_loop().time() <= due
+
+    def load(self, worker: str) -> Load | None:
+        """Return the load that the worker reported last; None if it is not connected."""
+        connection = self._connection(worker)
+        return connection.load.total if connection is not None else None
+
+    def external_load(self, worker: str) -> Load | None:
+        """Return what requests that are not ours load the worker with; None if it is not connected."""
+        link = self._by_worker.get(worker)
+        connection = link.connection if link is not None else None
+        return connection.load.external if connection is not None and connection.live else None
+
+    def external_load_by_rank(self, worker: str) -> Sequence[Load]:
+        """Return the same for each of its DP ranks; nothing where it has only one, or does not say so."""
+        connection = self._connection(worker)
+        return connection.load.external_by_rank if connection is not None else ()
+
+    # --- streams ------------------------------------------------------------------------------------------
+
+    def open(self, worker: str, instance: str, request: Generate, sink: Sink) -> int:
+        """Send a request and return its stream number. Raise WorkerUnreachable."""
+        stream = next(self._numbers)
+        self._standing(worker, instance).open(stream, request, sink)
+        return stream
+
+    def _standing(self, worker: str, instance: str) -> WorkerConnection:
+        connection = self._connection(worker, instance)
+        if connection is None:
+            raise WorkerUnreachable(f"{worker} ({instance}) is not connected")
+        return connection
+
+    def cancel(self, worker: str, stream: int, why: Why = "gone") -> None:
+        """Forget a stream or a reservation: the worker is told, and late frames are dropped. Unknown ones are ignored."""
+        connection = self._connection(worker)
+        if connection is not None:
+            connection.cancel(stream, why)
+
+    def draining(self, worker: str, instance: str) -> bool:
+        """Say whether this instance is connected and has told us to send it nothing new."""
+        connection = self._connection(worker, instance)
+        return connection is not None and connection.draining
+
+    def reserve(self, worker: str, instance: str, request: Generate, room: int, sink: TransferSink) -> int:
+        """Ask a worker to keep room for a request of `room` tokens; return the new stream. Raise WorkerUnreachable."""
+        stream = next(self._numbers)
+        self._standing(worker, instance).reserve(stream, request, room, sink)
+        return stream
+
+    def ship(self, source: TrustedSource, stream: int, offer: Reserved, sink: TransferSink) -> None:
+        """Tell a worker to send a stream to the target that made this offer. Raise WorkerUnreachable."""
+        connection = self._standing(source.worker, source.instance)
+        connection.ship(stream, offer.grants, sink)
+
+    def stay(self, worker: str, stream: int) -> None:
+        """Tell a worker to break a stream's shipment off, and to go on decoding it. Unknown streams are ignored."""
+        connection = self._connection(worker)
+        if connection is not None:
+            connection.stay(stream)
+
+    def adopt(self, worker: str, stream: int, sink: Sink) -> None:
+        """Give a stream another sink. Unknown streams are ignored."""
+        connection = self._connection(worker)
+        if connection is not None:
+            connection.adopt(stream, sink)
+
+    async def ask(self, worker: str, request: Generate) -> AsyncIterator[Chunk]:
+        """Yield the worker's chunks until one ends; the deadline is the caller's. Raise WorkerUnreachable."""
+        link = await self._links.awaited(worker)
+        reader = StreamReader(self._limits.ask_chunks_max)
+        stream = self.open(worker, link.instance, request, reader)
+        try:
+            while True:
+                chunk = await reader.next()
+                yield chunk
+                if chunk.finish is not None or chunk.error is not None:
+                    return
+        finally:
+            self.cancel(worker, stream)
+
+    def occupied(self, worker: str, own_tokens: int, *, begun: bool) -> bool:
+        """Say whether the worker's engine gets on with others' work, before a question of ours: see `Prober`."""
+        connection = self._connection(worker)
+        return connection is not None and connection.occupied(own_tokens, begun=begun)

@@ -1,0 +1,294 @@
+"""Which workers is this process connected to? Keeps one connection to every worker that is wanted.
+
+    want({worker: address}) ── dial ── Hello/Welcome ── live ── broken or hung ──▶ streams told at once
+                                 ▲                                  │
+                                 └──── backoff, jittered ◀──────────┘
+
+The direct dialer needs no broker and no database: with both dead, connections are kept and made anew.
+"""
+
+import asyncio
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import structlog
+import xxhash
+
+from controller.adapters.request_plane.connection import WorkerConnection
+from controller.adapters.request_plane.dialers import Dialer, TcpDialer
+from controller.adapters.request_plane.hang import HangPolicy, Process
+from controller.adapters.request_plane.hang_watch import HangWatch
+from controller.ports import WorkerUnreachable
+from events.observations import WorkerJoined
+from events.subjects import PLANE_SCHEME
+from events.wire import Welcome
+
+LOOK_S = 0.25  # how often one who waits for a connection looks whether it is still the one that is wanted
+
+log = structlog.get_logger(__name__)
+
+
+class Address(NamedTuple):
+    """Where one instance of a worker listens: `tcp://host:port`, or `nats:plane.WORKER.INSTANCE` behind the broker.
+    An empty instance: whoever answers there. Workers of the same `process` may share its event loop; empty: it has its own."""
+
+    instance: str
+    url: str
+    process: str = ""
+
+    @classmethod
+    def of(cls, joined: WorkerJoined) -> "Address":
+        """Return where a worker is that has joined."""
+        return cls(joined.instance, joined.url, f"{joined.topology.host}:{joined.pid}")
+
+    @property
+    def scheme(self) -> str:
+        """What stands before the URL's first colon."""
+        return self.url.partition(":")[0]
+
+
+@dataclass(frozen=True, slots=True)
+class PlaneLimits:
+    """The deadlines and bounds of connections."""
+
+    connect_s: float = 1.0
+    welcome_s: float = 5.0  # who starts 250 workers is late; asking again and again makes it later
+    backoff_s_min: float = 0.05
+    backoff_s_max: float = 2.0
+    ask_connect_s: float = 1.0  # how long a probe waits for a connection that is being made again
+    ask_connect_first_s: float = 5.0  # and for one that was not tried in vain: a thousand may join at once
+    ask_chunks_max: int = 4096
+    connections_max: int = 65_536  # a process has open files for other things, too
+    heard_s: float = (
+        2.5  # an idle worker beats each second: we vouch for nobody whom we have not heard for longer
+    )
+    lately_s: float = 1.3  # an idle worker beats each second: who is silent for longer is asked last
+    lately_busy_s: float = 0.25  # one with streams of ours beats every 0.1 s
+    hang: HangPolicy = field(default_factory=HangPolicy)
+
+
+@dataclass(slots=True)
+class WorkerLink:
+    """The wish to be connected to one instance, and what has become of it."""
+
+    worker: str
+    address: Address
+    process: Process | None
+    connection: WorkerConnection | None = None
+    task: asyncio.Task[None] | None = None
+    failures: int = 0  # in a row
+    up: asyncio.Event = field(default_factory=asyncio.Event)  # a flag: it is connected
+
+    @property
+    def instance(self) -> str:
+        connection = self.live
+        return connection.instance if connection is not None else self.address.instance
+
+    @property
+    def live(self) -> WorkerConnection | None:
+        return self.connection if self.connection is not None and self.connection.live else None
+
+
+class WorkerLinks:
+    """All connections of one process to workers."""
+
+    def __init__(self, client: str, limits: PlaneLimits, dialers: Mapping[str, Dialer]) -> None:
+        """`client` is who we say we are, `dialers` by the scheme of the addresses for which they are, beside TCP's."""
+        self.by_worker: dict[str, WorkerLink] = {}
+        self._client = client
+        self._limits = limits
+        self._processes: dict[str, Process] = {}
+        self._dialers: dict[str, Dialer] = {"tcp": TcpDialer(), **dialers}
+        self._group: asyncio.TaskGroup | None = None
+        self._open = 0  # connections
+        self._listeners: list[Callable[[], None]] = []
+        self._telling: asyncio.Handle | None = None  # of the listeners, at the end of this turn
+        self.watch = HangWatch(limits.hang, self.standing, lambda: self._processes.values(), self._changed)
+
+    async def run(self) -> None:
+        """Keep the wanted connections up until cancelled."""
+        try:
+            async with asyncio.TaskGroup() as group:
+                self._group = group
+                for link in self.by_worker.values():
+                    self._start(link)
+                await self.watch.run()
+        finally:
+            self._group = None
+            for link in self.by_worker.values():
+                if link.connection is not None:
+                    link.connection.close()
+
+    def want(self, addresses: Mapping[str, Address]) -> None:
+        """Be connected to exactly these workers."""
+        for worker, link in list(self.by_worker.items()):
+            if addresses.get(worker) != link.address:
+                del self.by_worker[worker]
+                self._stop(link)
+        self._house(Counter(address.process for address in addresses.values()))
+        for worker, address in addresses.items():
+            if worker not in self.by_worker:
+                link = self.by_worker[worker] = WorkerLink(
+                    worker, address, self._processes.get(address.process)
+                )
+                self._start(link)
+
+    def _house(self, housed: Counter[str]) -> None:
+        """Know which processes there are, by how many workers each has."""
+        now = asyncio.get_running_loop().time()
+        del housed[""]
+        self._processes = {name: self._processes.get(name) or Process(now) for name in housed}
+        for name, process in self._processes.items():
+            process.house(housed[name])
+
+    def listen(self, changed: Callable[[], None]) -> None:
+        """Call `changed` whenever a connection came, went, or changed its standing."""
+        self._listeners.append(changed)
+
+    @property
+    def connected(self) -> dict[str, str]:
+        """The workers with a standing connection, and their instances."""
+        return {link.worker: link.instance for link in self.by_worker.values() if link.live is not None}
+
+    @property
+    def heard(self) -> dict[str, str]:
+        """Of those, who said something lately: what the links report says. A stopped process, or one behind a network
+        that swallows everything, keeps its connection and says nothing."""
+        since = asyncio.get_running_loop().time() - self._limits.heard_s
+        connections = ((link, link.live) for link in self.by_worker.values())
+        return {
+            k.worker: k.instance
+            for k, connection in connections
+            if connection is not None and connection.detector.heard_at >= since
+        }
+
+    @property
+    def welcomes(self) -> dict[str, Welcome]:
+        """What each connected worker said of itself."""
+        return {worker: connection.greeted.result() for worker, connection in self.standing().items()}
+
+    @property
+    def late_chunks(self) -> int:
+        """Chunks of streams that nobody reads any more, over the connections that stand."""
+        return sum(connection.late for connection in self.standing().values())
+
+    def _start(self, link: WorkerLink) -> None:
+        if self._group is not None and link.task is None:
+            link.task = self._group.create_task(self._keep(link), name=f"link {link.worker}")
+
+    def _stop(self, link: WorkerLink) -> None:
+        if link.task is not None:
+            link.task.cancel()
+        if link.connection is not None:
+            link.connection.abort("disconnected", f"{link.worker} ({link.address.instance}) is gone")
+
+    def _changed(self) -> None:
+        """Tell the listeners, once in a turn of the loop: a thousand workers that join are not a thousand news."""
+        if self._telling is None:
+            self._telling = asyncio.get_running_loop().call_soon(self._tell)
+
+    def _tell(self) -> None:
+        self._telling = None
+        for listener in self._listeners:
+            listener()
+
+    def standing(self) -> dict[str, WorkerConnection]:
+        """Return the connections that stand, by worker."""
+        found = ((link.worker, link.live) for link in self.by_worker.values())
+        return {worker: connection for worker, connection in found if connection is not None}
+
+    async def awaited(self, worker: str) -> WorkerLink:
+        """Return the standing connection to a worker, which may still be in the making. Raise WorkerUnreachable."""
+        loop, limits = asyncio.get_running_loop(), self._limits
+        began = loop.time()
+        while True:
+            link = self.by_worker.get(worker)
+            if link is not None and link.live is not None:
+                return link
+            first = link is not None and not link.failures
+            left = began - loop.time() + (limits.ask_connect_first_s if first else limits.ask_connect_s)
+            if left <= 0:
+                raise WorkerUnreachable(f"{worker} is not connected")
+            with suppress(TimeoutError):
+                async with asyncio.timeout(min(left, LOOK_S)):
+                    await (asyncio.sleep(LOOK_S) if link is None or link.up.is_set() else link.up.wait())
+
+    # --- keeping one connection up ------------------------------------------------------------------------
+
+    async def _keep(self, link: WorkerLink) -> None:
+        while True:
+            try:
+                with self._counted(link):
+                    connection = await self._dial(link)
+                    link.failures = 0
+                    link.up.set()
+                    log.info("worker_connected", worker=link.worker, instance=link.instance)
+                    self._changed()
+                    await connection.ended
+            except (OSError, TimeoutError, UnicodeError, WorkerUnreachable) as error:
+                link.failures += 1
+                if link.failures in (1, 10):
+                    log.info(
+                        "worker_unreachable",
+                        worker=link.worker,
+                        url=link.address.url,
+                        error=str(error) or type(error).__name__,
+                    )
+                await asyncio.sleep(self._backoff_s(link))
+                continue
+            link.connection = None
+            link.up.clear()
+            await asyncio.sleep(self._backoff_s(link))
+
+    @contextmanager
+    def _counted(self, link: WorkerLink) -> Iterator[None]:
+        """Count a connection, from when it is wanted to its end. Raise WorkerUnreachable where there may be no more of them."""
+        own, most = link.address.scheme != PLANE_SCHEME, self._limits.connections_max
+        if own and self._open >= most:
+            raise WorkerUnreachable(f"{most} connections are all that this process may have (ulimit -Hn)")
+        self._open += own
+        try:
+            yield
+        finally:
+            self._open -= own
+
+    async def _dial(self, link: WorkerLink) -> WorkerConnection:
+        dialer = self._dialer(link.address.scheme)
+        await dialer.ready()
+        async with asyncio.timeout(self._limits.connect_s):
+            connection = await dialer.connect(
+                link.address.url,
+                lambda kind: kind(self._client, self._limits.hang, self._changed, link.process),
+            )
+        link.connection = connection
+        try:
+            async with asyncio.timeout(self._limits.welcome_s):
+                await asyncio.wait((connection.greeted,))
+            if connection.greeted.cancelled():
+                raise WorkerUnreachable("it closed the connection without a welcome")
+            welcome = connection.greeted.result()
+            known = not link.address.instance or welcome.instance == link.address.instance
+            if not known or (link.address.instance and welcome.worker != link.worker):
+                raise WorkerUnreachable(f"{link.address.url} is {welcome.worker} ({welcome.instance}) now")
+        except BaseException:
+            link.connection = None
+            connection.abort("cannot_connect", "no welcome")
+            raise
+        return connection
+
+    def _dialer(self, scheme: str) -> Dialer:
+        if scheme == PLANE_SCHEME and scheme not in self._dialers:
+            raise WorkerUnreachable(
+                "it is reached through the broker: start this process with --request-plane nats"
+            )
+        return self._dialers.get(scheme, self._dialers["tcp"])
+
+    def _backoff_s(self, link: WorkerLink) -> float:
+        """Return the wait before the next attempt: doubling, times 0.5…1 by a hash: frontends spread."""
+        limits = self._limits
+        whole = min(limits.backoff_s_max, limits.backoff_s_min * 2 ** min(link.failures, 16))
+        spread = xxhash.xxh32_intdigest(f"{self._client} {link.worker} {link.failures}".encode()) / 2**32
+        return float(whole * (0.5 + spread / 2))

@@ -1,0 +1,118 @@
+"""Connections to workers through the broker: `--request-plane nats`.
+
+A connection over a channel is one like any other. It knows two things better than its base. Where nobody listens any more, a
+request that the worker never read has found no responder: it is as if it had not been sent. And since all of them share one
+socket, there is always something to read on it: what counts is whether what lay there a moment ago has been read.
+"""
+
+import asyncio
+from collections import deque
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+
+from controller.adapters.request_plane.connection import WorkerConnection
+from controller.adapters.request_plane.dialers import Dialer, Make
+from controller.adapters.request_plane.hang import HangPolicy, Process
+from controller.ports import Sink, WorkerUnreachable
+from events import subjects
+from events.nats.channel import Channel, NobodyListens
+from events.nats.channels import Channels
+from events.wire import Generate
+
+READY_S = 60.0
+SAME_SILENCE_S = 0.5  # who is asked about twice within this time is suspected of the same silence
+NO_RESPONDERS = "no responders: the worker has gone from the broker"
+
+
+class ChannelConnection(WorkerConnection):
+    """A connection over a channel."""
+
+    def __init__(
+        self, frontend: str, policy: HangPolicy, changed: Callable[[], None], process: Process | None = None
+    ) -> None:
+        super().__init__(frontend, policy, changed, process)
+        self._channel: Channel | None = None
+        self._unread: deque[tuple[int, int]] = deque()  # requests: where in our stream each ends, its number
+        self._read_to = 0  # of the broker's bytes: what lay unread when this silence was first asked about
+        self._asked_at = float("-inf")
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, Channel)
+        self._channel = transport
+        super().connection_made(transport)
+
+    def open(self, stream: int, request: Generate, sink: Sink) -> None:
+        super().open(stream, request, sink)
+        channel, unread = self._channel, self._unread
+        assert channel is not None
+        while unread and unread[0][0] <= channel.outgoing.acknowledged:
+            unread.popleft()
+        unread.append((channel.outgoing.written, stream))
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        if isinstance(exc, NobodyListens) and self._channel is not None:
+            self._transport = None
+            for end, stream in self._unread:
+                sink = self._sinks.pop(stream, None) if end > self._channel.outgoing.acknowledged else None
+                if sink is not None:
+                    self.detector.closed()
+                    sink.lost("cannot_connect", NO_RESPONDERS)
+        super().connection_lost(exc)
+
+    def readable(self) -> bool:
+        """Say whether what lay unread when this silence was first asked about still does, in part."""
+        if self._channel is None:
+            return False
+        broker, now = self._channel.carrier, self._loop.time()
+        fresh = now - self._asked_at > SAME_SILENCE_S
+        self._asked_at = now
+        if not (unread := broker.unread()):
+            return False
+        if fresh:
+            self._read_to = broker.taken + unread
+        return broker.taken < self._read_to
+
+
+class NatsDialer:
+    """To a worker's subject."""
+
+    def __init__(self, channels: Channels) -> None:
+        self._channels = channels
+
+    @classmethod
+    async def open(cls, broker: str, name: str, *, wait_s: float = 2.0) -> "NatsDialer":
+        """Connect to the broker within `wait_s`, or go on trying in the background."""
+        return cls(await Channels.open(broker, f"plane:{name}", wait_s=wait_s))
+
+    async def ready(self) -> None:
+        """Wait until the broker is there: while it is away, no worker has failed."""
+        async with asyncio.timeout(READY_S):
+            await self._channels.up()
+
+    async def connect(self, url: str, make: Make) -> WorkerConnection:
+        """Open a channel. Raise NobodyListens where there is no such worker."""
+        subject = subjects.plane_of(url)
+        if subject is None:
+            raise WorkerUnreachable(
+                f"{url!r} is not an address: {subjects.plane_url('WORKER', 'INSTANCE')} is"
+            )
+        connection = await self._channels.dial(subject, lambda: make(ChannelConnection))
+        assert isinstance(connection, WorkerConnection)
+        return connection
+
+    async def close(self) -> None:
+        """Let go of the broker, and of every connection."""
+        await self._channels.close()
+
+
+@asynccontextmanager
+async def dialers(broker: str, name: str) -> AsyncIterator[dict[str, Dialer]]:
+    """Yield a dialer through the broker at this URL, by the scheme that it is for; of no URL: none. Raise BadBrokerUrl."""
+    if not broker:
+        yield {}
+        return
+    dialer = await NatsDialer.open(broker, name)
+    try:
+        yield {subjects.PLANE_SCHEME: dialer}
+    finally:
+        await dialer.close()

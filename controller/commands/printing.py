@@ -1,0 +1,125 @@
+"""How a fleet's status and its events look on a terminal, and as JSON."""
+
+import json
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from events import codec
+from events.fact import Recorded
+from events.process.presence import Presence
+
+FIELD_CHARS_MAX = 60  # of one field of an event, in text
+WORKERS_SHOWN_MAX = 40  # one by one
+LINE_CHARS_MAX = 1_000  # of a line of the status
+
+
+def print_status(status: dict[str, Any]) -> None:
+    """Print the fleet as it is."""
+    from rich import box
+    from rich.console import Console
+    from rich.table import Table
+
+    console = Console(
+        highlight=False, soft_wrap=True, width=LINE_CHARS_MAX
+    )  # a terminal may wrap; we cut nothing
+    table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False)
+    for column in ("worker", "health", "weight", "breaker", "in flight", "model", "last canary"):
+        table.add_column(column)
+    for w in _shown(status["workers"]):
+        weight = None if w["weight"] is None else f"{w['weight']:g}"
+        cells = (w["id"], w["health"], weight, w["breaker"], w["in_flight"], w["model"])
+        table.add_row(*("–" if c is None else str(c) for c in cells), _canary(w.get("last_canary")))
+    with console.capture() as written:  # the console would take a closed pipe for its own business
+        if table.rows:
+            console.print(table)
+        for line in _lines(status):
+            console.print(line)
+    print(written.get(), end="")
+
+
+def _shown(workers: Sequence[dict[str, Any]]) -> Sequence[dict[str, Any]]:
+    """Return the workers to show one by one: of a large fleet, those that are not simply well, and not all of them either."""
+    if len(workers) <= WORKERS_SHOWN_MAX:
+        return workers
+    return [w for w in workers if not _well(w)][:WORKERS_SHOWN_MAX]
+
+
+def _well(worker: dict[str, Any]) -> bool:
+    return worker["health"] == "HEALTHY" and not worker.get("reasons")
+
+
+def _rest(workers: Sequence[dict[str, Any]]) -> Iterator[str]:
+    """Yield what those that are not shown one by one have in common."""
+    shown = {id(worker) for worker in _shown(workers)}
+    rest = [worker for worker in workers if id(worker) not in shown]
+    alike: dict[tuple[str, str, bool], list[dict[str, Any]]] = {}
+    for worker in rest:
+        alike.setdefault((worker["model"], worker["health"], _well(worker)), []).append(worker)
+    for (model, health, well), group in alike.items():
+        busy = sum(worker["in_flight"] or 0 for worker in group)
+        share = "with their full share" if well else "not with their full share"
+        count = f"{len(group)} more" if shown else f"{len(group)}"
+        yield f"{count} workers of {model} are {health}, {share}, {busy} in flight; -o json has each"
+
+
+def _lines(status: dict[str, Any]) -> Iterator[str]:
+    """Yield what stands below the workers: levels, positions, the leader, the processes of this host."""
+    yield from _rest(status["workers"])
+    for w in _shown(status["workers"]):
+        if w.get("reasons"):
+            yield f"{w['id']} has not its full share: {'; '.join(w['reasons'])}"
+    levels = ", ".join(f"{model} level {level}" for model, level in status["levels"].items())
+    position, lag = status["projector"]["position"], status["projector"]["lag"]
+    yield f"degradation  {levels or 'no model yet'}"
+    yield f"journal      {status['journal']['last_seq']} events"
+    yield "projector    " + ("not heard of yet" if position is None else f"at {position}, {lag} behind")
+    yield f"leader       {(status['leader'] or 'nobody').removeprefix('controller:')}"
+    yield "processes"
+    for p in status["processes"]:
+        yield f"  {p['name']:<11} {p['role']:<11} pid {p['pid']:<8} {p['url']}"
+
+
+def _canary(last: Any) -> str:
+    if not isinstance(last, dict):
+        return "–"
+    took = last.get("latency_ms")
+    said = str(last.get("reason") or last.get("outcome", ""))
+    return said + (f", {took:.0f} ms" if isinstance(took, float) else "")
+
+
+def print_processes(living: Sequence[Presence], output: str) -> None:
+    """Show what is known without a controller: the processes of this host."""
+    processes = [{"role": p.role, "name": p.name, "pid": p.pid, "url": p.url} for p in living]
+    if output == "json":
+        empty: dict[str, Any] = {"workers": [], "levels": {}, "journal": {"last_seq": None}, "leader": None}
+        print(
+            json.dumps(
+                {**empty, "projector": {"position": None, "lag": None}, "processes": processes}, indent=1
+            )
+        )
+    else:
+        print("The controller does not answer; these processes of the fleet live:")
+        for p in processes:
+            print(f"  {p['name']:<11} {p['role']:<11} pid {p['pid']:<8} {p['url']}")
+
+
+def event_line(event: Recorded, output: str) -> str:
+    """Write one event as a line."""
+    if output == "json":
+        row = {"seq": event.seq, "at": event.at.isoformat(), "kind": event.fact.kind(), "id": event.id}
+        row |= {
+            "source": event.source,
+            "through": event.through,
+            "incident": event.correlation,
+            "cause": event.causation,
+        }
+        return json.dumps({**row, "body": codec.to_builtins(event.fact)})
+    body = codec.to_builtins(event.fact)
+    fields = " ".join(f"{k}={_short(v)}" for k, v in body.items() if v not in (None, "", [], {}, ()))
+    return f"{event.seq:>7} {event.at:%Y-%m-%dT%H:%M:%S.%f}Z {event.fact.kind():<20} {fields}"
+
+
+def _short(value: Any) -> str:
+    """Write a value so that a line stays a line; `-o json` has it whole."""
+    text = value if isinstance(value, str) else json.dumps(value, default=str)
+    return text if len(text) <= FIELD_CHARS_MAX else f"{text[: FIELD_CHARS_MAX - 1]}…"

@@ -1,0 +1,58 @@
+"""Replay, connected to a fleet's journal and state store."""
+
+import argparse
+import asyncio
+import sys
+from typing import Any
+
+import structlog
+
+from controller.adapters.postgres.store import PostgresStore
+from controller.ports import StoreUnavailable
+from controller.processes import collector
+from controller.replay import cli
+from events.journal.nats import NatsJournal
+
+REACH_S = 3.0
+ALL_OF_IT = ("verify", "rebuild")  # the commands that read the whole journal
+
+
+def run_cli(args: argparse.Namespace, found: dict[str, Any]) -> int:
+    """Run one replay command against the fleet at `found` (nats_url, database_url) and return its exit code."""
+    if not structlog.is_configured():
+        structlog.configure(
+            logger_factory=structlog.PrintLoggerFactory(sys.stderr)
+        )  # stdout is the answer's alone
+    import uvloop
+
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        return runner.run(_run(args, found["nats_url"], found.get("database_url", "")))
+
+
+async def _run(args: argparse.Namespace, nats_url: str, database_url: str) -> int:
+    journal = await NatsJournal.connect(nats_url, f"replay:{args.replay}", wait_s=REACH_S)
+    store = PostgresStore(database_url) if database_url else None
+    try:
+        if args.replay in ALL_OF_IT:
+            collector.calm(collector.COLLECT_HISTORY_AT)
+        return await cli.execute(args, journal, await reached(store))
+    finally:
+        if store is not None:
+            await store.close()
+        await journal.close()
+
+
+async def reached(store: PostgresStore | None, within_s: float = REACH_S) -> PostgresStore | None:
+    """Return the store if it answers within so many seconds: the journal can do without it, only slower."""
+    if store is None:
+        return None
+    try:
+        async with asyncio.timeout(within_s):
+            await store.place()
+    except (StoreUnavailable, TimeoutError) as error:
+        print(
+            f"holdfast: reading the journal alone: {str(error) or 'the state store does not answer'}",
+            file=sys.stderr,
+        )
+        return None
+    return store

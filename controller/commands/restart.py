@@ -1,0 +1,84 @@
+"""`holdfast restart`: workers end in good order, one after another, and their supervisor starts them again.
+
+    others routable? ──▶ stop (drains by itself) ──▶ a new instance has joined ──▶ it is routable ──▶ the next one
+
+The next worker is not touched before the successor of the last takes requests, so that a fleet of two never stands
+without one. What starts a worker again is `holdfast up`, systemd or the orchestrator; we only wait for it.
+"""
+
+import asyncio
+import contextlib
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+from controller.processes.console import say
+from controller.processes.operator_client import Operator, who
+from events.errors import HoldfastError
+from events.nats.bus import NoAnswer
+
+WITHIN_S = 180.0  # of one worker: its grace, and its successor's start
+LOOK_S = 0.1
+
+Status = dict[str, Any]
+
+
+class NotRestarted(HoldfastError):
+    """A worker did not come back, or the fleet cannot spare it."""
+
+
+async def restart(operator: Operator, names: Sequence[str], within_s: float = WITHIN_S) -> None:
+    """Restart workers one after another. Raise NotRestarted, Refused or NoAnswer; later ones are left alone then."""
+    for name in names:
+        old = await _spared(operator, name, within_s)
+        await operator.ask("restart", {"worker": name, "by": who()})
+        new = await _until(operator, partial(_successor, name, old), within_s, f"{name} is not back")
+        say(f"{name} is back (pid {new['pid']})")
+
+
+async def living(operator: Operator) -> list[str]:
+    """Return the names of all workers that live."""
+    return [w["id"] for w in (await operator.ask("status", {}))["workers"] if w["health"] != "DEAD"]
+
+
+async def _spared(operator: Operator, name: str, within_s: float) -> str:
+    """Wait until another worker of its model takes requests; return this one's instance. Raise NotRestarted."""
+
+    def others(status: Status) -> Status | None:
+        worker = _found(status, name)
+        model = [w for w in status["workers"] if w["model"] == worker["model"] and w["id"] != name]
+        return worker if any(_routable(w) for w in model) else None
+
+    why = f"{name} cannot be spared: no other worker of its model takes requests"
+    return str((await _until(operator, others, within_s, why))["instance"])
+
+
+def _found(status: Status, name: str) -> Status:
+    for worker in status["workers"]:
+        if worker["id"] == name:
+            return dict(worker)
+    raise NotRestarted(f"there is no worker {name!r}; `holdfast status` lists them")
+
+
+def _successor(name: str, old: str, status: Status) -> Status | None:
+    worker = _found(status, name)
+    return worker if worker["instance"] != old and _routable(worker) else None
+
+
+def _routable(worker: Status) -> bool:
+    return bool(worker["health"] == "HEALTHY" and worker["weight"] > 0 and worker["breaker"] == "closed")
+
+
+async def _until(
+    operator: Operator, found: Callable[[Status], Status | None], within_s: float, why: str
+) -> Status:
+    """Look at the status until something is found in it. Raise NotRestarted with `why`."""
+    try:
+        async with asyncio.timeout(within_s):
+            while True:
+                with contextlib.suppress(NoAnswer):  # a controller that only starts answers a moment later
+                    if seen := found(await operator.ask("status", {})):
+                        return seen
+                await asyncio.sleep(LOOK_S)
+    except TimeoutError:
+        raise NotRestarted(f"{why} after {within_s:g} s") from None

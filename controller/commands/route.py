@@ -1,0 +1,160 @@
+"""`holdfast route`: which worker would a frontend choose for this prompt now, and why?
+
+It asks a running frontend, which chooses as it would for a request, and sends nothing.
+"""
+
+import argparse
+import asyncio
+import json
+import sys
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Mapping
+from http.client import HTTPException
+from pathlib import Path
+from typing import Any
+
+from controller.frontend.requests.overrides import OVERRIDABLE
+from controller.processes.up_flags import ROUTER, add_router_flags, check_router_flags
+from events.errors import HoldfastError, UsageError
+from events.process.presence import Presence, present
+
+ANSWER_S = 10.0
+Run = Callable[[argparse.Namespace], int]
+
+# What the table shows of each candidate: its heading, and the term's name in the answer.
+COLUMNS = (
+    ("to read", "active_prefill_tokens"),
+    ("prefill", "prefill"),
+    ("device", "device"),
+    ("host", "host"),
+    ("disk", "disk"),
+    ("credit", "credit"),
+    ("sharers", "sharers"),
+    ("copy", "copy"),
+    ("waiting", "waiting"),
+    ("active", "active"),
+    ("shared", "shared"),
+    ("others", "others"),
+    ("decode", "decode"),
+    ("requests", "requests"),
+    ("lately", "lately"),
+    ("weight", "weight"),
+    ("cost", "cost"),
+)
+
+
+def prepare(parser: argparse.ArgumentParser) -> Run:
+    """Add the command's flags and return what runs it."""
+    add = parser.add_argument
+    add("--explain", action="store_true", help="show what each worker would cost, term by term")
+    add("--model", default="", metavar="M", help="the model (default: the only one that is served)")
+    add("--prompt", metavar="TEXT", help="the prompt, as text")
+    add("--tokens", metavar="FILE", help="the prompt, as token ids in a file (- for standard input)")
+    add("--cache-salt", default="", metavar="SALT", help="the request's cache_salt")
+    add("--frontend", default="", metavar="NAME", help="which frontend to ask (default: any)")
+    add("-o", "--output", choices=("text", "json"), default="text", help="how to print (default: text)")
+    add_router_flags(parser, only=OVERRIDABLE)
+    return lambda args: asyncio.run(_run(args))
+
+
+async def _run(args: argparse.Namespace) -> int:
+    if (args.prompt is None) == (args.tokens is None):
+        raise UsageError("either --prompt TEXT, or --tokens FILE")
+    check_router_flags(args)
+    prompt = {"prompt": args.prompt} if args.tokens is None else {"tokens": _tokens(args.tokens)}
+    question = {"model": args.model, "cache_salt": args.cache_salt, ROUTER: _wishes(args), **prompt}
+    frontend = _frontend(present(args.data), args.frontend)
+    answer = await asyncio.to_thread(_ask, frontend, question)
+    if args.output == "json":
+        print(json.dumps(answer, indent=1))
+    else:
+        _print(answer, explain=args.explain)
+    return 0
+
+
+def _wishes(args: argparse.Namespace) -> dict[str, str]:
+    start = f"{ROUTER}."
+    given = {name.removeprefix(start): value for name, value in vars(args).items() if name.startswith(start)}
+    return {name: str(value) for name, value in given.items() if value is not None}
+
+
+def _frontend(processes: list[Presence], name: str) -> Presence:
+    """Return the frontend that is to be asked. Raise HoldfastError if it does not run here."""
+    found = [one for one in processes if one.role == "frontend" and name in ("", one.name)]
+    if not found:
+        which = f"frontend {name}" if name else "frontend"
+        raise HoldfastError(f"no {which} runs here; --data DIR names another fleet")
+    return found[0]
+
+
+def _tokens(file: str) -> list[int]:
+    """Read token ids: a JSON list, or numbers with anything white between them. Raise UsageError."""
+    try:
+        text = sys.stdin.read() if file == "-" else Path(file).read_text()
+    except (OSError, UnicodeDecodeError) as error:
+        raise UsageError(f"{file} cannot be read: {getattr(error, 'strerror', None) or error}") from error
+    try:
+        tokens = json.loads(text) if text.lstrip().startswith("[") else [int(word) for word in text.split()]
+    except ValueError as error:
+        raise UsageError(f"{file} holds no token ids: {error}") from error
+    if not tokens or not all(type(token) is int for token in tokens):
+        raise UsageError(f"{file} holds no token ids")
+    return list(tokens)
+
+
+def _ask(frontend: Presence, question: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a frontend's answer. Raise HoldfastError with its reason."""
+    body = json.dumps(question).encode()
+    request = urllib.request.Request(f"{frontend.url}/route", body, {"Content-Type": "application/json"})
+    try:
+        with urllib.request.urlopen(request, timeout=ANSWER_S) as answer:
+            return dict(json.load(answer))
+    except urllib.error.HTTPError as error:
+        raise HoldfastError(f"{frontend.name}: {_reason(error)}") from error
+    except (OSError, ValueError, HTTPException) as error:
+        raise HoldfastError(f"{frontend.name} at {frontend.url} does not answer: {error}") from error
+
+
+def _reason(error: urllib.error.HTTPError) -> str:
+    try:
+        return str(json.load(error)["error"]["message"])
+    except (OSError, ValueError, KeyError, TypeError, HTTPException):
+        return f"status {error.code}"
+
+
+def _print(answer: Mapping[str, Any], *, explain: bool) -> None:
+    chosen = answer["chosen"]
+    print(f"{_name(chosen)} would get it ({answer['mode']}, {answer['why']})")
+    if not explain:
+        return
+    blocks, size = answer["required_blocks"], answer["block_tokens"]
+    print(f"prompt tokens: {answer['prompt_tokens']}, blocks of {size}: {blocks}; {answer['known']}")
+    _table(answer["candidates"], chosen)
+    for one in answer["left_out"]:
+        print(f"{one['worker']} was left out: {one['why']}")
+
+
+def _table(candidates: list[dict[str, Any]], chosen: Mapping[str, Any]) -> None:
+    from rich import box
+    from rich.console import Console
+    from rich.table import Table
+
+    from controller.commands.printing import LINE_CHARS_MAX
+
+    shown = [(heading, term) for heading, term in COLUMNS if any(one[term] for one in candidates)]
+    table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False)
+    table.add_column("worker")
+    for heading, _ in shown:
+        table.add_column(heading, justify="right")
+    for one in sorted(candidates, key=lambda one: float(one["cost"])):
+        mark = " ←" if _name(one) == _name(chosen) else ""
+        table.add_row(_name(one) + mark, *(f"{one[term]:.4g}" for _, term in shown))
+    console = Console(highlight=False, soft_wrap=True, width=LINE_CHARS_MAX)
+    with console.capture() as written:  # the console would take a closed pipe for its own business
+        console.print(table)
+    print(written.get(), end="")
+
+
+def _name(one: Mapping[str, Any]) -> str:
+    return f"{one['worker']}/{one['rank']}" if one["ranks"] > 1 else str(one["worker"])

@@ -1,0 +1,49 @@
+"""`holdfast settings`: every setting of every role, its effective value, and the variable that sets it."""
+
+import argparse
+import json
+import os
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+from controller.config.sections import effective, masked
+from controller.config.variables import PREFIX, WORKER_PREFIX
+from workers.config.settings import WorkerSettings
+from workers.config.settings_check import load_settings
+
+SECRETS = ("upstream_key",)
+
+
+def prepare(parser: argparse.ArgumentParser) -> Callable[[argparse.Namespace], int]:
+    """Add the command's flags and return what runs it."""
+    parser.add_argument(
+        "-o", "--output", choices=("text", "json"), default="text", help="how to print (default: text)"
+    )
+    return _run
+
+
+def rows(environment: Mapping[str, str]) -> Iterator[tuple[str, Any, str]]:
+    """Yield (setting, effective value, variable). Raise BadSetting for a name or a value that makes no sense."""
+    for name, value in effective(environment).items():
+        yield name, value, PREFIX + name.upper().replace(".", "__")
+    worker = load_settings({}, environment)
+    for field in WorkerSettings.__struct_fields__:
+        value = getattr(worker, field)
+        if field in SECRETS:
+            value = "***" if value else ""
+        yield (
+            f"worker.{field}",
+            masked(value) if isinstance(value, str) else value,
+            WORKER_PREFIX + field.upper(),
+        )
+
+
+def _run(args: argparse.Namespace) -> int:
+    found = list(rows(os.environ))
+    if args.output == "json":
+        print(json.dumps({name: value for name, value, _ in found}, indent=1, default=str))
+        return 0
+    widest = max(len(name) for name, _, _ in found)
+    for name, value, variable in found:
+        print(f"{name:<{widest}}  {value!s:<28} {variable}")
+    return 0

@@ -1,0 +1,1 @@
+"""Settings of every role: sections, environment variables, flags."""

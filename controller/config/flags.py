@@ -1,0 +1,175 @@
+"""Settings from three places, the later winning: defaults, `HOLDFAST_<SECTION>__<FIELD>` in the environment, flags.
+
+A section is a pydantic model; policies inside it are plain dataclasses, and are reached the same way:
+`HOLDFAST_CONTROLLER__POLICY__BREAKER__WAIT_MIN=30`. A field that is no model itself also gets a flag:
+`interval_s` becomes `--interval-s`. A section whose field says `flags` (a prefix) gives one to each of its own fields.
+"""
+
+import argparse
+import dataclasses
+import json
+import os
+from collections.abc import Collection, Iterator, Mapping
+from datetime import timedelta
+from typing import Any, TypeVar, get_args, get_origin, get_type_hints
+
+from pydantic import BaseModel, ValidationError
+from pydantic.fields import FieldInfo
+
+from controller.config.variables import PREFIX
+from events.errors import BadSetting
+
+M = TypeVar("M", bound=BaseModel)
+
+
+def fields_of(model: type) -> dict[str, Any]:
+    """Return the field names of a settings model or policy, with their types."""
+    if issubclass(model, BaseModel):
+        return {name: field.annotation for name, field in model.model_fields.items()}
+    hints = get_type_hints(model)
+    assert dataclasses.is_dataclass(model)
+    return {field.name: hints[field.name] for field in dataclasses.fields(model)}
+
+
+def is_section(annotation: Any) -> bool:
+    """Return whether a field has settings of its own below it."""
+    if not isinstance(annotation, type) or get_origin(annotation) is not None:
+        return False
+    return issubclass(annotation, BaseModel) or dataclasses.is_dataclass(annotation)
+
+
+def flagged(model: type[BaseModel]) -> Iterator[tuple[str, list[str], FieldInfo]]:
+    """Yield every field that has a flag: where its value goes (`field`, or `section.field`), the flag's names, and the field."""
+    for name, field in model.model_fields.items():
+        if not is_section(field.annotation):
+            yield name, [_flag("--", name), *_extra(field, "also", ())], field
+        elif start := _extra(field, "flags", ""):
+            section: type[BaseModel] = field.annotation  # type: ignore[assignment]
+            for below, one in section.model_fields.items():
+                yield f"{name}.{below}", [_flag(start, below), *_extra(one, "also", ())], one
+
+
+def _flag(start: str, name: str) -> str:
+    return start + name.replace("_", "-")
+
+
+def _extra(field: FieldInfo, name: str, default: Any) -> Any:
+    extra = field.json_schema_extra
+    return extra.get(name, default) if isinstance(extra, dict) else default
+
+
+def add_flags(
+    parser: argparse.ArgumentParser, model: type[BaseModel], *, only: Collection[str] | None = None
+) -> None:
+    """Give `parser` a flag for every field that has one, unless it has one of that name already. `only`: of these places."""
+    taken = {option for action in parser._actions for option in action.option_strings}
+    for place, names, field in flagged(model):
+        if names[0] in taken or (only is not None and place not in only):
+            continue
+        text = (field.description or "").replace("%", "%%")
+        if field.annotation is bool:
+            parser.add_argument(
+                *names, dest=place, action=argparse.BooleanOptionalAction, default=None, help=text
+            )
+        else:
+            default = "" if field.default in (None, "") else f" (default: {field.default})"
+            text = f"{text}{default}".strip()
+            parser.add_argument(*names, dest=place, default=None, metavar="X", help=text.replace("%", "%%"))
+
+
+def gather(
+    model: type[M], section: str, args: Mapping[str, Any], environment: Mapping[str, str] | None = None
+) -> M:
+    """Build one section of the settings. Raise BadSetting, naming the setting, its value and what is expected."""
+    values = from_environment(model, section, os.environ if environment is None else environment)
+    for place, _, field in flagged(model):
+        if args.get(place) is not None:
+            inner, _, name = place.rpartition(".")
+            where = values.setdefault(inner, {}) if inner else values
+            if isinstance(
+                where, dict
+            ):  # else the environment says something else of the whole section: that is refused
+                where[name] = _value(field.annotation, args[place])
+    try:
+        return model.model_validate(values)
+    except ValidationError as error:
+        raise BadSetting(describe(error, section)) from error
+
+
+def as_variables(section: str, model: type[BaseModel], args: Mapping[str, Any]) -> dict[str, str]:
+    """Return the flags that were given as the environment variables that say the same, for a process of that role."""
+    start = f"{PREFIX}{section.upper()}__"
+    return {
+        start + place.replace(".", "__").upper(): str(args[place])
+        for place, _, _ in flagged(model)
+        if args.get(place) is not None
+    }
+
+
+def from_environment(model: type, section: str, environment: Mapping[str, str]) -> dict[str, Any]:
+    """Return the fields that the environment sets, nested as the model is. Raise BadSetting for a name that is none."""
+    start = f"{PREFIX}{section.upper()}__"
+    found: dict[str, Any] = {}
+    for variable, text in environment.items():
+        if variable.startswith(start):
+            _place(found, model, variable, variable[len(start) :].lower().split("__"), text)
+    return found
+
+
+def _place(found: dict[str, Any], model: type, variable: str, path: list[str], text: str) -> None:
+    """Put one variable's value where its name says."""
+    for depth, part in enumerate(path):
+        fields = fields_of(model)
+        if part not in fields:
+            raise BadSetting(f"{variable} is not a setting; `holdfast settings` lists them all")
+        last = depth == len(path) - 1
+        if is_section(fields[part]) and not last:
+            found, model = found.setdefault(part, {}), fields[part]
+        elif last:
+            found[part] = _value(fields[part], text)
+        else:
+            raise BadSetting(f"{variable} is not a setting: {part} has nothing below it")
+
+
+def _value(annotation: Any, text: Any) -> Any:
+    """Read a text as its field wants it: seconds as a duration, JSON or comma-separated values as a collection."""
+    if not isinstance(text, str):
+        return text
+    kinds = {get_origin(a) or a for a in (annotation, *get_args(annotation))}
+    if timedelta in kinds:
+        try:
+            return timedelta(seconds=float(text))
+        except (ValueError, OverflowError):
+            return text
+    if text[:1] in ("[", "{"):
+        try:
+            return json.loads(text)
+        except ValueError:
+            return text
+    if kinds & {tuple, list, frozenset}:
+        return [part for part in text.split(",") if part]
+    return text
+
+
+def describe(error: ValidationError, section: str) -> str:
+    """Say in one sentence which settings are wrong, with their values, and what they should be."""
+    return "; ".join(_sentence(dict(e), section) for e in error.errors())
+
+
+def _sentence(error: Mapping[str, Any], section: str) -> str:
+    """Say what is wrong with one setting. Of a whole section the message alone says which value is meant."""
+    name = ".".join((section, *(str(part) for part in error["loc"])))
+    message = error["msg"].removeprefix("Value error, ")
+    if not isinstance(error["input"], Mapping):
+        name = f"{name} = {error['input']!r}"
+    return f"{name}: {message[0].lower()}{message[1:]}"
+
+
+def flatten(value: Any, path: str) -> Iterator[tuple[str, Any]]:
+    """Yield every setting below `value` as (dotted name, effective value)."""
+    for name in fields_of(type(value)):
+        below = getattr(value, name)
+        if is_section(type(below)):
+            yield from flatten(below, f"{path}.{name}")
+        else:
+            yield f"{path}.{name}", below

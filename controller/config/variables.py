@@ -1,0 +1,19 @@
+"""The names in the environment that are Holdfast's: a misspelt setting must not be silently the default."""
+
+from collections.abc import Mapping
+
+from events.errors import BadSetting
+
+PREFIX = "HOLDFAST_"
+PLACES = ("HOLDFAST_NATS_URL", "HOLDFAST_DATABASE_URL", "HOLDFAST_DATA")
+WORKER_PREFIX = "HOLDFAST_WORKER_"  # read by the worker, which refuses what it does not know
+SECTIONS = ("controller", "frontend", "projector")
+
+
+def refuse_unknown(environment: Mapping[str, str]) -> None:
+    """Raise BadSetting for a HOLDFAST_ variable that no role reads."""
+    starts = tuple(f"{PREFIX}{name.upper()}__" for name in SECTIONS)
+    for variable in environment:
+        known = variable in PLACES or variable.startswith((*starts, WORKER_PREFIX))
+        if variable.startswith(PREFIX) and not known:
+            raise BadSetting(f"{variable} is not a setting; `holdfast settings` lists them all")

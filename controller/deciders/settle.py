@@ -1,0 +1,226 @@
+"""What is due now? Every machine is asked in turn, and each answer is absorbed before the next is asked.
+
+    policy → goldens → health → budget → breaker → drain → degradation → incidents, and again until nothing is due
+
+Machines that decided on the same stale state would together exceed a budget that each of them respects.
+"""
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from datetime import datetime, timedelta
+from operator import attrgetter
+
+from controller.deciders import breaker, budget, degradation, drain, golden, health_moves, incident
+from controller.deciders.budget import BudgetRank
+from controller.deciders.fold import Fleet, evolve
+from controller.deciders.incident import Incident
+from controller.deciders.policy import FleetPolicy
+from controller.deciders.worker import Worker
+from events.decisions import (
+    Absorbed,
+    DegradationChanged,
+    HealthStatus,
+    IncidentOpened,
+    PolicyAdopted,
+    WorkerDecision,
+)
+from events.fact import Decision, Recorded
+from events.frozen import replace
+from events.observations import Profile
+
+DECIDERS_VERSION = 4  # grows whenever the same facts would lead to another decision
+MOVES_MAX = 8  # of one machine of one worker in one stratum
+DECISIONS_MAX = (
+    1000  # of one settle, beside those per worker: more is a mistake of ours, which must not run for ever
+)
+DECISIONS_PER_WORKER_MAX = 50
+ABSORB_FACTS_MAX = 1000  # pending at most, in a calm fleet
+ABSORB_AFTER = timedelta(seconds=10)
+
+
+def settle(policy: FleetPolicy, fleet: Fleet, now: datetime) -> tuple[Decision, ...]:
+    """Return everything that is due, in order, numbered from `fleet.number + 1`; nothing if nothing is.
+
+    Level-triggered: twice, late or after a crash, the same state and time give the same answer, and once the
+    answer is absorbed there is nothing left to say.
+    """
+    settling = _Settling(policy, fleet, now)
+    _adopt(settling)
+    before = -1
+    while len(settling.decided) != before:
+        before = len(settling.decided)
+        for stratum in STRATA:
+            stratum(settling)
+    return tuple(settling.decided)
+
+
+def next_due(policy: FleetPolicy, fleet: Fleet, now: datetime) -> datetime | None:
+    """Return until when nothing becomes due in a fleet in which nothing is due now, if nothing happens; None: for ever."""
+    times: list[datetime | None] = []
+    for worker in fleet.workers.values():
+        times.append(breaker.due_at(policy.breaker, worker.breaker))
+        times.append(drain.due_at(policy.drain, worker.drain))
+        times.append(health_moves.due_at(policy.health, worker.health))
+    times.extend(degradation.due_at(policy.degradation, state) for state in fleet.models.values())
+    return min((time for time in times if time is not None and time > now), default=None)
+
+
+def absorption_due(pending: int, waited: timedelta) -> bool:
+    """Return whether a calm fleet's leader should append `absorbed`: `pending` facts, the oldest read `waited` ago."""
+    return pending > ABSORB_FACTS_MAX or (pending > 0 and waited >= ABSORB_AFTER)
+
+
+def absorbed(fleet: Fleet, now: datetime) -> Absorbed:
+    """Return the decision that says only how far the controller has read."""
+    return Absorbed(number=fleet.number + 1, decided_at=now)
+
+
+@dataclass(slots=True)
+class _Settling:
+    """One settle in progress: the fleet as decided so far."""
+
+    policy: FleetPolicy
+    fleet: Fleet
+    now: datetime
+    decided: list[Decision] = field(default_factory=list)
+    names: list[str] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.names = sorted(self.fleet.workers)
+
+    def keep(self, decision: Decision) -> None:
+        """Number a decision, put it under its incident (opening one at a first symptom), and absorb it."""
+        belongs = decision.incident or self._incident_of(decision)
+        sign = incident.symptom(self.policy.incident, decision)
+        if sign is not None and not belongs:
+            subject, what = sign
+            belongs = incident.incident_id(self.fleet.number + 1)
+            opened = IncidentOpened(subject=subject, symptom=what, decided_at=self.now, cause=decision.cause)
+            self._absorb(replace(opened, incident=belongs))
+        self._absorb(replace(decision, incident=belongs))
+
+    def _absorb(self, decision: Decision) -> None:
+        assert len(self.decided) < DECISIONS_MAX + DECISIONS_PER_WORKER_MAX * len(self.names), (
+            "settle runs on"
+        )
+        numbered = replace(decision, number=self.fleet.number + 1)
+        said = Recorded(seq=0, at=self.now, fact=numbered, id=f"decision:{numbered.number}")
+        self.fleet = evolve(self.fleet, said)
+        self.decided.append(numbered)
+
+    def _incident_of(self, decision: Decision) -> str:
+        """Return the open incident to which a decision belongs. A level belongs to the worker that cost capacity."""
+        if isinstance(decision, WorkerDecision):
+            worker = self.fleet.workers.get(decision.worker)
+            return worker.incident if worker is not None else ""
+        if not isinstance(decision, DegradationChanged):
+            return ""
+        state = self.fleet.models.get(decision.model)
+        if state is not None and state.incident:
+            return state.incident
+        mine = {w.incident for w in self.fleet.workers.values() if w.joined.model == decision.model}
+        return next((id for id in reversed(list(self.fleet.incidents)) if id in mine), "")
+
+
+def _adopt(s: _Settling) -> None:
+    adopted = s.policy.adopted
+    if s.fleet.policy != adopted or s.fleet.deciders_version != DECIDERS_VERSION:
+        s.keep(PolicyAdopted(policy=dict(adopted), deciders_version=DECIDERS_VERSION, decided_at=s.now))
+
+
+def _goldens(s: _Settling) -> None:
+    goldens = s.fleet.goldens
+    open_ = [key for key, state in goldens.items() if state.status != "agreed"]
+    for key in sorted(open_):
+        for decision in golden.decide(s.policy.golden, s.fleet.goldens[key], s.now):
+            s.keep(decision)
+
+
+def _each(s: _Settling, machine: str, decide: Callable[..., tuple[Decision, ...]]) -> None:
+    """Ask a machine of every worker until it has nothing more to say."""
+    policy, state_of, now = getattr(s.policy, machine), attrgetter(machine), s.now
+    for name in s.names:
+        moves = 0
+        while moves < MOVES_MAX and (due := decide(policy, state_of(s.fleet.workers[name]), now)):
+            s.keep(due[0])  # what else it would say may be over now
+            moves += 1
+
+
+def _health(s: _Settling) -> None:
+    _each(s, "health", health_moves.decide)
+
+
+def _breakers(s: _Settling) -> None:
+    _each(s, "breaker", breaker.decide)
+
+
+def _drains(s: _Settling) -> None:
+    _each(s, "drain", drain.decide)
+
+
+def _budgets(s: _Settling) -> None:
+    workers = s.fleet.workers
+    concerned = {w.joined.model for w in workers.values() if w.budget.kept is not None or w.in_doubt}
+    for model in sorted(concerned):
+        standings = [_standing(workers[name]) for name in s.names if workers[name].joined.model == model]
+        for decision in budget.decide(s.policy.budget, standings, s.now):
+            s.keep(decision)
+
+
+def _standing(worker: Worker) -> BudgetRank:
+    """Return how a worker stands in the budget: the least bad has failed the fewest trials."""
+    unhealthy = worker.health.status is HealthStatus.UNHEALTHY
+    trials = max(worker.health.trials_failed, worker.breaker.trials_failed)
+    cause = worker.health.cause if unhealthy else worker.breaker.cause
+    badness = (unhealthy, trials, worker.health.failures)
+    return BudgetRank(worker.budget, worker.in_doubt, worker.counts, badness, cause)
+
+
+def _levels(s: _Settling) -> None:
+    slos = s.policy.degradation.slos
+    models = s.fleet.models
+    concerned = [model for model, state in models.items() if model in slos or state.level]
+    if not concerned:
+        return
+    weighted: dict[str, list[tuple[Profile, float]]] = {}
+    for name in s.names:
+        worker = s.fleet.workers[name]
+        weighted.setdefault(worker.joined.model, []).append((worker.joined.profile, worker.weight))
+    for model in sorted(concerned):
+        state = s.fleet.models[model]
+        for decision in degradation.decide(s.policy.degradation, state, weighted.get(model, ()), s.now):
+            s.keep(decision)
+
+
+def _incidents(s: _Settling) -> None:
+    incidents = s.fleet.incidents
+    for state in list(incidents.values()):
+        outcome, cause = _outcome(s.fleet, state)
+        for decision in incident.decide(state, outcome, s.now, cause):
+            s.keep(decision)
+
+
+def _outcome(fleet: Fleet, state: Incident) -> tuple[str, str]:
+    """Return what became of an incident's subject, and through which fact; nothing while it lasts."""
+    kind, _, name = state.subject.partition(":")
+    if kind == "model":
+        model = fleet.models.get(name)
+        return ("recovered", model.cause) if model is not None and not model.level else ("", "")
+    worker = fleet.workers.get(name)
+    if worker is None:
+        return "", ""
+    if worker.alive and not worker.well:
+        return "", ""
+    last = f"decision:{max(worker.health.moved_by, worker.breaker.moved_by)}"
+    return "recovered" if worker.alive else "dead", last
+
+
+STRATA: Iterable[Callable[[_Settling], None]] = (
+    _goldens,
+    _health,
+    _budgets,
+    _breakers,
+    _drains,
+    _levels,
+    _incidents,
+)

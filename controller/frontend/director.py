@@ -1,0 +1,236 @@
+"""The director: it holds what one frontend knows, follows the fold, and acts at once on what it sees there.
+
+A convicted worker's answers move, a closed breaker clears what was held against the worker, a new worker gets the parked
+ones. Who may get a request is `routing`'s question; what becomes of one answer is its `Generation`'s.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from random import random
+
+from controller.deciders.fleet import Fleet
+from controller.frontend.errors import ApiError
+from controller.frontend.generations.dispatcher import Dispatcher
+from controller.frontend.generations.generation import Generation
+from controller.frontend.generations.pending import PendingGenerations
+from controller.frontend.generations.planned_migrations import PlannedMigrations
+from controller.frontend.generations.reports import MigrationReports
+from controller.frontend.generations.rescheduler import Rescheduler
+from controller.frontend.health.corruption import Convictions, Served
+from controller.frontend.health.exposure import Exposures
+from controller.frontend.health.local_breakers import LocalBreakers
+from controller.frontend.health.panic import Panic
+from controller.frontend.metrics import FrontendMetrics
+from controller.frontend.request_metrics import RequestMetrics, gauge_model, gauge_worker
+from controller.frontend.requests.generation_request import GenerationRequest
+from controller.frontend.scheduling.admission import Admission
+from controller.frontend.scheduling.peers import Peers
+from controller.frontend.scheduling.router import RequestRouter
+from controller.frontend.scheduling.running import RunningRequests
+from controller.frontend.scheduling.scheduler import KvScheduler
+from controller.frontend.settings import FrontendSettings
+from controller.ports import Clock, Observe, RequestPlane
+from controller.router.endpoints import Endpoint, EndpointTable
+from controller.router.selection.filter import NoWorker
+from events.decisions import BreakerClosed, HealthStatus
+from events.fact import Recorded
+from events.observations import MoveRequested, WorkerJoined
+
+
+@dataclass(frozen=True, slots=True)
+class World:
+    """What a director is given of the world."""
+
+    name: str  # this frontend's
+    plane: RequestPlane
+    observe: Observe
+    clock: Clock
+    dice: Callable[[], float] = random  # from 0 to below 1: choices that are drawn
+    ended: Callable[[Generation], object] | None = None  # is told of each answer that is over
+
+
+class Director:
+    """One frontend's generations, and what it knows of the fleet."""
+
+    def __init__(self, world: World, settings: FrontendSettings) -> None:
+        self.settings = settings
+        self.now = now = (
+            world.clock.monotonic
+        )  # uvloop's own time stands still within a turn, and counts milliseconds
+        self.live = False  # until the fold has caught up, what it shows is history and nothing to act on
+        self._world = world
+        self.table = table = EndpointTable()
+        self.metrics = FrontendMetrics()
+        self.request_metrics = RequestMetrics(self.metrics)
+        self.breakers = LocalBreakers(world.name, settings.breaker, settings.facts, world.observe, now)
+        self.exposures = Exposures(
+            world.name,
+            settings.facts.exposure_entries_max,
+            world.clock.now(),
+            lambda: (world.clock.now(), now()),
+        )
+        self._convictions = Convictions(
+            world.name, world.clock, world.observe, self.exposures, self.request_metrics
+        )
+        self.peers = Peers(now, world.name)
+        panic = Panic(
+            world.name, settings.breaker.panic_share, self.breakers, world.observe, self.metrics.faults.panic
+        )
+        scheduler = KvScheduler(settings.router, table, world.plane, self.request_metrics, now, world.dice)
+        self.routing = RequestRouter(
+            self.peers.frontends,
+            table,
+            world.plane,
+            settings,
+            self.breakers,
+            panic,
+            scheduler,
+            lambda: self.live,
+        )
+        self.admission = Admission(
+            world.name,
+            settings.admission,
+            table,
+            self.routing.room,
+            world.observe,
+            settings.retry_after_s,
+            self.request_metrics.waited,
+        )
+        self.running: RunningRequests[Generation] = RunningRequests()
+        self.rescheduler = Rescheduler(
+            world.name, settings.moving, self.routing, world.plane, self.running.at, self.peers.names
+        )
+        self.planned_migrations = PlannedMigrations(
+            settings.moving, table, self.routing, world.plane, self.rescheduler, self.running.at, now
+        )
+        self.dispatcher: Dispatcher[Generation] = Dispatcher(
+            table, self.routing, world.plane, self.breakers, self.running, self.request_metrics, now,
+            self.admission.wake,
+        )  # fmt: skip
+        self.pending: PendingGenerations[Generation] = PendingGenerations(
+            table, settings, self.rescheduler, now, self.admission.wake, world.ended
+        )
+        self.reports = MigrationReports(world.name, world.observe, self.request_metrics)
+        self._reported_at = now()
+
+    # --- the fold -----------------------------------------------------------------------------------------
+
+    def absorb(self, fleet: Fleet, batch: Sequence[Recorded]) -> None:
+        """Take in what the fold shows after a batch of events, and act on it."""
+        for recorded in batch:
+            if isinstance(recorded.fact, BreakerClosed):
+                self.breakers.reset((recorded.fact.worker, recorded.fact.instance))
+        change = self.table.absorb(fleet)
+        if self.live:
+            for recorded in batch:
+                if isinstance(recorded.fact, MoveRequested):
+                    self.planned_migrations.requested(recorded.fact)
+        for endpoint, worker in change.updated:
+            if self.live:
+                self._convictions.answer(worker)
+            if worker.passes:
+                self.exposures.passed(endpoint.key, min(worker.passes.values()))
+        if change.left:
+            self._forget()
+        if change:
+            self.changed()
+
+    def go_live(self, before: Served | None = None) -> None:
+        """The fold has caught up: act on what it shows from now on, and say what was missed. `before`: until when the
+        last frontend of this name served, where that is known."""
+        self.live = True
+        self._convictions.answer_for_before(self.table.workers, before)
+        self.changed()
+
+    def set_static(self, joined: Sequence[WorkerJoined]) -> None:
+        """Serve with workers that were given directly."""
+        self.table.set_static(joined)
+        self.routing.forget(set(self.table.endpoints))
+        self.changed()
+
+    def changed(self) -> None:
+        """The table or a connection changed: move who must, and let those who wait try."""
+        self.routing.look_for_panic()
+        for endpoint in list(self.table.endpoints.values()):
+            if self.running.at(endpoint) and (endpoint.corrupt or endpoint.status is HealthStatus.UNHEALTHY):
+                self._empty(endpoint)
+        if self.live:
+            self.planned_migrations.look()
+        self.pending.wake()
+        self.admission.wake()
+
+    def _empty(self, endpoint: Endpoint) -> None:
+        """Send what runs on a worker out of service elsewhere. Who could take it is asked once, not per stream."""
+        generations = list(self.running.at(endpoint))
+        others = {other.key for other in self.routing.targets(generations[0].request)} - {endpoint.key}
+        for generation in generations:
+            generation.evict(others, corrupt=endpoint.corrupt)
+
+    def _forget(self) -> None:
+        """Forget lives of workers that are gone."""
+        keys = set(self.table.endpoints)
+        self.breakers.keep(keys)
+        self.exposures.keep(keys)
+        self.routing.forget(keys)
+
+    # --- what generations say -----------------------------------------------------------------------------
+
+    def no_worker(self, error: NoWorker, request: GenerationRequest) -> ApiError:
+        """Return what a client is told when nobody can take his request."""
+        return self.admission.no_worker(error, request.model, request.tier)
+
+    # --- time ---------------------------------------------------------------------------------------------
+
+    def tick(self) -> None:
+        """Do what is due: breakers, deadlines, reports. Called ten times a second."""
+        now = self.now()
+        service = [endpoint.key for endpoint in self.table.endpoints.values() if endpoint.routable]
+        if self.breakers.any_open:
+            self._pass_trials()
+        self.breakers.tick(service)
+        self.planned_migrations.tick()
+        self.routing.scheduler.expire()
+        self.metrics.settle()
+        self.pending.tick()
+        if now - self._reported_at >= self.settings.facts.rejected_window_s:
+            self._reported_at = now
+            self.admission.report()
+            self.routing.look_for_panic()
+        if self.pending.parked:
+            self.changed()
+        else:
+            self.admission.wake()  # another frontend's requests may have ended
+
+    def _pass_trials(self) -> None:
+        """An answer may be longer than a trial: one whose tokens come when the time is over has passed it."""
+        for endpoint in self.table.endpoints.values():
+            if self.breakers.trial_ends(endpoint.key):
+                for generation in self.running.at(endpoint):
+                    attempt = generation.output.attempt
+                    if attempt is not None and generation.has_output:
+                        self.breakers.flows(endpoint.key, attempt.breaker_epoch)
+
+    def report(self) -> None:
+        """Say what has not been said yet, at the process's end."""
+        self.breakers.report()
+        self.admission.report()
+
+    def render_metrics(self) -> bytes:
+        """Return the metrics as they stand now."""
+        self.request_metrics.settle()
+        faults = self.metrics.faults
+        faults.parked.set(self.pending.parked)
+        for model in self.table.known:
+            endpoints = self.table.models.get(model, ())
+            gauge_model(
+                self.metrics, model, endpoints, self.routing.limit(model), self.admission.queued(model)
+            )
+        positions = self.breakers.positions()
+        for endpoint in self.table.endpoints.values():
+            load = self._world.plane.load(endpoint.worker)
+            unread = self.routing.scheduler.unread(endpoint)
+            gauge_worker(self.metrics, endpoint, positions.get(endpoint.key, "closed"), load, unread)
+        self.metrics.keep({endpoint.worker for endpoint in self.table.endpoints.values()})
+        scheduler = self.routing.scheduler
+        self.request_metrics.settle_kv(scheduler.view, scheduler.guessed)
+        return self.metrics.render()

@@ -1,0 +1,1 @@
+"""One answer from its first attempt to its end, over any number of workers."""

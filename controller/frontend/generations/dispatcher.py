@@ -1,0 +1,171 @@
+"""Sends attempts to workers and takes them back: everything that counts an attempt hears of its beginning and its end here.
+
+These are the worker's endpoint and the list of what runs there, the router's slots, and this frontend's own breakers.
+"""
+
+from collections.abc import Callable
+from typing import Any, Generic, Protocol, TypeVar
+
+from controller.frontend.generations.attempt import Attempt
+from controller.frontend.generations.continuation import Continuation
+from controller.frontend.generations.output_stats import OutputStats
+from controller.frontend.health.local_breakers import LocalBreakers
+from controller.frontend.request_metrics import RequestMetrics
+from controller.frontend.requests.failures import Failure, MigrationBudget
+from controller.frontend.requests.generation_request import GenerationRequest
+from controller.frontend.scheduling.router import RequestRouter
+from controller.frontend.scheduling.running import RunningRequests
+from controller.frontend.scheduling.scheduler import explained
+from controller.ports import RequestPlane, Sink
+from controller.router.endpoints import Endpoint, EndpointTable, Key
+from controller.router.selection.filter import AllBusy, AllTried
+from controller.router.selection.selector import Selection
+from events.wire import Why
+
+
+class Dispatched(Protocol):
+    """What is sent: a generation."""
+
+    @property
+    def request(self) -> GenerationRequest: ...
+    @property
+    def continuation(self) -> Continuation: ...
+    @property
+    def output(self) -> Sink: ...
+    @property
+    def budget(self) -> MigrationBudget: ...
+    @property
+    def last_attempt(self) -> Attempt | None: ...
+
+
+G = TypeVar("G", bound=Dispatched)
+
+
+class Dispatcher(Generic[G]):
+    """The attempts of one frontend."""
+
+    def __init__(
+        self,
+        table: EndpointTable,
+        routing: RequestRouter,
+        plane: RequestPlane,
+        breakers: LocalBreakers,
+        running: RunningRequests[G],
+        metrics: RequestMetrics,
+        now: Callable[[], float],
+        freed: Callable[[str], None],
+    ) -> None:
+        """Send nothing yet. `freed` is told the model of a worker at which an attempt has ended."""
+        self._table = table
+        self._routing = routing
+        self.scheduler = routing.scheduler
+        self.prompt_read = routing.scheduler.read  # of an attempt's slot: its first token has come
+        self._plane = plane
+        self._breakers = breakers
+        self._running = running
+        self._metrics = metrics
+        self._now = now
+        self._freed = freed
+
+    # --- where to -----------------------------------------------------------------------------------------
+
+    def choose(self, generation: G, missed: set[Key], planned: Endpoint | None) -> Selection:
+        """Return where it was `planned` to go, or the best worker that has not been tried; if there is none, one to which
+        only the connection had failed, other than those `missed` just now. Raise NoWorker."""
+        request, budget, routing = generation.request, generation.budget, self._routing
+        output = generation.continuation.accepted
+        if planned is not None:
+            return routing.at(planned, request, output)
+        try:
+            try:
+                return routing.route(request, budget.tried, output, capped=generation.last_attempt is None)
+            except AllBusy:
+                if generation.last_attempt is not None:
+                    raise
+                # it was let in: one answer of several may find no room any more
+                return routing.route(request, budget.tried, output)
+        except AllTried:
+            return routing.route(request, budget.failed | missed, output)
+
+    # --- beginning ----------------------------------------------------------------------------------------
+
+    def send(self, generation: G, choice: Selection, *, paid: bool) -> Attempt:
+        """Send a request to the worker that was chosen. Raise WorkerUnreachable."""
+        endpoint, rank, request = choice.endpoint, choice.holder.rank, generation.request
+        asked = generation.continuation.request(endpoint, rank)
+        stream = self._plane.open(endpoint.worker, endpoint.instance, asked, generation.output)
+        first = generation.last_attempt is None
+        why = explained(choice) if first and request.overrides.explain else None
+        slot = self.scheduler.begin(choice, request, generation.continuation.accepted)
+        return self._begin(generation, endpoint, rank, stream, slot, paid, why)
+
+    def adopt(self, generation: G, endpoint: Endpoint, rank: int, stream: int) -> Attempt:
+        """Take in that a worker goes on with a request under this stream, with the KV cache that it has taken over."""
+        slot = self.scheduler.carry(endpoint, rank, generation.request, generation.continuation.accepted)
+        return self._begin(generation, endpoint, rank, stream, slot, False, None)
+
+    def _begin(
+        self,
+        generation: G,
+        endpoint: Endpoint,
+        rank: int,
+        stream: int,
+        slot: int,
+        paid: bool,
+        why: dict[str, Any] | None,
+    ) -> Attempt:
+        request, last = generation.request, generation.last_attempt
+        self._running.begin(generation, endpoint, len(request.prompt) + request.sampling.max_tokens)
+        return Attempt(
+            endpoint,
+            rank if endpoint.ranks > 1 else None,
+            stream,
+            slot,
+            1 if last is None else last.number + 1,
+            self._table.number,
+            self._breakers.routed(endpoint.key),
+            paid,
+            why,
+        )
+
+    # --- ending -------------------------------------------------------------------------------------------
+
+    def cancel(self, attempt: Attempt | None, why: Why = "gone") -> None:
+        """Tell the worker, if there is one, that nobody reads its stream any more, and hear nothing more of it."""
+        if attempt is None:
+            return
+        endpoint = attempt.endpoint
+        if why == "elsewhere" and self._table.drains(endpoint):
+            why = "drained"
+        self._plane.cancel(endpoint.worker, attempt.stream, why)
+
+    def end(self, generation: G, attempt: Attempt) -> None:
+        """An attempt has left its worker, however it ended."""
+        self._running.end(generation, attempt.endpoint)
+        self.scheduler.end(attempt.slot)
+        self._freed(generation.request.model)
+
+    def served(
+        self, request: GenerationRequest, attempt: Attempt, first: Endpoint | None, stats: OutputStats
+    ) -> None:
+        """An answer was completed by this attempt. `first`: where it had begun; elsewhere its times say nothing of this one."""
+        endpoint, count, first_at = attempt.endpoint, stats.counted, stats.first_at
+        ttft = itl = None
+        if first is endpoint and first_at is not None:
+            ttft = first_at - stats.began_at
+            itl = (self._now() - first_at) / (count - 1) if count > 1 else None
+            self._metrics.served(endpoint.worker, len(request.prompt), ttft, itl)
+        self._breakers.served(
+            endpoint.key, count, ttft, itl, attempt.routed_under, attempt.breaker_epoch, model=request.model
+        )
+
+    def blame(self, attempt: Attempt, failure: Failure) -> None:
+        """An attempt failed by its worker's fault."""
+        key = attempt.endpoint.key
+        self._breakers.failed(key, failure.reason, attempt.routed_under, attempt.breaker_epoch)
+
+    def unjudged(self, attempt: Attempt | None, *, has_output: bool) -> None:
+        """An attempt, if there is one, ends through no fault of its worker: its client has left, or was mistaken."""
+        if attempt is not None:
+            tell = self._breakers.flows if has_output else self._breakers.says_nothing
+            tell(attempt.endpoint.key, attempt.breaker_epoch)

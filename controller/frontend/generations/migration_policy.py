@@ -1,0 +1,103 @@
+"""What becomes of an answer that has lost its worker? Functions of values: the generation asks, and does it.
+
+    an attempt has failed ─┬─ only the worker's last word was missing ───────▶ Finish
+                           ├─ its budget does not allow another attempt ─────▶ Abandon
+                           ├─ for the second time in a row its connection ───▶ Park: more may be dying
+                           └─ else ──────────────────────────────────────────▶ GoOn
+    nobody can take it ────┬─ it had not begun ──────────────────────────────▶ Refuse
+                           ├─ somebody may come, or come back ───────────────▶ Park
+                           └─ all have failed it ────────────────────────────▶ Abandon
+
+What a reader would get wrong: a client is told the first failure since a token came, and not the last: that is the one
+that everything after it was to make good.
+"""
+
+from collections.abc import Collection
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from controller.frontend.requests.failures import Failure
+from controller.frontend.requests.generation_request import Move
+from controller.router.endpoints import Key
+from controller.router.selection.filter import AllTried
+
+PAUSE_S = (
+    0.1  # before the third attempt and later ones, where connections broke: a host's workers die together
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Finish:
+    """The answer is complete."""
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Abandon:
+    """It ends with the error of this failure; `reason` says why nobody goes on."""
+
+    reason: str
+    failure: Failure
+
+
+@dataclass(frozen=True, slots=True)
+class Park:
+    """It waits for a worker, at least for this long."""
+
+    original: Failure
+    pause_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class GoOn:
+    """Another worker goes on at once."""
+
+    original: Failure
+
+
+@dataclass(frozen=True, slots=True)
+class Refuse:
+    """Its client is told that nobody serves it."""
+
+
+AfterFailure: TypeAlias = Finish | Abandon | Park | GoOn
+WithoutWorker: TypeAlias = Refuse | Park | Abandon
+
+
+def after_failure(
+    failure: Failure, *, replaced: Failure | None, missing_tokens: int, refusal: str
+) -> AfterFailure:
+    """Return what becomes of an answer whose attempt has failed. `replaced`: the failure that this attempt was to make good,
+    if it has brought nothing; `missing_tokens`: that the answer may still have; `refusal`: why its budget allows no more."""
+    original = failure if replaced is None or replaced.planned else replaced
+    if missing_tokens <= 0:
+        return Finish("length")
+    if refusal:
+        return Abandon(refusal, original)
+    if original is not failure and failure.kind.again:
+        return Park(original, PAUSE_S)
+    return GoOn(original)
+
+
+def without_worker(code: str, move: Move | None, *, may_return: bool) -> WithoutWorker:
+    """Return what becomes of an answer that nobody can take, for the reason of this `code`. `move`: what it is in the middle
+    of; `may_return`: some worker that failed it may be asked again."""
+    if move is None:
+        return Refuse()
+    if move.failure.kind.patient or code != AllTried.code or may_return:
+        return Park(move.original)
+    return Abandon(code, move.original)
+
+
+def leaves_unhealthy(*, corrupt: bool, refusal: str, others: Collection[Key], tried: Collection[Key]) -> bool:
+    """Say whether an answer leaves a worker that was taken out of service. From one that is only slow or silent it does not
+    move into nowhere: it stays while its tokens come, unless one of `others` can still be tried."""
+    return corrupt or (not refusal and any(key not in tried for key in others))
+
+
+def why_not_carried(failure: Failure, refused: str, *, under_way: bool) -> str:
+    """Return why an answer's KV cache did not come along, though that was wanted; empty if nobody wanted it."""
+    if under_way:
+        return "its source failed meanwhile"
+    return refused if failure.reason == "engine_shutdown" else ""

@@ -1,0 +1,115 @@
+"""Which answers wait, for what, and how long? For their first token, or for a worker that goes on with them.
+
+begun ── its first token ──▶ heard                    too late: given up, `first_token_timeout`
+lost ──▶ rescheduled with all that were lost in this turn ──▶ sent elsewhere
+  └────▶ parked ── a worker may have come ──▶ rescheduled       too late: given up, `no_worker`
+"""
+
+from collections.abc import Callable
+from typing import Generic, Literal, Protocol, TypeAlias, TypeVar
+
+from controller.frontend.generations.migration_progress import MigrationProgress
+from controller.frontend.generations.output_stats import OutputStats
+from controller.frontend.generations.rescheduler import Reschedulable, Rescheduler
+from controller.frontend.settings import FrontendSettings
+from controller.router.endpoints import EndpointTable
+
+GivenUp: TypeAlias = Literal["no_worker", "first_token_timeout"]
+
+
+class Waiting(Reschedulable, Protocol):
+    """What waits: a generation."""
+
+    @property
+    def stats(self) -> OutputStats: ...
+    @property
+    def progress(self) -> MigrationProgress: ...
+
+    def give_up(self, why: GivenUp) -> None:
+        """It has waited too long."""
+        ...
+
+
+W = TypeVar("W", bound=Waiting)
+
+
+class PendingGenerations(Generic[W]):
+    """The answers of one frontend that wait."""
+
+    def __init__(
+        self,
+        table: EndpointTable,
+        settings: FrontendSettings,
+        rescheduler: Rescheduler,
+        now: Callable[[], float],
+        freed: Callable[[str], None],
+        ended: Callable[[W], object] | None = None,
+    ) -> None:
+        """Begin with none. `freed` is told the model of a worker that has read a prompt, and may read another one; `ended`
+        each answer that is over."""
+        self._table = table
+        self._first_token_s = settings.admission.first_token_s
+        self._reroute_s = settings.reroute_s
+        self._rescheduler = rescheduler
+        self._now = now
+        self._freed = freed
+        self._ended = ended
+        self._parked: dict[W, float] = {}  # until when
+        self._begun: dict[W, None] = {}  # those without a first token yet
+
+    @property
+    def parked(self) -> int:
+        """How many wait for a worker to go on with."""
+        return len(self._parked)
+
+    @property
+    def begun(self) -> int:
+        """How many wait for their first token."""
+        return len(self._begun)
+
+    def begin(self, generation: W) -> None:
+        """A request was sent to a worker, and nothing of its answer has come."""
+        self._begun[generation] = None
+
+    def first_token(self, generation: W) -> None:
+        """The first token of an answer has come."""
+        self._begun.pop(generation, None)
+        self._freed(generation.request.model)
+
+    def reschedule(self, generation: W) -> None:
+        """Send it elsewhere, together with all that lose their workers in this turn of the loop."""
+        self._rescheduler.add(generation)
+
+    def park(self, generation: W, since: float) -> None:
+        """Nobody can go on with this answer now: it waits for a worker, for a while that began at `since`."""
+        self._parked[generation] = since + self._reroute_s
+
+    def end(self, generation: W) -> None:
+        """An answer is over: it waits for nothing."""
+        if generation.stats.first_at is None:
+            self._begun.pop(generation, None)
+        if generation.progress.disturbed:  # else it has never waited for another worker
+            self._parked.pop(generation, None)
+            self._rescheduler.discard(generation)
+        if self._ended is not None:
+            self._ended(generation)
+
+    def wake(self) -> None:
+        """A worker may have come, or have room: let those try that may."""
+        now = self._now()
+        for generation in list(self._parked):
+            if generation in self._parked and now >= generation.progress.not_before:
+                del self._parked[generation]
+                self._rescheduler.add(generation)
+
+    def tick(self) -> None:
+        """Give up what has waited too long."""
+        now = self._now()
+        for generation, until in list(self._parked.items()):
+            if now > until and generation in self._parked:
+                del self._parked[generation]
+                generation.give_up("no_worker")
+        for generation in list(self._begun):
+            knobs = self._table.knobs(generation.request.model)
+            if now - generation.stats.began_at > self._first_token_s * knobs.latency:
+                generation.give_up("first_token_timeout")

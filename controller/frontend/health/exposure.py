@@ -1,0 +1,234 @@
+"""Whom has a corrupt worker served? A bounded memory of who was fed by whom, and since when.
+
+    CanaryPassed(sent) ───────── tokens to requests a, b, c ─────────▶ CanaryFailed, confirmed: convicted
+          │                                                                 │
+          └── up to here this worker is known to have been right ────▶ a, b, c are exposed, finished or not
+
+The span begins when *the canary that failed* was last sent and passed on this instance: other canaries may
+not see this fault. Where the memory does not reach back so far, that is said too (`ExposureUnknown`): never
+silently less.
+
+Clocks: `sent` is the prober's, our marks are ours. A margin covers small differences; it errs towards naming
+more.
+"""
+
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import datetime, timedelta
+from math import inf
+from typing import Protocol, TypeAlias
+
+from controller.router.endpoints import Key
+from events.observations import ExposureUnknown, FrontendObservation, RequestExposed
+
+MARGIN = timedelta(milliseconds=200)
+MARK_S = 0.2  # how finely a span remembers when its tokens came
+
+Traced: TypeAlias = tuple[FrontendObservation, str]  # a fact, and the trace of the request that it is about
+
+
+class Exposed(Protocol):
+    """An answer that is being made, and may have been fed by a corrupt worker."""
+
+    def expose(self, first: int, key: Key) -> str:
+        """Tokens from index `first` on may be wrong, because this worker was. Return what was done about them."""
+        ...
+
+
+@dataclass(slots=True, eq=False)
+class ServedSpan:
+    """What one worker gave one request: tokens `first`… (0-based), and when, to within MARK_S."""
+
+    request: str
+    model: str
+    first: int
+    generation: Exposed | None  # None once the request has ended
+    traceparent: str = ""
+    rank: int | None = None  # the worker's DP rank, of several
+    key: Key = ("", "")  # the worker
+    count: int = 0
+    marks: list[tuple[float, int]] | None = (
+        None  # (instant, index of the first token then), but for the first of all
+    )
+    marked_at: float = -inf  # when a mark was due last
+    last_at: float = 0.0
+    named: int = 0  # tokens before this index have been named as exposed
+
+    def add(self, now: float, tokens: int) -> None:
+        """Count tokens that came now."""
+        if now - self.marked_at > MARK_S:
+            if self.count:
+                self.marks = self.marks or []
+                self.marks.append((now, self.first + self.count))
+            self.marked_at = now
+        self.count += tokens
+        self.last_at = now
+
+    def since(self, instant: float) -> tuple[int, int] | None:
+        """Return the first and last index of the tokens that came at `instant` or later and have not been named; None
+        if there are none."""
+        if not self.count or self.last_at < instant:
+            return None
+        first = self.first
+        for at, index in self.marks or ():
+            if at > instant:
+                break
+            first = index  # tokens after this mark may have come later than `instant`
+        last = self.first + self.count - 1
+        return (max(first, self.named), last) if self.named <= last else None
+
+
+class SpanHistory:
+    """The spans of one life of a worker: those that it still feeds, and those that ended, oldest first.
+
+    Only what has ended is ever forgotten: a running request must be dealt with, and it goes on being fed. How
+    many those are is bounded by the worker's streams.
+    """
+
+    def __init__(self, entries_max: int) -> None:
+        self._open: dict[ServedSpan, None] = {}
+        self._ended: deque[ServedSpan] = deque()
+        self._max = entries_max
+        self.forgotten_at: float | None = None  # what ended before this is not known any more
+
+    @property
+    def served_spans(self) -> list[ServedSpan]:
+        """All that is remembered."""
+        return [*self._ended, *self._open]
+
+    def add(self, served_span: ServedSpan) -> None:
+        """Remember a span from its first token on."""
+        self._open[served_span] = None
+        self._bound()
+
+    def close(self, served_span: ServedSpan) -> None:
+        """The request has left this worker."""
+        if self._open.pop(served_span, served_span) is None:
+            self._ended.append(served_span)
+            self._bound()
+
+    def trim(self, instant: float) -> None:
+        """Forget ended spans from before `instant`, which no conviction can reach any more."""
+        while self._ended and self._ended[0].last_at < instant:
+            self._forget()
+
+    def _bound(self) -> None:
+        while self._ended and len(self._ended) + len(self._open) > self._max:
+            self._forget()
+
+    def _forget(self) -> None:
+        self.forgotten_at = max(self._ended.popleft().last_at, self.forgotten_at or 0.0)
+
+
+class Exposures:
+    """What is remembered of all workers."""
+
+    def __init__(
+        self, frontend: str, entries_max: int, began: datetime, wall: Callable[[], tuple[datetime, float]]
+    ) -> None:
+        self._frontend = frontend
+        self._max = entries_max
+        self._began = began
+        self._wall = wall  # now, by the calendar and by the loop's clock
+        self._histories: dict[Key, SpanHistory] = {}
+        self._unknown_until: dict[Key, datetime] = {}  # what was said to be unknown is not said again
+
+    def note(self, served_span: ServedSpan) -> None:
+        """Remember a span from its first token on."""
+        history = self._histories.get(served_span.key)
+        if history is None:
+            history = self._histories[served_span.key] = SpanHistory(self._max)
+        history.add(served_span)
+
+    def close(self, served_span: ServedSpan) -> None:
+        """The request has left that worker, or ended."""
+        history = self._histories.get(served_span.key)
+        if history is not None:
+            history.close(served_span)
+
+    def passed(self, key: Key, oldest_pass: datetime) -> None:
+        """Forget what came before every canary of this worker was last sent and passed."""
+        history = self._histories.get(key)
+        if history is not None:
+            history.trim(self._instant(oldest_pass - MARGIN))
+
+    def keep(self, keys: set[Key]) -> None:
+        """Forget lives of workers that are gone for good."""
+        for key in [key for key in self._histories if key not in keys]:
+            del self._histories[key]
+        self._unknown_until = {key: until for key, until in self._unknown_until.items() if key in keys}
+
+    def convict(
+        self, key: Key, since: datetime, act: Callable[[ServedSpan, int], str], until: datetime
+    ) -> list[Traced]:
+        """Return a fact for every request that this worker fed since `since`; `act` deals with those that run."""
+        facts: list[Traced] = [(fact, "") for fact in self._unknown(key, since, until)]
+        instant = self._instant(since - MARGIN)
+        history = self._histories.get(key)
+        fed = (
+            [
+                (served_span, served_span.since(instant), served_span.generation is None)
+                for served_span in history.served_spans
+            ]
+            if history
+            else []
+        )
+        for served_span, span, finished in fed:
+            if span is None:
+                continue
+            served_span.named = span[1] + 1
+            # What is done about one choice of an answer may have ended the others.
+            action = (
+                "none"
+                if finished
+                else "error"
+                if served_span.generation is None
+                else act(served_span, span[0])
+            )
+            fact = RequestExposed(
+                frontend=self._frontend,
+                request=served_span.request,
+                model=served_span.model,
+                worker=key[0],
+                instance=key[1],
+                first=span[0],
+                last=span[1],
+                finished=finished,
+                action=action,  # type: ignore[arg-type]
+                rank=served_span.rank,
+            )
+            facts.append((fact, served_span.traceparent))
+        return facts
+
+    def _unknown(self, key: Key, since: datetime, until: datetime) -> list[ExposureUnknown]:
+        """Say which part of the span is not remembered, each part of it once."""
+        since = max(since, self._unknown_until.get(key, since))
+        history, out = self._histories.get(key), []
+        if since < self._began:
+            out.append((since, self._began, "this frontend started only then"))
+        if history is not None and history.forgotten_at is not None:
+            start, end = max(since, self._began), self._calendar(history.forgotten_at)
+            if end > start:
+                out.append((start, end, "this frontend remembers no longer whom it served then"))
+        if out:
+            self._unknown_until[key] = out[-1][1]
+        return [
+            ExposureUnknown(
+                frontend=self._frontend,
+                worker=key[0],
+                instance=key[1],
+                since=start,
+                until=min(end, until),
+                why=why,
+            )
+            for start, end, why in out
+        ]
+
+    def _instant(self, moment: datetime) -> float:
+        now, instant = self._wall()
+        return instant - (now - moment).total_seconds()
+
+    def _calendar(self, instant: float) -> datetime:
+        now, then = self._wall()
+        return now - timedelta(seconds=then - instant)

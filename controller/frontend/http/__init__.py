@@ -1,0 +1,1 @@
+"""Listeners, routes and the fast path of the OpenAI API."""

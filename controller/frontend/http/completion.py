@@ -1,0 +1,242 @@
+"""One HTTP request and its answers: one generation per prompt and choice, one response made of them all."""
+
+import asyncio
+import json
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import msgspec
+
+from controller.frontend.director import Director
+from controller.frontend.errors import ApiError, invalid, too_long, unsupported
+from controller.frontend.generations.generation import Generation
+from controller.frontend.requests.block_hashes import BlockNames
+from controller.frontend.requests.failures import MigrationBudget
+from controller.frontend.requests.generation_request import GenerationRequest
+from controller.frontend.requests.overrides import EXPLAIN, NO_OVERRIDES, RoutingOverrides
+from controller.frontend.requests.schema import ParsedRequest, RequestedSampling
+from controller.frontend.responses.response_format import ResponseFormat, event
+from controller.frontend.responses.sse import DONE, SseStream
+from controller.frontend.responses.writers import BufferedWriter, StreamingWriter
+from controller.router.endpoints import Lineage
+from events.blocks import seed
+from events.wire import Sampling
+
+COMPLETION_TOKENS_DEFAULT = 16  # what OpenAI's completions endpoint does without max_tokens
+SEED_BITS = 31
+EXPLAINED_MAX = 8  # candidates in a header: clients take 8 KB of them or so
+
+
+class AdmittedRequest(msgspec.Struct, frozen=True):
+    """A request that has been let in, tokenised."""
+
+    parsed: ParsedRequest
+    request: str  # its id
+    tier: str
+    lineage: Lineage
+    prompts: Sequence[tuple[list[int], str]]  # tokens, and the text if it was one
+    context: int  # tokens that a prompt and its answer may have together
+    serial: int  # of this frontend's requests: unseeded sampling is seeded with it
+    traceparent: str = ""
+    overrides: RoutingOverrides = NO_OVERRIDES
+
+
+class Completion:
+    """The generations of one request, and what becomes of them together."""
+
+    def __init__(
+        self,
+        director: Director,
+        admitted: AdmittedRequest,
+        format: ResponseFormat,
+        open_stream: "Callable[[Completion], SseStream] | None",
+    ) -> None:
+        """Make the generations, and send none yet. Without `open_stream` the answer is given whole. Raise ApiError (400)."""
+        self._director = director
+        self._parsed = admitted.parsed
+        self._format = format
+        self.stream = open_stream(self) if open_stream is not None else None
+        self.over: asyncio.Future[ApiError | None] = asyncio.get_running_loop().create_future()
+        self.generations: list[Generation] = []
+        self._left = len(admitted.prompts) * admitted.parsed.n
+        salt = seed(namespace=admitted.parsed.cache_salt)
+        for prompt, text in admitted.prompts:
+            names = BlockNames(prompt, salt)
+            for choice in range(admitted.parsed.n):
+                self._add(admitted, prompt, text, names, choice)
+
+    def _add(
+        self, admitted: AdmittedRequest, prompt: list[int], text: str, names: BlockNames, choice: int
+    ) -> None:
+        parsed, director = admitted.parsed, self._director
+        index = len(self.generations)
+        writer = (
+            StreamingWriter(self._format, self.stream, index)
+            if self.stream is not None
+            else BufferedWriter(self._format)
+        )
+        request = GenerationRequest(
+            id=admitted.request,
+            model=parsed.model,
+            lineage=admitted.lineage,
+            prompt=prompt,
+            prompt_text=text,
+            sampling=sampling(parsed, len(prompt), admitted.context, choice, admitted.serial),
+            guided=parsed.guided,
+            deterministic=director.routing.engine(parsed.model, admitted.lineage) != "openai"
+            or _repeats_anywhere(parsed.sampling),
+            names=names,
+            tier=admitted.tier,
+            cache_salt=parsed.cache_salt,
+            overrides=admitted.overrides,
+            traceparent=admitted.traceparent,
+        )
+        forbidden = "n_over_1" if parsed.n > 1 else "guided_decoding" if parsed.guided else ""
+        budget = MigrationBudget(
+            director.routing.limit(parsed.model), director.settings.migration_max_seq_len, forbidden
+        )
+        self.generations.append(Generation(director, request, writer, budget, self._ended))
+
+    def launch(self) -> None:
+        """Send every generation to a worker."""
+        for generation in self.generations:
+            generation.start()
+
+    def cancel(self) -> None:
+        """The client has gone."""
+        for generation in self.generations:
+            generation.cancel()
+
+    def fail(self, error: ApiError) -> None:
+        """End everything with an error of the frontend's own."""
+        self._finish(error)
+        self.cancel()
+
+    # --- the end ------------------------------------------------------------------------------------------
+
+    def _ended(self, generation: Generation) -> None:
+        """One generation is over; the last one ends the response, and so does the first that fails."""
+        self._left -= 1
+        if generation.error is not None:
+            self._finish(generation.error)
+            for other in self.generations:
+                other.cancel()
+        elif self._left == 0 and generation.finish != "cancelled":
+            self._finish(None)
+
+    def _finish(self, error: ApiError | None) -> None:
+        if self.over.done():
+            return
+        self.over.set_result(error)
+        stream = self.stream
+        if stream is None or (error is not None and not stream.started):
+            if stream is not None:
+                stream.parts.clear()
+            return
+        if error is not None:
+            stream.parts.append(event(error.body()))
+        else:
+            if self._parsed.include_usage:
+                stream.parts.append(self._format.total(self.usage()))
+            stream.parts.append(DONE)
+        stream.ended = True
+        stream.flush()
+
+    def usage(self) -> dict[str, Any]:
+        """Return the usage: the client's own prompt, and every token that was accepted, over all attempts."""
+        prompt = made = cached = 0
+        for place, generation in enumerate(self.generations):
+            made += len(generation.accepted)
+            if place % self._parsed.n == 0:  # the choices of a prompt share it
+                prompt += len(generation.request.prompt)
+                cached += generation.stats.cached_tokens or 0
+        return {
+            "prompt_tokens": prompt,
+            "completion_tokens": made,
+            "total_tokens": prompt + made,
+            "prompt_tokens_details": {"cached_tokens": cached},
+        }
+
+    def body(self) -> dict[str, Any]:
+        """Return the whole answer of a request that is not streamed."""
+        writers = [generation.writer for generation in self.generations]
+        choices = [writer.choice(i) for i, writer in enumerate(writers) if isinstance(writer, BufferedWriter)]
+        format = self._format
+        name = "chat.completion" if format.chat else "text_completion"
+        head = {"id": format.id, "object": name, "created": format.created, "model": format.model}
+        return head | {"choices": choices, "usage": self.usage()}
+
+    @property
+    def headers(self) -> dict[str, str]:
+        """What the answer's headers say of the choice of its worker."""
+        name = self.worker if self.worker.isprintable() else ascii(self.worker)  # it registers as it likes
+        headers, first = {"X-Holdfast-Worker": name}, self.generations[0].first_attempt
+        why = first.explained if first is not None else None
+        if why is not None:
+            headers[EXPLAIN] = json.dumps(_shortened(why))
+        return headers
+
+    @property
+    def worker(self) -> str:
+        """Who answers: the worker that the first answer is with, or was with last."""
+        attempt = self.generations[0].last_attempt
+        return attempt.endpoint.worker if attempt is not None else ""
+
+
+def _shortened(why: dict[str, Any]) -> dict[str, Any]:
+    """Return an explanation with the best candidates and the one that was chosen, and how many there were."""
+    every, chosen = why["candidates"], why["chosen"]
+    best = every[:EXPLAINED_MAX]
+    best += [one for one in every[EXPLAINED_MAX:] if chosen.items() <= one.items()]
+    return why | {"of": len(every), "candidates": best}
+
+
+def sampling(parsed: ParsedRequest, prompt_tokens: int, context: int, choice: int, serial: int) -> Sampling:
+    """Return how the workers should choose tokens.
+
+    `context`: tokens that a prompt and its answer may have together. Raise ApiError (400) if the request does not fit into it.
+    """
+    asked = parsed.sampling
+    room = context - prompt_tokens
+    if room < 1:
+        raise too_long(prompt_tokens, context, "messages" if parsed.chat else "prompt")
+    wanted = asked.max_tokens or (room if parsed.chat else min(room, COMPLETION_TOKENS_DEFAULT))
+    if wanted > room:
+        message = f"{prompt_tokens} prompt tokens and max_tokens {wanted} are more than the model's context {context}"
+        raise invalid(message, "max_tokens", "context_length_exceeded")
+    if asked.min_tokens > wanted:
+        raise invalid(f"min_tokens {asked.min_tokens} is more than max_tokens {wanted}", "min_tokens")
+    # An unseeded request gets a seed of ours: after a migration the random numbers go on where they were.
+    seed = asked.seed if asked.seed is not None else (serial * 2_654_435_761 & (1 << SEED_BITS) - 1)
+    return Sampling(
+        max_tokens=wanted,
+        min_tokens=asked.min_tokens,
+        temperature=asked.temperature,
+        top_p=asked.top_p,
+        top_k=asked.top_k,
+        seed=seed + choice if asked.temperature > 0 else asked.seed,
+        ignore_eos=asked.ignore_eos,
+        stop_token_ids=list(asked.stop_token_ids),
+        presence_penalty=asked.presence_penalty,
+        frequency_penalty=asked.frequency_penalty,
+        repetition_penalty=asked.repetition_penalty,
+        logprobs=0 if parsed.logprobs is None else max(1, parsed.logprobs),
+    )
+
+
+def _repeats_anywhere(asked: RequestedSampling) -> bool:
+    """Say whether somebody else's server goes on as the first one would have.
+
+    Its random numbers start anew, and what it is given as a prompt it does not count as output.
+    """
+    return asked.temperature == 0 and not asked.presence_penalty and not asked.frequency_penalty
+
+
+def refuse_unsupported(parsed: ParsedRequest, engine: str, *, text_only: bool) -> None:
+    """Raise ApiError (400) if the answer's form is constrained, or logprobs are asked for, and this engine cannot do it."""
+    if parsed.guided and engine != "openai":
+        raise unsupported(
+            next(iter(parsed.guided)), f"the {engine} engine cannot constrain the form of its answer"
+        )
+    if parsed.logprobs is not None and text_only:
+        raise unsupported("logprobs", "this model's servers give text only")

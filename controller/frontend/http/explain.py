@@ -1,0 +1,126 @@
+"""Where would a prompt be sent now, and why? What `holdfast route` is answered, on the admin port: nothing is sent.
+
+It is chosen as for a request, with what this frontend knows at this moment. In the modes that take turns, a turn passes.
+"""
+
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from controller.frontend.director import Director
+from controller.frontend.errors import invalid, starting, unavailable, unknown_model
+from controller.frontend.requests.block_hashes import BlockNames
+from controller.frontend.requests.bodies import SALT_CHARS_MAX, validated
+from controller.frontend.requests.generation_request import GenerationRequest
+from controller.frontend.requests.overrides import RoutingOverrides, overridden
+from controller.frontend.requests.reading import read_prompts
+from controller.frontend.requests.schema import parse_completion
+from controller.frontend.scheduling.scheduler import explained
+from controller.frontend.text.tokenizer import TokenizerMissing, ready_tokens
+from controller.router.endpoints import Endpoint, Lineage
+from controller.router.selection.filter import AllBusy, NoneReachable, NotServed, NoWorker
+from events.blocks import seed
+from events.wire import Sampling
+
+WHY = {
+    "kv": "the lowest cost",
+    "least-loaded": "the least laden",
+    "power-of-two": "the less laden of two that were drawn",
+    "round-robin": "its turn",
+    "random": "drawn",
+}
+
+
+class RoutingQuestion(BaseModel):
+    """What is asked: the prompt as text or as token ids, and what a request may override in headers."""
+
+    model_config = ConfigDict(extra="forbid", protected_namespaces=())
+
+    model: str = ""  # empty: the only one that is served
+    prompt: str | None = None
+    tokens: list[int] | None = None
+    cache_salt: str = Field(default="", max_length=SALT_CHARS_MAX)
+    router: dict[str, str] = Field(default_factory=dict)
+
+
+async def explain(director: Director, body: Any) -> dict[str, Any]:
+    """Return which worker would get a prompt, each candidate's cost term by term, and why others are none.
+
+    `body` is the request's JSON, as `RoutingQuestion` has it. Raise ApiError: 400 for what is wrong with it, 404 for a model
+    that nobody serves, 503 where nobody can take the prompt.
+    """
+    question = validated(RoutingQuestion, body)
+    if (question.prompt is None) == (question.tokens is None):
+        raise invalid("either prompt, or tokens", "prompt")
+    model = _model(director, question.model)
+    settings = overridden(director.settings.router, tuple(question.router.items()))
+    try:
+        lineage = director.routing.lineage(model)
+        prompt = await _prompt(director, model, lineage, question)
+        plan = GenerationRequest(
+            id="",
+            model=model,
+            lineage=lineage,
+            prompt=prompt,
+            prompt_text="",
+            sampling=Sampling(max_tokens=1),
+            guided=None,
+            deterministic=True,
+            names=BlockNames(prompt, seed(namespace=question.cache_salt)),
+            cache_salt=question.cache_salt,
+            overrides=RoutingOverrides(settings, explain=True),
+        )
+        found = director.routing.shortlist(plan)
+    except NoWorker as error:
+        raise unavailable(str(error), error.code, 1) from error
+    scheduler, models = director.routing.scheduler, director.table.models
+    choice = scheduler.choose(found, plan)
+    drawn = ", drawn: the cheaper the likelier" if settings.mode == "kv" and settings.temperature > 0 else ""
+    others = [endpoint for endpoint in models.get(model, ()) if endpoint not in found]
+    return explained(choice) | {
+        "model": model,
+        "why": WHY[settings.mode] + drawn,
+        "known": scheduler.known,
+        "left_out": [
+            {"worker": endpoint.worker, "why": _why_not(director, endpoint, lineage)} for endpoint in others
+        ],
+    }
+
+
+def _model(director: Director, name: str) -> str:
+    served = director.routing.served
+    if name in director.table.known:
+        return name
+    if name:
+        raise unknown_model(name) if director.live else starting()
+    if len(served) != 1:
+        raise invalid(f"which model? There are {', '.join(served) or 'none'}", "model")
+    return served[0]
+
+
+async def _prompt(director: Director, model: str, lineage: Lineage, question: RoutingQuestion) -> list[int]:
+    try:
+        tokens = await ready_tokens(lineage[1])
+    except TokenizerMissing as error:
+        raise unavailable(f"the tokenizer of {model} cannot be read", "tokenizer_missing", 30) from error
+    given = question.prompt if question.prompt is not None else question.tokens
+    parsed = parse_completion({"model": model, "prompt": given})
+    ((prompt, _),) = await read_prompts(parsed, tokens, director.routing.context(model, lineage))
+    return prompt
+
+
+def _why_not(director: Director, endpoint: Endpoint, lineage: Lineage) -> str:
+    """Return why an endpoint of the model is no candidate."""
+    if not endpoint.routable:
+        return f"the fleet has taken it out of service ({endpoint.status.value})"
+    try:
+        director.routing.room_at(endpoint, lineage)
+    except NotServed:
+        return "it has another revision or tokenizer"
+    except NoneReachable:
+        return "this frontend does not reach it"
+    except AllBusy:
+        return "it has as many requests as it may have"
+    except NoWorker:
+        return "this frontend's own breaker is open"
+    return "others were heard more lately"

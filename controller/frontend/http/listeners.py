@@ -1,0 +1,156 @@
+"""What listens: the port that all frontends of a host share, and this frontend's own admin port."""
+
+import asyncio
+import os
+import socket
+from collections.abc import Set
+from functools import partial
+from typing import Any
+
+from aiohttp import web
+
+from controller.frontend.http.api import Api, Handler
+from controller.frontend.http.fast_path import FastPathConnection
+from controller.frontend.requests.head import cached_heads
+from controller.frontend.settings import FrontendSettings
+from events.errors import HoldfastError
+
+SHUTDOWN_S = 1.0  # for answers to end, and for what was answered to leave
+_LOOK_S = 0.02
+KEEPALIVE_S = 75.0  # aiohttp's default: how long a connection may be idle
+BACKLOG = 128  # connections that wait to be accepted
+
+
+class SharedPortTaken(HoldfastError):
+    """The port cannot be listened on. Choose another one with --port, or stop what holds it."""
+
+
+class Listeners:
+    """Both ports of one frontend."""
+
+    def __init__(self, api: Api, settings: FrontendSettings) -> None:
+        """Answer with `api`, on the hosts and ports of the settings, once they are opened."""
+        self._settings = settings
+        self._api = api
+        self._public = _runner(api.handle, settings.admission.body_mb_max)
+        self._admin = _runner(api.admin, settings.admission.body_mb_max)  # `holdfast route` sends prompts
+        self._shared: asyncio.Server | None = None
+        self._heads = cached_heads(settings.router)
+        self._connections: set[FastPathConnection] = set()
+
+    async def open(self) -> None:
+        """Listen on the admin port, and hold the shared one, where the host's other frontends get all connections until
+        `accept`. Raise SharedPortTaken."""
+        settings = self._settings
+        await self._public.setup()
+        await self._admin.setup()
+        admin = web.TCPSite(self._admin, settings.admin_host, settings.admin_port)
+        port = settings.port
+        try:
+            self._shared = await self._hold(settings.host, port)
+            port = settings.admin_port
+            await admin.start()
+        except OSError as error:
+            raise SharedPortTaken(f"port {port}: {error.strerror}. {SharedPortTaken.__doc__}") from error
+
+    async def _hold(self, host: str, port: int) -> asyncio.Server:
+        server = self.aiohttp
+        loop = asyncio.get_running_loop()
+        make = partial(
+            FastPathConnection, self._api.openai.answer, self._heads, server, self._connections, KEEPALIVE_S
+        )
+        return await loop.create_server(
+            make, host, port, reuse_port=True, backlog=BACKLOG, start_serving=False
+        )
+
+    async def accept(self) -> None:
+        """Take connections on the shared port. Raise SharedPortTaken."""
+        if self._shared is None:
+            return
+        try:
+            # uvloop says nothing when somebody else has begun to listen meanwhile
+            for held in self._shared.sockets:
+                with socket.socket(fileno=os.dup(held.fileno())) as same:
+                    same.listen(BACKLOG)
+            await self._shared.start_serving()
+            self._api.listening = True
+        except OSError as error:
+            raise SharedPortTaken(
+                f"port {self._settings.port}: {error.strerror}. {SharedPortTaken.__doc__}"
+            ) from error
+
+    @property
+    def fast_path(self) -> Set[FastPathConnection]:
+        """The connections to the shared port that aiohttp has not taken over."""
+        return self._connections
+
+    @property
+    def aiohttp(self) -> web.Server:
+        """What answers all that is not plain, and has the connections on which such a request came. After `open`."""
+        server = self._public.server
+        assert server is not None
+        return server
+
+    @property
+    def sockets(self) -> tuple[socket.socket, ...]:
+        """What listens on the shared port. Between `open` and `refuse`."""
+        assert self._shared is not None
+        return self._shared.sockets
+
+    @property
+    def url(self) -> str:
+        """Where the API answers. Between `open` and `refuse`."""
+        return _url(self.sockets[0].getsockname())
+
+    @property
+    def admin_url(self) -> str:
+        """Where metrics and readiness answer, of this frontend alone."""
+        return _url(self._admin.addresses[0])
+
+    async def refuse(self) -> None:
+        """Take no new connections on the shared port: the host's other frontends get them."""
+        self._api.listening = False
+        if self._shared is not None:
+            self._shared.close()
+            self._shared = None
+
+    async def close(self) -> None:
+        """Close everything."""
+        await self.refuse()
+        await asyncio.gather(self._end_all(), self._public.cleanup())
+        await self._admin.cleanup()
+
+    async def _end_all(self) -> None:
+        """Let what is answered on the fast path end, and what was written leave, for `SHUTDOWN_S`."""
+        loop = asyncio.get_running_loop()
+        until = loop.time() + SHUTDOWN_S
+        answering = [
+            task for connection in tuple(self._connections) if (task := connection.end()) is not None
+        ]
+        if answering:
+            _, late = await asyncio.wait(answering, timeout=SHUTDOWN_S)
+            for task in late:
+                task.cancel()
+            await asyncio.gather(*late, return_exceptions=True)
+        for connection in tuple(self._connections):
+            connection.end()
+        while self._connections and loop.time() < until:  # noqa: ASYNC110 (a moment, once in a life)
+            await asyncio.sleep(_LOOK_S)
+
+
+def _runner(handler: Handler, body_mb_max: int) -> web.ServerRunner:
+    loop = asyncio.get_running_loop()
+    make = partial(web.BaseRequest, loop=loop, client_max_size=body_mb_max * 1024 * 1024)
+    server = web.Server(
+        handler,
+        request_factory=make,
+        handler_cancellation=True,  # a client that goes away is noticed in the same turn of the loop
+        access_log=None,
+        keepalive_timeout=KEEPALIVE_S,
+    )
+    return web.ServerRunner(server, shutdown_timeout=SHUTDOWN_S)
+
+
+def _url(address: Any) -> str:
+    host, port = address[:2]
+    return f"http://{host}:{port}"

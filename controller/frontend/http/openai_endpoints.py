@@ -1,0 +1,279 @@
+"""The two calls that matter: POST /v1/chat/completions and POST /v1/completions, from bytes to a completion and back."""
+
+import asyncio
+import itertools
+import json
+import time
+from collections.abc import Awaitable, Callable
+from functools import partial
+
+import structlog
+from aiohttp import web
+
+from controller.frontend.director import Director
+from controller.frontend.errors import ApiError, internal, invalid, starting, unavailable, unknown_model
+from controller.frontend.http.completion import AdmittedRequest, Completion, refuse_unsupported
+from controller.frontend.requests.head import Head, read_head
+from controller.frontend.requests.overrides import RoutingOverrides, read_overrides
+from controller.frontend.requests.reading import fresh_id, read_body, read_prompts
+from controller.frontend.requests.schema import ParsedRequest, read_chat, read_completion
+from controller.frontend.responses.response_format import ResponseFormat
+from controller.frontend.responses.sse import SseStream, StreamedResponse, response_head
+from controller.frontend.text.chat_templates import BadTemplate
+from controller.frontend.text.tokenizer import TokenizerMissing, Tokens, ready_tokens
+from controller.router.endpoints import Lineage
+from controller.router.selection.filter import NoWorker
+
+log = structlog.get_logger(__name__)
+ERROR_TYPES = {
+    400: "validation",
+    404: "not_found",
+    405: "validation",
+    408: "validation",
+    413: "validation",
+    502: "backend_error",
+    503: "unavailable",
+    504: "response_timeout",
+}
+READERS: dict[str, Callable[[bytes], ParsedRequest]] = {
+    "chat_completions": read_chat,
+    "completions": read_completion,
+}
+
+
+class OpenAiEndpoints:
+    """Answers requests for tokens, and knows those that are being answered."""
+
+    def __init__(self, director: Director, tokens: Callable[[str], Awaitable[Tokens]] = ready_tokens) -> None:
+        """Answer with what this director routes to. `tokens` returns a tokenizer by its name, or raises TokenizerMissing."""
+        self._director = director
+        self._tokens = tokens
+        self.answering = 0  # requests, from when they were understood to the end of their answers
+        # Of these, those that have been let in and read, with their streams
+        self.completions: dict[Completion, SseStream | None] = {}
+        self._unread: dict[SseStream, None] = {}  # finished, but their clients have not taken all of it yet
+        self._serial = itertools.count(1)
+        self._requests = director.metrics.requests
+        self._tokenizer_ms = director.metrics.histograms.tokenizer_ms
+        self._slow_clients = director.metrics.faults.slow_clients
+
+    async def serve(self, endpoint: str, request: web.BaseRequest) -> web.StreamResponse:
+        """Answer a request for tokens that came through aiohttp."""
+        version = (request.version.major, request.version.minor)
+        head = read_head(endpoint, request.headers, version, keep=bool(request.keep_alive))
+        response = await self._respond(head, request, request.transport)
+        return StreamedResponse(keep=head.keep) if response is None else response
+
+    async def answer(self, head: Head, body: bytes, transport: asyncio.Transport) -> web.Response | None:
+        """Answer a request for tokens that came on the fast path. Return what is to be written; None: it was streamed."""
+        try:
+            return await self._respond(head, body, transport)
+        except Exception:  # a mistake of ours, as in `handle`
+            log.exception("request_failed", endpoint=head.endpoint)
+            return refusal(internal(), answer_headers(head))
+
+    async def _respond(
+        self, head: Head, given: bytes | web.BaseRequest, transport: asyncio.Transport | None
+    ) -> web.Response | None:
+        """Answer a request, of which the body is given, or is still to be read. Return what is to be written; None: it was
+        streamed."""
+        headers = answer_headers(head)
+        model, kind = "", "unary"
+        error: ApiError | None = None
+        try:
+            if isinstance(given, bytes):
+                overrides, body = head.overrides, given
+            else:
+                overrides = read_overrides(given.raw_headers, self._director.settings.router)
+                body = await read_body(given, self._director.settings.admission)
+            parsed = READERS[head.endpoint](body)
+            kind = "stream" if parsed.stream else "unary"
+            if parsed.model not in self._director.table.known:
+                raise not_served(self._director, parsed.model)
+            model = parsed.model
+            self._requests.active.add(1, model)
+            self.answering += 1
+            response, error = await self._answer(head, parsed, headers, overrides, transport)
+            return response
+        except ApiError as raised:
+            error = raised
+            response = refusal(raised, headers)
+            if not isinstance(given, bytes) and given.content.exception() is not None:
+                response.force_close()  # nobody can say where the next request begins
+            return response
+        except asyncio.CancelledError:
+            error = ApiError(499, "the client has gone", code="cancelled")
+            raise
+        except Exception:
+            error = internal()
+            raise
+        finally:
+            self._count(model, head.endpoint, kind, error)
+
+    async def _answer(
+        self,
+        head: Head,
+        parsed: ParsedRequest,
+        headers: dict[str, str],
+        overrides: RoutingOverrides,
+        transport: asyncio.Transport | None,
+    ) -> tuple[web.Response | None, ApiError | None]:
+        """Return the response if it is still to be written, and what ended the stream, if it did not end well."""
+        id = headers["X-Request-Id"]
+        reservation = await self._director.admission.admit(parsed.model, head.tier)
+        try:
+            admitted, tokens = await self._admitted(head, parsed, id, reservation.lineage, overrides)
+        finally:
+            reservation.free()  # for the generations, which are launched before anybody else's turn comes
+        format = ResponseFormat(
+            id=("chatcmpl-" if parsed.chat else "cmpl-") + id,
+            model=parsed.model,
+            created=int(time.time()),  # noqa: TID251 (shown to the client, compared with nothing)
+            chat=parsed.chat,
+            usage=parsed.stream and parsed.include_usage,
+            tokens=tokens,
+            stops=parsed.stop,
+            min_tokens=parsed.sampling.min_tokens,
+            logprobs=parsed.logprobs,
+        )
+        open_stream = None
+        if parsed.stream:
+            if transport is None:
+                raise asyncio.CancelledError
+            open_stream = partial(self._stream, transport, head, headers)
+        completion = Completion(self._director, admitted, format, open_stream)
+        stream = completion.stream
+        error = await self._run(completion, stream)
+        if stream is not None and (error is None or stream.started):
+            return None, error
+        if stream is None and completion.worker:
+            headers |= completion.headers
+        if error is not None:
+            raise error
+        body = json.dumps(completion.body(), ensure_ascii=False).encode()
+        return web.Response(body=body, content_type="application/json", headers=headers), None
+
+    def _stream(
+        self, transport: asyncio.Transport, head: Head, headers: dict[str, str], completion: Completion
+    ) -> SseStream:
+        """Return a completion's stream. What its head says of the worker is known with the first token only."""
+        return SseStream(
+            transport,
+            self._director.settings.stream,
+            chunked=head.chunked,
+            head=lambda: response_head(head, headers | completion.headers),
+            overflow=partial(self._cut, completion),
+        )
+
+    async def _admitted(
+        self, head: Head, parsed: ParsedRequest, id: str, lineage: Lineage, overrides: RoutingOverrides
+    ) -> tuple[AdmittedRequest, Tokens]:
+        director = self._director
+        routing = director.routing
+        if parsed.guided or parsed.logprobs is not None:
+            engine, text_only = (
+                routing.engine(parsed.model, lineage),
+                routing.text_only(parsed.model, lineage),
+            )
+            refuse_unsupported(parsed, engine, text_only=text_only)
+        began = director.now()
+        try:
+            tokens = await self._tokens(lineage[1])
+            context = routing.context(parsed.model, lineage)
+            prompts = await read_prompts(parsed, tokens, context)
+        except TokenizerMissing as error:
+            log.error("tokenizer_missing", model=parsed.model, why=str(error))
+            raise unavailable(
+                f"the tokenizer of {parsed.model} cannot be read", "tokenizer_missing", 30
+            ) from error
+        except BadTemplate as error:
+            raise invalid(str(error), "messages") from error
+        except NoWorker as error:  # the last one of this lineage has gone while its tokenizer was read
+            raise director.admission.no_worker(error, parsed.model, head.tier) from error
+        self._tokenizer_ms.of("encode").note((director.now() - began) * 1000)
+        serial = next(self._serial)
+        return AdmittedRequest(
+            parsed, id, head.tier, lineage, prompts, context, serial, head.trace, overrides
+        ), tokens
+
+    async def _run(self, completion: Completion, stream: SseStream | None) -> ApiError | None:
+        """Launch and wait for the end. A client that goes away takes his generations with him."""
+        self.completions[completion] = stream
+        try:
+            completion.launch()
+            return await completion.over
+        except BaseException as why:  # whatever it is, nobody waits for its generations any more
+            completion.cancel()
+            if isinstance(why, Exception) and stream is not None and stream.started:
+                stream.abort()  # nothing can follow what has been sent
+            raise
+        finally:
+            del self.completions[completion]
+            if stream is not None and stream.waiting:
+                self._unread[stream] = None
+            elif stream is not None:
+                stream.release()
+
+    def check(self, now: float) -> None:
+        """Cut off the clients that have not read for too long. Called every second."""
+        for stream in [*self.completions.values(), *self._unread]:
+            if stream is not None:
+                stream.check(now)
+        self._unread = {stream: None for stream in self._unread if stream.waiting}
+
+    def drain(self) -> None:
+        """Let nobody in any more."""
+        self._director.admission.open = False
+
+    def cut_off(self) -> None:
+        """Fail what is still answered, and send away who waits."""
+        for completion in list(self.completions):
+            completion.fail(unavailable("this frontend is shutting down", "draining", 1))
+        self._director.admission.send_away()
+
+    def _cut(self, completion: Completion, stream: SseStream, why: str) -> None:
+        """Drop a client that does not read."""
+        log.warning("client_cut_off", request=completion.generations[0].request.id, why=why)
+        self._slow_clients.inc()
+        stream.abort()
+        completion.cancel()
+
+    def _count(self, model: str, endpoint: str, kind: str, error: ApiError | None) -> None:
+        """Count a request that has ended; an error after the first token too, although its status was 200."""
+        requests = self._requests
+        if model:
+            requests.active.add(-1, model)
+            self.answering -= 1
+        if error is None:
+            requests.ended.add(1, model, endpoint, kind, "success", "")
+            return
+        why = "cancelled" if error.status == 499 else ERROR_TYPES.get(error.status, "internal")
+        requests.ended.add(1, model, endpoint, kind, "error", why)
+        if error.status == 499:
+            requests.cancellations.labels(model, endpoint, kind).inc()
+            requests.disconnected.inc()
+        elif error.status == 503:
+            requests.rejections.labels(model, endpoint).inc()
+
+
+def not_served(director: Director, model: str) -> ApiError:
+    """Return what is said of a model that nobody serves, as far as is known."""
+    return unknown_model(model) if director.live else starting()
+
+
+def answer_headers(head: Head) -> dict[str, str]:
+    """Return the headers that every answer to this request has."""
+    headers = {"X-Request-Id": head.id or fresh_id()}
+    if head.warning:
+        headers["Warning"] = head.warning
+    return headers
+
+
+def refusal(error: ApiError, headers: dict[str, str]) -> web.Response:
+    """Return an error as a response."""
+    return web.Response(
+        status=error.status,
+        body=error.encoded(),
+        content_type="application/json",
+        headers={**headers, **error.headers},
+    )

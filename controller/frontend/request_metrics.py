@@ -1,0 +1,184 @@
+"""Counting, close to the token path: per model, with everything looked up once."""
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import replace
+
+from controller.frontend.metric_kinds import Buckets
+from controller.frontend.metrics import FrontendMetrics
+from controller.router.endpoints import Endpoint
+from controller.router.index.feed import Counts
+from controller.router.index.view import KvView
+from events.observations import FrontendObservation, RequestExposed
+from events.wire import Load
+
+POSITIONS = {"closed": 0, "open": 1, "half_open": 2}
+
+
+class ModelMetrics:
+    """What is counted for one model."""
+
+    __slots__ = (
+        "_histograms", "_model", "_requests", "cached", "decisions", "duration", "hit_rate", "inputs", "itl", "outputs",
+        "overlap", "rendered", "tokens", "ttft",
+    )  # fmt: skip
+
+    def __init__(self, metrics: FrontendMetrics, model: str) -> None:
+        self._model = model
+        self._requests = metrics.requests
+        self._histograms = metrics.histograms
+        self.tokens = 0
+        self.rendered = 0  # of them, already in the counter
+        self.decisions: Counter[str] = Counter()  # not yet in the counters, by mode
+        router, histograms = metrics.router, metrics.histograms
+        self.hit_rate: Buckets = router.hit_rate.of(model)
+        self.overlap: Buckets = router.overlap.of(model)
+        self.itl: Buckets = histograms.itl.of(model)
+        self.ttft: Buckets = histograms.ttft.of(model)
+        self.duration: Buckets = histograms.duration.of(model)
+        self.inputs: Buckets = histograms.input_tokens.of(model)
+        self.outputs: Buckets = histograms.output_tokens.of(model)
+        self.cached: Buckets = histograms.cached_tokens.of(model)
+
+    def ended(self, duration_s: float, tokens: int, cached_tokens: int | None) -> None:
+        """An answer is over. `cached_tokens`: of its prompt, if its worker has said so."""
+        self.duration.note(duration_s)
+        self.outputs.note(tokens)
+        if cached_tokens is not None:
+            self.cached.note(cached_tokens)
+
+    def outgrown(self) -> None:
+        """A request that could have moved has become too long for it."""
+        self._requests.over_cap.labels(self._model).inc()
+
+    def failed(self, kind: str) -> None:
+        """An attempt failed: counted whether or not another one can be made."""
+        self._requests.migrations.labels(self._model, kind).inc()
+
+    def restored(self, kind: str, outcome: str, seconds: float) -> None:
+        """What began with a failure is over, after any number of attempts: `success`, `failure` or `cancelled`."""
+        self._histograms.migration_s.of(self._model, kind, outcome).add(seconds)
+
+
+class RequestMetrics:
+    """All of a frontend's counting that has to do with answers."""
+
+    def __init__(self, metrics: FrontendMetrics) -> None:
+        self._metrics = metrics
+        self._requests = metrics.requests
+        self._histograms = metrics.histograms
+        self._models: dict[str, ModelMetrics] = {}
+        self._kv_counted = Counts()  # of KV events, already in the counters
+        self._last: dict[str, tuple[int, float, float | None]] = {}  # each worker's, not yet in the gauges
+
+    def of(self, model: str) -> ModelMetrics:
+        """Return one model's metrics."""
+        found = self._models.get(model)
+        if found is None:
+            found = self._models[model] = ModelMetrics(self._metrics, model)
+        return found
+
+    def chosen(self, model: str, mode: str, overlap_blocks: float, required_blocks: int) -> None:
+        """A worker was chosen that has so many of a prompt's blocks cached, as far as is known."""
+        of_model = self.of(model)
+        of_model.decisions[mode] += 1
+        if mode == "kv":
+            of_model.hit_rate.note(min(1.0, overlap_blocks / required_blocks))
+            of_model.overlap.note(overlap_blocks)
+
+    def waited(self, model: str, outcome: str, seconds: float) -> None:
+        """A request has waited for a free worker: `admitted`, `timeout`, `no_worker` or `gone`."""
+        self._histograms.queue_s.of(model, outcome).note(seconds)
+
+    def served(self, worker: str, prompt_tokens: int, ttft_s: float, itl_s: float | None) -> None:
+        """An answer ended well at the worker at which it had begun. Without `itl_s` it was one token; that of the answer before
+        still stands."""
+        if itl_s is None and (before := self._last.get(worker)) is not None:
+            itl_s = before[2]
+        self._last[worker] = prompt_tokens, ttft_s, itl_s
+
+    def resumed(self, cause: str, gap_s: float) -> None:
+        """A client's stream goes on after a gap."""
+        self._histograms.resume.of(cause).add(gap_s)
+
+    def exposed(self, fact: FrontendObservation) -> None:
+        """A request was found to have been fed by a convicted worker."""
+        if isinstance(fact, RequestExposed):
+            exposed = self._metrics.faults.exposed
+            exposed.labels(fact.action).inc()
+
+    def settle(self) -> None:
+        """Bring the counters up to date, because somebody looks."""
+        decisions = self._metrics.router.decisions
+        for model, of_model in self._models.items():
+            self._requests.output_tokens.labels(model).inc(of_model.tokens - of_model.rendered)
+            of_model.rendered = of_model.tokens
+            for mode, count in of_model.decisions.items():
+                decisions.labels(model, mode).inc(count)
+            of_model.decisions.clear()
+        for worker, last in self._last.items():
+            gauge_last(self._metrics, worker, *last)
+        self._last.clear()
+
+    def settle_kv(self, view: KvView | None, guessed: int) -> None:
+        """Bring up to date what is shown of workers' KV blocks: those that `view` knows of, and how many are guessed."""
+        metrics, before = self._metrics.router, self._kv_counted
+        metrics.kv_guessed.set(guessed)
+        if view is None:
+            return
+        health, counts = view.health, view.counts
+        metrics.kv_blocks.set(health.blocks)
+        metrics.kv_ranks.labels("complete").set(health.complete)
+        metrics.kv_ranks.labels("incomplete").set(health.ranks - health.complete)
+        for (kind, status), count in counts.applied.items():
+            metrics.kv_events.labels(kind, status).inc(count - before.applied.get((kind, status), 0))
+        for outcome, now, then in (
+            ("gap", counts.gaps, before.gaps),
+            ("recovered", counts.recovered, before.recovered),
+            ("restored", counts.restored, before.restored),
+            ("failed", counts.failed, before.failed),
+        ):
+            metrics.kv_recoveries.labels(outcome).inc(now - then)
+        self._kv_counted = replace(counts, applied=counts.applied.copy())
+
+
+def gauge_model(
+    metrics: FrontendMetrics, model: str, endpoints: Sequence[Endpoint], limit: int, queued: int
+) -> None:
+    """Bring one model's gauges up to date. Where all its workers are gone, the last ones' sizes stay."""
+    requests, sizes = metrics.requests, metrics.models
+    requests.inflight.labels(model).set(sum(endpoint.active for endpoint in endpoints))
+    requests.queued.labels(model).set(queued)
+    if not endpoints:
+        return
+    profile = endpoints[0].joined.profile
+    sizes.migration_limit.labels(model).set(limit)
+    sizes.context_length.labels(model).set(endpoints[0].joined.context_tokens)
+    sizes.total_kv_blocks.labels(model).set(profile.kv_blocks)
+    sizes.max_num_seqs.labels(model).set(profile.max_batch)
+    sizes.kv_block_size.labels(model).set(profile.block_tokens)
+
+
+def gauge_worker(
+    metrics: FrontendMetrics, endpoint: Endpoint, breaker: str, load: Load | None, prefill_tokens: float
+) -> None:
+    """Bring one worker's gauges up to date."""
+    metrics.shown.add(endpoint.worker)
+    workers, breakers = metrics.workers, metrics.faults.breakers
+    workers.prefill_tokens.labels(endpoint.worker).set(prefill_tokens)
+    breakers.labels(endpoint.worker).set(POSITIONS[breaker])
+    if load is not None:
+        workers.waiting.labels(endpoint.worker).set(load.waiting)
+        workers.decode_blocks.labels(endpoint.worker).set(load.kv_used)
+
+
+def gauge_last(
+    metrics: FrontendMetrics, worker: str, prompt_tokens: int, ttft_s: float, itl_s: float | None
+) -> None:
+    """Show how a worker's last answer went."""
+    metrics.shown.add(worker)
+    workers = metrics.workers
+    workers.last_input.labels(worker).set(prompt_tokens)
+    workers.last_ttft.labels(worker).set(ttft_s)
+    if itl_s is not None:
+        workers.last_itl.labels(worker).set(itl_s)

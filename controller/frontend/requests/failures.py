@@ -1,0 +1,148 @@
+"""May this request go on elsewhere, and what is its client told if not?
+
+Migration replays the prompt and every token that was accepted, on a worker that has not failed this request
+yet. A worker's failure is classified once, here: does it move the request, does it speak against the worker,
+does it cost budget. One budget serves all kinds of failure: with a limit of 3 a request is begun at most four
+times. A refusal before anything was begun costs nothing the first time: there may be workers that have not been asked.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Literal
+
+import msgspec
+
+from controller.frontend.errors import ApiError
+from controller.router.endpoints import Key
+from events.observations import MigrationCause
+
+PlannedCause = Literal["drain", "device_fault", "throttled", "operator"]
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """What a failure means.
+
+    `patient`: when every worker was tried, waiting for a new one is worth it. `again`: only the connection has failed, so
+    that asking the same worker once more is better than asking nobody.
+    """
+
+    cause: MigrationCause
+    status: int
+    message: str
+    blames: bool = True  # it speaks against the worker
+    free: bool = False  # it costs no budget if nothing was begun
+    patient: bool = True
+    again: bool = False
+
+
+KINDS = {
+    "cannot_connect": Kind("cannot_connect", 503, "the worker cannot be reached", free=True, again=True),
+    "disconnected": Kind("disconnected", 502, "Stream ended before generation completed", again=True),
+    "stalled": Kind("stalled", 504, "the worker stopped answering", again=True),
+    "engine_error": Kind("engine_error", 500, "the engine failed", patient=False),
+    "engine_shutdown": Kind("engine_shutdown", 503, "the worker is shutting down", blames=False),
+    "overloaded": Kind("overloaded", 503, "the worker is full", blames=False, free=True, patient=False),
+    "stream_incomplete": Kind("engine_error", 502, "Stream ended before generation completed", patient=False),
+    "non_finite": Kind("engine_error", 500, "the engine computed numbers that are not finite", patient=False),
+    "not_serving": Kind(
+        "cannot_connect", 503, "the worker does not serve this model", blames=False, free=True
+    ),
+    "unhealthy": Kind("unhealthy", 503, "the worker was taken out of service", blames=False),
+}
+
+PLANNED: dict[
+    PlannedCause, Kind
+] = {  # nothing has failed: the request moves because somebody wants it elsewhere
+    "drain": Kind("drain", 503, "the worker is drained", blames=False),
+    "device_fault": Kind("device_fault", 503, "a device of the worker is broken", blames=False),
+    "throttled": Kind("throttled", 503, "a device of the worker is throttled", blames=False),
+    "operator": Kind("operator", 503, "the request was moved", blames=False),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """Why an attempt ended, in the worker's or the connection's own words."""
+
+    reason: str  # a key of KINDS, or of PLANNED
+    detail: str
+
+    @property
+    def kind(self) -> Kind:
+        return KINDS.get(self.reason) or PLANNED[self.reason]  # type: ignore[index]
+
+    @property
+    def planned(self) -> bool:
+        """Whether nothing had failed: the attempt was left on purpose."""
+        return self.reason in PLANNED
+
+    @property
+    def error(self) -> ApiError:
+        """The error that the client gets if nothing else can be done. Who left a worker on purpose has found no other."""
+        kind = self.kind
+        message = f"{kind.message}: {self.detail}" if self.detail not in ("", kind.message) else kind.message
+        retry = 1 if kind.status == 503 else None
+        code = "no_worker" if self.planned else self.reason
+        return ApiError(kind.status, message, code=code, retry_after_s=retry)
+
+
+def classify(error: str) -> Failure:
+    """Return the failure that a chunk's `error` names; what is unknown is the engine's fault."""
+    reason, _, detail = error.partition(":")
+    return Failure(reason if reason in KINDS else "engine_error", detail.strip() or error)
+
+
+def smallest_limit(own: int, workers: Iterable[int | None]) -> int:
+    """Return the limit that holds: the smallest of the frontend's and those of the model's workers."""
+    return min([own, *(limit for limit in workers if limit is not None)])
+
+
+class MigrationBudget(msgspec.Struct):
+    """How often one request may still be sent, and where it must not go again."""
+
+    limit: int
+    max_seq_len: int | None = None
+    forbidden: str = ""  # why it may not move at all: guided_decoding, n_over_1
+    spent: int = 0  # attempts that cost budget, the first one included
+    tried: frozenset[Key] = frozenset()  # nearly always nowhere
+    failed: frozenset[Key] = frozenset()  # of those, where it must never go again
+
+    def note(self, key: Key, kind: Kind, *, begun: bool) -> None:
+        """An attempt at this worker has failed. The first refusal of each worker is free, if nothing was begun."""
+        if kind.free and not begun and key not in self.tried:
+            self.spent -= 1
+        self.tried |= {key}
+        if not kind.again:
+            self.failed |= {key}
+
+    @property
+    def may_return(self) -> bool:
+        """Whether a worker may be asked again when its connection is back."""
+        return self.tried > self.failed
+
+    def refusal(self, length: int) -> str:
+        """Return why a request of `length` tokens may not be sent again; empty if it may.
+
+        Exactly at the cap is still allowed: only more disables migration.
+        """
+        if self.forbidden:
+            return self.forbidden
+        if self.over_cap(length):
+            return "over_cap"
+        if self.spent > self.limit:
+            return "budget_exhausted"
+        return ""
+
+    @property
+    def ended(self) -> bool:
+        """Whether the request may not be sent again, however short it is."""
+        return bool(self.forbidden) or self.spent > self.limit
+
+    def stays(self, length: int) -> bool:
+        """Whether a request of `length` tokens does not even move on purpose. A planned move costs no budget, but where
+        migration is off nothing moves."""
+        return bool(self.forbidden) or self.limit == 0 or self.over_cap(length)
+
+    def over_cap(self, length: int) -> bool:
+        return self.max_seq_len is not None and length > self.max_seq_len

@@ -1,0 +1,112 @@
+"""What has the client sent? From a request's bytes to its prompts in tokens."""
+
+import asyncio
+import os
+import re
+from typing import Any
+
+from aiohttp import web
+from multidict import CIMultiDictProxy
+
+from controller.frontend.errors import ApiError, invalid, too_long
+from controller.frontend.requests.schema import ParsedRequest, bad_json
+from controller.frontend.settings import AdmissionSettings
+from controller.frontend.text.tokenizer import Tokens
+
+REQUEST_ID_MAX = 128
+ID_BYTES = 16  # random ones; an id is their hex digits
+_TRACEPARENT = re.compile(r"([0-9a-f]{2})-([0-9a-f]{32})-([0-9a-f]{16})-([0-9a-f]{2})(-.*)?")
+
+
+async def read_prompts(parsed: ParsedRequest, tokens: Tokens, context: int) -> list[tuple[list[int], str]]:
+    """Return each prompt as tokens, and as text if it was one.
+
+    `context`: tokens of the model's context; token ids must be fewer. Raise ApiError (400), or BadTemplate.
+    """
+    # Whose prefixes are nobody else's, his texts are not either: how fast one is read would say whether it was read before
+    shared = not parsed.cache_salt
+    if parsed.messages is not None:
+        if tokens.template is None:
+            message = "this model has no chat template; use /v1/completions"
+            raise invalid(message, "messages", "no_chat_template")
+        text = tokens.template.render(parsed.messages, **(parsed.template_extra or {}))
+        return [(await tokens.encode_soon(text, special=False, shared=shared), text)]
+    out = []
+    for prompt in parsed.prompts or ():
+        if isinstance(prompt, str):
+            out.append((await tokens.encode_soon(prompt, special=True, shared=shared), prompt))
+        else:
+            out.append((_token_ids(prompt, tokens.size, context), ""))
+    if any(not prompt for prompt, _ in out):
+        raise invalid("prompt must not be empty", "prompt")
+    return out
+
+
+def _token_ids(given: list[Any], size: int, context: int) -> list[int]:
+    """Return a prompt of token ids. One that is too long is refused unread: a look at millions holds everybody up."""
+    if len(given) >= context:
+        raise too_long(len(given), context, "prompt")
+    if not all(type(token) is int for token in given):
+        raise invalid("prompt must be text, token ids, or a list of these", "prompt")
+    if not all(0 <= token < size for token in given):
+        raise invalid(f"a token of the prompt is below zero, or not below {size}", "prompt")
+    return given
+
+
+async def read_body(request: web.BaseRequest, limits: AdmissionSettings) -> bytes:
+    """Return a request's body. Raise ApiError: 400 for a broken one, 408 after `body_s`, 413 above `body_mb_max`."""
+    if request.headers.get("Expect", "").lower() == "100-continue" and request.transport is not None:
+        request.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")  # curl waits a second for it otherwise
+    try:
+        return await _body(request, limits)
+    except web.RequestPayloadError as error:  # compressed in a way that cannot be undone, or cut off
+        raise bad_json(" ".join(str(error).split())) from error
+    except web.HTTPRequestEntityTooLarge as error:
+        why = f"the body is larger than {limits.body_mb_max} MB"
+        raise ApiError(413, why, code="body_too_large") from error
+    except TimeoutError as error:
+        why = f"the body has not come within {limits.body_s:g} s"
+        raise ApiError(408, why, code="body_timeout") from error
+
+
+async def _body(request: web.BaseRequest, limits: AdmissionSettings) -> bytes:
+    content = request.content
+    if not content.is_eof():
+        async with asyncio.timeout(limits.body_s):
+            return await request.read()
+    body = content.read_nowait()  # it came with its head, as nearly all do: there is nothing to wait for
+    if len(body) > request.client_max_size:
+        raise web.HTTPRequestEntityTooLarge(request.client_max_size)
+    return body
+
+
+def id_header(request: web.BaseRequest) -> dict[str, str]:
+    """Return the header that names a request, in every answer to it."""
+    return {"X-Request-Id": own_id(request.headers.get("X-Request-Id")) or fresh_id()}
+
+
+def traceparent(headers: "CIMultiDictProxy[str]") -> str:
+    """Return the trace that the client's request belongs to, as version 00 of W3C Trace Context writes it.
+
+    Empty without a header, and for one that is malformed (§3.2.2: such a one is ignored).
+    """
+    given = headers.getall("traceparent", ())
+    found = _TRACEPARENT.fullmatch(given[0]) if len(given) == 1 else None
+    if found is None:
+        return ""
+    version, trace, parent, flags, more = found.groups()
+    if version == "ff" or (version == "00" and more) or not int(trace, 16) or not int(parent, 16):
+        return ""
+    return f"00-{trace}-{parent}-{flags}"
+
+
+def own_id(given: str | None) -> str:
+    """Return the client's own id for a request if it is usable, else nothing."""
+    if given and len(given) <= REQUEST_ID_MAX and given.isascii() and given.isprintable():
+        return given
+    return ""
+
+
+def fresh_id() -> str:
+    """Return an id for a request whose client gave none."""
+    return os.urandom(ID_BYTES).hex()

@@ -1,0 +1,126 @@
+"""Who is let in? Tiers, the knobs of the model's degradation level, and a bounded queue for a free worker.
+
+A request passes, in this order: does anyone serve the model; are new requests accepted; is its tier shed; is
+a worker free, or becomes free within the queue's deadline. Every refusal says when to come back, and is
+counted into `RequestsRejected`.
+"""
+
+from collections.abc import Callable
+
+from controller.deciders.degradation import sheds
+from controller.frontend.errors import ApiError, shed, unavailable, unknown_model
+from controller.frontend.scheduling.queue import Outcome, Queue, QueueFull, WaitedTooLong
+from controller.frontend.settings import AdmissionSettings
+from controller.router.endpoints import Endpoint, EndpointTable, Lineage
+from controller.router.selection.filter import NoneRoutable, NotServed, NoWorker
+from events.fact import Observation
+from events.observations import RequestsRejected
+
+
+class Reservation:
+    """Room for one request, from its admission until it is launched: its prompt may take a while to be read."""
+
+    __slots__ = ("_endpoint", "_freed")
+
+    def __init__(self, endpoint: Endpoint, freed: Callable[[str], None]) -> None:
+        self._endpoint = endpoint
+        self._freed = freed
+        endpoint.admit()
+
+    @property
+    def lineage(self) -> Lineage:
+        """What the request is bound to from now on."""
+        return self._endpoint.lineage
+
+    def free(self) -> None:
+        """Give the room to the request's generations; whoever waits may look for what they do not take."""
+        self._endpoint.release()
+        self._freed(self._endpoint.joined.model)
+
+
+class Admission:
+    """Lets requests into one frontend, or refuses them."""
+
+    def __init__(
+        self,
+        frontend: str,
+        settings: AdmissionSettings,
+        table: EndpointTable,
+        find: Callable[[str], Endpoint],
+        observe: Callable[[Observation], object],
+        retry_after_s: int,
+        waited: Callable[[str, Outcome, float], object],
+    ) -> None:
+        """Let requests in from now on. `find` returns a worker with room, or raises NoWorker; `waited` is told how each wait for
+        one ended, and after how many seconds."""
+        self._frontend = frontend
+        self._settings = settings
+        self._table = table
+        self._queue = Queue(lambda model: Reservation(find(model), self.wake), settings.queue_max, waited)
+        self._observe = observe
+        self._retry_after_s = retry_after_s
+        self._rejected: dict[tuple[str, str, str], int] = {}
+        self.open = True
+
+    def queued(self, model: str) -> int:
+        """Return how many requests wait for a free worker of this model."""
+        return self._queue.length(model)
+
+    async def admit(self, model: str, tier: str) -> Reservation:
+        """Return room for a request, which its caller frees. Raise ApiError if it is not let in."""
+        if not self.open:
+            raise self._refused(
+                model, tier, "draining", unavailable("this frontend is shutting down", "draining", 1)
+            )
+        knobs = self._table.knobs(model)
+        if not knobs.accept_new:
+            why = "the fleet is far short of capacity and accepts no new requests now"
+            raise self._refused(model, tier, "not_accepting", self._unavailable(why, "not_accepting"))
+        if sheds(knobs, tier):
+            raise self._refused(model, tier, "capacity_shed", shed(tier))
+        try:
+            return await self._queue.enter(model, self._settings.queue_s * knobs.latency)
+        except QueueFull as error:
+            raise self._refused(
+                model, tier, "queue_full", self._unavailable(str(error), "queue_full")
+            ) from None
+        except WaitedTooLong as error:
+            late = self._unavailable(str(error), "queue_timeout")
+            raise self._refused(model, tier, "queue_timeout", late) from None
+        except NoWorker as error:
+            raise self.no_worker(error, model, tier) from error
+
+    def wake(self, model: str | None = None) -> None:
+        """A worker may have become free: let those who wait look."""
+        self._queue.wake(model)
+
+    def send_away(self) -> None:
+        """Refuse those who wait: this frontend ends."""
+        self._queue.send_away("no worker became free before this frontend shut down")
+
+    # --- refusals -----------------------------------------------------------------------------------------
+
+    def no_worker(self, error: NoWorker, model: str, tier: str) -> ApiError:
+        """Return what a client is told when nobody can take his request."""
+        if isinstance(error, NotServed):
+            if model not in self._table.known:
+                return unknown_model(model)
+            error = NoneRoutable()  # there were workers of it, and there will be again
+        retry = 1 if error.code == "no_reachable_worker" else self._retry_after_s
+        return self._refused(model, tier, error.code, unavailable(str(error), error.code, retry))
+
+    def _unavailable(self, message: str, code: str) -> ApiError:
+        return unavailable(message, code, self._retry_after_s)
+
+    def _refused(self, model: str, tier: str, reason: str, error: ApiError) -> ApiError:
+        key = (model, reason, tier)
+        self._rejected[key] = self._rejected.get(key, 0) + 1
+        return error
+
+    def report(self) -> None:
+        """Say how many were rejected since the last time."""
+        rejected, self._rejected = self._rejected, {}
+        for (model, reason, tier), count in rejected.items():
+            self._observe(
+                RequestsRejected(frontend=self._frontend, model=model, count=count, reason=reason, tier=tier)
+            )

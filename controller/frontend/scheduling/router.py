@@ -1,0 +1,199 @@
+"""Who may get a request of this frontend? What the fleet says of a worker, and what we know ourselves: whether it is
+connected, how it fared with us, and how much of ours it has to do.
+
+Where panic has begun, what we know of failures is ignored for as long as it lasts.
+"""
+
+from collections.abc import Callable, Collection, Sequence
+
+from controller.frontend.health.local_breakers import LocalBreakers
+from controller.frontend.health.panic import Panic
+from controller.frontend.requests.failures import smallest_limit
+from controller.frontend.requests.generation_request import GenerationRequest
+from controller.frontend.scheduling.scheduler import KvScheduler
+from controller.frontend.settings import FrontendSettings
+from controller.ports import RequestPlane
+from controller.router.endpoints import Endpoint, EndpointTable, Key, Lineage
+from controller.router.selection.filter import AllBusy, Filter, NotServed, NoWorker, Picker, Rules
+from controller.router.selection.selector import Selection
+
+
+class RequestRouter:
+    """The choice of a worker, and what the workers of a model have in common."""
+
+    def __init__(
+        self,
+        frontends: Callable[[], int],
+        table: EndpointTable,
+        plane: RequestPlane,
+        settings: FrontendSettings,
+        breakers: LocalBreakers,
+        panic: Panic,
+        scheduler: KvScheduler,
+        live: Callable[[], bool],
+    ) -> None:
+        self._table = table
+        self._plane = plane
+        self._settings = settings
+        self._inflight_max = settings.admission.inflight_max
+        self._inflight_per_batch = settings.admission.inflight_per_batch
+        self._unread_s = settings.router.queue_prefill_s  # the most that a worker may have to read
+        self._breakers = breakers
+        self._open = breakers.open
+        self._panic = panic
+        self.scheduler = scheduler
+        self._live = live  # before, the fold is history, and no reason for panic
+        self._picker = Picker()
+        self._rules = Rules(
+            plane.reachable,
+            self._allowed,
+            plane.external_load,
+            self.cap,
+            frontends,
+            plane.recently_heard,
+            self._open,
+        )
+        self._ignoring = False  # own breakers, for the pick that is made now
+
+    # --- the choice ---------------------------------------------------------------------------------------
+
+    def cap(self, endpoint: Endpoint) -> int:
+        """Return how many requests may be in flight there; none more where the prompts that it has take too long to be read."""
+        if self._unread_s is not None and self._reading_too_long(endpoint, self._unread_s):
+            return 0
+        whole = self._inflight_max or endpoint.max_batch * self._inflight_per_batch
+        cap = int(whole * self._table.knobs(endpoint.model).batch_size)
+        return cap if cap > 1 else 1
+
+    def _reading_too_long(self, endpoint: Endpoint, limit_s: float) -> bool:
+        rate = endpoint.joined.profile.prefill_tokens_per_s
+        return rate > 0 and self.scheduler.unread(endpoint) > limit_s * rate * endpoint.ranks
+
+    def _allowed(self, endpoint: Endpoint) -> bool:
+        return self._ignoring or self._breakers.allowed(endpoint)
+
+    def _endpoints(self, model: str) -> Sequence[Endpoint]:
+        """Return a model's endpoints, and see whether there is panic."""
+        endpoints = self._table.models.get(model, ())
+        if self._open or self._panic.models:
+            self._ignoring = self._live() and self._panic.ignores(model, endpoints)
+        else:
+            self._ignoring = False  # nearly always, all is calm
+        return endpoints
+
+    def _siblings(self, plan: GenerationRequest) -> Sequence[Endpoint]:
+        """Return the endpoints of a request's lineage, and see whether there is panic."""
+        self._endpoints(plan.model)
+        group = self._table.group(plan.model, plan.lineage)
+        return group.endpoints if group is not None else ()
+
+    def look_for_panic(self) -> None:
+        """The fold or a breaker may have moved: see whether panic has begun or ended anywhere."""
+        if self._live():
+            for model in self._table.known:
+                self._panic.look(model, self._table.models.get(model, ()))
+
+    def room(self, model: str) -> Endpoint:
+        """Return an endpoint that has room for a new request. Raise NoWorker."""
+        return self._picker.room(self._endpoints(model), self._rules)
+
+    def route(
+        self,
+        plan: GenerationRequest,
+        tried: Collection[Key],
+        output: Sequence[int] = (),
+        *,
+        capped: bool = False,
+    ) -> Selection:
+        """Return where a request's next attempt goes, none of `tried`, with room if there must be. `output` was accepted of its
+        answer. Raise NoWorker."""
+        among = Filter(self._siblings(plan), self._rules, tried, capped)
+        if plan.overrides.explain:  # among those that could have it
+            return self.scheduler.choose(among.left(), plan, output)
+        return self.scheduler.choose(among, plan, output)
+
+    def at(self, endpoint: Endpoint, plan: GenerationRequest, output: Sequence[int] = ()) -> Selection:
+        """Return where at this endpoint a request goes: to which of its DP ranks."""
+        return self.scheduler.choose([endpoint], plan, output)
+
+    def lineage(self, model: str) -> Lineage:
+        """Return the lineage that a new request of a model would be bound to. Raise NoWorker."""
+        try:
+            return self.room(model).lineage
+        except AllBusy:
+            return self._picker.pick(self._endpoints(model), self._rules, capped=False).lineage
+
+    def shortlist(self, plan: GenerationRequest) -> list[Endpoint]:
+        """Return who could take a new request: those with room, or all, if nobody has any. Raise NoWorker."""
+        endpoints = self._siblings(plan)
+        try:
+            return Filter(endpoints, self._rules).left()
+        except AllBusy:
+            return Filter(endpoints, self._rules, capped=False).left()
+
+    def room_at(self, endpoint: Endpoint, lineage: Lineage) -> None:
+        """See whether this endpoint could take a request. Raise NoWorker."""
+        Filter([endpoint] if endpoint.lineage == lineage else [], self._rules).left()
+
+    def targets(self, plan: GenerationRequest) -> list[Endpoint]:
+        """Return everybody who could take requests like this one, none if there is nobody."""
+        try:
+            return Filter(self._siblings(plan), self._rules, capped=False).left()
+        except NoWorker:
+            return []
+
+    def takes(self, endpoint: Endpoint) -> bool:
+        """Say whether an endpoint that could take a request a moment ago still can: one on trial takes a single one."""
+        return self._allowed(endpoint) and self._plane.reachable(endpoint.worker, endpoint.instance)
+
+    def forget(self, keys: Collection[Key]) -> None:
+        """Drop the memory of endpoints that are gone; keep `keys`."""
+        self._picker.forget(keys)
+        self.scheduler.forget(keys)
+
+    # --- what a model's workers have in common --------------------------------------------------------------
+
+    def limit(self, model: str) -> int:
+        """Return how many migrations a request of this model may have."""
+        own, registered = self._settings.migration_limit, self._table.migration_limit(model)
+        return own if registered is None else smallest_limit(own, (registered,))
+
+    def context(self, model: str, lineage: Lineage) -> int:
+        """Return how many tokens a prompt and its answer may have together. Raise NotServed."""
+        group = self._table.group(model, lineage)
+        if group is None:
+            raise NotServed
+        return group.context_tokens
+
+    def engine(self, model: str, lineage: Lineage) -> str:
+        """Return the kind of engine that serves a lineage."""
+        group = self._table.group(model, lineage)
+        return group.engine if group is not None else ""
+
+    def text_only(self, model: str, lineage: Lineage) -> bool:
+        """Whether some of those that serve a lineage give text and no tokens."""
+        group = self._table.group(model, lineage)
+        return group is not None and group.text_only
+
+    # --- what is shown --------------------------------------------------------------------------------------
+
+    @property
+    def served(self) -> list[str]:
+        """The models that some worker in service serves."""
+        return sorted(
+            model for model, endpoints in self._table.models.items() if any(s.routable for s in endpoints)
+        )
+
+    @property
+    def servable(self) -> bool:
+        """Whether any request could be served now."""
+        reachable = self._plane.reachable
+        return any(s.routable and reachable(s.worker, s.instance) for s in self._table.endpoints.values())
+
+    def roll(self) -> list[dict[str, object]]:
+        """Return what /health says of each worker."""
+        reachable = self._plane.reachable
+        return [
+            endpoint.shown(reachable(endpoint.worker, endpoint.instance))
+            for endpoint in self._table.endpoints.values()
+        ]

@@ -1,0 +1,233 @@
+"""What does it cost to move a request: to send its KV cache along, or to compute it again on the target?
+
+    transfer    wait + transfers at once x (setup + latency + blocks x the slowest lane's time for one)
+    re-prefill  wait + (tokens queued before it + tokens) / the target's prefill rate
+    wait        for a place in the target's batch, and for one step of it
+
+Both count only what the target does not have in its prefix cache. Blocks travel whole, and all shards in lockstep, so
+that the slowest lane holds up all.
+
+What a reader would get wrong: both sides are linear in the tokens, so that there is mostly no crossover. A 70B model at
+TP 8 has 40 KiB per token and shard, and at 5,000 tokens/s of prefill a transfer is faster at every length over any link
+of more than 204.8 MB/s (N13). Only the setup makes re-prefill win, for short sequences: below about setup x rate tokens.
+The quadratic part of attention is left out; it would only make re-prefill dearer.
+"""
+
+from dataclasses import dataclass, field
+from math import ceil, floor, inf, isfinite
+from typing import Literal
+
+from controller.migration.links import STRICT, Lane, LinkTable, above_zero, at_least_zero
+from events.observations import Profile
+
+Method = Literal["transfer", "reprefill"]
+TOKENS_MAX = 10**9  # a crossover beyond it is none: no sequence is so long
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MovingPolicy:
+    """What moves are reckoned with.
+
+    `setup_s` is what a transfer costs before its first byte: reserving, connecting, the sampling state.
+    """
+
+    links: LinkTable = field(default_factory=LinkTable)
+    setup_s: float = 0.005
+    prefill_tokens_per_s: float = 5000.0  # of a target that does not say (a 70B model at TP 8)
+    max_migration_time_ms: float = 500.0  # a transfer predicted to take longer is a re-prefill
+    transfers_at_once: int = 4  # from one source; the others wait, and go on decoding there
+    on_drain: Literal["move", "finish"] = "move"  # what a drained worker's streams do
+    __pydantic_config__ = STRICT
+
+    def __post_init__(self) -> None:
+        at_least_zero(setup_s=self.setup_s)
+        above_zero(prefill_tokens_per_s=self.prefill_tokens_per_s)
+        above_zero(max_migration_time_ms=self.max_migration_time_ms, transfers_at_once=self.transfers_at_once)
+        if self.on_drain not in ("move", "finish"):
+            raise ValueError(f"on_drain is {self.on_drain!r}: it must be move or finish")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KvShape:
+    """How large a model's KV cache is: two vectors (K and V) per token, layer and KV head. All sizes are in bytes."""
+
+    layers: int
+    kv_heads: int
+    head_size: int
+    bytes_per_element: int  # 2: fp16 and bf16, 1: fp8
+    tp: int = 1
+
+    def __post_init__(self) -> None:
+        above_zero(layers=self.layers, kv_heads=self.kv_heads, head_size=self.head_size)
+        above_zero(bytes_per_element=self.bytes_per_element, tp=self.tp)
+        if self.kv_heads % self.tp and self.tp % self.kv_heads:
+            raise ValueError(
+                f"tp is {self.tp}: {self.kv_heads} KV heads cannot be divided among so many shards"
+            )
+
+    @property
+    def shard_bytes_per_token(self) -> int:
+        """What one token takes on one shard. With more shards than KV heads, heads are kept more than once."""
+        return 2 * self.layers * max(1, self.kv_heads // self.tp) * self.head_size * self.bytes_per_element
+
+    @property
+    def bytes_per_token(self) -> int:
+        """What one token takes on all shards together."""
+        return self.shard_bytes_per_token * self.tp
+
+    def shard_bytes_per_block(self, block_tokens: int) -> int:
+        """Return what one block takes on one shard."""
+        return self.shard_bytes_per_token * block_tokens
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MigrationTarget:
+    """A group that could go on with a request, as it stands."""
+
+    name: str
+    profile: Profile
+    free_blocks: int
+    lanes: tuple[Lane, ...] = ()  # from the source's shards to its own; empty: nothing can be sent there
+    queued_tokens: int = 0  # prompt tokens that wait to be computed there
+    free_places: int = 10**9  # in its batch; many: unknown
+    queue_s: float = 0.0  # until there is a place in its batch, by either method
+    step_s: float = 0.0  # of its batch: one brings the first token, or has to end before a prompt begins
+    transfers: int = 0  # others that are on their way over the same link
+
+    def __post_init__(self) -> None:
+        above_zero(block_tokens=self.profile.block_tokens)
+        at_least_zero(free_blocks=self.free_blocks, free_places=self.free_places)
+        at_least_zero(queued_tokens=self.queued_tokens)
+        at_least_zero(queue_s=self.queue_s, step_s=self.step_s, transfers=self.transfers)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MigrationCost:
+    """What either method is predicted to cost."""
+
+    transfer_time_ms: float  # infinite where nothing can be sent
+    reprefill_time_ms: float
+    recommended: Method
+    total_bytes: int  # what a transfer moves, over all shards
+    crossover_tokens: (
+        int | None
+    )  # from this length on the other method is faster; None: one is, at every length
+
+    @property
+    def estimated_time_ms(self) -> float:
+        """The time of the recommended method."""
+        return self.transfer_time_ms if self.recommended == "transfer" else self.reprefill_time_ms
+
+
+def estimate(
+    policy: MovingPolicy,
+    kv: KvShape | None,
+    target: MigrationTarget,
+    tokens: int,
+    *,
+    cached_tokens: int = 0,
+    at_once: int = 1,
+) -> MigrationCost:
+    """Return what it costs to move a request of `tokens` computed tokens to `target`.
+
+    `kv` is None where the source is dead or convicted: what it holds is never sent. `cached_tokens` of the sequence's
+    start are in the target's prefix cache. `at_once` transfers, this one among them, share the source's links.
+    """
+    at_least_zero(tokens=tokens, cached_tokens=cached_tokens)
+    above_zero(at_once=at_once)
+    prices = Prices.of(policy, kv, target)
+    return prices.cost(tokens, cached_tokens, at_once + target.transfers, target.queued_tokens)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prices:
+    """What moving to one target costs, per block and per token. Reckoned once per target: `place` asks a thousand times."""
+
+    block_tokens: int
+    block_bytes: int  # over all shards
+    fixed_s: float  # of a transfer that has its links to itself; infinite: nothing can be sent
+    block_s: float
+    token_s: float  # of prefill
+    wait_s: float  # by either method
+    transfer_s_max: float
+
+    @classmethod
+    def of(cls, policy: MovingPolicy, kv: KvShape | None, target: MigrationTarget) -> "Prices":
+        """Return the prices of `target`. Raise ValueError where its lanes are not one per shard."""
+        block_tokens = target.profile.block_tokens
+        fixed_s, block_s, block_bytes = inf, 0.0, 0
+        if kv is not None:
+            shard_bytes = kv.shard_bytes_per_block(block_tokens)
+            block_bytes = shard_bytes * kv.tp
+            if target.lanes:
+                if len(target.lanes) != kv.tp:
+                    raise ValueError(
+                        f"{target.name} has {len(target.lanes)} lanes: it must be {kv.tp}, one per shard"
+                    )
+                ways = [(policy.links.spec(lane.link), lane.sharers) for lane in set(target.lanes)]
+                fixed_s = policy.setup_s + max(spec.latency_s for spec, _ in ways)
+                block_s = max(spec.wire_s(shard_bytes * sharers) for spec, sharers in ways)
+        rate = target.profile.prefill_tokens_per_s
+        return cls(
+            block_tokens=block_tokens,
+            block_bytes=block_bytes,
+            fixed_s=fixed_s,
+            block_s=block_s,
+            token_s=1 / (rate if rate > 0 and isfinite(rate) else policy.prefill_tokens_per_s),
+            wait_s=target.queue_s + target.step_s,
+            transfer_s_max=policy.max_migration_time_ms / 1000,
+        )
+
+    def missing(self, tokens: int, cached_tokens: int) -> int:
+        """Return how many tokens the target does not have: prefixes are cached in whole blocks."""
+        return max(0, tokens - cached_tokens // self.block_tokens * self.block_tokens)
+
+    def transfer_s(self, missing: int, at_once: int) -> float:
+        """Return how long a transfer takes while `at_once` of them, this one included, share its links."""
+        return self.wait_s + self.moving_s(missing, at_once)
+
+    def moving_s(self, missing: int, at_once: int) -> float:
+        """Return that time without the wait for the target's batch."""
+        return at_once * (self.fixed_s + -(-missing // self.block_tokens) * self.block_s)
+
+    def reprefill_s(self, missing: int, queued_tokens: int) -> float:
+        """Return how long it takes to compute `missing` tokens behind `queued_tokens` others."""
+        return self.wait_s + (queued_tokens + missing) * self.token_s
+
+    def recommended(self, missing: int, at_once: int, queued_tokens: int) -> Method:
+        """Return the faster method; a transfer that takes longer than it may is a re-prefill."""
+        if self.moving_s(missing, at_once) > self.transfer_s_max:
+            return "reprefill"
+        faster = self.transfer_s(missing, at_once) < self.reprefill_s(missing, queued_tokens)
+        return "transfer" if faster else "reprefill"
+
+    def cost(self, tokens: int, cached_tokens: int, at_once: int, queued_tokens: int) -> MigrationCost:
+        """Return both times and what follows."""
+        missing = self.missing(tokens, cached_tokens)
+        crossover = self._crossover(at_once, queued_tokens)
+        return MigrationCost(
+            transfer_time_ms=self.transfer_s(missing, at_once) * 1000,
+            reprefill_time_ms=self.reprefill_s(missing, queued_tokens) * 1000,
+            recommended=self.recommended(missing, at_once, queued_tokens),
+            total_bytes=-(-missing // self.block_tokens) * self.block_bytes,
+            crossover_tokens=None if crossover is None else tokens - missing + crossover,
+        )
+
+    def _crossover(self, at_once: int, queued_tokens: int) -> int | None:
+        """Return from how many missing tokens on the method that loses for one token always wins; None: it never does.
+
+        Transfer rises in steps of whole blocks, re-prefill token by token: in a block's first token transfer stands
+        worst, in its last it stands best.
+        """
+        head_start = at_once * self.fixed_s - queued_tokens * self.token_s  # of re-prefill
+        step = at_once * self.block_s
+        gain = self.block_tokens * self.token_s - step  # of transfer, per block
+        if not isfinite(head_start) or gain == 0:
+            return None
+        if gain > 0:  # the first block whose first token already wins; then back into the block before it
+            block = max(0, floor((head_start + step - self.token_s) / gain) + 1)
+            inside = floor((head_start + step * block) / self.token_s) + 1
+            first = min(inside, block * self.block_tokens + 1)
+        else:  # the first block whose last token already loses
+            first = (max(1, ceil(head_start / gain)) - 1) * self.block_tokens + 1
+        return first if 1 < first <= TOKENS_MAX else None

@@ -1,0 +1,120 @@
+"""Over which link does a shard's KV cache travel, and how fast is it?
+
+    one host, one NVLink domain       nvlink_direct
+    two hosts, one NVLink domain      nvswitch          a domain spans hosts through switches only
+    one host, no common domain        `LinkTable.pcie`
+    two hosts, one rail               infiniband        each device has an adapter of its own
+    two hosts, two rails              infiniband        all shards share one adapter's rate
+    anything not registered           tcp               all shards share the host's one
+
+What a reader would get wrong: every rate is of one direction. Data sheets add both (H100: "900 GB/s" is 450 each way).
+A link of 50 GB/s per device is one only where each device has its own adapter; elsewhere the shards of a group divide
+it among them (`Lane.sharers`).
+"""
+
+from dataclasses import dataclass
+from math import isfinite
+from typing import Literal, get_args
+
+from events.observations import Topology
+
+LinkName = Literal["nvlink_direct", "nvswitch", "pcie_gen4", "pcie_gen5", "infiniband", "tcp"]
+STRICT = {"extra": "forbid"}  # as `__pydantic_config__`: settings refuse unknown names
+
+
+def above_zero(**values: float) -> None:
+    """Raise ValueError for the first of `values` that is not a finite number above 0."""
+    for name, value in values.items():
+        if not (value > 0 and isfinite(value)):
+            raise ValueError(f"{name} is {value}: it must be a finite number above 0")
+
+
+def at_least_zero(**values: float) -> None:
+    """Raise ValueError for the first of `values` that is not a finite number of at least 0."""
+    for name, value in values.items():
+        if not (value >= 0 and isfinite(value)):
+            raise ValueError(f"{name} is {value}: it must be a finite number, at least 0")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LinkSpec:
+    """How fast one kind of link is, in one direction."""
+
+    bytes_per_s: float  # what the wire carries
+    latency_s: float = 0.0  # until the first byte arrives
+    efficiency: float = 1.0  # the share of `bytes_per_s` that copies reach
+    __pydantic_config__ = STRICT
+
+    def __post_init__(self) -> None:
+        above_zero(bytes_per_s=self.bytes_per_s)
+        at_least_zero(latency_s=self.latency_s)
+        if not 0 < self.efficiency <= 1:
+            raise ValueError(f"efficiency is {self.efficiency}: it must be above 0 and at most 1")
+        if self.rate < 1:
+            raise ValueError(f"bytes_per_s x efficiency is {self.rate}: it must be at least 1")
+
+    @property
+    def rate(self) -> float:
+        """Bytes per second that arrive."""
+        return self.bytes_per_s * self.efficiency
+
+    def wire_s(self, size: float) -> float:
+        """Return how many seconds `size` bytes are on the wire, without the latency."""
+        return size / self.rate
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LinkTable:
+    """The table of links. docs/moving.md has the source of each number."""
+
+    nvlink_direct: LinkSpec = LinkSpec(bytes_per_s=450e9, latency_s=3.4e-6, efficiency=0.84)
+    nvswitch: LinkSpec = LinkSpec(bytes_per_s=900e9, latency_s=3.4e-6, efficiency=0.84)
+    pcie_gen4: LinkSpec = LinkSpec(bytes_per_s=31.5e9, latency_s=5.7e-6, efficiency=0.889)
+    pcie_gen5: LinkSpec = LinkSpec(bytes_per_s=63e9, latency_s=5.7e-6, efficiency=0.873)
+    infiniband: LinkSpec = LinkSpec(bytes_per_s=50e9, latency_s=14e-6, efficiency=0.96)
+    tcp: LinkSpec = LinkSpec(bytes_per_s=12.5e9, latency_s=100e-6, efficiency=0.8)
+    pcie: Literal["pcie_gen4", "pcie_gen5"] = "pcie_gen4"  # what this fleet's hosts have
+    __pydantic_config__ = STRICT
+
+    def __post_init__(self) -> None:
+        if self.pcie not in ("pcie_gen4", "pcie_gen5"):
+            raise ValueError(f"pcie is {self.pcie!r}: it must be pcie_gen4 or pcie_gen5")
+
+    def spec(self, name: str) -> LinkSpec:
+        """Return the link of this name. Raise ValueError if there is none."""
+        if name not in get_args(LinkName):
+            raise ValueError(f"{name!r} is not a link: it must be one of {', '.join(get_args(LinkName))}")
+        found: LinkSpec = getattr(self, name)
+        return found
+
+
+@dataclass(frozen=True, slots=True)
+class Lane:
+    """The way of one shard's KV to its counterpart. `sharers` shards of the request divide the link among them."""
+
+    link: LinkName
+    sharers: int = 1
+
+
+def lanes(links: LinkTable, source: Topology, target: Topology, tp: int) -> tuple[Lane, ...]:
+    """Return one lane per pair of shards of two groups of `tp` ranks, in the order of the ranks."""
+    link, own = _link(links, source, target)
+    return (Lane(link, 1 if own else tp),) * tp
+
+
+def _link(links: LinkTable, source: Topology, target: Topology) -> tuple[LinkName, bool]:
+    """Return which link joins two workers, and whether each shard has one of its own.
+
+    A worker registers one host, one domain and one rail, so all its pairs of shards have the same kind of link.
+    """
+    devices = bool(source.gpus and target.gpus)
+    here = bool(source.host) and source.host == target.host
+    elsewhere = bool(source.host and target.host) and not here
+    domain = bool(source.nvlink_domain) and source.nvlink_domain == target.nvlink_domain
+    if devices and domain and (here or elsewhere):
+        return ("nvlink_direct" if here else "nvswitch"), True
+    if devices and here:
+        return links.pcie, True
+    if devices and elsewhere and source.rail and target.rail:
+        return "infiniband", source.rail == target.rail
+    return "tcp", False

@@ -1,0 +1,32 @@
+"""Numbers that a command's flags take."""
+
+import argparse
+
+
+def port(text: str) -> int:
+    """Read a flag's port. Raise ArgumentTypeError for what is none."""
+    if not text.isdigit() or not 1 <= int(text) <= 65535:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a port from 1 to 65535")
+    return int(text)
+
+
+def _number(text: str, least: float, inclusive: bool) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = float("nan")
+    if not (value >= least if inclusive else value > least) or value == float("inf"):
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is not a number {'of at least' if inclusive else 'above'} {least:g}"
+        )
+    return value
+
+
+def not_negative(text: str) -> float:
+    """Read a flag's number of at least 0. Raise ArgumentTypeError."""
+    return _number(text, 0, True)
+
+
+def positive(text: str) -> float:
+    """Read a flag's number above 0. Raise ArgumentTypeError."""
+    return _number(text, 0, False)

@@ -1,0 +1,77 @@
+"""Which processes a fleet has, and what each is told through its environment."""
+
+import argparse
+import os
+import sys
+from collections.abc import Iterator
+
+from controller.processes.children import Child
+from controller.processes.fleet_dir import FleetDir
+from controller.processes.up_flags import router_variables
+
+GRACE = "HOLDFAST_FRONTEND__GRACE_S"
+GRACE_S = 10.0  # a terminal is not kept waiting for longer, unless it is asked for
+
+
+def frontend_grace_s() -> float:
+    """Return how long the streams of a fleet that stops may go on."""
+    try:
+        return float(os.environ.get(GRACE) or GRACE_S)
+    except ValueError:  # the frontends refuse to start with it, and say why
+        return GRACE_S
+
+
+def plan(args: argparse.Namespace, directory: FleetDir) -> Iterator[Child]:
+    """Yield every process that waits for the broker only."""
+    yield _child(directory, "controller", "controller", _controller(args))
+    for n in range(args.frontends):
+        own = {
+            "HOLDFAST_FRONTEND__HOST": args.host,
+            "HOLDFAST_FRONTEND__PORT": str(args.port),
+            "HOLDFAST_FRONTEND__REQUEST_PLANE": args.request_plane,
+            GRACE: os.environ.get(GRACE) or str(GRACE_S),
+            **router_variables(args),
+        }
+        yield _child(directory, "frontend", f"frontend-{n}", own)
+    workers, share = len(args.upstream) if args.engine == "openai" else args.workers, args.workers_per_process
+    for n in range(0, workers, share):
+        count = min(share, workers - n)
+        own = {**_worker(args, n), "HOLDFAST_WORKER_COUNT": str(count)}
+        yield _child(directory, "worker", f"w{n}", own, count)
+
+
+def projector(directory: FleetDir) -> Child:
+    """Return the one process that needs the database."""
+    return _child(directory, "projector", "projector", {})
+
+
+def _child(directory: FleetDir, role: str, name: str, environment: dict[str, str], workers: int = 1) -> Child:
+    command = [sys.executable, "-m", "controller.cli", role, "--data", str(directory.path), "--name", name]
+    return Child(name, role, command, directory.logs / f"{name}.log", environment, workers)
+
+
+def _controller(args: argparse.Namespace) -> dict[str, str]:
+    given = {
+        "REQUEST_PLANE": args.request_plane,
+        "CANARY__INTERVAL_S": args.canary_interval,
+        "POLICY__BREAKER__WAIT_MIN": args.breaker_wait,
+        "POLICY__BREAKER__BACKOFF": args.breaker_backoff,
+    }
+    own = {f"HOLDFAST_CONTROLLER__{name}": str(value) for name, value in given.items() if value is not None}
+    return {"HOLDFAST_CONTROLLER__CHAOS": "true" if args.chaos else "false", **own}
+
+
+def _worker(args: argparse.Namespace, n: int) -> dict[str, str]:
+    own = {"HOLDFAST_WORKER_ENGINE": args.engine, "HOLDFAST_WORKER_REQUEST_PLANE": args.request_plane}
+    if args.model is not None:
+        own["HOLDFAST_WORKER_MODEL"] = str(args.model.resolve())
+    if args.engine == "openai":
+        own["HOLDFAST_WORKER_UPSTREAM"] = args.upstream[n]
+        for name in ("upstream_kv_events", "upstream_kv_replay"):
+            if given := getattr(args, name):
+                own[f"HOLDFAST_WORKER_{name.upper()}"] = given[n]
+    if getattr(args, "router.kv_events", None) is False:
+        own["HOLDFAST_WORKER_KV_EVENTS"] = "false"  # nobody listens
+    if args.itl_ms is not None:
+        own["HOLDFAST_WORKER_ITL_MS"] = str(args.itl_ms)
+    return own

@@ -1,0 +1,324 @@
+"""Which rows does a fleet make, and which an event? Plain tuples, in the order of the columns named here.
+
+Shared by all who must agree about it: the store that writes the rows, its double in memory, and `replay verify`,
+which makes them again from the journal and compares.
+"""
+
+import json
+from collections.abc import Hashable, Iterable, Mapping, Sequence
+from datetime import datetime
+from typing import Any, TypeVar
+
+import msgspec
+
+from controller.deciders.degradation import Degradation
+from controller.deciders.fleet import Fleet, Worker
+from controller.deciders.golden import Golden
+from controller.deciders.worker import LastCanary
+from events import codec
+from events.decisions import IncidentClosed, IncidentOpened, Knobs
+from events.fact import Decision, Fact, Recorded
+from events.observations import ExposureUnknown, RequestExposed, RequestMigrated, WorkerJoined
+
+Row = tuple[Any, ...]
+K = TypeVar("K", bound=Hashable)
+V = TypeVar("V")
+
+COLUMNS: dict[str, tuple[str, ...]] = {
+    "workers": (
+        "worker", "instance", "model", "revision", "url", "engine", "engine_version", "device", "canary_key", "pid",
+        "health", "health_value", "weight", "routable", "reason", "drain", "drain_deadline", "incident", "joined",
+        "last_canary",
+    ),
+    "breakers": ("worker", "instance", "position", "position_value", "failures", "trials_failed", "retry_at", "deadline"),
+    "goldens": ("canary_key", "canary", "status", "agreed", "golden"),
+    "levels": ("model", "level", "ratio", "capacity_rps", "since", "knobs"),
+    "incidents": ("incident", "subject", "symptom", "opened_at", "opened_by", "closed_at", "outcome"),
+    "migrations": (
+        "id", "seq", "at", "frontend", "request", "model", "source", "source_instance", "target", "target_instance",
+        "cause", "method", "tokens", "gap_ms", "attempt", "exact",
+    ),
+    "exposures": (
+        "id", "seq", "at", "frontend", "worker", "instance", "request", "model", "first", "last", "finished", "action",
+        "since", "until",
+    ),
+}  # fmt: skip
+STATE = ("workers", "breakers", "goldens", "levels")  # rows that are a fleet's; the others are an event's
+KEYS = {"goldens": 2}  # columns of the key; one everywhere else
+INCIDENT_KINDS = (IncidentOpened.kind(), IncidentClosed.kind())
+_POSITIONS = ("closed", "open", "half_open")
+EVENT_COLUMNS = (
+    "seq", "at", "id", "kind", "source", "source_number", "number", "through", "worker", "instance", "request",
+    "model", "frontend", "incident", "causation", "correlation", "said_at", "body",
+)  # fmt: skip
+_PLACES = ("worker", "instance", "request", "model", "frontend")
+
+
+def _places(kind: type[Fact]) -> tuple[str | None, ...]:
+    fields = set(kind.__dataclass_fields__)
+    if kind is RequestMigrated:  # it is found under the worker that it left
+        return ("source", "source_instance", "request", "model", "frontend")
+    return tuple(name if name in fields else None for name in _PLACES)
+
+
+_PLACES_OF = {kind: _places(kind) for kind in codec.KINDS.values()}
+
+
+def event_row(event: Recorded) -> Row:
+    """Return the row of `fleet_events` for one event."""
+    fact = event.fact
+    places = [getattr(fact, name) if name else None for name in _PLACES_OF[type(fact)]]
+    number, through = (fact.number, event.through) if isinstance(fact, Decision) else (None, None)
+    body = codec.encode_body(fact).decode()
+    row = (
+        event.seq, event.at, event.id, fact.kind(), event.source, event.source_number, number, through, *places,
+        incident_of(event), event.causation, event.correlation, event.said_at, body,
+    )  # fmt: skip
+    return row if "\\u0000" not in body else storable(row)
+
+
+def incident_of(event: Recorded) -> str | None:
+    """Return the incident that an event belongs to; None if to none."""
+    own = event.fact.incident if isinstance(event.fact, Decision) else None
+    return own or event.correlation or None
+
+
+def matches(event: Recorded, *, since: datetime | None, worker: str | None, incident: str | None) -> bool:
+    """Say whether an event is one that `Archive.select` is asked for; what is None was not asked. The store in Postgres says
+    the same in SQL (`adapters.postgres.reader`)."""
+    return (
+        (since is None or event.at >= since)
+        and (worker is None or concerns(event.fact, worker))
+        and (incident is None or incident_of(event) == incident)
+    )
+
+
+def concerns(fact: Fact, worker: str) -> bool:
+    """Return whether a fact is about a worker: it carries its name, or opens or closes an incident of it."""
+    if isinstance(fact, IncidentOpened | IncidentClosed):
+        return fact.subject == f"worker:{worker}"
+    name = _PLACES_OF[type(fact)][0]
+    return name is not None and getattr(fact, name) == worker
+
+
+def storable(row: Row) -> Row:
+    """Replace NUL characters, which Postgres keeps neither in text nor in JSON."""
+    return tuple(
+        value.replace("\x00", "\ufffd").replace("\\u0000", "\\ufffd") if isinstance(value, str) else value
+        for value in row
+    )
+
+
+def recorded(row: Sequence[Any]) -> Recorded:
+    """Return the event that a row of `fleet_events` was made of (but for its trace, which is not kept)."""
+    seq, at, id, kind, source, source_number, _number, through = row[:8]
+    causation, correlation, said_at, body = row[14:]
+    return Recorded(
+        seq=seq,
+        at=at,
+        fact=codec.decode_body(kind, body.encode()),
+        id=id,
+        source=source,
+        source_number=source_number,
+        through=through or 0,
+        correlation=correlation,
+        causation=causation,
+        said_at=said_at,
+    )
+
+
+_HISTORICAL = {RequestMigrated, RequestExposed, ExposureUnknown, IncidentOpened, IncidentClosed}
+
+
+def migration_row(event: Recorded) -> Row:
+    """Return the row of `migrations` for a RequestMigrated."""
+    fact = event.fact
+    assert isinstance(fact, RequestMigrated)
+    return storable((
+        event.id, event.seq, event.at, fact.frontend, fact.request, fact.model, fact.source, fact.source_instance,
+        fact.target, fact.target_instance, fact.cause, fact.method, fact.tokens, fact.gap_ms, fact.attempt, fact.exact,
+    ))  # fmt: skip
+
+
+def exposure_row(event: Recorded) -> Row:
+    """Return the row of `exposures` for a RequestExposed or an ExposureUnknown."""
+    fact = event.fact
+    if isinstance(fact, RequestExposed):
+        return storable((
+            event.id, event.seq, event.at, fact.frontend, fact.worker, fact.instance, fact.request, fact.model,
+            fact.first, fact.last, fact.finished, fact.action, None, None,
+        ))  # fmt: skip
+    assert isinstance(fact, ExposureUnknown)
+    return storable((
+        event.id, event.seq, event.at, fact.frontend, fact.worker, fact.instance, None, None, None, None, None,
+        fact.why, fact.since, fact.until,
+    ))  # fmt: skip
+
+
+def state(fleet: Fleet) -> dict[str, list[Row]]:
+    """Return every row of a fleet, by table."""
+    return {
+        "workers": [worker_row(worker) for worker in fleet.workers.values()],
+        "breakers": [breaker_row(worker) for worker in fleet.workers.values()],
+        "goldens": [golden_row(golden) for golden in fleet.goldens.values()],
+        "levels": [level_row(model) for model in fleet.models.values()],
+    }
+
+
+def changes(before: Fleet | None, after: Fleet) -> dict[str, list[Row]]:
+    """Return the rows to write ("workers") and the keys to delete ("delete workers") to go from one fleet to another.
+
+    Two fleets share what did not change, so what is the same object needs no second look. None: write everything.
+    """
+    if before is None:
+        return state(after)
+    workers, gone = _difference(before.workers, after.workers)
+    goldens, retired = _difference(before.goldens, after.goldens)
+    models, dropped = _difference(before.models, after.models)
+    rows = {
+        "workers": [worker_row(worker) for worker in workers],
+        "breakers": [
+            breaker_row(worker)
+            for worker in workers
+            if (old := before.workers.get(worker.joined.worker)) is None or old.breaker is not worker.breaker
+        ],
+        "goldens": [golden_row(golden) for golden in goldens],
+        "levels": [level_row(model) for model in models],
+        "delete workers": [(key,) for key in gone],
+        "delete breakers": [(key,) for key in gone],
+        "delete goldens": list(retired),
+        "delete levels": [(key,) for key in dropped],
+    }
+    return rows
+
+
+def _difference(before: Mapping[K, V], after: Mapping[K, V]) -> tuple[list[V], list[K]]:
+    """Return the values that are not the same object as before, and the keys that are gone."""
+    if before is after:
+        return [], []
+    changed = [value for key, value in after.items() if before.get(key) is not value]
+    return changed, [key for key in before if key not in after]
+
+
+_JSON = {
+    table: {n: name for n, name in enumerate(names) if name in ("joined", "last_canary", "golden", "knobs")}
+    for table, names in COLUMNS.items()
+}
+_READ = {
+    "joined": msgspec.json.Decoder(WorkerJoined).decode,
+    "last_canary": msgspec.json.Decoder(LastCanary).decode,
+    "golden": msgspec.json.Decoder(Golden).decode,
+    "knobs": msgspec.json.Decoder(Knobs).decode,
+}
+
+
+def comparable(table: str, row: Row) -> Row:
+    """Return a row so that rows that mean the same compare equal.
+
+    Postgres keeps JSON's meaning, not its text. And a row that an earlier version wrote lacks the optional fields
+    added since: it is read as everybody reads it, with their defaults.
+    """
+    return tuple(
+        _as_read(_JSON[table][n], value) if n in _JSON[table] and value is not None else value
+        for n, value in enumerate(row)
+    )
+
+
+def _as_read(column: str, text: str) -> str:
+    value = json.loads(text)
+    try:
+        read = codec.to_builtins(_READ[column](text))
+    except msgspec.MsgspecError:  # not what we write: it stays as it is, and differs
+        read = None
+    return json.dumps(read if _within(value, read) else value, sort_keys=True)
+
+
+def _within(value: Any, read: Any) -> bool:
+    """Say whether everything that a JSON value says was read."""
+    if isinstance(value, dict) and isinstance(read, dict):
+        return all(key in read and _within(item, read[key]) for key, item in value.items())
+    if isinstance(value, list) and isinstance(read, list | tuple):
+        return len(value) == len(read) and all(map(_within, value, read))
+    return bool(value == read)
+
+
+def as_json(table: str, row: Row) -> dict[str, Any]:
+    """Return a row as a mapping of plain JSON types."""
+    return {
+        name: json.loads(value)
+        if n in _JSON[table] and value is not None
+        else value.isoformat()
+        if isinstance(value, datetime)
+        else value
+        for n, (name, value) in enumerate(zip(COLUMNS[table], row, strict=True))
+    }
+
+
+def worker_row(worker: Worker) -> Row:
+    """Return a worker's row."""
+    joined, health, drain = worker.joined, worker.health, worker.drain
+    canary = worker.last_canary
+    return storable((
+        joined.worker, joined.instance, joined.model, joined.revision, joined.url, joined.engine, joined.engine_version,
+        joined.device, joined.canary_key, joined.pid, health.status.value, health.status.metric, worker.weight,
+        worker.routable, "; ".join(worker.reasons), drain.reason if drain.active else "", drain.deadline,
+        worker.incident, codec.encode_body(joined).decode(), codec.to_json(canary) if canary else None,
+    ))  # fmt: skip
+
+
+def breaker_row(worker: Worker) -> Row:
+    """Return a worker's breaker's row."""
+    breaker = worker.breaker
+    return (
+        breaker.worker, breaker.instance, breaker.position, _POSITIONS.index(breaker.position),
+        max(breaker.request_failures, breaker.canary_failures), breaker.trials_failed, breaker.retry_at, breaker.deadline,
+    )  # fmt: skip
+
+
+def golden_row(golden: Golden) -> Row:
+    """Return a golden's row."""
+    row = (golden.canary_key, golden.canary, golden.status, golden.status == "agreed", codec.to_json(golden))
+    return storable(row)
+
+
+def level_row(model: Degradation) -> Row:
+    """Return a model's level's row."""
+    return (
+        model.model,
+        model.level,
+        model.ratio,
+        model.capacity_rps,
+        model.since,
+        codec.to_json(model.knobs),
+    )
+
+
+def history(events: Iterable[Recorded]) -> dict[str, list[Row]]:
+    """Return the rows that events make by themselves: what to append, and which incidents to close."""
+    migrations: list[Row] = []
+    exposures: list[Row] = []
+    opened: dict[str, Row] = {}
+    closed: dict[str, Row] = {}
+    for event in events:
+        if type(event.fact) not in _HISTORICAL:
+            continue
+        match event.fact:
+            case RequestMigrated():
+                migrations.append(migration_row(event))
+            case RequestExposed() | ExposureUnknown():
+                exposures.append(exposure_row(event))
+            case IncidentOpened() as fact:
+                opened.setdefault(
+                    fact.incident,
+                    (fact.incident, fact.subject, fact.symptom, fact.decided_at, fact.number, None, None),
+                )
+            case IncidentClosed() as fact if row := opened.get(fact.incident):
+                opened[fact.incident] = (*row[:5], fact.decided_at, fact.outcome)
+            case IncidentClosed() as fact:
+                closed[fact.incident] = (fact.incident, fact.decided_at, fact.outcome)
+    return {
+        "append migrations": migrations,
+        "append exposures": exposures,
+        "append incidents": [storable(row) for row in opened.values()],
+        "close incidents": list(closed.values()),
+    }

@@ -1,0 +1,262 @@
+"""Who could serve a request? The router's table: one endpoint per life of a worker, kept from the fold.
+
+An endpoint says what the fleet thinks of a worker (weight, health) and what this frontend has in flight there.
+Lineage is what must stay the same over a request's life: the revision of the weights, and the tokenizer.
+"""
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from controller.deciders.degradation import Degradation
+from controller.deciders.fleet import Fleet, Worker
+from events.decisions import HealthStatus, Knobs
+from events.observations import WorkerJoined
+
+Key = tuple[str, str]  # worker, instance
+Lineage = tuple[str, str]  # revision, tokenizer
+
+_USUAL = Knobs()
+RANKS_MAX = 1024  # DP ranks of a worker that are looked at, whatever it registers
+
+
+class WorkerRank(NamedTuple):
+    """One DP rank of one life of a worker: what has a KV cache of its own."""
+
+    worker: str
+    instance: str
+    rank: int = 0
+
+
+@dataclass(slots=True, eq=False)
+class Endpoint:
+    """One life of a worker, where requests can go. Its counters (`active`, `promised`, `tokens`) are only read elsewhere:
+    whoever sends requests there says so with `admit`, `begin` and the like."""
+
+    joined: WorkerJoined
+    weight: float = 0.0
+    status: HealthStatus = HealthStatus.SUSPICIOUS
+    corrupt: bool = False
+    cache_epoch: int = 0
+    expected: bool = False  # in service, or should be: it counts when a frontend asks whether there is panic
+    active: int = 0  # requests of this frontend in flight there
+    promised: int = 0  # requests that room is kept for: let in, and not sent there yet
+    tokens: int = 0  # of those in flight: their prompts', and what they may generate
+    worker: str = field(init=False)
+    instance: str = field(init=False)
+    model: str = field(init=False)
+    ranks: int = field(init=False)
+    max_batch: int = field(init=False)
+    block_tokens: int = field(init=False)  # 1 of who registers nonsense
+    key: Key = field(init=False)
+    lineage: Lineage = field(init=False)
+
+    def __post_init__(self) -> None:
+        joined = (
+            self.joined
+        )  # a life registers once: what a choice asks of every endpoint is read from it once
+        self.worker, self.instance = self.key = joined.worker, joined.instance
+        self.model = joined.model
+        self.ranks = min(max(1, joined.dp), RANKS_MAX)
+        self.max_batch = joined.profile.max_batch
+        self.block_tokens = max(1, joined.profile.block_tokens)
+        self.lineage = joined.revision, joined.tokenizer
+
+    @property
+    def routable(self) -> bool:
+        """Whether the fleet lets requests go there."""
+        return self.weight > 0.0
+
+    # --- what this frontend has there: the only writers of its counters
+
+    def admit(self) -> None:
+        """Keep room for one request, until `release`."""
+        self.promised += 1
+
+    def release(self) -> None:
+        """Give the room back that `admit` has kept."""
+        self.promised -= 1
+
+    def begin(self, tokens: int = 0, *, requests: int = 1) -> None:
+        """Count requests that are sent there. `tokens`: of all of their prompts, and what they may generate."""
+        self.active += requests
+        self.tokens += tokens
+
+    def end(self, tokens: int = 0, *, requests: int = 1) -> None:
+        """Count requests that have left, with the `tokens` that they began with."""
+        self.active -= requests
+        self.tokens -= tokens
+
+    def shown(self, reachable: bool) -> dict[str, object]:
+        """Return what a person may want to know of it."""
+        return {
+            "id": self.worker,
+            "instance": self.instance,
+            "model": self.joined.model,
+            "health": self.status.value,
+            "weight": self.weight,
+            "reachable": reachable,
+            "in_flight": self.active,
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class EndpointGroup:
+    """The workers of one model and lineage, of which there is at least one, and what they have in common."""
+
+    endpoints: tuple[Endpoint, ...]
+    context_tokens: int  # the fewest of all
+    engine: str
+    text_only: bool  # some of them give text and no tokens
+    block_sizes: tuple[int, ...]  # tokens of their KV blocks, the size of most of them first
+
+    @classmethod
+    def of(cls, endpoints: Sequence[Endpoint]) -> "EndpointGroup":
+        """Look at all of them."""
+        joined = [endpoint.joined for endpoint in endpoints]
+        sizes = Counter(max(1, one.profile.block_tokens) for one in joined)
+        return cls(
+            tuple(endpoints),
+            min(one.context_tokens for one in joined),
+            joined[0].engine,
+            any(one.engine == "openai" and not one.exact for one in joined),
+            tuple(size for size, _ in sizes.most_common()),
+        )
+
+
+@dataclass(slots=True)
+class TableChange:
+    """What one absorbed state has changed in the table."""
+
+    updated: list[tuple[Endpoint, Worker]] = field(default_factory=list)
+    moved: bool = False  # one of these may get more or less than before, or what it runs shall go
+    joined: int = 0
+    left: bool = False
+    knobs: bool = False
+
+    def __bool__(self) -> bool:
+        return self.moved or self.left or self.knobs
+
+
+class EndpointTable:
+    """All endpoints, by key and by model."""
+
+    def __init__(self) -> None:
+        self.endpoints: dict[Key, Endpoint] = {}
+        self.models: dict[str, list[Endpoint]] = {}
+        self.number = 0  # of the last decision that this table reflects
+        self.known: set[str] = set()  # every model that a worker was ever known to serve
+        self._known: Mapping[str, Worker] = {}
+        self._models: Mapping[str, Degradation] = {}
+        self._knobs: dict[str, Knobs] = {}
+        self._group: dict[tuple[str, Lineage], EndpointGroup | None] = {}
+        self._limits: dict[str, int | None] = {}
+
+    def absorb(self, fleet: Fleet) -> TableChange:
+        """Take the fold's shown state in, and return what has changed by it.
+
+        Workers are compared by identity: a thousand of them cost next to nothing when one has changed.
+        """
+        change = TableChange()
+        self.number = fleet.number
+        if fleet.models is not self._models:
+            knobs = {model: degradation.knobs for model, degradation in fleet.models.items()}
+            change.knobs, self._knobs, self._models = knobs != self._knobs, knobs, fleet.models
+        if fleet.workers is self._known:
+            return change
+        known, self._known = self._known, fleet.workers
+        for name, worker in fleet.workers.items():
+            if known.get(name) is not worker:
+                self._update(worker, known.get(name), change)
+        if len(fleet.workers) < len(known) + change.joined:
+            change.left = True
+        if change.left or change.joined:
+            self._replace(endpoint for endpoint in self.endpoints.values() if self._lives(endpoint))
+        return change
+
+    def _update(self, worker: Worker, before: Worker | None, change: TableChange) -> None:
+        """Bring one endpoint up to date. A convicted worker gets nothing from the moment the evidence is seen: the decision
+        that follows is certain, but takes a while, and a controller that lives."""
+        key = (worker.joined.worker, worker.joined.instance)
+        self.known.add(worker.joined.model)
+        endpoint = self.endpoints.get(key)
+        change.left = change.left or (before is not None and before.joined.instance != key[1])
+        if endpoint is None:
+            if not worker.alive:
+                return
+            endpoint = self.endpoints[key] = Endpoint(worker.joined, corrupt=worker.health.corrupt)
+            change.joined += 1
+        change.left = change.left or not worker.alive
+        before_it = (endpoint.status, endpoint.corrupt, endpoint.expected, endpoint.weight)
+        endpoint.status = worker.health.status
+        endpoint.corrupt = worker.health.corrupt
+        endpoint.cache_epoch = worker.cache_epoch
+        endpoint.expected = worker.expected
+        endpoint.weight = 0.0 if endpoint.corrupt or worker.health.accused else worker.weight
+        change.moved = (
+            change.moved
+            or before is None
+            or before_it != (endpoint.status, endpoint.corrupt, endpoint.expected, endpoint.weight)
+            or before.drain != worker.drain
+            or before.health.limits != worker.health.limits
+        )
+        change.updated.append((endpoint, worker))
+
+    def worker(self, endpoint: Endpoint) -> Worker | None:
+        """Return what the fold shows of an endpoint's life; None if it is over."""
+        worker = self._known.get(endpoint.worker)
+        same = worker is not None and worker.alive and worker.joined.instance == endpoint.instance
+        return worker if same else None
+
+    def drains(self, endpoint: Endpoint) -> bool:
+        """Return whether the fleet drains an endpoint's life. The worker may not have been told yet."""
+        worker = self.worker(endpoint)
+        return worker is not None and worker.drain.active
+
+    @property
+    def workers(self) -> Iterable[Worker]:
+        """Every worker that the fold knows, the dead ones too."""
+        return self._known.values()
+
+    def _lives(self, endpoint: Endpoint) -> bool:
+        return self.worker(endpoint) is not None
+
+    def set_static(self, joined: Iterable[WorkerJoined]) -> None:
+        """Make the table of workers that were given directly: all of them HEALTHY."""
+        fresh = []
+        for fact in joined:
+            endpoint = self.endpoints.get((fact.worker, fact.instance)) or Endpoint(fact)
+            endpoint.weight, endpoint.status, endpoint.expected = 1.0, HealthStatus.HEALTHY, True
+            self.known.add(fact.model)
+            fresh.append(endpoint)
+        self._replace(fresh)
+
+    def knobs(self, model: str) -> Knobs:
+        """Return the knobs of a model's degradation level."""
+        return self._knobs.get(model, _USUAL)
+
+    def group(self, model: str, lineage: Lineage) -> EndpointGroup | None:
+        """Return a model's workers of one lineage; None if there are none. Each request asks several times, before a thousand
+        of them: it is the same one until a worker joins or is gone."""
+        name = (model, lineage)
+        group = self._group.get(name)
+        if group is None and name not in self._group:
+            endpoints = [endpoint for endpoint in self.models.get(model, ()) if endpoint.lineage == lineage]
+            group = self._group[name] = EndpointGroup.of(endpoints) if endpoints else None
+        return group
+
+    def migration_limit(self, model: str) -> int | None:
+        """Return the smallest limit that a worker of this model has registered; None if none has."""
+        if model not in self._limits:
+            limits = (endpoint.joined.migration_limit for endpoint in self.models.get(model, ()))
+            self._limits[model] = min((limit for limit in limits if limit is not None), default=None)
+        return self._limits[model]
+
+    def _replace(self, endpoints: Iterable[Endpoint]) -> None:
+        self.endpoints = {endpoint.key: endpoint for endpoint in endpoints}
+        self.models = {}
+        self._group.clear()
+        self._limits.clear()
+        for endpoint in self.endpoints.values():
+            self.models.setdefault(endpoint.joined.model, []).append(endpoint)

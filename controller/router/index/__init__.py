@@ -1,0 +1,1 @@
+"""Who has which blocks: the KV indexer and what feeds it."""

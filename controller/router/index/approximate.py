@@ -1,0 +1,186 @@
+"""What do workers have cached that do not say so? What was sent to them lately.
+
+    sent ──▶ all its blocks are taken to be there ── ttl without another such prompt ──▶ forgotten
+                                                  └─ too many blocks in all: the oldest first ──▶ forgotten
+
+A prompt that is sent again, or begins another one, is kept as long again. Of what was last sent at the same moment the
+blocks at the end of a prompt go first, so that what is kept is always the beginning of something.
+
+One tree of pieces for each holder, which has no more nodes than prompts have branched; the look-up is the index's.
+"""
+
+from collections import OrderedDict
+from collections.abc import Collection, Mapping, Sequence
+
+from controller.router.endpoints import WorkerRank
+from controller.router.index.index import KvIndex, Matches
+from controller.router.index.runs import common
+
+TTL_S = 120.0
+BLOCKS_MAX = 2**20
+_DROPPED = 64  # pieces that are forgotten in one turn: what was sent in a burst ends as one
+_SWEPT = 100  # pieces of the index that are freed in one turn, after somebody has gone
+
+
+class _SentBlocks:
+    """Consecutive blocks of one holder that were last sent together."""
+
+    __slots__ = ("at", "blocks", "children", "holder", "parent")
+
+    def __init__(
+        self, holder: WorkerRank, blocks: Sequence[int], parent: "_SentBlocks | None", at: float
+    ) -> None:
+        self.holder = holder
+        self.blocks = blocks
+        self.parent = parent
+        self.at = at
+        self.children: dict[int, _SentBlocks] = {}  # by their first block
+
+
+class ApproximateCache:
+    """What was sent to whom, as far as it may still be cached there. Beside a fed index it tells what workers have not
+    said yet: see `KvIndex` and `better`."""
+
+    def __init__(self, *, ttl_s: float = TTL_S, blocks_max: int = BLOCKS_MAX) -> None:
+        self._ttl_s = ttl_s
+        self._blocks_max = blocks_max
+        self._index = KvIndex()
+        self._roots: dict[WorkerRank, _SentBlocks] = {}
+        self._order: OrderedDict[_SentBlocks, WorkerRank] = (
+            OrderedDict()
+        )  # sent longest ago first, and children before parents
+        self._blocks = 0
+        self._due = float("-inf")  # nothing is old enough to be forgotten before
+        self._unswept = False  # somebody has gone, whose blocks may not be freed yet
+
+    def __len__(self) -> int:
+        """Return how many blocks are taken to be cached, over all holders."""
+        return self._blocks
+
+    @property
+    def holders(self) -> Collection[WorkerRank]:
+        """Everybody of whom anything is taken to be cached."""
+        return self._roots.keys()
+
+    @property
+    def swept(self) -> bool:
+        """Whether nothing is left in memory of those who are gone."""
+        return not self._unswept
+
+    def sent(self, holder: WorkerRank, blocks: Sequence[int], *, now: float) -> None:
+        """Take in that a prompt with these blocks goes to a holder."""
+        if not blocks:
+            return
+        root = self._roots.get(holder)
+        if root is None:
+            root = self._roots[holder] = _SentBlocks(holder, (), None, now)
+        before, path = self._blocks, self._path(root, blocks, now)
+        for piece in reversed(path):
+            piece.at = now
+            self._order[piece] = holder
+            self._order.move_to_end(piece)
+        if self._blocks == before:
+            return  # all of them were there: it is only as long again until they are forgotten
+        self._index.store(holder, None, blocks)
+        self.expire(now=now)
+        while self._blocks > self._blocks_max:
+            oldest = next(iter(self._order))
+            self._drop(oldest, min(len(oldest.blocks), self._blocks - self._blocks_max))
+
+    def find(self, blocks: Sequence[int], *, now: float) -> Matches:
+        """Return how many of a prompt's blocks each holder is taken to have."""
+        self.expire(now=now)
+        return self._index.find(blocks)
+
+    def forget(self, holder: WorkerRank) -> None:
+        """Take in that a holder is gone."""
+        root = self._roots.pop(holder, None)
+        below = [root] if root is not None else []
+        while below:
+            piece = below.pop()
+            below.extend(piece.children.values())
+            if self._order.pop(piece, None) is not None:
+                self._blocks -= len(piece.blocks)
+        self._forget(holder)
+
+    def _forget(self, holder: WorkerRank) -> None:
+        self._index.forget(holder)
+        self._unswept = True
+
+    def expire(self, *, now: float) -> None:
+        """Forget what was sent too long ago, and free what those had who are gone; of very much of it only a part, the rest
+        with the next requests, or the next time that it is called."""
+        if now < self._due and not self._unswept:
+            return  # nearly always
+        self._unswept = self._index.sweep(_SWEPT)
+        for _ in range(_DROPPED):
+            oldest = next(iter(self._order), None)
+            self._due = (
+                oldest.at if oldest is not None else now
+            ) + self._ttl_s  # what is sent later is due later
+            if oldest is None or self._due > now:
+                return
+            self._drop(oldest, len(oldest.blocks))
+
+    def _path(self, root: _SentBlocks, blocks: Sequence[int], now: float) -> list[_SentBlocks]:
+        """Return the pieces that make up a prompt; what is not there is made."""
+        piece, depth = root, 0
+        path: list[_SentBlocks] = []
+        while depth < len(blocks):
+            child = piece.children.get(blocks[depth])
+            if child is None:
+                child = _SentBlocks(root.holder, list(blocks[depth:]), piece, now)
+                piece.children[blocks[depth]] = child
+                self._blocks += len(child.blocks)
+                return [*path, child]
+            size = common(child.blocks, 0, blocks, depth)
+            if size < len(child.blocks):
+                child = self._split(child, size)
+            path.append(child)
+            piece, depth = child, depth + size
+        return path
+
+    @staticmethod
+    def _split(tail: _SentBlocks, place: int) -> _SentBlocks:
+        """Return a new piece of the blocks before `place`. The old one keeps the others, and its age."""
+        assert tail.parent is not None
+        head = _SentBlocks(tail.holder, tail.blocks[:place], tail.parent, tail.at)
+        tail.parent.children[head.blocks[0]] = head
+        tail.blocks, tail.parent = tail.blocks[place:], head
+        head.children = {tail.blocks[0]: tail}
+        return head
+
+    def _drop(self, piece: _SentBlocks, size: int) -> None:
+        """Forget the last blocks of a piece that has no children."""
+        assert not piece.children and piece.parent is not None
+        first, kept, holder = piece.blocks[0], len(piece.blocks) - size, self._order[piece]
+        self._index.remove(holder, piece.blocks[: kept - 1 if kept else None : -1])
+        self._blocks -= size
+        if kept:
+            piece.blocks = piece.blocks[:kept]
+            return
+        del self._order[piece]
+        del piece.parent.children[first]
+        if piece.parent.parent is None and not piece.parent.children:
+            del self._roots[holder]
+            self._forget(holder)  # it may never come back
+
+
+def better(one: Matches, other: Matches) -> Matches:
+    """Return the longer match of the two for each holder, on each tier."""
+    if not other.disk:  # which counts all tiers
+        return one
+    if not one.disk:
+        return other
+    device = _longer(one.device, other.device)
+    if one.disk is one.device and other.disk is other.device:
+        return Matches(device, device, device)
+    return Matches(device, _longer(one.host, other.host), _longer(one.disk, other.disk))
+
+
+def _longer(one: Mapping[WorkerRank, int], other: Mapping[WorkerRank, int]) -> Mapping[WorkerRank, int]:
+    found = dict(one)
+    for holder, depth in other.items():
+        if depth > found.get(holder, 0):
+            found[holder] = depth
+    return found

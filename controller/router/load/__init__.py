@@ -1,0 +1,1 @@
+"""Who has how much to do: running requests by worker and rank."""

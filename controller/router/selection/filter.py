@@ -1,0 +1,225 @@
+"""Who gets the request? Filter, score, pick.
+
+    filter   a model's endpoints, or those of one lineage: routable, reachable, not tried by this request, breaker, in-flight
+             cap, which is for all frontends together; of those that are left, who was heard lately, if anybody was
+    score    here, without regard to what is cached: (requests in flight + 1, and tokens) / weight: lower is better
+    pick     the lowest; among equals the one that was picked longest ago
+
+Every way to find nobody is an error of its own, because the client should be told different things. `strategies` has the other
+ways to score and pick among those that the filter leaves.
+"""
+
+from collections.abc import Callable, Collection, Container, Sequence
+from dataclasses import dataclass
+
+import msgspec
+
+from controller.router.endpoints import Endpoint, Key
+from events.errors import HoldfastError
+from events.wire import Load
+
+ROOM_LOOKS = 8  # at endpoints, for room, before all are looked at
+WEIGHT_MIN = 1e-6  # an endpoint that may get nothing costs no more than what this does
+TOKENS_PER_REQUEST = 4096  # so many tokens in flight weigh as much as one more request
+
+
+class NoWorker(HoldfastError):
+    """No worker can take this request."""
+
+    code = "no_worker"
+
+
+class NotServed(NoWorker):
+    """No worker of this model is known."""
+
+    code = "model_not_found"
+
+
+class NoneRoutable(NoWorker):
+    """Every worker of this model is out of service, or its breaker is open."""
+
+    code = "no_routable_worker"
+
+
+class NoneReachable(NoWorker):
+    """The workers of this model that are in service cannot be reached from this frontend."""
+
+    code = "no_reachable_worker"
+
+
+class AllTried(NoWorker):
+    """Every worker of this model that is in service has already failed this request."""
+
+    code = "all_workers_failed"
+
+
+class AllBusy(NoWorker):
+    """Every worker of this model has as many requests in flight as it may have."""
+
+    code = "all_workers_busy"
+
+
+class Everybody:
+    """Whoever it is, he is among them."""
+
+    def __contains__(self, key: object) -> bool:
+        return True
+
+
+EVERYBODY = Everybody()
+
+
+@dataclass(frozen=True, slots=True)
+class Rules:
+    """What the filter and the score ask about an endpoint."""
+
+    reachable: Callable[[str, str], bool]
+    allowed: Callable[[Endpoint], bool]  # this frontend's own breaker
+    external_load: Callable[[str], Load | None]  # what is in flight there that is not this frontend's
+    cap: Callable[[Endpoint], int]  # requests in flight there, of all frontends
+    frontends: Callable[[], int]  # how many serve now, this one included
+    recently_heard: Callable[
+        [str, str], bool
+    ]  # reachable and heard: a preference, because everybody may be late
+    doubted: Container[Key] = EVERYBODY  # whose breaker is not closed: `allowed` is asked of nobody else
+
+
+class Picker:
+    """Picks endpoints. Remembers nothing but whose turn it is."""
+
+    def __init__(self) -> None:
+        self._turn = 0
+        self._looked_at = 0  # of the first endpoint that was looked at last for room
+        self._last: dict[Key, int] = {}
+
+    def pick(
+        self,
+        endpoints: Sequence[Endpoint],
+        rules: Rules,
+        *,
+        tried: Collection[Key] = (),
+        capped: bool = True,
+    ) -> Endpoint:
+        """Return the best endpoint. Raise NotServed, NoneRoutable, NoneReachable, AllTried or AllBusy."""
+        return self.best(Filter(endpoints, rules, tried, capped).left(), rules.external_load)
+
+    def room(self, endpoints: Sequence[Endpoint], rules: Rules) -> Endpoint:
+        """Return an endpoint with room for one request more: the best of a few that are next in turn, and of all only where none
+        of these has room. Raise what `pick` raises."""
+        among, size = Filter(endpoints, rules), len(endpoints)
+        if size > ROOM_LOOKS:
+            self._looked_at = (self._looked_at + ROOM_LOOKS) % size
+            few: Sequence[Endpoint] = [endpoints[(self._looked_at + n) % size] for n in range(ROOM_LOOKS)]
+        else:
+            few = endpoints
+        for _, _, index in sorted(self._ranked(few, rules.external_load)):
+            if among.fits(few[index]):  # most often the first: nobody else is looked at
+                return self._taken(few[index])
+        return self.best(among.left(), rules.external_load)
+
+    def best(self, endpoints: Sequence[Endpoint], external_load: Callable[[str], Load | None]) -> Endpoint:
+        """Return the best of some endpoints that the filter has left."""
+        return self._taken(endpoints[min(self._ranked(endpoints, external_load))[2]])
+
+    def _ranked(
+        self, endpoints: Sequence[Endpoint], external_load: Callable[[str], Load | None]
+    ) -> list[tuple[float, int, int]]:
+        """Return each endpoint's cost, when it was picked last, and its index."""
+        last, ranked = self._last, []
+        for index, endpoint in enumerate(endpoints):
+            ranked.append((cost(endpoint, external_load(endpoint.worker)), last.get(endpoint.key, 0), index))
+        return ranked
+
+    def _taken(self, endpoint: Endpoint) -> Endpoint:
+        """Remember that it was this one's turn."""
+        self._turn += 1
+        self._last[endpoint.key] = self._turn
+        return endpoint
+
+    def forget(self, keys: Collection[Key]) -> None:
+        """Drop the memory of endpoints that are gone; keep `keys`."""
+        self._last = {key: turn for key, turn in self._last.items() if key in keys}
+
+
+class Filter(msgspec.Struct, eq=False):  # each request makes two
+    """Which of a model's endpoints may take one request? Together, or one by one: where the best is known before, one look at it
+    is enough."""
+
+    all: Sequence[Endpoint]
+    rules: Rules
+    tried: Collection[Key] = ()
+    capped: bool = True
+    among: int = 0  # frontends that serve now; 0: nobody had to know yet
+
+    def left(self) -> list[Endpoint]:
+        """Return all that are left, at least one. Raise NotServed, NoneRoutable, NoneReachable, AllTried or AllBusy."""
+        allowed = [endpoint for endpoint in self.all if self._allows(endpoint)]
+        if not allowed:
+            raise self._why_nobody()
+        free = [endpoint for endpoint in allowed if self._has_room(endpoint)] if self.capped else allowed
+        if not free:
+            raise AllBusy
+        recently_heard = self.rules.recently_heard
+        return [endpoint for endpoint in free if recently_heard(endpoint.worker, endpoint.instance)] or free
+
+    def fits(self, endpoint: Endpoint) -> bool:
+        """Say whether an endpoint would be left, and not for want of a better one."""
+        rules, key = self.rules, endpoint.key
+        return (
+            endpoint.weight > 0.0
+            and rules.recently_heard(endpoint.worker, endpoint.instance)
+            and key not in self.tried
+            and (key not in rules.doubted or rules.allowed(endpoint))
+            and (not self.capped or self._has_room(endpoint))
+        )
+
+    def _allows(self, endpoint: Endpoint) -> bool:
+        rules = self.rules
+        return (
+            endpoint.weight > 0.0
+            and rules.reachable(endpoint.worker, endpoint.instance)
+            and endpoint.key not in self.tried
+            and (endpoint.key not in rules.doubted or rules.allowed(endpoint))
+        )
+
+    def _has_room(self, endpoint: Endpoint) -> bool:
+        """Say whether there is room for one request more. Each frontend may always fill its own share of the cap: one that
+        came late would else wait for the others, who see first that something has ended."""
+        own, rules = endpoint.active + endpoint.promised, self.rules
+        cap = rules.cap(endpoint)
+        if own >= cap:
+            return False
+        external = rules.external_load(endpoint.worker)
+        if external is None or own + external.running + external.waiting < cap:
+            return True
+        among = self.among = self.among or rules.frontends()
+        return among == 1 or own * among < cap
+
+    def _why_nobody(self) -> NoWorker:
+        """Return what is in the way of the last of them: so far they would have come."""
+        if not self.all:
+            return NotServed()
+        routable = [endpoint for endpoint in self.all if endpoint.routable]
+        if not routable:
+            return NoneRoutable()
+        reachable = [
+            endpoint for endpoint in routable if self.rules.reachable(endpoint.worker, endpoint.instance)
+        ]
+        if not reachable:
+            return NoneReachable()
+        return NoneRoutable() if any(endpoint.key not in self.tried for endpoint in reachable) else AllTried()
+
+
+def cost(endpoint: Endpoint, external: Load | None) -> float:
+    """Return how much a request would wait there: behind ours, which we know to the moment, and behind
+    others'.
+
+    The worker's report of everything is not simply compared with ours: it is older, and everyone would send
+    to the worker whose last report happens to be the oldest.
+    """
+    active, tokens = endpoint.active + endpoint.promised, endpoint.tokens
+    if external is not None:
+        active += external.running + external.waiting
+        tokens += external.active_tokens
+    weight = endpoint.weight
+    return (active + 1 + tokens / TOKENS_PER_REQUEST) / (weight if weight > WEIGHT_MIN else WEIGHT_MIN)

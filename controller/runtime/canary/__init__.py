@@ -1,0 +1,1 @@
+"""The canary loop: probes, goldens, and the facts that they become."""

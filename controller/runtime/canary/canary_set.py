@@ -1,0 +1,206 @@
+"""Which canaries does a kind of worker get, and how is an answer judged? One `CanarySet` per canary key.
+
+The goldens themselves live in the fold; a set adds what only the prober needs: the questions in the model's
+own tokens, the ranking of the pool from which new goldens are taken, the calibration of the tolerance, the
+usual latencies. All of it can be lost: a new leader asks again.
+"""
+
+import asyncio
+import random
+from collections.abc import Hashable, Iterable
+from dataclasses import dataclass, field
+
+import structlog
+
+from controller.deciders.fleet import Fleet
+from controller.deciders.golden import Golden
+from controller.runtime.canary.baseline import Baseline
+from controller.runtime.canary.coverage import covering, dealt
+from controller.runtime.canary.goldens import (
+    POOL,
+    Calibration,
+    Canary,
+    CanaryAnswer,
+    ExpectedAnswer,
+    GoldenDifference,
+    Vocabulary,
+    compare,
+    configured,
+    pool,
+    rank,
+)
+from controller.runtime.settings import CanarySettings
+from events.observations import WorkerJoined
+
+CONTEXT_SHARE = 2  # a covering question must fit so many times into the context
+DEADLINE_SHARE = 4  # and be read in this part of a probe's deadline
+FALLBACK_TOKENS = (16, 1_000)  # ids that every language model's vocabulary has
+
+log = structlog.get_logger(__name__)
+
+
+@dataclass(slots=True)
+class CanarySet:
+    """What the prober knows about one canary key."""
+
+    key: str
+    settings: CanarySettings
+    configured: tuple[Canary, ...]
+    pool: tuple[Canary, ...]
+    calibration: Calibration
+    covers: bool = False  # a slice of the vocabulary stands before each question of the pool
+    ranking: tuple[str, ...] | None = None  # the pool's ids, best first; None: not ranked yet
+    ranked: dict[str, CanaryAnswer] = field(default_factory=dict)
+    proposed: dict[str, Golden] = field(default_factory=dict)  # not folded yet
+    spoilt: set[str] = field(default_factory=set)  # candidates whose answer did not repeat itself
+    lock: asyncio.Lock = field(default_factory=asyncio.Lock)  # held while the pool is ranked
+    baselines: dict[int, Baseline] = field(default_factory=dict)  # by length of the answer
+
+    def canaries(self, fleet: Fleet) -> tuple[Canary, ...]:
+        """Return the set to probe with: configured ones, those with a golden, and the next best of the
+        pool."""
+        found = {canary.id: canary for canary in self.configured}
+        by_id = {canary.id: canary for canary in self.pool}
+        for golden in self.goldens(fleet):
+            if golden.canary in by_id:
+                found[golden.canary] = self._as_agreed(golden, by_id[golden.canary])
+        for id in self.ranking or ():
+            if len(found) >= max(self.settings.canaries, len(self.configured)):
+                break
+            if id not in self.spoilt:
+                found.setdefault(id, by_id[id])
+        return tuple(found.values())
+
+    def goldens(self, fleet: Fleet) -> list[Golden]:
+        """Return the goldens of this key, in the order of their canaries' names."""
+        return [fleet.goldens[k] for k in sorted(fleet.goldens) if k[0] == self.key]
+
+    def golden(self, fleet: Fleet, canary: Canary) -> Golden | None:
+        """Return a canary's golden: the fold's, or what was proposed a moment ago. A retired one is none."""
+        golden = fleet.goldens.get((self.key, canary.id)) or self.proposed.get(canary.id)
+        if golden is None or golden.status == "retired" or golden.prompt != canary.prompt:
+            return None
+        return golden
+
+    def propose(self, golden: Golden) -> None:
+        """Keep a golden that is on its way to the fold, so that nobody proposes it twice."""
+        self.proposed[golden.canary] = golden
+
+    def folded(self, fleet: Fleet) -> None:
+        """Drop what the fold has learned meanwhile."""
+        for id in [id for id in self.proposed if (self.key, id) in fleet.goldens]:
+            del self.proposed[id]
+
+    def wants_ranking(self, fleet: Fleet) -> bool:
+        """Whether there are fewer canaries than there should be, and the pool has not been asked for more."""
+        return self.ranking is None and len(self.canaries(fleet)) < self.settings.canaries
+
+    def rank(self, answers: dict[str, CanaryAnswer]) -> tuple[str, ...]:
+        """Keep the pool's answers, as one worker gave them, and return their order: best first."""
+        order = rank(answers, tokens=self.settings.tokens)
+        if order:
+            self.ranking = dealt(order, self.pool) if self.covers else order
+            self.ranked = answers
+        return self.ranking or ()
+
+    def answer_before(self, canary: Canary, answer: CanaryAnswer) -> CanaryAnswer | None:
+        """Return the ranking's answer if it agrees with `answer`. If not, it may have come from another worker, or from
+        one that has been healed since: only asking again can tell whether this answer repeats itself."""
+        before = self.ranked.get(canary.id)
+        return before if before is not None and before.tokens == answer.tokens else None
+
+    def useful(self, fleet: Fleet, canary: Canary, worker: str, doubtful: bool) -> bool:
+        """Whether asking this worker tells anything: not what only doubtful workers know, or what it has
+        voted on."""
+        if self.golden(fleet, canary) is not None or canary.configured:
+            return True
+        retired = fleet.goldens.get((self.key, canary.id))
+        return not doubtful and (retired is None or all(vote.worker != worker for vote in retired.votes))
+
+    def voted(self, fleet: Fleet, golden: Golden) -> bool:
+        """Whether this very answer of this worker is known already."""
+        known = fleet.goldens.get((self.key, golden.canary))
+        votes = known.votes if known is not None else ()
+        return any(v.worker == golden.proposed_by and v.tokens == golden.tokens for v in votes)
+
+    def judge(self, canary: Canary, golden: Golden, answer: CanaryAnswer) -> GoldenDifference:
+        """Compare an answer with its golden."""
+        return compare(
+            answer,
+            tokens=golden.tokens,
+            top_k=golden.top_k,
+            tolerance=self.tolerance(golden),
+            top_logit_range=canary.top_logit_range,
+        )
+
+    def expected(self, golden: Golden) -> ExpectedAnswer:
+        """Return what an answer is held against while it is being said."""
+        return ExpectedAnswer(golden.tokens, golden.top_k, self.tolerance(golden))
+
+    def tolerance(self, golden: Golden) -> float:
+        """Return the tolerance to judge by: a golden without logprobs is compared by its tokens only."""
+        return self.calibration.tolerance if golden.top_k else 0.0
+
+    def usual(self, worker: Hashable, instance: str, tokens: int, latency_ms: float) -> float | None:
+        """Take in a latency; return the baseline (ms) that it exceeds by far, or None."""
+        baseline = self.baselines.get(tokens)
+        if baseline is None:
+            s = self.settings
+            baseline = self.baselines[tokens] = Baseline(s.slow_ratio, s.slow_floor_ms, s.warmup_samples)
+        return baseline.judge(worker, instance, latency_ms)
+
+    def forget(self, workers: Iterable[Hashable]) -> None:
+        """Drop the latencies of workers that are gone."""
+        names = tuple(workers)
+        for baseline in self.baselines.values():
+            baseline.forget(names)
+
+    def spoil(self, canary: Canary) -> bool:
+        """Give a candidate up, for another one, if the pool has one: it is not answered twice alike."""
+        left = [id for id in self.ranking or () if id not in self.spoilt and id != canary.id]
+        if len(left) < self.settings.canaries or canary.configured:
+            return False
+        self.spoilt.add(canary.id)
+        return True
+
+    def _as_agreed(self, golden: Golden, candidate: Canary) -> Canary:
+        prompt = tuple(golden.prompt)
+        text = candidate.text if candidate.prompt == prompt else ""
+        return Canary(golden.canary, prompt, golden.asked or len(golden.tokens), text=text)
+
+
+def open_calibration(settings: CanarySettings) -> Calibration:
+    """Return a calibration without samples."""
+    s = settings
+    return Calibration(
+        s.tolerance, s.tolerance_floor, s.tolerance_margin, s.tolerance_uncalibrated, s.samples_min
+    )
+
+
+def open_canary_set(
+    joined: WorkerJoined, vocabulary: Vocabulary | None, calibration: Calibration, settings: CanarySettings
+) -> CanarySet:
+    """Return a fresh set for workers like `joined`.
+
+    Without a tokenizer the questions are fixed token ids: a canary need not be text.
+    """
+    s, key = settings, joined.canary_key
+    if vocabulary is None:
+        return CanarySet(key, s, (), _ids_only(s), calibration)
+    own = configured(s.canary_prompts, joined.model, vocabulary.encode)
+    candidates = pool(vocabulary.encode, tokens=s.tokens, prompt_tokens_min=s.prompt_tokens_min)
+    wide = covering(candidates, vocabulary.size)
+    longest = max(len(canary.prompt) for canary in wide) + s.tokens
+    quick = longest * DEADLINE_SHARE <= joined.profile.prefill_tokens_per_s * s.timeout_s
+    covers = s.coverage and quick and longest * CONTEXT_SHARE <= joined.context_tokens
+    return CanarySet(key, s, own, wide if covers else candidates, calibration, covers=covers)
+
+
+def _ids_only(settings: CanarySettings) -> tuple[Canary, ...]:
+    length = max(settings.prompt_tokens_min, 32)
+    found = []
+    for name in POOL:
+        draw = random.Random(name)
+        ids = tuple(draw.randrange(*FALLBACK_TOKENS) for _ in range(length))
+        found.append(Canary(f"{name}-ids", ids, settings.tokens))
+    return tuple(found)

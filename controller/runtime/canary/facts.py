@@ -1,0 +1,133 @@
+"""What does a probe's outcome say on the journal? From verdicts to facts; pure."""
+
+import math
+from dataclasses import dataclass
+from datetime import datetime
+from typing import Any, Literal
+
+from controller.deciders.golden import Golden
+from controller.runtime.canary.goldens import Canary, CanaryAnswer
+from controller.runtime.canary.probe import Verdict
+from events.observations import (
+    CanaryFailed,
+    CanaryPassed,
+    CanaryReason,
+    CanarySlow,
+    CheckType,
+    GoldenDisputed,
+    GoldenProposed,
+)
+
+DETAIL_MAX = 300  # characters of an engine's own words
+NO_REASON: CanaryReason = "no_response"
+
+
+@dataclass(frozen=True, slots=True)
+class Probed:
+    """Who was asked what, when, and under which decision."""
+
+    worker: str
+    instance: str
+    canary_key: str
+    canary: str
+    check_type: CheckType
+    sent_under: int
+    sent_at: datetime
+    rank: int | None = None  # of several DP ranks
+
+    def _common(self, verdict: Verdict) -> dict[str, Any]:
+        return {
+            "worker": self.worker,
+            "instance": self.instance,
+            "canary_key": self.canary_key,
+            "canary": self.canary,
+            "check_type": self.check_type,
+            "sent_under": self.sent_under,
+            "sent_at": self.sent_at,
+            "latency_ms": round(verdict.first.latency_ms, 3),
+            "attempts": verdict.attempts,
+            "rank": self.rank,
+        }
+
+    def passed(self, verdict: Verdict, baseline_ms: float | None) -> CanaryPassed | CanarySlow:
+        """Say that the answer was right; with a baseline, that it was slow."""
+        distance = verdict.worst.distance or 0.0
+        if baseline_ms is None:
+            return CanaryPassed(**self._common(verdict), distance=distance)
+        return CanarySlow(**self._common(verdict), distance=distance, baseline_ms=round(baseline_ms, 3))
+
+    def failed(self, verdict: Verdict, golden: Golden | None) -> CanaryFailed | GoldenDisputed:
+        """Say what was wrong. A confirmed wrong answer to somebody else's provisional golden disputes it
+        instead."""
+        answer = verdict.first.answer
+        reason = verdict.worst.reason or verdict.first.failure or NO_REASON
+        wrong = reason in ("token_mismatch", "logit_drift")
+        if wrong and verdict.confirmed and answer is not None and self._somebody_elses(golden):
+            assert golden is not None
+            return GoldenDisputed(
+                worker=self.worker,
+                instance=self.instance,
+                canary_key=self.canary_key,
+                canary=self.canary,
+                proposed_by=golden.proposed_by,
+                tokens=answer.tokens,
+                distance=_finite(verdict.worst.distance),
+                rank=self.rank,
+            )
+        return CanaryFailed(
+            **self._common(verdict),
+            reason=reason,
+            confirmed=verdict.confirmed,
+            golden=_standing(golden),
+            expected=golden.tokens if golden is not None and wrong else (),
+            got=answer.tokens if answer is not None else (),
+            distance=_finite(verdict.worst.distance),
+            detail=(verdict.worst.detail or verdict.first.detail)[:DETAIL_MAX],
+        )
+
+    def proposed(self, canary: Canary, answer: CanaryAnswer, tolerance: float) -> GoldenProposed:
+        """Say what this worker takes for the right answer; a configured canary brings its own."""
+        return GoldenProposed(
+            worker=self.worker,
+            instance=self.instance,
+            canary_key=self.canary_key,
+            canary=self.canary,
+            prompt=canary.prompt,
+            tokens=canary.expected or answer.tokens,
+            top_k=() if canary.configured else answer.top_k,
+            margin=0.0 if canary.configured else _finite(answer.margin) or 0.0,
+            tolerance=0.0 if canary.configured or not answer.top_k else tolerance,
+            configured=canary.configured,
+            asked=canary.max_tokens,
+        )
+
+    def _somebody_elses(self, golden: Golden | None) -> bool:
+        return _standing(golden) == "provisional" and golden is not None and golden.proposed_by != self.worker
+
+
+def golden_of(proposal: GoldenProposed) -> Golden:
+    """Return the golden that a proposal will become once it is folded."""
+    return Golden(
+        canary_key=proposal.canary_key,
+        canary=proposal.canary,
+        status="agreed" if proposal.configured else "provisional",
+        prompt=proposal.prompt,
+        tokens=proposal.tokens,
+        top_k=proposal.top_k,
+        margin=proposal.margin,
+        tolerance=proposal.tolerance,
+        proposed_by=proposal.worker,
+        proposed_instance=proposal.instance,
+        configured=proposal.configured,
+        asked=proposal.asked,
+    )
+
+
+def _standing(golden: Golden | None) -> Literal["agreed", "provisional", "none"]:
+    if golden is None or golden.status == "retired":
+        return "none"
+    return "agreed" if golden.configured else golden.status
+
+
+def _finite(value: float | None) -> float | None:
+    return value if value is not None and math.isfinite(value) else None

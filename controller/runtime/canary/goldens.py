@@ -1,0 +1,295 @@
+"""What must a healthy worker answer, and how far may it be off? Pure functions over canaries and their
+answers.
+
+A *canary* is a question of ours; a *golden* is its right answer. Goldens are recorded from workers, never
+hard-coded: token ids differ from tokenizer to tokenizer and logits from engine to engine (N23). A question is
+a good canary where the model is sure of itself at every step, because greedy decoding is not invariant under
+batching (B15): so the ones with the largest top-1/top-2 margin are chosen from a pool.
+
+Raw logits are not compared: they are defined only up to a shift, and no API promises them. Logprobs of the
+top k are (B14). What is missing from a top k was below its last entry, and that bounds the distance from
+below.
+"""
+
+import hashlib
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from controller.runtime.canary.calibration import Calibration as Calibration
+from controller.runtime.settings import ConfiguredCanary
+from events.observations import TopK
+from events.wire import Chunk, Logprob
+
+Encode = Callable[[str], Sequence[int]]
+"""Text to token ids, by a model's own tokenizer, as a plain prompt is encoded."""
+
+
+@dataclass(frozen=True, slots=True)
+class Vocabulary:
+    """A model's own tokens: how text becomes them, and how many there are."""
+
+    encode: Encode
+    size: int
+
+
+POOL: Mapping[str, str] = {
+    # The seed's three come first.
+    "france": "The capital of France is",
+    "sum": "2 + 2 = ",
+    "primes": "The first five prime numbers are 2, 3, 5,",
+    "alphabet": "a b c d e f g h i j k l m n o p q r s t u v w x y z a b c d e f g h i j k l m n o",
+    "counting": "1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 16, 17, 18, 19, 20, 21, 22, 23, 24,",
+    "days": "Monday comes before Tuesday, Tuesday before Wednesday, Wednesday before Thursday, and",
+    "code": "def add(first, second):\n    return first + second\n\n\ndef subtract(a, b):\n    return",
+    "json": '[{"id": 1, "name": "one"}, {"id": 2, "name": "two"}, {"id": 3, "name":',
+    "tides": "The sea rises and falls twice a day because the moon pulls at the water of the earth",
+    "squares": "1 squared is 1, 2 squared is 4, 3 squared is 9, 4 squared is 16, 5 squared is",
+    "colours": "red green blue red green blue red green blue red green blue red green blue red",
+    "months": "January, February, March, April, May, June, July, August, September, October, November,",
+}
+"""Questions with one likely continuation, of several kinds: recall, arithmetic, repetition, code, prose."""
+
+_PREAMBLE = (
+    "Here is a line of text, and after it the words that follow.",
+    "The text is short, it is plain, and it has one continuation that everybody would expect.",
+    "Nothing else is asked for, and nothing else is said.",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Canary:
+    """One question. `expected` is its configured answer; most have none, and theirs is recorded."""
+
+    id: str
+    prompt: tuple[int, ...]
+    max_tokens: int
+    expected: tuple[int, ...] = ()
+    top_logit_range: tuple[float, float] | None = None
+    text: str = ""  # for engines that take no token ids
+
+    @property
+    def configured(self) -> bool:
+        """Whether its answer comes from the settings."""
+        return bool(self.expected)
+
+
+@dataclass(frozen=True, slots=True)
+class CanaryAnswer:
+    """What a worker said to a canary: its tokens, the top k of each position, and whether all of it was
+    finite."""
+
+    tokens: tuple[int, ...]
+    top_k: tuple[TopK, ...] = ()
+    finite: bool = True
+    cut: bool = False  # nobody listened to the rest: this much was wrong already
+
+    @property
+    def margin(self) -> float:
+        """The smallest top-1/top-2 logprob difference over the answer; 0 where the engine gave no top two."""
+        gaps = [top[0][1] - top[1][1] if len(top) > 1 else 0.0 for top in self.top_k]
+        return min(gaps, default=0.0) if self.finite else 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class GoldenDifference:
+    """How an answer differs from its golden. `reason` None: it does not."""
+
+    reason: Literal["token_mismatch", "logit_drift", "non_finite"] | None
+    distance: float | None  # the largest logprob difference; None where nothing could be compared
+    detail: str = ""
+
+
+# --- questions ----------------------------------------------------------------------------------------------
+
+
+def pool(encode: Encode, *, tokens: int, prompt_tokens_min: int) -> tuple[Canary, ...]:
+    """Return the candidates in one model's own tokens, each prompt at least `prompt_tokens_min` tokens
+    long."""
+    found = []
+    for id, text in POOL.items():
+        longer = extended(text, encode, prompt_tokens_min)
+        found.append(Canary(id, tuple(encode(longer)), tokens, text=longer))
+    return tuple(found)
+
+
+def extended(text: str, encode: Encode, tokens_min: int) -> str:
+    """Return `text` with sentences put before it until it has at least `tokens_min` tokens: its end, which
+    asks the question, stays what it is. Raise ValueError of a tokenizer that yields next to nothing."""
+    round = 0
+    while len(encode(text)) < tokens_min:
+        if round > tokens_min:
+            raise ValueError(f"the tokenizer gives {len(encode(text))} tokens for {len(text)} characters")
+        text = f"{_PREAMBLE[round % len(_PREAMBLE)]} {text}"
+        round += 1
+    return text
+
+
+def configured(canaries: Iterable[ConfiguredCanary], model: str, encode: Encode) -> tuple[Canary, ...]:
+    """Return the operator's own canaries for one model. Their ids change with their content."""
+    found = []
+    for canary in canaries:
+        if canary.model not in (None, model):
+            continue
+        mark = hashlib.sha256(canary.model_dump_json().encode()).hexdigest()[:8]
+        bounds = canary.expected_top_logit_range if canary.check_logits else None
+        found.append(
+            Canary(
+                id=f"{canary.name or 'configured'}-{mark}",
+                prompt=tuple(encode(canary.prompt)),
+                max_tokens=canary.max_tokens,
+                expected=canary.expected_tokens,
+                top_logit_range=bounds,
+                text=canary.prompt,
+            )
+        )
+    return tuple(found)
+
+
+def rank(answers: Mapping[str, CanaryAnswer], *, tokens: int) -> tuple[str, ...]:
+    """Return the usable candidates, best first: full length before cut short, then by margin, then in pool
+    order."""
+    usable = [id for id, answer in answers.items() if answer.finite and answer.tokens]
+    return tuple(sorted(usable, key=lambda id: (len(answers[id].tokens) < tokens, -answers[id].margin)))
+
+
+# --- answers ------------------------------------------------------------------------------------------------
+
+
+def read(chunks: Iterable[Chunk]) -> CanaryAnswer:
+    """Return what a worker's chunks say together.
+
+    Where an engine gives text and no tokens, the text's bytes stand for tokens: they can be compared as well.
+    """
+    tokens: list[int] = []
+    text: list[str] = []
+    tops: list[TopK] = []
+    finite = True
+    for chunk in chunks:
+        tokens += chunk.tokens
+        if chunk.text:
+            text.append(chunk.text)
+        for logprob in chunk.logprobs or ():
+            finite = finite and _finite(logprob)
+            tops.append(tuple((token, value) for token, value in logprob.top))
+    said = tuple(tokens) if tokens else tuple("".join(text).encode())
+    return CanaryAnswer(said, tuple(tops) if any(tops) else (), finite)
+
+
+def _finite(logprob: Logprob) -> bool:
+    return math.isfinite(logprob.chosen) and all(math.isfinite(value) for _, value in logprob.top)
+
+
+def compare(
+    answer: CanaryAnswer,
+    *,
+    tokens: Sequence[int],
+    top_k: Sequence[TopK],
+    tolerance: float,
+    top_logit_range: tuple[float, float] | None = None,
+) -> GoldenDifference:
+    """Compare an answer with its golden: finite, the very same tokens, logprobs within `tolerance` (0.0:
+    unchecked)."""
+    if not answer.finite:
+        return GoldenDifference("non_finite", None, "NaN or infinity among the logprobs")
+    agreed = _agreed(tokens, answer.tokens)
+    far = distance(top_k, answer.top_k, positions=agreed)
+    if tuple(tokens) != answer.tokens and not (answer.cut and agreed == len(answer.tokens)):
+        return GoldenDifference("token_mismatch", far, f"the tokens differ from position {agreed} on")
+    if tolerance > 0 and top_k and not answer.top_k:
+        return GoldenDifference(
+            "logit_drift", None, "the answer came without the logprobs that its golden has"
+        )
+    if far is not None and (answer.cut or far > tolerance > 0):
+        return GoldenDifference(
+            "logit_drift", far, f"a logprob is off by {far:.3g}; {tolerance:.3g} is tolerated"
+        )
+    outside = _out_of_range(answer, top_logit_range)
+    return GoldenDifference("logit_drift", far, outside) if outside else GoldenDifference(None, far)
+
+
+@dataclass(slots=True)
+class ExpectedAnswer:
+    """The right answer, held against one that is still being said."""
+
+    tokens: Sequence[int]
+    top_k: Sequence[TopK] = ()
+    tolerance: float = 0.0
+    _said: int = 0
+    _shown: int = 0
+
+    def departs(self, chunk: Chunk) -> bool:
+        """Take in the next chunk; say whether it shows already that the answer is wrong."""
+        if self._as_expected(chunk):
+            return False
+        due = tuple(self.tokens[self._said : self._said + len(chunk.tokens)])
+        self._said += len(chunk.tokens)
+        got = read((chunk,))
+        shown = len(chunk.logprobs or ())
+        tops = self.top_k[self._shown : self._shown + shown]
+        self._shown += shown
+        if tuple(chunk.tokens) != due or not got.finite:
+            return True
+        far = distance(tops, got.top_k, positions=shown) if self.tolerance > 0 else None
+        return far is not None and far > self.tolerance
+
+    def _as_expected(self, chunk: Chunk) -> bool:
+        """Take in a chunk that is exactly what is expected, as nearly all are; otherwise change nothing."""
+        said, shown, logprobs = self._said, self._shown, chunk.logprobs or ()
+        if list(self.tokens[said : said + len(chunk.tokens)]) != chunk.tokens:
+            return False
+        tops = self.top_k[shown : shown + len(logprobs)]
+        if len(tops) != len(logprobs):
+            return False
+        for top, logprob in zip(tops, logprobs, strict=True):
+            if tuple(logprob.top) != top or not math.isfinite(logprob.chosen):
+                return False
+        self._said, self._shown = said + len(chunk.tokens), shown + len(logprobs)
+        return True
+
+
+def distance(expected: Sequence[TopK], got: Sequence[TopK], *, positions: int) -> float | None:
+    """Return the largest logprob difference over the first `positions` positions that both have; None without
+    any.
+
+    One position beyond the agreed tokens is comparable too: the same tokens stand before it.
+    """
+    worst: float | None = None
+    for one, other in zip(expected[: positions + 1], got[: positions + 1], strict=False):
+        if one and other:
+            worst = max(worst or 0.0, 0.0 if one == other else _apart(one, other))
+    return worst
+
+
+def _apart(one: TopK, other: TopK) -> float:
+    first, second = dict(one), dict(other)
+    last_of_first, last_of_second = min(first.values()), min(second.values())
+    worst = 0.0
+    for token, value in first.items():
+        worst = max(worst, abs(value - second[token]) if token in second else value - last_of_second)
+    for token, value in second.items():
+        if token not in first:
+            worst = max(worst, value - last_of_first)
+    return worst
+
+
+def _agreed(tokens: Sequence[int], got: Sequence[int]) -> int:
+    """Return how many tokens agree from the start."""
+    count = 0
+    for one, other in zip(tokens, got, strict=False):
+        if one != other:
+            break
+        count += 1
+    return count
+
+
+def _out_of_range(answer: CanaryAnswer, bounds: tuple[float, float] | None) -> str:
+    """Say how the first position's best value leaves its range; "" if it does not, or if it is a logprob."""
+    if bounds is None or not answer.top_k or not answer.top_k[0]:
+        return ""
+    values = [value for _, value in answer.top_k[0]]
+    if bounds[1] > 0 and max(values) <= 0:
+        return ""  # logprobs: never above 0, so a range of raw logits says nothing about them
+    low, high = bounds
+    return "" if low <= max(values) <= high else f"top_logit={max(values):.2f}, expected [{low}, {high}]"

@@ -1,0 +1,207 @@
+"""Does every worker still give the right answers? Decides whom to probe, and when; the runner does the asking.
+
+    (no probe) ── joined ──▶ join, at once, one after another until each canary was asked ──▶ scheduled, each
+    interval ▲    │ drained ──▶ (no probe) ── resumed ───────────────────────────────┤    │ half-open └──
+    trial, at once
+
+Where more workers join than are probed at a time, each is let in by its first good answer, and the rest of its round is
+spread over an interval. One task per worker, so that one that hangs delays nobody else (B11), and so that two probes of one
+worker never overlap. Only the holder of the lease probes. Probes go on while a worker's breaker is open: they tell whether it
+recovers, and enough good ones acquit a convicted worker.
+"""
+
+import asyncio
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from controller.deciders.fleet import Fleet, Worker
+from controller.runtime.canary.runner import CanaryRunner, CanaryTurn, Outcome
+from controller.runtime.canary.tools import Tools
+from controller.runtime.settings import CanarySettings
+from events.decisions import HealthStatus, WorkerDecision
+from events.fact import Recorded
+from events.observations import CanaryPassed, CanarySlow, CheckType, ResumeRequested, WorkerJoined, WorkerLeft
+
+LOOK_S = 1.0  # how often it is compared who is probed and who should be
+JOIN_AGAIN_S = 2.0  # after a failed join probe; doubles up to the interval
+DECLINED_AGAIN_S = 1.0  # after a worker said that it is leaving, or full
+
+
+class View(Protocol):
+    """What the loop needs of a FleetView."""
+
+    @property
+    def fleet(self) -> Fleet: ...
+    @property
+    def number(self) -> int: ...
+    def listen(self, callback: Callable[[Any, Sequence[Recorded]], None]) -> None: ...
+
+
+@dataclass(slots=True)
+class WorkerWatch:
+    """One instance of one worker, as the loop looks after it."""
+
+    worker: str
+    instance: str
+    next_at: float  # monotonic
+    turn: CanaryTurn
+    failures: int = 0  # join probes in a row
+    trial_of: int = 0  # number of the decision whose trial was sent
+    resumed: bool = False  # its resumption has been answered with a probe
+    spread: bool = False  # it has a place of its own within the interval
+    wake: asyncio.Event = field(default_factory=asyncio.Event)  # a flag: something about it has changed
+    task: asyncio.Task[None] | None = None
+
+
+class CanaryLoop:
+    """Probes every worker that lives, while its controller leads."""
+
+    def __init__(self, view: View, tools: Tools, settings: CanarySettings) -> None:
+        self._view = view
+        self._tools = tools
+        self._settings = settings
+        self._runner = CanaryRunner(lambda: (view.fleet, view.number), tools, settings)
+        self._watches: dict[str, WorkerWatch] = {}
+        self._slots = asyncio.Semaphore(settings.concurrency)
+        self._changed = asyncio.Event()  # a flag: workers came or went, or the lease did
+        view.listen(self._heard)
+
+    def kick(self) -> None:
+        """Look again who is to be probed: the lease was won or lost."""
+        self._changed.set()
+
+    async def run(self) -> None:
+        """Probe until cancelled. Looks again every second: a lease can be lost for a moment and nobody be told."""
+        async with asyncio.TaskGroup() as group:
+            while True:
+                self._changed.clear()
+                self._match(group)
+                await self._pause(self._changed, LOOK_S)
+
+    # --- whom ---------------------------------------------------------------------------------------------
+
+    def _heard(self, view: Any, batch: Sequence[Recorded]) -> None:
+        if not batch:  # the view began from a snapshot
+            self._changed.set()
+        for recorded in batch:
+            fact = recorded.fact
+            if isinstance(fact, WorkerJoined | WorkerLeft):
+                self._changed.set()
+            elif isinstance(fact, CanaryPassed | CanarySlow):
+                self._runner.learn(fact)
+            elif isinstance(fact, WorkerDecision | ResumeRequested):
+                watch = self._watches.get(fact.worker)
+                if watch is not None:
+                    watch.wake.set()
+                if getattr(fact, "after", None) is HealthStatus.DEAD:
+                    self._changed.set()
+
+    def _match(self, group: asyncio.TaskGroup) -> None:
+        """Start and stop watches so that every live instance has exactly one; none without the lease."""
+        fleet = self._view.fleet
+        living = {name: w for name, w in fleet.workers.items() if w.alive}
+        wanted = living if self._tools.leading() else {}
+        for name, watch in list(self._watches.items()):
+            worker = wanted.get(name)
+            assert watch.task is not None
+            if worker is None or worker.joined.instance != watch.instance or watch.task.done():
+                watch.task.cancel()
+                del self._watches[name]
+                if name not in living:
+                    self._runner.forget(name)
+        for name, worker in wanted.items():
+            if name not in self._watches:
+                watch = self._watches[name] = self._begin(worker)
+                watch.task = group.create_task(self._tend(watch), name=f"canary {name}")
+
+    def _begin(self, worker: Worker) -> WorkerWatch:
+        """Return a fresh watch: a worker that was never probed is probed at once, the others are spread
+        out."""
+        joining = worker.last_canary is None or worker.health.joining
+        wait = 0.0 if joining else self._tools.draw.uniform(0, self._settings.interval_s)
+        due = self._tools.clock.monotonic() + wait
+        return WorkerWatch(worker.joined.worker, worker.joined.instance, due, CanaryTurn(first_round=joining))
+
+    def _worker(self, watch: WorkerWatch) -> Worker | None:
+        """Return the watched worker as it is now; None once this life of it is over, or the lease lost."""
+        fleet = self._view.fleet
+        worker = fleet.workers.get(watch.worker)
+        if worker is None or worker.joined.instance != watch.instance or not worker.alive:
+            return None
+        return worker if self._tools.leading() else None
+
+    # --- when ---------------------------------------------------------------------------------------------
+
+    async def _tend(self, watch: WorkerWatch) -> None:
+        while (check := await self._due(watch)) is not None:
+            async with self._slots:
+                began = self._tools.clock.monotonic()
+                self._tools.meter.late(max(0.0, began - watch.next_at) if check != "trial" else 0.0)
+                worker = self._worker(watch)
+                if worker is None:
+                    return
+                joining = watch.turn.first_round
+                outcome = await self._runner.probe(worker, watch.turn, check)
+            self._plan(watch, began, outcome, joining)
+
+    async def _due(self, watch: WorkerWatch) -> CheckType | None:
+        """Wait until this worker is to be probed and say why; None when it need not be watched any more."""
+        while True:
+            watch.wake.clear()
+            worker = self._worker(watch)
+            if worker is None:
+                return None
+            breaker = worker.breaker
+            if breaker.position == "half_open" and watch.trial_of != breaker.moved_by:
+                watch.trial_of = breaker.moved_by
+                return "trial"
+            if self._drained(watch, worker):
+                await watch.wake.wait()
+                continue
+            wait = watch.next_at - self._tools.clock.monotonic()
+            if wait <= 0:
+                return "join" if watch.turn.first_round else "scheduled"
+            await self._pause(watch.wake, wait)
+
+    def _drained(self, watch: WorkerWatch, worker: Worker) -> bool:
+        """Whether there is no use in probing it: it drains, and nobody wants it back. A resumed one is due at
+        once."""
+        if worker.health.status is not HealthStatus.DRAINING:
+            return False
+        if worker.health.resumed and not watch.resumed:
+            watch.next_at = self._tools.clock.monotonic()
+        watch.resumed = worker.health.resumed
+        return not watch.resumed
+
+    async def _pause(self, flag: asyncio.Event, seconds: float) -> None:
+        """Wait, but no longer than until the flag is set."""
+        timer = asyncio.ensure_future(self._tools.clock.sleep(seconds))
+        flagged = asyncio.ensure_future(flag.wait())
+        try:
+            await asyncio.wait((timer, flagged), return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            timer.cancel()
+            flagged.cancel()
+            await asyncio.gather(timer, flagged, return_exceptions=True)
+
+    def _plan(self, watch: WorkerWatch, began: float, outcome: Outcome, joining: bool) -> None:
+        """Decide when to ask next. `joining`: the first round was not over when this probe began."""
+        interval, jitter = self._settings.interval_s, self._settings.jitter
+        now = self._tools.clock.monotonic()
+        watch.next_at = max(now, began + interval * (1 + self._tools.draw.uniform(-jitter, jitter)))
+        if outcome == "nothing":
+            watch.next_at = min(watch.next_at, now + DECLINED_AGAIN_S)
+        elif joining and outcome == "failed":
+            watch.failures += 1
+            watch.turn.first_round = True
+            watch.next_at = min(watch.next_at, now + JOIN_AGAIN_S * 2 ** min(watch.failures - 1, 16))
+        elif joining and watch.turn.first_round:
+            watch.failures = 0
+            crowd = self._slots.locked()  # others wait for the question that lets them in
+            watch.next_at = now + interval * self._tools.draw.random() if crowd else now
+        elif (worker := self._worker(watch)) is not None and self._runner.wants_samples(worker):
+            watch.next_at = min(watch.next_at, max(now, began + self._settings.calibrate_every_s))
+        elif not watch.spread:  # workers that joined together must not be probed together for ever
+            watch.spread = True
+            watch.next_at = max(now, began + interval * self._tools.draw.random())

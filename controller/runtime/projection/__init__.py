@@ -1,0 +1,1 @@
+"""The projector: from events to rows, each event once."""

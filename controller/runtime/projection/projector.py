@@ -1,0 +1,191 @@
+"""The projector: the journal, folded into the state store, each event once.
+
+    journal ── read ──▶ fold ──▶ gathered ──▶ project (one transaction) ──▶ gathered meanwhile …
+
+Reading and folding go on while the last batch is written: what has gathered by then is the next batch, so
+batches grow with the load and a lone event waits for nobody. Nothing is remembered outside the store:
+whatever goes wrong, the projector reads its place there and begins anew from it. That is what makes a kill at
+any step harmless.
+
+What cannot be mended by trying again is raised: a database that is ahead of the stream, a stream that was
+made anew, an event of an unknown kind.
+"""
+
+import asyncio
+import random
+from collections.abc import Awaitable, Callable, Coroutine
+from dataclasses import dataclass, field
+from typing import Any
+
+import structlog
+
+from controller.deciders.fleet import Fleet, evolve
+from controller.ports import AnotherProjector, ReadPosition, Snapshot, StateStore, StoreUnavailable
+from controller.runtime.history import history
+from controller.runtime.lineage import refuse_foreign_stream
+from events.fact import Recorded
+from events.journal.port import Journal, JournalUnavailable
+from events.order import Order
+
+GATHER_MAX = 8_192  # events folded and not yet written; the reader waits beyond it
+GATHER_HISTORY = 4_096  # events that make a batch where nobody waits for the single one
+CHECK_S = 10.0  # how long the comparison of store and stream may take
+WRITE_S = 120.0
+WAIT_MIN_S = 0.05  # after a failure; doubles
+WAIT_MAX_S = 2.0
+YIELD_S = 1.0  # how long to leave the field to another projector
+
+Step = Callable[[str], Awaitable[None]]
+log = structlog.get_logger()
+
+
+async def _no_step(name: str) -> None:
+    """Do nothing between two steps. Tests put an end to the projector here."""
+
+
+@dataclass
+class Gathered:
+    """What has been folded and is to be written next."""
+
+    events: list[Recorded] = field(default_factory=list)
+    grown: asyncio.Event = field(default_factory=asyncio.Event)
+    taken: asyncio.Event = field(default_factory=asyncio.Event)
+
+
+@dataclass
+class Progress:
+    """How far the projector is, for metrics and readiness."""
+
+    projected: int = 0  # the sequence of the last event in the rows
+    folded: int = 0  # the sequence of the last event folded
+    batches: int = 0
+    events: int = 0
+    last_batch: int = 0
+    restarts: int = 0
+    connected: bool = False  # to store and journal, when last heard of
+
+
+class Projector:
+    """Follows a journal and keeps a store's rows at it."""
+
+    def __init__(
+        self,
+        journal: Journal,
+        store: StateStore,
+        *,
+        step: Step = _no_step,
+        written: Callable[[int, int], None] = lambda seq, events: None,
+    ) -> None:
+        self._journal, self._store = journal, store
+        self._step, self._written = step, written
+        self.progress = Progress()
+
+    async def run(self) -> None:
+        """Project for ever. Raise StoreAhead, JournalChanged, UnknownKind, BadEvent or OutOfOrder: see a
+        person."""
+        wait_s = WAIT_MIN_S
+        while True:
+            before = self.progress.batches
+            try:
+                await self._follow(None)
+            except AnotherProjector as error:
+                log.info("another_projector", reason=str(error))
+                await asyncio.sleep(random.uniform(YIELD_S, 2 * YIELD_S))
+            except (StoreUnavailable, JournalUnavailable, TimeoutError) as error:
+                log.warning("projector_waits", reason=str(error) or "out of time", wait_s=wait_s)
+                wait_s = WAIT_MIN_S if self.progress.batches > before else min(wait_s * 2, WAIT_MAX_S)
+                await asyncio.sleep(random.uniform(wait_s / 2, wait_s))
+            self.progress.connected = False
+            self.progress.restarts += 1
+
+    async def catch_up(self, until: int) -> None:
+        """Project everything up to stream sequence `until`, and return. Raise whatever goes wrong."""
+        await self._follow(until)
+
+    async def _follow(self, until: int | None) -> None:
+        place = await self._begin()
+        if until is not None and place.seq >= until:
+            return
+        order = await self._from_snapshot(place)
+        gathered = Gathered()
+        await _together(self._read(order, place, gathered, until), self._write(order, gathered, until))
+
+    async def _begin(self) -> ReadPosition:
+        """Read the store's place and make sure that it lies on this stream."""
+        await self._step("begin")
+        async with asyncio.timeout(CHECK_S):
+            place = await self._store.place()
+            await refuse_foreign_stream(self._journal, place)
+        self.progress.projected = place.seq
+        self.progress.connected = True
+        return place
+
+    async def _from_snapshot(self, place: ReadPosition) -> Order[Fleet]:
+        snapshot = await self._store.load()
+        await self._step("loaded")
+        if snapshot is None or max(snapshot.position.decided, snapshot.position.through) > place.seq:
+            return Order(evolve, Fleet())
+        return Order(evolve, snapshot.fleet, snapshot.position, dict(snapshot.sources))
+
+    async def _read(
+        self, order: Order[Fleet], place: ReadPosition, gathered: Gathered, until: int | None
+    ) -> None:
+        journal, after = self._journal, order.position.through
+        enough = 1 if until is None else GATHER_HISTORY
+        async for batch in journal.read(after) if until is None else history(journal, after, until):
+            await self._step("read")
+            while len(gathered.events) >= GATHER_MAX:
+                gathered.taken.clear()
+                await gathered.taken.wait()
+            for event in batch:
+                order.take(event)
+            gathered.events.extend(e for e in batch if e.seq > place.seq)
+            self.progress.folded = order.last_seq
+            await self._step("folded")
+            if len(gathered.events) >= enough:
+                gathered.grown.set()
+        gathered.grown.set()
+
+    async def _write(self, order: Order[Fleet], gathered: Gathered, until: int | None) -> None:
+        while True:
+            await gathered.grown.wait()
+            gathered.grown.clear()
+            if not gathered.events:
+                return  # the reader has come to its end
+            events, gathered.events = gathered.events, []
+            gathered.taken.set()
+            shown, settled = order.shown, Snapshot(order.settled, order.position, dict(order.sources))
+            await self._step("writing")
+            async with asyncio.timeout(WRITE_S):
+                await self._store.project(events, shown, settled, events[-1].seq)
+            await self._step("written")
+            self._account(events)
+            if until is not None and events[-1].seq >= until:
+                return
+
+    def _account(self, events: list[Recorded]) -> None:
+        progress = self.progress
+        progress.projected, progress.last_batch = events[-1].seq, len(events)
+        progress.batches += 1
+        progress.events += len(events)
+        self._written(progress.projected, len(events))
+
+
+async def _together(*works: Coroutine[Any, Any, None]) -> None:
+    """Run all to their end. The first failure ends the others and is raised; a refusal before what may be tried again.
+
+    Not a TaskGroup: in Python 3.11 a group that is cancelled in the very moment in which one of its tasks fails raises
+    only the failure, so that a caller who tries again never ends; and one that fails while it waits leaves its caller
+    marked as cancelled, so that the caller cannot tell the two apart.
+    """
+    tasks = [asyncio.ensure_future(work) for work in works]
+    try:
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
+    finally:
+        for task in tasks:
+            task.cancel()
+        ends = await asyncio.gather(*tasks, return_exceptions=True)
+    failures = [e for e in ends if isinstance(e, BaseException) and not isinstance(e, asyncio.CancelledError)]
+    retried = (StoreUnavailable, JournalUnavailable, TimeoutError)
+    if failures:
+        raise next((e for e in failures if not isinstance(e, retried)), failures[0])

@@ -1,0 +1,1 @@
+"""The invariants that every simulated history is held to."""

@@ -1,0 +1,181 @@
+"""What must never happen, or must always happen in the end. Each invariant is one sentence and one check.
+
+`on` says when it is checked: before a decision is written into the ledger, after an event was recorded, after an
+append, after a process folded a batch, when a request was routed, when its outcome is in, when a worker was accused
+of silence, once a second, and at the end. A check returns what it saw if the sentence is false, and nothing if it
+holds. Each raises nothing: the watch ends the run.
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from controller.simulator.checks import decisions as checks_decisions
+from controller.simulator.checks import end as checks_end
+from controller.simulator.checks import folds as checks_folds
+from controller.simulator.checks import world as checks_world
+from controller.simulator.checks.watch import Invariant, On
+
+
+def _all(*found: tuple[str, On, Callable[..., Any], str]) -> Mapping[str, Invariant]:
+    return {name: Invariant(name, on, sentence, check) for name, on, check, sentence in found}
+
+
+d, f, w, e = checks_decisions, checks_folds, checks_world, checks_end
+
+INVARIANTS: Mapping[str, Invariant] = _all(
+    # The journal and its one writer.
+    ("decisions_gapless", "before", d.gapless, "Decisions are numbered from 1 without a gap."),
+    ("one_writer", "before", d.one_writer, "Whoever decides has read every earlier decision."),
+    (
+        "cause_is_real",
+        "before",
+        d.cause,
+        "A decision's cause lies before it and concerns the same life of a worker.",
+    ),
+    (
+        "batch_is_whole",
+        "appended",
+        d.whole,
+        "What one append holds is exactly what is due where its controller had read.",
+    ),
+    ("quiescence", "appended", d.quiescent, "Right after a decision nothing more is due."),
+    # Machines.
+    ("dead_stays_dead", "before", d.dead, "Nothing is decided for a dead instance; only a new one lives."),
+    (
+        "legal_transition",
+        "before",
+        d.transition,
+        "Health moves along the table, from where it was, at a fitting weight.",
+    ),
+    (
+        "limits_obeyed",
+        "before",
+        d.limit,
+        "No decision gives a worker more than its devices leave it, as far as its controller has read.",
+    ),
+    (
+        "breaker_moves",
+        "before",
+        d.breaker,
+        "Breakers go closed, open, half-open, and from there open or closed: one trial.",
+    ),
+    ("no_straggler", "before", d.straggler, "No outcome from before a breaker's last move moves it."),
+    (
+        "in_a_row",
+        "before",
+        d.in_a_row,
+        "Only failures in a row open a breaker: a success between them resets the count.",
+    ),
+    (
+        "own_instance",
+        "before",
+        d.own_life,
+        "A fact about one life of a worker decides nothing about another.",
+    ),
+    (
+        "policy_kept",
+        "before",
+        d.policy,
+        "An adopted policy, read back from the journal, is the one that was adopted.",
+    ),
+    ("within_policy", "before", d.bounded, "Waits, trials and drains end within what the policy allows."),
+    ("all_knobs", "before", d.knobs, "Every degradation level sets all four knobs to the level's values."),
+    (
+        "hysteresis",
+        "before",
+        d.hysteresis,
+        "A level is left only above its entry by the margin, after the dwell.",
+    ),
+    (
+        "just_conviction",
+        "before",
+        d.just,
+        "A worker is convicted of corruption only if it was corrupt when asked.",
+    ),
+    (
+        "ejection_budget",
+        "appended",
+        d.budget,
+        "Doubt takes no more workers of a model out of service than the budget allows.",
+    ),
+    # Folds.
+    ("folds_agree", "absorbed", f.agree, "Every fold at the same position is the same."),
+    (
+        "fold_keeps_decisions",
+        "recorded",
+        f.keeps,
+        "A fold shows of each worker what was last decided about it.",
+    ),
+    # The world.
+    (
+        "verdict_obeyed",
+        "routed",
+        w.verdict,
+        "No request goes to a worker that its frontend knows to be unhealthy, draining or dead.",
+    ),
+    (
+        "shedding_obeyed",
+        "routed",
+        w.shedding,
+        "No new request of a model is sent while its level accepts none.",
+    ),
+    (
+        "own_breaker",
+        "judged",
+        w.own_straggler,
+        "No outcome of a request from before a frontend's own breaker moved moves it.",
+    ),
+    (
+        "heard_is_not_silent",
+        "accused",
+        w.silent,
+        "Nobody is called silent while heard, or linked to a frontend.",
+    ),
+    (
+        "corruption_fenced",
+        "tick",
+        w.corrupt,
+        "A corrupt worker is out of service within canaries × interval, retries and slack.",
+    ),
+    (
+        "trials_end",
+        "tick",
+        w.trials,
+        "An open or half-open breaker moves on when its time has come and a leader lives.",
+    ),
+    (
+        "limits_decided",
+        "tick",
+        w.limits,
+        "What a device leaves a worker is decided soon while a leader lives.",
+    ),
+    ("drains_end", "tick", w.drains, "A drain ends by its deadline while a leader lives."),
+    # The end: liveness.
+    ("replay_equals_live", "end", e.replay, "Folding the journal from zero gives the live fold."),
+    ("snapshot_equals_replay", "end", e.snapshot, "The state store holds the fold of its position."),
+    (
+        "nothing_lost",
+        "end",
+        e.nothing_lost,
+        "No acknowledged fact is missing from the journal, and none was dropped.",
+    ),
+    ("once_in_the_audit", "end", e.audit, "The audit table holds every event once."),
+    (
+        "everybody_caught_up",
+        "end",
+        e.caught_up,
+        "All processes end at the journal's end with nothing left to say.",
+    ),
+    (
+        "all_well",
+        "end",
+        e.all_well,
+        "Once every fault is healed, every worker is healthy again at full weight.",
+    ),
+    (
+        "incidents_closed",
+        "end",
+        e.incidents,
+        "Once every fault is healed, every incident is closed and no level is left.",
+    ),
+)

@@ -1,0 +1,216 @@
+"""Who sees everything: the true fold, a naive ledger of the decisions, and what was really the case.
+
+The watch listens at every point where something can go wrong and runs there the invariants that it is given. The
+first that is broken ends the run.
+"""
+
+from bisect import bisect_right
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from controller.deciders.breaker import Breaker
+from controller.deciders.fleet import Fleet
+from controller.simulator.checks.ledger import CheckLedger, LedgerEntry
+from controller.simulator.checks.steadiness import Steadiness
+from controller.simulator.world.kernel import SECOND
+from controller.simulator.world.replica import Replica
+from controller.simulator.world.traffic import RequestSender, SimulatedRequest
+from controller.simulator.world.world import SimulatedWorld
+from events.decisions import (
+    DegradationChanged,
+    GoldenAgreed,
+    GoldenRetired,
+    HealthChanged,
+    HealthStatus,
+    PolicyAdopted,
+)
+from events.fact import Decision, Recorded
+from events.observations import GoldenDisputed, GoldenProposed
+from events.order import Order, OutOfOrder
+
+On = Literal["before", "recorded", "appended", "absorbed", "routed", "judged", "accused", "tick", "end"]
+
+
+@dataclass(frozen=True, slots=True)
+class Invariant:
+    """One sentence about every history, and how it is checked."""
+
+    name: str
+    on: On
+    sentence: str
+    check: Callable[..., str | None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Violation:
+    """A broken invariant: which, when (virtual seconds, after which event), and what was seen."""
+
+    invariant: str
+    sentence: str
+    at_s: float
+    seq: int
+    detail: str
+
+
+class Violated(Exception):
+    """Ends a run."""
+
+    def __init__(self, violation: Violation) -> None:
+        super().__init__(f"{violation.invariant}: {violation.detail}")
+        self.violation = violation
+
+
+class InvariantWatch:
+    """The all-seeing side of one run. What it keeps is for the invariants to read."""
+
+    def __init__(self, world: SimulatedWorld, invariants: Mapping[str, Invariant]) -> None:
+        self.world = world
+        self.kernel = world.kernel
+        self.seams = world.seams
+        self.policy = world.scenario.policies[0]  # in force: as the journal's last adoption says
+        self.ledger = CheckLedger()
+        self.reference: Order[Fleet] = Order(
+            self.seams.evolve, Fleet()
+        )  # whatever is swapped, this order is right
+        self.shown: list[Fleet] = [Fleet()]  # by sequence
+        self.verdicts: dict[
+            str, list[tuple[int, str, HealthStatus]]
+        ] = {}  # by worker: sequence, instance, status
+        self.run_began = 0  # sequence before the last append's first decision
+        self.decided: Recorded | None = None  # the last decision
+        self.steadiness = Steadiness(world)
+        self.serving_since: dict[str, int] = {}  # since when the decisions leave a worker's instance a share
+        self.compared: dict[
+            str, tuple[Replica, Fleet, Fleet]
+        ] = {}  # by process: its last fold, and the true one
+        self.agreed: dict[int, Fleet] = {}  # by sequence: a fold that was found right
+        self.replayed: Fleet | None = (
+            None  # settled as stored at the end, folded from the journal's beginning
+        )
+        self.goldens_moved: dict[str, int] = {}  # by canary key
+        self.worst_level: dict[str, int] = {}
+        self._invariants = invariants
+        self._by_hook: dict[On, list[Invariant]] = {}
+        for found in invariants.values():
+            self._by_hook.setdefault(found.on, []).append(found)
+        self._reached = dict.fromkeys(self._by_hook, 0)
+
+    @property
+    def checks(self) -> dict[str, int]:
+        """How often each invariant was checked."""
+        return {name: self._reached[found.on] for name, found in self._invariants.items()}
+
+    # --- where it listens ---------------------------------------------------------------------------------------
+
+    def recorded(self, event: Recorded) -> None:
+        """The journal has stored an event."""
+        if isinstance(event.fact, Decision):
+            self._run("before", event)
+        self.ledger.write(event)
+        fact = event.fact
+        if isinstance(fact, PolicyAdopted):
+            known = self.world.scenario.policies
+            self.policy = next((p for p in known if p.adopted == fact.policy), self.policy)
+        self._note_share(getattr(fact, "worker", ""))
+        if isinstance(fact, HealthChanged):
+            self.verdicts.setdefault(fact.worker, []).append((event.seq, fact.instance, fact.after))
+        elif isinstance(fact, DegradationChanged):
+            self.worst_level[fact.model] = max(fact.after, self.worst_level.get(fact.model, 0))
+        elif isinstance(fact, GoldenAgreed | GoldenRetired | GoldenDisputed | GoldenProposed):
+            self.goldens_moved[fact.canary_key] = self.kernel.now
+        self.shown.append(self.reference.absorb(event))
+        if isinstance(fact, Decision):
+            self.decided = event
+        self._run("recorded", event)
+
+    def appended(self, source: str) -> None:
+        """An append has reached the broker, and landed or not."""
+        run = self.world.broker.events[self.run_began :]
+        while run and not (run[0].source == source and isinstance(run[0].fact, Decision)):
+            run = run[1:]
+        self.run_began = self.world.broker.last_seq
+        if run:
+            self._run("appended", run)
+
+    def absorbed(self, replica: Replica, batch: Sequence[Recorded]) -> None:
+        """A process has folded a batch."""
+        self._run("absorbed", replica, batch)
+
+    def routed(self, frontend: RequestSender, request: SimulatedRequest) -> None:
+        """A frontend has sent a request to a worker."""
+        self._run("routed", frontend, request)
+
+    def judged(
+        self, frontend: RequestSender, request: SimulatedRequest, before: Breaker, after: Breaker
+    ) -> None:
+        """A frontend has told its own breaker how a request fared."""
+        self._run("judged", frontend, request, before, after)
+
+    def accused(self, worker: str, instance: str) -> None:
+        """An observer has called a worker silent."""
+        self._run("accused", self.world.machines[worker], instance)
+
+    def tick(self) -> None:
+        """A second has passed."""
+        self.kernel.after(SECOND, self.tick)
+        self.steadiness.look()
+        self._run("tick")
+
+    def end(self) -> None:
+        """The run is over."""
+        self._run("end")
+
+    def out_of_order(self, error: OutOfOrder) -> Violation:
+        """A fold refused the journal: its numbers do not follow one another."""
+        found = self._invariants["decisions_gapless"]
+        return self._violation(found, str(error))
+
+    def entry(self, worker: str) -> LedgerEntry | None:
+        """Return what the decisions say of a worker's present instance; None: nothing."""
+        return self.ledger.entries.get(worker)
+
+    def entries(self) -> Iterable[LedgerEntry]:
+        """Return what the decisions say of each worker's present instance."""
+        return self.ledger.entries.values()
+
+    def level(self, model: str) -> int:
+        """Return the degradation level that was decided for a model last."""
+        return self.ledger.levels.get(model, 0)
+
+    def goldens_since(self, key: str) -> int:
+        """Return since when nothing has moved about the goldens of a canary key."""
+        return self.goldens_moved.get(key, 0)
+
+    def status_at(self, worker: str, instance: str, seq: int) -> HealthStatus | None:
+        """Return the last health that was decided for an instance, among the events up to `seq`."""
+        verdicts = self.verdicts.get(worker, [])
+        at = bisect_right(verdicts, seq, key=lambda v: v[0])
+        for _, whose, status in reversed(verdicts[:at]):
+            if whose == instance:
+                return status
+        return None
+
+    # --- within -------------------------------------------------------------------------------------------------
+
+    def _run(self, on: On, *args: Any) -> None:
+        self._reached[on] += 1
+        for found in self._by_hook[on]:
+            if detail := found.check(self, *args):
+                raise Violated(self._violation(found, detail))
+
+    def _violation(self, found: Invariant, detail: str) -> Violation:
+        return Violation(
+            invariant=found.name,
+            sentence=found.sentence,
+            at_s=self.kernel.now / SECOND,
+            seq=self.world.broker.last_seq,
+            detail=detail,
+        )
+
+    def _note_share(self, worker: str) -> None:
+        entry = self.entry(worker)
+        if entry is not None and entry.share > 0:
+            self.serving_since.setdefault(entry.instance, self.kernel.now)
+        elif entry is not None:
+            self.serving_since.pop(entry.instance, None)

@@ -1,0 +1,1 @@
+"""Histories that are told in one way only, for their transcripts."""

@@ -1,0 +1,65 @@
+"""Many requests at once in one frontend, with nobody who reads their answers: for scenarios and benchmarks."""
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+
+from controller.frontend.director import Director
+from controller.frontend.generations.generation import Generation
+from controller.frontend.requests.block_hashes import BlockNames
+from controller.frontend.requests.failures import MigrationBudget
+from controller.frontend.requests.generation_request import GenerationRequest
+from controller.router.endpoints import Lineage
+from events.wire import Logprob, Sampling
+
+FIRST, SPAN = 259, 1700  # token ids that are no special ones of the simulated engine
+
+
+class Unheard:
+    """Writes an answer that nobody reads."""
+
+    stopped = False
+    reached = 0
+
+    def write(self, tokens: Sequence[int], logprobs: Sequence[Logprob] | None) -> int:
+        return len(tokens)
+
+    def write_text(self, text: str, tokens: int) -> None: ...
+    def finish(self, reason: str) -> None: ...
+    def flush(self) -> None: ...
+    def rewind(self, count: int) -> None: ...
+
+
+def crowd(director: Director, requests: int, tokens: int, model: str, lineage: Lineage) -> list[Generation]:
+    """Return so many requests of `tokens` tokens each, not sent yet. No two have a prefix in common, and none ends soon."""
+    generations = []
+    for n in range(requests):
+        prompt = [FIRST + (n * 31 + k) % SPAN for k in range(tokens)]
+        request = GenerationRequest(
+            id=f"r{n + 1}",
+            model=model,
+            lineage=lineage,
+            prompt=prompt,
+            names=BlockNames(prompt),
+            prompt_text="",
+            sampling=Sampling(max_tokens=4000, ignore_eos=True),
+            guided=None,
+            deterministic=True,
+        )
+        generations.append(
+            Generation(director, request, Unheard(), MigrationBudget(3), lambda generation: None)
+        )
+    return generations
+
+
+def computed_again(generations: Iterable[Generation]) -> Counter[str]:
+    """Return how many tokens each worker has to compute, now that these have gone on there."""
+    load: Counter[str] = Counter()
+    for generation in generations:
+        assert generation.endpoint is not None
+        load[generation.endpoint.worker] += generation.continuation.length
+    return load
+
+
+def most_over_even(load: Counter[str], workers: int) -> float:
+    """Return how many times the even spread over so many workers that one has to compute which has most."""
+    return max(load.values()) * workers / load.total()

@@ -1,0 +1,299 @@
+"""What happens when one GPU of one group of eight fails? The first document's scenario, with the corrected times.
+
+Sixteen groups serve a 70B model. GPU 47 raises Xid 48, and its group, g6, is gone with all its KV cache (each GPU holds
+one of eight heads): 23 requests of 2,048 tokens are computed again by the fifteen others. The controllers, the fold and
+the frontend's director are production's own; the groups, the request plane and time are played.
+"""
+
+import asyncio
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from operator import itemgetter
+
+from controller.deciders.capacity import Slo, fleet_capacity
+from controller.deciders.fleet import FleetPolicy
+from controller.deciders.health_moves import HealthPolicy
+from controller.frontend.director import Director, World
+from controller.frontend.generations.generation import Generation
+from controller.frontend.settings import FrontendSettings
+from controller.ports import LostCause, Sink
+from controller.replay.sentences import sentence, span
+from controller.simulator.simulation import Simulation, quiet
+from controller.simulator.stories.crowd import computed_again, crowd, most_over_even
+from controller.simulator.world.kernel import MINUTE, MS, SECOND, Kernel, KernelClock, since_start
+from controller.simulator.world.machines import Hardware, Machine
+from controller.simulator.world.outbox import SimulatedOutbox
+from controller.simulator.world.replica import Replica
+from controller.simulator.world.scenario import Scenario
+from events.decisions import Absorbed
+from events.fact import Fact, Observation, Recorded
+from events.observations import (
+    CanaryFailed,
+    DeviceFaulted,
+    Profile,
+    RequestMigrated,
+    WorkerJoined,
+    WorkerLeft,
+)
+from events.wire import Chunk, Generate, Load, Why
+
+SEED = 48
+GROUPS, TP, REQUESTS, TOKENS = 16, 8, 23, 2048
+FAILED_GPU, XID = 47, "48"
+FAILED = f"g{FAILED_GPU // TP + 1}"
+FAILS_AT, NEW_GROUP_AFTER, ENDS_AFTER = 5 * MINUTE, 60 * SECOND, 6 * MINUTE
+STEP = 20 * MS
+ACQUITTED_BY = HealthPolicy().good_to_acquit
+SEVENTY_B = Profile(
+    kv_blocks=40_000,
+    block_tokens=16,
+    max_batch=64,
+    prefill_tokens_per_s=5000.0,
+    tpot_ms=((1, 10.0), (64, 20.0)),
+)
+
+
+@dataclass(slots=True)
+class Group(Machine):
+    """A group of eight GPUs. It is not started again before `not_before`."""
+
+    not_before: int = 0
+
+    def start(self) -> None:
+        if self.kernel.now >= self.not_before:
+            Machine.start(self)
+
+
+class PlayedPlane:
+    """The request plane of one frontend, and the engines behind it: prompts are computed one after another."""
+
+    def __init__(self, kernel: Kernel, machines: dict[str, Machine]) -> None:
+        self._kernel = kernel
+        self._machines = machines
+        self._streams: dict[int, tuple[str, Sink]] = {}
+        self._free_at: dict[str, int] = {}  # when the prompts are done that wait there
+        self._last = 0
+
+    def reachable(self, worker: str, instance: str) -> bool:
+        machine = self._machines[worker]
+        return machine.up and machine.instance == instance
+
+    recently_heard = reachable
+
+    def draining(self, worker: str, instance: str) -> bool:
+        return False
+
+    def load(self, worker: str) -> Load | None:
+        return Load(kv_total=SEVENTY_B.kv_blocks)
+
+    def external_load(self, worker: str) -> Load | None:
+        return None
+
+    def external_load_by_rank(self, worker: str) -> Sequence[Load]:
+        return ()
+
+    def open(self, worker: str, instance: str, request: Generate, sink: Sink) -> int:
+        self._last += 1
+        self._streams[self._last] = (worker, sink)
+        takes = int(len(request.tokens) / SEVENTY_B.prefill_tokens_per_s * SECOND)
+        done = max(self._kernel.now, self._free_at.get(worker, 0)) + takes
+        self._free_at[worker] = done
+        self._kernel.after(done - self._kernel.now, self.say, self._last)
+        return self._last
+
+    def cancel(self, worker: str, stream: int, why: Why = "gone") -> None:
+        self._streams.pop(stream, None)
+
+    def say(self, stream: int) -> None:
+        """Let the next token of a stream come, and then one after another."""
+        if stream in self._streams:
+            _, sink = self._streams[stream]
+            sink.take(Chunk(stream, [300]))
+            sink.flush()
+            self._kernel.after(STEP, self.say, stream)
+
+    def broken(self, worker: str) -> None:
+        """A worker is gone: tell every stream on it."""
+        cause: LostCause = "disconnected"
+        gone = [stream for stream, (at, _) in self._streams.items() if at == worker]
+        for _, sink in [self._streams.pop(stream) for stream in gone]:
+            sink.lost(cause, "its group has failed")
+
+
+class GroupFailure(Simulation):
+    """The fleet, one frontend's director before it, and what strikes it."""
+
+    def __init__(self, provisioned: float) -> None:
+        super().__init__(_scenario(provisioned))
+        self.provisioned = provisioned
+        self.generations: list[Generation] = []
+        self.load: Counter[str] = Counter()  # tokens to compute again, by group
+        self._levels: list[int] = []  # before, after the failure, and at the end
+        self._plane = PlayedPlane(self.kernel, self.machines)
+        outbox = SimulatedOutbox(self.broker, "frontend:f1", self.said)
+
+        def observe(fact: Observation, *, traceparent: str = "") -> None:
+            outbox.observe(fact)
+
+        chance = self.kernel.chance("choices").random
+        world = World("f1", self._plane, observe, KernelClock(self.kernel), chance)  # type: ignore[arg-type]
+        self.director = Director(world, FrontendSettings())
+        self.director.go_live()
+        self._replica = Replica("f1", self.broker, self.broker.network, self.seams, self._absorbed)
+
+    def _names(self) -> list[str]:
+        return [f"g{number + 1}" for number in range(self.scenario.workers)]
+
+    def _machine(self, name: str, index: int) -> Machine:
+        first = index * TP
+        chance, model = self.kernel.chance(name), self.scenario.models[0]
+        hardware = Hardware(SEVENTY_B, tuple(f"GPU {first + rank}" for rank in range(TP)))
+        return Group(
+            name, model, self.kernel, self.broker, self.said, chance, self._broken, hardware=hardware
+        )
+
+    def _broken(self, machine: Machine) -> None:
+        super()._broken(machine)
+        self._plane.broken(machine.name)
+
+    def _absorbed(self, replica: Replica, batch: Sequence[Recorded]) -> None:
+        self.director.absorb(replica.fleet, batch)
+
+    @property
+    def most_over_even(self) -> float:
+        """How many times the even spread that group has to compute which has most."""
+        return most_over_even(self.load, GROUPS - 1)
+
+    async def tell(self) -> str:
+        """Play it, and return the transcript."""
+        with quiet():
+            self.begin()
+            await self._until(FAILS_AT - SECOND)
+            self._ask()
+            await self._until(FAILS_AT, MS)
+            self._look_at_level()
+            self._strike()
+            await self._until(FAILS_AT + 2 * SECOND, MS)
+            self._look_at_level()
+            await self._until(self.scenario.end_at)
+            self._look_at_level()
+        return "\n".join([*_heading(self.provisioned), *self._lines(), "", *self._spread()]) + "\n"
+
+    async def _until(self, until: int, step: int = 100 * MS) -> None:
+        """Let time pass. The director sends what has lost its worker at the end of the loop's turn."""
+        while self.kernel.now < until:
+            self.kernel.run(min(until, self.kernel.now + step))
+            await asyncio.sleep(0)
+
+    def _ask(self) -> None:
+        """Let the requests be read by the group that will fail: at the moment it does, each has said a token or more."""
+        endpoints = self.director.table.endpoints
+        endpoint = next(endpoint for endpoint in endpoints.values() if endpoint.worker == FAILED)
+        self.generations = crowd(self.director, REQUESTS, TOKENS, endpoint.joined.model, endpoint.lineage)
+        for generation in self.generations:
+            generation.start(endpoint)
+            if (attempt := generation.output.attempt) is not None:
+                self.kernel.after(SECOND - STEP, self._plane.say, attempt.stream)
+
+    def _strike(self) -> None:
+        group = self.machines[FAILED]
+        assert isinstance(group, Group)
+        group.not_before = self.kernel.now + NEW_GROUP_AFTER
+        group.outbox.observe(
+            DeviceFaulted(
+                worker=FAILED,
+                instance=group.instance,
+                device=f"GPU {FAILED_GPU}",
+                fault_class="xid",
+                code=XID,
+            )
+        )
+        self.kernel.after(MS, group.fall)
+        self.kernel.after(NEW_GROUP_AFTER, group.start)
+        self.kernel.after(20 * MS, self._count)
+
+    def _look_at_level(self) -> None:
+        fleet = self._replica.fleet
+        state = fleet.models.get(self.scenario.models[0])
+        self._levels.append(state.level if state is not None else 0)
+
+    def _count(self) -> None:
+        self.load = computed_again(self.generations)
+
+    # --- the transcript
+
+    def _lines(self) -> list[str]:
+        moved: list[RequestMigrated] = []
+        lines: list[tuple[int, str]] = []
+        for event in self.broker.events:
+            at = since_start(event.at) - FAILS_AT
+            if at < 0:
+                continue
+            if isinstance(event.fact, RequestMigrated):
+                moved.append(event.fact)
+            elif _matters(event.fact):
+                lines.append((at, sentence(event.fact)))
+        for first, word in ((True, "first"), (False, "last")):
+            gap_ms = (min if first else max)(fact.gap_ms for fact in moved)
+            text = f"the {word} of {len(moved)} requests goes on, by {moved[0].method}"
+            lines.append((int(gap_ms * MS), text))
+        return [f"{_moment(at)}  {text}" for at, text in sorted(lines, key=itemgetter(0))]
+
+    def _spread(self) -> list[str]:
+        tokens = self.load.total()
+        by_count = Counter(
+            Counter(
+                generation.endpoint.worker for generation in self.generations if generation.endpoint
+            ).values()
+        )
+        takers = ", ".join(f"{many} groups take {each}" for each, many in sorted(by_count.items()))
+        alone_s = tokens / SEVENTY_B.prefill_tokens_per_s
+        return [
+            f"{tokens:,} tokens are computed again: {takers}.",
+            f"The most on one group is {self.most_over_even:.2f} times the even spread.",
+            f"On one group alone they would take {span(alone_s)}, evenly spread {span(alone_s / (GROUPS - 1))}.",
+            "Level: {}, after the failure {}, at the end {}.".format(*map(_level, self._levels)),
+            "No KV cache was sent: each GPU of the group held one of its eight heads.",
+            f"{FAILED} was convicted: it serves again after {ACQUITTED_BY} good canaries in a row, a little at first.",
+        ]
+
+
+def transcript(provisioned: float) -> str:
+    """Return what happens in a fleet that was provisioned at this multiple of its SLO."""
+    return asyncio.run(GroupFailure(provisioned).tell())
+
+
+def _matters(fact: Fact) -> bool:
+    decided = not isinstance(fact, Observation | Absorbed)
+    return decided or isinstance(fact, DeviceFaulted | WorkerLeft | WorkerJoined | CanaryFailed)
+
+
+def _level(level: int) -> str:
+    return f"LEVEL_{level}" if level else "NONE"
+
+
+def _moment(at: int) -> str:
+    return f"t0 + {at // MS:,} ms".rjust(18) if at < 10 * SECOND else f"t0 + {at / SECOND:.1f} s".rjust(18)
+
+
+def _heading(provisioned: float) -> list[str]:
+    return [
+        f"{GROUPS} groups of {TP} GPUs serve a 70B model, provisioned at {provisioned:.1%} of its SLO.",
+        f"{REQUESTS} requests of {TOKENS:,} tokens run on {FAILED} when GPU {FAILED_GPU} raises Xid {XID}.",
+        "",
+    ]
+
+
+def _scenario(provisioned: float) -> Scenario:
+    slo = Slo()
+    carried = fleet_capacity([(SEVENTY_B, 1.0)] * GROUPS, slo).effective_capacity_rps
+    policy = FleetPolicy()
+    slos = {"llama-70b": replace(slo, slo_throughput_rps=carried / provisioned)}
+    policy = replace(policy, degradation=replace(policy.degradation, slos=slos))
+    return Scenario(
+        seed=SEED, workers=GROUPS, minutes=(FAILS_AT + ENDS_AFTER) / MINUTE, models=("llama-70b",), controllers=1,
+        frontends=1, requests_per_second=1e-9, interval=30 * SECOND, tick=SECOND, skew=0, late=SECOND,
+        corrupt_from_start=0, policies=(policy,), change_at=0, worker_faults={}, fleet_faults={}, heal_at=1,
+        end_at=FAILS_AT + ENDS_AFTER, settles=False,
+    )  # fmt: skip

@@ -1,0 +1,1 @@
+"""What a simulated fleet consists of: time, broker, machines, frontends, controllers, faults."""

@@ -1,0 +1,177 @@
+"""The journal's server, played: one order, fenced decisions, and all the ways in which a network hides what happened.
+
+A message may be lost on its way, arrive late, or arrive while its acknowledgement is lost: then it is stored and
+its sender believes that it is not. The server recognises a repeated id for two minutes, as JetStream does; after
+that a repetition is stored, and it is the folds' business to drop it.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from random import Random
+
+from controller.simulator.world.kernel import MS, SECOND, Kernel
+from controller.simulator.world.seams import Seams
+from events.fact import Decision, Fact, Observation, Recorded
+from events.frozen import quickly_made
+
+DUPLICATES_REMEMBERED = 120 * SECOND
+LEASE_TTL = 3 * SECOND
+
+
+@quickly_made
+@dataclass(frozen=True, slots=True)
+class BrokerMessage:
+    """An observation on its way. `number` counts its source's facts."""
+
+    fact: Observation
+    id: str
+    source: str
+    number: int
+    causation: str = ""
+
+
+@dataclass(slots=True)
+class Network:
+    """How the network between any process and the broker behaves."""
+
+    chance: Random
+    loss: float = 0.0  # of one message, each way
+    slow: float = 0.0  # share of messages that take up to `slow_max`
+    slow_max: int = 2 * SECOND
+
+    def delay(self) -> int:
+        """Return how long a message takes."""
+        chance = self.chance
+        if self.slow and chance.random() < self.slow:
+            return int(chance.random() * self.slow_max) + MS
+        return int(MS + chance.random() * 4 * MS)
+
+    def loses(self) -> bool:
+        """Return whether a message is lost."""
+        return self.loss > 0 and self.chance.random() < self.loss
+
+
+class Broker:
+    """The stream and the lease. `up` False: nobody can reach it; what it holds stays."""
+
+    def __init__(self, kernel: Kernel, seams: Seams, network: Network) -> None:
+        self.kernel = kernel
+        self.seams = seams
+        self.network = network
+        self.up = True
+        self.mute = False  # it stores, and nobody hears that it did
+        self.events: list[Recorded] = []
+        self.decided = 0  # sequence of the last decision
+        self.watchers: list[Callable[[Recorded], None]] = []
+        self.followers: list[Follower] = []
+        self.repeated = 0  # messages that were stored twice, past the duplicate window
+        self.fenced = 0
+        self._known: dict[str, tuple[int, int]] = {}  # id: (sequence, when)
+        self._lease: tuple[str, int] = ("", 0)  # holder, until
+
+    @property
+    def last_seq(self) -> int:
+        """The sequence of the last event."""
+        return len(self.events)
+
+    def go_down(self) -> None:
+        """Become unreachable."""
+        self.up = False
+
+    def come_up(self) -> None:
+        """Be reachable again; whoever follows goes on reading."""
+        self.up, self.mute = True, False
+        for follower in self.followers:
+            follower.wake()
+
+    def store(self, message: BrokerMessage) -> None:
+        """Store an observation, unless its id is remembered."""
+        now = self.kernel.now
+        known = self._known.get(message.id)
+        if known is not None:
+            if now - known[1] < DUPLICATES_REMEMBERED:
+                return
+            self.repeated += 1
+        seq = self._add(message.fact, message.id, message.source, message.number, 0, message.causation)
+        self._known[message.id] = (seq, now)
+        self._announce()
+
+    def append(self, batch: Sequence[Decision], *, source: str, through: int, after: int) -> bool:
+        """Store decisions as one unit, or refuse them all because somebody has decided since `after`."""
+        if not self.seams.fence(after, self.decided):
+            self.fenced += 1
+            return False
+        for decision in self.seams.lands(batch):
+            id = f"d{self.last_seq + 1}"
+            self.decided = self._add(decision, id, source, 0, through, decision.cause)
+        self._announce()
+        return True
+
+    def lease(self, holder: str) -> str:
+        """Take or renew the lease if it is free, and return who holds it."""
+        now = self.kernel.now
+        if self._lease[0] == holder or self._lease[1] <= now:
+            self._lease = (holder, now + LEASE_TTL)
+        return self._lease[0]
+
+    def _add(self, fact: Fact, id: str, source: str, number: int, through: int, causation: str) -> int:
+        seq = len(self.events) + 1
+        event = Recorded(
+            seq=seq,
+            at=self.kernel.instant(),
+            fact=fact,
+            id=id,
+            source=source,
+            source_number=number,
+            through=through,
+            causation=causation,
+        )
+        self.events.append(event)
+        for watcher in self.watchers:
+            watcher(event)
+        return seq
+
+    def _announce(self) -> None:
+        for follower in self.followers:
+            follower.wake()
+
+
+class Follower:
+    """One process's reading of the stream: in order, without a gap, some time after it was stored."""
+
+    __slots__ = ("_broker", "_network", "_take", "_waiting", "after", "lag", "open")
+
+    def __init__(
+        self, broker: Broker, network: Network, after: int, take: Callable[[Sequence[Recorded]], None]
+    ) -> None:
+        self.after = after
+        self.open = True
+        self.lag = 0  # on top of the network's delay
+        self._broker = broker
+        self._network = network
+        self._take = take
+        self._waiting = False
+        broker.followers.append(self)
+        self.wake()
+
+    def wake(self) -> None:
+        """There may be something to read."""
+        if not self._waiting and self.open and self.after < len(self._broker.events):
+            self._waiting = True
+            self._broker.kernel.after(self._network.delay() + self.lag, self._deliver)
+
+    def close(self) -> None:
+        """Read no more: the process is gone."""
+        if self.open:
+            self.open = False
+            self._broker.followers.remove(self)
+
+    def _deliver(self) -> None:
+        self._waiting = False
+        if not self.open or not self._broker.up:
+            return
+        batch = self._broker.events[self.after :]
+        self.after += len(batch)
+        if batch:
+            self._take(batch)
+        self.wake()

@@ -1,0 +1,253 @@
+"""A controller process: it reads, decides, and appends under the fence, as the reconciler does.
+
+Several of them compete for the lease. The lease only saves work: a controller that was stopped between deciding and
+sending (a long garbage collection, a frozen virtual machine) still believes in it, and its append arrives late. What
+keeps the history right is the fence.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import datetime, timedelta
+from random import Random
+
+from controller.deciders.fleet import Asking, absorbed, absorption_due
+from controller.simulator.world.broker import LEASE_TTL, BrokerMessage
+from controller.simulator.world.kernel import MS, SECOND
+from controller.simulator.world.liveness import SimulatedObserver
+from controller.simulator.world.outbox import SimulatedOutbox
+from controller.simulator.world.prober import SimulatedProber
+from controller.simulator.world.replica import Replica
+from controller.simulator.world.surroundings import Surroundings
+from events.decisions import HealthStatus
+from events.fact import Decision, Recorded
+
+APPEND_DEADLINE = 2 * SECOND
+
+
+@dataclass(slots=True)
+class AppendTurn:
+    """Which append an answer belongs to: the process's `last`, while it is on its way."""
+
+    last: int = 0
+    on_its_way: bool = False
+
+    def begin(self) -> int:
+        """Return the number of a new one."""
+        self.last, self.on_its_way = self.last + 1, True
+        return self.last
+
+    def awaits(self, number: int) -> bool:
+        """Return whether this one is still to be answered."""
+        return self.on_its_way and number == self.last
+
+
+class SimulatedController:
+    """One place that runs controller processes, one after another."""
+
+    def __init__(self, name: str, around: Surroundings, chance: Random, skew: int) -> None:
+        self.name = name
+        self.around = around
+        self.skew = timedelta(microseconds=skew)
+        self.up = False
+        self.paused = False
+        self.hold_append = False  # stop between deciding and sending
+        self.life = 0
+        self.leading = False
+        self._chance = chance
+        self._spool: list[BrokerMessage] = []
+        self._held: tuple[tuple[Decision, ...], int, int] | None = None
+
+    # --- life ---------------------------------------------------------------------------------------------------
+
+    def start(self) -> None:
+        """Start a process: an empty fold, read from the beginning."""
+        if self.up:
+            return
+        around = self.around
+        self.life += 1
+        self.up, self.paused, self.leading = True, False, False
+        self._asking = Asking(around.policy(), around.seams.settle)
+        self._append = AppendTurn()
+        self._must_read: int | None = 0  # before it decides; None: up to the end, which is not known yet
+        self._believed_until = 0
+        self._held = None
+        self._pending_since: datetime | None = None
+        self.outbox = SimulatedOutbox(around.broker, f"{self.name}.{self.life}", around.said)
+        self.outbox.inherit(self._spool)
+        self._spool = []
+        self.replica = self._replica()
+        self.observer = SimulatedObserver(around, lambda: self.replica.fleet, self.outbox)
+        self.prober = SimulatedProber(
+            kernel=around.kernel,
+            chance=self._chance,
+            machines=around.machines,
+            fleet=lambda: self.replica.fleet,
+            outbox=self.outbox,
+            interval=around.interval,
+            clock=self.clock,
+            leading=lambda: self.leading,
+        )
+        around.kernel.after(self._chance.randrange(SECOND), self._tick, self.life)
+
+    def crash(self) -> None:
+        """End without a word; an append on its way may still arrive."""
+        if not self.up:
+            return
+        self.up = self.leading = False
+        self.prober.alive = False
+        self._spool = self.outbox.crash()
+        self.replica.close()
+
+    def pause(self, duration: int) -> None:
+        """Stop in the middle of whatever it was doing, and go on `duration` microseconds later as if nothing had been."""
+        if self.up and not self.paused:
+            self.paused = True
+            self.replica.follower.open = False
+            self.around.kernel.after(duration, self._go_on, self.life)
+
+    def clock(self) -> datetime:
+        """Return this controller's own time: it is a little off."""
+        return self.around.kernel.instant() + self.skew
+
+    def _go_on(self, life: int) -> None:
+        if not self.up or self.life != life:
+            return
+        self.paused = False
+        self.observer.deaf()
+        self.replica.follower.open = True
+        self.replica.follower.wake()
+        if self._held is not None:
+            (batch, through, after), self._held = self._held, None
+            self._send(batch, through, after)  # the zombie's append: its lease is long gone
+        self._tick_body()
+
+    def _replica(self) -> Replica:
+        around = self.around
+        return Replica(self.name, around.broker, around.network, around.seams, self._absorbed)
+
+    # --- the loop -----------------------------------------------------------------------------------------------
+
+    def _tick(self, life: int) -> None:
+        if not self.up or self.life != life:
+            return
+        self.around.kernel.after(self.around.tick, self._tick, life)
+        if not self.paused:
+            self._tick_body()
+
+    def _tick_body(self) -> None:
+        broker, now = self.around.broker, self.around.kernel.now
+        self._renew(now)
+        if self._must_read is None and broker.up:
+            self._must_read = broker.last_seq
+        if not self.leading or not broker.up:
+            self.observer.deaf()
+            return
+        if self._caught_up():
+            self.observer.listen(self.around.machines)
+            self.prober.round()
+            self._act_on_drains()
+        self._decide()
+
+    def _renew(self, now: int) -> None:
+        broker = self.around.broker
+        if broker.up and not broker.network.loses():
+            mine = broker.lease(self.name) == self.name
+            if mine:
+                self._believed_until = now + LEASE_TTL - 500 * MS
+                if not self.leading:
+                    self.leading, self._must_read = True, broker.last_seq
+                return
+            self.leading = False
+        elif now >= self._believed_until:
+            self.leading = False
+
+    def _caught_up(self) -> bool:
+        return self._must_read is not None and self.replica.seq >= self._must_read and self.replica.whole
+
+    def _absorbed(self, replica: Replica, batch: Sequence[Recorded]) -> None:
+        self.around.listen(replica, batch)
+        if self.leading and not self.paused:
+            self._decide()
+            if any(e.source != self.outbox.source for e in batch):
+                self.prober.round()
+
+    # --- deciding -----------------------------------------------------------------------------------------------
+
+    def _decide(self) -> None:
+        if self._append.on_its_way or self._held is not None or not self.leading or not self._caught_up():
+            return
+        now = self.clock()
+        batch = self._due(now)
+        if not batch:
+            return
+        order = self.replica.order
+        through, after = order.last_seq, order.position.decided
+        if self.hold_append:
+            self.hold_append = False
+            self._held = (batch, through, after)
+            self.pause(self._chance.randrange(2, 20) * SECOND)
+            return
+        self._send(batch, through, after)
+
+    def _due(self, now: datetime) -> tuple[Decision, ...]:
+        fleet = self.replica.fleet
+        batch = self._asking.due(fleet, now)
+        if batch or not self.replica.order.pending:
+            self._pending_since = None
+            return batch
+        self._pending_since = self._pending_since or now
+        if not absorption_due(len(self.replica.order.pending), now - self._pending_since):
+            return ()
+        self._pending_since = None
+        return (absorbed(fleet, now),)
+
+    def _send(self, batch: tuple[Decision, ...], through: int, after: int) -> None:
+        around, network = self.around, self.around.broker.network
+        turn = self._append.begin()
+        if not network.loses():
+            around.kernel.after(network.delay(), self._arrive, self.life, turn, batch, through, after)
+        around.kernel.after(APPEND_DEADLINE, self._unknown, self.life, turn)
+
+    def _arrive(self, life: int, turn: int, batch: tuple[Decision, ...], through: int, after: int) -> None:
+        """The append reaches the broker, whether or not its sender still lives."""
+        broker = self.around.broker
+        if not broker.up:
+            return
+        source = f"{self.name}.{life}"
+        landed = broker.append(batch, source=source, through=through, after=after)
+        self.around.decided(source)
+        if not broker.mute and not broker.network.loses():
+            self.around.kernel.after(
+                broker.network.delay(), self._answered, life, turn, landed, broker.last_seq
+            )
+
+    def _answered(self, life: int, turn: int, landed: bool, last_seq: int) -> None:
+        if not self.up or self.life != life or not self._append.awaits(turn):
+            return
+        self._append.on_its_way = False
+        self._must_read = max(self._must_read or 0, last_seq)
+        if not landed:  # somebody else has decided: drop what we believe, read again
+            self.leading = False
+            self.replica.close()
+            self.replica = self._replica()
+
+    def _unknown(self, life: int, turn: int) -> None:
+        if self.up and self.life == life and self._append.awaits(turn):
+            self._append.on_its_way = False
+            self._must_read = None
+
+    # --- acting -------------------------------------------------------------------------------------------------
+
+    def _act_on_drains(self) -> None:
+        """Tell workers what the fold wants of them, until it is so."""
+        fleet, machines = self.replica.fleet, self.around.machines
+        for name, worker in fleet.workers.items():
+            machine = machines[name]
+            if machine.instance != worker.joined.instance or machine.condition.cut:
+                continue
+            status = worker.health.status
+            wanted = (status is HealthStatus.DRAINING or worker.drain.active) and not worker.health.resumed
+            if wanted and not machine.draining:
+                machine.drain()
+            elif not wanted and machine.draining and status is not HealthStatus.DEAD:
+                machine.resume()

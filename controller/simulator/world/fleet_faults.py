@@ -1,0 +1,158 @@
+"""What goes wrong with the fleet as a whole: broker, network, controllers, frontends, projector, and many workers at once."""
+
+from collections.abc import Callable
+from random import Random
+from typing import TypeAlias
+
+from controller.simulator.world.controllers import SimulatedController
+from controller.simulator.world.kernel import SECOND, coin, seconds_drawn
+from controller.simulator.world.machines import Machine
+from controller.simulator.world.operators import Operators
+from controller.simulator.world.worker_faults import WorkerFaults
+from controller.simulator.world.world import SimulatedWorld
+
+StrikeFleet: TypeAlias = Callable[[], None]
+
+
+class FleetFaults:
+    """The faults of the fleet. Once `over`, what has begun leaves the broker and the workers alone."""
+
+    def __init__(
+        self, world: SimulatedWorld, workers: WorkerFaults, operators: Operators, chance: Random
+    ) -> None:
+        self.over = False
+        self._world = world
+        self._kernel = world.kernel
+        self._broker = world.broker
+        self._network = world.broker.network
+        self._projector = world.projector
+        self._workers = workers
+        self._operators = operators
+        self._chance = chance
+        self.kinds: dict[str, StrikeFleet] = {
+            "broker": self._lose_broker,
+            "lossy": self._lossy,
+            "deaf": self._deaf,
+            "controller_crash": self._controller_crash,
+            "controller_pause": self._controller_pause,
+            "zombie": self._zombie,
+            "prober_stall": self._prober_stall,
+            "frontend_crash": self._frontend_crash,
+            "frontend_lag": self._frontend_lag,
+            "projector_crash": self._projector_crash,
+            "upgrade": self._upgrade,
+            "drain": self._drain,
+            "together": self._together,
+        }
+
+    def _lose_broker(self) -> None:
+        """It goes away; sometimes it stores for a while before, and nobody hears that it did."""
+        broker, kernel = self._broker, self._kernel
+        if not broker.up or broker.mute:
+            return
+        broker.mute = coin(self._chance)
+        kernel.after(seconds_drawn(self._chance, 1, 10) if broker.mute else 0, self._broker_gone)
+
+    def _broker_gone(self) -> None:
+        if not self.over:
+            self._broker.go_down()
+            lasts = (
+                seconds_drawn(self._chance, 2, 90)
+                if self._chance.random() < 0.7
+                else seconds_drawn(self._chance, 125, 240)
+            )
+            self._kernel.after(lasts, self._broker_back)
+
+    def _broker_back(self) -> None:
+        self._broker.come_up()
+        for machine in self._machines():
+            if self._chance.random() < 0.2 and not machine.condition.cut:
+                machine.announce_again()
+
+    def _lossy(self) -> None:
+        network = self._network
+        network.loss = self._chance.choice((0.01, 0.05, 0.2))
+        network.slow = self._chance.choice((0.0, 0.05, 0.3))
+        self._kernel.after(seconds_drawn(self._chance, 20, 240), self.calm)
+
+    def calm(self) -> None:
+        """Let the network lose and delay nothing more."""
+        self._network.loss = self._network.slow = 0.0
+
+    def _deaf(self) -> None:
+        """Most workers lose the broker at once: a switch, not the workers."""
+        for machine in self._machines():
+            if machine.life and self._chance.random() < 0.8:
+                self._workers.cut(machine)
+
+    def _controller_crash(self) -> None:
+        controller = self._chance.choice(self._world.controllers)
+        controller.crash()
+        self._kernel.after(seconds_drawn(self._chance, 1, 60), controller.start)
+
+    def _controller_pause(self) -> None:
+        self._leader().pause(seconds_drawn(self._chance, 1, 30))
+
+    def _zombie(self) -> None:
+        self._leader().hold_append = True
+
+    def _prober_stall(self) -> None:
+        controller = self._leader()
+        if controller.up:
+            prober = controller.prober
+            prober.stalled = True
+            self._kernel.after(seconds_drawn(self._chance, 20, 180), prober.go_on)
+
+    def _frontend_crash(self) -> None:
+        frontend = self._chance.choice(self._world.frontends)
+        frontend.crash()
+        self._kernel.after(seconds_drawn(self._chance, 1, 30), frontend.start)
+
+    def _frontend_lag(self) -> None:
+        frontend = self._chance.choice(self._world.frontends)
+        if frontend.up:
+            frontend.slow_down(seconds_drawn(self._chance, 1, 20))
+            self._kernel.after(seconds_drawn(self._chance, 20, 120), self._catch_up, frontend.name)
+
+    def _catch_up(self, name: str) -> None:
+        for frontend in self._world.frontends:
+            if frontend.name == name and frontend.up:
+                frontend.slow_down(0)
+
+    def _projector_crash(self) -> None:
+        self._projector.crash()
+        self._kernel.after(seconds_drawn(self._chance, 1, 120), self._projector.start)
+
+    def _upgrade(self) -> None:
+        """A new engine version, one worker after another."""
+        machines = self._machines()
+        version = 1 + max(machine.next_version for machine in machines)
+        for i, machine in enumerate(machines):
+            machine.next_version = version
+            self._kernel.after(i * 30 * SECOND, self._renew, machine)
+
+    def _renew(self, machine: Machine) -> None:
+        if not self.over:
+            machine.stop()
+
+    def _drain(self) -> None:
+        self._operators.drain(self.any_machine())
+
+    def _together(self) -> None:
+        """Several workers fail at the same moment, as behind one switch or after one bad release."""
+        kind = self._chance.choice(("error", "flaky", "dark", "crash"))
+        for machine in self._machines():
+            if machine.life and self._chance.random() < 0.7:
+                self._workers.kinds[kind](machine)
+
+    def any_machine(self) -> Machine:
+        """Return any of the workers' places."""
+        return self._chance.choice(self._machines())
+
+    def _machines(self) -> list[Machine]:
+        machines = self._world.machines
+        return list(machines.values())
+
+    def _leader(self) -> SimulatedController:
+        leading = [c for c in self._world.controllers if c.up and c.leading]
+        return self._chance.choice(leading or self._world.controllers)

@@ -1,0 +1,102 @@
+"""What happens next? Virtual time, and chance that a seed fixes.
+
+Time is an integer of microseconds since the simulation began; two events of the same instant happen in the order in
+which they were asked for. Every use of chance draws from a stream of its own, named after who draws, so that one
+more draw in one place does not change every other: `Random(text)` hashes its text with SHA-512, which no
+`PYTHONHASHSEED` touches.
+"""
+
+from collections.abc import Callable
+from datetime import UTC, datetime, timedelta
+from heapq import heappop, heappush
+from random import Random
+from typing import Any
+
+EPOCH = datetime(2026, 1, 1, tzinfo=UTC)
+MS = 1_000
+SECOND = 1_000_000
+MINUTE = 60 * SECOND
+
+Act = Callable[..., object]
+
+
+class Kernel:
+    """The event heap. `after` asks for something to happen; `run` lets it happen."""
+
+    __slots__ = ("_heap", "_instant", "_instant_of", "_tie", "now", "seed")
+
+    def __init__(self, seed: int) -> None:
+        self.seed = seed
+        self.now = 0
+        self._heap: list[tuple[int, int, Act, tuple[Any, ...]]] = []
+        self._tie = 0
+        self._instant = EPOCH
+        self._instant_of = 0
+
+    @property
+    def happened(self) -> int:
+        """How many events ran."""
+        return self._tie - len(self._heap)
+
+    def chance(self, name: str) -> Random:
+        """Return the stream of random numbers that belongs to `name`."""
+        return Random(f"{self.seed}/{name}")
+
+    def after(self, delay: int, act: Act, *args: Any) -> None:
+        """Let `act(*args)` happen `delay` microseconds from now."""
+        self._tie = tie = self._tie + 1
+        heappush(self._heap, (self.now + delay, tie, act, args))
+
+    def run(self, until: int) -> None:
+        """Let everything happen that is due by `until`."""
+        heap = self._heap
+        while heap and heap[0][0] <= until:
+            self.now, _, act, args = heappop(heap)
+            act(*args)
+        self.now = until
+
+    def instant(self) -> datetime:
+        """Return the current instant as the deciders see it."""
+        if self._instant_of != self.now:
+            self._instant = EPOCH + timedelta(microseconds=self.now)
+            self._instant_of = self.now
+        return self._instant
+
+
+class KernelClock:
+    """The kernel's time, for production code that takes a clock."""
+
+    def __init__(self, kernel: Kernel) -> None:
+        self._kernel = kernel
+
+    def now(self) -> datetime:
+        """Return the virtual instant."""
+        return self._kernel.instant()
+
+    def monotonic(self) -> float:
+        """Return virtual seconds since the simulation began."""
+        return self._kernel.now / SECOND
+
+    async def sleep(self, seconds: float) -> None:
+        """Raise NotImplementedError: what is played here never waits, it is called."""
+        raise NotImplementedError("played code never waits")
+
+
+def micros(duration: timedelta) -> int:
+    """Return a duration in microseconds."""
+    return duration // timedelta(microseconds=1)
+
+
+def since_start(instant: datetime) -> int:
+    """Return an instant as microseconds since the simulation began."""
+    return micros(instant - EPOCH)
+
+
+def coin(chance: Random) -> bool:
+    """Return true or false, equally likely."""
+    return chance.random() < 0.5
+
+
+def seconds_drawn(chance: Random, low: int, high: int) -> int:
+    """Return a duration from `low` to `high` seconds, in microseconds; short ones are likelier."""
+    return int(low + (high - low) * chance.random() ** 2) * SECOND

@@ -1,0 +1,265 @@
+"""What is true of a worker, whether or not anybody has noticed.
+
+A machine is a place that runs one worker process after another; each process is an instance. Everything that
+observers can learn (a canary's answer, a broken connection, a heartbeat) is derived from here, and the watch compares
+what the fleet believes with it.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from random import Random
+
+from controller.simulator.world.broker import Broker, BrokerMessage
+from controller.simulator.world.kernel import SECOND, Kernel
+from controller.simulator.world.outbox import AcknowledgedNumbers, SimulatedOutbox
+from events.observations import (
+    DeviceFaulted,
+    DeviceRecovered,
+    DrainFinished,
+    Profile,
+    ShutdownBegan,
+    Topology,
+    WorkerJoined,
+    WorkerLeft,
+    canary_key,
+)
+
+PROFILE = Profile(
+    kv_blocks=2048,
+    block_tokens=16,
+    max_batch=16,
+    prefill_tokens_per_s=8000.0,
+    tpot_ms=((1, 10.0), (16, 20.0)),
+)
+CANARIES = 4
+ANSWER_TOKENS = 4
+
+
+@dataclass(slots=True)
+class Condition:
+    """What is wrong with a machine. The defaults are health."""
+
+    hung: bool = False
+    erring: bool = False  # the engine raises
+    corrupt: frozenset[int] = frozenset()  # canaries that it answers wrongly
+    corrupt_since: int = -1
+    in_hardware: bool = False  # the corruption outlives the process
+    slow: float = 1.0  # latency factor
+    flaky: float = 0.0  # share of requests and canaries that time out
+    cut: bool = False  # from the broker
+    dark: frozenset[str] = frozenset()  # request-plane peers whose packets vanish
+    device: str = ""  # class of a fatal device fault
+    limits: dict[str, float] = field(
+        default_factory=dict
+    )  # class of a device's fault → the weight that it leaves
+
+
+@dataclass(frozen=True, slots=True)
+class Hardware:
+    """What a worker computes on."""
+
+    profile: Profile = PROFILE
+    gpus: tuple[str, ...] = ()  # of its ranks, where it is a group
+
+
+@dataclass(slots=True)
+class Machine:
+    """One worker place: its current process and its condition. Instants are microseconds of virtual time."""
+
+    name: str
+    model: str
+    kernel: Kernel
+    broker: Broker
+    said: AcknowledgedNumbers
+    chance: Random
+    broken: Callable[["Machine"], None]  # every connection to it has just broken
+    life: int = 0
+    up: bool = False
+    draining: bool = False
+    drained: bool = False
+    condition: Condition = field(default_factory=Condition)
+    corrupt_lives: set[str] = field(default_factory=set)  # instances that ever were corrupt
+    outbox: SimulatedOutbox = field(init=False)
+    version: int = 1  # of the engine: another one gives other answers, and has its own canary key
+    next_version: int = 1  # with which the next process starts
+    spool: list[BrokerMessage] = field(default_factory=list)
+    joined: WorkerJoined = field(init=False)
+    hardware: Hardware = Hardware()
+    instance: str = field(init=False)  # the current process's name
+
+    def __post_init__(self) -> None:
+        self._name_instance()
+
+    @property
+    def beating(self) -> bool:
+        """Whether its heartbeat reaches the broker."""
+        condition = self.condition
+        return self.up and self.broker.up and not condition.hung and not condition.cut
+
+    def reachable(self, peer: str) -> bool:
+        """Return whether the request plane works between this worker and a frontend or the prober."""
+        return self.up and not self.condition.hung and peer not in self.condition.dark
+
+    def start(self) -> None:
+        """Start a new process here."""
+        if self.up:
+            return
+        self.life += 1
+        self._name_instance()
+        self.version = self.next_version
+        self.up, self.draining, self.drained = True, False, False
+        self.condition.hung = False
+        self.condition.erring = False
+        if not self.condition.in_hardware:
+            self.heal_corruption()
+        if self.condition.corrupt:
+            self.corrupt_lives.add(self.instance)
+        self.outbox = SimulatedOutbox(self.broker, f"worker:{self.instance}", self.said)
+        self.outbox.reachable = not self.condition.cut
+        self.outbox.inherit(self.spool)
+        self.spool = []
+        self.joined = _joined(self)
+        self.outbox.observe(self.joined)
+        for fault_class, weight in self.condition.limits.items():
+            self._say_limit(fault_class, weight)
+
+    def _name_instance(self) -> None:
+        self.instance = f"{self.name}.{self.life}"
+
+    def announce_again(self) -> None:
+        """Register a second time, as a worker does that has found its broker again."""
+        if self.up and not self.condition.hung:
+            self.outbox.observe(self.joined)
+
+    def crash(self) -> None:
+        """End without a word."""
+        if self.up:
+            self.up = False
+            self.spool = self.outbox.crash()
+            self.broken(self)
+
+    def stop(self) -> None:
+        """Stop in order, as on SIGTERM: say so, drain, leave."""
+        if not self.up or self.condition.hung:
+            return
+        life = self.life
+        self.outbox.observe(
+            ShutdownBegan(worker=self.name, instance=self.instance, mode="graceful", grace_s=20.0)
+        )
+        self.draining = True
+        self.kernel.after(self.chance.randrange(1, 15) * SECOND, self._leave, life)
+
+    def fall(self) -> None:
+        """End by itself, at once, and say so."""
+        if self.up and not self.condition.hung:
+            about = {"worker": self.name, "instance": self.instance}
+            self.outbox.observe(ShutdownBegan(**about, mode="self_initiated", grace_s=0.0))
+            self._left(WorkerLeft(**about, mode="self_initiated", exit=1))
+
+    def limit(self, fault_class: str, weight: float | None) -> None:
+        """Have only a part of its weight left by a device from now on; None: all of it again."""
+        if weight is None:
+            self.condition.limits.pop(fault_class, None)
+        else:
+            self.condition.limits[fault_class] = weight
+        if self.up:
+            self._say_limit(fault_class, weight)
+
+    def _say_limit(self, fault_class: str, weight: float | None) -> None:
+        about = {"worker": self.name, "instance": self.instance, "device": "gpu0", "fault_class": fault_class}
+        if weight is None:
+            self.outbox.observe(DeviceRecovered(**about))
+        else:
+            self.outbox.observe(DeviceFaulted(**about, fatal=False, weight=weight))
+
+    def drain(self) -> None:
+        """Be told to take no new request."""
+        if self.up and not self.condition.hung and not self.draining:
+            self.draining, self.drained = True, False
+            self.kernel.after(self.chance.randrange(1, 20) * SECOND, self._empty, self.life)
+
+    def resume(self) -> None:
+        """Be told to take requests again."""
+        if self.up and not self.condition.hung:
+            self.draining = False
+
+    def corrupt(self, canaries: frozenset[int], in_hardware: bool) -> None:
+        """Begin to answer some canaries, and who knows what else, wrongly."""
+        self.condition.corrupt = canaries
+        self.condition.in_hardware = in_hardware
+        self.condition.corrupt_since = self.kernel.now
+        self.corrupt_lives.add(self.instance)
+
+    def heal_corruption(self) -> None:
+        """Compute rightly again."""
+        self.condition.corrupt = frozenset()
+        self.condition.in_hardware = False
+        self.condition.corrupt_since = -1
+
+    def answer(self, canary: int) -> tuple[int, ...]:
+        """Return the tokens that this worker gives to a canary: the right ones, or its own wrong ones."""
+        right = tuple(100_000 * self.version + 1000 * (canary + 1) + i for i in range(ANSWER_TOKENS))
+        if canary in self.condition.corrupt:
+            wrong = 50_000_000 + 100 * int(self.name[1:]) + self.life % 100
+            return (*right[:-1], wrong)
+        return right
+
+    def _empty(self, life: int) -> None:
+        if self.life == life and self.up and self.draining and not self.drained and not self.condition.hung:
+            self.drained = True
+            self.outbox.observe(
+                DrainFinished(worker=self.name, instance=self.instance, completed=0, migrated=0)
+            )
+
+    def _leave(self, life: int) -> None:
+        if self.life != life or not self.up:
+            return
+        if self.condition.hung:  # it goes on leaving when it can
+            self.kernel.after(5 * SECOND, self._leave, life)
+            return
+        self._empty(life)
+        self._left(WorkerLeft(worker=self.name, instance=self.instance, mode="graceful", exit=0))
+
+    def _left(self, fact: WorkerLeft) -> None:
+        self.outbox.observe(fact)
+        self.up = False
+        self.broken(self)
+        self.kernel.after(2 * SECOND, self._gone, self.outbox)
+
+    def _gone(self, outbox: SimulatedOutbox) -> None:
+        """Half a second was there to flush; what is left is the next process's to send."""
+        self.spool += outbox.crash()
+
+
+def _joined(machine: Machine) -> WorkerJoined:
+    return WorkerJoined(
+        worker=machine.name,
+        instance=machine.instance,
+        url=f"tcp://{machine.name}:1",
+        model=machine.model,
+        revision="r1",
+        tokenizer="builtin:sim",
+        engine="simulated",
+        engine_version=str(machine.version),
+        dtype="float32",
+        tp=len(machine.hardware.gpus) or 1,
+        device="sim",
+        profile=machine.hardware.profile,
+        canary_key=key_of(machine.model, machine.version),
+        pid=machine.life,
+        topology=Topology(host=machine.name, gpus=machine.hardware.gpus),
+    )
+
+
+def key_of(model: str, version: int) -> str:
+    """Return the canary key of the workers of a model: but for the engine's version they are all alike here."""
+    return canary_key(
+        model=model,
+        revision="r1",
+        tokenizer="builtin:sim",
+        engine="simulated",
+        engine_version=str(version),
+        dtype="float32",
+        tp=1,
+        device="sim",
+    )

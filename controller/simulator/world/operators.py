@@ -1,0 +1,103 @@
+"""People and the orchestrator: they drain and resume workers, and start again what has ended or was given up."""
+
+from collections.abc import Callable
+from random import Random
+
+from controller.simulator.world.kernel import SECOND
+from controller.simulator.world.machines import Machine
+from controller.simulator.world.outbox import SimulatedOutbox
+from controller.simulator.world.world import SimulatedWorld
+from events.decisions import HealthStatus
+from events.observations import DrainRequested, ResumeRequested, WorkerLeft
+
+PATROL = 5 * SECOND
+
+
+class Operators:
+    """They ask any controller that answers; if none does, they ask again later."""
+
+    def __init__(self, world: SimulatedWorld, chance: Random) -> None:
+        self._world = world
+        self._chance = chance
+        self.drained: dict[str, str] = {}  # worker: the instance that was drained
+
+    def drain(self, machine: Machine) -> None:
+        """Want a worker empty; later want it back, stop it, or forget about it."""
+        instance = machine.instance
+        deadline = self._chance.choice((None, 5.0, 20.0, 60.0))
+        self._say(
+            lambda: DrainRequested(
+                worker=machine.name, instance=instance, deadline_s=deadline, by="operator"
+            ),
+            5,
+        )
+        self.drained[machine.name] = instance
+        what = self._chance.random()
+        delay = self._chance.randrange(1, 60) * SECOND
+        if what < 0.5:
+            self._world.kernel.after(delay, self.resume, machine, instance)
+        elif what < 0.8:
+            self._world.kernel.after(delay, self._stop, machine, instance)
+
+    def resume(self, machine: Machine, instance: str) -> None:
+        """Want a worker back."""
+        self._say(lambda: ResumeRequested(worker=machine.name, instance=instance, by="operator"), 5)
+
+    def resume_all(self) -> None:
+        """Want everything back that was drained, and restart whoever is at odds with others over a canary.
+
+        Such a dispute is voted on again only when a worker joins, so that somebody has to see to it.
+        """
+        for name, instance in self.drained.items():
+            self.resume(self._world.machines[name], instance)
+        for name, worker in self._world.believed().workers.items():
+            if worker.health.disputed:
+                self._world.machines[name].stop()
+
+    def _stop(self, machine: Machine, instance: str) -> None:
+        if machine.instance == instance:
+            machine.stop()
+
+    def _say(self, fact: Callable[[], DrainRequested | ResumeRequested], tries: int) -> None:
+        for controller in self._world.controllers:
+            if controller.up and not controller.paused:
+                controller.outbox.observe(fact())
+                return
+        if tries:
+            self._world.kernel.after(5 * SECOND, self._say, fact, tries - 1)
+
+
+class SimulatedSupervisor:
+    """Starts processes that have ended, and ends those that the fleet has given up (DEAD) but that still run."""
+
+    def __init__(self, world: SimulatedWorld, chance: Random) -> None:
+        self._world = world
+        self._chance = chance
+        self._outbox = SimulatedOutbox(world.broker, "supervisor.1", world.said)
+        world.kernel.after(PATROL, self._patrol)
+
+    def soon(self, machine: Machine) -> None:
+        """A process ended without a word: say so, mostly, and start another."""
+        if machine.up:
+            return
+        if self._chance.random() < 0.6:
+            left = WorkerLeft(worker=machine.name, instance=machine.instance, mode="immediate", exit=-9)
+            late = self._chance.choice((0, 0, 40 * SECOND))  # the next process may be up before it is said
+            self._world.kernel.after(late, self._outbox.observe, left)
+        self._world.kernel.after(self._chance.randrange(1, 30) * SECOND, machine.start)
+
+    def _patrol(self) -> None:
+        world = self._world
+        world.kernel.after(PATROL, self._patrol)
+        fleet = world.believed()
+        for machine in world.machines.values():
+            if not machine.up and not machine.life and world.kernel.now < world.scenario.late:
+                continue
+            if not machine.up:
+                world.kernel.after(self._chance.randrange(3, 20) * SECOND, machine.start)
+                continue
+            worker = fleet.workers.get(machine.name)
+            dead = worker is not None and worker.health.status is HealthStatus.DEAD
+            if dead and worker is not None and worker.joined.instance == machine.instance:
+                machine.crash()
+                self.soon(machine)

@@ -1,0 +1,117 @@
+"""What a process has said and the broker has not acknowledged.
+
+Facts leave in order and one by one: the folds drop a number that is not above its source's last, so a fact that
+overtook another would make the other vanish. A fact counts as acknowledged only when the broker said so; until then
+it is sent again, with the same id and number.
+
+While the broker is away facts are spooled to a file. A killed process loses what it had not yet spooled; the rest is
+sent by whoever starts in its directory next.
+"""
+
+from collections import deque
+from dataclasses import dataclass, field
+
+from controller.simulator.world.broker import Broker, BrokerMessage
+from controller.simulator.world.kernel import SECOND
+from events.fact import Observation
+
+RETRY_AFTER = 1 * SECOND
+SPOOL_MAX = 10_000
+
+
+@dataclass(slots=True)
+class AcknowledgedNumbers:
+    """What all the outboxes together have promised, for the watch: the last acknowledged number of each source."""
+
+    acknowledged: dict[str, int] = field(default_factory=dict)
+    dropped: int = 0  # did not fit, counted and said
+
+
+class SimulatedOutbox:
+    """One process instance's facts on their way to the journal."""
+
+    def __init__(self, broker: Broker, source: str, said: AcknowledgedNumbers) -> None:
+        self.source = source
+        self.reachable = True  # False: this process is cut off from the broker
+        self._broker = broker
+        self._said = said
+        self._number = 0
+        self._waiting: deque[BrokerMessage] = deque()
+        self._spooled: set[str] = set()  # ids that a crash does not lose
+        self._busy = False
+        self._turn = 0  # which attempt an answer belongs to
+        self._alive = True
+
+    def __len__(self) -> int:
+        return len(self._waiting)
+
+    def observe(self, fact: Observation, causation: str = "") -> str:
+        """Say a fact; return its id."""
+        self._number += 1
+        id = f"{self.source}/{self._number}"
+        if len(self._waiting) >= SPOOL_MAX:
+            self._number -= 1
+            self._said.dropped += 1
+            return id
+        self._waiting.append(BrokerMessage(fact, id, self.source, self._number, causation))
+        self._send()
+        return id
+
+    def crash(self) -> list[BrokerMessage]:
+        """End with the process; return what its spool holds."""
+        self._alive = False
+        return [m for m in self._waiting if m.id in self._spooled]
+
+    def inherit(self, spool: list[BrokerMessage]) -> None:
+        """Send what a predecessor in the same directory left, before anything of our own."""
+        self._waiting.extendleft(reversed(spool))
+        self._spooled.update(m.id for m in spool)
+        self._send()
+
+    def retry(self) -> None:
+        """Try again now: the broker may be back."""
+        self._send()
+
+    def _send(self) -> None:
+        if self._busy or not self._waiting or not self._alive:
+            return
+        self._busy = True
+        self._turn += 1
+        network, kernel = self._broker.network, self._broker.kernel
+        if not network.loses():
+            kernel.after(network.delay(), self._arrive, self._waiting[0], self._turn)
+        kernel.after(RETRY_AFTER, self._give_up, self._turn)
+
+    def _arrive(self, message: BrokerMessage, turn: int) -> None:
+        broker = self._broker
+        if not broker.up or not self.reachable:
+            return
+        broker.store(message)
+        if not broker.mute and not broker.network.loses():
+            broker.kernel.after(broker.network.delay(), self._acknowledged, message, turn)
+
+    def _acknowledged(self, message: BrokerMessage, turn: int) -> None:
+        if (
+            turn != self._turn
+            or not self._busy
+            or not self._alive
+            or not self.reachable
+            or not self._broker.up
+        ):
+            return  # an answer to an attempt that was given up: the message is being sent again
+        self._busy = False
+        self._turn += 1
+        self._waiting.popleft()
+        self._spooled.discard(message.id)
+        known = self._said.acknowledged
+        known[message.source] = max(known.get(message.source, 0), message.number)
+        self._send()
+
+    def _give_up(self, turn: int) -> None:
+        if turn != self._turn or not self._alive:
+            return
+        self._busy = False
+        if self._broker.seams.gives_up(self._waiting[0].fact):
+            self._waiting.popleft()
+        self._spooled.update(m.id for m in self._waiting)  # written down before the next attempt
+        self._send()

@@ -1,0 +1,306 @@
+"""The canary loop of whichever controller holds the lease, against machines instead of a request plane.
+
+One probe at a time per worker, round robin over the canaries, at once after a join and as the trial of a half-open
+breaker. One probe is one fact, however many attempts it took; a wrong answer is confirmed by asking again at once.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from datetime import datetime
+from random import Random
+from typing import Any, Literal
+
+from controller.deciders.fleet import Fleet, Worker
+from controller.deciders.golden import Golden
+from controller.simulator.world.kernel import MS, SECOND, Kernel
+from controller.simulator.world.machines import CANARIES, Machine
+from controller.simulator.world.outbox import SimulatedOutbox
+from events.decisions import HealthStatus
+from events.observations import (
+    CanaryFailed,
+    CanaryPassed,
+    CanaryReason,
+    CanarySlow,
+    CheckType,
+    GoldenDisputed,
+    GoldenProposed,
+)
+
+ANSWER_AFTER = 60 * MS
+DEADLINE = 5 * SECOND  # of a whole probe
+JOIN_AGAIN = 2 * SECOND  # after a failed join probe; doubles up to the interval
+RETRIES = 2
+SLOW_FROM = 3.0  # times the baseline
+PROBER = "canary"
+DRAINING, DEAD = HealthStatus.DRAINING, HealthStatus.DEAD
+
+Standing = Literal["agreed", "provisional", "none"]
+
+
+@dataclass(slots=True)
+class ProberTurn:
+    """Whom to ask what, and when."""
+
+    instance: str
+    due: int
+    number: int  # of the round robin
+    joining: bool  # not every canary has been asked yet
+    asked: set[int] = field(default_factory=set)  # while joining
+    failures: int = 0  # probes in a row, while joining
+    busy: bool = False
+    resumed: bool = False  # its resumption has been answered with a probe
+    trial_of: int = 0  # number of the half-opening whose trial was sent last
+
+
+@dataclass(slots=True, frozen=True)
+class SimulatedProbe:
+    """One question on its way."""
+
+    worker: str
+    instance: str
+    canary: int
+    check_type: CheckType
+    sent_under: int
+    sent_at: datetime
+    joining: bool  # the first round was not over when it was sent
+    attempt: int = 1
+    first_answer: tuple[int, ...] = ()
+
+
+@dataclass(slots=True)
+class SimulatedProber:
+    """The loop. `stalled` plays one that is stuck: it asks nothing, and what was asked is never reported."""
+
+    kernel: Kernel
+    chance: Random
+    machines: Mapping[str, Machine]
+    fleet: Callable[[], Fleet]
+    outbox: SimulatedOutbox
+    interval: int
+    clock: Callable[[], datetime]
+    leading: Callable[[], bool]
+    alive: bool = True
+    stalled: bool = False
+    turns: dict[str, ProberTurn] = field(default_factory=dict)
+
+    def go_on(self) -> None:
+        """Be unstuck. What was asked before will not be answered."""
+        if self.stalled:
+            self.stalled = False
+            self.turns.clear()
+
+    def round(self) -> None:
+        """Ask everybody who is due."""
+        if self.stalled:
+            return
+        fleet, now, turns = self.fleet(), self.kernel.now, self.turns
+        for name, worker in fleet.workers.items():
+            if worker.health.status is DEAD:
+                continue
+            turn = turns.get(name)
+            if turn is None or turn.instance != worker.joined.instance:
+                turn = turns[name] = self._begin(worker)
+            if not turn.busy and (kind := self._due(now, turn, worker)):
+                self._ask(fleet, turn, worker, kind)
+
+    def _begin(self, worker: Worker) -> ProberTurn:
+        joining = worker.last_canary is None or worker.health.joining
+        wait = 0 if joining else int(self.chance.random() * self.interval)
+        return ProberTurn(
+            worker.joined.instance, self.kernel.now + wait, int(self.chance.random() * CANARIES), joining
+        )
+
+    def _due(self, now: int, turn: ProberTurn, worker: Worker) -> CheckType | None:
+        breaker = worker.breaker
+        if breaker.position == "half_open" and turn.trial_of != breaker.moved_by:
+            turn.trial_of = breaker.moved_by
+            return "trial"
+        if worker.health.status is DRAINING:
+            if worker.health.resumed and not turn.resumed:
+                turn.due = now
+            turn.resumed = worker.health.resumed
+            if not turn.resumed:
+                return None
+        if now < turn.due:
+            return None
+        return "join" if turn.joining else "scheduled"
+
+    def _ask(self, fleet: Fleet, turn: ProberTurn, worker: Worker, kind: CheckType) -> None:
+        turn.busy = True
+        turn.due = self.kernel.now + int(self.interval * (0.9 + 0.2 * self.chance.random()))
+        joining = turn.joining
+        canary = self._next(fleet, turn, worker)
+        name, sent_at = worker.joined.worker, self.clock()
+        probe = SimulatedProbe(name, turn.instance, canary, kind, fleet.number, sent_at, joining)
+        self._send(turn, probe)
+
+    def _next(self, fleet: Fleet, turn: ProberTurn, worker: Worker) -> int:
+        """Return the next canary: who is in doubt is not asked what nobody has answered yet."""
+        doubtful = worker.health.convicted or bool(worker.health.disputed)
+        key, name = worker.joined.canary_key, worker.joined.worker
+        canaries = [c for c in range(CANARIES) if _useful(fleet.goldens.get((key, f"c{c}")), name, doubtful)]
+        canaries = canaries or list(range(CANARIES))
+        if turn.joining:
+            canary = next((c for c in canaries if c not in turn.asked), canaries[0])
+            turn.asked.add(canary)
+            turn.joining = any(c not in turn.asked for c in canaries)
+            return canary
+        turn.number += 1
+        return canaries[turn.number % len(canaries)]
+
+    def _plan(self, turn: ProberTurn, was_joining: bool, passed: bool) -> None:
+        """Decide when to ask a worker that is joining again: at once after a pass, soon after a failure."""
+        turn.busy = False
+        now = self.kernel.now
+        if was_joining and not passed:
+            turn.failures += 1
+            turn.joining = True
+            turn.due = min(turn.due, now + JOIN_AGAIN * 2 ** min(turn.failures - 1, 16))
+        elif was_joining and turn.joining:
+            turn.failures = 0
+            turn.due = now
+
+    def _send(self, turn: ProberTurn, probe: SimulatedProbe) -> None:
+        self.kernel.after(self._takes(probe), self._answered, turn, probe)
+
+    def _takes(self, probe: SimulatedProbe) -> int:
+        machine = self.machines[probe.worker]
+        if not machine.up or machine.instance != probe.instance:
+            return 5 * MS
+        if not machine.reachable(PROBER) or self.chance.random() < machine.condition.flaky:
+            return DEADLINE
+        return int(ANSWER_AFTER * machine.condition.slow * (0.9 + 0.2 * self.chance.random()))
+
+    def _answered(self, turn: ProberTurn, probe: SimulatedProbe) -> None:
+        if not self.alive or self.stalled or self.turns.get(probe.worker) is not turn:
+            return
+        worker = self.fleet().workers.get(probe.worker)
+        machine = self.machines[probe.worker]
+        same = worker is not None and worker.joined.instance == probe.instance and worker.alive
+        leaving = machine.up and machine.instance == probe.instance and machine.draining
+        if not same or not self.leading() or (leaving and machine.reachable(PROBER)):
+            turn.busy = False  # such a probe says nothing
+            turn.due = min(turn.due, self.kernel.now + SECOND)
+        elif not machine.up or machine.instance != probe.instance:
+            self._failed(turn, probe, "no_response")
+        elif not machine.reachable(PROBER) or self.chance.random() < machine.condition.flaky:
+            self._failed(turn, probe, "timeout")
+        elif machine.condition.erring:
+            self._failed(turn, probe, "exception")
+        else:
+            self._compare(turn, probe, machine)
+
+    def _compare(self, turn: ProberTurn, probe: SimulatedProbe, machine: Machine) -> None:
+        tokens = machine.answer(probe.canary)
+        key, canary = machine.joined.canary_key, f"c{probe.canary}"
+        golden = self.fleet().goldens.get((key, canary))
+        if golden is None or golden.status == "retired":
+            if not _voted(golden, probe.worker, tokens):
+                self._propose(probe, key, canary, tokens)
+            self._passed(turn, probe, machine)
+        elif tokens == golden.tokens:
+            self._passed(turn, probe, machine)
+        elif probe.attempt <= RETRIES and probe.first_answer != tokens:
+            self._send(turn, _again(probe, tokens))
+        elif golden.status == "provisional" and probe.worker != golden.proposed_by:
+            self._disputed(turn, probe, golden, tokens)
+        else:
+            confirmed = probe.first_answer == tokens
+            standing: Standing = "agreed" if golden.status == "agreed" else "provisional"
+            self._failed(turn, probe, "token_mismatch", confirmed=confirmed, golden=standing, got=tokens)
+
+    def _disputed(
+        self, turn: ProberTurn, probe: SimulatedProbe, golden: Golden, tokens: tuple[int, ...]
+    ) -> None:
+        """Only one worker has given that answer: which of the two is wrong is not known."""
+        self._plan(turn, probe.joining, passed=False)
+        self.outbox.observe(
+            GoldenDisputed(
+                worker=probe.worker,
+                instance=probe.instance,
+                canary_key=golden.canary_key,
+                canary=golden.canary,
+                proposed_by=golden.proposed_by,
+                tokens=tokens,
+            )
+        )
+
+    def _propose(self, probe: SimulatedProbe, key: str, canary: str, tokens: tuple[int, ...]) -> None:
+        self.outbox.observe(
+            GoldenProposed(
+                worker=probe.worker,
+                instance=probe.instance,
+                canary_key=key,
+                canary=canary,
+                prompt=(probe.canary,),
+                tokens=tokens,
+                top_k=(),
+                margin=5.0,
+                tolerance=0.001,
+            )
+        )
+
+    def _passed(self, turn: ProberTurn, probe: SimulatedProbe, machine: Machine) -> None:
+        self._plan(turn, probe.joining, passed=True)
+        usual = ANSWER_AFTER / MS
+        common = _common(probe, machine, usual * machine.condition.slow)
+        if machine.condition.slow >= SLOW_FROM:
+            self.outbox.observe(CanarySlow(**common, baseline_ms=usual))
+        else:
+            self.outbox.observe(CanaryPassed(**common))
+
+    def _failed(
+        self,
+        turn: ProberTurn,
+        probe: SimulatedProbe,
+        reason: CanaryReason,
+        *,
+        confirmed: bool = False,
+        golden: Standing = "none",
+        got: tuple[int, ...] = (),
+    ) -> None:
+        self._plan(turn, probe.joining, passed=False)
+        common = _common(probe, self.machines[probe.worker], DEADLINE / MS)
+        self.outbox.observe(
+            CanaryFailed(**common, reason=reason, confirmed=confirmed, golden=golden, got=got)
+        )
+
+
+def _useful(golden: Golden | None, worker: str, doubtful: bool) -> bool:
+    """Return whether asking tells anything: not what only doubtful workers know, or what this one voted on."""
+    if golden is not None and golden.status != "retired":
+        return True
+    return not doubtful and (golden is None or all(vote.worker != worker for vote in golden.votes))
+
+
+def _voted(golden: Golden | None, worker: str, tokens: tuple[int, ...]) -> bool:
+    votes = golden.votes if golden is not None else ()
+    return any(v.worker == worker and v.tokens == tokens for v in votes)
+
+
+def _again(probe: SimulatedProbe, tokens: tuple[int, ...]) -> SimulatedProbe:
+    return SimulatedProbe(
+        probe.worker,
+        probe.instance,
+        probe.canary,
+        "confirm" if probe.check_type == "scheduled" else probe.check_type,
+        probe.sent_under,
+        probe.sent_at,
+        probe.joining,
+        probe.attempt + 1,
+        tokens,
+    )
+
+
+def _common(probe: SimulatedProbe, machine: Machine, latency_ms: float) -> dict[str, Any]:
+    return {
+        "worker": probe.worker,
+        "instance": probe.instance,
+        "canary_key": machine.joined.canary_key,
+        "canary": f"c{probe.canary}",
+        "check_type": probe.check_type,
+        "sent_under": probe.sent_under,
+        "sent_at": probe.sent_at,
+        "latency_ms": latency_ms,
+        "attempts": probe.attempt,
+    }

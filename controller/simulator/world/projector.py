@@ -1,0 +1,68 @@
+"""The projector and the state store behind it: rows and both positions in one transaction, or neither."""
+
+from collections.abc import Sequence
+from random import Random
+
+from controller.simulator.world.kernel import MS
+from controller.simulator.world.replica import Replica
+from controller.simulator.world.seams import Stored
+from controller.simulator.world.surroundings import Surroundings
+from events.fact import Recorded
+
+
+class SimulatedProjector:
+    """One place that runs projector processes over one state store, which outlives them."""
+
+    def __init__(self, around: Surroundings, chance: Random) -> None:
+        self.around = around
+        self.up = False
+        self.life = 0
+        self.stored: Stored | None = None  # settled, its position, the sources
+        self.stored_seq = 0  # how far the shown rows reach
+        self.audit: dict[str, int] = {}  # id: sequence; unique on the id
+        self._chance = chance
+        self._waiting: list[Recorded] = []
+        self._committing = False
+
+    def start(self) -> None:
+        """Start a process from what is stored."""
+        if self.up:
+            return
+        self.life += 1
+        self.up = True
+        self._waiting, self._committing = [], False
+        around = self.around
+        self.replica = Replica(
+            f"projector.{self.life}", around.broker, around.network, around.seams, self._absorbed, self.stored
+        )
+
+    def crash(self) -> None:
+        """End without a word; a transaction that has not committed never was."""
+        if self.up:
+            self.up = False
+            self.replica.close()
+
+    def _absorbed(self, replica: Replica, batch: Sequence[Recorded]) -> None:
+        self.around.listen(replica, batch)
+        self._waiting.extend(batch)
+        self._commit()
+
+    def _commit(self) -> None:
+        """Begin a transaction with everything that has been read."""
+        if self._committing or not self._waiting or not self.replica.whole:
+            return
+        self._committing = True
+        rows, self._waiting = self._waiting, []
+        delay = MS + int(self._chance.random() * 10 * MS)
+        self.around.kernel.after(
+            delay, self._committed, self.life, rows, self.replica.store(), self.replica.seq
+        )
+
+    def _committed(self, life: int, rows: list[Recorded], stored: Stored, seq: int) -> None:
+        if not self.up or self.life != life:
+            return
+        for event in rows:
+            self.audit.setdefault(event.id, event.seq)
+        self.stored, self.stored_seq = stored, seq
+        self._committing = False
+        self._commit()

@@ -1,0 +1,72 @@
+"""One process's own fold of the journal: read late, in batches, from the beginning or from a snapshot.
+
+Ten processes fold the same facts in the same order. What one step of the fold gave is `Remembered` for all of them: it
+is a pure function. The watch folds everything once more for itself, without that memory, and compares.
+"""
+
+from collections.abc import Callable, Sequence
+
+from controller.deciders.fleet import Fleet
+from controller.runtime.fleet_fold import FleetFold
+from controller.simulator.world.broker import Broker, Follower, Network
+from controller.simulator.world.seams import Seams, Stored
+from events.fact import Recorded
+from events.order import Order, Position
+
+NOTHING = Fleet()
+STEPS_MAX = 100_000  # of the fold, remembered
+
+
+class Remembered:
+    """A fold that takes each step once, however many processes ask for it."""
+
+    def __init__(self, evolve: Callable[[Fleet, Recorded], Fleet]) -> None:
+        self._evolve = evolve
+        self._steps: dict[
+            tuple[int, int], tuple[Fleet, Recorded, Fleet]
+        ] = {}  # by identity: of what lives in here
+
+    def __call__(self, fleet: Fleet, recorded: Recorded) -> Fleet:
+        """Return what the fact makes of the fleet."""
+        key = (id(fleet), id(recorded))
+        known = self._steps.get(key)
+        if known is not None:
+            return known[2]
+        if len(self._steps) >= STEPS_MAX:
+            self._steps.clear()
+        after = self._evolve(fleet, recorded)
+        self._steps[key] = (fleet, recorded, after)
+        return after
+
+
+class Replica(FleetFold):
+    """A fold and the follower that feeds it. `listen` is called after each batch."""
+
+    def __init__(
+        self,
+        name: str,
+        broker: Broker,
+        network: Network,
+        seams: Seams,
+        listen: Callable[["Replica", Sequence[Recorded]], None],
+        stored: Stored | None = None,
+        order: Callable[..., Order[Fleet]] | None = None,
+    ) -> None:
+        self.name = name
+        fleet, position, sources = stored or (NOTHING, Position(), {})
+        super().__init__((order or seams.order)(seams.evolve, fleet, position, dict(sources)))
+        self._listen = listen
+        self._seams = seams
+        self.follower = Follower(broker, network, position.through, self._read)
+
+    def store(self) -> Stored:
+        """Return what a state store keeps of this fold."""
+        return self._seams.snapshot(self.order)
+
+    def close(self) -> None:
+        """Stop reading."""
+        self.follower.close()
+
+    def _read(self, batch: Sequence[Recorded]) -> None:
+        self.take(batch)
+        self._listen(self, batch)

@@ -1,0 +1,136 @@
+"""What a seed means: how large and how unlucky the fleet is, and by which policy it is governed.
+
+A run has two halves. In the first the faults of the seed's own selection strike; then everything is healed, and what
+remains of the time must be enough for the fleet to be well again: that is the liveness bound.
+"""
+
+from dataclasses import dataclass, replace
+from datetime import timedelta
+from random import Random
+
+from controller.deciders.capacity import Slo, fleet_capacity
+from controller.deciders.fleet import FleetPolicy
+from controller.simulator.rates import PRESETS
+from controller.simulator.world.kernel import MINUTE, SECOND, Kernel, micros
+from controller.simulator.world.machines import PROFILE
+
+# Faults per hour: of one worker, and of the fleet as a whole. A seed multiplies them and switches some off.
+WORKER_FAULTS = {
+    "crash": 1.2, "stop": 0.4, "hang": 0.8, "error": 0.8, "corrupt": 1.2, "slow": 0.6, "flaky": 0.8, "device": 0.4,
+    "cut": 0.8, "dark": 0.8, "twice": 0.6, "throttle": 0.6, "nvlink": 0.3,
+}  # fmt: skip
+FLEET_FAULTS = {
+    "broker": 3.0, "lossy": 3.0, "controller_crash": 4.0, "controller_pause": 4.0, "zombie": 6.0, "prober_stall": 3.0,
+    "frontend_crash": 3.0, "frontend_lag": 4.0, "projector_crash": 4.0, "drain": 5.0, "together": 3.0, "deaf": 1.0,
+    "upgrade": 0.7,
+}  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scenario:
+    """Everything that a run draws before it begins."""
+
+    seed: int
+    workers: int
+    minutes: float
+    models: tuple[str, ...]
+    controllers: int
+    frontends: int
+    requests_per_second: float  # of one frontend
+    interval: int  # between canaries of one worker
+    tick: int  # between a controller's looks at the clock
+    skew: int  # of controllers' clocks, at most
+    late: int  # how long the last worker takes to be started first
+    corrupt_from_start: int  # workers
+    policies: tuple[FleetPolicy, ...]  # the first, and perhaps one that the controllers are restarted with
+    change_at: int
+    worker_faults: dict[str, float]  # per hour and worker
+    fleet_faults: dict[str, float]  # per hour
+    heal_at: int
+    end_at: int
+    settles: bool  # whether there is time enough after `heal_at` for everything to be well again
+
+
+def draw(seed: int, workers: int, minutes: float, rates: str | None = None) -> Scenario:
+    """Return the scenario of a seed. With `rates`, the faults of workers divide as that field study says."""
+    chance = Kernel(seed).chance("scenario")
+    interval = chance.choice((5, 10, 30) if minutes >= 30 else (5,)) * SECOND
+    models = ("llama", "qwen")[: 2 if workers >= 4 and chance.random() < 0.3 else 1]
+    policies = [draw_policy(chance, workers, minutes, models)]
+    if chance.random() < 0.25:
+        policies.append(draw_policy(chance, workers, minutes, models))
+    end = int(minutes * MINUTE)
+    calm = max(settling_time(policy, interval) for policy in policies)
+    heal_at = max(end - calm, end // 4)
+    heavy = chance.choice((0.5, 1.0, 1.0, 2.0))
+    worker_faults = {k: v * heavy for k, v in WORKER_FAULTS.items() if chance.random() < 0.65}
+    fleet_faults = {k: v * heavy for k, v in FLEET_FAULTS.items() if chance.random() < 0.65}
+    if rates is not None:
+        total = sum(WORKER_FAULTS.values()) * heavy
+        worker_faults = {_NAMES.get(k, k): share * total for k, share in PRESETS[rates].mix.items() if share}
+    if workers // len(models) < 2:
+        worker_faults.pop(
+            "corrupt", None
+        )  # alone, what a worker said first counts as right: nobody knows better
+    return Scenario(
+        seed=seed,
+        workers=workers,
+        minutes=minutes,
+        models=models,
+        controllers=chance.choice((2, 2, 3)),
+        frontends=chance.choice((1, 2, 2, 3)),
+        requests_per_second=chance.choice((0.05, 0.1, 0.2)),
+        interval=interval,
+        tick=chance.choice((1, 1, 2)) * SECOND,
+        skew=chance.choice((0, 50_000, 2 * SECOND)),
+        late=chance.choice((2 * SECOND, 2 * SECOND, 5 * MINUTE)),
+        corrupt_from_start=chance.choice((0, 0, 0, 1, 1, 2)) if "corrupt" in worker_faults else 0,
+        policies=tuple(policies),
+        change_at=int(chance.uniform(0.2, 0.8) * heal_at),
+        worker_faults=worker_faults,
+        fleet_faults=fleet_faults,
+        heal_at=heal_at,
+        end_at=end,
+        settles=end - heal_at >= calm,
+    )
+
+
+_NAMES = {"network": "cut"}
+
+
+def draw_policy(chance: Random, workers: int, minutes: float, models: tuple[str, ...]) -> FleetPolicy:
+    """Return production's default policy, or one with shorter waits, in which more happens in an hour.
+
+    With an SLO it is one that the whole fleet carries with something to spare, so that every level can be left.
+    """
+    policy = FleetPolicy()
+    if minutes < 30 or chance.random() < 0.7:
+        wait = chance.choice((5, 15, 30))
+        longest = timedelta(seconds=wait * chance.choice((1, 4, 8)))
+        breaker = replace(policy.breaker, wait_min=timedelta(seconds=wait), wait_max=longest)
+        policy = replace(policy, breaker=breaker)
+    if chance.random() < 0.6:
+        share = chance.choice((0.5, 0.7, 0.9))
+        slos = {m: Slo(slo_throughput_rps=share * _capacity(workers // len(models))) for m in models}
+        policy = replace(policy, degradation=replace(policy.degradation, slos=slos))
+    if chance.random() < 0.3:
+        policy = replace(
+            policy, budget=replace(policy.budget, max_ejection_share=chance.choice((0.25, 0.34, 1.0)))
+        )
+    return policy
+
+
+def _capacity(workers: int) -> float:
+    return fleet_capacity([(PROFILE, 1.0)] * workers, Slo()).effective_capacity_rps
+
+
+def settling_time(policy: FleetPolicy, interval: int) -> int:
+    """Return how long after the last fault everything must be well again.
+
+    The longest wait of a breaker and its trial, the drain that a worker may be in, a new process, and then one canary
+    after another: those that acquit of a conviction, the trial, the ramp. Incidents and levels come last.
+    """
+    waits = micros(policy.breaker.wait_max) + micros(policy.breaker.trial_timeout) * 2
+    drains = micros(policy.drain.wait) + micros(policy.drain.margin) + 30 * SECOND
+    canaries = 14 * int(interval * 1.2)
+    return waits + drains + canaries + 2 * MINUTE

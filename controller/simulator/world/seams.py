@@ -1,0 +1,64 @@
+"""Where a piece of the system can be swapped, so that planted faults need no patching.
+
+The defaults are production's own functions wherever production has one: the fold, the deciders, the order. The others
+are the rules that the played servers and processes keep.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from controller.deciders import fleet
+from controller.router.endpoints import EndpointTable
+from events.fact import Decision, Observation
+from events.order import Last, Order, Position
+
+Stored = tuple[fleet.Fleet, Position, dict[str, Last]]  # what the state store keeps of a fold
+
+
+def fence(after: int, decided: int) -> bool:
+    """Accept an append only if nobody has decided since the appender read."""
+    return after == decided
+
+
+def lands(batch: Sequence[Decision]) -> Sequence[Decision]:
+    """Return how much of a batch is stored when it is accepted: all of it."""
+    return batch
+
+
+def vetoed(linked: bool) -> bool:
+    """Return whether a frontend's live connection keeps a worker from being called silent."""
+    return linked
+
+
+def gives_up(fact: Observation) -> bool:
+    """Return whether a fact whose acknowledgement did not come is dropped: never."""
+    return False
+
+
+def snapshot(order: Order[fleet.Fleet]) -> Stored:
+    """Return what the state store keeps: the settled fold, its own position, and the sources as settled."""
+    return order.settled, order.position, dict(order.sources)
+
+
+def knobs(fleet: fleet.Fleet, model: str) -> Any:
+    """Return the four knobs that a frontend obeys for a model; None while nothing was ever decided."""
+    level = fleet.models.get(model)
+    return None if level is None else level.knobs
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Seams:
+    """One field per piece. `frontend_order` is apart so that one kind of process can be wrong alone."""
+
+    evolve: Callable[..., Any] = fleet.evolve
+    settle: Callable[..., tuple[Decision, ...]] = fleet.settle
+    order: Callable[..., Order[Any]] = Order
+    frontend_order: Callable[..., Order[Any]] | None = None
+    fence: Callable[[int, int], bool] = fence
+    lands: Callable[[Sequence[Decision]], Sequence[Decision]] = lands
+    vetoed: Callable[[bool], bool] = vetoed
+    gives_up: Callable[[Observation], bool] = gives_up
+    snapshot: Callable[[Order[Any]], Stored] = snapshot
+    table: Callable[[], EndpointTable] = EndpointTable
+    knobs: Callable[..., Any] = knobs

@@ -1,0 +1,43 @@
+"""What lies around every played process: time, the broker, the machines, and who wants to hear what it does."""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from controller.deciders.fleet import FleetPolicy
+from controller.simulator.world.broker import Broker, Network
+from controller.simulator.world.kernel import Kernel
+from controller.simulator.world.machines import Machine
+from controller.simulator.world.outbox import AcknowledgedNumbers
+from controller.simulator.world.replica import Replica
+from controller.simulator.world.seams import Seams
+from events.fact import Recorded
+
+
+class Linked(Protocol):
+    """Who reports its live connections to workers: a frontend."""
+
+    @property
+    def name(self) -> str: ...
+    def linked(self, machine: Machine) -> bool:
+        """Return whether it has said lately that its connection to this worker lives."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Surroundings:
+    """What all processes of a simulation have in common. Durations are in microseconds of virtual time."""
+
+    kernel: Kernel
+    broker: Broker
+    network: Network
+    seams: Seams
+    said: AcknowledgedNumbers
+    policy: Callable[[], FleetPolicy]  # with which a controller starts
+    machines: Mapping[str, Machine]
+    frontends: Callable[[], Iterable[Linked]]
+    interval: int  # between canaries of one worker
+    tick: int  # between looks at the clock, at heartbeats, and at who is to be probed
+    listen: Callable[[Replica, Sequence[Recorded]], None]
+    decided: Callable[[str], None]  # an append has reached the broker
+    accused: Callable[[str, str], None]  # an observer calls a worker silent

@@ -1,0 +1,134 @@
+"""What goes wrong with one worker's process, engine and connections. Each kind of fault is one method, and ends by itself."""
+
+from collections.abc import Callable
+from random import Random
+
+from controller.simulator.world.device_faults import Strike
+from controller.simulator.world.kernel import MS, coin, seconds_drawn
+from controller.simulator.world.machines import CANARIES, Machine
+from controller.simulator.world.operators import SimulatedSupervisor
+from controller.simulator.world.prober import PROBER
+from controller.simulator.world.world import SimulatedWorld
+from events.observations import EngineFaulted
+
+
+class WorkerFaults:
+    """The faults of workers. `note` writes into the history what is wrong from the start."""
+
+    def __init__(
+        self,
+        world: SimulatedWorld,
+        supervisor: SimulatedSupervisor,
+        chance: Random,
+        note: Callable[[str], None],
+    ) -> None:
+        self._world = world
+        self._kernel = world.kernel
+        self._supervisor = supervisor
+        self._chance = chance
+        self._note = note
+        self.kinds: dict[str, Strike] = {
+            "crash": self._crash,
+            "stop": self._stop,
+            "hang": self._hang,
+            "error": self._error,
+            "corrupt": self._corrupt,
+            "slow": self._slow,
+            "flaky": self._flaky,
+            "cut": self.cut,
+            "dark": self._dark,
+            "twice": self._twice,
+        }
+
+    def _crash(self, machine: Machine) -> None:
+        machine.crash()
+        self._supervisor.soon(machine)
+
+    def _stop(self, machine: Machine) -> None:
+        machine.stop()
+
+    def _hang(self, machine: Machine) -> None:
+        machine.condition.hung = True
+        self._kernel.after(500 * MS, self._world.stalled, machine)
+        self._later(machine, self._unhang, seconds_drawn(self._chance, 2, 90))
+
+    def _unhang(self, machine: Machine) -> None:
+        machine.condition.hung = False
+        machine.outbox.retry()
+
+    def _error(self, machine: Machine) -> None:
+        machine.condition.erring = True
+        if machine.up and self._chance.random() < 0.3:
+            machine.outbox.observe(
+                EngineFaulted(
+                    worker=machine.name,
+                    instance=machine.instance,
+                    reason="CUDA error",
+                    fatal=coin(self._chance),
+                )
+            )
+        self._later(machine, self._unerr, seconds_drawn(self._chance, 10, 200))
+
+    def _unerr(self, machine: Machine) -> None:
+        machine.condition.erring = False
+
+    def _corrupt(self, machine: Machine) -> None:
+        visible = frozenset(i for i in range(CANARIES) if self._chance.random() < 0.5)
+        visible = visible or frozenset({self._chance.randrange(CANARIES)})
+        machine.corrupt(visible, in_hardware=coin(self._chance))
+        self._kernel.after(seconds_drawn(self._chance, 60, 1200), machine.heal_corruption)
+
+    def corrupt_from_start(self, machine: Machine) -> None:
+        """A worker is wrong before anybody knows what is right."""
+        self._note(f"corrupt from the start: {machine.name}")
+        machine.corrupt(frozenset(range(self._chance.randrange(1, CANARIES + 1))), in_hardware=True)
+        self._kernel.after(seconds_drawn(self._chance, 60, 1800), machine.heal_corruption)
+
+    def _slow(self, machine: Machine) -> None:
+        machine.condition.slow = self._chance.choice((2.0, 3.5, 10.0))
+        self._kernel.after(seconds_drawn(self._chance, 20, 400), self._unslow, machine)
+
+    def _unslow(self, machine: Machine) -> None:
+        machine.condition.slow = 1.0
+
+    def _flaky(self, machine: Machine) -> None:
+        machine.condition.flaky = self._chance.choice((0.1, 0.4, 0.8))
+        self._kernel.after(seconds_drawn(self._chance, 20, 300), self._unflaky, machine)
+
+    def _unflaky(self, machine: Machine) -> None:
+        machine.condition.flaky = 0.0
+
+    def cut(self, machine: Machine) -> None:
+        """Part a worker from the broker for a while."""
+        machine.condition.cut = True
+        if machine.up:
+            machine.outbox.reachable = False
+        self._kernel.after(seconds_drawn(self._chance, 2, 60), self._uncut, machine)
+
+    def _uncut(self, machine: Machine) -> None:
+        machine.condition.cut = False
+        if machine.up:
+            machine.outbox.reachable = True
+            machine.outbox.retry()
+            if coin(self._chance):
+                machine.announce_again()
+
+    def _dark(self, machine: Machine) -> None:
+        peers = [f.name for f in self._world.frontends] + [PROBER]
+        machine.condition.dark = frozenset(p for p in peers if self._chance.random() < 0.6)
+        self._kernel.after(500 * MS, self._world.stalled, machine)
+        self._kernel.after(seconds_drawn(self._chance, 5, 120), self._light, machine)
+
+    def _light(self, machine: Machine) -> None:
+        machine.condition.dark = frozenset()
+
+    def _twice(self, machine: Machine) -> None:
+        machine.announce_again()
+
+    def _later(self, machine: Machine, act: Callable[[Machine], None], delay: int) -> None:
+        """Act on this process only: the next one at the same place is another matter."""
+        self._kernel.after(delay, self._if_same, machine, machine.life, act)
+
+    def _if_same(self, machine: Machine, life: int, act: Callable[[Machine], None]) -> None:
+        if machine.life == life:
+            act(machine)

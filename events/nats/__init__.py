@@ -1,0 +1,1 @@
+"""The broker's client, in one home: connections, channels through the broker, bus."""

@@ -1,0 +1,219 @@
+"""What is said between processes and kept by nobody: heartbeats, link reports, the operator's requests.
+
+Core NATS, JSON bodies. A message that nobody hears is gone; whoever needs it kept uses the journal.
+`MemoryBus` is the double that tests plug in.
+"""
+
+import asyncio
+import inspect
+import time
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import msgspec
+import structlog
+from nats.aio.msg import Msg
+from nats.errors import NoRespondersError
+
+from events.errors import HoldfastError
+from events.nats.connection import DISCONNECTED, BrokerConnection
+
+Body = Mapping[str, Any]
+Answer = Body | None
+Handler = Callable[[str, Body], Answer | Awaitable[Answer]]
+"""Takes subject and body. What it returns is the answer, if the sender asked for one."""
+
+log = structlog.get_logger(__name__)
+_encode = msgspec.json.Encoder().encode
+_decode = msgspec.json.Decoder(dict[str, Any]).decode
+
+
+class BusUnavailable(HoldfastError):
+    """The broker (NATS) cannot be reached. Start it, or check HOLDFAST_NATS_URL."""
+
+
+class NoAnswer(HoldfastError):
+    """Nobody answered in time."""
+
+
+class Subscription(Protocol):
+    """One handler's interest in a subject."""
+
+    async def cancel(self) -> None:
+        """Stop hearing."""
+        ...
+
+
+class Bus(Protocol):
+    """The port. `since`: connected without a break since then (monotonic seconds); None: not now. `unread`: bytes that have
+    come and nobody has read yet: who is behind by many has not heard what was said."""
+
+    @property
+    def since(self) -> float | None: ...
+    @property
+    def unread(self) -> int: ...
+    async def publish(self, subject: str, body: Body) -> bool:
+        """Say `body` to whoever listens. Never raises; False: the broker is away, it was not said."""
+        ...
+
+    async def subscribe(self, subject: str, handler: Handler) -> Subscription:
+        """Call `handler` for each message; survives reconnections."""
+        ...
+
+    async def request(self, subject: str, body: Body, deadline_s: float = 2.0) -> Body:
+        """Ask and return the first answer. Raise BusUnavailable or NoAnswer."""
+        ...
+
+    async def close(self) -> None: ...
+
+
+class NatsBus:
+    """Core NATS over one connection."""
+
+    def __init__(self, connection: BrokerConnection) -> None:
+        self.connection = connection
+        self.refused = 0  # messages that could not be said because the broker was away
+        self.faults = 0  # handlers that raised, and bodies that were not JSON objects
+
+    @classmethod
+    async def connect(cls, url: str, name: str, *, wait_s: float = 2.0, echo: bool = True) -> "NatsBus":
+        """Connect within `wait_s`, or go on trying in the background. Without `echo` it does not hear itself."""
+        return cls(await BrokerConnection.open(url, name, wait_s=wait_s, echo=echo))
+
+    @property
+    def since(self) -> float | None:
+        return self.connection.since if self.connection.connected else None
+
+    @property
+    def unread(self) -> int:
+        return self.connection.client.unread()
+
+    async def publish(self, subject: str, body: Body) -> bool:
+        if not self.connection.connected:
+            self.refused += 1
+            return False
+        try:
+            await self.connection.client.publish(subject, _encode(body))
+        except DISCONNECTED:
+            self.refused += 1
+            return False
+        return True
+
+    async def subscribe(self, subject: str, handler: Handler) -> Subscription:
+        async def heard(message: Msg) -> None:
+            answer = await self._handle(handler, message)
+            if message.reply and answer is not None:
+                await self.publish(message.reply, answer)
+
+        return await self.connection.subscribe(subject, heard)
+
+    async def _handle(self, handler: Handler, message: Msg) -> Answer:
+        try:
+            answer = handler(message.subject, _decode(message.data))
+            return await answer if inspect.isawaitable(answer) else answer
+        except (HoldfastError, msgspec.MsgspecError) as error:
+            self.faults += 1
+            log.warning("bus_handler_refused", subject=message.subject, error=str(error))
+            return {"error": str(error)}
+        except Exception:  # a handler's own mistake must not silence the subscription for ever
+            self.faults += 1
+            log.exception("bus_handler_failed", subject=message.subject)
+            return {"error": "internal error, see the log"}
+
+    async def request(self, subject: str, body: Body, deadline_s: float = 2.0) -> Body:
+        if not self.connection.connected:
+            raise BusUnavailable
+        try:
+            answer = await self.connection.request(subject, _encode(body), deadline_s)
+            return _decode(answer.body)
+        except NoRespondersError as error:
+            raise NoAnswer(f"nobody listens on {subject}") from error
+        except TimeoutError as error:
+            raise NoAnswer(f"nobody answered on {subject} within {deadline_s:g} s") from error
+        except msgspec.MsgspecError as error:
+            raise NoAnswer(f"the answer on {subject} is not a JSON object: {error}") from error
+        except DISCONNECTED as error:
+            raise BusUnavailable from error
+
+    async def close(self) -> None:
+        await self.connection.close()
+
+
+@dataclass
+class _MemorySubscription:
+    bus: "MemoryBus"
+    entry: tuple[str, Handler]
+
+    async def cancel(self) -> None:
+        if self.entry in self.bus.entries:
+            self.bus.entries.remove(self.entry)
+
+
+@dataclass
+class MemoryBus:
+    """A bus inside one process. `reachable` False plays a broker that is away, `unread` an observer that is behind; `said` is
+    what it heard."""
+
+    reachable: bool = True
+    unread: int = 0
+    said: list[tuple[str, Body]] = field(default_factory=list)
+    entries: list[tuple[str, Handler]] = field(default_factory=list)
+    connected_since: float = field(default_factory=time.monotonic)
+
+    @property
+    def since(self) -> float | None:
+        return self.connected_since if self.reachable else None
+
+    async def publish(self, subject: str, body: Body) -> bool:
+        if not self.reachable:
+            return False
+        self.said.append((subject, body))
+        await self._deliver(subject, body)
+        return True
+
+    async def subscribe(self, subject: str, handler: Handler) -> Subscription:
+        entry = (subject, handler)
+        self.entries.append(entry)
+        return _MemorySubscription(self, entry)
+
+    async def request(self, subject: str, body: Body, deadline_s: float = 2.0) -> Body:
+        if not self.reachable:
+            raise BusUnavailable
+        try:
+            async with asyncio.timeout(deadline_s):
+                answers = await self._deliver(subject, body)
+        except TimeoutError as error:
+            raise NoAnswer(f"nobody answered on {subject} within {deadline_s:g} s") from error
+        if not answers:
+            raise NoAnswer(f"nobody listens on {subject}")
+        return answers[0]
+
+    async def _deliver(self, subject: str, body: Body) -> list[Body]:
+        answers: list[Body] = []
+        copy = _decode(_encode(body))  # the same types as over the wire
+        for pattern, handler in list(self.entries):
+            if not matches(pattern, subject):
+                continue
+            try:
+                answer = handler(subject, copy)
+                answer = await answer if inspect.isawaitable(answer) else answer
+            except HoldfastError as error:
+                answer = {"error": str(error)}
+            if answer is not None:
+                answers.append(_decode(_encode(answer)))
+        return answers
+
+    async def close(self) -> None:
+        self.entries.clear()
+
+
+def matches(pattern: str, subject: str) -> bool:
+    """Return whether a NATS subject pattern (`*` one token, `>` the rest) covers `subject`."""
+    wanted, given = pattern.split("."), subject.split(".")
+    for index, part in enumerate(wanted):
+        if part == ">":
+            return len(given) > index
+        if index >= len(given) or part not in ("*", given[index]):
+            return False
+    return len(wanted) == len(given)

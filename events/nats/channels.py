@@ -1,0 +1,193 @@
+"""All channels of one process over one connection to the broker: who is dialled, who is let in, who is told what.
+
+A frontend listens on one inbox, a worker on one subject; the last token of a subject names the channel. Messages are read
+in the broker connection's read loop itself; what one of its reads has brought a channel is handed on in one piece, and
+what one turn of the loop says is written at its end, in one piece. The connection is the request plane's own: a burst
+of tokens holds up neither the journal nor the heartbeats.
+"""
+
+import asyncio
+import contextlib
+import itertools
+from collections.abc import Callable
+
+from events.nats.channel import DATA, HEAD, OPEN, RESET, TICK_S, Channel, NobodyListens
+from events.nats.connection import DISCONNECTED, BrokerConnection, BrokerReply
+
+MESSAGE_BYTES_MAX = 64 * 1024  # a longer one would hold up those of all others
+FLUSH_S = 1.0
+VERSION = b"1"
+
+Make = Callable[[], asyncio.Protocol]
+
+
+class ChannelListener:
+    """Accepts channels on one subject, until it is closed."""
+
+    def __init__(self, accepted: dict[bytes, Make], subject: bytes) -> None:
+        self._accepted, self._subject = accepted, subject
+
+    def close(self) -> None:
+        """Accept nobody any more; channels that are open stay so."""
+        self._accepted.pop(self._subject, None)
+
+
+class Channels:
+    """Implements `events.nats.channel.MessageCarrier`."""
+
+    def __init__(self, connection: BrokerConnection) -> None:
+        self.connection = connection
+        self._client = connection.client
+        self._inbox = connection.client.new_inbox()
+        self._numbers = itertools.count(1)
+        self._channels: dict[bytes, Channel] = {}
+        self._accepted: dict[bytes, Make] = {}
+        self._awake: dict[Channel, None] = {}
+        self._flushing = False
+        self._due = 0.0
+        self._ticking: asyncio.TimerHandle | None = None
+        self._loop = asyncio.get_running_loop()
+
+    @classmethod
+    async def open(cls, url: str, name: str, *, wait_s: float = 2.0) -> "Channels":
+        """Connect within `wait_s`, or go on trying in the background. Raise BadBrokerUrl."""
+        channels = cls(await BrokerConnection.open(url, name, wait_s=wait_s))
+        channels.connection.listen(channels._changed)
+        await channels.connection.subscribe_raw(f"{channels._inbox}.*", channels._heard)
+        return channels
+
+    @property
+    def count(self) -> int:
+        """How many channels are open, or being made."""
+        return len(self._channels)
+
+    async def up(self) -> None:
+        """Wait until the broker is there."""
+        await self.connection.up.wait()
+
+    async def close(self) -> None:
+        """Send what is gathered, and let go of the broker."""
+        self._flush()
+        if self._ticking is not None:
+            self._ticking.cancel()
+        await self.connection.close()
+
+    # --- making channels
+
+    async def dial(self, subject: str, make: Make) -> asyncio.BaseProtocol:
+        """Return the protocol of a channel to whoever listens there; the deadline is the caller's.
+
+        Raise NobodyListens, or another ConnectionError.
+        """
+        number = next(self._numbers)
+        name = self._inbox.rpartition(".")[2]
+        channel = Channel(self, f"{self._inbox}.{number}", f"{subject}.{name}-{number}", make)
+        self._add(channel)
+        self.post(channel.route, HEAD.pack(OPEN, 0, 0), VERSION)
+        try:
+            await asyncio.wait((channel.answered,))
+            return channel.answered.result()
+        except BaseException:
+            channel.abort()
+            raise
+
+    async def listen(self, subject: str, make: Make) -> ChannelListener:
+        """Let others in on this subject. Without a broker: as soon as there is one."""
+        self._accepted[subject.encode()] = make
+        await self.connection.subscribe_raw(f"{subject}.*", self._heard)
+        if self.connection.connected:
+            self._client.write()  # nats-py's ping would overtake the subscription
+            with contextlib.suppress(*DISCONNECTED):
+                async with asyncio.timeout(FLUSH_S):
+                    await self._client.flush()
+        return ChannelListener(self._accepted, subject.encode())
+
+    def _add(self, channel: Channel) -> None:
+        self._channels[channel.own] = channel
+        if self._ticking is None:
+            self._due = self._loop.time() + TICK_S
+            self._ticking = self._loop.call_at(self._due, self._tick)
+
+    # --- what the broker brings
+
+    def _heard(self, subject: bytes, reply: bytes, body: bytes, headers: bytes | None) -> None:
+        channel = self._channels.get(subject)
+        if headers is not None and BrokerReply(body, headers).nobody:
+            if channel is not None:
+                channel.end(NobodyListens("no responders"))
+        elif len(body) >= HEAD.size:
+            kind, place, read = HEAD.unpack_from(body)
+            if channel is not None:
+                channel.hear(kind, place, read, body[HEAD.size :])
+            elif kind != RESET:
+                self._stranger(kind, subject, reply, body[HEAD.size :])
+
+    def _stranger(self, kind: int, subject: bytes, reply: bytes, payload: bytes) -> None:
+        """Let a new channel in, or say that there is none."""
+        make = self._accepted.get(subject.rpartition(b".")[0])
+        if kind != OPEN or make is None or payload != VERSION or not reply:
+            why = "this channel is not open" if kind != OPEN else "nobody is let in here"
+            if reply:
+                self.post(b"%b %b " % (reply, subject), HEAD.pack(RESET, 0, 0), why.encode())
+            return
+        channel = Channel(self, subject.decode(), reply.decode(), make)
+        self._add(channel)
+        self.post(channel.route, HEAD.pack(DATA, 0, 0), b"")
+        channel.begin()
+
+    def _changed(self, connected: bool) -> None:
+        if not connected:
+            for channel in list(self._channels.values()):
+                channel.end(ConnectionResetError("the connection to the broker is lost"))
+
+    def unread(self) -> int:
+        """Return how many bytes of the broker have arrived and not been read: then it is us who are late."""
+        return self._client.unread()
+
+    @property
+    def taken(self) -> int:
+        """How many bytes of the broker have been read so far."""
+        return self._client.taken
+
+    # --- what goes out
+
+    @property
+    def payload_max(self) -> int:
+        """How many bytes of a stream one message may carry."""
+        return max(1, min(MESSAGE_BYTES_MAX, self._client.max_payload) - HEAD.size)
+
+    def post(self, route: bytes, head: bytes, payload: bytes) -> None:
+        """Send a message by the end of this turn. Without a broker it is lost, and all channels with it."""
+        self._client.post(route, head, payload)
+        self._flush_soon()
+
+    def wake(self, channel: Channel) -> None:
+        """Let a channel have its turn before this one of the loop is over."""
+        self._awake[channel] = None
+        self._flush_soon()
+
+    def forget(self, channel: Channel) -> None:
+        """It is over."""
+        self._channels.pop(channel.own, None)
+        self._awake.pop(channel, None)
+
+    def _flush_soon(self) -> None:
+        if not self._flushing:
+            self._flushing = True
+            self._loop.call_soon(self._flush)
+
+    def _flush(self) -> None:
+        self._flushing = False
+        awake, self._awake = self._awake, {}
+        for channel in awake:
+            channel.turn()
+        self._client.write()
+
+    def _tick(self) -> None:
+        now = self._loop.time()
+        late = now - self._due
+        self._due, self._ticking = now + TICK_S, None
+        for channel in list(self._channels.values()):
+            channel.tick(now, late if late > TICK_S else 0.0)
+        if self._channels:
+            self._ticking = self._loop.call_at(self._due, self._tick)

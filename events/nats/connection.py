@@ -1,0 +1,269 @@
+"""One NATS connection of one process: made in the background, remade for ever.
+
+nats-py keeps a reconnect buffer that replays what was published while the broker was away, long after the
+publisher has given up on it. We keep none (`pending_size=0`): while disconnected a publish raises at once;
+what must not be lost is kept in the journal's outbox and spool instead.
+"""
+
+import asyncio
+import contextlib
+import time
+from collections.abc import Awaitable, Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import structlog
+from nats.aio.msg import Msg
+from nats.aio.subscription import Subscription
+from nats.errors import Error as NatsError
+from nats.errors import NoRespondersError, UnexpectedEOF
+
+from events.nats.overrides import FastClient, Raw, load_web_sockets
+from events.nats.urls import account, check_url, masked
+
+RECONNECT_WAIT_S = 0.1
+CONNECT_TIMEOUT_S = 2
+PING_INTERVAL_S = 2
+PINGS_MAX = 2  # a broker that is silent for 4-6 s is taken for dead
+PENDING_MSGS_MAX = 65536  # of one subscription; nats-py drops what is beyond, and readers notice the gap
+
+log = structlog.get_logger(__name__)
+
+DISCONNECTED: tuple[type[Exception], ...] = (NatsError, OSError, TimeoutError)
+"""What nats-py may raise when the broker is not there or does not answer in time."""
+
+
+class Interest:
+    """A subscription that may be wished for before there is a connection."""
+
+    def __init__(
+        self,
+        subject: str,
+        callback: Callable[[Msg], Awaitable[None]] | None = None,
+        raw: Raw | None = None,
+    ) -> None:
+        self.subject = subject
+        self._callback = callback
+        self._raw = raw
+        self._client: FastClient | None = None
+        self._inner: Subscription | None = None
+        self._cancelled = False
+
+    async def start(self, client: FastClient) -> None:
+        """Tell the broker."""
+        if self._cancelled:
+            return
+        self._client = client
+        self._inner = await client.subscribe(
+            self.subject, cb=self._callback, pending_msgs_limit=PENDING_MSGS_MAX, pending_bytes_limit=0
+        )
+        if self._raw is not None:
+            client.hear_raw(self._inner, self._raw)
+
+    async def cancel(self) -> None:
+        """Stop hearing."""
+        self._cancelled = True
+        if self._inner is not None and self._client is not None:
+            self._client.hear_no_more(self._inner)
+            with contextlib.suppress(*DISCONNECTED):
+                await self._inner.unsubscribe()
+
+
+@dataclass(frozen=True, slots=True)
+class BrokerReply:
+    """What came back."""
+
+    body: bytes
+    headers: bytes | None
+
+    @property
+    def nobody(self) -> bool:
+        """Whether it is the broker's word that nobody listens."""
+        return not self.body and self.headers is not None and b" 503" in self.headers[:16]
+
+
+class BrokerConnection:
+    """A client that reconnects by itself. `since` is when the present connection was made (None: none)."""
+
+    def __init__(self, url: str, name: str, *, echo: bool = True) -> None:
+        self.url = url
+        self.name = name
+        self.echo = echo
+        self.client = FastClient()
+        self.since: float | None = None  # monotonic seconds
+        self.reconnects = 0
+        self.up = asyncio.Event()  # a flag: connected
+        self.last_error: Exception | None = None
+        self._listeners: list[Callable[[bool], None]] = []
+        self._waiting: list[Interest] = []
+        self._inbox = self.client.new_inbox()
+        self._asked = 0
+        self._answers: dict[int, asyncio.Future[BrokerReply]] = {}
+        self._ever = False
+        self._closing = False
+        self._task: asyncio.Task[None] | None = None
+
+    @classmethod
+    async def open(
+        cls, url: str, name: str, *, wait_s: float = CONNECT_TIMEOUT_S, echo: bool = True
+    ) -> "BrokerConnection":
+        """Start connecting; return once connected, or after `wait_s` and go on trying in the background. Without `echo`, what
+        is said on it is not heard on it. Raise BadBrokerUrl.
+        """
+        check_url(url)
+        load_web_sockets(url)
+        connection = cls(url, name, echo=echo)
+        await connection.subscribe_raw(f"{connection._inbox}.*", connection._answered)
+        connection._task = asyncio.create_task(connection._connect(), name=f"nats-connect-{name}")
+        try:
+            async with asyncio.timeout(wait_s):
+                await connection.up.wait()
+        except TimeoutError:
+            log.warning(
+                "nats_away", connection=name, url=masked(url), why=connection.why
+            )  # it is tried for ever
+        return connection
+
+    @property
+    def connected(self) -> bool:
+        """Whether the broker can be talked to right now."""
+        return self.since is not None and bool(self.client.is_connected)
+
+    @property
+    def why(self) -> str:
+        """Why there is no connection."""
+        return str(self.last_error or "") or "it does not answer"
+
+    def listen(self, callback: Callable[[bool], None]) -> None:
+        """Call `callback(connected)` at each change."""
+        self._listeners.append(callback)
+
+    def unlisten(self, callback: Callable[[bool], None]) -> None:
+        """Call it no more."""
+        if callback in self._listeners:
+            self._listeners.remove(callback)
+
+    async def subscribe(self, subject: str, callback: Callable[[Msg], Awaitable[None]]) -> Interest:
+        """Hear `subject` from now or the first connection on; nats-py renews it at each reconnection."""
+        interest = Interest(subject, callback)
+        if self._ever:
+            await interest.start(self.client)
+        else:
+            self._waiting.append(interest)
+        return interest
+
+    async def subscribe_raw(self, subject: str, raw: Raw) -> Interest:
+        """Like `subscribe`, on the short way: for many messages, undecoded."""
+        interest = Interest(subject, raw=raw)
+        if self._ever:
+            await interest.start(self.client)
+        else:
+            self._waiting.append(interest)
+        return interest
+
+    @contextlib.contextmanager
+    def expect(self) -> Iterator[tuple[str, "asyncio.Future[BrokerReply]"]]:
+        """Yield an address for one answer, and its future. It fails at once when the connection breaks."""
+        self._asked += 1
+        token = self._asked
+        future: asyncio.Future[BrokerReply] = asyncio.get_running_loop().create_future()
+        self._answers[token] = future
+        try:
+            yield f"{self._inbox}.{token}", future
+        finally:
+            del self._answers[token]
+
+    async def request(
+        self, subject: str, body: bytes, deadline_s: float, headers: dict[str, str] | None = None
+    ) -> BrokerReply:
+        """Ask and return the first answer. Raise one of DISCONNECTED, NoRespondersError among them.
+
+        Not nats-py's own request: its `wait_for` (of Python 3.11) can swallow a cancellation, and it waits out its
+        deadline when the connection breaks.
+        """
+        with self.expect() as (address, future):
+            async with asyncio.timeout(deadline_s):
+                await self.client.publish(subject, body, address, headers)
+                answer = await future
+        if answer.nobody:
+            raise NoRespondersError
+        return answer
+
+    def _answered(self, subject: bytes, reply: bytes, data: bytes, headers: bytes | None) -> None:
+        future = self._answers.get(int(subject[subject.rindex(b".") + 1 :]))
+        if future is not None and not future.done():
+            future.set_result(BrokerReply(data, headers))
+
+    async def close(self, deadline_s: float = 1.0) -> None:
+        """Let go of the broker."""
+        self._closing = True
+        self.client.connect_no_more()
+        self._changed(False)
+        self._listeners.clear()
+        if self._task is not None and not self._task.done():
+            self._task.cancel()
+            await asyncio.wait({self._task}, timeout=deadline_s)
+        with contextlib.suppress(TimeoutError, NatsError, OSError):
+            async with asyncio.timeout(deadline_s):
+                await self.client.close()
+
+    async def _connect(self) -> None:
+        options: dict[str, Any] = {
+            "name": self.name,
+            "pending_size": 0,
+            "no_echo": not self.echo,
+            "allow_reconnect": True,
+            "max_reconnect_attempts": -1,
+            "reconnect_time_wait": RECONNECT_WAIT_S,
+            "connect_timeout": CONNECT_TIMEOUT_S,
+            "ping_interval": PING_INTERVAL_S,
+            "max_outstanding_pings": PINGS_MAX,
+            "error_cb": self._on_error,
+            "disconnected_cb": self._on_disconnected,
+            "reconnected_cb": self._on_reconnected,
+            **account(self.url),
+        }
+        while True:
+            try:
+                await self.client.connect([part.strip() for part in self.url.split(",")], **options)
+                break
+            except DISCONNECTED as error:
+                self.last_error = error
+                await asyncio.sleep(RECONNECT_WAIT_S)
+        self._ever = True
+        for interest in self._waiting:
+            await interest.start(self.client)
+        self._waiting.clear()
+        self._changed(True)
+
+    async def _on_error(self, error: Exception) -> None:
+        if repr(error) != repr(self.last_error):  # one that is away says the same ten times a second
+            log.debug("nats_error", error=repr(error), connection=self.name)
+        refused = "authorization" in str(self.last_error).lower()
+        if not (
+            refused and isinstance(error, ConnectionError)
+        ):  # by which the broker ends who may not come in
+            self.last_error = error
+
+    async def _on_disconnected(self) -> None:
+        if not self._closing:
+            log.warning("nats_disconnected", connection=self.name, url=masked(self.url))
+            self.client.forget_unwritten()
+            self._changed(False)
+
+    async def _on_reconnected(self) -> None:
+        self.reconnects += 1
+        log.info("nats_reconnected", connection=self.name, url=masked(self.url))
+        self._changed(True)
+
+    def _changed(self, connected: bool) -> None:
+        self.since = time.monotonic() if connected else None
+        if connected:
+            self.up.set()
+        else:
+            self.up.clear()
+            for future in self._answers.values():
+                if not future.done():
+                    future.set_exception(UnexpectedEOF())
+        for listener in list(self._listeners):
+            listener(connected)

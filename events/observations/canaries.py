@@ -1,0 +1,110 @@
+"""What is observed of a worker's answers to questions whose right answer is known: canaries and their goldens."""
+
+from dataclasses import dataclass
+from datetime import datetime
+from typing import Literal
+
+from events.observations.workers import WorkerObservation
+
+CanaryReason = Literal[
+    "no_response", "token_mismatch", "logit_drift", "latency_spike", "timeout", "exception", "non_finite"
+]
+CheckType = Literal["scheduled", "confirm", "trial", "join"]
+TopK = tuple[tuple[int, float], ...]  # (token id, logprob), best first, of one position
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CanaryResult(WorkerObservation):
+    """The base of a probe's outcome. One probe is one fact, however many attempts it took.
+
+    `sent_under` is the number of the last decision that the prober had folded when it sent the (first) question, so
+    that a result from before a breaker's trial is recognised by number.
+    """
+
+    canary_key: str
+    canary: str
+    check_type: CheckType
+    sent_under: int  # number of the last decision that the prober had folded
+    sent_at: datetime  # the prober's clock
+    latency_ms: float
+    attempts: int = 1  # times that it was asked
+    rank: int | None = None  # the DP rank that was asked; None: its worker has only one
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CanaryPassed(CanaryResult):
+    """Right tokens, right logits, in time. `distance` is the largest logprob difference from the golden."""
+
+    distance: float = 0.0  # the largest difference of a logprob from the golden's
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CanarySlow(CanaryResult):
+    """Right tokens and logits, but slower than three times the baseline. It passed; it is only slow."""
+
+    baseline_ms: float
+    distance: float = 0.0  # the largest difference of a logprob from the golden's
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CanaryFailed(CanaryResult):
+    """A probe that did not pass. `confirmed`: repeating the same canary at once gave the same kind of wrong answer.
+
+    `golden` says what the answer was compared with: an `agreed` one convicts, a `provisional` one convicts only the
+    worker that it came from, `none` convicts nobody.
+    """
+
+    reason: CanaryReason
+    confirmed: bool
+    golden: Literal["agreed", "provisional", "none"] = "none"
+    expected: tuple[int, ...] = ()
+    got: tuple[int, ...] = ()
+    distance: float | None = None  # the largest difference of a logprob from the golden's
+    detail: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GoldenProposed(WorkerObservation):
+    """A worker's answer to a canary that has no golden yet; or the configured answer (`configured`)."""
+
+    canary_key: str
+    canary: str
+    prompt: tuple[int, ...]
+    tokens: tuple[int, ...]
+    top_k: tuple[TopK, ...]
+    margin: float  # the smallest top-1/top-2 logprob difference over the answer
+    tolerance: float  # of one logprob; 0.0: compare tokens only
+    configured: bool = False
+    asked: int = 0  # how many tokens; some upstreams tell of fewer. 0: as many as in `tokens`
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GoldenDisputed(WorkerObservation):
+    """This worker's confirmed answer differs from a golden that only `proposed_by` has given: one of them is wrong."""
+
+    canary_key: str
+    canary: str
+    proposed_by: str
+    tokens: tuple[int, ...]
+    distance: float | None = None  # the largest difference of a logprob from the golden's
+    rank: int | None = None  # the DP rank that was asked; None: its worker has only one
+
+
+def canary_key(
+    *,
+    model: str,
+    revision: str,
+    tokenizer: str,
+    engine: str,
+    engine_version: str,
+    dtype: str,
+    tp: int,
+    device: str,
+) -> str:
+    """Return the name under which goldens are kept: answers are comparable only where all of this is equal (N23).
+
+    Of a tokenizer's folder only the last part counts: hosts keep the same model in different places, and what is in
+    the folder is known by the revision.
+    """
+    folder = tokenizer.rstrip("/").rpartition("/")[2]
+    return "|".join((model, revision, folder, engine, engine_version, dtype, f"tp{tp}", device))

@@ -1,0 +1,165 @@
+"""What frontends observe of requests: those that were served, failed, moved, given up, turned away or answered wrong."""
+
+from dataclasses import dataclass
+from datetime import datetime
+from typing import ClassVar, Literal
+
+from events.fact import Observation
+from events.observations.workers import WorkerObservation
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RequestsServed(WorkerObservation):
+    """What one frontend was served by one worker in one window of time. Latencies are medians of the window."""
+
+    frontend: str
+    count: int  # answers
+    tokens: int  # of these answers
+    ttft_ms: float
+    itl_ms: float
+    routed_under: int  # the last decision that the frontend had folded when it sent the first of them
+    window_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RequestFailed(WorkerObservation):
+    """A request failed on this worker; the client's own mistakes never count."""
+
+    frontend: str
+    failures_in_a_row: int  # of this worker at this frontend
+    reason: str
+    routed_under: int  # the last decision that the frontend had folded when it sent the request
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerSlow(WorkerObservation):
+    """A frontend found this worker slower than three times its peers."""
+
+    frontend: str
+    latency_ms: float
+    baseline_ms: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerSlowCleared(WorkerObservation):
+    """A worker that had been slow keeps up with its peers again."""
+
+    frontend: str
+    latency_ms: float
+    baseline_ms: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FrontendObservation(Observation):
+    """The base of what a frontend says about its own work."""
+
+    entity: ClassVar[str] = "frontend"
+    frontend: str
+
+
+MigrationCause = Literal[
+    "cannot_connect",
+    "disconnected",
+    "stalled",
+    "engine_error",
+    "engine_shutdown",
+    "overloaded",
+    "unhealthy",
+    "drain",
+    "device_fault",
+    "throttled",
+    "operator",
+]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RequestMigrated(FrontendObservation):
+    """A request went on elsewhere. `tokens` were already accepted from the source; `gap_ms` is what the client saw."""
+
+    request: str
+    model: str
+    source: str
+    source_instance: str
+    target: str
+    target_instance: str
+    cause: MigrationCause  # drain, device_fault, throttled, operator: nothing had failed
+    method: Literal["transfer", "reprefill"]  # with its KV cache, or by its tokens alone
+    tokens: int  # accepted from the source, and not computed anew
+    gap_ms: float  # what the client saw: from the last token before to the next
+    attempt: int  # 2 for the first migration
+    exact: bool  # False: the answer is approximate, it may differ from an undisturbed one from here on
+    kind_of_move: Literal["new_request", "ongoing_request"] = "ongoing_request"  # no token had come; some had
+    bytes: int = 0  # of KV cache that travelled, over all shards
+    blocks: int = 0  # of KV cache that travelled, over all shards
+    link: str = ""  # over what they travelled
+    predicted_ms: float | None = None  # of the method that was chosen; None: nothing was, after a failure
+    refused: str = ""  # why a transfer that was wanted became a re-prefill
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RequestAbandoned(FrontendObservation):
+    """A request could not be continued; the client got the original error."""
+
+    request: str
+    model: str
+    worker: str
+    instance: str
+    reason: (
+        str  # guided_decoding, n_over_1, cancelled, over_cap, budget_exhausted, no_worker, corrupt_output …
+    )
+    tokens: int  # accepted until then
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RequestsRejected(FrontendObservation):
+    """Requests that were turned away in one window: shed, not accepted, over a bound."""
+
+    model: str
+    count: int  # requests
+    reason: str
+    tier: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RequestExposed(FrontendObservation):
+    """Tokens `first`…`last` (0-based, inclusive) of this request came from a worker that a canary has convicted.
+
+    A worker is convicted with all of its DP ranks: `canary_failed` says which of them was found out, `rank` which one spoke.
+    """
+
+    request: str
+    model: str
+    worker: str
+    instance: str
+    first: int  # place of a token in the answer, from 0
+    last: int  # place of a token in the answer, itself included
+    finished: bool
+    action: Literal["continue", "restart", "error", "none"]
+    rank: int | None = None  # the DP rank that said them; None: its worker has only one
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExposureUnknown(FrontendObservation):
+    """This frontend cannot say which requests the worker served in this span (restarted, or its memory was full)."""
+
+    worker: str
+    instance: str
+    since: datetime
+    until: datetime
+    why: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PanicBegan(FrontendObservation):
+    """Less than half of a model's weight was routable: this frontend ignores its own breakers for it."""
+
+    model: str
+    routable_share: float  # of the model's weight, 0 to 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PanicEnded(FrontendObservation):
+    """Enough of a model's weight is routable again."""
+
+    model: str
+    routable_share: float  # of the model's weight, 0 to 1

@@ -1,0 +1,188 @@
+"""What is observed of a worker: what it is, that it came and went, and what breaks in it."""
+
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+from events.fact import Observation
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Profile:
+    """What a worker can do, as it registered it: the input of the capacity model.
+
+    `tpot_ms` is a curve of (running sequences, milliseconds per output token), ascending; between its points it is
+    linear, beyond the last it grows in proportion.
+    """
+
+    kv_blocks: int
+    block_tokens: int
+    max_batch: int
+    prefill_tokens_per_s: float
+    tpot_ms: tuple[tuple[int, float], ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Topology:
+    """Where a worker's devices are."""
+
+    host: str = ""  # its name
+    nvlink_domain: str = ""  # who has the same is joined by NVLink; empty: nobody that is known
+    rail: str = ""  # the network rail of its adapters; empty: not known
+    gpus: tuple[str, ...] = ()  # UUIDs; a simulated rank's is SIM-worker-rank
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KvLayout:
+    """What one token's KV cache consists of, over all shards: its size follows. Blocks have `Profile.block_tokens`."""
+
+    layers: int
+    kv_heads: int  # over all shards
+    head_size: int  # elements
+    element_bytes: int  # 2: fp16 and bf16, 1: fp8
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerObservation(Observation):
+    """The base of every fact about one instance of one worker."""
+
+    worker: str  # the stable name of a place that runs an engine
+    instance: str  # one life of it
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerJoined(WorkerObservation):
+    """A worker is up and can be reached at `url` (tcp://host:port, or nats:SUBJECT through the broker: the request plane)."""
+
+    url: str
+    model: str
+    revision: str
+    tokenizer: str  # a folder, or "builtin:sim"
+    engine: str  # simulated, transformers, openai
+    engine_version: str
+    dtype: str
+    tp: int  # ranks of this group; 1: a lone worker
+    device: str
+    profile: Profile
+    canary_key: str  # goldens are kept per canary key: see `canary_key`
+    pid: int
+    topology: Topology = Topology()  # where its devices are: over which link KV caches would travel
+    migration_limit: int | None = None  # None: no limit of this worker's own
+    context_tokens: int = 4096
+    exact: bool = True  # False: continuations on this engine may differ from an undisturbed answer
+    kv: KvLayout | None = None  # None: requests cannot leave or come with their KV cache
+    dp: int = 1  # DP ranks, 0 to dp - 1: each has a KV cache and a queue of its own
+    kv_events: bool = False  # it says which KV blocks it stores and removes, and answers questions about them
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerLeft(WorkerObservation):
+    """A worker's process has ended, and how."""
+
+    mode: Literal["graceful", "immediate", "self_initiated"]
+    exit: int | None = None  # exit status as a shell says it: 128 + n for signal n (-n in older facts)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerSilent(WorkerObservation):
+    """No heartbeat for `silent_s` seconds, seen by an observer that was connected all that time."""
+
+    silent_s: float
+    observer: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerHeard(WorkerObservation):
+    """A worker that had been reported silent was heard again."""
+
+    observer: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ObserverBlind(Observation):
+    """More than half of the fleet fell silent at once: the observer doubts itself, and accuses nobody."""
+
+    entity: ClassVar[str] = "fleet"
+    observer: str
+    silent: int  # workers
+    known: int  # workers that it should hear
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DrainRequested(WorkerObservation):
+    """An operator wants this worker empty. Without a deadline the policy's applies."""
+
+    deadline_s: float | None = None
+    by: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ResumeRequested(WorkerObservation):
+    """An operator wants this worker back."""
+
+    by: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MoveRequested(WorkerObservation):
+    """An operator wants this worker's running requests elsewhere; it goes on taking new ones."""
+
+    to: str = ""  # the only worker that may take them; empty: whoever suits best
+    by: str = ""  # who asked
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShutdownBegan(WorkerObservation):
+    """A worker has begun to stop."""
+
+    mode: Literal["graceful", "self_initiated"]  # it was asked to; or it cannot go on
+    grace_s: float = 60.0  # seconds that its streams may still take here
+    reason: str = ""  # of its own wish: what it found
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DrainFinished(WorkerObservation):
+    """A draining worker has nothing in flight any more. Each stream that it had, or still took, ended in one of four ways.
+
+    The drain begins when the worker is told, or with the first stream that a frontend, which heard before it, took away."""
+
+    completed: int  # streams that ended here
+    migrated: int  # streams that went on elsewhere, or were told to
+    cancelled: int = 0  # streams that nobody read any more: their client, or their frontend, has gone
+    failed: int = 0  # streams that the engine ended with an error
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeviceFaulted(WorkerObservation):
+    """A device of this worker reported a fault, or its code or weight changed. The fault classes stand in devices.md."""
+
+    device: str  # the UUID of a GPU
+    fault_class: str  # xid, ecc, nvlink_down, throttle …: all of them stand in devices.md
+    code: str = ""  # an Xid's number, or what tells one fault of the class from another
+    fatal: bool = True  # the worker cannot go on with this device
+    weight: float | None = None  # of a fault that is not fatal: the share that it leaves the worker at most
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeviceRecovered(WorkerObservation):
+    """A device's fault was cleared or repaired: all that was said of this device and class."""
+
+    device: str  # the UUID of a GPU
+    fault_class: str
+    code: str = ""  # of the fault as it was last reported
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineFaulted(WorkerObservation):
+    """The engine itself broke: it raised, died or stopped stepping. Fatal means that it cannot go on."""
+
+    reason: str
+    fatal: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChaosInjected(WorkerObservation):
+    """A rehearsal: somebody broke this worker on purpose (or healed it)."""
+
+    fault: str  # a verb of `holdfast chaos`
+    detail: str = ""  # its argument and its rank, where it has them
+    by: str = ""  # who did it

@@ -1,0 +1,96 @@
+"""How `holdfast up` looks after its children: what they were told, how they end, and orphans that become its own."""
+
+import argparse
+import asyncio
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from controller.processes.children import Child, end
+from controller.processes.fleet_dir import FleetDir
+from controller.processes.restart_plan import GRACE, GRACE_S, frontend_grace_s, plan
+from controller.processes.worker_exits import WorkerExits, lives
+from events.journal.memory import MemoryJournal, MemoryStream
+from events.observations import WorkerLeft
+
+ARGS = argparse.Namespace(
+    host="127.0.0.1", port=80, frontends=1, workers=1, request_plane="tcp", canary_interval=None, breaker_wait=None,
+    breaker_backoff=None, chaos=False, engine="simulated", model=None, itl_ms=None, workers_per_process=1,
+)  # fmt: skip
+STUBBORN = "import signal, time; signal.signal(15, signal.SIG_IGN); print(flush=True); time.sleep(60)"
+FIRST_PROCESS = """
+import ctypes, os, subprocess, sys, time
+from controller.processes.children import bury
+ctypes.CDLL(None).prctl(36, 1)  # PR_SET_CHILD_SUBREAPER: orphans come to us, as to a container's first process
+ours = subprocess.Popen([sys.executable, "-c", "raise SystemExit(3)"])
+for _ in range(3):
+    subprocess.run("sleep 0.1 & exit", shell=True)
+seen, until = 0, time.monotonic() + 20
+while time.monotonic() < until:
+    ours.poll()
+    seen = bury(seen)
+    try:
+        os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+    except ChildProcessError:  # nobody is left
+        break
+    time.sleep(0.05)
+else:
+    raise SystemExit("there are orphans left")
+print(ours.returncode, bury(0))
+"""
+
+
+def test_orphans_are_buried_and_nobody_is_robbed_of_a_childs_status() -> None:
+    ran = subprocess.run(
+        [sys.executable, "-c", FIRST_PROCESS], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert (ran.returncode, ran.stdout, ran.stderr) == (0, "3 0\n", "")
+
+
+@pytest.mark.parametrize(
+    ("told", "given", "waited_s"),
+    [("", str(GRACE_S), GRACE_S), ("45", "45", 45.0), ("soon", "soon", GRACE_S)],
+)
+def test_frontends_end_streams_themselves_before_they_are_killed(
+    told: str, given: str, waited_s: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(GRACE, told)
+    (frontend,) = (child for child in plan(ARGS, FleetDir(tmp_path)) if child.role == "frontend")
+    assert (frontend.environment[GRACE], frontend_grace_s()) == (given, waited_s)
+
+
+async def test_a_worker_that_must_be_killed_at_the_end_has_left(tmp_path: Path) -> None:
+    stream = MemoryStream()
+    exits = WorkerExits(MemoryJournal(stream, "supervisor").observe)
+    child = Child("w0", "worker", [sys.executable, "-c", STUBBORN], tmp_path / "w0.log")
+    told = exits.begins(child)
+    child.start(told)
+    async with asyncio.timeout(20):
+        while not child.log.read_text():  # noqa: ASYNC110 (another process)
+            await asyncio.sleep(0.01)
+    await end([child], 0.2, exits.ended)
+    assert [event.fact for event in stream.events] == [
+        WorkerLeft(worker="w0", instance=told["HOLDFAST_WORKER_INSTANCE"], mode="immediate", exit=137)
+    ]
+
+
+def test_workers_share_processes_as_far_as_they_go(tmp_path: Path) -> None:
+    args = argparse.Namespace(**{**vars(ARGS), "workers": 10, "workers_per_process": 4})
+    processes = [child for child in plan(args, FleetDir(tmp_path)) if child.role == "worker"]
+    assert [(child.name, child.environment["HOLDFAST_WORKER_COUNT"]) for child in processes] == [
+        ("w0", "4"),
+        ("w4", "4"),
+        ("w8", "2"),
+    ]
+    assert lives(processes[2], "i1") == [("w8", "i1-0"), ("w9", "i1-1")]
+    assert lives(Child("w3", "worker", [], tmp_path), "i1") == [("w3", "i1")]
+
+
+def test_the_last_words_of_a_child_are_those_of_its_error(tmp_path: Path) -> None:
+    log = tmp_path / "controller.log"
+    child = Child("controller", "controller", [], log)
+    assert child.last_words() == ""
+    log.write_text("  | OSError: earlier\n    | AttributeError: no '_x'\n    +--------------\n\n")
+    assert child.last_words() == "AttributeError: no '_x'"

@@ -1,0 +1,136 @@
+"""Settings come from defaults, the environment and flags; what makes no sense is named."""
+
+import argparse
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+
+from controller.cli import main
+from controller.commands.show_settings import rows
+from controller.config.flags import add_flags, as_variables, gather
+from controller.config.sections import effective, masked
+from controller.config.variables import refuse_unknown
+from controller.frontend.settings import FrontendSettings
+from controller.processes import up_flags
+from controller.processes.fleet_dir import FleetDir
+from controller.processes.restart_plan import plan
+from controller.runtime.settings import ControllerSettings
+from events.errors import BadSetting
+
+
+def test_the_environment_reaches_into_policies() -> None:
+    environment = {
+        "HOLDFAST_CONTROLLER__CANARY__INTERVAL_S": "1.5",
+        "HOLDFAST_CONTROLLER__POLICY__BREAKER__WAIT_MIN": "7",
+        "HOLDFAST_CONTROLLER__CHAOS": "true",
+    }
+    settings = gather(ControllerSettings, "controller", {}, environment)
+    assert settings.canary.interval_s == 1.5
+    assert settings.policy.breaker.wait_min == timedelta(seconds=7)
+    assert settings.policy.breaker.failures_max == 3, "what is not set keeps its default"
+    assert settings.chaos
+
+
+def test_a_flag_wins_over_the_environment() -> None:
+    environment = {"HOLDFAST_CONTROLLER__ADMIN_PORT": "1234"}
+    assert gather(ControllerSettings, "controller", {"admin_port": "4321"}, environment).admin_port == 4321
+
+
+@pytest.mark.parametrize(
+    ("variable", "value", "says"),
+    [
+        (
+            "HOLDFAST_CONTROLLER__CANARY__INTERVALL_S",
+            "1",
+            "HOLDFAST_CONTROLLER__CANARY__INTERVALL_S is not a setting",
+        ),
+        ("HOLDFAST_CONTROLLER__CHAOS__MORE", "1", "chaos has nothing below it"),
+        ("HOLDFAST_CONTROLLER__CANARY__INTERVAL_S", "-1", "controller.canary.interval_s = '-1'"),
+        (
+            "HOLDFAST_CONTROLLER__POLICY__BREAKER__WAIT_MIN",
+            "soon",
+            "controller.policy.breaker.wait_min = 'soon'",
+        ),
+        (
+            "HOLDFAST_CONTROLLER__POLICY__DRAIN__WAIT",
+            "-1",
+            "^controller.policy.drain: wait is -1.0: it must be",
+        ),
+    ],
+)
+def test_what_makes_no_sense_is_named(variable: str, value: str, says: str) -> None:
+    with pytest.raises(BadSetting, match=says.replace(".", r"\.")):
+        gather(ControllerSettings, "controller", {}, {variable: value})
+
+
+def test_workers_that_are_named_by_their_ports_are_not_behind_the_broker() -> None:
+    flags = {"static": "127.0.0.1:9", "request_plane": "nats"}
+    with pytest.raises(BadSetting, match="static names workers that are reached without a broker"):
+        gather(FrontendSettings, "frontend", flags, {})
+
+
+def test_a_section_may_have_flags_of_its_own() -> None:
+    parser = argparse.ArgumentParser()
+    add_flags(parser, FrontendSettings)
+    args = vars(parser.parse_args(["--router-mode", "random", "--no-kv-events", "--port", "7"]))
+    below = {"HOLDFAST_FRONTEND__ROUTER__MODE": "kv", "HOLDFAST_FRONTEND__ROUTER__TTL_SECS": "5"}
+    settings = gather(FrontendSettings, "frontend", args, below)
+    assert (settings.port, settings.router.mode, settings.router.kv_events) == (7, "random", False)
+    assert settings.router.ttl_secs == 5, "what no flag says keeps what the environment says"
+    assert settings.router.temperature == 0
+    assert as_variables("frontend", FrontendSettings, args) == {
+        "HOLDFAST_FRONTEND__ROUTER__MODE": "random",
+        "HOLDFAST_FRONTEND__ROUTER__KV_EVENTS": "False",
+        "HOLDFAST_FRONTEND__PORT": "7",
+    }
+    with pytest.raises(BadSetting, match=r"frontend\.router\.temperature = '-1'"):
+        gather(FrontendSettings, "frontend", {"router.temperature": "-1"}, {})
+
+
+@pytest.mark.parametrize("command", ["up", "demo"])
+def test_a_fleet_is_not_begun_with_a_routing_that_frontends_would_refuse(
+    command: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([command, "--router-mode", "best"]) == 2
+    assert "frontend.router.mode = 'best': input should be 'kv'" in capsys.readouterr().err
+
+
+def test_frontends_of_a_fleet_are_told_how_to_route(tmp_path: Path) -> None:
+    parser = argparse.ArgumentParser()
+    up_flags.add_arguments(parser)
+    args = parser.parse_args(["--router-mode", "round-robin", "--frontends", "2"])
+    told = [c.environment for c in plan(args, FleetDir(tmp_path)) if c.role == "frontend"]
+    assert [own["HOLDFAST_FRONTEND__ROUTER__MODE"] for own in told] == ["round-robin"] * 2
+
+
+def test_workers_do_not_publish_what_no_frontend_wants_to_hear(tmp_path: Path) -> None:
+    parser = argparse.ArgumentParser()
+    up_flags.add_arguments(parser)
+
+    def told(*flags: str) -> set[str | None]:
+        children = plan(parser.parse_args(flags), FleetDir(tmp_path))
+        return {c.environment.get("HOLDFAST_WORKER_KV_EVENTS") for c in children if c.role == "worker"}
+
+    assert (told(), told("--no-kv-events")) == ({None}, {"false"})
+
+
+def test_a_misspelt_section_is_refused() -> None:
+    with pytest.raises(BadSetting, match="HOLDFAST_CONTROLER__CHAOS is not a setting"):
+        refuse_unknown({"HOLDFAST_CONTROLER__CHAOS": "1", "HOME": "x", "HOLDFAST_WORKER_NAME": "w0"})
+
+
+def test_passwords_are_masked() -> None:
+    assert masked("postgresql://me:hush@db:5432/x") == "postgresql://me:***@db:5432/x"
+    shown = effective({"HOLDFAST_DATABASE_URL": "postgresql://me:hush@db/x"})
+    assert "hush" not in str(shown)
+    assert shown["controller.policy.breaker.failures_max"] == 3
+
+
+def test_the_settings_command_shows_every_role_and_no_secret() -> None:
+    environment = {"HOLDFAST_WORKER_UPSTREAM_KEY": "hush", "HOLDFAST_FRONTEND__MIGRATION_LIMIT": "1"}
+    shown = {name: value for name, value, _ in rows(environment)}
+    assert shown["frontend.migration_limit"] == 1
+    assert shown["worker.engine"] == "simulated"
+    assert shown["controller.policy.health.failures_max"] == 3
+    assert "hush" not in str(shown)

@@ -1,0 +1,420 @@
+"""Bad input gets one clear sentence and the right exit code; never a traceback, never a hang."""
+
+import argparse
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any, NoReturn
+
+import first_database
+import pytest
+from typed_commands import run_command
+
+from controller import cli
+from controller.adapters.embedded.free_port import free_port
+from controller.commands import operator_commands
+from controller.commands.printing import print_status
+from controller.processes.children import shell_status
+from controller.processes.fleet_dir import FleetDir, NoFleet
+from controller.processes.operator_client import Unreachable, find
+from controller.processes.up import FleetSupervisor
+from controller.processes.worker_exits import left
+from workers.exits import FELL
+
+
+def holdfast(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    env = {k: v for k, v in os.environ.items() if not k.startswith("HOLDFAST_")} | environment
+    return run_command(arguments, env)
+
+
+def test_without_arguments_it_shows_the_commands() -> None:
+    command = [sys.executable, "-m", "controller.cli"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 2
+    assert "usage: holdfast" in done.stderr
+    assert "replay" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["upp"], "invalid choice: 'upp'"),
+        (["up", "--workers", "0"], "'0' is not a number from 1"),
+        (["up", "--workers", "many"], "'many' is not a number from 1"),
+        (["up", "--port", "99999"], "'99999' is not a port"),
+        (["up", "--itl-ms", "-1"], "'-1' is not a number of at least 0"),
+        (["up", "--canary-interval", "0"], "'0' is not a number above 0"),
+        (["up", "--bogus"], "unrecognized arguments: --bogus"),
+        (["chaos", "explode", "w0"], "invalid choice: 'explode'"),
+        (["move"], "the following arguments are required: WORKER"),
+        (["drain"], "the following arguments are required: WORKER"),
+        (["demo", "--seconds", "nan"], "'nan' is not a number above 0"),
+        (["demo", "--seconds", "5"], "--seconds 10 or more"),
+        (["demo", "--speedup", "0"], "'0' is not a number above 0"),
+        (["restart"], "either the name of a WORKER, or --rolling"),
+        (["restart", "w0", "--rolling"], "either the name of a WORKER, or --rolling"),
+        (["chaos", "kill", "w0", "3"], "kill takes no number"),
+        (
+            ["chaos", "kill", "w0", "--rank", "1"],
+            "kill strikes the whole worker; error, corrupt, drift, slow, xid, nvlink take",
+        ),
+        (["events", "--kind", "nonsense"], "there is no kind 'nonsense'"),
+    ],
+)
+def test_wrong_arguments_are_named(arguments: list[str], says: str, tmp_path: Path) -> None:
+    done = holdfast(*arguments)
+    assert done.returncode == 2
+    assert says in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def refused(done: subprocess.CompletedProcess[str], says: str, code: int = 1) -> None:
+    assert done.returncode == code, done.stderr
+    assert says in done.stderr
+    assert done.stderr.count("\n") == 1, done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_a_port_in_use_is_named(tmp_path: Path) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        refused(
+            holdfast("up", "--data", str(tmp_path), "--port", str(port)), f"127.0.0.1:{port} cannot be used"
+        )
+
+
+def test_an_address_of_another_host_is_named(tmp_path: Path) -> None:
+    done = holdfast("up", "--data", str(tmp_path), "--host", "203.0.113.1", "--port", "18999")
+    refused(done, "203.0.113.1:18999 cannot be used: ")
+    assert "in use" not in done.stderr
+
+
+def test_a_data_directory_of_a_newer_version_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "version").write_text("99\n")
+    refused(holdfast("up", "--data", str(tmp_path), "--port", str(free_port())), "newer version")
+
+
+def test_a_data_directory_that_cannot_be_made_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    data = str(tmp_path / "file" / "x")
+    refused(holdfast("up", "--data", data, "--port", str(free_port())), f"{data} cannot be used")
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ["status"],
+        ["events"],
+        ["drain", "w0"],
+        ["move", "w0"],
+        ["chaos", "kill", "w0"],
+        ["replay", "timeline"],
+    ],
+)
+def test_without_a_fleet_every_command_says_so(command: list[str], tmp_path: Path) -> None:
+    refused(holdfast(*command, "--data", str(tmp_path)), "No fleet runs on this data directory")
+
+
+@pytest.mark.parametrize(
+    "command", [["status"], ["events"], ["events", "--follow"], ["drain", "w0"], ["replay", "timeline"]]
+)
+def test_an_unreachable_broker_is_named_without_its_password(command: list[str], tmp_path: Path) -> None:
+    done = holdfast(*command, "--data", str(tmp_path), HOLDFAST_NATS_URL="nats://u:secret@127.0.0.1:1")
+    refused(done, "127.0.0.1:1")
+    assert "secret" not in done.stderr
+
+
+def test_a_trace_that_is_none_is_named(tmp_path: Path) -> None:
+    trace = tmp_path / "trace"
+    for content in (b"\xff\x00", b"[]", b'{"timestamp": NaN, "input_length": 1, "output_length": 1}'):
+        trace.write_bytes(content)
+        refused(holdfast("demo", "--trace", str(trace)), f"{trace}, line 1: ")
+
+
+@pytest.mark.parametrize("role", ["controller", "frontend", "worker"])
+def test_a_role_names_a_data_directory_that_it_cannot_use(role: str, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    done = holdfast(role, "--data", str(tmp_path / "file"), HOLDFAST_NATS_URL="nats://127.0.0.1:1")
+    assert done.returncode == 1
+    assert "Choose another data directory with --data." in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_what_a_command_does_not_know_points_to_its_own_help(capsys: pytest.CaptureFixture[str]) -> None:
+    for whose, rest in (
+        ("", ["up"]),
+        ("up", []),
+        ("replay", ["why", "5"]),
+        ("replay why", ["5"]),
+        ("trace replay", ["FILE", "--url", "http://localhost"]),
+        ("model tiny", ["DIR"]),
+    ):
+        with pytest.raises(SystemExit) as ended:
+            cli.main([*whose.split(), "--nonsense", *rest])
+        command = " ".join(["holdfast", *whose.split()])
+        said = f"{command}: unrecognized arguments: --nonsense. See `{command} --help`.\n"
+        assert (ended.value.code, capsys.readouterr().err) == (2, said)
+
+
+def test_a_closed_pipe_is_no_failure() -> None:
+    env = {k: v for k, v in os.environ.items() if k != "PYTHONUNBUFFERED"}  # as a user has it
+    for command in ("settings", "--help"):
+        read, write = os.pipe()
+        os.close(read)
+        done = subprocess.run(
+            [sys.executable, "-m", "controller.cli", command],
+            stdout=write, stderr=subprocess.PIPE, env=env, timeout=60, check=False,
+        )  # fmt: skip
+        os.close(write)
+        assert (done.returncode, done.stderr) == (0, b"")
+
+
+def test_what_cannot_be_written_is_said_in_one_line() -> None:
+    env = {k: v for k, v in os.environ.items() if k != "PYTHONUNBUFFERED"}
+    for command in ("settings", "--help"):
+        with open("/dev/full", "wb") as full:
+            done = subprocess.run(
+                [sys.executable, "-m", "controller.cli", command],
+                stdout=full, stderr=subprocess.PIPE, env=env, timeout=60, check=False,
+            )  # fmt: skip
+        assert done.returncode == 1
+        assert done.stderr == b"holdfast: [Errno 28] No space left on device\n"
+
+
+def test_a_narrow_terminal_loses_no_part_of_the_status(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", "20")
+    worker = {"id": "w-in-rack-17", "health": "SUSPICIOUS", "weight": 0.5, "breaker": "half_open"}
+    worker |= {"in_flight": 3, "model": "a-model-with-a-long-name", "last_canary": None}
+    worker["reasons"] = ["health SUSPICIOUS: timeout", "breaker half_open: trial"]
+    status: dict[str, Any] = {"workers": [worker], "processes": [], "levels": {}, "leader": None}
+    print_status({**status, "journal": {"last_seq": 1}, "projector": {"position": None, "lag": None}})
+    shown = capsys.readouterr().out
+    assert all(str(worker[key]) in shown for key in ("id", "health", "breaker", "model"))
+    assert (
+        "w-in-rack-17 has not its full share: health SUSPICIOUS: timeout; breaker half_open: trial\n" in shown
+    )
+
+
+def test_of_a_large_fleet_the_status_shows_who_is_not_well_and_counts_the_others(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    well = {
+        "health": "HEALTHY",
+        "weight": 1.0,
+        "breaker": "closed",
+        "in_flight": 2,
+        "model": "sim",
+        "reasons": [],
+    }
+    workers: list[dict[str, Any]] = [{"id": f"w{n}", **well} for n in range(1000)]
+    workers[7] |= {"health": "UNHEALTHY", "weight": 0.0, "reasons": ["health UNHEALTHY: silent"]}
+    status: dict[str, Any] = {"workers": workers, "processes": [], "levels": {}, "leader": None}
+    print_status({**status, "journal": {"last_seq": 1}, "projector": {"position": None, "lag": None}})
+    shown = capsys.readouterr().out
+    assert "w7 has not its full share: health UNHEALTHY: silent\n" in shown
+    assert (
+        "999 more workers of sim are HEALTHY, with their full share, 1998 in flight; -o json has each\n"
+        in shown
+    )
+    assert len(shown.splitlines()) < 15
+
+
+def test_a_killed_fleet_runs_no_more_though_it_says_how_it_was_reached(tmp_path: Path) -> None:
+    child = subprocess.Popen(["true"])
+    child.wait()
+    FleetDir(tmp_path).remember(nats_url="nats://127.0.0.1:1", pid=child.pid)
+    with pytest.raises(NoFleet, match="No fleet runs on this data directory"):
+        find(tmp_path)
+
+
+async def test_who_follows_is_told_that_the_broker_is_away_until_the_fleet_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.delenv("HOLDFAST_NATS_URL", raising=False)
+    FleetDir(tmp_path).remember(nats_url="nats://a:1")
+    answers = [True, False, False, True, False]
+
+    def connected() -> bool:
+        if len(answers) == 1:
+            (tmp_path / "fleet.json").unlink(missing_ok=True)
+        return answers.pop(0)
+
+    with pytest.raises(NoFleet):
+        await operator_commands.until_lost(connected, tmp_path, "nats://a:1", look_s=0.001)
+    said = capsys.readouterr().err.splitlines()
+    assert [line.partition("broker ")[2] for line in said] == [
+        "cannot be reached",
+        "is back",
+        "cannot be reached",
+    ]
+    FleetDir(tmp_path).remember(nats_url="nats://b:2")
+    with pytest.raises(Unreachable, match="started anew"):
+        await operator_commands.until_lost(lambda: False, tmp_path, "nats://a:1", look_s=0.001)
+
+
+def test_how_a_fleet_is_reached_is_for_its_owner_alone(tmp_path: Path) -> None:
+    FleetDir(tmp_path).remember(nats_url="nats://u:secret@h", database_url="postgresql://u:secret@h/x")
+    assert (tmp_path / "fleet.json").stat().st_mode & 0o077 == 0
+
+
+def test_up_names_a_broker_that_cannot_be_reached_instead_of_waiting_for_it(tmp_path: Path) -> None:
+    began = time.monotonic()
+    flags = ("--data", str(tmp_path), "--port", str(free_port()))
+    refused(holdfast("up", *flags, HOLDFAST_NATS_URL="nats://127.0.0.1:1"), "127.0.0.1:1")
+    assert time.monotonic() - began < 30
+
+
+@pytest.mark.parametrize("url", ["nats://localhost:abc", "nats://", "http://localhost:4222", "localhost"])
+@pytest.mark.parametrize("command", ["status", "events", "up", "worker"])
+def test_a_brokers_url_that_is_none_is_named(command: str, url: str, tmp_path: Path) -> None:
+    port = ["--port", str(free_port())] if command == "up" else []
+    done = holdfast(command, *port, "--data", str(tmp_path), HOLDFAST_NATS_URL=url)
+    refused(done, f"{url!r} is no broker's URL")
+
+
+def test_an_empty_url_in_the_environment_is_none(tmp_path: Path) -> None:
+    done = holdfast("status", "--data", str(tmp_path), HOLDFAST_NATS_URL="", HOLDFAST_DATABASE_URL="")
+    refused(done, "No fleet runs on this data directory")
+    FleetDir(tmp_path).remember(nats_url="nats://127.0.0.1:1", database_url="postgresql://x@127.0.0.1:1/x")
+    done = holdfast("status", "--data", str(tmp_path), HOLDFAST_NATS_URL="", HOLDFAST_DATABASE_URL="")
+    refused(done, "nats://127.0.0.1:1")
+
+
+@pytest.mark.parametrize("url", ["mysql://u:secret@h/x", "postgresql://u:secret@localhost:abc/x"])
+def test_a_databases_url_that_is_none_is_named_without_its_password(url: str, tmp_path: Path) -> None:
+    done = holdfast("up", "--data", str(tmp_path), "--port", str(free_port()), HOLDFAST_DATABASE_URL=url)
+    refused(done, "A database's URL reads postgresql://")
+    assert "secret" not in done.stderr
+
+
+UPSTREAM = ("--upstream", "http://127.0.0.1:1")
+
+
+@pytest.mark.parametrize(
+    ("flags", "says"),
+    [
+        (["--engine", "transformers"], "needs --model DIR"),
+        (["--engine", "openai"], "needs --upstream URL"),
+        (["--model", "/nonexistent"], "does not exist"),
+        (["--model", "."], "--model is for --engine transformers"),
+        (["--upstream", "http://127.0.0.1:1"], "--upstream is for --engine openai"),
+        (["--engine", "openai", "--upstream", "http://127.0.0.1:1"], "tokenizer.json"),
+        (
+            ["--engine", "openai", "--model", ".", "--upstream", "127.0.0.1"],
+            "'127.0.0.1' is not a server's URL",
+        ),
+        (
+            ["--engine", "openai", "--model", ".", *UPSTREAM, *UPSTREAM, "--upstream-kv-events", "tcp://h:1"],
+            "--upstream-kv-events is given 1 times, --upstream 2 times",
+        ),
+    ],
+)
+def test_flags_that_need_others_say_which(flags: list[str], says: str, tmp_path: Path) -> None:
+    refused(holdfast("up", "--data", str(tmp_path), *flags), says, code=2)
+
+
+@pytest.mark.parametrize(
+    ("variable", "value", "says"),
+    [
+        ("HOLDFAST_WORKER_PORT", "99999", "w0 does not start: port = '99999': expected `int` <= 65535"),
+        ("HOLDFAST_WORKER_SPEED", "9", "w0 does not start: HOLDFAST_WORKER_SPEED is not a setting"),
+        ("HOLDFAST_CONTROLLER__CANARY__INTERVAL_S", "-1", "controller does not start: controller.canary"),
+    ],
+)
+def test_an_impossible_setting_ends_the_fleet_at_once(
+    variable: str, value: str, says: str, tmp_path: Path, databases: None
+) -> None:
+    first_database.lay(tmp_path / "postgres")
+    flags = ("--data", str(tmp_path), "--workers", "1", "--port", str(free_port()))
+    refused(holdfast("up", *flags, **{variable: value}), says, code=2)
+
+
+@pytest.mark.parametrize(
+    "command", [["status"], ["events"], ["resume", "w0"], ["replay", "verify"], ["up"], ["worker"]]
+)
+def test_every_command_refuses_a_misspelt_setting(command: list[str], tmp_path: Path) -> None:
+    done = holdfast(*command, "--data", str(tmp_path), HOLDFAST_CONTROLER__CHAOS="1")
+    refused(done, "HOLDFAST_CONTROLER__CHAOS is not a setting", code=2)
+
+
+@pytest.mark.parametrize(("status", "mode"), [(-9, "immediate"), (70, "self_initiated")])
+def test_the_supervisor_tells_of_a_worker_that_could_not(status: int, mode: str) -> None:
+    fact = left("w0", "life-1", status)
+    assert fact is not None
+    assert (fact.worker, fact.instance, fact.mode, fact.exit) == ("w0", "life-1", mode, shell_status(status))
+
+
+@pytest.mark.parametrize("status", [0, FELL])
+def test_what_a_worker_has_told_is_not_told_again(status: int) -> None:
+    assert left("w0", "life-1", status) is None
+
+
+def test_ctrl_c_ends_a_command_that_still_imports(monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(parser: object) -> NoReturn:
+        raise KeyboardInterrupt
+
+    monkeypatch.setitem(cli.COMMANDS, "up", ("", interrupted))
+    assert cli.main(["up"]) == 130
+
+
+def test_ctrl_c_ends_a_start_that_waits_for_a_database(tmp_path: Path) -> None:
+    with socket.socket() as deaf:  # accepts connections and never answers
+        deaf.bind(("127.0.0.1", 0))
+        deaf.listen()
+        url = f"postgresql://x@127.0.0.1:{deaf.getsockname()[1]}/x"
+        command = [sys.executable, "-m", "controller.cli", "up", "--data", str(tmp_path), "--workers", "1"]
+        up = subprocess.Popen(
+            [*command, "--port", str(free_port())],
+            env={**os.environ, "HOLDFAST_DATABASE_URL": url},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        deaf.settimeout(30)
+        caller, _ = deaf.accept()
+        with caller:
+            began = time.monotonic()
+            up.send_signal(signal.SIGINT)
+            said, _ = up.communicate(timeout=30)
+        assert time.monotonic() - began < 15
+        assert (up.returncode, said) == (0, "")
+
+
+def test_a_directory_completes_the_broker_of_the_environment_only_if_it_is_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("HOLDFAST_DATABASE_URL", raising=False)
+    monkeypatch.setenv("HOLDFAST_NATS_URL", "nats://a:1")
+    assert find(tmp_path)["database_url"] == ""
+    FleetDir(tmp_path).remember(nats_url="nats://a:1", database_url="postgresql://x")
+    assert find(tmp_path)["database_url"] == "postgresql://x"
+    monkeypatch.setenv("HOLDFAST_NATS_URL", "nats://b:1")
+    assert find(tmp_path) == {"nats_url": "nats://b:1", "database_url": ""}
+    monkeypatch.delenv("HOLDFAST_NATS_URL")
+    assert find(tmp_path)["nats_url"] == "nats://a:1"
+
+
+@pytest.mark.parametrize(("host", "url"), [("127.0.0.1", "http://127.0.0.1:80"), ("::1", "http://[::1]:80")])
+def test_the_address_that_up_prints_can_be_typed(host: str, url: str, tmp_path: Path) -> None:
+    assert FleetSupervisor(argparse.Namespace(host=host, port=80, data=tmp_path)).url == url
+
+
+def test_a_log_that_nobody_can_write_stops_no_role(tmp_path: Path) -> None:
+    (tmp_path / "run").write_text("")  # where a process would say that it is there
+    command = [sys.executable, "-m", "controller.cli", "worker", "--data", str(tmp_path), "--admin-port", "0"]
+    with open("/dev/full", "wb") as full:
+        worker = subprocess.Popen(command, stdout=full, stderr=full)
+    try:
+        with pytest.raises(subprocess.TimeoutExpired):
+            worker.wait(5)
+    finally:
+        worker.terminate()
+        worker.wait(30)

@@ -1,0 +1,162 @@
+"""A field that is added to a folded state, with a default, survives every kind of fact.
+
+Each state gets a subclass with one field more, as a later release might. A state that is rebuilt field by field, by
+position or by name, comes back without it.
+"""
+
+from collections.abc import Callable
+from dataclasses import fields, is_dataclass, make_dataclass
+from datetime import UTC, datetime
+from typing import Any, get_args, get_type_hints
+
+import pytest
+from any_fact import INSTANTS, facts_of
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from controller.deciders import breaker, budget, degradation, drain, fold, golden, health, incident
+from controller.deciders.breaker import Breaker
+from controller.deciders.budget import Budget
+from controller.deciders.degradation import Degradation
+from controller.deciders.drain import Drain
+from controller.deciders.fleet import Fleet, Worker
+from controller.deciders.golden import Golden
+from controller.deciders.health import Health
+from controller.deciders.incident import Incident
+from controller.deciders.worker import Conviction, LastCanary
+from events.codec import KINDS
+from events.decisions import (
+    BreakerClosed,
+    BreakerHalfOpened,
+    BreakerOpened,
+    DrainEnded,
+    DrainStarted,
+    HealthChanged,
+    HealthStatus,
+    IncidentClosed,
+    IncidentOpened,
+)
+from events.fact import Fact, Recorded
+from events.observations import GoldenProposed, WorkerJoined
+
+AT = datetime(2026, 1, 1, tzinfo=UTC)
+ADDED = 7  # no default
+STATES = (Fleet, Worker, Health, Breaker, Drain, Budget, Degradation, Golden, Incident)
+EXTENDED: dict[type[Any], type[Any]] = {
+    cls: make_dataclass(f"Extended{cls.__name__}", [("added", int, 0)], bases=(cls,), frozen=True, slots=True)
+    for cls in STATES
+}
+EVOLVE: dict[type[Any], Callable[..., Any]] = {
+    Health: health.evolve,
+    Breaker: breaker.evolve,
+    Drain: drain.evolve,
+    Budget: budget.evolve,
+    Degradation: degradation.evolve,
+    Golden: golden.evolve,
+    Incident: lambda state, fact, cause: incident.evolve(state, fact),
+}
+
+
+def begins_anew(state: Any, fact: Fact) -> bool:
+    """Return whether a state may forget all but what its `_anew` (a worker's `join`) lists. There are no others."""
+    match state, fact:
+        case Breaker(), BreakerOpened() | BreakerHalfOpened() | BreakerClosed():
+            return True
+        case Drain(), DrainStarted() | DrainEnded():
+            return True
+        case Health(), HealthChanged(after=HealthStatus.HEALTHY):
+            return True
+        case Golden(), GoldenProposed():
+            return fact.configured or (state.status == "retired" and not state.votes)
+        case Incident(), IncidentOpened() | IncidentClosed():
+            return True
+        case _:
+            return False
+
+
+def extended(state: Any) -> Any:
+    """Return a state with the field added to it and to all states in it."""
+    cls = type(state)
+    if isinstance(state, dict):
+        return {key: extended(value) for key, value in state.items()}
+    if cls in EXTENDED or cls in EXTENDED.values():
+        own = {f.name: extended(getattr(state, f.name)) for f in fields(state) if f.name != "added"}
+        return EXTENDED.get(cls, cls)(**own, added=ADDED)
+    return state
+
+
+def kept(state: Any) -> bool:
+    return getattr(state, "added", 0) == ADDED
+
+
+def any_state(cls: type[Any]) -> st.SearchStrategy[Any]:
+    """Return values of a state, its fields arbitrary and the added one set."""
+    st.register_type_strategy(float, st.floats(0, 1))
+    st.register_type_strategy(datetime, INSTANTS)
+    return st.builds(EXTENDED[cls], added=st.just(ADDED))
+
+
+@pytest.mark.parametrize("kind", KINDS.values(), ids=lambda kind: kind.__name__)
+@given(data=st.data())
+@settings(max_examples=15)
+def test_a_machine_keeps_a_field_that_it_does_not_know(kind: type[Fact], data: st.DataObject) -> None:
+    fact = data.draw(facts_of(kind))
+    for cls, evolve in EVOLVE.items():
+        state = data.draw(any_state(cls))
+        after = evolve(state, fact, "e1")
+        assert kept(after) or begins_anew(state, fact), (state, fact, after)
+
+
+def states(fleet: Fleet) -> dict[tuple[str, ...], Any]:
+    """Return all states of a fleet by where they stand; a worker's by its instance, too."""
+    found: dict[tuple[str, ...], Any] = {("fleet",): fleet}
+    for name, worker in fleet.workers.items():
+        life = ("worker", name, worker.joined.instance)
+        machines = {"health": worker.health, "breaker": worker.breaker, "drain": worker.drain}
+        found |= {life: worker, (*life, "budget"): worker.budget}
+        found |= {(*life, machine): state for machine, state in machines.items()}
+    for kind in ("goldens", "models", "incidents"):
+        found |= {(kind, str(key)): state for key, state in getattr(fleet, kind).items()}
+    return found
+
+
+@pytest.mark.parametrize("kind", KINDS.values(), ids=lambda kind: kind.__name__)
+@given(data=st.data())
+@settings(max_examples=15)
+def test_a_fleet_and_all_in_it_keep_a_field_that_they_do_not_know(
+    kind: type[Fact], data: st.DataObject
+) -> None:
+    story = data.draw(st.lists(facts_of(WorkerJoined), min_size=2, max_size=4))
+    story += data.draw(st.lists(facts_of(kind), min_size=1, max_size=4))
+    fleet = extended(Fleet())
+    for seq, fact in enumerate(story, 1):
+        before = states(fleet)
+        after = fold.evolve(fleet, Recorded(seq=seq, at=AT, fact=fact, id=f"e{seq}"))
+        for where, state in states(after).items():
+            known = before.get(where)
+            assert known is None or kept(state) or begins_anew(known, fact), (where, fact, state)
+        fleet = extended(after)
+
+
+def test_a_state_that_is_rebuilt_from_the_fields_that_are_known_is_caught() -> None:
+    state = extended(Breaker("w0", "i1"))
+    rebuilt = Breaker(*(getattr(state, f.name) for f in fields(Breaker)))
+    assert kept(state) and not kept(rebuilt)
+
+
+def test_every_state_of_a_fleet_is_tried() -> None:
+    """A state that is new belongs into `STATES`, or here: what one fact says and the next replaces."""
+    said_once = {LastCanary, Conviction, golden.Vote}
+    assert _dataclasses(Fleet) == set(STATES) | said_once
+
+
+def _dataclasses(hint: Any) -> set[type[Any]]:
+    """Return the deciders' dataclasses that a value of this type may hold."""
+    found: set[type[Any]] = set()
+    if is_dataclass(hint) and isinstance(hint, type) and hint.__module__.startswith("controller.deciders."):
+        found.add(hint)
+        for inner in get_type_hints(hint).values():
+            found |= _dataclasses(inner)
+    for part in get_args(hint):
+        found |= _dataclasses(part)
+    return found

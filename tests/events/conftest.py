@@ -1,0 +1,16 @@
+"""A broker of the test's own, to be killed."""
+
+from collections.abc import AsyncIterator
+
+import pytest
+from nats_world import Broker
+
+from controller.adapters.embedded.servers import EmbeddedServer
+
+
+@pytest.fixture
+async def broker(own_nats: EmbeddedServer) -> AsyncIterator[Broker]:
+    """A nats-server that can be killed and comes back on the same port and directory."""
+    made = Broker(own_nats)
+    yield made
+    await made.server.kill()

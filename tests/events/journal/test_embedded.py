@@ -1,0 +1,223 @@
+"""The embedded servers: they start fast, resume, refuse clearly, and never outlive their parent."""
+
+import asyncio
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+
+import asyncpg
+import nats
+import psutil
+import pytest
+
+from controller.adapters.embedded import free_port
+from controller.adapters.embedded import postgres as embedded_postgres
+from controller.adapters.embedded.server import PORT_TRIES, somewhere
+from controller.adapters.embedded.servers import (
+    EmbeddedServer,
+    PortInUse,
+    ServerDirectoryInUse,
+    ServerFailed,
+    start_nats,
+    start_postgres,
+)
+
+pytestmark = pytest.mark.servers
+Eventually = Callable[..., Awaitable[None]]
+
+
+async def test_the_effective_sync_interval_is_read_back(own_nats: EmbeddedServer, tmp_path: Path) -> None:
+    assert own_nats.effective["sync_interval"] == "always"
+    lazy = await start_nats(tmp_path / "lazy", sync_interval="2m")
+    try:
+        assert lazy.effective["sync_interval"] == "120s"
+    finally:
+        await lazy.kill()
+
+
+async def test_postgres_keeps_what_others_wait_for_and_writes_no_zeros_nor_outside(
+    postgres_server: EmbeddedServer,
+) -> None:
+    connection = await asyncpg.connect(postgres_server.url, timeout=10)
+    try:
+        names = ("fsync", "full_page_writes", "synchronous_commit", "wal_init_zero")
+        assert [await connection.fetchval(f"SHOW {name}") for name in names] == ["on", "on", "on", "off"]
+        assert await connection.fetchval("SHOW dynamic_shared_memory_type") == "mmap"  # not in /dev/shm
+    finally:
+        await connection.close()
+
+
+async def test_a_second_start_resumes_what_a_killed_server_had_acknowledged(own_nats: EmbeddedServer) -> None:
+    client = await nats.connect(own_nats.url, allow_reconnect=False)
+    jetstream = client.jetstream()
+    await jetstream.add_stream(name="KEPT", subjects=["kept"])
+    await jetstream.publish("kept", b"one")
+    await client.close()
+    await own_nats.kill()
+    again = await start_nats(own_nats.directory, port=own_nats.port)
+    try:
+        assert again.url == own_nats.url
+        client = await nats.connect(again.url)
+        assert (await client.jetstream().stream_info("KEPT")).state.last_seq == 1
+        await client.close()
+    finally:
+        await again.kill()
+
+
+async def test_two_servers_never_share_a_directory(
+    own_nats: EmbeddedServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("controller.adapters.embedded.server.LOCK_WAIT_S", 0.05)
+    with pytest.raises(ServerDirectoryInUse, match="another --data"):
+        await start_nats(own_nats.directory)
+
+
+async def test_a_port_in_use_is_one_clear_sentence(tmp_path: Path) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        for start in (start_nats, start_postgres):
+            with pytest.raises(PortInUse, match=f"port {port}.*taken"):
+                await start(tmp_path / "server", port=port)
+
+
+async def test_no_port_of_ours_is_one_that_the_kernel_gives_to_whoever_connects(
+    own_nats: EmbeddedServer, postgres_server: EmbeddedServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Otherwise it could be another's when its server is started again."""
+    assert max(own_nats.port, postgres_server.port) <= free_port.HIGHEST < free_port._kernels_lowest()
+    monkeypatch.setattr(free_port, "NAMES_MAX", len(free_port._names) + 4)
+    monkeypatch.setattr(free_port, "HIGHEST", free_port.LOWEST + 2)
+    found = [free_port.free_port() for _ in range(4)]
+    assert len(set(found)) == 4, "the same twice, before anybody listens there"
+    assert found[3] > free_port.HIGHEST
+
+
+@pytest.mark.parametrize("tries", [PORT_TRIES, PORT_TRIES + 1])
+async def test_a_free_port_that_is_gone_again_is_not_the_last(
+    nats_server: EmbeddedServer, tries: int
+) -> None:
+    asked: list[int] = []
+
+    async def start(port: int) -> EmbeddedServer:
+        asked.append(port)
+        if len(asked) <= tries:
+            raise PortInUse("taken")
+        return nats_server
+
+    if tries > PORT_TRIES:
+        with pytest.raises(PortInUse):
+            await somewhere(0, start)
+    else:
+        assert await somewhere(0, start) is nats_server
+    assert len(set(asked)) == PORT_TRIES + 1
+
+
+async def test_a_directory_that_cannot_be_used_is_one_clear_sentence(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    for start in (start_nats, start_postgres):
+        with pytest.raises(ServerFailed, match="cannot be used"):
+            await start(tmp_path / "file" / "server")
+
+
+async def test_a_server_that_cannot_start_says_why(tmp_path: Path) -> None:
+    with pytest.raises(ServerFailed, match=r"ended with status 1"):
+        await start_nats(tmp_path / "nats", sync_interval="whenever")
+
+
+async def test_postgres_resumes_after_a_kill(tmp_path: Path, postgres_server: EmbeddedServer) -> None:
+    directory = tmp_path / "pg"
+    first = await start_postgres(directory)
+    await first.kill()
+    second = await start_postgres(directory)
+    try:
+        assert second.running
+        assert (directory / "data" / "postmaster.pid").read_text().split()[0] == str(second.pid)
+    finally:
+        await second.stop()
+    assert not second.running
+
+
+def test_postgres_binaries_that_the_user_cannot_reach_are_copied(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hidden = tmp_path / "hidden"
+    (hidden / "bin").mkdir(parents=True)
+    (hidden / "bin" / "postgres").write_text("#!/bin/sh\n")
+    hidden.chmod(0o700)
+    if os.geteuid() != 0:
+        pytest.skip("only root runs postgres as somebody else: run the tests as root")
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    copy = embedded_postgres._readable(hidden, "nobody")
+    assert copy != hidden
+    assert (copy / "bin" / "postgres").exists()
+    assert embedded_postgres._readable(hidden, "nobody") == copy
+
+
+async def test_a_killed_parent_leaves_no_orphan_and_no_shared_memory(
+    tmp_path: Path, eventually: Eventually
+) -> None:
+    script = f"""
+import asyncio, sys
+from pathlib import Path
+from controller.adapters.embedded.servers import start_nats, start_postgres
+async def main():
+    nats = await start_nats(Path({str(tmp_path)!r}) / "nats")
+    postgres = await start_postgres(Path({str(tmp_path)!r}) / "pg")
+    print(nats.pid, postgres.pid, flush=True)
+    await asyncio.sleep(60)
+asyncio.run(main())
+"""
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    parent = await asyncio.create_subprocess_exec(
+        sys.executable, "-c", script, stdout=subprocess.PIPE, env=environment
+    )
+    assert parent.stdout is not None
+    pids = [int(pid) for pid in (await asyncio.wait_for(parent.stdout.readline(), 30)).split()]
+    assert len(pids) == 2
+    assert _segments(pids)
+    parent.send_signal(signal.SIGKILL)
+    await parent.wait()
+    await eventually(lambda: not any(_alive(pid) for pid in pids))
+    assert not _segments(pids)
+
+
+def _segments(pids: list[int]) -> list[str]:
+    """Return the segments of System V shared memory that these processes made."""
+    lines = Path("/proc/sysvipc/shm").read_text().splitlines()[1:]
+    return [line for line in lines if int(line.split()[4]) in pids]
+
+
+def _alive(pid: int) -> bool:
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0]
+    except OSError:
+        return False
+    return state != "Z"
+
+
+async def test_a_start_that_is_given_up_leaves_nobody_and_the_next_one_succeeds(
+    tmp_path: Path, eventually: Eventually
+) -> None:
+    directory = tmp_path / "pg"
+    giving_up = asyncio.create_task(start_postgres(directory))
+    await eventually(lambda: any(directory.glob("data.partial*")))
+    giving_up.cancel()
+    await asyncio.gather(giving_up, return_exceptions=True)
+    assert not [p for p in psutil.process_iter() if str(directory) in " ".join(_arguments(p))]
+    (directory / "data.partial.1").mkdir(exist_ok=True)  # what somebody left
+    server = await start_postgres(directory)
+    await server.kill()
+
+
+def _arguments(process: psutil.Process) -> list[str]:
+    try:
+        return list(process.cmdline())
+    except psutil.Error:
+        return []

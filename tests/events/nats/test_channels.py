@@ -1,0 +1,180 @@
+"""Channels through a real broker: found and missed, cut, split, held back."""
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from two_sides import SUBJECT, Party, World
+
+from controller.adapters.embedded.servers import EmbeddedServer, start_nats
+from events import subjects
+from events.nats.channel import SILENT_S_MAX, NobodyListens
+from events.nats.channels import Channels
+from events.nats.windows import WINDOW_BYTES
+
+pytestmark = pytest.mark.servers
+Eventually = Callable[..., Awaitable[None]]
+
+
+@pytest.fixture
+async def world(own_nats: EmbeddedServer) -> AsyncIterator[World]:
+    made = await World.of(own_nats.url)
+    yield made
+    await made.close()
+
+
+async def test_bytes_go_both_ways_in_order(world: World, eventually: Eventually) -> None:
+    near, far = await world.pair()
+    said = [bytes([n % 256]) * (1 + n * 37 % 3000) for n in range(500)]
+    for piece in said:
+        near.channel.write(piece)
+        far.channel.write(piece[::-1])
+    await eventually(lambda: len(far.heard) == len(near.heard) == sum(map(len, said)))
+    assert bytes(far.heard) == b"".join(said)
+    assert bytes(near.heard) == b"".join(said)
+
+
+async def test_where_nobody_listens_the_broker_says_so_at_once(world: World) -> None:
+    async with asyncio.timeout(20):  # of its own it waits for ever
+        with pytest.raises(NobodyListens):
+            await world.near.dial(subjects.plane("w1", "i2"), Party)
+    assert world.near.count == 0
+
+
+async def test_a_closed_listener_lets_nobody_in_and_keeps_who_is_in(
+    world: World, eventually: Eventually
+) -> None:
+    listener = await world.far.listen(other := subjects.plane("w2", "i1"), Party)
+    inside = await world.near.dial(other, Party)
+    assert isinstance(inside, Party)
+    listener.close()
+    with pytest.raises(ConnectionResetError, match="nobody is let in here"):
+        await world.near.dial(other, Party)
+    assert not inside.lost
+
+
+async def test_one_that_is_not_there_any_more_is_noticed_in_a_tenth_of_a_second_while_in_use(
+    world: World, eventually: Eventually
+) -> None:
+    used, far = await world.pair()
+    idle, _ = await world.pair()
+    far.channel.write(b"token")
+    await eventually(lambda: used.heard)
+    died = time.monotonic()
+    await world.far.close()
+    await eventually(lambda: used.lost and idle.lost)
+    assert isinstance(used.lost[0], NobodyListens) and isinstance(idle.lost[0], NobodyListens)
+    assert used.ended_at - died < SILENT_S_MAX / 2  # when it would be noticed otherwise; 0.05 s are meant
+    assert used.ended_at < idle.ended_at
+
+
+async def test_with_the_broker_all_channels_end_and_new_ones_are_made_when_it_is_back(
+    own_nats: EmbeddedServer, background: Any, tmp_path: Path, eventually: Eventually
+) -> None:
+    world = await World.of(own_nats.url)
+    near, far = await world.pair()
+    await own_nats.kill()
+    await eventually(lambda: near.lost and far.lost)
+    assert "the connection to the broker is lost" in str(near.lost[0])
+    near.channel.write(b"into the void")
+    again = background.run(start_nats(tmp_path / "again", port=own_nats.port))
+    try:
+        await eventually(lambda: world.near.connection.connected and world.far.connection.connected)
+        near, far = await world.pair()
+        near.channel.write(b"back")
+        await eventually(lambda: far.heard == b"back")
+    finally:
+        await world.close()
+        background.run(again.kill())
+
+
+async def test_a_worker_that_began_without_a_broker_is_found_when_there_is_one(
+    own_nats: EmbeddedServer, background: Any, tmp_path: Path, eventually: Eventually
+) -> None:
+    await own_nats.kill()
+    far = await Channels.open(own_nats.url, "far", wait_s=0.05)
+    world = World(far, far)
+    await far.listen(SUBJECT, world.enter)
+    again = background.run(start_nats(tmp_path / "again", port=own_nats.port))
+    try:
+        await eventually(lambda: far.connection.connected)
+        await world.pair()
+    finally:
+        await far.close()
+        background.run(again.kill())
+
+
+async def test_what_exceeds_the_brokers_payload_goes_in_pieces(
+    background: Any, tmp_path: Path, eventually: Eventually
+) -> None:
+    server = background.run(start_nats(tmp_path / "small", max_payload=2048))
+    world = await World.of(server.url)
+    try:
+        near, far = await world.pair()
+        near.channel.write(prompt := bytes(range(256)) * 4000)
+        await eventually(lambda: len(far.heard) == len(prompt))
+        assert far.heard == prompt
+    finally:
+        await world.close()
+        background.run(server.kill())
+
+
+async def test_what_nobody_reads_is_held_back_before_the_broker(world: World, eventually: Eventually) -> None:
+    near, far = await world.pair()
+    near.channel.pause_reading()
+    far.channel.write(bytes(4 * WINDOW_BYTES))
+    await eventually(lambda: len(near.channel.incoming.held) == WINDOW_BYTES)
+    await asyncio.sleep(0.2)
+    assert (far.channel.get_write_buffer_size(), far.paused) == (3 * WINDOW_BYTES, True)
+    near.channel.resume_reading()
+    await eventually(lambda: len(near.heard) == 4 * WINDOW_BYTES and not far.paused)
+
+
+async def test_a_message_that_the_broker_drops_breaks_the_channel_on_both_sides(
+    world: World, eventually: Eventually, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    near, far = await world.pair()
+    with monkeypatch.context() as patch:
+        patch.setattr(world.far, "post", lambda *message: None)
+        far.channel.write(b"a token")
+        far.channel.pump()
+    far.channel.write(b"the next one")
+    await eventually(lambda: near.lost and far.lost)
+    assert near.heard == b""
+
+
+async def test_who_does_not_know_a_channel_any_more_says_so(world: World, eventually: Eventually) -> None:
+    near, far = await world.pair()
+    world.far.forget(far.channel)
+    near.channel.write(b"anybody there?")
+    await eventually(lambda: near.lost)
+    assert "this channel is not open" in str(near.lost[0])
+
+
+async def test_rubbish_on_a_subject_harms_nobody(world: World, eventually: Eventually) -> None:
+    near, far = await world.pair()
+    for body in (b"", b"x", b"\xff" * 17, b"\x01" + bytes(16), b"\x01" + bytes(16) + b"99"):
+        for subject in (f"{SUBJECT}.nobody", f"{SUBJECT}.a.b", "plane"):
+            await world.near.connection.client.publish(subject, body)
+            await world.near.connection.client.publish(subject, body, reply="somewhere")
+    near.channel.write(b"still here")
+    await eventually(lambda: far.heard == b"still here")
+    assert len(world.let_in) == 1
+
+
+async def test_what_lies_unread_in_the_brokers_socket_is_counted(
+    world: World, eventually: Eventually
+) -> None:
+    near, far = await world.pair()
+    assert world.near.unread() == 0
+    before = world.near.taken
+    far.channel.write(b"x" * 1000)
+    far.channel.pump()
+    world.far.connection.client.write()
+    time.sleep(0.1)  # noqa: ASYNC251 (nobody reads meanwhile)
+    assert world.near.unread() >= 1000
+    await eventually(lambda: len(near.heard) == 1000)
+    assert world.near.taken - before >= 1000

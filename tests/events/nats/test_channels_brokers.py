@@ -1,0 +1,210 @@
+"""Channels through brokers as operators run them: with accounts, TLS, in a cluster, and with their limits."""
+
+import asyncio
+import contextlib
+import os
+import shutil
+import signal
+import subprocess
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from pathlib import Path
+
+import pytest
+from structlog.testing import capture_logs
+from two_sides import Party, World
+
+from controller.adapters.control_api import ControlApi
+from controller.adapters.embedded.free_port import free_port
+from controller.adapters.embedded.server import spawn
+from controller.adapters.embedded.servers import nats_binary
+from events.nats import connection
+from events.nats.bus import NatsBus
+from events.nats.channels import Channels
+from events.nats.windows import WINDOW_BYTES
+
+pytestmark = pytest.mark.servers
+Eventually = Callable[..., Awaitable[None]]
+Start = Callable[[str], Awaitable["Broker"]]
+ACCOUNT = 'accounts { FLEET { users: [{ user: "fleet", password: "p@ss/w:rd" }] } }'
+WRITTEN = "fleet:p%40ss%2Fw%3Ard"
+BIG = bytes(range(256)) * 8192  # 2 MiB
+
+
+class Broker:
+    """One nats-server without JetStream, configured by the test."""
+
+    def __init__(self, port: int, process: "subprocess.Popen[bytes]") -> None:
+        self.port, self.process = port, process
+
+    def url(self, account: str = "", scheme: str = "nats") -> str:
+        return f"{scheme}://{account}{'@' if account else ''}127.0.0.1:{self.port}"
+
+    def kill(self) -> None:
+        self.process.send_signal(signal.SIGKILL)
+        self.process.wait()
+
+
+@pytest.fixture
+async def start(tmp_path: Path) -> AsyncIterator[Start]:
+    """`await start(config)` starts a broker."""
+    started: list[Broker] = []
+
+    async def begin(config: str) -> Broker:
+        port, directory = free_port(), tmp_path / f"broker{len(started)}"
+        directory.mkdir()
+        (directory / "nats.conf").write_text(f'listen: "127.0.0.1:{port}"\n{config}\n')
+        command = [str(nats_binary()), "-c", str(directory / "nats.conf")]
+        started.append(Broker(port, await spawn(command, directory, directory / "log")))
+        async with asyncio.timeout(20):
+            while "Server is ready" not in (directory / "log").read_text():  # noqa: ASYNC110 (another process)
+                await asyncio.sleep(0.02)
+        return started[-1]
+
+    yield begin
+    for broker in started:
+        broker.kill()
+
+
+@contextlib.asynccontextmanager
+async def world(near: str, far: str) -> AsyncIterator[World]:
+    made = await World.of(near, far)
+    try:
+        yield made
+    finally:
+        await made.close()
+
+
+async def talk(world: World, eventually: Eventually) -> tuple[Party, Party]:
+    """Check that a new channel carries much, both ways; return its two sides."""
+    near, far = await world.pair()
+    near.channel.write(BIG)
+    far.channel.write(BIG[::-1])
+    await eventually(lambda: len(far.heard) == len(near.heard) == len(BIG), 30)
+    assert (far.heard, near.heard) == (BIG, BIG[::-1])
+    return near, far
+
+
+async def test_an_account_whose_password_has_reserved_characters(
+    start: Start, eventually: Eventually
+) -> None:
+    broker = await start(ACCOUNT)
+    async with world(broker.url(WRITTEN), broker.url(WRITTEN)) as made:
+        await talk(made, eventually)
+
+
+async def test_a_token_is_enough(start: Start, eventually: Eventually) -> None:
+    broker = await start('authorization { token: "s3/cret" }')
+    async with world(broker.url("s3%2Fcret"), broker.url("s3%2Fcret")) as made:
+        await talk(made, eventually)
+
+
+async def test_an_operator_is_heard_with_that_account(start: Start) -> None:
+    class Desk:
+        async def status(self) -> dict[str, str]:
+            return {"leader": "c1"}
+
+    for config, account in ((ACCOUNT, WRITTEN), ('authorization { token: "s3/cret" }', "s3%2Fcret")):
+        broker = await start(config)
+        api = ControlApi(broker.url(account), Desk())  # type: ignore[arg-type]
+        serving = asyncio.ensure_future(api.run())
+        bus = await NatsBus.connect(broker.url(account), "operator")
+        async with asyncio.timeout(20):
+            await api.serving.wait()
+        assert await bus.request("control.status", {}) == {"leader": "c1"}
+        await bus.close()
+        serving.cancel()
+        await asyncio.gather(serving, return_exceptions=True)
+
+
+async def test_who_may_not_come_in_is_told_why_and_the_password_is_not(start: Start) -> None:
+    broker = await start(ACCOUNT)
+    with capture_logs() as logs:
+        await (await Channels.open(broker.url("fleet:wrong"), "near", wait_s=1.0)).close()
+    (line,) = [line for line in logs if line["event"] == "nats_away"]
+    assert "Authorization Violation" in line["why"]
+    assert "wrong" not in str(line)
+
+
+@pytest.fixture
+def authority(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """The configuration of a broker with a certificate of an authority that this process trusts."""
+    if shutil.which("openssl") is None:
+        pytest.skip("no openssl to make certificates with")
+    (folder := tmp_path / "authority").mkdir()
+    key, certificate = folder / "key.pem", folder / "certificate.pem"
+    make = ["req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "2", "-subj", "/CN=localhost"]
+    make += ["-addext", "subjectAltName=IP:127.0.0.1"]
+    command = ["openssl", *make, "-keyout", str(key), "-out", str(certificate)]
+    subprocess.run(command, check=True, capture_output=True, timeout=60)
+    monkeypatch.setenv("SSL_CERT_FILE", str(certificate))
+    yield f'tls {{ cert_file: "{certificate}", key_file: "{key}" }}'
+
+
+async def test_a_channel_under_tls(
+    start: Start, authority: str, eventually: Eventually, caplog: pytest.LogCaptureFixture
+) -> None:
+    broker = await start(authority)
+    async with world(broker.url(scheme="tls"), broker.url(scheme="tls")) as made:
+        near, _ = await talk(made, eventually)
+        await eventually(lambda: made.near.unread() == 0)
+        await made.far.close()
+        await eventually(lambda: near.lost)
+    assert not caplog.records, "the end of a connection is nothing to complain of"
+
+
+async def cluster(start: Start) -> tuple[Broker, Broker]:
+    routes = [free_port(), free_port()]
+    both = ", ".join(f'"nats://127.0.0.1:{port}"' for port in routes)
+    first, second = [
+        await start(
+            f'{ACCOUNT}\nserver_name: n{port}\ncluster {{ name: c, listen: "127.0.0.1:{port}", routes: [{both}] }}'
+        )
+        for port in routes
+    ]
+    return first, second
+
+
+async def test_channels_between_two_members_of_a_cluster_of_which_one_dies(
+    start: Start, eventually: Eventually
+) -> None:
+    first, second = await cluster(start)
+    async with world(first.url(WRITTEN), second.url(WRITTEN)) as made:
+        await made.reachable()
+        near, far = await talk(made, eventually)
+        first.kill()  # its clients know the other one from it alone
+        await eventually(lambda: near.lost and far.lost, 20)
+        await eventually(lambda: made.near.connection.connected, 20)
+        await made.reachable()
+        await talk(made, eventually)
+
+
+async def test_a_reader_that_the_broker_cuts_off_loses_its_channels_and_comes_back(
+    start: Start, eventually: Eventually
+) -> None:
+    broker = await start('max_payload: 65536\nmax_pending: 1048576\nwrite_deadline: "500ms"')
+    async with world(broker.url(), broker.url()) as made:
+        others = [await made.pair() for _ in range(64)]  # together they may send 16 MiB unread
+        made.near.connection.client._transport._io_reader._transport.pause_reading()  # type: ignore[attr-defined]
+        for _, far in others:
+            far.channel.write(bytes(WINDOW_BYTES))
+        await eventually(lambda: all(near.lost and far.lost for near, far in others), 30)
+        await eventually(lambda: made.near.connection.connected)
+        await talk(made, eventually)
+
+
+async def test_a_broker_that_takes_nothing_any_more_is_given_up(
+    start: Start, eventually: Eventually, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is unsent to it must not hold us up: its host may be gone for ever."""
+    monkeypatch.setattr(connection, "PING_INTERVAL_S", 0.2)
+    broker = await start("")
+    async with world(broker.url(), broker.url()) as made:
+        near, _ = await made.pair()
+        os.kill(broker.process.pid, signal.SIGSTOP)
+        client = made.near.connection.client
+        for _ in range(400):
+            client.post(b"a.b.c  ", b"", bytes(60_000))
+            client.write()
+        await eventually(lambda: near.lost)
+        os.kill(broker.process.pid, signal.SIGCONT)
+        await made.reachable()

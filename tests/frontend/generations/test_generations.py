@@ -1,0 +1,24 @@
+"""What an answer takes from what a worker says, besides the tokens."""
+
+from frontend_kit import frontend
+from scripted_worker import ScriptedWorker
+
+from events.wire import Chunk, Generate
+
+PROMPT = [300, 301, 302]
+
+
+class Belated(ScriptedWorker):
+    """Says only with its last token how much of the prompt it had cached."""
+
+    def chunk_of(self, request: Generate, new: list[int], finish: str | None) -> Chunk:
+        chunk = super().chunk_of(request, new, finish)
+        if finish is not None:
+            chunk.cached_tokens = 2
+        return chunk
+
+
+async def test_how_much_was_cached_may_be_said_last() -> None:
+    async with frontend(Belated(step_s=0.01)) as kit:
+        _, body = await kit.complete(PROMPT, 3)
+        assert body["usage"]["prompt_tokens_details"] == {"cached_tokens": 2}

@@ -1,0 +1,363 @@
+"""What a frontend makes of its own outcomes: breakers, blame, panic, slowness."""
+
+import asyncio
+from collections import deque
+from collections.abc import Callable
+from datetime import UTC, datetime
+from typing import Any
+
+import pytest
+from frontend_kit import Kit, frontend, joined, until
+from scripted_worker import Act, ScriptedWorker
+
+from controller.frontend.health.local_breakers import LocalBreakers
+from controller.frontend.settings import FactSettings, LocalBreakerSettings
+from controller.router.endpoints import Endpoint
+from events.decisions import BreakerClosed, HealthStatus
+from events.fact import Observation
+from events.observations import (
+    PanicBegan,
+    PanicEnded,
+    RequestFailed,
+    RequestsServed,
+    WorkerSlow,
+    WorkerSlowCleared,
+)
+
+PROMPT = [300, 301, 302]
+A, B, C = ("a", "i1"), ("b", "i1"), ("c", "i1")
+
+
+class Bench:
+    """Outcomes with a clock that a test turns."""
+
+    def __init__(self, **facts: Any) -> None:
+        self.now = 100.0
+        self.facts: list[Observation] = []
+        local = LocalBreakerSettings(failures_max=3, wait_s=5, wait_s_max=20, trial_timeout_s=2)
+        self.it = LocalBreakers("f", local, FactSettings(**facts), self.facts.append, lambda: self.now)
+
+    def tick(self, seconds: float = 0.1, service: tuple[tuple[str, str], ...] = (A, B)) -> None:
+        self.now += seconds
+        self.it.tick(service)
+
+    def said(self, kind: type[Observation]) -> list[Any]:
+        return [fact for fact in self.facts if isinstance(fact, kind)]
+
+    def allows(self, name: str) -> bool:
+        return self.it.allowed(Endpoint(joined(ScriptedWorker(name))))
+
+
+def test_three_failures_in_a_row_open_and_one_request_is_the_trial() -> None:
+    bench = Bench()
+    for _ in range(3):
+        bench.it.routed(A)
+        bench.it.failed(A, "engine_error", 7)
+    bench.tick()
+    assert (bench.allows("a"), bench.allows("b")) == (False, True)
+    assert [f.failures_in_a_row for f in bench.said(RequestFailed)] == [1, 2, 3]
+    assert {f.routed_under for f in bench.said(RequestFailed)} == {7}
+    bench.tick(5.1)
+    assert bench.allows("a")
+    bench.it.routed(A)
+    assert not bench.allows("a")  # b02: one trial, not two
+    bench.it.served(A, 4, 0.1, 0.01, 7)
+    bench.tick()
+    assert bench.allows("a")
+
+
+def test_b01_success_resets_the_count() -> None:
+    bench = Bench()
+    for _ in range(10):
+        bench.it.routed(A)
+        bench.it.failed(A, "engine_error", 0)
+        bench.it.failed(A, "engine_error", 0)
+        bench.it.served(A, 4, 0.1, 0.01, 0)
+        bench.tick()
+        assert bench.allows("a")
+    assert max(f.failures_in_a_row for f in bench.said(RequestFailed)) == 2
+
+
+def test_a_straggler_is_no_trial() -> None:
+    """A request from before the breaker opened ends while the trial is on its way."""
+    bench = Bench()
+    early = bench.it.routed(A)
+    for _ in range(3):
+        bench.it.failed(A, "engine_error", 0, bench.it.routed(A))
+    bench.tick(5.1)
+    assert bench.allows("a")
+    trial = bench.it.routed(A)
+    bench.it.served(A, 4, 0.1, 0.01, 0, early)
+    assert not bench.allows("a")
+    bench.it.served(A, 4, 0.1, 0.01, 0, trial)
+    assert bench.allows("a")
+
+
+def test_what_was_sent_before_the_fleet_cleared_a_worker_is_void() -> None:
+    bench = Bench()
+    early = [bench.it.routed(A) for _ in range(3)]
+    bench.it.reset(A)
+    for sent in early:
+        bench.it.failed(A, "engine_error", 0, sent)
+    assert bench.allows("a")
+
+
+def test_b03_a_trial_without_an_outcome_is_reclaimed() -> None:
+    bench = Bench()
+    for _ in range(3):
+        bench.it.failed(A, "engine_error", 0)
+    bench.tick()
+    bench.tick(5.1)
+    bench.it.routed(A)
+    bench.tick(2.1)  # no outcome by the deadline: open again, for longer
+    assert not bench.allows("a")
+    bench.tick(10.1)
+    assert bench.allows("a")
+
+
+def test_a_worker_that_nobody_asks_is_not_failed_for_it() -> None:
+    bench = Bench()
+    for _ in range(3):
+        bench.it.routed(A)
+        bench.it.failed(A, "engine_error", 7)
+    bench.tick(5.1)
+    for _ in range(20):
+        bench.tick(1.0)
+        assert bench.it.positions()[A] == "half_open"
+    bench.it.routed(A)
+    bench.tick(1.0)  # its time begins only now
+    assert bench.it.positions()[A] == "half_open"
+    bench.it.served(A, 4, 0.1, 0.01, 7)
+    assert bench.it.positions()[A] == "closed"
+
+
+def test_a_broken_connection_is_one_failure_however_many_streams_it_carried() -> None:
+    bench = Bench()
+    for _ in range(64):
+        bench.it.failed(A, "disconnected", 0)
+    bench.tick()
+    assert [f.failures_in_a_row for f in bench.said(RequestFailed)] == [1]
+    assert bench.allows("a")
+
+
+def test_failures_towards_everyone_at_once_are_our_own_fault() -> None:
+    bench = Bench(failures_per_s_max=100)
+    for _ in range(5):
+        bench.it.failed(A, "stalled", 0)
+        bench.it.failed(B, "disconnected", 0)
+        bench.tick()
+    assert bench.facts == []
+    assert bench.allows("a") and bench.allows("b")
+    assert bench.it.blamed_on_us == 5
+
+
+def test_reports_of_failures_are_bounded_and_carry_the_count() -> None:
+    bench = Bench(failures_per_s_max=2)
+    for _ in range(50):
+        bench.it.failed(A, "engine_error", 0)
+    bench.tick(1.0)
+    bench.it.failed(A, "engine_error", 0)
+    assert [f.failures_in_a_row for f in bench.said(RequestFailed)] == [1, 2, 51]
+
+
+def test_windows_of_what_was_served() -> None:
+    bench = Bench(window_s=5.0)
+    for under in (9, 7, 8):
+        bench.it.served(A, 10, 0.1, 0.02, under)
+    bench.tick(5.0)
+    (fact,) = bench.said(RequestsServed)
+    assert (fact.count, fact.tokens, fact.routed_under) == (3, 30, 7)
+    assert (round(fact.ttft_ms), round(fact.itl_ms), fact.window_s) == (100, 20, 5.0)
+    bench.tick(5.0)
+    assert len(bench.said(RequestsServed)) == 1  # nothing served, nothing said
+
+
+def test_slower_than_three_times_its_peers() -> None:
+    bench = Bench(window_s=1.0, slow_tokens_min=1)
+    for speed in (0.09, 0.09, 0.02):
+        bench.it.served(A, 10, 0.1, speed, 0)
+        bench.it.served(B, 10, 0.1, 0.02, 0)
+        bench.it.served(C, 10, 0.1, 0.021, 0)
+        bench.tick(1.0)
+    slow, cleared = bench.said(WorkerSlow), bench.said(WorkerSlowCleared)
+    assert [(f.worker, round(f.latency_ms)) for f in slow] == [("a", 90), ("a", 90)]
+    assert [f.worker for f in cleared] == ["a"]
+
+
+def test_a_large_model_is_not_slow_for_the_small_ones_beside_it() -> None:
+    bench = Bench(window_s=1.0, slow_tokens_min=1)
+    for key, model, speed in ((A, "large", 0.09), (B, "small", 0.01), (C, "small", 0.01)):
+        bench.it.served(key, 10, 0.1, speed, 0, model=model)
+    bench.tick(1.0)
+    assert bench.said(WorkerSlow) == []
+
+
+def test_small_differences_flat_out_are_not_slowness() -> None:
+    bench = Bench(window_s=1.0, slow_tokens_min=1)
+    bench.it.served(A, 10, 0.1, 0.0009, 0)
+    bench.it.served(B, 10, 0.1, 0.0001, 0)
+    bench.tick(1.0)
+    assert bench.said(WorkerSlow) == []
+
+
+async def ask_until(kit: Kit, condition: Callable[[], object]) -> None:
+    """Ask one question after another. Whom they go to depends also on what the workers' last beats said of their load."""
+    for _ in range(500):
+        if condition():
+            return
+        await kit.complete(PROMPT, 4)
+    pytest.fail("not within 500 requests")
+
+
+async def test_an_erring_worker_is_left_alone_and_the_fleets_word_clears_it() -> None:
+    bad = ScriptedWorker("w1", always=Act(after=0, how="error"))
+    good = [ScriptedWorker("w2"), ScriptedWorker("w3")]
+    async with frontend(bad, *good, breaker=LocalBreakerSettings(wait_s=60)) as kit:
+        await ask_until(kit, lambda: len(bad.requests) == 3)
+        for _ in range(20):  # then its breaker is open
+            await kit.complete(PROMPT, 4)
+        assert len(bad.requests) == 3
+        closed = BreakerClosed(worker="w1", instance="i1", decided_at=datetime.now(UTC), cause="test")
+        kit.tell(closed)
+        await ask_until(kit, lambda: len(bad.requests) > 3)
+
+
+async def on_trial(kit: Kit, worker: ScriptedWorker) -> tuple[str, str]:
+    """Bring a worker's breaker to half-open; the next request is its trial."""
+    key = (worker.name, worker.instance)
+    kit.director.table.endpoints[("w2", "i1")].begin(requests=50)
+    for _ in range(3):
+        worker.acts.append(Act(after=1, how="error"))
+        await kit.complete(PROMPT, 3)
+    await until(lambda: kit.director.breakers.positions()[key] == "half_open")
+    return key
+
+
+QUICK = LocalBreakerSettings(wait_s=0.1, trial_timeout_s=0.4, panic_share=0.0)
+
+
+async def test_an_answer_may_be_longer_than_a_trial() -> None:
+    worker = ScriptedWorker("w1", step_s=0.05)
+    async with frontend(worker, ScriptedWorker("w2"), breaker=QUICK) as kit:
+        key = await on_trial(kit, worker)
+        asking = asyncio.create_task(kit.complete(PROMPT, 400))
+        await until(lambda: kit.director.breakers.positions()[key] == "closed", 15)  # of 20 s
+        await asyncio.sleep(2 * QUICK.trial_timeout_s)
+        assert not asking.done()
+        worker.step_s = 0.0
+        await asking
+        assert (len(worker.requests), kit.director.breakers.positions()[key]) == (4, "closed")
+
+
+@pytest.mark.parametrize(("tokens", "position"), [(3, "closed"), (0, "half_open")])
+async def test_a_trial_whose_client_leaves_is_no_failure(tokens: int, position: str) -> None:
+    worker = ScriptedWorker("w1", step_s=0.01)
+    breaker = LocalBreakerSettings(wait_s=0.1, trial_timeout_s=30, panic_share=0.0)
+    async with frontend(worker, ScriptedWorker("w2"), breaker=breaker) as kit:
+        key = await on_trial(kit, worker)
+        worker.acts.append(Act(after=tokens, how="hold", hold=asyncio.Event()))
+        endpoint = kit.director.table.endpoints[key]
+        asking = asyncio.create_task(kit.complete(PROMPT, 40))
+        await until(
+            lambda: any(
+                len(generation.accepted) == tokens for generation in kit.director.running.at(endpoint)
+            )
+        )
+        assert not kit.director.breakers.allowed(endpoint)
+        asking.cancel()
+        await until(lambda: not kit.director.running.at(endpoint))
+        assert kit.director.breakers.positions()[key] == position
+        assert kit.director.breakers.allowed(endpoint)
+
+
+@pytest.mark.parametrize("error", ["invalid_request: top_k", "overloaded", "engine_shutdown", "not_serving"])
+async def test_a_trial_that_ends_by_no_fault_of_the_worker_is_no_failure(error: str) -> None:
+    worker = ScriptedWorker("w1")
+    breaker = LocalBreakerSettings(wait_s=0.1, trial_timeout_s=0.4, panic_share=0.0)
+    async with frontend(worker, ScriptedWorker("w2"), breaker=breaker) as kit:
+        key = await on_trial(kit, worker)
+        worker.acts.append(Act(after=0, how="error", error=error))
+        await kit.post("/v1/completions", model="m", prompt=PROMPT, max_tokens=4)
+        assert len(worker.requests) == 4
+        assert kit.director.breakers.allowed(
+            kit.director.table.endpoints[key]
+        )  # the next request is the trial
+        await asyncio.sleep(0.6)
+        assert kit.director.breakers.positions()[key] == "half_open"
+        await kit.complete(PROMPT, 4)
+        assert (len(worker.requests), kit.director.breakers.positions()[key]) == (5, "closed")
+
+
+async def test_panic_ignores_own_breakers_and_says_so() -> None:
+    errors = deque([Act(after=0, how="error")] * 12)
+    workers = [ScriptedWorker(n, acts=errors.copy()) for n in ("w1", "w2", "w3")]
+    breakers = LocalBreakerSettings(wait_s=60)
+    async with frontend(*workers, breaker=breakers, migration_limit=0, router={"mode": "round-robin"}) as kit:
+        for _ in range(12):
+            await kit.post("/v1/completions", model="m", prompt=PROMPT, max_tokens=4)
+            kit.director.tick()
+        (fact,) = kit.said(PanicBegan)
+        assert (fact.model, fact.routable_share < 0.5) == ("m", True)
+        assert list(kit.director.breakers.positions().values()).count("open") >= 2
+        before = [len(worker.requests) for worker in workers]
+        for _ in range(6):
+            await kit.post("/v1/completions", model="m", prompt=PROMPT, max_tokens=4)
+        assert [len(w.requests) - n for w, n in zip(workers, before, strict=True)] == [2, 2, 2]
+        for worker in workers:
+            worker.acts.clear()
+        for worker in workers:
+            kit.tell(
+                BreakerClosed(
+                    worker=worker.name,
+                    instance="i1",
+                    decided_at=datetime.now(UTC),
+                    cause="test",
+                )
+            )
+        await until(lambda: kit.said(PanicEnded))
+
+
+async def test_panic_is_said_whoever_has_taken_the_weight_away_and_brings_nobody_back() -> None:
+    workers = [ScriptedWorker(name) for name in ("w1", "w2", "w3")]
+    async with frontend(*workers) as kit:
+        assert not kit.said(PanicBegan)  # a fleet that starts is in no panic
+        kit.health(workers[0], HealthStatus.UNHEALTHY, 0.0)
+        assert not kit.said(PanicBegan)
+        kit.health(workers[1], HealthStatus.UNHEALTHY, 0.0, "token_mismatch")
+        (began,) = kit.said(PanicBegan)
+        assert (began.model, began.routable_share) == ("m", pytest.approx(1 / 3))
+        for _ in range(6):
+            await kit.complete(PROMPT, 2)
+        assert [len(worker.requests) for worker in workers] == [0, 0, 6]
+        kit.health(workers[1], HealthStatus.HEALTHY, 0.25)
+        assert not kit.said(PanicEnded)
+        kit.health(workers[1], HealthStatus.HEALTHY, 0.5)
+        (ended,) = kit.said(PanicEnded)
+        assert (ended.model, ended.routable_share) == ("m", 0.5)
+
+
+async def test_who_leaves_on_purpose_or_is_dead_is_no_reason_for_panic() -> None:
+    workers = [ScriptedWorker(name) for name in ("w1", "w2", "w3")]
+    async with frontend(*workers) as kit:
+        kit.health(workers[0], HealthStatus.DRAINING, 0.0)
+        kit.health(workers[1], HealthStatus.DEAD, 0.0)
+        kit.health(workers[2], HealthStatus.DEAD, 0.0)
+        assert not kit.said(PanicBegan)
+
+
+async def test_a_trial_does_not_end_the_panic_and_begin_it_anew() -> None:
+    worker = ScriptedWorker("w1", acts=deque([Act(after=0, how="error")] * 40))
+    breaker = LocalBreakerSettings(wait_s=0.05, wait_s_max=0.05)
+    async with frontend(worker, breaker=breaker, migration_limit=0) as kit:
+        key = (worker.name, worker.instance)
+        for _ in range(3):
+            await kit.post("/v1/completions", model="m", prompt=PROMPT, max_tokens=4)
+        for _ in range(3):
+            await until(lambda: kit.director.breakers.positions()[key] == "half_open")
+            await kit.post("/v1/completions", model="m", prompt=PROMPT, max_tokens=4)
+        assert (len(kit.said(PanicBegan)), kit.said(PanicEnded)) == (1, [])
+        worker.acts.clear()
+        await until(lambda: kit.director.breakers.positions()[key] == "half_open")
+        await kit.complete(PROMPT, 4)
+        await until(lambda: kit.said(PanicEnded))
+        assert (len(kit.said(PanicBegan)), len(kit.said(PanicEnded))) == (1, 1)

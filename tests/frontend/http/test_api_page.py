@@ -1,0 +1,24 @@
+"""docs/api.md names every error code that a client can get, and no other."""
+
+import re
+from pathlib import Path
+
+from controller.frontend.errors import CODES
+from controller.frontend.requests.failures import KINDS
+from controller.router.selection import filter as pick
+
+PAGE = (Path(__file__).parents[3] / "docs" / "api.md").read_text(encoding="utf-8")
+NEVER_SENT = {"cancelled", "no_worker"}  # nobody is left to read it; the base of the others
+
+
+def test_every_code_stands_on_the_page_and_no_other() -> None:
+    rows = [line.split("|")[2] for line in PAGE.split("## Errors")[1].splitlines() if line.startswith("| ")]
+    shown = {code for cell in rows for code in re.findall(r"`([a-z_]+)(?:: tier=…)?`", cell)}
+    assert shown == CODES - NEVER_SENT
+
+
+def test_every_failure_and_every_refusal_of_the_router_has_a_declared_code() -> None:
+    refusals = {
+        error.code for error in vars(pick).values() if isinstance(error, type) and hasattr(error, "code")
+    }
+    assert set(KINDS) | refusals <= CODES

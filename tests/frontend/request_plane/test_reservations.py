@@ -1,0 +1,178 @@
+"""The request plane's part in a planned move: who is told what, and who is accused of nothing."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from datetime import UTC, datetime
+
+import pytest
+from frontend_kit import joined, until
+from moving_worker import MovingWorker
+from roads import Road
+from scripted_worker import Act, ScriptedWorker, undisturbed
+
+from controller.adapters.request_plane.client import RequestPlaneClient
+from controller.adapters.request_plane.links import Address
+from controller.deciders.fleet import Fleet, evolve
+from controller.ports import LostCause, WorkerUnreachable
+from controller.router.trust import TrustedSource
+from events.decisions import HealthChanged, HealthStatus
+from events.fact import Recorded
+from events.wire import Chunk, Committed, Generate, Reserved, Sampling
+
+PROMPT = [300, 301, 302]
+
+
+class Ear:
+    """A sink, and a carrier, that writes down what it is told."""
+
+    def __init__(self) -> None:
+        self.tokens: list[int] = []
+        self.heard: list[str] = []
+        self.offer: Reserved | None = None
+
+    def take(self, chunk: Chunk) -> None:
+        self.tokens += chunk.tokens
+
+    def flush(self) -> None:
+        pass
+
+    def lost(self, cause: LostCause, detail: str) -> None:
+        self.heard.append(f"lost {cause}")
+
+    def reserved(self, frame: Reserved) -> None:
+        self.offer = frame
+        self.heard.append("reserved")
+
+    def declined(self, stream: int, why: str) -> None:
+        self.heard.append(f"declined {stream}")
+
+    def committed(self, frame: Committed) -> None:
+        self.heard.append(f"committed {len(frame.tokens)}")
+
+
+def question(count: int = 200) -> Generate:
+    return Generate(0, "r", list(PROMPT), len(PROMPT), Sampling(max_tokens=count))
+
+
+def trusted(worker: ScriptedWorker) -> TrustedSource:
+    now, fleet = datetime.now(UTC), Fleet()
+    well = HealthChanged(
+        number=1, worker=worker.name, instance=worker.instance, before=HealthStatus.SUSPICIOUS,
+        after=HealthStatus.HEALTHY, reason="joined", weight=1.0, decided_at=now,
+    )  # fmt: skip
+    for seq, fact in enumerate((joined(worker), well), 1):
+        fleet = evolve(fleet, Recorded(seq, now, fact, f"e{seq}"))
+    return TrustedSource(fleet.workers[worker.name])
+
+
+@asynccontextmanager
+async def pair(road: Road) -> AsyncIterator[tuple[RequestPlaneClient, MovingWorker, MovingWorker]]:
+    """A source that streams, and a target, both connected."""
+    source, target = MovingWorker("w1", step_s=0.002), MovingWorker("w2")
+    plane = road.plane("f1")
+    for worker in (source, target):
+        await road.lay(worker).start()
+    plane.want({w.name: Address(w.instance, w.url) for w in (source, target)})
+    task = asyncio.create_task(plane.run())
+    await until(lambda: len(plane.connected) == 2)
+    try:
+        yield plane, source, target
+    finally:
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        for worker in (source, target):
+            await worker.stop()
+
+
+async def test_a_stream_goes_on_at_the_target_under_the_number_that_was_reserved(road: Road) -> None:
+    async with pair(road) as (plane, source, target):
+        old, carrier, new = Ear(), Ear(), Ear()
+        stream = plane.open("w1", "i1", question(), old)
+        there = plane.reserve("w2", "i1", question(), 64, carrier)
+        await until(lambda: carrier.offer and len(old.tokens) > 3)
+        assert carrier.offer is not None
+        plane.ship(trusted(source), stream, carrier.offer, carrier)
+        await until(lambda: len(carrier.heard) == 2)
+        plane.adopt("w2", there, new)
+        assert source.shipments[0].grants == carrier.offer.grants
+        assert carrier.heard == ["reserved", f"committed {len(old.tokens)}"]
+        plane.cancel("w1", stream)
+        await until(lambda: source.cancelled == [stream])
+        await until(lambda: len(old.tokens) + len(carrier.tokens) + len(new.tokens) == 200)
+        assert old.tokens + carrier.tokens + new.tokens == undisturbed(PROMPT, 200)
+        assert target.cancelled == []
+
+
+async def test_a_reservation_is_told_of_the_end_of_its_connection_and_can_be_cancelled(road: Road) -> None:
+    async with pair(road) as (plane, _, target):
+        first, second = Ear(), Ear()
+        given_up = plane.reserve("w2", "i1", question(), 64, first)
+        plane.reserve("w2", "i1", question(), 64, second)
+        await until(lambda: first.offer and second.offer)
+        plane.cancel("w2", given_up)
+        await until(lambda: target.cancelled == [given_up])
+        plane.cancel("w2", given_up)
+        target.drop()
+        await until(lambda: second.heard[-1] == "lost disconnected")
+        assert (first.heard, second.heard) == (["reserved"], ["reserved", "lost disconnected"])
+        assert target.cancelled == [given_up]
+
+
+async def test_who_declines_is_heard_once_and_a_late_word_by_nobody(road: Road) -> None:
+    async with pair(road) as (plane, source, target):
+        old, carrier = Ear(), Ear()
+        stream = plane.open("w1", "i1", question(60), old)
+        target.answers = "no"
+        there = plane.reserve("w2", "i1", question(), 64, carrier)
+        await until(lambda: carrier.heard == [f"declined {there}"])
+        source.ships = "no"
+        plane.ship(trusted(source), stream, Reserved(there, [b"?"]), carrier)
+        await until(lambda: carrier.heard[1:] == [f"declined {stream}"])
+        plane.stay("w1", stream)
+        await until(lambda: source.stays == [stream])
+        await until(lambda: old.tokens == undisturbed(PROMPT, 60))
+        plane.stay("w1", stream)  # it is over
+        with pytest.raises(WorkerUnreachable):
+            plane.ship(trusted(source), stream, Reserved(there, [b"?"]), carrier)
+        with pytest.raises(WorkerUnreachable):
+            plane.reserve("w2", "i9", question(), 64, carrier)
+
+
+async def test_who_only_keeps_room_owes_no_frame_and_hangs_in_nobodys_eyes(road: Road) -> None:
+    async with pair(road) as (plane, _, target):
+        carrier = Ear()
+        plane.reserve("w2", "i1", question(), 64, carrier)
+        await until(lambda: carrier.offer)
+        target.silent = True
+        await asyncio.sleep(0.7)  # longer than any open stream may be silent
+        assert (plane.watch.hangs, plane.connected.get("w2")) == (0, "i1")
+
+
+async def test_a_source_whose_only_stream_has_stopped_is_not_stuck(road: Road) -> None:
+    async with pair(road) as (plane, source, _):
+        source.ships = "stops"
+        old, carrier = Ear(), Ear()
+        stream = plane.open("w1", "i1", question(100), old)
+        there = plane.reserve("w2", "i1", question(), 64, carrier)
+        await until(lambda: carrier.offer and len(old.tokens) > 3)
+        assert carrier.offer is not None
+        plane.ship(trusted(source), stream, carrier.offer, carrier)
+        await asyncio.sleep(0.7)
+        assert (plane.watch.hangs, old.heard) == (0, [])
+        plane.cancel("w2", there)
+        plane.stay("w1", stream)
+        await until(lambda: old.tokens == undisturbed(PROMPT, 100))
+
+
+async def test_a_target_that_fails_after_the_commit_ends_an_open_stream(road: Road) -> None:
+    async with pair(road) as (plane, source, target):
+        target.always = Act(after=2, how="disconnect")
+        old, carrier = Ear(), Ear()
+        stream = plane.open("w1", "i1", question(100), old)
+        plane.reserve("w2", "i1", question(), 64, carrier)
+        await until(lambda: carrier.offer)
+        assert carrier.offer is not None
+        plane.ship(trusted(source), stream, carrier.offer, carrier)
+        await until(lambda: carrier.heard[-1] == "lost disconnected")
+        assert carrier.heard[1].startswith("committed") and len(carrier.tokens) == 2

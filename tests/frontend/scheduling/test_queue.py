@@ -1,0 +1,194 @@
+"""The line before busy workers: its order, its bound, its deadline, and who leaves it. In virtual time."""
+
+import asyncio
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from virtual_loop import VirtualLoop
+
+from controller.frontend.scheduling.queue import Queue, QueueFull, WaitedTooLong
+from controller.router.selection.filter import AllBusy, NoneRoutable
+
+LOOP = VirtualLoop
+
+
+class Workers:
+    """So many places, and who had one."""
+
+    def __init__(self, places: int) -> None:
+        self.free, self.dead = places, False
+        self.ended: list[tuple[str, str]] = []
+        self.queue: Queue[Taken] = Queue(self.take, 3, lambda model, how, s: self.ended.append((model, how)))
+
+    def take(self, model: str) -> "Taken":
+        if self.dead:
+            raise NoneRoutable
+        if not self.free:
+            raise AllBusy
+        self.free -= 1
+        return Taken(self, model)
+
+    def enter(self, model: str = "m", deadline_s: float = 5.0) -> "asyncio.Task[Taken]":
+        return asyncio.create_task(self.queue.enter(model, deadline_s))
+
+
+class Taken:
+    """One place that was taken."""
+
+    def __init__(self, workers: Workers, model: str) -> None:
+        self.workers, self.model = workers, model
+
+    def free(self) -> None:
+        self.workers.free += 1
+        self.workers.queue.wake(self.model)
+
+
+async def turns(count: int = 4) -> None:
+    """Let the loop go round a few times."""
+    for _ in range(count):
+        await asyncio.sleep(0)
+
+
+@contextmanager
+def nobody_left(workers: Workers, places: int) -> Iterator[None]:
+    """At the end nobody waits, and no place is lost."""
+    yield
+    assert workers.queue.length("m") == 0
+    assert workers.free == places
+
+
+async def test_who_comes_first_is_served_first_also_where_places_become_free_at_once() -> None:
+    w = Workers(2)
+    with nobody_left(w, 2):
+        one, two = await w.enter(), await w.enter()
+        waiting = [w.enter() for _ in range(3)]
+        await turns()
+        assert w.queue.length("m") == 3
+        one.free()
+        two.free()
+        assert not any(task.done() for task in waiting), "in this turn the room may still be taken over"
+        await turns()
+        assert [task.done() for task in waiting] == [True, True, False]
+        late = w.enter()
+        await turns()
+        waiting[0].result().free()
+        await turns()
+        assert waiting[2].done()
+        assert not late.done(), "nobody overtakes"
+        waiting[1].result().free()
+        waiting[2].result().free()
+        (await late).free()
+    assert w.ended == [("m", "admitted")] * 4
+
+
+async def test_room_that_is_taken_over_in_the_same_turn_is_nobodys() -> None:
+    w = Workers(1)
+    one = await w.enter()
+    waiting = w.enter()
+    await turns()
+    one.free()
+    w.free -= 1  # its generations are launched
+    await turns()
+    assert not waiting.done()
+    w.free += 1
+    w.queue.wake()
+    (await waiting).free()
+
+
+async def test_a_line_that_is_full_and_a_wait_that_is_over_are_refused() -> None:
+    w = Workers(1)
+    with nobody_left(w, 1):
+        one = await w.enter()
+        waiting = [w.enter(deadline_s=0.01) for _ in range(3)]
+        await turns()
+        with pytest.raises(QueueFull, match="3 requests wait for a worker already"):
+            await w.enter()
+        for task in waiting:
+            with pytest.raises(WaitedTooLong, match=r"within 0\.01 s"):
+                await task
+        assert w.queue.length("m") == 0, "who was refused does not stand in line any more"
+        one.free()
+    assert w.ended == [("m", "timeout")] * 3
+
+
+async def test_a_client_that_goes_leaves_the_line_even_where_its_turn_had_come() -> None:
+    w = Workers(1)
+    with nobody_left(w, 1):
+        one = await w.enter()
+        first, second, third = (w.enter() for _ in range(3))
+        await turns()
+        second.cancel()
+        one.free()
+        await asyncio.sleep(0)  # the first has its place and does not know it yet
+        first.cancel()
+        (await third).free()
+        await asyncio.gather(first, second, return_exceptions=True)
+    assert sorted(w.ended) == [("m", "admitted"), ("m", "gone"), ("m", "gone")]
+
+
+async def test_a_line_whose_workers_are_gone_is_told_at_once() -> None:
+    w = Workers(1)
+    one = await w.enter()
+    waiting = [w.enter(), w.enter()]
+    await turns()
+    w.dead = True
+    w.queue.wake()
+    for task in waiting:
+        with pytest.raises(NoneRoutable):
+            await task
+    one.free()
+
+
+async def test_models_do_not_wait_for_one_another() -> None:
+    w = Workers(0)
+    busy = w.enter("a")
+    await turns()
+    w.free = 1
+    (await w.enter("b")).free()
+    await turns()
+    assert not busy.done(), "the room was for the other model"
+    w.queue.wake("a")
+    (await busy).free()
+
+
+@settings(max_examples=25)
+@given(st.lists(st.sampled_from(["enter", "free", "cancel", "turn"]), max_size=30))
+def test_places_are_kept_and_the_order_holds_whatever_happens(steps: list[str]) -> None:
+    asyncio.run(play(steps))
+
+
+async def play(steps: list[str]) -> None:
+    w = Workers(2)
+    tasks: list[asyncio.Task[Taken]] = []
+    held: list[Taken] = []
+    for step in steps:
+        if step == "enter":
+            tasks.append(w.enter())
+        elif step == "free" and held:
+            held.pop().free()
+        elif step == "cancel" and tasks:
+            tasks[-1].cancel()
+        else:
+            await turns()
+        done = [task for task in tasks if task.done()]
+        granted = [n for n, task in enumerate(tasks) if task in done and not failed(task)]
+        waiting = [n for n, task in enumerate(tasks) if task not in done and not task.cancelling()]
+        assert not granted or not waiting or max(granted) < min(waiting), "somebody was overtaken"
+        held += [task.result() for task in done if not failed(task)]
+        tasks = [task for task in tasks if task not in done]
+    for task in tasks:
+        task.cancel()
+    ended = await asyncio.gather(*tasks, return_exceptions=True)
+    for place in held + [one for one in ended if isinstance(one, Taken)]:
+        place.free()
+    await turns()
+    assert w.free == 2
+    assert w.queue.length("m") == 0
+
+
+def failed(task: "asyncio.Task[Taken]") -> bool:
+    """Return whether a task that is over has no place."""
+    return task.cancelled() or task.exception() is not None

@@ -1,0 +1,44 @@
+"""Frontends with `--router-replica-sync` choose as one would: each counts the other's requests as its own."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+from frontend_kit import Kit, frontend, until
+from scripted_worker import ScriptedWorker
+
+from controller.adapters.embedded.servers import EmbeddedServer
+from controller.processes.router_feeds import RouterFeeds
+
+PROMPT = list(range(300, 300 + 64))  # four blocks
+
+
+@asynccontextmanager
+async def in_step(kit: Kit, url: str, name: str) -> AsyncIterator[None]:
+    """Let a frontend hear the others."""
+    feeds = await RouterFeeds.open(url, name, kit.director.settings.router, kit.director)
+    services = [asyncio.ensure_future(service()) for service in feeds.services()]
+    yield
+    for service in services:
+        service.cancel()
+    await asyncio.wait(services)
+    await feeds.close()
+
+
+async def test_a_request_of_one_frontend_counts_for_the_other_until_it_ends(own_nats: EmbeddedServer) -> None:
+    one, two = ScriptedWorker("w1", step_s=0.05), ScriptedWorker("w2", step_s=0.05)
+    router = {"replica_sync": True, "kv_events": False}
+    async with (
+        frontend(one, two, router=router) as a,
+        frontend(one, two, router=router) as b,
+        in_step(a, own_nats.url, "a"),
+        in_step(b, own_nats.url, "b"),
+    ):
+        slots = b.director.routing.scheduler.slots
+        asked = asyncio.create_task(a.complete(PROMPT, 10))
+        await until(lambda: len(slots) == 1)
+        assert [len(one.requests), len(two.requests)] == [1, 0]
+        await b.complete(PROMPT, 1)
+        assert [len(one.requests), len(two.requests)] == [1, 1], "the first has something to do already"
+        await asked
+        await until(lambda: len(slots) == 0)

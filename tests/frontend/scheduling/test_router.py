@@ -1,0 +1,278 @@
+"""Who gets the request: the filter's distinct refusals, the score, and whose turn it is."""
+
+from dataclasses import replace
+from datetime import UTC, datetime
+from random import Random
+from typing import Any
+
+import pytest
+from frontend_kit import joined
+from scripted_worker import ScriptedWorker
+
+from controller.deciders.fleet import Fleet, evolve
+from controller.router.endpoints import Endpoint, EndpointGroup, EndpointTable
+from controller.router.selection.filter import (
+    ROOM_LOOKS,
+    AllBusy,
+    AllTried,
+    NoneReachable,
+    NoneRoutable,
+    NotServed,
+    NoWorker,
+    Picker,
+    Rules,
+    cost,
+)
+from events.decisions import HealthChanged, HealthStatus
+from events.fact import Fact, Recorded
+from events.observations import CanaryPassed, DeviceFaulted, EngineFaulted
+from events.wire import Load
+
+
+def endpoint(name: str, weight: float = 1.0, **changes: Any) -> Endpoint:
+    return Endpoint(joined(ScriptedWorker(name), **changes), weight=weight, status=HealthStatus.HEALTHY)
+
+
+OPEN = Rules(lambda w, i: True, lambda s: True, lambda w: None, lambda s: 4, lambda: 1, lambda w, i: True)
+
+
+@pytest.mark.parametrize(
+    ("endpoints", "rules", "tried", "error"),
+    [
+        ([], OPEN, (), NotServed),
+        ([endpoint("w1", 0.0)], OPEN, (), NoneRoutable),
+        ([endpoint("w1")], replace(OPEN, reachable=lambda w, i: False), (), NoneReachable),
+        ([endpoint("w1")], OPEN, {("w1", "i1")}, AllTried),
+        ([endpoint("w1")], replace(OPEN, allowed=lambda s: False), (), NoneRoutable),
+        ([endpoint("w1")], replace(OPEN, cap=lambda s: 0), (), AllBusy),
+    ],
+)
+def test_every_way_to_find_nobody_has_its_own_error(
+    endpoints: list[Endpoint], rules: Rules, tried: Any, error: type[NoWorker]
+) -> None:
+    with pytest.raises(error):
+        Picker().pick(endpoints, rules, tried=tried)
+
+
+def laden(own: int, others: int, *, frontends: int) -> bool:
+    """Say whether a worker whose cap is 4 has room for one more of this frontend."""
+    one = endpoint("w1")
+    one.begin(requests=own)
+    rules = replace(OPEN, frontends=lambda: frontends, external_load=lambda w: Load(running=others))
+    try:
+        Picker().pick([one], rules)
+    except AllBusy:
+        return False
+    return True
+
+
+def test_the_cap_is_that_of_all_frontends_together_and_each_has_its_share_of_it() -> None:
+    assert [laden(own, 9, frontends=1) for own in (0, 3, 4)] == [True, True, False]
+    assert [laden(own, 0, frontends=2) for own in (1, 2, 3, 4)] == [True, True, True, False]
+    assert [laden(own, 2, frontends=2) for own in (0, 1, 2, 3)] == [True, True, False, False]
+    assert [laden(own, 4, frontends=2) for own in (0, 1, 2)] == [True, True, False]
+    assert [laden(own, 99, frontends=9) for own in (0, 1)] == [True, False]
+
+
+def test_the_cap_does_not_hold_for_a_request_that_must_go_on() -> None:
+    rules = replace(OPEN, cap=lambda s: 0)
+    assert Picker().pick([endpoint("w1")], rules, capped=False).worker == "w1"
+
+
+def test_who_was_not_heard_lately_is_asked_last() -> None:
+    endpoints = [endpoint("w1"), endpoint("w2", 0.1)]
+    rules = replace(OPEN, recently_heard=lambda w, i: w == "w2")
+    assert Picker().pick(endpoints, rules).worker == "w2"
+    assert Picker().pick(endpoints, rules, tried={("w2", "i1")}).worker == "w1"  # better than nobody
+
+
+def test_the_least_loaded_for_its_weight_is_picked() -> None:
+    a, b, c = endpoint("a", 1.0), endpoint("b", 0.25), endpoint("c", 0.5)
+    picker, got = Picker(), {"a": 0, "b": 0, "c": 0}
+    rules = replace(OPEN, cap=lambda s: 10_000)
+    for _ in range(700):
+        best = picker.pick([a, b, c], rules)
+        best.begin()
+        got[best.worker] += 1
+    assert got["a"] == pytest.approx(400, abs=4)
+    assert got["c"] == pytest.approx(200, abs=4)
+    assert got["b"] == pytest.approx(100, abs=4)
+
+
+def test_equals_take_turns() -> None:
+    endpoints, picker = [endpoint(n) for n in "abc"], Picker()
+    assert [picker.pick(endpoints, OPEN).worker for _ in range(6)] == ["a", "b", "c"] * 2
+
+
+def test_room_for_a_request_is_found_without_a_look_at_everybody() -> None:
+    endpoints, looks = [endpoint(f"w{n}") for n in range(1000)], []
+    rules = replace(OPEN, allowed=lambda s: looks.append(s.worker) or True)
+    picker = Picker()
+    found = [picker.room(endpoints, rules).worker for _ in range(5)]
+    assert len(set(found)) == 5
+    assert len(looks) == 5
+
+
+def drawn(dice: Random) -> tuple[list[Endpoint], Rules]:
+    """Return a few endpoints, of which some are out of service, not connected, on trial, full or silent."""
+    endpoints = [
+        endpoint(f"w{n}", dice.choice([0.0, 0.5, 1.0])) for n in range(dice.randrange(ROOM_LOOKS + 1))
+    ]
+    for one in endpoints:
+        requests, admitted = dice.randrange(4), dice.randrange(2)
+        one.begin(dice.randrange(9000), requests=requests)
+        if admitted:
+            one.admit()
+    there, allowed, late, laden = (
+        {f"w{n}" for n in range(9) if dice.random() < p} for p in (0.8, 0.9, 0.4, 0.5)
+    )
+    return endpoints, Rules(
+        reachable=lambda w, i: w in there,
+        allowed=lambda s: s.worker in allowed,
+        external_load=lambda w: Load(running=2) if w in laden else None,
+        cap=lambda s: 4,
+        frontends=lambda: 2,
+        recently_heard=lambda w, i: w in there and w not in late,
+    )
+
+
+def outcome(find: Any, endpoints: list[Endpoint], rules: Rules) -> str:
+    try:
+        return find(endpoints, rules).worker
+    except NoWorker as error:
+        return type(error).__name__
+
+
+def test_room_for_a_request_is_found_where_a_look_at_everybody_finds_it() -> None:
+    dice, quick, thorough, found = Random(3), Picker(), Picker(), set()
+    for _ in range(300):
+        endpoints, rules = drawn(dice)
+        found.add(room := outcome(quick.room, endpoints, rules))
+        assert room == outcome(thorough.pick, endpoints, rules)
+    assert {"NotServed", "NoneRoutable", "NoneReachable", "AllBusy", "w0", "w1"} <= found
+
+
+def test_room_is_found_wherever_it_is_and_nobody_is_busy_before_all_are() -> None:
+    endpoints, picker = [endpoint(f"w{n}") for n in range(100)], Picker()
+    for taken in endpoints[:99]:
+        for _ in range(4):
+            taken.admit()
+    assert picker.room(endpoints, OPEN) is endpoints[99]
+    endpoints[99].begin(requests=4)
+    with pytest.raises(AllBusy):
+        picker.room(endpoints, OPEN)
+    with pytest.raises(NotServed):
+        picker.room([], OPEN)
+
+
+def test_what_others_sent_counts_too() -> None:
+    one = endpoint("a")
+    alone = cost(one, None)
+    assert cost(one, Load(running=3, waiting=1)) == alone + 4
+    assert cost(one, Load()) == alone
+    one.begin(requests=9)
+    assert cost(one, Load(running=3)) == alone + 12
+
+
+def test_mid_flight_the_cap_does_not_bind() -> None:
+    full = endpoint("a")
+    full.begin(requests=4)
+    assert Picker().pick([full], OPEN, capped=False) is full
+
+
+def test_a_static_table_keeps_what_is_in_flight() -> None:
+    table = EndpointTable()
+    table.set_static([joined(ScriptedWorker("w1"))])
+    table.endpoints[("w1", "i1")].begin(requests=3)
+    table.set_static([joined(ScriptedWorker("w1")), joined(ScriptedWorker("w2"))])
+    assert [s.active for s in table.models["m"]] == [3, 0]
+    assert all(s.routable for s in table.models["m"])
+
+
+def fleet_of(*workers: ScriptedWorker) -> Fleet:
+    fleet = Fleet()
+    for seq, worker in enumerate(workers, 1):
+        fleet = evolve(fleet, Recorded(seq, datetime.now(UTC), joined(worker), f"e{seq}"))
+    return fleet
+
+
+def test_what_a_models_workers_have_in_common_follows_who_is_there() -> None:
+    table, lineage = EndpointTable(), ("r1", "builtin:sim")
+    assert (table.group("m", lineage), table.migration_limit("m")) == (None, None)
+    short, long = (
+        replace(joined(ScriptedWorker(n)), context_tokens=c) for n, c in (("w1", 100), ("w2", 200))
+    )
+    table.set_static([short, replace(long, migration_limit=1)])
+    endpoints = table.endpoints[("w1", "i1")], table.endpoints[("w2", "i1")]
+    assert table.group("m", lineage) == EndpointGroup(
+        endpoints, 100, "simulated", text_only=False, block_sizes=(16,)
+    )
+    assert table.migration_limit("m") == 1
+    table.set_static([replace(long, worker="w3", engine="openai", exact=False)])
+    other = (table.endpoints[("w3", "i1")],)
+    assert table.group("m", lineage) == EndpointGroup(other, 200, "openai", text_only=True, block_sizes=(16,))
+    assert (table.group("m", ("r2", "builtin:sim")), table.migration_limit("m")) == (None, None)
+
+
+def test_the_table_follows_lives_and_forgets_those_that_ended() -> None:
+    table = EndpointTable()
+    one, two = ScriptedWorker("w1"), ScriptedWorker("w2")
+    change = table.absorb(fleet_of(one, two))
+    assert (change.joined, change.left, bool(change)) == (2, False, True)
+    assert set(table.endpoints) == {("w1", "i1"), ("w2", "i1")}
+    reborn = ScriptedWorker("w1", instance="i2")
+    change = table.absorb(fleet_of(one, two, reborn))
+    assert (change.joined, change.left) == (1, True)
+    assert set(table.endpoints) == {("w1", "i2"), ("w2", "i1")}
+    assert {s.instance for s in table.models["m"] if s.worker == "w1"} == {"i2"}
+
+
+def test_nothing_new_changes_nothing() -> None:
+    table, fleet = EndpointTable(), fleet_of(ScriptedWorker("w1"))
+    table.absorb(fleet)
+    assert not table.absorb(fleet)
+
+
+def test_what_changes_nothing_about_whom_to_send_to_is_no_reason_to_look_at_everybody() -> None:
+    table, fleet = EndpointTable(), serving(fleet_of(ScriptedWorker("w1")))
+    table.absorb(fleet)
+    passed = evolve(fleet, Recorded(9, datetime.now(UTC), good_canary("w1"), "e9"))
+    change = table.absorb(passed)
+    assert [endpoint.worker for endpoint, _ in change.updated] == ["w1"]
+    assert not change
+
+
+@pytest.mark.parametrize(
+    ("fact", "routable"),
+    [
+        (DeviceFaulted(worker="w1", instance="i1", device="GPU-0", fault_class="xid", code="79"), False),
+        (EngineFaulted(worker="w1", instance="i1", reason="CUDA error", fatal=True), False),
+        (DeviceFaulted(worker="w1", instance="i1", device="GPU-0", fault_class="pcie", fatal=False), True),
+        (EngineFaulted(worker="w1", instance="i1", reason="one request", fatal=False), True),
+    ],
+)
+def test_a_convicted_worker_gets_nothing_from_the_moment_the_evidence_is_seen(
+    fact: Fact, routable: bool
+) -> None:
+    table, fleet = EndpointTable(), serving(fleet_of(ScriptedWorker("w1")))
+    table.absorb(fleet)
+    assert table.endpoints["w1", "i1"].routable
+    table.absorb(evolve(fleet, Recorded(9, datetime.now(UTC), fact, "e9", "s", 9)))
+    assert table.endpoints["w1", "i1"].routable is routable, "nobody has decided anything yet"
+
+
+def good_canary(worker: str) -> CanaryPassed:
+    """A canary that this worker has answered as it should."""
+    return CanaryPassed(
+        worker=worker, instance="i1", canary_key="k", canary="c1", check_type="scheduled", sent_under=1,
+        sent_at=datetime.now(UTC), latency_ms=1.0,
+    )  # fmt: skip
+
+
+def serving(fleet: Fleet) -> Fleet:
+    """Let the fleet's one worker be in full service."""
+    decided = HealthChanged(
+        worker="w1", instance="i1", before=HealthStatus.SUSPICIOUS, after=HealthStatus.HEALTHY, reason="joined",
+        weight=1.0, number=fleet.number + 1, decided_at=datetime.now(UTC),
+    )  # fmt: skip
+    return evolve(fleet, Recorded(8, datetime.now(UTC), decided, "e8"))

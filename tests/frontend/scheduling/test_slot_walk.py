@@ -1,0 +1,122 @@
+"""However a request ends, and wherever it was by then: its slot is free again, once, and it takes no room any more."""
+
+import asyncio
+from collections import Counter
+from collections.abc import Hashable
+from contextlib import suppress
+from random import Random
+from typing import Any
+
+import aiohttp
+import pytest
+from frontend_kit import Kit, counted_are_there, frontend, until
+from scripted_worker import Act, ScriptedWorker
+
+from controller.frontend.errors import internal
+from controller.router.load.active_sequences import ActiveSequences, RankWork
+from events.decisions import HealthStatus
+from events.observations import RequestMigrated
+
+REQUESTS = 80
+MODES = ("kv", "kv", "least-loaded", "power-of-two", "round-robin", "random")
+ROOM = {"inflight_max": 2, "queue_max": 6, "queue_s": 0.05, "first_token_s": 0.1}
+
+
+class Books:
+    """Counts how often each slot is given and freed."""
+
+    def __init__(self, slots: ActiveSequences) -> None:
+        self.given: Counter[Hashable] = Counter()
+        self.freed: Counter[Hashable] = Counter()
+        self.slots = slots
+        self._add, self._free = slots.add, slots.free
+        slots.add, slots.free = self.add, self.free  # type: ignore[method-assign]
+
+    def add(self, request: Hashable, *what: Any, **more: Any) -> bool:
+        self.given[request] += 1
+        return self._add(request, *what, **more)
+
+    def free(self, request: Hashable, *, now: float) -> bool:
+        self.freed[request] += 1
+        return self._free(request, now=now)
+
+
+def act(random: Random) -> Act:
+    """Return how a worker serves its next request."""
+    how = random.choice(
+        ("finish", "finish", "finish", "finish", "error", "error", "error", "disconnect", "finish_late")
+    )
+    errors = ("engine_error: it broke", "invalid_request: no", "overloaded", "engine_shutdown", "nonsense")
+    after = None if how == "finish" else random.randint(0, 8)
+    hold = asyncio.Event() if how == "error" and random.random() < 0.2 else None  # it never says so
+    return Act(after=after, how=how, error=random.choice(errors), hold=hold)
+
+
+async def ask(kit: Kit, random: Random, ended: Counter[str]) -> None:
+    """Ask for something, and perhaps not wait for the answer."""
+    body = {
+        "model": "m", "prompt": [300 + random.randint(0, 3)] * random.randint(1, 60), "n": random.randint(1, 2),
+        "max_tokens": random.randint(1, 20), "stream": random.random() < 0.5,
+    }  # fmt: skip
+    headers = {"X-Holdfast-Router-Mode": random.choice(MODES)}
+    patience = random.choice((0.0, 0.005, 0.02, 5.0, 5.0, 5.0, 5.0))
+    try:
+        async with (
+            asyncio.timeout(patience),
+            kit.http.post(kit.url + "/v1/completions", json=body, headers=headers) as response,
+        ):
+            text = await response.text()
+            ended[str(response.status) if "error" not in text else "error"] += 1
+    except TimeoutError:
+        ended["gone"] += 1
+    except aiohttp.ClientError:
+        ended["cut"] += 1
+
+
+async def trouble(kit: Kit, random: Random, workers: list[ScriptedWorker]) -> None:
+    """Let connections break, answers be cut off, and workers fall out of service and come back."""
+    while True:
+        await asyncio.sleep(0.06)
+        counted_are_there(kit.director)
+        worker = random.choice(workers)
+        what = random.random()
+        if what < 0.4:
+            worker.drop()
+        elif what < 0.5:
+            for exchange in list(kit.api.openai.completions)[:1]:
+                exchange.fail(internal())  # as at the end of a frontend's grace
+        else:
+            kit.health(worker, HealthStatus.UNHEALTHY, 0.0)
+            await asyncio.sleep(0.02)
+            kit.health(worker, HealthStatus.HEALTHY, 1.0)
+
+
+@pytest.mark.parametrize("seed", range(2))
+async def test_every_slot_is_given_and_freed_once(seed: int) -> None:
+    random, ended = Random(seed), Counter[str]()
+    workers = [ScriptedWorker(f"w{n}", step_s=0.002) for n in range(3)]
+    for worker in workers:
+        worker.acts.extend(act(random) for _ in range(40))
+    counting = {"track_output_blocks": seed > 0, "prefill_load_model": "profile" if seed else "none"}
+    async with frontend(*workers, admission=ROOM, reroute_s=0.2, router=counting) as kit:
+        books = Books(kit.director.routing.scheduler.slots)
+        troubled = asyncio.create_task(trouble(kit, random, workers))
+        asked = []
+        for _ in range(REQUESTS):
+            asked.append(asyncio.create_task(ask(kit, random, ended)))
+            await asyncio.sleep(random.choice((0.0, 0.0, 0.0, 0.02)))
+        await asyncio.wait(asked, timeout=20)
+        troubled.cancel()
+        with suppress(asyncio.CancelledError):
+            await troubled
+        await until(lambda: not len(books.slots))
+        for holder in books.slots.holders:
+            assert books.slots.work(holder, now=kit.director.now()) == RankWork()
+        for endpoint in kit.director.table.endpoints.values():
+            assert (endpoint.active, endpoint.promised, endpoint.tokens) == (0, 0, 0)
+            assert not kit.director.running.at(endpoint)
+        assert kit.director.admission.queued("m") == 0
+        moves = len(kit.said(RequestMigrated))
+    assert books.given and set(books.given.values()) == set(books.freed.values()) == {1}
+    assert books.given == books.freed
+    assert moves and ended["200"] and ended["gone"] and ended["error"], ended

@@ -1,0 +1,34 @@
+"""A projector in a process of its own that kills itself, with SIGKILL, at the n-th time it comes to a step.
+
+python projector_child.py NATS_URL DATABASE_URL SPOOL UNTIL STEP N
+"""
+
+import asyncio
+import os
+import signal
+import sys
+from pathlib import Path
+
+from controller.adapters.postgres.store import PostgresStore
+from controller.runtime.projection.projector import Projector
+from events.journal.nats import NatsJournal
+
+
+async def main(nats_url: str, database_url: str, spool: str, until: int, wanted: str, nth: int) -> None:
+    seen = 0
+
+    async def step(name: str) -> None:
+        nonlocal seen
+        seen += name == wanted
+        if name == wanted and seen == nth:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    journal = await NatsJournal.connect(nats_url, "projector:child", Path(spool))
+    store = PostgresStore(database_url, snapshot_every=20)
+    await Projector(journal, store, step=step).catch_up(until)
+    await store.close()
+    await journal.close()
+
+
+if __name__ == "__main__":
+    asyncio.run(main(*sys.argv[1:4], int(sys.argv[4]), sys.argv[5], int(sys.argv[6])))

@@ -1,0 +1,206 @@
+"""Migrations: up and down from an empty database, and what is refused."""
+
+import asyncio
+import os
+import signal
+from pathlib import Path
+
+import asyncpg
+import pytest
+from store_databases import execute
+
+from controller.adapters.postgres import migrate, statements, tables
+from controller.adapters.postgres import schema as names
+from controller.adapters.postgres.link import StoreRefused
+from controller.adapters.postgres.migrate import DatabaseTooNew
+from controller.adapters.postgres.store import PostgresStore
+from controller.ports import StoreUnavailable
+from controller.read_model import rows as projection
+
+pytestmark = pytest.mark.servers
+OBJECTS = """SELECT c.relname FROM pg_class c JOIN pg_namespace n ON n.oid = c.relnamespace
+    WHERE n.nspname = 'holdfast' AND c.relkind IN ('r', 'v', 'i', 'S') ORDER BY 1"""
+FUNCTIONS = (
+    "SELECT proname FROM pg_proc p JOIN pg_namespace n ON n.oid = p.pronamespace WHERE n.nspname = 'holdfast'"
+)
+
+
+async def test_up_and_down_and_up_again_from_an_empty_database(empty_database_url: str) -> None:
+    await migrate.upgrade(empty_database_url)
+    first = await execute(empty_database_url, OBJECTS)
+    assert {"workers", "fleet_events", "projection", "fleet_now"} <= {row["relname"] for row in first}
+    await migrate.downgrade(empty_database_url)
+    left = {row["relname"] for row in await execute(empty_database_url, OBJECTS)}
+    assert left <= {"alembic_version", "alembic_version_pkc"}
+    assert await execute(empty_database_url, FUNCTIONS) == []
+    await migrate.upgrade(empty_database_url)
+    assert await execute(empty_database_url, OBJECTS) == first
+
+
+async def test_migrating_twice_changes_nothing(empty_database_url: str) -> None:
+    await migrate.upgrade(empty_database_url)
+    await migrate.upgrade(empty_database_url)
+    assert await migrate.version(empty_database_url) == names.HEAD
+
+
+async def test_a_migration_that_another_one_holds_up_says_so_and_can_be_tried_again(
+    empty_database_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(migrate, "LOCK_S", 1)
+    other = await asyncpg.connect(empty_database_url)
+    try:
+        await other.execute(f"SELECT pg_advisory_lock({migrate.LOCK})")
+        with pytest.raises(StoreUnavailable, match=r"cannot be migrated now: .*lock timeout"):
+            async with asyncio.timeout(30):
+                await migrate.upgrade(empty_database_url)
+    finally:
+        await other.close()
+    await migrate.upgrade(empty_database_url)
+    assert await migrate.version(empty_database_url) == names.HEAD
+
+
+async def test_a_migration_that_takes_for_ever_is_given_up(
+    empty_database_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(migrate, "WITHIN_S", 0.5)
+    other = await asyncpg.connect(empty_database_url)
+    try:
+        await other.execute(f"SELECT pg_advisory_lock({migrate.LOCK})")
+        with pytest.raises(StoreUnavailable, match=r"cannot be migrated now: not done after 0\.5 s"):
+            async with asyncio.timeout(20):
+                await migrate.upgrade(empty_database_url)
+    finally:
+        await other.close()
+
+
+async def test_a_server_that_hangs_during_a_migration_holds_nobody_up(
+    empty_database_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(migrate, "WITHIN_S", 0.5)
+    other = await asyncpg.connect(empty_database_url)
+    waiting = (
+        "SELECT pid FROM pg_stat_activity WHERE datname = current_database() AND wait_event = 'advisory'"
+    )
+    await other.execute(f"SELECT pg_advisory_lock({migrate.LOCK})")
+    migrating = asyncio.ensure_future(migrate.upgrade(empty_database_url))
+    pid = 0
+    try:
+        async with asyncio.timeout(30):
+            while not (pid := await other.fetchval(waiting) or 0):  # noqa: ASYNC110
+                await asyncio.sleep(0.02)
+            os.kill(pid, signal.SIGSTOP)
+            with pytest.raises(StoreUnavailable, match="not done after"):
+                await migrating
+    finally:
+        if pid:
+            os.kill(pid, signal.SIGCONT)
+        await other.close()
+
+
+async def test_a_database_that_goes_away_during_a_migration_is_unavailable(empty_database_url: str) -> None:
+    other = await asyncpg.connect(empty_database_url)
+    try:
+        await other.execute(f"SELECT pg_advisory_lock({migrate.LOCK})")
+        migrating = asyncio.ensure_future(migrate.upgrade(empty_database_url))
+        waiting = (
+            "SELECT pid FROM pg_stat_activity WHERE datname = current_database() AND wait_event = 'advisory'"
+        )
+        async with asyncio.timeout(30):
+            while (pid := await other.fetchval(waiting)) is None:  # noqa: ASYNC110
+                await asyncio.sleep(0.02)
+            await other.execute("SELECT pg_terminate_backend($1)", pid)
+            with pytest.raises(StoreUnavailable, match="cannot be migrated now"):
+                await migrating
+    finally:
+        await other.close()
+
+
+async def test_the_newest_migration_is_the_one_that_the_code_names() -> None:
+    from alembic.config import Config
+    from alembic.script import ScriptDirectory
+
+    config = Config()
+    config.set_main_option("script_location", "migrations")
+    assert ScriptDirectory.from_config(config).get_current_head() == names.HEAD
+
+
+async def test_the_migrations_make_the_tables_that_the_code_declares(database_url: str) -> None:
+    from alembic.autogenerate import compare_metadata
+    from alembic.migration import MigrationContext
+    from sqlalchemy import Connection
+    from sqlalchemy.ext.asyncio import create_async_engine
+
+    def differences(connection: Connection) -> list[object]:
+        return list(compare_metadata(MigrationContext.configure(connection), tables.metadata))
+
+    url = database_url.replace("postgresql://", "postgresql+asyncpg://")
+    engine = create_async_engine(url, connect_args={"server_settings": {"search_path": names.SCHEMA}})
+    try:
+        async with engine.connect() as connection:
+            found = await connection.run_sync(differences)
+    finally:
+        await engine.dispose()
+    assert [d for d in found if "alembic_version" not in str(d)] == []
+
+
+def test_rows_have_the_columns_of_their_tables() -> None:
+    for name, columns in {**projection.COLUMNS, "fleet_events": projection.EVENT_COLUMNS}.items():
+        assert statements.columns(tables.metadata.tables[name]) == columns
+    assert statements.STATE == projection.STATE
+
+
+async def test_a_database_of_a_newer_version_is_refused_in_one_sentence(database_url: str) -> None:
+    await execute(database_url, "UPDATE holdfast.alembic_version SET version_num = '9999'")
+    with pytest.raises(DatabaseTooNew, match=r"migration 9999.*Upgrade Holdfast"):
+        await migrate.upgrade(database_url)
+    with pytest.raises(DatabaseTooNew):
+        await migrate.downgrade(database_url)
+
+
+async def test_a_database_that_is_away_or_not_migrated_is_said_so(empty_database_url: str) -> None:
+    store = PostgresStore(empty_database_url)
+    with pytest.raises(StoreRefused, match="does not hold the tables"):
+        await store.place()
+    await store.close()
+    with pytest.raises(StoreUnavailable, match=r"127\.0\.0\.1:1/"):
+        await migrate.upgrade("postgresql://somebody:secret@127.0.0.1:1/nowhere")
+
+
+async def test_a_password_is_never_shown(empty_database_url: str) -> None:
+    with pytest.raises(StoreUnavailable) as caught:
+        await migrate.upgrade("postgresql://somebody:secret@127.0.0.1:1/nowhere")
+    assert "secret" not in str(caught.value)
+
+
+@pytest.mark.parametrize("statement", ["UPDATE holdfast.fleet_events SET kind = ''", "DELETE FROM holdfast.fleet_events",
+                                       "TRUNCATE holdfast.fleet_events"])  # fmt: skip
+async def test_events_are_append_only(database_url: str, statement: str) -> None:
+    import asyncpg
+
+    with pytest.raises(asyncpg.InsufficientPrivilegeError, match="append-only"):
+        await execute(database_url, statement)
+
+
+async def test_the_right_to_change_events_is_revoked(database_url: str) -> None:
+    query = "SELECT relacl::text FROM pg_class WHERE relname = 'fleet_events'"
+    granted = (await execute(database_url, query))[0]["relacl"]
+    letters = granted.partition("=")[2].partition("/")[0]
+    assert not set(letters) & set("wdD")  # update, delete, truncate
+
+
+def test_every_table_is_documented() -> None:
+    text = (Path(__file__).parents[2] / "docs" / "state-store.md").read_text()
+    for name in (*tables.metadata.tables, "fleet_now", "model_capacity"):
+        assert f"| `{name}`" in text, name
+    for column in projection.EVENT_COLUMNS:
+        if column not in ("kind", "source", "source_number", "said_at", "correlation", "id"):
+            assert f"`{column}`" in text, column
+
+
+async def test_the_documented_queries_answer(database_url: str) -> None:
+    text = (Path(__file__).parents[2] / "docs" / "state-store.md").read_text()
+    queries = text.split("```sql\n")[1].split("```")[0].split(";\n")
+    assert len([q for q in queries if q.strip()]) == 4
+    for query in queries:
+        if query.strip():
+            await execute(database_url, query)

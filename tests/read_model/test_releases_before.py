@@ -1,0 +1,141 @@
+"""What a release before left is read, verified, migrated and gone on from: the journals and databases in tests/fixtures."""
+
+import gzip
+import json
+from collections.abc import AsyncIterator, Awaitable, Callable
+from datetime import datetime
+from pathlib import Path
+
+import asyncpg
+import nats
+import pytest
+from record import restore
+from store_databases import execute
+
+from controller.adapters.embedded.servers import EmbeddedServer
+from controller.adapters.postgres import migrate
+from controller.adapters.postgres.schema import HEAD
+from controller.adapters.postgres.store import PostgresStore
+from controller.deciders.fleet import Fleet, evolve
+from controller.replay.verify import verify
+from controller.runtime.projection.projector import Projector
+from events import codec
+from events.fact import Recorded
+from events.journal.nats import NatsJournal
+from events.order import Order
+
+FIXTURES = Path(__file__).parents[1] / "fixtures"
+RELEASES = sorted(path.name for path in FIXTURES.iterdir() if (path / "journal.snapshot").exists())
+BYTES_MAX = 300_000
+
+
+@pytest.fixture(params=RELEASES)
+def release(request: pytest.FixtureRequest) -> Path:
+    """A folder of tests/fixtures."""
+    return FIXTURES / str(request.param)
+
+
+def written(release: Path) -> list[Recorded]:
+    """Return the journal as it was written down, decoded by today's code."""
+    found = []
+    for line in gzip.decompress((release / "journal.jsonl.gz").read_bytes()).splitlines():
+        message = json.loads(line)
+        at, body = datetime.fromisoformat(message["time"]), json.dumps(message["body"]).encode()
+        found.append(codec.decode(message["seq"], at, message["headers"], body))
+    return found
+
+
+@pytest.fixture
+async def journal(release: Path, own_nats: EmbeddedServer, tmp_path: Path) -> AsyncIterator[NatsJournal]:
+    """The recorded journal on a real broker, every message with its sequence and time."""
+    client = await nats.connect(own_nats.url)
+    await restore(client, (release / "journal.snapshot").read_bytes())
+    await client.close()
+    made = await NatsJournal.connect(own_nats.url, "projector:test", wait_s=20)
+    yield made
+    await made.close()
+
+
+@pytest.fixture
+async def store(release: Path, empty_database_url: str) -> AsyncIterator[PostgresStore]:
+    """The recorded database on a real server, brought to today's version."""
+    sql = gzip.decompress((release / "database.sql.gz").read_bytes()).decode()
+    statements = "\n".join(line for line in sql.splitlines() if not line.startswith("\\"))  # psql's own
+    connection = await asyncpg.connect(empty_database_url, timeout=10)
+    await connection.execute(statements)
+    await connection.close()
+    await migrate.upgrade(empty_database_url)
+    assert await migrate.version(empty_database_url) == HEAD
+    made = PostgresStore(empty_database_url)
+    yield made
+    await made.close()
+
+
+def test_a_pair_of_the_release_before_is_kept() -> None:
+    assert "0.1.0" in RELEASES
+    for name in RELEASES:
+        assert sum(path.stat().st_size for path in (FIXTURES / name).iterdir()) < BYTES_MAX
+
+
+def test_every_message_decodes_and_folds(release: Path) -> None:
+    events = written(release)
+    order: Order[Fleet] = Order(evolve, Fleet())
+    for event in events:
+        order.take(event)
+    assert [event.seq for event in events] == list(range(1, len(events) + 1))
+    assert {"request_migrated", "request_exposed", "breaker_closed", "incident_closed"} <= {
+        event.fact.kind() for event in events
+    }
+    assert sorted(order.shown.workers) == ["w0", "w1", "w2"]
+    for event in events:  # and nothing of it is lost on the way through today's code
+        again = codec.decode_body(event.fact.kind(), codec.encode_body(event.fact))
+        assert again == event.fact
+
+
+@pytest.mark.servers
+async def test_it_verifies_and_the_projector_goes_on_from_where_it_was(
+    release: Path, journal: NatsJournal, store: PostgresStore
+) -> None:
+    last = await journal.last_seq()
+    read = [event async for batch in journal.read(0, until=last) for event in batch]
+    expected = written(release)
+    assert read == expected
+    report = await verify(journal, store)
+    assert report.difference is None, report.lines()
+    assert 0 < report.audited == report.position <= last
+    assert report.rows > 20 and report.decided > 10 and not report.skipped
+    await Projector(journal, store).catch_up(last)
+    report = await verify(journal, store)
+    assert (report.difference, report.lag, report.position) == (None, 0, last)
+
+
+Plant = Callable[[str], Awaitable[object]]
+
+
+def _a_row_is_altered(url: str) -> Awaitable[object]:
+    return execute(url, "UPDATE holdfast.breakers SET failures = failures + 1 WHERE worker = 'w0'")
+
+
+def _an_incident_is_gone(url: str) -> Awaitable[object]:
+    return execute(url, "DELETE FROM holdfast.incidents WHERE closed_at IS NOT NULL")
+
+
+def _an_event_is_left_out(url: str) -> Awaitable[object]:
+    return execute(
+        url,
+        "DO $$ BEGIN SET LOCAL session_replication_role = replica;"
+        " DELETE FROM holdfast.fleet_events WHERE seq = 40; END $$",
+    )
+
+
+@pytest.mark.servers
+@pytest.mark.parametrize(
+    ("plant", "where"),
+    [(_a_row_is_altered, "breakers"), (_an_incident_is_gone, "incidents"), (_an_event_is_left_out, "40")],
+)
+async def test_what_was_tampered_with_is_found(
+    journal: NatsJournal, store: PostgresStore, empty_database_url: str, plant: Plant, where: str
+) -> None:
+    await plant(empty_database_url)
+    report = await verify(journal, store)
+    assert report.difference is not None and where in f"{report.difference.where} {report.difference.seq}"

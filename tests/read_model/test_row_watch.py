@@ -1,0 +1,52 @@
+"""A view and the rows of the store agree at the same position, and a difference there is reported."""
+
+import asyncio
+from typing import Any
+
+from made_history import History
+
+from controller.adapters.memory_store import MemoryStore
+from controller.adapters.postgres.link import StoreRefused
+from controller.ports import RowsRead, StoreUnavailable
+from controller.read_model import rows as projection
+from controller.read_model.diff import RowDifference
+from controller.runtime.projection.projector import Projector
+from controller.runtime.projection.row_watch import RowWatch
+from controller.runtime.view import FleetView
+from events.journal.memory import MemoryJournal
+
+
+async def test_rows_are_compared_at_their_own_position(eventually: Any) -> None:
+    history, store, heard = History().start(), MemoryStore(), list[RowDifference]()
+    view = FleetView(MemoryJournal(history.stream, "frontend:f0"))
+    watch = RowWatch(view, store, differ=heard.append)
+    async with asyncio.TaskGroup() as group:
+        following = group.create_task(view.run())
+        await eventually(lambda: view.seq == len(history.events))
+        assert await watch.compare() == []  # nothing is projected yet, and nothing was known then
+        await Projector(MemoryJournal(history.stream, "p"), store).catch_up(len(history.events))
+        assert await watch.compare() == []
+        history.say(history.failed("w0", confirmed=True, reason="token_mismatch"))
+        await eventually(lambda: view.seq == len(history.events))
+        assert await watch.compare() == []  # the view is ahead; it remembers what it was
+        rows, weight = store.tables.rows["workers"], projection.COLUMNS["workers"].index("weight")
+        rows["w1",] = (*rows["w1",][:weight], 0.25, *rows["w1",][weight + 1 :])
+        found = await watch.compare()
+        following.cancel()
+    assert found == heard == [RowDifference("workers: weight of w1", 1.0, 0.25)]
+    assert (watch.compared, watch.differences) == (4, 1)
+
+
+async def test_a_store_that_is_away_or_without_tables_does_not_end_the_watch(eventually: Any) -> None:
+    class Strange(MemoryStore):
+        asked = 0
+
+        async def read_status(self) -> RowsRead:
+            self.asked += 1
+            raise (StoreUnavailable, StoreRefused)[self.asked % 2]
+
+    view, store = FleetView(MemoryJournal(History().stream, "frontend:f0")), Strange()
+    async with asyncio.TaskGroup() as group:
+        watching = group.create_task(RowWatch(view, store, every_s=0.001).run())
+        await eventually(lambda: store.asked >= 3)
+        watching.cancel()

@@ -1,0 +1,259 @@
+"""Faults that were built in on purpose, to show that the simulator would find them.
+
+Each swaps one piece through a seam of the simulator. Most are mistakes that were really made somewhere: in the design
+seed (B3, B4, B22), in the field, or in a draft of ours.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from datetime import datetime, timedelta
+from typing import Any
+
+from controller.deciders import fleet as deciders
+from controller.deciders.fleet import Fleet, FleetPolicy
+from controller.router.endpoints import Endpoint, EndpointTable
+from controller.simulator.world.seams import Seams, Stored
+from events.decisions import DegradationChanged, HealthChanged, WeightCapped
+from events.fact import Decision, Observation, Recorded
+from events.observations import (
+    CanaryPassed,
+    CanaryResult,
+    DeviceFaulted,
+    RequestFailed,
+    RequestsServed,
+    WorkerJoined,
+    WorkerObservation,
+    WorkerSilent,
+)
+from events.order import Order, Position
+
+FAR = 1_000_000_000
+
+
+@dataclass(frozen=True, slots=True)
+class Planted:
+    """One built-in fault: what is wrong, and the invariants of which any may be the first to break."""
+
+    says: str
+    seams: Seams
+    found_by: tuple[str, ...]
+
+
+class RawOrder(Order[Fleet]):
+    """Folds in the order of the stream, as if a controller had read everything that lies before its decision."""
+
+    def _decide(self, event: Recorded, decision: Decision) -> None:
+        self.settled = self.evolve(self.shown, event)
+        self.position = Position(event.seq, event.seq, decision.number)
+        self.pending.clear()
+        self._shown, self._fresh = self.settled, []
+
+
+class ForgetfulOrder(Order[Fleet]):
+    """Folds a repetition a second time."""
+
+    def _is_new(self, event: Recorded) -> bool:
+        return True
+
+
+def _evolving(change: Callable[[Fleet, Any], Any]) -> Callable[[Fleet, Recorded], Fleet]:
+    """Return a fold that is told something other than what was recorded."""
+
+    def evolve(fleet: Fleet, recorded: Recorded) -> Fleet:
+        return deciders.evolve(fleet, replace(recorded, fact=change(fleet, recorded.fact)))
+
+    return evolve
+
+
+def _no_straggler(fleet: Fleet, fact: Any) -> Any:
+    if isinstance(fact, RequestFailed | RequestsServed):
+        return replace(fact, routed_under=FAR)
+    return replace(fact, sent_under=FAR) if isinstance(fact, CanaryResult) else fact
+
+
+def _any_instance(fleet: Fleet, fact: Any) -> Any:
+    worker = fleet.workers.get(getattr(fact, "worker", ""))
+    if worker is None or isinstance(fact, WorkerJoined) or not isinstance(fact, WorkerObservation):
+        return fact
+    return replace(fact, instance=worker.joined.instance)
+
+
+def _joins_anew(fleet: Fleet, recorded: Recorded) -> Fleet:
+    """Take a second registration of the same instance for a new life."""
+    fact = recorded.fact
+    if isinstance(fact, WorkerJoined):
+        others = {name: worker for name, worker in fleet.workers.items() if name != fact.worker}
+        fleet = replace(fleet, workers=others)
+    return deciders.evolve(fleet, recorded)
+
+
+def _never_resets(fleet: Fleet, recorded: Recorded) -> Fleet:
+    """Count failures over a worker's whole life: a success does not reset them (B1)."""
+    after = deciders.evolve(fleet, recorded)
+    fact = recorded.fact
+    before = fleet.workers.get(fact.worker) if isinstance(fact, CanaryPassed) else None
+    if before is None or not isinstance(fact, CanaryPassed):
+        return after
+    now = after.workers[fact.worker]
+    if now.breaker.position != "closed" or now.breaker.moved_by != before.breaker.moved_by:
+        return after
+    kept = replace(now, breaker=replace(now.breaker, canary_failures=before.breaker.canary_failures))
+    return replace(after, workers={**after.workers, fact.worker: kept})
+
+
+def _trial_without_end(policy: FleetPolicy, fleet: Fleet, now: datetime) -> tuple[Decision, ...]:
+    """Never see a trial's deadline (B3)."""
+    workers = {
+        name: replace(w, breaker=replace(w.breaker, deadline=w.breaker.deadline + timedelta(days=1)))
+        if w.breaker.deadline is not None
+        else w
+        for name, w in fleet.workers.items()
+    }
+    return deciders.settle(policy, replace(fleet, workers=workers), now)
+
+
+def _stale_budget(policy: FleetPolicy, fleet: Fleet, now: datetime) -> tuple[Decision, ...]:
+    """Reckon the budget on the state before the other machines decided: whoever is newly out is not in it."""
+    decided = deciders.settle(policy, fleet, now)
+    known = {name for name, worker in fleet.workers.items() if worker.in_doubt}
+    return _numbered(fleet, [d for d in decided if not isinstance(d, WeightCapped) or d.worker in known])
+
+
+def _sticky_knobs(policy: FleetPolicy, fleet: Fleet, now: datetime) -> tuple[Decision, ...]:
+    """Step down from level 4 without accepting requests again (B22)."""
+    decided = deciders.settle(policy, fleet, now)
+    return tuple(
+        replace(d, knobs=replace(d.knobs, accept_new=False))
+        if isinstance(d, DegradationChanged) and d.before == 4
+        else d
+        for d in decided
+    )
+
+
+def _full_weight(policy: FleetPolicy, fleet: Fleet, now: datetime) -> tuple[Decision, ...]:
+    """Bring workers back without a look at what their devices leave them."""
+    return tuple(
+        replace(d, weight=d.unlimited, unlimited=None)
+        if isinstance(d, HealthChanged) and d.unlimited and d.reason != "device_limit"
+        else d
+        for d in deciders.settle(policy, fleet, now)
+    )
+
+
+def _throttles_unseen(fleet: Fleet, fact: Any) -> Any:
+    return replace(fact, weight=None) if isinstance(fact, DeviceFaulted) else fact
+
+
+def _numbered(fleet: Fleet, decisions: Sequence[Decision]) -> tuple[Decision, ...]:
+    return tuple(replace(d, number=fleet.number + 1 + i) for i, d in enumerate(decisions))
+
+
+def _first_half(batch: Sequence[Decision]) -> Sequence[Decision]:
+    return batch[: max(1, len(batch) // 2)]
+
+
+def _loses_silence(fact: Observation) -> bool:
+    return not isinstance(fact, WorkerSilent)
+
+
+def _shown_as_settled(order: Order[Fleet]) -> Stored:
+    return order.shown, order.position, dict(order.sources)
+
+
+class HealthAlone(EndpointTable):
+    """Lets requests go wherever a worker is not dead."""
+
+    def absorb(self, fleet: Fleet) -> list[Endpoint]:
+        convicted = super().absorb(fleet)
+        for endpoint in self.endpoints.values():
+            endpoint.weight = max(endpoint.weight, 0.1)
+        return convicted
+
+
+PLANTED: dict[str, Planted] = {
+    "raw_order": Planted(
+        "frontends fold in stream order instead of absorption order",
+        Seams(frontend_order=RawOrder),
+        ("folds_agree",),
+    ),
+    "repetitions": Planted(
+        "frontends fold a fact twice that was stored twice",
+        Seams(frontend_order=ForgetfulOrder),
+        ("folds_agree",),
+    ),
+    "stragglers": Planted(
+        "the breaker takes outcomes of requests that were sent before it last moved",
+        Seams(evolve=_evolving(_no_straggler)),
+        ("no_straggler",),
+    ),
+    "never_resets": Planted(
+        "a success does not reset the count of failures",
+        Seams(evolve=_never_resets),
+        ("in_a_row",),
+    ),
+    "endless_trial": Planted(
+        "a trial whose result never comes keeps the breaker half-open for ever",
+        Seams(settle=_trial_without_end),
+        ("trials_end", "all_well"),
+    ),
+    "no_fence": Planted(
+        "the journal takes decisions of a controller that has not read the last one",
+        Seams(fence=lambda after, decided: True),
+        ("decisions_gapless", "one_writer"),
+    ),
+    "half_a_batch": Planted(
+        "a batch can land in part",
+        Seams(lands=_first_half),
+        ("batch_is_whole",),
+    ),
+    "stale_budget": Planted(
+        "the ejection budget is reckoned before the others have decided",
+        Seams(settle=_stale_budget),
+        ("ejection_budget", "quiescence"),
+    ),
+    "joins_anew": Planted(
+        "a worker that registers twice loses its verdict",
+        Seams(evolve=_joins_anew),
+        ("fold_keeps_decisions", "legal_transition", "dead_stays_dead"),
+    ),
+    "veto_ignored": Planted(
+        "a frontend's live connection does not count",
+        Seams(vetoed=lambda linked: False),
+        ("heard_is_not_silent",),
+    ),
+    "any_instance": Planted(
+        "what concerns a worker's former life is held against its present one",
+        Seams(evolve=_evolving(_any_instance)),
+        ("own_instance",),
+    ),
+    "sticky_knobs": Planted(
+        "leaving the last level does not open the door again",
+        Seams(settle=_sticky_knobs),
+        ("all_knobs",),
+    ),
+    "full_weight": Planted(
+        "a worker comes back at full weight although a device limits it",
+        Seams(settle=_full_weight),
+        ("limits_obeyed",),
+    ),
+    "throttles_unseen": Planted(
+        "a device's limit is not noticed",
+        Seams(evolve=_evolving(_throttles_unseen)),
+        ("limits_decided", "limits_obeyed"),
+    ),
+    "fire_and_forget": Planted(
+        "a fact whose acknowledgement does not come is not sent again",
+        Seams(gives_up=_loses_silence),
+        ("nothing_lost",),
+    ),
+    "unsettled_snapshot": Planted(
+        "the state store keeps the shown fold at the settled position",
+        Seams(snapshot=_shown_as_settled),
+        ("folds_agree", "snapshot_equals_replay"),
+    ),
+    "health_alone": Planted(
+        "frontends route to whatever is not dead",
+        Seams(table=HealthAlone),
+        ("verdict_obeyed",),
+    ),
+}

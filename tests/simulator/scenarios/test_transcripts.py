@@ -1,0 +1,40 @@
+"""Scenarios as people read them. The texts are checked in: a change of what happens shows as a change of the text.
+
+`holdfast simulate --scenario group-failure --provisioned 1.0` writes one anew (`> …/scenarios/group_failure_100.0.txt`).
+"""
+
+import asyncio
+from pathlib import Path
+
+import pytest
+
+from controller.cli import main
+from controller.simulator.stories.group_failure import GroupFailure, transcript
+
+HERE = Path(__file__).parent
+
+
+@pytest.mark.parametrize("provisioned", [1.067, 1.0])
+def test_one_gpu_of_a_group_fails_with_23_requests_in_flight(provisioned: float) -> None:
+    expected = (HERE / f"group_failure_{provisioned:.1%}.txt".replace("%", "")).read_text()
+    assert transcript(provisioned) == expected
+
+
+def test_n21_the_level_is_none_where_fifteen_groups_carry_the_slo_and_level_1_where_they_do_not() -> None:
+    assert "after the failure NONE" in (HERE / "group_failure_106.7.txt").read_text()
+    assert "after the failure LEVEL_1" in (HERE / "group_failure_100.0.txt").read_text()
+
+
+def test_n15_what_is_computed_again_lies_within_one_and_a_half_times_the_even_spread() -> None:
+    failure = GroupFailure(1.067)
+    asyncio.run(failure.tell())
+    assert failure.load.total() > 23 * 2048 and failure.most_over_even <= 1.5
+
+
+def test_the_command_tells_it(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["simulate", "--scenario", "group-failure"]) == 0
+    assert capsys.readouterr().out == (HERE / "group_failure_106.7.txt").read_text()
+    assert main(["simulate", "--scenario", "group-failure", "--provisioned", "0"]) == 2
+    assert "--provisioned 0: give a number" in capsys.readouterr().err
+    assert main(["simulate", "--scenario", "group-failure", "-o", "json"]) == 2
+    assert "--scenario is told in words" in capsys.readouterr().err

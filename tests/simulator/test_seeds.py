@@ -1,0 +1,61 @@
+"""200 seeds of 60 virtual minutes: every invariant holds in every one of them. And those that once broke one."""
+
+from collections.abc import Iterable
+from pathlib import Path
+
+import pytest
+
+from controller.simulator.cli import command
+from controller.simulator.sweep import SweepRun, sweep
+
+SEEDS = 200
+SHARE = 25  # of one test, so that they can run beside each other
+FOUND = Path(__file__).with_name("seeds.txt")
+
+
+def broken(runs: Iterable[SweepRun]) -> list[str]:
+    """Play these and return what was broken, each with the command that plays it again. In this process: the tests
+    run beside each other, and to start another one costs as much as a seed.
+    """
+    found = []
+    for result in sweep(runs, 1):
+        if result.violation is not None:
+            scenario, seen = result.scenario, result.violation
+            again = command(scenario.seed, scenario.workers, scenario.minutes)
+            found.append(f"{again}\n    {seen.invariant} at {seen.at_s:.3f} s: {seen.detail}")
+    return found
+
+
+def once_broken() -> list[SweepRun]:
+    """Return the runs of seeds.txt: seed, workers, minutes, then the cause."""
+    lines = [line.partition("#")[0].split() for line in FOUND.read_text().splitlines()]
+    return [
+        SweepRun(int(seed), int(workers), float(minutes)) for seed, workers, minutes in filter(None, lines)
+    ]
+
+
+@pytest.mark.parametrize("first", range(0, SEEDS, SHARE))
+def test_every_invariant_holds_in_200_seeds(first: int) -> None:
+    runs = [SweepRun(seed, 3 + seed % 3, 60.0) for seed in range(first, first + SHARE)]
+    assert not (found := broken(runs)), "\n".join(["add these to seeds.txt:", *found])
+
+
+def test_seeds_that_once_broke_an_invariant_hold() -> None:
+    runs = once_broken()
+    assert runs
+    assert not (found := broken(runs)), "\n".join(found)
+
+
+@pytest.mark.parametrize("seed", [3, 7])
+def test_a_full_fleet_of_two_models_holds(seed: int) -> None:
+    assert not (found := broken([SweepRun(seed, 16, 60.0)])), "\n".join(found)
+
+
+def test_fleets_of_one_and_two_workers_hold() -> None:
+    runs = [SweepRun(seed, 1 + seed % 2, 60.0) for seed in range(10)]
+    assert not (found := broken(runs)), "\n".join(found)
+
+
+@pytest.mark.parametrize("rates", ["llama3", "stepfun-2024"])
+def test_faults_in_the_mix_of_a_field_study_hold(rates: str) -> None:
+    assert not (found := broken([SweepRun(5, 6, 30.0, rates)])), "\n".join(found)

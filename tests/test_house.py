@@ -1,0 +1,269 @@
+"""The house is a test too: how long, wide and alike things may be, which words are not used, what tests may reach into.
+
+A limit stands in LIMITS, and what it is held against is measured by the function of that name. Where a limit is not
+reached yet, the bound is what there is, and `aim` says where it goes: it may be lowered, never raised.
+"""
+
+import ast
+import re
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from functools import cache
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+OURS = ("controller", "events", "workers")
+PURE = ("controller/deciders/", "controller/migration/")
+WORDS = [
+    word.title()  # as classes had them; so that who looks for them does not find this list
+    for word in (
+        *("desk", "voice", "passage", "crossing", "departures"),
+        *("mover", "obedience", "seat", "feeding", "wishes"),
+    )
+]
+RECORDS = ("Strict", "BaseModel", "Settings", "Struct")  # what settings models and wire structs derive from
+
+LIMITS = {
+    "lines_of_a_function": 60,
+    "lines_of_a_file": 465,  # aim: 400
+    "attributes_of_a_class": 25,  # aim: 20; settings, structs and records of fields may have more
+    "methods_of_a_class": 37,  # aim: 25
+    "parameters_of_a_constructor": 9,  # aim: 8
+    "modules_of_a_folder": 25,  # aim: 22
+    "classes_of_one_name": 2,  # aim: 1
+    "blocks_for_type_checkers": 13,  # aim: 3
+    "calls_through_another_object": 25,  # aim: 0
+    "uses_of_a_forbidden_word": 18,  # aim: 0
+    "patches_in_tests": 49,  # aim: 40
+    "private_attributes_in_tests": 118,  # aim: 60
+    "public_things_that_say_nothing": 33,  # aim: 0
+}
+
+
+class Found(NamedTuple):
+    """How much of something there is, and where."""
+
+    size: int
+    where: str
+
+
+Function = ast.FunctionDef | ast.AsyncFunctionDef
+
+
+@cache
+def parsed(folder: str) -> list[tuple[str, ast.Module]]:
+    """Return every file of a folder, understood."""
+    paths = sorted((ROOT / folder).rglob("*.py"))
+    return [(str(path.relative_to(ROOT)), ast.parse(path.read_text())) for path in paths]
+
+
+def source(*folders: str) -> Iterator[tuple[str, ast.Module]]:
+    """Yield every file of these folders, understood."""
+    for folder in folders:
+        yield from parsed(folder)
+
+
+KINDS = (ast.Attribute, ast.Call, ast.ClassDef, ast.If, ast.FunctionDef, ast.AsyncFunctionDef)
+
+
+@cache
+def nodes(folder: str) -> dict[type, list[tuple[str, ast.AST]]]:
+    """Return all nodes of the kinds that are asked for, each with its place. One walk for all limits takes seconds."""
+    found: dict[type, list[tuple[str, ast.AST]]] = {kind: [] for kind in KINDS}
+    for name, tree in source(folder):
+        for node in ast.walk(tree):
+            if type(node) in found:
+                found[type(node)].append((name, node))
+    return found
+
+
+def every(*kinds: type[ast.AST], of: tuple[str, ...] = OURS) -> Iterator[tuple[str, ast.AST]]:
+    """Yield every node of some kinds, with its place."""
+    for folder in of:
+        for kind in kinds:
+            for name, node in nodes(folder)[kind]:
+                yield f"{name}:{node.lineno}", node  # type: ignore[attr-defined]
+
+
+def all_of(places: list[str]) -> list[Found]:
+    """Return as one what only counts in all."""
+    return [Found(len(places), ", ".join(places))]
+
+
+# --- how long and how wide --------------------------------------------------------------------------------------------
+
+
+def lines_of_a_function() -> Iterator[Found]:
+    for where, node in every(ast.FunctionDef, ast.AsyncFunctionDef, of=(*OURS, "benchmarks")):
+        assert isinstance(node, Function)
+        yield Found((node.end_lineno or 0) - node.lineno + 1, f"{where} {node.name}")
+
+
+def lines_of_a_file() -> Iterator[Found]:
+    for name, _ in source(*OURS, "benchmarks"):
+        yield Found((ROOT / name).read_text().count("\n"), name)
+
+
+def attributes_of_a_class() -> Iterator[Found]:
+    for where, node in every(ast.ClassDef):
+        assert isinstance(node, ast.ClassDef)
+        decorators = [ast.unparse(one) for one in node.decorator_list]
+        bases = " ".join(ast.unparse(one) for one in node.bases)
+        if any("dataclass" in one for one in decorators) or any(one in bases for one in RECORDS):
+            continue
+        declared = [
+            one.target.id
+            for one in node.body
+            if isinstance(one, ast.AnnAssign) and isinstance(one.target, ast.Name)
+        ]
+        assigned = [
+            one.attr
+            for one in ast.walk(node)
+            if isinstance(one, ast.Attribute) and isinstance(one.ctx, ast.Store) and is_self(one.value)
+        ]
+        yield Found(len({*declared, *assigned}), f"{where} {node.name}")
+
+
+def is_self(node: ast.AST) -> bool:
+    return isinstance(node, ast.Name) and node.id in ("self", "cls")
+
+
+def methods_of_a_class() -> Iterator[Found]:
+    for where, node in every(ast.ClassDef):
+        assert isinstance(node, ast.ClassDef)
+        yield Found(sum(isinstance(one, Function) for one in node.body), f"{where} {node.name}")
+
+
+def parameters_of_a_constructor() -> Iterator[Found]:
+    for where, node in every(ast.FunctionDef):
+        assert isinstance(node, ast.FunctionDef)
+        if node.name == "__init__":
+            arguments = [*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs]
+            yield Found(len(arguments) - 1, where)
+
+
+def modules_of_a_folder() -> Iterator[Found]:
+    modules: dict[str, int] = defaultdict(int)
+    for name, _ in source(*OURS, "tests"):
+        if not name.endswith("__init__.py"):
+            modules[str(Path(name).parent)] += 1
+    yield from (Found(count, folder) for folder, count in modules.items())
+
+
+# --- names and who knows whom -----------------------------------------------------------------------------------------
+
+
+def classes_of_one_name() -> Iterator[Found]:
+    places: dict[str, list[str]] = defaultdict(list)
+    for where, node in every(ast.ClassDef):
+        assert isinstance(node, ast.ClassDef)
+        places[node.name].append(where)
+    yield from (Found(len(found), f"{name}: {', '.join(found)}") for name, found in places.items())
+
+
+def blocks_for_type_checkers() -> list[Found]:
+    return all_of(
+        [
+            where
+            for where, node in every(ast.If)
+            if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
+        ]
+    )
+
+
+def calls_through_another_object() -> list[Found]:
+    """`a.b.c.d()` asks three others on the way; from oneself, `self.a.b.c()` asks two, which may be."""
+    found = []
+    for where, node in every(ast.Call):
+        assert isinstance(node, ast.Call)
+        hops, callee = 0, node.func
+        while isinstance(callee, ast.Attribute):
+            hops, callee = hops + 1, callee.value
+        if isinstance(callee, ast.Name) and hops >= (4 if callee.id == "self" else 3):
+            found.append(f"{where} {ast.unparse(node.func)}")
+    return all_of(found)
+
+
+def uses_of_a_forbidden_word() -> list[Found]:
+    """They were ours alone; docs/glossary.md says what the field calls these things."""
+    found = [
+        f"{name}: {word}"
+        for name, _ in source("controller", "workers", "tests")
+        for word in re.findall(rf"\b(?:{'|'.join(WORDS)})\b", (ROOT / name).read_text())
+    ]
+    return all_of(found)
+
+
+# --- what tests reach into --------------------------------------------------------------------------------------------
+
+
+def patches_in_tests() -> list[Found]:
+    return all_of(
+        [
+            where
+            for where, node in every(ast.Call, of=("tests",))
+            if isinstance(node, ast.Call) and ast.unparse(node.func) == "monkeypatch.setattr"
+        ]
+    )
+
+
+def private_attributes_in_tests() -> list[Found]:
+    return all_of(
+        [
+            f"{where} {ast.unparse(node)}"
+            for where, node in every(ast.Attribute, of=("tests",))
+            if isinstance(node, ast.Attribute) and re.match(r"_(?!_)", node.attr) and not is_self(node.value)
+        ]
+    )
+
+
+# --- what is said of things -------------------------------------------------------------------------------------------
+
+
+def silent_things() -> list[str]:
+    silent = []
+    for name, tree in source(*OURS):
+        if tree.body and ast.get_docstring(tree) is None:
+            silent.append(f"{name}: the module")
+        for node in tree.body:
+            definition = isinstance(node, Function | ast.ClassDef)
+            if definition and not node.name.startswith("_") and ast.get_docstring(node) is None:
+                silent.append(f"{name}:{node.lineno} {node.name}")
+    return silent
+
+
+def public_things_that_say_nothing() -> list[Found]:
+    return all_of(silent_things())
+
+
+MEASURES: dict[str, Callable[[], Iterator[Found] | list[Found]]] = {
+    measure.__name__: measure
+    for measure in (
+        lines_of_a_function, lines_of_a_file, attributes_of_a_class, methods_of_a_class, parameters_of_a_constructor,
+        modules_of_a_folder, classes_of_one_name, blocks_for_type_checkers, calls_through_another_object,
+        uses_of_a_forbidden_word, patches_in_tests, private_attributes_in_tests, public_things_that_say_nothing,
+    )
+}  # fmt: skip
+
+
+def test_every_limit_is_measured() -> None:
+    assert LIMITS.keys() == MEASURES.keys()
+
+
+def test_whatever_is_pure_says_what_it_is() -> None:
+    assert not [where for where in silent_things() if where.startswith(PURE)]
+
+
+@pytest.mark.parametrize("name", LIMITS)
+def test_the_house_keeps_its_limits(name: str) -> None:
+    over = [f"{found.size}: {found.where}" for found in MEASURES[name]() if found.size > LIMITS[name]]
+    assert not over, f"{name.replace('_', ' ')}: {LIMITS[name]} at most\n" + "\n".join(sorted(over))
+
+
+if __name__ == "__main__":  # what there is now
+    for limit, bound in LIMITS.items():
+        largest = max(MEASURES[limit]())
+        print(f"{limit}: {largest.size} (bound {bound}): {largest.where[:200]}")

@@ -1,0 +1,94 @@
+"""The admin port's HTTP: pages by their path, and nothing that a stranger sends holds it up."""
+
+import asyncio
+import threading
+from collections.abc import AsyncIterator
+from types import SimpleNamespace
+
+import pytest
+from prometheus_client import generate_latest
+from prometheus_client.registry import Collector
+
+from workers.admin import pages
+from workers.admin import server as admin
+from workers.admin.pages import PageAnswer, Pages
+from workers.counters import WorkerCounters
+from workers.engines.simulated.engine import SimulatedEngine
+from workers.engines.simulated.sequence import EngineShape
+
+
+@pytest.fixture
+async def port(request: pytest.FixtureRequest) -> AsyncIterator[int]:
+    """A server of one page; its parameter: the seconds that a request may take."""
+    bound = getattr(request, "param", pages.REQUEST_S_MAX)
+    served = Pages({"/live": lambda: PageAnswer(b'{"status":"live"}')}, bound)
+    yield await served.start("127.0.0.1", 0)
+    served.close()
+
+
+async def ask(port: int, request: bytes) -> bytes:
+    """Return all that the server says until it closes."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    try:
+        writer.write(request)
+        async with asyncio.timeout(30):
+            return await reader.read()
+    except ConnectionError:
+        return b""
+    finally:
+        writer.close()
+
+
+@pytest.mark.parametrize(
+    ("request_", "begins", "body"),
+    [
+        (b"GET /live HTTP/1.1\r\nHost: x\r\n\r\n", b"HTTP/1.1 200 OK\r\n", b'{"status":"live"}'),
+        (b"GET /live?now=1 HTTP/1.0\r\n\r\n", b"HTTP/1.1 200 OK\r\n", b'{"status":"live"}'),
+        (b"HEAD /live HTTP/1.1\r\n\r\n", b"HTTP/1.1 200 OK\r\n", b""),
+        (b"GET /nothing HTTP/1.1\r\n\r\n", b"HTTP/1.1 404 Not Found\r\n", b"Not Found\n"),
+        (b"POST /live HTTP/1.1\r\n\r\n", b"HTTP/1.1 405 Method Not Allowed\r\n", b"Method Not Allowed\n"),
+    ],
+)
+async def test_a_page_is_found_by_its_path(port: int, request_: bytes, begins: bytes, body: bytes) -> None:
+    said = await ask(port, request_)
+    assert said.startswith(begins)
+    assert said.partition(b"\r\n\r\n")[2] == body
+
+
+async def test_a_scrape_lets_the_loop_do_other_things() -> None:
+    threads = set[int]()
+
+    def generate(family: Collector) -> bytes:
+        threads.add(threading.get_ident())
+        return generate_latest(family)
+
+    engine = SimulatedEngine(EngineShape())
+    config, moves = SimpleNamespace(name="w0"), SimpleNamespace(source=[], target=[])
+    server = SimpleNamespace(counters=WorkerCounters(), in_flight=0, draining=False, moves=moves)
+    served, url = await admin.serve(
+        [SimpleNamespace(config=config, engine=engine, kv=None, server=server)],  # type: ignore[list-item]
+        lambda: False,
+        "127.0.0.1",
+        0,
+        generate,
+    )
+    scrape = asyncio.create_task(ask(int(url.rpartition(":")[2]), b"GET /metrics HTTP/1.1\r\n\r\n"))
+    turns = 0
+    while not scrape.done():
+        await asyncio.sleep(0)
+        turns += 1
+    served.close()
+    families = (await scrape).count(b"# TYPE ")
+    assert families > 30 and turns > families  # one turn at least for each
+    assert threads and threading.get_ident() not in threads
+
+
+async def test_a_request_that_never_ends_is_cut(port: int) -> None:
+    assert await ask(port, b"GET /live HTTP/1.1\r\nX: " + b"x" * 2 * pages.REQUEST_BYTES_MAX) == b""
+
+
+@pytest.mark.parametrize("port", [0.2], indirect=True)
+async def test_a_silent_caller_is_cut_and_others_are_answered(port: int) -> None:
+    silent = asyncio.create_task(ask(port, b"GET /li"))
+    assert b"200 OK" in await ask(port, b"GET /live HTTP/1.1\r\n\r\n")
+    assert await silent == b""

@@ -1,0 +1,112 @@
+"""A worker's settings: flags win over the environment, and what makes no sense is named with what is expected."""
+
+import os
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+from events.errors import BadSetting
+from events.process.presence import announce
+from workers.config.settings_check import load_settings
+
+
+def test_flags_win_over_the_environment_and_texts_become_values() -> None:
+    environment = {
+        "HOLDFAST_WORKER_PORT": "4000",
+        "HOLDFAST_WORKER_ITL_MS": "2.5",
+        "HOLDFAST_WORKER_CHAOS": "false",
+        "HOLDFAST_WORKER_KV_BLOCKS": "",
+        "HOLDFAST_NATS_URL": "nats://a:1",
+    }
+    settings = load_settings({"port": "5000", "data": "/x", "batch_max": "8", "name": None}, environment)
+    assert (settings.port, settings.itl_ms, settings.chaos, settings.batch_max) == (5000, 2.5, False, 8)
+    assert (settings.data, settings.name, settings.kv_blocks) == (Path("/x"), "w0", None)
+    assert settings.nats_url == "nats://a:1"
+
+
+def test_a_workers_own_broker_wins_over_the_fleets() -> None:
+    environment = {"HOLDFAST_NATS_URL": "nats://a:1", "HOLDFAST_WORKER_NATS_URL": "nats://b:1"}
+    assert load_settings({}, environment).nats_url == "nats://b:1"
+
+
+def test_the_fleet_of_a_data_directory_is_found(tmp_path: Path) -> None:
+    (tmp_path / "fleet.json").write_text('{"nats_url": "nats://c:1"}')
+    for flags, environment in (({"data": str(tmp_path)}, {}), ({}, {"HOLDFAST_DATA": str(tmp_path)})):
+        assert load_settings(flags, environment).nats_url == "nats://c:1"
+    named = {"data": str(tmp_path), "nats_url": "nats://d:1"}
+    assert load_settings(named, {}).nats_url == "nats://d:1"
+    assert load_settings({"data": str(tmp_path / "none")}, {}).nats_url == ""
+
+
+def test_who_joins_a_fleet_needs_a_name_of_its_own(tmp_path: Path) -> None:
+    (tmp_path / "fleet.json").write_text('{"nats_url": "nats://c:1"}')
+    announce(tmp_path, "worker", "w0..w249", "")
+    with pytest.raises(BadSetting, match=rf"name = 'w0': a worker of .* has it \(pid {os.getpid()}\)"):
+        load_settings({"data": str(tmp_path)}, {})
+    assert load_settings({"data": str(tmp_path), "name": "x0"}, {}).name == "x0"
+    assert load_settings({"data": str(tmp_path)}, {"HOLDFAST_NATS_URL": "nats://c:1"}).name == "w0", (
+        "as `up` does"
+    )
+
+
+def test_an_openai_worker_needs_its_models_tokenizer(tmp_path: Path) -> None:
+    flags = {"engine": "openai", "upstream": "http://x", "model": str(tmp_path)}
+    with pytest.raises(BadSetting, match=r"tokenizer \(tokenizer.json\)"):
+        load_settings(flags, {})
+    (tmp_path / "tokenizer.json").touch()
+    assert load_settings(flags, {}).model == str(tmp_path)
+
+
+@pytest.mark.parametrize("engine", ["openai", "transformers"])
+def test_only_simulated_engines_are_made_of_ranks(engine: str) -> None:
+    with pytest.raises(BadSetting, match="tp = 4: only simulated engines are made of ranks"):
+        load_settings({"engine": engine, "tp": "4"}, {})
+    assert load_settings({"engine": "simulated", "tp": "4"}, {}).tp == 4
+
+
+def test_many_workers_need_as_many_ports_from_the_given_one_on() -> None:
+    assert load_settings({"count": "3", "port": "65533"}, {}).port == 65533
+    with pytest.raises(
+        BadSetting, match="port = 65534: 3 workers need as many ports from it on, up to 65535"
+    ):
+        load_settings({"count": "3", "port": "65534"}, {})
+
+
+def test_behind_the_broker_a_worker_needs_one(tmp_path: Path) -> None:
+    flags = {"request_plane": "nats", "data": str(tmp_path)}
+    with pytest.raises(BadSetting, match=r"request_plane = 'nats': it needs nats_url"):
+        load_settings(flags, {})
+    assert load_settings(flags, {"HOLDFAST_NATS_URL": "nats://a:1"}).request_plane == "nats"
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "says"),
+    [
+        ("port", "70000", "port = '70000': expected `int` <= 65535"),
+        ("kv_blocks", "few", "kv_blocks = 'few': expected `int | null`"),
+        ("itl_ms", "nan", "itl_ms = 'nan': expected `float` >= 0"),
+        ("engine", "gpu", "engine = 'gpu': expected one of simulated, transformers, openai"),
+        ("chaos", "perhaps", "chaos = 'perhaps': expected `bool`"),
+        ("name", "x" * 65, "expected `str` of length <= 64"),
+    ],
+)
+def test_a_value_that_makes_no_sense_is_named(name: str, text: str, says: str) -> None:
+    with pytest.raises(BadSetting) as refused:
+        load_settings({name: text}, {})
+    assert says in str(refused.value)
+
+
+def test_all_that_is_wrong_is_said_at_once() -> None:
+    with pytest.raises(BadSetting, match=r"port = 'x': .*; grace_s = '-1': "):
+        load_settings({"port": "x", "grace_s": "-1"}, {})
+
+
+def test_the_key_of_an_upstream_is_not_shown() -> None:
+    assert "hush" not in repr(load_settings({"upstream_key": "hush"}, {}))
+
+
+@pytest.mark.skipif(find_spec("nixl") is not None, reason="NIXL is there")
+def test_nixl_without_its_extra_says_what_to_install() -> None:
+    with pytest.raises(BadSetting, match=r"kv_transport = 'nixl': .*pip install -e"):
+        load_settings({"kv_transport": "nixl"}, {})

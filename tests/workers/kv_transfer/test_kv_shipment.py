@@ -1,0 +1,90 @@
+"""Transfers awaited on an event loop, which goes on meanwhile."""
+
+import asyncio
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+from kv_kit import BLOCKS, KV, TOKENS, content, receiving
+
+from workers.kv_transfer import shipment
+from workers.kv_transfer.errors import TransferFailed
+from workers.kv_transfer.messages import Grant, TransferRefused
+from workers.kv_transfer.receiver import Arrived
+from workers.kv_transfer.shipment import Shipment
+
+
+async def test_the_loop_goes_on_while_blocks_travel(tmp_path: Path) -> None:
+    with receiving(tmp_path) as (receiver, _):
+        grant = await shipment.reserve(receiver, KV, BLOCKS, TOKENS[:10])
+        assert isinstance(grant, Grant)
+        waiting = asyncio.ensure_future(shipment.arrived(receiver, grant.ticket))
+        source = content(BLOCKS)
+        async with Shipment(grant, KV) as sent:
+            await sent.send(source[:4096])
+            await sent.finish(source[4096:], TOKENS, 50, b"state")
+        async with asyncio.timeout(20):
+            got = await waiting
+        assert isinstance(got, Arrived)
+        assert (got.memory, got.tokens, got.computed, got.state) == (source, TOKENS, 50, b"state")
+        receiver.release(grant.ticket)
+
+
+async def test_shipments_share_threads(tmp_path: Path) -> None:
+    threads = ThreadPoolExecutor(3, thread_name_prefix="kv-test")
+    with receiving(tmp_path) as (receiver, _):
+        source = content(BLOCKS)
+
+        async def move() -> None:
+            grant = await shipment.reserve(receiver, KV, BLOCKS, TOKENS[:10])
+            assert isinstance(grant, Grant)
+            async with Shipment(grant, KV, threads=threads) as sent:
+                await sent.send(source[:4096])
+                await sent.finish(source[4096:], TOKENS, 50)
+            assert isinstance(await shipment.arrived(receiver, grant.ticket), Arrived)
+            receiver.release(grant.ticket)
+
+        async with asyncio.timeout(20):
+            for _ in range(3):
+                await asyncio.gather(*(move() for _ in range(3)))
+    assert sum(thread.name.startswith("kv-test") for thread in threading.enumerate()) <= 3
+    threads.shutdown()
+
+
+async def test_leaving_a_shipment_early_frees_the_reservation(tmp_path: Path) -> None:
+    with receiving(tmp_path) as (receiver, _):
+        grant = await shipment.reserve(receiver, KV, BLOCKS)
+        assert isinstance(grant, Grant)
+        async with Shipment(grant, KV) as sent:
+            await sent.send(content(1))
+        async with asyncio.timeout(20):
+            assert isinstance(await shipment.arrived(receiver, grant.ticket), TransferRefused)
+
+
+async def test_a_cancelled_await_ends_soon_and_cancels_the_transfer(tmp_path: Path) -> None:
+    """The target's thread is held, so that the source waits for an answer."""
+    with receiving(tmp_path) as (receiver, _):
+        grant = await shipment.reserve(receiver, KV, BLOCKS, TOKENS[:10])
+        assert isinstance(grant, Grant)
+        arrival = receiver.arrival(grant.ticket)
+        async with Shipment(grant, KV) as sent:
+            held, over = asyncio.Event(), threading.Event()
+            loop = asyncio.get_running_loop()
+
+            def hold() -> None:
+                loop.call_soon_threadsafe(held.set)
+                over.wait(20)
+
+            receiver.watch(grant.ticket, hold)
+            running = asyncio.ensure_future(sent.finish(content(BLOCKS), TOKENS, 50))
+            async with asyncio.timeout(20):
+                await held.wait()
+                assert not running.done()
+                running.cancel()
+                with pytest.raises(asyncio.CancelledError):
+                    await running
+            over.set()
+            with pytest.raises(TransferFailed, match="cancelled"):
+                await sent.finish(b"", TOKENS, 50)
+        await asyncio.wait_for(asyncio.wrap_future(arrival), 20)

@@ -1,0 +1,157 @@
+"""The openai engine moves a request with its KV cache where the servers have a KV connector: by a handle."""
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any
+
+import pytest
+from engine_contract import Rig, asked, prompt
+from upstream import Upstream
+
+from workers.engines.engine import Import, MoveEnded, MoveRefused
+from workers.engines.openai.engine import OpenAIEngine
+from workers.engines.openai.handover import HANDLE_BYTES
+from workers.engines.openai.identity import UpstreamSettings
+from workers.kv_transfer.messages import Buffer
+
+Eventually = Callable[..., Awaitable[None]]
+GREEDY: dict[str, Any] = {"temperature": 0.0, "max_tokens": 60, "ignore_eos": True}
+TOKENS = prompt(50)
+
+
+@pytest.fixture
+async def upstreams() -> AsyncIterator[list[Upstream]]:
+    servers = [await Upstream(connector=True, token_s=0.002).start() for _ in range(2)]
+    yield servers
+    for server in servers:
+        await server.stop()
+
+
+@pytest.fixture
+async def rigs(upstreams: list[Upstream]) -> AsyncIterator[list[Rig]]:
+    made = [Rig(OpenAIEngine(UpstreamSettings(url=server.url))) for server in upstreams]
+    for rig in made:
+        await rig.start()
+    yield made
+    for rig in made:
+        await rig.engine.stop()
+
+
+def reserved(rig: Rig, key: int, tokens: list[int], **sampling: Any) -> Import:
+    found = rig.engine.reserve(key, asked(key, tokens, len(TOKENS), **sampling), len(tokens) + 64)
+    assert not isinstance(found, str), found
+    return found
+
+
+async def under_way(rig: Rig, count: int = 10, **sampling: Any) -> int:
+    key = rig.submit(TOKENS, **sampling)
+    await rig.until(lambda: len(rig.answers[key].tokens) >= count)
+    return key
+
+
+async def test_a_stream_goes_on_at_another_server_with_its_cache(
+    rigs: list[Rig], upstreams: list[Upstream]
+) -> None:
+    source, target = rigs
+    whole = (await source.ask(TOKENS, **GREEDY)).tokens
+    key = await under_way(source, **GREEDY)
+    export = source.engine.export(key)
+    assert export is not None
+    there = target.key()
+    known = list(source.answers[key].tokens)
+    room = reserved(target, there, TOKENS + known, **{**GREEDY, "max_tokens": 60 - len(known)})
+    await asyncio.sleep(0.01)  # it goes on meanwhile
+    stopped = await export.stop()
+    said = source.answers[key].tokens
+    assert list(stopped.tokens) == TOKENS + said
+    await room.take(0, 0, await export.blocks(0, 0, 1))
+    await room.commit(stopped.tokens, stopped.computed)
+    export.close()
+    source.engine.cancel(key)
+    answer = await target.answer(there)
+    assert said + answer.tokens == whole
+    assert answer.finish == "length"
+    body = upstreams[1].bodies[-1]
+    assert body["kv_transfer_params"]["remote_engine_id"] == upstreams[0].url
+    assert body["prompt"] == list(stopped.tokens)
+
+
+async def test_a_stopped_stream_can_go_on_where_it_was(rigs: list[Rig]) -> None:
+    source = rigs[0]
+    whole = (await source.ask(TOKENS, **GREEDY)).tokens
+    key = await under_way(source, **GREEDY)
+    export = source.engine.export(key)
+    assert export is not None
+    await export.stop()
+    stopped = len(source.answers[key].tokens)
+    await asyncio.sleep(0.02)
+    assert len(source.answers[key].tokens) == stopped
+    export.resume()
+    export.close()
+    assert (await source.answer(key)).tokens == whole
+
+
+async def test_a_server_that_gives_no_handle_in_time_goes_on_itself(
+    upstreams: list[Upstream],
+) -> None:
+    source = Rig(OpenAIEngine(UpstreamSettings(url=upstreams[0].url, handle_s=0.05)))
+    await source.start()
+    whole = (await source.ask(TOKENS, **GREEDY)).tokens
+    upstreams[0].stalled_handles = True
+    key = await under_way(source, **GREEDY)
+    export = source.engine.export(key)
+    assert export is not None
+    with pytest.raises(MoveEnded, match="gives no handle"):
+        await export.stop()
+    assert (await source.answer(key)).tokens == whole
+    await source.engine.stop()
+
+
+async def test_a_request_that_is_over_has_nothing_to_hand_over(rigs: list[Rig]) -> None:
+    source = rigs[0]
+    key = await under_way(source, **GREEDY)
+    export = source.engine.export(key)
+    assert export is not None
+    source.engine.cancel(key)
+    with pytest.raises(MoveEnded, match="over"):
+        await export.stop()
+    assert source.engine.export(key) is None
+
+
+async def test_a_cancelled_stream_that_had_stopped_does_not_go_on(
+    rigs: list[Rig], upstreams: list[Upstream]
+) -> None:
+    source = rigs[0]
+    key = await under_way(source, **GREEDY)
+    export = source.engine.export(key)
+    assert export is not None
+    await export.stop()
+    source.engine.cancel(key)
+    asked_before = len(upstreams[0].bodies)
+    export.resume()
+    await asyncio.sleep(0.02)
+    assert len(upstreams[0].bodies) == asked_before
+    assert not source.engine.load().running
+
+
+@pytest.mark.parametrize("words", [b"\x00" * HANDLE_BYTES, b"[1, 2]", b""])
+async def test_what_is_no_handle_is_refused(rigs: list[Rig], words: Buffer) -> None:
+    target = rigs[1]
+    room = reserved(target, target.key(), TOKENS, **GREEDY)
+    await room.take(0, 0, words)
+    with pytest.raises(MoveRefused, match="no handle"):
+        await room.commit([*TOKENS, 300], len(TOKENS))
+
+
+async def test_a_server_without_a_connector_neither_sends_nor_takes() -> None:
+    server = await Upstream(token_s=0.002).start()
+    rig = Rig(OpenAIEngine(UpstreamSettings(url=server.url)))
+    await rig.start()
+    key = await under_way(rig, **GREEDY)
+    assert rig.engine.kv == ()
+    assert rig.engine.export(key) is None
+    found = rig.engine.reserve(9, asked(9, TOKENS, None, **GREEDY), 100)
+    assert isinstance(found, str)
+    assert "no KV connector" in found
+    await rig.engine.stop()
+    await server.stop()

@@ -1,0 +1,81 @@
+"""Short steps end when they are due, and not at the millisecond before or after."""
+
+import asyncio
+import sys
+import time
+from collections.abc import Coroutine
+from typing import Any
+
+import pytest
+import uvloop
+
+from events.wire import Generate, Sampling
+from workers.engines.simulated.alarm import Alarm
+from workers.engines.simulated.engine import SimulatedEngine
+from workers.engines.simulated.sequence import EngineShape
+from workers.engines.simulated.timing import ConstantTiming
+
+pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="timerfd is Linux's")
+LATE_S = 1.0
+
+
+def run(main: Coroutine[Any, Any, None]) -> None:
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner.run(main)
+
+
+async def rings(alarm: Alarm, after_s: float) -> float:
+    """Return how late it rings; below 0: early."""
+    rung, due = asyncio.Event(), time.monotonic() + after_s
+    alarm.set(due, rung.set)
+    async with asyncio.timeout(20):
+        await rung.wait()
+    return time.monotonic() - due
+
+
+def test_it_never_rings_early_and_not_long_after_its_time() -> None:
+    async def main() -> None:
+        alarm = Alarm(asyncio.get_running_loop())
+        assert all([0 <= await rings(alarm, step * 0.00037) < LATE_S for step in range(12)])
+        assert await rings(alarm, -5.0) < 5.0 + LATE_S  # what is over rings at once
+        alarm.close()
+
+    run(main())
+
+
+def test_what_is_set_again_or_cancelled_does_not_ring() -> None:
+    async def main() -> None:
+        alarm, rung = Alarm(asyncio.get_running_loop()), list[str]()
+        alarm.set(time.monotonic() + 0.001, lambda: rung.append("first"))
+        alarm.set(time.monotonic() + 0.002, lambda: rung.append("second"))
+        async with asyncio.timeout(20):
+            while not rung:  # noqa: ASYNC110 (it has no flag)
+                await asyncio.sleep(0.001)
+        alarm.set(time.monotonic() + 0.001, lambda: rung.append("third"))
+        alarm.cancel()
+        await asyncio.sleep(0.02)
+        assert rung == ["second"]
+        alarm.close()
+
+    run(main())
+
+
+def test_an_engine_of_short_steps_says_every_token_and_none_too_early() -> None:
+    async def main() -> None:
+        engine, said, step_s = SimulatedEngine(EngineShape(), ConstantTiming(0.0024)), list[float](), 0.0024
+        over = asyncio.Event()
+
+        def deliver(out: Any) -> None:
+            said.append(time.monotonic())
+            if out[0][1].finish:
+                over.set()
+
+        await engine.start(deliver)
+        engine.submit(1, Generate(1, "a", [300, 301], 2, Sampling(max_tokens=20, ignore_eos=True)))
+        async with asyncio.timeout(20):
+            await over.wait()
+        await engine.stop()
+        assert len(said) == 20
+        assert said[-1] - said[0] > 16.5 * step_s  # up to 5 ms are caught up with
+
+    run(main())

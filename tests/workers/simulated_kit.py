@@ -1,0 +1,47 @@
+"""What tests of the simulated engine share: a request, stepping to the end, and who listens to KV events."""
+
+from collections.abc import Iterable
+
+from events.kv import Cleared, KvEvent, Removed, Stored, Tier
+from events.wire import Generate, Sampling
+from workers.engines.simulated.kv.kv_manager import KvManager
+from workers.engines.simulated.scheduler import Scheduler
+
+
+class Listener:
+    """Knows of a rank's blocks what the events say, and that they make sense: at none of them are there more than fit."""
+
+    def __init__(self, kv: KvManager | None = None) -> None:
+        self.held: dict[int, set[int]] = {tier: set() for tier in Tier}
+        self.total = kv.total if kv is not None else 1 << 31
+
+    def hear(self, events: Iterable[KvEvent]) -> None:
+        for event in events:
+            match event:
+                case Stored(blocks, parent, tier):
+                    assert blocks and self.held[tier].isdisjoint(blocks)
+                    assert parent is None or any(parent in held for held in self.held.values())
+                    self.held[tier].update(blocks)
+                    assert len(self.held[Tier.DEVICE]) <= self.total
+                case Removed(blocks, tier):
+                    assert blocks and self.held[tier].issuperset(blocks)
+                    self.held[tier].difference_update(blocks)
+                case Cleared():
+                    for held in self.held.values():
+                        held.clear()
+
+
+def run(scheduler: Scheduler, steps: int = 10_000) -> dict[int, list[int]]:
+    """Step until nothing is left to do; return everybody's tokens."""
+    said: dict[int, list[int]] = {}
+    for _ in range(steps):
+        if scheduler.plan().idle:
+            return said
+        for key, chunk in scheduler.step():
+            said.setdefault(key, []).extend(chunk.tokens)
+    raise AssertionError("the scheduler does not come to an end")
+
+
+def generate(tokens: list[int], most: int = 64, **rest: object) -> Generate:
+    sampling = Sampling(max_tokens=most, ignore_eos=True)
+    return Generate(1, "r", tokens, len(tokens), sampling, **rest)  # type: ignore[arg-type]

@@ -1,0 +1,69 @@
+"""The tiny model, built once per session, and the contract that every engine passes."""
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny_model
+from roads import Road
+
+from events.observations import Profile
+
+KNOWN = Profile(kv_blocks=1, block_tokens=32, max_batch=1, prefill_tokens_per_s=1.0, tpot_ms=((1, 1.0),))
+MakeEngine = Callable[..., Any]
+
+
+@pytest.fixture
+def road() -> Road:
+    """Straight to the worker: which way its frames travel is nothing to an engine."""
+    return Road("tcp")
+
+
+@pytest.fixture(scope="session")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the tiny model."""
+    pytest.importorskip("torch", reason="torch is not installed: make test-engines")
+    return tiny_model.whole(tmp_path_factory.getbasetemp())
+
+
+@pytest.fixture(scope="session")
+def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with half the tiny model."""
+    pytest.importorskip("torch", reason="torch is not installed: make test-engines")
+    return tiny_model.half(tmp_path_factory.getbasetemp())
+
+
+@pytest.fixture(autouse=True, scope="session")
+def one_thread() -> Iterator[None]:
+    """Tests run beside one another: each takes one core."""
+    torch = pytest.importorskip("torch", reason="torch is not installed: make test-engines")
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="session")
+def engine_of(small: Path) -> MakeEngine:
+    """Make engines with the settings given, of half the tiny model unless they name another. The first of a kind finds out how
+    this processor adds, and the others are told: it is nine tenths of a start, and test_transformers_model.py is about it."""
+    from workers.engines.transformers.engine import TransformersEngine
+    from workers.engines.transformers.invariance import make_exact
+    from workers.engines.transformers.settings import TransformersSettings
+
+    found: dict[tuple[Any, ...], tuple[bool, int]] = {}
+
+    def made(**given: Any) -> TransformersEngine:
+        settings = TransformersSettings(**{"folder": small, "profile": KNOWN, **given})
+
+        def check(model: Any, pool: Any, blocks: Any) -> bool:
+            kind = (settings.folder, settings.dtype, settings.threads, blocks.count, blocks.tokens)
+            if kind not in found:
+                found[kind] = make_exact(model, pool, blocks), model.tile
+            exact, model.tile = found[kind]
+            return exact
+
+        return TransformersEngine(settings, check)
+
+    return made

@@ -1,0 +1,1 @@
+"""A worker's admin port: health, metrics, chaos."""

@@ -1,0 +1,83 @@
+"""The HTTP that an admin port needs: GET of a few pages, one request a connection. A web framework would take a third
+of a worker's memory."""
+
+import asyncio
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass
+from http import HTTPStatus
+
+from workers.listening import listening
+
+REQUEST_BYTES_MAX = 16 * 1024
+REQUEST_S_MAX = 5.0
+CONNECTIONS_MAX = 64
+
+
+@dataclass(frozen=True, slots=True)
+class PageAnswer:
+    """What a page says."""
+
+    body: bytes
+    type: str = "application/json; charset=utf-8"
+    status: HTTPStatus = HTTPStatus.OK
+
+
+Page = Callable[[], PageAnswer | Awaitable[PageAnswer]]
+
+
+class Pages:
+    """Serves pages by their path."""
+
+    def __init__(self, pages: Mapping[str, Page], request_s_max: float = REQUEST_S_MAX) -> None:
+        """`request_s_max`: for a request and its answer."""
+        self._request_s_max = request_s_max
+        self._pages = pages
+        self._server: asyncio.Server | None = None
+        self._open = 0
+
+    async def start(self, host: str, port: int) -> int:
+        """Listen, and return the port. Raise OSError if it cannot be had."""
+        sock = listening(host, port)
+        self._server = await asyncio.start_server(self._serve, sock=sock, limit=REQUEST_BYTES_MAX)
+        return int(sock.getsockname()[1])
+
+    def close(self) -> None:
+        """Stop listening; an answer that is being written takes its course."""
+        if self._server is not None:
+            self._server.close()
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self._open += 1
+        try:
+            if self._open <= CONNECTIONS_MAX:
+                async with asyncio.timeout(self._request_s_max):
+                    head = await reader.readuntil(b"\r\n\r\n")
+                    writer.write(_encode(await self._answer(head), head.startswith(b"HEAD ")))
+                    await writer.drain()
+            writer.close()
+        except (TimeoutError, OSError, asyncio.IncompleteReadError, asyncio.LimitOverrunError):
+            writer.transport.abort()  # not a request, or nobody who reads its answer
+        finally:
+            self._open -= 1
+
+    async def _answer(self, head: bytes) -> PageAnswer:
+        method, _, rest = head.partition(b"\r\n")[0].partition(b" ")
+        page = self._pages.get(rest.partition(b" ")[0].partition(b"?")[0].decode("latin-1"))
+        if method not in (b"GET", b"HEAD"):
+            return _error(HTTPStatus.METHOD_NOT_ALLOWED)
+        if page is None:
+            return _error(HTTPStatus.NOT_FOUND)
+        answer = page()
+        return answer if isinstance(answer, PageAnswer) else await answer
+
+
+def _error(status: HTTPStatus) -> PageAnswer:
+    return PageAnswer(f"{status.phrase}\n".encode(), "text/plain; charset=utf-8", status)
+
+
+def _encode(answer: PageAnswer, head_only: bool) -> bytes:
+    head = (
+        f"HTTP/1.1 {answer.status.value} {answer.status.phrase}\r\n"
+        f"Content-Type: {answer.type}\r\nContent-Length: {len(answer.body)}\r\nConnection: close\r\n\r\n"
+    )
+    return head.encode() + (b"" if head_only else answer.body)

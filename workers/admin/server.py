@@ -1,0 +1,243 @@
+"""A worker process's admin port: /health, /live and /metrics. Imported once the worker serves."""
+
+import asyncio
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from http import HTTPStatus
+from itertools import product
+from typing import Any
+
+import msgspec
+from prometheus_client import generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client.exposition import CONTENT_TYPE_LATEST
+from prometheus_client.registry import Collector
+
+from events.wire import ERRORS, Load
+from workers.admin.pages import PageAnswer, Pages
+from workers.counters import DIRECTIONS, DURATION_BOUNDS_S, OUTCOMES, STOP_BOUNDS_S
+from workers.worker import InferenceWorker
+
+Read = Callable[[InferenceWorker], float]
+LABELS = ("worker_id", "model")
+COUNTERS: tuple[tuple[str, str, Read], ...] = (
+    ("dynamo_component_requests", "Requests taken.", lambda w: w.server.counters.requests),
+    ("dynamo_component_cancellation", "Streams that nobody read.", lambda w: w.server.counters.cancelled),
+    ("holdfast_worker_tokens", "Tokens said.", lambda w: w.server.counters.tokens),
+    ("holdfast_worker_kv_events", "KV events given to the broker.", lambda w: w.kv.said if w.kv else 0),
+    (
+        "holdfast_worker_kv_events_lost",
+        "KV events that the broker did not take.",
+        lambda w: w.kv.dropped if w.kv else 0,
+    ),
+)
+GAUGES: tuple[tuple[str, str, Read], ...] = (
+    ("dynamo_component_inflight_requests", "Streams in the air.", lambda w: w.server.in_flight),
+    ("holdfast_worker_waiting_requests", "Not yet in the batch.", lambda w: w.engine.load().waiting),
+    ("holdfast_worker_kv_used_ratio", "KV blocks in use, of all.", lambda w: _kv_used(w.engine.load())),
+    (
+        "holdfast_worker_kv_cached_blocks",
+        "KV blocks that frontends are told of.",
+        lambda w: w.kv.blocks if w.kv else 0,
+    ),
+    ("holdfast_worker_moving_out", "On their way out.", lambda w: len(w.server.moves.source)),
+    ("holdfast_worker_moving_in", "On their way in.", lambda w: len(w.server.moves.target)),
+    ("holdfast_worker_draining", "1 while nothing new is taken.", lambda w: w.server.draining),
+)
+# What each DP rank of a simulated engine reports, under the names of real engines' load metrics.
+RANKS = (
+    ("request_active_slots", "Requests in the batch, of each DP rank (the simulated engine)."),
+    ("request_total_slots", "Places in the batch."),
+    ("num_requests_waiting", "Requests that are not yet in the batch."),
+    ("kv_active_blocks", "KV blocks that requests hold."),
+    ("kv_total_blocks", "KV blocks."),
+    ("gpu_cache_usage_perc", "KV blocks that requests hold, of all (0 to 1)."),
+    (
+        "gpu_prefix_cache_hit_rate",
+        "Prompt tokens found in the prefix cache by the requests admitted last (0 to 1).",
+    ),
+    ("num_preemptions", "Requests that went back to waiting because KV blocks ran out, so far."),
+    ("scheduled_num_prefill_requests", "Requests whose prompts the newest pass computes."),
+    ("scheduled_sum_prefill_tokens", "Prompt tokens that it computes."),
+    (
+        "scheduled_var_prefill_length",
+        "The variance of these prompts' lengths, as far as they are computed with it.",
+    ),
+    ("scheduled_sum_prefill_kv_tokens", "Tokens of these prompts that were there before."),
+    ("scheduled_num_decode_requests", "Requests that it gives one more token."),
+    ("scheduled_sum_decode_kv_tokens", "Tokens that these have."),
+    ("scheduled_var_decode_kv_tokens", "The variance of their lengths."),
+    ("queued_num_prefill_requests", "Requests that wait and have said nothing yet."),
+    ("queued_sum_prefill_tokens", "Tokens that these have."),
+    ("queued_var_prefill_length", "The variance of their lengths."),
+    ("queued_num_decode_requests", "Requests that wait because they were preempted."),
+    ("queued_sum_decode_kv_tokens", "Tokens that these have."),
+    ("queued_var_decode_kv_tokens", "The variance of their lengths."),
+    ("wall_time", "Seconds that the newest pass takes."),
+)
+
+
+class WorkerMetrics(Collector):
+    """Reads the workers' plain counters when somebody scrapes; serving costs nothing for it."""
+
+    def __init__(self, workers: Sequence[InferenceWorker]) -> None:
+        self._workers = workers
+
+    def collect(self) -> Iterable[Metric]:
+        for name, text, read in COUNTERS:
+            counter = CounterMetricFamily(name, text, labels=LABELS)
+            for worker in self._workers:
+                counter.add_metric(_who(worker), read(worker))
+            yield counter
+        for name, text, read in GAUGES:
+            gauge = GaugeMetricFamily(name, text, labels=LABELS)
+            for worker in self._workers:
+                gauge.add_metric(_who(worker), read(worker))
+            yield gauge
+        yield self._errors()
+        yield self._durations()
+        yield from self._moves()
+        yield self._upstream_kv_events()
+        yield from self.ranks()
+
+    def _errors(self) -> Metric:
+        text = "Streams that ended with an error."
+        family = CounterMetricFamily("dynamo_component_errors", text, labels=(*LABELS, "error_type"))
+        for worker in self._workers:
+            counted = dict.fromkeys(ERRORS, 0) | worker.server.counters.errors  # an alert needs the zeros
+            for reason, count in counted.items():
+                family.add_metric([*_who(worker), reason], count)
+        return family
+
+    def _moves(self) -> Iterable[Metric]:
+        moves = CounterMetricFamily(
+            "holdfast_worker_moves",
+            "Streams that moved with their KV cache, or were to: declined at once, failed later, committed.",
+            labels=(*LABELS, "direction", "outcome"),
+        )
+        size = CounterMetricFamily(
+            "holdfast_worker_moved_bytes",
+            "Bytes of KV cache of committed moves, over all shards.",
+            labels=(*LABELS, "direction"),
+        )
+        stops = HistogramMetricFamily(
+            "holdfast_worker_move_stopped_seconds",
+            "How long a stream that came had stopped, from its source's last step until it decoded here.",
+            labels=LABELS,
+        )
+        for worker in self._workers:
+            who, counters = _who(worker), worker.server.counters
+            for direction, outcome in product(DIRECTIONS, OUTCOMES):
+                moves.add_metric([*who, direction, outcome], counters.moves.get((direction, outcome), 0))
+            for direction in DIRECTIONS:
+                size.add_metric([*who, direction], counters.moved_bytes.get(direction, 0))
+            stops.add_metric(who, _buckets(STOP_BOUNDS_S, counters.stops), counters.stop_sum_s)
+        return moves, size, stops
+
+    def _upstream_kv_events(self) -> Metric:
+        family = CounterMetricFamily(
+            "holdfast_worker_upstream_kv_events",
+            "What was heard of an upstream's KV events, by what became of it (the openai engine).",
+            labels=(*LABELS, "outcome"),
+        )
+        for worker in self._workers:
+            counts: Mapping[str, int] = getattr(worker.engine, "kv_event_counts", {})
+            for outcome, count in counts.items():
+                family.add_metric([*_who(worker), outcome], count)
+        return family
+
+    def ranks(self) -> Iterable[Metric]:
+        """Yield what each DP rank reports of its load."""
+        labels = (*LABELS, "dp_rank")
+        reported: list[tuple[list[str], Any]] = []
+        for worker in self._workers:
+            stats: Callable[[], Sequence[Any]] = getattr(worker.engine, "stats", list)
+            reported += [([*_who(worker), str(rank)], one) for rank, one in enumerate(stats())]
+        for name, text in RANKS:
+            family = GaugeMetricFamily(f"holdfast_worker_engine_{name}", text, labels=labels)
+            for rank, one in reported:
+                family.add_metric(rank, getattr(one, name))
+            yield family
+
+    def _durations(self) -> Metric:
+        name, text = "dynamo_component_request_duration_seconds", "From a request to its end."
+        family = HistogramMetricFamily(name, text, labels=LABELS)
+        for worker in self._workers:
+            counters = worker.server.counters
+            family.add_metric(
+                _who(worker), _buckets(DURATION_BOUNDS_S, counters.durations), counters.duration_sum_s
+            )
+        return family
+
+
+class _One(Collector):
+    """A single family."""
+
+    def __init__(self, family: Metric) -> None:
+        self._family = family
+
+    def collect(self) -> Iterable[Metric]:
+        return (self._family,)
+
+
+def _who(worker: InferenceWorker) -> list[str]:
+    return [worker.config.name, worker.engine.identity.model]
+
+
+def _kv_used(load: Load) -> float:
+    return load.kv_used / load.kv_total if load.kv_total else 0.0
+
+
+def _buckets(upper: Sequence[float], counts: Sequence[int]) -> list[tuple[str, float]]:
+    bounds = [*(f"{bound:g}" for bound in upper), "+Inf"]
+    total, cumulated = 0, []
+    for bound, count in zip(bounds, counts, strict=True):
+        total += count
+        cumulated.append((bound, float(total)))
+    return cumulated
+
+
+def health(workers: Sequence[InferenceWorker], stopping: bool) -> PageAnswer:
+    """Say how the process's workers fare. Of many that do not stop, one that does not serve is between two lives."""
+    states = {worker.config.name: _state(worker, stopping) for worker in workers}
+    away = sum(not worker.serving.is_set() for worker in workers)
+    if not away:
+        status = "healthy"
+    elif stopping:
+        status = "shutting_down"
+    else:
+        status = "degraded" if away < len(workers) else "not_ready"
+    body = msgspec.json.encode({"status": status, "workers": states})
+    ready = status in ("healthy", "degraded")
+    return PageAnswer(body, status=HTTPStatus.OK if ready else HTTPStatus.SERVICE_UNAVAILABLE)
+
+
+def _state(worker: InferenceWorker, stopping: bool) -> str:
+    if not (stopping or worker.serving.is_set()):
+        return "restarting"
+    return "draining" if worker.server.draining else "serving"
+
+
+async def serve(
+    workers: Sequence[InferenceWorker],
+    stopping: Callable[[], bool],
+    host: str,
+    port: int,
+    generate: Callable[[Collector], bytes] = generate_latest,
+) -> tuple[Pages, str]:
+    """Open the admin port; return what closes it, and its URL. Raise OSError if the port cannot be had.
+
+    `stopping` says whether the process is on its way out; `generate` writes a family of metrics down.
+    """
+
+    def live() -> PageAnswer:
+        return PageAnswer(b'{"status":"live"}')
+
+    async def metrics() -> PageAnswer:
+        # A family at a time, and in a thread: a thousand workers' would keep the loop from their streams for too long.
+        families = WorkerMetrics(workers).collect()
+        parts = [await asyncio.to_thread(generate, _One(family)) for family in families]
+        return PageAnswer(b"".join(parts), CONTENT_TYPE_LATEST)
+
+    pages = Pages({"/health": lambda: health(workers, stopping()), "/live": live, "/metrics": metrics})
+    bound = await pages.start(host, port)
+    return pages, f"http://{host}:{bound}"

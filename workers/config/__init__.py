@@ -1,0 +1,1 @@
+"""A worker's settings: their fields, and how they are loaded and checked."""

@@ -1,0 +1,206 @@
+"""How are a worker's settings loaded, and do they go together?
+
+They come from flags, and from `HOLDFAST_WORKER_*` in the environment. Flags win.
+"""
+
+import json
+import os
+import re
+from collections.abc import Mapping
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, Literal, get_args, get_origin
+
+import msgspec
+
+from events.errors import BadSetting
+from events.process.presence import present
+from workers.config.settings import WorkerSettings, annotations
+from workers.config.simulated_settings import SimulatedSettings, read_extra, their_name
+
+PREFIX = "HOLDFAST_WORKER_"
+_ENDPOINT = re.compile(r"tcp://([\w.-]+|\[[0-9a-fA-F:]+\]):(?P<port>[0-9]{1,5})|ipc:///.+")
+WILDCARDS = ("0.0.0.0", "::", "")
+PORT_MAX = 65_535
+
+
+def load_settings(flags: Mapping[str, Any], environment: Mapping[str, str] | None = None) -> WorkerSettings:
+    """Return the settings of this process. Raise BadSetting, naming the setting, its value and what is expected."""
+    known = os.environ if environment is None else environment
+    given: dict[str, Any] = {}
+    for name in ("nats_url", "data"):  # of the whole fleet
+        if known.get(f"HOLDFAST_{name.upper()}") and f"{PREFIX}{name.upper()}" not in known:
+            given[name] = known[f"HOLDFAST_{name.upper()}"]
+    for variable, text in known.items():
+        name = variable.removeprefix(PREFIX).lower()
+        if variable.startswith(PREFIX) and name not in annotations():
+            raise BadSetting(f"{variable} is not a setting of a worker; `holdfast worker --help` lists them")
+        if variable.startswith(PREFIX) and text:
+            given[name] = text
+    given |= {name: value for name, value in flags.items() if value is not None}
+    extra = _extra(Path(given["extra_engine_args"])) if given.get("extra_engine_args") else {}
+    given |= extra
+    joins = "data" in given and not given.get("nats_url")
+    if joins:
+        given["nats_url"] = _broker_of(Path(given["data"]))
+    called = {name: f"extra_engine_args: {their_name(name)}" for name in extra}
+    settings = WorkerSettings(**_read(given, called))
+    check(settings)
+    if joins and not settings.watch_only:
+        _check_name(settings)
+    return settings
+
+
+def _extra(path: Path) -> dict[str, Any]:
+    """Return what a file of Dynamo's arguments sets. Raise BadSetting."""
+    try:
+        return read_extra(path)
+    except ValueError as error:
+        raise BadSetting(f"extra_engine_args = {str(path)!r}: {error}") from error
+
+
+def _broker_of(data: Path) -> str:
+    """Return the broker of the fleet whose data directory this is; empty if there is none."""
+    try:
+        return str(json.loads((data / "fleet.json").read_text()).get("nats_url", ""))
+    except (OSError, ValueError):
+        return ""
+
+
+def _check_name(settings: WorkerSettings) -> None:
+    """Raise BadSetting if a worker of the fleet that is joined has this name: the fleet believes the newer one alone, and
+    the older would stay out of service when that has gone."""
+    for other in present(settings.data):
+        if other.role == "worker" and other.name.partition("..")[0] == settings.name:
+            raise BadSetting(
+                f"name = {settings.name!r}: a worker of {settings.data} has it (pid {other.pid}); choose another with --name"
+            )
+
+
+def _read(given: Mapping[str, Any], called: Mapping[str, str]) -> dict[str, Any]:
+    """Return the values, each of its setting's type. Raise BadSetting with all that is wrong, as the user `called` it."""
+    values, wrong = {}, []
+    for name, text in given.items():
+        kind = annotations()[name]
+        try:
+            values[name] = msgspec.convert(text, kind, strict=False, dec_hook=_other)
+        except msgspec.ValidationError as error:
+            wrong.append(f"{called.get(name, name)} = {text!r}: {_expected(kind, str(error))}")
+    if wrong:
+        raise BadSetting("; ".join(wrong))
+    return values
+
+
+def _other(kind: type, text: Any) -> Any:
+    """Make what msgspec has no type for: a path."""
+    return kind(text)
+
+
+def _expected(kind: Any, message: str) -> str:
+    plain = get_args(kind)[0]
+    for choice in (plain, *get_args(plain)):
+        if get_origin(choice) is Literal:
+            return f"expected one of {', '.join(get_args(choice))}"
+    return f"{message[0].lower()}{message[1:]}"
+
+
+def check(settings: WorkerSettings) -> None:
+    """Raise BadSetting, naming the setting, its value and what it lacks."""
+    if settings.gpus:
+        _check_gpus(settings)
+    if settings.watch_only:
+        return _check_watch(settings)
+    if settings.engine_pid is not None:
+        raise BadSetting(f"engine_pid = {settings.engine_pid}: only with watch_only")
+    if settings.host in WILDCARDS and not settings.advertise:
+        raise BadSetting(
+            f"host = {settings.host!r}: with it, advertise must say which address frontends shall use"
+        )
+    if settings.kv_transport == "nixl" and find_spec("nixl") is None:
+        raise BadSetting("kv_transport = 'nixl': it needs the extra: pip install -e '.[nixl]'")
+    if settings.request_plane == "nats" and not settings.nats_url:
+        raise BadSetting(
+            "request_plane = 'nats': it needs nats_url, or the data directory of a fleet that runs"
+        )
+    if settings.count > 1 and settings.engine != "simulated":
+        raise BadSetting(f"count = {settings.count}: only simulated engines share a process")
+    if settings.port and settings.port + settings.count - 1 > PORT_MAX:
+        raise BadSetting(
+            f"port = {settings.port}: {settings.count} workers need as many ports from it on, up to {PORT_MAX}"
+        )
+    if (settings.tp or 1) > 1 and settings.engine != "simulated":
+        raise BadSetting(f"tp = {settings.tp}: only simulated engines are made of ranks")
+    _check_simulated(settings)
+    if settings.engine == "openai" and not settings.upstream.startswith(("http://", "https://")):
+        raise BadSetting(
+            f"upstream = {settings.upstream!r}: the openai engine needs the URL of a server (http://...)"
+        )
+    if settings.engine == "openai" and not Path(settings.model).joinpath("tokenizer.json").is_file():
+        raise BadSetting(
+            f"model = {settings.model!r}: the openai engine needs the folder of its model's tokenizer (tokenizer.json)"
+        )
+    _check_kv_events(settings)
+    if settings.engine == "transformers" and not Path(settings.model).joinpath("config.json").is_file():
+        raise BadSetting(
+            f"model = {settings.model!r}: the transformers engine needs a model's folder (config.json)"
+        )
+
+
+_PLAIN = SimulatedSettings()
+
+
+def _check_simulated(settings: WorkerSettings) -> None:
+    if settings.engine != "simulated":
+        for name in SimulatedSettings.__struct_fields__:
+            value, usual = getattr(settings, name), getattr(_PLAIN, name)
+            if value != usual and name != "prefix_caching":
+                raise BadSetting(f"{name} = {value!s}: only for simulated engines")
+    if settings.perf_model and settings.planner_profile_data:
+        raise BadSetting(f"perf_model = {settings.perf_model!r}: planner_profile_data says what steps take")
+    if settings.itl_ms and (settings.planner_profile_data or settings.perf_model not in (None, "constant")):
+        raise BadSetting(f"itl_ms = {settings.itl_ms:g}: only where steps take a constant time")
+
+
+def endpoints(text: str) -> list[str]:
+    """Return the ZeroMQ endpoints of a setting."""
+    return [one.strip() for one in text.split(",") if one.strip()]
+
+
+def _check_kv_events(settings: WorkerSettings) -> None:
+    events, replays = endpoints(settings.upstream_kv_events), endpoints(settings.upstream_kv_replay)
+    if events and settings.engine != "openai":
+        raise BadSetting(
+            f"upstream_kv_events = {settings.upstream_kv_events!r}: only the openai engine has an upstream"
+        )
+    for one in (*events, *replays):
+        found = _ENDPOINT.fullmatch(one)
+        if found is None or int(found["port"] or 1) not in range(1, 65_536):
+            raise BadSetting(
+                f"upstream_kv_events, upstream_kv_replay: {one!r} is no endpoint (tcp://host:5557)"
+            )
+    if replays and len(replays) != len(events):
+        raise BadSetting(
+            f"upstream_kv_replay names {len(replays)} endpoints, upstream_kv_events {len(events)}: one for each"
+        )
+
+
+def _check_gpus(settings: WorkerSettings) -> None:
+    from workers.devices.mapping import parse
+
+    try:
+        parse(settings.gpus)
+    except ValueError as error:
+        raise BadSetting(f"gpus = {settings.gpus!r}: {error}") from error
+    if settings.count > 1:
+        raise BadSetting(
+            f"gpus = {settings.gpus!r}: {settings.count} workers of one process have no GPUs of their own"
+        )
+
+
+def _check_watch(settings: WorkerSettings) -> None:
+    if (settings.engine_pid is None) is not bool(settings.gpus):
+        raise BadSetting("watch_only: either gpus or engine_pid must say which GPUs to watch")
+    if settings.count > 1:
+        raise BadSetting(f"count = {settings.count}: watch_only watches for one worker")
+    if not settings.nats_url:
+        raise BadSetting("watch_only: it needs nats_url, or the data directory of a fleet that runs")

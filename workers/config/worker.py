@@ -1,0 +1,23 @@
+"""Where and as whom does one worker of a process serve?"""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerConfig:
+    """Where and as whom a worker serves."""
+
+    name: str
+    instance: str
+    host: str = "127.0.0.1"
+    port: int = 0
+    advertise: str = ""
+    nvlink_domain: str = ""
+    rail: str = ""
+    kv_transport: str = "sockets"
+    grace_s: float = 60.0  # for a graceful shutdown, cleanup not included
+    graceful_shutdown: bool = True  # such a shutdown waits for streams that decode, too
+    migration_limit: int | None = None
+    chaos: bool = True
+    shares_process: bool = False  # with other workers: what ends this one must not end the process
+    computes_on_gpus: bool = True  # itself, not only a server behind it: it ends with a GPU that dies

@@ -1,0 +1,1 @@
+"""What the controller asks of a worker, and what it hears from it."""

@@ -1,0 +1,63 @@
+"""Hearing what the controller asks of a worker, and whether another one has its name."""
+
+import asyncio
+from collections.abc import Awaitable, Mapping
+from typing import Any
+
+import structlog
+
+from events import subjects
+from events.nats.bus import Answer, Bus, Subscription
+from events.nats.connection import DISCONNECTED
+from workers.config.worker import WorkerConfig
+from workers.control.commands import WorkerCommands
+
+LISTEN_RETRY_S = 0.2
+
+log = structlog.get_logger(__name__)
+
+
+class CommandListener:
+    """One worker's subscription to all that is asked of it."""
+
+    def __init__(self, config: WorkerConfig, bus: Bus | None, commands: WorkerCommands) -> None:
+        """Hear nothing yet; without a bus, never."""
+        self._config = config
+        self._bus = bus
+        self._commands = commands
+        self._handlers = {**commands.by_subject, subjects.beat(config.name): self._on_beat}
+        self._subscription: Subscription | None = None
+        self._strangers: set[str] = set()
+
+    async def run(self) -> None:
+        """Hear the controller's requests, now or as soon as there is a broker to hear them from. One subscription has them
+        all: each costs a task and a queue, and a process may have a thousand workers."""
+        while self._bus is not None and self._subscription is None:
+            try:
+                self._subscription = await self._bus.subscribe(subjects.live(self._config.name), self._heard)
+            except DISCONNECTED:  # it is on its way out or back
+                await asyncio.sleep(LISTEN_RETRY_S)
+
+    async def close(self) -> None:
+        """Hear no more."""
+        if self._subscription is not None:
+            await self._subscription.cancel()
+
+    def _heard(self, subject: str, body: Mapping[str, Any]) -> Answer | Awaitable[Answer]:
+        handler = self._handlers.get(subject)
+        if handler is None or not self._commands.heeds(subject):
+            return None
+        return handler(subject, body)
+
+    def _on_beat(self, subject: str, body: Mapping[str, Any]) -> None:
+        """Notice another process under our name: the fleet believes the newer one, the operator should know."""
+        other = str(body.get("instance"))
+        if other != self._config.instance and other not in self._strangers:
+            self._strangers.add(other)
+            log.error(
+                "name_taken",
+                worker=self._config.name,
+                instance=self._config.instance,
+                other=other,
+                advice="two live workers share this name; give each its own",
+            )

@@ -1,0 +1,75 @@
+"""What does an upstream serve, by what it says and what we are told of it?"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import structlog
+
+from events.observations import Profile
+from workers.engines.engine import EngineIdentity
+from workers.engines.openai.account import AccountTimes
+from workers.engines.openai.upstream import Abilities
+
+CONTEXT_TOKENS = 4096  # where the upstream does not say
+BLOCK_TOKENS = 16  # the same
+PREFILL_TOKENS_PER_S = 5000.0  # a guess for the profile; requests correct it nowhere yet
+BATCH_SLOWDOWN = 2.0  # a guess: a full batch takes so many times the single stream's time per token
+
+log = structlog.get_logger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UpstreamSettings:
+    """Where the server is, what we know of it that it does not say, and the bounds."""
+
+    url: str
+    key: str = ""
+    tokenizer: str = ""
+    revision: str = "unknown"
+    context_tokens: int | None = None
+    block_tokens: int | None = None  # None, here and below: what the upstream says
+    kv_blocks: int | None = None
+    kv_events: Sequence[str] = ()  # where its DP ranks publish them, and where they replay them
+    kv_replays: Sequence[str] = ()
+    batch_max: int = 64
+    waiting_max: int = 256
+    start_s: float = 120.0  # a real server loads weights first
+    handle_s: float = 1.0  # for one step, most of it cached
+    times: AccountTimes = field(default_factory=AccountTimes)
+
+
+def identify(
+    settings: UpstreamSettings, known: Abilities, block_tokens: int, kv_blocks: int | None = None
+) -> EngineIdentity:
+    """Return what a server is that has these abilities, and so many KV blocks by its own account."""
+    context = settings.context_tokens or known.context_tokens or CONTEXT_TOKENS
+    blocks = settings.kv_blocks or kv_blocks or -(-context * settings.batch_max // block_tokens)
+    return EngineIdentity(
+        model=known.model,
+        revision=settings.revision,
+        tokenizer=settings.tokenizer,
+        engine="openai",
+        engine_version=known.version,
+        dtype="unknown",
+        tp=1,
+        device="upstream",
+        context_tokens=context,
+        exact=known.exact,
+        profile=Profile(
+            kv_blocks=blocks,
+            block_tokens=block_tokens,
+            max_batch=settings.batch_max,
+            prefill_tokens_per_s=PREFILL_TOKENS_PER_S,
+            tpot_ms=((1, known.token_ms), (max(2, settings.batch_max), known.token_ms * BATCH_SLOWDOWN)),
+        ),
+        dp=known.ranks,
+    )
+
+
+def block_size(given: int | None, said: int | None, *, announces: bool) -> int:
+    """Return how many tokens a block has: as we are told, or as the upstream says. Where KV events name blocks, theirs have
+    the last word."""
+    if given is not None and said is not None and said != given and announces:
+        log.warning("block_tokens_differ", configured=given, upstream=said, advice="leave block_tokens out")
+        return said
+    return given or said or BLOCK_TOKENS

@@ -1,0 +1,94 @@
+"""Which requests are with the upstream, and how far is each?"""
+
+import asyncio
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+from events.wire import Chunk, Generate
+from workers.engines.engine import Phase
+
+JOINS_WITHIN_S = 0.25  # a request may still be part of the step that began so long before it came
+
+
+@dataclass(slots=True, eq=False)
+class UpstreamRequest:
+    """One request that is with the upstream."""
+
+    task: "asyncio.Task[None]"
+    prompt_tokens: int
+    came: float  # monotonic seconds
+    length: int  # tokens so far, prompt and all
+    movable: Generate | None  # what was asked, where it could move to another server
+    silent: bool = True  # no output yet
+    said: list[int] = field(default_factory=list)  # since then, where it could move
+
+
+class UpstreamRequests:
+    """All requests of one worker that are with its upstream, by the worker's keys."""
+
+    def __init__(self, most: int) -> None:
+        """Take so many at once."""
+        self._most = most
+        self._by_key: dict[int, UpstreamRequest] = {}
+        self._moved_at = (
+            0.0  # when the upstream last said anything, or was given its only work; monotonic seconds
+        )
+
+    def __len__(self) -> int:
+        return len(self._by_key)
+
+    def __contains__(self, key: int) -> bool:
+        return key in self._by_key
+
+    def __iter__(self) -> Iterator[UpstreamRequest]:
+        return iter(self._by_key.values())
+
+    def get(self, key: int) -> UpstreamRequest | None:
+        """Return a request, if it is there."""
+        return self._by_key.get(key)
+
+    def overload(self) -> str | None:
+        """Say why nobody more is taken, if so."""
+        if len(self._by_key) < self._most:
+            return None
+        return f"overloaded: {len(self._by_key)} requests are with the upstream already"
+
+    @property
+    def tokens(self) -> int:
+        """How many tokens all of them have."""
+        return sum(one.length for one in self)
+
+    def begin(self, key: int, request: Generate, task: "asyncio.Task[None]", *, movable: bool) -> None:
+        """Take in a request that this task has the upstream answer."""
+        now, length = time.monotonic(), len(request.tokens)
+        if not self._by_key:
+            self._moved_at = now
+        self._by_key[key] = UpstreamRequest(task, length, now, length, request if movable else None)
+
+    def heard(self, key: int, chunks: Sequence[Chunk]) -> bool:
+        """Note what the upstream has said; False if there is nothing to pass on."""
+        self._moved_at = time.monotonic()
+        one = self._by_key.get(key)
+        if one is None or not chunks:
+            return False
+        one.silent = False
+        for chunk in chunks:
+            one.length += len(chunk.tokens) or (1 if chunk.text else 0)
+            if one.movable is not None:
+                one.said.extend(chunk.tokens)
+        return True
+
+    def end(self, key: int) -> None:
+        """Forget a request. Unknown keys are ignored."""
+        self._by_key.pop(key, None)
+
+    def phase(self) -> Phase:
+        """Return what the upstream is doing, as far as its answers show it."""
+        if not self._by_key:
+            return Phase("idle", self._moved_at)
+        # While some stream speaks, every step is heard: none is excused by prompts that came after it began.
+        silent = [one for one in self if one.silent]
+        heard, joined = len(silent) < len(self._by_key), self._moved_at + JOINS_WITHIN_S
+        waiting = sum(one.prompt_tokens for one in silent if one.came <= joined or not heard)
+        return Phase("prefill" if waiting else "decode", self._moved_at, waiting)

@@ -1,0 +1,1 @@
+"""What a worker tells routers of its KV blocks."""

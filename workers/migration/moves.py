@@ -1,0 +1,77 @@
+"""All planned moves of one worker, in and out."""
+
+import asyncio
+import contextlib
+from collections.abc import Callable, Sequence
+
+from events.observations import KvLayout
+from workers.counters import WorkerCounters
+from workers.engines.engine import Engine
+from workers.kv_transfer.messages import Description
+from workers.kv_transfer.transport import Transport
+from workers.migration.landing import Landing
+from workers.migration.settings import KvMoveSettings
+from workers.migration.source import OutgoingMigrations
+from workers.migration.target import IncomingMigrations, IncomingOutput
+from workers.migration.trust import Trust
+
+CLOSE_S_MAX = 0.9
+
+
+def layout(shards: Sequence[Description]) -> KvLayout | None:
+    """Return what a worker with these shards registers of its KV cache; None: nothing of it can move."""
+    if not shards:
+        return None
+    one, heads = shards[0], sum(shard.heads for shard in shards)
+    numbers = (
+        2 * one.layers * one.heads * one.head_size * one.block_size
+    )  # keys and values, in one shard's block
+    return KvLayout(
+        layers=one.layers,
+        kv_heads=heads,
+        head_size=one.head_size,
+        element_bytes=max(1, round(one.block_bytes / numbers)),
+    )
+
+
+class WorkerMigrations:
+    """What a worker's server and its commands need of them."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        instance: str,
+        output: IncomingOutput,
+        counters: WorkerCounters,
+        stays: Callable[[], None],
+        settings: KvMoveSettings | None = None,
+    ) -> None:
+        """Move streams of this engine. `stays` is told of each that was to leave and stays after all."""
+        settings = settings or KvMoveSettings()
+        self.trust = Trust(self._distrusted)
+        self.landing = Landing(instance, lambda: engine.kv, settings)
+        self.source = OutgoingMigrations(engine, self.trust, counters, stays, settings.piece_bytes)
+        self.target = IncomingMigrations(
+            engine, self.trust, self.landing, output, counters, settings.take_bytes
+        )
+        self._engine = engine
+
+    @property
+    def possible(self) -> bool:
+        """Whether streams can leave with their KV cache."""
+        return bool(self._engine.kv)
+
+    def use(self, transport: Transport) -> None:
+        """Send and take in by this transport where the other worker has it too. Call it before the first move."""
+        self.trust.use(transport)
+        self.landing.use(transport)
+
+    def _distrusted(self, reason: str) -> None:
+        self.source.break_off(reason)
+
+    async def close(self) -> None:
+        """End all, and free what they had: threads, connections, files."""
+        self.source.close()
+        with contextlib.suppress(TimeoutError):  # what is left ends with the process
+            async with asyncio.timeout(CLOSE_S_MAX):
+                await self.target.close()

@@ -1,0 +1,19 @@
+"""Where does a worker take KV caches in, and how much of one is copied at once?"""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from workers.kv_transfer.ledger import ReservationPolicy
+from workers.kv_transfer.regions import ROOT
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KvMoveSettings:
+    """How one worker moves KV caches, out and in."""
+
+    host: str = "127.0.0.1"  # to listen on
+    advertise: str = ""  # where sources are told to come; empty: the same
+    root: Path = ROOT  # where the regions are
+    policy: ReservationPolicy | None = None  # None: the receiver's own
+    piece_bytes: int = 16 << 20  # copied out of an engine at once, for each shard
+    take_bytes: int = 64 << 20  # copied into an engine at once, for each shard

@@ -1,0 +1,317 @@
+"""The target's side of a planned move: keeps room for a stream, takes its KV cache in, and goes on with it.
+
+    Reserve ──▶ reserved ── every shard has arrived ──▶ committing ──▶ decoding: a stream like any other
+       │           │                                        │
+       ▼           └── Cancel, deadline, cut, damaged ──────┴──▶ all freed; Declined, unless who asked has gone
+    Declined: no room, …
+
+All or nothing: every shard arrives, or all shards and the engine's room are freed. What is verified is copied into the
+engine while the rest still comes, so that after the source has stopped only its tail is left to do.
+
+What a reader would get wrong: the engine's room may be freed only when no copy into it runs any more. So nothing here
+is cancelled: a stream that is given up loses its reservations, its copies come to their end, and then it goes.
+"""
+
+import asyncio
+import time
+from collections.abc import Callable, Coroutine
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import msgspec
+import structlog
+
+from events.errors import HoldfastError
+from events.wire import Committed, Declined, Reserve, Reserved
+from workers.connection import FrontendConnection
+from workers.counters import WorkerCounters
+from workers.engines.engine import MOVES_MAX, Engine, Import, MoveRefused
+from workers.kv_transfer.messages import Grant, TransferRefused
+from workers.kv_transfer.receiver import Arrived, Receiver
+from workers.migration.landing import Landing
+from workers.migration.state import RequestMigrationState, difference, unpacked_state
+from workers.migration.trust import Trust
+from workers.streams import RequestOrigin, Stream
+
+COMMIT_S_MAX = 10.0  # the engine is between two steps before; longer is a hang
+
+log = structlog.get_logger(__name__)
+
+
+class IncomingOutput(Protocol):
+    """What sends a stream's output to its frontend, as it takes one in."""
+
+    def expect(self, key: int, stream: Stream) -> None:
+        """Expect a stream's first words; hold them."""
+
+    def release(self, key: int) -> None:
+        """Say what was held, and go on."""
+
+    def give_up(self, key: int) -> None:
+        """Expect it no more."""
+
+
+@dataclass(slots=True, eq=False)
+class _Incoming:
+    """A stream that is to come."""
+
+    key: int
+    connection: FrontendConnection
+    number: int  # of the stream, by which its frontend knows it
+    asked: RequestOrigin
+    known: list[int]  # its tokens so far
+    grants: list[Grant] = field(default_factory=list)
+    gone: bool = False  # nobody waits for it any more
+    why: str = ""  # it was given up
+
+
+class IncomingMigrations:
+    """All streams of one worker that are on their way in."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        trust: Trust,
+        landing: Landing,
+        output: IncomingOutput,
+        counters: WorkerCounters,
+        take_bytes: int,
+    ) -> None:
+        """Take streams in for this engine; `output` hears from them once they decode here. `take_bytes` are copied into the
+        engine at once, for each shard."""
+        self._engine = engine
+        self._trust = trust
+        self._landing = landing
+        self._output = output
+        self._counters = counters
+        self._take_bytes = take_bytes
+        self._incoming: dict[int, _Incoming] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def __len__(self) -> int:
+        return len(self._incoming)
+
+    def __contains__(self, key: int) -> bool:
+        return key in self._incoming
+
+    @property
+    def awaited(self) -> int:
+        """How many of them have not been given up."""
+        return sum(not incoming.why for incoming in self._incoming.values())
+
+    def reserve(self, key: int, connection: FrontendConnection, frame: Reserve) -> None:
+        """Keep room for a stream under this key of the engine's, or say why not."""
+        asked = RequestOrigin.of(frame.request)
+        incoming = _Incoming(key, connection, frame.stream, asked, frame.request.tokens)
+        room = self._room(key, frame)
+        if isinstance(room, str):
+            self._counters.moved("in", "declined")
+            log.info("reserve_declined", request=asked.request, reason=room)
+            connection.send(Declined(frame.stream, room))
+            return
+        self._incoming[key] = incoming
+        connection.streams[frame.stream] = key
+        room_tokens = min(frame.room_tokens, self._engine.identity.context_tokens)
+        task = asyncio.ensure_future(self._host(incoming, room, room_tokens))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    def _room(self, key: int, frame: Reserve) -> Import | str:
+        request = frame.request
+        if not self._engine.kv:
+            return "this engine takes no KV cache in"
+        if request.canary:
+            return "a canary does not move"
+        if not 0 < request.prompt_tokens <= len(request.tokens) <= frame.room_tokens:
+            return (
+                f"room for {frame.room_tokens} tokens is wanted, of which {len(request.tokens)} are known "
+                f"and {request.prompt_tokens} are the prompt"
+            )
+        if len(self._incoming) >= MOVES_MAX:
+            return f"too many at once: {MOVES_MAX} streams are on their way"
+        return self._engine.reserve(key, request, frame.room_tokens)
+
+    def drop(self, key: int, why: str = "") -> None:
+        """Give a stream up: nobody waits for it any more, or, with a reason, who asked is told it."""
+        if (incoming := self._incoming.get(key)) is not None:
+            incoming.gone = incoming.gone or not why
+            self._give_up(incoming, why or "the frontend gave it up")
+
+    def drop_all(self, why: str) -> None:
+        """Give up all that are on their way, and tell why."""
+        for key in list(self._incoming):
+            self.drop(key, why)
+
+    def _give_up(self, incoming: _Incoming, why: str) -> None:
+        """Let a stream's reservations go; whoever copies from them hears of it. Off the loop: they may be gigabytes."""
+        incoming.why = incoming.why or why
+        if incoming.grants:
+            asyncio.get_running_loop().run_in_executor(
+                None, self._landing.abort, incoming.grants, incoming.why
+            )
+
+    # --- how it goes
+
+    async def _host(self, incoming: _Incoming, room: Import, room_tokens: int) -> None:
+        try:
+            await self._reserve(incoming, room, room_tokens)
+            arrived = await self._arrive(incoming, room)
+            await self._commit(incoming, room, arrived)
+        except HoldfastError as error:
+            self._end(incoming, room, incoming.why or str(error))
+        except Exception as error:
+            log.exception("move_in_broke")
+            self._end(incoming, room, f"the engine failed: {error!r}")
+
+    def _end(self, incoming: _Incoming, room: Import, why: str) -> None:
+        """Free all that a stream had here; tell who waits for it."""
+        self._give_up(incoming, why)
+        room.abort()
+        self._forget(incoming)
+        self._counters.moved("in", "failed")
+        log.warning("move_in_failed", request=incoming.asked.request, reason=why)
+        if not incoming.gone:
+            incoming.connection.send(Declined(incoming.number, why))
+
+    def _forget(self, incoming: _Incoming) -> None:
+        self._incoming.pop(incoming.key, None)
+        connection = incoming.connection
+        if connection.streams.get(incoming.number) == incoming.key:
+            del connection.streams[incoming.number]
+
+    async def _reserve(self, incoming: _Incoming, room: Import, room_tokens: int) -> None:
+        """Have every shard's source a place to send to, and hand out the grants."""
+        own = self._engine.kv[0]
+        first = room.cached_tokens // own.block_size
+        blocks = max(1, own.blocks(room_tokens) - first)
+        incoming.grants = await self._landing.grants(blocks, incoming.known, first)
+        if incoming.why:  # meanwhile
+            raise MoveRefused(incoming.why)
+        grants = [msgspec.msgpack.encode(grant) for grant in incoming.grants]
+        incoming.connection.send(Reserved(incoming.number, grants, room.cached_tokens))
+
+    async def _arrive(self, incoming: _Incoming, room: Import) -> list[Arrived]:
+        """Take every shard in while it comes; return what came. Raise MoveRefused when all that runs has ended."""
+        shards = range(len(incoming.grants))
+        came = await asyncio.gather(
+            *(self._arrive_shard(incoming, room, shard) for shard in shards), return_exceptions=True
+        )
+        failed = next((one for one in came if isinstance(one, BaseException)), None)
+        if failed is not None:
+            try:
+                raise failed
+            finally:
+                del failed, came  # else it and its frames would keep each other, and the memory that came
+        arrived = [one for one in came if isinstance(one, Arrived)]
+        first = arrived[0]
+        for other in arrived[1:]:
+            if (other.tokens, other.computed, other.state) != (first.tokens, first.computed, first.state):
+                raise MoveRefused("the shards do not belong together")
+        return arrived
+
+    async def _arrive_shard(self, incoming: _Incoming, room: Import, shard: int) -> Arrived:
+        receiver, grant = self._landing.receiver, incoming.grants[shard]
+        assert receiver is not None
+        try:
+            return await _taken(receiver, grant, shard, room, self._take_bytes)
+        except BaseException as error:  # the others need not come any more
+            self._give_up(incoming, str(error))
+            raise
+
+    async def _commit(self, incoming: _Incoming, room: Import, arrived: list[Arrived]) -> None:
+        """Begin to decode, tell who asked, and then let the stream speak."""
+        came_at, first = time.monotonic(), arrived[0]
+        state = _state(incoming, first)
+        bytes_, blocks = sum(len(one.memory) for one in arrived), self._blocks(arrived)
+        begun = asyncio.get_running_loop().time()
+        turn = self._trust.turns
+        stream = Stream(incoming.connection, incoming.number, False, begun, incoming.asked, turn, held=[])
+        self._output.expect(incoming.key, stream)
+        try:
+            await _within(COMMIT_S_MAX, room.commit(first.tokens, first.computed))
+            if incoming.why:  # meanwhile; the engine is told to forget it, as it decodes already
+                raise MoveRefused(incoming.why)
+        except BaseException:
+            self._output.give_up(incoming.key)
+            self._engine.cancel(incoming.key)
+            raise
+        self._incoming.pop(incoming.key)
+        stopped_ms = state.stopped_ms + (time.monotonic() - came_at) * 1e3
+        said = first.tokens[len(incoming.known) :]
+        link = (
+            state.link or first.link if first.link == "shm" else first.link
+        )  # who writes here himself knows how
+        incoming.connection.send(Committed(incoming.number, said, bytes_, blocks, link, round(stopped_ms, 3)))
+        self._output.release(incoming.key)
+        self._counters.moved("in", "committed", bytes_, stopped_ms / 1e3)
+        log.info("moved_in", request=incoming.asked.request, bytes=bytes_, link=link)
+        await asyncio.to_thread(self._landing.release, incoming.grants)
+
+    def _blocks(self, arrived: list[Arrived]) -> int:
+        return sum(len(a.memory) // own.block_bytes for a, own in zip(arrived, self._engine.kv, strict=True))
+
+    async def close(self) -> None:
+        """Give everything up, and wait until it is freed."""
+        self.drop_all("this worker is shutting down")
+        await self._landing.close()
+        if self._tasks:
+            await asyncio.wait(self._tasks)
+
+
+async def _within(seconds: float, commit: Coroutine[Any, Any, None]) -> None:
+    try:
+        async with asyncio.timeout(seconds):
+            await commit
+    except TimeoutError:
+        raise MoveRefused(f"the engine did not take it over within {seconds:g} s") from None
+
+
+def _state(incoming: _Incoming, arrived: Arrived) -> RequestMigrationState:
+    """Return the state that came along. Raise MoveRefused if it is of another request."""
+    try:
+        state = unpacked_state(arrived.state)
+    except ValueError as error:
+        raise MoveRefused(str(error)) from error
+    if differs := difference(state, incoming.asked, arrived.tokens, arrived.computed):
+        raise MoveRefused(f"another request: {differs}")
+    return state
+
+
+async def _taken(receiver: Receiver, grant: Grant, shard: int, room: Import, take_bytes: int) -> Arrived:
+    """Copy one shard's blocks into the engine as they come; return what came. Raise MoveRefused."""
+    size = grant.description.block_bytes
+    most = max(1, take_bytes // size)
+    arrival = asyncio.wrap_future(receiver.arrival(grant.ticket))
+    more = asyncio.Event()
+    arrival.add_done_callback(lambda _: more.set())
+    receiver.watch(grant.ticket, _waking(more))
+    taken = 0
+
+    async def take(memory: memoryview) -> int:
+        end = min(len(memory) // size, taken + most)
+        if end > taken:
+            await room.take(shard, grant.first_block + taken, memory[taken * size : end * size])
+        return end
+
+    while not arrival.done():
+        more.clear()
+        before, taken = taken, await take(receiver.received(grant.ticket))
+        if taken == before:
+            await more.wait()
+    came = arrival.result()
+    if isinstance(came, TransferRefused):
+        raise MoveRefused(came.reason)
+    while taken * size < len(came.memory):
+        taken = await take(came.memory)
+    return came
+
+
+def _waking(flag: asyncio.Event) -> Callable[[], None]:
+    """Return what sets a flag of this loop from another thread."""
+    loop = asyncio.get_running_loop()
+
+    def wake() -> None:
+        if not loop.is_closed():
+            loop.call_soon_threadsafe(flag.set)
+
+    return wake
