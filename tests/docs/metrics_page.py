@@ -13,8 +13,8 @@ from prometheus_client.registry import Collector
 from controller.deciders.fleet import Fleet
 from controller.frontend.metrics import FrontendMetrics
 from controller.metrics import ControllerMetrics, FleetCollector
-from controller.runtime.projector_metrics import ProjectorMetrics
-from workers.admin import WorkerMetrics
+from controller.runtime.projection.metrics import ProjectorMetrics
+from workers.admin.server import WorkerMetrics
 
 PAGE = Path(__file__).parents[2] / "docs" / "metrics.md"
 BEGIN = "<!-- generated: metrics (python tests/docs/metrics_page.py) -->"

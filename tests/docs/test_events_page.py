@@ -12,12 +12,13 @@ import yaml
 
 from controller import catalogue
 from controller.adapters.asyncapi import document
+from controller.commands import write_docs
 from events import codec
 from events.journal.nats import NatsJournal
 from events.observations import WorkerHeard
 
 DOCS = Path(__file__).parents[2] / "docs"
-AGAIN = "run `python -m controller.catalogue`"
+AGAIN = "run `python -m controller.commands.write_docs`"
 UNIT = re.compile(r"_(ms|s|rps|tokens)$|^pid$")
 
 
@@ -27,7 +28,7 @@ def test_the_asyncapi_document_is_the_generated_one() -> None:
 
 def test_the_catalogue_is_the_generated_one() -> None:
     page = (DOCS / "events.md").read_text()
-    assert catalogue.renewed(page) == page, AGAIN
+    assert write_docs.renewed(page) == page, AGAIN
 
 
 def test_every_kind_is_on_both_pages_with_every_field() -> None:
@@ -77,7 +78,7 @@ def test_the_operators_subjects_are_in_the_document() -> None:
 
 def test_a_page_without_its_marks_is_refused() -> None:
     with pytest.raises(ValueError, match="lacks"):
-        catalogue.renewed("# Events\n")
+        write_docs.renewed("# Events\n")
 
 
 # --- the consumer -----------------------------------------------------------------------------------------

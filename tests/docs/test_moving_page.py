@@ -5,9 +5,9 @@ from dataclasses import fields
 from pathlib import Path
 from typing import get_args
 
-from controller.flags import flatten
-from controller.moving.cost import KvShape, MovingPolicy, Target, estimate
-from controller.moving.links import Lane, LinkName, Links
+from controller.config.flags import flatten
+from controller.migration.cost import KvShape, MigrationTarget, MovingPolicy, estimate
+from controller.migration.links import Lane, LinkName, LinkTable
 from events.observations import Profile
 
 PAGE = (Path(__file__).parents[2] / "docs" / "moving.md").read_text()
@@ -25,7 +25,7 @@ def test_the_page_shows_the_table_of_links() -> None:
     shown = {row[0]: tuple(float(cell.removesuffix(" µs")) for cell in row[1:5]) for row in rows("Links")}
     assert set(shown) == set(get_args(LinkName))
     for name, (bytes_per_s, efficiency, arrives, latency_us) in shown.items():
-        spec = Links().spec(name)
+        spec = LinkTable().spec(name)
         assert (bytes_per_s, efficiency) == (spec.bytes_per_s, spec.efficiency)
         assert (arrives, latency_us) == (round(spec.rate / 1e9), round(spec.latency_s * 1e6, 1))
 
@@ -35,7 +35,7 @@ def test_the_page_shows_what_transfers_take() -> None:
     ways = [*map(Lane, links), Lane("tcp", sharers=8)]
     for tokens, *shown in rows("The two times"):
         for lane, text in zip(ways, shown, strict=False):
-            to = Target(name="g", profile=PROFILE, free_blocks=0, lanes=(lane,) * 8)
+            to = MigrationTarget(name="g", profile=PROFILE, free_blocks=0, lanes=(lane,) * 8)
             cost = estimate(MovingPolicy(), SEVENTY_B, to, int(tokens.replace(",", "")))
             assert float(f"{cost.transfer_time_ms:.3g}") == float(f"{float(text.replace(',', '')):.3g}")
             assert round(cost.reprefill_time_ms, 1 if tokens == "256" else None) == float(

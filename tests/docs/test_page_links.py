@@ -5,17 +5,39 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.__main__ import KNOWN as BENCHMARKS
+
 ROOT = Path(__file__).parents[2]
-PAGES = [ROOT / "README.md", ROOT / "benchmarks" / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [
+    ROOT / "README.md",
+    ROOT / "CONTRIBUTING.md",
+    ROOT / "benchmarks" / "README.md",
+    *sorted((ROOT / "docs").glob("*.md")),
+]
 LINK = re.compile(r"\]\((?!https?:)([^)\s#]*)#?([^)\s]*)\)")
 FOLDER = re.compile(r"`((?:benchmarks|controller|docs|events|migrations|tests|workers)/[\w/.-]*)`")
+BARE = re.compile(r"`(\w+\.py)`")  # a module that the page names without its folder
+TARGET = re.compile(r"(?:^|`)make ([a-z][\w-]*)", re.MULTILINE)
 MODULE = re.compile(r"python -m ((?:benchmarks|controller|events|workers)[\w.]*)")
 
 
+def sources() -> list[Path]:
+    """Return every module of ours and of the tests."""
+    roots = ("benchmarks", "controller", "events", "migrations", "tests", "workers")
+    return [path for root in roots for path in (ROOT / root).rglob("*.py")]
+
+
+def targets() -> set[str]:
+    """Return what can be made."""
+    return set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+
+
 def anchors(page: Path) -> set[str]:
-    """Return what a link may name in a page: its headings, as GitHub spells them."""
-    headings = re.findall(r"^#+ (.+)$", page.read_text(), re.MULTILINE)
-    return {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
+    """Return what a link may name in a page: its headings, as GitHub spells them, and its own anchors."""
+    text = page.read_text()
+    headings = re.findall(r"^#+ (.+)$", text, re.MULTILINE)
+    spelt = {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
+    return spelt | set(re.findall(r'<a id="([\w-]+)">', text))
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
@@ -26,6 +48,8 @@ def test_what_a_page_points_to_is_there(page: Path) -> None:
         assert target.exists(), file
         assert not anchor or anchor in anchors(target), f"{file}#{anchor}"
     assert [name for name in FOLDER.findall(text) if not (ROOT / name).exists()] == []
+    assert set(BARE.findall(text)) <= {path.name for path in sources()}
+    assert set(TARGET.findall(text)) <= targets()
     modules = [ROOT / name.replace(".", "/") for name in MODULE.findall(text)]
     assert [m for m in modules if not (m.with_suffix(".py").exists() or (m / "__main__.py").exists())] == []
 
@@ -34,7 +58,12 @@ def test_every_figure_has_its_command() -> None:
     table = (ROOT / "benchmarks" / "README.md").read_text().partition("| command |\n")[2].partition("\n\n")[0]
     commands = [row.rstrip(" |").rpartition("| `")[2].split()[0].strip("`") for row in table.splitlines()[1:]]
     assert len(commands) > 40
-    assert {name for name in commands if not (ROOT / "benchmarks" / f"{name}.py").exists()} == set()
+    assert set(commands) <= BENCHMARKS.keys()
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_every_benchmark_that_a_page_names_can_be_run(page: Path) -> None:
+    assert set(re.findall(r"python -m benchmarks (\w+)", page.read_text())) <= BENCHMARKS.keys()
 
 
 def test_every_page_is_named_by_the_readme_or_by_a_page_that_is() -> None:
@@ -49,5 +78,17 @@ def test_every_page_is_named_by_the_readme_or_by_a_page_that_is() -> None:
 
 
 def _named(page: str) -> set[str]:
-    text = (ROOT / page if page == "README.md" else ROOT / "docs" / page).read_text()
+    text = "".join(path.read_text() for path in PAGES if path.name == page)
     return set(re.findall(r"[\w-]+\.md", text))
+
+
+def test_the_map_of_the_code_names_every_package() -> None:
+    text = (ROOT / "README.md").read_text().partition("## The map of the code\n")[2].partition("\n## ")[0]
+    roots = [ROOT / name for name in ("controller", "workers", "events")]
+    folders = [init.parent for root in roots for init in root.glob("*/__init__.py")]
+    folders += [
+        init.parent
+        for root in ("controller/frontend", "controller/router", "controller/adapters")
+        for init in (ROOT / root).glob("*/__init__.py")
+    ]
+    assert {folder.name for folder in folders if f"{folder.name}/`" not in text} == {"planner"}  # it is empty

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from controller.trace import chat, cli
-from controller.trace.synthesis import Knobs
+from controller.trace.synthesis import SynthesisKnobs
 
 PAGE = (Path(__file__).parents[2] / "docs" / "traces.md").read_text()
 
@@ -33,7 +33,7 @@ def test_the_page_names_every_knob_and_its_default() -> None:
     shown = {row[0]: row[1] for row in rows("Knobs", "flag")}
     expected = {
         f"--{field.name.replace('_', '-')}": "none" if field.default is None else f"{field.default:g}"
-        for field in fields(Knobs)
+        for field in fields(SynthesisKnobs)
     }
     assert shown == expected | {"--seed": "0"}
 

@@ -1,0 +1,87 @@
+"""docs/glossary.md names what exists, and every class that was given one of the field's words."""
+
+import ast
+import re
+from functools import cache
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+PAGE = (ROOT / "docs" / "glossary.md").read_text()
+ROW = re.compile(r"^\| (.+?) \| (.+?) \| (.+?) \| (.+?) \|$", re.MULTILINE)
+PEERS = (
+    "llm-d",
+    "Dynamo",
+    "vLLM",
+    "Envoy",
+    "Kubernetes",
+    "OpenAI",
+    "etcd",
+    "virtual machines",
+    "mutation testing",
+)
+# Classes that took the place of words of our own: a newcomer who knows a peer looks for them.
+FIELDS_WORDS = frozenset(
+    re.findall(
+        r"\w+",
+        """
+AcknowledgedPosition ActiveSequences AdmittedRequest Attempt BrokerRefused BufferedWriter CanaryRunner CanarySet Candidates
+CoalescingTransport Completion Dialer Director Endpoint EndpointGroup EndpointTable FastPathConnection Generation
+GenerationRequest HangDetector IncrementalDetokenizer KvRefused KvScheduler Listeners LiveMigration LocalBreakers
+MigrationBudget MigrationProgress MigrationRequest OutboxMessage ParsedRequest Peers PlannedMigrations Probe Provenance
+RankLoad ReadPosition RequestMetrics RequestPlane RequestPlaneClient RequestRouter Rescheduler Reservation ResponseFormat
+ResponseWriter RouterFeeds RoutingOverrides ScoringRequest SegmentCache ServedSpan SimulatedRequest SpanHistory StopChecker
+Stream StreamingWriter TransferSink WorkerCommands WorkerConfig WorkerConnection WorkerOutcomes WorkerRank WorkerWatch
+""",
+    )
+)
+
+
+def rows() -> list[tuple[str, str, str, str]]:
+    return [row for row in ROW.findall(PAGE) if row[0] != "word" and not row[0].startswith("-")]
+
+
+def named() -> set[tuple[str, str]]:
+    """Return what the page names: a module, and a name in it or "" for the whole module."""
+    where = {code for _, _, cell, _ in rows() for code in re.findall(r"`([\w.:]+)`", cell)}
+    return {(module, name) for module, _, name in (each.partition(":") for each in where)}
+
+
+@cache
+def classes(path: Path) -> frozenset[str]:
+    return frozenset(node.name for node in ast.parse(path.read_text()).body if isinstance(node, ast.ClassDef))
+
+
+def test_every_module_and_class_that_the_page_names_exists() -> None:
+    assert len(named()) > 100
+    for module, name in sorted(named()):
+        file = ROOT / (module.replace(".", "/") + ".py")
+        folder = file.with_suffix("")
+        files = sorted(folder.glob("*.py")) if folder.is_dir() else [file]
+        assert all(file.exists() for file in files), module
+        assert not name or any(name in classes(file) for file in files), f"{module}:{name}"
+
+
+def test_every_class_with_a_word_of_the_field_is_on_the_page() -> None:
+    files = [path for root in ("controller", "workers", "events") for path in (ROOT / root).rglob("*.py")]
+    here = {name for path in files for name in classes(path)}
+    found = {name for _, name in named()}
+    assert (here & FIELDS_WORDS) - found == set()
+    assert len(here & FIELDS_WORDS) > 55, "renamed? then the page and this list want the new name"
+
+
+def test_every_word_says_what_it_is_and_what_the_peers_call_it() -> None:
+    assert len(rows()) > 80
+    assert len(rows()) == len(re.findall(r"^\| (?!word|-)", PAGE, re.MULTILINE)), "four cells a row"
+    for word, means, _, peers in rows():
+        assert len(means) > 10 and not means.endswith("."), word
+        assert peers == "–" or any(peer in peers for peer in PEERS), f"{word}: {peers}"
+
+
+def test_words_of_the_code_are_in_the_code() -> None:
+    code = "\n".join(
+        path.read_text()
+        for root in ("controller", "workers", "events")
+        for path in (ROOT / root).rglob("*.py")
+    )
+    words = {word for row in rows() for word in re.findall(r"`(\w+)`", row[0])}
+    assert words and {word for word in words if not re.search(rf"\b{word}\b", code)} == set()
