@@ -1,7 +1,7 @@
 """The house is a test too: how long, wide and alike things may be, which words are not used, what tests may reach into.
 
-A limit stands in LIMITS, and what it is held against is measured by the function of that name. Where a limit is not
-reached yet, the bound is what there is, and `aim` says where it goes: it may be lowered, never raised.
+A limit stands in LIMITS, and what it is held against is measured by the function of that name. It may be lowered, never
+raised.
 """
 
 import ast
@@ -24,22 +24,28 @@ WORDS = [
         *("mover", "obedience", "seat", "feeding", "wishes"),
     )
 ]
-RECORDS = ("Strict", "BaseModel", "Settings", "Struct")  # what settings models and wire structs derive from
+RECORDS = (
+    "Strict",
+    "BaseModel",
+    "Settings",
+    "Struct",
+    "NamedTuple",
+)  # settings, wire structs, records of fields: no behaviour
 
 LIMITS = {
     "lines_of_a_function": 60,
-    "lines_of_a_file": 465,  # aim: 400
-    "attributes_of_a_class": 25,  # aim: 20; settings, structs and records of fields may have more
-    "methods_of_a_class": 37,  # aim: 25
-    "parameters_of_a_constructor": 9,  # aim: 8
-    "modules_of_a_folder": 25,  # aim: 22
-    "classes_of_one_name": 2,  # aim: 1
-    "blocks_for_type_checkers": 13,  # aim: 3
-    "calls_through_another_object": 25,  # aim: 0
-    "uses_of_a_forbidden_word": 18,  # aim: 0
-    "patches_in_tests": 49,  # aim: 40
-    "private_attributes_in_tests": 118,  # aim: 60
-    "public_things_that_say_nothing": 33,  # aim: 0
+    "lines_of_a_file": 400,
+    "attributes_of_a_class": 20,  # settings, structs and records of fields may have more
+    "methods_of_a_class": 25,
+    "parameters_of_a_constructor": 8,
+    "modules_of_a_folder": 22,
+    "classes_of_one_name": 1,
+    "blocks_for_type_checkers": 3,
+    "calls_through_another_object": 0,
+    "uses_of_a_forbidden_word": 0,
+    "patches_in_tests": 40,
+    "private_attributes_in_tests": 60,
+    "public_things_that_say_nothing": 0,
 }
 
 

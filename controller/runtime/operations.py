@@ -1,7 +1,7 @@
-"""What an operator can ask for: drain, resume, move, restart, status, and rehearsed faults. Wishes become facts; deciding is not
-done here.
+"""What an operator can ask for: drain, resume, move, restart, status, and rehearsed faults. What is asked becomes
+facts; deciding is not done here.
 
-A wish is checked against the fleet as we know it, so that a misspelt worker is refused at once and not ignored.
+A request is checked against the fleet as we know it, so that a misspelt worker is refused at once and not ignored.
 """
 
 import asyncio

@@ -66,7 +66,7 @@ Deliver = Callable[[list[tuple[int, Chunk]]], None]
 """Called once per step, from any thread, with (request key, chunk) pairs. Chunk.stream is filled in by the worker.
 
 A token that ends an answer (the end-of-sequence token, or one of `stop_token_ids`) is the last token of its last chunk.
-`tests/workers/engine_contract.py` is the suite that every engine passes.
+`tests/workers/engines/engine_contract.py` is the suite that every engine passes.
 """
 
 

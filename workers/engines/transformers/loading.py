@@ -15,8 +15,9 @@ FAMILIES = ("llama", "mistral", "qwen2", "qwen3")  # those whose layers are what
 def load_model(folder: Path, *, device: str, dtype: str, context_tokens: int) -> Model:
     """Load a folder's model. Raise EngineDead with the reason if it cannot be served."""
     import transformers
+    from transformers.utils import logging
 
-    transformers.utils.logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+    logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     try:
         config = transformers.AutoConfig.from_pretrained(folder, local_files_only=True)
         if config.model_type not in FAMILIES:

@@ -255,7 +255,7 @@ def _fuse(*linears: Any) -> tuple[Tensor, Tensor | None]:
 
 def _aligned(module: Any) -> Tensor:
     """Return a module's weight at an aligned address: a library may choose its kernel by alignment."""
-    if module.weight.data_ptr() % 64:
-        module.weight.data = module.weight.data.clone()
     weight: Tensor = module.weight
+    if weight.data_ptr() % 64:
+        weight.data = weight.data.clone()
     return weight
