@@ -18,7 +18,7 @@ from controller.frontend.requests.schema import ParsedRequest, RequestedSampling
 from controller.frontend.responses.response_format import ResponseFormat, event
 from controller.frontend.responses.sse import DONE, SseStream
 from controller.frontend.responses.writers import BufferedWriter, StreamingWriter
-from controller.router.endpoints import Lineage
+from controller.router.endpoints import EndpointGroup, Lineage
 from events.blocks import seed
 from events.wire import Sampling
 
@@ -35,7 +35,7 @@ class AdmittedRequest(msgspec.Struct, frozen=True):
     tier: str
     lineage: Lineage
     prompts: Sequence[tuple[list[int], str]]  # tokens, and the text if it was one
-    context: int  # tokens that a prompt and its answer may have together
+    group: EndpointGroup  # the workers of its lineage, as it was let in
     serial: int  # of this frontend's requests: unseeded sampling is seeded with it
     traceparent: str = ""
     overrides: RoutingOverrides = NO_OVERRIDES
@@ -81,10 +81,9 @@ class Completion:
             lineage=admitted.lineage,
             prompt=prompt,
             prompt_text=text,
-            sampling=sampling(parsed, len(prompt), admitted.context, choice, admitted.serial),
+            sampling=sampling(parsed, len(prompt), admitted.group.context_tokens, choice, admitted.serial),
             guided=parsed.guided,
-            deterministic=director.routing.engine(parsed.model, admitted.lineage) != "openai"
-            or _repeats_anywhere(parsed.sampling),
+            deterministic=admitted.group.engine != "openai" or _repeats_anywhere(parsed.sampling),
             names=names,
             tier=admitted.tier,
             cache_salt=parsed.cache_salt,

@@ -105,7 +105,7 @@ async def _prompt(director: Director, model: str, lineage: Lineage, question: Ro
         raise unavailable(f"the tokenizer of {model} cannot be read", "tokenizer_missing", 30) from error
     given = question.prompt if question.prompt is not None else question.tokens
     parsed = parse_completion({"model": model, "prompt": given})
-    ((prompt, _),) = await read_prompts(parsed, tokens, director.routing.context(model, lineage))
+    ((prompt, _),) = await read_prompts(parsed, tokens, director.routing.group(model, lineage).context_tokens)
     return prompt
 
 

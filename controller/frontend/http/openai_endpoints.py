@@ -169,18 +169,13 @@ class OpenAiEndpoints:
         self, head: Head, parsed: ParsedRequest, id: str, lineage: Lineage, overrides: RoutingOverrides
     ) -> tuple[AdmittedRequest, Tokens]:
         director = self._director
-        routing = director.routing
-        if parsed.guided or parsed.logprobs is not None:
-            engine, text_only = (
-                routing.engine(parsed.model, lineage),
-                routing.text_only(parsed.model, lineage),
-            )
-            refuse_unsupported(parsed, engine, text_only=text_only)
         began = director.now()
         try:
             tokens = await self._tokens(lineage[1])
-            context = routing.context(parsed.model, lineage)
-            prompts = await read_prompts(parsed, tokens, context)
+            group = director.routing.group(parsed.model, lineage)
+            if parsed.guided or parsed.logprobs is not None:
+                refuse_unsupported(parsed, group.engine, text_only=group.text_only)
+            prompts = await read_prompts(parsed, tokens, group.context_tokens)
         except TokenizerMissing as error:
             log.error("tokenizer_missing", model=parsed.model, why=str(error))
             raise unavailable(
@@ -193,7 +188,7 @@ class OpenAiEndpoints:
         self._tokenizer_ms.of("encode").note((director.now() - began) * 1000)
         serial = next(self._serial)
         return AdmittedRequest(
-            parsed, id, head.tier, lineage, prompts, context, serial, head.trace, overrides
+            parsed, id, head.tier, lineage, prompts, group, serial, head.trace, overrides
         ), tokens
 
     async def _run(self, completion: Completion, stream: SseStream | None) -> ApiError | None:

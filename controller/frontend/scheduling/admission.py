@@ -11,7 +11,7 @@ from controller.deciders.degradation import sheds
 from controller.frontend.errors import ApiError, shed, unavailable, unknown_model
 from controller.frontend.scheduling.queue import Outcome, Queue, QueueFull, WaitedTooLong
 from controller.frontend.settings import AdmissionSettings
-from controller.router.endpoints import Endpoint, EndpointTable, Lineage
+from controller.router.endpoints import Endpoint, EndpointTable
 from controller.router.selection.filter import NoneRoutable, NotServed, NoWorker
 from events.fact import Observation
 from events.observations import RequestsRejected
@@ -20,17 +20,13 @@ from events.observations import RequestsRejected
 class Reservation:
     """Room for one request, from its admission until it is launched: its prompt may take a while to be read."""
 
-    __slots__ = ("_endpoint", "_freed")
+    __slots__ = ("_endpoint", "_freed", "lineage")
 
     def __init__(self, endpoint: Endpoint, freed: Callable[[str], None]) -> None:
         self._endpoint = endpoint
         self._freed = freed
+        self.lineage = endpoint.lineage  # what the request is bound to from now on
         endpoint.admit()
-
-    @property
-    def lineage(self) -> Lineage:
-        """What the request is bound to from now on."""
-        return self._endpoint.lineage
 
     def free(self) -> None:
         """Give the room to the request's generations; whoever waits may look for what they do not take."""
@@ -57,6 +53,7 @@ class Admission:
         self._settings = settings
         self._table = table
         self._queue = Queue(lambda model: Reservation(find(model), self.wake), settings.queue_max, waited)
+        self.wake = self._queue.wake  # a worker may have become free: let those who wait look
         self._observe = observe
         self._retry_after_s = retry_after_s
         self._rejected: dict[tuple[str, str, str], int] = {}
@@ -89,10 +86,6 @@ class Admission:
             raise self._refused(model, tier, "queue_timeout", late) from None
         except NoWorker as error:
             raise self.no_worker(error, model, tier) from error
-
-    def wake(self, model: str | None = None) -> None:
-        """A worker may have become free: let those who wait look."""
-        self._queue.wake(model)
 
     def send_away(self) -> None:
         """Refuse those who wait: this frontend ends."""

@@ -63,7 +63,7 @@ class Queue(Generic[R]):
     async def enter(self, model: str, deadline_s: float) -> R:
         """Return room for a request, at once or when its turn has come. Raise QueueFull, WaitedTooLong, or NoWorker for
         another reason than that all are busy."""
-        if not self.length(model):
+        if not self._lines.get(model):
             try:
                 return self._take(model)
             except AllBusy:

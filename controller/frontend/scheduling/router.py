@@ -13,7 +13,7 @@ from controller.frontend.requests.generation_request import GenerationRequest
 from controller.frontend.scheduling.scheduler import KvScheduler
 from controller.frontend.settings import FrontendSettings
 from controller.ports import RequestPlane
-from controller.router.endpoints import Endpoint, EndpointTable, Key, Lineage
+from controller.router.endpoints import Endpoint, EndpointGroup, EndpointTable, Key, Lineage
 from controller.router.selection.filter import AllBusy, Filter, NotServed, NoWorker, Picker, Rules
 from controller.router.selection.selector import Selection
 
@@ -158,22 +158,12 @@ class RequestRouter:
         own, registered = self._settings.migration_limit, self._table.migration_limit(model)
         return own if registered is None else smallest_limit(own, (registered,))
 
-    def context(self, model: str, lineage: Lineage) -> int:
-        """Return how many tokens a prompt and its answer may have together. Raise NotServed."""
+    def group(self, model: str, lineage: Lineage) -> EndpointGroup:
+        """Return the workers of a model and lineage, and what they have in common. Raise NotServed."""
         group = self._table.group(model, lineage)
         if group is None:
             raise NotServed
-        return group.context_tokens
-
-    def engine(self, model: str, lineage: Lineage) -> str:
-        """Return the kind of engine that serves a lineage."""
-        group = self._table.group(model, lineage)
-        return group.engine if group is not None else ""
-
-    def text_only(self, model: str, lineage: Lineage) -> bool:
-        """Whether some of those that serve a lineage give text and no tokens."""
-        group = self._table.group(model, lineage)
-        return group is not None and group.text_only
+        return group
 
     # --- what is shown --------------------------------------------------------------------------------------
 
