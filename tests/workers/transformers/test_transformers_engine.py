@@ -16,7 +16,6 @@ from engine_contract import EngineContract, Rig, prompt  # noqa: E402
 
 from events.blocks import local_hashes, sequence_hashes  # noqa: E402
 from events.kv import Cleared, Stored  # noqa: E402
-from workers import worker  # noqa: E402
 from workers.engines.engine import Engine, EngineDead  # noqa: E402
 from workers.engines.transformers.engine import (  # noqa: E402
     LOAD_DEADLINE_S,
@@ -25,6 +24,7 @@ from workers.engines.transformers.engine import (  # noqa: E402
 )
 from workers.engines.transformers.settings import BadEngineSetting, TransformersSettings  # noqa: E402
 from workers.kv_events.ledger import KvEventLedger  # noqa: E402
+from workers.worker import WorkerDeadlines  # noqa: E402
 
 Make = MakeEngine = Callable[..., Any]
 
@@ -320,8 +320,9 @@ async def test_a_dead_engine_says_so_and_delivers_nothing(start: Make) -> None:
 
 
 def test_the_worker_waits_longer_than_the_engine_which_says_why() -> None:
-    assert LOAD_DEADLINE_S < worker.START_S_MAX
-    assert STOP_DEADLINE_S < worker.STOP_S_MAX
+    deadlines = WorkerDeadlines()
+    assert deadlines.start_s > LOAD_DEADLINE_S
+    assert deadlines.stop_s > STOP_DEADLINE_S
 
 
 async def test_what_is_no_model_is_refused_with_the_reason(tmp_path: Path) -> None:
