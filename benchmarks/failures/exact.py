@@ -155,8 +155,12 @@ class Rig:
     async def start(self) -> None:
         """Start the engine."""
         loop = asyncio.get_running_loop()
-        await self.engine.start(lambda out: loop.call_soon_threadsafe(self._take, out))
-        if stepper := getattr(self.engine, "_stepper", None):
+
+        def deliver(out: list[tuple[int, Chunk]]) -> None:
+            loop.call_soon_threadsafe(self._take, out)
+
+        await self.engine.start(deliver)
+        if stepper := getattr(self.engine, "stepper", None):  # of engines that compute
             self._watch(stepper.model)
 
     def _watch(self, model: Any) -> None:

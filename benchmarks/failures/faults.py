@@ -128,8 +128,9 @@ async def direct_ttft(b: Bench, rounds: int = 5, asks: int = 40) -> dict[str, fl
         if n % asks == asks - 1:
             await task
     writer.close()
-    found = spread(took)
-    return {"p50": found["p50"], "p99": found["p99"]}
+    return {
+        quantile: float(value) for quantile in ("p50", "p99") if (value := spread(took)[quantile]) is not None
+    }
 
 
 async def _first_step(reader: asyncio.StreamReader, splitter: wire.Splitter, stream: int) -> None:
@@ -145,7 +146,10 @@ def spread(values: Sequence[float]) -> dict[str, float | int | None]:
     if not values:
         return {"n": 0, "p50": None, "p90": None, "p99": None, "max": None}
     ordered = sorted(values)
-    at = lambda q: round(ordered[min(len(ordered) - 1, int(q * len(ordered)))], 1)  # noqa: E731
+
+    def at(q: float) -> float:
+        return round(ordered[min(len(ordered) - 1, int(q * len(ordered)))], 1)
+
     return {"n": len(ordered), "p50": at(0.5), "p90": at(0.9), "p99": at(0.99), "max": at(1)}
 
 
@@ -296,7 +300,7 @@ async def dark(trials: int) -> dict[str, Any]:
             await nats.kill()
             await postgres.kill()
             os.kill(next(p["pid"] for p in status["processes"] if p["role"] == "controller"), signal.SIGKILL)
-            rounds = []
+            rounds: list[Any] = []
             while time.monotonic() < began + 30:
                 streams, task = await b.round()
                 if len(rounds) == 3:

@@ -100,7 +100,9 @@ class Fleet:
 
     def sent(self) -> bool:
         """Whether nothing waits to be sent any more."""
-        return not any(line._transport.get_write_buffer_size() for line in self.plane._lines())
+        # a benchmark's look at what only the transports know
+        transports = [connection._transport for connection in self.plane._links.standing().values()]
+        return not any(one is not None and one.get_write_buffer_size() for one in transports)
 
     async def trial(self, how: str, requests: int, tokens: int) -> dict[str, float]:
         """Strike the worker that all requests are on, and return when they had left for others, and how evenly."""
@@ -135,7 +137,10 @@ class Fleet:
             }:
                 endpoint.status, endpoint.weight = HealthStatus.UNHEALTHY, 0.0
             self.director.changed()
-        moved = lambda: all(f.endpoint is not None and f.endpoint is not gone[f] for f in waiting)  # noqa: E731
+
+        def moved() -> bool:
+            return all(f.endpoint is not None and f.endpoint is not gone[f] for f in waiting)
+
         await until(lambda: self.director.table and moved() and self.sent())
         placed_ms = (time.perf_counter() - began) * 1000
         load = computed_again(waiting)

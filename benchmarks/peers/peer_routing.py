@@ -82,7 +82,7 @@ def main() -> int:
 def _offered(path: str) -> float:
     """Return the requests a second of a trace."""
     with open(path) as lines:
-        stamps = [json.loads(line)["timestamp"] for line in lines]
+        stamps = [float(json.loads(line)["timestamp"]) for line in lines]
     return len(stamps) / stamps[-1] * 1e3
 
 

@@ -18,7 +18,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from random import Random
 from statistics import median
-from typing import Any
+from typing import Any, TypeVar
 
 from controller.frontend.health.local_breakers import LocalBreakers
 from controller.frontend.settings import FactSettings, LocalBreakerSettings
@@ -32,6 +32,8 @@ from events.blocks import local_hashes, sequence_hashes
 from events.decisions import HealthStatus
 from events.observations import Profile, WorkerJoined
 from events.wire import Load
+
+T = TypeVar("T")
 
 IN_FLIGHT = 4  # of each worker
 CONVERSATIONS = 1000
@@ -164,7 +166,7 @@ def _endpoint(number: int, block_tokens: int) -> Endpoint:
     return Endpoint(joined, weight=1.0, status=HealthStatus.HEALTHY)
 
 
-def _timed(call: Callable[[], Any], into: list[float]) -> Any:
+def _timed(call: Callable[[], T], into: list[float]) -> T:
     began = time.perf_counter()
     result = call()
     into.append(time.perf_counter() - began)

@@ -26,6 +26,7 @@ from typing import Any
 
 from benchmarks.plots import figure, needed, plot_file
 from benchmarks.router.index_workload import MILLION, Chain, run
+from controller.router.endpoints import WorkerRank
 from controller.router.index.index import KvIndex
 from events.blocks import local_hashes, sequence_hashes
 from events.kv import KvBatch, Stored, batch, encode
@@ -50,11 +51,20 @@ MILLIONS_MAX = 1000
 BEND_MAX = 0.15  # of the whole: memory grows in steps, each time that a map does
 
 
+class Holders(dict[int, WorkerRank]):
+    """The ranks that hold blocks, by the number of their worker."""
+
+    def __missing__(self, worker: int) -> WorkerRank:
+        holder = self[worker] = WorkerRank(f"w{worker}", "instance")
+        return holder
+
+
 class Holdfast:
     """Our index looks up sequence hashes, and takes them in as workers send them."""
 
     def __init__(self) -> None:
         self._index = KvIndex()
+        self._holders = Holders()
 
     def ready(self, chain: Chain) -> tuple[bytes, Chain]:
         names = sequence_hashes(chain)
@@ -63,7 +73,7 @@ class Holdfast:
     def store(self, worker: int, announced: bytes) -> None:
         for event in batch(announced).events:
             assert isinstance(event, Stored)
-            self._index.store(worker, event.parent, event.blocks)
+            self._index.store(self._holders[worker], event.parent, event.blocks)
 
     def find(self, asked: Chain) -> int:
         return len(self._index.find(asked).device)

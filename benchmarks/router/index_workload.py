@@ -9,6 +9,7 @@ import json
 import os
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from random import Random
 from typing import Any, Protocol
@@ -58,7 +59,7 @@ def find(make: Callable[[], Side], blocks: int, workers: int, depth: int, holder
     ]  # not the same objects
     assert all(side.find(one) == holders for one in asked[:100])
     rate = LOOKUPS / seconds(lambda: [side.find(one) for one in asked])
-    took = sorted(seconds(lambda one=one: side.find(one)) for one in asked)
+    took = sorted(seconds(partial(side.find, one)) for one in asked)
     return {"lookups_per_s": rate, "p99_us": took[int(LOOKUPS * 0.99)] * 1e6}
 
 
@@ -96,7 +97,7 @@ def grow(make: Callable[[], Side], workers: int, depth: int, sizes: Sequence[int
             stored += len(known) * depth
             asked.append(list(map(int, known[0][1])))
         some = [dice.choice(asked) for _ in range(2000)]
-        spent = sorted(seconds(lambda one=one: side.find(one)) for one in some)
+        spent = sorted(seconds(partial(side.find, one)) for one in some)
         points.append(
             {
                 "blocks": stored,

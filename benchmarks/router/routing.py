@@ -54,7 +54,7 @@ KV_TOKENS = 16_384 * 64  # of one engine: what Dynamo's mocker has
 RESULT_LOAD = 0.7
 ALL_HITS = 1.0  # of those that are possible
 HITS = (ALL_HITS, 0.9, 0.0)
-SPEEDS = {name: ModelTiming(model) for name, model in POLYNOMIALS.items()}
+SPEEDS: dict[str, ModelTiming] = {name: ModelTiming(model) for name, model in POLYNOMIALS.items()}
 FIRST, SECOND = SPEEDS
 EVENTS_LATE_S = 0.002  # about what a KV event needs from an engine's step to a frontend's index
 

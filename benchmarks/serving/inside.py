@@ -202,6 +202,7 @@ class Inside:
     async def ask(self, request: str, **body: Any) -> "Answer":
         """Ask for one stream over HTTP, and read it to its end."""
         parts = urlsplit(self.listeners.url)
+        assert parts.hostname and parts.port
         whole = {"stream": True, "stream_options": {"include_usage": True}} | body
         data = json.dumps(whole).encode()
         head = f"POST /v1/completions HTTP/1.1\r\nHost: {parts.netloc}\r\nX-Request-Id: {request}\r\n"

@@ -21,7 +21,6 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +37,7 @@ from controller.replay.rebuild import rebuild
 from controller.runtime.projection.projector import Projector
 from events import codec, subjects
 from events import observations as o
-from events.fact import Decision, Fact, Recorded
+from events.fact import Decision, Fact, Observation, Recorded
 from events.journal.nats import NatsJournal
 from events.order import Order
 
@@ -66,7 +65,7 @@ def joined(worker: str) -> o.WorkerJoined:
     )  # fmt: skip
 
 
-def observed(rng: random.Random, now: datetime, number: int) -> o.Observation:
+def observed(rng: random.Random, now: datetime, number: int) -> Observation:
     """Return something that a fleet at work reports."""
     worker = f"w{rng.randrange(WORKERS)}"
     of = {"worker": worker, "instance": f"{worker}-a"}
@@ -162,8 +161,10 @@ async def child_follow(nats_url: str, database_url: str, events: int) -> None:
             await super().project(batch, *rest)
             ended = datetime.now(UTC)
             for event in batch:
-                at = [moment.timestamp() * 1000 for moment in (event.said_at, event.at, began, ended)]
-                took.append((at[0], *(later - earlier for earlier, later in pairwise(at))))
+                said, at, picked, done = (
+                    moment.timestamp() * 1000 for moment in (event.said_at, event.at, began, ended)
+                )
+                took.append((said, at - said, picked - at, done - picked))
 
     store = Noting(database_url)
     store.prepare()

@@ -17,7 +17,8 @@ from benchmarks.router.virtual.router import Router
 from benchmarks.router.virtual.trace import Request
 from events.kv import KvEvent
 from events.slots import SlotBatch
-from workers.engines.simulated.scheduler import Plan, Scheduler
+from workers.engines.simulated.plan import StepPlan
+from workers.engines.simulated.scheduler import Scheduler
 from workers.engines.simulated.sequence import EngineShape
 from workers.engines.simulated.timing import Timing
 
@@ -59,7 +60,7 @@ class Engine:
         self.number = number
         self.scheduler = Scheduler(shape, mute=True)
         self.scheduler.kv.heard = True
-        self.plan = Plan()
+        self.plan = StepPlan()
         self.since = self.step_s = 0.0
         self.ahead = 0  # 0: it has nothing to do
         self.version = 0  # of the leap: an end that was put into the calendar for another one is void
