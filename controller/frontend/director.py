@@ -189,7 +189,7 @@ class Director:
             self._pass_trials()
         self.breakers.tick(service)
         self.planned_migrations.tick()
-        self.routing.scheduler.expire()
+        self.routing.expire()
         self.metrics.settle()
         self.pending.tick()
         if now - self._reported_at >= self.settings.facts.rejected_window_s:
@@ -225,12 +225,12 @@ class Director:
             gauge_model(
                 self.metrics, model, endpoints, self.routing.limit(model), self.admission.queued(model)
             )
+        plane, scheduler = self._world.plane, self.routing.scheduler
         positions = self.breakers.positions()
         for endpoint in self.table.endpoints.values():
-            load = self._world.plane.load(endpoint.worker)
-            unread = self.routing.scheduler.unread(endpoint)
+            load = plane.load(endpoint.worker)
+            unread = scheduler.unread(endpoint)
             gauge_worker(self.metrics, endpoint, positions.get(endpoint.key, "closed"), load, unread)
         self.metrics.keep({endpoint.worker for endpoint in self.table.endpoints.values()})
-        scheduler = self.routing.scheduler
         self.request_metrics.settle_kv(scheduler.view, scheduler.guessed)
         return self.metrics.render()

@@ -40,8 +40,9 @@ class Generation:
     """One answer that is being made."""
 
     __slots__ = (
-        "_ended", "_host", "_metrics", "_provenance", "accepted", "budget", "continuation", "done", "error",
-        "finish", "first_attempt", "last_attempt", "output", "progress", "request", "stats", "writer",
+        "_dispatcher", "_ended", "_host", "_metrics", "_pending", "_provenance", "_reports", "accepted", "budget",
+        "continuation", "done", "error", "finish", "first_attempt", "last_attempt", "output", "progress", "request",
+        "stats", "writer",
     )  # fmt: skip
 
     def __init__(
@@ -55,6 +56,9 @@ class Generation:
         """Prepare an answer, of which nobody has been asked anything yet. Raise TokenizerMissing."""
         metrics, now = host.request_metrics.of(request.model), host.now
         self._host = host
+        self._dispatcher = host.dispatcher
+        self._pending = host.pending
+        self._reports = host.reports
         self._metrics = metrics
         self._ended: Callable[[Generation], None] | None = ended
         self.request = request
@@ -63,7 +67,7 @@ class Generation:
         self.accepted: list[int] = []
         self.continuation = Continuation(request, self.accepted, load_tokens(request.lineage[1]))
         self._provenance = Provenance(host.exposures, request, self)
-        tracker = host.dispatcher.scheduler if host.settings.router.track_output_blocks else None
+        tracker = self._dispatcher.scheduler if host.settings.router.track_output_blocks else None
         self.stats = OutputStats(now, metrics, self._provenance, tracker, budget, len(request.prompt))
         self.output = GenerationOutput(self, request.sampling, writer, self.continuation, self.stats)
         self.progress = MigrationProgress(metrics, now)
@@ -83,16 +87,15 @@ class Generation:
     def _send(self, planned: Endpoint | None = None, *, free: bool = False) -> None:
         """Send the request to the best worker, or where it is planned to go (for a `free` move of ours: without cost); a
         connection that cannot be made costs no budget."""
-        dispatcher = self._host.dispatcher
         missed: set[Key] = set()
         while not self.done:
             try:
-                choice, planned = dispatcher.choose(self, missed, planned), None
+                choice, planned = self._dispatcher.choose(self, missed, planned), None
             except NoWorker as error:
                 self._no_worker(error)
                 return
             try:
-                attempt = dispatcher.send(self, choice, paid=not free)
+                attempt = self._dispatcher.send(self, choice, paid=not free)
             except WorkerUnreachable:
                 missed.add(choice.endpoint.key)
                 self.budget.tried |= {choice.endpoint.key}
@@ -110,7 +113,7 @@ class Generation:
         self.last_attempt = attempt
         self.first_attempt = self.first_attempt or attempt
         if self.stats.first_at is None:
-            self._host.pending.begin(self)
+            self._pending.begin(self)
         self.output.begin(attempt)
 
     def _no_worker(self, error: NoWorker) -> None:
@@ -118,7 +121,7 @@ class Generation:
         move = self.progress.move
         match policy.without_worker(error.code, move, may_return=self.budget.may_return):
             case policy.Park() if move is not None:
-                self._host.pending.park(self, move.since)
+                self._pending.park(self, move.since)
             case policy.Abandon(reason, failure):
                 self._abandon(reason, failure.error)
             case _:
@@ -139,40 +142,40 @@ class Generation:
 
     def first_output(self) -> None:
         """The first came from this attempt: perhaps the first of the answer, or the first after a move."""
-        host, attempt = self._host, self.output.attempt
+        attempt = self.output.attempt
         if attempt is not None:
-            host.dispatcher.prompt_read(attempt.slot)
+            self._dispatcher.prompt_read(attempt.slot)
         if self.stats.first_at is None:
             self.stats.first_output()
-            host.pending.first_token(self)
+            self._pending.first_token(self)
         if self.progress.disturbed:
             self._arrived(well=True)
 
     def finished(self, reason: str, *, cancel: bool = False) -> None:
         """The answer is complete; `cancel`: its worker does not know it."""
         if cancel:
-            self._host.dispatcher.cancel(self.output.attempt, "complete")
+            self._dispatcher.cancel(self.output.attempt, "complete")
         attempt, first = self.output.attempt, self.first_attempt
         if self.progress.disturbed:
             self._arrived(well=True)
         self._leave()
         if attempt is not None:
             began_at = first.endpoint if first is not None else None
-            self._host.dispatcher.served(self.request, attempt, began_at, self.stats)
+            self._dispatcher.served(self.request, attempt, began_at, self.stats)
         self.finish = reason
         self.writer.finish(reason)
         self._end()
 
     def refused(self, error: ApiError) -> None:
         """The worker says that no worker could answer this."""
-        self._host.dispatcher.unjudged(self.output.attempt, has_output=self.has_output)
+        self._dispatcher.unjudged(self.output.attempt, has_output=self.has_output)
         self._leave()
         self._end(error=error)
 
     def mistaken(self) -> None:
         """A mistake of ours was just caught: this client is told, and nobody else is touched."""
         log.exception("stream_failed", request=self.request.id)
-        self._host.dispatcher.cancel(self.output.attempt)
+        self._dispatcher.cancel(self.output.attempt)
         self._leave()
         self._end(error=internal())
 
@@ -183,9 +186,9 @@ class Generation:
         source = self._part()
         self._provenance.carried()
         if source is not None:
-            self._host.dispatcher.end(self, source)
+            self._dispatcher.end(self, source)
         self.progress.began(move)
-        self._begin(self._host.dispatcher.adopt(self, target, rank, stream))
+        self._begin(self._dispatcher.adopt(self, target, rank, stream))
 
     def compute_again(self, target: Endpoint, move: Move) -> None:
         """Leave a worker that has not failed, and go on elsewhere by the tokens alone."""
@@ -196,11 +199,11 @@ class Generation:
 
     def _part(self) -> Attempt | None:
         """Take all that this worker has said, and cancel the stream there."""
-        output, dispatcher = self.output, self._host.dispatcher
+        output = self.output
         output.live_migration = None
         output.count()
-        dispatcher.cancel(output.attempt, "elsewhere")
-        dispatcher.unjudged(output.attempt, has_output=output.has_output)
+        self._dispatcher.cancel(output.attempt, "elsewhere")
+        self._dispatcher.unjudged(output.attempt, has_output=output.has_output)
         return output.attempt
 
     # --- moving -------------------------------------------------------------------------------------------
@@ -212,13 +215,13 @@ class Generation:
         if attempt is not None and policy.leaves_unhealthy(
             corrupt=corrupt, refusal=refusal, others=others, tried=budget.tried
         ):
-            self._host.dispatcher.cancel(attempt, "elsewhere")
+            self._dispatcher.cancel(attempt, "elsewhere")
             self.failed(Failure("unhealthy", ""), attempt, spoilt=corrupt)
 
     def expose(self, first: int, key: Key) -> str:
         """Tokens from index `first` on may be wrong, because this worker was. Do what `on_corruption` says, and return what
         was done."""
-        attempt, dispatcher = self.output.attempt, self._host.dispatcher
+        attempt = self.output.attempt
         on_source = attempt is not None and attempt.endpoint.key == key
         response = corruption.respond(
             self._host.settings.on_corruption,
@@ -230,7 +233,7 @@ class Generation:
         )
         match response:
             case corruption.EndInError():
-                dispatcher.cancel(attempt)
+                self._dispatcher.cancel(attempt)
                 if attempt is not None:
                     self.progress.interrupted(begun=self.has_output)
                 self._leave()
@@ -238,13 +241,13 @@ class Generation:
                 self._abandon("corrupt_output", ApiError(502, message, code="corrupt_output"))
                 return "error"
             case corruption.StartOver(keep):
-                dispatcher.cancel(attempt, "elsewhere")
+                self._dispatcher.cancel(attempt, "elsewhere")
                 self.output.rewind(keep)
                 self.failed(Failure("unhealthy", "corrupt output"), attempt, on_source=on_source)
                 return "error" if self.error is not None else "restart"
             case corruption.ComputeAgain():
                 self.progress.spoilt = True
-                dispatcher.cancel(attempt, "elsewhere")
+                self._dispatcher.cancel(attempt, "elsewhere")
                 self.failed(Failure("unhealthy", "corrupt KV cache"), attempt, on_source=False)
             case corruption.Keep():
                 self.progress.spoilt = True
@@ -266,7 +269,7 @@ class Generation:
         `on_source`, of one before. Go on elsewhere, or tell the client why not."""
         progress, budget, now = self.progress, self.budget, self._host.now()
         if attempt is not None and attempt is not self.output.attempt:  # it was left in time
-            self._host.dispatcher.blame(attempt, failure)
+            self._dispatcher.blame(attempt, failure)
             return
         replaced = progress.move
         self._arrived(well=False)
@@ -294,9 +297,9 @@ class Generation:
                 progress.began(Move(failure, original, source.endpoint, now, tokens, refused=not_carried))
                 if isinstance(decision, policy.Park):
                     progress.not_before = now + decision.pause_s
-                    self._host.pending.park(self, now)
+                    self._pending.park(self, now)
                 else:
-                    self._host.pending.reschedule(self)
+                    self._pending.reschedule(self)
 
     def _attempt_failed(self, attempt: Attempt, failure: Failure, *, on_source: bool) -> None:
         """Count a failed attempt where it ran, and leave."""
@@ -307,9 +310,9 @@ class Generation:
         else:
             self.budget.spent -= 1  # a well worker only begins anew
         if kind.blames:
-            self._host.dispatcher.blame(attempt, failure)
+            self._dispatcher.blame(attempt, failure)
         else:
-            self._host.dispatcher.unjudged(attempt, has_output=begun)
+            self._dispatcher.unjudged(attempt, has_output=begun)
         self._leave(failed=True)
 
     def _arrived(self, *, well: bool) -> None:
@@ -319,7 +322,7 @@ class Generation:
             exact = move.source.joined.exact and attempt.endpoint.joined.exact and not self.progress.spoilt
             exact = exact and self.request.deterministic and not self.continuation.texts
             gap_s = self._host.now() - (stats.last_at if stats.first_at is not None else move.since)
-            self._host.reports.migrated(self.request, move, attempt, gap_s, exact=exact, well=well)
+            self._reports.migrated(self.request, move, attempt, gap_s, exact=exact, well=well)
         if well:
             self.progress.restored("success")
 
@@ -334,7 +337,7 @@ class Generation:
             if move is not None:
                 self._abandon(why, move.original.error)
         elif self.stats.first_at is None:
-            self._host.dispatcher.cancel(self.output.attempt)
+            self._dispatcher.cancel(self.output.attempt)
             self._leave()
             error = ApiError(503, "no token came in time", code=why, retry_after_s=1)
             if move is not None:
@@ -347,17 +350,17 @@ class Generation:
         if self.done:
             return
         moving = self.progress.move is not None
-        self._host.dispatcher.cancel(self.output.attempt)
-        self._host.dispatcher.unjudged(self.output.attempt, has_output=self.has_output)
+        self._dispatcher.cancel(self.output.attempt)
+        self._dispatcher.unjudged(self.output.attempt, has_output=self.has_output)
         self._leave()
         if moving:
-            self._host.reports.abandoned(self.request, self.last_attempt, len(self.accepted), "cancelled")
+            self._reports.abandoned(self.request, self.last_attempt, len(self.accepted), "cancelled")
         self.finish = "cancelled"
         self._end()
 
     def _abandon(self, reason: str, error: ApiError) -> None:
         """It could not be continued."""
-        self._host.reports.abandoned(self.request, self.last_attempt, len(self.accepted), reason)
+        self._reports.abandoned(self.request, self.last_attempt, len(self.accepted), reason)
         self._end(error=error)
 
     def _end(self, *, error: ApiError | None = None) -> None:
@@ -367,9 +370,9 @@ class Generation:
         self._provenance.end()
         if self.progress.disturbed:
             self.progress.ended("cancelled" if self.finish == "cancelled" else "failure")
-        host, stats = self._host, self.stats
-        self._metrics.ended(host.now() - stats.began_at, len(self.accepted), stats.cached_tokens)
-        host.pending.end(self)
+        stats = self.stats
+        self._metrics.ended(self._host.now() - stats.began_at, len(self.accepted), stats.cached_tokens)
+        self._pending.end(self)
         ended, self._ended = self._ended, None  # no cycle: what is over is freed at once
         if ended is not None:
             ended(self)
@@ -380,4 +383,4 @@ class Generation:
         attempt = self.output.leave(failed=failed)
         if attempt is not None:
             self._provenance.leave()
-            self._host.dispatcher.end(self, attempt)
+            self._dispatcher.end(self, attempt)

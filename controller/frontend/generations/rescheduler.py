@@ -80,6 +80,7 @@ class Rescheduler:
         self._frontend = frontend
         self._policy = policy
         self._routing = routing
+        self._unread = routing.scheduler.unread
         self._plane = plane
         self._running = running
         self._waiting: dict[Reschedulable, None] = {}
@@ -224,9 +225,7 @@ class Rescheduler:
             ),
             free_blocks=max(0, free),
             lanes=self._lanes(source, endpoint) if source is not None else (),
-            queued_tokens=max(
-                _queued_tokens(self._running(endpoint)), int(self._routing.scheduler.unread(endpoint))
-            ),
+            queued_tokens=max(_queued_tokens(self._running(endpoint)), int(self._unread(endpoint))),
             free_places=max(0, places - in_flight),
             queue_s=RESIDENCE_S * max(0, in_flight + newcomers - places) / places,
             step_s=step_s if 0 <= step_s < STEP_S_MAX else 0.0,

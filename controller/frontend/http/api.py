@@ -106,7 +106,8 @@ class Api:
         return web.json_response(_row(model))
 
     async def _health(self, request: web.BaseRequest) -> web.StreamResponse:
-        servable = self.director.routing.servable
+        routing = self.director.routing
+        servable = routing.servable
         ready = servable and self.listening and not self.draining
         status = "healthy" if ready else "shutting_down" if self.draining else "not_ready"
         message = {
@@ -116,7 +117,7 @@ class Api:
             else "no worker in service can be reached yet",
             "shutting_down": "this frontend finishes its streams and takes no new ones",
         }[status]
-        body = {"status": status, "message": message, "workers": self.director.routing.roll()}
+        body = {"status": status, "message": message, "workers": routing.roll()}
         return web.json_response(body, status=200 if ready else 503)
 
     async def _live(self, request: web.BaseRequest) -> web.StreamResponse:

@@ -53,6 +53,7 @@ class OpenAiEndpoints:
         self.completions: dict[Completion, SseStream | None] = {}
         self._unread: dict[SseStream, None] = {}  # finished, but their clients have not taken all of it yet
         self._serial = itertools.count(1)
+        self._admission = director.admission
         self._requests = director.metrics.requests
         self._tokenizer_ms = director.metrics.histograms.tokenizer_ms
         self._slow_clients = director.metrics.faults.slow_clients
@@ -120,7 +121,7 @@ class OpenAiEndpoints:
     ) -> tuple[web.Response | None, ApiError | None]:
         """Return the response if it is still to be written, and what ended the stream, if it did not end well."""
         id = headers["X-Request-Id"]
-        reservation = await self._director.admission.admit(parsed.model, head.tier)
+        reservation = await self._admission.admit(parsed.model, head.tier)
         try:
             admitted, tokens = await self._admitted(head, parsed, id, reservation.lineage, overrides)
         finally:
@@ -184,7 +185,7 @@ class OpenAiEndpoints:
         except BadTemplate as error:
             raise invalid(str(error), "messages") from error
         except NoWorker as error:  # the last one of this lineage has gone while its tokenizer was read
-            raise director.admission.no_worker(error, parsed.model, head.tier) from error
+            raise self._admission.no_worker(error, parsed.model, head.tier) from error
         self._tokenizer_ms.of("encode").note((director.now() - began) * 1000)
         serial = next(self._serial)
         return AdmittedRequest(
@@ -218,13 +219,13 @@ class OpenAiEndpoints:
 
     def drain(self) -> None:
         """Let nobody in any more."""
-        self._director.admission.open = False
+        self._admission.open = False
 
     def cut_off(self) -> None:
         """Fail what is still answered, and send away who waits."""
         for completion in list(self.completions):
             completion.fail(unavailable("this frontend is shutting down", "draining", 1))
-        self._director.admission.send_away()
+        self._admission.send_away()
 
     def _cut(self, completion: Completion, stream: SseStream, why: str) -> None:
         """Drop a client that does not read."""

@@ -146,6 +146,10 @@ class RequestRouter:
         """Say whether an endpoint that could take a request a moment ago still can: one on trial takes a single one."""
         return self._allowed(endpoint) and self._plane.reachable(endpoint.worker, endpoint.instance)
 
+    def expire(self) -> None:
+        """Forget what has not ended in an hour, and what is cached no more."""
+        self.scheduler.expire()
+
     def forget(self, keys: Collection[Key]) -> None:
         """Drop the memory of endpoints that are gone; keep `keys`."""
         self._picker.forget(keys)

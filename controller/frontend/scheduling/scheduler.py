@@ -101,7 +101,7 @@ class KvScheduler:
         """Return how many of these blocks each rank has: what they say, and what we guess."""
         if self.view is None:
             return self._guesses.find(blocks, now=now)
-        found = self.view.index.find(blocks)
+        found = self.view.find(blocks)
         return better(found, self._guesses.find(blocks, now=now)) if self._guesses else found
 
     # --- what there is to do --------------------------------------------------------------------------------

@@ -45,6 +45,7 @@ class KvView:
 
     def __init__(self, dice: Callable[[], float] = random) -> None:
         self.index = KvIndex()
+        self.find = self.index.find  # how many of these blocks each rank has
         self.counts = Counts()
         self._dice = dice
         self._joined: list[WorkerJoined] = []
