@@ -29,7 +29,6 @@ import uvloop
 from events import wire
 from events.wire import Generate, Hello, Sampling, Step, Welcome
 
-START_S = 30.0
 TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 
 

@@ -38,11 +38,6 @@ class VirtualClock:
         """Return virtual seconds since the start."""
         return self._elapsed
 
-    @property
-    def sleepers(self) -> int:
-        """How many are waiting for this clock: a test awaits this before it turns the clock."""
-        return sum(not future.done() for _, _, future in self._sleepers)
-
     async def sleep(self, seconds: float) -> None:
         """Wait until the clock has been advanced by `seconds`."""
         if seconds <= 0:

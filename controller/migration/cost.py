@@ -70,11 +70,6 @@ class KvShape:
         """What one token takes on one shard. With more shards than KV heads, heads are kept more than once."""
         return 2 * self.layers * max(1, self.kv_heads // self.tp) * self.head_size * self.bytes_per_element
 
-    @property
-    def bytes_per_token(self) -> int:
-        """What one token takes on all shards together."""
-        return self.shard_bytes_per_token * self.tp
-
     def shard_bytes_per_block(self, block_tokens: int) -> int:
         """Return what one block takes on one shard."""
         return self.shard_bytes_per_token * block_tokens
@@ -112,11 +107,6 @@ class MigrationCost:
     crossover_tokens: (
         int | None
     )  # from this length on the other method is faster; None: one is, at every length
-
-    @property
-    def estimated_time_ms(self) -> float:
-        """The time of the recommended method."""
-        return self.transfer_time_ms if self.recommended == "transfer" else self.reprefill_time_ms
 
 
 def estimate(

@@ -19,15 +19,10 @@ def line(event: Recorded, *, date: bool = False) -> str:
 
 def sentence(fact: Fact) -> str:
     """Return what a fact says, as one sentence without a full stop."""
-    say = _SAYS.get(type(fact))
+    say = SENTENCES.get(type(fact))
     if say is None:
         return f"{fact.kind()}: {fact}"
     return say.format(f=fact) if isinstance(say, str) else say(fact)
-
-
-def kinds_with_a_sentence() -> set[type[Fact]]:
-    """Return the kinds that have a sentence of their own."""
-    return set(_SAYS)
 
 
 def span(seconds: float) -> str:
@@ -199,7 +194,7 @@ def _cap(f: d.WeightCapped) -> str:
     return f"the ejection budget keeps {f.worker} in service at weight {f.weight:g} ({f.reason})"
 
 
-_SAYS: dict[type[Fact], str | Callable[[Any], str]] = {
+SENTENCES: dict[type[Fact], str | Callable[[Any], str]] = {
     o.WorkerJoined: _joined,
     o.WorkerLeft: _left,
     o.WorkerSilent: lambda f: f"{f.worker} has been silent for {span(f.silent_s)}, says {_name(f.observer)}",

@@ -44,8 +44,6 @@ class ReconcilerCounters:
 
     settles: int = 0
     decisions: int = 0
-    fenced: int = 0
-    unavailable: int = 0
     settle_s: float = 0.0  # in total
 
 
@@ -133,11 +131,9 @@ class Reconciler:
                 await self.step()
                 self._backoff_s = BACKOFF_MIN_S
             except Fenced as error:
-                self.counters.fenced += 1
                 log.warning("append_fenced", why=str(error))
                 await self._back_off()
             except JournalUnavailable as error:
-                self.counters.unavailable += 1
                 log.warning("append_unavailable", why=str(error))
                 await self._back_off()
 

@@ -46,8 +46,6 @@ class FleetView(FleetFold):
     ) -> None:
         super().__init__(Order(evolve, Fleet()))
         self.fault: HoldfastError | None = None  # why following has ended
-        self.differences = 0  # times that the store's state was not ours at the same position
-        self.audits = 0  # times that it could be compared
         self._journal = journal
         self._store = store
         self._store_suffices_after_s = store_suffices_after_s
@@ -143,9 +141,7 @@ class FleetView(FleetFold):
             if kept is None or kept.position != self.order.position:
                 continue
             compared = kept.position
-            self.audits += 1
             if kept.fleet != self.order.settled:
-                self.differences += 1
                 log.error("store_differs", position=compared.decided, number=compared.number)
 
     def _check_ready(self) -> None:

@@ -11,7 +11,7 @@ from the size of the fleet. A 3 % annual failure rate at 1,000 GPUs is one failu
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from types import MappingProxyType
 from typing import TypeVar
 
@@ -45,8 +45,6 @@ class Rates:
     gpu_share: float | None = None
     mttr_hours: float = 24.0
     mttr_source: str = "assumed: one working day until a device is swapped"
-    sdc_gpu_days: float | None = None  # GPU-days between silent corruptions
-    classes: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def afr(self) -> float:
@@ -75,16 +73,6 @@ def mtbf_hours(gpus: int, afr: float) -> float:
 def per_gpu_day(*, per_1000_node_days: float, gpus_per_node: int = GPUS_PER_NODE) -> float:
     """Return a rate per GPU-day from one per 1,000 node-days."""
     return per_1000_node_days / 1000 / gpus_per_node
-
-
-def any_of_group(p: float, tp: int) -> float:
-    """Return the probability that at least one of `tp` GPUs fails, each with probability `p`."""
-    return 1.0 - (1.0 - p) ** tp
-
-
-def gpu_days_between_sdc(*, flops: float, per_flop: float) -> float:
-    """Return days between silent corruptions of a device that does `flops` per second, from a rate per FLOP."""
-    return 1.0 / (flops * per_flop) / 86400
 
 
 LLAMA3_CLASSES = _frozen({
@@ -130,8 +118,6 @@ PRESETS: Mapping[str, Rates] = MappingProxyType({
             per_gpu_day=419 / (54 * 16_384),
             mix=_mix(LLAMA3_CLASSES, _LOOKS_LIKE),
             gpu_share=0.587,
-            sdc_gpu_days=54 * 16_384 / 6,
-            classes=LLAMA3_CLASSES,
         ),
         Rates(
             name="meta-rsc1",
@@ -155,8 +141,6 @@ PRESETS: Mapping[str, Rates] = MappingProxyType({
             gpu_share=1.14 / 4.20,
             mttr_hours=5.54 * 24,
             mttr_source="the trace's mean repair time of 5.54 days (its median is 20.4 hours)",
-            sdc_gpu_days=400 * 8 * 348 / 1,
-            classes=STEPFUN_CLASSES,
         ),
         Rates(
             name="seed-3pct",

@@ -15,7 +15,6 @@ API_DEADLINE_S = 2.0
 
 WRONG_LAST_SEQUENCE = (10071, 10164)  # the fence: somebody else has written
 DUPLICATE_IN_BATCH = 10201
-BATCH_TOO_LARGE = 10199
 BATCH_DISABLED = (10174, 10205)
 MESSAGE_TOO_LARGE = 10054
 STREAM_NOT_FOUND = 10059
@@ -38,7 +37,6 @@ class Ack(msgspec.Struct):
 
     stream: str = ""
     seq: int = 0
-    duplicate: bool = False
     count: int = 1
     error: dict[str, Any] | None = None
 

@@ -64,8 +64,7 @@ class Outbox:
         if self._spool is None:
             return []
         tokens = [self._enter(message, own=False) for message in self._spool.take_over()]
-        self._inherited = self._counters.inherited = len(tokens)
-        self._counters.spool_damaged = self._spool.damaged
+        self._inherited = len(tokens)
         self._forget_earlier()
         return tokens
 

@@ -213,7 +213,6 @@ class Publisher:
         tokens = [token for token, _ in batch]
         self._batch[commit] = tokens
         self._flight.update(dict.fromkeys(tokens))
-        self._counters.batches += 1
         id = codec.new_id()
         for place, (token, entry) in enumerate(batch, 1):
             headers = {**entry.message.headers, "Nats-Batch-Id": id, "Nats-Batch-Sequence": str(place)}
@@ -257,7 +256,6 @@ class Publisher:
         self._counters.acknowledged += 1
         self._acknowledged_position.note(seq, message.headers["ce-id"])
         if self.outbox.overtaken(message, seq):
-            self._counters.renumbered += 1
             log.warning("fact_overtaken", subject=message.subject, number=message.number)
             self.add(self._renumber(message))
 
@@ -274,7 +272,6 @@ class Publisher:
             self._singly = len(tokens)
         self._rewind()
         if ack.code != broker.DUPLICATE_IN_BATCH:
-            self._counters.refused += 1
             log.warning("journal_refuses", error=ack.error, waiting=len(self.outbox))
             self._pause(asyncio.get_running_loop().time())
 

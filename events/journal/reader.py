@@ -96,7 +96,6 @@ class JournalReader:
                     else:
                         await self._wait()
                 log.info("reader_resumes", after=self._after, why=self._inbox.stale)
-                self._counters.reads_resumed += 1
         finally:
             self._connection.unlisten(self._connection_changed)
             await self._leave()

@@ -143,7 +143,6 @@ class Spool:
         self.directory = directory
         self.life = life
         self.bytes_max = bytes_max
-        self.damaged = 0  # places in earlier files that could not be read
         self.failures = 0  # writes that the file system refused
         self._count = 0
         self._segments: deque[_Segment] = deque()
@@ -186,7 +185,6 @@ class Spool:
 
     def _say(self, path: Path, left: SpoolContent) -> None:
         if left.damaged:
-            self.damaged += left.damaged
             aside = path.with_suffix(".damaged")
             aside.write_bytes(path.read_bytes())
             log.error("spool_damaged", file=str(aside), places=left.damaged, readable=len(left.messages))

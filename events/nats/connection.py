@@ -91,7 +91,6 @@ class BrokerConnection:
         self.echo = echo
         self.client = FastClient()
         self.since: float | None = None  # monotonic seconds
-        self.reconnects = 0
         self.up = asyncio.Event()  # a flag: connected
         self.last_error: Exception | None = None
         self._listeners: list[Callable[[bool], None]] = []
@@ -252,7 +251,6 @@ class BrokerConnection:
             self._changed(False)
 
     async def _on_reconnected(self) -> None:
-        self.reconnects += 1
         log.info("nats_reconnected", connection=self.name, url=masked(self.url))
         self._changed(True)
 

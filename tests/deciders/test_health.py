@@ -26,10 +26,10 @@ from fleet_story import (
     silent,
     slow,
 )
+from probing import checks_per_minute, detection_after, false_opens_per_day, gpu_share
 
 from controller.deciders.fleet import FleetPolicy
 from controller.deciders.health_moves import HealthPolicy
-from controller.deciders.probing import checks_per_minute, detection_after, false_opens_per_day, gpu_share
 from events.decisions import BreakerOpened, HealthChanged, HealthStatus, IncidentOpened
 
 H, S, U, DR, DEAD = HealthStatus

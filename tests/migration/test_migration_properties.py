@@ -59,7 +59,6 @@ def test_costs_rise_with_the_tokens_and_are_never_negative(
     assert 0 <= few.total_bytes <= many.total_bytes
     less = estimate(policy, SHAPE, to, tokens, at_once=at_once)
     assert few.transfer_time_ms <= less.transfer_time_ms and few.reprefill_time_ms <= less.reprefill_time_ms
-    assert few.estimated_time_ms in (few.transfer_time_ms, few.reprefill_time_ms)
 
 
 @given(policies(), targets(), st.integers(0, 64), st.integers(1, 4), st.data())

@@ -12,8 +12,6 @@ from controller.simulator.rates import (
     PRESETS,
     STEPFUN_CLASSES,
     Forecast,
-    any_of_group,
-    gpu_days_between_sdc,
     mtbf_hours,
 )
 
@@ -39,8 +37,9 @@ def test_n02_ten_thousand_gpus_fail_less_than_once_a_day() -> None:
 
 def test_n03_grouping_changes_the_loss_and_not_the_number_of_failures() -> None:
     p = 0.03 / 365
-    assert any_of_group(p, 8) == pytest.approx(6.57e-4, rel=0.002)
-    assert any_of_group(p, 8) * 128 == pytest.approx(PRESETS["seed-3pct"].failures_per_day(1024), rel=0.001)
+    any_of_a_group = 1 - (1 - p) ** 8
+    assert any_of_a_group == pytest.approx(6.57e-4, rel=0.002)
+    assert any_of_a_group * 128 == pytest.approx(PRESETS["seed-3pct"].failures_per_day(1024), rel=0.001)
     alone = Forecast(rates=PRESETS["seed-3pct"], gpus=1024, tp=1)
     grouped = Forecast(rates=PRESETS["seed-3pct"], gpus=1024, tp=8)
     assert grouped.failures_per_day == alone.failures_per_day == pytest.approx(0.0841, abs=0.0001)
@@ -91,12 +90,11 @@ def test_n04_the_stepfun_mix_is_that_of_the_trace() -> None:
 
 
 def test_n05_silent_corruption_comes_from_the_field_and_not_from_a_rate_per_flop() -> None:
-    assert gpu_days_between_sdc(flops=1e13, per_flop=1e-15) * 86_400 == pytest.approx(
-        100.0
-    )  # seconds, not days
-    assert gpu_days_between_sdc(flops=1e13, per_flop=1.0e-20) == pytest.approx(115.7, abs=0.1)
+    assert pytest.approx(100.0) == 1 / (1e13 * 1e-15)  # seconds, not days: FLOP/s, and faults per FLOP
+    assert pytest.approx(115.7, abs=0.1) == 1 / (1e13 * 1e-20) / 86_400
     llama3 = PRESETS["llama3"]
-    assert llama3.sdc_gpu_days == pytest.approx(147_456)
-    assert llama3.sdc_gpu_days / 365 == pytest.approx(404, abs=0.1)
-    assert llama3.sdc_gpu_days / 1000 == pytest.approx(147, abs=0.5)  # days between them in 1,000 GPUs
+    gpu_days = 1 / (llama3.per_gpu_day * llama3.mix["corrupt"])  # between two of them
+    assert gpu_days == pytest.approx(147_456)
+    assert gpu_days / 365 == pytest.approx(404, abs=0.1)
+    assert gpu_days / 1000 == pytest.approx(147, abs=0.5)  # days between them in 1,000 GPUs
     assert llama3.mix["corrupt"] == pytest.approx(6 / 419)

@@ -53,11 +53,6 @@ class RehearsedFaults:
         self._swallows: set[str] = set()  # the faults for which the server swallows everything
         self._log = log.bind(worker=config.name, instance=config.instance)
 
-    @property
-    def timed(self) -> int:
-        """How many of them will end by themselves."""
-        return len(self._heals)
-
     def stop(self) -> None:
         """Let no duration end anything any more."""
         for timer in self._heals.values():

@@ -19,10 +19,6 @@ MOVES_MAX = 16
 """So many requests may be on their way out of one engine at once, and so many into it."""
 
 
-class EngineError(HoldfastError):
-    """The engine raised while it worked on a request."""
-
-
 class EngineDead(HoldfastError):
     """The engine can no longer serve anything; the worker must be replaced."""
 

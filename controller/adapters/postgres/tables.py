@@ -204,4 +204,3 @@ projection = Table(
 )
 
 STATE = (workers, breakers, goldens, levels)  # rows that are a fleet's: written when they differ
-HISTORY = (incidents, migrations, exposures)  # rows that are an event's: written once, incidents closed later

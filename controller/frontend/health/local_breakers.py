@@ -76,7 +76,6 @@ class LocalBreakers:
         now: Callable[[], float],
     ) -> None:
         self._frontend = frontend
-        self._local = local
         self._facts = facts
         self._observe = observe
         self._now = now
@@ -85,7 +84,6 @@ class LocalBreakers:
         self._open: dict[Key, None] = {}  # those whose breaker is not closed
         self._window_at = now()
         self._second_at = now()
-        self.blamed_on_us = 0
         self._policy = BreakerPolicy(
             failures_max=local.failures_max,
             wait_min=timedelta(seconds=local.wait_s),
@@ -263,7 +261,6 @@ class LocalBreakers:
         broken = [(key, found) for key, found in self._outcomes_by.items() if found.broken]
         ours = len(in_service) > 1 and {key for key, _ in broken} >= set(in_service)
         if ours:
-            self.blamed_on_us += 1
             log.warning("every_connection_failed", workers=len(broken))
         for key, found in broken:
             reason, found.broken = found.broken, ""

@@ -57,10 +57,8 @@ class Progress:
     """How far the projector is, for metrics and readiness."""
 
     projected: int = 0  # the sequence of the last event in the rows
-    folded: int = 0  # the sequence of the last event folded
     batches: int = 0
     events: int = 0
-    last_batch: int = 0
     restarts: int = 0
     connected: bool = False  # to store and journal, when last heard of
 
@@ -140,7 +138,6 @@ class Projector:
             for event in batch:
                 order.take(event)
             gathered.events.extend(e for e in batch if e.seq > place.seq)
-            self.progress.folded = order.last_seq
             await self._step("folded")
             if len(gathered.events) >= enough:
                 gathered.grown.set()
@@ -165,7 +162,7 @@ class Projector:
 
     def _account(self, events: list[Recorded]) -> None:
         progress = self.progress
-        progress.projected, progress.last_batch = events[-1].seq, len(events)
+        progress.projected = events[-1].seq
         progress.batches += 1
         progress.events += len(events)
         self._written(progress.projected, len(events))

@@ -38,8 +38,6 @@ class RowWatch:
         every_s: float = EVERY_S,
         differ: Callable[[RowDifference], None] = lambda difference: None,
     ) -> None:
-        self.compared = 0  # times that rows and view were at the same position
-        self.differences = 0
         self._store = store
         self._every_s = every_s
         self._differ = differ
@@ -68,12 +66,10 @@ class RowWatch:
         fleet = next((fleet for seq, fleet in self._kept if seq == reading.place.seq), None)
         if fleet is None or reading.place.deciders_version not in (0, DECIDERS_VERSION):
             return None  # other deciders fold to other rows: a fleet in the middle of an upgrade
-        self.compared += 1
         found = await asyncio.to_thread(
             _all, fleet, reading
         )  # a thousand workers' rows would hold up the loop
         for difference in found:
-            self.differences += 1
             log.error("rows_differ_from_the_fold", seq=reading.place.seq, difference=str(difference))
             self._differ(difference)
         return found

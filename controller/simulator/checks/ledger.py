@@ -45,13 +45,10 @@ class LedgerEntry:
     status: HealthStatus | None = None  # None: nothing decided yet
     weight: float = 0.0
     reason: str = ""
-    ever_healthy: bool = False
     position: str = "closed"
     moved_by: int = 0
-    moved_at: datetime | None = None
     deadline: datetime | None = None  # of the trial
     retry_at: datetime | None = None
-    opened_by: str = ""
     draining_until: datetime | None = None
     cap: float | None = None
     results: list[tuple[int, int, bool]] = field(
@@ -193,14 +190,12 @@ def _write(entry: LedgerEntry, fact: Decision) -> None:
     match fact:
         case HealthChanged():
             entry.status, entry.weight, entry.reason = fact.after, fact.weight, fact.reason
-            entry.ever_healthy |= fact.after is HealthStatus.HEALTHY
         case BreakerOpened():
-            entry.position, entry.opened_by = "open", fact.reason
-            entry.retry_at, entry.deadline = fact.retry_at, None
+            entry.position, entry.retry_at, entry.deadline = "open", fact.retry_at, None
         case BreakerHalfOpened():
             entry.position, entry.deadline = "half_open", fact.deadline
         case BreakerClosed():
-            entry.position, entry.opened_by, entry.deadline = "closed", "", None
+            entry.position, entry.deadline = "closed", None
         case DrainStarted():
             entry.draining_until = fact.deadline
         case DrainEnded():
@@ -208,7 +203,7 @@ def _write(entry: LedgerEntry, fact: Decision) -> None:
         case WeightCapped():
             entry.cap = fact.weight
     if isinstance(fact, BreakerOpened | BreakerHalfOpened | BreakerClosed):
-        entry.moved_by, entry.moved_at = fact.number, fact.decided_at
+        entry.moved_by = fact.number
 
 
 def _life(instance: str) -> int:

@@ -10,6 +10,7 @@ from typing import Any
 import nats
 import pytest
 from nats_world import Broker, absorbed, drain, folded, make_stream, read_all
+from structlog.testing import capture_logs
 
 from controller.adapters.embedded.free_port import free_port
 from controller.adapters.embedded.server import spawn
@@ -211,9 +212,10 @@ async def test_a_full_stream_keeps_what_it_has_and_the_spool_keeps_the_rest(
     await make_stream(nats_url, max_bytes=20_000)
     client = await nats.connect(nats_url)
     journal = await NatsJournal.connect(nats_url, "worker:w1", tmp_path / "spool")
-    for number in range(100):
-        journal.observe(drain(number))
-    await eventually(lambda: journal.counters.refused > 0)
+    with capture_logs() as logs:
+        for number in range(100):
+            journal.observe(drain(number))
+        await eventually(lambda: any(line["event"] == "journal_refuses" for line in logs))
     assert journal.counters.dropped == 0
     config = json.dumps({**wanted(1), "max_bytes": -1}).encode()
     await client.request(f"$JS.API.STREAM.UPDATE.{subjects.STREAM}", config)

@@ -6,6 +6,7 @@ import shutil
 from pathlib import Path
 
 import pytest
+from structlog.testing import capture_logs
 
 from events.journal.spool import OutboxMessage, Spool, SpoolUnusable, read
 
@@ -96,7 +97,7 @@ def test_any_flipped_bit_is_detected_and_costs_one_record_at_most(tmp_path: Path
         assert all(each == message(each.number) for each in left.messages)
 
 
-def test_damage_is_said_counted_and_put_aside(tmp_path: Path) -> None:
+def test_damage_is_said_and_put_aside(tmp_path: Path) -> None:
     spool = Spool(tmp_path, "life-1")
     for number in range(1, 4):
         spool.put(message(number))
@@ -106,8 +107,9 @@ def test_damage_is_said_counted_and_put_aside(tmp_path: Path) -> None:
     bent[len(bent) // 2] ^= 4
     path.write_bytes(bytes(bent))
     second = Spool(tmp_path, "life-2")
-    assert numbers(second.take_over()) == [1, 3]
-    assert second.damaged == 1
+    with capture_logs() as logs:
+        assert numbers(second.take_over()) == [1, 3]
+    assert [line["places"] for line in logs if line["event"] == "spool_damaged"] == [1]
     second.forget_earlier()
     (aside,) = tmp_path.glob("*.damaged")
     assert aside.read_bytes() == bytes(bent)

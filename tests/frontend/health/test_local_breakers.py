@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from frontend_kit import Kit, frontend, joined, until
 from scripted_worker import Act, ScriptedWorker
+from structlog.testing import capture_logs
 
 from controller.frontend.health.local_breakers import LocalBreakers
 from controller.frontend.settings import FactSettings, LocalBreakerSettings
@@ -142,13 +143,14 @@ def test_a_broken_connection_is_one_failure_however_many_streams_it_carried() ->
 
 def test_failures_towards_everyone_at_once_are_our_own_fault() -> None:
     bench = Bench(failures_per_s_max=100)
-    for _ in range(5):
-        bench.it.failed(A, "stalled", 0)
-        bench.it.failed(B, "disconnected", 0)
-        bench.tick()
+    with capture_logs() as logs:
+        for _ in range(5):
+            bench.it.failed(A, "stalled", 0)
+            bench.it.failed(B, "disconnected", 0)
+            bench.tick()
     assert bench.facts == []
     assert bench.allows("a") and bench.allows("b")
-    assert bench.it.blamed_on_us == 5
+    assert [line["event"] for line in logs] == ["every_connection_failed"] * 5
 
 
 def test_reports_of_failures_are_bounded_and_carry_the_count() -> None:

@@ -204,7 +204,6 @@ def test_a_fault_is_where_its_seed_says_and_heals_completely(kind: str) -> None:
     changed = sum(int((weights[name] != before[name]).sum()) for name in weights)
     expected = {"one row zeroed": range(24, 129), "16×16 tile zeroed": range(256, 513)}
     assert changed in expected.get(kind, range(1, 3))
-    assert surgeon.wounds == 2
     surgeon.heal()
     assert all(torch.equal(weights[name], before[name]) for name in weights)
 

@@ -63,11 +63,6 @@ class Surgeon:
         self._weights = weights
         self._before: list[tuple[Tensor, Tensor]] = []  # the place (a view of the weight), what it held
 
-    @property
-    def wounds(self) -> int:
-        """Faults that are in the weights now."""
-        return len(self._before)
-
     @torch.inference_mode()
     def inflict(self, fault: WeightFault) -> None:
         """Put a fault into its weight. Raise NotFloat32."""
