@@ -85,7 +85,7 @@ class StateStore(Protocol):
         """Return the settled state that was stored last; None if the store is empty."""
         ...
 
-    async def place(self) -> ReadPosition:
+    async def position(self) -> ReadPosition:
         """Return how far the rows reach. Raise StoreUnavailable."""
         ...
 
@@ -94,7 +94,7 @@ class StateStore(Protocol):
     ) -> None:
         """Append `events` to `fleet_events`, upsert the shown rows and both positions, all in one transaction.
 
-        `events` begin right after the store's place. Raise StoreUnavailable, or AnotherProjector if they do not,
+        `events` begin right after the store's position. Raise StoreUnavailable, or AnotherProjector if they do not,
         and write nothing then.
         """
         ...
@@ -108,7 +108,7 @@ class StateStore(Protocol):
         ...
 
     async def read_status(self) -> "RowsRead":
-        """Return the rows of the fleet's present state, the open incidents, and their place, as of one instant."""
+        """Return the rows of the fleet's present state, the open incidents, and their position, as of one instant."""
         ...
 
 
@@ -138,7 +138,7 @@ class Archive(Protocol):
 class RowsRead:
     """Rows of the read model as of one instant: table name to rows, each a mapping of column to value."""
 
-    place: ReadPosition
+    position: ReadPosition
     rows: Mapping[str, Sequence[Mapping[str, Any]]]
 
 

@@ -34,7 +34,7 @@ class MemoryTables:
     """The shared half: what a database would hold. `reachable` False plays one that is away."""
 
     reachable: bool = True
-    place: ReadPosition = field(default_factory=ReadPosition)
+    position: ReadPosition = field(default_factory=ReadPosition)
     rows: dict[str, dict[tuple[Any, ...], projection.Row]] = field(
         default_factory=lambda: {name: {} for name in projection.COLUMNS}
     )
@@ -54,8 +54,8 @@ class MemoryStore:
             raise StoreUnavailable
         return self.tables
 
-    async def place(self) -> ReadPosition:
-        return self._reach().place
+    async def position(self) -> ReadPosition:
+        return self._reach().position
 
     async def load(self) -> Snapshot | None:
         return self._newest(lambda kept: True)
@@ -77,7 +77,7 @@ class MemoryStore:
     ) -> None:
         tables = self._reach()
         assert events and events[-1].seq == shown_seq
-        if tables.place.seq != events[0].seq - 1:
+        if tables.position.seq != events[0].seq - 1:
             raise AnotherProjector
         for name in projection.STATE:
             tables.rows[name].clear()
@@ -88,7 +88,7 @@ class MemoryStore:
         for event in events:
             tables.events.setdefault(event.id, projection.event_row(event))
         last = events[-1]
-        tables.place = ReadPosition(last.seq, last.id, last.at, settled.position, DECIDERS_VERSION)
+        tables.position = ReadPosition(last.seq, last.id, last.at, settled.position, DECIDERS_VERSION)
         self._keep(events, settled)
 
     def _remember(self, history: Mapping[str, Sequence[projection.Row]]) -> None:
@@ -117,7 +117,7 @@ class MemoryStore:
         reading = self._all()
         rows = {name: found for name, found in reading.rows.items() if name in projection.STATE}
         rows["incidents"] = [row for row in reading.rows["incidents"] if row["closed_at"] is None]
-        return RowsRead(reading.place, rows)
+        return RowsRead(reading.position, rows)
 
     def _all(self) -> RowsRead:
         tables = self._reach()
@@ -125,7 +125,7 @@ class MemoryStore:
             name: [dict(zip(projection.COLUMNS[name], row, strict=True)) for row in rows.values()]
             for name, rows in tables.rows.items()
         }
-        return RowsRead(tables.place, rows)
+        return RowsRead(tables.position, rows)
 
     @asynccontextmanager
     async def reading(self) -> AsyncIterator["MemoryFrozen"]:
@@ -163,8 +163,8 @@ class MemoryStore:
         """Do nothing: nobody else knows of it."""
 
     async def swap(self, fresh: "MemoryStore", catch_up: CatchUp) -> None:
-        await catch_up(self._reach().place)
-        for name in ("place", "rows", "events", "snapshots"):
+        await catch_up(self._reach().position)
+        for name in ("position", "rows", "events", "snapshots"):
             setattr(self.tables, name, getattr(fresh.tables, name))
 
     async def close(self) -> None:

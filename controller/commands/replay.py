@@ -48,7 +48,7 @@ async def reached(store: PostgresStore | None, within_s: float = REACH_S) -> Pos
         return None
     try:
         async with asyncio.timeout(within_s):
-            await store.place()
+            await store.position()
     except (StoreUnavailable, TimeoutError) as error:
         print(
             f"holdfast: reading the journal alone: {str(error) or 'the state store does not answer'}",

@@ -63,7 +63,7 @@ async def _run(args: argparse.Namespace) -> int:
         raise UsageError("either --prompt TEXT, or --tokens FILE")
     check_router_flags(args)
     prompt = {"prompt": args.prompt} if args.tokens is None else {"tokens": _tokens(args.tokens)}
-    question = {"model": args.model, "cache_salt": args.cache_salt, ROUTER: _wishes(args), **prompt}
+    question = {"model": args.model, "cache_salt": args.cache_salt, ROUTER: _overrides(args), **prompt}
     frontend = _frontend(present(args.data), args.frontend)
     answer = await asyncio.to_thread(_ask, frontend, question)
     if args.output == "json":
@@ -73,7 +73,7 @@ async def _run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _wishes(args: argparse.Namespace) -> dict[str, str]:
+def _overrides(args: argparse.Namespace) -> dict[str, str]:
     start = f"{ROUTER}."
     given = {name.removeprefix(start): value for name, value in vars(args).items() if name.startswith(start)}
     return {name: str(value) for name, value in given.items() if value is not None}

@@ -208,7 +208,7 @@ class Director:
                 for generation in self.running.at(endpoint):
                     attempt = generation.output.attempt
                     if attempt is not None and generation.has_output:
-                        self.breakers.flows(endpoint.key, attempt.breaker_epoch)
+                        self.breakers.had_output(endpoint.key, attempt.breaker_epoch)
 
     def report(self) -> None:
         """Say what has not been said yet, at the process's end."""

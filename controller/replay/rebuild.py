@@ -72,7 +72,7 @@ async def _come_near(journal: Journal, projector: Projector) -> None:
 
 async def _is_foreign(journal: Journal, store: HistoryStore) -> bool:
     try:
-        await refuse_foreign_stream(journal, await store.place())
+        await refuse_foreign_stream(journal, await store.position())
     except (StoreAhead, JournalChanged):
         return True
     return False

@@ -101,7 +101,7 @@ class Differs(Exception):
 async def verify(journal: Journal, store: HistoryStore, *, since: int = 0) -> VerifyReport:
     """Verify everything from the last snapshot before `since` (0: from the start). Stop at the first difference."""
     async with store.reading() as frozen:
-        position = frozen.reading.place
+        position = frozen.reading.position
         last = await journal.last_seq()
         snapshot = await store.snapshot_before(min(since, position.seq)) if since else None
         run = _Run(frozen, snapshot)
@@ -117,7 +117,7 @@ class _Run:
     def __init__(self, frozen: StoreSnapshot, snapshot: Snapshot | None) -> None:
         self._order: Order[Fleet] = order_from(snapshot)
         self._reading: RowsRead = frozen.reading
-        self._position: ReadPosition = frozen.reading.place
+        self._position: ReadPosition = frozen.reading.position
         self._audit = _rows(frozen, self._order.last_seq)
         self._kept: Sequence[Any] | None = None  # the next row of the audit table
         self._history: dict[str, dict[Any, projection.Row]] = {

@@ -8,18 +8,18 @@ from controller.runtime.history import history
 from events.journal.port import Journal, JournalChanged
 
 
-async def refuse_foreign_stream(journal: Journal, place: ReadPosition) -> None:
-    """Raise StoreAhead or JournalChanged if a store's place does not lie on this stream; JournalUnavailable."""
-    if not place.seq:
+async def refuse_foreign_stream(journal: Journal, position: ReadPosition) -> None:
+    """Raise StoreAhead or JournalChanged if a store's position does not lie on this stream; JournalUnavailable."""
+    if not position.seq:
         return
     last = await journal.last_seq()
-    if last < place.seq:
+    if last < position.seq:
         raise StoreAhead(
-            f"the state store has folded event {place.seq}, the stream ends at {last}. {StoreAhead.__doc__}"
+            f"the state store has folded event {position.seq}, the stream ends at {last}. {StoreAhead.__doc__}"
         )
-    async for batch in history(journal, place.seq - 1, place.seq):
-        if batch and batch[0].id != place.id:
+    async for batch in history(journal, position.seq - 1, position.seq):
+        if batch and batch[0].id != position.id:
             raise JournalChanged(
-                f"event {place.seq} of the stream is {batch[0].id}, the state store has folded {place.id} there. "
+                f"event {position.seq} of the stream is {batch[0].id}, the state store has folded {position.id} there. "
                 f"{JournalChanged.__doc__}"
             )

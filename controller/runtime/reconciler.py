@@ -93,8 +93,8 @@ class Reconciler:
 
     async def run(self) -> None:
         """Read and decide for ever. Raise UnknownKind, BadEvent, OutOfOrder, StoreAhead or JournalChanged: stop."""
-        self.order, place = await begin(self._store)
-        await same_history(self._journal, place)
+        self.order, position = await begin(self._store)
+        await same_history(self._journal, position)
         self._lease.listen(self._lease_changed)
         try:
             async with asyncio.TaskGroup() as tasks:

@@ -78,11 +78,11 @@ class FleetView(FleetFold):
     async def run(self) -> None:
         """Follow for ever. Raise UnknownKind, BadEvent, OutOfOrder, StoreAhead or JournalChanged: the fleet stays."""
         try:
-            self.order, place = await begin(self._store)
+            self.order, position = await begin(self._store)
             self._tell(())
             async with asyncio.TaskGroup() as tasks:
                 tasks.create_task(self._find_end())
-                await same_history(self._journal, place)
+                await same_history(self._journal, position)
                 self._ours = True
                 self._check_ready()
                 if self._store is not None:
@@ -160,27 +160,27 @@ class FleetView(FleetFold):
 async def begin(store: StateStore | None) -> tuple[Order[Fleet], ReadPosition]:
     """Return the order to begin with, the store's last settled state or nothing, and where the store stands."""
     snapshot: Snapshot | None = None
-    place = ReadPosition()
+    position = ReadPosition()
     if store is not None:
         try:
             async with asyncio.timeout(LOAD_DEADLINE_S):
                 snapshot = await store.load()
-                place = (
-                    await store.place()
+                position = (
+                    await store.position()
                 )  # also where it has no snapshot yet: it must be of this stream all the same
         except (StoreUnavailable, StoreRefused, TimeoutError) as error:
             log.warning("store_unreachable_reading_all", why=str(error))
             snapshot = None
     if snapshot is None:
-        return Order(evolve, Fleet()), place
-    return Order(evolve, snapshot.fleet, snapshot.position, dict(snapshot.sources)), place
+        return Order(evolve, Fleet()), position
+    return Order(evolve, snapshot.fleet, snapshot.position, dict(snapshot.sources)), position
 
 
-async def same_history(journal: Journal, place: ReadPosition) -> None:
+async def same_history(journal: Journal, position: ReadPosition) -> None:
     """Wait until the journal can be asked; raise StoreAhead or JournalChanged if the store is of another one."""
     while True:
         try:
             async with asyncio.timeout(ASK_END_DEADLINE_S):
-                return await refuse_foreign_stream(journal, place)
+                return await refuse_foreign_stream(journal, position)
         except (JournalUnavailable, TimeoutError):
             await asyncio.sleep(0.1)

@@ -66,14 +66,14 @@ class Simulation:
         self.scenario = scenario
         self.seams = seams or Seams()
         self.kernel = kernel = Kernel(scenario.seed)
-        self.said = AcknowledgedNumbers()
+        self.acknowledged = AcknowledgedNumbers()
         self.notes: list[tuple[int, int, str]] = []  # when, after which event, what
         self.broker = Broker(kernel, self.seams, Network(kernel.chance("network")))
         self.watch = InvariantWatch(self, INVARIANTS)
         self.broker.watchers.append(self.watch.recorded)
         self.machines = {name: self._machine(name, i) for i, name in enumerate(self._names())}
-        self.around = self._surroundings()
-        self.projector = SimulatedProjector(self.around, kernel.chance("projector"))
+        self.surroundings = self._surroundings()
+        self.projector = SimulatedProjector(self.surroundings, kernel.chance("projector"))
         self.controllers = [self._controller(i) for i in range(scenario.controllers)]
         self.tally = ClientTally()
         self.frontends = [self._frontend(i) for i in range(scenario.frontends)]
@@ -152,7 +152,7 @@ class Simulation:
         models = self.scenario.models
         chance = self.kernel.chance(name)
         model = models[index % len(models)]
-        return Machine(name, model, self.kernel, self.broker, self.said, chance, self._broken)
+        return Machine(name, model, self.kernel, self.broker, self.acknowledged, chance, self._broken)
 
     def _surroundings(self) -> Surroundings:
         return Surroundings(
@@ -160,7 +160,7 @@ class Simulation:
             broker=self.broker,
             network=self.broker.network,
             seams=replace(self.seams, evolve=Remembered(self.seams.evolve)),
-            said=self.said,
+            acknowledged=self.acknowledged,
             policy=self.policy,
             machines=self.machines,
             frontends=lambda: [f for f in self.frontends if f.up],
@@ -175,7 +175,7 @@ class Simulation:
         name = f"controller{index + 1}"
         chance = self.kernel.chance(name)
         return SimulatedController(
-            name, self.around, chance, chance.randint(-self.scenario.skew, self.scenario.skew)
+            name, self.surroundings, chance, chance.randint(-self.scenario.skew, self.scenario.skew)
         )
 
     def _frontend(self, index: int) -> SimulatedFrontend:
@@ -189,7 +189,7 @@ class Simulation:
             judged=self.watch.judged,
             stored=lambda: self.projector.stored,
         )
-        return SimulatedFrontend(name, self.around, traffic, self.kernel.chance(name))
+        return SimulatedFrontend(name, self.surroundings, traffic, self.kernel.chance(name))
 
     # --- playing ------------------------------------------------------------------------------------------------
 

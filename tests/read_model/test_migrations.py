@@ -160,7 +160,7 @@ async def test_a_database_of_a_newer_version_is_refused_in_one_sentence(database
 async def test_a_database_that_is_away_or_not_migrated_is_said_so(empty_database_url: str) -> None:
     store = PostgresStore(empty_database_url)
     with pytest.raises(StoreRefused, match="does not hold the tables"):
-        await store.place()
+        await store.position()
     await store.close()
     with pytest.raises(StoreUnavailable, match=r"127\.0\.0\.1:1/"):
         await migrate.upgrade("postgresql://somebody:secret@127.0.0.1:1/nowhere")

@@ -50,8 +50,8 @@ async def assert_projected(history: History, store: AnyStore) -> None:
     async with store.reading() as frozen:
         kept = [projection.recorded(row) async for batch in frozen.events(0) for row in batch]
         assert kept == history.events
-        assert frozen.reading.place.seq == len(history.events)
-        assert frozen.reading.place.settled == history.order().position
+        assert frozen.reading.position.seq == len(history.events)
+        assert frozen.reading.position.settled == history.order().position
         for name, rows in projection.state(history.fleet).items():
             found = {tuple(row[c] for c in projection.COLUMNS[name]) for row in frozen.reading.rows[name]}
             assert {projection.comparable(name, r) for r in found} == {
@@ -184,7 +184,7 @@ async def test_large_batches_are_copied_with_a_repetition_among_them(open_store:
         kept = [row async for batch in frozen.events(0) for row in batch]
     assert len(kept) == len(history.events) - 1
     assert [row[0] for row in kept] == [e.seq async for batch in store.select() for e in batch]
-    assert (await store.place()).seq == len(history.events)
+    assert (await store.position()).seq == len(history.events)
 
 
 async def test_a_history_is_written_in_few_transactions() -> None:
@@ -198,4 +198,4 @@ async def test_a_history_is_written_in_few_transactions() -> None:
     history, store = History().start().corruption(), MemoryStore()
     projector = Projector(OneByOne(history.stream, "projector-1"), store)
     await projector.catch_up(len(history.events))
-    assert projector.progress.batches == 1 and (await store.place()).seq == len(history.events)
+    assert projector.progress.batches == 1 and (await store.position()).seq == len(history.events)

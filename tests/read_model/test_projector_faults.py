@@ -49,7 +49,7 @@ async def assert_is_the_fold(journal: Any, url: str) -> None:
     kept = await execute(url, "SELECT seq, id FROM holdfast.fleet_events ORDER BY seq")
     assert [(row["seq"], row["id"]) for row in kept] == [(event.seq, event.id) for event in events]
     reading = await store.read_status()
-    assert reading.place.seq == len(events) and reading.place.settled == order.position
+    assert reading.position.seq == len(events) and reading.position.settled == order.position
     for name, rows in projection.state(order.shown).items():
         found = {tuple(row[c] for c in projection.COLUMNS[name]) for row in reading.rows[name]}
         assert {projection.comparable(name, r) for r in found} == {
@@ -179,7 +179,7 @@ async def test_a_rebuild_while_a_projector_writes(database_url: str, eventually:
         reader = PostgresStore(database_url)
         try:
             while True:
-                seen.append((await reader.place()).seq)
+                seen.append((await reader.position()).seq)
                 await asyncio.sleep(0.002)
         finally:
             await reader.close()

@@ -30,7 +30,7 @@ async def main(nats_url, database_url, data):
         await asyncio.sleep(0.01)
     ready = set(sys.modules)
     journal.observe(ResumeRequested(worker="w0", instance="w0-a"))
-    while (await store.place()).seq < 1:
+    while (await store.position()).seq < 1:
         await asyncio.sleep(0.01)
     print([name for name in set(sys.modules) - ready if name.startswith(("sqlalchemy", "controller."))])
     projecting.cancel()

@@ -66,7 +66,7 @@ def comparable(rows: dict[str, set[projection.Row]]) -> dict[str, set[projection
 
 async def test_an_empty_store_has_no_place_and_no_snapshot(open_store: OpenStore) -> None:
     store = open_store()
-    assert await store.place() == ReadPosition()
+    assert await store.position() == ReadPosition()
     assert await store.load() is None
     assert await store.snapshot_before(10**9) is None
     assert all(not rows for rows in (await store.read_status()).rows.values())
@@ -79,9 +79,9 @@ async def test_rows_are_the_fold_whatever_the_portions(open_store: OpenStore, po
     for until in [*range(portion, len(history.events), portion), len(history.events)]:
         await fed.feed(until)
     reading = await everything(open_store())
-    assert reading.place.seq == len(history.events)
-    assert reading.place.id == history.events[-1].id
-    assert reading.place.settled == fed.order.position
+    assert reading.position.seq == len(history.events)
+    assert reading.position.id == history.events[-1].id
+    assert reading.position.settled == fed.order.position
     assert rows_of(reading) == comparable(expected_rows(fed.order.shown, history.events))
 
 
@@ -102,9 +102,9 @@ async def test_nothing_is_written_from_the_wrong_place(open_store: OpenStore) ->
         await second.feed(4)
     with pytest.raises(AnotherProjector):
         await second.project(history.events[6:8])  # a gap
-    assert (await open_store().place()).seq == 5
+    assert (await open_store().position()).seq == 5
     await first.feed()
-    assert (await open_store().place()).seq == len(history.events)
+    assert (await open_store().position()).seq == len(history.events)
 
 
 async def test_a_repeated_event_is_kept_once(open_store: OpenStore) -> None:
@@ -113,7 +113,7 @@ async def test_a_repeated_event_is_kept_once(open_store: OpenStore) -> None:
     history.repeat(history.events[-1])
     store = open_store()
     await feeder(history, store).feed()
-    assert (await store.place()).seq == len(history.events)
+    assert (await store.position()).seq == len(history.events)
     async with store.reading() as frozen:
         assert len([row async for batch in frozen.events(0) for row in batch]) == len(history.events) - 1
         assert len(frozen.reading.rows["migrations"]) == 1

@@ -12,7 +12,7 @@ pytestmark = pytest.mark.servers
 SCHEMAS = "SELECT nspname FROM pg_namespace WHERE nspname LIKE 'holdfast%' ORDER BY 1"
 
 
-async def nothing_to_catch_up_with(place: ReadPosition) -> None:
+async def nothing_to_catch_up_with(position: ReadPosition) -> None:
     """The fresh one is as far as the old one."""
 
 
@@ -28,7 +28,7 @@ async def test_a_swap_whose_old_schema_somebody_still_reads_has_succeeded(
             await reader.fetch("SELECT * FROM holdfast.snapshots")  # a report that takes its time
             await store.swap(fresh, nothing_to_catch_up_with)
             assert [row[0] for row in await execute(database_url, SCHEMAS)] == ["holdfast", "holdfast_old"]
-            assert await store.place() == ReadPosition()
+            assert await store.position() == ReadPosition()
         await (await store.beside()).close()
         assert [row[0] for row in await execute(database_url, SCHEMAS)] == ["holdfast", "holdfast_next"]
     finally:

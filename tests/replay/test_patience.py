@@ -85,6 +85,6 @@ def test_a_follower_waits_for_what_has_yet_to_come() -> None:
         assert not running.done()
         running.cancel()
         await asyncio.gather(running, return_exceptions=True)
-        assert (await store.place()).seq == len(history.events)
+        assert (await store.position()).seq == len(history.events)
 
     in_virtual_time(followed())

@@ -116,7 +116,7 @@ async def test_a_stream_that_grows_meanwhile_is_kept_to_the_same_place(store: St
 
     rebuilt = await rebuild(journal, store, written=grow)
     kept = await execute(store.url, "SELECT max(seq) FROM holdfast.fleet_events")
-    assert rebuilt.position == kept[0][0] == (await store.place()).seq > 2_000
+    assert rebuilt.position == kept[0][0] == (await store.position()).seq > 2_000
     report = await verify(journal, store)
     assert report.difference is None, report.lines()
 
@@ -136,7 +136,7 @@ async def test_a_helper_that_is_killed_ends_the_rebuild_and_nothing_is_left(stor
     with pytest.raises(AuditFailed, match="exit status -9"):
         await rebuild(journal, store, written=kill)
     await assert_untouched(store.url, before)
-    assert (await store.place()).seq == 10 and gone(pids[0])
+    assert (await store.position()).seq == 10 and gone(pids[0])
 
 
 @servers

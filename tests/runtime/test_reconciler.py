@@ -271,12 +271,12 @@ async def test_it_refuses_to_go_on_with_a_kind_that_it_does_not_know(
 class Store:
     """A store that has one snapshot at most."""
 
-    def __init__(self, snapshot: Snapshot | None, place: ReadPosition) -> None:
+    def __init__(self, snapshot: Snapshot | None, position: ReadPosition) -> None:
         self.snapshot = snapshot
-        self.at = place
+        self.at = position
         self.on_load: Callable[[], object] = lambda: None
 
-    async def place(self) -> ReadPosition:
+    async def position(self) -> ReadPosition:
         return self.at
 
     async def load(self) -> Snapshot | None:

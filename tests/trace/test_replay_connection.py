@@ -251,8 +251,8 @@ async def test_a_turn_of_the_loop_reads_for_so_long_only() -> None:
         connections.append(ClientConnection(bound.read, now))
         connections[-1].connection_made(transport)
         connections[-1].send(b"", lambda event, at: None)
-    closed, deaf = connections[2:]
-    closed.closed = deaf.deaf = True
+    closed, discarding = connections[2:]
+    closed.closed = discarding.discarding = True
 
     def read(number: int, takes_s: float) -> None:
         nonlocal clock

@@ -39,10 +39,10 @@ class RowReader:
         self.url, self.schema = url, schema
         self._reader = Link(url, schema)
 
-    async def place(self) -> ReadPosition:
+    async def position(self) -> ReadPosition:
         """Return how far the rows reach."""
         async with self._reader.use() as connection:
-            return await read_place(connection)
+            return await read_position(connection)
 
     async def load(self) -> Snapshot | None:
         """Return the newest snapshot that these deciders folded; None if there is none."""
@@ -77,7 +77,7 @@ class RowReader:
 
     @asynccontextmanager
     async def reading(self) -> AsyncIterator["PostgresSnapshot"]:
-        """Hold one REPEATABLE READ transaction open: rows, place and events as of one instant."""
+        """Hold one REPEATABLE READ transaction open: rows, position and events as of one instant."""
         link = Link(self.url, self.schema)
         try:
             async with link.use() as connection, _frozen(connection):
@@ -142,7 +142,7 @@ def _frozen(connection: Connection) -> asyncpg.transaction.Transaction:
     return connection.transaction(isolation="repeatable_read", readonly=True)
 
 
-async def read_place(connection: Connection) -> ReadPosition:
+async def read_position(connection: Connection) -> ReadPosition:
     """Return how far the rows reach, as this connection sees it."""
     row = await connection.fetchrow(_PLACE)
     if row is None:
@@ -156,6 +156,6 @@ def _all(tables: Iterable[str]) -> dict[str, str]:
 
 
 async def _reading(connection: Connection, queries: Mapping[str, str]) -> RowsRead:
-    place = await read_place(connection)
+    position = await read_position(connection)
     rows = {name: [dict(row) for row in await connection.fetch(query)] for name, query in queries.items()}
-    return RowsRead(place, rows)
+    return RowsRead(position, rows)

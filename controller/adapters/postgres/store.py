@@ -16,7 +16,7 @@ import structlog
 
 from controller.adapters.postgres.audit_helper import AuditHelper, HelperPolicy
 from controller.adapters.postgres.link import Connection, Link
-from controller.adapters.postgres.reader import RowReader, read_place
+from controller.adapters.postgres.reader import RowReader, read_position
 from controller.adapters.postgres.schema import SCHEMA
 from controller.deciders.fleet import Fleet
 from controller.ports import CatchUp, Snapshot
@@ -104,7 +104,7 @@ class PostgresStore(RowReader):
         old = f"{self.schema}_old"
         async with self._reader.use() as connection, connection.transaction():
             await connection.execute("LOCK TABLE projection IN EXCLUSIVE MODE")
-            await catch_up(await read_place(connection))
+            await catch_up(await read_position(connection))
             await fresh.complete()
             await fresh.close()
             await connection.execute(f'ALTER SCHEMA "{self.schema}" RENAME TO "{old}"')

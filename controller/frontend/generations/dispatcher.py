@@ -167,5 +167,5 @@ class Dispatcher(Generic[G]):
     def unjudged(self, attempt: Attempt | None, *, has_output: bool) -> None:
         """An attempt, if there is one, ends through no fault of its worker: its client has left, or was mistaken."""
         if attempt is not None:
-            tell = self._breakers.flows if has_output else self._breakers.says_nothing
+            tell = self._breakers.had_output if has_output else self._breakers.had_no_output
             tell(attempt.endpoint.key, attempt.breaker_epoch)

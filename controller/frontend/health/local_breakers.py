@@ -197,7 +197,7 @@ class LocalBreakers:
         deadline = found.breaker.deadline
         return deadline is not None and self._moment() + TRIAL_MARGIN >= deadline
 
-    def flows(self, key: Key, breaker_epoch: int) -> None:
+    def had_output(self, key: Key, breaker_epoch: int) -> None:
         """A request has its tokens, and goes on or ends by no fault of the worker: as a trial it has passed."""
         found = self.outcomes(key)
         if found.breaker.position == "half_open":
@@ -205,7 +205,7 @@ class LocalBreakers:
             found.breaker = breaker.evolve(found.breaker, fact)
             self._settle(key, found, self._moment())
 
-    def says_nothing(self, key: Key, breaker_epoch: int) -> None:
+    def had_no_output(self, key: Key, breaker_epoch: int) -> None:
         """A request ended before it said anything of the worker: if it was the trial, another one may be."""
         found = self.outcomes(key)
         if found.breaker.position == "half_open" and breaker_epoch >= found.breaker.moved_by:

@@ -4,7 +4,7 @@
 
 Reading and folding go on while the last batch is written: what has gathered by then is the next batch, so
 batches grow with the load and a lone event waits for nobody. Nothing is remembered outside the store:
-whatever goes wrong, the projector reads its place there and begins anew from it. That is what makes a kill at
+whatever goes wrong, the projector reads its position there and begins anew from it. That is what makes a kill at
 any step harmless.
 
 What cannot be mended by trying again is raised: a database that is ahead of the stream, a stream that was
@@ -101,32 +101,32 @@ class Projector:
         await self._follow(until)
 
     async def _follow(self, until: int | None) -> None:
-        place = await self._begin()
-        if until is not None and place.seq >= until:
+        position = await self._begin()
+        if until is not None and position.seq >= until:
             return
-        order = await self._from_snapshot(place)
+        order = await self._from_snapshot(position)
         gathered = Gathered()
-        await _together(self._read(order, place, gathered, until), self._write(order, gathered, until))
+        await _together(self._read(order, position, gathered, until), self._write(order, gathered, until))
 
     async def _begin(self) -> ReadPosition:
-        """Read the store's place and make sure that it lies on this stream."""
+        """Read the store's position and make sure that it lies on this stream."""
         await self._step("begin")
         async with asyncio.timeout(CHECK_S):
-            place = await self._store.place()
-            await refuse_foreign_stream(self._journal, place)
-        self.progress.projected = place.seq
+            position = await self._store.position()
+            await refuse_foreign_stream(self._journal, position)
+        self.progress.projected = position.seq
         self.progress.connected = True
-        return place
+        return position
 
-    async def _from_snapshot(self, place: ReadPosition) -> Order[Fleet]:
+    async def _from_snapshot(self, position: ReadPosition) -> Order[Fleet]:
         snapshot = await self._store.load()
         await self._step("loaded")
-        if snapshot is None or max(snapshot.position.decided, snapshot.position.through) > place.seq:
+        if snapshot is None or max(snapshot.position.decided, snapshot.position.through) > position.seq:
             return Order(evolve, Fleet())
         return Order(evolve, snapshot.fleet, snapshot.position, dict(snapshot.sources))
 
     async def _read(
-        self, order: Order[Fleet], place: ReadPosition, gathered: Gathered, until: int | None
+        self, order: Order[Fleet], position: ReadPosition, gathered: Gathered, until: int | None
     ) -> None:
         journal, after = self._journal, order.position.through
         enough = 1 if until is None else GATHER_HISTORY
@@ -137,7 +137,7 @@ class Projector:
                 await gathered.taken.wait()
             for event in batch:
                 order.take(event)
-            gathered.events.extend(e for e in batch if e.seq > place.seq)
+            gathered.events.extend(e for e in batch if e.seq > position.seq)
             await self._step("folded")
             if len(gathered.events) >= enough:
                 gathered.grown.set()

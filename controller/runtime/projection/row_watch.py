@@ -63,14 +63,14 @@ class RowWatch:
         """Read the rows and return where they differ; None if the view was never at exactly their position."""
         async with asyncio.timeout(READ_S):
             reading = await self._store.read_status()
-        fleet = next((fleet for seq, fleet in self._kept if seq == reading.place.seq), None)
-        if fleet is None or reading.place.deciders_version not in (0, DECIDERS_VERSION):
+        fleet = next((fleet for seq, fleet in self._kept if seq == reading.position.seq), None)
+        if fleet is None or reading.position.deciders_version not in (0, DECIDERS_VERSION):
             return None  # other deciders fold to other rows: a fleet in the middle of an upgrade
         found = await asyncio.to_thread(
             _all, fleet, reading
         )  # a thousand workers' rows would hold up the loop
         for difference in found:
-            log.error("rows_differ_from_the_fold", seq=reading.place.seq, difference=str(difference))
+            log.error("rows_differ_from_the_fold", seq=reading.position.seq, difference=str(difference))
             self._differ(difference)
         return found
 

@@ -86,7 +86,7 @@ def cause(watch: InvariantWatch, event: Recorded) -> str | None:
     if fact.cause.startswith("decision:"):
         number = int(fact.cause.removeprefix("decision:"))
         return None if 0 < number < fact.number else f"decision {fact.number} is caused by {fact.cause}"
-    found = watch.ledger.said(fact.cause)
+    found = watch.ledger.observation(fact.cause)
     if found is None or found[0] > event.through:
         return f"{fact.kind()} through {event.through} is caused by {fact.cause}, which lies at {found and found[0]}"
     return None
@@ -97,7 +97,7 @@ def own_life(watch: InvariantWatch, event: Recorded) -> str | None:
     fact = event.fact
     if not isinstance(fact, WorkerDecision):
         return None
-    found = watch.ledger.said(fact.cause)
+    found = watch.ledger.observation(fact.cause)
     if found is None or (found[1].worker, found[1].instance) == (fact.worker, fact.instance):
         return None
     if found[1].worker != fact.worker and isinstance(fact, HealthChanged) and isinstance(found[1], VOTES):
@@ -186,7 +186,7 @@ def straggler(watch: InvariantWatch, event: Recorded) -> str | None:
     fact = event.fact
     if not isinstance(fact, BreakerOpened | BreakerClosed):
         return None
-    entry, found = watch.ledger.of(fact.worker, fact.instance), watch.ledger.said(fact.cause)
+    entry, found = watch.ledger.of(fact.worker, fact.instance), watch.ledger.observation(fact.cause)
     if entry is None or found is None:
         return None
     sent_under = _sent_under(found[1])

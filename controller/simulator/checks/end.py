@@ -36,9 +36,9 @@ def snapshot(watch: InvariantWatch) -> str | None:
 
 def nothing_lost(watch: InvariantWatch) -> str | None:
     """Look for each acknowledged number of each source in the journal."""
-    said = watch.world.said
-    if said.dropped:
-        return f"{said.dropped} facts did not fit"
+    numbers = watch.world.acknowledged
+    if numbers.dropped:
+        return f"{numbers.dropped} facts did not fit"
     present: dict[str, set[int]] = {}
     folded: dict[str, int] = {}
     for event in watch.world.broker.events:
@@ -49,7 +49,7 @@ def nothing_lost(watch: InvariantWatch) -> str | None:
                     f"{event.source}: fact {event.source_number} overtook {folded.get(event.source, 0) + 1}"
                 )
             folded[event.source] = max(folded.get(event.source, 0), event.source_number)
-    for source, number in said.acknowledged.items():
+    for source, number in numbers.acknowledged.items():
         missing = set(range(1, number + 1)) - present.get(source, set())
         if missing:
             return f"{source}: facts {sorted(missing)} were acknowledged and are not there"

@@ -120,7 +120,7 @@ class CheckLedger:
         entry = self.entries.get(worker)
         return entry if entry is not None and entry.instance == instance else None
 
-    def said(self, id: str) -> tuple[int, WorkerObservation] | None:
+    def observation(self, id: str) -> tuple[int, WorkerObservation] | None:
         """Return the first observation of that id and its sequence."""
         return self.observed.get(id)
 

@@ -131,7 +131,7 @@ class GroupFailure(Simulation):
         self.load: Counter[str] = Counter()  # tokens to compute again, by group
         self._levels: list[int] = []  # before, after the failure, and at the end
         self._plane = PlayedPlane(self.kernel, self.machines)
-        outbox = SimulatedOutbox(self.broker, "frontend:f1", self.said)
+        outbox = SimulatedOutbox(self.broker, "frontend:f1", self.acknowledged)
 
         def observe(fact: Observation, *, traceparent: str = "") -> None:
             outbox.observe(fact)
@@ -150,7 +150,7 @@ class GroupFailure(Simulation):
         chance, model = self.kernel.chance(name), self.scenario.models[0]
         hardware = Hardware(SEVENTY_B, tuple(f"GPU {first + rank}" for rank in range(TP)))
         return Group(
-            name, model, self.kernel, self.broker, self.said, chance, self._broken, hardware=hardware
+            name, model, self.kernel, self.broker, self.acknowledged, chance, self._broken, hardware=hardware
         )
 
     def _broken(self, machine: Machine) -> None:

@@ -44,9 +44,9 @@ class AppendTurn:
 class SimulatedController:
     """One place that runs controller processes, one after another."""
 
-    def __init__(self, name: str, around: Surroundings, chance: Random, skew: int) -> None:
+    def __init__(self, name: str, surroundings: Surroundings, chance: Random, skew: int) -> None:
         self.name = name
-        self.around = around
+        self.surroundings = surroundings
         self.skew = timedelta(microseconds=skew)
         self.up = False
         self.paused = False
@@ -63,31 +63,33 @@ class SimulatedController:
         """Start a process: an empty fold, read from the beginning."""
         if self.up:
             return
-        around = self.around
+        surroundings = self.surroundings
         self.life += 1
         self.up, self.paused, self.leading = True, False, False
-        self._asking = Asking(around.policy(), around.seams.settle)
+        self._asking = Asking(surroundings.policy(), surroundings.seams.settle)
         self._append = AppendTurn()
         self._must_read: int | None = 0  # before it decides; None: up to the end, which is not known yet
         self._believed_until = 0
         self._held = None
         self._pending_since: datetime | None = None
-        self.outbox = SimulatedOutbox(around.broker, f"{self.name}.{self.life}", around.said)
+        self.outbox = SimulatedOutbox(
+            surroundings.broker, f"{self.name}.{self.life}", surroundings.acknowledged
+        )
         self.outbox.inherit(self._spool)
         self._spool = []
         self.replica = self._replica()
-        self.observer = SimulatedObserver(around, lambda: self.replica.fleet, self.outbox)
+        self.observer = SimulatedObserver(surroundings, lambda: self.replica.fleet, self.outbox)
         self.prober = SimulatedProber(
-            kernel=around.kernel,
+            kernel=surroundings.kernel,
             chance=self._chance,
-            machines=around.machines,
+            machines=surroundings.machines,
             fleet=lambda: self.replica.fleet,
             outbox=self.outbox,
-            interval=around.interval,
+            interval=surroundings.interval,
             clock=self.clock,
             leading=lambda: self.leading,
         )
-        around.kernel.after(self._chance.randrange(SECOND), self._tick, self.life)
+        surroundings.kernel.after(self._chance.randrange(SECOND), self._tick, self.life)
 
     def crash(self) -> None:
         """End without a word; an append on its way may still arrive."""
@@ -103,17 +105,17 @@ class SimulatedController:
         if self.up and not self.paused:
             self.paused = True
             self.replica.follower.open = False
-            self.around.kernel.after(duration, self._go_on, self.life)
+            self.surroundings.kernel.after(duration, self._go_on, self.life)
 
     def clock(self) -> datetime:
         """Return this controller's own time: it is a little off."""
-        return self.around.kernel.instant() + self.skew
+        return self.surroundings.kernel.instant() + self.skew
 
     def _go_on(self, life: int) -> None:
         if not self.up or self.life != life:
             return
         self.paused = False
-        self.observer.deaf()
+        self.observer.disconnected()
         self.replica.follower.open = True
         self.replica.follower.wake()
         if self._held is not None:
@@ -122,34 +124,36 @@ class SimulatedController:
         self._tick_body()
 
     def _replica(self) -> Replica:
-        around = self.around
-        return Replica(self.name, around.broker, around.network, around.seams, self._absorbed)
+        surroundings = self.surroundings
+        return Replica(
+            self.name, surroundings.broker, surroundings.network, surroundings.seams, self._absorbed
+        )
 
     # --- the loop -----------------------------------------------------------------------------------------------
 
     def _tick(self, life: int) -> None:
         if not self.up or self.life != life:
             return
-        self.around.kernel.after(self.around.tick, self._tick, life)
+        self.surroundings.kernel.after(self.surroundings.tick, self._tick, life)
         if not self.paused:
             self._tick_body()
 
     def _tick_body(self) -> None:
-        broker, now = self.around.broker, self.around.kernel.now
+        broker, now = self.surroundings.broker, self.surroundings.kernel.now
         self._renew(now)
         if self._must_read is None and broker.up:
             self._must_read = broker.last_seq
         if not self.leading or not broker.up:
-            self.observer.deaf()
+            self.observer.disconnected()
             return
         if self._caught_up():
-            self.observer.listen(self.around.machines)
+            self.observer.listen(self.surroundings.machines)
             self.prober.round()
             self._act_on_drains()
         self._decide()
 
     def _renew(self, now: int) -> None:
-        broker = self.around.broker
+        broker = self.surroundings.broker
         if broker.up and not broker.network.loses():
             mine = broker.lease(self.name) == self.name
             if mine:
@@ -165,7 +169,7 @@ class SimulatedController:
         return self._must_read is not None and self.replica.seq >= self._must_read and self.replica.whole
 
     def _absorbed(self, replica: Replica, batch: Sequence[Recorded]) -> None:
-        self.around.listen(replica, batch)
+        self.surroundings.listen(replica, batch)
         if self.leading and not self.paused:
             self._decide()
             if any(e.source != self.outbox.source for e in batch):
@@ -202,22 +206,22 @@ class SimulatedController:
         return (absorbed(fleet, now),)
 
     def _send(self, batch: tuple[Decision, ...], through: int, after: int) -> None:
-        around, network = self.around, self.around.broker.network
+        surroundings, network = self.surroundings, self.surroundings.broker.network
         turn = self._append.begin()
         if not network.loses():
-            around.kernel.after(network.delay(), self._arrive, self.life, turn, batch, through, after)
-        around.kernel.after(APPEND_DEADLINE, self._unknown, self.life, turn)
+            surroundings.kernel.after(network.delay(), self._arrive, self.life, turn, batch, through, after)
+        surroundings.kernel.after(APPEND_DEADLINE, self._unknown, self.life, turn)
 
     def _arrive(self, life: int, turn: int, batch: tuple[Decision, ...], through: int, after: int) -> None:
         """The append reaches the broker, whether or not its sender still lives."""
-        broker = self.around.broker
+        broker = self.surroundings.broker
         if not broker.up:
             return
         source = f"{self.name}.{life}"
         landed = broker.append(batch, source=source, through=through, after=after)
-        self.around.decided(source)
+        self.surroundings.decided(source)
         if not broker.mute and not broker.network.loses():
-            self.around.kernel.after(
+            self.surroundings.kernel.after(
                 broker.network.delay(), self._answered, life, turn, landed, broker.last_seq
             )
 
@@ -240,7 +244,7 @@ class SimulatedController:
 
     def _act_on_drains(self) -> None:
         """Tell workers what the fold wants of them, until it is so."""
-        fleet, machines = self.replica.fleet, self.around.machines
+        fleet, machines = self.replica.fleet, self.surroundings.machines
         for name, worker in fleet.workers.items():
             machine = machines[name]
             if machine.instance != worker.joined.instance or machine.condition.cut:

@@ -32,7 +32,7 @@ class FleetFaults:
         self.kinds: dict[str, StrikeFleet] = {
             "broker": self._lose_broker,
             "lossy": self._lossy,
-            "deaf": self._deaf,
+            "deaf": self._most_cut_off,
             "controller_crash": self._controller_crash,
             "controller_pause": self._controller_pause,
             "zombie": self._zombie,
@@ -79,7 +79,7 @@ class FleetFaults:
         """Let the network lose and delay nothing more."""
         self._network.loss = self._network.slow = 0.0
 
-    def _deaf(self) -> None:
+    def _most_cut_off(self) -> None:
         """Most workers lose the broker at once: a switch, not the workers."""
         for machine in self._machines():
             if machine.life and self._chance.random() < 0.8:

@@ -35,9 +35,11 @@ TOKENS = 64  # of an answer
 class SimulatedFrontend:
     """One place that runs frontend processes, one after another."""
 
-    def __init__(self, name: str, around: Surroundings, traffic: SimulatedTraffic, chance: Random) -> None:
+    def __init__(
+        self, name: str, surroundings: Surroundings, traffic: SimulatedTraffic, chance: Random
+    ) -> None:
         self.name = name
-        self.around = around
+        self.surroundings = surroundings
         self.traffic = traffic
         self.up = False
         self.life = 0
@@ -49,15 +51,17 @@ class SimulatedFrontend:
         """Start a process, from the state store's rows if there are any, else from the journal's beginning."""
         if self.up:
             return
-        around, kernel = self.around, self.around.kernel
+        surroundings, kernel = self.surroundings, self.surroundings.kernel
         self.life += 1
         self.up = True
         self.requests: dict[SimulatedRequest, None] = {}  # in the order of their arrival
-        self.outbox = SimulatedOutbox(around.broker, f"{self.name}.{self.life}", around.said)
+        self.outbox = SimulatedOutbox(
+            surroundings.broker, f"{self.name}.{self.life}", surroundings.acknowledged
+        )
         self.outbox.inherit(self._spool)
         self._spool = []
         self._arrived = 0
-        self.table = around.seams.table()
+        self.table = surroundings.seams.table()
         self.breakers = LocalBreakers(
             self.name, LocalBreakerSettings(), FactSettings(window_s=WINDOW_S), self.outbox.observe, self._now
         )
@@ -72,9 +76,9 @@ class SimulatedFrontend:
             lambda worker, instance: True,
         )
         self.replica = Replica(
-            f"{self.name}.{self.life}", around.broker, around.network, around.seams, self._absorbed,
+            f"{self.name}.{self.life}", surroundings.broker, surroundings.network, surroundings.seams, self._absorbed,
             self.traffic.stored() if self._chance.random() < 0.7 else None,
-            around.seams.frontend_order,
+            surroundings.seams.frontend_order,
         )  # fmt: skip
         self.replica.follower.lag = self.lag
         kernel.after(self._chance.randrange(TICK), self._tick, self.life)
@@ -94,7 +98,7 @@ class SimulatedFrontend:
 
     def linked(self, machine: Machine) -> bool:
         """Return whether it has said lately that its connection to this worker lives."""
-        return self.up and self.around.broker.up and machine.reachable(self.name)
+        return self.up and self.surroundings.broker.up and machine.reachable(self.name)
 
     def broken(self, machine: Machine) -> None:
         """A connection broke: every stream on it fails at once."""
@@ -114,7 +118,7 @@ class SimulatedFrontend:
     def _arrive(self, life: int) -> None:
         if not self.up or self.life != life:
             return
-        self.around.kernel.after(self._gap(), self._arrive, life)
+        self.surroundings.kernel.after(self._gap(), self._arrive, life)
         self._arrived += 1
         tally = self.traffic.tally
         tally.requests += 1
@@ -129,7 +133,7 @@ class SimulatedFrontend:
         self._route(f"{self.name}.{self.life}-{self._arrived}", model, 1, 0, ())
 
     def _sheds(self, model: str, tier: str) -> str:
-        knobs = self.around.seams.knobs(self.replica.fleet, model)
+        knobs = self.surroundings.seams.knobs(self.replica.fleet, model)
         if knobs is None:
             return ""
         if not knobs.accept_new:
@@ -167,7 +171,7 @@ class SimulatedFrontend:
         return self.breakers.any_open and self.breakers.routable_share(endpoints) < PANIC_BELOW
 
     def _send(self, request: SimulatedRequest) -> None:
-        machine, kernel = self.traffic.machines[request.worker], self.around.kernel
+        machine, kernel = self.traffic.machines[request.worker], self.surroundings.kernel
         if not machine.up or machine.instance != request.instance:
             kernel.after(5 * MS, self._failed, self.life, request, "cannot_connect")
         elif not machine.reachable(self.name):
@@ -265,7 +269,7 @@ class SimulatedFrontend:
     # --- the journal --------------------------------------------------------------------------------------------
 
     def _absorbed(self, replica: Replica, batch: Sequence[Recorded]) -> None:
-        self.around.listen(replica, batch)
+        self.surroundings.listen(replica, batch)
         for event in batch:
             if isinstance(event.fact, BreakerClosed):
                 self.breakers.reset((event.fact.worker, event.fact.instance))
@@ -280,8 +284,8 @@ class SimulatedFrontend:
     def _tick(self, life: int) -> None:
         """Let the breakers that are due move, and say what each worker has served."""
         if self.up and self.life == life:
-            self.around.kernel.after(TICK, self._tick, life)
+            self.surroundings.kernel.after(TICK, self._tick, life)
             self.breakers.tick([key for key, endpoint in self.table.endpoints.items() if endpoint.routable])
 
     def _now(self) -> float:
-        return self.around.kernel.now / SECOND
+        return self.surroundings.kernel.now / SECOND

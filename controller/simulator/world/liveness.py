@@ -23,18 +23,20 @@ class SimulatedObserver:
 
     unread = 0  # bytes of the bus: what can be heard is heard at once
 
-    def __init__(self, around: Surroundings, fleet: Callable[[], Fleet], outbox: SimulatedOutbox) -> None:
+    def __init__(
+        self, surroundings: Surroundings, fleet: Callable[[], Fleet], outbox: SimulatedOutbox
+    ) -> None:
         self.source = outbox.source
         self.since: float | None = None  # connected, and awake, since then
-        self._around = around
+        self._surroundings = surroundings
         self._fleet = fleet
         self._outbox = outbox
-        self._clock = clock = KernelClock(around.kernel)
+        self._clock = clock = KernelClock(surroundings.kernel)
         self._beats = Beats(clock)
         # It plays the view, the journal and the bus.
         self._liveness = Liveness(self, self._beats, self, self, clock, LivenessSettings(), lambda: True)
 
-    def deaf(self) -> None:
+    def disconnected(self) -> None:
         """Nothing could be heard: whoever was quiet now is not thereby silent."""
         self.since = None
 
@@ -49,8 +51,10 @@ class SimulatedObserver:
                 self._beats.on_beat(name, beat)
             else:
                 quiet.append(machine)
-        vetoed = self._around.seams.vetoed
-        for frontend in self._around.frontends():  # connections to workers that are heard change nothing
+        vetoed = self._surroundings.seams.vetoed
+        for (
+            frontend
+        ) in self._surroundings.frontends():  # connections to workers that are heard change nothing
             linked = {m.name: m.instance for m in quiet if vetoed(frontend.linked(m))}
             self._beats.on_links(frontend.name, {"frontend": frontend.name, "workers": linked})
         self._liveness.look(now)
@@ -65,5 +69,5 @@ class SimulatedObserver:
     def observe(self, fact: Observation) -> str:
         """As a journal: say what the observer found."""
         if isinstance(fact, WorkerSilent):
-            self._around.accused(fact.worker, fact.instance)
+            self._surroundings.accused(fact.worker, fact.instance)
         return self._outbox.observe(fact)

@@ -70,7 +70,7 @@ class Machine:
     model: str
     kernel: Kernel
     broker: Broker
-    said: AcknowledgedNumbers
+    acknowledged: AcknowledgedNumbers
     chance: Random
     broken: Callable[["Machine"], None]  # every connection to it has just broken
     life: int = 0
@@ -114,7 +114,7 @@ class Machine:
             self.heal_corruption()
         if self.condition.corrupt:
             self.corrupt_lives.add(self.instance)
-        self.outbox = SimulatedOutbox(self.broker, f"worker:{self.instance}", self.said)
+        self.outbox = SimulatedOutbox(self.broker, f"worker:{self.instance}", self.acknowledged)
         self.outbox.reachable = not self.condition.cut
         self.outbox.inherit(self.spool)
         self.spool = []

@@ -73,7 +73,7 @@ class SimulatedSupervisor:
     def __init__(self, world: SimulatedWorld, chance: Random) -> None:
         self._world = world
         self._chance = chance
-        self._outbox = SimulatedOutbox(world.broker, "supervisor.1", world.said)
+        self._outbox = SimulatedOutbox(world.broker, "supervisor.1", world.acknowledged)
         world.kernel.after(PATROL, self._patrol)
 
     def soon(self, machine: Machine) -> None:

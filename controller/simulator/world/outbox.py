@@ -30,11 +30,11 @@ class AcknowledgedNumbers:
 class SimulatedOutbox:
     """One process instance's facts on their way to the journal."""
 
-    def __init__(self, broker: Broker, source: str, said: AcknowledgedNumbers) -> None:
+    def __init__(self, broker: Broker, source: str, numbers: AcknowledgedNumbers) -> None:
         self.source = source
         self.reachable = True  # False: this process is cut off from the broker
         self._broker = broker
-        self._said = said
+        self._numbers = numbers
         self._number = 0
         self._waiting: deque[BrokerMessage] = deque()
         self._spooled: set[str] = set()  # ids that a crash does not lose
@@ -51,7 +51,7 @@ class SimulatedOutbox:
         id = f"{self.source}/{self._number}"
         if len(self._waiting) >= SPOOL_MAX:
             self._number -= 1
-            self._said.dropped += 1
+            self._numbers.dropped += 1
             return id
         self._waiting.append(BrokerMessage(fact, id, self.source, self._number, causation))
         self._send()
@@ -103,7 +103,7 @@ class SimulatedOutbox:
         self._turn += 1
         self._waiting.popleft()
         self._spooled.discard(message.id)
-        known = self._said.acknowledged
+        known = self._numbers.acknowledged
         known[message.source] = max(known.get(message.source, 0), message.number)
         self._send()
 

@@ -13,8 +13,8 @@ from events.fact import Recorded
 class SimulatedProjector:
     """One place that runs projector processes over one state store, which outlives them."""
 
-    def __init__(self, around: Surroundings, chance: Random) -> None:
-        self.around = around
+    def __init__(self, surroundings: Surroundings, chance: Random) -> None:
+        self.surroundings = surroundings
         self.up = False
         self.life = 0
         self.stored: Stored | None = None  # settled, its position, the sources
@@ -31,9 +31,14 @@ class SimulatedProjector:
         self.life += 1
         self.up = True
         self._waiting, self._committing = [], False
-        around = self.around
+        surroundings = self.surroundings
         self.replica = Replica(
-            f"projector.{self.life}", around.broker, around.network, around.seams, self._absorbed, self.stored
+            f"projector.{self.life}",
+            surroundings.broker,
+            surroundings.network,
+            surroundings.seams,
+            self._absorbed,
+            self.stored,
         )
 
     def crash(self) -> None:
@@ -43,7 +48,7 @@ class SimulatedProjector:
             self.replica.close()
 
     def _absorbed(self, replica: Replica, batch: Sequence[Recorded]) -> None:
-        self.around.listen(replica, batch)
+        self.surroundings.listen(replica, batch)
         self._waiting.extend(batch)
         self._commit()
 
@@ -54,7 +59,7 @@ class SimulatedProjector:
         self._committing = True
         rows, self._waiting = self._waiting, []
         delay = MS + int(self._chance.random() * 10 * MS)
-        self.around.kernel.after(
+        self.surroundings.kernel.after(
             delay, self._committed, self.life, rows, self.replica.store(), self.replica.seq
         )
 

@@ -32,7 +32,7 @@ class Surroundings:
     broker: Broker
     network: Network
     seams: Seams
-    said: AcknowledgedNumbers
+    acknowledged: AcknowledgedNumbers
     policy: Callable[[], FleetPolicy]  # with which a controller starts
     machines: Mapping[str, Machine]
     frontends: Callable[[], Iterable[Linked]]

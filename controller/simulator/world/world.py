@@ -23,7 +23,7 @@ class SimulatedWorld(Protocol):
     seams: Seams
     kernel: Kernel
     broker: Broker
-    said: AcknowledgedNumbers
+    acknowledged: AcknowledgedNumbers
     machines: dict[str, Machine]
     controllers: list[SimulatedController]
     frontends: list[SimulatedFrontend]

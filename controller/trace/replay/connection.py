@@ -33,7 +33,7 @@ class ClientConnection(asyncio.Protocol):
         self._limits = limits
         self.transport: asyncio.Transport | None = None
         self.closed = True
-        self.deaf = False  # what still comes is not wanted: it will be closed soon
+        self.discarding = False  # what still comes is not wanted: it will be closed soon
         self.idle_since = 0.0
         self._over: asyncio.Future[None] | None = None
         self._begin(None)
@@ -65,7 +65,7 @@ class ClientConnection(asyncio.Protocol):
 
     def resume(self) -> None:
         """Read again."""
-        if self.transport is not None and not (self.closed or self.deaf or self.transport.is_closing()):
+        if self.transport is not None and not (self.closed or self.discarding or self.transport.is_closing()):
             self.transport.resume_reading()
 
     def close(self) -> None:
@@ -94,7 +94,7 @@ class ClientConnection(asyncio.Protocol):
         if self._over is None:
             self.close()  # nobody asked
             return
-        if self.deaf:
+        if self.discarding:
             assert self.transport is not None
             self.transport.pause_reading()
             return

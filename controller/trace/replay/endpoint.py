@@ -222,7 +222,7 @@ class ReplayTarget:
     def hush(self) -> None:
         """Take in nothing more on any connection, from this moment on. May be called by a signal's handler."""
         for connection in tuple(self._open):
-            connection.deaf = True
+            connection.discarding = True
 
     def behind_s(self) -> float:
         """Return how late it may be that something is read now."""
