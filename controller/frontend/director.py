@@ -57,7 +57,7 @@ class Director:
         self.now = now = (
             world.clock.monotonic
         )  # uvloop's own time stands still within a turn, and counts milliseconds
-        self.live = False  # until the fold has caught up, what it shows is history and nothing to act on
+        self._live = False  # until the fold has caught up, what it shows is history and nothing to act on
         self._world = world
         self.table = table = EndpointTable()
         self.metrics = FrontendMetrics()
@@ -85,7 +85,7 @@ class Director:
             self.breakers,
             panic,
             scheduler,
-            lambda: self.live,
+            lambda: self._live,
         )
         self.admission = Admission(
             world.name,
@@ -115,18 +115,23 @@ class Director:
 
     # --- the fold -----------------------------------------------------------------------------------------
 
+    @property
+    def live(self) -> bool:
+        """Whether the fold has caught up: see `go_live`."""
+        return self._live
+
     def absorb(self, fleet: Fleet, batch: Sequence[Recorded]) -> None:
         """Take in what the fold shows after a batch of events, and act on it."""
         for recorded in batch:
             if isinstance(recorded.fact, BreakerClosed):
                 self.breakers.reset((recorded.fact.worker, recorded.fact.instance))
         change = self.table.absorb(fleet)
-        if self.live:
+        if self._live:
             for recorded in batch:
                 if isinstance(recorded.fact, MoveRequested):
                     self.planned_migrations.requested(recorded.fact)
         for endpoint, worker in change.updated:
-            if self.live:
+            if self._live:
                 self._convictions.answer(worker)
             if worker.passes:
                 self.exposures.passed(endpoint.key, min(worker.passes.values()))
@@ -138,7 +143,7 @@ class Director:
     def go_live(self, before: Served | None = None) -> None:
         """The fold has caught up: act on what it shows from now on, and say what was missed. `before`: until when the
         last frontend of this name served, where that is known."""
-        self.live = True
+        self._live = True
         self._convictions.answer_for_before(self.table.workers, before)
         self.changed()
 
@@ -154,7 +159,7 @@ class Director:
         for endpoint in list(self.table.endpoints.values()):
             if self.running.at(endpoint) and (endpoint.corrupt or endpoint.status is HealthStatus.UNHEALTHY):
                 self._empty(endpoint)
-        if self.live:
+        if self._live:
             self.planned_migrations.look()
         self.pending.wake()
         self.admission.wake()

@@ -315,11 +315,10 @@ async def test_an_operator_moves_what_runs_now_to_whom_he_names() -> None:
 
 
 async def test_what_was_asked_before_this_frontend_served_is_history() -> None:
-    async with pair() as p:
+    async with pair(live=False) as p:
         task = await p.stream()
-        p.kit.director.live = False
         p.request()
-        p.kit.director.live = True
+        p.kit.director.go_live()
         assert text(await task) == EXACT
         assert p.moves() == []
 

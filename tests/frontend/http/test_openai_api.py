@@ -567,8 +567,7 @@ async def test_a_full_queue_says_so() -> None:
 
 
 async def test_a_frontend_that_does_not_know_the_fleet_yet_denies_no_model() -> None:
-    async with frontend(ScriptedWorker()) as kit:
-        kit.director.live = False
+    async with frontend(ScriptedWorker(), live=False) as kit:
         for path in ("/v1/completions", "/v1/models/other"):
             method = kit.http.post if path == "/v1/completions" else kit.http.get
             async with method(kit.url + path, json={"model": "other", "prompt": "a"}) as answer:
