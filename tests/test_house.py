@@ -42,6 +42,7 @@ LIMITS = {
     "classes_of_one_name": 1,
     "blocks_for_type_checkers": 3,
     "calls_through_another_object": 0,
+    "unexplained_private_access": 0,
     "uses_of_a_forbidden_word": 0,
     "patches_in_tests": 40,
     "private_attributes_in_tests": 60,
@@ -193,6 +194,39 @@ def calls_through_another_object() -> list[Found]:
     return all_of(found)
 
 
+def unexplained_private_access() -> list[Found]:
+    """What is private to another class is reached for only where a comment beside it says why."""
+    found = []
+    for name, tree in source(*OURS, "benchmarks"):
+        lines = ["", *(ROOT / name).read_text().splitlines()]
+        classes = [node for node in ast.walk(tree) if isinstance(node, ast.ClassDef)]
+        for node in ast.walk(tree):
+            if not (isinstance(node, ast.Attribute) and is_private(node)):
+                continue
+            explained = "#" in lines[node.lineno] or lines[node.lineno - 1].lstrip().startswith("#")
+            around = (one for one in classes if one.lineno <= node.lineno <= (one.end_lineno or 0))
+            if not explained and not any(node.attr in own_names(one) for one in around):
+                found.append(f"{name}:{node.lineno} {ast.unparse(node)}")
+    return all_of(found)
+
+
+def is_private(node: ast.Attribute) -> bool:
+    """Whether it is another object's own affair. Some names of the standard library only look so."""
+    public = node.attr.startswith("__") or node.attr in ("_exit", "_asdict", "_replace", "_fields")
+    inherited = is_self(node.value) or ast.unparse(node.value) == "super()"
+    return node.attr.startswith("_") and not public and not inherited
+
+
+@cache
+def own_names(definition: ast.ClassDef) -> set[str]:
+    """Return what a class defines or sets itself: its methods may ask another of its kind."""
+    return {
+        one.name if isinstance(one, Function) else one.attr
+        for one in ast.walk(definition)
+        if isinstance(one, Function) or (isinstance(one, ast.Attribute) and is_self(one.value))
+    }
+
+
 def uses_of_a_forbidden_word() -> list[Found]:
     """They were ours alone; docs/glossary.md says what the field calls these things."""
     found = [
@@ -250,7 +284,8 @@ MEASURES: dict[str, Callable[[], Iterator[Found] | list[Found]]] = {
     for measure in (
         lines_of_a_function, lines_of_a_file, attributes_of_a_class, methods_of_a_class, parameters_of_a_constructor,
         modules_of_a_folder, classes_of_one_name, blocks_for_type_checkers, calls_through_another_object,
-        uses_of_a_forbidden_word, patches_in_tests, private_attributes_in_tests, public_things_that_say_nothing,
+        unexplained_private_access, uses_of_a_forbidden_word, patches_in_tests, private_attributes_in_tests,
+        public_things_that_say_nothing,
     )
 }  # fmt: skip
 

@@ -24,6 +24,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     defaults = WorkerSettings()
     for name, annotation in annotations().items():
         flag, text = "--" + name.replace("_", "-"), get_args(annotation)[-1].description.replace("%", "%%")
+        # argparse shows the flags that a parser has nowhere else
         if any(flag in action.option_strings for action in parser._actions):
             continue
         flags = [flag, *FLAGS.get(name, ())]

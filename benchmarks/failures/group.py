@@ -27,6 +27,8 @@ import uvloop
 
 from controller.adapters.clock import SystemClock
 from controller.adapters.request_plane.client import RequestPlaneClient
+from controller.adapters.request_plane.connection import WorkerConnection
+from controller.adapters.request_plane.dialers import Make, TcpConnection, TcpDialer
 from controller.adapters.request_plane.links import Address
 from controller.frontend.director import Director, World
 from controller.frontend.generations.generation import Generation
@@ -79,11 +81,39 @@ def _port(count: int) -> int:
             return first
 
 
+class MeasuredConnection(TcpConnection):
+    """A connection to a worker that says what it has not sent."""
+
+    @property
+    def unsent_bytes(self) -> int:
+        """What the loop or the kernel has not taken yet."""
+        return self._transport.get_write_buffer_size() if self._transport is not None else 0
+
+
+class MeasuredDialer(TcpDialer):
+    """Makes such connections, and remembers them."""
+
+    def __init__(self) -> None:
+        self.made: list[MeasuredConnection] = []
+
+    async def connect(self, url: str, make: Make) -> WorkerConnection:
+        """Connect to the port."""
+
+        def measured(_: type[WorkerConnection]) -> WorkerConnection:
+            connection = make(MeasuredConnection)
+            assert isinstance(connection, MeasuredConnection)
+            self.made.append(connection)
+            return connection
+
+        return await super().connect(url, measured)
+
+
 class Fleet:
     """The killed worker, the survivors, and this process as their frontend."""
 
     def __init__(self) -> None:
-        self.plane = RequestPlaneClient("bench")
+        self._dialer = MeasuredDialer()
+        self.plane = RequestPlaneClient("bench", dialers={"tcp": self._dialer})
         settings = FrontendSettings(moving=MovingPolicy(prefill_tokens_per_s=5000.0))
         world = World("bench", self.plane, lambda fact, **_: None, SystemClock())
         self.director = Director(world, settings)
@@ -100,9 +130,7 @@ class Fleet:
 
     def sent(self) -> bool:
         """Whether nothing waits to be sent any more."""
-        # a benchmark's look at what only the transports know
-        transports = [connection._transport for connection in self.plane._links.standing().values()]
-        return not any(one is not None and one.get_write_buffer_size() for one in transports)
+        return not any(connection.unsent_bytes for connection in self._dialer.made)
 
     async def trial(self, how: str, requests: int, tokens: int) -> dict[str, float]:
         """Strike the worker that all requests are on, and return when they had left for others, and how evenly."""
@@ -137,10 +165,7 @@ class Fleet:
             }:
                 endpoint.status, endpoint.weight = HealthStatus.UNHEALTHY, 0.0
             self.director.changed()
-
-        def moved() -> bool:
-            return all(f.endpoint is not None and f.endpoint is not gone[f] for f in waiting)
-
+        moved = lambda: all(f.endpoint is not None and f.endpoint is not gone[f] for f in waiting)  # noqa: E731
         await until(lambda: self.director.table and moved() and self.sent())
         placed_ms = (time.perf_counter() - began) * 1000
         load = computed_again(waiting)

@@ -62,6 +62,7 @@ def add_flags(
     parser: argparse.ArgumentParser, model: type[BaseModel], *, only: Collection[str] | None = None
 ) -> None:
     """Give `parser` a flag for every field that has one, unless it has one of that name already. `only`: of these places."""
+    # argparse shows the flags that a parser has nowhere else
     taken = {option for action in parser._actions for option in action.option_strings}
     for place, names, field in flagged(model):
         if names[0] in taken or (only is not None and place not in only):

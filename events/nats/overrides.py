@@ -118,11 +118,11 @@ class FastClient(Client):
 
     def hear_raw(self, subscription: Subscription, take: Raw) -> None:
         """Hand a subscription's messages on undecoded, in the read loop."""
-        self._raw[subscription._id] = take
+        self._raw[subscription._id] = take  # by what the parser calls it: nats-py has no other name for it
 
     def hear_no_more(self, subscription: Subscription) -> None:
         """Undo `hear_raw`."""
-        self._raw.pop(subscription._id, None)
+        self._raw.pop(subscription._id, None)  # as above
 
     async def _process_msg(self, sid: int, subject: bytes, reply: bytes, data: bytes, headers: Any) -> None:
         """Hand on also those raw messages that arrived in several pieces."""
@@ -145,6 +145,7 @@ class FastClient(Client):
         if sock is None or sock.fileno() < 0:
             return 0
         waiting = fcntl.ioctl(sock.fileno(), termios.FIONREAD, b"\0\0\0\0")
+        # what asyncio has read for nats-py and nats-py has not asked for yet: neither of the two says how much
         return int.from_bytes(waiting, sys.byteorder) + len(getattr(inner._io_reader, "_buffer", b""))
 
     # --- what goes out ------------------------------------------------------------------------------------
@@ -215,9 +216,10 @@ class FastClient(Client):
     def _stream(self) -> asyncio.WriteTransport | None:
         """Return asyncio's transport of the connection; None without one, and of a WebSocket: nobody can tell."""
         inner: Any = self._transport
+        # nats-py's own transport shows asyncio's to nobody
         if not isinstance(inner, TcpTransport) or inner._io_writer is None:
             return None
-        found: asyncio.WriteTransport = inner._io_writer.transport
+        found: asyncio.WriteTransport = inner._io_writer.transport  # as above
         return found
 
     def connect_no_more(self) -> None:
@@ -242,6 +244,7 @@ class FastClient(Client):
         stream = self._stream()
         if stream is not None:
             reader: Any = stream.get_protocol()
+            # asyncio sets it only where it makes the connection itself; nats-py has wrapped one that was there
             reader._over_ssl = stream.get_extra_info("sslcontext") is not None
 
     async def _attempt_reconnect(self) -> None:

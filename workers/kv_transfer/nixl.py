@@ -48,7 +48,7 @@ class Nixl:
         # Addresses that somebody may still write to; who is so late that this many have come since is gone.
         self._forsaken: deque[memoryview] = deque(maxlen=FORSAKEN_MAX)
         self._unfinished: list[NixlRemote] = []  # their buffers may still be read
-        self._lock = threading.RLock()
+        self.lock = threading.RLock()  # around every call of the library, by its regions too
 
     @property
     def unfinished(self) -> int:
@@ -58,16 +58,16 @@ class Nixl:
     def offer(self, memory: memoryview) -> bytes:
         """Let sources write into this memory; return how. Raise TransferFailed."""
         address = _address(memory)
-        with self._lock, _failing():
-            self._registered[address] = self._register(address, len(memory))
+        with self.lock, _failing():
+            self._registered[address] = self.register(address, len(memory))
             return msgspec.msgpack.encode(_Offer(self._agent.get_agent_metadata(), address))
 
     def withdraw(self, memory: memoryview, quiet: bool) -> None:
         if not quiet:  # the address stays ours; the receiver gives its memory back
             self._forsaken.append(memory)
-        with self._lock, _failing():
+        with self.lock, _failing():
             if (registered := self._registered.pop(_address(memory), None)) is not None:
-                self._agent.deregister_memory(registered)
+                self.deregister(registered)
 
     def remote(self, offer: bytes, deadline_s: float) -> "NixlRemote":
         """Return the memory that a target offers. Raise TransferFailed."""
@@ -77,32 +77,42 @@ class Nixl:
             raise TransferFailed(
                 f"the target offers its memory in words that NIXL does not know: {error}"
             ) from error
-        with self._lock, _failing():
+        with self.lock, _failing():
             self._unfinished = [one for one in self._unfinished if not self._over(one)]
             peer = self._agent.add_remote_agent(known.agent)
         return NixlRemote(self, peer, known.address, deadline_s)
 
     def _over(self, remote: "NixlRemote") -> bool:
         """Let go of a transfer that was given up, if it has come to its end."""
-        if self._state(remote.handle) == "PROC":
+        if self.state(remote.handle) == "PROC":
             return False
-        self._agent.deregister_memory(remote.registered)
+        self.deregister(remote.registered)
         return True
 
-    def _register(self, address: int, size: int) -> Any:
+    def register(self, address: int, size: int) -> Any:
+        """Let the library write from here, or to here. Raises what it raises."""
         return self._agent.register_memory([(address, size, 0, "")], mem_type="DRAM")
 
-    def _begun(self, source: int, peer: Any, target: int, size: int) -> Any:
-        with self._lock, _failing():
+    def deregister(self, registered: Any) -> None:
+        """Undo `register`."""
+        self._agent.deregister_memory(registered)
+
+    def give_up(self, remote: "NixlRemote") -> None:
+        """Deregister a region's buffer later, when its transfer, which goes on, has come to its end."""
+        self._unfinished.append(remote)
+
+    def begin_write(self, source: int, peer: Any, target: int, size: int) -> Any:
+        """Begin a transfer to this address of that agent, and return its handle. Raise TransferFailed."""
+        with self.lock, _failing():
             ours = self._agent.get_xfer_descs([(source, size, 0)], mem_type="DRAM")
             theirs = self._agent.get_xfer_descs([(target, size, 0)], mem_type="DRAM")
             handle = self._agent.initialize_xfer("WRITE", ours, theirs, peer)
             self._agent.transfer(handle)
             return handle
 
-    def _state(self, handle: Any) -> str:
+    def state(self, handle: Any) -> str:
         """Return PROC, DONE or ERR, and release what is over."""
-        with self._lock:
+        with self.lock:
             try:
                 state: str = self._agent.check_xfer_state(handle)
             except Exception:  # a disconnected peer, among others
@@ -127,8 +137,8 @@ class NixlRemote:
         self._broken = False
         self._lock = threading.Lock()
         self.handle: Any = None  # of the transfer under way
-        with nixl._lock, _failing():
-            self.registered: Any = nixl._register(self._own, CHUNK_BYTES)
+        with nixl.lock, _failing():
+            self.registered: Any = nixl.register(self._own, CHUNK_BYTES)
 
     def write(self, offset: int, data: memoryview) -> None:
         """Write there, and return when it has arrived. Raise TransferFailed."""
@@ -136,8 +146,8 @@ class NixlRemote:
             if self.registered is None or self.handle is not None:
                 raise TransferFailed("it is not open")
             self._buffer[: len(data)] = np.frombuffer(data, np.uint8)
-            self.handle = self._nixl._begun(self._own, self._peer, self._address + offset, len(data))
-            while (state := self._nixl._state(self.handle)) == "PROC":
+            self.handle = self._nixl.begin_write(self._own, self._peer, self._address + offset, len(data))
+            while (state := self._nixl.state(self.handle)) == "PROC":
                 if self._broken or time.monotonic() > self._deadline_s:
                     raise TransferFailed("NIXL did not get done in time")
                 time.sleep(POLL_S)
@@ -151,7 +161,7 @@ class NixlRemote:
     def close(self) -> None:
         with (
             self._lock,
-            self._nixl._lock,
+            self._nixl.lock,
             _failing(),
         ):  # its agent and its lock are ours too: one library, one state
             registered, self.registered = self.registered, None
@@ -159,9 +169,9 @@ class NixlRemote:
                 return
             if self.handle is not None:
                 self.registered = registered
-                self._nixl._unfinished.append(self)
+                self._nixl.give_up(self)
             else:
-                self._nixl._agent.deregister_memory(registered)
+                self._nixl.deregister(registered)
 
 
 class _failing:

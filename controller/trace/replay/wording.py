@@ -6,7 +6,7 @@ how many make so many tokens is asked of the endpoint itself.
 
 import json
 from dataclasses import dataclass
-from functools import _lru_cache_wrapper, lru_cache
+from functools import _lru_cache_wrapper, lru_cache  # the first is the type of what the second returns
 from random import Random
 from typing import Literal
 
