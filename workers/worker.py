@@ -13,7 +13,7 @@ repeated. Without a bus it serves all the same.
 import asyncio
 import contextlib
 import sys
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -35,6 +35,7 @@ from workers.exits import BROKE, FELL, KILLED
 from workers.falls import Broken, Killed, Retired, broken
 from workers.gpus import Devices, WorkerGpus
 from workers.kv_events.publisher import KvPublisher
+from workers.kv_transfer.transport import Transport
 from workers.migration.settings import KvMoveSettings
 from workers.registration import registration
 from workers.server import WorkerServer
@@ -56,6 +57,19 @@ class WorkerDeadlines:
         2.0  # with the server's 1 s, the links' 1.5 s and the loop's 0.5 s it makes the cleanup's 5 s
     )
     cleanup_s: float = CLEANUP_S
+
+
+def _kv_transport(config: WorkerConfig) -> Callable[[], Transport] | None:
+    """Return what makes the way that KV caches go besides shared memory and sockets; None: there is none."""
+    if config.kv_transport != "nixl":
+        return None
+
+    def make() -> Transport:
+        from workers.kv_transfer.nixl import Nixl  # which takes seconds, and is an extra
+
+        return Nixl(config.instance)
+
+    return make
 
 
 class InferenceWorker:
@@ -80,7 +94,9 @@ class InferenceWorker:
             worker=config.name,
             instance=config.instance,
             engine=engine,
-            kv_moves=KvMoveSettings(host=config.host, advertise=config.advertise),
+            kv_moves=KvMoveSettings(
+                host=config.host, advertise=config.advertise, transport=_kv_transport(config)
+            ),
             on_fault=self._engine_faulted,
         )
         self.faults = RehearsedFaults(config, engine, self.server, lambda: self.fail(Killed()), devices)
@@ -136,8 +152,7 @@ class InferenceWorker:
         try:
             async with asyncio.timeout(self._deadlines.start_s) as timer:
                 await self.engine.start(self.server.deliver, self._kv.announce if self._kv else unheard)
-                if self.config.kv_transport == "nixl":
-                    await asyncio.to_thread(self._use_nixl)
+                await self.server.moves.start()
         except TimeoutError as error:
             if not timer.expired():
                 raise
@@ -176,12 +191,6 @@ class InferenceWorker:
             ) from error
         reach = self.config.advertise or host
         return f"tcp://[{reach}]:{port}" if ":" in reach else f"tcp://{reach}:{port}"
-
-    def _use_nixl(self) -> None:
-        """Load NIXL, which takes seconds: no move waits for it."""
-        from workers.kv_transfer.nixl import Nixl
-
-        self.server.moves.use(Nixl(self.config.instance))
 
     # --- until it is over
 

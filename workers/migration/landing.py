@@ -24,19 +24,17 @@ class Landing:
         instance: str,
         own: Callable[[], Sequence[Description]],
         settings: KvMoveSettings | None = None,
+        transport: Callable[[], Transport | None] = lambda: None,
     ) -> None:
-        """Receive for this instance, whose shards `own` describes."""
+        """Receive for this instance, whose shards `own` describes. `transport`: by which sources may send that have it too,
+        besides shared memory and sockets; asked when the first one comes."""
         self.receiver: Receiver | None = None
         self._instance = instance
         self._own = own
         self._settings = settings or KvMoveSettings()
-        self._transport: Transport | None = None  # besides shared memory and sockets
+        self._transport = transport
         self._closed = False
         self._making = asyncio.Lock()
-
-    def use(self, transport: Transport) -> None:
-        """Take in by this transport too, where the source has it. Call it before the first move."""
-        self._transport = transport
 
     async def grants(self, blocks: int, tokens: Sequence[int], first_block: int) -> list[Grant]:
         """Reserve so many blocks for each shard, all or none. Raise MoveRefused."""
@@ -82,7 +80,7 @@ class Landing:
                 settings.policy,
                 settings.host,
                 advertise=settings.advertise,
-                transport=self._transport,
+                transport=self._transport(),
             )
         except OSError as error:
             regions.close()

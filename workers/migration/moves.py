@@ -48,8 +48,10 @@ class WorkerMigrations:
     ) -> None:
         """Move streams of this engine. `stays` is told of each that was to leave and stays after all."""
         settings = settings or KvMoveSettings()
-        self.trust = Trust(self._distrusted)
-        self.landing = Landing(instance, lambda: engine.kv, settings)
+        self._make_transport = settings.transport
+        self._transport: Transport | None = None
+        self.trust = Trust(self._distrusted, lambda: self._transport)
+        self.landing = Landing(instance, lambda: engine.kv, settings, lambda: self._transport)
         self.source = OutgoingMigrations(engine, self.trust, counters, stays, settings.piece_bytes)
         self.target = IncomingMigrations(
             engine, self.trust, self.landing, output, counters, settings.take_bytes
@@ -61,10 +63,10 @@ class WorkerMigrations:
         """Whether streams can leave with their KV cache."""
         return bool(self._engine.kv)
 
-    def use(self, transport: Transport) -> None:
-        """Send and take in by this transport where the other worker has it too. Call it before the first move."""
-        self.trust.use(transport)
-        self.landing.use(transport)
+    async def start(self) -> None:
+        """Load the transport that is wanted, if one is: it takes seconds, and no move is to wait for it."""
+        if self._make_transport is not None:
+            self._transport = await asyncio.to_thread(self._make_transport)
 
     def _distrusted(self, reason: str) -> None:
         self.source.break_off(reason)

@@ -1,10 +1,12 @@
 """Where does a worker take KV caches in, and how much of one is copied at once?"""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 from workers.kv_transfer.ledger import ReservationPolicy
 from workers.kv_transfer.regions import ROOT
+from workers.kv_transfer.transport import Transport
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -17,3 +19,6 @@ class KvMoveSettings:
     policy: ReservationPolicy | None = None  # None: the receiver's own
     piece_bytes: int = 16 << 20  # copied out of an engine at once, for each shard
     take_bytes: int = 64 << 20  # copied into an engine at once, for each shard
+    transport: Callable[[], Transport] | None = (
+        None  # makes a way besides shared memory and sockets; may take seconds
+    )

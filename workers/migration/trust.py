@@ -70,12 +70,15 @@ class TrustedSender:
 class Trust:
     """The doubts about what one worker computes, and its only way out for KV caches."""
 
-    def __init__(self, lost: Callable[[str], None]) -> None:
-        """Trust it. `lost` is told why, at each new doubt."""
+    def __init__(
+        self, lost: Callable[[str], None], transport: Callable[[], Transport | None] = lambda: None
+    ) -> None:
+        """Trust it. `lost` is told why, at each new doubt. `transport`: by which to send to targets that have it too, besides
+        shared memory and sockets."""
         self.losses = 0
         self.turns = 0  # doubts that came, and that went: two equal numbers have no doubt in between
         self._lost = lost
-        self._transport: Transport | None = None  # besides shared memory and sockets
+        self._transport = transport
         self._doubts: dict[str, str] = {}
         self._shipments: weakref.WeakSet[OutgoingShipment] = weakref.WeakSet()
         self._threads: ThreadPoolExecutor | None = None
@@ -121,10 +124,6 @@ class Trust:
             self.turns += 1
             log.info("doubt_cleared", cause=cause, trusted=not self._doubts)
 
-    def use(self, transport: Transport) -> None:
-        """Send by this transport too, where the target has it. Call it before the first shipment."""
-        self._transport = transport
-
     async def load(self) -> None:
         """Import what shipping needs, off the loop: a worker that never ships does without numpy."""
         if self._mappings is None:
@@ -139,7 +138,7 @@ class Trust:
 
         self.check()
         self._threads = self._threads or ThreadPoolExecutor(THREADS_MAX, thread_name_prefix="kv-send")
-        made = Shipment(grant, description, self._mappings, self._threads, self._transport)
+        made = Shipment(grant, description, self._mappings, self._threads, self._transport())
         self._shipments.add(made)
         return made
 

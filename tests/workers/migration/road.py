@@ -196,6 +196,7 @@ async def end(name: str, engine: Engine, root: Path, **settings: Any) -> AsyncIt
     moves = KvMoveSettings(root=root, **settings)
     server = WorkerServer(worker=name, instance=f"{name}-1", engine=engine, kv_moves=moves)
     await engine.start(server.deliver)
+    await server.moves.start()
     _, port = await server.start("127.0.0.1", 0)
     frontend = await PlainFrontend.connect(port)
     try:

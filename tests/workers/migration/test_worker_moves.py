@@ -208,9 +208,7 @@ async def test_a_stream_that_cannot_leave_a_worker_that_does_not_wait_is_sent_on
 
 async def test_a_transport_that_both_have_carries_the_blocks(tmp_path: Path) -> None:
     playing = Playing()
-    async with road(tmp_path) as way:
-        for end in (way.source, way.target):
-            end.server.moves.use(playing)
+    async with road(tmp_path, transport=lambda: playing) as way:
         move = await way.begin()
         assert (await way.moved(move)).link == "playing"
         assert await way.rest(move) == await way.undisturbed(move)
