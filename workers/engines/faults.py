@@ -1,0 +1,69 @@
+"""What can be wrong with every engine that plays faults for rehearsals: steps that raise, tokens that are others."""
+
+from dataclasses import dataclass
+
+import xxhash
+
+CORRUPT_ONE_IN = 8
+DRIFT = 0.05
+SLOW_TIMES = 5.0
+
+
+@dataclass(slots=True, kw_only=True)
+class EngineFaults:
+    """What is wrong with an engine right now. A fresh value is a healthy engine."""
+
+    error: bool = False
+    errors_left: int = 0  # 0: until healed
+    corrupt_one_in: int = 0
+    drift: float = 0.0
+    dead: bool = False
+    _said: int = 0  # tokens said while corrupting
+
+    def begin(self, fault: str, argument: float) -> bool:
+        """Begin a fault that every engine has; False if it is none of these. An argument of 0 takes the fault's default."""
+        match fault:
+            case "error":
+                self.error, self.errors_left = True, int(argument)
+            case "corrupt":
+                self.corrupt_one_in = max(1, int(argument) or CORRUPT_ONE_IN)
+            case "drift":
+                self.drift = argument or DRIFT
+            case "die":
+                self.dead = True
+            case _:
+                return False
+        return True
+
+    def end(self, fault: str) -> None:
+        """End such a fault. Who is dead stays so."""
+        match fault:
+            case "error":
+                self.error, self.errors_left = False, 0
+            case "corrupt":
+                self.corrupt_one_in = 0
+            case "drift":
+                self.drift = 0.0
+
+    def raised(self, requests: int) -> int:
+        """Return how many of `requests` the raising engine takes down now, and count them."""
+        if not self.error:
+            return 0
+        if not self.errors_left:
+            return requests
+        taken = min(requests, self.errors_left)
+        self.errors_left -= taken
+        self.error = self.errors_left > 0
+        return taken
+
+    def struck(self) -> int | None:
+        """Return a number that chooses which wrong token is said in place of this one; None: it is said as it is.
+
+        One in k is struck. Which ones is a hash of a running count, not of the sequence: a fault that struck every k-th token
+        in turn would spare whole streams for ever, and one keyed by the text would spare whole canaries.
+        """
+        if not self.corrupt_one_in:
+            return None
+        self._said += 1
+        dice = xxhash.xxh64_intdigest(self._said.to_bytes(8, "little"))
+        return None if dice % self.corrupt_one_in else dice >> 32
