@@ -26,6 +26,7 @@ from typing import Any
 import structlog
 import uvloop
 
+from benchmarks.store.registered import WORKERS, joined
 from controller.adapters.clock import SystemClock
 from controller.adapters.embedded.servers import start_nats
 from controller.deciders.fleet import FleetPolicy
@@ -37,25 +38,8 @@ from events import observations as o
 from events.decisions import Absorbed, HealthChanged, HealthStatus
 from events.journal.nats import NatsJournal
 
-WORKERS = 16
 APPENDS = 1000
 TAKEOVERS = 5
-PROFILE = o.Profile(
-    kv_blocks=1000,
-    block_tokens=16,
-    max_batch=16,
-    prefill_tokens_per_s=5000.0,
-    tpot_ms=((1, 10.0), (16, 20.0)),
-)
-
-
-def joined(worker: str) -> o.WorkerJoined:
-    """Return a worker's registration."""
-    return o.WorkerJoined(
-        worker=worker, instance=f"{worker}-a", url="tcp://127.0.0.1:1", model="llama", revision="r1",
-        tokenizer="builtin:sim", engine="simulated", engine_version="1", dtype="f32", tp=1, device="cpu",
-        profile=PROFILE, canary_key="key", pid=1,
-    )  # fmt: skip
 
 
 def passed(worker: str, canary: str = "c0", check: o.CheckType = "scheduled") -> o.CanaryPassed:

@@ -27,6 +27,7 @@ from typing import Any
 import nats
 
 from benchmarks.store import stalls
+from benchmarks.store.registered import WORKERS, joined
 from controller.adapters.embedded.servers import EmbeddedServer, start_nats, start_postgres
 from controller.adapters.postgres import migrate
 from controller.adapters.postgres.store import PostgresStore
@@ -41,28 +42,11 @@ from events.fact import Decision, Fact, Observation, Recorded
 from events.journal.nats import NatsJournal
 from events.order import Order
 
-WORKERS = 16
 DECIDE_EVERY = 1_000
 EPOCH = datetime(2026, 3, 1, tzinfo=UTC)
-PROFILE = o.Profile(
-    kv_blocks=1000,
-    block_tokens=16,
-    max_batch=16,
-    prefill_tokens_per_s=5000.0,
-    tpot_ms=((1, 10.0), (16, 20.0)),
-)
 
 
 # --- a history ------------------------------------------------------------------------------------------------------
-
-
-def joined(worker: str) -> o.WorkerJoined:
-    """Return a worker's registration."""
-    return o.WorkerJoined(
-        worker=worker, instance=f"{worker}-a", url="tcp://127.0.0.1:1", model="llama", revision="r1",
-        tokenizer="builtin:sim", engine="simulated", engine_version="1", dtype="f32", tp=1, device="cpu",
-        profile=PROFILE, canary_key="key", pid=1,
-    )  # fmt: skip
 
 
 def observed(rng: random.Random, now: datetime, number: int) -> Observation:
