@@ -165,7 +165,10 @@ class Fleet:
             }:
                 endpoint.status, endpoint.weight = HealthStatus.UNHEALTHY, 0.0
             self.director.changed()
-        moved = lambda: all(f.endpoint is not None and f.endpoint is not gone[f] for f in waiting)  # noqa: E731
+
+        def moved() -> bool:
+            return all(f.endpoint is not None and f.endpoint is not gone[f] for f in waiting)
+
         await until(lambda: self.director.table and moved() and self.sent())
         placed_ms = (time.perf_counter() - began) * 1000
         load = computed_again(waiting)
