@@ -20,8 +20,9 @@ else:
 
     def replace(state: Any, /, **changes: Any) -> Any:
         """Return `state` with other values in some fields. Raise AttributeError for one that it has not."""
-        copy = _COPIES.get(state.__class__)
-        if copy is None:
+        try:
+            copy = _COPIES[state.__class__]
+        except KeyError:
             copy = _COPIES[state.__class__] = _copy_of(state.__class__)
         return copy(state, changes)
 

@@ -136,35 +136,31 @@ def _health_changed(state: Breaker, fact: HealthChanged, cause: str) -> Breaker:
     return state if state.resting == resting else replace(state, resting=resting)
 
 
-def _anew(state: Breaker, number: int) -> Breaker:
-    """Begin anew with the decision of that number. Kept are only whose it is, whether it rests, and who tries it."""
-    return Breaker(
-        state.worker,
-        state.instance,
-        moved_by=number,
-        resting=state.resting,
-        trial_by=state.trial_by,
-        cause=f"decision:{number}",
-    )
-
-
 def _moved(state: Breaker, fact: BreakerOpened | BreakerHalfOpened | BreakerClosed) -> Breaker:
-    fresh = _anew(state, fact.number)
+    """Take a move. What was found before it says nothing about what follows, but for how many trials failed in a row."""
+    moved = replace(
+        state,
+        request_failures=0,
+        canary_failures=0,
+        unhealthy="",
+        trial="",
+        retry_at=None,
+        deadline=None,
+        admitted=False,
+        why="",
+        moved_by=fact.number,
+        cause=f"decision:{fact.number}",
+    )
     match fact:
         case BreakerOpened():
+            failed = state.trials_failed + (state.position == "half_open")
             return replace(
-                fresh,
-                position="open",
-                retry_at=fact.retry_at,
-                trials_failed=state.trials_failed + (state.position == "half_open"),
-                why=fact.reason,
+                moved, position="open", retry_at=fact.retry_at, trials_failed=failed, why=fact.reason
             )
         case BreakerHalfOpened():
-            return replace(
-                fresh, position="half_open", deadline=fact.deadline, trials_failed=state.trials_failed
-            )
+            return replace(moved, position="half_open", deadline=fact.deadline)
         case _:
-            return fresh
+            return replace(moved, position="closed", trials_failed=0)
 
 
 def decide(policy: BreakerPolicy, state: Breaker, now: datetime) -> tuple[Decision, ...]:

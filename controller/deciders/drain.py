@@ -81,30 +81,39 @@ def evolve(state: Drain, fact: Fact, cause: str = "") -> Drain:
         case WorkerLeft():
             return replace(state, wanted="", left=True, cause=cause)
         case DrainStarted():
-            return replace(
-                _anew(state, fact.number),
-                deadline=fact.deadline,
-                reason=fact.reason,
-                empty=state.empty,
-                gone=state.gone,
-            )
+            return _started(state, fact)
         case DrainEnded():
-            return replace(
-                _anew(state, fact.number),
-                wanted=state.wanted,
-                wanted_s=state.wanted_s,
-                done=fact.outcome == "empty",
-            )
+            return _ended(state, fact)
         case _:
             return state
 
 
-def _anew(state: Drain, number: int) -> Drain:
-    """Begin anew with the decision of that number. Kept are only whose it is and whether the worker has left.
+def _started(state: Drain, fact: DrainStarted) -> Drain:
+    """Begin the drain that was wanted. A worker that is empty or gone already stays so: that ends it at once."""
+    return replace(
+        state,
+        wanted="",
+        wanted_s=None,
+        deadline=fact.deadline,
+        reason=fact.reason,
+        done=False,
+        resumed=False,
+        cause=f"decision:{fact.number}",
+    )
 
-    A start keeps beside that `empty` and `gone`, which end the drain at once; an end keeps the next drain's wish.
-    """
-    return Drain(state.worker, state.instance, left=state.left, cause=f"decision:{number}")
+
+def _ended(state: Drain, fact: DrainEnded) -> Drain:
+    """Forget the drain but for whether it is done. What is wanted by now is the next one."""
+    return replace(
+        state,
+        deadline=None,
+        reason="",
+        empty=False,
+        done=fact.outcome == "empty",
+        gone=False,
+        resumed=False,
+        cause=f"decision:{fact.number}",
+    )
 
 
 def _want(state: Drain, reason: str, deadline_s: float | None, cause: str) -> Drain:

@@ -134,22 +134,24 @@ def _passed(state: Golden, fact: CanaryPassed | CanarySlow, cause: str) -> Golde
 
 def _proposed(state: Golden | None, fact: GoldenProposed, cause: str) -> Golden:
     """Take a vote in. An agreed golden is not voted on, but configuration always has its way."""
-    known = state is not None and state.configured and state.tokens == fact.tokens
-    if state is not None and state.status == "agreed" and (known or not fact.configured):
-        return state
     voter = CONFIGURED if fact.configured else fact.worker
     vote = Vote(voter, fact.instance, fact.tokens, fact.top_k, cause)
-    orphaned = state is not None and state.status == "retired" and not state.votes
-    if state is None or fact.configured or orphaned:
+    if state is None:
+        return _anew(Golden(fact.canary_key, fact.canary), fact, vote)
+    known = state.configured and state.tokens == fact.tokens
+    if state.status == "agreed" and (known or not fact.configured):
+        return state
+    orphaned = state.status == "retired" and not state.votes
+    if fact.configured or orphaned:
         return _anew(state, fact, vote)
     return replace(state, votes=_cast(state.votes, vote), disputed_by=_disputed_by(state, vote), cause=cause)
 
 
-def _anew(state: Golden | None, fact: GoldenProposed, vote: Vote) -> Golden:
-    """Begin anew with this answer. Kept are only the votes, and the number of the decision that moved it last."""
-    return Golden(
-        fact.canary_key,
-        fact.canary,
+def _anew(state: Golden, fact: GoldenProposed, vote: Vote) -> Golden:
+    """Begin anew with this answer: provisional, agreed and disputed by nobody. All votes stay."""
+    return replace(
+        state,
+        status="provisional",
         prompt=fact.prompt,
         tokens=fact.tokens,
         top_k=fact.top_k,
@@ -159,8 +161,10 @@ def _anew(state: Golden | None, fact: GoldenProposed, vote: Vote) -> Golden:
         proposed_instance=fact.instance,
         configured=fact.configured,
         asked=fact.asked,
-        votes=_cast(state.votes if state is not None else (), vote),
-        moved_by=state.moved_by if state is not None else 0,
+        votes=_cast(state.votes, vote),
+        by=(),
+        dissent=(),
+        disputed_by="",
         cause=vote.cause,
     )
 

@@ -29,12 +29,26 @@ one with the right answer, however slow; only a suspicion of slowness asks for m
 A device's limit (throttled clocks, a lost link) is no doubt: it caps the weight, the least of several counts, and moves
 nothing else. It ends with the device's recovery, an operator's word or the instance, whose successor says anew what limits it.
 
-Here is what is known (`Health`) and what each fact adds to it (`evolve`); which move is due is `health_moves`.
+Here is what each fact adds (`evolve`) to what is known (`health_state.Health`); which move is due is `health_moves`.
 """
 
-from dataclasses import dataclass
-from datetime import datetime
-
+from controller.deciders.health_state import (
+    CORRUPT,
+    DEAD,
+    DEVICE,
+    DRAINING,
+    ENGINE,
+    HEALTHY,
+    LIMITED,
+    SILENT,
+    TRIALS_FAILED,
+    UNHEALTHY,
+    Canaries,
+    Charges,
+    Health,
+    Slowness,
+    Trials,
+)
 from events.decisions import (
     BreakerClosed,
     BreakerOpened,
@@ -56,83 +70,20 @@ from events.observations import (
     ResumeRequested,
     ShutdownBegan,
     WorkerHeard,
-    WorkerJoined,
     WorkerLeft,
     WorkerSilent,
     WorkerSlow,
     WorkerSlowCleared,
 )
 
-HEALTHY, SUSPICIOUS, UNHEALTHY, DRAINING, DEAD = HealthStatus
-CORRUPT, SILENT, ENGINE, DEVICE = "corrupt", "silent", "engine", "device"  # convictions; a device's names it
-CORRUPT_REASONS = ("token_mismatch", "logit_drift", "non_finite")  # reasons of a HealthChanged for corruption
-TRIALS_FAILED = "trials_failed"
-LIMITED = "device_limit"  # reason of a HealthChanged that only a device's limit has moved
 CONVICTIONS_MAX = 16  # of one worker; more devices than that are one broken host
 FRONTENDS_MAX = 64  # whose reports of slowness are counted as one
 
 
-@dataclass(frozen=True, slots=True)
-class Health:
-    """One worker's health in its current life."""
-
-    worker: str
-    instance: str
-    status: HealthStatus = SUSPICIOUS
-    weight: float = 0.0
-    reason: str = "joined"
-    joining: bool = True  # has not been HEALTHY in this life
-    ramp: float = 0.0  # the weight that it had when it was HEALTHY last; below 1 while the ramp goes on
-    failures: int = 0  # canaries failed in a row, since it was last HEALTHY or became UNHEALTHY
-    failure: str = ""  # the reason of the last one
-    goods: int = 0  # good canaries in a row, since the last move
-    streak: int = 0  # good canaries in a row, since the last conviction
-    slows: int = 0  # slow reports in a row: of canaries, and of the frontends together
-    slow_at: tuple[str, ...] = ()  # frontends whose reports were counted as one with the last
-    quicks: int = 0  # not-slow good canaries in a row, since the last move
-    slow: bool = False  # slowness is a reason of the present suspicion
-    convictions: tuple[str, ...] = ()  # what stands against it
-    accused: str = ""  # the reason of a conviction that no decision has answered yet
-    proven: bool = False  # it was taken out of service for more than doubt, and has not been HEALTHY since
-    disputed: tuple[str, ...] = ()  # canaries over whose goldens it is at odds with another worker
-    trial_passed: bool = False  # the breaker closed since it became UNHEALTHY
-    trials_failed: int = 0  # in a row
-    kept: bool = False  # the ejection budget holds it in service
-    leaving: str = ""  # why it is to drain, until a decision has answered
-    draining: bool = False  # a drain is in force, even while it is UNHEALTHY
-    given_up: bool = False  # drained by this machine: dead as soon as it is empty
-    resumed: bool = False  # an operator wants it back; a good canary will do
-    over: str = ""  # how the drain ended
-    left: str = ""  # how its process ended
-    silent_since: datetime | None = None  # by the clock of the controller that said so
-    moved_by: int = 0  # number of the last decision about its health
-    limits: tuple[tuple[str, float], ...] = ()  # (device and class, the weight that it leaves at most)
-    unlimited: float = 0.0  # the weight without those limits
-    cause: str = ""  # id of the fact that spoke last
-
-    @property
-    def limit(self) -> float:
-        """The weight that its devices leave it at most."""
-        return min(weight for _, weight in self.limits) if self.limits else 1.0
-
-    @property
-    def corrupt(self) -> bool:
-        """Whether wrong answers have convicted it."""
-        return CORRUPT in self.convictions
-
-    @property
-    def convicted(self) -> bool:
-        """Whether anything but doubt stands against it, or has taken it out of service: it is never kept there.
-
-        What stood against it may be over (it is heard again, an operator takes its part) before its trial has passed.
-        """
-        return self.proven or bool(self.convictions)
-
-
-def rejoin(previous: Health, joined: WorkerJoined, cause: str = "") -> Health:
-    """Return the health of a worker's next life. Kept are only the convictions of hardware and weights."""
-    carried = tuple(c for c in previous.convictions if c not in (SILENT, ENGINE))
-    return Health(joined.worker, joined.instance, convictions=carried, cause=cause)
+def rejoin(previous: Health, new: Health) -> Health:
+    """Return the health with which a worker's next life begins: a new one, with the convictions of hardware and weights."""
+    carried = tuple(c for c in previous.charges.convictions if c not in (SILENT, ENGINE))
+    return replace(new, charges=replace(new.charges, convictions=carried))
 
 
 def evolve(state: Health, fact: Fact, cause: str = "") -> Health:
@@ -149,10 +100,12 @@ def evolve(state: Health, fact: Fact, cause: str = "") -> Health:
         case HealthChanged():
             return _moved(state, fact)
         case BreakerClosed():
-            return replace(state, trial_passed=state.status is UNHEALTHY, trials_failed=0, failures=0)
+            trials = replace(state.trials, passed=state.status is UNHEALTHY, failed=0)
+            return replace(state, trials=trials, canaries=replace(state.canaries, failures=0))
         case BreakerOpened():
-            failed = state.trials_failed + fact.reason.startswith("trial_failed")
-            return replace(state, trial_passed=False, trials_failed=failed, cause=f"decision:{fact.number}")
+            failed = state.trials.failed + fact.reason.startswith("trial_failed")
+            trials = replace(state.trials, passed=False, failed=failed)
+            return replace(state, trials=trials, cause=f"decision:{fact.number}")
         case WeightCapped():
             return replace(state, kept=fact.weight is not None)
         case _:
@@ -165,7 +118,7 @@ def _life(state: Health, fact: Fact, cause: str) -> Health:
         case WorkerSlow():
             return _slow(state, fact.frontend, cause)
         case WorkerSlowCleared():
-            return replace(state, slows=0, slow_at=()) if state.slows else state
+            return replace(state, slowness=_over(state.slowness))
         case WorkerSilent():
             return _convict(state, SILENT, SILENT, cause)
         case WorkerHeard():
@@ -177,7 +130,8 @@ def _life(state: Health, fact: Fact, cause: str) -> Health:
         case DeviceFaulted(weight=float() | int()):
             return _limit(state, _device(fact), fact.weight, cause)
         case DeviceRecovered():
-            return _limit(_clear(state, _device(fact)), _device(fact), None, cause)
+            cleared = replace(state, charges=_without(state.charges, _device(fact)))
+            return _limit(cleared, _device(fact), None, cause)
         case EngineFaulted(fatal=True):
             return _convict(state, ENGINE, f"engine_fault: {fact.reason}", cause)
         case DrainRequested():
@@ -186,10 +140,12 @@ def _life(state: Health, fact: Fact, cause: str) -> Health:
             return _leave(state, f"shutdown: {fact.mode}", cause)
         case ResumeRequested():
             return _resume(state, cause)
-        case DrainEnded() if fact.outcome != "resumed" and not state.resumed:
-            return replace(state, over=fact.outcome, cause=f"decision:{fact.number}")
+        case DrainEnded() if fact.outcome != "resumed" and not state.exit.resumed:
+            return replace(
+                state, exit=replace(state.exit, over=fact.outcome), cause=f"decision:{fact.number}"
+            )
         case WorkerLeft():
-            return replace(state, left=f"left: {fact.mode}", cause=cause)
+            return replace(state, exit=replace(state.exit, left=f"left: {fact.mode}"), cause=cause)
         case _:
             return state
 
@@ -219,19 +175,17 @@ def _good(state: Health, sent_under: int, slow: bool, cause: str) -> Health:
     """Count a right answer. One that was asked for before the last move says nothing about what followed."""
     if sent_under < state.moved_by:
         return state
-    calm = state.status is HEALTHY and state.ramp >= 1 and not state.convictions
-    if calm and not slow and not state.failures and not state.slows and not state.disputed:
+    said, slowness = state.canaries, state.slowness
+    calm = state.status is HEALTHY and state.ramp >= 1 and not state.charges.convictions
+    if calm and not slow and not said.failures and not slowness.reports and not state.disputed:
         return state
-    if SILENT in state.convictions and not state.accused:
+    if SILENT in state.charges.convictions and not state.charges.accused:
         state = _heard(state)
+    quicks = 0 if slow else said.quicks + 1
     return replace(
         state,
-        failures=0,
-        goods=state.goods + 1,
-        streak=state.streak + 1,
-        slows=state.slows + 1 if slow else 0,
-        slow_at=state.slow_at if slow else (),
-        quicks=0 if slow else state.quicks + 1,
+        canaries=replace(said, failures=0, goods=said.goods + 1, streak=said.streak + 1, quicks=quicks),
+        slowness=replace(slowness, reports=slowness.reports + 1) if slow else _over(slowness),
         cause=cause,
     )
 
@@ -239,9 +193,17 @@ def _good(state: Health, sent_under: int, slow: bool, cause: str) -> Health:
 def _slow(state: Health, frontend: str, cause: str) -> Health:
     """Count a frontend's report. What several frontends find in the same window is one finding: it counts again when
     one of them says it again."""
-    if frontend in state.slow_at or not state.slow_at or len(state.slow_at) >= FRONTENDS_MAX:
-        return replace(state, slows=state.slows + 1, slow_at=(frontend,), quicks=0, cause=cause)
-    return replace(state, slow_at=(*state.slow_at, frontend), quicks=0, cause=cause)
+    known = state.slowness
+    if frontend in known.frontends or not known.frontends or len(known.frontends) >= FRONTENDS_MAX:
+        slowness = replace(known, reports=known.reports + 1, frontends=(frontend,))
+    else:
+        slowness = replace(known, frontends=(*known.frontends, frontend))
+    return replace(state, slowness=slowness, canaries=replace(state.canaries, quicks=0), cause=cause)
+
+
+def _over(slowness: Slowness) -> Slowness:
+    """Count its reports from the start again; whether it is suspected stays."""
+    return replace(slowness, reports=0, frontends=()) if slowness.reports else slowness
 
 
 def _failed(state: Health, fact: CanaryFailed, cause: str) -> Health:
@@ -250,62 +212,63 @@ def _failed(state: Health, fact: CanaryFailed, cause: str) -> Health:
         state = _convict(state, CORRUPT, fact.reason, cause)
     elif fact.sent_under < state.moved_by:
         return state
-    return replace(
-        state, failures=state.failures + 1, failure=fact.reason, goods=0, streak=0, quicks=0, cause=cause
-    )
+    said = state.canaries
+    said = replace(said, failures=said.failures + 1, failure=fact.reason, goods=0, streak=0, quicks=0)
+    return replace(state, canaries=said, cause=cause)
 
 
 def _convict(state: Health, conviction: str, reason: str, cause: str) -> Health:
     """Hold something against the worker. Only what is new, or belies a recovery, asks for a decision."""
-    new = conviction not in state.convictions and len(state.convictions) < CONVICTIONS_MAX
-    known_bad = state.status is UNHEALTHY or (state.status is DRAINING and state.given_up)
-    news = new or state.trial_passed or not known_bad
+    standing = state.charges.convictions
+    new = conviction not in standing and len(standing) < CONVICTIONS_MAX
+    known_bad = state.status is UNHEALTHY or (state.status is DRAINING and state.exit.given_up)
+    news = new or state.trials.passed or not known_bad
     return replace(
         state,
-        convictions=(*state.convictions, conviction) if new else state.convictions,
-        accused=reason if news else state.accused,
-        streak=0,
-        goods=0,
-        resumed=False,
+        charges=replace(
+            state.charges,
+            convictions=(*standing, conviction) if new else standing,
+            accused=reason if news else state.charges.accused,
+        ),
+        canaries=replace(state.canaries, streak=0, goods=0),
+        exit=replace(state.exit, resumed=False),
         cause=cause if news else state.cause,
     )
 
 
 def _heard(state: Health) -> Health:
-    if SILENT not in state.convictions:
+    if SILENT not in state.charges.convictions:
         return state
-    return replace(_clear(state, SILENT), silent_since=None)
+    return replace(state, charges=replace(_without(state.charges, SILENT), silent_since=None))
 
 
-def _clear(state: Health, conviction: str) -> Health:
-    if conviction not in state.convictions:
-        return state
-    left = tuple(c for c in state.convictions if c != conviction)
-    return replace(state, convictions=left, accused=state.accused if left else "")
+def _without(charges: Charges, conviction: str) -> Charges:
+    """Return what stands against it besides this. Where nothing does, nobody need answer for it any more."""
+    if conviction not in charges.convictions:
+        return charges
+    left = tuple(c for c in charges.convictions if c != conviction)
+    return replace(charges, convictions=left, accused=charges.accused if left else "")
 
 
 def _leave(state: Health, reason: str, cause: str) -> Health:
     if state.status is DRAINING:
-        return replace(state, resumed=False)
-    return replace(state, leaving=reason, cause=cause)
+        return replace(state, exit=replace(state.exit, resumed=False))
+    return replace(state, exit=replace(state.exit, leaving=reason), cause=cause)
 
 
 def _resume(state: Health, cause: str) -> Health:
     """Take an operator's word that the worker is well: only silence cannot be argued away."""
-    silent = tuple(c for c in state.convictions if c == SILENT)
+    silent = tuple(c for c in state.charges.convictions if c == SILENT)
+    accused = state.charges.accused if silent else ""
+    resumed = state.status is DRAINING
     return replace(
         state,
-        convictions=silent,
-        accused=state.accused if silent else "",
-        disputed=(),
-        leaving="",
-        draining=False,
-        given_up=False,
-        resumed=state.status is DRAINING,
-        over="",
-        goods=0,
-        trials_failed=0,
         limits=(),
+        disputed=(),
+        canaries=replace(state.canaries, goods=0),
+        charges=replace(state.charges, convictions=silent, accused=accused),
+        trials=replace(state.trials, failed=0),
+        exit=replace(state.exit, leaving="", draining=False, given_up=False, resumed=resumed, over=""),
         cause=cause,
     )
 
@@ -313,68 +276,62 @@ def _resume(state: Health, cause: str) -> Health:
 def _moved(state: Health, fact: HealthChanged) -> Health:
     """Take the consequence of a decision."""
     unlimited = fact.weight if fact.unlimited is None else fact.unlimited
+    cause = f"decision:{fact.number}"
     if fact.reason == LIMITED:
-        return replace(state, weight=fact.weight, unlimited=unlimited, cause=f"decision:{fact.number}")
+        return replace(state, weight=fact.weight, unlimited=unlimited, cause=cause)
     moved = replace(
         state,
         status=fact.after,
         weight=fact.weight,
         unlimited=unlimited,
         reason=fact.reason,
-        goods=0,
-        quicks=0,
-        accused="",
-        trial_passed=False,
         moved_by=fact.number,
-        cause=f"decision:{fact.number}",
+        cause=cause,
     )
+    if fact.after is HEALTHY:
+        return _well(moved)
+    said = replace(state.canaries, goods=0, quicks=0)
+    charges = replace(state.charges, accused="")
+    moved = replace(moved, canaries=said, charges=charges, trials=replace(state.trials, passed=False))
     match fact.after:
-        case HealthStatus.HEALTHY:
-            return _anew(state, fact, unlimited)
         case HealthStatus.SUSPICIOUS:
-            slow = state.slow or fact.reason == "slow"
-            if slow:
-                moved = replace(moved, slows=0, slow_at=())
-            return replace(moved, slow=slow)
+            slow = state.slowness.suspected or fact.reason == "slow"
+            return replace(moved, slowness=replace(_over(state.slowness), suspected=True)) if slow else moved
         case HealthStatus.UNHEALTHY:
-            since = fact.decided_at if SILENT in state.convictions else None
-            proven = state.proven or bool(state.convictions)
-            return replace(
-                moved, failures=0, slow=False, proven=proven, silent_since=state.silent_since or since
-            )
+            return _out_of_service(moved, fact)
         case HealthStatus.DRAINING:
-            given_up = fact.reason in (SILENT, TRIALS_FAILED) or (state.draining and state.given_up)
-            return replace(
-                moved,
-                accused=state.accused,  # is answered next
-                leaving="",
-                draining=True,
-                given_up=given_up,
-                resumed=False,
-                over="",
-            )
+            given_up = fact.reason in (SILENT, TRIALS_FAILED) or (state.exit.draining and state.exit.given_up)
+            drain = replace(state.exit, leaving="", draining=True, given_up=given_up, resumed=False, over="")
+            return replace(moved, charges=state.charges, exit=drain)  # an accusation is answered next
         case _:
             return moved
 
 
-def _anew(state: Health, fact: HealthChanged, unlimited: float) -> Health:
-    """Begin anew: HEALTHY, with nothing held against it. Kept are only whose health it is, what the ejection budget said,
-    a dispute, a wish to drain it, a device's limit, and how its process ended.
-    """
-    return Health(
-        state.worker,
-        state.instance,
-        HEALTHY,
-        fact.weight,
-        fact.reason,
+def _well(moved: Health) -> Health:
+    """Hold nothing against it any more: it is HEALTHY. A dispute, a wish to drain it and a device's limit stay."""
+    return replace(
+        moved,
         joining=False,
-        ramp=unlimited,
-        kept=state.kept,
-        disputed=state.disputed,
-        left=state.left,
-        leaving=state.leaving,
-        moved_by=fact.number,
-        limits=state.limits,
-        unlimited=unlimited,
-        cause=f"decision:{fact.number}",
+        ramp=moved.unlimited,
+        canaries=Canaries(),
+        slowness=Slowness(),
+        charges=Charges(),
+        trials=Trials(),
+        exit=replace(moved.exit, draining=False, given_up=False, resumed=False, over=""),
+    )
+
+
+def _out_of_service(moved: Health, fact: HealthChanged) -> Health:
+    """Note why it is UNHEALTHY: whether for more than doubt, and since when it is silent, if it is."""
+    charges = moved.charges
+    since = fact.decided_at if SILENT in charges.convictions else None
+    return replace(
+        moved,
+        canaries=replace(moved.canaries, failures=0),
+        slowness=replace(moved.slowness, suspected=False),
+        charges=replace(
+            charges,
+            proven=charges.proven or bool(charges.convictions),
+            silent_since=charges.silent_since or since,
+        ),
     )

@@ -9,7 +9,7 @@ from datetime import datetime, timedelta
 from itertools import pairwise
 from typing import TypeAlias
 
-from controller.deciders.health import (
+from controller.deciders.health_state import (
     DEAD,
     DRAINING,
     ENGINE,
@@ -76,7 +76,8 @@ def decide(policy: HealthPolicy, state: Health, now: datetime) -> tuple[Decision
 
 def due_at(policy: HealthPolicy, state: Health) -> datetime | None:
     """Return when time alone makes something due."""
-    return None if state.silent_since is None else state.silent_since + policy.dead_after
+    since = state.charges.silent_since
+    return None if since is None else since + policy.dead_after
 
 
 def _limited(state: Health) -> Move | None:
@@ -93,34 +94,34 @@ def _due(policy: HealthPolicy, state: Health, now: datetime) -> Move | None:
     """Return what is due. A drain comes before an accusation, so that a convicted worker ends up UNHEALTHY."""
     if state.status is DEAD:
         return None
-    if state.left:
-        return DEAD, 0.0, state.left
-    if state.over and (state.given_up or state.over in ("deadline", "left")):
-        return DEAD, 0.0, f"drained: {state.over}"
-    if state.leaving:
-        return DRAINING, 0.0, state.leaving
-    if state.accused:
-        return UNHEALTHY, 0.0, state.accused
+    if state.exit.left:
+        return DEAD, 0.0, state.exit.left
+    if state.exit.over and (state.exit.given_up or state.exit.over in ("deadline", "left")):
+        return DEAD, 0.0, f"drained: {state.exit.over}"
+    if state.exit.leaving:
+        return DRAINING, 0.0, state.exit.leaving
+    if state.charges.accused:
+        return UNHEALTHY, 0.0, state.charges.accused
     if state.status is HEALTHY:
         return _from_healthy(policy, state)
     if state.status is SUSPICIOUS:
         return _from_suspicious(policy, state)
     if state.status is UNHEALTHY:
         return _from_unhealthy(policy, state, now)
-    back = state.resumed and state.goods >= 1 and not _blocked(policy, state)
+    back = state.exit.resumed and state.canaries.goods >= 1 and not _blocked(policy, state)
     return (HEALTHY, policy.ramp[0], "resumed") if back else None
 
 
 def _from_healthy(policy: HealthPolicy, state: Health) -> Move | None:
-    if state.failures:
+    if state.canaries.failures:
         if state.ramp < 1:
-            return UNHEALTHY, 0.0, f"relapse: {state.failure}"
-        return SUSPICIOUS, policy.suspicious_weight, state.failure
-    if state.slows >= policy.slows_max:
+            return UNHEALTHY, 0.0, f"relapse: {state.canaries.failure}"
+        return SUSPICIOUS, policy.suspicious_weight, state.canaries.failure
+    if state.slowness.reports >= policy.slows_max:
         return SUSPICIOUS, min(state.unlimited, policy.suspicious_weight), "slow"
     if state.disputed:
         return SUSPICIOUS, min(state.unlimited, policy.suspicious_weight), "golden_disputed"
-    if state.ramp < 1 and state.goods:
+    if state.ramp < 1 and state.canaries.goods:
         return HEALTHY, _step(policy, state), "ramp"
     return None
 
@@ -128,41 +129,42 @@ def _from_healthy(policy: HealthPolicy, state: Health) -> Move | None:
 def _step(policy: HealthPolicy, state: Health) -> float:
     """Return the ramp's weight after the good canaries that came since the last step."""
     higher = [weight for weight in (*policy.ramp, 1.0) if weight > state.ramp]
-    return higher[min(state.goods, len(higher)) - 1]
+    return higher[min(state.canaries.goods, len(higher)) - 1]
 
 
 def _from_suspicious(policy: HealthPolicy, state: Health) -> Move | None:
     on_ramp = not state.joining and state.ramp < 1
-    if state.failures >= (1 if on_ramp else policy.failures_max):
-        return UNHEALTHY, 0.0, state.failure
-    if state.slows >= policy.slows_max and not state.slow and not state.joining:
+    if state.canaries.failures >= (1 if on_ramp else policy.failures_max):
+        return UNHEALTHY, 0.0, state.canaries.failure
+    if state.slowness.reports >= policy.slows_max and not state.slowness.suspected and not state.joining:
         return SUSPICIOUS, min(state.unlimited, policy.suspicious_weight), "slow"
-    if not state.goods or state.disputed or _blocked(policy, state):
+    if not state.canaries.goods or state.disputed or _blocked(policy, state):
         return None
-    if state.slow and state.quicks < policy.quicks_min:
+    if state.slowness.suspected and state.canaries.quicks < policy.quicks_min:
         return None
     if not state.joining:
         return HEALTHY, state.ramp, "canary_passed"
-    return HEALTHY, policy.ramp[0] if state.convictions else 1.0, "joined"
+    return HEALTHY, policy.ramp[0] if state.charges.convictions else 1.0, "joined"
 
 
 def _blocked(policy: HealthPolicy, state: Health) -> bool:
     """Return whether a conviction stands in the way; enough good canaries acquit of all but silence."""
-    if SILENT in state.convictions:
+    if SILENT in state.charges.convictions:
         return True
-    standing = [c for c in state.convictions if c != ENGINE]
-    return bool(standing) and state.streak < policy.good_to_acquit
+    standing = [c for c in state.charges.convictions if c != ENGINE]
+    return bool(standing) and state.canaries.streak < policy.good_to_acquit
 
 
 def _from_unhealthy(policy: HealthPolicy, state: Health, now: datetime) -> Move | None:
-    if state.trial_passed and state.failures:
-        return UNHEALTHY, 0.0, f"relapse: {state.failure}"
-    if state.trial_passed and not _blocked(policy, state):
-        if state.draining:
+    if state.trials.passed and state.canaries.failures:
+        return UNHEALTHY, 0.0, f"relapse: {state.canaries.failure}"
+    if state.trials.passed and not _blocked(policy, state):
+        if state.exit.draining:
             return DRAINING, 0.0, "still_draining"
         return HEALTHY, policy.ramp[0], "trial_passed"
-    if state.trials_failed >= policy.trials_max and not state.kept:
+    if state.trials.failed >= policy.trials_max and not state.kept:
         return DRAINING, 0.0, TRIALS_FAILED
-    if state.silent_since is not None and now >= state.silent_since + policy.dead_after:
+    dead_at = due_at(policy, state)
+    if dead_at is not None and now >= dead_at:
         return DRAINING, 0.0, SILENT
     return None

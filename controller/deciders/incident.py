@@ -20,6 +20,7 @@ from events.decisions import (
     IncidentOpened,
 )
 from events.fact import Decision, Fact
+from events.frozen import replace
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,14 +43,22 @@ class Incident:
 
 
 def evolve(state: Incident | None, fact: Fact) -> Incident | None:
-    """Absorb one fact about this incident; None: it is closed, or was never opened. Who opens it begins it anew."""
+    """Absorb one fact about this incident; None: it is closed, or was never opened."""
     match fact:
         case IncidentOpened():
-            return Incident(fact.incident, fact.subject, fact.symptom, fact.decided_at, fact.cause)
+            return _opened(state, fact)
         case IncidentClosed():
             return None
         case _:
             return state
+
+
+def _opened(state: Incident | None, fact: IncidentOpened) -> Incident:
+    if state is None:
+        return Incident(fact.incident, fact.subject, fact.symptom, fact.decided_at, fact.cause)
+    return replace(
+        state, subject=fact.subject, symptom=fact.symptom, opened_at=fact.decided_at, cause=fact.cause
+    )
 
 
 def incident_id(number: int) -> str:

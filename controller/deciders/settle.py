@@ -170,9 +170,9 @@ def _budgets(s: _Settling) -> None:
 def _standing(worker: Worker) -> BudgetRank:
     """Return how a worker stands in the budget: the least bad has failed the fewest trials."""
     unhealthy = worker.health.status is HealthStatus.UNHEALTHY
-    trials = max(worker.health.trials_failed, worker.breaker.trials_failed)
+    trials = max(worker.health.trials.failed, worker.breaker.trials_failed)
     cause = worker.health.cause if unhealthy else worker.breaker.cause
-    badness = (unhealthy, trials, worker.health.failures)
+    badness = (unhealthy, trials, worker.health.canaries.failures)
     return BudgetRank(worker.budget, worker.in_doubt, worker.counts, badness, cause)
 
 

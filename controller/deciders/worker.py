@@ -10,7 +10,7 @@ from controller.deciders import breaker, budget, drain, health
 from controller.deciders.breaker import Breaker
 from controller.deciders.budget import Budget
 from controller.deciders.drain import Drain
-from controller.deciders.health import Health
+from controller.deciders.health_state import Health
 from events.decisions import HealthStatus
 from events.fact import Fact, Recorded
 from events.frozen import quickly_made, replace
@@ -96,7 +96,7 @@ class Worker:
     def expected(self) -> bool:
         """Whether it is in service, or should be: it has joined, and nobody wants it to leave."""
         h = self.health
-        gone = h.status is HealthStatus.DEAD or h.status is HealthStatus.DRAINING or h.draining
+        gone = h.status is HealthStatus.DEAD or h.status is HealthStatus.DRAINING or h.exit.draining
         return not (gone or h.joining or self.drain.active)
 
     @property
@@ -154,24 +154,29 @@ class Worker:
 
 
 def join(previous: Worker | None, fact: WorkerJoined, cause: str, at: datetime) -> Worker:
-    """Return a worker's next life, which begins anew. The same instance again, or a former one, changes nothing.
+    """Return a worker in its next life. The same instance again, or a former one, changes nothing.
 
-    Kept are only the open incident, the convictions of all lives, their instances, and what `health.rejoin` keeps.
+    The machines are of one life: each begins as it does for a new worker, but for what `health.rejoin` carries over. Of the
+    last life's canaries nothing is remembered; the open incident and the convictions of all lives are the worker's own.
     """
     name, instance = fact.worker, fact.instance
     if previous is not None and (instance == previous.joined.instance or instance in previous.past):
         return previous
     machines = Breaker(name, instance), Drain(name, instance), Budget(name, instance)
+    new = Worker(fact, Health(name, instance, cause=cause), *machines, joined_at=at)
     if previous is None:
-        return Worker(fact, Health(name, instance, cause=cause), *machines, joined_at=at)
-    return Worker(
-        fact,
-        health.rejoin(previous.health, fact, cause),
-        *machines,
-        incident=previous.incident,
+        return new
+    return replace(
+        previous,
+        joined=fact,
+        health=health.rejoin(previous.health, new.health),
+        breaker=new.breaker,
+        drain=new.drain,
+        budget=new.budget,
+        last_canary=None,
+        passes={},
         past=(*previous.past, previous.joined.instance)[-PAST_MAX:],
         joined_at=at,
-        convictions=previous.convictions,
     )
 
 
@@ -199,18 +204,17 @@ def _canary(state: Worker, fact: CanaryResult, recorded: Recorded, cause: str) -
         if len(passes) > PASSES_MAX:
             del passes[next(iter(passes))]
     moved = health.evolve(state.health, fact, cause)
-    convictions = state.convictions
     if moved.corrupt and not state.health.corrupt:
         since = passes.get(fact.canary, state.joined_at)
         found = Conviction(fact.instance, fact.canary, since, recorded.at, recorded.seq)
-        convictions = (*convictions, found)[-CONVICTIONS_KEPT:]
+        state = replace(state, convictions=(*state.convictions, found)[-CONVICTIONS_KEPT:])
+    outcome, reason = _outcome(fact)
     return replace(
         state,
         health=moved,
         breaker=breaker.evolve(state.breaker, fact, cause),
-        last_canary=LastCanary(fact.canary, *_outcome(fact), fact.sent_at, fact.latency_ms, recorded.at),
+        last_canary=LastCanary(fact.canary, outcome, reason, fact.sent_at, fact.latency_ms, recorded.at),
         passes=passes,
-        convictions=convictions,
     )
 
 

@@ -193,7 +193,7 @@ class EndpointTable:
         endpoint.corrupt = worker.health.corrupt
         endpoint.cache_epoch = worker.cache_epoch
         endpoint.expected = worker.expected
-        endpoint.weight = 0.0 if endpoint.corrupt or worker.health.accused else worker.weight
+        endpoint.weight = 0.0 if endpoint.corrupt or worker.health.charges.accused else worker.weight
         change.moved = (
             change.moved
             or before is None

@@ -6,7 +6,7 @@ or did, or under suspicion of wrong answers. Draining, throttled, slow, a lost N
 """
 
 from controller.deciders.fleet import Worker
-from controller.deciders.health import CORRUPT_REASONS
+from controller.deciders.health_state import CORRUPT_REASONS
 from controller.router.endpoints import Key
 from events.decisions import HealthStatus
 from events.errors import HoldfastError
@@ -43,8 +43,9 @@ def _doubt(worker: Worker) -> str:
     health = worker.health
     if health.status not in FIT or health.joining:
         return f"it is {health.status.value}"
-    if health.convicted or health.accused or health.given_up:
-        return health.accused or next(iter(health.convictions), health.reason)
-    if health.failures and health.failure in CORRUPT_REASONS:
-        return health.failure
+    accused, said = health.charges.accused, health.canaries
+    if health.convicted or accused or health.exit.given_up:
+        return accused or next(iter(health.convictions), health.reason)
+    if said.failures and said.failure in CORRUPT_REASONS:
+        return said.failure
     return "its answers contradict another worker's" if health.disputed else ""

@@ -16,7 +16,7 @@ from typing import Any, Literal
 import structlog
 
 from controller.deciders.fleet import Worker
-from controller.deciders.health import ENGINE, SILENT
+from controller.deciders.health_state import ENGINE, SILENT
 from controller.ports import Clock
 from controller.runtime.beats import Beats
 from controller.runtime.canary.loop import View
@@ -124,13 +124,13 @@ class Actuator:
         health = worker.health
         beat = self._beats.fresh(worker.joined.worker, worker.joined.instance, BEAT_FRESH_S)
         if not worker.alive:
-            return "retire" if beat is not None and not health.left else None
+            return "retire" if beat is not None and not health.exit.left else None
         if beat is not None and beat.convicted is not bool(_doubts(worker)):
             return "trust" if beat.convicted else "distrust"
-        draining = worker.drain.active or (health.status is HealthStatus.DRAINING and not health.resumed)
+        draining = worker.drain.active or (health.status is HealthStatus.DRAINING and not health.exit.resumed)
         if draining:
             return None if beat is not None and beat.draining else "drain"
-        return "resume" if beat is not None and beat.draining and not health.leaving else None
+        return "resume" if beat is not None and beat.draining and not health.exit.leaving else None
 
     def _displaced(self, worker: Worker) -> tuple[str, ActuatorCommand | None]:
         """Return a former instance of a dead worker that lives all the same, and that it is to end."""

@@ -16,7 +16,7 @@ from typing import Literal, Protocol
 import structlog
 
 from controller.deciders.fleet import Fleet, Worker
-from controller.deciders.health import SILENT
+from controller.deciders.health_state import SILENT
 from controller.ports import Clock
 from controller.runtime.beats import Beats, Life
 from controller.runtime.settings import LivenessSettings

@@ -114,7 +114,7 @@ def test_b03_a_trial_without_an_outcome_counts_as_failed_at_its_deadline() -> No
     assert kinds(decisions) == ["BreakerOpened"]
     assert decisions[0].reason == "trial_failed: no result"
     assert decisions[0].wait_s == 120
-    assert story.worker().health.trials_failed == 1
+    assert story.worker().health.trials.failed == 1
 
 
 def test_b04_failures_while_open_do_not_keep_it_open() -> None:

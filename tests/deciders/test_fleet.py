@@ -219,7 +219,7 @@ def test_evolve_shares_what_did_not_change() -> None:
     story.record(failed("w0", under=before.number))
     assert story.fleet.workers["w1"] is before.workers["w1"]
     assert story.fleet.goldens is before.goldens
-    assert before.workers["w0"].health.failures == 0
+    assert before.workers["w0"].health.canaries.failures == 0
 
 
 @settings(max_examples=300, deadline=None)

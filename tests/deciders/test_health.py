@@ -78,7 +78,7 @@ def test_a_relapse_while_it_waits_for_its_acquittal_opens_the_breaker_again() ->
     decisions = story.tell(failed("w0"))
     assert "BreakerOpened" in kinds(decisions)
     assert story.status() is U
-    assert story.worker().health.streak == 0
+    assert story.worker().health.canaries.streak == 0
 
 
 @pytest.mark.parametrize("fact", [lambda i: failed("w0", **MISMATCH), lambda i: device_faulted("w0")])
@@ -228,7 +228,7 @@ def test_slowness_must_last_as_long_however_many_frontends_report_it(frontends: 
     window = [slow("w0", frontend=f"f{n}") for n in range(frontends)]
     story.tell(*window)
     story.tell(*reversed(window))
-    assert (story.status(), story.worker().health.slows) == (H, 2)
+    assert (story.status(), story.worker().health.slowness.reports) == (H, 2)
     story.tell(window[-1])
     assert (story.status(), story.worker().weight) == (S, 0.5)
     good_canaries(story, 3)
@@ -241,7 +241,7 @@ def test_a_quick_canary_begins_the_count_of_slow_reports_anew_for_every_frontend
     story.tell(slow("w0", frontend="f1"))
     story.tell(passed("w0"))
     story.tell(slow("w0", frontend="f2"), slow("w0", frontend="f1"))
-    assert story.worker().health.slows == 1
+    assert story.worker().health.slowness.reports == 1
 
 
 def test_slowness_during_the_ramp_keeps_the_smaller_weight() -> None:

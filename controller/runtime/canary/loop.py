@@ -169,9 +169,9 @@ class CanaryLoop:
         once."""
         if worker.health.status is not HealthStatus.DRAINING:
             return False
-        if worker.health.resumed and not watch.resumed:
+        if worker.health.exit.resumed and not watch.resumed:
             watch.next_at = self._tools.clock.monotonic()
-        watch.resumed = worker.health.resumed
+        watch.resumed = worker.health.exit.resumed
         return not watch.resumed
 
     async def _pause(self, flag: asyncio.Event, seconds: float) -> None:

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from datetime import timedelta
 
 from controller.deciders.fleet import load
-from controller.deciders.health import LIMITED
+from controller.deciders.health_state import LIMITED
 from controller.simulator.checks.watch import InvariantWatch
 from events import codec
 from events.decisions import (

@@ -250,7 +250,9 @@ class SimulatedController:
             if machine.instance != worker.joined.instance or machine.condition.cut:
                 continue
             status = worker.health.status
-            wanted = (status is HealthStatus.DRAINING or worker.drain.active) and not worker.health.resumed
+            wanted = (
+                status is HealthStatus.DRAINING or worker.drain.active
+            ) and not worker.health.exit.resumed
             if wanted and not machine.draining:
                 machine.drain()
             elif not wanted and machine.draining and status is not HealthStatus.DEAD:

@@ -116,9 +116,9 @@ class SimulatedProber:
             turn.trial_of = breaker.moved_by
             return "trial"
         if worker.health.status is DRAINING:
-            if worker.health.resumed and not turn.resumed:
+            if worker.health.exit.resumed and not turn.resumed:
                 turn.due = now
-            turn.resumed = worker.health.resumed
+            turn.resumed = worker.health.exit.resumed
             if not turn.resumed:
                 return None
         if now < turn.due:
