@@ -100,6 +100,12 @@ def test_the_terms_are_those_of_the_cost() -> None:
     assert (terms.active, terms.shared, terms.decode) == (3, 1, 12)
     assert (terms.device, terms.host, terms.disk, terms.active_prefill_tokens) == (4, 2, 0, 32)
     assert terms.cost == (6.5 + 12) / 0.5
+    assert list(terms.shown().items())[-2:] == [("weight", 0.5), ("cost", terms.cost)]
+
+
+def test_whoever_has_no_weight_is_shown_to_cost_infinitely_much() -> None:
+    scores = priced(size=2, weights=[0.0, 1.0])
+    assert scores.terms(0).cost == scores.costs[0] == float("inf") > scores.terms(1).cost
 
 
 PRICINGS = st.builds(
@@ -148,6 +154,7 @@ def test_whoever_has_the_terms_and_the_pricing_can_reckon_the_cost(pricing: Pric
         assert t.kept == pytest.approx(kept if pricing.track_prefill else max(kept - t.credit, 0))
         assert t.in_flight == pytest.approx(pricing.request_weight * t.requests)
         assert t.cost == pytest.approx((t.waiting + t.kept + t.in_flight) / t.weight)
+        assert t.cost == scores.costs[place], "what is shown is what was compared"
 
 
 def test_a_block_on_a_slower_tier_is_worth_its_part_of_one_on_the_device_at_any_credit() -> None:

@@ -11,7 +11,6 @@ them. What there is to do is counted here, in the turn of the loop in which a re
 
 import itertools
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import asdict
 from typing import Any
 
 import structlog
@@ -224,7 +223,7 @@ def explained(choice: Selection) -> dict[str, Any]:
         "block_tokens": prompt.block_tokens,
         "required_blocks": prompt.required_blocks,
         "candidates": [
-            _named(one.holder, candidates.endpoint[candidates.at[one.holder]]) | asdict(one.terms)
+            _named(one.holder, candidates.endpoint[candidates.at[one.holder]]) | one.terms.shown()
             for one in choice.explain()
         ],
     }

@@ -30,7 +30,8 @@ default. Where prompts are not tracked (a worker that only decodes), the credit 
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from math import inf
 
 import msgspec
 import numpy as np
@@ -107,7 +108,16 @@ class Terms:
     lately: float  # prompt tokens that were sent there, each counting the less the longer ago that was
     in_flight: float  # what they cost besides
     weight: float  # of the worker
-    cost: float  # (waiting + kept + in_flight) / weight
+
+    @property
+    def cost(self) -> float:
+        """What is compared: all that there is to do, per weight."""
+        work = self.waiting + self.kept + self.in_flight
+        return work / self.weight if self.weight > 0 else inf
+
+    def shown(self) -> dict[str, float]:
+        """Return all terms by their names, the cost last."""
+        return {**asdict(self), "cost": self.cost}
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,7 +174,6 @@ class Scores:
             lately=float(self.loads.recent_tokens[index]),
             in_flight=float(self.in_flight[index]),
             weight=float(self.weights[index]),
-            cost=float(self.costs[index]),
         )
 
 
