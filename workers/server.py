@@ -74,6 +74,7 @@ class WorkerServer:
         self.moves = WorkerMigrations(
             engine, instance, self.output, self.counters, self.output.stays, kv_moves
         )
+        self._outgoing, self._incoming, self._trust = self.moves.source, self.moves.target, self.moves.trust
         self._keys = itertools.count(1)
         self._listener: FrontendListener | None = None
 
@@ -149,7 +150,7 @@ class WorkerServer:
             connection.flush()
             return
         key, now = next(self._keys), asyncio.get_running_loop().time()
-        asked, turn = RequestOrigin.of(request), self.moves.trust.turns
+        asked, turn = RequestOrigin.of(request), self._trust.turns
         self.streams.begin(key, Stream(connection, request.stream, request.canary, now, asked, turn))
         self.counters.requests += not request.canary
         self._heartbeats.hasten()
@@ -166,10 +167,10 @@ class WorkerServer:
         return ""
 
     def _drop(self, key: int, why: str) -> None:
-        if key in self.moves.target:  # it is freed once nothing is copied into it any more
-            self.moves.target.drop(key)
+        if key in self._incoming:  # it is freed once nothing is copied into it any more
+            self._incoming.drop(key)
             return
-        moved = self.moves.source.forget(key)
+        moved = self._outgoing.forget(key)
         self.engine.cancel(key)
         stream = self.streams.by_key[key]
         if not (moved or stream.canary):
@@ -184,7 +185,7 @@ class WorkerServer:
         if not error and self._drain.deregistered:
             error = LEAVES
         if not error:
-            self.moves.target.reserve(next(self._keys), connection, frame)
+            self._incoming.reserve(next(self._keys), connection, frame)
         else:
             self.counters.moved("in", "declined")
             connection.send(Declined(frame.stream, error))
@@ -196,11 +197,11 @@ class WorkerServer:
         if stream is None:
             connection.send(Declined(frame.stream, "there is no such stream here, or no longer"))
         else:
-            self.moves.source.ship(key, stream, frame.grants)
+            self._outgoing.ship(key, stream, frame.grants)
 
     def stay(self, connection: FrontendConnection, frame: Stay) -> None:
         """Break a shipment off. The stream goes on here; if it is over, nothing is left to do."""
-        self.moves.source.stay(connection.streams.get(frame.stream, 0))
+        self._outgoing.stay(connection.streams.get(frame.stream, 0))
         self.output.stays()
 
     # --- what the engine says
@@ -210,8 +211,8 @@ class WorkerServer:
         if error is not None and error.startswith(FAULTS) and self._on_fault is not None:
             self._on_fault(error)
         if error is not None and error.startswith("non_finite"):
-            self.moves.trust.lose("non_finite", error)
-        moved = self.moves.source.forget(key)
+            self._trust.lose("non_finite", error)
+        moved = self._outgoing.forget(key)
         if not (moved or stream.canary):  # a canary is nobody's request
             if error is None:
                 self.counters.finished(asyncio.get_running_loop().time() - stream.begun)
@@ -239,14 +240,14 @@ class WorkerServer:
     def deregister(self) -> None:
         """Tell every frontend to send nothing more; requests that are on their way already are still taken."""
         self._drain.deregister()
-        self.moves.target.drop_all(LEAVES)  # they decode well where they are
+        self._incoming.drop_all(LEAVES)  # they decode well where they are
         self._heartbeats.beat_all()
 
     def refuse(self, refusal: Refusal | None, *, tell: bool = True) -> None:
         """Turn new requests away from now on (None: no longer), and `tell` every frontend at once."""
         self._drain.refuse(refusal)
         if refusal is not None:
-            self.moves.target.drop_all(refusal.reason)
+            self._incoming.drop_all(refusal.reason)
         if tell:
             self._heartbeats.beat_all()
 

@@ -149,10 +149,11 @@ class InferenceWorker:
 
     async def _start(self) -> None:
         await self._gpus.find(loaded=False)
+        moves = self.server.moves
         try:
             async with asyncio.timeout(self._deadlines.start_s) as timer:
                 await self.engine.start(self.server.deliver, self._kv.announce if self._kv else unheard)
-                await self.server.moves.start()
+                await moves.start()
         except TimeoutError as error:
             if not timer.expired():
                 raise
@@ -239,9 +240,10 @@ class InferenceWorker:
         self._journal.observe(
             ShutdownBegan(**self._about, mode="self_initiated", grace_s=0.0, reason=str(reason))
         )
-        self.server.refuse(LEAVING, tell=False)  # its connections end now
-        self.server.output.end_all(f"engine_shutdown: {reason}")
-        self._journal.observe(DrainFinished(**self._about, **asdict(self.server.drained())))
+        server, output = self.server, self.server.output
+        server.refuse(LEAVING, tell=False)  # its connections end now
+        output.end_all(f"engine_shutdown: {reason}")
+        self._journal.observe(DrainFinished(**self._about, **asdict(server.drained())))
         await self._end()
         self._journal.observe(WorkerLeft(**self._about, mode="self_initiated", exit=FELL))
         return FELL

@@ -229,6 +229,7 @@ class NatsJournal:
         batch = codec.new_id() if len(decisions) > 1 else ""
         try:
             with self.connection.expect() as (address, future):
+                client = self.connection.client
                 async with asyncio.timeout(self._append_deadline_s):
                     for place, decision in enumerate(decisions, 1):
                         last = place == len(decisions)
@@ -240,7 +241,7 @@ class NatsJournal:
                             headers |= {"Nats-Batch-Commit": "1"} if last else {}
                         body = codec.encode_body(decision)
                         reply = address if last else ""
-                        await self.connection.client.publish(subjects.subject(decision), body, reply, headers)
+                        await client.publish(subjects.subject(decision), body, reply, headers)
                     answer = await future
             return broker.NOBODY if answer.nobody else broker.decode_ack(answer.body), headers["ce-id"]
         except MaxPayloadError as error:

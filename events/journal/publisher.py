@@ -103,9 +103,8 @@ class Publisher:
         if entry is None or now < self._paused_until:
             return False
         try:
-            if not self._connection.client.say(
-                message.subject, message.body, f"{self._inbox}.{token}", message.headers
-            ):
+            client = self._connection.client
+            if not client.say(message.subject, message.body, f"{self._inbox}.{token}", message.headers):
                 return False
         except MaxPayloadError:
             return False  # `run` gives it up
@@ -223,8 +222,9 @@ class Publisher:
             )
 
     async def _publish(self, token: int, message: OutboxMessage, headers: dict[str, str], reply: str) -> None:
+        client = self._connection.client
         try:
-            await self._connection.client.publish(message.subject, message.body, reply, headers)
+            await client.publish(message.subject, message.body, reply, headers)
         except MaxPayloadError:
             if self.outbox.get(token) is not None:
                 self._flight.pop(token, None)

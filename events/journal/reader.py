@@ -155,7 +155,8 @@ class JournalReader:
             "max_waiting": 16,
             "inactive_threshold": int(FORGOTTEN_AFTER_S * 1e9),
         }
-        self._address = self._connection.client.new_inbox()
+        client = self._connection.client
+        self._address = client.new_inbox()
         self._interest = await self._connection.subscribe_raw(self._address, self._inbox.take)
         body = {"stream_name": subjects.STREAM, "config": config, "action": "create"}
         await ask(self._connection, f"CONSUMER.CREATE.{subjects.STREAM}.{name}", body)
@@ -169,7 +170,8 @@ class JournalReader:
             "idle_heartbeat": int(HEARTBEAT_S * 1e9),
         }
         self._inbox.outstanding += REQUEST
-        await self._connection.client.publish(
+        client = self._connection.client
+        await client.publish(
             f"{API}.CONSUMER.MSG.NEXT.{subjects.STREAM}.{self._consumer}",
             msgspec.json.encode(body),
             self._address,
@@ -184,7 +186,8 @@ class JournalReader:
         if consumer and self._connection.connected:
             try:
                 subject = f"{API}.CONSUMER.DELETE.{subjects.STREAM}.{consumer}"
-                await self._connection.client.publish(subject, b"")
+                client = self._connection.client
+                await client.publish(subject, b"")
             except DISCONNECTED:
                 log.debug("consumer_left_behind", consumer=consumer)  # the broker forgets it by itself
 

@@ -87,14 +87,16 @@ class NatsBus:
 
     @property
     def unread(self) -> int:
-        return self.connection.client.unread()
+        client = self.connection.client
+        return client.unread()
 
     async def publish(self, subject: str, body: Body) -> bool:
         if not self.connection.connected:
             self.refused += 1
             return False
+        client = self.connection.client
         try:
-            await self.connection.client.publish(subject, _encode(body))
+            await client.publish(subject, _encode(body))
         except DISCONNECTED:
             self.refused += 1
             return False

@@ -121,7 +121,8 @@ class SlotSync:
     def _changed(self, connected: bool) -> None:
         self._since = self._loop.time() if connected else None
         if connected:
-            self._connection.client.post(_ROUTE, b"", wire.encode(self.replicas.want_all()))
+            client = self._connection.client
+            client.post(_ROUTE, b"", wire.encode(self.replicas.want_all()))
             self._say()
 
     # --- in -----------------------------------------------------------------------------------------------
@@ -135,7 +136,8 @@ class SlotSync:
             log.warning("slots_refused", error=str(error))
             return
         if wanted is not None:
-            self._connection.client.post(_ROUTE, b"", wire.encode(wanted))
-            self._connection.client.write()
+            client = self._connection.client
+            client.post(_ROUTE, b"", wire.encode(wanted))
+            client.write()
         if self.replicas.due(now):
             self._happened()

@@ -59,7 +59,10 @@ class CanaryLoop:
 
     def __init__(self, view: View, tools: Tools, settings: CanarySettings) -> None:
         self._view = view
-        self._tools = tools
+        self._leading = tools.leading
+        self._clock = tools.clock
+        self._draw = tools.draw
+        self._meter = tools.meter
         self._settings = settings
         self._runner = CanaryRunner(lambda: (view.fleet, view.number), tools, settings)
         self._watches: dict[str, WorkerWatch] = {}
@@ -101,7 +104,7 @@ class CanaryLoop:
         """Start and stop watches so that every live instance has exactly one; none without the lease."""
         fleet = self._view.fleet
         living = {name: w for name, w in fleet.workers.items() if w.alive}
-        wanted = living if self._tools.leading() else {}
+        wanted = living if self._leading() else {}
         for name, watch in list(self._watches.items()):
             worker = wanted.get(name)
             assert watch.task is not None
@@ -119,8 +122,8 @@ class CanaryLoop:
         """Return a fresh watch: a worker that was never probed is probed at once, the others are spread
         out."""
         joining = worker.last_canary is None or worker.health.joining
-        wait = 0.0 if joining else self._tools.draw.uniform(0, self._settings.interval_s)
-        due = self._tools.clock.monotonic() + wait
+        wait = 0.0 if joining else self._draw.uniform(0, self._settings.interval_s)
+        due = self._clock.monotonic() + wait
         return WorkerWatch(worker.joined.worker, worker.joined.instance, due, CanaryTurn(first_round=joining))
 
     def _worker(self, watch: WorkerWatch) -> Worker | None:
@@ -129,15 +132,15 @@ class CanaryLoop:
         worker = fleet.workers.get(watch.worker)
         if worker is None or worker.joined.instance != watch.instance or not worker.alive:
             return None
-        return worker if self._tools.leading() else None
+        return worker if self._leading() else None
 
     # --- when ---------------------------------------------------------------------------------------------
 
     async def _tend(self, watch: WorkerWatch) -> None:
         while (check := await self._due(watch)) is not None:
             async with self._slots:
-                began = self._tools.clock.monotonic()
-                self._tools.meter.late(max(0.0, began - watch.next_at) if check != "trial" else 0.0)
+                began = self._clock.monotonic()
+                self._meter.late(max(0.0, began - watch.next_at) if check != "trial" else 0.0)
                 worker = self._worker(watch)
                 if worker is None:
                     return
@@ -159,7 +162,7 @@ class CanaryLoop:
             if self._drained(watch, worker):
                 await watch.wake.wait()
                 continue
-            wait = watch.next_at - self._tools.clock.monotonic()
+            wait = watch.next_at - self._clock.monotonic()
             if wait <= 0:
                 return "join" if watch.turn.first_round else "scheduled"
             await self._pause(watch.wake, wait)
@@ -170,13 +173,13 @@ class CanaryLoop:
         if worker.health.status is not HealthStatus.DRAINING:
             return False
         if worker.health.exit.resumed and not watch.resumed:
-            watch.next_at = self._tools.clock.monotonic()
+            watch.next_at = self._clock.monotonic()
         watch.resumed = worker.health.exit.resumed
         return not watch.resumed
 
     async def _pause(self, flag: asyncio.Event, seconds: float) -> None:
         """Wait, but no longer than until the flag is set."""
-        timer = asyncio.ensure_future(self._tools.clock.sleep(seconds))
+        timer = asyncio.ensure_future(self._clock.sleep(seconds))
         flagged = asyncio.ensure_future(flag.wait())
         try:
             await asyncio.wait((timer, flagged), return_when=asyncio.FIRST_COMPLETED)
@@ -188,8 +191,8 @@ class CanaryLoop:
     def _plan(self, watch: WorkerWatch, began: float, outcome: Outcome, joining: bool) -> None:
         """Decide when to ask next. `joining`: the first round was not over when this probe began."""
         interval, jitter = self._settings.interval_s, self._settings.jitter
-        now = self._tools.clock.monotonic()
-        watch.next_at = max(now, began + interval * (1 + self._tools.draw.uniform(-jitter, jitter)))
+        now = self._clock.monotonic()
+        watch.next_at = max(now, began + interval * (1 + self._draw.uniform(-jitter, jitter)))
         if outcome == "nothing":
             watch.next_at = min(watch.next_at, now + DECLINED_AGAIN_S)
         elif joining and outcome == "failed":
@@ -199,9 +202,9 @@ class CanaryLoop:
         elif joining and watch.turn.first_round:
             watch.failures = 0
             crowd = self._slots.locked()  # others wait for the question that lets them in
-            watch.next_at = now + interval * self._tools.draw.random() if crowd else now
+            watch.next_at = now + interval * self._draw.random() if crowd else now
         elif (worker := self._worker(watch)) is not None and self._runner.wants_samples(worker):
             watch.next_at = min(watch.next_at, max(now, began + self._settings.calibrate_every_s))
         elif not watch.spread:  # workers that joined together must not be probed together for ever
             watch.spread = True
-            watch.next_at = max(now, began + interval * self._tools.draw.random())
+            watch.next_at = max(now, began + interval * self._draw.random())

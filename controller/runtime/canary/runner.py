@@ -73,6 +73,8 @@ class CanaryRunner:
     def __init__(self, look: Callable[[], tuple[Fleet, int]], tools: Tools, settings: CanarySettings) -> None:
         self._look = look  # the shown fleet, and the number of the last decision in it
         self._tools = tools
+        self._meter = tools.meter
+        self._journal = tools.journal
         self._settings = settings
         self._sets: dict[str, CanarySet] = {}
         self._calibrations: dict[str, Calibration] = {}
@@ -177,10 +179,10 @@ class CanaryRunner:
         top_k = self._settings.top_k
         request = question(canary, top_k=top_k, ignore_eos=not canary.configured, rank=probing.rank)
         asked = await ask(self._tools.prober, probing.name, request, probing.deadline, expected)
-        self._tools.meter.asked(probing.name, check, asked.latency_ms / 1000)
+        self._meter.asked(probing.name, check, asked.latency_ms / 1000)
         share = max(1, self._tools.running(probing.name))
         busy_s = (asked.latency_ms - asked.waited_ms) / 1000
-        self._tools.meter.spent(probing.name, busy_s * probing.worker.joined.tp / share)
+        self._meter.spent(probing.name, busy_s * probing.worker.joined.tp / share)
         return asked
 
     async def _rank(self, canary_set: CanarySet, worker: Worker, check: CheckType) -> Outcome | None:
@@ -281,7 +283,7 @@ class CanaryRunner:
         proposal = probing.probed.proposed(probing.canary, answer, probing.canary_set.calibration.tolerance)
         golden = golden_of(proposal)
         if not probing.canary_set.voted(self._look()[0], golden):
-            self._tools.journal.observe(proposal)
+            self._journal.observe(proposal)
         probing.canary_set.propose(golden)
         return golden
 
@@ -290,7 +292,7 @@ class CanaryRunner:
         tokens = len(verdict.first.answer.tokens)
         latency = verdict.first.latency_ms - verdict.first.waited_ms  # a queue is not the worker's slowness
         usual = probing.canary_set.usual(probing.name, probing.worker.joined.instance, tokens, latency)
-        self._tools.journal.observe(probing.probed.passed(verdict, usual))
+        self._journal.observe(probing.probed.passed(verdict, usual))
         return "passed"
 
     def _fail(self, probing: Probe, verdict: Verdict, golden: Golden | None) -> Outcome:
@@ -300,5 +302,5 @@ class CanaryRunner:
         log.warning(
             fact.kind(), worker=probing.name, canary=probing.canary.id, reason=getattr(fact, "reason", "")
         )
-        self._tools.journal.observe(fact)
+        self._journal.observe(fact)
         return "failed"

@@ -158,7 +158,8 @@ class Follower:
         """There may be something to read."""
         if not self._waiting and self.open and self.after < len(self._broker.events):
             self._waiting = True
-            self._broker.kernel.after(self._network.delay() + self.lag, self._deliver)
+            kernel = self._broker.kernel
+            kernel.after(self._network.delay() + self.lag, self._deliver)
 
     def close(self) -> None:
         """Read no more: the process is gone."""

@@ -105,19 +105,22 @@ class SimulatedController:
         if self.up and not self.paused:
             self.paused = True
             self.replica.follower.open = False
-            self.surroundings.kernel.after(duration, self._go_on, self.life)
+            kernel = self.surroundings.kernel
+            kernel.after(duration, self._go_on, self.life)
 
     def clock(self) -> datetime:
         """Return this controller's own time: it is a little off."""
-        return self.surroundings.kernel.instant() + self.skew
+        kernel = self.surroundings.kernel
+        return kernel.instant() + self.skew
 
     def _go_on(self, life: int) -> None:
         if not self.up or self.life != life:
             return
         self.paused = False
         self.observer.disconnected()
-        self.replica.follower.open = True
-        self.replica.follower.wake()
+        follower = self.replica.follower
+        follower.open = True
+        follower.wake()
         if self._held is not None:
             (batch, through, after), self._held = self._held, None
             self._send(batch, through, after)  # the zombie's append: its lease is long gone
@@ -134,7 +137,8 @@ class SimulatedController:
     def _tick(self, life: int) -> None:
         if not self.up or self.life != life:
             return
-        self.surroundings.kernel.after(self.surroundings.tick, self._tick, life)
+        kernel = self.surroundings.kernel
+        kernel.after(self.surroundings.tick, self._tick, life)
         if not self.paused:
             self._tick_body()
 
@@ -221,9 +225,8 @@ class SimulatedController:
         landed = broker.append(batch, source=source, through=through, after=after)
         self.surroundings.decided(source)
         if not broker.mute and not broker.network.loses():
-            self.surroundings.kernel.after(
-                broker.network.delay(), self._answered, life, turn, landed, broker.last_seq
-            )
+            kernel = self.surroundings.kernel
+            kernel.after(broker.network.delay(), self._answered, life, turn, landed, broker.last_seq)
 
     def _answered(self, life: int, turn: int, landed: bool, last_seq: int) -> None:
         if not self.up or self.life != life or not self._append.awaits(turn):

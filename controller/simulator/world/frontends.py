@@ -39,7 +39,7 @@ class SimulatedFrontend:
         self, name: str, surroundings: Surroundings, traffic: SimulatedTraffic, chance: Random
     ) -> None:
         self.name = name
-        self.surroundings = surroundings
+        self.surroundings, self._kernel = surroundings, surroundings.kernel
         self.traffic = traffic
         self.up = False
         self.life = 0
@@ -118,7 +118,7 @@ class SimulatedFrontend:
     def _arrive(self, life: int) -> None:
         if not self.up or self.life != life:
             return
-        self.surroundings.kernel.after(self._gap(), self._arrive, life)
+        self._kernel.after(self._gap(), self._arrive, life)
         self._arrived += 1
         tally = self.traffic.tally
         tally.requests += 1
@@ -133,7 +133,8 @@ class SimulatedFrontend:
         self._route(f"{self.name}.{self.life}-{self._arrived}", model, 1, 0, ())
 
     def _sheds(self, model: str, tier: str) -> str:
-        knobs = self.surroundings.seams.knobs(self.replica.fleet, model)
+        seams = self.surroundings.seams
+        knobs = seams.knobs(self.replica.fleet, model)
         if knobs is None:
             return ""
         if not knobs.accept_new:
@@ -284,7 +285,7 @@ class SimulatedFrontend:
     def _tick(self, life: int) -> None:
         """Let the breakers that are due move, and say what each worker has served."""
         if self.up and self.life == life:
-            self.surroundings.kernel.after(TICK, self._tick, life)
+            self._kernel.after(TICK, self._tick, life)
             self.breakers.tick([key for key, endpoint in self.table.endpoints.items() if endpoint.routable])
 
     def _now(self) -> float:

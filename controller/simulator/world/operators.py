@@ -17,7 +17,7 @@ class Operators:
     """They ask any controller that answers; if none does, they ask again later."""
 
     def __init__(self, world: SimulatedWorld, chance: Random) -> None:
-        self._world = world
+        self._world, self._kernel = world, world.kernel
         self._chance = chance
         self.drained: dict[str, str] = {}  # worker: the instance that was drained
 
@@ -35,9 +35,9 @@ class Operators:
         what = self._chance.random()
         delay = self._chance.randrange(1, 60) * SECOND
         if what < 0.5:
-            self._world.kernel.after(delay, self.resume, machine, instance)
+            self._kernel.after(delay, self.resume, machine, instance)
         elif what < 0.8:
-            self._world.kernel.after(delay, self._stop, machine, instance)
+            self._kernel.after(delay, self._stop, machine, instance)
 
     def resume(self, machine: Machine, instance: str) -> None:
         """Want a worker back."""
@@ -64,14 +64,14 @@ class Operators:
                 controller.outbox.observe(fact())
                 return
         if tries:
-            self._world.kernel.after(5 * SECOND, self._say, fact, tries - 1)
+            self._kernel.after(5 * SECOND, self._say, fact, tries - 1)
 
 
 class SimulatedSupervisor:
     """Starts processes that have ended, and ends those that the fleet has given up (DEAD) but that still run."""
 
     def __init__(self, world: SimulatedWorld, chance: Random) -> None:
-        self._world = world
+        self._world, self._kernel = world, world.kernel
         self._chance = chance
         self._outbox = SimulatedOutbox(world.broker, "supervisor.1", world.acknowledged)
         world.kernel.after(PATROL, self._patrol)
@@ -83,8 +83,8 @@ class SimulatedSupervisor:
         if self._chance.random() < 0.6:
             left = WorkerLeft(worker=machine.name, instance=machine.instance, mode="immediate", exit=-9)
             late = self._chance.choice((0, 0, 40 * SECOND))  # the next process may be up before it is said
-            self._world.kernel.after(late, self._outbox.observe, left)
-        self._world.kernel.after(self._chance.randrange(1, 30) * SECOND, machine.start)
+            self._kernel.after(late, self._outbox.observe, left)
+        self._kernel.after(self._chance.randrange(1, 30) * SECOND, machine.start)
 
     def _patrol(self) -> None:
         world = self._world

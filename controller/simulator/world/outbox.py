@@ -111,7 +111,8 @@ class SimulatedOutbox:
         if turn != self._turn or not self._alive:
             return
         self._busy = False
-        if self._broker.seams.gives_up(self._waiting[0].fact):
+        seams = self._broker.seams
+        if seams.gives_up(self._waiting[0].fact):
             self._waiting.popleft()
         self._spooled.update(m.id for m in self._waiting)  # written down before the next attempt
         self._send()

@@ -59,9 +59,8 @@ class SimulatedProjector:
         self._committing = True
         rows, self._waiting = self._waiting, []
         delay = MS + int(self._chance.random() * 10 * MS)
-        self.surroundings.kernel.after(
-            delay, self._committed, self.life, rows, self.replica.store(), self.replica.seq
-        )
+        kernel = self.surroundings.kernel
+        kernel.after(delay, self._committed, self.life, rows, self.replica.store(), self.replica.seq)
 
     def _committed(self, life: int, rows: list[Recorded], stored: Stored, seq: int) -> None:
         if not self.up or self.life != life:

@@ -38,7 +38,7 @@ class SimulatedExport:
     """A request on its way out."""
 
     def __init__(self, host: MovingEngine, departure: SimulatedDeparture) -> None:
-        self._host = host
+        self._host, self._transit = host, host.transit
         self._departure = departure
         sequence, shape = departure.sequence, host.shape
         self._contents = Contents(shape, sequence.tokens)
@@ -71,11 +71,11 @@ class SimulatedExport:
         return Stopped(list(self._contents.tokens), self._departure.computed)
 
     def resume(self) -> None:
-        self._host.transit.resume(self._departure)
+        self._transit.resume(self._departure)
         self._host.kick()
 
     def close(self) -> None:
-        self._host.transit.close(self._departure)
+        self._transit.close(self._departure)
         self._host.kick()
 
     def _grow(self) -> None:
@@ -95,7 +95,7 @@ class SimulatedImport:
     """
 
     def __init__(self, host: MovingEngine, arrival: SimulatedArrival) -> None:
-        self._host = host
+        self._host, self._transit = host, host.transit
         self._arrival = arrival
         self._contents = Contents(host.shape, arrival.request.tokens)
         self.cached_tokens = arrival.cached_tokens
@@ -137,12 +137,12 @@ class SimulatedImport:
         except BaseException:
             self.abort()
             raise
-        self._host.transit.settle(self._arrival, list(tokens))
+        self._transit.settle(self._arrival, list(tokens))
         self._arrival.taken.clear()
         self._host.kick()
 
     def abort(self) -> None:
-        self._host.transit.abort(self._arrival)
+        self._transit.abort(self._arrival)
         self._host.kick()
 
     async def _difference(self, tokens: Sequence[int], computed: int) -> str:

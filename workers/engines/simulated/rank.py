@@ -37,6 +37,7 @@ class SimulatedRank:
         self.pass_s = 0.0  # what the newest pass takes
         self.scheduler = Scheduler(shape)
         self.transit = self.scheduler.transit
+        self._faults = self.scheduler.faults
         self._number = number
         self.timing = timing
         self._turn_tokens = turn_tokens
@@ -100,19 +101,19 @@ class SimulatedRank:
     @property
     def dead(self) -> bool:
         """Whether a rehearsal has killed it."""
-        return self.scheduler.faults.dead
+        return self._faults.dead
 
     def inject(self, fault: str, argument: float, within: int = 0) -> bool:
         """Begin a fault of one of the TP ranks `within`, or `heal` all; False if there is no such fault."""
-        return self.scheduler.faults.inject(fault, argument, within)
+        return self._faults.inject(fault, argument, within)
 
     def heal(self, fault: str, within: int = 0) -> None:
         """End this fault."""
-        self.scheduler.faults.heal(fault, within)
+        self._faults.heal(fault, within)
 
     async def hold(self, departure: SimulatedDeparture) -> None:
         """Hold a request at the present step's end. Raise MoveEnded if the engine stops meanwhile."""
-        if self.scheduler.faults.dead or self._loop is None:
+        if self._faults.dead or self._loop is None:
             raise MoveEnded("the engine is dead")
         if not self.stepping:
             self.transit.hold(departure)
@@ -135,7 +136,7 @@ class SimulatedRank:
         """Begin a step that could begin at `at` (loop time), or fall idle."""
         assert self._loop is not None
         plan = self.scheduler.plan()
-        if plan.idle or self.scheduler.faults.dead:
+        if plan.idle or self._faults.dead:
             self._next, self.phase = None, IDLE
             return
         lasts = self.pass_s = self._step_s(plan)
@@ -160,7 +161,7 @@ class SimulatedRank:
         return self._alarm
 
     def _step_s(self, plan: StepPlan) -> float:
-        lasts, slow = self.timing.step_s(plan), self.scheduler.faults.slow
+        lasts, slow = self.timing.step_s(plan), self._faults.slow
         return lasts if slow == 1.0 else max(lasts, SLOWED_STEP_S) * slow
 
     def _finish(self, due: float) -> None:

@@ -140,12 +140,16 @@ class TransformersEngine:
 
     def chaos(self, fault: str, argument: float, rank: int = 0) -> bool:
         """Play a fault: error, corrupt, drift, slow, bitflip (argument: its seed), die, heal."""
-        return self._stepper is not None and self._stepper.faults.inject(fault, argument)
+        if self._stepper is None:
+            return False
+        faults = self._stepper.faults
+        return faults.inject(fault, argument)
 
     def heal(self, fault: str, rank: int = 0) -> None:
         """End this fault."""
         if self._stepper is not None:
-            self._stepper.faults.heal(fault)
+            faults = self._stepper.faults
+            faults.heal(fault)
 
     async def stop(self) -> None:
         """Stop after the current step, and free everything."""

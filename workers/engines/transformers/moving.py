@@ -120,7 +120,7 @@ class TransformersExport:
     """A request on its way out."""
 
     def __init__(self, moves: TorchMoves, departure: TorchDeparture) -> None:
-        self._moves = moves
+        self._moves, self._transit, self._copier = moves, moves.transit, moves.copier
         self._departure = departure
 
     def full_blocks(self) -> int:
@@ -132,14 +132,14 @@ class TransformersExport:
         with self._moves.lock:
             self._check()
             sequence, size = self._departure.sequence, self._moves.stepper.blocks
-            held = sequence.key in self._moves.transit.held
+            held = sequence.key in self._transit.held
             there = size.needed(sequence.cached) if held else self.full_blocks()
             if shard != 0 or not 0 <= first <= first + count <= there:
                 raise MoveEnded(f"blocks {first} to {first + count} of shard {shard} were wanted of {there}")
             table = sequence.blocks[first : first + count]
             self._departure.copies += 1
         try:
-            copy = await self._moves.copied(lambda: self._moves.copier.out(table), self._copied)
+            copy = await self._moves.copied(lambda: self._copier.out(table), self._copied)
         except (RuntimeError, MemoryError) as error:  # what torch raises
             raise MoveEnded(f"the blocks cannot be copied: {error}") from error
         self._check()
@@ -162,11 +162,11 @@ class TransformersExport:
 
     def close(self) -> None:
         with self._moves.lock:
-            self._moves.transit.close(self._departure, "it has been closed")
+            self._transit.close(self._departure, "it has been closed")
         self._moves.resume(self._departure)  # and looks for what has become free
 
     def _copied(self, well: bool) -> None:
-        self._moves.transit.copied_out(self._departure)
+        self._transit.copied_out(self._departure)
 
     def _check(self) -> None:
         if self._departure.lost:
@@ -179,13 +179,13 @@ class TransformersImport:
     cached_tokens = 0  # all of it comes: its blocks are its own
 
     def __init__(self, moves: TorchMoves, arrival: TorchArrival) -> None:
-        self._moves = moves
+        self._moves, self._transit, self._copier = moves, moves.transit, moves.copier
         self._arrival = arrival
 
     async def take(self, shard: int, first: int, data: Buffer) -> None:
         """Copy blocks into the pool, off the loop. Raise MoveRefused if there is no room for them, or the copy fails."""
         view = memoryview(data).cast("B")
-        count, odd = divmod(len(view), self._moves.copier.block_bytes)
+        count, odd = divmod(len(view), self._copier.block_bytes)
         with self._moves.lock:
             self._check()
             room = len(self._arrival.blocks)
@@ -198,10 +198,10 @@ class TransformersImport:
             self._arrival.copies += 1
 
         def copied(well: bool) -> None:
-            self._moves.transit.copied_in(self._arrival, range(first, first + count) if well else range(0))
+            self._transit.copied_in(self._arrival, range(first, first + count) if well else range(0))
 
         try:
-            await self._moves.copied(lambda: self._moves.copier.into(table, view), copied)
+            await self._moves.copied(lambda: self._copier.into(table, view), copied)
         except (RuntimeError, MemoryError) as error:  # what torch raises
             self.abort()
             raise MoveRefused(f"the blocks cannot be copied: {error}") from error
@@ -220,7 +220,7 @@ class TransformersImport:
 
     def abort(self) -> None:
         with self._moves.lock:
-            self._moves.transit.abort(self._arrival, "it has been aborted")
+            self._transit.abort(self._arrival, "it has been aborted")
         self._moves.wake()
 
     def _objection(self, tokens: Sequence[int], computed: int) -> str:
