@@ -2,11 +2,14 @@
 
 python -m benchmarks                    all of them
 python -m benchmarks NAME [FLAG …]      one, as in the table of benchmarks/README.md; --help after the name shows its flags
+python -m benchmarks --help             this, and the names
 """
 
 import os
 import subprocess
 import sys
+
+from workers.engines.torch_missing import TorchMissing, require_torch
 
 BENCHMARKS = {
     "start": "benchmarks.serving.start",
@@ -71,9 +74,18 @@ def main() -> int:
     """Run the named benchmark with its flags, or all; return 1 if one failed, 2 for a name that there is not."""
     if len(sys.argv) > 1:
         name, *flags = sys.argv[1:]
+        if name in ("-h", "--help"):
+            print(f"{__doc__}\nnames: {', '.join(KNOWN)}")
+            return 0
         if name not in KNOWN:
             print(f"there is no benchmark {name!r}; there are {', '.join(KNOWN)}", file=sys.stderr)
             return 2
+        if name in WITH_TORCH:
+            try:
+                require_torch()
+            except TorchMissing as missing:
+                print(f"{name}: {missing}", file=sys.stderr)
+                return 1
         return subprocess.run([sys.executable, "-m", KNOWN[name], *flags], check=False).returncode
     load = " ".join(f"{value:.1f}" for value in os.getloadavg())
     print(

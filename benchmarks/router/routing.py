@@ -3,7 +3,7 @@
     python -m benchmarks routing [--trace FILE] [--workers 8 64] [--loads 0.3 0.5 0.7 0.9 1.1] [--modes kv round-robin …]
                                  [--speed polynomial] [--seed 1] [--plot routing.svg] [--dynamo]
 
-The router's own index, slot tracker and chooser, and the simulated engine's own scheduler, in one process, without clocks
+The router's own index, active sequences and selector, and the simulated engine's own scheduler, in one process, without clocks
 and sockets. The trace (Mooncake's format, 512 tokens a block) comes faster or slower; a load is a share of what
 round-robin completes when everything comes at once. Prints one JSON object a row:
 

@@ -1,5 +1,4 @@
-"""How fast does a frontend relay? The rows of the figures' table that are about tokens per second and
-latency.
+"""How fast does a frontend relay? The rows of the figures' table that are about tokens per second and latency.
 
     python -m benchmarks relay [flat steady total ttft over itl] [--runs 3] [--seconds 5]
 

@@ -3,6 +3,7 @@
 Events per second through `evolve`, by kind and fleet size, and microseconds of one `settle` of a calm fleet.
 """
 
+import argparse
 import statistics
 import time
 from collections.abc import Callable, Iterator
@@ -121,6 +122,7 @@ def rate(fleet: Fleet, workers: int, make: Callable[[str, int], Fact]) -> float:
 
 
 def main() -> None:
+    argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "").parse_args()
     for workers in (16, 1000):
         fleet = fleet_of(workers)
         for name, make in KINDS.items():

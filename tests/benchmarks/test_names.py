@@ -1,0 +1,38 @@
+"""`python -m benchmarks`: pages name what there is, and who lacks something is told what brings it."""
+
+import re
+import sys
+from pathlib import Path
+
+import pytest
+
+from benchmarks import __main__ as benchmarks
+from workers.engines.torch_missing import TorchMissing
+
+ROOT = Path(__file__).parents[2]
+PAGES = ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "Makefile", "benchmarks/README.md")
+
+
+def test_pages_name_no_benchmark_that_there_is_not() -> None:
+    pages = [*(ROOT / name for name in PAGES), *(ROOT / "docs").glob("*.md")]
+    text = "\n".join(page.read_text() for page in pages)
+    named = set(re.findall(r"python -m benchmarks (?!NAME)(\w+)", text))
+    assert named and named <= benchmarks.KNOWN.keys()
+
+
+def test_help_gives_the_names(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(sys, "argv", ["benchmarks", "--help"])
+    assert benchmarks.main() == 0
+    assert "relay, planes, faults" in capsys.readouterr().out
+
+
+def test_without_torch_it_says_what_brings_it(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def missing() -> None:
+        raise TorchMissing("torch is not installed")
+
+    monkeypatch.setattr(benchmarks, "require_torch", missing)
+    monkeypatch.setattr(sys, "argv", ["benchmarks", "sdc", "--help"])
+    assert benchmarks.main() == 1
+    assert capsys.readouterr().err == "sdc: torch is not installed\n"
