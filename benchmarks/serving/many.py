@@ -208,10 +208,12 @@ def measure(a: argparse.Namespace, data: Path) -> dict[str, Any]:
                 "warmup": a.warmup,
             }
             got: dict[str, Any] = {}
-            found["load_cpu"] = _spent(
-                groups, lambda: got.update(load(url, **wanted, procs=a.clients, itl=True))
-            )
-            watch.end()
+            try:
+                found["load_cpu"] = _spent(
+                    groups, lambda: got.update(load(url, **wanted, procs=a.clients, itl=True))
+                )
+            finally:
+                watch.end()
             found |= sizes(pids)
             found["tokens_per_s"] = round(watch.rate(begun + a.warmup, begun + a.warmup + a.seconds))
             return {**found, "status_s": watch.status_s, "accused": accused(data), "load": got}
