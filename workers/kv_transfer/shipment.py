@@ -1,4 +1,4 @@
-"""The same for an event loop: nothing here blocks it."""
+"""How does a KV transfer leave an event loop? In a thread of its own: nothing here blocks."""
 
 import asyncio
 import threading
