@@ -117,7 +117,7 @@ class Bench:
         """Return a checksum over every weight."""
         digest = xxhash.xxh3_64()
         for weight in self.stepper.model.parameters().values():
-            digest.update(memoryview(weight.contiguous().view(torch.uint8).numpy()))
+            digest.update(memoryview(weight.contiguous().view(torch.uint8).numpy()))  # type: ignore[arg-type]
         return digest.intdigest()
 
 
