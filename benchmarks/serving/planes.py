@@ -101,7 +101,7 @@ ROWS: dict[str, Callable[[str, argparse.Namespace], dict[str, Any]]] = {
 def main() -> None:
     """Run the rows that were asked for, the planes in turn."""
     p = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    p.add_argument("rows", nargs="*", choices=[*ROWS, []], default=[])
+    p.add_argument("rows", nargs="*", choices=[*ROWS, []], default=[], metavar="ROW", help=", ".join(ROWS))
     p.add_argument("--runs", type=int, default=3)
     p.add_argument("--seconds", type=float, default=3.0)
     p.add_argument("--kills", type=int, default=10, help="in each run")

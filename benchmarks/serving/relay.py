@@ -179,7 +179,7 @@ ROWS = {"flat": flat, "steady": steady, "total": total, "ttft": ttft, "over": ov
 def main() -> None:
     """Run the rows that were asked for."""
     p = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    p.add_argument("rows", nargs="*", choices=[*ROWS, []], default=[])
+    p.add_argument("rows", nargs="*", choices=[*ROWS, []], default=[], metavar="ROW", help=", ".join(ROWS))
     p.add_argument("--runs", type=int, default=3)
     p.add_argument("--seconds", type=float, default=5.0)
     a = p.parse_args()
