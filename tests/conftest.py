@@ -29,6 +29,8 @@ POLL_S_MAX = 0.02  # after 0.2 s: to look may be most of the work
 os.environ.setdefault("SSL_CERT_FILE", str(Path(__file__).with_name("no_authority.pem")))
 # What rich makes of a traceback, with the sources and all variables in colours, costs 100 ms and nobody reads it.
 structlog.dev.ConsoleRenderer.get_active().exception_formatter = structlog.dev.plain_traceback
+# These take a core for ten seconds each; most others wait for servers. Spread among them, they use the time for which those wait.
+COMPUTING = ("test_every_invariant_holds_in_200_seeds", "test_mypy_finds_nothing")
 T = TypeVar("T")
 
 hypothesis.settings.register_profile(
@@ -59,8 +61,14 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Bring what was collected into the order that all testers share."""
+    """Bring what was collected into the order that all testers share: by path, but what computes evenly among the rest."""
     items.sort(key=lambda item: item.path)
+    computing = [item for item in items if item.name.startswith(COMPUTING)]
+    rest = [item for item in items if not item.name.startswith(COMPUTING)]
+    every = max(1, len(rest) // (len(computing) + 1))
+    for place, item in enumerate(computing, 1):
+        rest.insert(place * (every + 1) - 1, item)
+    items[:] = rest
 
 
 @pytest.hookimpl(wrapper=True)
