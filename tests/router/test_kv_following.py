@@ -386,17 +386,21 @@ async def test_a_worker_that_is_muted_is_caught_up_with(
 async def test_events_of_one_turn_leave_in_messages_that_hold_up_nobody(
     nats_server: EmbeddedServer, eventually: Eventually
 ) -> None:
-    listener, sizes = await BrokerConnection.open(nats_server.url, "listener"), []
     async with fleet(nats_server.url, LedgerBounds(part_bytes=1000)) as made:
-        await listener.subscribe_raw(subjects.KV_EVENTS, lambda s, r, body, h: sizes.append(len(body)))
-        await listener.client.flush()
-        for block in range(1000):
-            made.publishers["w0"].announce(0, [Stored([block + 1])])
-        made.engines["w0"].holds[0] = {(block + 1, Tier.DEVICE) for block in range(1000)}
-        await eventually(made.right)
+        await eventually(lambda: all(frontend.health.complete == 4 for frontend, _ in made.frontends))
+        listener, sizes = await BrokerConnection.open(nats_server.url, "listener"), []
+        try:
+            await listener.subscribe_raw(subjects.KV_EVENTS, lambda s, r, body, h: sizes.append(len(body)))
+            await listener.client.flush()
+            for block in range(1000):
+                made.publishers["w0"].announce(0, [Stored([block + 1])])
+            made.engines["w0"].holds[0] = {(block + 1, Tier.DEVICE) for block in range(1000)}
+            await eventually(made.right)  # by what was said: nobody asks, who has all
+            await listener.client.flush()
+        finally:
+            await listener.close()
         messages = [size for size in sizes if size > 100]
         assert 10 < len(messages) < 40 and max(messages) < 1200
-    await listener.close()
 
 
 async def test_what_waits_to_be_said_is_not_said_to_be_missing(
