@@ -7,7 +7,7 @@ order are no damage.
 import asyncio
 import struct
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager, closing, suppress
 from dataclasses import dataclass, field
 from random import Random
 from typing import Any
@@ -100,6 +100,21 @@ class Between:
     described: dict[str, Any] = field(default_factory=dict)  # how the target's grant is falsified
     port: int = 0
     to: TransferAddress = field(default_factory=lambda: TransferAddress("", 0))
+    _server: asyncio.Server | None = None
+    _serving: set[asyncio.Task[None]] = field(default_factory=set)
+
+    async def __aenter__(self) -> "Between":
+        self._server = await asyncio.start_server(self._begin, "127.0.0.1", 0)
+        self.port = self._server.sockets[0].getsockname()[1]
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        """Leave nothing: what was damaged so that neither side ends it is still waited for."""
+        assert self._server is not None
+        self._server.close()
+        for task in self._serving:
+            task.cancel()
+        await asyncio.gather(*self._serving, return_exceptions=True)
 
     def grants(self, frame: Ship) -> Ship:
         """Let a source come by this line."""
@@ -117,18 +132,20 @@ class Between:
             )
         return msgspec.structs.replace(frame, grants=[msgspec.msgpack.encode(one) for one in made])
 
-    async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        there, back = await asyncio.open_connection(self.to.host, self.to.port)
-        with suppress(OSError, asyncio.IncompleteReadError):
-            pieces = await _pieces(reader)
-            back.write(self._said(self.damage(pieces)))
-            if self.cut is not None:
-                back.write_eof()
-            await back.drain()
-            writer.write(await there.read())
-            await writer.drain()
-        for one in (writer, back):
-            one.close()
+    def _begin(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self._serving.add(asyncio.create_task(self._serve(reader, writer)))
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        with closing(writer), suppress(OSError, asyncio.IncompleteReadError):
+            there, back = await asyncio.open_connection(self.to.host, self.to.port)
+            with closing(back):
+                pieces = await _pieces(reader)
+                back.write(self._said(self.damage(pieces)))
+                if self.cut is not None:
+                    back.write_eof()
+                await back.drain()
+                writer.write(await there.read())
+                await writer.drain()
 
     def _said(self, pieces: list[Piece]) -> bytes:
         said = bytearray().join(framed(message) + payload for message, payload in pieces)
@@ -190,12 +207,10 @@ class World:
 
 @asynccontextmanager
 async def world(**between: Any) -> AsyncIterator[World]:
-    line = Between(**between)
-    server = await asyncio.start_server(line.serve, "127.0.0.1", 0)
-    line.port = server.sockets[0].getsockname()[1]
     engines = [SimulatedEngine(SHAPE, ConstantTiming(itl_s=0.002)) for _ in range(2)]
     source, target = (RealWorker(name, one) for name, one in zip(("w1", "w2"), engines, strict=True))
-    async with frontend(moving={"setup_s": 0.0, "max_migration_time_ms": LIMIT_MS}) as kit:
+    moving = {"setup_s": 0.0, "max_migration_time_ms": LIMIT_MS}
+    async with Between(**between) as line, frontend(moving=moving) as kit:
         for worker in (source, target):
             await worker.start()
             await kit.add(worker, **worker.facts)  # type: ignore[arg-type]
@@ -204,7 +219,6 @@ async def world(**between: Any) -> AsyncIterator[World]:
         ship = moves.ship
         moves.ship = lambda connection, frame: ship(connection, line.grants(frame))  # type: ignore[method-assign]
         yield World(kit, source, target, line)
-        server.close()
 
 
 @pytest.mark.parametrize("what", REFUSED)
