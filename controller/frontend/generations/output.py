@@ -16,6 +16,7 @@ from controller.frontend.generations.output_stats import OutputStats
 from controller.frontend.requests.failures import Failure, classify
 from controller.frontend.responses.writers import ResponseWriter
 from controller.ports import LostCause
+from events.refusal import REASON, read_refusal
 from events.wire import Chunk, Sampling
 
 
@@ -183,9 +184,9 @@ class GenerationOutput:
     def _fail(self, owner: Owner, error: str) -> None:
         """The worker says that it cannot go on."""
         reason, _, detail = error.partition(":")
-        if reason == "invalid_request":
-            message = detail.strip() or "the worker refused the request"
-            owner.refused(ApiError(400, message, code="invalid_request"))
+        if reason == REASON:
+            said = read_refusal(detail)
+            owner.refused(ApiError(said.status, said.message, code=REASON, param=said.param, kind=said.type))
         else:
             owner.failed(classify(error), self.attempt)
 

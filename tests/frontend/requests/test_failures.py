@@ -18,6 +18,7 @@ from controller.frontend.generations.generation import Generation
 from controller.frontend.requests.failures import KINDS, MigrationBudget, classify, smallest_limit
 from events.decisions import HealthStatus
 from events.observations import RequestAbandoned, RequestMigrated
+from events.refusal import RequestRefusal
 
 pytestmark = pytest.mark.usefixtures("both_roads")
 PROMPT = [300, 301, 302]
@@ -359,6 +360,31 @@ async def test_the_clients_own_mistake_does_not_move_and_blames_nobody() -> None
             assert (status, body["error"]["message"]) == (400, "top_k is too large")
         assert sum(len(worker.requests) for worker in workers) == 5
         assert kit.facts == []
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_what_a_server_refuses_is_passed_on_as_it_said_it_and_blames_nobody(stream: bool) -> None:
+    """A grammar that vLLM cannot compile, six times: both breakers had opened, and the client was told 500."""
+    refusal = RequestRefusal('"bogus" is not a type', 422, "UnprocessableEntityError", "response_format")
+    workers = [ScriptedWorker(n, always=Act(after=0, how="error", error=refusal.error)) for n in ("w1", "w2")]
+    async with frontend(*workers) as kit:
+        for _ in range(6):
+            status, body, headers = await kit.post(
+                "/v1/completions", model="m", prompt=PROMPT, max_tokens=12, stream=stream
+            )
+            assert (status, body["error"]) == (
+                422,
+                {
+                    "message": '"bogus" is not a type',
+                    "type": "UnprocessableEntityError",
+                    "param": "response_format",
+                    "code": "invalid_request",
+                },
+            )
+            assert "Retry-After" not in headers
+        assert sum(len(worker.requests) for worker in workers) == 6
+        assert kit.facts == []
+        assert set(kit.director.breakers.positions().values()) == {"closed"}
 
 
 async def test_failed_workers_are_excluded_and_a_new_life_is_not() -> None:

@@ -1,8 +1,10 @@
 """What does an upstream's stream really say? Bytes in, chunks out; no IO, no clock.
 
-An HTTP 200 is no proof of an answer. These are faults of the engine, and none of them may look like an end:
+An HTTP 200 is no proof of an answer. These are no answers, and none of them may look like an end; all but the first are faults
+of the engine:
 
-    an error object in the stream, with or without [DONE] behind it      engine_error
+    an error object in the stream that blames the request (`mistakes`)   invalid_request
+    any other error object, with or without [DONE] behind it             engine_error
     finish_reason "abort" (an engine that is being stopped)              engine_error
     the stream ends without any finish_reason                            stream_incomplete
     a null or infinite logprob; nothing but token id 0                   non_finite
@@ -18,11 +20,12 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from events.wire import Chunk, Generate, Logprob
+from workers.engines.openai.mistakes import error_of
 
 LINE_BYTES_MAX = 4 * 1024 * 1024
 ZEROS_MAX = 8  # token id 0 so often in a row is no answer
 ZEROS_ALONE_MAX = 3  # an answer of nothing but zeros may be this long, if a user asked for it
-WORDS_MAX = 300  # of an upstream's error message
+WORDS_MAX = 300  # of what an upstream sent
 DONE = "[DONE]"
 
 IdsFrom = Literal["token_ids", "logprobs", "text_bytes", "nowhere"]
@@ -99,7 +102,7 @@ class UpstreamStream:
         except ValueError:
             raise Fault(f"engine_error: the upstream sent what is not JSON: {_cut(payload)}") from None
         if not isinstance(said, dict) or "error" in said or (said.get("message") and "choices" not in said):
-            raise Fault(f"engine_error: {error_words(said)}")
+            raise Fault(error_of(said, canary=self._request.canary))
         choices = said.get("choices") or []
         if not choices:  # usage, which we count ourselves
             return
@@ -228,14 +231,6 @@ def _joined(pieces: list[StreamPiece]) -> StreamPiece:
         "".join(piece.text for piece in pieces),
         [logprob for piece in pieces for logprob in piece.logprobs],
     )
-
-
-def error_words(said: Any) -> str:
-    """Return the message of an upstream's error body, cut to a readable length."""
-    if isinstance(said, dict):
-        error = said.get("error", said)
-        said = error.get("message", error) if isinstance(error, dict) else error
-    return _cut(str(said))
 
 
 def _cut(words: str) -> str:

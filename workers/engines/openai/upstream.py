@@ -13,7 +13,8 @@ import msgspec
 from events.errors import HoldfastError
 from events.wire import Generate, Sampling
 from workers.engines.openai.kv_names import CANARY_SALT
-from workers.engines.openai.reading import Fault, IdsFrom, error_words, read_piece
+from workers.engines.openai.mistakes import error_of, error_words
+from workers.engines.openai.reading import Fault, IdsFrom, read_piece
 
 ASK_S_MAX = 5.0  # for what costs the upstream nothing
 PROBE_S_MAX = 60.0  # for a short completion, cold
@@ -38,7 +39,7 @@ WORDS = [
     "table",
 ]
 RANK_HEADER = "X-data-parallel-rank"  # vLLM's
-CLIENT_MISTAKES = (400, 413, 422)
+CLIENT_MISTAKES = (400, 413, 422)  # by which a probe learns that a variant is not understood
 NOTHING_ADDED: dict[str, Any] = {
     "top_p": 1.0,
     "top_k": -1,  # what vLLM, SGLang and llama-server take for "all"
@@ -290,17 +291,13 @@ def prompt_text(request: Generate) -> str:
 
 
 async def refusal(response: aiohttp.ClientResponse, *, canary: bool) -> str:
-    """Return the error of a response that is no stream. A refused canary is no client's mistake: we know our canaries."""
+    """Return the error of a response that is no stream."""
     try:
         async with asyncio.timeout(ASK_S_MAX):
-            words = error_words(await _bounded_json(response))
+            said = await _bounded_json(response)
     except (aiohttp.ClientError, TimeoutError, ValueError):
-        words = "no reason given"
-    if response.status == 429:
-        return f"overloaded: the upstream answers 429: {words}"
-    if response.status in CLIENT_MISTAKES and not canary:
-        return f"invalid_request: {words}"
-    return f"engine_error: the upstream answers {response.status}: {words}"
+        said = "no reason given"
+    return error_of(said, response.status, canary=canary)
 
 
 async def _bounded_json(response: aiohttp.ClientResponse) -> Any:

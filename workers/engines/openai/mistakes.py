@@ -1,0 +1,77 @@
+"""Whose mistake is an error that an OpenAI-compatible server answers with: the client's, or the server's?
+
+vLLM answers a grammar that it cannot compile with HTTP 200 and `{"error": {…, "code": 400}}` in the stream. Nobody else would
+answer such a request better, and it says nothing of the server's health.
+"""
+
+import json
+from typing import Any
+
+from events.refusal import RequestRefusal
+
+WORDS_MAX = 300  # of a server's message
+NAMES_MAX = 100  # of what it calls the error, and the field
+NOT_THE_CLIENTS = frozenset((401, 403, 404, 405, 407, 408, 409, 421, 425, 426, 429))
+"""Statuses that speak of who asks the server, of its address, or of the moment: of nothing that a client has written."""
+MISTAKEN_TYPES = frozenset(("invalid_request_error", "BadRequestError", "UnprocessableEntityError"))
+"""What OpenAI, vLLM and SGLang call the client's mistake where they give no number."""
+
+
+def clients_mistake(status: int) -> bool:
+    """Say whether an HTTP status blames what the client has written."""
+    return 400 <= status < 500 and status not in NOT_THE_CLIENTS
+
+
+def refusal_of(said: Any, status: int | None = None) -> RequestRefusal | None:
+    """Return the refusal in an error object of an OpenAI-compatible server, which came with this HTTP status (None: in a stream,
+    where the object's own `code` or `status` is it, or else its `type`); None if it is no client's mistake."""
+    fields = _fields(said)
+    kind, param = fields.get("type"), fields.get("param")
+    found = status if status is not None else _status(fields)
+    if found is None and isinstance(kind, str) and kind in MISTAKEN_TYPES:
+        found = 400
+    if found is None or not clients_mistake(found):
+        return None
+    return RequestRefusal(
+        error_words(said),
+        found,
+        kind[:NAMES_MAX] if isinstance(kind, str) else "",
+        param[:NAMES_MAX] if isinstance(param, str) else None,
+    )
+
+
+def error_of(said: Any, status: int | None = None, *, canary: bool) -> str:
+    """Return the `error` of a chunk for an error object, as in `refusal_of`. A refused canary is no client's mistake: we know our
+    canaries."""
+    refusal = None if canary else refusal_of(said, status)
+    if refusal is not None:
+        return refusal.error
+    if status == 429 or (status is None and _status(_fields(said)) == 429):
+        return f"overloaded: the upstream answers 429: {error_words(said)}"
+    return f"engine_error: {'' if status is None else f'the upstream answers {status}: '}{error_words(said)}"
+
+
+def _fields(said: Any) -> dict[str, Any]:
+    """Return the fields of an error object: OpenAI's lie one deeper."""
+    error = said.get("error", said) if isinstance(said, dict) else said
+    return error if isinstance(error, dict) else {}
+
+
+def _status(fields: dict[str, Any]) -> int | None:
+    """Return the HTTP status that an error object names."""
+    for name in ("code", "status", "status_code"):
+        value = fields.get(name)
+        if isinstance(value, str) and value.isascii() and value.isdigit() and len(value) == 3:
+            value = int(value)
+        if type(value) is int and 400 <= value < 600:
+            return value
+    return None
+
+
+def error_words(said: Any) -> str:
+    """Return the message of an error body, cut to a readable length."""
+    if isinstance(said, dict):
+        error = said.get("error", said)
+        said = error.get("message", error) if isinstance(error, dict) else error
+    words = said if isinstance(said, str) else json.dumps(said, ensure_ascii=False, default=str)
+    return words if len(words) <= WORDS_MAX else words[:WORDS_MAX] + "…"
