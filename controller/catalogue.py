@@ -38,6 +38,8 @@ EMITTERS: Mapping[str, str] = {
     "golden_disputed": "the leading controller's canary loop, once per probe",
     "requests_served": "a frontend, per worker and window with traffic",
     "request_failed": "a frontend, once per failure",
+    "request_suspected": "a frontend, once per request that was still unread on a worker that fell",
+    "request_poisonous": "a frontend, once per worker that the request failed on",
     "worker_slow": "a frontend, while it lasts",
     "worker_slow_cleared": "a frontend, once per recovery",
     "request_migrated": "a frontend, once per migration",

@@ -163,6 +163,7 @@ ERRORS = (
     "engine_error",  # the engine raised; the request may be tried elsewhere
     "engine_shutdown",  # the worker is leaving; go elsewhere
     "overloaded",  # this worker is full; go elsewhere
+    "upstream_lost",  # the server behind the worker is gone, or its engine is
     "stream_incomplete",  # the upstream ended without a finish reason
     "non_finite",  # NaN or infinity in the logits
     "invalid_request",  # the client's own mistake; nobody else would answer it better

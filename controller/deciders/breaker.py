@@ -33,6 +33,7 @@ from events.observations import (
     CanaryPassed,
     CanarySlow,
     RequestFailed,
+    RequestPoisonous,
     RequestsServed,
     WorkerLeft,
 )
@@ -92,6 +93,8 @@ def evolve(state: Breaker, fact: Fact, cause: str = "") -> Breaker:
             return _succeeded(state, "request", fact.routed_under, cause)
         case RequestFailed():
             return _failed(state, "request", fact.routed_under, fact.failures_in_a_row, fact.reason, cause)
+        case RequestPoisonous():
+            return _taken_back(state, fact, cause)
         case HealthChanged():
             return _health_changed(state, fact, cause)
         case WorkerLeft():
@@ -120,6 +123,13 @@ def _failed(state: Breaker, by: str, sent_under: int, in_a_row: int, why: str, c
     if by == "canary":
         return replace(state, canary_failures=in_a_row, why=why, cause=cause)
     return replace(state, request_failures=in_a_row, why=why, cause=cause)
+
+
+def _taken_back(state: Breaker, fact: RequestPoisonous, cause: str) -> Breaker:
+    """Take back what a request has counted that fails everywhere. A breaker that it has opened is closed by its trial."""
+    if fact.routed_under < state.moved_by or fact.failures_in_a_row >= state.request_failures:
+        return state
+    return replace(state, request_failures=fact.failures_in_a_row, cause=cause)
 
 
 def _tried(state: Breaker, by: str, outcome: Literal["passed", "failed"], why: str, cause: str) -> Breaker:

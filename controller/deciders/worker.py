@@ -20,11 +20,13 @@ from events.observations import (
     CanaryResult,
     CanarySlow,
     RequestFailed,
+    RequestPoisonous,
     RequestsServed,
+    RequestSuspected,
     WorkerJoined,
 )
 
-RequestOutcome: TypeAlias = RequestsServed | RequestFailed
+RequestOutcome: TypeAlias = RequestsServed | RequestFailed | RequestPoisonous | RequestSuspected
 CanaryGood: TypeAlias = CanaryPassed | CanarySlow
 LONG_AGO = datetime(1970, 1, 1, tzinfo=UTC)
 PASSES_MAX = 64  # canaries remembered per worker

@@ -20,6 +20,7 @@ from controller.frontend.health.corruption import Convictions, Served
 from controller.frontend.health.exposure import Exposures
 from controller.frontend.health.local_breakers import LocalBreakers
 from controller.frontend.health.panic import Panic
+from controller.frontend.health.poison import PoisonWatch
 from controller.frontend.metrics import FrontendMetrics
 from controller.frontend.request_metrics import RequestMetrics, gauge_model, gauge_worker
 from controller.frontend.requests.generation_request import GenerationRequest
@@ -34,7 +35,7 @@ from controller.router.endpoints import Endpoint, EndpointTable
 from controller.router.selection.filter import NoWorker
 from events.decisions import BreakerClosed, HealthStatus
 from events.fact import Recorded
-from events.observations import MoveRequested, WorkerJoined
+from events.observations import MoveRequested, RequestPoisonous, RequestSuspected, WorkerJoined
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,24 +79,13 @@ class Director:
         )
         scheduler = KvScheduler(settings.router, table, world.plane, self.request_metrics, now, world.dice)
         self.routing = RequestRouter(
-            self.peers.frontends,
-            table,
-            world.plane,
-            settings,
-            self.breakers,
-            panic,
-            scheduler,
+            self.peers.frontends, table, world.plane, settings, self.breakers, panic, scheduler,
             lambda: self._live,
-        )
+        )  # fmt: skip
         self.admission = Admission(
-            world.name,
-            settings.admission,
-            table,
-            self.routing.room,
-            world.observe,
-            settings.retry_after_s,
+            world.name, settings.admission, table, self.routing.room, world.observe, settings.retry_after_s,
             self.request_metrics.waited,
-        )
+        )  # fmt: skip
         self.running: RunningRequests[Generation] = RunningRequests()
         self.rescheduler = Rescheduler(
             world.name, settings.moving, self.routing, world.plane, self.running.at, self.peers.names
@@ -103,8 +93,12 @@ class Director:
         self.planned_migrations = PlannedMigrations(
             settings.moving, table, self.routing, world.plane, self.rescheduler, self.running.at, now
         )
+        poison = PoisonWatch(
+            world.name, settings.poison, self.breakers, world.plane.reachable, world.observe, now,
+            lambda: self.pending.wake(),
+        )  # fmt: skip
         self.dispatcher: Dispatcher[Generation] = Dispatcher(
-            table, self.routing, world.plane, self.breakers, self.running, self.request_metrics, now,
+            table, self.routing, world.plane, poison, self.running, self.request_metrics, now,
             self.admission.wake,
         )  # fmt: skip
         self.pending: PendingGenerations[Generation] = PendingGenerations(
@@ -123,8 +117,12 @@ class Director:
     def absorb(self, fleet: Fleet, batch: Sequence[Recorded]) -> None:
         """Take in what the fold shows after a batch of events, and act on it."""
         for recorded in batch:
-            if isinstance(recorded.fact, BreakerClosed):
-                self.breakers.reset((recorded.fact.worker, recorded.fact.instance))
+            fact = recorded.fact
+            if isinstance(fact, BreakerClosed):
+                self.breakers.reset((fact.worker, fact.instance))
+            elif isinstance(fact, RequestSuspected | RequestPoisonous) and not self._said_now(fact):
+                clock = self._world.clock
+                self.dispatcher.heard(fact, (clock.now() - recorded.at).total_seconds())
         change = self.table.absorb(fleet)
         if self._live:
             for recorded in batch:
@@ -139,6 +137,10 @@ class Director:
             self._forget()
         if change:
             self.changed()
+
+    def _said_now(self, fact: RequestSuspected | RequestPoisonous) -> bool:
+        """Say whether this process has said it: it knows better by now."""
+        return self._live and fact.frontend == self._world.name
 
     def go_live(self, before: Served | None = None) -> None:
         """The fold has caught up: act on what it shows from now on, and say what was missed. `before`: until when the

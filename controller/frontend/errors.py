@@ -44,6 +44,8 @@ CODES = frozenset(  # what a program may rely on: each stands in docs/api.md
         "tokenizer_missing",
         "draining",
         "stalled",
+        "upstream_lost",
+        "request_poisonous",
         "cancelled",
     )
 )

@@ -107,6 +107,19 @@ class LocalBreakerSettings(Strict):
     panic_share: Share = 0.5  # less routable weight than this: local breakers are ignored
 
 
+class PoisonSettings(Strict):
+    """What is done about requests that bring workers down, or fail in the same way wherever they are sent."""
+
+    refused_s: Positive = (
+        600.0  # the like of one that brings workers down; twice as long each time it is found out again
+    )
+    failed_s: Positive = 10.0  # the like of one that only fails; the same
+    refused_s_max: Positive = 86_400.0
+    remembered_s: Positive = 600.0  # that a worker fell with it
+    alone_s: Positive = 2.0  # a suspect waits so long for a worker that has no other suspect
+    records_max: int = Field(default=4096, ge=1)  # requests that are remembered
+
+
 class FactSettings(Strict):
     """How often a frontend reports, and how much it remembers."""
 
@@ -157,6 +170,7 @@ class FrontendSettings(Strict):
     admission: AdmissionSettings = AdmissionSettings()
     stream: StreamSettings = StreamSettings()
     breaker: LocalBreakerSettings = LocalBreakerSettings()
+    poison: PoisonSettings = PoisonSettings()
     facts: FactSettings = FactSettings()
     moving: MovingPolicy = MovingPolicy()
 

@@ -139,6 +139,18 @@ def _request_failed(f: o.RequestFailed) -> str:
     return f"a request failed on {f.worker}: {f.reason} ({f.failures_in_a_row} in a row at {f.frontend})"
 
 
+def _request_suspected(f: o.RequestSuspected) -> str:
+    return f"{f.worker} fell ({f.reason}) before it had answered anything of a request of {count(f.prompt_tokens, 'token')}"
+
+
+def _request_poisonous(f: o.RequestPoisonous) -> str:
+    form = f" with {f.guided}" if f.guided else ""
+    return (
+        f"a request of {count(f.prompt_tokens, 'token')}{form} fails everywhere, on {f.worker} too: {f.reason}; "
+        f"its like is refused for {span(f.refused_s)}"
+    )
+
+
 def _migrated(f: o.RequestMigrated) -> str:
     kept = f"after {count(f.tokens, 'token')}, gap {span(f.gap_ms / 1000)}"
     exact = "" if f.exact else ", approximate"
@@ -224,6 +236,8 @@ SENTENCES: dict[type[Fact], str | Callable[[Any], str]] = {
         f"{f.worker} served {count(f.count, 'request')} of {f.frontend} ({f.tokens} tokens)"
     ),
     o.RequestFailed: _request_failed,
+    o.RequestSuspected: _request_suspected,
+    o.RequestPoisonous: _request_poisonous,
     o.WorkerSlow: "{f.worker} is slow at {f.frontend}: {f.latency_ms:.0f} ms against {f.baseline_ms:.0f} ms",
     o.WorkerSlowCleared: "{f.worker} keeps up again at {f.frontend}",
     o.RequestMigrated: _migrated,

@@ -32,6 +32,41 @@ class RequestFailed(WorkerObservation):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class RequestSuspected(WorkerObservation):
+    """This worker fell (its connection broke, or its server's ended) before anything of this request's answer had come from
+    it. Most such requests are innocent: until one like it brings a token they are tried with no other suspect beside them."""
+
+    frontend: str
+    request: str
+    model: str
+    fingerprint: (
+        str  # the same for all requests of this prompt and form; nothing of the text can be read from it
+    )
+    reason: str  # how the worker fell: disconnected, upstream_lost
+    prompt_tokens: int  # of the request, and what was accepted of its answer before
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RequestPoisonous(WorkerObservation):
+    """A request failed in the same way on two workers, of which this is one: it was not tried a third time, and its like is
+    refused for a while. What it had counted against them is taken back."""
+
+    frontend: str
+    request: str
+    model: str
+    fingerprint: (
+        str  # the same for all requests of this prompt and form; nothing of the text can be read from it
+    )
+    reason: str  # the way in which it fails
+    prompt_tokens: int
+    max_tokens: int
+    guided: str  # the field that constrains the answer's form, if there is one
+    failures_in_a_row: int  # of this worker at this frontend, without this request's
+    routed_under: int  # the last decision that the frontend had folded when it sent the request
+    refused_s: float  # for so long its like is refused
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerSlow(WorkerObservation):
     """A frontend found this worker slower than three times its peers."""
 

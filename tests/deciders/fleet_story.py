@@ -23,7 +23,9 @@ from events.observations import (
     GoldenProposed,
     Profile,
     RequestFailed,
+    RequestPoisonous,
     RequestsServed,
+    RequestSuspected,
     ResumeRequested,
     ShutdownBegan,
     WorkerHeard,
@@ -152,6 +154,22 @@ def request_failed(worker: str, count: int, *, instance="i1", under: int = 0, fr
     )
 
 
+def poisonous(worker: str, left: int, *, instance="i1", under: int = 0, frontend="f0"):
+    """A request that fails everywhere; without it so many in a row have failed on this worker."""
+    return RequestPoisonous(
+        worker=worker, instance=instance, frontend=frontend, request="r", model="llama", fingerprint="0" * 32,
+        reason="engine_error", prompt_tokens=3, max_tokens=9, guided="", failures_in_a_row=left, routed_under=under,
+        refused_s=10.0,
+    )  # fmt: skip
+
+
+def suspected(worker: str, *, instance="i1", frontend="f0"):
+    return RequestSuspected(
+        worker=worker, instance=instance, frontend=frontend, request="r", model="llama", fingerprint="0" * 32,
+        reason="disconnected", prompt_tokens=3,
+    )  # fmt: skip
+
+
 def served(worker: str, *, instance="i1", under: int = 0, frontend="f0"):
     return RequestsServed(
         worker=worker,
@@ -278,7 +296,7 @@ class Story:
     def stamp(self, fact: Fact) -> Fact:
         if isinstance(fact, CanaryPassed | CanarySlow | CanaryFailed):
             return replace(fact, sent_under=self.fleet.number, sent_at=self.now)
-        if isinstance(fact, RequestFailed | RequestsServed):
+        if isinstance(fact, RequestFailed | RequestPoisonous | RequestsServed):
             return replace(fact, routed_under=self.fleet.number)
         return fact
 

@@ -5,7 +5,19 @@ from dataclasses import replace
 from datetime import datetime, timedelta
 
 import pytest
-from fleet_story import START, Story, failed, kinds, left, passed, request_failed, served, silent
+from fleet_story import (
+    START,
+    Story,
+    failed,
+    kinds,
+    left,
+    passed,
+    poisonous,
+    request_failed,
+    served,
+    silent,
+    suspected,
+)
 
 from controller.deciders.breaker import Breaker, BreakerPolicy, admit, decide, evolve, wait_after
 from controller.deciders.fleet import FleetPolicy
@@ -26,6 +38,26 @@ def opened_by_requests(story: Story | None = None) -> Story:
 def test_fewer_failures_than_the_threshold_open_nothing(count: int) -> None:
     story = Story().up("w0", *OTHERS)
     assert story.tell(request_failed("w0", count)) == ()
+
+
+def test_what_a_poisonous_request_has_counted_is_taken_back() -> None:
+    story = Story().up("w0", *OTHERS)
+    assert story.tell(request_failed("w0", 2), poisonous("w0", 1), request_failed("w0", 2)) == ()
+    assert story.worker().breaker.request_failures == 2
+    story.tell(request_failed("w0", 3))
+    assert story.worker().breaker.position == "open"
+
+
+def test_of_a_poisonous_request_that_was_sent_before_the_last_move_nothing_is_taken_back() -> None:
+    story = opened_by_requests()
+    before = story.worker()
+    assert story.tell(poisonous("w0", 0, under=0), fresh=False) == () and story.worker() == before
+
+
+def test_a_suspect_says_nothing_of_the_worker() -> None:
+    story = Story().up("w0", *OTHERS)
+    before = story.worker()
+    assert story.tell(suspected("w0")) == () and story.worker() == before
 
 
 def test_a_frontends_third_failure_in_a_row_opens_for_60_s() -> None:

@@ -23,6 +23,7 @@ from fleet_story import (
     joined,
     left,
     passed,
+    poisonous,
     proposed,
     request_failed,
     resume,
@@ -31,6 +32,7 @@ from fleet_story import (
     silent,
     slow,
     slow_cleared,
+    suspected,
 )
 
 from events.codec import KINDS
@@ -254,6 +256,8 @@ FACTS: dict[str, Make] = {
     "left": lambda w, i: left(w, i),
     "left_at_once": lambda w, i: left(w, i, mode="immediate"),
     "request_failed_thrice": lambda w, i: request_failed(w, 3, instance=i),
+    "request_poisonous": lambda w, i: poisonous(w, 0, instance=i),
+    "request_suspected": lambda w, i: suspected(w, instance=i),
     "requests_served": lambda w, i: served(w, instance=i),
     "golden_proposed": lambda w, i: proposed(w, instance=i),
     "golden_disputed": lambda w, i: disputed(w, (7,), against="w9", instance=i),

@@ -2,7 +2,7 @@
 
 import os
 import subprocess
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 
@@ -11,6 +11,8 @@ import openai
 from typed_commands import run_command
 
 from controller.demo.fleet import DemoFleet
+from controller.frontend.text.tokenizer import BUILTIN, load_tokens
+from workers.engines.simulated.language import as_bytes, open_sequence, plain_token
 
 
 @asynccontextmanager
@@ -31,6 +33,28 @@ async def running(
 def holdfast(*arguments: str, environment: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
     """Run one command to its end."""
     return run_command(arguments, {**os.environ, **(environment or {})})
+
+
+def undisturbed(prompt: Sequence[int], tokens: int) -> str:
+    """Return what any simulated worker answers to a prompt with so many tokens."""
+    running, said = open_sequence("sim", prompt), []
+    for _ in range(tokens):
+        said.append(plain_token(running.intdigest()))
+        running.update(as_bytes(said[-1:]))
+    return load_tokens(BUILTIN).decode(said)
+
+
+async def streamed(fleet: DemoFleet, prompt: Sequence[int], tokens: int) -> str:
+    """Read one streamed answer to its end."""
+    text = ""
+    async with client(fleet) as api:
+        stream = await api.completions.create(
+            model="sim", prompt=list(prompt), max_tokens=tokens, temperature=0, stream=True,
+            extra_body={"ignore_eos": True},
+        )  # fmt: skip
+        async for chunk in stream:
+            text += chunk.choices[0].text if chunk.choices else ""
+    return text
 
 
 def client(fleet: DemoFleet) -> openai.AsyncOpenAI:

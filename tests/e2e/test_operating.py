@@ -12,12 +12,10 @@ from typing import Any
 
 import pytest
 import pytest_asyncio
-from fleet import client, holdfast, running
+from fleet import holdfast, running, streamed, undisturbed
 
 from controller.demo.fleet import DemoFleet
-from controller.frontend.text.tokenizer import BUILTIN, load_tokens
 from events.observations import DrainFinished, RequestAbandoned, RequestMigrated
-from workers.engines.simulated.language import as_bytes, open_sequence, plain_token
 
 WORKERS = ("w0", "w1", "w2")
 FLAGS = ("--workers", str(len(WORKERS)), "--itl-ms", "15")  # 15 s of answers: two commands start meanwhile
@@ -43,37 +41,15 @@ def prompt_of(number: int) -> list[int]:
     return [300 + number] * 300
 
 
-def undisturbed(number: int) -> str:
-    """Return what it is answered with, wherever that is."""
-    running, said = open_sequence("sim", prompt_of(number)), []
-    for _ in range(TOKENS):
-        said.append(plain_token(running.intdigest()))
-        running.update(as_bytes(said[-1:]))
-    return load_tokens(BUILTIN).decode(said)
-
-
-async def answer(fleet: DemoFleet, prompt: int) -> str:
-    """Read one streamed answer to its end."""
-    text = ""
-    async with client(fleet) as api:
-        stream = await api.completions.create(
-            model="sim", prompt=prompt_of(prompt), max_tokens=TOKENS, temperature=0, stream=True,
-            extra_body={"ignore_eos": True},
-        )  # fmt: skip
-        async for chunk in stream:
-            text += chunk.choices[0].text if chunk.choices else ""
-    return text
-
-
 async def test_streams_leave_a_drained_and_a_moved_worker_with_their_kv_cache(fleet: DemoFleet) -> None:
     await fleet.healthy(len(WORKERS))
-    answers = [asyncio.ensure_future(answer(fleet, n)) for n in range(STREAMS)]
+    answers = [asyncio.ensure_future(streamed(fleet, prompt_of(n), TOKENS)) for n in range(STREAMS)]
     status = await fleet.until(
         lambda s: sum(at(s, w) for w in WORKERS) == STREAMS and all(at(s, w) > 1 for w in WORKERS)
     )
     said = await asyncio.gather(operator(fleet, "drain", "w0"), operator(fleet, "move", "w1", "--to", "w2"))
     assert "w0 is to drain" in said[0] and "what runs on w1 is to move to w2" in said[1]
-    assert await asyncio.gather(*answers) == [undisturbed(n) for n in range(STREAMS)]
+    assert await asyncio.gather(*answers) == [undisturbed(prompt_of(n), TOKENS) for n in range(STREAMS)]
     moves = await facts(fleet, RequestMigrated)
     assert {(m.cause, m.source, m.method, m.exact, m.refused) for m in moves} == {
         ("drain", "w0", "transfer", True, ""), ("operator", "w1", "transfer", True, ""),

@@ -82,6 +82,12 @@ class SimulatedSettings(msgspec.Struct, frozen=True, kw_only=True):
             description="simulated: answers begin with a thought: start_thinking_token_id, end_thinking_token_id, thinking_ratio"
         ),
     ] = ""
+    fatal_tokens: Annotated[
+        str,
+        Meta(
+            description="simulated: token ids with commas; a prompt that has them in a row ends the process, as one that crashes"
+        ),
+    ] = ""
     host_gb_per_s: Annotated[
         Annotated[float, Meta(gt=0)], Meta(description="simulated: between the device and the host's memory")
     ] = 32.0

@@ -9,7 +9,7 @@ from typing import Any, Generic, Protocol, TypeVar
 from controller.frontend.generations.attempt import Attempt
 from controller.frontend.generations.continuation import Continuation
 from controller.frontend.generations.output_stats import OutputStats
-from controller.frontend.health.local_breakers import LocalBreakers
+from controller.frontend.health.poison import ERRORS, FALLS, PoisonWatch, Suspicion, Way, Where
 from controller.frontend.request_metrics import RequestMetrics
 from controller.frontend.requests.failures import Failure, MigrationBudget
 from controller.frontend.requests.generation_request import GenerationRequest
@@ -18,7 +18,7 @@ from controller.frontend.scheduling.running import RunningRequests
 from controller.frontend.scheduling.scheduler import explained
 from controller.ports import RequestPlane, Sink
 from controller.router.endpoints import Endpoint, EndpointTable, Key
-from controller.router.selection.filter import AllBusy, AllTried
+from controller.router.selection.filter import AllBusy, AllTried, NoWorker
 from controller.router.selection.selector import Selection
 from events.wire import Why
 
@@ -49,7 +49,7 @@ class Dispatcher(Generic[G]):
         table: EndpointTable,
         routing: RequestRouter,
         plane: RequestPlane,
-        breakers: LocalBreakers,
+        poison: PoisonWatch,
         running: RunningRequests[G],
         metrics: RequestMetrics,
         now: Callable[[], float],
@@ -59,9 +59,10 @@ class Dispatcher(Generic[G]):
         self._table = table
         self._routing = routing
         self.scheduler = routing.scheduler
-        self.prompt_read = routing.scheduler.read  # of an attempt's slot: its first token has come
         self._plane = plane
-        self._breakers = breakers
+        self._poison = poison
+        self.heard = poison.heard  # what other frontends say of poison requests
+        self._breakers = poison.breakers
         self._running = running
         self._metrics = metrics
         self._now = now
@@ -71,9 +72,15 @@ class Dispatcher(Generic[G]):
 
     def choose(self, generation: G, missed: set[Key], planned: Endpoint | None) -> Selection:
         """Return where it was `planned` to go, or the best worker that has not been tried; if there is none, one to which
-        only the connection had failed, other than those `missed` just now. Raise NoWorker."""
+        only the connection had failed, other than those `missed` just now. Raise NoWorker; Held if it has to wait although there
+        are workers."""
         request, budget, routing = generation.request, generation.budget, self._routing
         output = generation.continuation.accepted
+        where = self._poison.where(request)
+        if where is not None and (planned is None or planned is not where.endpoint):  # hardly ever
+            planned = None
+            if (found := self._guarded(generation, where, missed)) is not None:
+                return found
         if planned is not None:
             return routing.at(planned, request, output)
         try:
@@ -86,6 +93,22 @@ class Dispatcher(Generic[G]):
                 return routing.route(request, budget.tried, output)
         except AllTried:
             return routing.route(request, budget.failed | missed, output)
+
+    def _guarded(self, generation: G, where: Where, missed: set[Key]) -> Selection | None:
+        """Return where a request goes that may not go anywhere; None: anywhere, after all. Raise Held."""
+        request, tried, routing = generation.request, generation.budget.tried | missed, self._routing
+        output, only = generation.continuation.accepted, where.endpoint
+        try:
+            if only is None:
+                return routing.route(request, tried | where.avoid, output)
+            if only.key not in tried:
+                routing.room_at(only, request.lineage)
+                return routing.at(only, request, output)
+        except NoWorker:
+            pass
+        if where.waits and routing.targets(request):
+            raise self._poison.hold(request)
+        return None
 
     # --- beginning ----------------------------------------------------------------------------------------
 
@@ -115,6 +138,7 @@ class Dispatcher(Generic[G]):
         why: dict[str, Any] | None,
     ) -> Attempt:
         request, last = generation.request, generation.last_attempt
+        self._poison.sent(request, endpoint, slot)
         self._running.begin(generation, endpoint, len(request.prompt) + request.sampling.max_tokens)
         return Attempt(
             endpoint,
@@ -139,8 +163,14 @@ class Dispatcher(Generic[G]):
             why = "drained"
         self._plane.cancel(endpoint.worker, attempt.stream, why)
 
+    def prompt_read(self, generation: G, attempt: Attempt) -> None:
+        """The first token of an attempt has come."""
+        self.scheduler.read(attempt.slot)
+        self._poison.read(generation.request)
+
     def end(self, generation: G, attempt: Attempt) -> None:
         """An attempt has left its worker, however it ended."""
+        self._poison.left(generation.request, attempt.slot)
         self._running.end(generation, attempt.endpoint)
         self.scheduler.end(attempt.slot)
         self._freed(generation.request.model)
@@ -149,6 +179,7 @@ class Dispatcher(Generic[G]):
         self, request: GenerationRequest, attempt: Attempt, first: Endpoint | None, stats: OutputStats
     ) -> None:
         """An answer was completed by this attempt. `first`: where it had begun; elsewhere its times say nothing of this one."""
+        self._poison.served(request)
         endpoint, count, first_at = attempt.endpoint, stats.counted, stats.first_at
         ttft = itl = None
         if first is endpoint and first_at is not None:
@@ -163,6 +194,23 @@ class Dispatcher(Generic[G]):
         """An attempt failed by its worker's fault."""
         key = attempt.endpoint.key
         self._breakers.failed(key, failure.reason, attempt.routed_under, attempt.breaker_epoch)
+
+    def judge(self, generation: G, attempt: Attempt, failure: Failure, *, begun: bool) -> Suspicion:
+        """An attempt has failed, before (or after: `begun`) its first token: count it against its worker, if it is to blame.
+        Return what it says of the request itself."""
+        request, endpoint, reason = generation.request, attempt.endpoint, failure.reason
+        poison, key, under = self._poison, endpoint.key, attempt.routed_under
+        way = Way.of(reason, failure.detail, len(generation.continuation.accepted))
+        if not failure.kind.blames or (reason in ERRORS and poison.repeats(request, key, way)):
+            self.unjudged(attempt, has_output=begun)
+        else:
+            self.blame(attempt, failure)
+        if reason in FALLS and not begun:
+            poison.fell(request, endpoint, attempt.slot, reason)
+            return Suspicion.SUSPECT
+        if reason in ERRORS:
+            return poison.failed(request, key, way, under)
+        return Suspicion.NONE
 
     def unjudged(self, attempt: Attempt | None, *, has_output: bool) -> None:
         """An attempt, if there is one, ends through no fault of its worker: its client has left, or was mistaken."""

@@ -25,6 +25,7 @@ from controller.frontend.generations.output import GenerationOutput
 from controller.frontend.generations.output_stats import OutputStats
 from controller.frontend.generations.pending import GivenUp
 from controller.frontend.generations.provenance import Provenance
+from controller.frontend.health.poison import Suspicion
 from controller.frontend.requests.failures import Failure, MigrationBudget
 from controller.frontend.requests.generation_request import GenerationRequest, Move
 from controller.frontend.responses.writers import ResponseWriter
@@ -120,8 +121,9 @@ class Generation:
         """Nobody can take it now. A request that had begun waits for a worker; a new one is told."""
         move = self.progress.move
         match policy.without_worker(error.code, move, may_return=self.budget.may_return):
-            case policy.Park() if move is not None:
-                self._pending.park(self, move.since)
+            case policy.Park() | policy.Hold():
+                self.progress.disturbed = True
+                self._pending.park(self, self.stats.began_at if move is None else move.since)
             case policy.Abandon(reason, failure):
                 self._abandon(reason, failure.error)
             case _:
@@ -144,7 +146,7 @@ class Generation:
         """The first came from this attempt: perhaps the first of the answer, or the first after a move."""
         attempt = self.output.attempt
         if attempt is not None:
-            self._dispatcher.prompt_read(attempt.slot)
+            self._dispatcher.prompt_read(self, attempt)
         if self.stats.first_at is None:
             self.stats.first_output()
             self._pending.first_token(self)
@@ -276,13 +278,15 @@ class Generation:
         not_carried = policy.why_not_carried(
             failure, progress.refused, under_way=self.output.live_migration is not None
         )
+        suspicion = Suspicion.NONE
         if attempt is not None:
-            self._attempt_failed(attempt, failure, on_source=on_source)
+            suspicion = self._attempt_failed(attempt, failure, on_source=on_source)
         decision = policy.after_failure(
             failure,
             replaced=replaced.original if replaced is not None else None,
             missing_tokens=self.request.sampling.max_tokens - len(self.accepted),
             refusal=budget.refusal(self.continuation.length),
+            suspicion=suspicion,
         )
         match decision:
             case policy.Finish(reason):
@@ -301,19 +305,17 @@ class Generation:
                 else:
                     self._pending.reschedule(self)
 
-    def _attempt_failed(self, attempt: Attempt, failure: Failure, *, on_source: bool) -> None:
-        """Count a failed attempt where it ran, and leave."""
+    def _attempt_failed(self, attempt: Attempt, failure: Failure, *, on_source: bool) -> Suspicion:
+        """Count a failed attempt where it ran, and leave. Return what it says of the request."""
         begun, kind = self.has_output, failure.kind
         self.progress.interrupted(begun=begun)
         if on_source:
             self.budget.note(attempt.endpoint.key, kind, begun=begun or not attempt.paid)
         else:
             self.budget.spent -= 1  # a well worker only begins anew
-        if kind.blames:
-            self._dispatcher.blame(attempt, failure)
-        else:
-            self._dispatcher.unjudged(attempt, has_output=begun)
+        suspicion = self._dispatcher.judge(self, attempt, failure, begun=begun)
         self._leave(failed=True)
+        return suspicion
 
     def _arrived(self, *, well: bool) -> None:
         """The move under way, if there is one, has brought its first token, or its attempt has failed too."""
@@ -333,10 +335,11 @@ class Generation:
         move = self.progress.move
         if self.done:
             return
-        if why == "no_worker":
-            if move is not None:
-                self._abandon(why, move.original.error)
-        elif self.stats.first_at is None:
+        if why == "no_worker" and move is not None:
+            self._abandon(why, move.original.error)
+        elif (
+            self.stats.first_at is None
+        ):  # also of one that was never sent, because its like may bring workers down
             self._dispatcher.cancel(self.output.attempt)
             self._leave()
             error = ApiError(503, "no token came in time", code=why, retry_after_s=1)

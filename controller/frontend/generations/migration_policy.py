@@ -2,9 +2,12 @@
 
     an attempt has failed ─┬─ only the worker's last word was missing ───────▶ Finish
                            ├─ its budget does not allow another attempt ─────▶ Abandon
-                           ├─ for the second time in a row its connection ───▶ Park: more may be dying
+                           ├─ it has brought two workers down itself ────────▶ Abandon
+               ├─ for the second time in a row its connection ───▶ Park: more may be dying
+               ├─ its worker fell before it had any token ───────▶ Park: it may be the reason
                            └─ else ──────────────────────────────────────────▶ GoOn
-    nobody can take it ────┬─ it had not begun ──────────────────────────────▶ Refuse
+    nobody can take it ────┬─ it may bring workers down: one at a time ──────▶ Hold
+                           ├─ it had not begun ──────────────────────────────▶ Refuse
                            ├─ somebody may come, or come back ───────────────▶ Park
                            └─ all have failed it ────────────────────────────▶ Abandon
 
@@ -16,14 +19,17 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from typing import TypeAlias
 
+from controller.frontend.health.poison import Held, Poisonous, Suspicion
 from controller.frontend.requests.failures import Failure
 from controller.frontend.requests.generation_request import Move
 from controller.router.endpoints import Key
 from controller.router.selection.filter import AllTried
 
+POISONOUS = Poisonous.code
 PAUSE_S = (
     0.1  # before the third attempt and later ones, where connections broke: a host's workers die together
 )
+SUSPECT_PAUSE_S = 0.25  # before the second: by then the other workers of a host that died are gone, too
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +56,11 @@ class Park:
 
 
 @dataclass(frozen=True, slots=True)
+class Hold:
+    """It waits although there are workers, whether or not it has begun: its like may bring them down."""
+
+
+@dataclass(frozen=True, slots=True)
 class GoOn:
     """Another worker goes on at once."""
 
@@ -62,19 +73,29 @@ class Refuse:
 
 
 AfterFailure: TypeAlias = Finish | Abandon | Park | GoOn
-WithoutWorker: TypeAlias = Refuse | Park | Abandon
+WithoutWorker: TypeAlias = Refuse | Hold | Park | Abandon
 
 
 def after_failure(
-    failure: Failure, *, replaced: Failure | None, missing_tokens: int, refusal: str
+    failure: Failure,
+    *,
+    replaced: Failure | None,
+    missing_tokens: int,
+    refusal: str,
+    suspicion: Suspicion = Suspicion.NONE,
 ) -> AfterFailure:
     """Return what becomes of an answer whose attempt has failed. `replaced`: the failure that this attempt was to make good,
-    if it has brought nothing; `missing_tokens`: that the answer may still have; `refusal`: why its budget allows no more."""
+    if it has brought nothing; `missing_tokens`: that the answer may still have; `refusal`: why its budget allows no more;
+    `suspicion`: what the failure says of the request itself."""
     original = failure if replaced is None or replaced.planned else replaced
     if missing_tokens <= 0:
         return Finish("length")
+    if suspicion is Suspicion.POISONOUS:
+        return Abandon(POISONOUS, Failure(POISONOUS, failure.reason))
     if refusal:
         return Abandon(refusal, original)
+    if suspicion is Suspicion.SUSPECT:
+        return Park(original, SUSPECT_PAUSE_S)
     if original is not failure and failure.kind.again:
         return Park(original, PAUSE_S)
     return GoOn(original)
@@ -83,8 +104,12 @@ def after_failure(
 def without_worker(code: str, move: Move | None, *, may_return: bool) -> WithoutWorker:
     """Return what becomes of an answer that nobody can take, for the reason of this `code`. `move`: what it is in the middle
     of; `may_return`: some worker that failed it may be asked again."""
+    if code == Held.code:
+        return Hold()
     if move is None:
         return Refuse()
+    if code == POISONOUS:
+        return Abandon(code, Failure(POISONOUS, move.failure.reason))
     if move.failure.kind.patient or code != AllTried.code or may_return:
         return Park(move.original)
     return Abandon(code, move.original)

@@ -81,8 +81,10 @@ class PendingGenerations(Generic[W]):
         self._rescheduler.add(generation)
 
     def park(self, generation: W, since: float) -> None:
-        """Nobody can go on with this answer now: it waits for a worker, for a while that began at `since`."""
-        self._parked[generation] = since + self._reroute_s
+        """Nobody can go on with this answer now: it waits for a worker, for a while that began at `since`; one that was never
+        sent as long as for its first token."""
+        began = generation.progress.move is not None
+        self._parked[generation] = since + (self._reroute_s if began else self._first_token_s)
 
     def end(self, generation: W) -> None:
         """An answer is over: it waits for nothing."""

@@ -63,6 +63,16 @@ class WorkerOutcomes:
     slow: bool = False
     window: Window = field(default_factory=Window)
 
+    def take_back(self) -> None:
+        """What failed last was its request's own fault, and not the worker's."""
+        if self.broken:
+            self.broken = ""  # it was not judged yet
+            return
+        self.failures = max(0, self.failures - 1)
+        if self.breaker.position == "closed":
+            left = min(self.breaker.request_failures, self.failures)
+            self.breaker = replace(self.breaker, request_failures=left)
+
 
 class LocalBreakers:
     """The outcomes of one frontend's requests at each worker, and its own breakers."""

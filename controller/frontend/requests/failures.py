@@ -43,12 +43,19 @@ KINDS = {
     "engine_error": Kind("engine_error", 500, "the engine failed", patient=False),
     "engine_shutdown": Kind("engine_shutdown", 503, "the worker is shutting down", blames=False),
     "overloaded": Kind("overloaded", 503, "the worker is full", blames=False, free=True, patient=False),
+    "upstream_lost": Kind("engine_error", 502, "the server behind the worker was lost", patient=False),
     "stream_incomplete": Kind("engine_error", 502, "Stream ended before generation completed", patient=False),
     "non_finite": Kind("engine_error", 500, "the engine computed numbers that are not finite", patient=False),
     "not_serving": Kind(
         "cannot_connect", 503, "the worker does not serve this model", blames=False, free=True
     ),
     "unhealthy": Kind("unhealthy", 503, "the worker was taken out of service", blames=False),
+    "request_poisonous": Kind(
+        "engine_error",
+        422,
+        "requests like this one have failed in the same way on two workers: it is not tried again for a while",
+        blames=False,
+    ),
 }
 
 PLANNED: dict[

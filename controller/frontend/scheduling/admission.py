@@ -9,6 +9,7 @@ from collections.abc import Callable
 
 from controller.deciders.degradation import sheds
 from controller.frontend.errors import ApiError, shed, unavailable, unknown_model
+from controller.frontend.health.poison import Poisonous
 from controller.frontend.scheduling.queue import Outcome, Queue, QueueFull, WaitedTooLong
 from controller.frontend.settings import AdmissionSettings
 from controller.router.endpoints import Endpoint, EndpointTable
@@ -99,6 +100,8 @@ class Admission:
             if model not in self._table.known:
                 return unknown_model(model)
             error = NoneRoutable()  # there were workers of it, and there will be again
+        if isinstance(error, Poisonous):
+            return self._refused(model, tier, error.code, ApiError(422, str(error), code=error.code))
         retry = 1 if error.code == "no_reachable_worker" else self._retry_after_s
         return self._refused(model, tier, error.code, unavailable(str(error), error.code, retry))
 

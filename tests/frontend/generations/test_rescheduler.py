@@ -1,6 +1,7 @@
 """Where the requests of a failed worker go: spread by tokens, by priority, and over frontends that plan side by side."""
 
 import asyncio
+import itertools
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
@@ -60,6 +61,11 @@ class Silent:
         return ()
 
 
+SERIAL = itertools.count(
+    301
+)  # each has a prompt of its own: of equal ones only one at a time goes to an unknown worker
+
+
 def director_of(name: str = "f1", workers: int = 15, **changes: Any) -> tuple[Director, Silent]:
     """Return a frontend's director before so many idle workers w0, w1 … of 8 GPUs each."""
     plane = Silent()
@@ -72,7 +78,7 @@ def director_of(name: str = "f1", workers: int = 15, **changes: Any) -> tuple[Di
 def generation_of(
     director: Director, tokens: int, *, tier: str = "standard", tried: Sequence[str] = ()
 ) -> Generation:
-    prompt = [300] * tokens
+    prompt = [*[300] * (tokens - 1), next(SERIAL)]
     request = GenerationRequest(
         id="r",
         model="m",
@@ -265,7 +271,7 @@ async def test_one_whose_loss_is_mishandled_keeps_nobody_from_hearing_of_it() ->
         generation.start(director.table.endpoints["w0", "i0"])
     first.budget.tried = None  # type: ignore[assignment]  # a mistake of ours
     for generation in (first, second):
-        generation.output.lost("disconnected", "")
+        generation.output.lost("stalled", "")
     assert first.done and first.error is not None and first.error.status == 500
     await asyncio.sleep(0)
     assert not second.done and second.endpoint is not None and second.endpoint.worker == "w1"

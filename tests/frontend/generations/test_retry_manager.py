@@ -164,10 +164,14 @@ async def test_a_stream_fails_and_every_next_one_fails_too() -> None:
 
 
 async def test_every_dispatch_fails() -> None:
-    workers = [broken(f"w{n}", 0) for n in range(6)]
+    """Each in a way of its own: twice in the same way is the request's own fault."""
+    workers = [
+        ScriptedWorker(f"w{n}", always=Act(after=0, how="error", error=f"engine_error: {word}"))
+        for n, word in enumerate(("disk", "fan", "fuse", "bus", "rack", "host"))
+    ]
     async with frontend(*workers, migration_limit=3) as kit:
         status, error = await failed(kit)
-        assert (status, error["message"]) == (500, REFUSED)
+        assert status == 500 and error["message"].startswith("the engine failed: ")
         check([request for worker in workers for request in worker.requests], [0, 0, 0, 0])
         assert (failures(kit), breakers(kit)) == ({"new_request": 4}, {("new_request", "failure"): 1})
 
@@ -397,8 +401,10 @@ async def test_b33_token_ids_are_replayed_though_their_text_would_be_read_otherw
 
 async def test_both_kinds_of_failure_share_one_budget() -> None:
     """Limit 3: at most four dispatches, whatever the mix."""
-    first, second = failing("w1", "error", 0), failing("w2", "error", 4)
-    others = [failing("w3", "error", 0), failing("w4", "error", 3), ScriptedWorker("w5")]
+    first = failing("w1", "error", 0, error="engine_error: disk")
+    second = failing("w2", "error", 4, error="engine_error: fan")
+    third = failing("w3", "error", 0, error="engine_error: fuse")
+    others = [third, failing("w4", "error", 3, error="engine_error: bus"), ScriptedWorker("w5")]
     async with frontend(migration_limit=3) as kit:
         for n, worker in enumerate([first, second, *others]):
             await kit.add(worker)

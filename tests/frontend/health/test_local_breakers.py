@@ -295,15 +295,15 @@ async def test_panic_ignores_own_breakers_and_says_so() -> None:
     workers = [ScriptedWorker(n, acts=errors.copy()) for n in ("w1", "w2", "w3")]
     breakers = LocalBreakerSettings(wait_s=60)
     async with frontend(*workers, breaker=breakers, migration_limit=0, router={"mode": "round-robin"}) as kit:
-        for _ in range(12):
-            await kit.post("/v1/completions", model="m", prompt=PROMPT, max_tokens=4)
+        for n in range(12):
+            await kit.post("/v1/completions", model="m", prompt=[*PROMPT, 300 + n], max_tokens=4)
             kit.director.tick()
         (fact,) = kit.said(PanicBegan)
         assert (fact.model, fact.routable_share < 0.5) == ("m", True)
         assert list(kit.director.breakers.positions().values()).count("open") >= 2
         before = [len(worker.requests) for worker in workers]
-        for _ in range(6):
-            await kit.post("/v1/completions", model="m", prompt=PROMPT, max_tokens=4)
+        for n in range(6):
+            await kit.post("/v1/completions", model="m", prompt=[*PROMPT, 400 + n], max_tokens=4)
         assert [len(w.requests) - n for w, n in zip(workers, before, strict=True)] == [2, 2, 2]
         for worker in workers:
             worker.acts.clear()
@@ -352,11 +352,11 @@ async def test_a_trial_does_not_end_the_panic_and_begin_it_anew() -> None:
     breaker = LocalBreakerSettings(wait_s=0.05, wait_s_max=0.05)
     async with frontend(worker, breaker=breaker, migration_limit=0) as kit:
         key = (worker.name, worker.instance)
-        for _ in range(3):
-            await kit.post("/v1/completions", model="m", prompt=PROMPT, max_tokens=4)
-        for _ in range(3):
+        for n in range(3):
+            await kit.post("/v1/completions", model="m", prompt=[*PROMPT, 300 + n], max_tokens=4)
+        for n in range(3):
             await until(lambda: kit.director.breakers.positions()[key] == "half_open")
-            await kit.post("/v1/completions", model="m", prompt=PROMPT, max_tokens=4)
+            await kit.post("/v1/completions", model="m", prompt=[*PROMPT, 400 + n], max_tokens=4)
         assert (len(kit.said(PanicBegan)), kit.said(PanicEnded)) == (1, [])
         worker.acts.clear()
         await until(lambda: kit.director.breakers.positions()[key] == "half_open")

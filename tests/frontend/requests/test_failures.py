@@ -266,7 +266,10 @@ async def test_who_gives_up_a_traced_request_says_so_in_its_trace() -> None:
 
 
 async def test_always_failing_before_the_first_token_is_an_http_error() -> None:
-    workers = [ScriptedWorker(f"w{n}", always=Act(after=0, how="error")) for n in range(2)]
+    workers = [
+        ScriptedWorker(word, always=Act(after=0, how="error", error=f"engine_error: {word}"))
+        for word in ("disk", "fan")
+    ]
     async with frontend(*workers) as kit:
         for stream in (True, False):
             status, body, _ = await kit.post(

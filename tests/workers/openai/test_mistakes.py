@@ -65,6 +65,10 @@ def test_however_servers_write_it(said: Any) -> None:
         ),
         ({"error": {"message": "EngineCore died"}}, "engine_error"),
         ({"error": "EngineCore died"}, "engine_error"),
+        (
+            {"error": {"message": "EngineCore encountered an issue. See stack trace", "code": 500}},
+            "upstream_lost",
+        ),
         ({"error": None}, "engine_error"),
         ({"error": {"message": "no such model", "type": "NotFoundError", "code": 404}}, "engine_error"),
         ({"error": {"message": "who are you?", "code": 401}}, "engine_error"),

@@ -262,7 +262,7 @@ STREAM_FAULTS = [
     ("odd_choice", "engine_error: the upstream sent an event that makes no sense"),
     ("odd_choices", "engine_error: the upstream sent an event that makes no sense"),
     ("odd_ids", "engine_error: the upstream calls None a token id"),
-    ("cut", "engine_error: the upstream's connection broke"),
+    ("cut", "upstream_lost: the upstream's connection broke"),
     ("too_many", "engine_error: more than the 16 tokens asked for"),
     ("long_line", "engine_error: the upstream sent a line of more than"),
     ("null_logprob", "non_finite: a logprob is None"),

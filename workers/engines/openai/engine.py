@@ -163,7 +163,7 @@ class OpenAIEngine:
                 self._say(key, reading.end())
         except (aiohttp.ClientError, OSError, TimeoutError) as error:
             words = str(error) or type(error).__name__
-            self._say(key, [Chunk(0, [], error=f"engine_error: the upstream's connection broke: {words}")])
+            self._say(key, [Chunk(0, [], error=f"upstream_lost: the upstream's connection broke: {words}")])
         except Exception as error:  # a mistake of ours: whoever asked must not wait for ever
             log.exception("request_failed", url=self._settings.url)
             self._say(key, [Chunk(0, [], error=f"engine_error: {error!r}")])

@@ -9,6 +9,7 @@ from typing import Any
 
 from events.refusal import RequestRefusal
 
+ENGINE_GONE = "EngineCore encountered an issue"  # vLLM, to every request that its engine's process took along
 WORDS_MAX = 300  # of a server's message
 NAMES_MAX = 100  # of what it calls the error, and the field
 NOT_THE_CLIENTS = frozenset((401, 403, 404, 405, 407, 408, 409, 421, 425, 426, 429))
@@ -48,7 +49,8 @@ def error_of(said: Any, status: int | None = None, *, canary: bool) -> str:
         return refusal.error
     if status == 429 or (status is None and _status(_fields(said)) == 429):
         return f"overloaded: the upstream answers 429: {error_words(said)}"
-    return f"engine_error: {'' if status is None else f'the upstream answers {status}: '}{error_words(said)}"
+    reason = "upstream_lost" if ENGINE_GONE in error_words(said) else "engine_error"
+    return f"{reason}: {'' if status is None else f'the upstream answers {status}: '}{error_words(said)}"
 
 
 def _fields(said: Any) -> dict[str, Any]:

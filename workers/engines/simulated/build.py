@@ -7,6 +7,7 @@ from workers.config.settings import WorkerSettings, given
 from workers.config.simulated_settings import KV_TRANSFER_GB_PER_S, defaults
 from workers.engines.simulated import reasoning
 from workers.engines.simulated.engine import SimulatedEngine
+from workers.engines.simulated.fatal import read_fatal
 from workers.engines.simulated.kv.kv_size import kv_bytes_per_token
 from workers.engines.simulated.perf_model import POLYNOMIALS, Interpolated
 from workers.engines.simulated.rank import TURN_TOKENS
@@ -49,6 +50,8 @@ def _shape(settings: WorkerSettings) -> EngineShape:
         gb_per_s = KV_TRANSFER_GB_PER_S if settings.engine_type else 0.0
     if gb_per_s and settings.speedup_ratio:
         bounds["kv_token_s"] = _token_bytes(settings) / (gb_per_s * 1e9 * settings.speedup_ratio)
+    if settings.fatal_tokens:
+        bounds["fatal"] = read_fatal(settings.fatal_tokens)
     if settings.reasoning:
         bounds["reasoning"] = reasoning.read(settings.reasoning)
     return EngineShape(model=Path(settings.model).name or "sim", **bounds)

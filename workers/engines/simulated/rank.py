@@ -14,6 +14,7 @@ import uvloop
 from events.wire import Chunk, Generate, Load
 from workers.engines.engine import Announce, Deliver, MoveEnded, Phase, unheard
 from workers.engines.simulated.alarm import Alarm
+from workers.engines.simulated.fatal import contains, crash
 from workers.engines.simulated.moving import SimulatedExport, SimulatedImport
 from workers.engines.simulated.plan import StepPlan
 from workers.engines.simulated.scheduler import Scheduler
@@ -38,6 +39,9 @@ class SimulatedRank:
         self.scheduler = Scheduler(shape)
         self.transit = self.scheduler.transit
         self._faults = self.scheduler.faults
+        self._fatal: set[int] = (
+            set()
+        )  # keys of requests that end the process with the next pass that reads a prompt
         self._number = number
         self.timing = timing
         self._turn_tokens = turn_tokens
@@ -70,10 +74,13 @@ class SimulatedRank:
         if refusal := self.scheduler.submit(key, request):
             self._deliver([(key, refusal)])
         else:
+            if self.shape.fatal and contains(request.tokens, self.shape.fatal):
+                self._fatal.add(key)
             self.kick()
 
     def cancel(self, key: int) -> None:
         """Forget a request. Unknown keys are ignored."""
+        self._fatal.discard(key)
         self.scheduler.cancel(key)
         self.kick()
 
@@ -139,6 +146,8 @@ class SimulatedRank:
         if plan.idle or self._faults.dead:
             self._next, self.phase = None, IDLE
             return
+        if self._fatal and plan.prefill_tokens:
+            crash()
         lasts = self.pass_s = self._step_s(plan)
         if not lasts:
             self.phase = Phase("decode", at)

@@ -45,6 +45,7 @@ class EngineShape:
     host_kv_blocks: int = 0  # a tier below the device
     disk_kv_blocks: int = 0  # a tier below that
     reasoning: Reasoning | None = None  # answers begin with a thought
+    fatal: tuple[int, ...] = ()  # a prompt that has these tokens in a row ends the process
 
     def __post_init__(self) -> None:
         if self.kv_block_bytes < self.block_tokens:

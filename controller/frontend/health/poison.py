@@ -1,0 +1,386 @@
+"""Which requests bring workers down, or fail in the same way wherever they are sent?
+
+    unknown ── its first copy is on its way: others go where it went, or wait ── its first token ──▶ proven
+       │ the worker fell before any token (`fell`)
+       ▼
+    suspect ── tried with no other suspect beside it ── its first token ──▶ proven
+       │ the next worker fell, too, and neither was back when it was to be tried again
+       ▼
+    poisonous: refused for a while; then a suspect once more, for twice as long the next time
+
+A request that fails with an error (`failed`) goes on elsewhere as always; the same error, behind the same token, on a second
+worker that fails nobody else says that it is the request's own fault.
+
+Alike are requests of the same prompt and form (`requests.block_hashes.fingerprint`). With each request only a sketch of its
+prompt is looked up, which takes a microsecond; what is told apart exactly is what has failed.
+
+What a reader would get wrong: a suspect is most likely innocent. Whatever was still unread on a worker whose power failed is one.
+"""
+
+import re
+from collections import OrderedDict
+from collections.abc import Callable
+from enum import Enum
+
+import msgspec
+import structlog
+import xxhash
+
+from controller.frontend.health.local_breakers import LocalBreakers
+from controller.frontend.requests.block_hashes import fingerprint, sketch_of
+from controller.frontend.requests.generation_request import GenerationRequest
+from controller.frontend.settings import PoisonSettings
+from controller.ports import Observe
+from controller.router.endpoints import Endpoint, Key
+from controller.router.selection.filter import NoWorker
+from events.observations import RequestPoisonous, RequestSuspected
+
+log = structlog.get_logger(__name__)
+
+SETTLED_S = (
+    0.2  # after a fall: whose connection only broke is back by then, and who died with it is gone, too
+)
+CONNECTION = "disconnected"
+FALLS = frozenset((CONNECTION, "upstream_lost"))  # a worker is lost; who is silent was more often stopped
+ERRORS = frozenset(("engine_error", "stream_incomplete", "non_finite"))  # by which only the request is
+PROVEN_MAX = 8192  # sketches of prompts that have been answered
+FLIGHTS_MAX = 65_536  # prompts without any token yet
+NUMBERS = re.compile(r"(?:0x)?[0-9a-f]{8,}|\d+")  # in an error's words: they differ from one time to the next
+
+
+class Held(NoWorker):
+    """Whether this request brings workers down is being found out."""
+
+    code = "held"
+
+
+class Poisonous(NoWorker):
+    """Requests like this one have failed in the same way on two workers; it is not tried again for a while."""
+
+    code = "request_poisonous"
+
+
+class Suspicion(Enum):
+    """What a failure says of its request."""
+
+    NONE = "none"
+    SUSPECT = "suspect"
+    POISONOUS = "poisonous"
+
+
+class Flight(msgspec.Struct, eq=False):
+    """The copies of one unknown prompt that are with a worker."""
+
+    endpoint: Endpoint
+    slots: set[int]  # the router's numbers of their attempts
+
+
+class Fall(msgspec.Struct, frozen=True):
+    """A worker was lost."""
+
+    at: float
+    reason: str
+
+
+class Record(msgspec.Struct, eq=False):
+    """What is held against the requests of one fingerprint."""
+
+    fingerprint: str
+    fell: dict[Key, Fall]  # lives of workers that fell with it
+    failed: dict["Way", dict[Key, int]]  # by the way in which it failed: at whom, sent under which decision
+    together: bool = False  # the last of them fell with other suspects
+    at: Endpoint | None = None  # where a copy of it is being tried
+    slot: int = 0  # the router's number of that attempt
+    alone: bool = False  # no other suspect is there
+    held_since: float | None = None  # since when a copy has waited for a worker without other suspects
+    refused_until: float = 0.0
+    refusals: int = 0  # how often it was found poisonous
+
+    @property
+    def suspected(self) -> bool:
+        """Whether it may bring workers down."""
+        return bool(self.fell or self.refusals)
+
+
+class Way(msgspec.Struct, frozen=True):
+    """A way in which requests fail. Of the error's words, which may be the client's, only a hash is kept."""
+
+    reason: str
+    detail: int
+    tokens: int  # accepted until then
+
+    @classmethod
+    def of(cls, reason: str, detail: str, tokens: int) -> "Way":
+        """Leave out what differs from one time to the next."""
+        return cls(reason, xxhash.xxh3_64_intdigest(NUMBERS.sub("#", detail).encode()), tokens)
+
+
+class Where(msgspec.Struct, frozen=True):
+    """Where a request may go that may not go anywhere: only to `endpoint`, or, if there is none, to nobody of `avoid`; where
+    nobody else is left it waits (`waits`), or they will do."""
+
+    endpoint: Endpoint | None = None
+    avoid: frozenset[Key] = frozenset()
+    waits: bool = False
+
+
+class PoisonWatch:
+    """What one frontend knows of requests that bring workers down."""
+
+    def __init__(
+        self,
+        frontend: str,
+        settings: PoisonSettings,
+        breakers: LocalBreakers,
+        reachable: Callable[[str, str], bool],
+        observe: Observe,
+        now: Callable[[], float],
+        resolved: Callable[[], object],
+    ) -> None:
+        """Know of none. `reachable` says whether a life of a worker is connected; `resolved` is called when one that was waited
+        for has been found out."""
+        self._frontend = frontend
+        self._settings = settings
+        self.breakers = breakers
+        self._reachable = reachable
+        self._observe = observe
+        self._now = now
+        self._resolved = resolved
+        self._flights: dict[int, Flight] = {}  # by sketch
+        self._proven: OrderedDict[int, None] = OrderedDict()  # sketches
+        self._records: OrderedDict[str, Record] = OrderedDict()  # by fingerprint
+        self._watched: dict[int, int] = {}  # sketches of these, and how many have it
+        self._held = False  # somebody waits
+
+    # --- where may it go? -----------------------------------------------------------------------------------
+
+    def where(self, request: GenerationRequest) -> Where | None:
+        """Return where a request may go; None: anywhere. Raise Held or Poisonous."""
+        sketch = request.names.sketch
+        if sketch in self._watched and (record := self._record(request)) is not None:
+            return self._doubted(request, record)
+        if sketch in self._proven or (flight := self._flights.get(sketch)) is None:
+            return None
+        return Where(flight.endpoint, waits=True)
+
+    def _doubted(self, request: GenerationRequest, record: Record) -> Where | None:
+        now = self._now()
+        record.fell = {key: fall for key, fall in record.fell.items() if self._down(key, fall, now)}
+        if record.fell and now - max(fall.at for fall in record.fell.values()) < SETTLED_S:
+            raise self._hold(record, now)
+        if len(record.fell) + min(record.refusals, 1) > 1 and record.fell and not record.together:
+            reason = next(fall.reason for fall in record.fell.values())
+            self._condemn(request, record, reason, dict.fromkeys(record.fell, 0), self._settings.refused_s)
+        if now < record.refused_until:
+            raise Poisonous
+        if not record.suspected:
+            avoid = frozenset(key for keys in record.failed.values() for key in keys)
+            return Where(avoid=avoid) if avoid else None
+        if record.at is not None:  # a copy of it is being tried
+            raise self._hold(record, now)
+        others = frozenset(one.at.key for one in self._records.values() if one.at is not None)
+        late = record.held_since is not None and now - record.held_since > self._settings.alone_s
+        return Where(avoid=others, waits=not late or record.together)
+
+    def hold(self, request: GenerationRequest) -> Held:
+        """Return the error of a request for which there is no worker now that it may go to."""
+        self._held = True
+        if (record := self._record(request)) is not None:
+            return self._hold(record, self._now())
+        return Held()
+
+    def _hold(self, record: Record, now: float) -> Held:
+        self._held = True
+        if record.held_since is None:
+            record.held_since = now
+        return Held()
+
+    # --- what becomes of it ---------------------------------------------------------------------------------
+
+    def sent(self, request: GenerationRequest, endpoint: Endpoint, slot: int) -> None:
+        """A request was sent to a worker, as the attempt of this number."""
+        sketch = request.names.sketch
+        if sketch in self._watched and (record := self._record(request)) is not None and record.suspected:
+            others = any(one.at is endpoint for one in self._records.values() if one is not record and one.at)
+            record.at, record.slot, record.alone, record.held_since = endpoint, slot, not others, None
+        elif sketch not in self._proven:
+            flight = self._flights.get(sketch)
+            if flight is not None and flight.endpoint is endpoint:
+                flight.slots.add(slot)
+            elif flight is None and len(self._flights) < FLIGHTS_MAX:
+                self._flights[sketch] = Flight(endpoint, {slot})
+
+    def read(self, request: GenerationRequest) -> None:
+        """A request has brought a token: its like brings nobody down."""
+        sketch = request.names.sketch
+        if sketch in self._watched and (record := self._record(request)) is not None:
+            record.fell, record.together, record.at, record.slot, record.refusals = {}, False, None, 0, 0
+            if not record.failed:
+                self._forget(record)
+        self._flights.pop(sketch, None)
+        if sketch not in self._proven:
+            self._proven[sketch] = None
+            if len(self._proven) > PROVEN_MAX:
+                self._proven.popitem(last=False)
+        self._found_out()
+
+    def served(self, request: GenerationRequest) -> None:
+        """An answer was completed: whatever was held against its like is void."""
+        if request.names.sketch in self._watched and (record := self._record(request)) is not None:
+            self._forget(record)
+
+    def left(self, request: GenerationRequest, slot: int) -> None:
+        """An attempt has ended, in whatever way."""
+        sketch = request.names.sketch
+        if (flight := self._flights.get(sketch)) is not None:
+            flight.slots.discard(slot)
+            if not flight.slots:
+                del self._flights[sketch]
+                self._found_out()
+        if sketch in self._watched and (record := self._record(request)) is not None and record.slot == slot:
+            record.at, record.slot, record.alone = None, 0, False
+            self._found_out()
+
+    def _found_out(self) -> None:
+        if self._held:
+            self._held = False
+            self._resolved()
+
+    # --- failures -------------------------------------------------------------------------------------------
+
+    def fell(self, request: GenerationRequest, endpoint: Endpoint, slot: int, reason: str) -> None:
+        """A worker fell, for this reason, before a request had brought a token there: it is a suspect."""
+        record, key = self._kept(request), endpoint.key
+        record.together = bool(record.fell) and not (record.slot == slot and record.alone)
+        known = key in record.fell
+        record.fell[key] = Fall(self._now(), reason)
+        if not known:
+            self._observe(
+                RequestSuspected(
+                    worker=endpoint.worker,
+                    instance=endpoint.instance,
+                    frontend=self._frontend,
+                    request=request.id,
+                    model=request.model,
+                    fingerprint=record.fingerprint,
+                    reason=reason,
+                    prompt_tokens=len(request.prompt),
+                ),
+                traceparent=request.traceparent,
+            )
+
+    def _down(self, key: Key, fall: Fall, now: float) -> bool:
+        """Say whether a fall is still remembered, and was one: whose connection only broke is back as what it was."""
+        if now - fall.at >= self._settings.remembered_s:
+            return False
+        return fall.reason != CONNECTION or not self._reachable(*key)
+
+    def failed(self, request: GenerationRequest, key: Key, way: "Way", routed_under: int) -> Suspicion:
+        """A request failed in this way, which its worker has survived and was blamed for. Say what that makes of it."""
+        record = self._kept(request)
+        there = record.failed.setdefault(way, {})
+        there[key] = routed_under
+        if len({worker for worker, _ in there}) < 2 or not all(map(self._fails_nobody_else, there)):
+            return Suspicion.NONE
+        self._condemn(request, record, way.reason, there, self._settings.failed_s)
+        return Suspicion.POISONOUS
+
+    def repeats(self, request: GenerationRequest, key: Key, way: "Way") -> bool:
+        """Say whether the like of a request has failed there in this way already, and was answered nowhere since: that says no
+        more of the worker than the first failure did."""
+        if request.names.sketch not in self._watched:
+            return False
+        record = self._record(request)
+        return record is not None and key in record.failed.get(way, ())
+
+    def _fails_nobody_else(self, key: Key) -> bool:
+        return self.breakers.outcomes(key).failures <= 1
+
+    def _condemn(
+        self,
+        request: GenerationRequest,
+        record: Record,
+        reason: str,
+        where: dict[Key, int],
+        refused_s: float,
+    ) -> None:
+        """A request is poisonous: take back what it counted against its workers, say so, and refuse its like."""
+        wait_s = min(refused_s * 2.0 ** min(record.refusals, 20), self._settings.refused_s_max)
+        record.refusals += 1
+        record.refused_until = self._now() + wait_s
+        guided = next(iter(request.guided), "") if request.guided else ""
+        for (worker, instance), routed_under in where.items():
+            outcomes = self.breakers.outcomes((worker, instance))
+            outcomes.take_back()
+            self._observe(
+                RequestPoisonous(
+                    worker=worker,
+                    instance=instance,
+                    frontend=self._frontend,
+                    request=request.id,
+                    model=request.model,
+                    fingerprint=record.fingerprint,
+                    reason=reason,
+                    prompt_tokens=len(request.prompt),
+                    max_tokens=request.sampling.max_tokens,
+                    guided=guided,
+                    failures_in_a_row=outcomes.failures,
+                    routed_under=routed_under,
+                    refused_s=wait_s,
+                ),
+                traceparent=request.traceparent,
+            )
+        log.warning("request_poisonous", request=request.id, reason=reason, refused_s=wait_s,
+                    workers=[worker for worker, _ in where])  # fmt: skip
+        record.fell, record.failed = {}, {}
+        self._found_out()
+
+    # --- what other frontends say ---------------------------------------------------------------------------
+
+    def heard(self, fact: RequestSuspected | RequestPoisonous, age_s: float) -> None:
+        """Another frontend, or the last of our name, has said this so long ago."""
+        try:
+            sketch = sketch_of(fact.fingerprint)
+        except ValueError:
+            return
+        now, key = self._now(), (fact.worker, fact.instance)
+        if isinstance(fact, RequestSuspected):
+            if age_s < self._settings.remembered_s:
+                fall = Fall(now - age_s, fact.reason)
+                self._keep(fact.fingerprint, sketch).fell.setdefault(key, fall)
+        elif age_s < fact.refused_s:
+            record = self._keep(fact.fingerprint, sketch)
+            record.refused_until = max(record.refused_until, now - age_s + fact.refused_s)
+            record.refusals = max(record.refusals, 1)
+            record.fell, record.failed = {}, {}
+
+    # --- records --------------------------------------------------------------------------------------------
+
+    def _record(self, request: GenerationRequest) -> Record | None:
+        return self._records.get(_fingerprint(request))
+
+    def _kept(self, request: GenerationRequest) -> Record:
+        return self._keep(_fingerprint(request), request.names.sketch)
+
+    def _keep(self, print_: str, sketch: int) -> Record:
+        """Return the record of a fingerprint; the one that was looked at longest ago makes room."""
+        record = self._records.get(print_)
+        if record is None:
+            if len(self._records) >= self._settings.records_max:
+                self._forget(next(iter(self._records.values())))
+            record = self._records[print_] = Record(print_, {}, {})
+            self._watched[sketch] = self._watched.get(sketch, 0) + 1
+            self._proven.pop(sketch, None)
+        self._records.move_to_end(print_)
+        return record
+
+    def _forget(self, record: Record) -> None:
+        del self._records[record.fingerprint]
+        sketch = sketch_of(record.fingerprint)
+        self._watched[sketch] -= 1
+        if not self._watched[sketch]:
+            del self._watched[sketch]
+
+
+def _fingerprint(request: GenerationRequest) -> str:
+    return fingerprint(request.names.sketch, request.model, request.prompt, request.guided)
