@@ -174,6 +174,14 @@ def _replay(parser: argparse.ArgumentParser) -> Run:
     return operator_commands.prepare_replay(parser)
 
 
+def _database(parser: argparse.ArgumentParser) -> Run:
+    with without("aiohttp"):
+        from controller.commands import database
+
+    data_flag(parser)
+    return database.prepare(parser, Parser)
+
+
 def _route(parser: argparse.ArgumentParser) -> Run:
     from controller.commands import route
 
@@ -231,6 +239,7 @@ COMMANDS: dict[str, tuple[str, Callable[[argparse.ArgumentParser], Run]]] = {
     "restart": ("let workers end in good order, one after another, and come back", _operator("restart")),
     "chaos": ("break a worker on purpose, or heal it", _operator("chaos")),
     "replay": ("what happened, how it was, and why: read the journal", _replay),
+    "database": ("who may read and write the database, and how", _database),
     "simulate": ("drive the deciders through faults in virtual time", _simulate),
     "trace": ("analyze recorded requests, make more like them, and send them as load", _trace),
     "profile": ("measure how fast a running engine is, for simulated ones to be as fast", _profile),

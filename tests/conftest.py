@@ -153,9 +153,9 @@ def databases(background: Background, tmp_path_factory: pytest.TempPathFactory) 
 def postgres_server(
     background: Background, databases: None, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[EmbeddedServer]:
-    """A PostgreSQL for the whole session. Its url names a database that nobody clones; `first_database.NAME` is migrated."""
+    """A PostgreSQL for the whole session. `first_database.NAME` is migrated, for all to clone."""
     directory = first_database.lay(tmp_path_factory.mktemp("postgres") / "server")
-    server = background.run(start_postgres(directory, database="postgres"))
+    server = background.run(start_postgres(directory))
     yield server
     background.run(server.stop())
 

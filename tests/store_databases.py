@@ -10,6 +10,7 @@ import asyncpg
 import first_database
 import pytest
 
+from controller.adapters.embedded.cluster_sql import doors
 from controller.adapters.embedded.servers import EmbeddedServer
 from controller.adapters.memory_store import MemoryStore, MemoryTables
 from controller.adapters.postgres.store import PostgresStore
@@ -33,25 +34,46 @@ async def execute(url: str, statement: str, *arguments: object) -> Any:
         await connection.close()
 
 
+async def tamper(tester_url: str, statement: str, *arguments: object) -> None:
+    """Run one statement as nobody in a fleet could: no trigger sees it."""
+    connection = await asyncpg.connect(tester_url, timeout=10)
+    try:
+        await connection.execute("SET session_replication_role = replica")
+        await connection.execute(statement, *arguments)
+    finally:
+        await connection.close()
+
+
 async def clone(server: EmbeddedServer, template: str = first_database.NAME) -> str:
-    """Make a fresh copy of a database and return its URL."""
+    """Make a fresh copy of a database, of which its owner is the owner, and return his URL."""
     name = f"t{next(_numbers)}"
-    await execute(server.url, f"CREATE DATABASE {name} TEMPLATE {template}")
-    return on(server.url, name)
+    tester = first_database.tester_url(server)
+    await execute(tester, f"CREATE DATABASE {name} TEMPLATE {template}")
+    for statement in doors(name):
+        await execute(tester, statement)
+    return on(first_database.urls(server).owner, name)
 
 
 async def drop(server: EmbeddedServer, url: str) -> None:
     """Drop a database that `clone` made."""
     async with asyncio.timeout(20):
-        await execute(server.url, f"DROP DATABASE {url.rpartition('/')[2]} WITH (FORCE)")
+        await execute(
+            first_database.tester_url(server), f"DROP DATABASE {url.rpartition('/')[2]} WITH (FORCE)"
+        )
 
 
 @pytest.fixture
 def database_url(postgres_server: EmbeddedServer, background: Any) -> Iterator[str]:
-    """A migrated database of the test's own."""
+    """A migrated database of the test's own, as its owner sees it."""
     url = background.run(clone(postgres_server))
     yield url
     background.run(drop(postgres_server, url))
+
+
+@pytest.fixture
+def tester_url(postgres_server: EmbeddedServer, database_url: str) -> str:
+    """The same database, as who may do anything sees it."""
+    return first_database.tester_url(postgres_server, database_url.rpartition("/")[2])
 
 
 @pytest.fixture

@@ -24,6 +24,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from controller.adapters.embedded.accounts import DatabaseAccounts
 from controller.adapters.embedded.servers import start_nats, start_postgres
 from controller.demo.clients import Received, TokenDifference, Users, compare
 from controller.demo.fleet import DemoFleet
@@ -293,7 +294,8 @@ async def dark(trials: int) -> dict[str, Any]:
     with tempfile.TemporaryDirectory(prefix="holdfast-dark-") as folder:
         Path(folder).chmod(0o755)
         nats, postgres = await start_nats(Path(folder) / "n"), await start_postgres(Path(folder) / "p")
-        environment = {"HOLDFAST_NATS_URL": nats.url, "HOLDFAST_DATABASE_URL": postgres.url}
+        urls = DatabaseAccounts.kept(Path(folder) / "p" / "accounts.json").urls(postgres.url)
+        environment = {"HOLDFAST_NATS_URL": nats.url, "HOLDFAST_DATABASE_URL": urls.owner}
         async with bench("--canary-interval", "1", environment=environment) as b:
             status = await b.fleet.status()
             began, gone = time.monotonic(), datetime.now(UTC)

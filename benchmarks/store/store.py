@@ -28,8 +28,10 @@ import nats
 
 from benchmarks.store import stalls
 from benchmarks.store.registered import WORKERS, joined
+from controller.adapters.embedded.accounts import DatabaseAccounts
 from controller.adapters.embedded.servers import EmbeddedServer, start_nats, start_postgres
 from controller.adapters.postgres import migrate
+from controller.adapters.postgres.schema import SCHEMA
 from controller.adapters.postgres.store import PostgresStore
 from controller.deciders.fleet import Fleet, FleetPolicy, absorbed, evolve, settle
 from controller.processes import collector
@@ -270,14 +272,14 @@ def child(*arguments: str) -> dict[str, Any]:
     return found
 
 
-async def fresh_database(server: EmbeddedServer, name: str) -> str:
-    """Make and migrate a database and return its URL."""
+async def fresh_database(server: EmbeddedServer) -> str:
+    """Make the tables anew and return their owner's URL."""
     import asyncpg
 
-    connection = await asyncpg.connect(server.url)
-    await connection.execute(f"CREATE DATABASE {name}")
+    url = DatabaseAccounts.kept(server.directory / "accounts.json").urls(server.url).owner
+    connection = await asyncpg.connect(url)
+    await connection.execute(f"DROP SCHEMA IF EXISTS {SCHEMA} CASCADE")
     await connection.close()
-    url = server.url.rpartition("/")[0] + f"/{name}"
     await migrate.upgrade(url)
     return url
 
@@ -293,7 +295,7 @@ async def measure(args: argparse.Namespace) -> dict[str, Any]:
                 runs = []
                 for n in range(args.runs):
                     server = await start_nats(directory / f"nats-live-{n}")
-                    url = await fresh_database(postgres, f"live{n}")
+                    url = await fresh_database(postgres)
                     runs.append(
                         await published_to_committed(server.url, url, args.rate, args.seconds, directory)
                     )
@@ -309,7 +311,7 @@ async def measure(args: argparse.Namespace) -> dict[str, Any]:
                 began = time.monotonic()
                 last = await fill(server.url, args.events)
                 report["made"] = {"events": last, "seconds": round(time.monotonic() - began, 1)}
-                url = await fresh_database(postgres, "replay")
+                url = await fresh_database(postgres)
                 report["catch_up"] = await asyncio.to_thread(child, "catch_up", server.url, url)
                 report["at"] = await asyncio.to_thread(child, "at", server.url, url)
                 report["rebuild"] = median(

@@ -18,7 +18,7 @@ ALL_OF_IT = ("verify", "rebuild")  # the commands that read the whole journal
 
 
 def run_cli(args: argparse.Namespace, found: dict[str, Any]) -> int:
-    """Run one replay command against the fleet at `found` (nats_url, database_url) and return its exit code."""
+    """Run one replay command against the fleet at `found` (see `operator_client.find`) and return its exit code."""
     if not structlog.is_configured():
         structlog.configure(
             logger_factory=structlog.PrintLoggerFactory(sys.stderr)
@@ -26,7 +26,8 @@ def run_cli(args: argparse.Namespace, found: dict[str, Any]) -> int:
     import uvloop
 
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        return runner.run(_run(args, found["nats_url"], found.get("database_url", "")))
+        url = found["database_owner_url" if args.replay == "rebuild" else "database_url"]
+        return runner.run(_run(args, found["nats_url"], url))
 
 
 async def _run(args: argparse.Namespace, nats_url: str, database_url: str) -> int:

@@ -43,6 +43,11 @@ class FleetDir:
         return self.path / "postgres"
 
     @property
+    def accounts(self) -> Path:
+        """Where the passwords of the database's accounts are kept: not with the data, which may be lost or restored."""
+        return self.path / "secrets" / "postgres.json"
+
+    @property
     def logs(self) -> Path:
         """Where every process has its log."""
         return self.path / "logs"

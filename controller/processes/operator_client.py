@@ -41,7 +41,10 @@ async def http_ok(url: str, deadline_s: float = 1.0) -> bool:
 
 
 def find(data: Path) -> dict[str, Any]:
-    """Return how the fleet is reached: from the environment, or from the data directory. Raise NoFleet."""
+    """Return how the fleet is reached: from the environment, or from the data directory. Raise NoFleet.
+
+    `database_url` reads, `database_owner_url` makes tables.
+    """
     known: dict[str, Any] = {}
     named = os.environ.get("HOLDFAST_NATS_URL", "")
     try:
@@ -53,6 +56,10 @@ def find(data: Path) -> dict[str, Any]:
         known = {}  # another fleet's directory: its database is not for this journal
     for key in ("nats_url", "database_url"):
         known[key] = os.environ.get(f"HOLDFAST_{key.upper()}") or known.get(key, "")
+    owner = os.environ.get("HOLDFAST_DATABASE_URL") or known.get("database_owner_url")
+    known["database_owner_url"] = (
+        owner or known["database_url"]
+    )  # a fleet of a release before has only the one
     return known
 
 

@@ -12,14 +12,14 @@ import asyncio
 import contextlib
 import os
 import signal
-import sys
 import time
 from collections.abc import Coroutine
 from typing import Any
 
-from controller.adapters.embedded.servers import EmbeddedServer, Stuck, start_nats, start_postgres
-from controller.processes.children import Child, bury, die_with, end, shell_status
+from controller.adapters.embedded.servers import EmbeddedServer, Stuck, start_nats
+from controller.processes.children import Child, bury, end, shell_status
 from controller.processes.console import say, warn
+from controller.processes.fleet_database import FleetDatabase
 from controller.processes.fleet_dir import FleetDir
 from controller.processes.kept_server import KeptServer
 from controller.processes.logs import trim
@@ -62,9 +62,8 @@ class FleetSupervisor:
         self.args = args
         self.dir = FleetDir(args.data)
         self.nats = KeptServer(lambda port: start_nats(self.dir.nats, port=port), self._present, Stuck())
-        self.postgres = KeptServer(lambda port: start_postgres(self.dir.postgres, port=port), self._present)
+        self.database = FleetDatabase(self.dir, os.environ.get("HOLDFAST_DATABASE_URL", ""), self._present)
         self.nats_url = os.environ.get("HOLDFAST_NATS_URL", "")
-        self.database_url = os.environ.get("HOLDFAST_DATABASE_URL", "")
         self.children: list[Child] = []
         self.exits = WorkerExits(self._say_left)
         self.stopping = asyncio.Event()
@@ -136,38 +135,15 @@ class FleetSupervisor:
         self.dir.remember(
             url=self.url,
             nats_url=self.nats_url,
-            database_url=self.database_url,
+            **self.database.known(),
             chaos=self.args.chaos,
             pid=os.getpid(),
         )
 
     async def _start_database(self) -> None:
-        if not self.database_url:
-            self.database_url = (await self.postgres.begin()).url
+        await self.database.begin()
         self._remember()
-        await self._migrate()
-
-    async def _migrate(self) -> None:
-        """Bring the schema up to date, in a process of its own: its imports are not wanted here."""
-        process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-m", "controller.adapters.postgres.migrate"),
-            stdout=asyncio.subprocess.DEVNULL,
-            stderr=asyncio.subprocess.PIPE,
-            env={
-                **os.environ,
-                "HOLDFAST_DATABASE_URL": self.database_url,
-            },  # `ps` shows arguments to everybody
-            preexec_fn=die_with(os.getpid()),
-        )
-        try:
-            _, words = await process.communicate()  # it has its own deadline
-        finally:
-            if process.returncode is None:  # nobody waits for it any more
-                process.kill()
-        if process.returncode:
-            raise HoldfastError(
-                words.decode(errors="replace").strip().splitlines()[-1].removeprefix("holdfast: ")
-            )
+        await self.database.migrate()
 
     def _present(self, server: EmbeddedServer) -> None:
         announce(self.dir.path, server.role, server.role, server.url, server.pid)
@@ -177,10 +153,9 @@ class FleetSupervisor:
         self._spawn(self.children[-1])
 
     def _spawn(self, child: Child) -> None:
-        servers = {"HOLDFAST_NATS_URL": self.nats_url, "HOLDFAST_DATABASE_URL": self.database_url}
-        known = {name: url for name, url in servers.items() if url}
+        servers = {"HOLDFAST_NATS_URL": self.nats_url, **self.database.environment(child.role)}
         try:
-            child.start({**known, **self.exits.begins(child)})
+            child.start({**servers, **self.exits.begins(child)})
         except OSError as error:  # no process, no memory, no room for its log: perhaps in a moment
             if not self.ready:
                 raise HoldfastError(f"{child.name} cannot be started: {error}") from error
@@ -232,12 +207,12 @@ class FleetSupervisor:
                 self._ended(child, status)
             if child.due():
                 self._spawn(child)
-        for server in (self.nats, self.postgres):
-            server.check()
+        self.nats.check()
+        self.database.check()
 
     def _trim(self) -> None:
         """Keep the logs of all processes within their bound."""
-        servers = [log for server in (self.nats, self.postgres) if (log := server.log) is not None]
+        servers = [log for server in (self.nats, self.database) if (log := server.log) is not None]
         for log in (*(child.log for child in list(self.children)), *servers):
             trim(log)
 
@@ -270,6 +245,6 @@ class FleetSupervisor:
             await end([child for child in self.children if child.role == role], within_s, self.exits.ended)
         if self.journal is not None:
             await self.journal.close()
-        await self.postgres.stop()
+        await self.database.stop()
         await self.nats.stop()
         (self.dir.path / "fleet.json").unlink(missing_ok=True)

@@ -9,3 +9,7 @@ class StoreUnavailable(HoldfastError):
 
 class StoreRefused(HoldfastError):
     """The state store does not hold the tables that this version needs. `holdfast up` migrates it; so does the projector."""
+
+
+class StoreForbidden(StoreRefused):
+    """The state store does not let this account do that: `holdfast database grants` prints what each account needs."""

@@ -332,7 +332,7 @@ def test_flags_that_need_others_say_which(flags: list[str], says: str, tmp_path:
 def test_an_impossible_setting_ends_the_fleet_at_once(
     variable: str, value: str, says: str, tmp_path: Path, databases: None
 ) -> None:
-    first_database.lay(tmp_path / "postgres")
+    first_database.lay_in_fleet(tmp_path)
     flags = ("--data", str(tmp_path), "--workers", "1", "--port", str(free_port()))
     refused(holdfast("up", *flags, **{variable: value}), says, code=2)
 
@@ -395,9 +395,16 @@ def test_a_directory_completes_the_broker_of_the_environment_only_if_it_is_the_s
     monkeypatch.setenv("HOLDFAST_NATS_URL", "nats://a:1")
     assert find(tmp_path)["database_url"] == ""
     FleetDir(tmp_path).remember(nats_url="nats://a:1", database_url="postgresql://x")
-    assert find(tmp_path)["database_url"] == "postgresql://x"
+    assert find(tmp_path)["database_url"] == find(tmp_path)["database_owner_url"] == "postgresql://x"
+    FleetDir(tmp_path).remember(
+        nats_url="nats://a:1", database_url="postgresql://x", database_owner_url="postgresql://o"
+    )
+    assert [find(tmp_path)[name] for name in ("database_url", "database_owner_url")] == [
+        "postgresql://x",
+        "postgresql://o",
+    ]
     monkeypatch.setenv("HOLDFAST_NATS_URL", "nats://b:1")
-    assert find(tmp_path) == {"nats_url": "nats://b:1", "database_url": ""}
+    assert find(tmp_path) == {"nats_url": "nats://b:1", "database_url": "", "database_owner_url": ""}
     monkeypatch.delenv("HOLDFAST_NATS_URL")
     assert find(tmp_path)["nats_url"] == "nats://a:1"
 
@@ -418,3 +425,17 @@ def test_a_log_that_nobody_can_write_stops_no_role(tmp_path: Path) -> None:
     finally:
         worker.terminate()
         worker.wait(30)
+
+
+def test_a_readers_url_needs_a_fleet_with_a_database_and_grants_need_none(tmp_path: Path) -> None:
+    refused(
+        holdfast("database", "reader", "--data", str(tmp_path)),
+        "No fleet runs on this data directory",
+        code=1,
+    )
+    FleetDir(tmp_path).remember(nats_url="nats://a:1", database_url="", pid=os.getpid())
+    refused(holdfast("database", "reader", "--data", str(tmp_path)), "database is not known yet", code=1)
+    refused(holdfast("database", "grants", "--reader", 'x"; DROP'), "is not the name of an account", code=2)
+    said = holdfast("database", "grants", "--reader", "grafana").stdout
+    assert 'GRANT SELECT ON ALL TABLES IN SCHEMA "holdfast" TO "grafana";' in said
+    assert "PASSWORD" not in said and "SUPERUSER" not in said

@@ -20,7 +20,7 @@ async def running(
     data: Path, *flags: str, environment: dict[str, str] | None = None, stops: bool = False
 ) -> AsyncIterator[DemoFleet]:
     """A fleet that is ready, on a database that is there. It is gone after any test; with `stops`, in order if all went well."""
-    first_database.lay(data / "postgres")
+    first_database.lay_in_fleet(data)
     fleet = await DemoFleet.start(data, *flags, environment=environment).ready()
     try:
         yield fleet

@@ -10,7 +10,7 @@ from events.observations import DrainFinished, RequestMigrated, ShutdownBegan, W
 
 
 async def test_no_frontend_sends_a_leaving_worker_anything_after_a_second(tmp_path: Path) -> None:
-    first_database.lay(tmp_path / "data" / "postgres")
+    first_database.lay_in_fleet(tmp_path / "data")
     async with two_frontends(tmp_path, pause_s=0.05) as both:
         seen = await both.leave("w2")
     assert not seen.failed and not seen.wrong

@@ -46,7 +46,7 @@ def unread(data: Path) -> DemoFleet:
 async def test_a_terminal_that_goes_away_takes_nothing_along_nor_does_a_database_that_cannot_come_back(
     tmp_path: Path,
 ) -> None:
-    first_database.lay(tmp_path / "fleet" / "postgres")
+    first_database.lay_in_fleet(tmp_path / "fleet")
     fleet = unread(tmp_path / "fleet")
     try:
         await fleet.ready()

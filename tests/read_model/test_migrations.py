@@ -174,10 +174,10 @@ async def test_a_password_is_never_shown(empty_database_url: str) -> None:
 
 @pytest.mark.parametrize("statement", ["UPDATE holdfast.fleet_events SET kind = ''", "DELETE FROM holdfast.fleet_events",
                                        "TRUNCATE holdfast.fleet_events"])  # fmt: skip
-async def test_events_are_append_only(database_url: str, statement: str) -> None:
-    import asyncpg
-
+async def test_events_are_append_only(database_url: str, tester_url: str, statement: str) -> None:
     with pytest.raises(asyncpg.InsufficientPrivilegeError, match="append-only"):
+        await execute(tester_url, statement)  # who may do anything, and so the trigger has to refuse it
+    with pytest.raises(asyncpg.InsufficientPrivilegeError, match="permission denied"):
         await execute(database_url, statement)
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import asyncpg
+import first_database
 import nats
 import pytest
 from made_history import History, publish
@@ -108,8 +109,9 @@ PATIENCE_S = 30
 async def test_postgres_killed_again_and_again_under_load(tmp_path: Path, eventually: Any) -> None:
     directory = tmp_path / "postgres"
     server = await start_postgres(directory)
-    await migrate.upgrade(server.url)
-    load, store = Load(History().start()), PostgresStore(server.url, snapshot_every=25)
+    url = first_database.urls(server).owner
+    await migrate.upgrade(url)
+    load, store = Load(History().start()), PostgresStore(url, snapshot_every=25)
     projector = Projector(load.journal, store)
     try:
         async with asyncio.TaskGroup() as group:
@@ -124,7 +126,7 @@ async def test_postgres_killed_again_and_again_under_load(tmp_path: Path, eventu
             await eventually(lambda: projector.progress.projected == end, PATIENCE_S)
             tasks[1].cancel()
         assert projector.progress.restarts >= 5
-        await assert_is_the_fold(load.journal, server.url)
+        await assert_is_the_fold(load.journal, url)
     finally:
         await store.close()
         await server.kill()

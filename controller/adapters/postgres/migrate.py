@@ -13,13 +13,15 @@ from typing import Any
 
 import asyncpg
 
-from controller.adapters.postgres.link import AWAY, CONNECT_S, Link, masked, plain
+from controller.adapters.postgres.link import AWAY, CONNECT_S, FORBIDDEN, Link, masked, plain
 from controller.adapters.postgres.schema import HEAD, SCHEMA
-from controller.read_model.errors import StoreUnavailable
+from controller.read_model.errors import StoreForbidden, StoreUnavailable
+from controller.read_model.grants import READER, WRITER, grants
 from events.errors import HoldfastError
 
 LOCK = 0x0_4F1D_FA57  # one migration at a time: an advisory lock of the database
 LOCK_S = 60  # how long to wait for another migration, or for a table that somebody holds
+_BY_THE_OWNER = "`holdfast database migrate`, with HOLDFAST_DATABASE_URL as the owner of the tables, does it."
 WITHIN_S = 600.0  # all of it; an index on an audit table of millions takes minutes
 
 
@@ -28,7 +30,10 @@ class DatabaseTooNew(HoldfastError):
 
 
 async def upgrade(url: str, *, schema: str = SCHEMA, to: str = "head") -> None:
-    """Apply every migration that is missing. Raise DatabaseTooNew or StoreUnavailable."""
+    """Apply every migration that is missing, and give our accounts, where the server has them, their rights on what is new.
+
+    Raise DatabaseTooNew, StoreUnavailable or StoreForbidden.
+    """
     found = await version(url, schema=schema)
     if found == HEAD and to == "head":
         return
@@ -84,21 +89,43 @@ async def _run(url: str, schema: str, to: str, *, up: bool) -> None:
     try:
         async with engine.begin() as connection:
             await connection.execute(text(f"SELECT pg_advisory_xact_lock({LOCK})"))
-            await connection.execute(text(f'CREATE SCHEMA IF NOT EXISTS "{schema}"'))
+            there = await connection.execute(text("SELECT to_regnamespace(:name)"), {"name": f'"{schema}"'})
+            if there.scalar() is None:  # who may not make one may still own this one
+                await connection.execute(text(f'CREATE SCHEMA "{schema}"'))
             await connection.run_sync(_alembic, schema, to, up)
-    except (DBAPIError, *AWAY) as error:
-        cause = error.orig.__cause__ if isinstance(error, DBAPIError) and error.orig else error
-        if isinstance(cause, (*AWAY, asyncpg.LockNotAvailableError)):
-            if late is not None and late.when() <= asyncio.get_running_loop().time():
-                cause = f"not done after {WITHIN_S:g} s"
-            raise StoreUnavailable(
-                f"{masked(url)} cannot be migrated now: {cause}. {StoreUnavailable.__doc__}"
-            ) from error
+            if up and to == "head":
+                for grant in await _ours(connection, schema):
+                    await connection.execute(text(grant))
+    except (DBAPIError, *AWAY, *FORBIDDEN) as error:
+        cut = late is not None and late.when() <= asyncio.get_running_loop().time()
+        _translate(url, error, f"not done after {WITHIN_S:g} s" if cut else "")
         raise
     finally:
         if late is not None:
             late.cancel()
         await engine.dispose()
+
+
+async def _ours(connection: Any, schema: str) -> list[str]:
+    """Return what our own accounts are to be granted; nothing on a server that does not have them."""
+    from sqlalchemy import text
+
+    known = {row[0] for row in await connection.execute(text("SELECT rolname FROM pg_roles"))}
+    writer, reader = (name if name in known else "" for name in (WRITER, READER))
+    return list(grants(schema, writer=writer, reader=reader))
+
+
+def _translate(url: str, error: Exception, why: str) -> None:
+    """Raise what we say instead of a driver's exception, if it is one that can be expected."""
+    cause = getattr(getattr(error, "orig", None), "__cause__", None) or error
+    if isinstance(cause, FORBIDDEN):
+        raise StoreForbidden(
+            f"{masked(url)} cannot be migrated by this account: {cause}. {_BY_THE_OWNER}"
+        ) from error
+    if isinstance(cause, (*AWAY, asyncpg.LockNotAvailableError)):
+        raise StoreUnavailable(
+            f"{masked(url)} cannot be migrated now: {why or cause}. {StoreUnavailable.__doc__}"
+        ) from error
 
 
 def _alembic(connection: Any, schema: str, to: str, up: bool) -> None:

@@ -14,12 +14,13 @@ from typing import TYPE_CHECKING
 import asyncpg
 import structlog
 
+from controller.adapters.postgres import rights as pg_rights
 from controller.adapters.postgres.audit_helper import AuditHelper, HelperPolicy
 from controller.adapters.postgres.link import Connection, Link
 from controller.adapters.postgres.reader import RowReader, read_position
 from controller.adapters.postgres.schema import SCHEMA
 from controller.deciders.fleet import Fleet
-from controller.ports import CatchUp, Snapshot
+from controller.ports import CatchUp, ReadPosition, Snapshot
 from events.errors import HoldfastError
 from events.fact import Recorded
 
@@ -81,6 +82,8 @@ class PostgresStore(RowReader):
             for leftover in (fresh, f"{self.schema}_old"):
                 await _drop(connection, leftover)
         await migrate.upgrade(self.url, schema=fresh)
+        async with self._reader.use() as connection:
+            await pg_rights.copy(connection, self.schema, fresh)
         return PostgresStore(
             self.url,
             schema=fresh,
@@ -103,11 +106,14 @@ class PostgresStore(RowReader):
         """
         old = f"{self.schema}_old"
         async with self._reader.use() as connection, connection.transaction():
-            await connection.execute("LOCK TABLE projection IN EXCLUSIVE MODE")
-            await catch_up(await read_position(connection))
+            there = await connection.fetchval("SELECT to_regnamespace($1)", f'"{self.schema}"') is not None
+            if whole := await connection.fetchval("SELECT to_regclass('projection')") is not None:
+                await connection.execute("LOCK TABLE projection IN EXCLUSIVE MODE")
+            await catch_up(await read_position(connection) if whole else ReadPosition())
             await fresh.complete()
             await fresh.close()
-            await connection.execute(f'ALTER SCHEMA "{self.schema}" RENAME TO "{old}"')
+            if there:
+                await connection.execute(f'ALTER SCHEMA "{self.schema}" RENAME TO "{old}"')
             await connection.execute(f'ALTER SCHEMA "{fresh.schema}" RENAME TO "{self.schema}"')
         try:
             async with self._reader.use() as connection:

@@ -11,6 +11,7 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 import asyncpg
+import first_database
 import nats
 import psutil
 import pytest
@@ -43,7 +44,7 @@ async def test_the_effective_sync_interval_is_read_back(own_nats: EmbeddedServer
 async def test_postgres_keeps_what_others_wait_for_and_writes_no_zeros_nor_outside(
     postgres_server: EmbeddedServer,
 ) -> None:
-    connection = await asyncpg.connect(postgres_server.url, timeout=10)
+    connection = await asyncpg.connect(first_database.urls(postgres_server).reader, timeout=10)
     try:
         names = ("fsync", "full_page_writes", "synchronous_commit", "wal_init_zero")
         assert [await connection.fetchval(f"SHOW {name}") for name in names] == ["on", "on", "on", "off"]

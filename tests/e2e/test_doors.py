@@ -1,0 +1,57 @@
+"""A fleet's database on a host that others use: from a directory of a release before, too, and with no secret in sight."""
+
+import json
+from pathlib import Path
+
+import asyncpg
+import psutil
+from fleet import holdfast, running
+from release_before import OWNER, lay_database, lay_journal
+from store_databases import execute
+
+from controller.demo.fleet import DemoFleet
+
+FAST = ("--workers", "2", "--canary-interval", "0.5")
+
+
+async def test_a_fleet_of_a_release_before_gets_doors_and_loses_nothing(tmp_path: Path) -> None:
+    data = tmp_path / "fleet"
+    data.mkdir()
+    (data / "version").write_text("1\n")
+    await lay_journal(data / "nats")
+    await lay_database(data / "postgres")
+    async with running(data, *FAST, stops=True) as fleet:
+        await fleet.until(lambda s: s["projector"]["lag"] == 0)
+        reader = holdfast("database", "reader", "--data", str(data)).stdout.strip()
+        kept = await execute(reader, "SELECT count(*), min(seq) FROM holdfast.fleet_events")
+        assert kept[0]["count"] > 100 and kept[0]["min"] == 1
+        verified = holdfast("replay", "verify", "--data", str(data))
+        assert verified.returncode == 0, verified.stdout + verified.stderr
+        await nobody_else_gets_in(fleet, reader)
+        rebuilt = holdfast("replay", "rebuild", "--data", str(data))
+        assert rebuilt.returncode == 0, rebuilt.stdout + rebuilt.stderr
+        assert (await execute(reader, "SELECT count(*) FROM holdfast.fleet_events"))[0][0] >= kept[0]["count"]
+        no_secret_in_sight(fleet)
+    assert not (data / "postgres" / "database.holdfast").exists()
+
+
+async def nobody_else_gets_in(fleet: DemoFleet, reader: str) -> None:
+    """The superuser of before is nobody's any more."""
+    place = reader.partition("@")[2]
+    for account in (OWNER, "holdfast_reader", "holdfast_owner"):
+        try:
+            await asyncpg.connect(f"postgresql://{account}@{place}", timeout=10)
+        except asyncpg.InvalidAuthorizationSpecificationError:
+            continue
+        raise AssertionError(f"{account} got in")
+
+
+def no_secret_in_sight(fleet: DemoFleet) -> None:
+    """No password is where others on this host look: among the arguments of processes, in what commands show, in logs."""
+    passwords = json.loads((fleet.data / "secrets" / "postgres.json").read_text()).values()
+    shown = [" ".join(process.cmdline()) for process in fleet.family() if psutil.pid_exists(process.pid)]
+    shown += [holdfast("status", *flags, "--data", str(fleet.data)).stdout for flags in ((), ("-o", "json"))]
+    shown += [path.read_text() for path in (fleet.data / "run").iterdir()]
+    shown += [path.read_text() for path in fleet.data.rglob("*.log")]
+    assert len(shown) > 15
+    assert [text for text in shown for password in passwords if password in text] == []

@@ -1,0 +1,242 @@
+"""Who may do what in the embedded database: whatever is refused is tried, and the fleet's own work is done."""
+
+import asyncpg
+import first_database
+import pytest
+from made_history import History
+from store_databases import execute, on
+
+from controller.adapters.embedded.accounts import DatabaseUrls
+from controller.adapters.embedded.servers import EmbeddedServer
+from controller.adapters.postgres import migrate
+from controller.adapters.postgres.store import PostgresStore
+from controller.read_model.errors import StoreForbidden
+from controller.read_model.grants import READER_STATEMENT_S
+from controller.replay.rebuild import rebuild
+from controller.replay.verify import verify
+from controller.runtime.projection.projector import Projector
+from events.journal.memory import MemoryJournal, MemoryStream
+
+pytestmark = pytest.mark.servers
+
+TO_EVERYBODY = (
+    "COPY (SELECT 1) TO PROGRAM 'cat'",
+    "COPY holdfast.goldens FROM PROGRAM 'echo'",
+    "COPY (SELECT 1) TO '/tmp/somewhere'",
+    "SELECT pg_read_file('/etc/hostname')",
+    "SELECT rolpassword FROM pg_authid",
+    "SELECT lo_create(0)",
+    "LOAD '$libdir/plpgsql_check'",
+    "SET session_replication_role = replica",
+    "SET ROLE postgres",
+    "SET SESSION AUTHORIZATION postgres",
+    "ALTER SYSTEM SET log_statement = 'all'",
+    "ALTER ROLE CURRENT_USER SUPERUSER",
+    "CREATE ROLE another LOGIN",
+    "CREATE DATABASE another",
+    "CREATE EXTENSION vector SCHEMA holdfast",
+    "CREATE TABLE public.mine (n int)",
+    "CREATE TEMPORARY TABLE mine (n int)",
+    "UPDATE holdfast.fleet_events SET kind = ''",
+    "DELETE FROM holdfast.fleet_events",
+    "TRUNCATE holdfast.fleet_events",
+    "ALTER TABLE holdfast.fleet_events DISABLE TRIGGER ALL",
+    "ALTER TABLE holdfast.fleet_events DISABLE TRIGGER fleet_events_append_only",
+    "ALTER TABLE holdfast.fleet_events ENABLE REPLICA TRIGGER fleet_events_append_only",
+    "ALTER TRIGGER fleet_events_append_only ON holdfast.fleet_events RENAME TO other",
+    "DROP TRIGGER fleet_events_append_only ON holdfast.fleet_events",
+    "DROP FUNCTION holdfast.fleet_events_append_only CASCADE",
+    "CREATE OR REPLACE FUNCTION holdfast.fleet_events_append_only() RETURNS trigger LANGUAGE plpgsql AS 'BEGIN END'",
+    "CREATE OR REPLACE TRIGGER fleet_events_append_only BEFORE UPDATE OF kind ON holdfast.fleet_events"
+    " FOR EACH STATEMENT EXECUTE FUNCTION holdfast.fleet_events_append_only()",
+    "ALTER EVENT TRIGGER holdfast_sql_drop DISABLE",
+    "DROP SCHEMA fleet_guard CASCADE",
+)
+TO_WRITERS = (
+    "DROP TABLE holdfast.workers",
+    "ALTER TABLE holdfast.workers ADD COLUMN n int",
+    "TRUNCATE holdfast.workers",
+    "DELETE FROM holdfast.incidents",
+    "DELETE FROM holdfast.migrations",
+    "UPDATE holdfast.migrations SET tokens = 0",
+    "DELETE FROM holdfast.exposures",
+    "DELETE FROM holdfast.snapshots",
+    "DELETE FROM holdfast.projection",
+    "UPDATE holdfast.alembic_version SET version_num = '9999'",
+    "CREATE TABLE holdfast.mine (n int)",
+    "CREATE SCHEMA mine",
+    "ALTER SCHEMA holdfast RENAME TO other",
+    "SELECT * FROM holdfast_next.workers",  # of a rebuild that is not done
+)
+TO_READERS = (
+    "UPDATE holdfast.workers SET weight = 0",
+    "INSERT INTO holdfast.levels SELECT * FROM holdfast.levels",
+    "DELETE FROM holdfast.breakers",
+    "UPDATE holdfast.projection SET shown_seq = 0",
+    "INSERT INTO holdfast.fleet_events SELECT * FROM holdfast.fleet_events",
+    "SELECT * FROM holdfast.workers FOR UPDATE",
+    "BEGIN; LOCK TABLE holdfast.projection IN EXCLUSIVE MODE",
+)
+
+
+@pytest.fixture
+def urls(postgres_server: EmbeddedServer, database_url: str) -> DatabaseUrls:
+    """How each account reaches the test's own database."""
+    name = database_url.rpartition("/")[2]
+    ours = first_database.urls(postgres_server)
+    return DatabaseUrls(on(ours.owner, name), on(ours.writer, name), on(ours.reader, name))
+
+
+async def refused(url: str, statement: str) -> bool:
+    """Try a statement on a session that wants to write; say whether it was refused as a right that is not there."""
+    connection = await asyncpg.connect(url, timeout=10)
+    try:
+        await connection.execute("SET default_transaction_read_only = off")
+        await connection.execute(statement)
+    except (asyncpg.InsufficientPrivilegeError, asyncpg.FeatureNotSupportedError):
+        return True
+    finally:
+        await connection.close()
+    return False
+
+
+async def test_nobody_runs_programs_reads_files_or_changes_what_was_kept(urls: DatabaseUrls) -> None:
+    done = [
+        (url.split(":")[1], statement)
+        for url in (urls.owner, urls.writer, urls.reader)
+        for statement in TO_EVERYBODY
+        if not await refused(url, statement)
+    ]
+    assert done == []
+
+
+async def test_the_projectors_account_only_appends_and_updates_and_a_readers_only_reads(
+    urls: DatabaseUrls,
+) -> None:
+    await migrate.upgrade(urls.owner, schema="holdfast_next")
+    await execute(urls.owner, "REVOKE ALL ON SCHEMA holdfast_next FROM holdfast_writer, holdfast_reader")
+    for statement in TO_WRITERS:
+        assert await refused(urls.writer, statement), statement
+    for statement in TO_WRITERS + TO_READERS:
+        assert await refused(urls.reader, statement), statement
+
+
+async def test_the_trigger_itself_refuses_the_owner_who_grants_himself_the_right(urls: DatabaseUrls) -> None:
+    await execute(urls.owner, "GRANT ALL ON holdfast.fleet_events TO CURRENT_USER")
+    for statement in ("UPDATE holdfast.fleet_events SET kind = ''", "TRUNCATE holdfast.fleet_events"):
+        with pytest.raises(asyncpg.InsufficientPrivilegeError, match="append-only"):
+            await execute(urls.owner, statement)
+
+
+async def test_each_does_its_work_and_a_rebuild_leaves_everybody_his_rights(
+    urls: DatabaseUrls, tester_url: str
+) -> None:
+    history = History().start().corruption()
+    journal = MemoryJournal(MemoryStream(history.events), "test")
+    await execute(tester_url, "DROP ROLE IF EXISTS a_dashboard")
+    await execute(tester_url, "CREATE ROLE a_dashboard")
+    await execute(urls.owner, "GRANT USAGE ON SCHEMA holdfast TO a_dashboard")
+    await execute(urls.owner, "GRANT SELECT ON holdfast.fleet_now TO a_dashboard")
+    owner, writer, reader = (
+        PostgresStore(url, snapshot_every=5) for url in (urls.owner, urls.writer, urls.reader)
+    )
+    try:
+        with pytest.raises(StoreForbidden, match="holdfast database grants"):
+            await Projector(journal, reader).catch_up(1)
+        await Projector(journal, writer).catch_up(len(history.events) // 2)
+        await rebuild(journal, owner)
+        await Projector(journal, writer).catch_up(len(history.events))
+        report = await verify(journal, reader)
+        assert (report.difference, report.lag) == (None, 0) and report.rows > 3
+        with pytest.raises(StoreForbidden, match="cannot be migrated by this account"):
+            await writer.beside()
+    finally:
+        for store in (owner, writer, reader):
+            await store.close()
+    for _ in range(2):  # nothing of it was the first one's alone
+        assert await refused(urls.writer, "TRUNCATE holdfast.workers")
+    allowed = "SELECT has_table_privilege('a_dashboard', 'holdfast.fleet_now', 'SELECT')"
+    assert (await execute(tester_url, allowed))[0][0]
+    await execute(tester_url, "DROP OWNED BY a_dashboard")
+
+
+async def test_a_readers_statements_end_and_begin_with_reading(urls: DatabaseUrls) -> None:
+    assert (await execute(urls.reader, "SHOW statement_timeout"))[0][0] == f"{READER_STATEMENT_S}s"
+    assert (await execute(urls.reader, "SHOW transaction_read_only"))[0][0] == "on"
+
+
+async def test_nobody_gets_in_without_the_password(
+    postgres_server: EmbeddedServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("PGPASSWORD", "PGPASSFILE"):
+        monkeypatch.delenv(name, raising=False)
+    place = f"127.0.0.1:{postgres_server.port}"
+    for account in ("holdfast_owner", "holdfast_writer", "holdfast_reader", "holdfast", "postgres", "nobody"):
+        for password in ("", ":wrong", ":postgres"):
+            for database in ("holdfast", "postgres", "template1"):
+                with pytest.raises(asyncpg.InvalidAuthorizationSpecificationError):
+                    await asyncpg.connect(f"postgresql://{account}{password}@{place}/{database}", timeout=10)
+    ours = first_database.urls(postgres_server)
+    for url in (ours.owner, ours.writer, ours.reader):
+        for database in ("postgres", "template1"):
+            with pytest.raises(asyncpg.InsufficientPrivilegeError):
+                await asyncpg.connect(on(url, database), timeout=10)
+        with pytest.raises(asyncpg.InsufficientPrivilegeError):
+            await asyncpg.connect(url, timeout=10, server_settings={"replication": "database"})
+
+
+async def test_an_account_that_may_not_migrate_says_who_does(urls: DatabaseUrls) -> None:
+    await migrate.upgrade(urls.writer)  # nothing is missing: it need not
+    await migrate.downgrade(urls.owner)
+    with pytest.raises(
+        StoreForbidden, match=r"cannot be migrated by this account: .*holdfast database migrate"
+    ):
+        await migrate.upgrade(urls.writer)
+    await migrate.upgrade(urls.owner)
+    await (store := PostgresStore(urls.writer)).position()
+    await store.close()
+
+
+async def test_the_grants_that_are_printed_are_enough_for_a_database_of_ones_own(
+    postgres_server: EmbeddedServer, empty_database_url: str
+) -> None:
+    from controller.read_model.grants import script
+
+    name = empty_database_url.rpartition("/")[2]
+    tester = first_database.tester_url(postgres_server, name)
+    roles = {role: f"{name}_{role}" for role in ("owner", "writer", "reader")}
+    first, _, second = script("holdfast", **roles).partition("-- as the owner")
+    connection = await asyncpg.connect(tester, timeout=10)
+    try:
+        await connection.execute(first)
+        for role in roles.values():
+            await connection.execute(f"ALTER ROLE {role} PASSWORD 'p'")
+        own = {
+            role: f"postgresql://{account}:p@127.0.0.1:{postgres_server.port}/{name}"
+            for role, account in roles.items()
+        }
+        await migrate.upgrade(own["owner"])
+        await execute_script(own["owner"], "--" + second)
+        history = History().start().corruption()
+        journal = MemoryJournal(MemoryStream(history.events), "test")
+        stores = {role: PostgresStore(url, snapshot_every=5) for role, url in own.items()}
+        await Projector(journal, stores["writer"]).catch_up(len(history.events))
+        await rebuild(journal, stores["owner"])
+        assert (await verify(journal, stores["reader"])).difference is None
+        for store in stores.values():
+            await store.close()
+        assert await refused(own["writer"], "TRUNCATE holdfast.workers")
+    finally:
+        for role in roles.values():
+            await connection.execute(f"DROP OWNED BY {role} CASCADE")
+            await connection.execute(f"DROP ROLE {role}")
+        await connection.close()
+
+
+async def execute_script(url: str, script: str) -> None:
+    """Run statements as psql would."""
+    connection = await asyncpg.connect(url, timeout=10)
+    try:
+        await connection.execute(script)
+    finally:
+        await connection.close()
