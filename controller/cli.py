@@ -18,6 +18,7 @@ Run = Callable[[argparse.Namespace], int]
 USAGE = 2
 INTERRUPTED = 130
 ROLES = ("controller", "projector", "frontend", "worker")
+CLOSED = (*ROLES, "up", "demo")  # who write into a fleet's directory
 
 
 class Parser(argparse.ArgumentParser):
@@ -90,6 +91,8 @@ def _main(arguments: list[str]) -> int:
         from events.process import logs
 
         logs.quiet()
+    if wanted in CLOSED:
+        os.umask(0o077)  # whatever they and their children write is their own user's alone
     return _guarded(args)
 
 

@@ -50,8 +50,7 @@ class DemoFleet:
     ) -> "DemoFleet":
         """Start a fleet; it is not ready yet. `environment` is added to this process's own."""
         port = port or free_port()
-        data.mkdir(parents=True, exist_ok=True)
-        data.chmod(0o755)
+        data.mkdir(0o700, parents=True, exist_ok=True)
         log = data / "up.log"
         command = [
             sys.executable,

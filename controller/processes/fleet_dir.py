@@ -56,7 +56,7 @@ class FleetDir:
         """Make the directory ours. Raise DirectoryInUse or DirectoryTooNew."""
         try:
             self.path.mkdir(parents=True, exist_ok=True)
-            self._lock = os.open(self.path / "lock", os.O_RDWR | os.O_CREAT, 0o644)
+            self._lock = os.open(self.path / "lock", os.O_RDWR | os.O_CREAT, 0o600)
         except OSError as error:
             raise HoldfastError(f"the data directory {self.path} cannot be used: {error.strerror}") from error
         try:
@@ -81,6 +81,7 @@ class FleetDir:
     def remember(self, **facts: Any) -> None:
         """Write down how the fleet can be reached, for the other commands. Raise OSError if the disk is full."""
         fresh = self.path / "fleet.json.tmp"
+        fresh.unlink(missing_ok=True)
         fresh.touch(0o600)  # a database's URL may hold a password
         fresh.write_text(json.dumps(facts, indent=1))
         fresh.replace(self.path / "fleet.json")  # whole or not at all: another command may be reading it

@@ -17,6 +17,7 @@ from collections.abc import Coroutine
 from typing import Any
 
 from controller.adapters.embedded.servers import EmbeddedServer, Stuck, start_nats
+from controller.processes import private_dir
 from controller.processes.children import Child, bury, end, shell_status
 from controller.processes.console import say, warn
 from controller.processes.fleet_database import FleetDatabase
@@ -81,6 +82,7 @@ class FleetSupervisor:
         began = time.monotonic()
         with hold(self.args.host, self.args.port):
             self.dir.take()
+            self._shut()
             loop = asyncio.get_running_loop()
             nohup = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
             for number in (signal.SIGINT, signal.SIGTERM, *(() if nohup else (signal.SIGHUP,))):
@@ -91,6 +93,13 @@ class FleetSupervisor:
                 return 0
             finally:
                 await self._stop()
+
+    def _shut(self) -> None:
+        if strangers := private_dir.shut(self.dir.path):
+            warn(
+                f"{self.dir.path} can be looked into by others: it also holds {strangers[0]}, which is not the fleet's. "
+                "What is the fleet's in it is shut; choose a folder of its own with --data"
+            )
 
     # --- starting ---------------------------------------------------------------------------------------------------
 

@@ -20,6 +20,8 @@ async def test_a_fleet_of_a_release_before_gets_doors_and_loses_nothing(tmp_path
     (data / "version").write_text("1\n")
     await lay_journal(data / "nats")
     await lay_database(data / "postgres")
+    for path in (data, *data.glob("*"), *(data / "nats").rglob("*")):
+        path.chmod(0o755 if path.is_dir() else 0o644)  # as that release left them
     async with running(data, *FAST, stops=True) as fleet:
         await fleet.until(lambda s: s["projector"]["lag"] == 0)
         reader = holdfast("database", "reader", "--data", str(data)).stdout.strip()
@@ -32,7 +34,19 @@ async def test_a_fleet_of_a_release_before_gets_doors_and_loses_nothing(tmp_path
         assert rebuilt.returncode == 0, rebuilt.stdout + rebuilt.stderr
         assert (await execute(reader, "SELECT count(*) FROM holdfast.fleet_events"))[0][0] >= kept[0]["count"]
         no_secret_in_sight(fleet)
+        assert open_to_others(data) == []
+    assert open_to_others(data) == []
+    passwords = json.loads((data / "secrets" / "postgres.json").read_text()).values()
+    files = [path for path in data.rglob("*") if path.is_file() and path.parent.name != "secrets"]
+    assert [path for path in files if any(p.encode() in path.read_bytes() for p in passwords)] == []
     assert not (data / "postgres" / "database.holdfast").exists()
+
+
+def open_to_others(data: Path) -> list[Path]:
+    """Return what in a fleet's directory, itself included, somebody else could open."""
+    found = [data, *data.rglob("*")]
+    assert len(found) > 500 and {"run", "spool", "logs", "secrets"} <= {path.name for path in found}
+    return [path for path in found if path.lstat().st_mode & 0o077]
 
 
 async def nobody_else_gets_in(fleet: DemoFleet, reader: str) -> None:

@@ -82,6 +82,8 @@ def write_model(directory: Path, config: Mapping[str, Any]) -> None:
     """Write a model of these sizes, all but its vocabulary, into a folder."""
     _write_json(directory / "tokenizer_config.json", _tokenizer_config())
     _write_weights(directory / "model.safetensors", config)
+    # safetensors writes for its own user alone; a model may be read by whoever may read the rest of it
+    (directory / "model.safetensors").chmod((directory / "tokenizer_config.json").stat().st_mode & 0o666)
     # config.json comes last: a folder that has it is complete.
     _write_json(directory / "config.json", config)
 

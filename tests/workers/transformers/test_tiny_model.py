@@ -37,6 +37,10 @@ def test_the_folder_is_what_the_specification_says(tiny: Path) -> None:
     assert 16e6 < (tiny / "model.safetensors").stat().st_size < 18e6
 
 
+def test_whoever_may_read_one_of_its_files_may_read_all(tiny: Path) -> None:
+    assert len({path.stat().st_mode for path in tiny.iterdir()}) == 1
+
+
 def test_the_tokenizer_says_back_what_it_was_told(tiny: Path) -> None:
     tokenizer = Tokenizer.from_file(str(tiny / "tokenizer.json"))
     assert tokenizer.get_vocab_size() == 2048
