@@ -8,6 +8,7 @@ A stream number belongs to one *attempt* of one request and is never used again 
 revived worker still says about an old attempt is recognised and dropped.
 """
 
+import re
 import struct
 from collections.abc import Iterator
 from typing import Any, Literal, TypeAlias
@@ -169,6 +170,21 @@ ERRORS = (
     "invalid_request",  # the client's own mistake; nobody else would answer it better
     "not_serving",  # this worker does not serve this model or instance
 )
+
+
+_QUOTING = re.compile(
+    r"(: the upstream(?:'s connection broke| answers \d+| reports an error| sent what is not JSON"
+    r"| sent an event that makes no sense| calls|'s logprobs cannot be read| ended the request itself))\W.*",
+    re.DOTALL,
+)
+
+
+def without_quotes(error: str) -> str:
+    """Return an engine's error as it may be kept: without what a server behind it has said.
+
+    That may quote a prompt, or the key by which we are known there. The client of the request is told all of it.
+    """
+    return _QUOTING.sub(r"\1 …", error)
 
 
 class Load(msgspec.Struct, array_like=True, frozen=True):

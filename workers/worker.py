@@ -25,6 +25,7 @@ from events.journal.port import Journal
 from events.nats.bus import Bus
 from events.nats.channels import Channels
 from events.observations import DrainFinished, EngineFaulted, ShutdownBegan, WorkerLeft
+from events.wire import without_quotes
 from workers.config.worker import WorkerConfig
 from workers.control.beats import FleetBeats
 from workers.control.chaos import RehearsedFaults
@@ -324,6 +325,7 @@ class InferenceWorker:
         if now - self._fault_said_at < FAULT_SAID_EVERY_S:
             return
         self._fault_said_at = now
+        reason = without_quotes(reason)
         self._log.error("engine_faulted", reason=reason)
         self._journal.observe(EngineFaulted(**self._about, reason=reason, fatal=False))
 

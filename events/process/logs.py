@@ -1,7 +1,13 @@
-"""Logs of a process: structlog to stderr, JSON lines when stderr is no terminal."""
+"""Logs of a process: structlog to stderr, JSON lines when stderr is no terminal.
+
+No log holds what a user has said. Of an exception that nobody expected they have its type and its way through the code,
+and not its own words, which may quote anything: a body that cannot be read, a prompt that no tokenizer takes.
+"""
 
 import logging
 import sys
+import traceback
+from collections.abc import Iterator
 from typing import TextIO, cast
 
 import structlog
@@ -27,10 +33,45 @@ def configure() -> None:
             structlog.contextvars.merge_contextvars,
             structlog.processors.add_log_level,
             structlog.processors.TimeStamper(fmt="iso", utc=True),
-            structlog.processors.format_exc_info,
+            exceptions_without_words,
             renderer,
         ],
         wrapper_class=structlog.make_filtering_bound_logger(logging.INFO),
         logger_factory=structlog.PrintLoggerFactory(cast(TextIO, Stderr())),
         cache_logger_on_first_use=True,
     )
+
+
+def exceptions_without_words(
+    logger: object, method: str, said: structlog.typing.EventDict
+) -> structlog.typing.EventDict:
+    """Replace `exc_info` by `exception`: types and places. Only the system's own errors keep their text."""
+    given = said.pop("exc_info", None)
+    error = (
+        given
+        if isinstance(given, BaseException)
+        else (given or [None] * 2)[1]
+        if isinstance(given, tuple)
+        else None
+    )
+    if given is True:
+        error = sys.exc_info()[1]
+    if error is not None:
+        said["exception"] = "".join(_told(error, set()))
+    return said
+
+
+def _told(error: BaseException, seen: set[int]) -> Iterator[str]:
+    """Yield the lines about an exception, after those about what led to it."""
+    seen.add(id(error))
+    before = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
+    if before is not None and id(before) not in seen:
+        yield from _told(before, seen)
+        yield "\nand then:\n\n"
+    yield from traceback.format_tb(error.__traceback__)
+    words = f": {error.strerror}" if isinstance(error, OSError) and error.strerror else ""
+    yield f"{type(error).__module__}.{type(error).__qualname__}{words}\n"
+    if isinstance(error, BaseExceptionGroup):
+        for one in error.exceptions:
+            if id(one) not in seen:
+                yield from _told(one, seen)

@@ -56,7 +56,8 @@ class Api:
         except ApiError as error:
             return refusal(error, id_header(request))
         except Exception:  # a mistake of ours: this client gets an answer, and the others are not touched
-            log.exception("request_failed", path=request.path[:200])
+            known = request.path if (method, request.path) in self._routes else ""  # no words of the client's
+            log.exception("request_failed", path=known)
             transport = request.transport
             if request.writer.output_size or transport is None or transport.is_closing():
                 raise

@@ -19,7 +19,7 @@ from controller.ports import Clock, Prober, WorkerUnreachable
 from controller.runtime.canary.goldens import Canary, CanaryAnswer, ExpectedAnswer, GoldenDifference, read
 from events import codec
 from events.errors import HoldfastError
-from events.wire import Chunk, Generate, Sampling
+from events.wire import Chunk, Generate, Sampling, without_quotes
 
 CHUNKS_MAX = 10_000  # of one answer
 LOOK_S = 0.1  # how often it is asked whether a question waits for others' work
@@ -202,7 +202,7 @@ async def _whole(
                 if expected is not None and expected.departs(chunk):
                     return ProbeResult(0.0, answer=replace(read(chunks), cut=True))
         reader.open = False
-        error = chunks[-1].error if chunks else None
+        error = without_quotes(chunks[-1].error) if chunks and chunks[-1].error else None
         if error is None or not error.startswith("overloaded"):
             return _result(chunks, error)
         if deadline.left_s <= BUSY_WAIT_S:

@@ -255,7 +255,7 @@ async def test_a_stalled_upstream_shows_in_the_age_of_the_step(upstream: Upstrea
 
 STREAM_FAULTS = [
     ("abort", "engine_error: the upstream ended the request itself (abort)"),
-    ("error_then_done", "engine_error: EngineCore died"),
+    ("error_then_done", "engine_error: the upstream reports an error: EngineCore died"),
     ("done_without_finish", "stream_incomplete: "),
     ("no_finish", "stream_incomplete: "),
     ("not_json", "engine_error: the upstream sent what is not JSON"),

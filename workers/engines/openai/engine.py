@@ -38,6 +38,7 @@ from workers.engines.openai.upstream import (
     NoHandle,
     Upstream,
     UpstreamAway,
+    hidden,
     prompt_text,
     refusal,
 )
@@ -166,7 +167,7 @@ class OpenAIEngine:
             self._say(key, [Chunk(0, [], error=f"upstream_lost: the upstream's connection broke: {words}")])
         except Exception as error:  # a mistake of ours: whoever asked must not wait for ever
             log.exception("request_failed", url=self._settings.url)
-            self._say(key, [Chunk(0, [], error=f"engine_error: {error!r}")])
+            self._say(key, [Chunk(0, [], error=f"engine_error: {type(error).__name__} in the worker")])
         finally:
             one = self._requests.get(key)
             if one is not None and one.task is asyncio.current_task():
@@ -176,6 +177,8 @@ class OpenAIEngine:
         """Put a request's chunks to what is delivered at the end of this turn of the loop."""
         if not self._requests.heard(key, chunks):
             return
+        for chunk in chunks:
+            chunk.error = chunk.error and hidden(chunk.error, self._settings.key)
         if not self._out:
             asyncio.get_running_loop().call_soon(self._flush)
         self._out += [(key, chunk) for chunk in chunks]
@@ -291,10 +294,11 @@ async def answering(upstream: Upstream, settings: UpstreamSettings) -> Abilities
         try:
             return await upstream.abilities()
         except UpstreamAway as error:
+            why = hidden(str(error), settings.key)
             if asyncio.get_running_loop().time() > until:
-                raise EngineDead(f"after {settings.start_s:g} s: {error}") from None
-            if str(error) != said:
-                said = str(error)
+                raise EngineDead(f"after {settings.start_s:g} s: {why}") from None
+            if why != said:
+                said = why
                 log.info("upstream_away", reason=said, patience_s=settings.start_s)
         await asyncio.sleep(START_RETRY_S)
 

@@ -50,7 +50,8 @@ def error_of(said: Any, status: int | None = None, *, canary: bool) -> str:
     if status == 429 or (status is None and _status(_fields(said)) == 429):
         return f"overloaded: the upstream answers 429: {error_words(said)}"
     reason = "upstream_lost" if ENGINE_GONE in error_words(said) else "engine_error"
-    return f"{reason}: {'' if status is None else f'the upstream answers {status}: '}{error_words(said)}"
+    how = "reports an error" if status is None else f"answers {status}"
+    return f"{reason}: the upstream {how}: {error_words(said)}"
 
 
 def _fields(said: Any) -> dict[str, Any]:

@@ -213,7 +213,7 @@ class Upstream:
             ):
                 said = await _bounded_json(response)
                 if response.status >= 400:
-                    raise NoHandle(f"{self._url} gives no handle: {error_words(said)}")
+                    raise NoHandle(f"{self._url} gives no handle: it answers {response.status}")
         except (aiohttp.ClientError, TimeoutError, ValueError) as error:
             raise NoHandle(f"{self._url} gives no handle: {error or type(error).__name__}") from error
         found = said.get("kv_transfer_params") if isinstance(said, dict) else None
@@ -288,6 +288,11 @@ def prompt_text(request: Generate) -> str:
     if request.prompt_text or not request.canary:
         return request.prompt_text
     return " ".join(WORDS[token % len(WORDS)] for token in request.tokens)
+
+
+def hidden(text: str, key: str) -> str:
+    """Return what an upstream has said without our own key: some quote it when they do not know it."""
+    return text.replace(key, "***") if key else text
 
 
 async def refusal(response: aiohttp.ClientResponse, *, canary: bool) -> str:
