@@ -53,7 +53,9 @@ def test_an_error_of_the_400s_in_a_stream_is_the_clients_and_keeps_its_words() -
 def test_however_servers_write_it(said: Any) -> None:
     assert streamed(said).startswith("invalid_request: ")
     assert "bogus is no type" in streamed(said)
-    assert streamed(said, canary=True) == "engine_error: the upstream reports an error: bogus is no type"  # we know our canaries
+    assert (
+        streamed(said, canary=True) == "engine_error: the upstream reports an error: bogus is no type"
+    )  # we know our canaries
 
 
 @pytest.mark.parametrize(
