@@ -43,6 +43,8 @@ class Sampling(msgspec.Struct, array_like=True, frozen=True):
     frequency_penalty: float = 0.0
     repetition_penalty: float = 1.0
     logprobs: int = 0  # top-k logprobs wanted with each token; 0: none
+    min_p: float = 0.0  # tokens less likely than this share of the likeliest one are not drawn; 0: all may be
+    logit_bias: dict[int, float] = {}  # by token: added to its logit
 
 
 class Hello(msgspec.Struct, tag="hello", array_like=True):

@@ -138,6 +138,8 @@ class Upstream:
             return "prompt must be a string" if isinstance(prompt, list) else ""
         if isinstance(prompt, list) and any(token >= 2048 for token in prompt):
             return "a token id is out of the vocabulary"
+        if any(int(token) >= 2048 for token in body.get("logit_bias", ())):
+            return "logit_bias contains an id that is out of the vocabulary"
         if len(prompt) + body["max_tokens"] > self.context:
             return "this model's maximum context length is exceeded"
         return ""
@@ -147,6 +149,8 @@ class Upstream:
         body = {**self.defaults, **body}
         if body.get("top_k") == -1:
             body["top_k"] = 0
+        if "logit_bias" in body:
+            body["logit_bias"] = {int(token): bias for token, bias in body["logit_bias"].items()}
         prompt = body["prompt"]
         tokens = [300 + byte for byte in prompt.encode()] if isinstance(prompt, str) else prompt
         sampling = Sampling(

@@ -25,6 +25,8 @@ class SamplingState(msgspec.Struct, array_like=True, frozen=True):
     frequency_penalty: float
     repetition_penalty: float
     logprobs: int
+    min_p: float = 0.0
+    logit_bias: dict[int, float] = {}
 
 
 class StopCriteria(msgspec.Struct, array_like=True, frozen=True):
@@ -56,7 +58,9 @@ _decoder = msgspec.msgpack.Decoder(RequestMigrationState)
 def sampling_state(s: Sampling) -> SamplingState:
     """Return what a request's tokens are chosen by."""
     penalties = s.presence_penalty, s.frequency_penalty, s.repetition_penalty
-    return SamplingState(s.seed, s.temperature, s.top_p, s.top_k, *penalties, s.logprobs)
+    return SamplingState(
+        s.seed, s.temperature, s.top_p, s.top_k, *penalties, s.logprobs, s.min_p, s.logit_bias
+    )
 
 
 def stop_criteria(asked: RequestOrigin) -> StopCriteria:

@@ -52,6 +52,32 @@ def test_frames_to_a_worker_come_back(frame: wire.ToWorker) -> None:
     assert wire.to_worker.decode(body) == frame
 
 
+class SamplingOf020(msgspec.Struct, array_like=True, frozen=True):
+    """What 0.2.0 knew of sampling."""
+
+    max_tokens: int
+    min_tokens: int = 0
+    temperature: float = 0.0
+    top_p: float = 1.0
+    top_k: int = 0
+    seed: int | None = None
+    ignore_eos: bool = False
+    stop_token_ids: list[int] = []
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logprobs: int = 0
+
+
+def test_sampling_is_understood_by_the_release_before_and_that_one_by_us() -> None:
+    ours = Sampling(5, temperature=0.5, logprobs=3, min_p=0.1, logit_bias={300: -1.5, 7: 100.0})
+    there = msgspec.msgpack.decode(msgspec.msgpack.encode(ours), type=SamplingOf020)
+    assert there == SamplingOf020(5, temperature=0.5, logprobs=3)
+    back = msgspec.msgpack.decode(msgspec.msgpack.encode(there), type=Sampling)
+    assert back == Sampling(5, temperature=0.5, logprobs=3)
+    assert msgspec.msgpack.decode(msgspec.msgpack.encode(ours), type=Sampling) == ours
+
+
 @pytest.mark.parametrize("frame", ANSWERS)
 def test_frames_to_a_frontend_come_back(frame: wire.ToFrontend) -> None:
     (body,) = Splitter().feed(wire.encode(frame))

@@ -228,6 +228,33 @@ class EngineContract:
         rest = await rig.ask(prompt() + whole[:17], prompt=40, max_tokens=23, **penalties)
         assert whole[:17] + rest.tokens == whole
 
+    async def test_a_bias_bans_a_token_or_forces_it(self, rig: Rig) -> None:
+        whole = (await rig.ask(prompt())).tokens
+        first = whole.index(whole[3])
+        without = await rig.ask(prompt(), logit_bias={whole[3]: -100.0})
+        assert without.tokens[:first] == whole[:first]
+        assert whole[3] not in without.tokens
+        rare = next(token for token in range(2047, 0, -1) if token not in whole)
+        assert (await rig.ask(prompt(), logit_bias={rare: 100.0})).tokens == [rare] * 16
+        assert (await rig.ask(prompt(), logit_bias={whole[0]: 0.0})).tokens == whole
+
+    async def test_a_bias_on_a_token_that_nobody_knows_is_the_clients_mistake(self, rig: Rig) -> None:
+        answer = await rig.ask(prompt(), logit_bias={300: 1.0, 1_000_000: 1.0})
+        assert (answer.error or "").startswith("invalid_request: ")
+
+    async def test_min_p_keeps_to_what_is_likely(self, rig: Rig) -> None:
+        greedy = (await rig.ask(prompt())).tokens
+        chance = {"temperature": 1.5, "seed": 3}
+        assert (await rig.ask(prompt(), **chance)).tokens != greedy
+        assert (await rig.ask(prompt(), min_p=1.0, **chance)).tokens == greedy
+
+    async def test_a_cut_answer_with_biases_goes_on_exactly(self, rig: Rig) -> None:
+        chance = {"temperature": 1.2, "seed": 7, "min_p": 0.05, "logit_bias": {300: 6.0, 301: -100.0}}
+        whole = (await rig.ask(prompt(), max_tokens=20, **chance)).tokens
+        for cut in (1, 9, 19):
+            rest = await rig.ask(prompt() + whole[:cut], prompt=40, max_tokens=20 - cut, **chance)
+            assert whole[:cut] + rest.tokens == whole
+
     async def test_a_stop_token_ends_the_answer_and_is_its_last_token(self, rig: Rig) -> None:
         whole = (await rig.ask(prompt())).tokens
         stop = whole[5]

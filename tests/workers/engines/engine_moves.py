@@ -27,6 +27,7 @@ FEATURES: dict[str, dict[str, Any]] = {
     "seeded sampling": CHANCE,
     "penalties": PENALTIES,
     "sampling with penalties": CHANCE | PENALTIES,
+    "biases": CHANCE | {"min_p": 0.05, "logit_bias": {300: 6.0, 301: -100.0}},
     "logprobs": CHANCE | {"logprobs": 3},
 }
 

@@ -372,6 +372,8 @@ async def test_grants_that_make_no_sense_are_declined_and_the_stream_goes_on(
         ({"prompt_tokens": 7}, "prompt_tokens"),
         ({"temperature": 0.1}, "sampling_state"),
         ({"seed": 8}, "sampling_state"),
+        ({"min_p": 0.2}, "sampling_state"),
+        ({"logit_bias": {300: 1.0}}, "sampling_state"),
         ({"max_tokens": 9000}, "stop_criteria"),
         ({"tokens": [5] * 150}, "do not continue"),
     ],

@@ -52,6 +52,15 @@ class TestOverTokenIds(EngineContract):
     async def test_penalties_count_what_was_replayed(self, rig: Rig) -> None: ...
 
 
+async def test_biases_and_min_p_are_said_to_the_upstream(upstream: Upstream) -> None:
+    async for rig in rigged(upstream):
+        await rig.ask(prompt(), temperature=0.5, min_p=0.2, logit_bias={300: -100.0, 301: 2.5}, max_tokens=2)
+        asked = upstream.bodies[-1]
+        assert (asked["min_p"], asked["logit_bias"]) == (0.2, {"300": -100.0, "301": 2.5})
+        await rig.ask(prompt(), max_tokens=2)
+        assert upstream.bodies[-1]["min_p"] == 0.0 and "logit_bias" not in upstream.bodies[-1]
+
+
 # --- who the upstream is
 
 

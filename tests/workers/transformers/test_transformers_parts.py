@@ -168,6 +168,24 @@ def test_min_tokens_bar_what_would_end_the_answer() -> None:
     assert choose(logits, [due([0])])[0].token == 2
 
 
+def test_min_p_cuts_what_is_far_from_the_best() -> None:
+    logits = torch.log(torch.tensor([[0.5, 0.3, 0.15, 0.05]]))
+    for least, possible in ((0.05, {0, 1, 2, 3}), (0.2, {0, 1, 2}), (0.55, {0, 1}), (1.0, {0})):
+        asked = {"temperature": 1.0, "seed": 3, "min_p": least}
+        assert {choose(logits, [due([0] * n, **asked)])[0].token for n in range(300)} == possible
+    flat = {"temperature": 4.0, "seed": 3, "min_p": 0.5}  # what is near the best is so after the temperature
+    assert {choose(logits, [due([0] * n, **flat)])[0].token for n in range(300)} == {0, 1, 2, 3}
+
+
+def test_a_bias_is_added_to_a_logit_and_to_no_logprob() -> None:
+    logits = torch.tensor([[1.0, 1.2, 1.1, 0.0]])
+    biased = choose(logits, [due([0], logit_bias={3: 1.3, 1: -0.5}, logprobs=4)])[0]
+    assert biased.token == 3
+    assert biased.logprob == choose(logits, [due([0], logit_bias={3: 100.0}, logprobs=4)])[0].logprob
+    assert biased.logprob is not None and biased.logprob.top[0][0] == 1
+    assert choose(logits, [due([0])])[0].token == 1  # it changes no logits
+
+
 def test_penalties_hold_back_what_was_said() -> None:
     logits = torch.tensor([[1.0, 1.2, 1.1, 0.0]])
     assert choose(logits, [due([1], presence_penalty=0.15)])[0].token == 2

@@ -265,10 +265,12 @@ def completion(abilities: Abilities, request: Generate) -> dict[str, Any]:
     usual = Sampling(max_tokens=0)
     for name in (
         "min_tokens", "top_p", "top_k", "seed", "ignore_eos", "stop_token_ids",
-        "presence_penalty", "frequency_penalty", "repetition_penalty",
+        "presence_penalty", "frequency_penalty", "repetition_penalty", "min_p",
     ):  # fmt: skip
         if (value := getattr(sampling, name)) != getattr(usual, name):
             body[name] = value
+    if sampling.logit_bias:
+        body["logit_bias"] = {str(token): bias for token, bias in sampling.logit_bias.items()}
     if sampling.logprobs or abilities.ids_for(request) == "logprobs":
         body["logprobs"] = max(1, sampling.logprobs)
     if abilities.ids_for(request) == "token_ids":

@@ -25,6 +25,7 @@ SPAN = VOCABULARY - FIRST  # 1,789, a prime: every stride below visits all ids o
 EOS_BELOW = (1 << 64) // 400  # digests under this end the answer: one in 400
 CANDIDATES = 20
 TAIL = 0.01  # the weight of all that is not a candidate, relative to the first
+TAIL_LOGIT = math.log(TAIL / (SPAN - CANDIDATES))  # of each of them, where a bias brings it into play
 TOKEN_BYTES = tuple(token.to_bytes(4, "little") for token in range(VOCABULARY))
 _MASK = (1 << 64) - 1
 
@@ -57,8 +58,7 @@ def candidates(digest: int, *, eos: bool) -> Candidates:
 
     With `eos` False the end of the answer is not among them (min_tokens not reached, or ignore_eos).
     """
-    place, stride = digest % SPAN, 1 + (digest >> 33) % (SPAN - 1)
-    tokens = [FIRST + (place + rank * stride) % SPAN for rank in range(CANDIDATES)]
+    tokens = _in_order(digest, range(CANDIDATES))
     if eos and digest < EOS_BELOW:
         tokens.insert(0, EOS)
     noise = digest ^ (digest >> 29)
@@ -70,6 +70,22 @@ def candidates(digest: int, *, eos: bool) -> Candidates:
             logit -= 0.05 + (3.0 if rank == 1 else 0.4) * fraction
         ranked.append((token, logit))
     return tuple(ranked)
+
+
+def _in_order(digest: int, ranks: range) -> list[int]:
+    """Return a position's tokens of these ranks, the end of the answer aside: over all of `SPAN` ranks, each token once."""
+    place, stride = digest % SPAN, 1 + (digest >> 33) % (SPAN - 1)
+    return [FIRST + (place + rank * stride) % SPAN for rank in ranks]
+
+
+def with_biased(ranked: Candidates, digest: int, bias: Mapping[int, float]) -> Candidates:
+    """Return a position's candidates, and behind them the tokens that `bias` names, which it may lift out of the tail, with the
+    best other one of the tail, which is left where it bans all candidates."""
+    known = {token for token, _ in ranked}
+    named = [token for token in bias if token not in known]
+    other = next((token for token in _in_order(digest, range(CANDIDATES, SPAN)) if token not in bias), None)
+    more = named if other is None else [*named, other]
+    return (*ranked, *((token, TAIL_LOGIT) for token in more))
 
 
 @lru_cache(KEPT)
@@ -88,12 +104,16 @@ def choose(
 ) -> int:
     """Return the token that the sampling parameters pick. `luck` in [0, 1) decides where chance does.
 
-    `counts` says how often each token was generated before; `banned` are the ids that may not end the answer yet.
+    `counts` says how often each token was generated before; `banned` are the ids that may not end the answer yet. Biases
+    come last: what they force or ban, no penalty undoes.
     """
-    if sampling.temperature <= 0 and not counts and not banned:
+    bias = sampling.logit_bias
+    if sampling.temperature <= 0 and not counts and not banned and not bias:
         return ranked[0][0]
     allowed = [pair for pair in ranked if pair[0] not in banned] or ranked
     scored = [(token, _penalised(logit, counts.get(token, 0), sampling)) for token, logit in allowed]
+    if bias:
+        scored = [(token, logit + bias.get(token, 0.0)) for token, logit in scored]
     scored.sort(key=lambda pair: -pair[1])
     if sampling.temperature <= 0:
         return scored[0][0]
@@ -113,6 +133,8 @@ def _draw(scored: Candidates, sampling: Sampling, luck: float) -> int:
         scored = scored[: sampling.top_k]
     best = scored[0][1]
     weights = [math.exp((logit - best) / sampling.temperature) for _, logit in scored]
+    if sampling.min_p > 0:  # the best one's weight is 1
+        weights = [weight for weight in weights if weight >= sampling.min_p]
     total = sum(weights)
     kept, reached = 0.0, 0
     for weight in weights:  # top_p keeps the smallest set of the best whose share reaches it

@@ -223,6 +223,9 @@ def refusal(request: Generate, shape: EngineShape) -> str | None:
         return against
     if min(tokens) < 0 or max(tokens) >= VOCABULARY:
         return f"invalid_request: token ids go from 0 to {VOCABULARY - 1}"
+    bias = request.sampling.logit_bias
+    if bias and not 0 <= min(bias) <= max(bias) < VOCABULARY:
+        return f"invalid_request: logit_bias: token ids go from 0 to {VOCABULARY - 1}"
     return None
 
 
@@ -245,6 +248,7 @@ def _is_plain(sampling: Sampling) -> bool:
         sampling.temperature <= 0
         and not sampling.logprobs
         and not sampling.stop_token_ids
+        and not sampling.logit_bias
         and not penalises(sampling)
     )
 

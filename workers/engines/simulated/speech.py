@@ -95,7 +95,9 @@ def _choose(sequence: Spoken, digest: int, faults: SimulatedFaults) -> Chunk:
     early = sequence.made < sampling.min_tokens or place < sequence.thought
     ranked = language.candidates(digest, eos=not early and not sampling.ignore_eos)
     luck = language.luck_at(sequence.seed, digest) if sampling.temperature > 0 else 0.0
-    token = language.choose(ranked, sampling, sequence.counts, sequence.banned if early else (), luck)
+    bias = sampling.logit_bias
+    open_to = language.with_biased(ranked, digest, bias) if bias else ranked
+    token = language.choose(open_to, sampling, sequence.counts, sequence.banned if early else (), luck)
     token = sequence.marks.get(place, token)
     if token >= FIRST:
         token = faults.altered(token)

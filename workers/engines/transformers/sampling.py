@@ -4,10 +4,12 @@ Random numbers are keyed by (seed, position): position is the token's index in t
 a sampled answer goes on exactly after a migration, and does not depend on who else is in the batch; an engine whose
 generator keeps a state loses its place on the way (vLLM does).
 
-Penalties: presence and frequency count generated tokens, repetition counts the prompt too. Logprobs are those of the
-raw logits, before temperature and penalties, so that they say something about the model alone.
+Biases come before penalties and the temperature, `min_p` after it and before `top_p`: as in vLLM. Presence and frequency
+penalties count generated tokens, repetition counts the prompt too. Logprobs are those of the raw logits, before all of that,
+so that they say something about the model alone.
 """
 
+import math
 import struct
 from collections import Counter
 from collections.abc import Sequence as Sequential
@@ -58,7 +60,8 @@ def plain(one: Due) -> bool:
     """Return whether the largest logit is the answer."""
     s = one.sampling
     penalised = s.presence_penalty or s.frequency_penalty or s.repetition_penalty != 1.0
-    return s.temperature < GREEDY_BELOW and not penalised and one.generated >= s.min_tokens
+    adjusted = penalised or s.logit_bias
+    return s.temperature < GREEDY_BELOW and not adjusted and one.generated >= s.min_tokens
 
 
 def uniform(seed: int, position: int) -> float:
@@ -68,6 +71,8 @@ def uniform(seed: int, position: int) -> float:
 
 def _adjusted(row: Tensor, one: Due) -> int:
     scores = row.to("cpu", torch.float64, copy=True)
+    if bias := one.sampling.logit_bias:
+        scores[list(bias)] += torch.tensor(list(bias.values()), dtype=torch.float64)
     _penalise(scores, one)
     if one.generated < one.sampling.min_tokens and one.barred:
         scores[list(one.barred)] = -torch.inf
@@ -95,6 +100,9 @@ def _draw(scores: Tensor, one: Due) -> int:
     values, ids = scores.sort(descending=True, stable=True)
     if 0 < s.top_k < len(values):
         values, ids = values[: s.top_k], ids[: s.top_k]
+    if s.min_p > 0:  # as far as they have this share of the best one's probability
+        near = int((values / s.temperature >= values[0] / s.temperature + math.log(s.min_p)).sum())
+        values = values[: max(1, near)]
     cumulated = (values / s.temperature).softmax(dim=0).cumsum(dim=0)
     kept = len(cumulated)
     if s.top_p < 1.0:  # the smallest set whose probability reaches top_p

@@ -77,6 +77,8 @@ class Stepper:
             return "invalid_request: this engine has no guided decoding"
         if any(not 0 <= stop < self.model.vocabulary for stop in sampling.stop_token_ids):
             return f"invalid_request: stop token ids go from 0 to {self.model.vocabulary - 1}"
+        if any(not 0 <= token < self.model.vocabulary for token in sampling.logit_bias):
+            return f"invalid_request: logit_bias: token ids go from 0 to {self.model.vocabulary - 1}"
         return None
 
     def submit(self, key: int, request: Generate) -> Chunk | None:
