@@ -45,6 +45,7 @@ class Sampling(msgspec.Struct, array_like=True, frozen=True):
     logprobs: int = 0  # top-k logprobs wanted with each token; 0: none
     min_p: float = 0.0  # tokens less likely than this share of the likeliest one are not drawn; 0: all may be
     logit_bias: dict[int, float] = {}  # by token: added to its logit
+    prompt_logprobs: int | None = None  # top-k logprobs wanted of the prompt's own tokens; None: none
 
 
 class Hello(msgspec.Struct, tag="hello", array_like=True):
@@ -125,7 +126,10 @@ class Logprob(msgspec.Struct, array_like=True):
 
 
 class Chunk(msgspec.Struct, array_like=True):
-    """What one step gave one stream. `finish`: stop, length, or None. `error` ends the stream: see `Fault`."""
+    """What one step gave one stream. `finish`: stop, length, or None. `error` ends the stream: see `Fault`.
+
+    Where `prompt_logprobs` were asked for, the first chunk with tokens has one more logprob for each token of the prompt, before
+    those of its own tokens; that of the prompt's first token says nothing."""
 
     stream: int
     tokens: list[int]

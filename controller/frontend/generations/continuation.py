@@ -33,7 +33,9 @@ class Continuation(msgspec.Struct):
         if made:
             left = sampling.max_tokens - made
             floor = max(0, sampling.min_tokens - made)
-            sampling = msgspec.structs.replace(sampling, max_tokens=left, min_tokens=floor)
+            sampling = msgspec.structs.replace(
+                sampling, max_tokens=left, min_tokens=floor, prompt_logprobs=None
+            )
         return Generate(
             stream=0,
             request=asked.id,

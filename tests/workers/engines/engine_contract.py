@@ -282,6 +282,27 @@ class EngineContract:
     async def test_logprobs_do_not_change_the_tokens(self, rig: Rig) -> None:
         assert (await rig.ask(prompt(), logprobs=3)).tokens == (await rig.ask(prompt())).tokens
 
+    @pytest.mark.parametrize("top", [0, 3])
+    async def test_logprobs_of_a_prompt_are_those_of_an_answer(self, rig: Rig, top: int) -> None:
+        """One for each token, before those of the first token; that of the prompt's first says nothing."""
+        said = await rig.ask(prompt(), max_tokens=20, logprobs=3)
+        whole = prompt() + said.tokens
+        answer = await rig.ask(whole, max_tokens=4, prompt_logprobs=top, logprobs=1)
+        assert len(answer.chunks[0].logprobs or ()) == len(whole) + len(answer.chunks[0].tokens)
+        found = answer.logprobs[: len(whole)]
+        for token, ours, theirs in zip(said.tokens, said.logprobs, found[40:], strict=True):
+            assert theirs.chosen == pytest.approx(ours.chosen, abs=1e-5), token
+            assert [t for t, _ in theirs.top] == [t for t, _ in ours.top[:top]]
+        assert all(math.isfinite(one.chosen) and one.chosen < 0 for one in found[1:])
+        assert len(answer.logprobs) == len(whole) + len(answer.tokens)
+        assert answer.tokens == (await rig.ask(whole, max_tokens=4)).tokens
+
+    async def test_logprobs_of_a_prompt_are_of_all_of_it_whatever_is_cached(self, rig: Rig) -> None:
+        await rig.ask(prompt(96))
+        answer = await rig.ask(prompt(96), prompt_logprobs=1, max_tokens=2)
+        assert len(answer.logprobs) == 96
+        assert answer.tokens == (await rig.ask(prompt(96), max_tokens=2)).tokens
+
     async def test_a_canary_bypasses_the_cache_and_gets_the_same_answer(self, rig: Rig) -> None:
         first = await rig.ask(prompt(96))
         canary = await rig.ask(prompt(96), canary=True)

@@ -54,7 +54,10 @@ def continued(request: Generate, tokens: Sequence[int]) -> Generate:
     said = len(tokens) - len(request.tokens)
     sampling = request.sampling
     less = msgspec.structs.replace(
-        sampling, max_tokens=sampling.max_tokens - said, min_tokens=max(0, sampling.min_tokens - said)
+        sampling,
+        max_tokens=sampling.max_tokens - said,
+        min_tokens=max(0, sampling.min_tokens - said),
+        prompt_logprobs=None,  # they have been said
     )
     return msgspec.structs.replace(request, tokens=list(tokens), sampling=less)
 

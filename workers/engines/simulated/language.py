@@ -58,6 +58,10 @@ def candidates(digest: int, *, eos: bool) -> Candidates:
 
     With `eos` False the end of the answer is not among them (min_tokens not reached, or ignore_eos).
     """
+    return _candidates(digest, eos)
+
+
+def _candidates(digest: int, eos: bool) -> Candidates:
     tokens = _in_order(digest, range(CANDIDATES))
     if eos and digest < EOS_BELOW:
         tokens.insert(0, EOS)
@@ -91,6 +95,22 @@ def with_biased(ranked: Candidates, digest: int, bias: Mapping[int, float]) -> C
 @lru_cache(KEPT)
 def logprobs(ranked: Candidates, chosen: int, top: int, drift: float = 0.0) -> Logprob:
     """Return a position's logprobs; `drift` shifts them the way a sick device would, alternating in sign."""
+    return _logprobs(ranked, chosen, top, drift)
+
+
+def prompt_logprobs(
+    model: str, tokens: Sequence[int], top: int, *, eos: bool, drift: float = 0.0
+) -> list[Logprob]:
+    """Return the logprobs of a prompt's own tokens, as if each had been said behind those before it; that of the first says
+    nothing."""
+    running, found = open_sequence(model, tokens[:1]), [Logprob(0.0)]
+    for token in tokens[1:]:
+        found.append(_logprobs(_candidates(running.intdigest(), eos), token, top, drift))
+        running.update(TOKEN_BYTES[token])
+    return found
+
+
+def _logprobs(ranked: Candidates, chosen: int, top: int, drift: float) -> Logprob:
     total = math.log(sum(math.exp(logit) for _, logit in ranked) + TAIL)
     shifted = [
         (token, logit - total + (drift if rank % 2 else -drift)) for rank, (token, logit) in enumerate(ranked)

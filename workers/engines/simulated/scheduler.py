@@ -22,6 +22,7 @@ from workers.engines.simulated.batch import DecodeBatch
 from workers.engines.simulated.faults import SimulatedFaults
 from workers.engines.simulated.growth import BlockGrowth
 from workers.engines.simulated.kv.kv_manager import KvManager
+from workers.engines.simulated.language import prompt_logprobs
 from workers.engines.simulated.plan import StepPlan as Plan  # part of what a scheduler says
 from workers.engines.simulated.prefill import Prefill
 from workers.engines.simulated.sequence import (
@@ -65,6 +66,11 @@ class Scheduler:
         if min(sampling.max_tokens, self.shape.context_tokens - prompt) <= 0:
             return Chunk(request.stream, [], finish="length")
         sequence = Spoken(key, request, self.shape)
+        if sampling.prompt_logprobs is not None:
+            eos, drift = not sampling.ignore_eos, self.faults.drift
+            sequence.before = prompt_logprobs(
+                self.shape.model, request.tokens, sampling.prompt_logprobs, eos=eos, drift=drift
+            )
         if self.mute:
             names = sequence.name_blocks(self.shape.block_tokens) if self.prefill.names(sequence) else []
             self.waiting.add(Silent(key, prompt, sequence.end - prompt, names, canary=request.canary))

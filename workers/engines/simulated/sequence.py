@@ -9,7 +9,7 @@ import xxhash
 
 from events import blocks
 from events.errors import UsageError
-from events.wire import Generate, Sampling
+from events.wire import Generate, Logprob, Sampling
 from workers.engines.simulated import language
 from workers.engines.simulated.kv.evictors import EvictorKind
 from workers.engines.simulated.language import EOS, EOS_BELOW, TOKEN_BYTES, VOCABULARY
@@ -17,6 +17,9 @@ from workers.engines.simulated.reasoning import Reasoning
 
 Preemption = Literal["newest", "oldest"]
 KV_BLOCK_BYTES = 4096
+PROMPT_LOGPROBS_MAX = (
+    4096  # tokens of a prompt whose logprobs are wanted: 20 µs each, for which everybody waits
+)
 
 
 class BadShape(UsageError):
@@ -75,7 +78,7 @@ class SimulatedSequence:
     """
 
     __slots__ = (
-        "batch", "blocks", "cached", "canary", "computed", "due", "end", "fresh", "key", "last", "named", "names",
+        "batch", "before", "blocks", "cached", "canary", "computed", "due", "end", "fresh", "key", "last", "named", "names",
         "prompt", "since", "start",
     )  # fmt: skip
 
@@ -94,6 +97,7 @@ class SimulatedSequence:
         self.cached = 0  # prompt tokens found when it was admitted
         self.computed = 0  # of its tokens, while it is in its prefill
         self.fresh = True  # nothing said since it was admitted
+        self.before: list[Logprob] = []  # of its prompt: they come with its first token
 
     @property
     def length(self) -> int:
@@ -223,6 +227,8 @@ def refusal(request: Generate, shape: EngineShape) -> str | None:
         return against
     if min(tokens) < 0 or max(tokens) >= VOCABULARY:
         return f"invalid_request: token ids go from 0 to {VOCABULARY - 1}"
+    if request.sampling.prompt_logprobs is not None and len(tokens) > PROMPT_LOGPROBS_MAX:
+        return f"invalid_request: of a prompt of more than {PROMPT_LOGPROBS_MAX} tokens there are no logprobs"
     bias = request.sampling.logit_bias
     if bias and not 0 <= min(bias) <= max(bias) < VOCABULARY:
         return f"invalid_request: logit_bias: token ids go from 0 to {VOCABULARY - 1}"

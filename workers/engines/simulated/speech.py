@@ -82,6 +82,8 @@ def _say(sequence: Spoken, digest: int, faults: SimulatedFaults, healthy: bool) 
         chunk = _choose(sequence, digest, faults)
         chunk.cached_tokens = cached
         token = chunk.tokens[0]
+    if sequence.before:
+        chunk.logprobs, sequence.before = [*sequence.before, *(chunk.logprobs or ())], []
     piece = TOKEN_BYTES[token]
     sequence.update(piece)
     sequence.note(piece)

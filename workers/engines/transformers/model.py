@@ -95,6 +95,16 @@ class Model:
 
         Works of a single token come first. `every`: a row of logits for every token instead.
         """
+        x = self.hidden(works, pool)
+        count = sum(work.count for work in works)
+        return self.logits(x, list(range(count)) if every else sampling_rows(works))
+
+    @torch.inference_mode()
+    def hidden(self, works: Sequential[SequenceWork], pool: Pool) -> Tensor:
+        """Compute one step: store keys and values, and return the last layer's rows, one for each token, and some of padding.
+
+        Works of a single token come first.
+        """
         tokens = [
             token for work in works for token in work.sequence.tokens[work.start : work.start + work.count]
         ]
@@ -103,7 +113,7 @@ class Model:
         x = self._embed[torch.tensor(tokens + [0] * padding, device=self.device)]
         for number, layer in enumerate(self._layers):
             x = self._pass(x, layer, rows, pool.keys[number], pool.values[number])
-        return self._logits(x, list(range(len(tokens))) if every else _last_rows(works))
+        return x
 
     def _pass(self, x: Tensor, layer: Layer, rows: Rows, keys: Tensor, values: Tensor) -> Tensor:
         h = functional.rms_norm(x, x.shape[-1:], layer.norm, self._eps)
@@ -138,7 +148,9 @@ class Model:
             answer[first : first + count] = got.reshape(count, self.heads, self.width)
         return answer.flatten(1)
 
-    def _logits(self, x: Tensor, wanted: list[int]) -> Tensor:
+    @torch.inference_mode()
+    def logits(self, x: Tensor, wanted: list[int]) -> Tensor:
+        """Return float32 logits for some of the rows that `hidden` gave."""
         padded = wanted + wanted[-1:] * (-len(wanted) % self.tile)
         if not padded:
             return torch.empty((0, self.vocabulary), device=self.device)
@@ -209,7 +221,8 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return x * cos + torch.cat((-right, left), dim=-1) * sin
 
 
-def _last_rows(works: Sequential[SequenceWork]) -> list[int]:
+def sampling_rows(works: Sequential[SequenceWork]) -> list[int]:
+    """Return the row of each work that samples, in order: that of its last token."""
     rows, end = [], 0
     for work in works:
         end += work.count

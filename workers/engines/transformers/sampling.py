@@ -117,14 +117,18 @@ def _logprobs(logits: Tensor, due: Sequential[Due], tokens: Sequential[int | Non
     rows = [i for i, one in enumerate(due) if one.sampling.logprobs > 0 and tokens[i] is not None]
     if not rows:
         return found
-    values = logits[rows].float().log_softmax(dim=-1)
-    width = min(max(due[i].sampling.logprobs for i in rows), values.shape[-1])
-    top = values.topk(width, dim=-1)
-    best, ids = top.values.tolist(), top.indices.tolist()
-    chosen = (
-        values.gather(1, torch.tensor([[tokens[i]] for i in rows], device=values.device)).squeeze(1).tolist()
-    )
-    for n, i in enumerate(rows):
-        k = due[i].sampling.logprobs
-        found[i] = Logprob(chosen[n], list(zip(ids[n][:k], best[n][:k], strict=True)))
+    widest = max(due[i].sampling.logprobs for i in rows)
+    for i, one in zip(rows, logprobs_of(logits[rows], [tokens[i] or 0 for i in rows], widest), strict=True):
+        found[i] = Logprob(one.chosen, one.top[: due[i].sampling.logprobs])
     return found
+
+
+def logprobs_of(logits: Tensor, tokens: Sequential[int], top: int) -> list[Logprob]:
+    """Return the logprob of one token for each row of raw logits, with the row's best `top`."""
+    values = logits.float().log_softmax(dim=-1)
+    best = values.topk(min(top, values.shape[-1]), dim=-1)
+    places = torch.tensor(tokens, device=values.device).unsqueeze(1)
+    rows = zip(
+        values.gather(1, places).squeeze(1).tolist(), best.indices.tolist(), best.values.tolist(), strict=True
+    )
+    return [Logprob(chosen, list(zip(ids, numbers, strict=True))) for chosen, ids, numbers in rows]

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 
 from events.blocks import SEED, follow, local_hashes
-from events.wire import Sampling
+from events.wire import Logprob, Sampling
 
 
 @dataclass(slots=True, eq=False)
@@ -28,6 +28,7 @@ class TorchSequence:
     found: int = 0  # tokens of it that were in the prefix cache
     named: int = 0  # its first so many blocks have been offered to others
     names: list[int] = field(default_factory=list)  # of its full blocks, as far as they were wanted
+    before: list[Logprob] = field(default_factory=list)  # of its prompt: they come with its first token
 
     def __post_init__(self) -> None:
         if self.submitted < 0:
@@ -37,6 +38,11 @@ class TorchSequence:
     def generated(self) -> int:
         """Tokens generated for this request since it was submitted, here or where it was before it moved."""
         return len(self.tokens) - self.submitted
+
+    @property
+    def asks_of_prompt(self) -> bool:
+        """Whether the logprobs of its prompt are still to be found."""
+        return self.sampling.prompt_logprobs is not None and not self.generated and not self.moved
 
     @property
     def uncached(self) -> int:

@@ -14,7 +14,8 @@ from events.kv import KvEvent
 from events.wire import Chunk, Generate, Load
 from workers.engines.transformers.blocks import Blocks
 from workers.engines.transformers.faults import TorchFaults, flip_bit
-from workers.engines.transformers.model import Model
+from workers.engines.transformers.model import Model, sampling_rows
+from workers.engines.transformers.prompt_logprobs import read_prompts, unsound
 from workers.engines.transformers.sampling import Due, SampledToken, choose
 from workers.engines.transformers.schedule import Schedule
 from workers.engines.transformers.sequence import SequenceWork, TorchSequence
@@ -146,7 +147,12 @@ class Stepper:
             return self._failed(
                 [work.sequence for work in works[:raised]], "a rehearsed exception in the forward pass"
             )
-        logits = self.faults.drifted(self.model.forward(works, self.pool))
+        if any(work.sequence.asks_of_prompt for work in works):
+            x = self.model.hidden(works, self.pool)
+            logits = self.faults.drifted(self.model.logits(x, sampling_rows(works)))
+            read_prompts(works, lambda rows: self.faults.drifted(self.model.logits(x, rows)))
+        else:
+            logits = self.faults.drifted(self.model.forward(works, self.pool))
         due = [work.sequence for work in works if work.samples]
         choices = choose(logits, [_due(sequence) for sequence in due])
         with self.lock:
@@ -211,17 +217,21 @@ class Stepper:
             canary=request.canary,
             submitted=len(request.tokens),
             salt=blocks.seed(namespace=request.cache_salt),
-            shares=self._prefix_caching and self._trusted and not request.canary,
+            shares=self._prefix_caching
+            and self._trusted
+            and not request.canary
+            and request.sampling.prompt_logprobs is None,  # all of its prompt is computed
         )
 
     def _said(self, sequence: TorchSequence, choice: SampledToken) -> Chunk:
-        if choice.token is None:
+        if choice.token is None or unsound(sequence.before):
             self._forget_all()
             self.cancel(sequence.key)
             return Chunk(0, [], error="non_finite: the logits hold NaN or infinity")
         cached = None if sequence.generated or sequence.moved else sequence.found
         token = self.faults.altered(choice.token, self.model.vocabulary, sequence.barred)
         sequence.tokens.append(token)
+        logprobs, sequence.before = [*sequence.before, *filter(None, (choice.logprob,))], []
         finish = None
         if token in sequence.ends and sequence.generated > sequence.sampling.min_tokens:
             finish = "stop"
@@ -229,7 +239,7 @@ class Stepper:
             finish = "length"
         if finish:
             self.cancel(sequence.key)
-        return Chunk(0, [token], finish, None, [choice.logprob] if choice.logprob else None, None, cached)
+        return Chunk(0, [token], finish, None, logprobs or None, None, cached)
 
     def _failed(self, sequences: list[TorchSequence], detail: str) -> Output:
         for sequence in sequences:
