@@ -15,11 +15,12 @@ from aiohttp import web
 
 from controller.adapters.embedded.free_port import free_port
 from events.wire import Chunk, Generate, Logprob, Sampling
+from workers.engines.simulated.language import prompt_logprobs
 from workers.engines.simulated.scheduler import Scheduler
 from workers.engines.simulated.sequence import EngineShape
 
 Manner = Literal["vllm", "llamacpp", "strict", "text"]
-FIELDS = set(Sampling.__struct_fields__) - {"max_tokens", "logprobs"}
+FIELDS = set(Sampling.__struct_fields__) - {"max_tokens", "logprobs", "prompt_logprobs"}
 EXTENSIONS = {"return_token_ids", "return_tokens_as_token_ids", "cache_salt", "cache_prompt"}
 
 
@@ -39,6 +40,10 @@ class Upstream:
     peers: list[Any] = field(default_factory=list)  # who asked, one for each body
     traces: list[str | None] = field(default_factory=list)  # and in which trace
     ranks: list[str | None] = field(default_factory=list)  # the DP rank of every completion, also of probes
+    # By which names it lets its answers be constrained; others it ignores, as real servers do
+    obeys: frozenset[str] = frozenset()
+    probes: list[dict[str, Any]] = field(default_factory=list)  # by which it was asked what it obeys
+    broken_probes: int = 0  # that it answers with 500
     connector: bool = False  # it hands KV caches over, by handles
     stalled_handles: bool = False  # and takes for ever to make one
     metrics: str = ""  # what /metrics says; nothing: there is none
@@ -105,6 +110,21 @@ class Upstream:
         handle = body.get("kv_transfer_params") or {}
         if not body.get("stream"):
             event = self._event(body, answer, "length")
+            choice = event["choices"][0]
+            probe = {
+                name: body[name]
+                for name in ("structured_outputs", "guided_choice", "response_format")
+                if name in body
+            }
+            if probe:
+                self.probes.append(probe)
+                if self.broken_probes:
+                    self.broken_probes -= 1
+                    raise web.HTTPInternalServerError
+            if word := self._only_word(body):
+                choice["text"] = word
+            if self.manner == "vllm" and "prompt_logprobs" in body:
+                choice["prompt_logprobs"] = self._prompt_logprobs(body)
             if self.connector and handle.get("do_remote_decode"):
                 if self.stalled_handles:
                     await self.release.wait()
@@ -119,6 +139,29 @@ class Upstream:
             status = int(self.fault[5:])
             return web.json_response({"error": {"message": f"told to answer {status}"}}, status=status)
         return await self._stream(request, body, answer)
+
+    def _only_word(self, body: dict[str, Any]) -> str:
+        """Return the only answer that a constraint leaves, if one is obeyed."""
+        words: list[str] = []
+        if "structured_outputs" in self.obeys:
+            words += body.get("structured_outputs", {}).get("choice", ())
+        if "guided" in self.obeys:
+            words += body.get("guided_choice", ())
+        if "response_format" in self.obeys and "response_format" in body:
+            words += [json.dumps(one) for one in body["response_format"]["json_schema"]["schema"]["enum"]]
+        return words[0] if words else ""
+
+    def _prompt_logprobs(self, body: dict[str, Any]) -> list[dict[str, dict[str, Any]] | None]:
+        """Say how likely each token of the prompt is, as vLLM does: that token, and the best ones."""
+        eos = not body.get("ignore_eos", False)
+        found = prompt_logprobs(self.model, body["prompt"], body["prompt_logprobs"], eos=eos)
+        return [None] + [
+            {
+                str(t): {"logprob": value, "rank": 1, "decoded_token": f"<{t}>"}
+                for t, value in [(token, one.chosen), *one.top]
+            }
+            for token, one in zip(body["prompt"][1:], found[1:], strict=True)
+        ]
 
     def _handle(self, body: dict[str, Any]) -> dict[str, Any]:
         """Say where the KV cache of a prompt lies, as vLLM's NIXL connector does."""

@@ -186,7 +186,9 @@ class GenerationOutput:
         reason, _, detail = error.partition(":")
         if reason == REASON:
             said = read_refusal(detail)
-            owner.refused(ApiError(said.status, said.message, code=REASON, param=said.param, kind=said.type))
+            owner.refused(
+                ApiError(said.status, said.message, code=said.code, param=said.param, kind=said.type)
+            )
         else:
             owner.failed(classify(error), self.attempt)
 

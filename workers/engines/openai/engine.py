@@ -7,6 +7,7 @@ registration says `exact=False`.
 
 import asyncio
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import aiohttp
@@ -28,10 +29,12 @@ from workers.engines.engine import (
 )
 from workers.engines.openai.account import UpstreamAccount
 from workers.engines.openai.cache_epochs import CacheEpochs
+from workers.engines.openai.constraints import Constraints
 from workers.engines.openai.handover import TOKENS_MAX, Arriving, Handed, continued, description
 from workers.engines.openai.identity import UpstreamSettings, block_size, identify
 from workers.engines.openai.kv_names import read_salt
-from workers.engines.openai.reading import UpstreamStream
+from workers.engines.openai.prompt_logprobs import prompt_logprobs, put_before
+from workers.engines.openai.reading import Fault, UpstreamStream
 from workers.engines.openai.requests import UpstreamRequests
 from workers.engines.openai.upstream import (
     Abilities,
@@ -61,6 +64,7 @@ class OpenAIEngine:
         self._abilities = Abilities("unknown")
         self.identity = self._identify()
         self._upstream: Upstream | None = None
+        self._constraints: Constraints | None = None
         self._deliver: Deliver = _nowhere
         self._announce: Announce = unheard
         self._epochs = CacheEpochs()
@@ -85,6 +89,7 @@ class OpenAIEngine:
             await upstream.close()
             raise
         self._abilities = replace(found, ranks=self._account.dp)
+        self._constraints = Constraints(partial(upstream.completed_text, self._abilities))
         self.identity = self._identify()
         if not self._abilities.exact:
             log.warning(
@@ -153,16 +158,22 @@ class OpenAIEngine:
         assert self._upstream is not None
         reading = UpstreamStream(request, self._abilities.ids_for(request))
         try:
+            if request.guided is not None and self._constraints is not None:
+                guided = await self._constraints.phrased(request.guided)
+                request = msgspec.structs.replace(request, guided=guided)
+            before = await prompt_logprobs(self._upstream, self._abilities, request)
             async with self._upstream.complete(self._abilities, request, handle) as response:
                 if response.status != 200:
                     self._say(key, [Chunk(0, [], error=await refusal(response, canary=request.canary))])
                     return
                 async for data in response.content.iter_any():
-                    self._say(key, reading.feed(data))
+                    self._say(key, put_before(reading.feed(data), before))
                     if reading.over:
                         return
                 self._say(key, reading.end())
-        except (aiohttp.ClientError, OSError, TimeoutError) as error:
+        except Fault as fault:
+            self._say(key, [Chunk(0, [], error=str(fault))])
+        except (aiohttp.ClientError, OSError, TimeoutError, UpstreamAway) as error:
             words = str(error) or type(error).__name__
             self._say(key, [Chunk(0, [], error=f"upstream_lost: the upstream's connection broke: {words}")])
         except Exception as error:  # a mistake of ours: whoever asked must not wait for ever

@@ -221,6 +221,40 @@ class Upstream:
             raise NoHandle(f"{self._url} gives no handle: it has no KV connector")
         return found
 
+    async def ask(
+        self,
+        abilities: Abilities,
+        request: Generate,
+        more: dict[str, Any],
+        bytes_max: int = BODY_BYTES_MAX,
+    ) -> tuple[int, bytes]:
+        """Return the status and the body of a completion in one piece, with some fields more. Raise UpstreamAway."""
+        body = completion(abilities, request) | {"stream": False} | more
+        try:
+            async with (
+                asyncio.timeout(PROBE_S_MAX),
+                self._session.post(
+                    self._url + "/v1/completions", json=body, headers=_headers(abilities, request)
+                ) as response,
+            ):
+                return response.status, await _bounded(response, bytes_max)
+        except (aiohttp.ClientError, TimeoutError, ValueError) as error:
+            raise UpstreamAway(f"{self._url}/v1/completions: {error or type(error).__name__}") from error
+
+    async def completed_text(self, abilities: Abilities, more: dict[str, Any]) -> str | None:
+        """Return the text of a short completion with some fields more; None if the server refuses them. Raise UpstreamAway."""
+        sampling = Sampling(max_tokens=PROBE_TOKENS * 2)
+        request = Generate(0, "probe", PROMPT_IDS, 3, sampling, prompt_text="One, two, three,")
+        status, body = await self.ask(abilities, request, more)
+        if status >= 400:
+            if status in CLIENT_MISTAKES:
+                return None
+            raise UpstreamAway(f"{self._url}/v1/completions answers {status}")
+        try:
+            return str(json.loads(body)["choices"][0].get("text") or "")
+        except (ValueError, LookupError, TypeError, AttributeError):
+            raise UpstreamAway(f"{self._url}/v1/completions answers what is no completion") from None
+
     async def _get(self, path: str, needed: bool = True) -> dict[str, Any]:
         try:
             async with asyncio.timeout(ASK_S_MAX), self._session.get(self._url + path) as response:
@@ -307,18 +341,27 @@ async def refusal(response: aiohttp.ClientResponse, *, canary: bool) -> str:
     return error_of(said, response.status, canary=canary)
 
 
+def refused(body: bytes, status: int) -> str:
+    """Return the error of a response with this body to a user's request."""
+    try:
+        said = json.loads(body)
+    except ValueError:
+        said = "no reason given"
+    return error_of(said, status, canary=False)
+
+
 async def _bounded_json(response: aiohttp.ClientResponse) -> Any:
     """Return a body as JSON. Raise ValueError if it is none, or too long."""
     return json.loads(await _bounded(response))
 
 
-async def _bounded(response: aiohttp.ClientResponse) -> bytes:
+async def _bounded(response: aiohttp.ClientResponse, most: int = BODY_BYTES_MAX) -> bytes:
     """Return a body. Raise ValueError if it is too long."""
-    body = await response.content.read(BODY_BYTES_MAX)
+    body = await response.content.read(most)
     while not response.content.at_eof():
-        if len(body) >= BODY_BYTES_MAX:
-            raise ValueError(f"a body of more than {BODY_BYTES_MAX} bytes")
-        body += await response.content.read(BODY_BYTES_MAX - len(body))
+        if len(body) >= most:
+            raise ValueError(f"a body of more than {most} bytes")
+        body += await response.content.read(most - len(body))
     return body
 
 

@@ -1,0 +1,161 @@
+"""What constrains the form of an answer reaches an upstream by a name that it obeys, or is refused; likewise what only some
+upstreams say of a prompt."""
+
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+from engine_contract import Rig, prompt
+from upstream import Upstream
+
+from events.refusal import read_refusal
+from events.wire import Generate, Sampling
+from workers.engines.openai.constraints import PROBES, WORD
+from workers.engines.openai.engine import OpenAIEngine
+from workers.engines.openai.identity import UpstreamSettings
+from workers.engines.openai.prompt_logprobs import read_prompt_logprobs
+from workers.engines.openai.reading import Fault
+
+CHOICE = ["yes", "no"]
+SCHEMA = {"type": "object"}
+FORMAT = {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA}}
+
+
+@pytest.fixture
+async def upstream() -> AsyncIterator[Upstream]:
+    server = await Upstream().start()
+    yield server
+    await server.stop()
+
+
+@pytest.fixture
+async def rig(upstream: Upstream) -> AsyncIterator[Rig]:
+    rig = Rig(OpenAIEngine(UpstreamSettings(url=upstream.url)))
+    await rig.start()
+    yield rig
+    await rig.engine.stop()
+
+
+async def ask(rig: Rig, guided: dict[str, Any]) -> Any:
+    """Return the end of an answer whose form is constrained so."""
+    key = rig.key()
+    rig.engine.submit(key, Generate(key, f"r{key}", prompt(), 40, Sampling(max_tokens=3), guided=guided))
+    return await rig.answer(key)
+
+
+@pytest.mark.parametrize(
+    ("obeys", "given", "said"),
+    [
+        # vLLM as it is now
+        ("structured_outputs", {"guided_choice": CHOICE}, {"structured_outputs": {"choice": CHOICE}}),
+        ("structured_outputs", {"guided_regex": "a+"}, {"structured_outputs": {"regex": "a+"}}),
+        ("structured_outputs", {"guided_json": SCHEMA}, {"structured_outputs": {"json": SCHEMA}}),
+        (
+            "structured_outputs",
+            {"structured_outputs": {"choice": CHOICE, "regex": None}},
+            {"structured_outputs": {"choice": CHOICE}},
+        ),
+        ("structured_outputs", {"response_format": FORMAT}, {"structured_outputs": {"json": SCHEMA}}),
+        (
+            "structured_outputs",
+            {"response_format": {"type": "json_object"}},
+            {"structured_outputs": {"json_object": True}},
+        ),
+        ("structured_outputs response_format", {"response_format": FORMAT}, {"response_format": FORMAT}),
+        # vLLM as it was
+        ("guided", {"guided_choice": CHOICE}, {"guided_choice": CHOICE}),
+        ("guided", {"structured_outputs": {"grammar": "g"}}, {"guided_grammar": "g"}),
+        ("guided", {"response_format": FORMAT}, {"guided_json": SCHEMA}),
+        # others
+        ("response_format", {"response_format": FORMAT}, {"response_format": FORMAT}),
+    ],
+)
+async def test_a_constraint_is_said_by_a_name_that_is_obeyed(
+    upstream: Upstream, rig: Rig, obeys: str, given: dict[str, Any], said: dict[str, Any]
+) -> None:
+    upstream.obeys = frozenset(obeys.split())
+    answer = await ask(rig, given)
+    assert answer.finish == "length"
+    names = {"structured_outputs", "response_format", "guided_choice", "guided_regex", "guided_json"}
+    names |= {"guided_grammar"}
+    assert {name: value for name, value in upstream.bodies[-1].items() if name in names} == said
+
+
+@pytest.mark.parametrize("manner", ["vllm", "llamacpp", "strict"])
+@pytest.mark.parametrize(
+    ("obeys", "given"),
+    [
+        ("", {"guided_choice": CHOICE}),
+        ("", {"structured_outputs": {"regex": "a"}}),
+        ("", {"response_format": FORMAT}),
+        ("response_format", {"guided_choice": CHOICE}),
+        ("guided", {"structured_outputs": {"structural_tag": "x"}}),
+        ("guided", {"response_format": {"type": "json_object"}}),
+    ],
+)
+async def test_a_constraint_that_is_not_obeyed_is_refused_by_name_and_not_ignored(
+    upstream: Upstream, rig: Rig, manner: Any, obeys: str, given: dict[str, Any]
+) -> None:
+    upstream.obeys, upstream.manner = frozenset(obeys.split()), manner
+    before = len(upstream.bodies)
+    error = (await ask(rig, given)).error
+    reason, _, detail = str(error).partition(":")
+    found = read_refusal(detail)
+    assert (reason, found.status) == ("invalid_request", 400)
+    assert (found.code, found.param) == ("unsupported_parameter", next(iter(given)))
+    assert "does not constrain" in found.message
+    assert len(upstream.bodies) == before  # no answer was begun
+
+
+async def test_a_server_is_asked_once_what_it_obeys(upstream: Upstream, rig: Rig) -> None:
+    upstream.obeys = frozenset(("guided",))
+    for _ in range(3):
+        assert (await ask(rig, {"guided_choice": CHOICE})).finish == "length"
+    assert upstream.probes.count(PROBES["structured_outputs"]) == 1
+    assert upstream.probes.count(PROBES["guided"]) == 1
+    assert (await ask(rig, {"structured_outputs": {"choice": [WORD]}})).finish == "length"
+    assert len(upstream.probes) == 2
+
+
+async def test_a_server_that_cannot_say_what_it_obeys_has_failed_and_is_asked_again(
+    upstream: Upstream, rig: Rig
+) -> None:
+    upstream.obeys, upstream.broken_probes = frozenset(("structured_outputs",)), 1
+    assert str((await ask(rig, {"guided_choice": CHOICE})).error).startswith("engine_error: ")
+    assert (await ask(rig, {"guided_choice": CHOICE})).finish == "length"
+
+
+# --- logprobs of a prompt
+
+
+async def test_a_server_that_says_nothing_of_prompts_is_not_asked_to_echo_them(
+    upstream: Upstream, rig: Rig
+) -> None:
+    upstream.manner = "llamacpp"
+    answer = await rig.ask(prompt(), prompt_logprobs=1)
+    found = read_refusal(str(answer.error).partition(":")[2])
+    assert (found.code, found.param) == ("unsupported_parameter", "echo")
+
+
+async def test_a_continuation_says_nothing_of_its_prompt_again(rig: Rig) -> None:
+    answer = await rig.ask(prompt(), prompt_logprobs=2, logprobs=1, max_tokens=4)
+    assert [len(chunk.logprobs or ()) for chunk in answer.chunks] == [41, 1, 1, 1]
+
+
+@pytest.mark.parametrize(
+    ("said", "words"),
+    [
+        ('{"choices": [{}]}', "gives no logprobs of a prompt"),
+        ('{"choices": []}', "cannot be read"),
+        ("{", "cannot be read"),
+        ("\xff", "cannot be read"),
+        ('{"choices": [{"prompt_logprobs": [null, {"a": 1}]}]}', "cannot be read"),
+        ('{"choices": [{"prompt_logprobs": [null]}]}', "of 2 tokens"),
+        ('{"choices": [{"prompt_logprobs": [null, null]}]}', "does not say how likely"),
+        ('{"choices": [{"prompt_logprobs": [null, {"7": {"logprob": -1}}]}]}', "does not say how likely"),
+        ('{"choices": [{"prompt_logprobs": [null, {"6": {"logprob": null}}]}]}', "non_finite"),
+    ],
+)
+def test_what_is_no_list_of_logprobs_is_the_servers_fault(said: str, words: str) -> None:
+    with pytest.raises(Fault, match=words):
+        read_prompt_logprobs(said.encode("latin-1"), [5, 6], 1)
