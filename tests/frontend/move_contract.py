@@ -40,6 +40,10 @@ FEATURES: dict[str, dict[str, Any]] = {
     "sampling with penalties": CHANCE | COUNTED | REPEATED,
     "logprobs": {"logprobs": 3},
     "logprobs of sampling": CHANCE | {"logprobs": 3},
+    "biases and min_p": CHANCE | {"min_p": 0.05, "logit_bias": {"300": 6, "301": -100}},
+    "token ids": {"return_token_ids": True},
+    "an echo": {"echo": True},
+    "an echo with logprobs and token ids": {"echo": True, "logprobs": 2, "return_token_ids": True},
 }
 
 

@@ -15,15 +15,21 @@ from controller.frontend.requests.failures import MigrationBudget
 from controller.frontend.requests.generation_request import GenerationRequest
 from controller.frontend.requests.overrides import EXPLAIN, NO_OVERRIDES, RoutingOverrides
 from controller.frontend.requests.schema import ParsedRequest, RequestedSampling
+from controller.frontend.responses.detailed_writers import (
+    AnswerContext,
+    DetailedBufferedWriter,
+    DetailedStreamingWriter,
+)
 from controller.frontend.responses.response_format import ResponseFormat, event
 from controller.frontend.responses.sse import DONE, SseStream
-from controller.frontend.responses.writers import BufferedWriter, StreamingWriter
+from controller.frontend.responses.writers import BufferedWriter, ResponseWriter, StreamingWriter
 from controller.router.endpoints import EndpointGroup, Lineage
 from events.blocks import seed
 from events.wire import Sampling
 
 COMPLETION_TOKENS_DEFAULT = 16  # what OpenAI's completions endpoint does without max_tokens
 SEED_BITS = 31
+ECHOED_LOGPROBS_MAX = 100_000  # of one prompt: 5 MB of an answer, and a tenth of a second for everybody else
 EXPLAINED_MAX = 8  # candidates in a header: clients take 8 KB of them or so
 
 
@@ -70,11 +76,7 @@ class Completion:
     ) -> None:
         parsed, director = admitted.parsed, self._director
         index = len(self.generations)
-        writer = (
-            StreamingWriter(self._format, self.stream, index)
-            if self.stream is not None
-            else BufferedWriter(self._format)
-        )
+        writer, context = self._writer(index, prompt, text)
         request = GenerationRequest(
             id=admitted.request,
             model=parsed.model,
@@ -94,7 +96,29 @@ class Completion:
         budget = MigrationBudget(
             director.routing.limit(parsed.model), director.settings.migration_max_seq_len, forbidden
         )
-        self.generations.append(Generation(director, request, writer, budget, self._ended))
+        generation = Generation(director, request, writer, budget, self._ended)
+        if context is not None:
+            context.accepted = generation.accepted
+        self.generations.append(generation)
+
+    def _writer(
+        self, index: int, prompt: list[int], text: str
+    ) -> tuple[ResponseWriter, AnswerContext | None]:
+        """Return what writes the answer with this index, and what it knows of the answer besides its text."""
+        format, stream, wanted = self._format, self.stream, self._parsed.details
+        if wanted is None:
+            plain = BufferedWriter(format) if stream is None else StreamingWriter(format, stream, index)
+            return plain, None
+        echoed = (text or format.tokens.decode(prompt)) if wanted.echo else ""
+        context = AnswerContext(wanted, prompt, echoed, self._silent)
+        if stream is None:
+            return DetailedBufferedWriter(format, context), context
+        return DetailedStreamingWriter(format, stream, index, context), context
+
+    @property
+    def _silent(self) -> bool:
+        """Whether nothing is wanted but the prompt: what is generated, for its logprobs, is not shown."""
+        return self._parsed.sampling.max_tokens == 0
 
     def launch(self) -> None:
         """Send every generation to a worker."""
@@ -145,7 +169,7 @@ class Completion:
         """Return the usage: the client's own prompt, and every token that was accepted, over all attempts."""
         prompt = made = cached = 0
         for place, generation in enumerate(self.generations):
-            made += len(generation.accepted)
+            made += 0 if self._silent else len(generation.accepted)
             if place % self._parsed.n == 0:  # the choices of a prompt share it
                 prompt += len(generation.request.prompt)
                 cached += generation.stats.cached_tokens or 0
@@ -163,7 +187,10 @@ class Completion:
         format = self._format
         name = "chat.completion" if format.chat else "text_completion"
         head = {"id": format.id, "object": name, "created": format.created, "model": format.model}
-        return head | {"choices": choices, "usage": self.usage()}
+        whole = head | {"choices": choices, "usage": self.usage()}
+        if format.chat and self._parsed.details is not None and self._parsed.details.token_ids:
+            whole["prompt_token_ids"] = self.generations[0].request.prompt
+        return whole
 
     @property
     def headers(self) -> dict[str, str]:
@@ -199,16 +226,18 @@ def sampling(parsed: ParsedRequest, prompt_tokens: int, context: int, choice: in
     room = context - prompt_tokens
     if room < 1:
         raise too_long(prompt_tokens, context, "messages" if parsed.chat else "prompt")
-    wanted = asked.max_tokens or (room if parsed.chat else min(room, COMPLETION_TOKENS_DEFAULT))
+    usual = room if parsed.chat else min(room, COMPLETION_TOKENS_DEFAULT)
+    wanted = usual if asked.max_tokens is None else asked.max_tokens
     if wanted > room:
         message = f"{prompt_tokens} prompt tokens and max_tokens {wanted} are more than the model's context {context}"
         raise invalid(message, "max_tokens", "context_length_exceeded")
+    echoed = _echoed_logprobs(parsed, prompt_tokens)
     if asked.min_tokens > wanted:
         raise invalid(f"min_tokens {asked.min_tokens} is more than max_tokens {wanted}", "min_tokens")
     # An unseeded request gets a seed of ours: after a migration the random numbers go on where they were.
     seed = asked.seed if asked.seed is not None else (serial * 2_654_435_761 & (1 << SEED_BITS) - 1)
     return Sampling(
-        max_tokens=wanted,
+        max_tokens=wanted if echoed is None else max(1, wanted),  # they come with a token
         min_tokens=asked.min_tokens,
         temperature=asked.temperature,
         top_p=asked.top_p,
@@ -220,7 +249,22 @@ def sampling(parsed: ParsedRequest, prompt_tokens: int, context: int, choice: in
         frequency_penalty=asked.frequency_penalty,
         repetition_penalty=asked.repetition_penalty,
         logprobs=0 if parsed.logprobs is None else max(1, parsed.logprobs),
+        min_p=asked.min_p,
+        logit_bias=asked.logit_bias,
+        prompt_logprobs=echoed,
     )
+
+
+def _echoed_logprobs(parsed: ParsedRequest, prompt_tokens: int) -> int | None:
+    """Return how many logprobs of each of the prompt's tokens an echo shows; None: none. Raise ApiError (400) if all of them are
+    too many."""
+    if parsed.logprobs is None or parsed.details is None or not parsed.details.echo:
+        return None
+    numbers = prompt_tokens * (parsed.logprobs + 1)
+    if numbers > ECHOED_LOGPROBS_MAX:
+        why = f"{prompt_tokens} prompt tokens with {parsed.logprobs + 1} each are more than {ECHOED_LOGPROBS_MAX}"
+        raise invalid(f"logprobs: with echo, {why}", "logprobs")
+    return parsed.logprobs
 
 
 def _repeats_anywhere(asked: RequestedSampling) -> bool:
@@ -232,10 +276,12 @@ def _repeats_anywhere(asked: RequestedSampling) -> bool:
 
 
 def refuse_unsupported(parsed: ParsedRequest, engine: str, *, text_only: bool) -> None:
-    """Raise ApiError (400) if the answer's form is constrained, or logprobs are asked for, and this engine cannot do it."""
+    """Raise ApiError (400) if this engine cannot do what few requests ask for: an answer of a certain form, logprobs, tokens."""
     if parsed.guided and engine != "openai":
         raise unsupported(
             next(iter(parsed.guided)), f"the {engine} engine cannot constrain the form of its answer"
         )
     if parsed.logprobs is not None and text_only:
         raise unsupported("logprobs", "this model's servers give text only")
+    if parsed.details is not None and parsed.details.token_ids and text_only:
+        raise unsupported("return_token_ids", "this model's servers give text only")

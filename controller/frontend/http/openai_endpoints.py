@@ -15,7 +15,7 @@ from controller.frontend.errors import ApiError, internal, invalid, starting, un
 from controller.frontend.http.completion import AdmittedRequest, Completion, refuse_unsupported
 from controller.frontend.requests.head import Head, read_head
 from controller.frontend.requests.overrides import RoutingOverrides, read_overrides
-from controller.frontend.requests.reading import fresh_id, read_body, read_prompts
+from controller.frontend.requests.reading import fresh_id, read_body, read_prompts, unknown_fields
 from controller.frontend.requests.schema import ParsedRequest, read_chat, read_completion
 from controller.frontend.responses.response_format import ResponseFormat
 from controller.frontend.responses.sse import SseStream, StreamedResponse, response_head
@@ -88,6 +88,9 @@ class OpenAiEndpoints:
                 overrides = read_overrides(given.raw_headers, self._director.settings.router)
                 body = await read_body(given, self._director.settings.admission)
             parsed = READERS[head.endpoint](body)
+            if parsed.unknown:
+                told = unknown_fields(parsed.unknown)
+                headers["Warning"] = f"{head.warning}, {told}" if head.warning else told
             kind = "stream" if parsed.stream else "unary"
             if parsed.model not in self._director.table.known:
                 raise not_served(self._director, parsed.model)
@@ -136,6 +139,7 @@ class OpenAiEndpoints:
             stops=parsed.stop,
             min_tokens=parsed.sampling.min_tokens,
             logprobs=parsed.logprobs,
+            logprobs_by_id=parsed.logprobs_by_id,
         )
         open_stream = None
         if parsed.stream:
@@ -174,7 +178,7 @@ class OpenAiEndpoints:
         try:
             tokens = await self._tokens(lineage[1])
             group = director.routing.group(parsed.model, lineage)
-            if parsed.guided or parsed.logprobs is not None:
+            if parsed.guided or parsed.details is not None or parsed.logprobs is not None:
                 refuse_unsupported(parsed, group.engine, text_only=group.text_only)
             prompts = await read_prompts(parsed, tokens, group.context_tokens)
         except TokenizerMissing as error:

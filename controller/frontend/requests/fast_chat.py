@@ -46,6 +46,7 @@ _plain = Decoder(PlainChat)
 def plain_chat(body: bytes) -> PlainChat | None:
     """Return a body as a plain chat; None if it is not plain, or no JSON."""
     try:
-        return _plain.decode(body)
+        found = _plain.decode(body)
     except (DecodeError, UnicodeDecodeError, RecursionError):
         return None
+    return None if found.stream_options is not None and not found.stream else found

@@ -3,17 +3,20 @@
 import asyncio
 import os
 import re
+from collections.abc import Sequence
 from typing import Any
 
 from aiohttp import web
 from multidict import CIMultiDictProxy
 
-from controller.frontend.errors import ApiError, invalid, too_long
+from controller.frontend.errors import ApiError, invalid, too_long, unsupported
 from controller.frontend.requests.schema import ParsedRequest, bad_json
 from controller.frontend.settings import AdmissionSettings
 from controller.frontend.text.tokenizer import Tokens
 
 REQUEST_ID_MAX = 128
+SHOWN_MAX = 8  # unknown fields that are named, and characters of a name
+NAME_MAX = 40
 ID_BYTES = 16  # random ones; an id is their hex digits
 _TRACEPARENT = re.compile(r"([0-9a-f]{2})-([0-9a-f]{32})-([0-9a-f]{16})-([0-9a-f]{2})(-.*)?")
 
@@ -23,12 +26,16 @@ async def read_prompts(parsed: ParsedRequest, tokens: Tokens, context: int) -> l
 
     `context`: tokens of the model's context; token ids must be fewer. Raise ApiError (400), or BadTemplate.
     """
+    if parsed.sampling.logit_bias:
+        _check_bias(parsed.sampling.logit_bias, tokens.size)
     # Whose prefixes are nobody else's, his texts are not either: how fast one is read would say whether it was read before
     shared = not parsed.cache_salt
     if parsed.messages is not None:
         if tokens.template is None:
             message = "this model has no chat template; use /v1/completions"
             raise invalid(message, "messages", "no_chat_template")
+        if parsed.template_reads and not tokens.template.reads(parsed.template_reads):
+            raise unsupported(parsed.template_reads, "this model's chat template does not read it")
         text = tokens.template.render(parsed.messages, **(parsed.template_extra or {}))
         return [(await tokens.encode_soon(text, special=False, shared=shared), text)]
     out = []
@@ -40,6 +47,12 @@ async def read_prompts(parsed: ParsedRequest, tokens: Tokens, context: int) -> l
     if any(not prompt for prompt, _ in out):
         raise invalid("prompt must not be empty", "prompt")
     return out
+
+
+def _check_bias(bias: dict[int, float], size: int) -> None:
+    highest = max(bias)
+    if highest >= size:
+        raise invalid(f"logit_bias: the token {highest} is not below {size}", "logit_bias")
 
 
 def _token_ids(given: list[Any], size: int, context: int) -> list[int]:
@@ -98,6 +111,17 @@ def traceparent(headers: "CIMultiDictProxy[str]") -> str:
     if version == "ff" or (version == "00" and more) or not int(trace, 16) or not int(parent, 16):
         return ""
     return f"00-{trace}-{parent}-{flags}"
+
+
+def unknown_fields(names: Sequence[str]) -> str:
+    """Return the warning (RFC 9111 §5.5, as a header's value) that nobody obeys these fields of a body."""
+    shown = [printable for name in names[:SHOWN_MAX] if (printable := _printable(name))]
+    more = f" and {len(names) - len(shown)} more" if len(names) > len(shown) else ""
+    return f'299 - "not known here, and not obeyed: {", ".join(shown)}{more}"'
+
+
+def _printable(name: str) -> str:
+    return "".join(c for c in name[:NAME_MAX] if c.isascii() and c.isprintable() and c not in '"\\')
 
 
 def own_id(given: str | None) -> str:

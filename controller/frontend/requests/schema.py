@@ -1,7 +1,7 @@
 """The bodies of requests, and what becomes of them: one `ParsedRequest`, the same for chat and for plain completions.
 
-Unknown fields pass: clients send what their other servers understand. Those that would change the answer are refused
-(`refused_fields.py`).
+Unknown fields pass: clients send what their other servers understand. Those that would change the answer are refused, and the
+client is told of those that nobody knows (`refused_fields.py`).
 """
 
 from typing import Any
@@ -20,7 +20,12 @@ from controller.frontend.requests.bodies import (
     validated,
 )
 from controller.frontend.requests.fast_chat import PlainChat, plain_chat
-from controller.frontend.requests.refused_fields import REFUSED_BY_CHAT, REFUSED_BY_COMPLETIONS, refuse
+from controller.frontend.requests.refused_fields import (
+    REFUSED_BY_CHAT,
+    REFUSED_BY_COMPLETIONS,
+    refuse,
+    unknown_options,
+)
 
 
 class RequestedSampling(Struct, kw_only=True, frozen=True):
@@ -37,6 +42,16 @@ class RequestedSampling(Struct, kw_only=True, frozen=True):
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     repetition_penalty: float = 1.0
+    min_p: float = 0.0
+    logit_bias: dict[int, float] = {}
+
+
+class AnswerDetails(Struct, kw_only=True, frozen=True):
+    """What an answer says besides its text; few clients want any of it."""
+
+    echo: bool = False  # the prompt, before it
+    token_ids: bool = False
+    usage: bool = False  # as it is so far, with every event
 
 
 class ParsedRequest(Struct, kw_only=True, frozen=True):
@@ -50,14 +65,19 @@ class ParsedRequest(Struct, kw_only=True, frozen=True):
     sampling: RequestedSampling
     stop: tuple[str, ...] = ()
     logprobs: int | None = None  # the k of the top-k that are shown; None: not wanted
+    logprobs_by_id: bool = False  # they name tokens by their ids
+    details: AnswerDetails | None = None  # None: nothing but its text
     guided: dict[str, Any] | None = None
     cache_salt: str = ""  # prefixes are shared only with requests that have the same
     messages: list[dict[str, Any]] | None = None  # of a chat
     template_extra: dict[str, Any] | None = None  # names for its template
+    template_reads: str = ""  # the field that its template must read, or else be refused
+    unknown: tuple[str, ...] = ()  # fields of its body that nobody knows
     prompts: list[str | list[int]] | None = None  # of a completion: one answer each
 
 
 GUIDED = ("guided_json", "guided_regex", "guided_choice", "guided_grammar", "structured_outputs")
+FORMS = ("text", "json_object", "json_schema")
 
 
 def read_chat(body: bytes) -> ParsedRequest:
@@ -82,28 +102,49 @@ def read_json(body: bytes) -> Any:
 def parse_any_chat(data: Any) -> ParsedRequest:
     """Return what a chat body that may have any field asks for. Raise ApiError (400), naming the field."""
     body = validated(ChatBody, data)
-    refuse(body.model_extra, REFUSED_BY_CHAT)
+    unknown = refuse(body.model_extra, REFUSED_BY_CHAT)
     if body.top_logprobs is not None and not body.logprobs:
         raise invalid("top_logprobs needs logprobs: true", "top_logprobs")
-    stop, guided = _stops(body.stop), _guided(body.model_extra)
+    extra = dict(body.chat_template_kwargs or {})
+    if _tools(body):
+        extra.setdefault("tools", body.tools)
+    if body.reasoning_effort is not None:
+        extra.setdefault("reasoning_effort", body.reasoning_effort)
     return _parsed(
         body,
-        stop,
-        guided,
+        unknown,
         max_tokens=body.max_completion_tokens or body.max_tokens,
         logprobs=(body.top_logprobs or 0) if body.logprobs else None,
         messages=[_plain(place, message) for place, message in enumerate(body.messages)],
-        template_extra=body.chat_template_kwargs,
+        template_extra=extra or None,
+        template_reads="" if body.reasoning_effort is None else "reasoning_effort",
     )
+
+
+def _tools(body: ChatBody) -> bool:
+    """Say whether there are tools, none of which is to be called: the chat template may tell of them. Raise ApiError (400)."""
+    if body.tools and body.tool_choice != "none":
+        raise unsupported("tools", 'answers have no tool calls; with tool_choice: "none" tools pass')
+    if not body.tools and body.tool_choice not in (None, "none", "auto"):
+        raise unsupported("tool_choice", "there are no tools that could be called")
+    return bool(body.tools)
 
 
 def parse_completion(data: Any) -> ParsedRequest:
     """Return what a completions body asks for. Raise ApiError (400), naming the field."""
     body = validated(CompletionBody, data)
-    refuse(body.model_extra, REFUSED_BY_COMPLETIONS)
-    stop, guided = _stops(body.stop), _guided(body.model_extra)
+    unknown = refuse(body.model_extra, REFUSED_BY_COMPLETIONS)
+    if body.max_tokens == 0 and not body.echo:
+        raise invalid("max_tokens: 0 tokens are no answer, but with echo: true", "max_tokens")
     prompts = _prompts(body.prompt)
-    parsed = _parsed(body, stop, guided, max_tokens=body.max_tokens, logprobs=body.logprobs, prompts=prompts)
+    parsed = _parsed(
+        body,
+        unknown,
+        max_tokens=body.max_tokens,
+        logprobs=body.logprobs,
+        prompts=prompts,
+        echo=bool(body.echo),
+    )
     if len(prompts) * parsed.n > N_MAX:
         raise invalid(f"prompts times n is more than {N_MAX}", "prompt")
     return parsed
@@ -129,30 +170,55 @@ def _from_plain(chat: PlainChat) -> ParsedRequest:
 
 def _parsed(
     body: RequestBody,
-    stop: tuple[str, ...],
-    guided: dict[str, Any] | None,
+    unknown: tuple[str, ...],
     *,
     max_tokens: int | None,
     logprobs: int | None,
+    echo: bool = False,
     messages: list[dict[str, Any]] | None = None,
     template_extra: dict[str, Any] | None = None,
+    template_reads: str = "",
     prompts: list[str | list[int]] | None = None,
 ) -> ParsedRequest:
+    options = body.stream_options
+    if options is not None:
+        unknown = (*unknown, *unknown_options(options.model_extra))
+    each = _usage_with_each(body)
+    wanted = echo or each or body.return_token_ids
     return ParsedRequest(
         chat=messages is not None,
         model=body.model,
         stream=body.stream,
-        include_usage=body.stream_options is not None and body.stream_options.include_usage,
+        include_usage=options is not None and options.include_usage,
         n=body.n or 1,
         sampling=_sampling(body, max_tokens),
-        stop=stop,
+        stop=_stops(body.stop),
         logprobs=logprobs,
-        guided=guided,
+        logprobs_by_id=bool(body.return_tokens_as_token_ids),
+        details=AnswerDetails(echo=echo, token_ids=bool(body.return_token_ids), usage=each)
+        if wanted
+        else None,
+        guided=_guided(body),
         cache_salt=body.cache_salt or "",
         messages=messages,
         template_extra=template_extra,
+        template_reads=template_reads,
+        unknown=unknown,
         prompts=prompts,
     )
+
+
+def _usage_with_each(body: RequestBody) -> bool:
+    """Say whether each event of a stream carries the usage. Raise ApiError (400) for options of what is no stream, or that want
+    more of one than its whole usage."""
+    options = body.stream_options
+    if options is None:
+        return False
+    if not body.stream:
+        raise invalid("stream_options: only with stream: true", "stream_options")
+    if options.continuous_usage_stats and not options.include_usage:
+        raise invalid("stream_options: continuous_usage_stats needs include_usage: true", "stream_options")
+    return options.continuous_usage_stats
 
 
 def _sampling(body: RequestBody, max_tokens: int | None) -> RequestedSampling:
@@ -168,6 +234,8 @@ def _sampling(body: RequestBody, max_tokens: int | None) -> RequestedSampling:
         presence_penalty=body.presence_penalty or 0.0,
         frequency_penalty=body.frequency_penalty or 0.0,
         repetition_penalty=1.0 if body.repetition_penalty is None else body.repetition_penalty,
+        min_p=body.min_p or 0.0,
+        logit_bias={int(token): bias for token, bias in (body.logit_bias or {}).items() if bias},
     )
 
 
@@ -186,23 +254,29 @@ def _stops(stop: Any) -> tuple[str, ...]:
     return tuple(stops)
 
 
-def _guided(extra: dict[str, Any] | None) -> dict[str, Any] | None:
-    """Return what constrains the answer's form, for engines that can obey it."""
-    if not extra:
-        return None
-    found = {name: extra[name] for name in GUIDED if extra.get(name) is not None}
-    wanted = extra.get("response_format")
+def _guided(body: RequestBody) -> dict[str, Any] | None:
+    """Return what constrains the answer's form, for engines that can obey it. Raise ApiError (400)."""
+    found = {name: value for name in GUIDED if (value := getattr(body, name)) is not None}
+    wanted = body.response_format
     if wanted is not None:
-        if not isinstance(wanted, dict) or wanted.get("type") not in ("text", "json_object", "json_schema"):
-            raise invalid("response_format.type must be text, json_object or json_schema", "response_format")
+        if wanted.get("type") not in FORMS:
+            raise invalid(
+                f"response_format.type must be {', '.join(FORMS[:-1])} or {FORMS[-1]}", "response_format"
+            )
         if wanted["type"] != "text":
             found["response_format"] = wanted
+    if len(found) > 1:
+        first, second, *_ = found
+        raise invalid(
+            f"{second}: the form of an answer is constrained by one field; {first} does already", second
+        )
     return found or None
 
 
 def _plain(place: int, message: ChatMessage) -> dict[str, Any]:
     """Return a message as templates expect it: its content as one text."""
-    plain = {"role": message.role, **(message.model_extra or {})}
+    extra = message.model_extra or {}
+    plain = {"role": message.role, **extra}
     if isinstance(message.content, list):
         for part in message.content:
             if part.type != "text" or part.text is None:
@@ -210,6 +284,10 @@ def _plain(place: int, message: ChatMessage) -> dict[str, Any]:
         plain["content"] = "".join(part.text or "" for part in message.content)
     else:
         plain["content"] = message.content or ""
+    calls = message.role == "assistant" and (extra.get("tool_calls") or extra.get("function_call"))
+    if not calls and not message.content and message.content != "":
+        why = "a message must have content; only an assistant's with tool_calls may have none"
+        raise invalid(f"messages.{place}.content: {why}", f"messages.{place}.content")
     return plain
 
 

@@ -29,6 +29,7 @@ class ResponseFormat(msgspec.Struct):
     stops: tuple[str, ...]
     min_tokens: int
     logprobs: int | None
+    logprobs_by_id: bool = False  # they name tokens by their ids
     before: bytes = b""  # what stands before the choices in every event of a stream
     after: bytes = b""  # and behind them, where it is not the last event
 
@@ -47,6 +48,10 @@ class ResponseFormat(msgspec.Struct):
     def detokenizer(self) -> IncrementalDetokenizer:
         """Return a new detokenizer for one answer, with its stop strings."""
         return IncrementalDetokenizer(self.tokens.detokenizer(), self.stops, self.min_tokens)
+
+    def name_of(self, token: int) -> str:
+        """Return what logprobs call a token: its text, or its id where the client wants that."""
+        return f"token_id:{token}" if self.logprobs_by_id else self.tokens.text_of(token)
 
     def chunk(self, index: int, text: str | None, logprobs: Any, finish: str | None) -> bytes:
         """Return one event of a stream."""
@@ -97,25 +102,29 @@ def ending(chat: bool, index: int, reason: str) -> bytes:
 def show_logprobs(
     format: ResponseFormat, tokens: Sequence[int], logprobs: Sequence[Logprob], offset: int
 ) -> dict[str, Any]:
-    """Return logprobs in the shape that the endpoint's clients expect. `offset`: characters of the answer before them."""
+    """Return logprobs in the shape that the endpoint's clients expect. `offset`: characters of the answer before them.
+
+    A completion's `top_logprobs` have the chosen token too, as OpenAI says ("up to logprobs+1 elements"): with 0, it alone.
+    """
     k = format.logprobs or 0
     if format.chat:
-        return {
-            "content": [
-                _chat_logprob(format.tokens, t, lp, k) for t, lp in zip(tokens, logprobs, strict=False)
-            ]
-        }
-    names = [format.tokens.text_of(token) for token in tokens]
-    offsets = list(accumulate(map(len, names), initial=offset))[:-1]
-    tops = [{format.tokens.text_of(t): value for t, value in lp.top[:k]} for lp in logprobs]
+        return {"content": [_chat_logprob(format, t, lp, k) for t, lp in zip(tokens, logprobs, strict=False)]}
+    sizes = (len(format.tokens.text_of(token)) for token in tokens)
+    offsets = list(accumulate(sizes, initial=offset))[:-1]
+    name = format.name_of
+    tops = [
+        {name(token): lp.chosen} | {name(t): value for t, value in lp.top[:k]}
+        for token, lp in zip(tokens, logprobs, strict=False)
+    ]
     chosen = [lp.chosen for lp in logprobs]
+    names = [name(token) for token in tokens]
     return {"tokens": names, "token_logprobs": chosen, "top_logprobs": tops, "text_offset": offsets}
 
 
-def _chat_logprob(tokens: Tokens, token: int, logprob: Logprob, k: int) -> dict[str, Any]:
-    top = [_named(tokens, other, value) for other, value in logprob.top[:k]]
-    return _named(tokens, token, logprob.chosen) | {"top_logprobs": top}
+def _chat_logprob(format: ResponseFormat, token: int, logprob: Logprob, k: int) -> dict[str, Any]:
+    top = [_named(format, other, value) for other, value in logprob.top[:k]]
+    return _named(format, token, logprob.chosen) | {"top_logprobs": top}
 
 
-def _named(tokens: Tokens, token: int, value: float) -> dict[str, Any]:
-    return {"token": tokens.text_of(token), "logprob": value, "bytes": list(tokens.bytes_of(token))}
+def _named(format: ResponseFormat, token: int, value: float) -> dict[str, Any]:
+    return {"token": format.name_of(token), "logprob": value, "bytes": list(format.tokens.bytes_of(token))}

@@ -38,6 +38,18 @@ class ChatTemplate:
         # All names in one dict, copied once for every rendering: Jinja2's own merging takes longer than the template
         self._usual = {**self._template.globals, **specials, "add_generation_prompt": True, "tools": None}
         self._template.globals = {}
+        self._source = source
+        self._reads: set[str] | None = None
+
+    def reads(self, name: str) -> bool:
+        """Say whether the template reads what is given to it under this name."""
+        if self._reads is None:
+            from jinja2.meta import find_undeclared_variables
+
+            from controller.frontend.text.jinja_environment import environment
+
+            self._reads = find_undeclared_variables(environment().parse(self._source))
+        return name in self._reads
 
     def render(self, messages: Sequence[dict[str, Any]], /, **extra: Any) -> str:
         """Return the prompt that ends where the assistant begins. Raise BadTemplate, whatever went wrong.

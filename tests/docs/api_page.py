@@ -1,0 +1,63 @@
+"""Reads which fields a body may have, and writes docs/api.md's tables of them:
+
+python tests/docs/api_page.py
+"""
+
+import json
+from pathlib import Path
+
+from controller.frontend.requests.bodies import ChatBody, CompletionBody
+from controller.frontend.requests.refused_fields import IGNORED, REFUSED_BY_CHAT, REFUSED_BY_COMPLETIONS
+
+PAGE = Path(__file__).parents[2] / "docs" / "api.md"
+BEGIN = "<!-- generated: fields (python tests/docs/api_page.py) -->"
+END = "<!-- end of generated -->"
+CHAT, COMPLETIONS = ChatBody.model_fields, CompletionBody.model_fields
+
+
+def tables() -> str:
+    """Return the page's generated part."""
+    return "\n".join([*_obeyed(), "", *_refused(), "", *_ignored(), ""])
+
+
+def _obeyed() -> list[str]:
+    lines = ["### Obeyed", "", "| field | where | says |", "|---|---|---|"]
+    for name in sorted({*CHAT, *COMPLETIONS}):
+        notes = [fields[name].description or "" for fields in (CHAT, COMPLETIONS) if name in fields]
+        said = max(notes, key=len).replace("|", "\\|")
+        lines.append(f"| `{name}` | {_where(name in CHAT, name in COMPLETIONS)} | {said} |")
+    return lines
+
+
+def _refused() -> list[str]:
+    lines = ["### Refused", "", "| field | where | passes as |", "|---|---|---|"]
+    for name in sorted({*REFUSED_BY_CHAT, *REFUSED_BY_COMPLETIONS}):
+        where = _where(name in REFUSED_BY_CHAT, name in REFUSED_BY_COMPLETIONS)
+        both = {
+            tuple(map(json.dumps, refused[name]))
+            for refused in (REFUSED_BY_CHAT, REFUSED_BY_COMPLETIONS)
+            if name in refused
+        }
+        passing = " or ".join(", ".join(f"`{value}`" for value in values) for values in sorted(both))
+        lines.append(f"| `{name}` | {where} | {passing} |")
+    return lines
+
+
+def _ignored() -> list[str]:
+    lines = ["### Ignored, because they change no answer", "", "| field | why |", "|---|---|"]
+    return lines + [f"| `{name}` | {why} |" for name, why in sorted(IGNORED.items())]
+
+
+def _where(chat: bool, completions: bool) -> str:
+    return "both" if chat and completions else "chat" if chat else "completions"
+
+
+def renewed(page: str) -> str:
+    """Return `page` with its tables made anew."""
+    before, _, rest = page.partition(BEGIN)
+    _, _, after = rest.partition(END)
+    return f"{before}{BEGIN}\n\n{tables()}\n{END}{after}"
+
+
+if __name__ == "__main__":
+    PAGE.write_text(renewed(PAGE.read_text(encoding="utf-8")), encoding="utf-8")

@@ -1,0 +1,15 @@
+"""docs/api.md says of every field of a body what becomes of it."""
+
+from api_page import PAGE, renewed
+
+from controller.frontend.requests.bodies import ChatBody, CompletionBody
+
+
+def test_the_tables_are_what_the_bodies_and_the_lists_of_refused_and_ignored_fields_say() -> None:
+    page = PAGE.read_text(encoding="utf-8")
+    assert renewed(page) == page, "run `python tests/docs/api_page.py`"
+
+
+def test_every_field_says_what_it_is() -> None:
+    for model in (ChatBody, CompletionBody):
+        assert not [name for name, field in model.model_fields.items() if not field.description]

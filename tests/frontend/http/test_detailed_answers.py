@@ -1,0 +1,358 @@
+"""What an answer says besides its text: the prompt before it, token ids, the usage so far, logprobs of it all."""
+
+import itertools
+import json
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import openai
+import pytest
+from frontend_kit import TOKENS, Kit, frontend, text_of
+from real_worker import RealWorker
+from scripted_worker import Act, ScriptedWorker, undisturbed
+
+from controller.frontend.http.completion import ECHOED_LOGPROBS_MAX
+from events.refusal import unsupported
+from workers.engines.simulated.engine import SimulatedEngine
+from workers.engines.simulated.language import EOS
+from workers.engines.simulated.sequence import PROMPT_LOGPROBS_MAX, EngineShape
+
+PROMPT = [300, 301, 302, 1500]
+TEXT = TOKENS.decode(PROMPT)
+SHAPE = EngineShape(context_tokens=8192, kv_blocks=1024)
+USUAL = {"model": "m", "temperature": 0, "ignore_eos": True, "max_tokens": 6}
+
+
+@asynccontextmanager
+async def simulated() -> AsyncIterator[Kit]:
+    """A frontend before a whole simulated worker."""
+    worker = RealWorker("w1", SimulatedEngine(SHAPE))
+    async with frontend() as kit:
+        await worker.start()
+        await kit.add(worker, **worker.facts)  # type: ignore[arg-type]
+        yield kit
+
+
+async def whole(kit: Kit, path: str = "/v1/completions", **ask: Any) -> dict[str, Any]:
+    """Return an answer that is not streamed."""
+    status, body, _ = await kit.post(path, **USUAL | ask)
+    assert status == 200, body
+    return dict(body)
+
+
+async def refused(kit: Kit, path: str = "/v1/completions", **ask: Any) -> tuple[str, str, str]:
+    """Return what is said against a request: the code, the field, the sentence."""
+    status, body, _ = await kit.post(path, **USUAL | ask)
+    assert status == 400, body
+    return body["error"]["code"], body["error"]["param"], body["error"]["message"]
+
+
+def choices_of(events: list[dict[str, Any]], index: int = 0) -> list[dict[str, Any]]:
+    """Return what a stream's events say of one answer."""
+    return [choice for event in events for choice in event.get("choices", ()) if choice["index"] == index]
+
+
+# --- an echo
+
+
+async def test_an_echo_is_the_prompt_and_the_answer() -> None:
+    async with simulated() as kit:
+        answer = (await whole(kit, prompt=PROMPT))["choices"][0]["text"]
+        echoed = await whole(kit, prompt=PROMPT, echo=True)
+        assert echoed["choices"][0] == {
+            "index": 0,
+            "finish_reason": "length",
+            "logprobs": None,
+            "text": TEXT + answer,
+        }
+        assert echoed["usage"]["prompt_tokens"] == 4 and echoed["usage"]["completion_tokens"] == 6
+        said = (await whole(kit, prompt="once  upon", echo=True))["choices"][0]["text"]
+        assert said.startswith("once  upon") and len(said) > len("once  upon")  # to the letter
+
+
+async def test_an_echo_comes_in_one_event_with_the_first_token() -> None:
+    async with simulated() as kit:
+        answer = (await whole(kit, prompt=PROMPT))["choices"][0]["text"]
+        events = await kit.stream(**USUAL, prompt=PROMPT, echo=True)
+        assert text_of(events) == TEXT + answer
+        first = choices_of(events)[0]["text"]
+        assert first.startswith(TEXT) and len(first) > len(TEXT)
+        assert len(choices_of(events)) == 7 and events[-1] == {"done": True}
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_an_echo_of_every_prompt_and_choice(stream: bool) -> None:
+    async with simulated() as kit:
+        ask = USUAL | {"prompt": ["a", "b"], "n": 2, "echo": True, "max_tokens": 2}
+        if stream:
+            events = await kit.stream(**ask)
+            texts = [text_of(events, index) for index in range(4)]
+        else:
+            texts = [choice["text"] for choice in (await whole(kit, **ask))["choices"]]
+        assert [text[0] for text in texts] == ["a", "a", "b", "b"]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("logprobs", [None, 0, 2])
+async def test_nothing_but_the_prompt_is_generated_where_nothing_else_is_wanted(
+    stream: bool, logprobs: int | None
+) -> None:
+    async with simulated() as kit:
+        ask = USUAL | {"prompt": PROMPT, "echo": True, "max_tokens": 0, "return_token_ids": True}
+        ask |= {} if logprobs is None else {"logprobs": logprobs}
+        if stream:
+            events = await kit.stream(**ask, stream_options={"include_usage": True})
+            usage = events[-2]["usage"]
+            said = choices_of(events)
+            text, ends, shown = text_of(events), said[-1]["finish_reason"], said[0]["logprobs"]
+            assert [choice["token_ids"] for choice in said] == [[]] * len(said)
+        else:
+            body = await whole(kit, **ask)
+            choice, usage = body["choices"][0], body["usage"]
+            text, ends, shown = choice["text"], choice["finish_reason"], choice["logprobs"]
+            assert choice["token_ids"] == []
+        assert (text, ends) == (TEXT, "length")
+        assert (usage["prompt_tokens"], usage["completion_tokens"], usage["total_tokens"]) == (4, 0, 4)
+        assert (shown is None) == (logprobs is None)
+        if shown is not None:
+            assert [len(shown[name]) for name in ("tokens", "token_logprobs", "top_logprobs")] == [4, 4, 4]
+
+
+async def test_an_answer_that_needs_no_generation_ends_well_although_its_first_token_ends_it() -> None:
+    async with simulated() as kit:
+        ask = {"prompt": PROMPT, "echo": True, "max_tokens": 0, "logprobs": 1, "ignore_eos": False}
+        body = await whole(kit, **ask, logit_bias={str(EOS): 100})
+        assert body["choices"][0]["text"] == TEXT
+        assert body["choices"][0]["finish_reason"] == "length"
+
+
+async def test_logprobs_of_an_echo_are_of_the_prompt_too() -> None:
+    async with simulated() as kit:
+        said = (await whole(kit, prompt=PROMPT, logprobs=2, return_token_ids=True))["choices"][0]
+        prompt = PROMPT + said["token_ids"]
+        body = await whole(kit, prompt=prompt, echo=True, logprobs=2, max_tokens=3)
+        shown = body["choices"][0]["logprobs"]
+        assert "".join(shown["tokens"]) == body["choices"][0]["text"]
+        assert len(shown["tokens"]) == len(prompt) + 3
+        assert shown["token_logprobs"][0] is None and shown["top_logprobs"][0] is None
+        assert None not in shown["token_logprobs"][1:]
+        assert shown["token_logprobs"][4:10] == said["logprobs"]["token_logprobs"]  # as when it was an answer
+        assert shown["top_logprobs"][4:10] == said["logprobs"]["top_logprobs"]
+        at = [body["choices"][0]["text"][offset:] for offset in shown["text_offset"]]
+        assert all(rest.startswith(token) for rest, token in zip(at, shown["tokens"], strict=True))
+
+
+async def test_logprobs_that_would_be_too_many_are_refused_with_a_sentence() -> None:
+    async with simulated() as kit:
+        most = ECHOED_LOGPROBS_MAX // 21
+        code, param, message = await refused(kit, prompt=[300] * (most + 1), echo=True, logprobs=20)
+        assert (code, param) == ("invalid_value", "logprobs") and str(ECHOED_LOGPROBS_MAX) in message
+        code, _, message = await refused(kit, prompt=[300] * (PROMPT_LOGPROBS_MAX + 1), echo=True, logprobs=1)
+        assert code == "invalid_request" and str(PROMPT_LOGPROBS_MAX) in message
+        assert kit.facts == []
+
+
+async def test_a_server_without_logprobs_of_a_prompt_says_so() -> None:
+    why = unsupported("echo", "this model's server gives no logprobs of a prompt")
+    async with frontend(ScriptedWorker(always=Act(after=0, how="error", error=why.error))) as kit:
+        said = await refused(kit, prompt=PROMPT, echo=True, logprobs=1)
+        assert said == ("unsupported_parameter", "echo", why.message)
+
+
+async def test_a_worker_of_the_release_before_gives_no_logprobs_of_a_prompt() -> None:
+    async with frontend(ScriptedWorker()) as kit:  # it does not know that they are wanted
+        body = await whole(kit, prompt=PROMPT, echo=True, logprobs=1, max_tokens=2)
+        shown = body["choices"][0]["logprobs"]
+        assert shown["token_logprobs"] == [None] * 4 + [-0.5] * 2
+
+
+async def test_no_tokens_are_no_answer_without_an_echo() -> None:
+    async with simulated() as kit:
+        assert (await refused(kit, prompt=PROMPT, max_tokens=0))[1] == "max_tokens"
+
+
+# --- token ids
+
+
+async def test_token_ids_of_prompt_and_answer() -> None:
+    async with simulated() as kit:
+        choice = (await whole(kit, prompt="hello", return_token_ids=True))["choices"][0]
+        assert choice["prompt_token_ids"] == TOKENS.encode("hello", special=True)
+        assert TOKENS.decode(choice["token_ids"]) == choice["text"] and len(choice["token_ids"]) == 6
+        messages = [{"role": "user", "content": "hi"}]
+        body = await whole(kit, "/v1/chat/completions", messages=messages, return_token_ids=True)
+        assert body["prompt_token_ids"] == TOKENS.encode("user: hi\nassistant:", special=False)
+        choice = body["choices"][0]
+        assert TOKENS.decode(choice["token_ids"]) == choice["message"]["content"]
+        assert "prompt_token_ids" not in choice
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+async def test_streamed_token_ids_come_with_their_tokens_and_the_prompts_with_the_first(path: str) -> None:
+    async with simulated() as kit:
+        chat = path.startswith("/v1/chat")
+        asked = {"messages": [{"role": "user", "content": "hi"}]} if chat else {"prompt": PROMPT}
+        plain = await whole(kit, path, **asked, return_token_ids=True)
+        events = await kit.stream(path, **USUAL, **asked, return_token_ids=True)
+        said = choices_of(events)
+        assert [token for choice in said for token in choice["token_ids"]] == plain["choices"][0]["token_ids"]
+        places = events if chat else said
+        assert [n for n, one in enumerate(places) if "prompt_token_ids" in one] == [0]
+        prompt = plain if chat else plain["choices"][0]
+        assert places[0]["prompt_token_ids"] == prompt["prompt_token_ids"]
+        if chat:
+            assert said[0]["delta"] == {"role": "assistant", "content": ""}
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_stop_token_is_among_the_ids_although_it_is_no_text(stream: bool) -> None:
+    ids = undisturbed(PROMPT, 4)
+    async with frontend(ScriptedWorker(always=Act(after=4, finish="stop"))) as kit:
+        ask = USUAL | {"prompt": PROMPT, "stop_token_ids": [ids[-1]], "return_token_ids": True}
+        if stream:
+            events = await kit.stream(**ask)
+            said, text = [t for choice in choices_of(events) for t in choice["token_ids"]], text_of(events)
+        else:
+            choice = (await whole(kit, **ask))["choices"][0]
+            said, text = choice["token_ids"], choice["text"]
+        assert (said, text) == (ids, TOKENS.decode(ids[:-1]))
+
+
+async def test_a_token_without_text_is_an_event_of_its_own() -> None:
+    half = [TOKENS.encode("é", special=False)[0]]
+    assert TOKENS.decode(half) == "\ufffd"
+    worker = ScriptedWorker(follow=lambda tokens: half[0] if len(tokens) % 2 == 0 else 300)
+    async with frontend(worker) as kit:
+        events = await kit.stream(**USUAL, prompt=PROMPT, return_token_ids=True)
+        assert [choice["token_ids"] for choice in choices_of(events)[:-1]] == [[half[0]], [300]] * 3
+
+
+async def test_who_gives_text_only_has_no_token_ids() -> None:
+    async with frontend() as kit:
+        await kit.add(ScriptedWorker(), engine="openai", exact=False)
+        said = await refused(kit, prompt=PROMPT, return_token_ids=True)
+        assert said[:2] == ("unsupported_parameter", "return_token_ids")
+
+
+# --- usage with each event
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+async def test_usage_goes_along_with_each_event(path: str) -> None:
+    async with simulated() as kit:
+        chat = path.startswith("/v1/chat")
+        asked = {"messages": [{"role": "user", "content": "hi"}]} if chat else {"prompt": PROMPT}
+        options = {"include_usage": True, "continuous_usage_stats": True}
+        events = await kit.stream(path, **USUAL, **asked, stream_options=options)
+        read = events[0]["usage"]["prompt_tokens"]
+        counts = [event["usage"]["completion_tokens"] for event in events[:-1]]
+        assert counts == [0] * chat + [1, 2, 3, 4, 5, 6, 6, 6]
+        assert {event["usage"]["prompt_tokens"] for event in events[:-1]} == {read}
+        assert [event["usage"]["total_tokens"] - read for event in events[:-1]] == counts
+        assert events[-2]["choices"] == []
+
+
+# --- logprobs
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_logprobs_0_are_those_of_the_chosen_tokens(stream: bool) -> None:
+    async with simulated() as kit:
+        ask = USUAL | {"prompt": PROMPT, "temperature": 1.5, "seed": 4}
+        parts = []
+        for k in (0, 1, 3):
+            if stream:
+                events = await kit.stream(**ask, logprobs=k)
+                parts.append([choice["logprobs"] for choice in choices_of(events)[:-1]])
+            else:
+                parts.append([(await whole(kit, **ask, logprobs=k))["choices"][0]["logprobs"]])
+        for none, one, three in zip(*parts, strict=True):
+            for place, token in enumerate(none["tokens"]):
+                chosen = {token: none["token_logprobs"][place]}
+                assert none["top_logprobs"][place] == chosen
+                assert one["top_logprobs"][place] | chosen == one["top_logprobs"][place]
+                assert len(one["top_logprobs"][place]) <= 2 and len(three["top_logprobs"][place]) in (3, 4)
+            assert none["token_logprobs"] == one["token_logprobs"] == three["token_logprobs"]
+
+
+async def test_logprobs_may_name_tokens_by_their_ids() -> None:
+    async with simulated() as kit:
+        ask = {"prompt": PROMPT, "logprobs": 2, "return_token_ids": True, "return_tokens_as_token_ids": True}
+        choice = (await whole(kit, **ask))["choices"][0]
+        ids = [f"token_id:{token}" for token in choice["token_ids"]]
+        assert choice["logprobs"]["tokens"] == ids
+        assert all(
+            name in top and all(one.startswith("token_id:") for one in top)
+            for name, top in zip(ids, choice["logprobs"]["top_logprobs"], strict=True)
+        )
+        plain = (await whole(kit, prompt=PROMPT, logprobs=2))["choices"][0]["logprobs"]
+        assert choice["logprobs"]["text_offset"] == plain["text_offset"]
+        messages = [{"role": "user", "content": "hi"}]
+        chat = {"messages": messages, "logprobs": True, "top_logprobs": 1, "return_tokens_as_token_ids": True}
+        body = await whole(kit, "/v1/chat/completions", **chat)
+        for item in body["choices"][0]["logprobs"]["content"]:
+            assert item["token"].startswith("token_id:") and item["top_logprobs"][0]["token"] == item["token"]
+
+
+# --- all of it together
+
+
+WANTED = {
+    "echo": {"echo": True},
+    "ids": {"return_token_ids": True},
+    "logprobs": {"logprobs": 2},
+    "stop": {"stop": ["e", "st"]},
+    "two": {"n": 2, "temperature": 0.8, "seed": 3},
+}
+
+
+@pytest.mark.parametrize("names", [c for k in (1, 2, 3, 4, 5) for c in itertools.combinations(WANTED, k)])
+async def test_a_stream_says_what_a_whole_answer_says(names: tuple[str, ...]) -> None:
+    ask = USUAL | {"prompt": "some prompt", "max_tokens": 12}
+    for name in names:
+        ask |= WANTED[name]
+    async with simulated() as kit:
+        body = await whole(kit, **ask)
+        events = await kit.stream(**ask, stream_options={"include_usage": True})
+        assert events[-2]["usage"]["completion_tokens"] == body["usage"]["completion_tokens"]
+        for choice in body["choices"]:
+            said = choices_of(events, choice["index"])
+            assert "".join(one["text"] for one in said) == choice["text"]
+            assert said[-1]["finish_reason"] == choice["finish_reason"]
+            if "ids" in names:
+                assert [t for one in said for t in one["token_ids"]] == choice["token_ids"]
+                assert said[0]["prompt_token_ids"] == choice["prompt_token_ids"]
+            if "logprobs" in names:
+                shown = [one["logprobs"] for one in said if one["logprobs"] is not None]
+                for name, values in choice["logprobs"].items():
+                    assert [value for one in shown for value in one[name]] == values, name
+
+
+async def test_the_official_client_is_pleased() -> None:
+    async with (
+        simulated() as kit,
+        openai.AsyncOpenAI(base_url=kit.url + "/v1", api_key="none", max_retries=0) as client,
+    ):
+        answer = await client.completions.create(
+            model="m", prompt="once", max_tokens=3, echo=True, logprobs=0, logit_bias={"300": -100}
+        )
+        assert answer.choices[0].text.startswith("once")
+        shown = answer.choices[0].logprobs
+        assert shown is not None and shown.tokens is not None and shown.token_logprobs is not None
+        assert len(shown.tokens) == len(shown.token_logprobs) == 3 + len(TOKENS.encode("once", special=True))
+        stream = await client.chat.completions.create(
+            model="m",
+            messages=[{"role": "user", "content": "hi"}],
+            max_tokens=3,
+            stream=True,
+            stream_options={"include_usage": True},
+            logit_bias={"300": 100},
+            tools=[{"type": "function", "function": {"name": "f", "parameters": {}}}],
+            tool_choice="none",
+            extra_body={"return_token_ids": True, "min_p": 0.5},
+        )
+        chunks = [chunk async for chunk in stream]
+        ids = [token for chunk in chunks for one in chunk.choices for token in one.model_extra["token_ids"]]
+        assert ids == [300] * 3
+        assert json.loads(chunks[-1].to_json())["usage"]["completion_tokens"] == 3
