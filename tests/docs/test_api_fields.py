@@ -2,12 +2,18 @@
 
 from api_page import PAGE, renewed
 
+from controller.frontend.http.routes import ROUTES
 from controller.frontend.requests.bodies import ChatBody, CompletionBody
 
 
 def test_the_tables_are_what_the_bodies_and_the_lists_of_refused_and_ignored_fields_say() -> None:
     page = PAGE.read_text(encoding="utf-8")
     assert renewed(page) == page, "run `python tests/docs/api_page.py`"
+
+
+def test_the_page_names_every_path() -> None:
+    page = PAGE.read_text(encoding="utf-8")
+    assert not [route for route in ROUTES if f"`{route.method} {route.path}`" not in page]
 
 
 def test_every_field_says_what_it_is() -> None:

@@ -6,21 +6,28 @@ relaying thirty tokens, on every request.
 
 from collections.abc import Awaitable, Callable
 from functools import partial
-from typing import Any
 
+import msgspec
 import structlog
 from aiohttp import web
 
 from controller.frontend.director import Director
 from controller.frontend.errors import ApiError, internal, starting
 from controller.frontend.http.explain import explain
-from controller.frontend.http.openai_endpoints import OpenAiEndpoints, not_served, refusal
+from controller.frontend.http.openai_endpoints import OpenAiEndpoints, refusal
+from controller.frontend.http.openapi import VERSION, encoded
+from controller.frontend.http.routes import JSON, ROUTES, templated
+from controller.frontend.http.served_models import model_entry, not_served
+from controller.frontend.http.tokenizing import TokenizerEndpoints
 from controller.frontend.requests.head import ENDPOINTS
 from controller.frontend.requests.reading import id_header, read_body
 from controller.frontend.requests.schema import read_json
+from controller.frontend.responses.small_answers import ModelList, Version
 
 log = structlog.get_logger(__name__)
 Handler = Callable[[web.BaseRequest], Awaitable[web.StreamResponse]]
+
+API_PATHS = frozenset(route.path for route in ROUTES if route.api)
 
 
 class Api:
@@ -32,23 +39,30 @@ class Api:
         self.openai = openai or OpenAiEndpoints(director)
         self.draining = False
         self.listening = False  # on the port that the host's frontends share
-        self._routes: dict[tuple[str, str], Handler] = {
-            **{("POST", path): partial(self.openai.serve, endpoint) for path, endpoint in ENDPOINTS.items()},
-            ("GET", "/v1/models"): self._models,
-            ("GET", "/health"): self._health,
-            ("GET", "/ready"): self._health,
-            ("GET", "/live"): self._live,
-            ("GET", "/metrics"): self._metrics,
+        tokenizers = TokenizerEndpoints(director, self.openai.tokens)
+        by_name: dict[str, Handler] = {
+            **{name: partial(self.openai.serve, name) for name in ENDPOINTS.values()},
+            "models": self._models,
+            "model": self._model,
+            "tokenize": tokenizers.tokenize,
+            "detokenize": tokenizers.detokenize,
+            "openapi": self._openapi,
+            "version": self._version,
+            "ping": self._ping,
+            "health": self._health,
+            "live": self._live,
+            "metrics": self._metrics,
         }
+        self.routes = {(route.method, route.path): by_name[route.name] for route in ROUTES}
 
     # --- dispatch -----------------------------------------------------------------------------------------
 
     async def handle(self, request: web.BaseRequest) -> web.StreamResponse:
         """Answer one request."""
         method = "GET" if request.method == "HEAD" else request.method  # aiohttp leaves the body out
-        handler = self._routes.get((method, request.path))
-        if handler is None and method == "GET" and request.path.startswith("/v1/models/"):
-            handler = self._model
+        handler = self.routes.get((method, request.path)) or self.routes.get(
+            (method, templated(request.path)[0])
+        )
         try:
             if handler is None:
                 raise self._nowhere(request)
@@ -71,19 +85,19 @@ class Api:
                 return web.json_response(await explain(self.director, read_json(body)))
             except ApiError as error:
                 return refusal(error, {})
-        if request.path.startswith("/v1/"):
+        if templated(request.path)[0] in API_PATHS or request.path.startswith("/v1/"):
             why = "this is the admin port; the API is on the frontend's own port"
             return refusal(ApiError(404, why, code="unknown_url"), {})
         return await self.handle(request)
 
     def _nowhere(self, request: web.BaseRequest) -> ApiError:
-        method = next((method for method, path in self._routes if path == request.path), "")
-        if method:
-            why = f"{request.path} wants {method}"
-            return ApiError(
-                405, why, code="method_not_allowed", allow="GET, HEAD" if method == "GET" else method
-            )
+        asked = templated(request.path)[0]
+        methods = [method for method, path in self.routes if path == asked]
         path = request.path[:200]
+        if methods:
+            allowed = ", ".join(f"{one}, HEAD" if one == "GET" else one for one in methods)
+            why = f"{path} wants {' or '.join(methods)}"
+            return ApiError(405, why, code="method_not_allowed", allow=allowed)
         return ApiError(404, f"unknown path: {request.method} {path}", code="unknown_url")
 
     def drain(self) -> None:
@@ -94,22 +108,34 @@ class Api:
     # --- models, health, metrics --------------------------------------------------------------------------
 
     async def _models(self, request: web.BaseRequest) -> web.StreamResponse:
-        if not self.director.live and not self.director.routing.served:
+        director = self.director
+        if not director.live and not director.routing.served:
             raise starting()
-        return web.json_response(
-            {"object": "list", "data": [_row(model) for model in self.director.routing.served]}
-        )
+        return _json(ModelList([model_entry(director, model) for model in director.routing.served]))
 
     async def _model(self, request: web.BaseRequest) -> web.StreamResponse:
-        model = request.path.removeprefix("/v1/models/")
+        _, model = templated(request.path)
         if model not in self.director.routing.served:
             raise not_served(self.director, model)
-        return web.json_response(_row(model))
+        return _json(model_entry(self.director, model))
+
+    async def _openapi(self, request: web.BaseRequest) -> web.StreamResponse:
+        return web.Response(body=encoded(), content_type=JSON)
+
+    async def _version(self, request: web.BaseRequest) -> web.StreamResponse:
+        return _json(Version(VERSION))
+
+    async def _ping(self, request: web.BaseRequest) -> web.StreamResponse:
+        return web.Response(status=200 if self._ready else 503)
+
+    @property
+    def _ready(self) -> bool:
+        """Whether this frontend takes requests, and could serve one."""
+        return self.director.routing.servable and self.listening and not self.draining
 
     async def _health(self, request: web.BaseRequest) -> web.StreamResponse:
         routing = self.director.routing
-        servable = routing.servable
-        ready = servable and self.listening and not self.draining
+        servable, ready = routing.servable, self._ready
         status = "healthy" if ready else "shutting_down" if self.draining else "not_ready"
         message = {
             "healthy": "requests are served",
@@ -130,5 +156,5 @@ class Api:
         )
 
 
-def _row(model: str) -> dict[str, Any]:
-    return {"id": model, "object": "model", "created": 0, "owned_by": "holdfast"}
+def _json(answer: msgspec.Struct) -> web.Response:
+    return web.Response(body=msgspec.json.encode(answer), content_type=JSON)

@@ -8,7 +8,8 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, Field
 
 from controller.frontend.director import Director
-from controller.frontend.errors import invalid, starting, unavailable, unknown_model
+from controller.frontend.errors import invalid, unavailable
+from controller.frontend.http.served_models import chosen_model
 from controller.frontend.requests.block_hashes import BlockNames
 from controller.frontend.requests.bodies import SALT_CHARS_MAX, validated
 from controller.frontend.requests.generation_request import GenerationRequest
@@ -52,7 +53,7 @@ async def explain(director: Director, body: Any) -> dict[str, Any]:
     question = validated(RoutingQuestion, body)
     if (question.prompt is None) == (question.tokens is None):
         raise invalid("either prompt, or tokens", "prompt")
-    model = _model(director, question.model)
+    model = chosen_model(director, question.model)
     settings = overridden(director.settings.router, tuple(question.router.items()))
     try:
         lineage = director.routing.lineage(model)
@@ -85,17 +86,6 @@ async def explain(director: Director, body: Any) -> dict[str, Any]:
             {"worker": endpoint.worker, "why": _why_not(director, endpoint, lineage)} for endpoint in others
         ],
     }
-
-
-def _model(director: Director, name: str) -> str:
-    served = director.routing.served
-    if name in director.table.known:
-        return name
-    if name:
-        raise unknown_model(name) if director.live else starting()
-    if len(served) != 1:
-        raise invalid(f"which model? There are {', '.join(served) or 'none'}", "model")
-    return served[0]
 
 
 async def _prompt(director: Director, model: str, lineage: Lineage, question: RoutingQuestion) -> list[int]:

@@ -11,8 +11,9 @@ import structlog
 from aiohttp import web
 
 from controller.frontend.director import Director
-from controller.frontend.errors import ApiError, internal, invalid, starting, unavailable, unknown_model
+from controller.frontend.errors import ApiError, internal, invalid, unavailable
 from controller.frontend.http.completion import AdmittedRequest, Completion, refuse_unsupported
+from controller.frontend.http.served_models import not_served
 from controller.frontend.requests.head import Head, read_head
 from controller.frontend.requests.overrides import RoutingOverrides, read_overrides
 from controller.frontend.requests.reading import fresh_id, read_body, read_prompts, unknown_fields
@@ -47,7 +48,7 @@ class OpenAiEndpoints:
     def __init__(self, director: Director, tokens: Callable[[str], Awaitable[Tokens]] = ready_tokens) -> None:
         """Answer with what this director routes to. `tokens` returns a tokenizer by its name, or raises TokenizerMissing."""
         self._director = director
-        self._tokens = tokens
+        self.tokens = tokens
         self.answering = 0  # requests, from when they were understood to the end of their answers
         # Of these, those that have been let in and read, with their streams
         self.completions: dict[Completion, SseStream | None] = {}
@@ -176,7 +177,7 @@ class OpenAiEndpoints:
         director = self._director
         began = director.now()
         try:
-            tokens = await self._tokens(lineage[1])
+            tokens = await self.tokens(lineage[1])
             group = director.routing.group(parsed.model, lineage)
             if parsed.guided or parsed.details is not None or parsed.logprobs is not None:
                 refuse_unsupported(parsed, group.engine, text_only=group.text_only)
@@ -254,11 +255,6 @@ class OpenAiEndpoints:
             requests.disconnected.inc()
         elif error.status == 503:
             requests.rejections.labels(model, endpoint).inc()
-
-
-def not_served(director: Director, model: str) -> ApiError:
-    """Return what is said of a model that nobody serves, as far as is known."""
-    return unknown_model(model) if director.live else starting()
 
 
 def answer_headers(head: Head) -> dict[str, str]:

@@ -115,7 +115,7 @@ def parse_any_chat(data: Any) -> ParsedRequest:
         unknown,
         max_tokens=body.max_completion_tokens or body.max_tokens,
         logprobs=(body.top_logprobs or 0) if body.logprobs else None,
-        messages=[_plain(place, message) for place, message in enumerate(body.messages)],
+        messages=[plain_message(place, message) for place, message in enumerate(body.messages)],
         template_extra=extra or None,
         template_reads="" if body.reasoning_effort is None else "reasoning_effort",
     )
@@ -273,8 +273,8 @@ def _guided(body: RequestBody) -> dict[str, Any] | None:
     return found or None
 
 
-def _plain(place: int, message: ChatMessage) -> dict[str, Any]:
-    """Return a message as templates expect it: its content as one text."""
+def plain_message(place: int, message: ChatMessage) -> dict[str, Any]:
+    """Return a message as templates expect it: its content as one text. Raise ApiError (400)."""
     extra = message.model_extra or {}
     plain = {"role": message.role, **extra}
     if isinstance(message.content, list):

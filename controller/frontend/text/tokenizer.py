@@ -212,9 +212,14 @@ class Tokens:
             return self.table.bytes[token]
         return (self._tokenizer.id_to_token(token) or "").encode()
 
-    def decode(self, tokens: Sequence[int]) -> str:
-        """Return the text of all of `tokens` at once, by the tokenizer itself: what every detokeniser must equal."""
-        return str(self._tokenizer.decode(list(tokens)))
+    def decode(self, tokens: Sequence[int], *, special: bool = False) -> str:
+        """Return the text of all of `tokens` at once, by the tokenizer itself: what every detokeniser must equal; with
+        `special`, those that are no text are shown by their names."""
+        return str(self._tokenizer.decode(list(tokens), skip_special_tokens=not special))
+
+    def names_of(self, tokens: Sequence[int]) -> list[str]:
+        """Return what the vocabulary calls each of `tokens`."""
+        return [self._tokenizer.id_to_token(token) or "" for token in tokens]
 
 
 async def ready_tokens(name: str) -> Tokens:

@@ -2,36 +2,22 @@
 
 import itertools
 import json
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from typing import Any
 
 import openai
 import pytest
 from frontend_kit import TOKENS, Kit, frontend, text_of
-from real_worker import RealWorker
 from scripted_worker import Act, ScriptedWorker, undisturbed
+from simulated_frontend import simulated
 
 from controller.frontend.http.completion import ECHOED_LOGPROBS_MAX
 from events.refusal import unsupported
-from workers.engines.simulated.engine import SimulatedEngine
 from workers.engines.simulated.language import EOS
-from workers.engines.simulated.sequence import PROMPT_LOGPROBS_MAX, EngineShape
+from workers.engines.simulated.sequence import PROMPT_LOGPROBS_MAX
 
 PROMPT = [300, 301, 302, 1500]
 TEXT = TOKENS.decode(PROMPT)
-SHAPE = EngineShape(context_tokens=8192, kv_blocks=1024)
 USUAL = {"model": "m", "temperature": 0, "ignore_eos": True, "max_tokens": 6}
-
-
-@asynccontextmanager
-async def simulated() -> AsyncIterator[Kit]:
-    """A frontend before a whole simulated worker."""
-    worker = RealWorker("w1", SimulatedEngine(SHAPE))
-    async with frontend() as kit:
-        await worker.start()
-        await kit.add(worker, **worker.facts)  # type: ignore[arg-type]
-        yield kit
 
 
 async def whole(kit: Kit, path: str = "/v1/completions", **ask: Any) -> dict[str, Any]:

@@ -1,0 +1,135 @@
+"""What does a frontend serve, as OpenAPI 3.1? Made of what serves it: the table of routes, the models that bodies are read by,
+the lists of fields that are refused or ignored, the codes of errors.
+
+Requests are all that the models know: which fields contradict one another is said when it happens, with 400.
+"""
+
+from collections.abc import Iterator, Mapping
+from functools import cache
+from importlib.metadata import version
+from typing import Any
+
+import msgspec
+from pydantic.json_schema import models_json_schema
+
+from controller.frontend.errors import CODES
+from controller.frontend.http.routes import MODEL, ROUTES, Route
+from controller.frontend.requests.bodies import ChatBody, CompletionBody, StreamOptions
+from controller.frontend.requests.overrides import EXPLAIN, OVERRIDABLE, header
+from controller.frontend.requests.refused_fields import IGNORED, REFUSED_BY_CHAT, REFUSED_BY_COMPLETIONS
+from controller.frontend.requests.tokenize_bodies import (
+    REFUSED_BY_TOKENIZE,
+    TokenizeChatBody,
+    TokenizePromptBody,
+)
+
+VERSION = version("holdfast")
+_AT = "#/components/schemas/"
+_REFUSED: dict[str, Mapping[str, tuple[Any, ...]]] = {
+    ChatBody.__name__: REFUSED_BY_CHAT,
+    CompletionBody.__name__: REFUSED_BY_COMPLETIONS,
+    TokenizeChatBody.__name__: REFUSED_BY_TOKENIZE,
+    TokenizePromptBody.__name__: REFUSED_BY_TOKENIZE,
+}
+_GENERATES = (ChatBody.__name__, CompletionBody.__name__)
+_IGNORE = {"": _GENERATES, "stream_options": (StreamOptions.__name__,)}
+_HEADERS = {
+    "X-Request-Id": "the client's own name for the request",
+    "X-Priority": "premium, standard or best_effort",
+    "traceparent": "the trace that the request belongs to (W3C Trace Context)",
+    EXPLAIN: "1: say in the header of the same name why this worker was chosen",
+    **{header(name): "how the worker is chosen, for this request" for name in OVERRIDABLE},
+}
+
+
+@cache
+def encoded() -> bytes:
+    """Return the document as JSON."""
+    return msgspec.json.encode(document())
+
+
+def document() -> dict[str, Any]:
+    """Return the document."""
+    paths: dict[str, dict[str, Any]] = {}
+    for route in ROUTES:
+        paths.setdefault(route.path, {})[route.method.lower()] = _operation(route)
+    return {
+        "openapi": "3.1.0",
+        "info": {
+            "title": "Holdfast",
+            "version": VERSION,
+            "description": "The OpenAI API, and what of vLLM's is served beside it.",
+        },
+        "paths": paths,
+        "components": {
+            "schemas": dict(_schemas()),
+            "responses": {
+                "Error": {
+                    "description": "Why not, in one sentence; `code` is stable.",
+                    "content": {"application/json": {"schema": {"$ref": f"{_AT}Error"}}},
+                }
+            },
+        },
+    }
+
+
+def _operation(route: Route) -> dict[str, Any]:
+    made: dict[str, Any] = {
+        "operationId": f"{route.method.lower()}_{route.path.strip('/').replace('/', '_').strip('{}')}",
+        "summary": route.says,
+        "tags": ["api" if route.api else "operations"],
+        "responses": {
+            "200": {"description": "It is well.", **_content(route)},
+            "default": {"$ref": "#/components/responses/Error"},
+        },
+    }
+    if not route.media:
+        made["responses"]["default"] = {"description": "It is not."}
+    if parameters := list(_parameters(route)):
+        made["parameters"] = parameters
+    if route.bodies:
+        refs = [{"$ref": _AT + body.__name__} for body in route.bodies]
+        schema = refs[0] if len(refs) == 1 else {"anyOf": refs}
+        made["requestBody"] = {"required": True, "content": {"application/json": {"schema": schema}}}
+    return made
+
+
+def _content(route: Route) -> dict[str, Any]:
+    schema = {"schema": {"$ref": _AT + route.answer.__name__}} if route.answer is not None else {}
+    return {"content": dict.fromkeys(route.media, schema)} if route.media else {}
+
+
+def _parameters(route: Route) -> Iterator[dict[str, Any]]:
+    text = {"type": "string"}
+    if MODEL in route.path:
+        yield {"name": MODEL.strip("{}"), "in": "path", "required": True, "schema": text}
+    if {body.__name__ for body in route.bodies} & set(_GENERATES):
+        for name, says in _HEADERS.items():
+            yield {"name": name, "in": "header", "required": False, "schema": text, "description": says}
+
+
+def _schemas() -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield every shape that the paths speak of, by its name."""
+    bodies = [(body, "validation") for route in ROUTES for body in route.bodies]
+    _, found = models_json_schema(bodies, ref_template=f"{_AT}{MODEL}")  # type: ignore[arg-type]
+    for name, schema in found["$defs"].items():
+        properties = schema["properties"]
+        for field, harmless in _REFUSED.get(name, {}).items():
+            properties[field] = {"enum": list(harmless), "description": "refused with any other value"}
+        for field, why in IGNORED.items():
+            whole, _, part = field.rpartition(".")
+            if name in _IGNORE.get(whole, ()):
+                properties[part] = {"description": f"ignored: {why}"}
+        yield name, schema
+    answers = [route.answer for route in ROUTES if route.answer is not None]
+    yield from msgspec.json.schema_components(answers, ref_template=f"{_AT}{{name}}")[1].items()
+    yield "Error", _error()
+
+
+def _error() -> dict[str, Any]:
+    nothing = {"type": "null"}
+    text = {"type": "string"}
+    code = {"type": "string", "description": f"one of {', '.join(sorted(CODES))}"}
+    fields = {"message": text, "type": text, "param": {"anyOf": [text, nothing]}, "code": code}
+    error = {"type": "object", "properties": fields, "required": list(fields)}
+    return {"type": "object", "properties": {"error": error}, "required": ["error"]}

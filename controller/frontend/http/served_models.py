@@ -1,0 +1,44 @@
+"""Which models are served, and what have the workers of one in common?"""
+
+from controller.frontend.director import Director
+from controller.frontend.errors import ApiError, invalid, starting, unavailable, unknown_model
+from controller.frontend.responses.small_answers import ModelEntry
+from controller.router.endpoints import EndpointGroup
+
+
+def not_served(director: Director, model: str) -> ApiError:
+    """Return what is said of a model that nobody serves, as far as is known."""
+    return unknown_model(model) if director.live else starting()
+
+
+def chosen_model(director: Director, name: str | None) -> str:
+    """Return a model that is known: the one of this name, or the only one that is served. Raise ApiError: 404 for one that nobody
+    serves, 400 where a name is wanted."""
+    if name:
+        if name not in director.table.known:
+            raise not_served(director, name)
+        return name
+    served = director.routing.served
+    if len(served) != 1:
+        raise invalid(f"which model? There are {', '.join(served) or 'none'}", "model")
+    return served[0]
+
+
+def group_of(director: Director, model: str) -> EndpointGroup:
+    """Return the workers of a known model that new requests would go to, in service or not. Raise ApiError (503) if all of them
+    are gone."""
+    models = director.table.models
+    endpoints = models.get(model, ())
+    if not endpoints:
+        raise unavailable(
+            f"every worker of {model} has died",
+            "no_routable_worker",
+            director.settings.retry_after_s,
+        )
+    first = next((endpoint for endpoint in endpoints if endpoint.routable), endpoints[0])
+    return director.routing.group(model, first.lineage)
+
+
+def model_entry(director: Director, model: str) -> ModelEntry:
+    """Return what /v1/models says of a model that is served."""
+    return ModelEntry(id=model, max_model_len=group_of(director, model).context_tokens)

@@ -1,0 +1,41 @@
+"""What the small endpoints answer. /openapi.json is made of these shapes, too."""
+
+import msgspec
+
+
+class Tokenized(msgspec.Struct):
+    """The tokens of a text."""
+
+    count: int
+    max_model_len: int  # tokens that a prompt and its answer may have together
+    tokens: list[int]
+    token_strs: list[str] | None = None  # what the vocabulary calls them
+
+
+class Detokenized(msgspec.Struct):
+    """The text of tokens."""
+
+    prompt: str
+
+
+class Version(msgspec.Struct):
+    """Which Holdfast this is."""
+
+    version: str
+
+
+class ModelEntry(msgspec.Struct):
+    """One model that is served."""
+
+    id: str
+    max_model_len: int  # tokens that a prompt and its answer may have together
+    object: str = "model"
+    created: int = 0  # nobody knows
+    owned_by: str = "holdfast"
+
+
+class ModelList(msgspec.Struct):
+    """All models that are served."""
+
+    data: list[ModelEntry]
+    object: str = "list"

@@ -1,0 +1,216 @@
+"""/openapi.json says what is served: every path, every field, and nothing else; and what it allows never breaks anything."""
+
+import asyncio
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from frontend_kit import Kit, frontend
+from schema_bodies import AT, Maker
+from simulated_frontend import simulated
+
+from controller.frontend.errors import CODES
+from controller.frontend.http.openapi import document
+from controller.frontend.http.routes import MODEL, ROUTES
+from controller.frontend.requests.bodies import ChatBody, CompletionBody
+from controller.frontend.requests.fast_chat import PlainChat, PlainMessage, PlainOptions
+from controller.frontend.requests.head import ENDPOINTS
+from controller.frontend.requests.refused_fields import IGNORED, REFUSED_BY_CHAT, REFUSED_BY_COMPLETIONS
+from controller.frontend.requests.tokenize_bodies import (
+    REFUSED_BY_TOKENIZE,
+    DetokenizeBody,
+    TokenizeChatBody,
+    TokenizePromptBody,
+)
+
+MESSAGES = [{"role": "user", "content": "hi"}]
+BODIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "ChatBody": ("/v1/chat/completions", {"model": "m", "messages": MESSAGES, "max_tokens": 2}),
+    "CompletionBody": ("/v1/completions", {"model": "m", "prompt": "hi", "max_tokens": 2}),
+    "TokenizePromptBody": ("/tokenize", {"prompt": "hi"}),
+    "TokenizeChatBody": ("/tokenize", {"messages": MESSAGES}),
+    "DetokenizeBody": ("/detokenize", {"tokens": [300]}),
+}
+MODELS = {
+    one.__name__: one
+    for one in (ChatBody, CompletionBody, TokenizePromptBody, TokenizeChatBody, DetokenizeBody)
+}
+REFUSED = {
+    "ChatBody": REFUSED_BY_CHAT,
+    "CompletionBody": REFUSED_BY_COMPLETIONS,
+    "TokenizePromptBody": REFUSED_BY_TOKENIZE,
+    "TokenizeChatBody": REFUSED_BY_TOKENIZE,
+    "DetokenizeBody": {},
+}
+# A value of each field that a simulated worker serves, where it changes nothing that others would need
+GOOD: dict[str, Any] = {
+    "model": "m", "messages": MESSAGES, "prompt": "hi", "tokens": [300, 301], "stream": False, "stream_options": None,
+    "max_tokens": 3, "max_completion_tokens": 3, "min_tokens": 1, "temperature": 0.5, "top_p": 0.9, "top_k": 5, "min_p": 0.1,
+    "seed": 7, "stop": ["never"], "stop_token_ids": [9], "n": 2, "ignore_eos": True, "cache_salt": "salt",
+    "presence_penalty": 0.5, "frequency_penalty": 0.5, "repetition_penalty": 1.1, "logit_bias": {"300": -1},
+    "return_token_ids": True, "return_tokens_as_token_ids": True, "response_format": {"type": "text"}, "logprobs": True,
+    "top_logprobs": None, "chat_template_kwargs": {"a": 1}, "tools": [], "tool_choice": "none", "reasoning_effort": None,
+    "echo": True, "add_special_tokens": False, "add_generation_prompt": False, "return_token_strs": True,
+}  # fmt: skip
+# Fields that only workers of another kind serve: a simulated one refuses them by name
+NOT_HERE: dict[str, Any] = {
+    "structured_outputs": {"choice": ["a"]}, "guided_json": {"type": "object"}, "guided_regex": "a",
+    "guided_choice": ["a"], "guided_grammar": "root ::= a",
+}  # fmt: skip
+
+
+async def said(kit: Kit, path: str, body: Any) -> tuple[int, Any]:
+    """Return the status and the error of an answer, if it is one."""
+    async with kit.http.post(kit.url + path, data=json.dumps(body).encode()) as answer:
+        text = await answer.text()
+        return answer.status, json.loads(text)["error"] if answer.status != 200 else text
+
+
+def schemas() -> dict[str, Any]:
+    return dict(document()["components"]["schemas"])
+
+
+# --- the document
+
+
+async def test_it_is_served_as_it_is_made() -> None:
+    async with frontend() as kit, kit.http.get(kit.url + "/openapi.json") as answer:
+        assert answer.content_type == "application/json"
+        assert await answer.json() == json.loads(json.dumps(document()))
+
+
+def test_it_is_openapi_31_and_every_reference_leads_somewhere() -> None:
+    made = document()
+    assert made["openapi"] == "3.1.0" and made["info"]["title"] and made["info"]["version"]
+
+    def references(value: Any) -> Iterator[str]:
+        if isinstance(value, dict):
+            for name, part in value.items():
+                if name == "$ref":
+                    yield part
+                else:
+                    yield from references(part)
+        elif isinstance(value, list):
+            for part in value:
+                yield from references(part)
+
+    found = set(references(made))
+    assert {AT + name for name in made["components"]["schemas"]} == {
+        one for one in found if one.startswith(AT)
+    }
+    for reference in found:
+        place: Any = made
+        for step in reference.removeprefix("#/").split("/"):
+            place = place[step]
+    operations = [one for path in made["paths"].values() for one in path.values()]
+    assert len({one["operationId"] for one in operations}) == len(operations)
+    assert all(one["summary"] and one["responses"]["200"]["description"] for one in operations)
+
+
+async def test_every_documented_route_is_served_and_every_served_one_documented() -> None:
+    async with frontend() as kit:
+        documented = {(m.upper(), path) for path, ways in document()["paths"].items() for m in ways}
+        assert documented == set(kit.api.routes) == {(route.method, route.path) for route in ROUTES}
+        assert {("POST", path) for path in ENDPOINTS} < documented  # the fast path's
+        for method, path in documented:
+            async with kit.http.request(method, kit.url + path.replace(MODEL, "m")) as answer:
+                assert answer.status not in (404, 405) or (method, MODEL in path) == ("GET", True), path
+        for method, path in (("DELETE", "/tokenize"), ("GET", "/detokenize"), ("POST", "/v1/models/m")):
+            async with kit.http.request(method, kit.url + path) as answer:
+                assert answer.status == 405 and answer.headers["Allow"]
+
+
+def test_it_names_every_field_and_no_other() -> None:
+    for name, schema in schemas().items():
+        if name not in MODELS:
+            continue
+        generates = name in ("ChatBody", "CompletionBody")
+        ignored = {field for field in IGNORED if "." not in field} if generates else set()
+        assert set(schema["properties"]) == {*MODELS[name].model_fields, *REFUSED[name], *ignored}, name
+    assert "include_obfuscation" in schemas()["StreamOptions"]["properties"]
+
+
+def test_every_error_that_it_speaks_of_has_a_code_of_ours() -> None:
+    described = schemas()["Error"]["properties"]["error"]["properties"]["code"]["description"]
+    assert set(described.removeprefix("one of ").split(", ")) == CODES
+
+
+# --- every field
+
+
+@pytest.mark.parametrize("name", BODIES)
+async def test_every_field_that_it_names_is_served_or_refused_as_it_says(name: str) -> None:
+    path, usual = BODIES[name]
+    properties = schemas()[name]["properties"]
+    async with simulated() as kit:
+        for field, schema in properties.items():
+            if "enum" in schema and field in REFUSED[name]:
+                for value in schema["enum"]:
+                    assert (await said(kit, path, usual | {field: value}))[0] == 200, field
+                status, error = await said(kit, path, usual | {field: "odd"})
+                assert (status, error["code"], error["param"]) == (400, "unsupported_parameter", field)
+            elif field in NOT_HERE:
+                status, error = await said(kit, path, usual | {field: NOT_HERE[field]})
+                assert (status, error["code"], error["param"]) == (400, "unsupported_parameter", field)
+            else:
+                value = "anything" if field in IGNORED else GOOD[field]
+                value = 2 if (name, field) == ("CompletionBody", "logprobs") else value
+                status, error = await said(kit, path, usual | {field: value})
+                assert status == 200, (field, error)
+
+
+def test_no_field_was_forgotten() -> None:
+    named = {field for name in BODIES for field in schemas()[name]["properties"]}
+    refused = {field for fields in REFUSED.values() for field in fields}
+    assert named <= set(GOOD) | set(NOT_HERE) | refused | set(IGNORED)
+
+
+# --- whatever it allows
+
+
+@pytest.mark.parametrize("name", BODIES)
+@pytest.mark.parametrize("seed", range(4))
+async def test_no_body_that_it_allows_breaks_anything(name: str, seed: int) -> None:
+    """Nor one that it does not allow: in every third body a field has a value of another kind."""
+    maker = Maker(document(), seed)
+    path, usual = BODIES[name]
+    served = 0
+    async with simulated() as kit:
+        for number in range(60):
+            body = maker.body(schemas()[name], fields=1 + number % 6) | {"model": "m"}
+            if number % 2:
+                body = usual | {key: value for key, value in body.items() if key not in usual}
+            if not number % 3:
+                field = maker.dice.choice(sorted(schemas()[name]["properties"]))
+                body[field] = maker.dice.choice(
+                    [None, True, -1, 1e9, "x", [], {}, [[]], [{}], {"a": {"b": []}}]
+                )
+            if name in ("ChatBody", "CompletionBody"):
+                body["max_tokens"] = min(int(body.get("max_tokens") or 2), 8) if is_int(body) else 2
+            async with asyncio.timeout(60):
+                status, error = await said(kit, path, body)
+            assert status in (200, 400, 404), (status, error, body)
+            served += status == 200
+            if status != 200:
+                assert error["code"] in CODES and len(error["message"]) < 1000, body
+        assert await said(kit, *BODIES["CompletionBody"]), "it goes on"
+        assert not kit.facts
+    assert served > 10, "too few of them were served"
+
+
+def is_int(body: dict[str, Any]) -> bool:
+    return isinstance(body.get("max_tokens"), int)
+
+
+def test_the_fields_of_a_chat_that_is_understood_quickly_are_among_them() -> None:
+    """What the fast path reads by itself must not be more than the document says."""
+    known = schemas()
+    assert set(PlainChat.__struct_fields__) <= set(known["ChatBody"]["properties"])
+    assert set(PlainOptions.__struct_fields__) <= set(known["StreamOptions"]["properties"])
+    assert set(PlainMessage.__struct_fields__) <= set(known["ChatMessage"]["properties"])
+
+
+def test_the_same_seed_makes_the_same_bodies() -> None:
+    made = [Maker(document(), 5).body(schemas()["ChatBody"], 9) for _ in "ab"]
+    assert made[0] == made[1] != Maker(document(), 6).body(schemas()["ChatBody"], 9)
