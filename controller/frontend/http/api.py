@@ -70,7 +70,7 @@ class Api:
         except ApiError as error:
             return refusal(error, id_header(request))
         except Exception:  # a mistake of ours: this client gets an answer, and the others are not touched
-            known = request.path if (method, request.path) in self._routes else ""  # no words of the client's
+            known = templated(request.path)[0] if handler is not None else ""  # no words of the client's
             log.exception("request_failed", path=known)
             transport = request.transport
             if request.writer.output_size or transport is None or transport.is_closing():
