@@ -10,7 +10,7 @@ from upstream import Upstream
 
 from workers.engines.engine import Import, MoveEnded, MoveRefused
 from workers.engines.openai.engine import OpenAIEngine
-from workers.engines.openai.handover import HANDLE_BYTES
+from workers.engines.openai.handover import HANDLE_BYTES, continued
 from workers.engines.openai.identity import UpstreamSettings
 from workers.kv_transfer.messages import Buffer
 
@@ -155,3 +155,9 @@ async def test_a_server_without_a_connector_neither_sends_nor_takes() -> None:
     assert "no KV connector" in found
     await rig.engine.stop()
     await server.stop()
+
+
+def test_what_is_continued_has_said_the_logprobs_of_its_prompt() -> None:
+    request = asked(1, prompt(), max_tokens=20, min_tokens=9, prompt_logprobs=3, logprobs=2)
+    rest = continued(request, [*prompt(), 300, 301]).sampling
+    assert (rest.max_tokens, rest.min_tokens, rest.prompt_logprobs, rest.logprobs) == (18, 7, None, 2)

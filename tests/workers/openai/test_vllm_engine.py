@@ -11,6 +11,7 @@ import pytest
 from engine_contract import Rig
 from vllm_servers import VllmServer, folder
 
+from controller.frontend.text.tokenizer import load_tokens
 from events.wire import Generate, Sampling
 from workers.engines.engine import EngineDead
 from workers.engines.openai.engine import OpenAIEngine
@@ -57,6 +58,56 @@ async def test_logprobs_come_with_every_token_best_first(rig: Rig) -> None:
     for token, logprob in zip(answer.tokens, answer.logprobs, strict=True):
         assert logprob.top[0] == (token, logprob.chosen)
         assert [value for _, value in logprob.top] == sorted((v for _, v in logprob.top), reverse=True)
+
+
+@pytest.mark.parametrize(
+    ("guided", "answers"),
+    [
+        ({"guided_choice": ["yes", "no"]}, {"yes", "no"}),  # a name that vLLM knows no more, and would ignore
+        ({"guided_regex": "ab|cd"}, {"ab", "cd"}),
+        ({"guided_grammar": 'root ::= "ab" | "cd"'}, {"ab", "cd"}),
+        ({"structured_outputs": {"choice": ["yes", "no"]}}, {"yes", "no"}),
+        (
+            {
+                "response_format": {
+                    "type": "json_schema",
+                    "json_schema": {"name": "x", "schema": {"type": "boolean"}},
+                }
+            },
+            {"true", "false"},
+        ),
+    ],
+)
+async def test_a_constraint_is_obeyed_whatever_it_is_called(
+    rig: Rig, vllms: list[VllmServer], guided: dict[str, Any], answers: set[str]
+) -> None:
+    key = rig.key()
+    rig.engine.submit(key, Generate(key, "r", PROMPT, len(PROMPT), Sampling(max_tokens=16), guided=guided))
+    answer = await rig.answer(key)
+    assert answer.finish == "stop", answer.error
+    assert load_tokens(str(vllms[0].model)).decode(answer.tokens) in answers
+
+
+async def test_biases_and_min_p_are_obeyed(rig: Rig) -> None:
+    whole = (await rig.ask(PROMPT, **GREEDY)).tokens
+    without = (await rig.ask(PROMPT, **GREEDY, logit_bias={whole[3]: -100.0})).tokens
+    assert without[: whole.index(whole[3])] == whole[: whole.index(whole[3])] and whole[3] not in without
+    assert (await rig.ask(PROMPT, **GREEDY, logit_bias={700: 100.0})).tokens == [700] * 32
+    warm = GREEDY | {"temperature": 1.5, "seed": 3}
+    assert (
+        (await rig.ask(PROMPT, **warm, min_p=1.0)).tokens == whole != (await rig.ask(PROMPT, **warm)).tokens
+    )
+
+
+@pytest.mark.parametrize("top", [0, 3])
+async def test_logprobs_of_a_prompt_are_those_of_an_answer(rig: Rig, top: int) -> None:
+    said = await rig.ask(PROMPT, **GREEDY, logprobs=3)
+    whole = PROMPT + said.tokens
+    answer = await rig.ask(whole, max_tokens=4, prompt_logprobs=top, logprobs=1)
+    assert len(answer.logprobs) == len(whole) + 4
+    for ours, theirs in zip(said.logprobs, answer.logprobs[len(PROMPT) : len(whole)], strict=True):
+        assert theirs.chosen == pytest.approx(ours.chosen, abs=1e-4)
+        assert [token for token, _ in theirs.top] == [token for token, _ in ours.top[:top]]
 
 
 async def test_a_cancelled_request_is_gone_from_it(

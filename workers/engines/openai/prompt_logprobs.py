@@ -76,8 +76,10 @@ def _finite(value: float | None) -> float:
 
 def put_before(chunks: list[Chunk], found: list[Logprob]) -> list[Chunk]:
     """Return chunks, the first of them that has tokens with what was `found` of the prompt, which is then said."""
+    if not found:
+        return chunks
     first = next((chunk for chunk in chunks if chunk.tokens), None)
-    if found and first is not None:
+    if first is not None:
         first.logprobs = [*found, *(first.logprobs or ())]
         found.clear()
     return chunks

@@ -224,14 +224,16 @@ class Stepper:
         )
 
     def _said(self, sequence: TorchSequence, choice: SampledToken) -> Chunk:
-        if choice.token is None or unsound(sequence.before):
+        if choice.token is None or (sequence.before and unsound(sequence.before)):
             self._forget_all()
             self.cancel(sequence.key)
             return Chunk(0, [], error="non_finite: the logits hold NaN or infinity")
         cached = None if sequence.generated or sequence.moved else sequence.found
         token = self.faults.altered(choice.token, self.model.vocabulary, sequence.barred)
         sequence.tokens.append(token)
-        logprobs, sequence.before = [*sequence.before, *filter(None, (choice.logprob,))], []
+        logprobs = [choice.logprob] if choice.logprob else None
+        if sequence.before:
+            logprobs, sequence.before = [*sequence.before, *(logprobs or ())], []
         finish = None
         if token in sequence.ends and sequence.generated > sequence.sampling.min_tokens:
             finish = "stop"
@@ -239,7 +241,7 @@ class Stepper:
             finish = "length"
         if finish:
             self.cancel(sequence.key)
-        return Chunk(0, [token], finish, None, logprobs or None, None, cached)
+        return Chunk(0, [token], finish, None, logprobs, None, cached)
 
     def _failed(self, sequences: list[TorchSequence], detail: str) -> Output:
         for sequence in sequences:
