@@ -29,6 +29,7 @@ from controller.frontend.health.poison import Suspicion
 from controller.frontend.requests.failures import Failure, MigrationBudget
 from controller.frontend.requests.generation_request import GenerationRequest, Move
 from controller.frontend.responses.writers import ResponseWriter
+from controller.frontend.scheduling.admission import Reservation
 from controller.frontend.text.tokenizer import load_tokens
 from controller.ports import WorkerUnreachable
 from controller.router.endpoints import Endpoint, Key
@@ -80,20 +81,23 @@ class Generation:
 
     # --- sending it off -----------------------------------------------------------------------------------
 
-    def start(self, planned: Endpoint | None = None) -> None:
-        """Send the request to the best worker, or where it is planned to go."""
+    def start(self, planned: Endpoint | None = None, *, room: Reservation | None = None) -> None:
+        """Send the request to the best worker, or where it is planned to go. If it must wait, it keeps the `room` that was given
+        back for it."""
         self._metrics.inputs.note(len(self.request.prompt))
-        self._send(planned)
+        self._send(planned, room=room)
 
-    def _send(self, planned: Endpoint | None = None, *, free: bool = False) -> None:
+    def _send(
+        self, planned: Endpoint | None = None, *, free: bool = False, room: Reservation | None = None
+    ) -> None:
         """Send the request to the best worker, or where it is planned to go (for a `free` move of ours: without cost); a
-        connection that cannot be made costs no budget."""
+        connection that cannot be made costs no budget. A new one that must wait keeps `room`."""
         missed: set[Key] = set()
         while not self.done:
             try:
                 choice, planned = self._dispatcher.choose(self, missed, planned), None
             except NoWorker as error:
-                self._no_worker(error)
+                self._no_worker(error, room)
                 return
             try:
                 attempt = self._dispatcher.send(self, choice, paid=not free)
@@ -117,13 +121,16 @@ class Generation:
             self._pending.begin(self)
         self.output.begin(attempt)
 
-    def _no_worker(self, error: NoWorker) -> None:
+    def _no_worker(self, error: NoWorker, room: Reservation | None) -> None:
         """Nobody can take it now. A request that had begun waits for a worker; a new one is told."""
         move = self.progress.move
         match policy.without_worker(error.code, move, may_return=self.budget.may_return):
             case policy.Park() | policy.Hold():
                 self.progress.disturbed = True
-                self._pending.park(self, self.stats.began_at if move is None else move.since)
+                if move is not None:
+                    self._pending.park(self, move.since)
+                else:
+                    self._pending.hold(self, self.stats.began_at, room)
             case policy.Abandon(reason, failure):
                 self._abandon(reason, failure.error)
             case _:
@@ -260,7 +267,7 @@ class Generation:
         if self.done or self.output.attempt is not None:
             return
         try:
-            self._send(planned)
+            self._send(planned, room=self._pending.give_back(self))
         except Exception:  # it must not keep those that were planned with it from going on
             self.mistaken()
 

@@ -3,14 +3,17 @@
 begun ── its first token ──▶ heard                    too late: given up, `first_token_timeout`
 lost ──▶ rescheduled with all that were lost in this turn ──▶ sent elsewhere
   └────▶ parked ── a worker may have come ──▶ rescheduled       too late: given up, `no_worker`
+held, and never sent: parked, and its room kept ──▶ sent        too late: given up, `first_token_timeout`
 """
 
+import asyncio
 from collections.abc import Callable
 from typing import Generic, Literal, Protocol, TypeAlias, TypeVar
 
 from controller.frontend.generations.migration_progress import MigrationProgress
 from controller.frontend.generations.output_stats import OutputStats
 from controller.frontend.generations.rescheduler import Reschedulable, Rescheduler
+from controller.frontend.scheduling.admission import Reservation
 from controller.frontend.settings import FrontendSettings
 from controller.router.endpoints import EndpointTable
 
@@ -56,6 +59,7 @@ class PendingGenerations(Generic[W]):
         self._ended = ended
         self._parked: dict[W, float] = {}  # until when
         self._begun: dict[W, None] = {}  # those without a first token yet
+        self._rooms: dict[W, Reservation] = {}  # of those that were let in and never sent
 
     @property
     def parked(self) -> int:
@@ -81,10 +85,22 @@ class PendingGenerations(Generic[W]):
         self._rescheduler.add(generation)
 
     def park(self, generation: W, since: float) -> None:
-        """Nobody can go on with this answer now: it waits for a worker, for a while that began at `since`; one that was never
-        sent as long as for its first token."""
-        began = generation.progress.move is not None
-        self._parked[generation] = since + (self._reroute_s if began else self._first_token_s)
+        """Nobody can go on with this answer now: it waits for a worker, for a while that began at `since`."""
+        self._parked[generation] = since + self._reroute_s
+
+    def hold(self, generation: W, since: float, room: Reservation | None) -> None:
+        """This answer may not be sent yet: it waits as long as for its first token. Meanwhile the room that it was let in with,
+        and has given back, is kept for it."""
+        self._parked[generation] = since + self._first_token_s
+        if room is not None:
+            self._rooms[generation] = room.again()
+
+    def give_back(self, generation: W) -> Reservation | None:
+        """Give back the room that was kept for an answer, if any was, and return it."""
+        room = self._rooms.pop(generation, None)
+        if room is not None:
+            room.free()
+        return room
 
     def end(self, generation: W) -> None:
         """An answer is over: it waits for nothing."""
@@ -93,6 +109,7 @@ class PendingGenerations(Generic[W]):
         if generation.progress.disturbed:  # else it has never waited for another worker
             self._parked.pop(generation, None)
             self._rescheduler.discard(generation)
+            self.give_back(generation)
         if self._ended is not None:
             self._ended(generation)
 
@@ -102,7 +119,10 @@ class PendingGenerations(Generic[W]):
         for generation in list(self._parked):
             if generation in self._parked and now >= generation.progress.not_before:
                 del self._parked[generation]
-                self._rescheduler.add(generation)
+                if generation.progress.move is not None:
+                    self._rescheduler.add(generation)
+                else:  # no worker has failed it: it is sent as any other request, when this turn of the loop is over
+                    asyncio.get_running_loop().call_soon(generation.retry)
 
     def tick(self) -> None:
         """Give up what has waited too long."""

@@ -23,6 +23,7 @@ from controller.frontend.responses.detailed_writers import (
 from controller.frontend.responses.response_format import ResponseFormat, event
 from controller.frontend.responses.sse import DONE, SseStream
 from controller.frontend.responses.writers import BufferedWriter, ResponseWriter, StreamingWriter
+from controller.frontend.scheduling.admission import Reservation
 from controller.router.endpoints import EndpointGroup, Lineage
 from events.blocks import seed
 from events.wire import Sampling
@@ -120,10 +121,10 @@ class Completion:
         """Whether nothing is wanted but the prompt: what is generated, for its logprobs, is not shown."""
         return self._parsed.sampling.max_tokens == 0
 
-    def launch(self) -> None:
-        """Send every generation to a worker."""
+    def launch(self, room: Reservation) -> None:
+        """Send every generation to a worker. One that has to wait keeps the room of its own that `room` has given back."""
         for generation in self.generations:
-            generation.start()
+            generation.start(room=room)
 
     def cancel(self) -> None:
         """The client has gone."""

@@ -20,6 +20,7 @@ from controller.frontend.requests.reading import fresh_id, read_body, read_promp
 from controller.frontend.requests.schema import ParsedRequest, read_chat, read_completion
 from controller.frontend.responses.response_format import ResponseFormat
 from controller.frontend.responses.sse import SseStream, StreamedResponse, response_head
+from controller.frontend.scheduling.admission import Reservation
 from controller.frontend.text.chat_templates import BadTemplate
 from controller.frontend.text.tokenizer import TokenizerMissing, Tokens, ready_tokens
 from controller.router.endpoints import Lineage
@@ -149,7 +150,7 @@ class OpenAiEndpoints:
             open_stream = partial(self._stream, transport, head, headers)
         completion = Completion(self._director, admitted, format, open_stream)
         stream = completion.stream
-        error = await self._run(completion, stream)
+        error = await self._run(completion, stream, reservation)
         if stream is not None and (error is None or stream.started):
             return None, error
         if stream is None and completion.worker:
@@ -197,11 +198,13 @@ class OpenAiEndpoints:
             parsed, id, head.tier, lineage, prompts, group, serial, head.trace, overrides
         ), tokens
 
-    async def _run(self, completion: Completion, stream: SseStream | None) -> ApiError | None:
+    async def _run(
+        self, completion: Completion, stream: SseStream | None, room: Reservation
+    ) -> ApiError | None:
         """Launch and wait for the end. A client that goes away takes his generations with him."""
         self.completions[completion] = stream
         try:
-            completion.launch()
+            completion.launch(room)
             return await completion.over
         except BaseException as why:  # whatever it is, nobody waits for its generations any more
             completion.cancel()

@@ -29,6 +29,10 @@ class Reservation:
         self.lineage = endpoint.lineage  # what the request is bound to from now on
         endpoint.admit()
 
+    def again(self) -> "Reservation":
+        """Keep the room that was given back, for a generation that could not be sent yet."""
+        return Reservation(self._endpoint, self._freed)
+
     def free(self) -> None:
         """Give the room to the request's generations; whoever waits may look for what they do not take."""
         self._endpoint.release()

@@ -473,6 +473,23 @@ async def test_the_cap_holds_for_requests_whose_prompts_are_still_being_read() -
         assert [endpoint.promised for endpoint in kit.director.table.endpoints.values()] == [0, 0]
 
 
+async def test_copies_of_an_unknown_prompt_keep_the_room_that_they_were_let_in_with() -> None:
+    """They follow the first one, and wait where there is no room for them: nobody else is let in meanwhile."""
+    hold = asyncio.Event()
+    unread = Act(after=0, how="error", error="invalid_request: over", hold=hold)
+    workers = [ScriptedWorker(name, always=unread) for name in ("w1", "w2")]
+    async with frontend(*workers, admission=AdmissionSettings(inflight_max=2)) as kit:
+        endpoints = kit.director.table.endpoints
+        asking = [asyncio.create_task(ask_as(kit, None)) for _ in range(5)]
+        await until(lambda: sorted(worker.active for worker in workers) == [0, 2])
+        await until(lambda: (kit.director.admission.queued("m"), kit.director.pending.parked) == (1, 2))
+        assert sum(endpoint.promised for endpoint in endpoints.values()) == 2
+        hold.set()
+        await asyncio.wait_for(asyncio.gather(*asking), 20)
+        assert max(len(worker.requests) for worker in workers) < 5
+        assert [endpoint.promised for endpoint in endpoints.values()] == [0, 0]
+
+
 async def test_room_that_was_not_taken_goes_to_who_waits() -> None:
     worker, read = ScriptedWorker("w1"), asyncio.Event()
 

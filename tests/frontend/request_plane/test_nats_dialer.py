@@ -215,6 +215,9 @@ async def test_streams_stand_still_with_the_broker_and_go_on_exactly_when_it_is_
 ) -> None:
     first, other = await behind(own_nats, "w1", step_s=0.04), await behind(own_nats, "w2", step_s=0.04)
     async with before(own_nats, first, other, reroute_s=20.0) as kit:
+        await stream(
+            kit, max_tokens=1
+        )  # copies of a prompt that nobody has read yet would all go to one worker
         answers = [asyncio.create_task(stream(kit, max_tokens=COUNT)) for _ in range(6)]
         await until(lambda: first.active and other.active and kit.plane.connected)
         await own_nats.kill()
@@ -235,6 +238,9 @@ async def test_a_broker_that_stands_still_for_a_while_costs_a_pause_and_no_token
 ) -> None:
     first, other = await behind(own_nats, "w1", step_s=0.01), await behind(own_nats, "w2", step_s=0.01)
     async with before(own_nats, first, other, reroute_s=20.0) as kit:
+        await stream(
+            kit, max_tokens=1
+        )  # copies of a prompt that nobody has read yet would all go to one worker
         answers = [asyncio.create_task(stream(kit, max_tokens=COUNT)) for _ in range(6)]
         await until(lambda: first.active and other.active)
         os.kill(own_nats.pid, signal.SIGSTOP)
