@@ -180,7 +180,7 @@ ERRORS = (
 
 _QUOTING = re.compile(
     r"(: the upstream(?:'s connection broke| answers \d+| reports an error| sent what is not JSON"
-    r"| sent an event that makes no sense| calls|'s logprobs cannot be read| ended the request itself))\W.*",
+    r"| sent an event that makes no sense| calls|'s logprobs (?:of a prompt )?cannot be read| ended the request itself))\W.*",
     re.DOTALL,
 )
 

@@ -122,6 +122,8 @@ def test_a_log_has_an_exceptions_way_through_the_code_and_not_its_words(
         (f"engine_error: the upstream ended the request itself ({WORDS})",
          "engine_error: the upstream ended the request itself …"),
         (f"engine_error: the upstream's connection broke: {WORDS}", "engine_error: the upstream's connection broke …"),
+        (f"engine_error: the upstream's logprobs of a prompt cannot be read: {WORDS}",
+         "engine_error: the upstream's logprobs of a prompt cannot be read …"),
         ("engine_error: the upstream answers 500", "engine_error: the upstream answers 500"),
         ("engine_error: CUDA error: device-side assert", "engine_error: CUDA error: device-side assert"),
         ("engine_shutdown: told to", "engine_shutdown: told to"),
@@ -140,7 +142,12 @@ def test_every_error_that_quotes_a_server_is_known(pytestconfig: pytest.Config) 
         for line in path.read_text().splitlines()
         if re.search(r"engine_error: .*\{", line)
     ]
-    own = ("tokens asked for", "LINE_BYTES_MAX", "in the worker")  # numbers and names of our own
+    own = (
+        "tokens asked for",
+        "gives the logprobs of {len",
+        "LINE_BYTES_MAX",
+        "in the worker",
+    )  # numbers and names of our own
     assert len(quoting) >= 6
     for line in quoting:
         sentence = re.sub(r"\{[^}]*status\}", "500", line[line.index("engine_error") :])

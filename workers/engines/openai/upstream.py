@@ -242,18 +242,19 @@ class Upstream:
             raise UpstreamAway(f"{self._url}/v1/completions: {error or type(error).__name__}") from error
 
     async def completed_text(self, abilities: Abilities, more: dict[str, Any]) -> str | None:
-        """Return the text of a short completion with some fields more; None if the server refuses them. Raise UpstreamAway."""
+        """Return the text of a short completion with some fields more; None if the server refuses them. Raise Fault if it fails
+        in another way, UpstreamAway."""
         sampling = Sampling(max_tokens=PROBE_TOKENS * 2)
         request = Generate(0, "probe", PROMPT_IDS, 3, sampling, prompt_text="One, two, three,")
         status, body = await self.ask(abilities, request, more)
         if status >= 400:
             if status in CLIENT_MISTAKES:
                 return None
-            raise UpstreamAway(f"{self._url}/v1/completions answers {status}")
+            raise Fault(error_of(_json_or(body), status, canary=True))
         try:
             return str(json.loads(body)["choices"][0].get("text") or "")
         except (ValueError, LookupError, TypeError, AttributeError):
-            raise UpstreamAway(f"{self._url}/v1/completions answers what is no completion") from None
+            raise Fault("engine_error: the upstream answers what is no completion") from None
 
     async def _get(self, path: str, needed: bool = True) -> dict[str, Any]:
         try:
@@ -343,11 +344,15 @@ async def refusal(response: aiohttp.ClientResponse, *, canary: bool) -> str:
 
 def refused(body: bytes, status: int) -> str:
     """Return the error of a response with this body to a user's request."""
+    return error_of(_json_or(body), status, canary=False)
+
+
+def _json_or(body: bytes, instead: str = "no reason given") -> Any:
+    """Return a body as JSON, or what is said instead."""
     try:
-        said = json.loads(body)
+        return json.loads(body)
     except ValueError:
-        said = "no reason given"
-    return error_of(said, status, canary=False)
+        return instead
 
 
 async def _bounded_json(response: aiohttp.ClientResponse) -> Any:
