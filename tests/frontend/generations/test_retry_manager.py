@@ -374,7 +374,7 @@ async def test_b32_the_continuation_is_sampled_as_the_beginning_was() -> None:
 
 
 @pytest.mark.parametrize(
-    "ask", [{"logit_bias": {"300": 5}}, {"tools": [{"type": "function"}]}, {"tool_choice": "required"}]
+    "ask", [{"allowed_token_ids": [300]}, {"tools": [{"type": "function"}]}, {"tool_choice": "required"}]
 )
 async def test_b32_what_no_continuation_could_carry_is_refused_by_name(ask: dict[str, Any]) -> None:
     async with frontend(ScriptedWorker()) as kit:
