@@ -8,8 +8,8 @@ BIN := $(VENV)/bin
 export PIP_NO_CACHE_DIR := 1
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 CORES := $(shell nproc 2>/dev/null || echo 2)
-# Tests wait for servers a third of their time: four at once also on two cores (7:15 instead of 8:36 minutes).
-TESTERS := $(shell test $(CORES) -gt 4 && echo $(CORES) || echo 4)
+# Tests wait for servers a third of their time: six at once also on two cores.
+TESTERS := $(shell test $(CORES) -gt 6 && echo $(CORES) || echo 6)
 # Those of engines compute all the time, and each tester first imports torch, which takes it 10 s.
 COMPUTERS := $(shell test $(CORES) -lt 4 && echo 2 || echo 4)
 # Hundreds of processes would compile the same modules anew, and every tester all tests.
