@@ -53,6 +53,13 @@ class Hello(msgspec.Struct, tag="hello", array_like=True):
 
     frontend: str
     version: int = VERSION
+    nonce: bytes = b""  # fresh, of a frontend that knows the fleet's key: `fleet_key`
+
+
+class Proof(msgspec.Struct, tag="proof", array_like=True):
+    """The frontend's answer to a Challenge."""
+
+    proof: bytes
 
 
 class Generate(msgspec.Struct, tag="gen", array_like=True):
@@ -251,8 +258,15 @@ class Committed(msgspec.Struct, tag="committed", array_like=True):
     stopped_ms: float = 0.0  # from the tail's first byte until the target decodes
 
 
-ToWorker = Hello | Generate | Cancel | Reserve | Ship | Stay
-ToFrontend = Welcome | Step | Beat | Reserved | Declined | Committed
+class Challenge(msgspec.Struct, tag="challenge", array_like=True):
+    """Before a Welcome, from a worker that knows the fleet's key: here is the proof, prove it too."""
+
+    nonce: bytes
+    proof: bytes = b""
+
+
+ToWorker = Hello | Proof | Generate | Cancel | Reserve | Ship | Stay
+ToFrontend = Challenge | Welcome | Step | Beat | Reserved | Declined | Committed
 
 _encoder = msgspec.msgpack.Encoder()
 to_worker = msgspec.msgpack.Decoder(ToWorker)

@@ -15,7 +15,8 @@ import msgspec
 import structlog
 
 from events import wire
-from events.wire import Cancel, Chunk, Generate, Hello, Reserve, Ship, Stay, Step, ToFrontend
+from events.fleet_key import FleetKey, Stranger, WorkerHandshake
+from events.wire import Cancel, Chunk, Generate, Hello, Proof, Reserve, Ship, Stay, Step, ToFrontend
 
 TOKEN_BYTES = 5  # at most, in msgpack
 LOGPROB_BYTES = 16
@@ -45,6 +46,7 @@ class StreamServer(Protocol):
 
     def opened(self, connection: "FrontendConnection") -> None: ...
     def greeted(self, connection: "FrontendConnection", hello: Hello) -> None: ...
+    def strange(self, connection: "FrontendConnection", why: str) -> None: ...
     def generate(self, connection: "FrontendConnection", request: Generate) -> None: ...
     def cancel(self, connection: "FrontendConnection", frame: Cancel) -> None: ...
     def reserve(self, connection: "FrontendConnection", frame: Reserve) -> None: ...
@@ -56,7 +58,8 @@ class StreamServer(Protocol):
 class FrontendConnection(asyncio.Protocol):
     """The worker's end of one connection."""
 
-    def __init__(self, server: StreamServer) -> None:
+    def __init__(self, server: StreamServer, key: FleetKey | None = None) -> None:
+        """`key`: the fleet's, which the frontend must know, too."""
         self.frontend = ""  # until it says hello
         self.streams: dict[int, int] = {}  # stream number -> the engine's key
         self.batch: list[Chunk] = []  # this step's output, until `flush`
@@ -65,6 +68,7 @@ class FrontendConnection(asyncio.Protocol):
         self.beaten_at = 0.0
         self.stepped_at = 0.0  # when a step was sent last
         self._server = server
+        self._handshake = WorkerHandshake(key)
         self._transport: asyncio.Transport | None = None
         self._splitter = wire.Splitter()
         self._paused_at: float | None = None
@@ -93,6 +97,9 @@ class FrontendConnection(asyncio.Protocol):
                 self._take(wire.to_worker.decode(body))
         except (wire.BadFrame, msgspec.MsgspecError) as error:
             log.warning("bad_frame", frontend=self.frontend, error=str(error))
+            self.abort()
+        except Stranger as error:
+            self._server.strange(self, str(error))
             self.abort()
 
     def eof_received(self) -> bool:
@@ -137,14 +144,26 @@ class FrontendConnection(asyncio.Protocol):
             case Stay() if self.frontend:
                 self._server.stay(self, frame)
             case Hello() if not self.frontend and frame.version == wire.VERSION:
-                self.frontend = frame.frontend or "unnamed"
-                self._server.greeted(self, frame)
+                self._meet(frame)
+            case Proof() if not self.frontend:
+                self._welcome(self._handshake.proven(frame))
             case Hello():
                 raise wire.BadFrame(
                     f"hello of version {frame.version}; this worker speaks {wire.VERSION}, once"
                 )
             case _:
                 raise wire.BadFrame("a frame before hello")
+
+    def _meet(self, hello: Hello) -> None:
+        challenge = self._handshake.challenge(hello)
+        if challenge is None:
+            self._welcome(hello)
+        else:
+            self._write(challenge)
+
+    def _welcome(self, hello: Hello) -> None:
+        self.frontend = hello.frontend or "unnamed"
+        self._server.greeted(self, hello)
 
     def send(self, frame: ToFrontend) -> None:
         """Write one frame, behind all steps that it follows; while the frontend does not read, before them."""

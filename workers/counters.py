@@ -39,6 +39,7 @@ class WorkerCounters:
     """One worker's counts since it started."""
 
     requests: int = 0
+    strangers: int = 0  # connections that were refused for want of the fleet's key
     tokens: int = 0
     cancelled: int = 0
     left: int = 0  # computed again elsewhere, though nothing had failed here

@@ -19,6 +19,7 @@ import structlog
 
 from events.codec import new_id
 from events.errors import HoldfastError
+from events.fleet_key import FleetKey
 from events.journal.memory import MemoryJournal, MemoryStream
 from events.journal.nats import NatsJournal
 from events.journal.port import Journal
@@ -133,7 +134,8 @@ def _workers(settings: WorkerSettings, instance: str, links: FleetLinks, stop: S
             config, build_engine(settings), links.journal, links.bus, devices, links.channels, kv
         )
 
-    configs = _configs(settings, instance)
+    key = FleetKey.read(Path(settings.fleet_key_file)) if settings.fleet_key_file else None
+    configs = _configs(settings, instance, key)
     if len(configs) == 1:
         return Alone(make(configs[0]), stop)
     from workers.many import Many
@@ -174,7 +176,7 @@ def _publisher(settings: WorkerSettings, config: WorkerConfig, bus: NatsBus | No
     return KvPublisher(config.name, config.instance, bus.connection)
 
 
-def _configs(settings: WorkerSettings, instance: str) -> list[WorkerConfig]:
+def _configs(settings: WorkerSettings, instance: str, key: FleetKey | None) -> list[WorkerConfig]:
     return [
         WorkerConfig(
             name=name,
@@ -191,6 +193,7 @@ def _configs(settings: WorkerSettings, instance: str) -> list[WorkerConfig]:
             chaos=settings.chaos,
             shares_process=settings.count > 1,
             computes_on_gpus=settings.engine != "openai",
+            key=key,
         )
         for number, name in enumerate(settings.names)
     ]

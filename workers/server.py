@@ -10,6 +10,9 @@ import itertools
 from collections.abc import Callable
 from typing import Protocol
 
+import structlog
+
+from events.fleet_key import FleetKey
 from events.nats.channels import Channels
 from events.wire import Cancel, Chunk, Declined, Generate, Hello, Reserve, Ship, Stay, Welcome
 from workers.connection import FrontendConnection, Patience
@@ -27,6 +30,8 @@ from workers.streams import RequestOrigin, Stream, StreamTable
 STREAMS_PER_CONNECTION_MAX = 4096
 FAULTS = ("engine_error", "non_finite", "stream_incomplete")  # errors that are the engine's own
 LEAVES = "engine_shutdown: this worker is leaving"
+
+log = structlog.get_logger(__name__)
 
 
 class FrontendListener(Protocol):
@@ -48,14 +53,16 @@ class WorkerServer:
         patience: Patience | None = None,
         kv_moves: KvMoveSettings | None = None,
         on_fault: Callable[[str], None] | None = None,
+        key: FleetKey | None = None,
     ) -> None:
-        """`kv_moves`: how KV caches come and go. `on_fault` is told of each engine error that a stream ends with."""
+        """`kv_moves`: how KV caches come and go. `on_fault` is told of each engine error that a stream ends with. `key`: which
+        frontends must know, too; None: anybody may come."""
         self.worker, self.instance = worker, instance
         self.patience = patience or Patience()
         self.blackholed = False
         self.address = ("", 0)
         self.counters = WorkerCounters()
-        self.connections = FrontendConnections(worker)
+        self.connections = FrontendConnections(worker, key)
         self.streams = StreamTable()
         self.engine = engine
         self._on_fault = on_fault
@@ -83,7 +90,7 @@ class WorkerServer:
         sock = listening(host, port)
         self._begin()
         self._listener = await asyncio.get_running_loop().create_server(
-            lambda: FrontendConnection(self), sock=sock, backlog=BACKLOG
+            lambda: FrontendConnection(self, self.connections.key), sock=sock, backlog=BACKLOG
         )
         self.address = sock.getsockname()[:2]
         return self.address
@@ -91,7 +98,9 @@ class WorkerServer:
     async def start_behind(self, channels: Channels, subject: str) -> None:
         """Let frontends in through the broker, on this subject."""
         self._begin()
-        self._listener = await channels.listen(subject, lambda: FrontendConnection(self))
+        self._listener = await channels.listen(
+            subject, lambda: FrontendConnection(self, self.connections.key)
+        )
 
     def _begin(self) -> None:
         self.output.start()
@@ -126,6 +135,12 @@ class WorkerServer:
         connection.send(Welcome(self.worker, self.instance, self.engine.identity.model))
         connection.beaten_at = connection.opened_at
         connection.send(self._heartbeats.beat())
+
+    def strange(self, connection: FrontendConnection, why: str) -> None:
+        """Count a connection that is refused because it does not know the fleet's key."""
+        count = self.counters.strangers = self.counters.strangers + 1
+        if str(count).strip("0") == "1":  # the first, the tenth, the hundredth: he may come again and again
+            log.warning("stranger_refused", worker=self.worker, why=why, so_far=count)
 
     def closed(self, connection: FrontendConnection) -> None:
         """Take a lost connection's streams out of the engine."""

@@ -96,8 +96,12 @@ class InferenceWorker:
             instance=config.instance,
             engine=engine,
             kv_moves=KvMoveSettings(
-                host=config.host, advertise=config.advertise, transport=_kv_transport(config)
+                host=config.host,
+                advertise=config.advertise,
+                transport=_kv_transport(config),
+                key=config.key,
             ),
+            key=config.key,
             on_fault=self._engine_faulted,
         )
         self.faults = RehearsedFaults(config, engine, self.server, lambda: self.fail(Killed()), devices)

@@ -42,6 +42,7 @@ from controller.runtime.settings import ControllerSettings
 from controller.runtime.view import FleetView
 from events.decisions import HealthChanged
 from events.fact import Recorded
+from events.fleet_key import FleetKey
 from events.journal.nats import NatsJournal
 from events.nats.bus import NatsBus
 from events.observations import WorkerJoined, WorkerLeft
@@ -60,7 +61,13 @@ log = structlog.get_logger(__name__)
 
 
 async def run_controller(
-    settings: ControllerSettings, *, nats_url: str, database_url: str | None, data: Path, name: str
+    settings: ControllerSettings,
+    *,
+    nats_url: str,
+    database_url: str | None,
+    data: Path,
+    name: str,
+    key: FleetKey | None = None,
 ) -> int:
     """Decide, or stand by, until SIGTERM (exit 0), or until a person must look: raise HoldfastError, which says why."""
     stop = asyncio.Event()
@@ -75,7 +82,7 @@ async def run_controller(
     journal, bus = connecting.result(), calling.result()
     broker = nats_url if settings.request_plane == "nats" else ""
     async with dialers(broker, f"controller:{name}") as known:
-        controller = ControllerProcess(settings, journal, bus, store, data, known)
+        controller = ControllerProcess(settings, journal, bus, store, data, known, key)
         try:
             await controller.run(stop, nats_url, name)
         finally:
@@ -118,6 +125,7 @@ class ControllerProcess:
         store: StateStore | None,
         data: Path,
         dialers: Mapping[str, Dialer],
+        key: FleetKey | None = None,
     ) -> None:
         clock = SystemClock()
         self._settings = settings
@@ -128,7 +136,7 @@ class ControllerProcess:
         self.lease = Lease(journal.cell(LEASE_KEY), journal.source, clock)
         self.reconciler = Reconciler(journal, self.lease, settings.policy, clock, store=store)
         self.plane = RequestPlaneClient(
-            "canary", replace(PROBER, connections_max=descriptors.connections()), dialers
+            "canary", replace(PROBER, connections_max=descriptors.connections()), dialers, key
         )
         self.metrics = ControllerMetrics(settings.metrics_cardinality)
         self.beats = Beats(clock)

@@ -48,6 +48,11 @@ class FleetDir:
         return self.path / "secrets" / "postgres.json"
 
     @property
+    def key(self) -> Path:
+        """Where the fleet's key is kept, which frontends and workers prove to know."""
+        return self.path / "secrets" / "fleet.key"
+
+    @property
     def logs(self) -> Path:
         """Where every process has its log."""
         return self.path / "logs"

@@ -31,6 +31,7 @@ from events import subjects
 from events.decisions import HealthChanged
 from events.errors import HoldfastError
 from events.fact import Observation, Recorded
+from events.fleet_key import FleetKey
 from events.nats.bus import Bus, NatsBus
 from events.nats.connection import DISCONNECTED
 from events.observations import Profile, WorkerJoined, WorkerLeft
@@ -50,31 +51,42 @@ log = structlog.get_logger(__name__)
 
 
 async def run_frontend(
-    settings: FrontendSettings, *, nats_url: str, database_url: str | None, data: Path, name: str
+    settings: FrontendSettings,
+    *,
+    nats_url: str,
+    database_url: str | None,
+    data: Path,
+    name: str,
+    key: FleetKey | None = None,
 ) -> int:
     """Serve until SIGTERM or SIGINT; then finish what is in flight, within the grace, and return 0.
 
     Raise HoldfastError if it cannot begin: no port, no room for its spool, a journal that cannot be read.
     """
     if settings.static:
-        return await FrontendProcess(settings, name, data).run_static()
+        return await FrontendProcess(settings, name, data, key=key).run_static()
     broker = nats_url if settings.request_plane == "nats" else ""
     async with dialers(broker, f"frontend:{name}") as known:
-        return await FrontendProcess(settings, name, data, known).run(nats_url, database_url)
+        return await FrontendProcess(settings, name, data, known, key).run(nats_url, database_url)
 
 
 class FrontendProcess:
     """One frontend process, composed."""
 
     def __init__(
-        self, settings: FrontendSettings, name: str, data: Path, dialers: Mapping[str, Dialer] | None = None
+        self,
+        settings: FrontendSettings,
+        name: str,
+        data: Path,
+        dialers: Mapping[str, Dialer] | None = None,
+        key: FleetKey | None = None,
     ) -> None:
         self._settings = settings
         self._name = name
         self._data = data
         self._served_at = served.path_of(data, name)
         self._plane = RequestPlaneClient(
-            name, PlaneLimits(connections_max=descriptors.connections()), dialers
+            name, PlaneLimits(connections_max=descriptors.connections()), dialers, key
         )
         self._stop = asyncio.Event()
 

@@ -6,16 +6,19 @@ import gc
 import importlib
 import os
 from collections.abc import Callable
+from pathlib import Path
 
 from controller import logs
 from controller.config.flags import add_flags, gather
 from controller.config.sections import section
 from controller.processes.collector import COLLECT_AT
 from events.errors import BadSetting, HoldfastError
+from events.fleet_key import VARIABLE, FleetKey
 from events.process.imports import trusting_nobody
 from workers.exits import LINGER_S, exit_within
 
 Run = Callable[[argparse.Namespace], int]
+MEETS_WORKERS = ("controller", "frontend")
 
 
 def prepare(role: str, parser: argparse.ArgumentParser) -> Run:
@@ -25,6 +28,11 @@ def prepare(role: str, parser: argparse.ArgumentParser) -> Run:
     parser.add_argument("--name", default=role, help=f"this process's name (default: {role})")
     parser.add_argument("--nats-url", default=os.environ.get("HOLDFAST_NATS_URL", ""), metavar="URL")
     parser.add_argument("--database-url", default=os.environ.get("HOLDFAST_DATABASE_URL", ""), metavar="URL")
+    if role in MEETS_WORKERS:
+        text = "the fleet's key, which workers must know, too (default: none is asked for)"
+        parser.add_argument(
+            "--fleet-key-file", default=os.environ.get(VARIABLE, ""), metavar="FILE", help=text
+        )
     add_flags(parser, model)
 
     def run(args: argparse.Namespace) -> int:
@@ -34,6 +42,7 @@ def prepare(role: str, parser: argparse.ArgumentParser) -> Run:
             raise BadSetting("the projector needs --database-url or HOLDFAST_DATABASE_URL")
         if not args.nats_url and not getattr(settings, "static", None):
             raise BadSetting(f"the {role} needs --nats-url or HOLDFAST_NATS_URL")
+        key = FleetKey.read(Path(args.fleet_key_file)) if getattr(args, "fleet_key_file", "") else None
         # NumPy starts a thread for each core, to multiply matrices: routing has none (a tenth of a frontend's start)
         os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
         with trusting_nobody():  # aiohttp, with which these roles serve, and ask one another over HTTP
@@ -45,6 +54,7 @@ def prepare(role: str, parser: argparse.ArgumentParser) -> Run:
             database_url=args.database_url or None,
             data=args.data,
             name=args.name,
+            **({"key": key} if role in MEETS_WORKERS else {}),
         )
         return _run(work)
 

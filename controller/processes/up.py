@@ -29,6 +29,7 @@ from controller.processes.port import hold
 from controller.processes.restart_plan import frontend_grace_s, plan, projector
 from controller.processes.up_flags import check
 from controller.processes.worker_exits import WorkerExits
+from events import fleet_key
 from events.codec import new_id
 from events.errors import HoldfastError, UsageError
 from events.observations import WorkerLeft
@@ -65,6 +66,7 @@ class FleetSupervisor:
         self.nats = KeptServer(lambda port: start_nats(self.dir.nats, port=port), self._present, Stuck())
         self.database = FleetDatabase(self.dir, os.environ.get("HOLDFAST_DATABASE_URL", ""), self._present)
         self.nats_url = os.environ.get("HOLDFAST_NATS_URL", "")
+        self.key = os.environ.get(fleet_key.VARIABLE, "")
         self.children: list[Child] = []
         self.exits = WorkerExits(self._say_left)
         self.stopping = asyncio.Event()
@@ -120,6 +122,7 @@ class FleetSupervisor:
         await doing
 
     async def _start(self) -> None:
+        self.key = fleet_key.file_of(self.key, self.dir.key)
         database = asyncio.create_task(self._start_database())
         try:
             if not self.nats_url:
@@ -144,6 +147,7 @@ class FleetSupervisor:
         self.dir.remember(
             url=self.url,
             nats_url=self.nats_url,
+            fleet_key_file=self.key,
             **self.database.known(),
             chaos=self.args.chaos,
             pid=os.getpid(),
@@ -162,7 +166,8 @@ class FleetSupervisor:
         self._spawn(self.children[-1])
 
     def _spawn(self, child: Child) -> None:
-        servers = {"HOLDFAST_NATS_URL": self.nats_url, **self.database.environment(child.role)}
+        servers = {"HOLDFAST_NATS_URL": self.nats_url, fleet_key.VARIABLE: self.key}
+        servers |= self.database.environment(child.role)
         try:
             child.start({**servers, **self.exits.begins(child)})
         except OSError as error:  # no process, no memory, no room for its log: perhaps in a moment

@@ -1,5 +1,6 @@
-"""A fleet's database on a host that others use: from a directory of a release before, too, and with no secret in sight."""
+"""A fleet on a host that others use: from a directory of a release before, too, and with no secret in sight."""
 
+import asyncio
 import json
 from pathlib import Path
 
@@ -10,6 +11,9 @@ from release_before import OWNER, lay_database, lay_journal
 from store_databases import execute
 
 from controller.demo.fleet import DemoFleet
+from controller.processes.operator_client import read_all
+from events.observations import WorkerJoined
+from events.wire import Challenge, Generate, Hello, Sampling, Splitter, encode, to_frontend
 
 FAST = ("--workers", "2", "--canary-interval", "0.5")
 
@@ -33,10 +37,11 @@ async def test_a_fleet_of_a_release_before_gets_doors_and_loses_nothing(tmp_path
         rebuilt = holdfast("replay", "rebuild", "--data", str(data))
         assert rebuilt.returncode == 0, rebuilt.stdout + rebuilt.stderr
         assert (await execute(reader, "SELECT count(*) FROM holdfast.fleet_events"))[0][0] >= kept[0]["count"]
+        await no_worker_talks_to_a_stranger(data)
         no_secret_in_sight(fleet)
         assert open_to_others(data) == []
     assert open_to_others(data) == []
-    passwords = json.loads((data / "secrets" / "postgres.json").read_text()).values()
+    passwords = secrets_of(data)
     files = [path for path in data.rglob("*") if path.is_file() and path.parent.name != "secrets"]
     assert [path for path in files if any(p.encode() in path.read_bytes() for p in passwords)] == []
     assert not (data / "postgres" / "database.holdfast").exists()
@@ -60,9 +65,30 @@ async def nobody_else_gets_in(fleet: DemoFleet, reader: str) -> None:
         raise AssertionError(f"{account} got in")
 
 
+async def no_worker_talks_to_a_stranger(data: Path) -> None:
+    """Whoever connects to a worker's port, and asks, is asked for the fleet's key and gets nothing else."""
+    joined = {
+        fact.worker: fact for event in await read_all(data) if isinstance(fact := event.fact, WorkerJoined)
+    }
+    for fact in (joined["w0"], joined["w1"]):
+        host, _, port = fact.url.removeprefix("tcp://").rpartition(":")
+        reader, writer = await asyncio.open_connection(host, int(port))
+        asked = Generate(0, "r", [1, 2, 3], 3, Sampling(max_tokens=4))
+        writer.write(encode(Hello("somebody")) + encode(asked))
+        async with asyncio.timeout(20):
+            heard = [to_frontend.decode(body) for body in Splitter().feed(await reader.read())]
+        writer.close()
+        assert [type(frame) for frame in heard] == [Challenge]
+
+
+def secrets_of(data: Path) -> list[str]:
+    passwords = json.loads((data / "secrets" / "postgres.json").read_text())
+    return [*passwords.values(), (data / "secrets" / "fleet.key").read_text().strip()]
+
+
 def no_secret_in_sight(fleet: DemoFleet) -> None:
     """No password is where others on this host look: among the arguments of processes, in what commands show, in logs."""
-    passwords = json.loads((fleet.data / "secrets" / "postgres.json").read_text()).values()
+    passwords = secrets_of(fleet.data)
     shown = [" ".join(process.cmdline()) for process in fleet.family() if psutil.pid_exists(process.pid)]
     shown += [holdfast("status", *flags, "--data", str(fleet.data)).stdout for flags in ((), ("-o", "json"))]
     shown += [path.read_text() for path in (fleet.data / "run").iterdir()]

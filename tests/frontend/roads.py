@@ -11,6 +11,7 @@ from controller.adapters.embedded.servers import EmbeddedServer
 from controller.adapters.request_plane.client import RequestPlaneClient
 from controller.adapters.request_plane.links import PlaneLimits
 from controller.adapters.request_plane.nats_dialer import NatsDialer
+from events.fleet_key import FleetKey
 from events.nats.channels import Channels
 from events.subjects import PLANE_SCHEME
 
@@ -31,10 +32,12 @@ class Road:
             worker.channels = worker.channels or self.workers
         return worker
 
-    def plane(self, name: str, limits: PlaneLimits | None = None) -> RequestPlaneClient:
+    def plane(
+        self, name: str, limits: PlaneLimits | None = None, key: FleetKey | None = None
+    ) -> RequestPlaneClient:
         """Return a request plane that goes this way."""
         dialers = {PLANE_SCHEME: NatsDialer(self.frontends)} if self.frontends is not None else {}
-        return RequestPlaneClient(name, limits, dialers)
+        return RequestPlaneClient(name, limits, dialers, key)
 
 
 @asynccontextmanager

@@ -23,6 +23,11 @@ COUNTERS: tuple[tuple[str, str, Read], ...] = (
     ("dynamo_component_requests", "Requests taken.", lambda w: w.server.counters.requests),
     ("dynamo_component_cancellation", "Streams that nobody read.", lambda w: w.server.counters.cancelled),
     ("holdfast_worker_tokens", "Tokens said.", lambda w: w.server.counters.tokens),
+    (
+        "holdfast_worker_strangers_refused",
+        "Connections refused because they did not know the fleet's key.",
+        lambda w: w.server.counters.strangers,
+    ),
     ("holdfast_worker_kv_events", "KV events given to the broker.", lambda w: w.kv.said if w.kv else 0),
     (
         "holdfast_worker_kv_events_lost",

@@ -80,6 +80,12 @@ class WorkerSettings(SimulatedSettings, frozen=True, kw_only=True):
     nats_url: Annotated[
         str, Meta(description="the broker; empty: that of the fleet in --data, or serve without a fleet")
     ] = ""
+    fleet_key_file: Annotated[
+        str,
+        Meta(
+            description="a file with the fleet's key, which frontends must know too; empty: that of --data, or none"
+        ),
+    ] = ""
     grace_s: Annotated[
         float, Meta(ge=0, le=86_400, description="seconds that streams may finish in after SIGTERM")
     ] = 60.0

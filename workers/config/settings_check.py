@@ -28,7 +28,7 @@ def load_settings(flags: Mapping[str, Any], environment: Mapping[str, str] | Non
     """Return the settings of this process. Raise BadSetting, naming the setting, its value and what is expected."""
     known = os.environ if environment is None else environment
     given: dict[str, Any] = {}
-    for name in ("nats_url", "data"):  # of the whole fleet
+    for name in ("nats_url", "data", "fleet_key_file"):  # of the whole fleet
         if known.get(f"HOLDFAST_{name.upper()}") and f"{PREFIX}{name.upper()}" not in known:
             given[name] = known[f"HOLDFAST_{name.upper()}"]
     for variable, text in known.items():
@@ -42,7 +42,8 @@ def load_settings(flags: Mapping[str, Any], environment: Mapping[str, str] | Non
     given |= extra
     joins = "data" in given and not given.get("nats_url")
     if joins:
-        given["nats_url"] = _broker_of(Path(given["data"]))
+        given["nats_url"] = _of_fleet(Path(given["data"]), "nats_url")
+        given.setdefault("fleet_key_file", _of_fleet(Path(given["data"]), "fleet_key_file"))
     called = {name: f"extra_engine_args: {their_name(name)}" for name in extra}
     settings = WorkerSettings(**_read(given, called))
     check(settings)
@@ -59,10 +60,10 @@ def _extra(path: Path) -> dict[str, Any]:
         raise BadSetting(f"extra_engine_args = {str(path)!r}: {error}") from error
 
 
-def _broker_of(data: Path) -> str:
-    """Return the broker of the fleet whose data directory this is; empty if there is none."""
+def _of_fleet(data: Path, what: str) -> str:
+    """Return what is known of the fleet whose data directory this is; empty if there is none."""
     try:
-        return str(json.loads((data / "fleet.json").read_text()).get("nats_url", ""))
+        return str(json.loads((data / "fleet.json").read_text()).get(what, ""))
     except (OSError, ValueError):
         return ""
 

@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass
 
+from events.fleet_key import FleetKey
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerConfig:
@@ -20,4 +22,5 @@ class WorkerConfig:
     migration_limit: int | None = None
     chaos: bool = True
     shares_process: bool = False  # with other workers: what ends this one must not end the process
+    key: FleetKey | None = None  # the fleet's: who does not know it is not let in
     computes_on_gpus: bool = True  # itself, not only a server behind it: it ends with a GPU that dies

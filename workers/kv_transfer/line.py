@@ -14,13 +14,21 @@ import msgspec
 import xxhash
 
 from workers.kv_transfer.errors import TransferFailed
-from workers.kv_transfer.messages import Accepted, Ending, KvChunk, Message, Open, TransferRefused
+from workers.kv_transfer.messages import (
+    Accepted,
+    Ending,
+    KvChunk,
+    Message,
+    Open,
+    Opened,
+    TransferRefused,
+)
 
 FRAME_BYTES_MAX = 8 << 20  # the ending has all tokens of the request and the state
 _HEADER = struct.Struct("<IQ")
 _encoder = msgspec.msgpack.Encoder()
 _decoder: msgspec.msgpack.Decoder[Message] = msgspec.msgpack.Decoder(
-    Open | KvChunk | Ending | Accepted | TransferRefused
+    Open | Opened | KvChunk | Ending | Accepted | TransferRefused
 )
 
 

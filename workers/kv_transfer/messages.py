@@ -1,6 +1,6 @@
 """What the two ends of a KV transfer say to each other, and what the target hands out beforehand.
 
-    source ── Open ──▶ target
+    source ── Open ──▶ target                    ── Opened ──▶ source       where both know the fleet's key
     source ── Chunk, Chunk, … ──▶ target         on a socket its bytes follow; in shared memory they lie there
     source ── Ending ──▶ target                  ── Accepted or Refused ──▶ source
 
@@ -74,6 +74,16 @@ class Open(msgspec.Struct, tag="open", array_like=True, frozen=True):
     description: Description
     shared: bool
     version: int = VERSION
+    nonce: bytes = b""
+    proof: bytes = (
+        b""  # that the source knows the fleet's key: of the ticket, which is used once, and the nonce
+    )
+
+
+class Opened(msgspec.Struct, tag="opened", array_like=True, frozen=True):
+    """The target knows the fleet's key, too, and takes what follows. Without a key it says nothing to an Open."""
+
+    proof: bytes
 
 
 class KvChunk(msgspec.Struct, tag="chunk", array_like=True, frozen=True):
@@ -110,7 +120,7 @@ class TransferRefused(msgspec.Struct, tag="refused", array_like=True, frozen=Tru
     reason: str
 
 
-Message = Open | KvChunk | Ending | Accepted | TransferRefused
+Message = Open | Opened | KvChunk | Ending | Accepted | TransferRefused
 
 
 def packed(tokens: Sequence[int]) -> bytes:

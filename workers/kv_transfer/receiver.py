@@ -16,6 +16,7 @@ from typing import TypeVar, cast
 
 import xxhash
 
+from events.fleet_key import FleetKey
 from workers.kv_transfer.errors import TransferFailed
 from workers.kv_transfer.ledger import KvReservation, ReservationPolicy, TransferReservations
 from workers.kv_transfer.line import TransferSocket
@@ -26,6 +27,7 @@ from workers.kv_transfer.messages import (
     Grant,
     KvChunk,
     Open,
+    Opened,
     TransferAddress,
     TransferRefused,
     unpacked,
@@ -80,13 +82,15 @@ class Receiver:
         port: int = 0,
         advertise: str = "",
         transport: Transport | None = None,
+        key: FleetKey | None = None,
     ) -> None:
         """Take in blocks of these descriptions, one of each shard. Listen on this address, and for the own host on a
         Unix socket; sources are told to come to `advertise` (by default `host`). Sources that have this
-        transport too write by it. Raise OSError if it cannot."""
+        transport too write by it. `key`: the fleet's, which sources must know, too. Raise OSError if it cannot."""
         policy = policy or ReservationPolicy()
         self.regions = regions
         self._transport = transport
+        self._key = key
         self._ledger = TransferReservations(own, policy)
         self._rooms: dict[str, _ReservedRoom] = {}
         self._lock = threading.RLock()  # who waits for an arrival may call back when it is settled
@@ -277,11 +281,16 @@ class Receiver:
         message = line.receive()
         if not isinstance(message, Open):
             raise TransferFailed("a transfer begins with the ticket of its reservation")
+        ticket = message.ticket.encode()
+        if self._key is not None and not self._key.proves(message.proof, "source", ticket, message.nonce):
+            raise TransferFailed("the source does not know the fleet's key, or knows another one")
         with self._lock:
             found = _or_fail(self._ledger.open(message, time.monotonic()))
             room = self._rooms[message.ticket]
             room.line, room.shared = line, message.shared
             line.deadline_s = found.deadline_s
+        if self._key is not None:
+            line.send(Opened(self._key.proof("target", ticket, message.nonce)))
         return room
 
     def _take_in(self, line: TransferSocket, room: _ReservedRoom) -> None:

@@ -15,9 +15,11 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import xxhash
 
+from events.fleet_key import FleetKey, nonce
 from workers.kv_transfer.chunks import CHUNK_BYTES
 from workers.kv_transfer.errors import TransferFailed
 from workers.kv_transfer.line import TransferSocket
@@ -29,6 +31,7 @@ from workers.kv_transfer.messages import (
     Grant,
     KvChunk,
     Open,
+    Opened,
     TransferAddress,
     TransferRefused,
     digest,
@@ -108,10 +111,12 @@ class Sender:
         description: Description,
         mappings: Mappings | None = None,
         transport: Transport | None = None,
+        key: FleetKey | None = None,
     ) -> None:
         """Prepare to use a grant, whose time runs from now. Where the target offers its memory to this transport, that
-        is how bytes get there."""
+        is how bytes get there. `key`: the fleet's, which the target must know, too, before it is sent anything."""
         self.grant = grant
+        self._key = key
         self._description = description
         self._mappings = mappings or Mappings()
         self._transport = transport
@@ -137,10 +142,27 @@ class Sender:
         return "shm" if isinstance(self._remote, Mapped) or self._transport is None else self._transport.name
 
     def open(self) -> None:
-        """Connect to the target and say for which reservation."""
+        """Connect to the target and say for which reservation. Raise TransferFailed."""
         self._remote = self._opened()
-        self._line = TransferSocket(_connected(self.grant.endpoint), self._deadline_s)
-        self._say(Open(self.grant.ticket, self._description, self.shared))
+        self._line = line = TransferSocket(_connected(self.grant.endpoint), self._deadline_s)
+        message = Open(self.grant.ticket, self._description, self.shared)
+        if self._key is None:
+            self._say(message)
+            return
+        ticket, said = self.grant.ticket, nonce()
+        proof = self._key.proof("source", ticket.encode(), said)
+        self._say(msgspec.structs.replace(message, nonce=said, proof=proof))
+        try:
+            answer = line.receive()
+            if isinstance(answer, TransferRefused):
+                raise TransferFailed(answer.reason)
+            if not isinstance(answer, Opened) or not self._key.proves(
+                answer.proof, "target", ticket.encode(), said
+            ):
+                raise TransferFailed("the target does not know the fleet's key, or knows another one")
+        except TransferFailed as error:
+            with self._lock:
+                raise self._ended(str(error)) from error
 
     def _opened(self) -> Remote | None:
         grant = self.grant
@@ -238,6 +260,10 @@ class Sender:
             self._line.deadline_s = time.monotonic() + REASON_S
             with contextlib.suppress(TransferFailed):  # it gave none
                 reason = _reason(self._line.receive())
+        return self._ended(reason)
+
+    def _ended(self, reason: str) -> TransferFailed:
+        """Close, for this reason."""
         if self._cancelled:
             reason = "it was cancelled"
         self.close()

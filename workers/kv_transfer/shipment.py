@@ -5,6 +5,7 @@ import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
+from events.fleet_key import FleetKey
 from workers.kv_transfer.messages import Buffer, Description, Grant, TransferRefused
 from workers.kv_transfer.receiver import Arrived, Receiver
 from workers.kv_transfer.sender import Mappings, Sender
@@ -31,9 +32,10 @@ class Shipment:
         mappings: Mappings | None = None,
         threads: ThreadPoolExecutor | None = None,
         transport: Transport | None = None,
+        key: FleetKey | None = None,
     ) -> None:
         """Prepare to use a grant, whose time runs from now. Without `threads` it makes one for itself."""
-        self._sender = Sender(grant, description, mappings, transport)
+        self._sender = Sender(grant, description, mappings, transport, key)
         self._own = ThreadPoolExecutor(1, thread_name_prefix="kv-send") if threads is None else None
         self._threads = threads or self._own
         self._turn = threading.Lock()  # one call after the other: a socket is not closed while it is used

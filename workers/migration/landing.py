@@ -81,6 +81,7 @@ class Landing:
                 settings.host,
                 advertise=settings.advertise,
                 transport=self._transport(),
+                key=settings.key,
             )
         except OSError as error:
             regions.close()

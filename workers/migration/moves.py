@@ -50,7 +50,7 @@ class WorkerMigrations:
         settings = settings or KvMoveSettings()
         self._make_transport = settings.transport
         self._transport: Transport | None = None
-        self.trust = Trust(self._distrusted, lambda: self._transport)
+        self.trust = Trust(self._distrusted, lambda: self._transport, settings.key)
         self.landing = Landing(instance, lambda: engine.kv, settings, lambda: self._transport)
         self.source = OutgoingMigrations(engine, self.trust, counters, stays, settings.piece_bytes)
         self.target = IncomingMigrations(

@@ -4,6 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from events.fleet_key import FleetKey
 from workers.kv_transfer.ledger import ReservationPolicy
 from workers.kv_transfer.regions import ROOT
 from workers.kv_transfer.transport import Transport
@@ -19,6 +20,7 @@ class KvMoveSettings:
     policy: ReservationPolicy | None = None  # None: the receiver's own
     piece_bytes: int = 16 << 20  # copied out of an engine at once, for each shard
     take_bytes: int = 64 << 20  # copied into an engine at once, for each shard
+    key: FleetKey | None = None  # the fleet's: both ends of a transfer prove that they know it
     transport: Callable[[], Transport] | None = (
         None  # makes a way besides shared memory and sockets; may take seconds
     )

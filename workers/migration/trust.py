@@ -18,6 +18,7 @@ from typing import Any, Protocol
 import structlog
 
 from events.errors import HoldfastError
+from events.fleet_key import FleetKey
 from workers.kv_transfer.messages import Buffer, Description, Grant
 from workers.kv_transfer.transport import Transport
 
@@ -71,14 +72,18 @@ class Trust:
     """The doubts about what one worker computes, and its only way out for KV caches."""
 
     def __init__(
-        self, lost: Callable[[str], None], transport: Callable[[], Transport | None] = lambda: None
+        self,
+        lost: Callable[[str], None],
+        transport: Callable[[], Transport | None] = lambda: None,
+        key: FleetKey | None = None,
     ) -> None:
         """Trust it. `lost` is told why, at each new doubt. `transport`: by which to send to targets that have it too, besides
-        shared memory and sockets."""
+        shared memory and sockets. `key`: the fleet's, which targets must know."""
         self.losses = 0
         self.turns = 0  # doubts that came, and that went: two equal numbers have no doubt in between
         self._lost = lost
         self._transport = transport
+        self._key = key
         self._doubts: dict[str, str] = {}
         self._shipments: weakref.WeakSet[OutgoingShipment] = weakref.WeakSet()
         self._threads: ThreadPoolExecutor | None = None
@@ -138,7 +143,7 @@ class Trust:
 
         self.check()
         self._threads = self._threads or ThreadPoolExecutor(THREADS_MAX, thread_name_prefix="kv-send")
-        made = Shipment(grant, description, self._mappings, self._threads, self._transport())
+        made = Shipment(grant, description, self._mappings, self._threads, self._transport(), self._key)
         self._shipments.add(made)
         return made
 

@@ -4,6 +4,7 @@ import asyncio
 
 import structlog
 
+from events.fleet_key import FleetKey
 from events.wire import ToFrontend
 from workers.connection import FrontendConnection
 
@@ -15,7 +16,9 @@ log = structlog.get_logger(__name__)
 class FrontendConnections:
     """The open connections of one worker."""
 
-    def __init__(self, worker: str) -> None:
+    def __init__(self, worker: str, key: FleetKey | None = None) -> None:
+        """None yet. `key`: the fleet's, which they must know."""
+        self.key = key
         self.open: set[FrontendConnection] = set()
         self.none_open = asyncio.Event()  # a flag
         self.none_open.set()

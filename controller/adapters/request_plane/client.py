@@ -12,6 +12,7 @@ from controller.adapters.request_plane.dialers import Dialer
 from controller.adapters.request_plane.links import Address, PlaneLimits, WorkerLinks
 from controller.ports import Sink, TransferSink, WorkerUnreachable
 from controller.router.trust import TrustedSource
+from events.fleet_key import FleetKey
 from events.wire import Chunk, Generate, Load, Reserved, Welcome, Why
 
 
@@ -19,11 +20,16 @@ class RequestPlaneClient:
     """All streams of one frontend (or prober)."""
 
     def __init__(
-        self, client: str, limits: PlaneLimits | None = None, dialers: Mapping[str, Dialer] | None = None
+        self,
+        client: str,
+        limits: PlaneLimits | None = None,
+        dialers: Mapping[str, Dialer] | None = None,
+        key: FleetKey | None = None,
     ) -> None:
-        """`dialers` by the scheme of the addresses for which they are; that of `tcp:` is always there."""
+        """`dialers` by the scheme of the addresses for which they are; that of `tcp:` is always there. `key`: the fleet's, which
+        workers must know, too; None: they need not."""
         self._limits = limits or PlaneLimits()
-        self._links = WorkerLinks(client, self._limits, dialers or {})
+        self._links = WorkerLinks(client, self._limits, dialers or {}, key)
         self._by_worker = self._links.by_worker
         self._numbers = itertools.count(1)  # of streams; never used twice, over all connections
         self.watch = self._links.watch
@@ -99,6 +105,11 @@ class RequestPlaneClient:
             return False
         due = detector.heard_at + (limits.lately_busy_s if detector.open_streams else limits.lately_s)
         return self.watch.look_due <= due or asyncio.get_running_loop().time() <= due
+
+    def why(self, worker: str) -> str:
+        """Return why the last attempt to connect to a worker failed; nothing if none did since it was connected last."""
+        link = self._by_worker.get(worker)
+        return "" if link is None else link.why
 
     def load(self, worker: str) -> Load | None:
         """Return the load that the worker reported last; None if it is not connected."""

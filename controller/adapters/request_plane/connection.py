@@ -19,6 +19,7 @@ from controller.adapters.request_plane.reported_load import ReportedLoad
 from controller.adapters.request_plane.reservations import StreamReservations
 from controller.ports import LostCause, Sink, TransferSink, WorkerUnreachable
 from events import wire
+from events.fleet_key import FleetKey, FrontendHandshake, Stranger
 
 log = structlog.get_logger(__name__)
 
@@ -30,12 +31,18 @@ class WorkerConnection(asyncio.Protocol):
     """A connection from Hello to its end."""
 
     def __init__(
-        self, frontend: str, policy: HangPolicy, changed: Callable[[], None], process: Process | None = None
+        self,
+        frontend: str,
+        policy: HangPolicy,
+        changed: Callable[[], None],
+        process: Process | None = None,
+        key: FleetKey | None = None,
     ) -> None:
         self._frontend = frontend
         self._changed = changed
         self._loop = asyncio.get_running_loop()
         self._split = wire.Splitter()
+        self._handshake = FrontendHandshake(key)
         self._transport: asyncio.Transport | None = None
         self._sinks: dict[int, Sink] = {}
         self._reservations = StreamReservations()
@@ -46,6 +53,7 @@ class WorkerConnection(asyncio.Protocol):
         self.draining = False
         self.live = False  # the worker has welcomed us and the connection stands
         self.instance = ""  # of the worker, once it has welcomed us
+        self.stranger = ""  # why the other side is one
         self.late = 0  # chunks of streams that nobody reads any more
         self.greeted: asyncio.Future[wire.Welcome] = self._loop.create_future()
         self.ended: asyncio.Future[None] = self._loop.create_future()
@@ -54,7 +62,7 @@ class WorkerConnection(asyncio.Protocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)  # uvloop's is not a subclass
-        self._transport.write(wire.encode(wire.Hello(frontend=self._frontend)))
+        self._transport.write(wire.encode(self._handshake.hello(self._frontend)))
 
     def data_received(self, data: bytes) -> None:
         self.detector.hear(self._loop.time())
@@ -82,10 +90,14 @@ class WorkerConnection(asyncio.Protocol):
                     self.welcomed(frame)
                 elif type(frame) is wire.Committed:
                     self._committed(frame)
+                elif type(frame) is wire.Challenge:
+                    self._tell(self._handshake.answer(frame))
                 else:
                     self._reservations.take(frame)
         except (wire.BadFrame, msgspec.MsgspecError) as error:
             wrong = f"the worker sent what is not a frame: {error}"
+        except Stranger as error:
+            wrong = self.stranger = str(error)
         if steps:
             self._stepped(steps, said)
         if wrong:
@@ -103,7 +115,10 @@ class WorkerConnection(asyncio.Protocol):
     # --- what comes in ------------------------------------------------------------------------------------
 
     def welcomed(self, frame: wire.Welcome) -> None:
-        """The worker has said who it is: from now on it can be asked."""
+        """The worker has said who it is: from now on it can be asked. Raise Stranger if it has to prove that it knows the fleet's
+        key, and has not."""
+        if not self._handshake.proven:
+            raise Stranger("the worker does not ask for the fleet's key: start it with --fleet-key-file, or with --data")
         if not self.greeted.done():
             self.greeted.set_result(frame)
             self.live, self.instance = self._transport is not None, frame.instance

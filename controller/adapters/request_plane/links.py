@@ -22,6 +22,7 @@ from controller.adapters.request_plane.dialers import Dialer, TcpDialer
 from controller.adapters.request_plane.hang import HangPolicy, Process
 from controller.adapters.request_plane.hang_watch import HangWatch
 from controller.ports import WorkerUnreachable
+from events.fleet_key import FleetKey
 from events.observations import WorkerJoined
 from events.subjects import PLANE_SCHEME
 from events.wire import Welcome
@@ -80,6 +81,7 @@ class WorkerLink:
     connection: WorkerConnection | None = None
     task: asyncio.Task[None] | None = None
     failures: int = 0  # in a row
+    why: str = ""  # the last attempt failed
     up: asyncio.Event = field(default_factory=asyncio.Event)  # a flag: it is connected
 
     @property
@@ -95,11 +97,15 @@ class WorkerLink:
 class WorkerLinks:
     """All connections of one process to workers."""
 
-    def __init__(self, client: str, limits: PlaneLimits, dialers: Mapping[str, Dialer]) -> None:
-        """`client` is who we say we are, `dialers` by the scheme of the addresses for which they are, beside TCP's."""
+    def __init__(
+        self, client: str, limits: PlaneLimits, dialers: Mapping[str, Dialer], key: FleetKey | None = None
+    ) -> None:
+        """`client` is who we say we are, `dialers` by the scheme of the addresses for which they are, beside TCP's; `key`: the
+        fleet's, which workers must know, too."""
         self.by_worker: dict[str, WorkerLink] = {}
         self._client = client
         self._limits = limits
+        self._key = key
         self._processes: dict[str, Process] = {}
         self._dialers: dict[str, Dialer] = {"tcp": TcpDialer(), **dialers}
         self._group: asyncio.TaskGroup | None = None
@@ -223,20 +229,16 @@ class WorkerLinks:
             try:
                 with self._counted(link):
                     connection = await self._dial(link)
-                    link.failures = 0
+                    link.failures, link.why = 0, ""
                     link.up.set()
                     log.info("worker_connected", worker=link.worker, instance=link.instance)
                     self._changed()
                     await connection.ended
             except (OSError, TimeoutError, UnicodeError, WorkerUnreachable) as error:
                 link.failures += 1
+                link.why = str(error) or type(error).__name__
                 if link.failures in (1, 10):
-                    log.info(
-                        "worker_unreachable",
-                        worker=link.worker,
-                        url=link.address.url,
-                        error=str(error) or type(error).__name__,
-                    )
+                    log.info("worker_unreachable", worker=link.worker, url=link.address.url, error=link.why)
                 await asyncio.sleep(self._backoff_s(link))
                 continue
             link.connection = None
@@ -261,14 +263,14 @@ class WorkerLinks:
         async with asyncio.timeout(self._limits.connect_s):
             connection = await dialer.connect(
                 link.address.url,
-                lambda kind: kind(self._client, self._limits.hang, self._changed, link.process),
+                lambda kind: kind(self._client, self._limits.hang, self._changed, link.process, self._key),
             )
         link.connection = connection
         try:
             async with asyncio.timeout(self._limits.welcome_s):
                 await asyncio.wait((connection.greeted,))
             if connection.greeted.cancelled():
-                raise WorkerUnreachable("it closed the connection without a welcome")
+                raise WorkerUnreachable(connection.stranger or "it closed the connection without a welcome")
             welcome = connection.greeted.result()
             known = not link.address.instance or welcome.instance == link.address.instance
             if not known or (link.address.instance and welcome.worker != link.worker):

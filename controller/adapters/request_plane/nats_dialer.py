@@ -15,6 +15,7 @@ from controller.adapters.request_plane.dialers import Dialer, Make
 from controller.adapters.request_plane.hang import HangPolicy, Process
 from controller.ports import Sink, WorkerUnreachable
 from events import subjects
+from events.fleet_key import FleetKey
 from events.nats.channel import Channel, NobodyListens
 from events.nats.channels import Channels
 from events.wire import Generate
@@ -28,9 +29,14 @@ class ChannelConnection(WorkerConnection):
     """A connection over a channel."""
 
     def __init__(
-        self, frontend: str, policy: HangPolicy, changed: Callable[[], None], process: Process | None = None
+        self,
+        frontend: str,
+        policy: HangPolicy,
+        changed: Callable[[], None],
+        process: Process | None = None,
+        key: FleetKey | None = None,
     ) -> None:
-        super().__init__(frontend, policy, changed, process)
+        super().__init__(frontend, policy, changed, process, key)
         self._channel: Channel | None = None
         self._unread: deque[tuple[int, int]] = deque()  # requests: where in our stream each ends, its number
         self._read_to = 0  # of the broker's bytes: what lay unread when this silence was first asked about

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import msgspec
 
+from events.fleet_key import FleetKey
 from workers.kv_transfer.ledger import ReservationPolicy
 from workers.kv_transfer.messages import Description, Grant, TransferAddress
 from workers.kv_transfer.nixl import Nixl
@@ -42,11 +43,15 @@ def by(way: str, grant: Grant) -> Grant:
 
 @contextmanager
 def receiving(
-    root: Path | None, of: Description = KV, transport: Transport | None = None, **policy: object
+    root: Path | None,
+    of: Description = KV,
+    transport: Transport | None = None,
+    key: FleetKey | None = None,
+    **policy: object,
 ) -> Iterator[tuple[Receiver, Regions]]:
     """Run a target in this process."""
     regions = Regions(f"target-{os.getpid()}", root)
-    receiver = Receiver((of,), regions, ReservationPolicy(**policy), transport=transport)  # type: ignore[arg-type]
+    receiver = Receiver((of,), regions, ReservationPolicy(**policy), transport=transport, key=key)  # type: ignore[arg-type]
     try:
         yield receiver, regions
     finally:

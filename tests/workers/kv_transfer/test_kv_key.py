@@ -1,0 +1,91 @@
+"""A KV cache goes to nobody, and comes from nobody, who does not know the fleet's key."""
+
+import socket
+import threading
+import time
+from contextlib import closing
+from pathlib import Path
+
+import msgspec
+import pytest
+from kv_kit import BLOCKS, KV, TOKENS, WAYS, by, content, receiving
+
+from events.fleet_key import FleetKey
+from workers.kv_transfer.errors import TransferFailed
+from workers.kv_transfer.line import TransferSocket
+from workers.kv_transfer.messages import Grant, Open, Opened, TransferAddress, TransferRefused
+from workers.kv_transfer.receiver import Arrived, Receiver
+from workers.kv_transfer.sender import Sender
+
+OURS, OTHERS = FleetKey(b"the fleet's own key"), FleetKey(b"another fleet's key")
+
+
+def reserved(receiver: Receiver) -> Grant:
+    grant = receiver.reserve(KV, BLOCKS, TOKENS[:10])
+    assert isinstance(grant, Grant), grant
+    return grant
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_between_two_that_know_it_everything_arrives(tmp_path: Path, way: str) -> None:
+    with receiving(tmp_path, key=OURS) as (receiver, _):
+        grant = reserved(receiver)
+        sender = Sender(by(way, grant), KV, key=OURS)
+        sender.open()
+        sender.finish(content(BLOCKS), TOKENS, 50)
+        arrived = receiver.arrival(grant.ticket).result(20)
+        assert (
+            isinstance(arrived, Arrived) and bytes(arrived.memory) == content(BLOCKS)[: len(arrived.memory)]
+        )
+
+
+@pytest.mark.parametrize("key", [None, OTHERS])
+@pytest.mark.parametrize("way", WAYS)
+def test_a_source_that_does_not_know_it_is_refused(tmp_path: Path, way: str, key: FleetKey | None) -> None:
+    with receiving(tmp_path, key=OURS) as (receiver, _):
+        sender = Sender(by(way, reserved(receiver)), KV, key=key)
+        with pytest.raises(TransferFailed, match="the source does not know the fleet's key"):
+            sender.open()
+            sender.finish(content(BLOCKS), TOKENS, 50)
+
+
+def test_a_ticket_that_a_stranger_tries_is_still_its_owners(tmp_path: Path) -> None:
+    with receiving(tmp_path, key=OURS) as (receiver, _):
+        grant = reserved(receiver)
+        with pytest.raises(TransferFailed):
+            Sender(grant, KV, key=OTHERS).open()
+        sender = Sender(grant, KV, key=OURS)
+        sender.open()
+        sender.finish(content(BLOCKS), TOKENS, 50)
+        assert isinstance(receiver.arrival(grant.ticket).result(20), Arrived)
+
+
+@pytest.mark.parametrize("answer", [Opened(b"p" * 32), TransferRefused("no"), None])
+def test_a_stranger_at_the_targets_port_gets_no_byte_of_it(
+    tmp_path: Path, answer: Opened | TransferRefused | None
+) -> None:
+    """The target has died, and somebody else listens where it did."""
+    heard: list[object] = []
+    with (
+        closing(socket.create_server(("127.0.0.1", 0))) as port,
+        receiving(tmp_path, key=OURS) as (receiver, _),
+    ):
+        place = TransferAddress("127.0.0.1", port.getsockname()[1])
+        grant = msgspec.structs.replace(reserved(receiver), endpoint=place, region="", seconds=2.0)
+
+        def listen() -> None:
+            line = TransferSocket(port.accept()[0], time.monotonic() + 20)
+            heard.append(line.receive())
+            if answer is not None:
+                line.send(answer)
+            try:
+                heard.append(line.receive())
+            except TransferFailed:
+                line.close()
+
+        stranger = threading.Thread(target=listen)
+        stranger.start()
+        with pytest.raises(TransferFailed):
+            Sender(grant, KV, key=OURS).open()
+        stranger.join(20)
+        assert [type(one) for one in heard] == [Open]
