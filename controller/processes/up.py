@@ -32,6 +32,7 @@ from controller.processes.worker_exits import WorkerExits
 from events import fleet_key
 from events.codec import new_id
 from events.errors import HoldfastError, UsageError
+from events.journal.port import JournalUnavailable
 from events.observations import WorkerLeft
 from events.process import descriptors
 from events.process.presence import announce
@@ -41,6 +42,7 @@ READY_WITHIN_S = 60.0
 POLL_S = 0.05
 TRIM_EVERY_S = 10.0
 BURY_EVERY_S = 1.0
+FOLLOW_AGAIN_S = 1.0
 STOP_GRACE_S = 10.0
 CLOSE_S = 3.0  # of a frontend, after its grace
 LIVES_BEFORE_GIVING_UP = 5  # of one part, before the fleet was ever ready
@@ -72,6 +74,7 @@ class FleetSupervisor:
         self.stopping = asyncio.Event()
         self.ready = False
         self.journal: Any = None
+        self._following: asyncio.Task[None] | None = None
 
     @property
     def url(self) -> str:
@@ -182,6 +185,25 @@ class FleetSupervisor:
         self.journal = await NatsJournal.connect(
             self.nats_url, f"supervisor:{new_id()}", self.dir.path / "spool" / "supervisor"
         )
+        self._following = asyncio.create_task(self._follow())
+
+    async def _follow(self) -> None:
+        """Hear from the journal, from now on, whom the fleet holds for dead."""
+        after: int | None = None
+        while True:
+            try:
+                after = await self.journal.last_seq() if after is None else after
+                async for batch in self.journal.read(after):
+                    children = {child.pid: child.name for child in self.children if child.pid is not None}
+                    for recorded in batch:
+                        self.exits.hear(recorded.fact, children)
+                    after = batch[-1].seq
+            except JournalUnavailable:
+                pass  # it is on its way back
+            except HoldfastError as error:
+                warn(f"whom the fleet holds for dead cannot be read: {error}")
+                after = None
+            await asyncio.sleep(FOLLOW_AGAIN_S)
 
     async def _until_ready(self, began: float) -> None:
         url = self.url
@@ -219,6 +241,8 @@ class FleetSupervisor:
             status = child.ended()
             if status is not None:
                 self._ended(child, status)
+            elif said := self.exits.carry_out(child, time.monotonic()):
+                warn(said)
             if child.due():
                 self._spawn(child)
         self.nats.check()
@@ -257,6 +281,9 @@ class FleetSupervisor:
         for role in ("frontend", "worker", "controller", "projector"):
             within_s = frontend_grace_s() + CLOSE_S if role == "frontend" else STOP_GRACE_S
             await end([child for child in self.children if child.role == role], within_s, self.exits.ended)
+        if self._following is not None:
+            self._following.cancel()
+            await asyncio.wait((self._following,))
         if self.journal is not None:
             await self.journal.close()
         await self.database.stop()

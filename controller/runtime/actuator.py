@@ -1,5 +1,6 @@
 """Makes the world agree with the fold: workers that are to drain are told so, those that are resumed, and those whose
 instance was declared dead and that live all the same: DEAD is for ever, so such a process ends, and its successor joins.
+One that hangs among others of its process, which are heard, is told so too: it ends alone, and nobody could signal it.
 So does one whose name another process took and left again; as long as that one lives, two would take it from each other.
 One that is convicted of wrong answers, or whose device failed, is told that too: it sends its KV caches nowhere.
 
@@ -9,7 +10,7 @@ less often; that it is gone is for others to say.
 """
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -105,8 +106,10 @@ class Actuator:
         workers = self._view.fleet.workers
         for name in self._tries.keys() - workers.keys():
             del self._tries[name]
+        lost = any(not worker.alive and not worker.health.exit.left for worker in workers.values())
+        heard = self._processes() if lost else set()
         for name, worker in workers.items():
-            instance, command = worker.joined.instance, self._command(worker)
+            instance, command = worker.joined.instance, self._command(worker, heard)
             if command is None and not worker.alive:
                 instance, command = self._displaced(worker)
             known = self._tries.get(name)
@@ -119,18 +122,26 @@ class Actuator:
                 found[name] = command
         return found
 
-    def _command(self, worker: Worker) -> ActuatorCommand | None:
-        """Return what the worker must be told; None if its last beat agrees, or if there is nobody to tell."""
+    def _command(self, worker: Worker, heard: Container[tuple[str, int]]) -> ActuatorCommand | None:
+        """Return what the worker must be told; None if its last beat agrees, or if there is nobody to tell. `heard`: processes
+        that live, by one of their workers."""
         health = worker.health
         beat = self._beats.fresh(worker.joined.worker, worker.joined.instance, BEAT_FRESH_S)
         if not worker.alive:
-            return "retire" if beat is not None and not health.exit.left else None
+            lives = beat is not None or _process(worker) in heard
+            return "retire" if lives and not health.exit.left else None
         if beat is not None and beat.convicted is not bool(_doubts(worker)):
             return "trust" if beat.convicted else "distrust"
         draining = worker.drain.active or (health.status is HealthStatus.DRAINING and not health.exit.resumed)
         if draining:
             return None if beat is not None and beat.draining else "drain"
         return "resume" if beat is not None and beat.draining and not health.exit.leaving else None
+
+    def _processes(self) -> set[tuple[str, int]]:
+        """Return the processes that are heard of, though perhaps not from all of their workers."""
+        workers, fresh = self._view.fleet.workers, self._beats.fresh
+        heard = (w for n, w in workers.items() if fresh(n, w.joined.instance, BEAT_FRESH_S) is not None)
+        return {_process(worker) for worker in heard if worker.joined.topology.host}
 
     def _displaced(self, worker: Worker) -> tuple[str, ActuatorCommand | None]:
         """Return a former instance of a dead worker that lives all the same, and that it is to end."""
@@ -161,6 +172,10 @@ class Actuator:
         elif not trying.told:
             trying.told = True
             log.info("worker_told", worker=name, wish=command)
+
+
+def _process(worker: Worker) -> tuple[str, int]:
+    return worker.joined.topology.host, worker.joined.pid
 
 
 def _doubts(worker: Worker) -> tuple[str, ...]:

@@ -18,6 +18,7 @@ from events.observations import (
     DeviceRecovered,
     DrainRequested,
     ResumeRequested,
+    Topology,
     WorkerLeft,
     WorkerSilent,
 )
@@ -165,6 +166,27 @@ async def test_a_worker_that_was_declared_dead_and_lives_is_told_to_end() -> Non
         assert "retire" not in {what for what, _ in told.heard}, "nothing is heard of it"
         await told.pass_time(3)
     assert told.heard[-1] == ("retire", {"instance": "w1-1"})
+
+
+async def test_one_that_hangs_among_others_of_its_process_and_was_declared_dead_is_told_to_end() -> None:
+    async with Told().running() as told:
+        process = {"pid": 17, "topology": Topology(host="here")}
+        for worker, more in (("w2", process), ("w3", process), ("w4", {**process, "pid": 18})):
+            told.world.join(worker, **more)
+        await told.bus.subscribe(subjects.retire("w2"), told.on_retire)
+        await told.bus.subscribe(subjects.retire("w4"), told.on_retire)
+        for worker in ("w2", "w4"):
+            told.world.journal.observe(
+                WorkerSilent(worker=worker, instance=f"{worker}-1", silent_s=3.0, observer="c")
+            )
+        told.world.turn()
+        await told.world.until(lambda: not told.world.fleet.workers["w2"].alive, 200)
+        await told.pass_time(3)
+        assert not told.heard, "nothing is heard of the whole process"
+        body = {"worker": "w3", "instance": "w3-1", "draining": False, "load": {}}
+        await told.bus.publish(subjects.beat("w3"), {**body, "at": told.world.clock.now().isoformat()})
+        await told.world.pass_time(1.0)
+    assert told.heard == [("retire", {"instance": "w2-1"})]
 
 
 async def test_a_worker_whose_name_another_took_and_left_is_told_to_end() -> None:

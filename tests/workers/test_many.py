@@ -160,6 +160,23 @@ async def test_a_hung_one_can_be_killed(house: House, eventually: Eventually) ->
     assert (await house.bus.request(subjects.resume("w0"), {}))["draining"] is False
 
 
+async def test_a_hung_one_that_the_fleet_holds_for_dead_ends_and_comes_back(
+    house: House, eventually: Eventually
+) -> None:
+    await house.chaos("w0", "hang")
+    assert await house.bus.request(subjects.retire("w0"), {"instance": "i0"}) == {"retired": True}
+    await eventually(lambda: len(house.lives("w0")) == 2 and len(house.bus.entries) == 3)
+    assert (await house.bus.request(subjects.resume("w0"), {}))["draining"] is False
+    assert house.lives("w1") == ["i1"]
+
+
+async def test_a_hung_one_can_be_healed(house: House) -> None:
+    await house.chaos("w0", "hang")
+    await house.chaos("w0", "heal")
+    assert not house.many.workers[0].faults.hung
+    assert not house.many.workers[0].server.blackholed
+
+
 async def test_one_whose_engine_dies_falls_alone(house: House, eventually: Eventually) -> None:
     await house.chaos("w2", "die")
     await eventually(lambda: len(house.lives("w2")) == 2)

@@ -72,7 +72,7 @@ class RehearsedFaults:
         duration_s, rank = number(body, "duration", 0.0), int(number(body, "rank", 0.0))
         if not self._config.chaos:
             raise HoldfastError("this worker was told to refuse rehearsed faults (HOLDFAST_WORKER_CHAOS)")
-        if self.hung and fault not in ("kill", "unhang"):
+        if self.hung and fault not in ("kill", "unhang", "heal"):
             return None
         ranks = self._engine.identity.tp * self._engine.identity.dp
         if rank >= ranks:
@@ -128,6 +128,7 @@ class RehearsedFaults:
             self._swallow(fault, True)
             return True
         if fault == "heal":
+            self._signalled("unhang")
             self._swallow("blackhole", False)
             self._engine.chaos(fault, argument)
             if self._devices is not None:

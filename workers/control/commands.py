@@ -81,8 +81,10 @@ class WorkerCommands:
         }
 
     def heeds(self, subject: str) -> bool:
-        """Whether a request on this subject is answered: one that is hung hears of nothing but faults."""
-        return not self._faults.hung or subject == subjects.chaos(self._config.name)
+        """Whether a request on this subject is answered: one that is hung hears of nothing but faults, and of its death,
+        which ends it as SIGKILL ends a process that is stopped."""
+        name = self._config.name
+        return not self._faults.hung or subject in (subjects.chaos(name), subjects.retire(name))
 
     def stop(self) -> None:
         """Leave a drain to whoever ends the worker now."""

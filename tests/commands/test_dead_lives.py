@@ -1,0 +1,156 @@
+"""`holdfast up` ends a worker process that the fleet holds for dead, hung or not, and starts another."""
+
+import asyncio
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from controller.processes.children import Child
+from controller.processes.worker_exits import GRACE_S, WorkerExits
+from events.decisions import HealthChanged, HealthStatus
+from events.journal.memory import MemoryJournal, MemoryStream
+from events.observations import Profile, WorkerJoined, WorkerLeft
+
+OBEYS = "import signal, time; print(flush=True)\nwhile True: time.sleep(60)"
+STUBBORN = (
+    "import signal, time; signal.signal(15, signal.SIG_IGN); print(flush=True)\nwhile True: time.sleep(60)"
+)
+
+
+class Supervised:
+    """One worker process, and what its supervisor hears and says."""
+
+    def __init__(self, folder: Path, program: str, workers: int = 1) -> None:
+        self.stream = MemoryStream()
+        self.exits = WorkerExits(MemoryJournal(self.stream, "supervisor").observe)
+        self.child = Child("w0", "worker", [sys.executable, "-c", program], folder / "w0.log", {}, workers)
+        self.instance = ""
+
+    def start(self) -> None:
+        told = self.exits.begins(self.child)
+        self.instance = told["HOLDFAST_WORKER_INSTANCE"]
+        self.child.start(told)
+
+    def decide(self, worker: str, instance: str, reason: str = "drained: left") -> None:
+        after = HealthStatus.DEAD
+        about = {"worker": worker, "instance": instance, "reason": reason, "weight": 0.0}
+        now = MemoryStream().clock()
+        self.hear(HealthChanged(**about, before=HealthStatus.DRAINING, after=after, decided_at=now, cause=""))
+
+    def hear(self, fact: HealthChanged | WorkerJoined) -> None:
+        assert self.child.pid is not None
+        self.exits.hear(fact, {self.child.pid: self.child.name})
+
+    async def ended(self) -> int:
+        status: list[int] = []
+
+        def look() -> bool:
+            found = self.child.ended()
+            status.extend([] if found is None else [found])
+            return bool(status)
+
+        await until(look)
+        self.exits.ended(self.child, status[0])
+        return status[0]
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(20):
+        while not condition():  # noqa: ASYNC110 (another process)
+            await asyncio.sleep(0.01)
+
+
+async def running(folder: Path, program: str, workers: int = 1) -> Supervised:
+    one = Supervised(folder, program, workers)
+    one.start()
+    await until(lambda: bool(one.child.log.read_text()))
+    return one
+
+
+async def test_a_stopped_process_whose_instance_is_dead_is_ended_and_another_started(tmp_path: Path) -> None:
+    one = await running(tmp_path, OBEYS)
+    assert one.child.pid is not None
+    os.kill(one.child.pid, signal.SIGSTOP)
+    assert one.exits.carry_out(one.child, 0.0) == ""
+    one.decide("w0", "its former life")
+    one.decide("w1", one.instance)
+    assert one.exits.carry_out(one.child, 0.0) == ""
+    one.decide("w0", one.instance)
+    said = one.exits.carry_out(one.child, 0.0)
+    assert said == "the fleet holds w0 for dead (drained: left), but its process lives: ending it"
+    assert await one.ended() == -signal.SIGTERM
+    assert [event.fact for event in one.stream.events] == [
+        WorkerLeft(worker="w0", instance=one.instance, mode="immediate", exit=143)
+    ]
+    await until(one.child.due)
+    one.start()
+    assert one.exits.carry_out(one.child, 1e9) == "", "the sentence was of its former life"
+    one.child.signal(signal.SIGKILL)
+    await one.ended()
+
+
+async def test_a_process_that_does_not_end_is_killed_after_its_grace(tmp_path: Path) -> None:
+    one = await running(tmp_path, STUBBORN)
+    one.decide("w0", one.instance)
+    assert one.exits.carry_out(one.child, 100.0)
+    assert one.exits.carry_out(one.child, 100.0 + GRACE_S - 0.01) == ""
+    assert one.exits.carry_out(one.child, 100.0 + GRACE_S) == "w0 does not end: killing it"
+    assert await one.ended() == -signal.SIGKILL
+    assert one.exits.carry_out(one.child, 200.0) == ""
+
+
+async def test_one_that_has_said_that_it_leaves_is_not_disturbed(tmp_path: Path) -> None:
+    one = await running(tmp_path, OBEYS)
+    one.decide("w0", one.instance, "left: graceful")
+    assert one.exits.carry_out(one.child, 100.0) == ""
+    assert one.exits.carry_out(one.child, 100.0 + GRACE_S) == "w0 does not end: killing it"
+    assert await one.ended() == -signal.SIGKILL
+
+
+def joined(worker: str, instance: str, pid: int) -> WorkerJoined:
+    names = (
+        "url",
+        "model",
+        "revision",
+        "tokenizer",
+        "engine",
+        "engine_version",
+        "dtype",
+        "device",
+        "canary_key",
+    )
+    profile = Profile(kv_blocks=1, block_tokens=1, max_batch=1, prefill_tokens_per_s=1.0, tpot_ms=())
+    return WorkerJoined(
+        worker=worker, instance=instance, pid=pid, profile=profile, tp=1, **dict.fromkeys(names, "")
+    )
+
+
+async def test_a_process_of_many_is_ended_only_when_all_of_them_are_dead(tmp_path: Path) -> None:
+    one = await running(tmp_path, OBEYS, workers=2)
+    assert one.child.pid is not None
+    one.decide("w0", f"{one.instance}-0")
+    assert one.exits.carry_out(one.child, 0.0) == ""
+    one.hear(joined("w0", "next", one.child.pid))  # it has a successor in there
+    one.hear(joined("w1", "a stranger's", one.child.pid + 1))
+    one.decide("w1", f"{one.instance}-1")
+    assert one.exits.carry_out(one.child, 0.0) == ""
+    one.decide("w0", "next", "silent")
+    said = one.exits.carry_out(one.child, 0.0)
+    assert said == "the fleet holds w0 for dead (drained: left, silent), but its process lives: ending it"
+    await one.ended()
+    assert [event.fact.instance for event in one.stream.events if isinstance(event.fact, WorkerLeft)] == [
+        "next", f"{one.instance}-1",
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("role", ["frontend", "controller"])
+def test_who_is_no_worker_is_nobodys_dead(role: str, tmp_path: Path) -> None:
+    exits = WorkerExits(MemoryJournal(MemoryStream(), "supervisor").observe)
+    child = Child(role, role, [], tmp_path / "log")
+    assert exits.begins(child) == {}
+    assert exits.carry_out(child, time.monotonic()) == ""
