@@ -23,6 +23,7 @@ Run = Callable[[argparse.Namespace], int]
 FAULTS = ("kill", "hang", "unhang", "error", "corrupt", "drift", "slow", "xid", "nvlink", "blackhole", "heal")
 TAKE_ARGUMENT = ("error", "corrupt", "drift", "slow", "xid", "nvlink")
 TAKE_RANK = TAKE_ARGUMENT
+ENDS = ("kill", "unhang", "heal")
 LOOK_S = 1.0  # whether a broker that is followed is still there
 
 
@@ -65,6 +66,13 @@ def prepare(name: str, parser: argparse.ArgumentParser) -> Run:
             type=positive,
             metavar="X",
             help="corrupt: one token in X; slow: X times; error: X requests; drift: by X; xid, nvlink: Xid X",
+        )
+        add(
+            "--for",
+            dest="duration_s",
+            type=positive,
+            metavar="S",
+            help="seconds until this fault ends by itself (default: it lasts until heal)",
         )
         add(
             "--rank",
@@ -185,7 +193,10 @@ async def _chaos(args: argparse.Namespace) -> int:
         raise UsageError(f"{args.fault} takes no number; {', '.join(TAKE_ARGUMENT)} do")
     if args.rank is not None and args.fault not in TAKE_RANK:
         raise UsageError(f"{args.fault} strikes the whole worker; {', '.join(TAKE_RANK)} take a rank")
+    if args.duration_s is not None and args.fault in ENDS:
+        raise UsageError(f"{args.fault} is no fault that could last: --for does not go with it")
     body = {"worker": args.worker, "fault": args.fault, "argument": args.argument, "by": who()}
+    body["duration_s"] = args.duration_s
     answer = await _with(args, "chaos", body | {"rank": args.rank})
     print(answer.get("says", f"{args.worker}: {args.fault}"))
     return 0
@@ -196,7 +207,7 @@ async def _restart(args: argparse.Namespace) -> int:
         raise UsageError("either the name of a WORKER, or --rolling for all of them")
     operator = await Operator.connect(args.data)
     try:
-        names = [args.worker] if args.worker else await restart.living(operator)
+        names = [args.worker] if args.worker else await restart.all_of(operator)
         await restart.restart(operator, names, args.within)
     finally:
         await operator.close()

@@ -2,8 +2,9 @@
 
     others routable? ──▶ stop (drains by itself) ──▶ a new instance has joined ──▶ it is routable ──▶ the next one
 
-The next worker is not touched before the successor of the last takes requests, so that a fleet of two never stands
-without one. What starts a worker again is `holdfast up`, systemd or the orchestrator; we only wait for it.
+Whoever takes no requests as it is (hung, dead, drained) is first, and needs no other to stand in for it. The next worker is
+not touched before the successor of the last takes requests, so that a fleet of two never stands without one. What starts a
+worker again is `holdfast up`, systemd or the orchestrator; we only wait for it.
 """
 
 import asyncio
@@ -31,26 +32,30 @@ async def restart(operator: Operator, names: Sequence[str], within_s: float = WI
     """Restart workers one after another. Raise NotRestarted, Refused or NoAnswer; later ones are left alone then."""
     for name in names:
         old = await _spared(operator, name, within_s)
-        await operator.ask("restart", {"worker": name, "by": who()})
+        said = await operator.ask("restart", {"worker": name, "by": who()})
+        say(str(said["says"]))
         new = await _until(operator, partial(_successor, name, old), within_s, f"{name} is not back")
         say(f"{name} is back (pid {new['pid']})")
 
 
-async def living(operator: Operator) -> list[str]:
-    """Return the names of all workers that live."""
-    return [w["id"] for w in (await operator.ask("status", {}))["workers"] if w["health"] != "DEAD"]
+async def all_of(operator: Operator) -> list[str]:
+    """Return the names of all workers that live, or whose process does: first those that take no requests as it is."""
+    workers = (await operator.ask("status", {}))["workers"]
+    there = [w for w in workers if w["health"] != "DEAD" or w.get("lingers")]
+    return [w["id"] for w in sorted(there, key=_routable)]
 
 
 async def _spared(operator: Operator, name: str, within_s: float) -> str:
-    """Wait until another worker of its model takes requests; return this one's instance. Raise NotRestarted."""
+    """Wait until another worker of its model takes requests, unless this one takes none itself; return its instance. Raise
+    NotRestarted."""
 
-    def others(status: Status) -> Status | None:
+    def found(status: Status) -> Status | None:
         worker = _found(status, name)
         model = [w for w in status["workers"] if w["model"] == worker["model"] and w["id"] != name]
-        return worker if any(_routable(w) for w in model) else None
+        return worker if worker["weight"] == 0 or any(_routable(w) for w in model) else None
 
     why = f"{name} cannot be spared: no other worker of its model takes requests"
-    return str((await _until(operator, others, within_s, why))["instance"])
+    return str((await _until(operator, found, within_s, why))["instance"])
 
 
 def _found(status: Status, name: str) -> Status:

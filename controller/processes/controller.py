@@ -34,6 +34,7 @@ from controller.runtime.beats import Beats
 from controller.runtime.canary.goldens import Vocabulary
 from controller.runtime.canary.loop import CanaryLoop
 from controller.runtime.canary.tools import Tools
+from controller.runtime.host_processes import HostProcesses
 from controller.runtime.lease import Lease
 from controller.runtime.liveness import Liveness
 from controller.runtime.operations import ControlOperations, FleetSources
@@ -145,6 +146,7 @@ class ControllerProcess:
             self.view, self.beats, journal, bus, clock, settings.liveness, lambda: self.leading
         )
         self.actuator = Actuator(self.view, self.beats, bus, clock, settings.actuator, lambda: self.leading)
+        self.processes = HostProcesses()
         self.metrics.registry.register(FleetCollector(lambda: self.view.fleet, self.beats, self._own))
         self.view.listen(self._heard)
         self.lease.listen(self._lease_changed)
@@ -228,8 +230,12 @@ class ControllerProcess:
             self._bus,
             self.beats,
             chaos=self._settings.chaos,
+            processes=self.processes,
         )
-        await api_module.ControlApi(nats_url, operations).run()
+        try:
+            await api_module.ControlApi(nats_url, operations).run()
+        finally:
+            operations.close()
 
     # --- what moves the loops -------------------------------------------------------------------------------
 

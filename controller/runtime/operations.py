@@ -5,8 +5,7 @@ A request is checked against the fleet as we know it, so that a misspelt worker 
 """
 
 import asyncio
-import os
-import platform
+import contextlib
 import signal
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
@@ -18,31 +17,22 @@ import structlog
 from controller.deciders.fleet import Fleet, Worker
 from controller.ports import StoreUnavailable
 from controller.runtime.beats import Beats
+from controller.runtime.host_processes import HostProcesses
+from controller.runtime.refusals import NotPossible, Unanswered, UnknownWorker
+from controller.runtime.rehearsals import Rehearsals, ask, shares_process
 from events import subjects
 from events.decisions import HealthStatus
-from events.errors import HoldfastError
 from events.journal.port import Journal, JournalUnavailable
-from events.nats.bus import Bus, NoAnswer
-from events.observations import ChaosInjected, DrainRequested, MoveRequested, ResumeRequested
+from events.nats.bus import Bus
+from events.observations import DrainRequested, MoveRequested, ResumeRequested
 from events.process.presence import Presence
 
-SIGNALS = {"kill": signal.SIGKILL, "hang": signal.SIGSTOP, "unhang": signal.SIGCONT}
-ASK_S = 1.0
+FLUSH_S = 1.0
+OBEYS_WITHIN_S = 2.0  # a process that is told to end: what it does with its grace is its own
+LOOK_S = 0.1
 STALE_S = 3.0  # a load report older than this is no news
 
 log = structlog.get_logger(__name__)
-
-
-class UnknownWorker(HoldfastError):
-    """There is no worker of that name; `holdfast status` lists them."""
-
-
-class NotPossible(HoldfastError):
-    """What was asked for cannot be done to this worker now."""
-
-
-class ChaosRefused(HoldfastError):
-    """Rehearsed faults are refused: this fleet was not started with --chaos."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,55 +56,71 @@ class ControlOperations:
         beats: Beats,
         *,
         chaos: bool,
-        send_signal: Callable[[int, int], None] = os.kill,
+        processes: HostProcesses | None = None,
     ) -> None:
         self._sources = sources
         self._journal = journal
         self._bus = bus
         self._beats = beats
-        self._chaos = chaos
-        self._signal = send_signal
+        self._processes = processes or HostProcesses()
+        self._rehearsals = Rehearsals(sources.fleet, journal, bus, self._processes, allowed=chaos)
+
+    def close(self) -> None:
+        """Leave no worker stopped that was to be so for a while only."""
+        self._rehearsals.close()
 
     async def drain(self, worker: str, deadline_s: float | None, by: str) -> str:
-        """Wish a worker empty. Raise UnknownWorker or NotPossible."""
-        known = self._living(worker)
+        """Wish a worker empty; one whose instance is dead is. Raise UnknownWorker."""
+        known = self._known(worker)
+        if not known.alive:
+            return self._dead(known)
         self._journal.observe(
             DrainRequested(worker=worker, instance=known.joined.instance, deadline_s=deadline_s, by=by)
         )
-        await self._journal.flush(ASK_S)
+        await self._journal.flush(FLUSH_S)
         return f"{worker} is to drain" + ("" if deadline_s is None else f" within {deadline_s:g} s")
 
     async def resume(self, worker: str, by: str) -> str:
-        """Wish a worker back. Raise UnknownWorker or NotPossible."""
-        known = self._living(worker)
+        """Wish a worker back; a dead one's next instance comes. Raise UnknownWorker or NotPossible."""
+        known = self._known(worker)
+        if not known.alive:
+            return await self._end(known)
         if known.health.status is HealthStatus.HEALTHY and not (known.drain.active or known.drain.wanted):
             raise NotPossible(f"{worker} is healthy and does not drain: there is nothing to resume")
         self._journal.observe(ResumeRequested(worker=worker, instance=known.joined.instance, by=by))
-        await self._journal.flush(ASK_S)
+        await self._journal.flush(FLUSH_S)
         return f"{worker} is to come back, after its next good canary"
 
     async def move(self, worker: str, to: str, by: str) -> str:
         """Wish a worker's running requests elsewhere. Raise UnknownWorker or NotPossible."""
-        known = self._living(worker)
+        known = self._known(worker)
+        if not known.alive:
+            return self._dead(known)
         fleet = self._sources.fleet().workers.values()
         others = [other for other in fleet if other is not known and other.routable and _alike(other, known)]
         if to == worker:
             raise NotPossible(f"{worker} has them already: name another worker")
         if to:
-            self._living(to)
+            self._known(to)
             others = [other for other in others if other.joined.worker == to]
         if not others:
             why = f"{to} cannot take them" if to else "no other worker can take them"
             raise NotPossible(f"{why}: it must serve the same model and revision, and take requests")
         self._journal.observe(MoveRequested(worker=worker, instance=known.joined.instance, to=to, by=by))
-        await self._journal.flush(ASK_S)
+        await self._journal.flush(FLUSH_S)
         return f"what runs on {worker} is to move" + (f" to {to}" if to else "")
 
     async def restart(self, worker: str, by: str) -> str:
-        """Tell a worker to shut down in good order. Raise UnknownWorker or NotPossible."""
-        known = self._living(worker)
-        await self._ask(worker, subjects.stop(worker), {"instance": known.joined.instance})
+        """Tell a worker to shut down in good order; end the process of one that hears nothing any more, or whose instance is
+        dead. Raise UnknownWorker or NotPossible."""
+        known = self._known(worker)
         log.info("restart_asked", worker=worker, by=by)
+        if not known.alive:
+            return await self._end(known)
+        try:
+            await self._stop(known)
+        except Unanswered:
+            return await self._end(known)
         return f"{worker} shuts down; its supervisor starts it again"
 
     async def chaos(
@@ -127,58 +133,53 @@ class ControlOperations:
         rank: int | None = None,
     ) -> str:
         """Break a worker on purpose, or heal it. Raise ChaosRefused, UnknownWorker or NotPossible."""
-        if not self._chaos:
-            raise ChaosRefused
-        known = self._living(worker)
-        struck = {"argument": argument, "rank": rank}
-        detail = ", ".join(f"{name}={value:g}" for name, value in struck.items() if value is not None)
-        said = ChaosInjected(worker=worker, instance=known.joined.instance, fault=fault, detail=detail, by=by)
-        if fault in SIGNALS and not self._shares_process(known):
-            self._check_process(known)
-            self._journal.observe(said)  # the cause stands before its effects
-            self._signal(known.joined.pid, SIGNALS[fault])
-        else:
-            body = {"fault": fault, **struck, "duration": duration_s}
-            await self._ask(worker, subjects.chaos(worker), body)
-            self._journal.observe(said)
-        log.warning("chaos_injected", worker=worker, fault=fault, argument=argument, by=by)
-        return f"{worker}: {fault}" + (f" ({detail})" if detail else "")
+        return await self._rehearsals.play(self._known(worker), fault, argument, duration_s, by, rank)
 
-    async def _ask(self, worker: str, subject: str, body: dict[str, Any]) -> None:
-        try:
-            answer = await self._bus.request(subject, body, ASK_S)
-        except NoAnswer as error:
-            raise NotPossible(f"{worker} does not answer: {error}") from error
-        if answer.get("error"):
-            raise NotPossible(f"{worker} refuses: {answer['error']}")
+    async def _stop(self, known: Worker) -> None:
+        name = known.joined.worker
+        await ask(self._bus, name, subjects.stop(name), {"instance": known.joined.instance})
 
-    def _shares_process(self, worker: Worker) -> bool:
-        """Whether its process has other workers too: a signal would strike them all, so it plays the fault itself."""
-        host, pid = worker.joined.topology.host, worker.joined.pid
-        return bool(host) and any(
-            other is not worker and (other.joined.topology.host, other.joined.pid) == (host, pid)
-            for other in self._sources.fleet().workers.values()
-        )
+    async def _end(self, known: Worker) -> str:
+        """End a worker of which no good order can be had; say how. Raise NotPossible if it is out of reach and lives."""
+        name = known.joined.worker
+        if shares_process(self._sources.fleet(), known):  # a signal would end the others too
+            await ask(self._bus, name, subjects.retire(name), {"instance": known.joined.instance})
+            return f"{name} ends; its next instance takes its place"
+        if not known.alive and not self._processes.live(known):
+            return self._dead(known)
+        why = "did not answer" if known.alive else f"is dead ({known.health.reason})"
+        self._processes.send(known, signal.SIGTERM)
+        with contextlib.suppress(NotPossible):  # it has ended meanwhile
+            self._processes.send(known, signal.SIGCONT)  # one that is stopped must go on to obey
+            if not await self._obeys(known):
+                self._processes.send(known, signal.SIGKILL)
+                return f"{name} {why}: its process is killed; its supervisor starts it again"
+        return f"{name} {why}: its process ends; its supervisor starts it again"
 
-    def _check_process(self, worker: Worker) -> None:
-        """Raise NotPossible unless the worker's process is on this host and lives."""
-        joined = worker.joined
-        if joined.topology.host not in ("", platform.node()):
-            raise NotPossible(
-                f"{joined.worker} runs on {joined.topology.host}; signals reach only processes on {platform.node()}"
-            )
-        try:
-            self._signal(joined.pid, 0)
-        except OSError as error:
-            raise NotPossible(f"process {joined.pid} of {joined.worker}: {error.strerror}") from error
+    async def _obeys(self, known: Worker) -> bool:
+        """Say whether a process that was told to end does so in time, or can be heard to be about it."""
+        loop = asyncio.get_running_loop()
+        until = loop.time() + OBEYS_WITHIN_S
+        while loop.time() < until:
+            await asyncio.sleep(LOOK_S)
+            if not self._processes.live(known):
+                return True
+            if known.alive:
+                with contextlib.suppress(Unanswered):
+                    await self._stop(known)
+                    return True
+        return False
 
-    def _living(self, name: str) -> Worker:
+    def _known(self, name: str) -> Worker:
         worker = self._sources.fleet().workers.get(name)
         if worker is None:
             raise UnknownWorker(f"{name!r}: {UnknownWorker.__doc__}")
-        if not worker.alive:
-            raise NotPossible(f"{name} is dead ({worker.health.reason}); only a new instance of it can live")
         return worker
+
+    def _dead(self, known: Worker) -> str:
+        """Say how it stands with a worker whose instance is dead."""
+        name, reason = known.joined.worker, known.health.reason
+        return f"{name} is dead ({reason}) and has no requests; {self._processes.next_life(known)}"
 
     # --- status -------------------------------------------------------------------------------------------
 
@@ -211,6 +212,7 @@ class ControlOperations:
             "breaker": worker.breaker.position,
             "weight": worker.weight,
             "reasons": list(worker.reasons),
+            "lingers": not worker.alive and self._processes.live(worker),
             "in_flight": beat.in_flight if beat is not None and worker.alive else None,
             "last_canary": None
             if last is None
@@ -225,13 +227,13 @@ class ControlOperations:
 
     async def _last_seq(self) -> int | None:
         try:
-            return await asyncio.wait_for(self._journal.last_seq(), ASK_S)
+            return await asyncio.wait_for(self._journal.last_seq(), FLUSH_S)
         except (JournalUnavailable, TimeoutError):
             return None
 
     async def _projected_or_none(self) -> int | None:
         try:
-            return await asyncio.wait_for(self._sources.projected(), ASK_S)
+            return await asyncio.wait_for(self._sources.projected(), FLUSH_S)
         except (StoreUnavailable, TimeoutError):
             return None
 

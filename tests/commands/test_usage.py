@@ -62,6 +62,7 @@ def test_without_arguments_it_shows_the_commands() -> None:
             ["chaos", "kill", "w0", "--rank", "1"],
             "kill strikes the whole worker; error, corrupt, drift, slow, xid, nvlink take",
         ),
+        (["chaos", "kill", "w0", "--for", "3"], "kill is no fault that could last"),
         (["events", "--kind", "nonsense"], "there is no kind 'nonsense'"),
     ],
 )

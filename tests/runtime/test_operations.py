@@ -10,13 +10,9 @@ from canary_world import World, joined
 
 from controller.ports import StoreUnavailable
 from controller.runtime.beats import Beats
-from controller.runtime.operations import (
-    ChaosRefused,
-    ControlOperations,
-    FleetSources,
-    NotPossible,
-    UnknownWorker,
-)
+from controller.runtime.host_processes import HostProcesses
+from controller.runtime.operations import ControlOperations, FleetSources
+from controller.runtime.refusals import ChaosRefused, NotPossible, UnknownWorker
 from events import subjects
 from events.nats.bus import MemoryBus
 from events.observations import (
@@ -25,7 +21,7 @@ from events.observations import (
     MoveRequested,
     ResumeRequested,
     Topology,
-    WorkerLeft,
+    WorkerSilent,
 )
 from events.process.presence import Presence
 
@@ -38,7 +34,8 @@ class OperationsOverDoubles:
         self.bus = MemoryBus()
         self.beats = Beats(self.world.clock)
         self.signals: list[tuple[int, int]] = []
-        self.dead_pids: set[int] = set()
+        self.gone: set[int] = set()  # pids of processes that have ended
+        self.stubborn = False  # they end at SIGKILL only
         self.projected: int | Exception = 1
         self.operations = ControlOperations(
             FleetSources(
@@ -51,7 +48,7 @@ class OperationsOverDoubles:
             self.bus,
             self.beats,
             chaos=chaos,
-            send_signal=self._signal,
+            processes=HostProcesses(platform.node(), self._began_at, self._signal),
         )
 
     async def _projected(self) -> int | None:
@@ -59,11 +56,21 @@ class OperationsOverDoubles:
             raise self.projected
         return self.projected
 
+    def _began_at(self, pid: int) -> float | None:
+        return None if pid in self.gone else 0.0
+
     def _signal(self, pid: int, number: int) -> None:
-        if pid in self.dead_pids:
-            raise ProcessLookupError(3, "No such process")
         if number:
             self.signals.append((pid, number))
+        if number == signal.SIGKILL or (number == signal.SIGTERM and not self.stubborn):
+            self.gone.add(pid)
+
+    async def die(self, worker: str) -> None:
+        """Let a worker be silent until the fleet holds it for dead."""
+        self.world.journal.observe(
+            WorkerSilent(worker=worker, instance=f"{worker}-1", silent_s=3.0, observer="")
+        )
+        await self.world.until(lambda: not self.world.fleet.workers[worker].alive, 60)
 
 
 async def test_a_drain_and_a_resume_become_facts_of_the_present_instance() -> None:
@@ -109,15 +116,10 @@ async def test_a_wish_to_move_becomes_a_fact_where_somebody_can_take_the_request
     ]  # fmt: skip
 
 
-async def test_a_misspelt_or_dead_worker_is_refused() -> None:
+async def test_a_misspelt_worker_is_refused() -> None:
     doubles = OperationsOverDoubles()
-    doubles.world.join("w1")
     with pytest.raises(UnknownWorker, match="'w9'"):
         await doubles.operations.drain("w9", None, "")
-    doubles.world.journal.observe(WorkerLeft(worker="w1", instance="w1-1", mode="immediate", exit=-9))
-    doubles.world.turn()
-    with pytest.raises(NotPossible, match="dead"):
-        await doubles.operations.resume("w1", "")
     assert not doubles.world.facts(DrainRequested)
 
 
@@ -160,7 +162,7 @@ async def test_a_process_elsewhere_or_gone_gets_no_signal() -> None:
     with pytest.raises(NotPossible, match="runs on"):
         await doubles.operations.chaos("w1", "kill", None, None, "")
     doubles.world.join("w2", pid=99)
-    doubles.dead_pids.add(99)
+    doubles.gone.add(99)
     with pytest.raises(NotPossible, match="No such process"):
         await doubles.operations.chaos("w2", "kill", None, None, "")
     assert not doubles.signals
@@ -203,7 +205,8 @@ async def test_the_status_has_the_keys_that_are_promised() -> None:
     assert set(status) == {"workers", "processes", "levels", "journal", "projector", "leader"}
     (worker,) = status["workers"]
     assert list(worker) == [
-        "id", "instance", "pid", "engine", "model", "health", "breaker", "weight", "reasons", "in_flight", "last_canary",
+        "id", "instance", "pid", "engine", "model", "health", "breaker", "weight", "reasons", "lingers", "in_flight",
+        "last_canary",
     ]  # fmt: skip
     assert (worker["health"], worker["breaker"], worker["weight"]) == ("HEALTHY", "closed", 1.0)
     assert worker["in_flight"] == 3

@@ -1,0 +1,76 @@
+"""Is the process in which a worker's instance joined still there, on this host? Whoever signals it asks here first.
+
+What a reader would get wrong: a pid is a place, not a process. The system gives it away again, so a process that began
+after the instance had joined is somebody else's. And one that has ended keeps its pid until its parent asks how (a
+zombie): it does not live.
+"""
+
+import os
+import platform
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import psutil
+
+from controller.deciders.worker import LONG_AGO, Worker
+from controller.runtime.refusals import NotPossible
+
+CLOCKS_S = 10.0  # by which the journal's clock may be behind this host's
+
+
+def began_at(pid: int) -> float | None:
+    """Return when a process began, in seconds since 1970; None if it does not live."""
+    try:
+        process = psutil.Process(pid)
+        return None if process.status() == psutil.STATUS_ZOMBIE else float(process.create_time())
+    except psutil.AccessDenied:
+        return 0.0  # it lives, and is not ours to look into: nor to signal
+    except psutil.Error:
+        return None
+
+
+@dataclass(frozen=True, slots=True)
+class HostProcesses:
+    """The processes of this host, as far as they are workers'."""
+
+    host: str = platform.node()
+    began_at: Callable[[int], float | None] = began_at
+    signal: Callable[[int, int], None] = os.kill
+
+    def here(self, worker: Worker) -> bool:
+        """Return whether a worker runs, or ran, on this host."""
+        return worker.joined.topology.host in ("", self.host)
+
+    def next_life(self, worker: Worker) -> str:
+        """Return what becomes of a worker whose instance is dead, in words that follow its name."""
+        if self.live(worker):
+            pid = worker.joined.pid
+            return f"its process {pid} still lives: `holdfast restart {worker.joined.worker}` ends it"
+        return "its next instance joins when its supervisor has started one"
+
+    def live(self, worker: Worker) -> bool:
+        """Return whether the process of a worker's instance is on this host, and lives."""
+        return self.here(worker) and not self._missing(worker)
+
+    def send(self, worker: Worker, number: int) -> None:
+        """Send a signal to the process of a worker's instance. Raise NotPossible if it is elsewhere, gone, or not ours."""
+        joined = worker.joined
+        if not self.here(worker):
+            raise NotPossible(
+                f"{joined.worker} runs on {joined.topology.host}; signals reach only processes on {self.host}"
+            )
+        if why := self._missing(worker):
+            raise NotPossible(f"process {joined.pid} of {joined.worker}: {why}")
+        try:
+            self.signal(joined.pid, number)
+        except OSError as error:
+            raise NotPossible(f"process {joined.pid} of {joined.worker}: {error.strerror}") from error
+
+    def _missing(self, worker: Worker) -> str:
+        """Return why the process of this pid is not the worker's; "" if it is."""
+        began = self.began_at(worker.joined.pid)
+        if began is None:
+            return "No such process"
+        known = worker.joined_at > LONG_AGO  # a snapshot of a release before may not say
+        late = known and began > worker.joined_at.timestamp() + CLOCKS_S
+        return "another process has its number now" if late else ""

@@ -1,0 +1,143 @@
+"""How is a fault rehearsed on a worker, whatever state it is in? By a signal where it is one of a process, else by asking
+the worker to play it.
+
+    hang for 5 s:  SIGSTOP ──── 5 s, or heal, unhang, the end of this controller ────▶ SIGCONT
+
+A process that is stopped cannot end that itself, so we do, as long as we live. Of a controller that is killed meanwhile
+nobody keeps the timer: such a process stays stopped until the fleet holds it for dead and its supervisor ends it.
+"""
+
+import asyncio
+import contextlib
+import signal
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import structlog
+
+from controller.deciders.fleet import Fleet, Worker
+from controller.runtime.host_processes import HostProcesses
+from controller.runtime.refusals import ChaosRefused, NotPossible, Unanswered
+from events import subjects
+from events.journal.port import Journal
+from events.nats.bus import Bus, NoAnswer
+from events.observations import ChaosInjected
+
+SIGNALS = {"kill": signal.SIGKILL, "hang": signal.SIGSTOP, "unhang": signal.SIGCONT}
+ASK_S = 1.0
+ON_THE_DEAD = (*SIGNALS, "heal")  # what still does something to a process whose instance is dead
+WAKES_WITHIN_S = 2.0  # a process that goes on, until it hears what it is asked
+
+log = structlog.get_logger(__name__)
+
+
+async def ask(bus: Bus, worker: str, subject: str, body: dict[str, Any]) -> None:
+    """Ask a worker for one thing. Raise NotPossible if it refuses, Unanswered if it does not answer."""
+    try:
+        answer = await bus.request(subject, body, ASK_S)
+    except NoAnswer as error:
+        raise Unanswered(f"{worker} does not answer: {error}") from error
+    if answer.get("error"):
+        raise NotPossible(f"{worker} refuses: {answer['error']}")
+
+
+def shares_process(fleet: Fleet, worker: Worker) -> bool:
+    """Return whether its process has other workers too: a signal would strike them all, so it plays the fault itself."""
+    name, host, pid = worker.joined.worker, worker.joined.topology.host, worker.joined.pid
+    others = (other.joined for other in fleet.workers.values())
+    return bool(host) and any(
+        (other.topology.host, other.pid) == (host, pid) and other.worker != name for other in others
+    )
+
+
+class Rehearsals:
+    """Breaks workers on purpose, and heals them."""
+
+    def __init__(
+        self,
+        fleet: Callable[[], Fleet],
+        journal: Journal,
+        bus: Bus,
+        processes: HostProcesses,
+        *,
+        allowed: bool,
+    ) -> None:
+        self._fleet = fleet
+        self._journal = journal
+        self._bus = bus
+        self._processes = processes
+        self._allowed = allowed
+        self._stopped: dict[str, tuple[asyncio.TimerHandle, Worker]] = {}  # for a while, by us
+
+    async def play(
+        self,
+        worker: Worker,
+        fault: str,
+        argument: float | None,
+        duration_s: float | None,
+        by: str,
+        rank: int | None = None,
+    ) -> str:
+        """Break a worker on purpose, or heal it; return what was done. Raise ChaosRefused or NotPossible."""
+        if not self._allowed:
+            raise ChaosRefused
+        name, shared = worker.joined.worker, shares_process(self._fleet(), worker)
+        if not worker.alive and not shared and (fault not in ON_THE_DEAD or not self._processes.live(worker)):
+            return f"{name} is dead ({worker.health.reason}): nothing is struck; {self._processes.next_life(worker)}"
+        struck = {"argument": argument, "rank": rank}
+        detail = ", ".join(f"{key}={value:g}" for key, value in struck.items() if value is not None)
+        about = {"worker": name, "instance": worker.joined.instance}
+        said = ChaosInjected(**about, fault=fault, detail=detail, by=by)
+        if fault in SIGNALS and not shared:
+            self._processes.send(worker, 0)
+            self._journal.observe(said)  # the cause stands before its effects
+            self._signal(worker, fault, duration_s)
+        else:
+            await self._heard(worker, {"fault": fault, **struck, "duration": duration_s})
+            self._journal.observe(said)
+        log.warning("chaos_injected", worker=name, fault=fault, argument=argument, by=by)
+        return f"{name}: {fault}" + (f" ({detail})" if detail else "")
+
+    def close(self) -> None:
+        """Let everybody go on who is stopped for a while: nobody else will."""
+        for _, worker in list(self._stopped.values()):
+            self._wake(worker)
+
+    async def _heard(self, worker: Worker, body: dict[str, Any]) -> None:
+        """Ask a worker to play a fault, or to be healed: of being stopped first, or it could not hear. Raise NotPossible."""
+        woken = body["fault"] == "heal" and self._wake(worker)
+        if woken and not worker.alive:
+            return  # it is told to end, and its successor is whole
+        loop, name = asyncio.get_running_loop(), worker.joined.worker
+        until = loop.time() + (WAKES_WITHIN_S if woken else 0.0)
+        while True:
+            try:
+                return await ask(self._bus, name, subjects.chaos(name), body)
+            except Unanswered:
+                if loop.time() >= until:
+                    raise
+            await asyncio.sleep(ASK_S / 4)
+
+    def _signal(self, worker: Worker, fault: str, duration_s: float | None) -> None:
+        """Send the signal that is this fault. Raise NotPossible."""
+        name = worker.joined.worker
+        self._forget(name)
+        self._processes.send(worker, SIGNALS[fault])
+        if fault == "hang" and duration_s:
+            timer = asyncio.get_running_loop().call_later(duration_s, partial(self._wake, worker))
+            self._stopped[name] = timer, worker
+
+    def _wake(self, worker: Worker) -> bool:
+        """Let a process go on that may be stopped; return whether there is one within reach."""
+        self._forget(worker.joined.worker)
+        if shares_process(self._fleet(), worker):
+            return False
+        with contextlib.suppress(NotPossible):  # it has ended meanwhile, or is elsewhere
+            self._processes.send(worker, signal.SIGCONT)
+            return True
+        return False
+
+    def _forget(self, name: str) -> None:
+        if known := self._stopped.pop(name, None):
+            known[0].cancel()

@@ -1,0 +1,50 @@
+"""`holdfast restart --rolling` begins with those who take no requests as it is, and asks nobody to stand in for them."""
+
+from typing import Any
+
+import pytest
+
+from controller.commands.restart import NotRestarted, all_of, restart
+from controller.processes.operator_client import Operator
+
+
+class ScriptedOperator(Operator):
+    """A fleet whose workers come back at once, and in what order they were restarted."""
+
+    def __init__(self, **healths: str) -> None:
+        self.healths = healths
+        self.lives = dict.fromkeys(healths, 1)
+        self.asked: list[str] = []
+
+    async def ask(self, verb: str, body: dict[str, Any], deadline_s: float = 1.0) -> dict[str, Any]:
+        if verb == "restart":
+            name = body["worker"]
+            self.asked.append(name)
+            self.healths[name], self.lives[name] = "HEALTHY", self.lives[name] + 1
+            return {"says": f"{name} shuts down"}
+        return {"workers": [self._worker(name) for name in self.healths]}
+
+    def _worker(self, name: str) -> dict[str, Any]:
+        health, lingers = self.healths[name].partition(" ")[::2]
+        weight = 1.0 if health == "HEALTHY" else 0.0
+        about = {"id": name, "instance": f"{name}-{self.lives[name]}", "pid": self.lives[name], "model": "m"}
+        return {**about, "health": health, "weight": weight, "breaker": "closed", "lingers": bool(lingers)}
+
+
+async def test_who_takes_no_requests_is_first_and_who_is_gone_is_left_out() -> None:
+    operator = ScriptedOperator(w0="HEALTHY", w1="DEAD", w2="DEAD lingers", w3="UNHEALTHY", w4="HEALTHY")
+    names = await all_of(operator)
+    assert names == ["w2", "w3", "w0", "w4"]
+    await restart(operator, names, 20)
+    assert operator.asked == names
+
+
+async def test_the_only_one_that_takes_requests_is_not_spared_but_one_that_takes_none_is() -> None:
+    operator = ScriptedOperator(w0="HEALTHY", w1="UNHEALTHY")
+    with pytest.raises(
+        NotRestarted, match="w0 cannot be spared: no other worker of its model takes requests"
+    ):
+        await restart(operator, ["w0"], 0.2)
+    alone = ScriptedOperator(w0="DEAD lingers")
+    await restart(alone, ["w0"], 20)
+    assert (operator.asked, alone.asked) == ([], ["w0"])

@@ -1,0 +1,197 @@
+"""The operator's commands do something sensible in every state: of a worker that hangs, and of one whose instance is dead."""
+
+import asyncio
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+from canary_world import World
+from test_operations import OperationsOverDoubles
+
+from controller.runtime.host_processes import CLOCKS_S, HostProcesses, began_at
+from controller.runtime.refusals import NotPossible
+from events import subjects
+from events.observations import ChaosInjected, DrainRequested, Topology, WorkerSilent
+
+TERM, CONT, KILL, STOP = signal.SIGTERM, signal.SIGCONT, signal.SIGKILL, signal.SIGSTOP
+
+
+async def dead(**more: Any) -> OperationsOverDoubles:
+    """A fleet in which w1 was silent until it was held for dead; its process, 4711, hangs."""
+    doubles = OperationsOverDoubles()
+    doubles.world.join("w1", pid=4711, **more)
+    await doubles.die("w1")
+    return doubles
+
+
+@pytest.mark.parametrize("command", ["restart", "resume"])
+async def test_the_process_of_a_dead_instance_is_ended_so_that_a_new_one_comes(command: str) -> None:
+    doubles = await dead()
+    assert (await doubles.operations.status())["workers"][0]["lingers"] is True
+    said = await getattr(doubles.operations, command)("w1", "ada")
+    assert said == "w1 is dead (drained: left): its process ends; its supervisor starts it again"
+    assert doubles.signals == [(4711, TERM)], "it has ended at once"
+    said = await getattr(doubles.operations, command)("w1", "ada")
+    assert "w1 is dead" in said and "its next instance joins when its supervisor has started one" in said
+    assert len(doubles.signals) == 1
+    assert (await doubles.operations.status())["workers"][0]["lingers"] is False
+
+
+async def test_a_process_that_does_not_end_is_killed() -> None:
+    doubles = await dead()
+    doubles.stubborn = True
+    assert "is killed" in await doubles.operations.restart("w1", "ada")
+    assert doubles.signals == [(4711, TERM), (4711, CONT), (4711, KILL)]
+
+
+async def test_a_worker_that_hangs_is_restarted_and_may_leave_in_good_order_once_it_goes_on() -> None:
+    doubles = OperationsOverDoubles()
+    doubles.world.join("w1", pid=4711)
+    doubles.stubborn = True  # it takes its time: its streams have a grace
+    heard: list[Mapping[str, Any]] = []
+
+    async def on_stop(subject: str, body: Mapping[str, Any]) -> Mapping[str, Any] | None:
+        heard.append(body)
+        if (4711, CONT) not in doubles.signals:
+            await asyncio.Event().wait()
+        return {"stopping": True}
+
+    await doubles.bus.subscribe(subjects.stop("w1"), on_stop)
+    assert "w1 did not answer: its process ends;" in await doubles.operations.restart("w1", "ada")
+    assert doubles.signals == [(4711, TERM), (4711, CONT)]
+    assert [body["instance"] for body in heard] == ["w1-1", "w1-1"]
+
+
+async def test_a_worker_that_refuses_to_stop_is_not_killed_for_it() -> None:
+    doubles = OperationsOverDoubles()
+    doubles.world.join("w1", pid=4711)
+    await doubles.bus.subscribe(subjects.stop("w1"), lambda subject, body: {"error": "w1-0 is gone"})
+    with pytest.raises(NotPossible, match="w1 refuses: w1-0 is gone"):
+        await doubles.operations.restart("w1", "ada")
+    assert not doubles.signals
+
+
+async def test_a_dead_worker_elsewhere_is_its_supervisors() -> None:
+    doubles = await dead(topology=Topology(host="elsewhere"))
+    assert "its supervisor has started one" in await doubles.operations.restart("w1", "ada")
+    assert not doubles.signals
+
+
+async def test_one_of_many_that_hangs_is_told_to_end_and_its_neighbours_are_spared() -> None:
+    doubles = OperationsOverDoubles()
+    for worker in ("w1", "w2"):
+        doubles.world.join(worker, pid=4711, topology=Topology(host=HostProcesses().host))
+    heard: list[Mapping[str, Any]] = []
+    await doubles.bus.subscribe(subjects.retire("w1"), lambda subject, body: heard.append(body) or {})
+    assert "its next instance takes its place" in await doubles.operations.restart("w1", "ada")
+    assert (heard, doubles.signals) == ([{"instance": "w1-1"}], [])
+
+
+async def test_what_a_dead_worker_has_not_is_said_instead_of_being_refused() -> None:
+    doubles = await dead()
+    for said in (
+        await doubles.operations.drain("w1", 30, "ada"),
+        await doubles.operations.move("w1", "", "ada"),
+        await doubles.operations.chaos("w1", "slow", 3, None, "ada"),
+    ):
+        assert (
+            "w1 is dead (" in said and "its process 4711 still lives: `holdfast restart w1` ends it" in said
+        )
+    assert not doubles.world.facts(DrainRequested) and not doubles.world.facts(ChaosInjected)
+
+
+@pytest.mark.parametrize(
+    ("fault", "number"), [("kill", KILL), ("hang", STOP), ("unhang", CONT), ("heal", CONT)]
+)
+async def test_faults_of_a_process_strike_it_also_when_its_instance_is_dead(fault: str, number: int) -> None:
+    doubles = await dead()
+    assert await doubles.operations.chaos("w1", fault, None, None, "ada") == f"w1: {fault}"
+    assert doubles.signals == [(4711, number)]
+    doubles.gone.add(4711)
+    assert "nothing is struck" in await doubles.operations.chaos("w1", fault, None, None, "ada")
+    assert len(doubles.world.facts(ChaosInjected)) == 1
+
+
+async def test_heal_lets_a_hung_worker_go_on_and_waits_until_it_hears() -> None:
+    doubles = OperationsOverDoubles()
+    doubles.world.join("w1", pid=4711)
+    heard: list[str] = []
+
+    async def wakes() -> None:
+        while not doubles.signals:  # noqa: ASYNC110 (a signal sets no flag here)
+            await asyncio.sleep(0.01)
+        await doubles.bus.subscribe(
+            subjects.chaos("w1"), lambda subject, body: heard.append(body["fault"]) or {}
+        )
+
+    async with asyncio.timeout(20):
+        await asyncio.gather(wakes(), doubles.operations.chaos("w1", "heal", None, None, "ada"))
+    assert (doubles.signals, heard) == ([(4711, CONT)], ["heal"])
+
+
+# --- a hang for a while
+
+
+async def until(condition: Any) -> None:
+    async with asyncio.timeout(20):
+        while not condition():  # noqa: ASYNC110 (a signal sets no flag here)
+            await asyncio.sleep(0.01)
+
+
+async def test_a_hang_with_a_duration_ends_by_itself() -> None:
+    doubles = OperationsOverDoubles()
+    doubles.world.join("w1", pid=4711, topology=Topology(host=HostProcesses().host))
+    await doubles.operations.chaos("w1", "hang", None, 0.05, "ada")
+    assert doubles.signals == [(4711, STOP)]
+    doubles.world.journal.observe(WorkerSilent(worker="w1", instance="w1-1", silent_s=3.0, observer=""))
+    doubles.world.turn()  # what is known of it moves on meanwhile
+    await until(lambda: len(doubles.signals) == 2)
+    assert doubles.signals[1] == (4711, CONT)
+
+
+async def test_a_hang_that_somebody_has_ended_is_not_ended_again() -> None:
+    doubles = OperationsOverDoubles()
+    doubles.world.join("w1", pid=4711)
+    await doubles.operations.chaos("w1", "hang", None, 0.05, "ada")
+    await doubles.operations.chaos("w1", "unhang", None, None, "ada")
+    await doubles.operations.chaos("w1", "hang", None, None, "ada")  # until it is healed
+    await doubles.operations.chaos("w1", "hang", None, 3600, "ada")
+    await asyncio.sleep(0.1)
+    assert [number for _, number in doubles.signals] == [STOP, CONT, STOP, STOP]
+    doubles.operations.close()
+    assert doubles.signals[-1] == (4711, CONT), "a controller that ends leaves nobody stopped for a while"
+    doubles.operations.close()
+    assert len(doubles.signals) == 5
+
+
+# --- whose process it is
+
+
+def test_a_process_that_began_after_the_instance_had_joined_is_somebody_elses() -> None:
+    signals: list[int] = []
+    world = World()
+    world.join("w1", pid=4711)
+    worker = world.fleet.workers["w1"]
+    joined_at = worker.joined_at.timestamp()
+    for began, lives in ((joined_at - 60, True), (joined_at + 1, True), (joined_at + CLOCKS_S + 1, False)):
+        processes = HostProcesses(
+            "here", lambda pid, began=began: began, lambda pid, number: signals.append(number)
+        )
+        assert processes.live(worker) is lives
+        with contextlib.nullcontext() if lives else pytest.raises(NotPossible, match="another process has"):
+            processes.send(worker, signal.SIGUSR1)
+    assert signals == [signal.SIGUSR1, signal.SIGUSR1]
+
+
+def test_a_zombie_does_not_live() -> None:
+    assert began_at(os.getpid()) is not None
+    child = subprocess.Popen([sys.executable, "-c", ""])
+    os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
+    assert began_at(child.pid) is None
+    child.wait()
+    assert began_at(child.pid) is None
