@@ -21,6 +21,7 @@ EMITTERS: Mapping[str, str] = {
     "worker_left": "the worker as it ends; the supervisor when it was killed",
     "worker_silent": "the leading controller's liveness watch, once per silence",
     "worker_heard": "the leading controller's liveness watch, once per return",
+    "worker_lingered": "the leading controller's watch over the dead, once per instance",
     "observer_blind": "the leading controller's liveness watch, once per blindness",
     "drain_requested": "a controller, for an operator",
     "resume_requested": "a controller, for an operator",

@@ -42,6 +42,7 @@ OWN: Mapping[str, tuple[str, Literal["gauge", "counter"]]] = {
     "leader": ("1 while this controller holds the lease", "gauge"),
     "lease_takeovers": ("Times that this controller took the lease over", "counter"),
     "observer_blind": ("1 while more than half of the fleet is unheard and nobody is accused", "gauge"),
+    "workers_lingering": ("Dead instances whose process lives all the same: nobody has ended it", "gauge"),
     "journal_position": ("Stream sequence of the last event that this controller has folded", "gauge"),
     "decisions": ("Decisions that this controller appended", "counter"),
     "settles": ("Times that this controller asked the deciders what is due", "counter"),

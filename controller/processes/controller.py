@@ -21,7 +21,7 @@ from aiohttp import web
 
 from controller.adapters.clock import SystemClock
 from controller.adapters.request_plane.client import RequestPlaneClient
-from controller.adapters.request_plane.dialers import Dialer
+from controller.adapters.request_plane.dialers import Dialer, port_open
 from controller.adapters.request_plane.hang import HangPolicy
 from controller.adapters.request_plane.links import Address, PlaneLimits
 from controller.adapters.request_plane.nats_dialer import dialers
@@ -36,6 +36,7 @@ from controller.runtime.canary.loop import CanaryLoop
 from controller.runtime.canary.tools import Tools
 from controller.runtime.host_processes import HostProcesses
 from controller.runtime.lease import Lease
+from controller.runtime.lingering import Lingering
 from controller.runtime.liveness import Liveness
 from controller.runtime.operations import ControlOperations, FleetSources
 from controller.runtime.reconciler import Reconciler
@@ -147,6 +148,9 @@ class ControllerProcess:
         )
         self.actuator = Actuator(self.view, self.beats, bus, clock, settings.actuator, lambda: self.leading)
         self.processes = HostProcesses()
+        self.lingering = Lingering(
+            self.view, self.beats, journal, self.processes, port_open, clock, lambda: self.leading
+        )
         self.metrics.registry.register(FleetCollector(lambda: self.view.fleet, self.beats, self._own))
         self.view.listen(self._heard)
         self.lease.listen(self._lease_changed)
@@ -193,6 +197,7 @@ class ControllerProcess:
                     ("canary", self.canary.run()),
                     ("liveness", self.liveness.run()),
                     ("actuator", self.actuator.run()),
+                    ("lingering", self.lingering.run()),
                     ("control", self._control(nats_url)),
                     ("links", self._keep_connected()),
                     ("ready", self._announce(self._runner, name)),
@@ -274,6 +279,7 @@ class ControllerProcess:
             "leader": float(self.lease.held),
             "lease_takeovers": self.lease.takeovers,
             "observer_blind": float(self.liveness.blind),
+            "workers_lingering": self.lingering.count,
             "journal_position": self.view.seq,
             "decisions": decided.decisions,
             "settles": decided.settles,

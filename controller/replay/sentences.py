@@ -211,6 +211,9 @@ SENTENCES: dict[type[Fact], str | Callable[[Any], str]] = {
     o.WorkerLeft: _left,
     o.WorkerSilent: lambda f: f"{f.worker} has been silent for {span(f.silent_s)}, says {_name(f.observer)}",
     o.WorkerHeard: lambda f: f"{f.worker} was heard again, says {_name(f.observer)}",
+    o.WorkerLingered: lambda f: (
+        f"{f.worker} is dead, but its process {f.pid}{f' on {f.host}' if f.host else ''} lives: nobody ends it"
+    ),
     o.ObserverBlind: lambda f: (
         f"{_name(f.observer)} hears nothing from {f.silent} of {f.known} workers and doubts itself"
     ),

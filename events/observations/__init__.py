@@ -53,6 +53,7 @@ from events.observations.workers import (
     WorkerHeard,
     WorkerJoined,
     WorkerLeft,
+    WorkerLingered,
     WorkerObservation,
     WorkerSilent,
 )
@@ -96,6 +97,7 @@ __all__ = [
     "WorkerHeard",
     "WorkerJoined",
     "WorkerLeft",
+    "WorkerLingered",
     "WorkerObservation",
     "WorkerSilent",
     "WorkerSlow",

@@ -98,6 +98,18 @@ class WorkerHeard(WorkerObservation):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerLingered(WorkerObservation):
+    """The fleet holds this instance for dead, and its process lives all the same: nobody has ended it, so no successor of it
+    comes. Whoever supervises it, a person if need be, has to."""
+
+    pid: int  # of the process, on its host
+    host: str = ""  # its host's name
+    evidence: str = ""  # beat: it says that it lives; process: it is there; port: its port is open
+    dead_s: float = 0.0  # seconds for which that has been seen
+    observer: str = ""  # who saw it
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ObserverBlind(Observation):
     """More than half of the fleet fell silent at once: the observer doubts itself, and accuses nobody."""
 

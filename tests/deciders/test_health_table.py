@@ -45,6 +45,7 @@ from events.observations import (
     ObserverBlind,
     PanicBegan,
     RequestAbandoned,
+    WorkerLingered,
     WorkerObservation,
 )
 
@@ -242,6 +243,7 @@ FACTS: dict[str, Make] = {
     "slow_cleared": lambda w, i: slow_cleared(w, i),
     "silent": lambda w, i: silent(w, i),
     "heard": lambda w, i: heard(w, i),
+    "lingered": lambda w, i: WorkerLingered(worker=w, instance=i, pid=1),
     "device_faulted": lambda w, i: device_faulted(w, i),
     "device_faulted_mildly": lambda w, i: device_faulted(w, i, fatal=False),
     "device_limited": lambda w, i: device_limited(w, LIMIT, i),

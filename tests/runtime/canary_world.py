@@ -48,9 +48,8 @@ def joined(
     return WorkerJoined(
         worker=worker,
         instance=instance or f"{worker}-1",
-        url="tcp://127.0.0.1:1",
         canary_key=canary_key(**identity),
-        **{"pid": 1, "profile": profile, **identity, **more},
+        **{"url": "tcp://127.0.0.1:1", "pid": 1, "profile": profile, **identity, **more},
     )
 
 

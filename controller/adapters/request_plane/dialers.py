@@ -12,6 +12,8 @@ from urllib.parse import urlsplit
 from controller.adapters.request_plane.connection import WorkerConnection
 from controller.ports import WorkerUnreachable
 
+PORT_S = 1.0  # until a port answers: the system does it, in the place of a process that hangs
+
 Make = Callable[[type[WorkerConnection]], WorkerConnection]
 """Makes a connection, of the kind that the dialer needs."""
 
@@ -103,6 +105,18 @@ class TcpDialer:
         loop = asyncio.get_running_loop()
         _, connection = await loop.create_connection(lambda: make(TcpConnection), host, port)
         return connection
+
+
+async def port_open(url: str) -> bool:
+    """Return whether something listens at an address, `tcp://host:port`; of what is none: False."""
+    try:
+        async with asyncio.timeout(PORT_S):
+            _, writer = await asyncio.open_connection(*_endpoint(url))
+            writer.close()
+            await writer.wait_closed()
+    except (OSError, TimeoutError, WorkerUnreachable):
+        return False
+    return True
 
 
 def _endpoint(url: str) -> tuple[str, int]:
