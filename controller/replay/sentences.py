@@ -112,7 +112,8 @@ def _fault(f: o.DeviceFaulted | o.DeviceRecovered) -> str:
 def _chaos(f: o.ChaosInjected) -> str:
     acts = {"heal": f"healed {f.worker}", "unhang": f"let {f.worker} go on"}
     act = acts.get(f.fault, f"broke {f.worker} on purpose: {f.fault}")
-    return f"{f.by or 'a rehearsal'} {act}{f' ({f.detail})' if f.detail else ''}"
+    lasts = "" if f.duration_s is None else f", for {span(f.duration_s)}"
+    return f"{f.by or 'a rehearsal'} {act}{f' ({f.detail})' if f.detail else ''}{lasts}"
 
 
 def _asked(f: o.CanaryResult | o.GoldenDisputed) -> str:

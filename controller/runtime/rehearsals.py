@@ -88,7 +88,7 @@ class Rehearsals:
         struck = {"argument": argument, "rank": rank}
         detail = ", ".join(f"{key}={value:g}" for key, value in struck.items() if value is not None)
         about = {"worker": name, "instance": worker.joined.instance}
-        said = ChaosInjected(**about, fault=fault, detail=detail, by=by)
+        said = ChaosInjected(**about, fault=fault, detail=detail, by=by, duration_s=duration_s)
         if fault in SIGNALS and not shared:
             self._processes.send(worker, 0)
             self._journal.observe(said)  # the cause stands before its effects

@@ -198,3 +198,6 @@ class ChaosInjected(WorkerObservation):
     fault: str  # a verb of `holdfast chaos`
     detail: str = ""  # its argument and its rank, where it has them
     by: str = ""  # who did it
+    duration_s: float | None = (
+        None  # seconds after which it ends by itself; None: it lasts until somebody ends it
+    )

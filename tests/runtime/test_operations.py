@@ -187,9 +187,9 @@ async def test_other_faults_are_forwarded_to_the_worker() -> None:
     assert heard[1] == {"fault": "xid", "argument": 79, "rank": 3, "duration": None}
     with pytest.raises(NotPossible, match="cannot drift"):
         await doubles.operations.chaos("w1", "drift", None, None, "")
-    assert [(f.fault, f.detail) for f in doubles.world.facts(ChaosInjected)] == [
-        ("corrupt", "argument=8"),
-        ("xid", "argument=79, rank=3"),
+    assert [(f.fault, f.detail, f.duration_s) for f in doubles.world.facts(ChaosInjected)] == [
+        ("corrupt", "argument=8", 5),
+        ("xid", "argument=79, rank=3", None),
     ]
 
 
