@@ -11,7 +11,7 @@ from datetime import UTC, datetime
 
 from events import codec
 from events.fact import Decision, Fact, Observation, Recorded
-from events.journal.port import Fenced, JournalChanged, JournalUnavailable
+from events.journal.port import Fenced, JournalChanged, JournalUnavailable, StreamEnd
 
 BATCH_MAX = 1000  # events handed out at a time, decisions in one append: as the real one
 
@@ -174,6 +174,9 @@ class MemoryJournal:
         if not self._stream.reachable:
             raise JournalUnavailable
         return len(self._stream.events)
+
+    async def end(self) -> StreamEnd:
+        return StreamEnd(await self.last_seq(), self._stream.clock())
 
     async def close(self) -> None:
         self.send()

@@ -22,7 +22,7 @@ from events.journal.broker import Ack
 from events.journal.cell import NatsCell
 from events.journal.counters import JournalCounters
 from events.journal.outbox import Outbox
-from events.journal.port import Fenced, JournalChanged, JournalUnavailable
+from events.journal.port import Fenced, JournalChanged, JournalUnavailable, StreamEnd
 from events.journal.publisher import Publisher
 from events.journal.reader import JournalReader
 from events.journal.spool import BYTES_MAX, OutboxMessage, Spool, SpoolUnusable
@@ -273,6 +273,10 @@ class NatsJournal:
 
     async def last_seq(self) -> int:
         return (await self.stream_state()).last_seq
+
+    async def end(self) -> StreamEnd:
+        state = await self.stream_state()
+        return StreamEnd(state.last_seq, state.at)
 
     async def stream_state(self) -> StreamState:
         """Return what the stream holds now. Raise JournalUnavailable."""

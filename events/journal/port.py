@@ -6,6 +6,8 @@ one fenced write that lands entirely or not at all.
 """
 
 from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass
+from datetime import datetime
 from typing import Protocol
 
 from events.errors import HoldfastError
@@ -22,6 +24,14 @@ class Fenced(HoldfastError):
 
 class JournalChanged(HoldfastError):
     """The stream is not the one that was read before: it was recreated, purged or restored to an earlier state."""
+
+
+@dataclass(frozen=True, slots=True)
+class StreamEnd:
+    """Where the stream ended at one instant, by the clock that stamps its events."""
+
+    seq: int  # of its last event; 0: empty
+    at: datetime
 
 
 class Journal(Protocol):
@@ -60,6 +70,10 @@ class Journal(Protocol):
 
     async def last_seq(self) -> int:
         """Return the sequence of the last event of the stream (0: empty). Raise JournalUnavailable."""
+        ...
+
+    async def end(self) -> StreamEnd:
+        """Return where the stream ends, and what its own clock says. Raise JournalUnavailable."""
         ...
 
     async def close(self) -> None:

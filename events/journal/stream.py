@@ -6,6 +6,7 @@ by hand; so it is read back and compared, and what differs in a way that matters
 
 from base64 import b64decode
 from dataclasses import dataclass
+from datetime import datetime
 from typing import Any
 
 import structlog
@@ -45,6 +46,7 @@ class StreamState:
     replicas: int
     bytes: int
     bytes_max: int  # -1: no limit but the disk
+    at: datetime  # when this was so, by the clock that stamps the stream's events
 
 
 def wanted(replicas: int) -> dict[str, Any]:
@@ -173,4 +175,5 @@ def _state(answer: dict[str, Any]) -> StreamState:
         replicas=config.get("num_replicas", 1),
         bytes=state["bytes"],
         bytes_max=config.get("max_bytes", -1),
+        at=datetime.fromisoformat(answer["ts"]),
     )

@@ -96,6 +96,19 @@ async def test_an_empty_journal_ends_at_zero(make: Make) -> None:
     assert await (await make("worker:w1")).last_seq() == 0
 
 
+async def test_the_end_is_told_with_the_time_of_the_clock_that_stamps_events(make: Make) -> None:
+    journal = await make("worker:w1")
+    assert (await journal.end()).seq == 0
+    ends = []
+    for _ in range(3):
+        journal.observe(drain())
+        assert await journal.flush(5)
+        ends.append(await journal.end())
+    stamps = [event.at for event in await read(journal, 0, 3)]
+    assert [end.seq for end in ends] == [1, 2, 3]
+    assert stamps[0] <= ends[0].at <= stamps[1] <= ends[1].at <= stamps[2] <= ends[2].at
+
+
 async def test_a_reader_follows(make: Make, eventually: Eventually) -> None:
     journal, other = await make("worker:w1"), await make("frontend:f1")
     seen: list[Recorded] = []
