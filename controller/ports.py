@@ -252,24 +252,55 @@ class RequestPlane(Protocol):
 
 # --- what the operator asks for ---------------------------------------------------------------------------------------
 
+Answer = Mapping[str, str]
+"""`says`: what was done, or `error`: why it was not."""
+
+
+@dataclass(frozen=True, slots=True)
+class Command:
+    """What an operator asks for, by which id it is known, and until when it may be carried out."""
+
+    id: str = ""  # of the asker's own making; a second one of the same id is the first one again
+    deadline: datetime | None = None  # by the clock that stamps the journal
+    verb: str = ""
+    worker: str = ""
+    by: str = ""
+
+
+NO_COMMAND = Command()
+
+
+class CommandGate(Protocol):
+    """Who decides whether a command is carried out here."""
+
+    async def carry_out(self, command: Command, act: Callable[[], Awaitable[object]]) -> Answer | None:
+        """Return the answer; None if it is not ours to give, or if nobody can know. `act` raises HoldfastError to refuse."""
+        ...
+
+    async def ours_to_answer(self) -> bool:
+        """Say whether a question that changes nothing is ours to answer."""
+        ...
+
 
 class Control(Protocol):
     """What an operator can ask for, from wherever it comes. Each answers with one sentence on what was done, and raises a
-    HoldfastError whose text says why it was not."""
+    HoldfastError whose text says why it was not. What it leads to carries the id and the deadline of `command`."""
 
-    async def drain(self, worker: str, deadline_s: float | None, by: str) -> str:
+    async def drain(
+        self, worker: str, deadline_s: float | None, by: str, command: Command = NO_COMMAND
+    ) -> str:
         """Let a worker finish what it runs, within `deadline_s` seconds (None: the policy's wait)."""
         ...
 
-    async def resume(self, worker: str, by: str) -> str:
+    async def resume(self, worker: str, by: str, command: Command = NO_COMMAND) -> str:
         """Take a worker back, after its next good canary."""
         ...
 
-    async def move(self, worker: str, to: str, by: str) -> str:
+    async def move(self, worker: str, to: str, by: str, command: Command = NO_COMMAND) -> str:
         """Let what runs on a worker go on at `to`, or wherever it is best if that is empty."""
         ...
 
-    async def restart(self, worker: str, by: str) -> str:
+    async def restart(self, worker: str, by: str, command: Command = NO_COMMAND) -> str:
         """Tell a worker to shut down in good order."""
         ...
 

@@ -14,14 +14,16 @@ DESCRIPTION = """Every fact of a Holdfast fleet, and what an operator can ask fo
 Facts are CloudEvents 1.0 in binary mode on the JetStream stream FLEET: the headers `ce-id` (a UUIDv7, also
 `Nats-Msg-Id`), `ce-type` (`holdfast.` and the kind), `ce-source`, `ce-time`, `source-number`, and where they apply
 `through`, `correlation`, `causation` and `traceparent`; the body is JSON. docs/events.md says what each kind promises.
-Control subjects are core NATS requests with JSON bodies; an answer with `error` is a refusal.
+Control subjects are core NATS requests with JSON bodies; an answer with `error` is a refusal. A command has an `id` of the
+sender's own and a `deadline`, an instant by the broker's clock, which `$JS.API.STREAM.INFO.FLEET` tells as `ts`: it is
+carried out once and before that, or refused.
 """
 
 
 def document() -> str:
     """Return the document as YAML."""
     broker = NatsBroker("nats://localhost:4222")
-    declare(broker, None)
+    declare(broker, None, None)
     for entry in entries():
         broker.publisher(
             re.sub(r"<(\w+)>", r"{\1}", entry.subject),

@@ -1,27 +1,31 @@
 """The operator's control subjects over NATS, by FastStream: control.drain, .resume, .move, .restart, .status and
 .chaos.
 
-Each takes a JSON object and answers with one: `says`, what was done, or `error`, why not. Controllers share
-the subjects as one queue group, so each request is handled once, by whichever controller is there.
+Each takes a JSON object and answers with one: `says`, what was done, or `error`, why not. Every controller hears each
+request; who leads answers, and the others say nothing (`controller.runtime.commands`).
 """
 
 import asyncio
 import contextlib
+from collections.abc import Awaitable, Callable
 from typing import Annotated, Any, Literal, Protocol
 
 import structlog
 from faststream import ExceptionMiddleware
+from faststream.exceptions import SkipMessage
 from faststream.nats import NatsBroker
 from faststream.nats.security import NatsSecurity, NatsToken, NatsUserPassword
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import AwareDatetime, BaseModel, ConfigDict, Field, ValidationError
 
-from controller.ports import Control
+from controller.ports import Answer, Command, CommandGate, Control
 from events.errors import HoldfastError
 from events.nats.connection import PING_INTERVAL_S, PINGS_MAX
 from events.nats.urls import account, masked
 from events.subjects import CONTROL
 
-QUEUE = "controllers"
+AT_ONCE = (
+    64  # requests on one subject that wait for who leads, or for their end; more wait in the client's queue
+)
 RECONNECT_WAIT_S = 0.2
 STOP_WITHIN_S = 2.0
 NAME_MAX = 200
@@ -30,7 +34,6 @@ Fault = Literal[
     "kill", "hang", "unhang", "error", "corrupt", "drift", "slow", "xid", "nvlink", "blackhole", "heal"
 ]
 Name = Annotated[str, Field(min_length=1, max_length=NAME_MAX)]
-Answer = dict[str, str]  # "says": what was done, or "error": why it was not
 Who = Annotated[str, Field(max_length=NAME_MAX)]
 
 log = structlog.get_logger(__name__)
@@ -47,6 +50,7 @@ class OperatorControl(Control, Protocol):
         duration_s: float | None,
         by: str,
         rank: int | None = None,
+        command: Command = ...,
     ) -> str: ...
 
 
@@ -56,99 +60,121 @@ class OperatorBody(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
 
-class DrainBody(OperatorBody):
+class CommandBody(OperatorBody):
+    """A command, about one worker."""
+
+    worker: Name
+    id: Annotated[str, Field(min_length=8, max_length=64, pattern=r"^[\w-]+$")] = Field(
+        description="of the sender's own making; a second command of the same id is answered as the first was, and does nothing"
+    )
+    deadline: AwareDatetime = Field(
+        description="until when it may be carried out, by the broker's clock; at most 60 s away"
+    )
+    by: Who = ""
+
+    def command(self, verb: str) -> Command:
+        """Return what it is known by."""
+        return Command(self.id, self.deadline, verb, self.worker, self.by)
+
+
+class DrainBody(CommandBody):
     """Let a worker finish what it runs, and give it nothing new."""
 
-    worker: Name
     deadline_s: float | None = Field(default=None, gt=0, le=86_400)
-    by: Who = ""
 
 
-class ResumeBody(OperatorBody):
+class ResumeBody(CommandBody):
     """Take a drained worker back, after its next good canary."""
 
-    worker: Name
-    by: Who = ""
 
-
-class MoveBody(OperatorBody):
+class MoveBody(CommandBody):
     """Move a worker's running requests elsewhere, to the worker `to` or to whoever suits best; it goes on taking new ones."""
 
-    worker: Name
     to: Annotated[str, Field(max_length=NAME_MAX)] = ""
-    by: Who = ""
 
 
-class RestartBody(OperatorBody):
+class RestartBody(CommandBody):
     """Let a worker shut down in good order; whoever supervises it starts its successor."""
-
-    worker: Name
-    by: Who = ""
 
 
 class StatusBody(OperatorBody):
     """Show the fleet as it is."""
 
 
-class ChaosBody(OperatorBody):
+class ChaosBody(CommandBody):
     """Break a worker on purpose, or heal it. `argument`: one token in X wrong, X times slower, X requests
     fail, Xid X. `rank`: the one of a group that is struck. `duration_s`: until this fault ends by itself; without
     one it lasts until `heal`, which ends all of them."""
 
-    worker: Name
     fault: Fault
     argument: float | None = Field(default=None, ge=0)
     duration_s: float | None = Field(default=None, gt=0, le=86_400)
-    by: Who = ""
     rank: int | None = Field(default=None, ge=0, le=63)
 
 
-def declare(broker: NatsBroker, operations: OperatorControl | None) -> None:
+def declare(broker: NatsBroker, operations: OperatorControl | None, gate: CommandGate | None) -> None:
     """Register the control subjects on `broker`. Without operations they only serve documentation."""
 
-    def subscribe(verb: str, description: str) -> Any:
+    def subscribe(verb: str, body: type[OperatorBody]) -> Any:
         return broker.subscriber(
             f"{CONTROL}.{verb}",
-            queue=QUEUE,
             title=f"{CONTROL}.{verb}",
-            description=description,
+            description=body.__doc__ or "",
             no_reply=False,
+            max_workers=AT_ONCE,
         )
 
     def ready() -> OperatorControl:
         assert operations is not None, "a broker for documentation only was started"
         return operations
 
-    @subscribe("drain", DrainBody.__doc__ or "")  # type: ignore[untyped-decorator]
+    async def carry_out(command: Command, act: Callable[[], Awaitable[object]]) -> Answer:
+        assert gate is not None, "a broker for documentation only was started"
+        answer = await gate.carry_out(command, act)
+        if answer is None:
+            raise SkipMessage  # no answer: another controller gives it, or nobody can
+        return answer
+
+    @subscribe("drain", DrainBody)  # type: ignore[untyped-decorator]
     async def drain(body: DrainBody) -> Answer:
-        return {"says": await ready().drain(body.worker, body.deadline_s, body.by)}
+        command = body.command("drain")
+        return await carry_out(command, lambda: ready().drain(body.worker, body.deadline_s, body.by, command))
 
-    @subscribe("resume", ResumeBody.__doc__ or "")  # type: ignore[untyped-decorator]
+    @subscribe("resume", ResumeBody)  # type: ignore[untyped-decorator]
     async def resume(body: ResumeBody) -> Answer:
-        return {"says": await ready().resume(body.worker, body.by)}
+        command = body.command("resume")
+        return await carry_out(command, lambda: ready().resume(body.worker, body.by, command))
 
-    @subscribe("move", MoveBody.__doc__ or "")  # type: ignore[untyped-decorator]
+    @subscribe("move", MoveBody)  # type: ignore[untyped-decorator]
     async def move(body: MoveBody) -> Answer:
-        return {"says": await ready().move(body.worker, body.to, body.by)}
+        command = body.command("move")
+        return await carry_out(command, lambda: ready().move(body.worker, body.to, body.by, command))
 
-    @subscribe("restart", RestartBody.__doc__ or "")  # type: ignore[untyped-decorator]
+    @subscribe("restart", RestartBody)  # type: ignore[untyped-decorator]
     async def restart(body: RestartBody) -> Answer:
-        return {"says": await ready().restart(body.worker, body.by)}
+        command = body.command("restart")
+        return await carry_out(command, lambda: ready().restart(body.worker, body.by, command))
 
-    @subscribe("status", StatusBody.__doc__ or "")  # type: ignore[untyped-decorator]
+    @subscribe("status", StatusBody)  # type: ignore[untyped-decorator]
     async def status(body: StatusBody) -> dict[str, Any]:
+        assert gate is not None, "a broker for documentation only was started"
+        if not await gate.ours_to_answer():
+            raise SkipMessage
         return await ready().status()
 
-    @subscribe("chaos", ChaosBody.__doc__ or "")  # type: ignore[untyped-decorator]
+    @subscribe("chaos", ChaosBody)  # type: ignore[untyped-decorator]
     async def chaos(body: ChaosBody) -> Answer:
-        b = body
-        return {"says": await ready().chaos(b.worker, b.fault, b.argument, b.duration_s, b.by, b.rank)}
+        b, command = body, body.command("chaos")
+        return await carry_out(
+            command,
+            lambda: ready().chaos(b.worker, b.fault, b.argument, b.duration_s, b.by, b.rank, command),
+        )
 
 
 class ControlApi:
     """The control subjects, served until cancelled."""
 
-    def __init__(self, url: str, operations: OperatorControl) -> None:
+    def __init__(self, url: str, operations: OperatorControl, gate: CommandGate) -> None:
         guard = ExceptionMiddleware(
             publish_handlers={ValidationError: _invalid, HoldfastError: _refused, Exception: _failed}
         )
@@ -163,7 +189,7 @@ class ControlApi:
             max_outstanding_pings=PINGS_MAX,
             logger=None,
         )
-        declare(self._broker, operations)
+        declare(self._broker, operations, gate)
         self.serving = asyncio.Event()  # a flag: the subjects are subscribed
 
     async def run(self) -> None:

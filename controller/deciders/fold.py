@@ -1,7 +1,8 @@
 """The fold of the whole journal: what one recorded fact makes of the fleet.
 
 What a reader would get wrong: a worker is its present life. A fact about another instance falls through, and a new
-instance starts afresh but for what convicts hardware or weights (`health.rejoin`) and its open incident.
+instance starts afresh but for what convicts hardware or weights (`health.rejoin`) and its open incident. An operator's wish
+that came onto the stream after its deadline falls through as well: he was told that it failed.
 """
 
 from collections.abc import Mapping
@@ -31,6 +32,7 @@ from events.observations import (
     CanaryFailed,
     CanaryPassed,
     CanarySlow,
+    Commanded,
     GoldenDisputed,
     GoldenProposed,
     ResumeRequested,
@@ -111,6 +113,8 @@ def _joined(fleet: Fleet, fact: WorkerJoined, recorded: Recorded) -> Fleet:
 
 def _observed(fleet: Fleet, worker: Worker, fact: WorkerObservation, recorded: Recorded) -> Fleet:
     """Absorb what the world says about a worker's present life."""
+    if isinstance(fact, Commanded) and fact.late(recorded.at):
+        return fleet
     said: Fact = _only_of_its_own(fleet, worker, fact) if isinstance(fact, CanaryFailed) else fact
     moved = one.evolve(worker, said, recorded, recorded.id)
     if moved is not worker:

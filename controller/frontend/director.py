@@ -126,7 +126,7 @@ class Director:
         change = self.table.absorb(fleet)
         if self._live:
             for recorded in batch:
-                if isinstance(recorded.fact, MoveRequested):
+                if isinstance(recorded.fact, MoveRequested) and not recorded.fact.late(recorded.at):
                     self.planned_migrations.requested(recorded.fact)
         for endpoint, worker in change.updated:
             if self._live:

@@ -34,6 +34,7 @@ from controller.runtime.beats import Beats
 from controller.runtime.canary.goldens import Vocabulary
 from controller.runtime.canary.loop import CanaryLoop
 from controller.runtime.canary.tools import Tools
+from controller.runtime.commands import OperatorCommands
 from controller.runtime.host_processes import HostProcesses
 from controller.runtime.lease import Lease
 from controller.runtime.lingering import Lingering
@@ -151,6 +152,13 @@ class ControllerProcess:
         self.lingering = Lingering(
             self.view, self.beats, journal, self.processes, port_open, clock, lambda: self.leading
         )
+        self.commands = OperatorCommands(
+            journal,
+            clock,
+            seq=lambda: self.view.seq,
+            leading=lambda: self.leading,
+            vacant=lambda: self.lease.vacant,
+        )
         self.metrics.registry.register(FleetCollector(lambda: self.view.fleet, self.beats, self._own))
         self.view.listen(self._heard)
         self.lease.listen(self._lease_changed)
@@ -227,7 +235,7 @@ class ControllerProcess:
         operations = ControlOperations(
             FleetSources(
                 fleet=lambda: self.view.fleet,
-                leader=lambda: self.lease.leader,
+                leader=lambda: "" if self.lease.vacant else self.lease.leader,
                 present=lambda: presence.present(self._data),
                 projected=self._projected,
             ),
@@ -238,7 +246,7 @@ class ControllerProcess:
             processes=self.processes,
         )
         try:
-            await api_module.ControlApi(nats_url, operations).run()
+            await api_module.ControlApi(nats_url, operations, self.commands).run()
         finally:
             operations.close()
 
@@ -249,6 +257,7 @@ class ControllerProcess:
         self.canary.kick()
 
     def _heard(self, view: FleetView, batch: Sequence[Recorded]) -> None:
+        self.commands.heard(batch)
         if view.is_ready:
             self.metrics.count(batch)
         if not batch or any(isinstance(r.fact, WorkerJoined | WorkerLeft | HealthChanged) for r in batch):

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from controller.processes.fleet_dir import FleetDir, NoFleet
+from controller.runtime.command_sender import command
 from controller.runtime.history import history
 from events import subjects
 from events.errors import HoldfastError
@@ -90,8 +91,12 @@ class Operator:
         return cls(await _connect(url), url)
 
     async def ask(self, verb: str, body: dict[str, Any], deadline_s: float = ASK_WITHIN_S) -> dict[str, Any]:
-        """Ask the controller for one thing. Raise OperatorRefused with its reason, or NoAnswer after `deadline_s` seconds."""
-        answer = dict(await self._bus.request(f"{subjects.CONTROL}.{verb}", body, deadline_s))
+        """Ask the controller for one thing, to be done within `deadline_s` seconds or never. Raise OperatorRefused with its
+        reason, or what `command` raises."""
+        if verb == "status":
+            answer = dict(await self._bus.request(f"{subjects.CONTROL}.{verb}", body, deadline_s))
+        else:
+            answer = await command(self._bus, self._url, verb, body, deadline_s)
         if error := answer.get("error"):
             raise OperatorRefused(str(error))
         return answer

@@ -84,6 +84,10 @@ def _move_requested(f: o.MoveRequested) -> str:
     return f"{f.by or 'somebody'} asked for {f.worker}'s requests to move{f' to {f.to}' if f.to else ''}"
 
 
+def _command_refused(f: o.CommandRefused) -> str:
+    return f"{f.by or 'somebody'}'s {f.verb} of {f.worker} was refused: {f.why}"
+
+
 def _began(f: o.ShutdownBegan) -> str:
     if f.mode == "self_initiated":
         return f"{f.worker} ends itself{f': {f.reason}' if f.reason else ''}"
@@ -221,6 +225,8 @@ SENTENCES: dict[type[Fact], str | Callable[[Any], str]] = {
     o.DrainRequested: _drain_requested,
     o.ResumeRequested: lambda f: f"{f.by or 'somebody'} asked {f.worker} to resume",
     o.MoveRequested: _move_requested,
+    o.RestartRequested: lambda f: f"{f.by or 'somebody'} asked {f.worker} to restart",
+    o.CommandRefused: _command_refused,
     o.ShutdownBegan: _began,
     o.DrainFinished: _drained,
     o.DeviceFaulted: _device_faulted,

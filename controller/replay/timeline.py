@@ -21,6 +21,7 @@ from events.observations import (
     RequestMigrated,
     RequestsRejected,
     RequestsServed,
+    RestartRequested,
     ShutdownBegan,
 )
 
@@ -33,7 +34,14 @@ FELT_AFTER = timedelta(
 )  # and one this long after the end: a death is known before its streams go on
 _FELT = (RequestMigrated, RequestAbandoned, RequestExposed)
 _HEALING = ("heal", "unhang")
-_NEXT = (ChaosInjected, IncidentOpened, DrainRequested, MoveRequested, ShutdownBegan)  # another story begins
+_NEXT = (
+    ChaosInjected,
+    IncidentOpened,
+    DrainRequested,
+    MoveRequested,
+    RestartRequested,
+    ShutdownBegan,
+)  # another story begins
 _ROUTINE = (RequestsServed, Absorbed)
 
 

@@ -53,6 +53,11 @@ class Lease:
         """Whether we hold it at this very moment."""
         return self._clock.monotonic() < self._held_until
 
+    @property
+    def vacant(self) -> bool:
+        """Whether nobody holds it, as far as we can see: nothing was heard of a holder for as long as one may be late."""
+        return not self.held and (not self.leader or self._stood_still())
+
     def listen(self, callback: Callable[[bool], None]) -> None:
         """Call `callback(held)` when that changes (a loss by time is told at the next look)."""
         self._listeners.append(callback)
@@ -97,14 +102,15 @@ class Lease:
 
     async def _contend(self) -> None:
         value, revision = await self._cell.read()
-        now = self._clock.monotonic()
         self.leader = _holder(value)
         if revision != self._revision:
-            self._revision, self._seen_at = revision, now
-        gone = now - self._seen_at > self._ttl_s * PATIENCE
-        if not self.leader or self.leader == self.holder or gone:
+            self._revision, self._seen_at = revision, self._clock.monotonic()
+        if not self.leader or self.leader == self.holder or self._stood_still():
             await self._renew()
             self.takeovers += 1
+
+    def _stood_still(self) -> bool:
+        return self._clock.monotonic() - self._seen_at > self._ttl_s * PATIENCE
 
     def _tell(self) -> None:
         held = self.held

@@ -15,8 +15,9 @@ from typing import Any
 import structlog
 
 from controller.deciders.fleet import Fleet, Worker
-from controller.ports import StoreUnavailable
+from controller.ports import NO_COMMAND, Command, StoreUnavailable
 from controller.runtime.beats import Beats
+from controller.runtime.command_words import done
 from controller.runtime.host_processes import HostProcesses
 from controller.runtime.refusals import NotPossible, Unanswered, UnknownWorker
 from controller.runtime.rehearsals import Rehearsals, ask, shares_process
@@ -24,7 +25,7 @@ from events import subjects
 from events.decisions import HealthStatus
 from events.journal.port import Journal, JournalUnavailable
 from events.nats.bus import Bus
-from events.observations import DrainRequested, MoveRequested, ResumeRequested
+from events.observations import Commanded, DrainRequested, MoveRequested, RestartRequested, ResumeRequested
 from events.process.presence import Presence
 
 FLUSH_S = 1.0
@@ -69,33 +70,35 @@ class ControlOperations:
         """Leave no worker stopped that was to be so for a while only."""
         self._rehearsals.close()
 
-    async def drain(self, worker: str, deadline_s: float | None, by: str) -> str:
-        """Wish a worker empty; one whose instance is dead is. Raise UnknownWorker."""
-        known = self._known(worker)
-        if not known.alive:
-            return self._dead(known)
-        self._journal.observe(
-            DrainRequested(worker=worker, instance=known.joined.instance, deadline_s=deadline_s, by=by)
-        )
-        await self._journal.flush(FLUSH_S)
-        return f"{worker} is to drain" + ("" if deadline_s is None else f" within {deadline_s:g} s")
+    async def drain(
+        self, worker: str, deadline_s: float | None, by: str, command: Command = NO_COMMAND
+    ) -> str:
+        """Wish a worker empty. Raise UnknownWorker, or NotPossible for one whose instance is dead: it is empty."""
+        instance = self._living(worker).joined.instance
+        return await self._say(
+            DrainRequested(
+                worker=worker, instance=instance, deadline_s=deadline_s, by=by,
+                command=command.id, until=command.deadline,
+            )
+        )  # fmt: skip
 
-    async def resume(self, worker: str, by: str) -> str:
-        """Wish a worker back; a dead one's next instance comes. Raise UnknownWorker or NotPossible."""
+    async def resume(self, worker: str, by: str, command: Command = NO_COMMAND) -> str:
+        """Wish a worker back; of a dead one the next instance comes. Raise UnknownWorker or NotPossible."""
         known = self._known(worker)
         if not known.alive:
-            return await self._end(known)
+            return await self.restart(worker, by, command)
         if known.health.status is HealthStatus.HEALTHY and not (known.drain.active or known.drain.wanted):
             raise NotPossible(f"{worker} is healthy and does not drain: there is nothing to resume")
-        self._journal.observe(ResumeRequested(worker=worker, instance=known.joined.instance, by=by))
-        await self._journal.flush(FLUSH_S)
-        return f"{worker} is to come back, after its next good canary"
+        instance = known.joined.instance
+        return await self._say(
+            ResumeRequested(
+                worker=worker, instance=instance, by=by, command=command.id, until=command.deadline
+            )
+        )
 
-    async def move(self, worker: str, to: str, by: str) -> str:
+    async def move(self, worker: str, to: str, by: str, command: Command = NO_COMMAND) -> str:
         """Wish a worker's running requests elsewhere. Raise UnknownWorker or NotPossible."""
-        known = self._known(worker)
-        if not known.alive:
-            return self._dead(known)
+        known = self._living(worker)
         fleet = self._sources.fleet().workers.values()
         others = [other for other in fleet if other is not known and other.routable and _alike(other, known)]
         if to == worker:
@@ -106,22 +109,35 @@ class ControlOperations:
         if not others:
             why = f"{to} cannot take them" if to else "no other worker can take them"
             raise NotPossible(f"{why}: it must serve the same model and revision, and take requests")
-        self._journal.observe(MoveRequested(worker=worker, instance=known.joined.instance, to=to, by=by))
-        await self._journal.flush(FLUSH_S)
-        return f"what runs on {worker} is to move" + (f" to {to}" if to else "")
+        instance = known.joined.instance
+        return await self._say(
+            MoveRequested(
+                worker=worker, instance=instance, to=to, by=by, command=command.id, until=command.deadline
+            )
+        )
 
-    async def restart(self, worker: str, by: str) -> str:
+    async def restart(self, worker: str, by: str, command: Command = NO_COMMAND) -> str:
         """Tell a worker to shut down in good order; end the process of one that hears nothing any more, or whose instance is
         dead. Raise UnknownWorker or NotPossible."""
         known = self._known(worker)
-        log.info("restart_asked", worker=worker, by=by)
+        instance = known.joined.instance
+        said = await self._say(
+            RestartRequested(
+                worker=worker, instance=instance, by=by, command=command.id, until=command.deadline
+            )
+        )
         if not known.alive:
             return await self._end(known)
         try:
             await self._stop(known)
         except Unanswered:
             return await self._end(known)
-        return f"{worker} shuts down; its supervisor starts it again"
+        return said
+
+    async def _say(self, fact: Commanded) -> str:
+        self._journal.observe(fact)
+        await self._journal.flush(FLUSH_S)
+        return done(fact)
 
     async def chaos(
         self,
@@ -131,19 +147,23 @@ class ControlOperations:
         duration_s: float | None,
         by: str,
         rank: int | None = None,
+        command: Command = NO_COMMAND,
     ) -> str:
         """Break a worker on purpose, or heal it. Raise ChaosRefused, UnknownWorker or NotPossible."""
-        return await self._rehearsals.play(self._known(worker), fault, argument, duration_s, by, rank)
+        known = self._known(worker)
+        return await self._rehearsals.play(known, fault, argument, duration_s, by, rank, command.id)
 
     async def _stop(self, known: Worker) -> None:
         name = known.joined.worker
-        await ask(self._bus, name, subjects.stop(name), {"instance": known.joined.instance})
+        await ask(self._bus, self._journal, name, subjects.stop(name), {"instance": known.joined.instance})
 
     async def _end(self, known: Worker) -> str:
         """End a worker of which no good order can be had; say how. Raise NotPossible if it is out of reach and lives."""
         name = known.joined.worker
         if shares_process(self._sources.fleet(), known):  # a signal would end the others too
-            await ask(self._bus, name, subjects.retire(name), {"instance": known.joined.instance})
+            await ask(
+                self._bus, self._journal, name, subjects.retire(name), {"instance": known.joined.instance}
+            )
             return f"{name} ends; its next instance takes its place"
         if not known.alive and not self._processes.live(known):
             return self._dead(known)
@@ -169,6 +189,12 @@ class ControlOperations:
                     await self._stop(known)
                     return True
         return False
+
+    def _living(self, name: str) -> Worker:
+        known = self._known(name)
+        if not known.alive:
+            raise NotPossible(self._dead(known))
+        return known
 
     def _known(self, name: str) -> Worker:
         worker = self._sources.fleet().workers.get(name)

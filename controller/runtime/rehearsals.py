@@ -11,16 +11,18 @@ import asyncio
 import contextlib
 import signal
 from collections.abc import Callable
+from datetime import timedelta
 from functools import partial
 from typing import Any
 
 import structlog
 
 from controller.deciders.fleet import Fleet, Worker
+from controller.runtime.command_words import done
 from controller.runtime.host_processes import HostProcesses
 from controller.runtime.refusals import ChaosRefused, NotPossible, Unanswered
 from events import subjects
-from events.journal.port import Journal
+from events.journal.port import Journal, JournalUnavailable
 from events.nats.bus import Bus, NoAnswer
 from events.observations import ChaosInjected
 
@@ -32,10 +34,14 @@ WAKES_WITHIN_S = 2.0  # a process that goes on, until it hears what it is asked
 log = structlog.get_logger(__name__)
 
 
-async def ask(bus: Bus, worker: str, subject: str, body: dict[str, Any]) -> None:
-    """Ask a worker for one thing. Raise NotPossible if it refuses, Unanswered if it does not answer."""
+async def ask(bus: Bus, journal: Journal, worker: str, subject: str, body: dict[str, Any]) -> None:
+    """Ask a worker for something that it does soon or never: one that hears it later, because it hangs, refuses. Raise
+    NotPossible if it refuses, Unanswered if it does not answer."""
     try:
-        answer = await bus.request(subject, body, ASK_S)
+        until = (await journal.end()).at + timedelta(seconds=ASK_S)
+        answer = await bus.request(subject, {**body, "until": until.isoformat()}, ASK_S)
+    except JournalUnavailable as error:
+        raise NotPossible(f"{worker} cannot be told until when: {error}") from error
     except NoAnswer as error:
         raise Unanswered(f"{worker} does not answer: {error}") from error
     if answer.get("error"):
@@ -78,17 +84,22 @@ class Rehearsals:
         duration_s: float | None,
         by: str,
         rank: int | None = None,
+        command: str = "",
     ) -> str:
-        """Break a worker on purpose, or heal it; return what was done. Raise ChaosRefused or NotPossible."""
+        """Break a worker on purpose, or heal it, as this command wants; return what was done. Raise ChaosRefused or
+        NotPossible."""
         if not self._allowed:
             raise ChaosRefused
         name, shared = worker.joined.worker, shares_process(self._fleet(), worker)
         if not worker.alive and not shared and (fault not in ON_THE_DEAD or not self._processes.live(worker)):
-            return f"{name} is dead ({worker.health.reason}): nothing is struck; {self._processes.next_life(worker)}"
+            reason, next_life = worker.health.reason, self._processes.next_life(worker)
+            raise NotPossible(f"{name} is dead ({reason}): nothing is struck; {next_life}")
         struck = {"argument": argument, "rank": rank}
         detail = ", ".join(f"{key}={value:g}" for key, value in struck.items() if value is not None)
-        about = {"worker": name, "instance": worker.joined.instance}
-        said = ChaosInjected(**about, fault=fault, detail=detail, by=by, duration_s=duration_s)
+        said = ChaosInjected(
+            worker=name, instance=worker.joined.instance, fault=fault, detail=detail, by=by, duration_s=duration_s,
+            command=command,
+        )  # fmt: skip
         if fault in SIGNALS and not shared:
             self._processes.send(worker, 0)
             self._journal.observe(said)  # the cause stands before its effects
@@ -97,7 +108,7 @@ class Rehearsals:
             await self._heard(worker, {"fault": fault, **struck, "duration": duration_s})
             self._journal.observe(said)
         log.warning("chaos_injected", worker=name, fault=fault, argument=argument, by=by)
-        return f"{name}: {fault}" + (f" ({detail})" if detail else "")
+        return done(said)
 
     def close(self) -> None:
         """Let everybody go on who is stopped for a while: nobody else will."""
@@ -113,7 +124,7 @@ class Rehearsals:
         until = loop.time() + (WAKES_WITHIN_S if woken else 0.0)
         while True:
             try:
-                return await ask(self._bus, name, subjects.chaos(name), body)
+                return await ask(self._bus, self._journal, name, subjects.chaos(name), body)
             except Unanswered:
                 if loop.time() >= until:
                     raise

@@ -37,6 +37,10 @@ class NoAnswer(HoldfastError):
     """Nobody answered in time."""
 
 
+class NobodyHeard(NoAnswer):
+    """Nobody has heard it."""
+
+
 class Subscription(Protocol):
     """One handler's interest in a subject."""
 
@@ -62,7 +66,7 @@ class Bus(Protocol):
         ...
 
     async def request(self, subject: str, body: Body, deadline_s: float = 2.0) -> Body:
-        """Ask and return the first answer. Raise BusUnavailable or NoAnswer."""
+        """Ask and return the first answer. Raise BusUnavailable, NobodyHeard or NoAnswer."""
         ...
 
     async def close(self) -> None: ...
@@ -130,7 +134,7 @@ class NatsBus:
             answer = await self.connection.request(subject, _encode(body), deadline_s)
             return _decode(answer.body)
         except NoRespondersError as error:
-            raise NoAnswer(f"nobody listens on {subject}") from error
+            raise NobodyHeard(f"nobody listens on {subject}") from error
         except TimeoutError as error:
             raise NoAnswer(f"nobody answered on {subject} within {deadline_s:g} s") from error
         except msgspec.MsgspecError as error:
@@ -188,7 +192,7 @@ class MemoryBus:
         except TimeoutError as error:
             raise NoAnswer(f"nobody answered on {subject} within {deadline_s:g} s") from error
         if not answers:
-            raise NoAnswer(f"nobody listens on {subject}")
+            raise NobodyHeard(f"nobody listens on {subject}")
         return answers[0]
 
     async def _deliver(self, subject: str, body: Body) -> list[Body]:

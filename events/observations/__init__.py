@@ -38,6 +38,8 @@ from events.observations.requests import (
 )
 from events.observations.workers import (
     ChaosInjected,
+    Commanded,
+    CommandRefused,
     DeviceFaulted,
     DeviceRecovered,
     DrainFinished,
@@ -47,6 +49,7 @@ from events.observations.workers import (
     MoveRequested,
     ObserverBlind,
     Profile,
+    RestartRequested,
     ResumeRequested,
     ShutdownBegan,
     Topology,
@@ -66,6 +69,8 @@ __all__ = [
     "CanarySlow",
     "ChaosInjected",
     "CheckType",
+    "CommandRefused",
+    "Commanded",
     "DeviceFaulted",
     "DeviceRecovered",
     "DrainFinished",
@@ -90,6 +95,7 @@ __all__ = [
     "RequestSuspected",
     "RequestsRejected",
     "RequestsServed",
+    "RestartRequested",
     "ResumeRequested",
     "ShutdownBegan",
     "TopK",

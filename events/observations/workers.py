@@ -1,6 +1,7 @@
 """What is observed of a worker: what it is, that it came and went, and what breaks in it."""
 
 from dataclasses import dataclass
+from datetime import datetime
 from typing import ClassVar, Literal
 
 from events.fact import Observation
@@ -120,26 +121,52 @@ class ObserverBlind(Observation):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class DrainRequested(WorkerObservation):
+class Commanded(WorkerObservation):
+    """The base of what an operator's command led to."""
+
+    command: str = ""  # the command's id
+    until: datetime | None = None  # by the stream's clock; later on the stream, it is not heeded
+    by: str = ""  # who asked
+
+    def late(self, at: datetime) -> bool:
+        """Say whether a fact that came onto the stream `at` this instant came too late to be heeded."""
+        return self.until is not None and at > self.until
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CommandRefused(Observation):
+    """An operator's command was refused: nothing has come of it, and nothing will."""
+
+    worker: str  # that the command was about; there may be none of that name
+    verb: str  # drain, resume, move, restart, chaos
+    command: str  # the command's id
+    why: str
+    late: bool = False  # its deadline was over before a controller could carry it out
+    by: str = ""  # who asked
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DrainRequested(Commanded):
     """An operator wants this worker empty. Without a deadline the policy's applies."""
 
     deadline_s: float | None = None
-    by: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ResumeRequested(WorkerObservation):
+class ResumeRequested(Commanded):
     """An operator wants this worker back."""
 
-    by: str = ""
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class MoveRequested(WorkerObservation):
+class MoveRequested(Commanded):
     """An operator wants this worker's running requests elsewhere; it goes on taking new ones."""
 
     to: str = ""  # the only worker that may take them; empty: whoever suits best
-    by: str = ""  # who asked
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RestartRequested(Commanded):
+    """An operator wants this worker to end in good order, and to be started again: it is told so."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -192,12 +219,11 @@ class EngineFaulted(WorkerObservation):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ChaosInjected(WorkerObservation):
+class ChaosInjected(Commanded):
     """A rehearsal: somebody broke this worker on purpose (or healed it)."""
 
     fault: str  # a verb of `holdfast chaos`
     detail: str = ""  # its argument and its rank, where it has them
-    by: str = ""  # who did it
     duration_s: float | None = (
         None  # seconds after which it ends by itself; None: it lasts until somebody ends it
     )

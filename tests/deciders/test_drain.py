@@ -1,5 +1,6 @@
 """Drains: who wants them, until when, and how they end."""
 
+from dataclasses import replace
 from datetime import timedelta
 
 import pytest
@@ -113,3 +114,15 @@ def test_shutdown_drains_within_its_grace() -> None:
     assert kinds(decisions) == ["HealthChanged", "DrainStarted"]
     assert decisions[1].reason == "shutdown: graceful"
     assert decisions[1].deadline == story.now + timedelta(seconds=60)
+
+
+def test_a_wish_that_came_onto_the_journal_after_its_deadline_is_not_heeded() -> None:
+    story = Story().up("w0", "w1")
+    late, in_time = story.now - timedelta(microseconds=1), story.now
+    before = story.worker("w0")
+    assert story.tell(replace(drain_requested("w0"), until=late)) == ()
+    assert story.worker("w0") == before
+    assert "DrainStarted" in kinds(story.tell(replace(drain_requested("w0"), until=in_time)))
+    draining = story.worker("w0")
+    story.tell(replace(resume("w0"), until=late))
+    assert story.worker("w0") == draining

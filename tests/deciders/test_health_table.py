@@ -45,6 +45,7 @@ from events.observations import (
     ObserverBlind,
     PanicBegan,
     RequestAbandoned,
+    RestartRequested,
     WorkerLingered,
     WorkerObservation,
 )
@@ -255,6 +256,7 @@ FACTS: dict[str, Make] = {
     "drain_finished": lambda w, i: drained(w, i),
     "resume": lambda w, i: resume(w, i),
     "move_requested": lambda w, i: MoveRequested(worker=w, instance=i, by="op"),
+    "restart_requested": lambda w, i: RestartRequested(worker=w, instance=i, by="op"),
     "left": lambda w, i: left(w, i),
     "left_at_once": lambda w, i: left(w, i, mode="immediate"),
     "request_failed_thrice": lambda w, i: request_failed(w, 3, instance=i),

@@ -2,12 +2,15 @@
 
 import asyncio
 import contextlib
+from collections.abc import Awaitable, Callable
+from datetime import UTC, datetime, timedelta
 from typing import Any
 
 import pytest
 
 from controller.adapters.control_api import ControlApi, serve
 from controller.adapters.embedded.servers import EmbeddedServer, start_nats
+from controller.ports import Answer, Command
 from events.errors import HoldfastError
 from events.nats.bus import BusUnavailable, NatsBus, NoAnswer
 
@@ -20,15 +23,15 @@ class RecordingControl:
     def __init__(self) -> None:
         self.asked: list[tuple[Any, ...]] = []
 
-    async def drain(self, worker: str, deadline_s: float | None, by: str) -> str:
+    async def drain(self, worker: str, deadline_s: float | None, by: str, command: Command) -> str:
         self.asked.append(("drain", worker, deadline_s, by))
         return f"{worker} is to drain"
 
-    async def move(self, worker: str, to: str, by: str) -> str:
+    async def move(self, worker: str, to: str, by: str, command: Command) -> str:
         self.asked.append(("move", worker, to, by))
         return f"what runs on {worker} is to move"
 
-    async def resume(self, worker: str, by: str) -> str:
+    async def resume(self, worker: str, by: str, command: Command) -> str:
         raise HoldfastError(f"{worker} is dead")
 
     async def status(self) -> dict[str, Any]:
@@ -42,19 +45,40 @@ class RecordingControl:
         duration_s: float | None,
         by: str,
         rank: int | None,
+        command: Command,
     ) -> str:
         raise KeyError("a bug of ours")
 
 
+class Gate:
+    """Has everything carried out here, or nothing."""
+
+    def __init__(self, leads: bool) -> None:
+        self.leads = leads
+        self.heard: list[Command] = []
+
+    async def carry_out(self, command: Command, act: Callable[[], Awaitable[object]]) -> Answer | None:
+        self.heard.append(command)
+        return {"says": str(await act())} if self.leads else None
+
+    async def ours_to_answer(self) -> bool:
+        return self.leads
+
+
+def whole(body: dict[str, Any]) -> dict[str, Any]:
+    """A body with an id and a deadline."""
+    return {"id": "command-1", "deadline": (datetime.now(UTC) + timedelta(seconds=9)).isoformat(), **body}
+
+
 @contextlib.asynccontextmanager
-async def served(url: str) -> Any:
-    control = RecordingControl()
-    api = ControlApi(url, control)
+async def served(url: str, leads: bool = True) -> Any:
+    control, gate = RecordingControl(), Gate(leads)
+    api = ControlApi(url, control, gate)
     task = asyncio.create_task(api.run())
     bus = await NatsBus.connect(url, "operator")
     try:
         await asyncio.wait_for(api.serving.wait(), 20)
-        yield control, bus
+        yield control, bus, gate
     finally:
         task.cancel()
         with contextlib.suppress(asyncio.CancelledError):
@@ -100,12 +124,13 @@ async def test_a_stop_that_comes_with_an_answer_of_the_broker_is_heard(call: str
 
 
 async def test_a_request_is_answered(nats_url: str) -> None:
-    async with served(nats_url) as (control, bus):
-        assert await bus.request("control.drain", {"worker": "w1", "deadline_s": 30, "by": "ada"}) == {
-            "says": "w1 is to drain"
-        }
+    async with served(nats_url) as (control, bus, gate):
+        body = whole({"worker": "w1", "deadline_s": 30, "by": "ada"})
+        assert await bus.request("control.drain", body) == {"says": "w1 is to drain"}
+        deadline = datetime.fromisoformat(body["deadline"])
+        assert gate.heard == [Command("command-1", deadline, "drain", "w1", "ada")]
         assert control.asked == [("drain", "w1", 30, "ada")]
-        moved = await bus.request("control.move", {"worker": "w1", "to": "w2", "by": "ada"})
+        moved = await bus.request("control.move", whole({"worker": "w1", "to": "w2", "by": "ada"}))
         assert moved == {"says": "what runs on w1 is to move"}
         assert control.asked[1:] == [("move", "w1", "w2", "ada")]
         status = await bus.request("control.status", {})
@@ -117,51 +142,74 @@ async def test_a_request_is_answered(nats_url: str) -> None:
     [
         ("drain", {}, "worker: Field required"),
         ("drain", {"worker": ""}, "at least 1 character"),
-        ("drain", {"worker": "w1", "deadline": 3}, "deadline: Extra inputs are not permitted"),
+        ("drain", {"worker": "w1", "within": 3}, "within: Extra inputs are not permitted"),
         ("drain", {"worker": "w1", "deadline_s": -3}, "greater than 0"),
         ("resume", {"worker": "w1"}, "w1 is dead"),
         ("move", {"to": "w1"}, "worker: Field required"),
         ("chaos", {"worker": "w1", "fault": "nuke"}, "'kill', 'hang'"),
         ("chaos", {"worker": "w1", "fault": "kill"}, "internal error"),
         ("status", {"verbose": True}, "Extra inputs"),
+        ("drain", {"worker": "w1", "deadline": "2026-01-01T00:00:00"}, "should have timezone info"),
+        ("drain", {"worker": "w1", "id": "a b c d e"}, "should match pattern"),
+        ("drain", {"worker": "w1", "id": None}, "id: Input should be a valid string"),
     ],
 )
 async def test_a_refusal_says_what_was_wrong(
     nats_url: str, verb: str, body: dict[str, Any], says: str
 ) -> None:
-    async with served(nats_url) as (_, bus):
-        answer = await bus.request(f"control.{verb}", body)
+    async with served(nats_url) as (_, bus, _):
+        answer = await bus.request(f"control.{verb}", body if verb == "status" else whole(body))
     assert set(answer) == {"error"}
     assert says in answer["error"]
 
 
+@pytest.mark.parametrize("missing", ["id", "deadline"])
+async def test_a_command_without_an_id_or_a_deadline_is_refused(nats_url: str, missing: str) -> None:
+    async with served(nats_url) as (control, bus, _):
+        body = {name: value for name, value in whole({"worker": "w1"}).items() if name != missing}
+        answer = await bus.request("control.drain", body)
+    assert answer == {"error": f"the request is not valid: body.{missing}: Field required"}
+    assert not control.asked
+
+
 @pytest.mark.parametrize("body", [b"", b"nonsense{", b"[1, 2]", b"\xff\xfe", b"null", b'"w1"'])
 async def test_what_is_no_json_object_is_refused_and_does_no_harm(nats_url: str, body: bytes) -> None:
-    async with served(nats_url) as (control, bus):
+    async with served(nats_url) as (control, bus, _):
         message = await bus.connection.client.request("control.drain", body, timeout=5)
         assert b"error" in message.data
-        assert "says" in await bus.request("control.drain", {"worker": "w2"})
+        assert "says" in await bus.request("control.drain", whole({"worker": "w2"}))
     assert [asked[1] for asked in control.asked] == ["w2"]
 
 
-async def test_two_controllers_handle_each_request_once(nats_url: str) -> None:
-    async with served(nats_url) as (one, bus), served(nats_url) as (two, _):
+async def test_two_controllers_hear_each_command_and_who_leads_answers(nats_url: str) -> None:
+    async with served(nats_url, leads=False) as (one, bus, first), served(nats_url) as (two, _, second):
         for n in range(20):
-            await bus.request("control.drain", {"worker": f"w{n}"})
-    assert len(one.asked) + len(two.asked) == 20
+            answer = await bus.request("control.drain", whole({"worker": f"w{n}"}))
+            assert answer == {"says": f"w{n} is to drain"}
+        assert (await bus.request("control.status", {}))["leader"] is None
+    assert (len(first.heard), len(second.heard)) == (20, 20)
+    assert (len(one.asked), len(two.asked)) == (0, 20)
+
+
+async def test_where_nobody_may_answer_there_is_no_answer(nats_url: str) -> None:
+    async with served(nats_url, leads=False) as (_, bus, gate):
+        for verb, body in (("drain", whole({"worker": "w1"})), ("status", {})):
+            with pytest.raises(NoAnswer, match="nobody answered"):
+                await bus.request(f"control.{verb}", body, 0.3)
+    assert len(gate.heard) == 1
 
 
 async def test_it_serves_again_after_the_broker_was_killed(
     own_nats: EmbeddedServer, tmp_path: Any, eventually: Any
 ) -> None:
-    async with served(own_nats.url) as (_, bus):
+    async with served(own_nats.url) as (_, bus, _):
         await own_nats.kill()
         again = await start_nats(tmp_path / "nats", port=own_nats.port)
         try:
 
             async def answered() -> bool:
                 try:
-                    return "says" in await bus.request("control.drain", {"worker": "w1"}, 0.5)
+                    return "says" in await bus.request("control.drain", whole({"worker": "w1"}), 0.5)
                 except (NoAnswer, BusUnavailable):
                     return False
 

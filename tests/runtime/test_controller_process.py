@@ -17,6 +17,7 @@ import pytest
 from controller.adapters.embedded.servers import EmbeddedServer, start_nats
 from controller.frontend.text.tokenizer import TokenizerMissing
 from controller.processes.controller import load_vocabulary
+from controller.runtime.command_sender import command
 from events.decisions import BreakerOpened, GoldenAgreed, HealthChanged
 from events.fact import Fact
 from events.journal.nats import NatsJournal
@@ -70,7 +71,9 @@ class Processes:
         return child
 
     async def ask(self, verb: str, **body: Any) -> dict[str, Any]:
-        return dict(await self.bus.request(f"control.{verb}", body, 2.0))
+        if verb == "status":
+            return dict(await self.bus.request("control.status", body, 2.0))
+        return await command(self.bus, self.url, verb, body, 5.0)
 
     async def status(self) -> dict[str, Any]:
         try:

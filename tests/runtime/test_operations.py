@@ -3,12 +3,13 @@
 import platform
 import signal
 from collections.abc import Mapping
+from datetime import UTC, datetime, timedelta
 from typing import Any
 
 import pytest
 from canary_world import World, joined
 
-from controller.ports import StoreUnavailable
+from controller.ports import Command, StoreUnavailable
 from controller.runtime.beats import Beats
 from controller.runtime.host_processes import HostProcesses
 from controller.runtime.operations import ControlOperations, FleetSources
@@ -19,6 +20,7 @@ from events.observations import (
     ChaosInjected,
     DrainRequested,
     MoveRequested,
+    RestartRequested,
     ResumeRequested,
     Topology,
     WorkerSilent,
@@ -116,6 +118,38 @@ async def test_a_wish_to_move_becomes_a_fact_where_somebody_can_take_the_request
     ]  # fmt: skip
 
 
+async def test_a_restart_is_on_the_journal_before_the_worker_is_told() -> None:
+    doubles = OperationsOverDoubles()
+    doubles.world.join("w1")
+    heard: list[tuple[str, int]] = []
+    await doubles.bus.subscribe(
+        subjects.stop("w1"),
+        lambda _, body: heard.append((body["instance"], len(doubles.world.facts(RestartRequested)))) or {},
+    )
+    assert await doubles.operations.restart("w1", "ada") == "w1 shuts down; its supervisor starts it again"
+    assert heard == [("w1-1", 1)]
+
+
+async def test_what_a_command_leads_to_carries_its_id_and_its_deadline() -> None:
+    doubles, deadline = OperationsOverDoubles(), datetime(2026, 1, 1, 0, 0, 5, tzinfo=UTC)
+    command = Command("command-1", deadline, "drain", "w1", "ada")
+    for worker in ("w1", "w2"):
+        doubles.world.join(worker)
+    await doubles.bus.subscribe("live.*.w1", lambda *_: {})
+    async with doubles.world.running():
+        await doubles.world.until(lambda: doubles.world.status("w2") == "HEALTHY", 60)
+        await doubles.operations.move("w1", "", "ada", command)
+        await doubles.operations.drain("w1", 30, "ada", command)
+        doubles.world.turn()
+        await doubles.operations.resume("w1", "ada", command)
+        await doubles.operations.restart("w1", "ada", command)
+        await doubles.operations.chaos("w1", "kill", None, None, "ada", None, command)
+    for kind in (MoveRequested, DrainRequested, ResumeRequested, RestartRequested, ChaosInjected):
+        (fact,) = doubles.world.facts(kind)
+        until = None if kind is ChaosInjected else deadline  # that one says what has happened
+        assert (fact.command, fact.until, fact.by) == ("command-1", until, "ada"), kind
+
+
 async def test_a_misspelt_worker_is_refused() -> None:
     doubles = OperationsOverDoubles()
     with pytest.raises(UnknownWorker, match="'w9'"):
@@ -182,9 +216,12 @@ async def test_other_faults_are_forwarded_to_the_worker() -> None:
         await doubles.operations.chaos("w1", "corrupt", 8, None, "")
     await doubles.bus.subscribe(subjects.chaos("w1"), on_chaos)
     await doubles.operations.chaos("w1", "corrupt", 8, 5, "ada")
-    assert heard == [{"fault": "corrupt", "argument": 8, "rank": None, "duration": 5}]
+    until = (
+        doubles.world.clock.now() + timedelta(seconds=1)
+    ).isoformat()  # by which it has done it, or never
+    assert heard == [{"fault": "corrupt", "argument": 8, "rank": None, "duration": 5, "until": until}]
     await doubles.operations.chaos("w1", "xid", 79, None, "ada", 3)
-    assert heard[1] == {"fault": "xid", "argument": 79, "rank": 3, "duration": None}
+    assert heard[1] == {"fault": "xid", "argument": 79, "rank": 3, "duration": None, "until": until}
     with pytest.raises(NotPossible, match="cannot drift"):
         await doubles.operations.chaos("w1", "drift", None, None, "")
     assert [(f.fault, f.detail, f.duration_s) for f in doubles.world.facts(ChaosInjected)] == [

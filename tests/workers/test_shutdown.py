@@ -2,6 +2,7 @@
 
 import asyncio
 import signal
+from datetime import UTC, datetime, timedelta
 from typing import Any
 
 import pytest
@@ -192,6 +193,22 @@ async def test_an_operator_asks_for_the_same_over_the_bus(begin: Begin) -> None:
     async with asyncio.timeout(20):
         assert await life.running == 0
     assert life.facts[1] == ShutdownBegan(**ABOUT, mode="graceful", grace_s=60.0, reason="operator")
+
+
+async def test_a_request_that_is_heard_after_its_time_is_refused(begin: Begin) -> None:
+    life = await begin()
+    over = (datetime.now(UTC) - timedelta(seconds=1)).isoformat()
+    later = (datetime.now(UTC) + timedelta(seconds=60)).isoformat()
+    for subject, body in (
+        (subjects.stop("w0"), {"instance": "i1"}),
+        (subjects.chaos("w0"), {"fault": "die"}),
+    ):
+        answer = await life.bus.request(subject, {**body, "until": over})
+        assert "heard of it too late" in str(answer["error"])
+    assert not life.running.done()
+    assert (await life.bus.request(subjects.stop("w0"), {"instance": "i1", "until": later}))["stopping"]
+    async with asyncio.timeout(20):
+        assert await life.running == 0
 
 
 # --- immediate

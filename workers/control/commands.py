@@ -1,12 +1,14 @@
 """What the controller asks of a worker: to drain, to come back, to play a fault.
 
 Requests may be repeated and may be late: a drain that runs is not begun again, and one that was meant for an earlier life
-of this worker is refused.
+of this worker is refused. So is one to stop or to break that is only heard after its time, by a worker that had been hung:
+who asked for it was told that it failed.
 """
 
 import asyncio
 from collections.abc import Mapping
 from dataclasses import asdict
+from datetime import datetime
 from typing import Any, Protocol
 
 import structlog
@@ -31,6 +33,10 @@ log = structlog.get_logger(__name__)
 
 class WrongInstance(HoldfastError):
     """This worker has another life now; the request was meant for an earlier one."""
+
+
+class HeardTooLate(HoldfastError):
+    """This worker has heard of it too late: who asked for it was told that it failed."""
 
 
 class CommandedWorker(Protocol):
@@ -85,6 +91,12 @@ class WorkerCommands:
         which ends it as SIGKILL ends a process that is stopped."""
         name = self._config.name
         return not self._faults.hung or subject in (subjects.chaos(name), subjects.retire(name))
+
+    async def check_time(self, until: str) -> None:
+        """Raise HeardTooLate after `until`, an ISO instant by the clock that stamps the journal; JournalUnavailable if that
+        cannot be asked."""
+        if (await self._journal.end()).at > datetime.fromisoformat(until):
+            raise HeardTooLate
 
     def stop(self) -> None:
         """Leave a drain to whoever ends the worker now."""

@@ -1,13 +1,14 @@
 """Hearing what the controller asks of a worker, and whether another one has its name."""
 
 import asyncio
+import inspect
 from collections.abc import Awaitable, Mapping
 from typing import Any
 
 import structlog
 
 from events import subjects
-from events.nats.bus import Answer, Bus, Subscription
+from events.nats.bus import Answer, Bus, Handler, Subscription
 from events.nats.connection import DISCONNECTED
 from workers.config.worker import WorkerConfig
 from workers.control.commands import WorkerCommands
@@ -47,7 +48,15 @@ class CommandListener:
         handler = self._handlers.get(subject)
         if handler is None or not self._commands.heeds(subject):
             return None
+        if "until" in body:
+            return self._in_time(handler, subject, body)
         return handler(subject, body)
+
+    async def _in_time(self, handler: Handler, subject: str, body: Mapping[str, Any]) -> Answer:
+        """Do what may be done only soon. Raise HeardTooLate."""
+        await self._commands.check_time(str(body["until"]))
+        answer = handler(subject, body)
+        return await answer if inspect.isawaitable(answer) else answer
 
     def _on_beat(self, subject: str, body: Mapping[str, Any]) -> None:
         """Notice another process under our name: the fleet believes the newer one, the operator should know."""

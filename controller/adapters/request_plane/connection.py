@@ -118,7 +118,9 @@ class WorkerConnection(asyncio.Protocol):
         """The worker has said who it is: from now on it can be asked. Raise Stranger if it has to prove that it knows the fleet's
         key, and has not."""
         if not self._handshake.proven:
-            raise Stranger("the worker does not ask for the fleet's key: start it with --fleet-key-file, or with --data")
+            raise Stranger(
+                "the worker does not ask for the fleet's key: start it with --fleet-key-file, or with --data"
+            )
         if not self.greeted.done():
             self.greeted.set_result(frame)
             self.live, self.instance = self._transport is not None, frame.instance

@@ -100,12 +100,15 @@ async def test_a_token_is_enough(start: Start, eventually: Eventually) -> None:
 
 async def test_an_operator_is_heard_with_that_account(start: Start) -> None:
     class Operator:
+        async def ours_to_answer(self) -> bool:
+            return True
+
         async def status(self) -> dict[str, str]:
             return {"leader": "c1"}
 
     for config, account in ((ACCOUNT, WRITTEN), ('authorization { token: "s3/cret" }', "s3%2Fcret")):
         broker = await start(config)
-        api = ControlApi(broker.url(account), Operator())  # type: ignore[arg-type]
+        api = ControlApi(broker.url(account), Operator(), Operator())  # type: ignore[arg-type]
         serving = asyncio.ensure_future(api.run())
         bus = await NatsBus.connect(broker.url(account), "operator")
         async with asyncio.timeout(20):

@@ -5,7 +5,7 @@ import asyncio
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 from typing import Any
 
 import pytest
@@ -152,6 +152,15 @@ async def test_b16_a_crash_is_a_replay_of_the_tokens_that_the_frontend_has_itsel
         (request,) = p.target.requests
         assert request.tokens == PROMPT + undisturbed(PROMPT, fact.tokens) and fact.tokens >= 3
         assert p.target.reservations == p.source.shipments == [], "nothing is asked of a dead worker"
+
+
+async def test_a_wish_to_move_that_came_after_its_deadline_moves_nobody() -> None:
+    async with pair() as p:
+        task = await p.stream()
+        over = datetime.now(UTC) - timedelta(seconds=1)
+        p.kit.tell(MoveRequested(worker="w1", instance="i1", until=over, by="me"))
+        assert text(await task) == EXACT
+        assert p.moves() == [] and p.target.reservations == []
 
 
 async def test_a_drained_workers_stream_goes_on_elsewhere_with_its_kv_cache() -> None:

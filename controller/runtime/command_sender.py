@@ -1,0 +1,87 @@
+"""How a command is sent, and what may be said of it when nobody has answered.
+
+A command is known by an id, and carried out before its deadline or never: an instant by the broker's clock, which is asked
+first, so that no two hosts' clocks need agree. When the answer stays away, the journal tells what became of the command;
+once its deadline is over by the same clock, what is not there will not come any more.
+"""
+
+import asyncio
+from datetime import datetime, timedelta
+from typing import Any
+
+from controller.runtime import command_words
+from controller.runtime.history import history
+from events import codec, subjects
+from events.journal import stream
+from events.journal.broker import BrokerRefused
+from events.journal.port import JournalUnavailable, StreamEnd
+from events.nats.bus import BusUnavailable, NatsBus, NoAnswer, NobodyHeard
+from events.observations import Commanded, CommandRefused
+
+ON_ITS_WAY_S = 1.0  # an answer that was given at the last moment
+LOOK_S = 0.1
+
+Said = dict[str, Any]
+
+
+class NotCarriedOut(NoAnswer):
+    """No controller has carried the command out, and none will any more."""
+
+
+async def command(bus: NatsBus, url: str, verb: str, body: Said, within_s: float) -> Said:
+    """Let something be done within so many seconds, and return the answer.
+
+    Raise NotCarriedOut where that is certain, NobodyHeard, and NoAnswer or JournalUnavailable where nobody can know.
+    """
+    begun = await _end(bus)
+    id, deadline = codec.new_id(), begun.at + timedelta(seconds=within_s)
+    whole = {**body, "id": id, "deadline": deadline.isoformat()}
+    try:
+        return dict(await bus.request(f"{subjects.CONTROL}.{verb}", whole, within_s + ON_ITS_WAY_S))
+    except NobodyHeard:
+        raise
+    except (NoAnswer, BusUnavailable) as error:
+        try:
+            found = await _found(bus, url, id, begun.seq, deadline)
+        except (JournalUnavailable, TimeoutError) as unseen:
+            raise NoAnswer(
+                f"{error}; whether {verb} was carried out cannot be seen now ({unseen}): look into `holdfast events`. "
+                f"It will not be later than {within_s:g} s after it was asked for"
+            ) from error
+        if found is None:
+            raise NotCarriedOut(
+                f"no controller has said that it carried out {verb} within {within_s:g} s, and none will carry it out any more"
+            ) from error
+        return found
+
+
+async def _end(bus: NatsBus) -> StreamEnd:
+    """Return where the journal ends, and its time. Raise JournalUnavailable."""
+    try:
+        state = await stream.state(bus.connection)
+    except BrokerRefused as error:
+        raise JournalUnavailable(str(error)) from error
+    return StreamEnd(state.last_seq, state.at)
+
+
+async def _found(bus: NatsBus, url: str, id: str, after: int, deadline: datetime) -> Said | None:
+    """Return what became of a command by the journal, once its deadline is over; None: nothing. Raise JournalUnavailable."""
+    from events.journal.nats import NatsJournal  # only now: it takes its time
+
+    end = await _end(bus)
+    if (left_s := (deadline - end.at).total_seconds()) >= 0:
+        await asyncio.sleep(left_s + LOOK_S)
+        end = await _end(bus)
+    found: Said | None = None
+    journal = await NatsJournal.connect(url, "reader", None)
+    try:
+        async for batch in history(journal, after, end.seq):
+            for recorded in batch:
+                match recorded.fact:
+                    case CommandRefused(command=known, why=why) if known == id:
+                        found = {"error": why}
+                    case Commanded(command=known) as fact if known == id and not fact.late(recorded.at):
+                        found = {"says": command_words.done(fact)}
+    finally:
+        await journal.close()
+    return found

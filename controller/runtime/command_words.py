@@ -1,0 +1,40 @@
+"""What is an operator told of a command that was carried out? The same by who did it, and by who reads of it later."""
+
+from events.observations import (
+    ChaosInjected,
+    Commanded,
+    DrainRequested,
+    MoveRequested,
+    RestartRequested,
+    ResumeRequested,
+)
+
+VERBS: dict[type[Commanded], str] = {
+    DrainRequested: "drain",
+    ResumeRequested: "resume",
+    MoveRequested: "move",
+    RestartRequested: "restart",
+    ChaosInjected: "chaos",
+}
+
+
+def verb(fact: Commanded) -> str:
+    """Return the verb of the command that led to a fact."""
+    return VERBS[type(fact)]
+
+
+def done(fact: Commanded) -> str:
+    """Return what was done, in one sentence."""
+    match fact:
+        case DrainRequested(worker=worker, deadline_s=deadline_s):
+            return f"{worker} is to drain" + ("" if deadline_s is None else f" within {deadline_s:g} s")
+        case ResumeRequested(worker=worker):
+            return f"{worker} is to come back, after its next good canary"
+        case MoveRequested(worker=worker, to=to):
+            return f"what runs on {worker} is to move" + (f" to {to}" if to else "")
+        case RestartRequested(worker=worker):
+            return f"{worker} shuts down; its supervisor starts it again"
+        case ChaosInjected(worker=worker, fault=fault, detail=detail):
+            return f"{worker}: {fault}" + (f" ({detail})" if detail else "")
+        case _:
+            raise AssertionError(f"{fact.kind()} follows from no command")

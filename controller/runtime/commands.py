@@ -1,0 +1,170 @@
+"""Which of an operator's commands is carried out, by whom, and until when?
+
+    heard by every controller ──▶ has ended already? ──▶ answered again
+                 │
+                 ├── its deadline is over ──▶ refused, and the refusal journalled
+                 ├── another one leads ─────▶ silent, until it has ended or its deadline is over
+                 └── we lead ───────────────▶ carried out ──▶ answered, once the journal has it
+
+Only who leads answers. Every command that a controller has read ends in a fact with its id: what it led to, or
+`CommandRefused`. So one that comes twice does nothing twice, also where another controller leads by then.
+
+What a reader would get wrong: no two machines' clocks are compared. A deadline is an instant by the clock that stamps the
+journal; whoever judges it asks the broker what that clock says, and how far he must have read. And to have checked is
+not to be in time, for a process can be stopped between any two instructions: so the facts carry the deadline, and what
+lands after it is heeded by nobody (`Commanded.late`).
+"""
+
+from collections.abc import Awaitable, Callable, Sequence
+
+import structlog
+
+from controller.ports import Answer, Clock, Command
+from controller.runtime import command_words
+from events.errors import HoldfastError
+from events.fact import Recorded
+from events.journal.port import Journal, JournalUnavailable
+from events.observations import Commanded, CommandRefused
+
+AHEAD_MAX_S = 60.0  # a deadline further away would be none
+SETTLE_S = 2.0  # after the deadline: as long as who leads may take to say what he has done just before it
+PATIENCE_S = (
+    90.0  # with a journal that cannot be asked; then the command is forgotten, long after its deadline
+)
+READ_S = 2.0  # to read what the journal is known to have
+LOOK_S = 0.02
+SPELL_S = 2.0  # without a leader, until another one answers a question
+FLUSH_S = 1.0
+KNOWN_MAX = 1000  # commands whose end is remembered
+LATE = "its deadline was over before it could be carried out, and it will not be carried out any more"
+
+log = structlog.get_logger(__name__)
+
+
+class OperatorCommands:
+    """One controller's part in the operators' commands."""
+
+    def __init__(
+        self,
+        journal: Journal,
+        clock: Clock,
+        *,
+        seq: Callable[[], int],
+        leading: Callable[[], bool],
+        vacant: Callable[[], bool],
+    ) -> None:
+        """`seq`: how far the journal was read, of which `heard` has been told. `vacant`: nobody leads, as far as one can see."""
+        self._journal = journal
+        self._clock = clock
+        self._seq = seq
+        self._leading = leading
+        self._vacant = vacant
+        self._ended: dict[str, Answer] = {}  # by id, the oldest first
+        self._acting: set[str] = set()  # ids
+
+    def heard(self, batch: Sequence[Recorded]) -> None:
+        """Learn from the journal what became of commands."""
+        for recorded in batch:
+            match recorded.fact:
+                case CommandRefused(command=id, why=why):
+                    self._end(id, {"error": why})
+                case Commanded(command=id) as fact if id and not fact.late(recorded.at):
+                    self._end(id, {"says": command_words.done(fact)})
+                case Commanded(command=id) as fact if id and self._leading() and id not in self._ended:
+                    command = Command(id, fact.until, command_words.verb(fact), fact.worker, fact.by)
+                    self._refuse(command, LATE, late=True)
+
+    async def carry_out(self, command: Command, act: Callable[[], Awaitable[object]]) -> Answer | None:
+        """Return the answer; None if it is not ours to give, or if nobody can know."""
+        give_up = self._clock.monotonic() + PATIENCE_S
+        while (now := self._clock.monotonic()) < give_up:
+            due = await self._due(command)
+            if due is None:
+                await self._clock.sleep(LOOK_S * 10)
+            elif command.id in self._ended:
+                return self._ended[command.id] if self._leading() else None
+            elif now >= due + self._grace_s(command):
+                return await self._refused(command, LATE, late=True)
+            elif self._ours(command):
+                return await self._act(command, due, act)
+            else:
+                await self._wait(command, due)
+        log.warning("command_forgotten", command=command.id, verb=command.verb, worker=command.worker)
+        return None
+
+    async def ours_to_answer(self) -> bool:
+        """Whether a question that changes nothing is ours to answer: we lead, or for a while nobody does."""
+        give_up = self._clock.monotonic() + SPELL_S
+        while not self._leading() and self._clock.monotonic() < give_up:
+            await self._clock.sleep(LOOK_S)
+        return self._leading() or self._vacant()
+
+    async def _due(self, command: Command) -> float | None:
+        """Return when its deadline is over, by our monotonic clock and rather too early; None if that cannot be known now.
+
+        All that the journal had when we asked has been read by then.
+        """
+        assert command.deadline is not None
+        asked_at = self._clock.monotonic()
+        try:
+            end = await self._journal.end()
+        except JournalUnavailable:
+            return None
+        while self._seq() < end.seq:
+            if self._clock.monotonic() > asked_at + READ_S:
+                return None
+            await self._clock.sleep(LOOK_S)
+        return asked_at + (command.deadline - end.at).total_seconds()
+
+    def _ours(self, command: Command) -> bool:
+        return self._leading() and command.id not in self._acting
+
+    def _grace_s(self, command: Command) -> float:
+        return 0.0 if self._ours(command) else SETTLE_S
+
+    async def _wait(self, command: Command, due: float) -> None:
+        """Wait until the command is ours, has ended, or is over."""
+        while not self._ours(command) and command.id not in self._ended:
+            if self._clock.monotonic() >= due + SETTLE_S:
+                return
+            await self._clock.sleep(LOOK_S)
+
+    async def _act(self, command: Command, due: float, act: Callable[[], Awaitable[object]]) -> Answer | None:
+        """Carry it out, as the only one who leads, and answer when the journal has it."""
+        if due - self._clock.monotonic() > AHEAD_MAX_S:
+            return await self._refused(
+                command, f"its deadline is more than {AHEAD_MAX_S:g} s away by the broker's clock"
+            )
+        self._acting.add(command.id)
+        try:
+            said = await act()
+        except HoldfastError as error:
+            return await self._refused(command, str(error))
+        except Exception as error:
+            log.error("command_failed", verb=command.verb, worker=command.worker, exc_info=error)
+            return await self._refused(command, "internal error, see the controller's log")
+        finally:
+            self._acting.discard(command.id)
+        while command.id not in self._ended and self._clock.monotonic() < due:
+            await self._clock.sleep(LOOK_S)
+        if isinstance(said, str) and "says" in self._ended.get(command.id, {}):
+            self._ended[command.id] = {"says": said}  # who did it knows more than the fact says
+        return self._ended.get(command.id)  # else it is not on the journal in time, and heeded by nobody
+
+    async def _refused(self, command: Command, why: str, *, late: bool = False) -> Answer:
+        self._refuse(command, why, late=late)
+        await self._journal.flush(FLUSH_S)
+        return self._ended[command.id]
+
+    def _refuse(self, command: Command, why: str, *, late: bool = False) -> None:
+        refused = CommandRefused(
+            worker=command.worker, verb=command.verb, command=command.id, why=why, late=late, by=command.by
+        )
+        self._journal.observe(refused)
+        self._end(command.id, {"error": why})
+        log.info("command_refused", verb=command.verb, worker=command.worker, why=why)
+
+    def _end(self, id: str, answer: Answer) -> None:
+        self._ended[id] = answer
+        while len(self._ended) > KNOWN_MAX:
+            del self._ended[next(iter(self._ended))]

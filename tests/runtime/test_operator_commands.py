@@ -1,0 +1,260 @@
+"""Commands of operators: carried out once, by who leads, before their deadline or never; and the journal says so."""
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from datetime import timedelta
+
+import pytest
+
+from controller.adapters.clock import VirtualClock
+from controller.ports import Answer, Command
+from controller.runtime.commands import AHEAD_MAX_S, KNOWN_MAX, SETTLE_S, OperatorCommands
+from controller.runtime.operations import NotPossible
+from events.fact import Fact
+from events.journal.memory import MemoryJournal, MemoryStream
+from events.observations import CommandRefused, DrainRequested
+
+WITHIN_S = 5.0
+
+
+class Controller:
+    """One of several over one journal. What it hears while `stopped` it reads when it goes on."""
+
+    def __init__(self, world: "Controllers", name: str) -> None:
+        self.world, self.name = world, name
+        self.journal = MemoryJournal(world.stream, f"controller:{name}")
+        self.stopped, self.read = False, 0
+        self.acted: list[str] = []
+        self.fails: Exception | None = None
+        self.says_nothing = False
+        self._backlog: list[Callable[[], None]] = []
+        self.commands = OperatorCommands(
+            self.journal, world.clock, seq=self.catch_up, leading=lambda: world.leader == name,
+            vacant=lambda: not world.leader,
+        )  # fmt: skip
+
+    def catch_up(self) -> int:
+        """Read what the journal has."""
+        fresh = self.world.stream.events[self.read :]
+        self.read += len(fresh)
+        self.commands.heard(fresh)
+        return self.read
+
+    async def _act(self, command: Command) -> None:
+        if self.fails is not None:
+            raise self.fails
+        self.acted.append(command.id)
+        if not self.says_nothing:
+            self.journal.observe(
+                DrainRequested(
+                    worker=command.worker, instance="i", command=command.id, until=command.deadline, by=command.by
+                )
+            )  # fmt: skip
+            self.catch_up()
+
+    def hear(self, command: Command) -> "asyncio.Future[Answer | None]":
+        """Be asked for something."""
+        answered: asyncio.Future[Answer | None] = asyncio.get_running_loop().create_future()
+
+        async def carry_out() -> None:
+            answered.set_result(await self.commands.carry_out(command, lambda: self._act(command)))
+
+        def begin() -> None:
+            self.world.tasks.append(asyncio.ensure_future(carry_out()))
+
+        self._backlog.append(begin)
+        self.go_on(self.stopped)
+        return answered
+
+    def go_on(self, stopped: bool = False) -> None:
+        """Be woken, and read what has come meanwhile."""
+        self.stopped = stopped
+        while self._backlog and not stopped:
+            self._backlog.pop(0)()
+
+
+class Controllers:
+    """Two controllers, of which the first leads."""
+
+    def __init__(self) -> None:
+        self.clock = VirtualClock()
+        self.stream = MemoryStream(clock=self.clock.now)
+        self.leader, self.tasks = "one", list[asyncio.Future[None]]()
+        self.one, self.two = Controller(self, "one"), Controller(self, "two")
+
+    def command(self, number: int = 1, within_s: float = WITHIN_S) -> Command:
+        """One that somebody sends now."""
+        deadline = self.clock.now() + timedelta(seconds=within_s)
+        return Command(f"command-{number}", deadline, "drain", f"w{number}", "ada")
+
+    def send(self, command: Command) -> "list[asyncio.Future[Answer | None]]":
+        """Let both hear it."""
+        return [controller.hear(command) for controller in (self.one, self.two)]
+
+    def facts(self, kind: type[Fact]) -> list[Fact]:
+        """What of this kind the journal has."""
+        return [event.fact for event in self.stream.events if isinstance(event.fact, kind)]
+
+    async def wait(self, seconds: float) -> None:
+        """Let time pass, and who is not stopped read on."""
+        for _ in range(max(1, round(seconds / 0.05))):
+            await self.clock.advance(0.05)
+            for controller in (self.one, self.two):
+                if not controller.stopped:
+                    controller.catch_up()
+
+
+def refused(world: Controllers) -> list[tuple[str, bool]]:
+    return [(f.command, f.late) for f in world.facts(CommandRefused) if isinstance(f, CommandRefused)]
+
+
+@pytest.mark.parametrize("leader", ["one", "two"])
+async def test_only_who_leads_carries_out_and_answers(leader: str) -> None:
+    world = Controllers()
+    world.leader = leader
+    heard = dict(zip(("one", "two"), world.send(world.command()), strict=True))
+    await world.wait(10)
+    answers = {name: future.result() for name, future in heard.items()}
+    assert answers == {"one": None, "two": None} | {leader: {"says": "w1 is to drain"}}
+    acted = {c.name: c.acted for c in (world.one, world.two)}
+    assert acted == {"one": [], "two": []} | {leader: ["command-1"]}
+    assert refused(world) == []
+
+
+async def test_who_takes_over_in_time_carries_out_what_a_stopped_leader_did_not() -> None:
+    world = Controllers()
+    world.one.stopped = True
+    one, two = world.send(world.command())
+    await world.wait(2)
+    world.leader = "two"
+    await world.wait(1)
+    assert two.result() == {"says": "w1 is to drain"}
+    world.one.go_on()
+    await world.wait(10)
+    assert one.result() is None, "it is no leader any more, and the journal has what became of it"
+    assert (world.one.acted, world.two.acted, refused(world)) == ([], ["command-1"], [])
+
+
+@pytest.mark.parametrize("taken_over", [False, True])
+async def test_what_is_read_after_its_deadline_is_refused_and_journalled_as_refused(taken_over: bool) -> None:
+    world = Controllers()
+    world.one.stopped, world.two.stopped = True, not taken_over
+    commands = [world.command(n, within_s=1) for n in range(4)]
+    for command in commands:
+        world.send(command)
+    await world.wait(2)
+    world.leader = "two" if taken_over else ""
+    await world.wait(5)
+    world.one.go_on()
+    await world.wait(0.2)
+    world.leader = world.leader or "one"
+    await world.wait(5)
+    assert (world.one.acted, world.two.acted) == ([], [])
+    assert sorted(refused(world)) == [(command.id, True) for command in commands]
+
+
+async def test_a_fact_that_lands_after_its_deadline_is_refused_too() -> None:
+    world = Controllers()
+    (one, _), command = world.send(world.command(1)), world.command(1)
+    world.stream.reachable = False  # between the check and the word: what is said then is said later
+    world.one.journal.observe(
+        DrainRequested(worker="w1", instance="i", command=command.id, until=command.deadline)
+    )
+    await world.wait(WITHIN_S + SETTLE_S + 1)
+    world.stream.reachable = True
+    await world.wait(5)
+    assert one.result() is None or "error" in (one.result() or {})
+    assert world.one.acted == []
+    assert refused(world) == [("command-1", True)]
+
+
+async def test_a_second_one_of_the_same_id_is_answered_as_the_first_and_does_nothing() -> None:
+    world = Controllers()
+    command = world.command()
+    world.send(command)
+    again = world.one.hear(command)  # at the same time
+    await world.wait(1)
+    world.leader = "two"  # which has only read of it
+    await world.wait(10)
+    later = world.send(command)
+    await world.wait(1)
+    assert again.result() == {"says": "w1 is to drain"}
+    assert [future.result() for future in later] == [None, {"says": "w1 is to drain"}]
+    assert (world.one.acted, world.two.acted, refused(world)) == (["command-1"], [], [])
+
+
+async def test_so_is_one_that_was_refused() -> None:
+    world = Controllers()
+    command, world.one.fails = world.command(), NotPossible("w1 is dead")
+    one, _ = world.send(command)
+    await world.wait(1)
+    assert one.result() == {"error": "w1 is dead"}
+    world.leader = "two"
+    _, two = world.send(command)
+    await world.wait(1)
+    assert two.result() == {"error": "w1 is dead"}
+    assert world.two.acted == [] and refused(world) == [("command-1", False)]
+
+
+async def test_a_mistake_of_ours_refuses_and_is_not_told_to_the_operator() -> None:
+    world = Controllers()
+    world.one.fails = KeyError("a secret")
+    one, _ = world.send(world.command())
+    await world.wait(1)
+    assert one.result() == {"error": "internal error, see the controller's log"}
+    assert refused(world) == [("command-1", False)]
+
+
+async def test_no_answer_is_given_for_what_the_journal_has_not() -> None:
+    world = Controllers()
+    world.one.says_nothing = True
+    one, _ = world.send(world.command())
+    await world.wait(WITHIN_S + 0.1)
+    assert one.result() is None
+
+
+async def test_a_deadline_that_is_none_is_refused() -> None:
+    world = Controllers()
+    one, _ = world.send(world.command(within_s=AHEAD_MAX_S + 1))
+    await world.wait(1)
+    assert "more than 60 s away" in (one.result() or {})["error"]
+    assert world.one.acted == []
+
+
+async def test_a_journal_that_is_away_is_waited_for() -> None:
+    world = Controllers()
+    world.stream.reachable = False
+    one, two = world.send(world.command())
+    await world.wait(3)
+    world.stream.reachable = True
+    await world.wait(1)
+    assert (one.result(), two.result()) == ({"says": "w1 is to drain"}, None)
+
+
+async def test_a_question_is_answered_by_who_leads_and_by_anybody_where_nobody_does() -> None:
+    world = Controllers()
+
+    async def asked() -> list[bool]:
+        both: list[Awaitable[bool]] = [c.commands.ours_to_answer() for c in (world.one, world.two)]
+        answers = asyncio.gather(*both)
+        await world.wait(3)
+        return await answers
+
+    assert await asked() == [True, False]
+    world.leader = ""
+    assert await asked() == [True, True]
+
+
+async def test_the_memory_of_commands_is_bounded() -> None:
+    world = Controllers()
+    first = world.command(0)
+    for n in range(KNOWN_MAX + 2):
+        command = world.command(n)
+        world.one.journal.observe(
+            DrainRequested(worker="w", instance="i", command=command.id, until=command.deadline)
+        )
+    world.one.catch_up()
+    (one, _) = world.send(first)
+    await world.wait(1)
+    assert one.result() == {"says": "w0 is to drain"}, "it has been forgotten, and is in time"
+    assert world.one.acted == [first.id]
