@@ -172,6 +172,7 @@ class FrontendProcess:
                 for task in running:
                     task.cancel()
         finally:
+            api.openai.cut_off()  # also where a service has failed: who can still be told is told
             director.report()
             await listeners.close()
         return 0

@@ -50,6 +50,7 @@ class OpenAiEndpoints:
         """Answer with what this director routes to. `tokens` returns a tokenizer by its name, or raises TokenizerMissing."""
         self._director = director
         self.tokens = tokens
+        self._over = False  # nothing is answered any more
         self.answering = 0  # requests, from when they were understood to the end of their answers
         # Of these, those that have been let in and read, with their streams
         self.completions: dict[Completion, SseStream | None] = {}
@@ -202,6 +203,8 @@ class OpenAiEndpoints:
         self, completion: Completion, stream: SseStream | None, room: Reservation
     ) -> ApiError | None:
         """Launch and wait for the end. A client that goes away takes his generations with him."""
+        if self._over:
+            raise _shutting_down()
         self.completions[completion] = stream
         try:
             completion.launch(room)
@@ -230,9 +233,10 @@ class OpenAiEndpoints:
         self._admission.open = False
 
     def cut_off(self) -> None:
-        """Fail what is still answered, and send away who waits."""
+        """Fail what is still answered, also what is only being read, and send away who waits. For good."""
+        self._over = True
         for completion in list(self.completions):
-            completion.fail(unavailable("this frontend is shutting down", "draining", 1))
+            completion.fail(_shutting_down())
         self._admission.send_away()
 
     def _cut(self, completion: Completion, stream: SseStream, why: str) -> None:
@@ -258,6 +262,10 @@ class OpenAiEndpoints:
             requests.disconnected.inc()
         elif error.status == 503:
             requests.rejections.labels(model, endpoint).inc()
+
+
+def _shutting_down() -> ApiError:
+    return unavailable("this frontend is shutting down", "draining", 1)
 
 
 def answer_headers(head: Head) -> dict[str, str]:
