@@ -6,7 +6,7 @@ Exit codes: 0 done, 1 failed, 2 usage, 3 a finding (`replay verify`).
 import argparse
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -34,6 +34,16 @@ class Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         """Exit with 2, usage."""
         self.exit(USAGE, f"{self.prog}: {message}. See `{self.prog} --help`.\n")
+
+
+class Version(argparse.Action):
+    """Prints which Holdfast this is, and ends."""
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> NoReturn:
+        from importlib.metadata import version
+
+        print(f"holdfast {version('holdfast')}")
+        parser.exit(0)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -68,21 +78,11 @@ def _wanted(arguments: Sequence[str]) -> str | None:
 
 
 def _main(arguments: list[str]) -> int:
-    parser = Parser(
-        prog="holdfast",
-        description="Keeps the streams of an LLM inference fleet alive, and can say afterwards what happened and why.",
-        epilog="`holdfast COMMAND --help` shows a command's flags. Exit codes: 0 done, 1 failed, 2 usage, 3 a finding.",
-        allow_abbrev=False,
-    )
-    commands = parser.add_subparsers(title="commands", metavar="COMMAND", parser_class=Parser)
     wanted = _wanted(arguments)
     if wanted in COMMANDS:
         with without("rich", "greenlet"):  # structlog would draw tracebacks with the one, and knows the other
             import structlog  # noqa: F401
-    for name, (text, prepare) in COMMANDS.items():
-        command = commands.add_parser(name, help=text, description=text, allow_abbrev=False)
-        if name == wanted:  # only the command that runs needs its flags, and the imports behind them
-            command.set_defaults(run=prepare(command))
+    parser = parser_for({wanted} if wanted else ())
     if not arguments:
         parser.print_help(sys.stderr)
         return USAGE
@@ -94,6 +94,23 @@ def _main(arguments: list[str]) -> int:
     if wanted in CLOSED:
         os.umask(0o077)  # whatever they and their children write is their own user's alone
     return _guarded(args)
+
+
+def parser_for(names: Container[str]) -> Parser:
+    """Return the parser of all commands, with the flags of those of these names: each costs the imports behind it."""
+    parser = Parser(
+        prog="holdfast",
+        description="Keeps the streams of an LLM inference fleet alive, and can say afterwards what happened and why.",
+        epilog="`holdfast COMMAND --help` shows a command's flags. Exit codes: 0 done, 1 failed, 2 usage, 3 a finding.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("--version", action=Version, nargs=0, help="say which version this is, and exit")
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND", parser_class=Parser)
+    for name, (text, prepare) in COMMANDS.items():
+        command = commands.add_parser(name, help=text, description=text, allow_abbrev=False)
+        if name in names:
+            command.set_defaults(run=prepare(command))
+    return parser
 
 
 def _guarded(args: argparse.Namespace) -> int:
@@ -230,6 +247,18 @@ def _settings(parser: argparse.ArgumentParser) -> Run:
     return show_settings.prepare(parser)
 
 
+def _completion(parser: argparse.ArgumentParser) -> Run:
+    parser.add_argument("shell", choices=("bash", "zsh"), help="for which shell")
+
+    def run(args: argparse.Namespace) -> int:
+        import shtab
+
+        print(shtab.complete(parser_for(COMMANDS), shell=args.shell))
+        return 0
+
+    return run
+
+
 COMMANDS: dict[str, tuple[str, Callable[[argparse.ArgumentParser], Run]]] = {
     "up": ("run a whole fleet: broker, database, controller, projector, frontends, workers", _up),
     "demo": ("break a fleet under load in every way we know, and show what its users noticed", _demo),
@@ -248,6 +277,7 @@ COMMANDS: dict[str, tuple[str, Callable[[argparse.ArgumentParser], Run]]] = {
     "profile": ("measure how fast a running engine is, for simulated ones to be as fast", _profile),
     "model": ("make a model to run", _model),
     "settings": ("print every setting and its effective value", _settings),
+    "completion": ("print what lets a shell complete commands and flags", _completion),
     "controller": ("run the controller alone", _role("controller")),
     "projector": ("run the projector alone", _role("projector")),
     "frontend": ("run a frontend alone", _role("frontend")),

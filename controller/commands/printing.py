@@ -1,16 +1,17 @@
-"""How a fleet's status and its events look on a terminal, and as JSON."""
+"""How a fleet's status and its events look to people, within the columns that there are, and as JSON."""
 
 import json
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from controller.columns import USUAL, columns, fitted
 from events import codec
 from events.fact import Recorded
 from events.process.presence import Presence
 
 FIELD_CHARS_MAX = 60  # of one field of an event, in text
 WORKERS_SHOWN_MAX = 40  # one by one
-LINE_CHARS_MAX = 1_000  # of a line of the status
+EVENT_HANG = 8  # columns: below an event's sequence stands nothing
 
 
 def print_status(status: dict[str, Any]) -> None:
@@ -19,12 +20,12 @@ def print_status(status: dict[str, Any]) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    console = Console(
-        highlight=False, soft_wrap=True, width=LINE_CHARS_MAX
-    )  # a terminal may wrap; we cut nothing
-    table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False)
+    console = Console(highlight=False, width=max(USUAL, columns()))
+    # nothing is cut: what somebody has named at length goes on below
+    table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0))
     for column in ("worker", "health", "weight", "breaker", "in flight", "model", "last canary"):
-        table.add_column(column)
+        # nothing is cut: what somebody has named at length goes on below
+        table.add_column(column, overflow="fold", no_wrap=column not in ("worker", "model", "last canary"))
     for w in _shown(status["workers"]):
         weight = None if w["weight"] is None else f"{w['weight']:g}"
         cells = (w["id"], w["health"], weight, w["breaker"], w["in_flight"], w["model"])
@@ -32,9 +33,9 @@ def print_status(status: dict[str, Any]) -> None:
     with console.capture() as written:  # the console would take a closed pipe for its own business
         if table.rows:
             console.print(table)
-        for line in _lines(status):
-            console.print(line)
-    print(written.get(), end="")
+    print("\n".join(line.rstrip() for line in written.get().splitlines()), end="\n" if table.rows else "")
+    for line in _lines(status):
+        print(fitted(line))
 
 
 def _shown(workers: Sequence[dict[str, Any]]) -> Sequence[dict[str, Any]]:
@@ -73,7 +74,8 @@ def _lines(status: dict[str, Any]) -> Iterator[str]:
     yield f"degradation  {levels or 'no model yet'}"
     yield f"journal      {status['journal']['last_seq']} events"
     yield "projector    " + ("not heard of yet" if position is None else f"at {position}, {lag} behind")
-    yield f"leader       {(status['leader'] or 'nobody').removeprefix('controller:')}"
+    nobody = "nobody: nothing is decided or carried out until one leads"
+    yield f"leader       {(status['leader'] or nobody).removeprefix('controller:')}"
     yield "processes"
     for p in status["processes"]:
         yield f"  {p['name']:<11} {p['role']:<11} pid {p['pid']:<8} {p['url']}"
@@ -100,11 +102,11 @@ def print_processes(living: Sequence[Presence], output: str) -> None:
     else:
         print("The controller does not answer; these processes of the fleet live:")
         for p in processes:
-            print(f"  {p['name']:<11} {p['role']:<11} pid {p['pid']:<8} {p['url']}")
+            print(fitted(f"  {p['name']:<11} {p['role']:<11} pid {p['pid']:<8} {p['url']}"))
 
 
 def event_line(event: Recorded, output: str) -> str:
-    """Write one event as a line."""
+    """Write one event: as JSON on one line, as text within the columns that there are."""
     if output == "json":
         row = {"seq": event.seq, "at": event.at.isoformat(), "kind": event.fact.kind(), "id": event.id}
         row |= {
@@ -116,10 +118,11 @@ def event_line(event: Recorded, output: str) -> str:
         return json.dumps({**row, "body": codec.to_builtins(event.fact)})
     body = codec.to_builtins(event.fact)
     fields = " ".join(f"{k}={_short(v)}" for k, v in body.items() if v not in (None, "", [], {}, ()))
-    return f"{event.seq:>7} {event.at:%Y-%m-%dT%H:%M:%S.%f}Z {event.fact.kind():<20} {fields}"
+    line = f"{event.seq:>7} {event.at:%Y-%m-%dT%H:%M:%S.%f}Z {event.fact.kind():<20} {fields}"
+    return fitted(line, hang=EVENT_HANG - (len(line) - len(line.lstrip())))
 
 
 def _short(value: Any) -> str:
-    """Write a value so that a line stays a line; `-o json` has it whole."""
+    """Write a value so that an event stays a few lines; `-o json` has it whole."""
     text = value if isinstance(value, str) else json.dumps(value, default=str)
     return text if len(text) <= FIELD_CHARS_MAX else f"{text[: FIELD_CHARS_MAX - 1]}…"

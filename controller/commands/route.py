@@ -20,6 +20,7 @@ from events.errors import HoldfastError, UsageError
 from events.process.presence import Presence, present
 
 ANSWER_S = 10.0
+LINE_CHARS_MAX = 1_000  # of the table: a terminal may wrap it; nothing is cut
 Run = Callable[[argparse.Namespace], int]
 
 # What the table shows of each candidate: its heading, and the term's name in the answer.
@@ -139,8 +140,6 @@ def _table(candidates: list[dict[str, Any]], chosen: Mapping[str, Any]) -> None:
     from rich import box
     from rich.console import Console
     from rich.table import Table
-
-    from controller.commands.printing import LINE_CHARS_MAX
 
     shown = [(heading, term) for heading, term in COLUMNS if any(one[term] for one in candidates)]
     table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False)

@@ -14,6 +14,7 @@ from typing import Any
 from rich.console import Console
 from rich.live import Live
 
+from controller.columns import fitted
 from controller.demo import incidents, profile, report, view
 from controller.demo.clients import Users
 from controller.demo.fleet import DemoFleet, NotAsExpected
@@ -235,9 +236,10 @@ class Demo:
         if self.kept:
             data = self.fleet.data
             more = f"`holdfast up --data {data}`, then `holdfast replay timeline --data {data}` tell more"
-        self.console.print(f"\nThe incidents, from the journal ({more}):", highlight=False, soft_wrap=True)
+        self.console.print(f"\nThe incidents, from the journal ({more}):", highlight=False, markup=False)
         async for line in incidents.tell(find(self.fleet.data)["nats_url"], events):
-            self.console.print(line, highlight=False, markup=False, soft_wrap=True)
+            told = fitted(line, self.console.width)
+            self.console.print(told, highlight=False, markup=False, soft_wrap=True)
         (self.fleet.data / "demo.json").write_text(json.dumps(_as_json(result)))
         return 0 if result.clean else 1
 

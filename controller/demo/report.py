@@ -149,7 +149,7 @@ def unknown(events: Iterable[Recorded]) -> int:
 def table(report: DemoReport) -> Table:
     """Return the report as a table that needs WIDTH columns."""
     shown = Table(title="What the users noticed", title_justify="left", padding=(0, 1, 0, 0))
-    shown.add_column("", no_wrap=True)
+    shown.add_column("", overflow="fold")
     for heading in (
         "streams\nhit",
         "\nlost",

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from rich.console import Group, RenderableType
+from rich.console import Group, JustifyMethod, RenderableType
 from rich.panel import Panel
 from rich.progress_bar import ProgressBar
 from rich.table import Table
@@ -24,7 +24,8 @@ def render(
     """Return one frame of the view."""
     workers = Table(expand=True, box=None, pad_edge=False)
     for name in ("worker", "health", "breaker", "weight", "in flight", "pid"):
-        workers.add_column(name, justify="left" if name in ("worker", "health", "breaker") else "right")
+        justify: JustifyMethod = "left" if name in ("worker", "health", "breaker") else "right"
+        workers.add_column(name, justify=justify, overflow="fold", no_wrap=name != "worker")
     for worker in status.get("workers", ()):
         health = str(worker.get("health"))
         workers.add_row(

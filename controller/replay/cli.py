@@ -10,6 +10,7 @@ from dataclasses import asdict
 from datetime import UTC, datetime
 from typing import Any
 
+from controller.columns import fitted
 from controller.ports import Archive
 from controller.replay import moment, sentences, timeline, travel
 from controller.replay.rebuild import rebuild
@@ -68,6 +69,8 @@ async def execute(
     args: argparse.Namespace, journal: Journal, store: HistoryStore | None, say: Say = print
 ) -> int:
     """Run one replay command and return its exit code. Without a store, the journal alone must do."""
+    if args.output == "text":
+        return await _COMMANDS[args.replay](args, journal, store, lambda line: say(fitted(line)))
     return await _COMMANDS[args.replay](args, journal, store, say)
 
 
