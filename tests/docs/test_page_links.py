@@ -83,7 +83,8 @@ def _named(page: str) -> set[str]:
 
 
 def test_the_map_of_the_code_names_every_package() -> None:
-    text = (ROOT / "README.md").read_text().partition("## The map of the code\n")[2].partition("\n## ")[0]
+    page = (ROOT / "docs" / "architecture.md").read_text()
+    text = page.partition("## The map of the code\n")[2].partition("\n## ")[0]
     roots = [ROOT / name for name in ("controller", "workers", "events")]
     folders = [init.parent for root in roots for init in root.glob("*/__init__.py")]
     folders += [
