@@ -18,6 +18,7 @@ from events.subjects import DECIDED, OBSERVED
 
 EMITTERS: Mapping[str, str] = {
     "worker_joined": "the worker, once per instance",
+    "worker_awaited": "the worker, before it joins: once per reason, and every two minutes",
     "worker_left": "the worker as it ends; the supervisor when it was killed",
     "worker_silent": "the leading controller's liveness watch, once per silence",
     "worker_heard": "the leading controller's liveness watch, once per return",

@@ -62,6 +62,12 @@ class MetricTable:
         """Return what counts the rows that have exactly these labels."""
         return [vars(self)[name] for name, row in self.rows().items() if row.labels == labels]
 
+    def end(self, value: str, *labels: str) -> None:
+        """End every series that has this value in one of these labels."""
+        for name, row in self.rows().items():
+            for label in set(labels) & set(row.labels):
+                vars(self)[name].remove_by_labels({label: value})
+
     def of_kind(self, kind: type[M]) -> list[M]:
         """Return the metrics of one kind, in the order of a scrape."""
         return [made for made in vars(self).values() if isinstance(made, kind)]

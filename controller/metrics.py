@@ -132,9 +132,13 @@ class ControllerMetrics(MetricTable):
     # --- what the journal tells -----------------------------------------------------------------------------
 
     def know(self, fleet: Fleet) -> None:
-        """Begin every reason of every worker at 0: the increase of a counter that is born at 1 is lost (B26)."""
+        """Begin every reason of every worker at 0: the increase of a counter that is born at 1 is lost (B26). The series of
+        who is no part of the fleet any more end."""
         for worker in fleet.workers.keys() - self._known:
             self._begin(worker)
+        for worker in self._known - fleet.workers.keys():
+            self._known.remove(worker)
+            self.end(worker, "worker_id", "source_group", "target_group")
 
     def _begin(self, worker: str) -> None:
         self._known.add(worker)
@@ -146,18 +150,24 @@ class ControllerMetrics(MetricTable):
         """Count facts. Call it for what arrives, not for history."""
         for recorded in batch:
             fact = recorded.fact
-            if isinstance(fact, CanaryFailed):
-                self.canary_failures.labels(fact.worker, fact.reason).inc()
-            elif isinstance(fact, CanarySlow):
-                self.canary_failures.labels(fact.worker, "latency_spike").inc()
-            elif isinstance(fact, GoldenDisputed):
-                self.disputes.labels(fact.worker).inc()
+            if isinstance(fact, CanaryFailed | CanarySlow | GoldenDisputed):
+                if fact.worker in self._known:  # else it is late: its series have ended
+                    self._found(fact)
             elif isinstance(fact, RequestMigrated):
                 ends = (ALL, ALL) if self._compact else (fact.source, fact.target)
                 self.migrations.labels(*ends, fact.method).inc()
                 self.migration_seconds.labels(fact.method).observe(fact.gap_ms / 1000)
             elif isinstance(fact, WorkerJoined) and fact.worker not in self._known:
                 self._begin(fact.worker)
+
+    def _found(self, fact: CanaryFailed | CanarySlow | GoldenDisputed) -> None:
+        match fact:
+            case CanaryFailed():
+                self.canary_failures.labels(fact.worker, fact.reason).inc()
+            case CanarySlow():
+                self.canary_failures.labels(fact.worker, "latency_spike").inc()
+            case GoldenDisputed():
+                self.disputes.labels(fact.worker).inc()
 
     def render(self) -> bytes:
         """Return everything in Prometheus' text form."""
@@ -184,6 +194,9 @@ class FleetGauges(MetricTable):
     )
     registered = scraped("holdfast_workers_registered", "Workers that have joined and are not dead")
     reporting = scraped("holdfast_workers_reporting", "Those of them whose heartbeat is fresh")
+    awaited = scraped(
+        "holdfast_workers_awaited", "Workers whose process is there, and waits for its server or its model"
+    )
     worst_level = scraped(
         "dynamo_degradation_level", "Current degradation level (0-4): the worst of all models"
     )
@@ -223,6 +236,7 @@ class FleetCollector(Collector):
                 gauges.skew.add_metric([name], beat.skew_s)
         gauges.registered.add_metric([], len(living))
         gauges.reporting.add_metric([], reporting)
+        gauges.awaited.add_metric([], len(fleet.waiting))
 
     def _process(self) -> Iterable[Metric]:
         own = self._own()

@@ -59,6 +59,13 @@ class HealthChanged(WorkerDecision):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerForgotten(WorkerDecision):
+    """A worker that left for good is no part of the fleet any more: only the journal tells of it.
+
+    What convicted it is kept, for one of its name that joins later."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class BreakerOpened(WorkerDecision):
     """No request to this worker until its trial, which comes due at `retry_at`."""
 

@@ -69,6 +69,7 @@ def _lines(status: dict[str, Any]) -> Iterator[str]:
     for w in _shown(status["workers"]):
         if w.get("reasons"):
             yield f"{w['id']} has not its full share: {'; '.join(w['reasons'])}"
+    yield from _awaited(status.get("awaited", ()))
     levels = ", ".join(f"{model} level {level}" for model, level in status["levels"].items())
     position, lag = status["projector"]["position"], status["projector"]["lag"]
     yield f"degradation  {levels or 'no model yet'}"
@@ -79,6 +80,15 @@ def _lines(status: dict[str, Any]) -> Iterator[str]:
     yield "processes"
     for p in status["processes"]:
         yield f"  {p['name']:<11} {p['role']:<11} pid {p['pid']:<8} {p['url']}"
+
+
+def _awaited(waiting: Sequence[dict[str, Any]]) -> Iterator[str]:
+    """Yield who is awaited, and why they are not there yet."""
+    for one in waiting[:WORKERS_SHOWN_MAX]:
+        model = f" with {one['model']}" if one["model"] else ""
+        yield f"{one['id']} is awaited{model}, since {one['since']}: {one['reason']}"
+    if len(waiting) > WORKERS_SHOWN_MAX:
+        yield f"{len(waiting) - WORKERS_SHOWN_MAX} more are awaited; -o json has each"
 
 
 def _canary(last: Any) -> str:
@@ -93,7 +103,13 @@ def print_processes(living: Sequence[Presence], output: str) -> None:
     """Show what is known without a controller: the processes of this host."""
     processes = [{"role": p.role, "name": p.name, "pid": p.pid, "url": p.url} for p in living]
     if output == "json":
-        empty: dict[str, Any] = {"workers": [], "levels": {}, "journal": {"last_seq": None}, "leader": None}
+        empty: dict[str, Any] = {
+            "workers": [],
+            "awaited": [],
+            "levels": {},
+            "journal": {"last_seq": None},
+            "leader": None,
+        }
         print(
             json.dumps(
                 {**empty, "projector": {"position": None, "lag": None}, "processes": processes}, indent=1

@@ -6,10 +6,11 @@
     worker.py         Worker            one worker: its machines, its weight
     policy.py         FleetPolicy       everything that can be set
 
-Only these know the machines (health, breaker, drain, budget, golden, degradation, incident); the machines do not
-know one another.
+Only these know the machines (health, breaker, drain, budget, golden, degradation, incident, awaiting, forgetting); the
+machines do not know one another.
 """
 
+from controller.deciders.awaiting import AwaitedWorker
 from controller.deciders.fold import Fleet, evolve
 from controller.deciders.policy import FleetPolicy, dump, load
 from controller.deciders.settle import (
@@ -29,6 +30,7 @@ __all__ = [
     "ABSORB_FACTS_MAX",
     "DECIDERS_VERSION",
     "Asking",
+    "AwaitedWorker",
     "Conviction",
     "Fleet",
     "FleetPolicy",

@@ -7,10 +7,12 @@ that came onto the stream after its deadline falls through as well: he was told 
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, TypeAlias
+from datetime import datetime
+from typing import Any, TypeAlias, TypeVar
 
-from controller.deciders import degradation, golden, health, incident
+from controller.deciders import awaiting, degradation, forgetting, golden, health, incident
 from controller.deciders import worker as one
+from controller.deciders.awaiting import AwaitedWorker
 from controller.deciders.degradation import Degradation
 from controller.deciders.golden import Golden
 from controller.deciders.incident import Incident
@@ -25,6 +27,7 @@ from events.decisions import (
     IncidentOpened,
     PolicyAdopted,
     WorkerDecision,
+    WorkerForgotten,
 )
 from events.fact import Decision, Fact, Recorded
 from events.frozen import replace
@@ -36,11 +39,14 @@ from events.observations import (
     GoldenDisputed,
     GoldenProposed,
     ResumeRequested,
+    WorkerAwaited,
     WorkerJoined,
+    WorkerLeft,
     WorkerObservation,
 )
 
 Key = tuple[str, str]  # canary key, canary id
+T = TypeVar("T")
 # Named once: a union that is written into the test of every fact is made anew for every fact.
 GoldenSeen: TypeAlias = CanaryPassed | CanarySlow | GoldenProposed | GoldenDisputed
 GoldenFact: TypeAlias = GoldenSeen | GoldenAgreed | GoldenRetired
@@ -51,12 +57,29 @@ class Fleet:
     """Everything that is known. Frozen: a new one shares what did not change with the old."""
 
     workers: Mapping[str, Worker] = field(default_factory=dict)  # by worker id; the present life only
+    awaited: Mapping[str, AwaitedWorker] = field(default_factory=dict)  # by worker id: whose next life waits
+    departed: Mapping[str, Worker] = field(
+        default_factory=dict
+    )  # forgotten by all but who may meet them again
     goldens: Mapping[Key, Golden] = field(default_factory=dict)
     models: Mapping[str, Degradation] = field(default_factory=dict)  # by model name
     incidents: Mapping[str, Incident] = field(default_factory=dict)  # the open ones, by id, oldest first
     number: int = 0  # of the last decision
     policy: Mapping[str, Any] | None = None  # as the last leader adopted it: plain JSON values
     deciders_version: int = 0
+
+    @property
+    def waiting(self) -> tuple[AwaitedWorker, ...]:
+        """Who is awaited, by name: of no life of them anything lives."""
+        return tuple(
+            self.awaited[name]
+            for name in sorted(self.awaited)
+            if name not in self.workers or not self.workers[name].alive
+        )
+
+    def remembered(self, name: str) -> Worker | None:
+        """Return a worker of the fleet, or one that was."""
+        return self.workers.get(name) or self.departed.get(name)
 
 
 def evolve(fleet: Fleet, recorded: Recorded) -> Fleet:
@@ -66,6 +89,8 @@ def evolve(fleet: Fleet, recorded: Recorded) -> Fleet:
         if isinstance(fact, WorkerDecision):
             return _worker_decided(fleet, fact, recorded, f"decision:{fact.number}")
         return _decided(replace(fleet, number=fact.number), fact, f"decision:{fact.number}")
+    if fleet.awaited or isinstance(fact, WorkerAwaited):
+        fleet = _waits(fleet, fact, recorded.at)
     if isinstance(fact, WorkerJoined):
         return _joined(fleet, fact, recorded)
     if isinstance(fact, WorkerObservation):
@@ -98,12 +123,30 @@ def _with_worker(fleet: Fleet, worker: Worker) -> Fleet:
     return replace(fleet, workers=workers)
 
 
+def _waits(fleet: Fleet, fact: Fact, at: datetime) -> Fleet:
+    """Take what a fact says of workers that are awaited, and the time that has passed."""
+    waiting = awaiting.over(fleet.awaited, at)
+    if isinstance(fact, WorkerAwaited):
+        known = fleet.remembered(fact.worker)
+        if known is None or fact.instance not in (known.joined.instance, *known.past):
+            model = known.joined.model if known is not None else ""
+            waiting = awaiting.evolve(waiting, fact, at, model)
+    elif isinstance(fact, WorkerJoined):
+        waiting = awaiting.end(waiting, fact.worker)
+    elif isinstance(fact, WorkerLeft) and fact.mode == "graceful":
+        waiting = awaiting.end(waiting, fact.worker, fact.instance)
+    return fleet if waiting is fleet.awaited else replace(fleet, awaited=waiting)
+
+
 def _joined(fleet: Fleet, fact: WorkerJoined, recorded: Recorded) -> Fleet:
-    previous, cause = fleet.workers.get(fact.worker), recorded.id
+    name, cause = fact.worker, recorded.id
+    previous = fleet.remembered(name)
     worker = one.join(previous, fact, cause, recorded.at)
     if worker is previous:
         return fleet
     fleet = _with_worker(fleet, worker)
+    if name in fleet.departed:
+        fleet = replace(fleet, departed=_without(fleet.departed, name))
     if fact.model not in fleet.models:
         fleet = replace(fleet, models={**fleet.models, fact.model: Degradation(fact.model)})
     if previous is None:  # it has not voted on any golden: nobody's doubt can have changed
@@ -145,10 +188,27 @@ def _only_of_its_own(fleet: Fleet, worker: Worker, fact: CanaryFailed) -> Canary
     return fact if own else replace(fact, golden="none")
 
 
+def _without(known: Mapping[str, T], name: str) -> Mapping[str, T]:
+    return {other: value for other, value in known.items() if other != name}
+
+
+def _forgotten(fleet: Fleet, worker: Worker) -> Fleet:
+    """Let go of a worker, and of its model with the last one."""
+    name, model = worker.joined.worker, worker.joined.model
+    workers, models = _without(fleet.workers, name), fleet.models
+    departed = forgetting.remember(fleet.departed, worker)
+    last = all(other.joined.model != model for other in workers.values())
+    if last and model in models and not models[model].level:
+        models = _without(models, model)
+    return replace(fleet, workers=workers, models=models, departed=departed)
+
+
 def _worker_decided(fleet: Fleet, fact: WorkerDecision, recorded: Recorded, cause: str) -> Fleet:
     worker = fleet.workers.get(fact.worker)
     if worker is None or worker.joined.instance != fact.instance:
         return replace(fleet, number=fact.number)
+    if isinstance(fact, WorkerForgotten):
+        return _forgotten(replace(fleet, number=fact.number), worker)
     model = worker.joined.model
     state = degradation.evolve(fleet.models.get(model, Degradation(model)), fact, cause)
     workers = dict(fleet.workers)

@@ -303,6 +303,8 @@ def _moved(state: Health, fact: HealthChanged) -> Health:
             given_up = fact.reason in (SILENT, TRIALS_FAILED) or (state.exit.draining and state.exit.given_up)
             drain = replace(state.exit, leaving="", draining=True, given_up=given_up, resumed=False, over="")
             return replace(moved, charges=state.charges, exit=drain)  # an accusation is answered next
+        case HealthStatus.DEAD:
+            return replace(moved, dead_since=fact.decided_at)
         case _:
             return moved
 

@@ -93,6 +93,7 @@ class Health:
     trials: Trials = Trials()
     exit: Exit = Exit()
     moved_by: int = 0  # number of the last decision about its health
+    dead_since: datetime | None = None  # by the clock of the controller that decided so
     cause: str = ""  # id of the fact that spoke last
 
     @property

@@ -14,6 +14,7 @@ from controller.deciders.breaker import BreakerPolicy
 from controller.deciders.budget import BudgetPolicy
 from controller.deciders.degradation import DegradationPolicy
 from controller.deciders.drain import DrainPolicy
+from controller.deciders.forgetting import ForgettingPolicy
 from controller.deciders.golden import GoldenPolicy
 from controller.deciders.health_moves import HealthPolicy
 from controller.deciders.incident import IncidentPolicy
@@ -33,6 +34,7 @@ class FleetPolicy:
     degradation: DegradationPolicy = field(default_factory=DegradationPolicy)
     golden: GoldenPolicy = field(default_factory=GoldenPolicy)
     incident: IncidentPolicy = field(default_factory=IncidentPolicy)
+    forgetting: ForgettingPolicy = field(default_factory=ForgettingPolicy)
     __pydantic_config__ = STRICT
 
     @cached_property

@@ -1,6 +1,6 @@
 """What is due now? Every machine is asked in turn, and each answer is absorbed before the next is asked.
 
-    policy → goldens → health → budget → breaker → drain → degradation → incidents, and again until nothing is due
+    policy → goldens → health → budget → breaker → drain → degradation → incidents → forgetting, and again until nothing is due
 
 Machines that decided on the same stale state would together exceed a budget that each of them respects.
 """
@@ -10,7 +10,16 @@ from dataclasses import dataclass, field
 from datetime import datetime, timedelta
 from operator import attrgetter
 
-from controller.deciders import breaker, budget, degradation, drain, golden, health_moves, incident
+from controller.deciders import (
+    breaker,
+    budget,
+    degradation,
+    drain,
+    forgetting,
+    golden,
+    health_moves,
+    incident,
+)
 from controller.deciders.budget import BudgetRank
 from controller.deciders.fold import Fleet, evolve
 from controller.deciders.incident import Incident
@@ -28,7 +37,7 @@ from events.fact import Decision, Recorded
 from events.frozen import replace
 from events.observations import Profile
 
-DECIDERS_VERSION = 4  # grows whenever the same facts would lead to another decision
+DECIDERS_VERSION = 5  # grows whenever the same facts would lead to another decision
 MOVES_MAX = 8  # of one machine of one worker in one stratum
 DECISIONS_MAX = (
     1000  # of one settle, beside those per worker: more is a mistake of ours, which must not run for ever
@@ -61,6 +70,7 @@ def next_due(policy: FleetPolicy, fleet: Fleet, now: datetime) -> datetime | Non
         times.append(breaker.due_at(policy.breaker, worker.breaker))
         times.append(drain.due_at(policy.drain, worker.drain))
         times.append(health_moves.due_at(policy.health, worker.health))
+        times.append(forgetting.due_at(policy.forgetting, worker))
     times.extend(degradation.due_at(policy.degradation, state) for state in fleet.models.values())
     return min((time for time in times if time is not None and time > now), default=None)
 
@@ -200,6 +210,14 @@ def _incidents(s: _Settling) -> None:
             s.keep(decision)
 
 
+def _forget(s: _Settling) -> None:
+    for name in s.names:
+        worker = s.fleet.workers[name]
+        for decision in forgetting.decide(s.policy.forgetting, worker, name in s.fleet.awaited, s.now):
+            s.keep(decision)
+    s.names = [name for name in s.names if name in s.fleet.workers]
+
+
 def _outcome(fleet: Fleet, state: Incident) -> tuple[str, str]:
     """Return what became of an incident's subject, and through which fact; nothing while it lasts."""
     kind, _, name = state.subject.partition(":")
@@ -223,4 +241,5 @@ STRATA: Iterable[Callable[[_Settling], None]] = (
     _drains,
     _levels,
     _incidents,
+    _forget,
 )

@@ -43,7 +43,7 @@ from controller.runtime.operations import ControlOperations, FleetSources
 from controller.runtime.reconciler import Reconciler
 from controller.runtime.settings import ControllerSettings
 from controller.runtime.view import FleetView
-from events.decisions import HealthChanged
+from events.decisions import HealthChanged, WorkerForgotten
 from events.fact import Recorded
 from events.fleet_key import FleetKey
 from events.journal.nats import NatsJournal
@@ -56,6 +56,12 @@ PROJECTOR_S = 0.8
 CONNECT_S = 0.5
 LINGER_S = 3.0
 LEASE_KEY = "controller"
+MOVES = (
+    WorkerJoined,
+    WorkerLeft,
+    HealthChanged,
+    WorkerForgotten,
+)  # after which others are to be connected to, or shown
 PROBER = PlaneLimits(
     hang=HangPolicy(silence_s=2.0)
 )  # a question has time; how soon streams move, frontends see to
@@ -134,6 +140,7 @@ class ControllerProcess:
         self._settings = settings
         self._journal = journal
         self._bus = bus
+        self._store = store
         self._data = data
         self.view = FleetView(journal, store=store)
         self.lease = Lease(journal.cell(LEASE_KEY), journal.source, clock)
@@ -260,7 +267,7 @@ class ControllerProcess:
         self.commands.heard(batch)
         if view.is_ready:
             self.metrics.count(batch)
-        if not batch or any(isinstance(r.fact, WorkerJoined | WorkerLeft | HealthChanged) for r in batch):
+        if not batch or any(isinstance(r.fact, MOVES) for r in batch):
             self.metrics.know(view.fleet)
             self._connect()
 
@@ -305,7 +312,7 @@ class ControllerProcess:
         }
 
     async def _projected(self) -> int | None:
-        """Return how far the projector is, by its own word; None if it cannot be asked."""
+        """Return how far the projector is, by its own word, or else by the store's. None: there is no store."""
         urls = [p.url for p in presence.present(self._data) if p.role == "projector" and p.url]
         timeout = aiohttp.ClientTimeout(total=PROJECTOR_S)
         async with aiohttp.ClientSession(timeout=timeout) as session:
@@ -315,7 +322,7 @@ class ControllerProcess:
                         return int((await answer.json())["position"])
                 except (aiohttp.ClientError, TimeoutError, KeyError, ValueError, TypeError):
                     continue
-        return None
+        return None if self._store is None else (await self._store.position()).seq
 
     def _ready(self) -> str:
         """Return why this controller is not ready; "" if it is."""

@@ -213,6 +213,7 @@ def _cap(f: d.WeightCapped) -> str:
 
 SENTENCES: dict[type[Fact], str | Callable[[Any], str]] = {
     o.WorkerJoined: _joined,
+    o.WorkerAwaited: lambda f: f"{f.worker} is awaited{f.model and f' with {f.model}'}: {f.reason}",
     o.WorkerLeft: _left,
     o.WorkerSilent: lambda f: f"{f.worker} has been silent for {span(f.silent_s)}, says {_name(f.observer)}",
     o.WorkerHeard: lambda f: f"{f.worker} was heard again, says {_name(f.observer)}",
@@ -268,6 +269,7 @@ SENTENCES: dict[type[Fact], str | Callable[[Any], str]] = {
     d.DrainStarted: "{f.worker} drains until {f.deadline:%H:%M:%S} ({f.reason})",
     d.DrainEnded: "the drain of {f.worker} ended ({f.outcome})",
     d.WeightCapped: _cap,
+    d.WorkerForgotten: "{f.worker} has left for good, and is forgotten",
     d.GoldenAgreed: lambda f: (
         f"the answer to {f.canary} is agreed by {', '.join(f.by)}: from now on it convicts"
     ),

@@ -1,6 +1,7 @@
 """Makes the world agree with the fold: workers that are to drain are told so, those that are resumed, and those whose
-instance was declared dead and that live all the same: DEAD is for ever, so such a process ends, and its successor joins.
-One that hangs among others of its process, which are heard, is told so too: it ends alone, and nobody could signal it.
+instance was declared dead and that live all the same: DEAD is for ever, also when it was forgotten, so such a process ends,
+and its successor joins. One that hangs among others of its process, which are heard, is told so too: it ends alone, and
+nobody could signal it.
 So does one whose name another process took and left again; as long as that one lives, two would take it from each other.
 One that is convicted of wrong answers, or whose device failed, is told that too: it sends its KV caches nowhere.
 
@@ -103,7 +104,7 @@ class Actuator:
     def _due(self) -> dict[str, ActuatorCommand]:
         """Return what is wanted of whom, where the world does not agree yet and it is time to say so again."""
         found: dict[str, ActuatorCommand] = {}
-        workers = self._view.fleet.workers
+        workers = {**self._view.fleet.departed, **self._view.fleet.workers}
         for name in self._tries.keys() - workers.keys():
             del self._tries[name]
         lost = any(not worker.alive and not worker.health.exit.left for worker in workers.values())
@@ -150,7 +151,9 @@ class Actuator:
         return (lives[-1], "retire") if lives else ("", None)
 
     async def _tell(self, name: str, command: ActuatorCommand) -> None:
-        worker, trying = self._view.fleet.workers[name], self._tries[name]
+        fleet, trying = self._view.fleet, self._tries[name]
+        worker = fleet.remembered(name)
+        assert worker is not None, "it was due a moment ago"
         body: dict[str, Any] = {"instance": trying.instance}
         subject = SUBJECTS[command](name)
         if command in ("distrust", "trust"):

@@ -83,7 +83,8 @@ class Lingering:
 
     async def look(self) -> None:
         """Look once after all who are dead."""
-        workers = self._view.fleet.workers if self._leading() else {}
+        fleet = self._view.fleet  # also of those that were forgotten meanwhile
+        workers = {**fleet.departed, **fleet.workers} if self._leading() else {}
         dead = [worker for worker in workers.values() if not worker.alive and not worker.health.exit.left]
         seen = {_life(worker): (worker, evidence) for worker, evidence in await self._evidence(dead)}
         now = self._clock.monotonic()

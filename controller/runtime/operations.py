@@ -216,6 +216,15 @@ class ControlOperations:
         lag = None if last is None or position is None else max(0, last - position)
         return {
             "workers": [self._worker(fleet.workers[name]) for name in sorted(fleet.workers)],
+            "awaited": [
+                {
+                    "id": one.worker,
+                    "model": one.model or None,
+                    "reason": one.reason,
+                    "since": _instant(one.since),
+                }
+                for one in fleet.waiting
+            ],
             "processes": [
                 {"role": p.role, "name": p.name, "pid": p.pid, "url": p.url} for p in self._sources.present()
             ],

@@ -76,6 +76,16 @@ class WorkerJoined(WorkerObservation):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerAwaited(WorkerObservation):
+    """A worker's process is there, and cannot join yet: it waits for its server, or loads its model.
+
+    Said again when the reason changes, and every two minutes while it lasts: who says it no longer is awaited no more."""
+
+    reason: str  # why, as one reads it: cannot connect to http://…
+    model: str = ""  # what it will serve; empty: it does not know yet
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerLeft(WorkerObservation):
     """A worker's process has ended, and how."""
 

@@ -210,6 +210,24 @@ def test_of_a_large_fleet_the_status_shows_who_is_not_well_and_counts_the_others
     assert len(shown.splitlines()) < 15
 
 
+def test_the_status_says_who_is_awaited_and_why(capsys: pytest.CaptureFixture[str]) -> None:
+    away = {"model": None, "reason": "cannot connect to http://u", "since": "T"}
+    waiting = [{**away, "id": f"w{n}"} for n in range(50)]
+    waiting[1]["model"] = "m"
+    status: dict[str, Any] = {
+        "workers": [],
+        "awaited": waiting,
+        "processes": [],
+        "levels": {},
+        "leader": None,
+    }
+    print_status({**status, "journal": {"last_seq": 1}, "projector": {"position": 0, "lag": 1}})
+    shown = capsys.readouterr().out
+    assert "w0 is awaited, since T: cannot connect to http://u\n" in shown
+    assert "w1 is awaited with m, since T: cannot connect to http://u\n" in shown
+    assert "10 more are awaited; -o json has each\n" in shown
+
+
 def test_a_killed_fleet_runs_no_more_though_it_says_how_it_was_reached(tmp_path: Path) -> None:
     child = subprocess.Popen(["true"])
     child.wait()

@@ -28,6 +28,7 @@ from events.observations import (
     RequestSuspected,
     ResumeRequested,
     ShutdownBegan,
+    WorkerAwaited,
     WorkerHeard,
     WorkerJoined,
     WorkerLeft,
@@ -66,6 +67,10 @@ def joined(
         canary_key=key,
         pid=1,
     )
+
+
+def awaited(worker: str, instance: str = "i1", *, reason: str = "cannot connect", model: str = ""):
+    return WorkerAwaited(worker=worker, instance=instance, reason=reason, model=model)
 
 
 def passed(

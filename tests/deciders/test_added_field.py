@@ -15,6 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from controller.deciders import breaker, budget, degradation, drain, fold, golden, health, incident
+from controller.deciders.awaiting import AwaitedWorker
 from controller.deciders.breaker import Breaker
 from controller.deciders.budget import Budget
 from controller.deciders.degradation import Degradation
@@ -143,7 +144,7 @@ def test_a_part_that_is_rebuilt_is_caught_and_one_that_is_forgotten_is_not() -> 
 
 def test_every_state_of_a_fleet_is_tried() -> None:
     """A state that is new belongs into `STATES`, or here: what one fact says and the next replaces."""
-    said_once = {LastCanary, Conviction, golden.Vote}
+    said_once = {LastCanary, Conviction, golden.Vote, AwaitedWorker}
     assert _dataclasses(Fleet) == {*STATES, *PARTS, *said_once}
 
 

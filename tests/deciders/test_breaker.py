@@ -205,7 +205,7 @@ def test_the_second_result_of_a_trial_is_ignored() -> None:
 def test_nothing_is_tried_on_a_dead_worker() -> None:
     story = opened_by_requests()
     story.tell(left("w0"))
-    assert story.wait(100_000) == ()
+    assert kinds(story.wait(100_000)) == ["WorkerForgotten"]
 
 
 def test_a_frontends_own_breaker_runs_on_its_requests_alone() -> None:

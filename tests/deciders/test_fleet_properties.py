@@ -7,6 +7,7 @@ from datetime import timedelta
 import pytest
 from fleet_story import (
     Story,
+    awaited,
     device_faulted,
     device_limited,
     device_recovered,
@@ -79,6 +80,7 @@ def random_fact(r: random.Random, story: Story, workers: int) -> Fact:
         (1, lambda: shutdown(name, it)),
         (2, lambda: drained(name, it)),
         (1, lambda: left(name, it)),
+        (1, lambda: awaited(name, r.choice([it, f"i{int(now[1:]) + 1}"]), model=r.choice(["", "qwen"]))),
         (3, lambda: joined(name, f"i{int(now[1:]) + (r.random() < 0.7)}")),
         (2, lambda: proposed(name, r.choice([(1, 2), (1, 2), (3,)]), instance=it, canary=canary)),
         (1, lambda: disputed(name, (4,), against="w0", instance=it, canary=canary)),
@@ -124,7 +126,9 @@ def test_a_worker_gets_at_most_what_its_devices_leave_it_and_no_less_than_it_wou
     story.up(*(f"w{n}" for n in range(4)))
     for _ in range(150):
         name, device = f"w{r.randrange(4)}", f"gpu{r.randrange(2)}"
-        instance = story.worker(name).joined.instance
+        known = story.fleet.remembered(name)
+        assert known is not None
+        instance = known.joined.instance
         if r.random() < 0.5:
             weight = r.choice((0.0, 0.1, 0.5, 0.9, 1.0))
             limits[name, device] = weight

@@ -11,6 +11,7 @@ import pytest
 from fleet_story import (
     START,
     Story,
+    awaited,
     device_faulted,
     device_limited,
     device_recovered,
@@ -257,6 +258,7 @@ FACTS: dict[str, Make] = {
     "resume": lambda w, i: resume(w, i),
     "move_requested": lambda w, i: MoveRequested(worker=w, instance=i, by="op"),
     "restart_requested": lambda w, i: RestartRequested(worker=w, instance=i, by="op"),
+    "awaited": lambda w, i: awaited(w, i),
     "left": lambda w, i: left(w, i),
     "left_at_once": lambda w, i: left(w, i, mode="immediate"),
     "request_failed_thrice": lambda w, i: request_failed(w, 3, instance=i),

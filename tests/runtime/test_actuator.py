@@ -189,6 +189,17 @@ async def test_one_that_hangs_among_others_of_its_process_and_was_declared_dead_
     assert told.heard == [("retire", {"instance": "w2-1"})]
 
 
+async def test_one_that_was_cut_off_until_it_was_forgotten_is_told_to_end() -> None:
+    """It believes that it serves, and the fleet does not show it any more: nobody else would tell it."""
+    async with Told().running() as told:
+        told.world.journal.observe(WorkerSilent(worker="w1", instance="w1-1", silent_s=3.0, observer="c"))
+        told.world.turn()
+        await told.world.until(lambda: "w1" not in told.world.fleet.workers, 1000)
+        assert "retire" not in {what for what, _ in told.heard}
+        await told.pass_time(3)
+    assert told.heard[-1] == ("retire", {"instance": "w1-1"})
+
+
 async def test_a_worker_whose_name_another_took_and_left_is_told_to_end() -> None:
     async with Told().running() as told:
         await told.pass_time(1)

@@ -13,6 +13,7 @@ from events.observations import (
     CanarySlow,
     DrainRequested,
     RequestMigrated,
+    WorkerAwaited,
     WorkerLeft,
 )
 
@@ -166,6 +167,32 @@ def test_b29_compact_bounds_the_series_whatever_the_fleet() -> None:
     }
     assert len(s.samples("dynamo_health_check_duration_seconds_count")) == 1
     assert len(s.samples("holdfast_canary_gpu_seconds_total")) == 1
+
+
+async def test_the_series_of_a_worker_end_when_it_is_forgotten_and_a_late_fact_begins_none() -> None:
+    s = Scraped()
+    for name in ("w1", "w2"):
+        s.world.join(name)
+        s.metrics.asked(name, "scheduled", 0.1)
+        s.metrics.spent(name, 0.1)
+    s.say(failed("w1", "timeout"), migrated("w1", "w2"), migrated("w2", "w1"))
+    assert "w1" in s.metrics.render().decode()
+    s.say(WorkerLeft(worker="w1", instance="w1-1", mode="graceful", exit=0))
+    await s.world.pass_time(601)
+    s.world.turn()
+    assert "w1" not in s.world.fleet.workers
+    s.metrics.know(s.world.fleet)
+    s.say(failed("w1", "timeout"))
+    said = s.metrics.render().decode()
+    assert "w1" not in said and 'worker_id="w2"' in said
+
+
+def test_who_is_awaited_is_counted() -> None:
+    s = Scraped()
+    s.say(WorkerAwaited(worker="w1", instance="w1-1", reason="it is loading"))
+    assert s.value("holdfast_workers_awaited") == 1.0
+    s.world.join("w1")
+    assert s.value("holdfast_workers_awaited") == 0.0
 
 
 def test_the_process_own_numbers_are_there_and_no_series_of_dates() -> None:

@@ -23,6 +23,8 @@ from events.observations import (
     RestartRequested,
     ResumeRequested,
     Topology,
+    WorkerAwaited,
+    WorkerLeft,
     WorkerSilent,
 )
 from events.process.presence import Presence
@@ -239,7 +241,7 @@ async def test_the_status_has_the_keys_that_are_promised() -> None:
     body = {"worker": "w1", "instance": "w1-1", "load": {"running": 2, "waiting": 1}, "draining": False}
     await doubles.bus.publish(subjects.beat("w1"), {**body, "at": doubles.world.clock.now().isoformat()})
     status = await doubles.operations.status()
-    assert set(status) == {"workers", "processes", "levels", "journal", "projector", "leader"}
+    assert set(status) == {"workers", "awaited", "processes", "levels", "journal", "projector", "leader"}
     (worker,) = status["workers"]
     assert list(worker) == [
         "id", "instance", "pid", "engine", "model", "health", "breaker", "weight", "reasons", "lingers", "in_flight",
@@ -254,6 +256,30 @@ async def test_the_status_has_the_keys_that_are_promised() -> None:
     assert status["journal"] == {"last_seq": last}
     assert status["projector"] == {"position": 1, "lag": last - 1}
     assert status["leader"] == "controller:1"
+
+
+async def test_status_names_who_is_awaited_and_nobody_who_has_left_for_good() -> None:
+    doubles = OperationsOverDoubles()
+    for name in ("w1", "w2"):
+        doubles.world.join(name)
+    say = doubles.world.journal.observe
+    say(WorkerLeft(worker="w1", instance="w1-1", mode="immediate", exit=137))
+    say(WorkerAwaited(worker="w1", instance="w1-2", reason="cannot connect to http://u"))
+    say(WorkerAwaited(worker="w3", instance="w3-1", reason="it is loading"))
+    doubles.world.turn()
+    since = doubles.world.clock.now().isoformat(timespec="milliseconds")
+    assert (await doubles.operations.status())["awaited"] == [
+        {"id": "w1", "model": "m", "reason": "cannot connect to http://u", "since": since},
+        {"id": "w3", "model": None, "reason": "it is loading", "since": since},
+    ]
+    say(WorkerLeft(worker="w2", instance="w2-1", mode="graceful", exit=0))
+    doubles.world.turn()
+    await doubles.world.pass_time(601)
+    doubles.world.turn()
+    status = await doubles.operations.status()
+    assert [worker["id"] for worker in status["workers"]] == ["w1"], "its next life is awaited"
+    with pytest.raises(UnknownWorker, match="'w2'"):
+        await doubles.operations.drain("w2", None, "")
 
 
 async def test_what_is_not_known_is_null() -> None:

@@ -37,7 +37,7 @@ def differs(mine: Fleet, true: Fleet, known: tuple[Fleet, Fleet] | None, who: st
             continue
         if worker != wanted:
             return f"{who}: {name} is {worker}, should be {wanted}"
-    for part in ("goldens", "models", "incidents"):
+    for part in ("awaited", "departed", "goldens", "models", "incidents"):
         one, other = getattr(mine, part), getattr(true, part)
         if known is not None and getattr(known[0], part) is one and getattr(known[1], part) is other:
             continue
@@ -53,6 +53,8 @@ def keeps(watch: InvariantWatch, event: Recorded) -> str | None:
     if entry is None:
         return None
     shown = watch.shown[-1].workers.get(entry.worker)
+    if entry.forgotten:
+        return None if shown is None else f"the fold shows {entry.worker}, which is forgotten"
     if shown is None or shown.joined.instance != entry.instance:
         return f"the fold does not show {entry.instance}"
     decided = (entry.status or HealthStatus.SUSPICIOUS, entry.weight, entry.position)

@@ -21,6 +21,7 @@ from events.decisions import (
     IncidentOpened,
     Knobs,
     WeightCapped,
+    WorkerForgotten,
 )
 from events.fact import Decision, Recorded
 from events.observations import (
@@ -51,6 +52,7 @@ class LedgerEntry:
     retry_at: datetime | None = None
     draining_until: datetime | None = None
     cap: float | None = None
+    forgotten: bool = False
     results: list[tuple[int, int, bool]] = field(
         default_factory=list
     )  # of canaries: sequence, sent under, failed
@@ -202,6 +204,8 @@ def _write(entry: LedgerEntry, fact: Decision) -> None:
             entry.draining_until = None
         case WeightCapped():
             entry.cap = fact.weight
+        case WorkerForgotten():
+            entry.forgotten = True
     if isinstance(fact, BreakerOpened | BreakerHalfOpened | BreakerClosed):
         entry.moved_by = fact.number
 

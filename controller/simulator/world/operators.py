@@ -96,7 +96,7 @@ class SimulatedSupervisor:
             if not machine.up:
                 world.kernel.after(self._chance.randrange(3, 20) * SECOND, machine.start)
                 continue
-            worker = fleet.workers.get(machine.name)
+            worker = fleet.remembered(machine.name)
             dead = worker is not None and worker.health.status is HealthStatus.DEAD
             if dead and worker is not None and worker.joined.instance == machine.instance:
                 machine.crash()

@@ -108,7 +108,8 @@ def draw_policy(chance: Random, workers: int, minutes: float, models: tuple[str,
         wait = chance.choice((5, 15, 30))
         longest = timedelta(seconds=wait * chance.choice((1, 4, 8)))
         breaker = replace(policy.breaker, wait_min=timedelta(seconds=wait), wait_max=longest)
-        policy = replace(policy, breaker=breaker)
+        forgetting = replace(policy.forgetting, forget_after=timedelta(seconds=wait))
+        policy = replace(policy, breaker=breaker, forgetting=forgetting)
     if chance.random() < 0.6:
         share = chance.choice((0.5, 0.7, 0.9))
         slos = {m: Slo(slo_throughput_rps=share * _capacity(workers // len(models))) for m in models}
