@@ -238,6 +238,6 @@ class Director:
             load = plane.load(endpoint.worker)
             unread = scheduler.unread(endpoint)
             gauge_worker(self.metrics, endpoint, positions.get(endpoint.key, "closed"), load, unread)
-        self.metrics.keep({endpoint.worker for endpoint in self.table.endpoints.values()})
+        self.metrics.keep({endpoint.worker for endpoint in self.table.endpoints.values()}, self.table.known)
         self.request_metrics.settle_kv(scheduler.view, scheduler.guessed)
         return self.metrics.render()

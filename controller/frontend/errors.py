@@ -112,7 +112,7 @@ def unsupported(param: str, why: str = "") -> ApiError:
 
 
 def unknown_model(model: str) -> ApiError:
-    """Return the 404 for a model that nobody serves."""
+    """Return the 404 for a model that nobody serves, nor will."""
     return ApiError(
         404,
         f"the model {model!r} does not exist: /v1/models lists those that do",

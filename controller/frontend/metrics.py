@@ -224,15 +224,27 @@ class FrontendMetrics:
         self.router = RouterMetrics(registry)
         self.faults = FaultMetrics(registry)
         self.shown: set[str] = set()  # workers of which something is shown
+        self.shown_models: set[str] = set()
+        requests, faults = self.requests, self.faults
+        self._of_models = [
+            *self.models.labelled("model"),
+            requests.inflight,
+            requests.queued,
+            faults.panic,
+        ]
         self._of_workers = [*self.workers.labelled("worker_id"), *self.faults.labelled("worker_id")]
         self._settled = [*self.histograms.of_kind(LabelledHistogram), *self.router.of_kind(LabelledHistogram)]
 
-    def keep(self, workers: set[str]) -> None:
-        """Show no other workers: those that are gone would keep their last figures for ever."""
+    def keep(self, workers: set[str], models: set[str]) -> None:
+        """Show no other workers and models: those that are gone would keep their last figures for ever."""
         for worker in self.shown - workers:
             for one in self._of_workers:
                 one.remove(worker)
         self.shown &= workers
+        for model in self.shown_models - models:
+            for one in self._of_models:
+                one.remove(model)
+        self.shown_models &= models
 
     def settle(self) -> None:
         """Count what was noted since the last time: called ten times a second, so that it is never much."""

@@ -146,6 +146,7 @@ def gauge_model(
     metrics: FrontendMetrics, model: str, endpoints: Sequence[Endpoint], limit: int, queued: int
 ) -> None:
     """Bring one model's gauges up to date. Where all its workers are gone, the last ones' sizes stay."""
+    metrics.shown_models.add(model)
     requests, sizes = metrics.requests, metrics.models
     requests.inflight.labels(model).set(sum(endpoint.active for endpoint in endpoints))
     requests.queued.labels(model).set(queued)

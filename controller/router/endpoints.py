@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from controller.deciders.degradation import Degradation
-from controller.deciders.fleet import Fleet, Worker
+from controller.deciders.fleet import AwaitedWorker, Fleet, Worker
 from events.decisions import HealthStatus, Knobs
 from events.observations import WorkerJoined
 
@@ -146,8 +146,13 @@ class EndpointTable:
         self.endpoints: dict[Key, Endpoint] = {}
         self.models: dict[str, list[Endpoint]] = {}
         self.number = 0  # of the last decision that this table reflects
-        self.known: set[str] = set()  # every model that a worker was ever known to serve
+        self.known: set[str] = (
+            set()
+        )  # every model that a worker of the fleet serves, served, or is awaited with
+        self.unnamed: tuple[str, ...] = ()  # workers that are awaited, nobody knows with which model
         self._known: Mapping[str, Worker] = {}
+        self._departed: Mapping[str, Worker] = {}
+        self._awaited: Mapping[str, AwaitedWorker] = {}
         self._models: Mapping[str, Degradation] = {}
         self._knobs: dict[str, Knobs] = {}
         self._group: dict[tuple[str, Lineage], EndpointGroup | None] = {}
@@ -163,6 +168,10 @@ class EndpointTable:
         if fleet.models is not self._models:
             knobs = {model: degradation.knobs for model, degradation in fleet.models.items()}
             change.knobs, self._knobs, self._models = knobs != self._knobs, knobs, fleet.models
+        self._departed = fleet.departed
+        if fleet.awaited is not self._awaited:
+            self._awaited = fleet.awaited
+            self._know(fleet)
         if fleet.workers is self._known:
             return change
         known, self._known = self._known, fleet.workers
@@ -171,9 +180,18 @@ class EndpointTable:
                 self._update(worker, known.get(name), change)
         if len(fleet.workers) < len(known) + change.joined:
             change.left = True
+        if change.left:
+            self._know(fleet)
         if change.left or change.joined:
             self._replace(endpoint for endpoint in self.endpoints.values() if self._lives(endpoint))
         return change
+
+    def _know(self, fleet: Fleet) -> None:
+        """See which models there are, or will be."""
+        waiting = fleet.waiting
+        self.known = {worker.joined.model for worker in fleet.workers.values()}
+        self.known |= {one.model for one in waiting if one.model}
+        self.unnamed = tuple(one.worker for one in waiting if not one.model)
 
     def _update(self, worker: Worker, before: Worker | None, change: TableChange) -> None:
         """Bring one endpoint up to date. A convicted worker gets nothing from the moment the evidence is seen: the decision
@@ -216,8 +234,8 @@ class EndpointTable:
 
     @property
     def workers(self) -> Iterable[Worker]:
-        """Every worker that the fold knows, the dead ones too."""
-        return self._known.values()
+        """Every worker that the fold knows, the dead and the forgotten ones too."""
+        return (*self._known.values(), *self._departed.values())
 
     def _lives(self, endpoint: Endpoint) -> bool:
         return self.worker(endpoint) is not None

@@ -7,8 +7,16 @@ from controller.router.endpoints import EndpointGroup
 
 
 def not_served(director: Director, model: str) -> ApiError:
-    """Return what is said of a model that nobody serves, as far as is known."""
-    return unknown_model(model) if director.live else starting()
+    """Return what is said of a model that nobody serves now, as far as is known: 404 only where nobody is awaited with it."""
+    if not director.live:
+        return starting()
+    retry_s, unnamed = director.settings.retry_after_s, director.table.unnamed
+    if model in director.table.known:
+        return unavailable(f"no worker of {model} is there now", "no_routable_worker", retry_s)
+    if unnamed:
+        why = f"nobody serves the model {model!r} now, and {unnamed[0]} is awaited, which cannot say yet what it serves"
+        return unavailable(why, "no_routable_worker", retry_s)
+    return unknown_model(model)
 
 
 def chosen_model(director: Director, name: str | None) -> str:
@@ -30,11 +38,7 @@ def group_of(director: Director, model: str) -> EndpointGroup:
     models = director.table.models
     endpoints = models.get(model, ())
     if not endpoints:
-        raise unavailable(
-            f"every worker of {model} has died",
-            "no_routable_worker",
-            director.settings.retry_after_s,
-        )
+        raise not_served(director, model)
     first = next((endpoint for endpoint in endpoints if endpoint.routable), endpoints[0])
     return director.routing.group(model, first.lineage)
 

@@ -1,0 +1,93 @@
+"""What a client is told of a model that has no worker: 503 where one is to be expected, 404 where nobody serves it nor will."""
+
+from datetime import UTC, datetime
+from typing import Any
+
+import pytest
+from frontend_kit import Kit, frontend
+from scripted_worker import ScriptedWorker
+
+from events.decisions import HealthStatus, WorkerForgotten
+from events.observations import WorkerAwaited, WorkerJoined, WorkerLeft
+
+
+async def asked(kit: Kit, model: str) -> set[tuple[int, str, bool]]:
+    """Ask for a model on every path that takes one; return status, code, and whether it is said when to come back."""
+    found = set()
+    chat = {"messages": [{"role": "user", "content": "a"}]}
+    for path, body in (
+        ("/v1/completions", {"prompt": "a"}),
+        ("/v1/chat/completions", chat),
+        ("/tokenize", {"prompt": "a"}),
+    ):
+        status, answer, headers = await kit.post(path, model=model, **body)
+        found.add((status, answer["error"]["code"], "Retry-After" in headers))
+    async with kit.http.get(f"{kit.url}/v1/models/{model}") as answer:
+        code = (await answer.json())["error"]["code"]
+        found.add((answer.status, code, "Retry-After" in answer.headers))
+    return found
+
+
+ABSENT = {(503, "no_routable_worker", True)}
+UNKNOWN = {(404, "model_not_found", False)}
+
+
+def awaited(worker: str = "w7", instance: str = "i7", **more: Any) -> WorkerAwaited:
+    return WorkerAwaited(worker=worker, instance=instance, reason="cannot connect to http://u", **more)
+
+
+async def test_a_model_that_is_awaited_is_not_unknown_and_others_are() -> None:
+    async with frontend(ScriptedWorker()) as kit:
+        assert await asked(kit, "llama") == UNKNOWN
+        kit.tell(awaited(model="llama"))
+        assert await asked(kit, "llama") == ABSENT
+        assert await asked(kit, "other") == UNKNOWN
+        async with kit.http.get(kit.url + "/v1/models") as answer:
+            assert [one["id"] for one in (await answer.json())["data"]] == ["m"]
+        kit.tell(WorkerLeft(worker="w7", instance="i7", mode="graceful", exit=0))
+        assert await asked(kit, "llama") == UNKNOWN
+
+
+async def test_where_one_is_awaited_that_does_not_know_its_model_nobody_can_say_that_it_does_not_exist() -> (
+    None
+):
+    async with frontend() as kit:
+        kit.tell(awaited())
+        status, answer, headers = await kit.post("/v1/completions", model="llama", prompt="a")
+        assert (status, headers["Retry-After"]) == (503, str(kit.director.settings.retry_after_s))
+        said = "nobody serves the model 'llama' now, and w7 is awaited, which cannot say yet what it serves"
+        assert answer["error"]["message"] == said
+        assert await asked(kit, "llama") == ABSENT
+        await kit.add(ScriptedWorker("w7", "i8"))
+        assert await asked(kit, "llama") == UNKNOWN
+
+
+@pytest.mark.parametrize("while_awaited", [False, True])
+async def test_a_model_of_workers_that_have_died_is_absent_until_they_are_forgotten(
+    while_awaited: bool,
+) -> None:
+    worker = ScriptedWorker()
+    async with frontend(worker) as kit:
+        kit.director.render_metrics()
+        kit.tell(WorkerLeft(worker="w1", instance="i1", mode="immediate", exit=137))
+        kit.health(worker, HealthStatus.DEAD, 0.0)
+        assert await asked(kit, "m") == ABSENT
+        if while_awaited:
+            kit.tell(awaited("w1", "i2"))
+        kit.tell(WorkerForgotten(worker="w1", instance="i1", decided_at=datetime.now(UTC)))
+        assert await asked(kit, "m") == (ABSENT if while_awaited else UNKNOWN)
+        gauges = ("dynamo_frontend_queued_requests", "dynamo_frontend_model_total_kv_blocks")
+        shown = kit.director.render_metrics().decode()
+        assert [f'{one}{{model="m"}}' in shown for one in gauges] == [while_awaited] * 2
+
+
+async def test_a_frontend_that_begins_later_knows_as_much() -> None:
+    """It is in the fold, and in nobody's memory."""
+    async with frontend() as kit:
+        kit.tell(awaited(model="llama"))
+        fleet = kit.fleet
+    async with frontend() as kit:
+        kit.fleet = fleet
+        kit.director.absorb(fleet, ())
+        assert await asked(kit, "llama") == ABSENT
+        assert not [fact for fact in kit.facts if isinstance(fact, WorkerJoined)]
