@@ -35,13 +35,14 @@ from workers.falls import broken
 from workers.gpus import Devices
 from workers.kv_events.publisher import KvPublisher
 from workers.shutdown import Stop, budget_s
-from workers.worker import InferenceWorker, say_why_not
+from workers.worker import InferenceWorker, WorkerDeadlines, say_why_not
 
 DESCRIPTORS_EACH = 4  # a port, the controller's connection, and those of two frontends
 DESCRIPTORS_SPARE = 64
 BROKER_S = 0.5  # how long a start waits for the broker before it goes on without
 FLUSH_S = 0.5
 CLOSE_S = 1.5
+START_SPARE_S = 60.0  # more than an engine gives itself, whose words say why
 SERVING_S = 0.5  # how long one worker is waited for, before it is looked again who is still waited for
 KEEPER_S = 2.0  # how often the keeper is looked after
 _PR_SET_PDEATHSIG = 1
@@ -130,8 +131,9 @@ def _workers(settings: WorkerSettings, instance: str, links: FleetLinks, stop: S
 
     def make(config: WorkerConfig) -> InferenceWorker:
         devices, kv = _devices(settings, config.name), _publisher(settings, config, links.bus)
+        deadlines = WorkerDeadlines(start_s=settings.ready_timeout + START_SPARE_S)
         return InferenceWorker(
-            config, build_engine(settings), links.journal, links.bus, devices, links.channels, kv
+            config, build_engine(settings), links.journal, links.bus, devices, links.channels, kv, deadlines
         )
 
     key = FleetKey.read(Path(settings.fleet_key_file)) if settings.fleet_key_file else None

@@ -26,6 +26,7 @@ from events.nats.bus import Bus
 from events.nats.channels import Channels
 from events.observations import DrainFinished, EngineFaulted, ShutdownBegan, WorkerLeft
 from events.wire import without_quotes
+from workers.awaiting import WaitReport
 from workers.config.worker import WorkerConfig
 from workers.control.beats import FleetBeats
 from workers.control.chaos import RehearsedFaults
@@ -52,7 +53,7 @@ log = structlog.get_logger(__name__)
 class WorkerDeadlines:
     """How long a worker waits for what may never come, in seconds."""
 
-    start_s: float = 960.0  # loading weights: more than an engine gives itself, whose words say why
+    start_s: float = 1860.0  # loading weights: more than an engine gives itself, whose words say why
     check_s: float = 10.0  # a check that takes longer is a dead engine
     stop_s: float = (
         2.0  # with the server's 1 s, the links' 1.5 s and the loop's 0.5 s it makes the cleanup's 5 s
@@ -114,6 +115,7 @@ class InferenceWorker:
         self._gpus = WorkerGpus(config, devices, journal, self.server.moves.trust, self.fail)
         self._beats = FleetBeats(config, engine, self.server, bus)
         self._listener = CommandListener(config, bus, self.commands)
+        self._waits = WaitReport(config, engine, journal)
         self._dead: asyncio.Future[EngineDead] | None = None
         self._told = asyncio.Event()  # a flag: the fleet's operator wants it to stop
         self._fault_said_at = float("-inf")
@@ -148,6 +150,7 @@ class InferenceWorker:
             starting.cancel()
             await asyncio.wait((starting,), timeout=self._deadlines.stop_s)
             await self._end()
+            self._waits.leave()
             return False
         starting.result()
         return True
@@ -156,7 +159,7 @@ class InferenceWorker:
         await self._gpus.find(loaded=False)
         moves = self.server.moves
         try:
-            async with asyncio.timeout(self._deadlines.start_s) as timer:
+            async with asyncio.timeout(self._deadlines.start_s) as timer, self._waits.telling():
                 await self.engine.start(self.server.deliver, self._kv.announce if self._kv else unheard)
                 await moves.start()
         except TimeoutError as error:

@@ -34,6 +34,18 @@ class WorkerSettings(SimulatedSettings, frozen=True, kw_only=True):
     upstream_key: Annotated[str, Meta(description="openai: the API key of the upstream, if it wants one")] = (
         ""
     )
+    upstream_key_file: Annotated[
+        str,
+        Meta(description="openai: the file with that key; it is read again while the upstream is waited for"),
+    ] = ""
+    ready_timeout: Annotated[
+        float,
+        Meta(
+            gt=0,
+            le=86_400,
+            description="openai, transformers: seconds until its server must answer, or its model be loaded",
+        ),
+    ] = 1800.0
     upstream_kv_events: Annotated[
         str,
         Meta(

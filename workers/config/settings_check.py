@@ -14,6 +14,7 @@ from typing import Any, Literal, get_args, get_origin
 import msgspec
 
 from events.errors import BadSetting
+from events.process.key_file import read_key
 from events.process.presence import present
 from workers.config.settings import WorkerSettings, annotations
 from workers.config.simulated_settings import SimulatedSettings, read_extra, their_name
@@ -140,6 +141,7 @@ def check(settings: WorkerSettings) -> None:
         raise BadSetting(
             f"model = {settings.model!r}: the openai engine needs the folder of its model's tokenizer (tokenizer.json)"
         )
+    _check_key_file(settings)
     _check_kv_events(settings)
     if settings.engine == "transformers" and not Path(settings.model).joinpath("config.json").is_file():
         raise BadSetting(
@@ -160,6 +162,19 @@ def _check_simulated(settings: WorkerSettings) -> None:
         raise BadSetting(f"perf_model = {settings.perf_model!r}: planner_profile_data says what steps take")
     if settings.itl_ms and (settings.planner_profile_data or settings.perf_model not in (None, "constant")):
         raise BadSetting(f"itl_ms = {settings.itl_ms:g}: only where steps take a constant time")
+
+
+def _check_key_file(settings: WorkerSettings) -> None:
+    given = settings.upstream_key_file
+    if given and settings.engine != "openai":
+        raise BadSetting(f"upstream_key_file = {given!r}: only the openai engine has an upstream")
+    if given and settings.upstream_key:
+        raise BadSetting(f"upstream_key_file = {given!r}: upstream_key is given too; one of them will do")
+    if given:
+        try:
+            read_key(Path(given))
+        except ValueError as error:
+            raise BadSetting(f"upstream_key_file: {error}") from error
 
 
 def endpoints(text: str) -> list[str]:

@@ -29,7 +29,9 @@ def _openai(settings: WorkerSettings) -> Engine:
         UpstreamSettings(
             url=settings.upstream,
             key=settings.upstream_key,
-            tokenizer=settings.model,
+            key_file=Path(settings.upstream_key_file) if settings.upstream_key_file else None,
+            start_s=settings.ready_timeout,
+            tokenizer=str(Path(settings.model).resolve()),  # as others find it, and as `up` names it
             revision=settings.revision or "unknown",
             kv_events=endpoints(settings.upstream_kv_events),
             kv_replays=endpoints(settings.upstream_kv_replay),
@@ -47,4 +49,6 @@ def _transformers(settings: WorkerSettings) -> Engine:
         "device", "dtype", "threads", "context_tokens", "block_tokens", "batch_max", "waiting_max", "prefill_tokens_max",
         "prefix_caching",
     )  # fmt: skip
-    return TransformersEngine(TransformersSettings(folder=Path(settings.model), **found))
+    return TransformersEngine(
+        TransformersSettings(folder=Path(settings.model), load_s=settings.ready_timeout, **found)
+    )

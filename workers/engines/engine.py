@@ -7,7 +7,7 @@ per step. A step's output may never be split over two calls, nor two steps' outp
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from events.errors import HoldfastError
 from events.kv import KvEvent
@@ -29,6 +29,13 @@ class MoveEnded(HoldfastError):
 
 class MoveRefused(HoldfastError):
     """What has arrived cannot be gone on with. Nothing of it is left here."""
+
+
+class Awaits(NamedTuple):
+    """What keeps an engine from starting."""
+
+    reason: str  # as one reads it: cannot connect to http://…; without the words of a server
+    model: str = ""  # what it will serve; empty: it does not know yet
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,6 +182,10 @@ class Engine(Protocol):
 
     async def start(self, deliver: Deliver, announce: Announce = unheard) -> None:
         """Load what must be loaded and begin to step. Raise EngineDead with the reason if it cannot."""
+        ...
+
+    def awaits(self) -> Awaits | None:
+        """Return what it waits for while it starts. None: for nothing that takes long."""
         ...
 
     def submit(self, key: int, request: Generate) -> None:

@@ -9,6 +9,7 @@ import pytest
 from events.errors import BadSetting
 from events.process.presence import announce
 from workers.config.settings_check import load_settings
+from workers.engines.build import build_engine
 
 
 def test_flags_win_over_the_environment_and_texts_become_values() -> None:
@@ -100,6 +101,35 @@ def test_a_value_that_makes_no_sense_is_named(name: str, text: str, says: str) -
 def test_all_that_is_wrong_is_said_at_once() -> None:
     with pytest.raises(BadSetting, match=r"port = 'x': .*; grace_s = '-1': "):
         load_settings({"port": "x", "grace_s": "-1"}, {})
+
+
+def test_the_file_of_an_upstreams_key_is_read_before_anything_starts(tmp_path: Path) -> None:
+    (tmp_path / "tokenizer.json").touch()
+    key = tmp_path / "key"
+    flags = {
+        "engine": "openai",
+        "upstream": "http://x",
+        "model": str(tmp_path),
+        "upstream_key_file": str(key),
+    }
+    with pytest.raises(BadSetting, match=r"upstream_key_file: .*key cannot be read: No such file"):
+        load_settings(flags, {})
+    key.write_text("hush\n")
+    assert load_settings(flags, {}).upstream_key_file == str(key)
+    with pytest.raises(BadSetting, match="upstream_key is given too"):
+        load_settings(flags, {"HOLDFAST_WORKER_UPSTREAM_KEY": "hush"})
+    with pytest.raises(BadSetting, match="only the openai engine has an upstream"):
+        load_settings({"upstream_key_file": str(key)}, {})
+
+
+def test_the_fleet_knows_a_tokenizer_by_a_path_that_is_the_same_everywhere(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "m").mkdir()
+    (tmp_path / "m" / "tokenizer.json").touch()
+    monkeypatch.chdir(tmp_path)
+    engine = build_engine(load_settings({"engine": "openai", "upstream": "http://x", "model": "m"}, {}))
+    assert engine.identity.tokenizer == str(tmp_path / "m")
 
 
 def test_the_key_of_an_upstream_is_not_shown() -> None:

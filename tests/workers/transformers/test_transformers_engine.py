@@ -18,7 +18,6 @@ from events.blocks import local_hashes, sequence_hashes  # noqa: E402
 from events.kv import Cleared, Stored  # noqa: E402
 from workers.engines.engine import Engine, EngineDead  # noqa: E402
 from workers.engines.transformers.engine import (  # noqa: E402
-    LOAD_DEADLINE_S,
     STOP_DEADLINE_S,
     TransformersEngine,
 )
@@ -321,7 +320,7 @@ async def test_a_dead_engine_says_so_and_delivers_nothing(start: Make) -> None:
 
 def test_the_worker_waits_longer_than_the_engine_which_says_why() -> None:
     deadlines = WorkerDeadlines()
-    assert deadlines.start_s > LOAD_DEADLINE_S
+    assert deadlines.start_s > TransformersSettings(folder=Path()).load_s
     assert deadlines.stop_s > STOP_DEADLINE_S
 
 

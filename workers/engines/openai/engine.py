@@ -18,6 +18,7 @@ from events.kv import Cleared
 from events.wire import Chunk, Generate, Load
 from workers.engines.engine import (
     Announce,
+    Awaits,
     Deliver,
     EngineDead,
     EngineIdentity,
@@ -28,11 +29,13 @@ from workers.engines.engine import (
     unheard,
 )
 from workers.engines.openai.account import UpstreamAccount
+from workers.engines.openai.away import UpstreamAway
 from workers.engines.openai.cache_epochs import CacheEpochs
 from workers.engines.openai.constraints import Constraints
 from workers.engines.openai.handover import TOKENS_MAX, Arriving, Handed, continued, description
 from workers.engines.openai.identity import UpstreamSettings, block_size, identify
 from workers.engines.openai.kv_names import read_salt
+from workers.engines.openai.patience import Patience
 from workers.engines.openai.prompt_logprobs import prompt_logprobs, put_before
 from workers.engines.openai.reading import Fault, UpstreamStream
 from workers.engines.openai.requests import UpstreamRequests
@@ -40,14 +43,12 @@ from workers.engines.openai.upstream import (
     Abilities,
     NoHandle,
     Upstream,
-    UpstreamAway,
     hidden,
     prompt_text,
     refusal,
 )
 from workers.kv_transfer.messages import Description
 
-START_RETRY_S = 0.5
 CHECK_S_MAX = 2.0
 CHECKS_FAILED_MAX = 3  # in a row, and the upstream is dead
 STOP_S_MAX = 2.0
@@ -64,6 +65,7 @@ class OpenAIEngine:
         self._abilities = Abilities("unknown")
         self.identity = self._identify()
         self._upstream: Upstream | None = None
+        self._patience: Patience | None = None
         self._constraints: Constraints | None = None
         self._deliver: Deliver = _nowhere
         self._announce: Announce = unheard
@@ -78,11 +80,12 @@ class OpenAIEngine:
         limit = self._settings.batch_max + self._settings.waiting_max
         self._upstream = upstream = Upstream(self._settings.url, self._settings.key, limit)
         settings = self._settings
+        self._patience = Patience(upstream, settings)
         self._account = UpstreamAccount(
             upstream, lambda: len(self._requests), settings.kv_events, settings.kv_replays, settings.times
         )
         try:
-            found = await answering(upstream, self._settings)
+            found = await self._patience.abilities()
             await self._account.start(found, announce)
         except BaseException:
             await self._account.stop()
@@ -111,6 +114,9 @@ class OpenAIEngine:
     def kv_event_counts(self) -> dict[str, int]:
         """What was heard of the upstream's KV events, by what became of it; nothing where nobody listens."""
         return {} if self._account is None else self._account.counters
+
+    def awaits(self) -> Awaits | None:
+        return None if self._patience is None else self._patience.awaits
 
     # --- requests
 
@@ -188,8 +194,9 @@ class OpenAIEngine:
         """Put a request's chunks to what is delivered at the end of this turn of the loop."""
         if not self._requests.heard(key, chunks):
             return
+        key_there = "" if self._upstream is None else self._upstream.key
         for chunk in chunks:
-            chunk.error = chunk.error and hidden(chunk.error, self._settings.key)
+            chunk.error = chunk.error and hidden(chunk.error, key_there)
         if not self._out:
             asyncio.get_running_loop().call_soon(self._flush)
         self._out += [(key, chunk) for chunk in chunks]
@@ -295,23 +302,6 @@ class OpenAIEngine:
 
 def _nowhere(out: list[tuple[int, Chunk]]) -> None:
     """Where output goes before `start`."""
-
-
-async def answering(upstream: Upstream, settings: UpstreamSettings) -> Abilities:
-    """Ask until the upstream answers, which may still be loading; return what it can. Raise EngineDead."""
-    until = asyncio.get_running_loop().time() + settings.start_s
-    said = ""
-    while True:
-        try:
-            return await upstream.abilities()
-        except UpstreamAway as error:
-            why = hidden(str(error), settings.key)
-            if asyncio.get_running_loop().time() > until:
-                raise EngineDead(f"after {settings.start_s:g} s: {why}") from None
-            if why != said:
-                said = why
-                log.info("upstream_away", reason=said, patience_s=settings.start_s)
-        await asyncio.sleep(START_RETRY_S)
 
 
 def objection(request: Generate, known: Abilities, context_tokens: int) -> str | None:

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import structlog
 
@@ -24,6 +25,7 @@ class UpstreamSettings:
 
     url: str
     key: str = ""
+    key_file: Path | None = None  # that has the key, if it is not given
     tokenizer: str = ""
     revision: str = "unknown"
     context_tokens: int | None = None
@@ -33,7 +35,7 @@ class UpstreamSettings:
     kv_replays: Sequence[str] = ()
     batch_max: int = 64
     waiting_max: int = 256
-    start_s: float = 120.0  # a real server loads weights first
+    start_s: float = 1800.0  # a real server loads weights first
     handle_s: float = 1.0  # for one step, most of it cached
     times: AccountTimes = field(default_factory=AccountTimes)
 

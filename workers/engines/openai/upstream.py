@@ -12,6 +12,8 @@ import msgspec
 
 from events.errors import HoldfastError
 from events.wire import Generate, Sampling
+from workers.engines.openai.away import UpstreamAway, shown, unreachable
+from workers.engines.openai.away import refused as refused_us
 from workers.engines.openai.kv_names import CANARY_SALT
 from workers.engines.openai.mistakes import error_of, error_words
 from workers.engines.openai.reading import Fault, IdsFrom, read_piece
@@ -22,6 +24,7 @@ PROBE_TOKENS = 8
 BODY_BYTES_MAX = 4 * 1024 * 1024
 CONNECT_S_MAX = 2.0
 READ_S_MAX = 600.0  # between two bytes of one stream; the frontend's own limits are far below
+COMPLETIONS = "/v1/completions"
 PROMPT_IDS = [1, 2, 3]  # any vocabulary has these
 STORED_TOKENS = 1024  # longer than any block of a KV cache
 WORDS = [
@@ -50,10 +53,6 @@ NOTHING_ADDED: dict[str, Any] = {
 }
 """What is said even where it says nothing: left out, the model's generation_config.json would decide (vLLM, SGLang), or
 the server's own defaults (llama-server), and a canary would not be the same question everywhere."""
-
-
-class UpstreamAway(HoldfastError):
-    """The upstream server cannot be reached, or does not answer as an OpenAI-compatible server does."""
 
 
 class NoHandle(HoldfastError):
@@ -95,12 +94,20 @@ class Upstream:
 
     def __init__(self, url: str, key: str, streams_max: int) -> None:
         self._url = url.rstrip("/").removesuffix("/v1")
+        self.model = ""  # that it lists first, as soon as it lists any
         self._session = aiohttp.ClientSession(
-            headers={"Authorization": f"Bearer {key}"} if key else {},
             # No connection is used twice: llama-server promises to keep them, and closes each one behind a stream.
             connector=aiohttp.TCPConnector(limit=streams_max + 8, force_close=True),
             timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_S_MAX, sock_read=READ_S_MAX),
         )
+        self.use_key(key)
+
+    def use_key(self, key: str) -> None:
+        """Ask with this key from now on; empty: without any."""
+        self.key = key
+        self._session.headers.pop("Authorization", None)
+        if key:
+            self._session.headers["Authorization"] = f"Bearer {key}"
 
     async def close(self) -> None:
         await self._session.close()
@@ -136,7 +143,7 @@ class Upstream:
         with contextlib.suppress(aiohttp.ClientError, TimeoutError, ValueError):
             async with (
                 asyncio.timeout(PROBE_S_MAX),
-                self._session.post(self._url + "/v1/completions", json=body) as response,
+                self._session.post(self._url + COMPLETIONS, json=body) as response,
             ):
                 await _bounded(response)
 
@@ -145,9 +152,10 @@ class Upstream:
         listed = await self._get("/v1/models")
         try:
             about = listed["data"][0]
-            found = Abilities(str(about["id"]), context_tokens=_context(about))
+            self.model = str(about["id"])
+            found = Abilities(self.model, context_tokens=_context(about))
         except (KeyError, IndexError, TypeError):
-            raise UpstreamAway(f"{self._url}/v1/models lists no model") from None
+            raise UpstreamAway(f"{shown(self._url)}/v1/models lists no model") from None
         version = str((await self._get("/version", needed=False)).get("version", ""))
         for variant in (
             replace(found, token_prompts=True, extensions=True, ids_from="token_ids"),
@@ -163,7 +171,8 @@ class Upstream:
                     token_ms=max(0.1, took_s * 1e3 / PROBE_TOKENS),
                 )
                 return replace(known, handles=await self._hands_over(known))
-        raise UpstreamAway(f"{self._url}/v1/completions completes neither token ids nor text: {answer}")
+        where = f"{shown(self._url)}{COMPLETIONS}"
+        raise UpstreamAway(f"{where} completes neither token ids nor text", str(answer))
 
     async def _probe(self, variant: Abilities) -> tuple[dict[str, Any] | str, float]:
         """Ask for a few tokens in one variant; return the answer, or the words in which the server refuses it."""
@@ -175,15 +184,16 @@ class Upstream:
         try:
             async with (
                 asyncio.timeout(PROBE_S_MAX),
-                self._session.post(self._url + "/v1/completions", json=body) as r,
+                self._session.post(self._url + COMPLETIONS, json=body) as r,
             ):
                 said = await _bounded_json(r)
                 if r.status in CLIENT_MISTAKES:
                     return error_words(said), 0.0
                 if r.status >= 400:
-                    raise UpstreamAway(f"{self._url}/v1/completions answers {r.status}: {error_words(said)}")
+                    words = error_words(said)
+                    raise refused_us(self._url, COMPLETIONS, r.status, words, keyed=bool(self.key))
         except (aiohttp.ClientError, TimeoutError, ValueError) as error:
-            raise UpstreamAway(f"{self._url}/v1/completions: {error or type(error).__name__}") from error
+            raise unreachable(self._url, COMPLETIONS, error, PROBE_S_MAX) from error
         return said if isinstance(said, dict) else {}, asyncio.get_running_loop().time() - began
 
     async def _hands_over(self, known: Abilities) -> bool:
@@ -208,7 +218,7 @@ class Upstream:
             async with (
                 asyncio.timeout(deadline_s),
                 self._session.post(
-                    self._url + "/v1/completions", json=body, headers=_headers(abilities, request)
+                    self._url + COMPLETIONS, json=body, headers=_headers(abilities, request)
                 ) as response,
             ):
                 said = await _bounded_json(response)
@@ -234,12 +244,12 @@ class Upstream:
             async with (
                 asyncio.timeout(PROBE_S_MAX),
                 self._session.post(
-                    self._url + "/v1/completions", json=body, headers=_headers(abilities, request)
+                    self._url + COMPLETIONS, json=body, headers=_headers(abilities, request)
                 ) as response,
             ):
                 return response.status, await _bounded(response, bytes_max)
         except (aiohttp.ClientError, TimeoutError, ValueError) as error:
-            raise UpstreamAway(f"{self._url}/v1/completions: {error or type(error).__name__}") from error
+            raise unreachable(self._url, COMPLETIONS, error, PROBE_S_MAX) from error
 
     async def completed_text(self, abilities: Abilities, more: dict[str, Any]) -> str | None:
         """Return the text of a short completion with some fields more; None if the server refuses them. Raise Fault if it fails
@@ -262,11 +272,11 @@ class Upstream:
                 if response.status < 400:
                     said = await _bounded_json(response)
                     return said if isinstance(said, dict) else {}
-                trouble = f"answers {response.status}"
+                away = refused_us(self._url, path, response.status, "", keyed=bool(self.key))
         except (aiohttp.ClientError, TimeoutError, ValueError) as error:
-            trouble = str(error) or type(error).__name__
+            away = unreachable(self._url, path, error, ASK_S_MAX)
         if needed:
-            raise UpstreamAway(f"{self._url}{path}: {trouble}")
+            raise away
         return {}
 
     def complete(self, abilities: Abilities, request: Generate, handle: dict[str, Any] | None = None) -> Any:
@@ -274,9 +284,7 @@ class Upstream:
         body = completion(abilities, request)
         if handle is not None:
             body["kv_transfer_params"] = handle
-        return self._session.post(
-            self._url + "/v1/completions", json=body, headers=_headers(abilities, request)
-        )
+        return self._session.post(self._url + COMPLETIONS, json=body, headers=_headers(abilities, request))
 
 
 def _headers(abilities: Abilities, request: Generate) -> dict[str, str]:

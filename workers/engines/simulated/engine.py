@@ -61,6 +61,9 @@ class SimulatedEngine:
         for rank in self.each:
             rank.start(deliver, announce)
 
+    def awaits(self) -> None:
+        """Return None: it waits for nothing."""
+
     def submit(self, key: int, request: Generate) -> None:
         if isinstance(rank := self._of(request), SimulatedRank):
             rank.submit(key, request)

@@ -21,7 +21,7 @@ import torch
 
 from events.observations import Profile
 from events.wire import Chunk, Generate, Load
-from workers.engines.engine import Announce, Deliver, EngineDead, EngineIdentity, Phase, unheard
+from workers.engines.engine import Announce, Awaits, Deliver, EngineDead, EngineIdentity, Phase, unheard
 from workers.engines.transformers.invariance import Check, make_exact
 from workers.engines.transformers.loading import load_model
 from workers.engines.transformers.measure import measured_profile
@@ -34,7 +34,6 @@ from workers.kv_transfer.messages import Description
 
 log = structlog.get_logger(__name__)
 
-LOAD_DEADLINE_S = 900.0  # the largest models that one machine holds, from a slow disk
 STOP_DEADLINE_S = 1.5  # less than the worker waits
 FAILURES_MAX = 3  # steps in a row that raise, and the engine is dead
 
@@ -75,14 +74,22 @@ class TransformersEngine:
         self._thread = threading.Thread(target=self._main, args=(report,), name="engine", daemon=True)
         self._thread.start()
         try:
-            async with asyncio.timeout(LOAD_DEADLINE_S):  # wait_for of Python 3.11 can swallow a cancellation
+            async with asyncio.timeout(
+                self._settings.load_s
+            ):  # wait_for of Python 3.11 can swallow a cancellation
                 reason = await ready
         except TimeoutError:
             self._stopping.set()
-            reason = f"loading {self._settings.folder} took longer than {LOAD_DEADLINE_S:.0f} s"
+            reason = f"loading {self._settings.folder} took longer than {self._settings.load_s:g} s"
         if reason is not None:
             raise EngineDead(reason)
         self.moves = TorchMoves(self.stepper, self._put, self._look)
+
+    def awaits(self) -> Awaits | None:
+        """Return that it loads its model, until it steps."""
+        if self._stepper is not None:
+            return None
+        return Awaits(f"it is loading {self._settings.folder}", self.identity.model)
 
     def submit(self, key: int, request: Generate) -> None:
         """Take a request in, or deliver at once why not."""

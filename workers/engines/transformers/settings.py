@@ -52,6 +52,8 @@ class TransformersSettings(BaseModel):
     """Sequences that wait at most; the next is refused as overloaded."""
     prefill_tokens_max: int = Field(default=256, ge=8)
     """Prompt tokens per step: a long prompt is taken in chunks, and everybody else decodes between them."""
+    load_s: float = Field(default=1800.0, gt=0)
+    """How long loading may take: the largest models that one machine holds, from a slow disk."""
     prefix_caching: bool = True
     """Keep the blocks of prompts and answers for those that begin alike."""
     profile: Profile | None = None
