@@ -37,6 +37,8 @@ from events.decisions import BreakerClosed, HealthStatus
 from events.fact import Recorded
 from events.observations import MoveRequested, RequestPoisonous, RequestSuspected, WorkerJoined
 
+BEGINNING_S = 10.0
+
 
 @dataclass(frozen=True, slots=True)
 class World:
@@ -58,7 +60,9 @@ class Director:
         self.now = now = (
             world.clock.monotonic
         )  # uvloop's own time stands still within a turn, and counts milliseconds
-        self._live = False  # until the fold has caught up, what it shows is history and nothing to act on
+        self._live_at: float | None = (
+            None  # until the fold has caught up, what it shows is history and nothing to act on
+        )
         self._world = world
         self.table = table = EndpointTable()
         self.metrics = FrontendMetrics()
@@ -80,7 +84,7 @@ class Director:
         scheduler = KvScheduler(settings.router, table, world.plane, self.request_metrics, now, world.dice)
         self.routing = RequestRouter(
             self.peers.frontends, table, world.plane, settings, self.breakers, panic, scheduler,
-            lambda: self._live,
+            lambda: self.live,
         )  # fmt: skip
         self.admission = Admission(
             world.name, settings.admission, table, self.routing.room, world.observe, settings.retry_after_s,
@@ -112,7 +116,14 @@ class Director:
     @property
     def live(self) -> bool:
         """Whether the fold has caught up: see `go_live`."""
-        return self._live
+        return self._live_at is not None
+
+    @property
+    def beginning(self) -> bool:
+        """Whether it cannot say yet which models there are. Of a fleet that has only begun nobody may have said yet that he will
+        serve one, or waits to."""
+        nobody = not self.table.known and not self.table.unnamed
+        return self._live_at is None or (nobody and self.now() - self._live_at < BEGINNING_S)
 
     def absorb(self, fleet: Fleet, batch: Sequence[Recorded]) -> None:
         """Take in what the fold shows after a batch of events, and act on it."""
@@ -124,12 +135,12 @@ class Director:
                 clock = self._world.clock
                 self.dispatcher.heard(fact, (clock.now() - recorded.at).total_seconds())
         change = self.table.absorb(fleet)
-        if self._live:
+        if self.live:
             for recorded in batch:
                 if isinstance(recorded.fact, MoveRequested) and not recorded.fact.late(recorded.at):
                     self.planned_migrations.requested(recorded.fact)
         for endpoint, worker in change.updated:
-            if self._live:
+            if self.live:
                 self._convictions.answer(worker)
             if worker.passes:
                 self.exposures.passed(endpoint.key, min(worker.passes.values()))
@@ -140,12 +151,12 @@ class Director:
 
     def _said_now(self, fact: RequestSuspected | RequestPoisonous) -> bool:
         """Say whether this process has said it: it knows better by now."""
-        return self._live and fact.frontend == self._world.name
+        return self.live and fact.frontend == self._world.name
 
     def go_live(self, before: Served | None = None) -> None:
         """The fold has caught up: act on what it shows from now on, and say what was missed. `before`: until when the
         last frontend of this name served, where that is known."""
-        self._live = True
+        self._live_at = self.now()
         self._convictions.answer_for_before(self.table.workers, before)
         self.changed()
 
@@ -161,7 +172,7 @@ class Director:
         for endpoint in list(self.table.endpoints.values()):
             if self.running.at(endpoint) and (endpoint.corrupt or endpoint.status is HealthStatus.UNHEALTHY):
                 self._empty(endpoint)
-        if self._live:
+        if self.live:
             self.planned_migrations.look()
         self.pending.wake()
         self.admission.wake()

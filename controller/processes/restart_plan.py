@@ -33,11 +33,16 @@ def plan(args: argparse.Namespace, directory: FleetDir) -> Iterator[Child]:
             **router_variables(args),
         }
         yield _child(directory, "frontend", f"frontend-{n}", own)
-    workers, share = len(args.upstream) if args.engine == "openai" else args.workers, args.workers_per_process
+    workers, share = len(names(args)), args.workers_per_process
     for n in range(0, workers, share):
         count = min(share, workers - n)
         own = {**_worker(args, n), "HOLDFAST_WORKER_COUNT": str(count)}
         yield _child(directory, "worker", f"w{n}", own, count)
+
+
+def names(args: argparse.Namespace) -> list[str]:
+    """Return what the fleet's workers are called."""
+    return [f"w{n}" for n in range(len(args.upstream) if args.engine == "openai" else args.workers)]
 
 
 def projector(directory: FleetDir) -> Child:
@@ -63,10 +68,14 @@ def _controller(args: argparse.Namespace) -> dict[str, str]:
 
 def _worker(args: argparse.Namespace, n: int) -> dict[str, str]:
     own = {"HOLDFAST_WORKER_ENGINE": args.engine, "HOLDFAST_WORKER_REQUEST_PLANE": args.request_plane}
+    if args.ready_timeout is not None:
+        own["HOLDFAST_WORKER_READY_TIMEOUT"] = str(args.ready_timeout)
     if args.model is not None:
         own["HOLDFAST_WORKER_MODEL"] = str(args.model.resolve())
     if args.engine == "openai":
         own["HOLDFAST_WORKER_UPSTREAM"] = args.upstream[n]
+        if keys := args.upstream_key_file:
+            own["HOLDFAST_WORKER_UPSTREAM_KEY_FILE"] = str(keys[n % len(keys)].resolve())
         for name in ("upstream_kv_events", "upstream_kv_replay"):
             if given := getattr(args, name):
                 own[f"HOLDFAST_WORKER_{name.upper()}"] = given[n]

@@ -26,8 +26,9 @@ from controller.processes.kept_server import KeptServer
 from controller.processes.logs import trim
 from controller.processes.operator_client import http_ok, reachable
 from controller.processes.port import hold
-from controller.processes.restart_plan import frontend_grace_s, plan, projector
-from controller.processes.up_flags import check
+from controller.processes.readiness.watch import ReadinessWatch, asking
+from controller.processes.restart_plan import frontend_grace_s, names, plan, projector
+from controller.processes.up_flags import PATIENT, check, ready_timeout_s
 from controller.processes.worker_exits import WorkerExits
 from events import fleet_key
 from events.codec import new_id
@@ -38,7 +39,6 @@ from events.process import descriptors
 from events.process.presence import announce
 from workers.exits import USAGE
 
-READY_WITHIN_S = 60.0
 POLL_S = 0.05
 TRIM_EVERY_S = 10.0
 BURY_EVERY_S = 1.0
@@ -55,10 +55,6 @@ def run_cli(args: argparse.Namespace) -> int:
     return asyncio.run(FleetSupervisor(args).run())
 
 
-def _counted(workers: int) -> str:
-    return "1 worker" if workers == 1 else f"{workers} workers"
-
-
 class FleetSupervisor:
     """One fleet on one machine."""
 
@@ -71,6 +67,9 @@ class FleetSupervisor:
         self.key = os.environ.get(fleet_key.VARIABLE, "")
         self.children: list[Child] = []
         self.exits = WorkerExits(self._say_left)
+        self.readiness = ReadinessWatch(
+            asking(self.dir.path), names(args), ready_timeout_s(args), patient=args.engine in PATIENT
+        )
         self.stopping = asyncio.Event()
         self.ready = False
         self.journal: Any = None
@@ -109,6 +108,7 @@ class FleetSupervisor:
     # --- starting ---------------------------------------------------------------------------------------------------
 
     async def _begin(self, began: float) -> None:
+        self.readiness.begin()
         await self._start()
         await self._until_ready(began)
 
@@ -206,18 +206,16 @@ class FleetSupervisor:
             await asyncio.sleep(FOLLOW_AGAIN_S)
 
     async def _until_ready(self, began: float) -> None:
-        url = self.url
-        deadline = began + READY_WITHIN_S
-        while not await http_ok(f"{url}/health"):
+        url, watch = self.url, self.readiness
+        while not (await http_ok(f"{url}/health") and await watch.serves()):
             self._tend()
-            if time.monotonic() > deadline:
+            if watch.late:
                 raise HoldfastError(
-                    f"the fleet was not ready after {READY_WITHIN_S:g} s; see {self.dir.logs}"
+                    f"the fleet was not ready after {watch.timeout_s:g} s: {await watch.verdict()}; see {self.dir.logs}"
                 )
             await asyncio.sleep(POLL_S)
         self.ready = True
-        workers = sum(child.workers for child in self.children if child.role == "worker")
-        say(f"Holdfast is ready after {time.monotonic() - began:.1f} s: {url}/v1 with {_counted(workers)}")
+        say(f"Holdfast is ready after {time.monotonic() - began:.1f} s: {url}/v1 with {watch.there}")
         say(f"  data and logs in {self.dir.path}; `holdfast status` shows the fleet, Ctrl-C stops it")
 
     # --- watching ---------------------------------------------------------------------------------------------------
@@ -247,6 +245,7 @@ class FleetSupervisor:
                 self._spawn(child)
         self.nats.check()
         self.database.check()
+        self.readiness.check()
 
     def _trim(self) -> None:
         """Keep the logs of all processes within their bound."""
@@ -276,6 +275,7 @@ class FleetSupervisor:
 
     async def _stop(self) -> None:
         """Stop in order: who takes requests, who serves them, who decides, who remembers."""
+        await self.readiness.end()
         if self.ready:
             say(f"Stopping; open streams may finish for up to {frontend_grace_s():g} s")
         for role in ("frontend", "worker", "controller", "projector"):

@@ -10,11 +10,14 @@ from controller.config.flags import add_flags, as_variables, gather
 from controller.frontend.settings import FrontendSettings, RouterSettings
 from controller.processes.flag_types import not_negative, port, positive
 from events.errors import UsageError
+from events.process.key_file import read_key
 
 WORKERS_MAX = 10_000
 PER_PROCESS_MAX = 1_000
 ROUTER = "router"  # the section of a frontend's settings that `up` has flags for
 ENGINES = ("simulated", "transformers", "openai")
+PATIENT = ("openai", "transformers")  # engines that wait for a server, or load a model
+PATIENT_S, READY_S = 1800.0, 60.0
 PLANES = ("tcp", "nats")
 EACH: Mapping[str, Any] = {"action": "append", "default": []}  # a flag that may be given more than once
 
@@ -40,6 +43,12 @@ FLAGS: Mapping[str, Mapping[str, Any]] = {
         "help": "the model's folder (weights for transformers, tokenizer for openai)",
     },
     "--upstream": {**EACH, "metavar": "URL", "help": "an OpenAI-compatible server; one worker for each"},
+    "--upstream-key-file": {
+        **EACH,
+        "type": Path,
+        "metavar": "FILE",
+        "help": "the file with the API key that the upstreams want; once for all, or once for each --upstream",
+    },
     "--upstream-kv-events": {
         **EACH,
         "metavar": "ENDPOINT",
@@ -49,6 +58,11 @@ FLAGS: Mapping[str, Mapping[str, Any]] = {
         **EACH,
         "metavar": "ENDPOINT",
         "help": "where it replays those that were lost; once for each --upstream",
+    },
+    "--ready-timeout": {
+        "type": positive,
+        "metavar": "S",
+        "help": f"seconds until a worker must be there (default: {PATIENT_S:g} with openai or transformers, else {READY_S:g})",
     },
     "--host": {
         "default": "127.0.0.1",
@@ -107,6 +121,11 @@ def add_router_flags(parser: argparse.ArgumentParser, only: Collection[str] = ()
     )
 
 
+def ready_timeout_s(args: argparse.Namespace) -> float:
+    """Return how many seconds the fleet may take until a first worker is there."""
+    return float(args.ready_timeout or (PATIENT_S if args.engine in PATIENT else READY_S))
+
+
 def router_variables(args: argparse.Namespace) -> dict[str, str]:
     """Return what frontends are told of those flags through their environment."""
     given = {name: value for name, value in vars(args).items() if name.startswith(f"{ROUTER}.")}
@@ -141,6 +160,7 @@ def check(args: argparse.Namespace) -> None:
         raise UsageError(f"--upstream is for --engine openai, not for --engine {args.engine}")
     if wrong := [url for url in args.upstream if not _is_http(url)]:
         raise UsageError(f"--upstream {wrong[0]!r} is not a server's URL, such as http://127.0.0.1:8001")
+    _check_key_files(args)
     for flag, given in (
         ("--upstream-kv-events", args.upstream_kv_events),
         ("--upstream-kv-replay", args.upstream_kv_replay),
@@ -149,6 +169,21 @@ def check(args: argparse.Namespace) -> None:
             raise UsageError(
                 f"{flag} is given {len(given)} times, --upstream {len(args.upstream)} times: once for each"
             )
+
+
+def _check_key_files(args: argparse.Namespace) -> None:
+    files, servers = args.upstream_key_file, len(args.upstream)
+    if files and args.engine != "openai":
+        raise UsageError(f"--upstream-key-file is for --engine openai, not for --engine {args.engine}")
+    if len(files) not in (0, 1, servers):
+        raise UsageError(
+            f"--upstream-key-file is given {len(files)} times, --upstream {servers} times: once for all, or once for each"
+        )
+    for file in files:
+        try:
+            read_key(file)
+        except ValueError as error:
+            raise UsageError(f"--upstream-key-file {error}") from error
 
 
 def _is_http(url: str) -> bool:

@@ -18,6 +18,7 @@ from events.observations import WorkerLeft
 ARGS = argparse.Namespace(
     host="127.0.0.1", port=80, frontends=1, workers=1, request_plane="tcp", canary_interval=None, breaker_wait=None,
     breaker_backoff=None, chaos=False, engine="simulated", model=None, itl_ms=None, workers_per_process=1,
+    ready_timeout=None,
 )  # fmt: skip
 STUBBORN = "import signal, time; signal.signal(15, signal.SIG_IGN); print(flush=True); time.sleep(60)"
 FIRST_PROCESS = """
@@ -86,6 +87,19 @@ def test_workers_share_processes_as_far_as_they_go(tmp_path: Path) -> None:
     ]
     assert lives(processes[2], "i1") == [("w8", "i1-0"), ("w9", "i1-1")]
     assert lives(Child("w3", "worker", [], tmp_path), "i1") == [("w3", "i1")]
+
+
+def test_each_worker_is_told_its_upstream_its_key_and_how_long_to_wait(tmp_path: Path) -> None:
+    upstreams, keys = ["http://a", "http://b"], [tmp_path / "a.key", tmp_path / "b.key"]
+    given = {"engine": "openai", "upstream": upstreams, "ready_timeout": 90.0, "upstream_kv_events": []}
+    for files in (keys, keys[:1]):
+        more = {"upstream_key_file": files, "upstream_kv_replay": []}
+        args = argparse.Namespace(**{**vars(ARGS), **given, **more})
+        told = [child.environment for child in plan(args, FleetDir(tmp_path)) if child.role == "worker"]
+        assert [one["HOLDFAST_WORKER_UPSTREAM"] for one in told] == upstreams
+        assert {one["HOLDFAST_WORKER_READY_TIMEOUT"] for one in told} == {"90.0"}
+        expected = [str(file) for file in (files * 2)[:2]]
+        assert [one["HOLDFAST_WORKER_UPSTREAM_KEY_FILE"] for one in told] == expected
 
 
 def test_the_last_words_of_a_child_are_those_of_its_error(tmp_path: Path) -> None:

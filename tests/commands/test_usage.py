@@ -316,6 +316,15 @@ UPSTREAM = ("--upstream", "http://127.0.0.1:1")
             ["--engine", "openai", "--model", ".", *UPSTREAM, *UPSTREAM, "--upstream-kv-events", "tcp://h:1"],
             "--upstream-kv-events is given 1 times, --upstream 2 times",
         ),
+        (["--upstream-key-file", "k"], "--upstream-key-file is for --engine openai"),
+        (
+            ["--engine", "openai", "--model", ".", *UPSTREAM, "--upstream-key-file", "/nonexistent"],
+            "--upstream-key-file /nonexistent cannot be read: No such file or directory",
+        ),
+        (
+            ["--engine", "openai", "--model", ".", *UPSTREAM, *("--upstream-key-file", "k") * 2],
+            "--upstream-key-file is given 2 times, --upstream 1 times: once for all, or once for each",
+        ),
     ],
 )
 def test_flags_that_need_others_say_which(flags: list[str], says: str, tmp_path: Path) -> None:
@@ -412,7 +421,9 @@ def test_a_directory_completes_the_broker_of_the_environment_only_if_it_is_the_s
 
 @pytest.mark.parametrize(("host", "url"), [("127.0.0.1", "http://127.0.0.1:80"), ("::1", "http://[::1]:80")])
 def test_the_address_that_up_prints_can_be_typed(host: str, url: str, tmp_path: Path) -> None:
-    assert FleetSupervisor(argparse.Namespace(host=host, port=80, data=tmp_path)).url == url
+    more = {"engine": "simulated", "workers": 1, "ready_timeout": None}
+    args = argparse.Namespace(host=host, port=80, data=tmp_path, **more)
+    assert FleetSupervisor(args).url == url
 
 
 def test_a_log_that_nobody_can_write_stops_no_role(tmp_path: Path) -> None:

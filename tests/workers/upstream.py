@@ -36,6 +36,7 @@ class Upstream:
     healthy: bool = True
     defaults: dict[str, Any] = field(default_factory=dict)  # for what a request does not say
     model: str = "up"
+    key: str = ""  # that it wants; empty: none
     bodies: list[dict[str, Any]] = field(default_factory=list)
     peers: list[Any] = field(default_factory=list)  # who asked, one for each body
     traces: list[str | None] = field(default_factory=list)  # and in which trace
@@ -55,7 +56,7 @@ class Upstream:
     _runner: web.AppRunner | None = None
 
     async def start(self, port: int = 0) -> "Upstream":
-        app = web.Application(client_max_size=64 * 1024 * 1024)
+        app = web.Application(client_max_size=64 * 1024 * 1024, middlewares=[self._guard])
         app.add_routes(
             [
                 web.get("/health", self._health),
@@ -77,6 +78,13 @@ class Upstream:
         if self._runner is not None:
             await self._runner.cleanup()
             await asyncio.sleep(0.05)  # its connections are closed in the loop's next rounds
+
+    @web.middleware
+    async def _guard(self, request: web.Request, handler: Any) -> web.StreamResponse:
+        if self.key and request.headers.get("Authorization") != f"Bearer {self.key}":
+            raise web.HTTPUnauthorized
+        answer: web.StreamResponse = await handler(request)
+        return answer
 
     async def _health(self, request: web.Request) -> web.Response:
         return web.Response(status=200 if self.healthy else 503)

@@ -8,7 +8,7 @@ from controller.router.endpoints import EndpointGroup
 
 def not_served(director: Director, model: str) -> ApiError:
     """Return what is said of a model that nobody serves now, as far as is known: 404 only where nobody is awaited with it."""
-    if not director.live:
+    if director.beginning:
         return starting()
     retry_s, unnamed = director.settings.retry_after_s, director.table.unnamed
     if model in director.table.known:

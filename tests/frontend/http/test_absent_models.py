@@ -68,6 +68,7 @@ async def test_a_model_of_workers_that_have_died_is_absent_until_they_are_forgot
 ) -> None:
     worker = ScriptedWorker()
     async with frontend(worker) as kit:
+        await kit.add(ScriptedWorker("w2"), model="other")
         kit.director.render_metrics()
         kit.tell(WorkerLeft(worker="w1", instance="i1", mode="immediate", exit=137))
         kit.health(worker, HealthStatus.DEAD, 0.0)
@@ -79,6 +80,11 @@ async def test_a_model_of_workers_that_have_died_is_absent_until_they_are_forgot
         gauges = ("dynamo_frontend_queued_requests", "dynamo_frontend_model_total_kv_blocks")
         shown = kit.director.render_metrics().decode()
         assert [f'{one}{{model="m"}}' in shown for one in gauges] == [while_awaited] * 2
+
+
+async def test_of_a_fleet_that_has_only_begun_nobody_says_that_a_model_does_not_exist() -> None:
+    async with frontend() as kit:
+        assert await asked(kit, "llama") == {(503, "starting", True)}
 
 
 async def test_a_frontend_that_begins_later_knows_as_much() -> None:

@@ -11,7 +11,7 @@ from controller.adapters.embedded.free_port import free_port
 from events.process.key_file import read_key
 from workers.engines.engine import EngineDead
 from workers.engines.openai.identity import UpstreamSettings
-from workers.engines.openai.patience import Patience
+from workers.engines.openai.patience import UpstreamWait
 from workers.engines.openai.upstream import Upstream
 
 KEY = "sk-planted"
@@ -57,7 +57,7 @@ async def gate() -> AsyncIterator[Gate]:
 async def awaited(settings: UpstreamSettings) -> tuple[str, str]:
     """Return why, and with which model, an upstream is waited for at first."""
     upstream = Upstream(settings.url, settings.key, 1)
-    patience = Patience(upstream, settings)
+    patience = UpstreamWait(upstream, settings)
     waiting = asyncio.ensure_future(patience.abilities())
     try:
         async with asyncio.timeout(20):
@@ -107,7 +107,7 @@ async def test_who_mends_the_key_file_need_not_start_the_worker_anew(gate: Gate,
     gate.key, file = KEY, tmp_path / "key"
     file.write_text("bad\n")
     upstream = Upstream(gate.url, "", 1)
-    patience = Patience(upstream, UpstreamSettings(url=gate.url, key_file=file))
+    patience = UpstreamWait(upstream, UpstreamSettings(url=gate.url, key_file=file))
     waiting = asyncio.ensure_future(patience.abilities())
     try:
         async with asyncio.timeout(20):
@@ -126,7 +126,7 @@ async def test_after_its_time_a_person_is_told_all_of_it_but_our_key(gate: Gate)
     upstream = Upstream(gate.url, KEY, 1)
     try:
         with pytest.raises(EngineDead, match=r"after 0 s: .*/v1/completions answers 500: no: Bearer \*\*\*"):
-            await Patience(upstream, UpstreamSettings(url=gate.url, key=KEY, start_s=0.0)).abilities()
+            await UpstreamWait(upstream, UpstreamSettings(url=gate.url, key=KEY, start_s=0.0)).abilities()
     finally:
         await upstream.close()
 

@@ -35,7 +35,7 @@ from workers.engines.openai.constraints import Constraints
 from workers.engines.openai.handover import TOKENS_MAX, Arriving, Handed, continued, description
 from workers.engines.openai.identity import UpstreamSettings, block_size, identify
 from workers.engines.openai.kv_names import read_salt
-from workers.engines.openai.patience import Patience
+from workers.engines.openai.patience import UpstreamWait
 from workers.engines.openai.prompt_logprobs import prompt_logprobs, put_before
 from workers.engines.openai.reading import Fault, UpstreamStream
 from workers.engines.openai.requests import UpstreamRequests
@@ -63,9 +63,9 @@ class OpenAIEngine:
         self._settings = settings
         self._account: UpstreamAccount | None = None
         self._abilities = Abilities("unknown")
-        self.identity = self._identify()
+        self.identity = identified(settings, self._abilities, self._account)
         self._upstream: Upstream | None = None
-        self._patience: Patience | None = None
+        self._patience: UpstreamWait | None = None
         self._constraints: Constraints | None = None
         self._deliver: Deliver = _nowhere
         self._announce: Announce = unheard
@@ -80,7 +80,7 @@ class OpenAIEngine:
         limit = self._settings.batch_max + self._settings.waiting_max
         self._upstream = upstream = Upstream(self._settings.url, self._settings.key, limit)
         settings = self._settings
-        self._patience = Patience(upstream, settings)
+        self._patience = UpstreamWait(upstream, settings)
         self._account = UpstreamAccount(
             upstream, lambda: len(self._requests), settings.kv_events, settings.kv_replays, settings.times
         )
@@ -93,18 +93,11 @@ class OpenAIEngine:
             raise
         self._abilities = replace(found, ranks=self._account.dp)
         self._constraints = Constraints(partial(upstream.completed_text, self._abilities))
-        self.identity = self._identify()
+        self.identity = identified(settings, self._abilities, self._account)
         if not self._abilities.exact:
             log.warning(
                 "text_only_upstream", url=self._settings.url, advice="continuations will not be exact"
             )
-
-    def _identify(self) -> EngineIdentity:
-        given, account = self._settings.block_tokens, self._account
-        if account is None:
-            return identify(self._settings, self._abilities, block_size(given, None, announces=False))
-        size = block_size(given, account.block_tokens, announces=account.announces)
-        return identify(self._settings, self._abilities, size, account.kv_blocks)
 
     @property
     def announces(self) -> bool:
@@ -302,6 +295,17 @@ class OpenAIEngine:
 
 def _nowhere(out: list[tuple[int, Chunk]]) -> None:
     """Where output goes before `start`."""
+
+
+def identified(
+    settings: UpstreamSettings, known: Abilities, account: UpstreamAccount | None
+) -> EngineIdentity:
+    """Return what a server is that has these abilities, and gives this account of itself, where there is one yet."""
+    given = settings.block_tokens
+    if account is None:
+        return identify(settings, known, block_size(given, None, announces=False))
+    size = block_size(given, account.block_tokens, announces=account.announces)
+    return identify(settings, known, size, account.kv_blocks)
 
 
 def objection(request: Generate, known: Abilities, context_tokens: int) -> str | None:

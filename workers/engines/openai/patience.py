@@ -15,7 +15,7 @@ RETRY_S = 0.5
 log = structlog.get_logger(__name__)
 
 
-class Patience:
+class UpstreamWait:
     """One start's wait for an upstream."""
 
     def __init__(self, upstream: Upstream, settings: UpstreamSettings) -> None:
@@ -25,7 +25,7 @@ class Patience:
 
     @property
     def awaits(self) -> Awaits | None:
-        """What is waited for; None before the first attempt has failed."""
+        """What is waited for; None before the first attempt has failed, and when one has succeeded."""
         return Awaits(self._why, self._upstream.model) if self._why else None
 
     async def abilities(self) -> Abilities:
@@ -35,7 +35,9 @@ class Patience:
         while True:
             try:
                 self._look_for_key()
-                return await self._upstream.abilities()
+                found = await self._upstream.abilities()
+                self._why = ""
+                return found
             except UpstreamAway as error:
                 if loop.time() > until:
                     why = hidden(str(error), self._upstream.key)

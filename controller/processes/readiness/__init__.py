@@ -1,0 +1,1 @@
+"""When is a fleet that `holdfast up` starts there, and who is still awaited?"""

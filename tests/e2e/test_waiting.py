@@ -1,0 +1,77 @@
+"""A fleet whose servers are not there yet: it waits, says whom it awaits, and serves with those that are there."""
+
+import asyncio
+import shutil
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import aiohttp
+import first_database
+from fleet import holdfast
+from upstream import Upstream
+
+from controller.adapters.embedded.free_port import free_port
+from controller.demo.fleet import DemoFleet
+from controller.frontend.text.tokenizer import BUILTIN_FILE
+
+
+async def asked(fleet: DemoFleet, model: str) -> tuple[int, str, bool]:
+    """Ask for a few tokens; return status, code, and whether it is said when to come back."""
+    body = {"model": model, "prompt": "a", "max_tokens": 2}
+    async with (
+        aiohttp.ClientSession() as http,
+        http.post(f"{fleet.url}/v1/completions", json=body) as answer,
+    ):
+        said = await answer.json()
+        return answer.status, said.get("error", {}).get("code", ""), "Retry-After" in answer.headers
+
+
+@asynccontextmanager
+async def waiting(data: Path, *flags: str) -> AsyncIterator[DemoFleet]:
+    """A fleet that has been started, and need not become ready."""
+    first_database.lay_in_fleet(data)
+    fleet = DemoFleet.start(data, "--engine", "openai", "--canary-interval", "0.5", *flags)
+    try:
+        yield fleet
+    finally:
+        fleet.end()
+
+
+async def test_it_waits_for_its_servers_says_so_and_serves_with_the_first(tmp_path: Path) -> None:
+    tokenizer, key, ports = tmp_path / "tokenizer", tmp_path / "key", (free_port(), free_port())
+    tokenizer.mkdir()
+    shutil.copy(BUILTIN_FILE, tokenizer / "tokenizer.json")
+    key.write_text("sk-planted\n")
+    servers = [Upstream(key="sk-planted") for _ in ports]
+    upstreams = [f"--upstream=http://127.0.0.1:{port}" for port in ports]
+    flags = ("--model", str(tokenizer), "--upstream-key-file", str(key), *upstreams)
+    async with waiting(tmp_path / "fleet", *flags) as fleet:
+        status = await fleet.until(lambda s: len(s["awaited"]) == 2, 60)
+        assert [one["id"] for one in status["awaited"]] == ["w0", "w1"] and not status["workers"]
+        why = f"cannot connect to http://127.0.0.1:{ports[0]} (Connection refused)"
+        assert status["awaited"][0]["reason"] == why
+        shown = holdfast("status", "--data", str(fleet.data)).stdout
+        assert f": {why}\n" in shown and "not heard of yet" not in shown
+        async with asyncio.timeout(20):
+            while True:
+                try:
+                    assert await asked(fleet, "up") == (503, "no_routable_worker", True)
+                    break
+                except aiohttp.ClientConnectionError:  # its port opens a moment later
+                    await asyncio.sleep(0.05)
+        try:
+            await servers[0].start(ports[0])
+            await fleet.ready()
+            assert await asked(fleet, "up") == (200, "", False)
+            async with asyncio.timeout(20):
+                while "is ready after" not in fleet.log.read_text():  # noqa: ASYNC110
+                    await asyncio.sleep(0.05)
+            assert "/v1 with 1 of 2 workers\n" in fleet.log.read_text()
+            await servers[1].start(ports[1])
+            await fleet.healthy(2)
+            assert await asked(fleet, "another") == (404, "model_not_found", False)
+            assert fleet.stop() == 0, fleet.last_words()
+        finally:
+            for server in servers:
+                await server.stop()
