@@ -1,6 +1,6 @@
 """The `holdfast` command: reads arguments and composes a process. Imports wait until a command needs them.
 
-Exit codes: 0 done, 1 failed, 2 usage, 3 a finding (`replay verify`).
+Exit codes: 0 done, 1 failed, 2 usage, 3 a finding (`replay verify`, a projector whose store has lost rows).
 """
 
 import argparse
@@ -11,11 +11,12 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from controller.config.variables import refuse_unknown
-from events.errors import HoldfastError, UsageError
+from events.errors import Finding, HoldfastError, UsageError
 from events.process.imports import without
 
 Run = Callable[[argparse.Namespace], int]
 USAGE = 2
+FINDING = 3
 INTERRUPTED = 130
 ROLES = ("controller", "projector", "frontend", "worker")
 CLOSED = (*ROLES, "up", "demo")  # who write into a fleet's directory
@@ -123,7 +124,7 @@ def _guarded(args: argparse.Namespace) -> int:
         return USAGE
     except HoldfastError as error:
         print(f"holdfast: {error}", file=sys.stderr)
-        return 1
+        return FINDING if isinstance(error, Finding) else 1
 
 
 def data_flag(parser: argparse.ArgumentParser) -> None:

@@ -9,10 +9,11 @@ from datetime import datetime
 from typing import Any, Literal, Protocol
 
 from controller.deciders.fleet import Fleet
+from controller.read_model.errors import StoreForbidden as StoreForbidden
 from controller.read_model.errors import StoreRefused as StoreRefused
 from controller.read_model.errors import StoreUnavailable as StoreUnavailable
 from controller.router.trust import TrustedSource
-from events.errors import HoldfastError
+from events.errors import Finding, HoldfastError
 from events.fact import Observation, Recorded
 from events.order import Last, Position
 from events.wire import Chunk, Committed, Generate, Load, Reserved, Why
@@ -50,6 +51,11 @@ class StoreAhead(HoldfastError):
     of the two is right; `holdfast replay rebuild` makes a fresh projection of the stream."""
 
 
+class StoreLost(Finding):
+    """The state store has lost a part of what was projected into it. `holdfast replay rebuild` makes it anew from the journal;
+    where `holdfast up` runs, it does so by itself."""
+
+
 class AnotherProjector(HoldfastError):
     """Another projector has moved the projection on meanwhile: nothing was written. Read it again and go on from there."""
 
@@ -72,6 +78,15 @@ class Snapshot:
     fleet: Fleet
     position: Position
     sources: Mapping[str, Last]
+
+
+@dataclass(frozen=True, slots=True)
+class StoreLook:
+    """What a quick look at a store shows of what it has lost."""
+
+    lost: tuple[str, ...] = ()  # tables that lack a row which they must have
+    first: int = 0  # sequence of the oldest event that is kept; 0: none is
+    last: int = 0  # of the newest
 
 
 CatchUp = Callable[[ReadPosition], Awaitable[None]]
@@ -97,6 +112,15 @@ class StateStore(Protocol):
         `events` begin right after the store's position. Raise StoreUnavailable, or AnotherProjector if they do not,
         and write nothing then.
         """
+        ...
+
+    async def look(self) -> StoreLook:
+        """Look for losses where they show at once. State rows that are gone are remembered, to be written again with the next
+        batch."""
+        ...
+
+    async def locate(self, reference: str) -> int | None:
+        """Return the sequence of the kept event with this ce-id, or of the decision `decision:N`."""
         ...
 
     async def snapshot_before(self, seq: int) -> Snapshot | None:

@@ -13,6 +13,10 @@ class HoldfastError(Exception):
         return " ".join(text.split())  # docstrings are wrapped; a message is one line
 
 
+class Finding(HoldfastError):
+    """Something is not as it must be, and somebody can mend it: exit code 3."""
+
+
 class UsageError(HoldfastError):
     """What was asked for makes no sense. A command ends with exit code 2, and trying again would not help."""
 

@@ -10,7 +10,15 @@ from datetime import datetime
 from typing import Any
 
 from controller.deciders.fleet import DECIDERS_VERSION, Fleet
-from controller.ports import AnotherProjector, CatchUp, ReadPosition, RowsRead, Snapshot, StoreUnavailable
+from controller.ports import (
+    AnotherProjector,
+    CatchUp,
+    ReadPosition,
+    RowsRead,
+    Snapshot,
+    StoreLook,
+    StoreUnavailable,
+)
 from controller.read_model import rows as projection
 from controller.read_model import snapshot as fleet_codec
 from events.fact import Decision, Recorded
@@ -56,6 +64,17 @@ class MemoryStore:
 
     async def position(self) -> ReadPosition:
         return self._reach().position
+
+    async def look(self) -> StoreLook:
+        tables = self._reach()
+        kept = sorted(tables.events.values(), key=lambda row: int(row[0]))
+        made: dict[str, set[object]] = {"incidents": set(), "migrations": set(), "exposures": set()}
+        for event in map(projection.recorded, kept):
+            for part, rows in projection.history([event]).items():
+                if part.startswith("append "):
+                    made[part.removeprefix("append ")].update(row[0] for row in rows)
+        lost = tuple(name for name, keys in made.items() if keys - {key[0] for key in tables.rows[name]})
+        return StoreLook(lost, kept[0][0] if kept else 0, kept[-1][0] if kept else 0)
 
     async def load(self) -> Snapshot | None:
         return self._newest(lambda kept: True)

@@ -8,7 +8,7 @@ from typing import Any
 import structlog
 
 from controller.adapters.postgres.store import PostgresStore
-from controller.ports import StoreUnavailable
+from controller.ports import StoreForbidden, StoreRefused, StoreUnavailable
 from controller.processes import collector
 from controller.replay import cli
 from events.journal.nats import NatsJournal
@@ -50,6 +50,10 @@ async def reached(store: PostgresStore | None, within_s: float = REACH_S) -> Pos
     try:
         async with asyncio.timeout(within_s):
             await store.position()
+    except StoreForbidden:
+        raise
+    except StoreRefused:  # it answers, without the tables: a rebuild makes them
+        return store
     except (StoreUnavailable, TimeoutError) as error:
         print(
             f"holdfast: reading the journal alone: {str(error) or 'the state store does not answer'}",

@@ -24,6 +24,7 @@ from controller.processes.fleet_database import FleetDatabase
 from controller.processes.fleet_dir import FleetDir
 from controller.processes.kept_server import KeptServer
 from controller.processes.logs import trim
+from controller.processes.losses.store_mending import StoreMending
 from controller.processes.operator_client import http_ok, reachable
 from controller.processes.port import hold
 from controller.processes.readiness.watch import ReadinessWatch, asking
@@ -70,6 +71,7 @@ class FleetSupervisor:
         self.readiness = ReadinessWatch(
             asking(self.dir.path), names(args), ready_timeout_s(args), patient=args.engine in PATIENT
         )
+        self.mending = StoreMending(args.data)
         self.stopping = asyncio.Event()
         self.ready = False
         self.journal: Any = None
@@ -257,6 +259,7 @@ class FleetSupervisor:
         self._check_start(child, status)
         warn(f"{child.name} ended with status {shell_status(status)}; starting it again")
         self.exits.ended(child, status)
+        self.mending.ended(child, status)
 
     def _say_left(self, fact: WorkerLeft) -> None:
         if self.journal is not None:  # else there never was a fleet that could miss it
@@ -278,6 +281,7 @@ class FleetSupervisor:
         await self.readiness.end()
         if self.ready:
             say(f"Stopping; open streams may finish for up to {frontend_grace_s():g} s")
+        await self.mending.stop()
         for role in ("frontend", "worker", "controller", "projector"):
             within_s = frontend_grace_s() + CLOSE_S if role == "frontend" else STOP_GRACE_S
             await end([child for child in self.children if child.role == role], within_s, self.exits.ended)

@@ -7,6 +7,10 @@ class StoreUnavailable(HoldfastError):
     """The state store (Postgres) cannot be reached. Frontends route by the fold they hold; the journal keeps everything."""
 
 
+class StoreGone(StoreUnavailable):
+    """The server of the state store has no such database. Make it (`createdb`), and the projector fills it from the journal."""
+
+
 class StoreRefused(HoldfastError):
     """The state store does not hold the tables that this version needs. `holdfast up` migrates it; so does the projector."""
 

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from controller.ports import ReadPosition, StoreAhead
+from controller.ports import ReadPosition, StoreAhead, StoreForbidden, StoreRefused
 from controller.replay.store import HistoryStore
 from controller.runtime.lineage import refuse_foreign_stream
 from controller.runtime.projection.projector import Projector
@@ -73,6 +73,10 @@ async def _come_near(journal: Journal, projector: Projector) -> None:
 async def _is_foreign(journal: Journal, store: HistoryStore) -> bool:
     try:
         await refuse_foreign_stream(journal, await store.position())
+    except StoreForbidden:
+        raise
+    except StoreRefused:  # tables are missing, perhaps all of them: that is what is mended here
+        return False
     except (StoreAhead, JournalChanged):
         return True
     return False

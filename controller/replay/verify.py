@@ -25,6 +25,12 @@ from events.fact import Decision, Fact, Recorded
 from events.journal.port import Journal
 from events.order import Order
 
+_END = "the end of the stream"
+_MENDS = "`holdfast replay rebuild` makes the store's rows anew from the journal"
+_NO_END = (
+    "the journal is shorter than what the store has folded: put the broker's directory back from a backup, or go on from what "
+    "the journal holds (`holdfast up --accept-journal`)"
+)
 SHOWN_CHARS_MAX = 600  # of one side of a difference
 
 
@@ -40,6 +46,12 @@ class VerifyDifference:
     def text(self) -> str:
         """Return it readably."""
         return f"{self.where} differs at {self.seq}:\n  expected {_brief(self.expected)}\n  found    {_brief(self.found)}"
+
+    def mended_by(self) -> str:
+        """Return what mends it; "" where nothing does: a decision that is not the deciders' stays on the journal."""
+        if self.where.startswith("decision"):
+            return ""
+        return _NO_END if self.where == _END else _MENDS
 
 
 def _brief(value: Any) -> str:
@@ -87,6 +99,8 @@ class VerifyReport:
         if self.lag:
             said.append(f"the projector is {self.lag} events behind")
         said.append(self.difference.text() if self.difference else "no difference")
+        if self.difference is not None and (advice := self.difference.mended_by()):
+            said.append(advice)
         return said
 
 
@@ -139,9 +153,7 @@ class _Run:
                 await self._one(event)
         self._decide_again()
         if self._position.seq > self._order.last_seq:
-            raise Differs(
-                VerifyDifference("the end of the stream", last, f"at least {self._position.seq}", last)
-            )
+            raise Differs(VerifyDifference(_END, last, f"at least {self._position.seq}", last))
 
     async def _one(self, event: Recorded) -> None:
         self._gather(event)

@@ -102,9 +102,10 @@ async def test_a_planted_difference_in_a_row_is_found(
     code, said = await typed(history, store, "verify")
     assert code == 3
     assert (
-        f"{table}: {column} of {where} differs at {len(history.events)}:" in said[-1]
-        and str(value) in said[-1]
+        f"{table}: {column} of {where} differs at {len(history.events)}:" in said[-2]
+        and str(value) in said[-2]
     )
+    assert "holdfast replay rebuild" in said[-1]
     code, (machine,) = await typed(history, store, "verify", "-o", "json")
     assert code == 3 and json.loads(machine)["difference"]["found"] == value
 

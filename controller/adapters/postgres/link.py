@@ -12,7 +12,7 @@ from typing import Any, TypeAlias
 import asyncpg
 
 from controller.adapters.postgres.schema import SCHEMA
-from controller.read_model.errors import StoreForbidden, StoreRefused, StoreUnavailable
+from controller.read_model.errors import StoreForbidden, StoreGone, StoreRefused, StoreUnavailable
 from events.errors import HoldfastError
 
 CONNECT_S = 5.0
@@ -45,7 +45,7 @@ FORBIDDEN = (
     asyncpg.InvalidAuthorizationSpecificationError,  # no such account, or another password
     asyncpg.ReadOnlySQLTransactionError,  # as a reader's are
 )
-_TABLES_MISSING = (asyncpg.UndefinedTableError, asyncpg.UndefinedColumnError, asyncpg.InvalidCatalogNameError)
+_TABLES_MISSING = (asyncpg.UndefinedTableError, asyncpg.UndefinedColumnError)
 
 
 def plain(url: str) -> str:
@@ -77,12 +77,15 @@ class Link:
 
     @asynccontextmanager
     async def use(self) -> AsyncIterator[Connection]:
-        """Lend the connection to one task. Raise StoreUnavailable, StoreRefused or BadStoreUrl."""
+        """Lend the connection to one task. Raise StoreUnavailable (StoreGone), StoreRefused or BadStoreUrl."""
         async with self._lock:
             try:
                 yield await self._open()
             except _TABLES_MISSING as error:
                 raise StoreRefused(f"{masked(self._url)}: {error}. {StoreRefused.__doc__}") from error
+            except asyncpg.InvalidCatalogNameError as error:
+                self._drop()
+                raise StoreGone(f"{masked(self._url)}: {error}. {StoreGone.__doc__}") from error
             except FORBIDDEN as error:
                 self._drop()
                 raise StoreForbidden(f"{masked(self._url)}: {error}. {StoreForbidden.__doc__}") from error

@@ -9,10 +9,11 @@ import asyncpg
 import msgspec
 import structlog
 
+from controller.adapters.postgres import losses
 from controller.adapters.postgres.link import Connection, Link
 from controller.adapters.postgres.schema import SCHEMA
 from controller.deciders.fleet import DECIDERS_VERSION
-from controller.ports import ReadPosition, RowsRead, Snapshot
+from controller.ports import ReadPosition, RowsRead, Snapshot, StoreLook
 from controller.read_model import rows as projection
 from controller.read_model import snapshot as fleet_codec
 from events.fact import Recorded
@@ -43,6 +44,11 @@ class RowReader:
         """Return how far the rows reach."""
         async with self._reader.use() as connection:
             return await read_position(connection)
+
+    async def look(self) -> StoreLook:
+        """Return what a quick look shows of losses."""
+        async with self._reader.use() as connection:
+            return await losses.look(connection)
 
     async def load(self) -> Snapshot | None:
         """Return the newest snapshot that these deciders folded; None if there is none."""

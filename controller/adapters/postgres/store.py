@@ -20,7 +20,7 @@ from controller.adapters.postgres.link import Connection, Link
 from controller.adapters.postgres.reader import RowReader, read_position
 from controller.adapters.postgres.schema import SCHEMA
 from controller.deciders.fleet import Fleet
-from controller.ports import CatchUp, ReadPosition, Snapshot
+from controller.ports import CatchUp, ReadPosition, Snapshot, StoreLook
 from events.errors import HoldfastError
 from events.fact import Recorded
 
@@ -59,6 +59,13 @@ class PostgresStore(RowReader):
         """Write what a batch of events changed, in one transaction. Raise AnotherProjector or StoreUnavailable."""
         helped = self._helper is not None and await self._helper.write(events)
         await self.prepare().project(events, shown, settled, shown_seq, audit=not helped)
+
+    async def look(self) -> StoreLook:
+        """Return what a quick look shows of losses, and look whether the rows of the fleet's state are all there."""
+        await self.complete()
+        if self._writer is not None:
+            await self._writer.recount()
+        return await super().look()
 
     def prepare(self) -> "Writer":
         """Load what `project` needs, before events wait for it.

@@ -5,6 +5,7 @@ from datetime import datetime
 from typing import Any
 
 import asyncpg
+import structlog
 
 from controller.adapters.postgres import audit as pg_audit
 from controller.adapters.postgres import statements
@@ -17,7 +18,10 @@ from controller.read_model import snapshot as fleet_codec
 from events import codec
 from events.fact import Decision, Recorded
 
+_COUNT = f"SELECT {', '.join(f'(SELECT count(*) FROM {name}) AS {name}' for name in statements.STATE)}"
 COPY_FROM = 512  # events; below, one statement with arrays is quicker than COPY
+
+log = structlog.get_logger(__name__)
 
 
 class Writer:
@@ -58,6 +62,17 @@ class Writer:
         self._written = shown
         if snapshot:
             self._kept = position.decided
+
+    async def recount(self) -> None:
+        """Write all rows with the next batch if some of those that we wrote are gone: somebody has had a hand in the database."""
+        async with self._link.use() as connection:
+            if self._written is None:
+                return
+            expected = {name: len(rows) for name, rows in projection.state(self._written).items()}
+            found = dict(await connection.fetchrow(_COUNT))
+            if found != expected:
+                log.warning("rows_lost", found=found, expected=expected)
+                self._written = None
 
     async def _due(self, events: Sequence[Recorded], settled: Snapshot) -> Rows:
         """Return the row of a snapshot, if it is time for one."""

@@ -7,8 +7,8 @@ batches grow with the load and a lone event waits for nobody. Nothing is remembe
 whatever goes wrong, the projector reads its position there and begins anew from it. That is what makes a kill at
 any step harmless.
 
-What cannot be mended by trying again is raised: a database that is ahead of the stream, a stream that was
-made anew, an event of an unknown kind.
+What cannot be mended by trying again is raised: a database that is ahead of the stream, or has lost rows, a stream that was
+made anew, an event of an unknown kind. Whether rows are lost is looked at before each beginning, and every half minute.
 """
 
 import asyncio
@@ -20,9 +20,19 @@ from typing import Any
 import structlog
 
 from controller.deciders.fleet import Fleet, evolve
-from controller.ports import AnotherProjector, ReadPosition, Snapshot, StateStore, StoreUnavailable
+from controller.ports import (
+    AnotherProjector,
+    ReadPosition,
+    Snapshot,
+    StateStore,
+    StoreForbidden,
+    StoreLost,
+    StoreRefused,
+    StoreUnavailable,
+)
 from controller.runtime.history import history
 from controller.runtime.lineage import refuse_foreign_stream
+from controller.runtime.projection.losses import refuse_lost_rows
 from events.fact import Recorded
 from events.journal.port import Journal, JournalUnavailable
 from events.order import Order
@@ -30,6 +40,7 @@ from events.order import Order
 GATHER_MAX = 8_192  # events folded and not yet written; the reader waits beyond it
 GATHER_HISTORY = 4_096  # events that make a batch where nobody waits for the single one
 CHECK_S = 10.0  # how long the comparison of store and stream may take
+LOOK_EVERY_S = 30.0  # at what the store holds
 WRITE_S = 120.0
 WAIT_MIN_S = 0.05  # after a failure; doubles
 WAIT_MAX_S = 2.0
@@ -73,19 +84,27 @@ class Projector:
         *,
         step: Step = _no_step,
         written: Callable[[int, int], None] = lambda seq, events: None,
+        look_every_s: float = LOOK_EVERY_S,
     ) -> None:
         self._journal, self._store = journal, store
+        self._look_every_s = look_every_s
         self._step, self._written = step, written
         self.progress = Progress()
 
     async def run(self) -> None:
-        """Project for ever. Raise StoreAhead, JournalChanged, UnknownKind, BadEvent or OutOfOrder: see a
+        """Project for ever. Raise StoreAhead, StoreLost, JournalChanged, UnknownKind, BadEvent or OutOfOrder: see a
         person."""
         wait_s = WAIT_MIN_S
         while True:
             before = self.progress.batches
             try:
                 await self._follow(None)
+            except StoreForbidden:
+                raise
+            except StoreRefused as error:  # they were there when this process began
+                raise StoreLost(
+                    f"tables are missing: {error.__cause__ or error}. {StoreLost.__doc__}"
+                ) from error
             except AnotherProjector as error:
                 log.info("another_projector", reason=str(error))
                 await asyncio.sleep(random.uniform(YIELD_S, 2 * YIELD_S))
@@ -106,7 +125,8 @@ class Projector:
             return
         order = await self._from_snapshot(position)
         gathered = Gathered()
-        await _together(self._read(order, position, gathered, until), self._write(order, gathered, until))
+        works = [self._read(order, position, gathered, until), self._write(order, gathered, until)]
+        await _together(*works, *([self._look()] if until is None else []))
 
     async def _begin(self) -> ReadPosition:
         """Read the store's position and make sure that it lies on this stream."""
@@ -114,9 +134,17 @@ class Projector:
         async with asyncio.timeout(CHECK_S):
             position = await self._store.position()
             await refuse_foreign_stream(self._journal, position)
+            await refuse_lost_rows(self._journal, self._store)
         self.progress.projected = position.seq
         self.progress.connected = True
         return position
+
+    async def _look(self) -> None:
+        """Look again and again whether the store holds what was projected."""
+        while True:
+            await asyncio.sleep(self._look_every_s)
+            async with asyncio.timeout(CHECK_S):
+                await refuse_lost_rows(self._journal, self._store)
 
     async def _from_snapshot(self, position: ReadPosition) -> Order[Fleet]:
         snapshot = await self._store.load()

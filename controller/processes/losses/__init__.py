@@ -1,0 +1,1 @@
+"""What a fleet's supervisor does about what was lost while nobody looked: tables, and the journal itself."""

@@ -1,0 +1,209 @@
+"""What the state store can lose: each loss is noticed by the projector, and mended from the journal."""
+
+import asyncio
+from typing import Any
+
+import first_database
+import pytest
+from made_history import History
+from store_databases import OpenStore, clone, drop, execute, tamper
+
+from controller.adapters.embedded.servers import EmbeddedServer
+from controller.adapters.memory_store import MemoryStore
+from controller.adapters.postgres import migrate
+from controller.adapters.postgres.store import PostgresStore
+from controller.ports import StoreLost
+from controller.read_model.errors import StoreGone
+from controller.replay.rebuild import rebuild
+from controller.replay.verify import verify
+from controller.runtime.projection.losses import refuse_lost_rows
+from controller.runtime.projection.projector import Projector
+from events.journal.memory import MemoryJournal
+
+servers = pytest.mark.servers
+
+
+def eventful() -> History:
+    history = History().start().corruption()
+    history.say(history.migrated("req-2", "w0", "w1"), history.exposed("req-2", "w0"), source="frontend-0")
+    history.decide()
+    return history
+
+
+def a_journal(history: History) -> MemoryJournal:
+    return MemoryJournal(history.stream, "test")
+
+
+async def projected(url: str, history: History) -> None:
+    store = PostgresStore(url)
+    await Projector(a_journal(history), store).catch_up(len(history.events))
+    await store.close()
+
+
+async def found_by_a_projector(url: str, history: History) -> str:
+    """Return what a projector that begins here says of a loss."""
+    store = PostgresStore(url)
+    try:
+        with pytest.raises(StoreLost) as lost:
+            async with asyncio.timeout(20):
+                await Projector(a_journal(history), store).run()
+    finally:
+        await store.close()
+    assert "`holdfast replay rebuild` makes it anew from the journal" in str(lost.value)
+    return str(lost.value)
+
+
+async def assert_rebuilt(url: str, history: History) -> None:
+    store = PostgresStore(url)
+    try:
+        assert not (await rebuild(a_journal(history), store)).foreign
+        await refuse_lost_rows(a_journal(history), store)
+        report = await verify(a_journal(history), store)
+        assert report.difference is None, report.lines()
+        assert report.position == report.audited == len(history.events)
+    finally:
+        await store.close()
+
+
+@servers
+@pytest.mark.parametrize("table", ["projection", "incidents", "migrations", "exposures", "fleet_events"])
+async def test_a_truncated_table_is_noticed_and_a_rebuild_mends_it(
+    database_url: str, tester_url: str, table: str
+) -> None:
+    history = eventful()
+    await projected(database_url, history)
+    await tamper(tester_url, f"TRUNCATE holdfast.{table}")
+    assert f"rows are missing from {table}" in await found_by_a_projector(database_url, history)
+    await assert_rebuilt(database_url, history)
+
+
+@servers
+@pytest.mark.parametrize("table", ["incidents", "fleet_events"])
+async def test_a_table_lost_under_a_living_projector_is_noticed_though_it_goes_on_to_write(
+    database_url: str, tester_url: str, eventually: Any, table: str
+) -> None:
+    history = eventful()
+    await projected(database_url, history)
+    store = PostgresStore(database_url)
+    projector = Projector(a_journal(history), store, look_every_s=0.02)
+    running = asyncio.create_task(projector.run())
+    await eventually(lambda: projector.progress.connected)
+    await tamper(tester_url, f"TRUNCATE holdfast.{table}")
+    history.say(history.passed("w0"))
+    with pytest.raises(StoreLost, match=f"rows are missing from {table}"):
+        await asyncio.wait_for(running, 20)
+    await store.close()
+    history.say(history.passed("w1"))
+    assert table in await found_by_a_projector(database_url, history)  # and so it is at the next start
+
+
+@servers
+async def test_rows_of_the_fleets_state_that_are_gone_are_written_again(
+    database_url: str, eventually: Any
+) -> None:
+    history = eventful()
+    store = PostgresStore(database_url)
+    projector = Projector(a_journal(history), store, look_every_s=0.02)
+    running = asyncio.create_task(projector.run())
+    await eventually(lambda: projector.progress.projected == len(history.events))
+    await execute(database_url, "TRUNCATE holdfast.workers, holdfast.breakers")
+
+    async def there_again() -> bool:
+        history.say(history.passed("w0"))
+        return len(await execute(database_url, "SELECT FROM holdfast.breakers")) == 3
+
+    await eventually(there_again)
+    assert len(await execute(database_url, "SELECT FROM holdfast.workers")) == 3
+    running.cancel()
+    await store.close()
+
+
+@servers
+@pytest.mark.parametrize(
+    "statement",
+    ["DROP SCHEMA holdfast CASCADE", "DROP TABLE holdfast.incidents", "DROP TABLE holdfast.projection"],
+)
+async def test_missing_tables_are_noticed_and_a_rebuild_makes_them(database_url: str, statement: str) -> None:
+    history = eventful()
+    await projected(database_url, history)
+    await execute(database_url, statement)
+    assert "tables are missing" in await found_by_a_projector(database_url, history)
+    await assert_rebuilt(database_url, history)
+
+
+@servers
+async def test_a_database_that_is_gone_is_waited_for_and_filled_when_it_is_made(
+    postgres_server: EmbeddedServer, eventually: Any
+) -> None:
+    history = eventful()
+    url, spare = await clone(postgres_server), await clone(postgres_server)
+    store = PostgresStore(url)
+    await Projector(a_journal(history), store).catch_up(len(history.events))
+    await drop(postgres_server, url)
+
+    async def gone() -> bool:
+        try:
+            await migrate.upgrade(url)
+        except StoreGone as error:
+            return "createdb" in str(error)
+        return False
+
+    await eventually(gone)
+    tester = first_database.tester_url(postgres_server)
+    await execute(tester, f"ALTER DATABASE {spare.rpartition('/')[2]} RENAME TO {url.rpartition('/')[2]}")
+    await Projector(a_journal(history), store).catch_up(len(history.events))
+    assert (await verify(a_journal(history), store)).difference is None
+    await store.close()
+    await drop(postgres_server, url)
+
+
+@servers
+async def test_an_older_backup_catches_up(postgres_server: EmbeddedServer, database_url: str) -> None:
+    history = eventful()
+    half = len(history.events) // 2
+    store = PostgresStore(database_url)
+    await Projector(a_journal(history), store).catch_up(half)
+    await store.close()
+    older = await clone(postgres_server, database_url.rpartition("/")[2])
+    await projected(older, history)
+    store = PostgresStore(older)
+    report = await verify(a_journal(history), store)
+    assert report.difference is None and report.position == len(history.events)
+    await store.close()
+    await drop(postgres_server, older)
+
+
+@servers
+async def test_an_older_backup_of_one_table_is_noticed(database_url: str, tester_url: str) -> None:
+    history = eventful()
+    await projected(database_url, history)
+    await tamper(tester_url, "DELETE FROM holdfast.fleet_events WHERE seq > 9")
+    assert "fleet_events" in await found_by_a_projector(database_url, history)
+    await assert_rebuilt(database_url, history)
+    await tamper(tester_url, "DELETE FROM holdfast.fleet_events WHERE seq < 9")
+    assert "fleet_events" in await found_by_a_projector(database_url, history)
+
+
+async def test_what_is_whole_is_no_loss(open_store: OpenStore) -> None:
+    history, store = History(), open_store()
+    await refuse_lost_rows(a_journal(history), store)
+    history = eventful()
+    for end in range(1, len(history.events) + 1):
+        await Projector(a_journal(history), store).catch_up(end)
+        await refuse_lost_rows(a_journal(history), store)
+    history.repeat(history.events[-3])  # is kept under its first sequence
+    history.repeat(history.events[-3])
+    await Projector(a_journal(history), store).catch_up(len(history.events))
+    await refuse_lost_rows(a_journal(history), store)
+
+
+@pytest.mark.parametrize("table", ["incidents", "migrations", "exposures", "fleet_events"])
+async def test_the_double_notices_it_too(table: str) -> None:
+    history, store = eventful(), MemoryStore()
+    await Projector(a_journal(history), store).catch_up(len(history.events))
+    if table == "fleet_events":
+        store.tables.events.clear()
+    else:
+        store.tables.rows[table].clear()
+    with pytest.raises(StoreLost, match=table):
+        await refuse_lost_rows(a_journal(history), store)
