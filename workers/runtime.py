@@ -208,7 +208,7 @@ async def _connect(settings: WorkerSettings, instance: str) -> FleetLinks:
         return FleetLinks(MemoryJournal(MemoryStream(), source), None)
     spool = settings.data / "spool" / f"{role}-{settings.name}"
     journal, bus = await asyncio.gather(
-        NatsJournal.connect(settings.nats_url, source, spool, wait_s=BROKER_S),
+        NatsJournal.connect(settings.nats_url, source, spool, wait_s=BROKER_S, make=False),
         NatsBus.connect(settings.nats_url, source, wait_s=BROKER_S, echo=False),
     )
     channels = None

@@ -118,7 +118,7 @@ async def _events(args: argparse.Namespace) -> int:
     if args.kind and args.kind not in codec.KINDS:
         raise UsageError(f"there is no kind {args.kind!r}; the kinds are {', '.join(sorted(codec.KINDS))}")
     url = find(args.data)["nats_url"]
-    journal = await NatsJournal.connect(url, "reader", None)
+    journal = await NatsJournal.connect(url, "reader", None, make=False)
     try:
         last = await journal.last_seq()  # also says at once if nobody answers
         if args.follow:

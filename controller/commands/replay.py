@@ -31,7 +31,7 @@ def run_cli(args: argparse.Namespace, found: dict[str, Any]) -> int:
 
 
 async def _run(args: argparse.Namespace, nats_url: str, database_url: str) -> int:
-    journal = await NatsJournal.connect(nats_url, f"replay:{args.replay}", wait_s=REACH_S)
+    journal = await NatsJournal.connect(nats_url, f"replay:{args.replay}", wait_s=REACH_S, make=False)
     store = PostgresStore(database_url) if database_url else None
     try:
         if args.replay in ALL_OF_IT:

@@ -15,7 +15,7 @@ _COUNTED = (RequestMigrated, RequestExposed, RequestFailed)  # the headline coun
 
 async def tell(nats_url: str, events: Sequence[Recorded]) -> AsyncIterator[str]:
     """Yield the lines of every incident that `events` open."""
-    journal = await NatsJournal.connect(nats_url, "demo", None)
+    journal = await NatsJournal.connect(nats_url, "demo", None, make=False)
     try:
         archive = JournalArchive(journal)
         for event in events:

@@ -46,6 +46,7 @@ from controller.runtime.view import FleetView
 from events.decisions import HealthChanged, WorkerForgotten
 from events.fact import Recorded
 from events.fleet_key import FleetKey
+from events.journal.acknowledged import remembered
 from events.journal.nats import NatsJournal
 from events.nats.bus import NatsBus
 from events.observations import WorkerJoined, WorkerLeft
@@ -85,7 +86,8 @@ async def run_controller(
         loop.add_signal_handler(number, stop.set)
     spool = data / "spool" / f"controller-{name}"
     async with asyncio.TaskGroup() as group:
-        connecting = group.create_task(NatsJournal.connect(nats_url, f"controller:{name}", spool))
+        new = not remembered(data / "spool")  # else somebody has seen a stream, and there must be one
+        connecting = group.create_task(NatsJournal.connect(nats_url, f"controller:{name}", spool, make=new))
         calling = group.create_task(NatsBus.connect(nats_url, name))
         store = _store(database_url)
     journal, bus = connecting.result(), calling.result()

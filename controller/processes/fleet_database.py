@@ -8,6 +8,7 @@ A database of one's own has the one account that its URL names, for everything.
 """
 
 import asyncio
+import json
 import os
 import sys
 from collections.abc import Callable
@@ -59,17 +60,18 @@ class FleetDatabase:
         told = {"projector": self.urls.writer, "controller": self.urls.reader, "frontend": self.urls.reader}
         return {VARIABLE: told.get(role, "")}
 
-    async def migrate(self) -> None:
-        """Bring the schema up to date, in a process of its own: its imports are not wanted here."""
+    async def migrate(self) -> tuple[int, str] | None:
+        """Bring the schema up to date, in a process of its own: its imports are not wanted here. Return how far it has folded
+        the journal, as a stream sequence and the ce-id of that event; None: not at all."""
         process = await asyncio.create_subprocess_exec(
             *(sys.executable, "-m", "controller.adapters.postgres.migrate"),
-            stdout=asyncio.subprocess.DEVNULL,
+            stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.PIPE,
             env={**os.environ, VARIABLE: self.urls.owner},  # `ps` shows arguments to everybody
             preexec_fn=die_with(os.getpid()),
         )
         try:
-            _, words = await process.communicate()  # it has its own deadline
+            said, words = await process.communicate()  # it has its own deadline
         finally:
             if process.returncode is None:  # nobody waits for it any more
                 process.kill()
@@ -77,6 +79,15 @@ class FleetDatabase:
             raise HoldfastError(
                 words.decode(errors="replace").strip().splitlines()[-1].removeprefix("holdfast: ")
             )
+        place = json.loads(said.decode().strip().splitlines()[-1])
+        return (place[0], place[1]) if place else None
+
+    async def put_aside(self, name: str) -> None:
+        """Give the schema another name: its rows stay to be read, and a fresh one takes its place. Raise HoldfastError."""
+        from controller.adapters.postgres.aside import rename
+
+        await rename(self.urls.owner, name)
+        await self.migrate()
 
     def check(self) -> None:
         """Raise what has ended the looking after, if anything has."""

@@ -53,6 +53,11 @@ class FleetDir:
         return self.path / "secrets" / "fleet.key"
 
     @property
+    def spools(self) -> Path:
+        """Where each process keeps what the broker has not acknowledged, and what it has acknowledged last."""
+        return self.path / "spool"
+
+    @property
     def logs(self) -> Path:
         """Where every process has its log."""
         return self.path / "logs"

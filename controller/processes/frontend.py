@@ -95,7 +95,7 @@ class FrontendProcess:
         from events.journal.nats import NatsJournal  # a static frontend has no journal
 
         journal = await NatsJournal.connect(
-            nats_url, f"frontend:{self._name}", self._data / "spool" / self._name, wait_s=BROKER_S
+            nats_url, f"frontend:{self._name}", self._data / "spool" / self._name, wait_s=BROKER_S, make=False
         )
         bus = await NatsBus.connect(nats_url, f"frontend:{self._name}", wait_s=BROKER_S)
         store = None

@@ -124,7 +124,7 @@ async def read_all(data: Path, after: int = 0) -> list[Recorded]:
     """Return every event of the fleet's journal above sequence `after`. Raise NoFleet or JournalUnavailable."""
     from events.journal.nats import NatsJournal
 
-    journal = await NatsJournal.connect(find(data)["nats_url"], "reader", None)
+    journal = await NatsJournal.connect(find(data)["nats_url"], "reader", None, make=False)
     try:
         last = await journal.last_seq()
         return [event async for batch in history(journal, after, last) for event in batch]

@@ -34,7 +34,7 @@ async def run_projector(
     if not database_url:
         raise HoldfastError("the projector needs a database: set HOLDFAST_DATABASE_URL")
     await _migrated(database_url)
-    journal = await NatsJournal.connect(nats_url, f"projector:{name}", data / "spool" / name)
+    journal = await NatsJournal.connect(nats_url, f"projector:{name}", data / "spool" / name, make=False)
     store = PostgresStore(database_url, snapshot_every=settings.snapshot_every)
     store.prepare()
     metrics = ProjectorMetrics(CollectorRegistry())

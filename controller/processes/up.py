@@ -32,7 +32,6 @@ from controller.processes.restart_plan import frontend_grace_s, names, plan, pro
 from controller.processes.up_flags import PATIENT, check, ready_timeout_s
 from controller.processes.worker_exits import WorkerExits
 from events import fleet_key
-from events.codec import new_id
 from events.errors import HoldfastError, UsageError
 from events.journal.port import JournalUnavailable
 from events.observations import WorkerLeft
@@ -76,6 +75,7 @@ class FleetSupervisor:
         self.ready = False
         self.journal: Any = None
         self._following: asyncio.Task[None] | None = None
+        self.watch: Any = None
 
     @property
     def url(self) -> str:
@@ -135,11 +135,13 @@ class FleetSupervisor:
             else:
                 await reachable(self.nats_url)
             self._remember()
+            if self.args.accept_journal:
+                await self._accept_journal(await database)
             self.children += plan(self.args, self.dir)
             for child in self.children:
                 self._spawn(child)
             await self._open_journal()
-            await database
+            await self._same_history(await database)
         except BaseException:
             database.cancel()
             with contextlib.suppress(BaseException):
@@ -158,10 +160,22 @@ class FleetSupervisor:
             pid=os.getpid(),
         )
 
-    async def _start_database(self) -> None:
+    async def _start_database(self) -> tuple[int, str] | None:
         await self.database.begin()
         self._remember()
-        await self.database.migrate()
+        return await self.database.migrate()
+
+    async def _accept_journal(self, place: tuple[int, str] | None) -> None:
+        from controller.processes.losses import journal_check
+
+        await journal_check.accept(self.nats_url, self.dir.spools, self.database, place)
+
+    async def _same_history(self, place: tuple[int, str] | None) -> None:
+        """Raise JournalLost if the database has folded another journal."""
+        from controller.processes.losses import journal_check
+
+        if not self.args.accept_journal:  # else it was put aside
+            await journal_check.refuse_lost(self.journal, self.dir.spools, place)
 
     def _present(self, server: EmbeddedServer) -> None:
         announce(self.dir.path, server.role, server.role, server.url, server.pid)
@@ -182,11 +196,10 @@ class FleetSupervisor:
             warn(f"{child.name} cannot be started now: {error}")
 
     async def _open_journal(self) -> None:
-        from events.journal.nats import NatsJournal
+        from controller.processes.losses import journal_check, journal_watch
 
-        self.journal = await NatsJournal.connect(
-            self.nats_url, f"supervisor:{new_id()}", self.dir.path / "spool" / "supervisor"
-        )
+        self.journal = await journal_check.open_journal(self.nats_url, self.dir.spools)
+        self.watch = journal_watch.JournalWatch(self.journal)
         self._following = asyncio.create_task(self._follow())
 
     async def _follow(self) -> None:
@@ -288,6 +301,8 @@ class FleetSupervisor:
         if self._following is not None:
             self._following.cancel()
             await asyncio.wait((self._following,))
+        if self.watch is not None:
+            await self.watch.stop()
         if self.journal is not None:
             await self.journal.close()
         await self.database.stop()

@@ -103,6 +103,7 @@ FLAGS: Mapping[str, Mapping[str, Any]] = {
 }
 """The flags of `up` itself, as argparse takes them, in the order in which its help shows them."""
 
+ACCEPT = "go on from what the journal holds, though it is not the one that this directory or its database remembers"
 CHAOS = "allow `holdfast chaos`: rehearsals only, never in production"
 
 
@@ -111,6 +112,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     for flag, words in FLAGS.items():
         parser.add_argument(flag, **words)
     add_router_flags(parser)
+    parser.add_argument("--accept-journal", action="store_true", help=ACCEPT)
     parser.add_argument("--chaos", action="store_true", help=CHAOS)
 
 

@@ -12,7 +12,8 @@ class StoreGone(StoreUnavailable):
 
 
 class StoreRefused(HoldfastError):
-    """The state store does not hold the tables that this version needs. `holdfast up` migrates it; so does the projector."""
+    """The state store does not hold the tables that this version needs. `holdfast up` migrates it; so does the projector.
+    Tables that were lost are made anew by `holdfast replay rebuild`."""
 
 
 class StoreForbidden(StoreRefused):

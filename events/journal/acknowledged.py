@@ -15,6 +15,8 @@ from events.journal import stream
 from events.journal.port import JournalChanged
 from events.nats.connection import BrokerConnection
 
+ACKNOWLEDGED = "acknowledged.json"
+
 log = structlog.get_logger(__name__)
 
 
@@ -68,17 +70,28 @@ class AcknowledgedPosition:
 
         `seen` is what was seen *before* the state was asked for: acknowledgements may arrive meanwhile.
         """
-        if seen is None or seen.seq < state.first_seq:
-            return
-        remedy = f" If that is meant, remove {self._path}." if self._path is not None else ""
-        if state.last_seq < seen.seq:
-            raise JournalChanged(
-                f"the stream ends at {state.last_seq}, but the broker had acknowledged event {seen.seq}: "
-                f"it has lost events, or is another broker.{remedy}"
-            )
-        found = await stream.id_at(connection, seen.seq)
-        if found is not None and found != seen.id:
-            raise JournalChanged(
-                f"event {seen.seq} was acknowledged as {seen.id} and is now {found}: "
-                f"the broker has lost events, or is another broker.{remedy}"
-            )
+        if seen is not None and (lost := await lost_since(connection, seen, state)):
+            remedy = f" If that is meant, remove {self._path}." if self._path is not None else ""
+            raise JournalChanged(f"{lost}: the broker has lost events, or is another broker.{remedy}")
+
+
+async def lost_since(connection: BrokerConnection, seen: AcknowledgedEvent, state: stream.StreamState) -> str:
+    """Return in words why a stream is not the one that held an event; "" if it is, or if that place is dropped."""
+    if seen.seq < state.first_seq:
+        return ""
+    if state.last_seq < seen.seq:
+        return f"the stream ends at {state.last_seq}, but the broker had acknowledged event {seen.seq}"
+    found = await stream.id_at(connection, seen.seq)
+    if found is None or found == seen.id:
+        return ""
+    return f"event {seen.seq} was acknowledged as {seen.id} and is now {found}"
+
+
+def remembered(spools: Path) -> dict[Path, AcknowledgedEvent]:
+    """Return what the processes of one data directory remember, by file; those below `spools` that can be read."""
+    found = {}
+    for path in sorted(spools.glob(f"*/{ACKNOWLEDGED}")):
+        seen = AcknowledgedPosition(path).seen
+        if seen is not None:
+            found[path] = seen
+    return found

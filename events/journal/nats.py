@@ -17,23 +17,23 @@ from events import codec, subjects
 from events.errors import HoldfastError
 from events.fact import Decision, Observation, Recorded
 from events.journal import broker, stream
-from events.journal.acknowledged import AcknowledgedPosition
+from events.journal.acknowledged import ACKNOWLEDGED, AcknowledgedPosition
 from events.journal.broker import Ack
 from events.journal.cell import NatsCell
 from events.journal.counters import JournalCounters
 from events.journal.outbox import Outbox
-from events.journal.port import Fenced, JournalChanged, JournalUnavailable, StreamEnd
+from events.journal.port import Fenced, JournalChanged, JournalGone, JournalUnavailable, StreamEnd
 from events.journal.publisher import Publisher
 from events.journal.reader import JournalReader
 from events.journal.spool import BYTES_MAX, OutboxMessage, Spool, SpoolUnusable
 from events.journal.stream import StreamRefused, StreamState
+from events.journal.usage import JournalUsage, usage
 from events.nats.connection import CONNECT_TIMEOUT_S, DISCONNECTED, BrokerConnection
 
 FENCE = "Nats-Expected-Last-Subject-Sequence"
 APPEND_DEADLINE_S = 2.0
 APPEND_MAX = 1000  # decisions in one atomic batch: the server's own limit
 CLOSE_DEADLINE_S = 0.5
-ACKNOWLEDGED = "acknowledged.json"
 
 log = structlog.get_logger(__name__)
 
@@ -48,6 +48,7 @@ class NatsJournal:
         spool: Spool | None,
         replicas: int | None,
         append_deadline_s: float,
+        make: bool,
     ) -> None:
         self.source = source
         self.counters = JournalCounters()
@@ -58,6 +59,7 @@ class NatsJournal:
         self.connection = connection
         self._replicas = replicas
         self._append_deadline_s = append_deadline_s
+        self._make = make
         self._number = 0
         self._acknowledged_position = AcknowledgedPosition(spool.directory / ACKNOWLEDGED if spool else None)
         self._publisher = Publisher(
@@ -81,11 +83,13 @@ class NatsJournal:
         replicas: int | None = None,
         spool_bytes_max: int = BYTES_MAX,
         append_deadline_s: float = APPEND_DEADLINE_S,
+        make: bool = True,
     ) -> "NatsJournal":
         """Return a journal that says facts as `source` ("<role>:<name>"; the life's own id is added).
 
         If the broker is away for longer than `wait_s` it goes on trying: facts are spooled under `spool_dir`
-        meanwhile (None: kept in memory only). Raise StreamRefused or JournalChanged if the stream cannot be trusted,
+        meanwhile (None: kept in memory only). So are they while it has no stream, which is made only with `make`, and
+        where nothing is remembered of an earlier one. Raise StreamRefused or JournalChanged if the stream cannot be trusted,
         SpoolUnusable if `spool_dir` cannot be written.
         """
         life = codec.new_id()
@@ -96,7 +100,7 @@ class NatsJournal:
             await connection.close()
             raise
         name = source if source.count(":") >= 2 else f"{source}:{life}"
-        journal = cls(connection, name, spool, replicas, append_deadline_s)
+        journal = cls(connection, name, spool, replicas, append_deadline_s, make)
         try:
             await journal._start()
         except BaseException:
@@ -124,7 +128,8 @@ class NatsJournal:
     async def _examine(self) -> None:
         """Make sure of the stream. Raise StreamRefused, JournalChanged or JournalUnavailable."""
         seen = self._acknowledged_position.seen
-        found = await stream.ensure(self.connection, self._replicas)
+        make = self._make and seen is None and self.state is None
+        found = await stream.ensure(self.connection, self._replicas, make=make)
         if self.state is not None and found.created != self.state.created:
             raise JournalChanged(f"the stream was made anew at {found.created}. {JournalChanged.__doc__}")
         try:
@@ -141,6 +146,11 @@ class NatsJournal:
         except (StreamRefused, JournalChanged) as error:
             if self.fault is None:
                 log.error("journal_refused", why=str(error))
+            self.fault = error
+            return False
+        except JournalGone as error:
+            if self.fault is None:
+                log.warning("journal_has_no_stream", why=str(error))
             self.fault = error
             return False
         except (JournalUnavailable, broker.BrokerRefused) as error:
@@ -283,6 +293,14 @@ class NatsJournal:
         try:
             return await stream.state(self.connection)
         except broker.BrokerRefused as error:
+            raise JournalUnavailable(str(error)) from error
+
+    async def usage(self) -> JournalUsage:
+        """Return what the stream takes on the broker. Raise JournalUnavailable (JournalGone: there is none)."""
+        try:
+            return await usage(self.connection)
+        except broker.BrokerRefused as error:
+            await self.stream_state()  # says it if there is none
             raise JournalUnavailable(str(error)) from error
 
     async def close(self) -> None:

@@ -18,6 +18,11 @@ class JournalUnavailable(HoldfastError):
     """The journal cannot be reached. Whether the last append landed is unknown: read again before deciding again."""
 
 
+class JournalGone(JournalUnavailable):
+    """The broker has no stream. Nobody makes another in its place while anything remembers the old one: put the broker's
+    directory back from a backup, or stop the fleet and begin a new history with `holdfast up --accept-journal`."""
+
+
 class Fenced(HoldfastError):
     """Another controller has decided since: drop what you believe and read again."""
 

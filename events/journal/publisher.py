@@ -271,6 +271,8 @@ class Publisher:
         if len(tokens) > 1:  # some of it may be stored already: one by one, each recognised by its id
             self._singly = len(tokens)
         self._rewind()
+        if ack.code == broker.NOBODY.code:
+            self._checked = False  # the stream may be gone
         if ack.code != broker.DUPLICATE_IN_BATCH:
             log.warning("journal_refuses", error=ack.error, waiting=len(self.outbox))
             self._pause(asyncio.get_running_loop().time())

@@ -21,7 +21,7 @@ from events.journal.broker import (
     ask,
     parse_headers,
 )
-from events.journal.port import JournalUnavailable
+from events.journal.port import JournalGone, JournalUnavailable
 from events.nats.connection import BrokerConnection
 from events.nats.urls import masked
 
@@ -113,8 +113,11 @@ def replicas_for(connection: BrokerConnection) -> int:
     return REPLICAS if connection.client.clustered else 1
 
 
-async def ensure(connection: BrokerConnection, replicas: int | None = None) -> StreamState:
-    """Create the stream if there is none, read it back and return its state. Raise StreamRefused."""
+async def ensure(
+    connection: BrokerConnection, replicas: int | None = None, *, make: bool = True
+) -> StreamState:
+    """Create the stream if there is none, read it back and return its state. Raise StreamRefused, or JournalGone where
+    there is none and `make` is not set."""
     replicas = replicas or replicas_for(connection)
     try:
         answer = await ask(connection, f"STREAM.INFO.{subjects.STREAM}")
@@ -123,6 +126,8 @@ async def ensure(connection: BrokerConnection, replicas: int | None = None) -> S
             raise JournalUnavailable(f"the stream {subjects.STREAM} cannot be read yet: {error}") from error
         if error.code != STREAM_NOT_FOUND:
             raise StreamRefused(f"the stream {subjects.STREAM} cannot be read: {error}") from error
+        if not make:
+            raise _gone(connection) from error
         answer = await _create(connection, replicas)
     faults = differences(answer["config"], replicas)
     if faults:
@@ -151,8 +156,19 @@ async def _create(connection: BrokerConnection, replicas: int) -> dict[str, Any]
 
 
 async def state(connection: BrokerConnection) -> StreamState:
-    """Return what the stream holds now. Raise JournalUnavailable or Refused."""
-    return _state(await ask(connection, f"STREAM.INFO.{subjects.STREAM}"))
+    """Return what the stream holds now. Raise JournalUnavailable (JournalGone: there is none) or Refused."""
+    try:
+        return _state(await ask(connection, f"STREAM.INFO.{subjects.STREAM}"))
+    except BrokerRefused as error:
+        if error.code == STREAM_NOT_FOUND:
+            raise _gone(connection) from error
+        raise
+
+
+def _gone(connection: BrokerConnection) -> JournalGone:
+    return JournalGone(
+        f"there is no stream {subjects.STREAM} at {masked(connection.url)}. {JournalGone.__doc__}"
+    )
 
 
 async def id_at(connection: BrokerConnection, seq: int) -> str | None:

@@ -5,6 +5,7 @@ should not wait for it.
 """
 
 import asyncio
+import json
 import os
 import sys
 from collections.abc import Mapping
@@ -15,7 +16,7 @@ import asyncpg
 
 from controller.adapters.postgres.link import AWAY, CONNECT_S, FORBIDDEN, Link, masked, plain
 from controller.adapters.postgres.schema import HEAD, SCHEMA
-from controller.read_model.errors import StoreForbidden, StoreUnavailable
+from controller.read_model.errors import StoreForbidden, StoreRefused, StoreUnavailable
 from controller.read_model.grants import READER, WRITER, grants
 from events.errors import HoldfastError
 
@@ -58,6 +59,21 @@ async def version(url: str, *, schema: str = SCHEMA) -> str | None:
                 f'SELECT max(version_num) FROM "{schema}".alembic_version'
             )
             return found
+    finally:
+        await link.close()
+
+
+async def place(url: str) -> tuple[int, str] | None:
+    """Return how far a migrated database has folded the journal, and the ce-id of that event; None: nothing, or it is lost."""
+    link = Link(url)
+    try:
+        async with link.use() as connection:
+            row = await connection.fetchrow(
+                "SELECT shown_seq, shown_id FROM projection WHERE name = 'fleet' AND shown_seq > 0"
+            )
+            return (row["shown_seq"], row["shown_id"]) if row is not None else None
+    except StoreRefused:
+        return None
     finally:
         await link.close()
 
@@ -139,13 +155,17 @@ def _alembic(connection: Any, schema: str, to: str, up: bool) -> None:
 
 
 def main(environment: Mapping[str, str]) -> int:
-    """Migrate the database that HOLDFAST_DATABASE_URL names: `python -m controller.adapters.postgres.migrate`."""
+    """Migrate the database that HOLDFAST_DATABASE_URL names: `python -m controller.adapters.postgres.migrate`.
+
+    Prints its place on the journal, as JSON: whoever starts a fleet compares the two.
+    """
     url = environment.get("HOLDFAST_DATABASE_URL")
     if not url:
         print("holdfast: set HOLDFAST_DATABASE_URL to the database to migrate", file=sys.stderr)
         return 2
     try:
         asyncio.run(upgrade(url))
+        print(json.dumps(asyncio.run(place(url))))
     except HoldfastError as error:
         print(f"holdfast: {error}", file=sys.stderr)
         return 1

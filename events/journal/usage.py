@@ -1,0 +1,63 @@
+"""How large is the journal, and how fast does it grow? Two questions to the broker, and nothing that has to be remembered.
+
+The growth is that of the last day, or of the stream's whole life where that is shorter: so many messages came in that time, each
+as large as all are on average.
+"""
+
+from dataclasses import dataclass
+from datetime import datetime, timedelta
+
+from events import codec, subjects
+from events.journal.broker import ask
+from events.nats.connection import BrokerConnection
+
+WINDOW = timedelta(days=1)
+SHORTEST = timedelta(minutes=10)  # of a life from which a day is reckoned
+FORGOTTEN_AFTER_S = 5.0  # the broker drops the consumer that counts
+
+
+@dataclass(frozen=True, slots=True)
+class JournalUsage:
+    """What the stream takes on the broker's disk."""
+
+    first_seq: int  # of the oldest event that is kept
+    last_seq: int
+    bytes: int
+    bytes_max: int | None  # None: no limit but the disk
+    bytes_a_day: float | None  # None: it is too young to say
+
+
+async def usage(
+    connection: BrokerConnection, window: timedelta = WINDOW, shortest: timedelta = SHORTEST
+) -> JournalUsage:
+    """Ask the broker. The growth is that within `window`, and not told of a life below `shortest`.
+
+    Raise JournalUnavailable or BrokerRefused.
+    """
+    answer = await ask(connection, f"STREAM.INFO.{subjects.STREAM}")
+    state, now = answer["state"], datetime.fromisoformat(answer["ts"])
+    most, held = answer["config"].get("max_bytes", -1), state["bytes"]
+    a_day = None
+    if state["messages"]:
+        age = now - datetime.fromisoformat(state["first_ts"])
+        if age >= shortest:
+            came = await _since(connection, now - window) if age > window else state["messages"]
+            a_day = came * (held / state["messages"]) * (timedelta(days=1) / min(age, window))
+    return JournalUsage(state["first_seq"], state["last_seq"], held, most if most > 0 else None, a_day)
+
+
+async def _since(connection: BrokerConnection, when: datetime) -> int:
+    """Return how many messages have come since an instant: what a consumer that began there would have before it."""
+    name = f"count-{codec.new_id()[-12:]}"
+    config = {
+        "name": name,
+        "deliver_policy": "by_start_time",
+        "opt_start_time": when.isoformat(),
+        "ack_policy": "none",
+        "mem_storage": True,
+        "num_replicas": 1,
+        "inactive_threshold": int(FORGOTTEN_AFTER_S * 1e9),
+    }
+    body = {"stream_name": subjects.STREAM, "config": config, "action": "create"}
+    answer = await ask(connection, f"CONSUMER.CREATE.{subjects.STREAM}.{name}", body)
+    return int(answer["num_pending"])

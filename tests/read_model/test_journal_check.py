@@ -1,0 +1,122 @@
+"""A journal that is not the one of its data directory: `up` says so and starts nothing, until an operator accepts it."""
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import nats
+import pytest
+from made_history import History, publish
+from store_databases import execute
+
+from controller.adapters.postgres import migrate
+from controller.adapters.postgres.store import PostgresStore
+from controller.processes.fleet_database import FleetDatabase
+from controller.processes.fleet_dir import FleetDir
+from controller.processes.losses.journal_check import JournalLost, accept, open_journal, refuse_lost
+from controller.processes.losses.journal_watch import JournalWatch
+from controller.runtime.projection.projector import Projector
+from events import subjects
+from events.journal.acknowledged import remembered
+from events.journal.nats import NatsJournal
+from events.observations import DrainRequested
+
+pytestmark = pytest.mark.servers
+
+
+async def delete_stream(url: str) -> None:
+    client = await nats.connect(url)
+    await client.jetstream().delete_stream(subjects.STREAM)
+    await client.close()
+
+
+async def lived(url: str, data: Path) -> None:
+    """Leave behind what a worker that has spoken leaves."""
+    journal = await NatsJournal.connect(url, "worker:w1", data / "spool" / "worker-w1")
+    for n in range(3):
+        journal.observe(DrainRequested(worker="w1", instance="i1", by=f"fact {n}"))
+    assert await journal.flush(10)
+    await journal.close()
+
+
+async def test_a_directory_without_a_past_makes_the_stream(nats_url: str, tmp_path: Path) -> None:
+    journal = await open_journal(nats_url, tmp_path / "spool")
+    assert await journal.last_seq() == 0
+    await refuse_lost(journal, tmp_path / "spool", None)
+    await journal.close()
+
+
+async def test_a_journal_that_was_lost_is_refused_until_it_is_accepted(
+    nats_url: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    await lived(nats_url, tmp_path)
+    journal = await open_journal(nats_url, tmp_path / "spool")
+    await journal.close()
+    await delete_stream(nats_url)
+    for _ in range(2):  # nor was one made by the first attempt
+        with pytest.raises(JournalLost, match=r"there is no stream, of which event 3 .*--accept-journal"):
+            await open_journal(nats_url, tmp_path / "spool")
+    await accept(
+        nats_url, tmp_path / "spool", FleetDatabase(FleetDir(tmp_path), "", lambda server: None), None
+    )
+    assert "the journal is accepted as it is: it holds 0 events" in capsys.readouterr().out
+    assert not remembered(tmp_path / "spool")
+    journal = await open_journal(nats_url, tmp_path / "spool")
+    await journal.close()
+    await lived(nats_url, tmp_path)
+    assert [event.seq for event in remembered(tmp_path / "spool").values()] == [3]
+
+
+async def test_a_database_of_another_journal_is_refused_and_its_rows_are_put_aside(
+    nats_url: str, database_url: str, tmp_path: Path
+) -> None:
+    old, new = History().start().corruption(), History().start(2)
+    journal = await open_journal(nats_url, tmp_path / "spool")
+    await publish(nats_url, old.events)
+    store = PostgresStore(database_url)
+    await Projector(journal, store).catch_up(len(old.events))
+    place = await migrate.place(database_url)
+    assert place == (len(old.events), old.events[-1].id)
+    await refuse_lost(journal, tmp_path / "spool", place)
+    await journal.close()
+    await delete_stream(nats_url)
+    journal = await open_journal(nats_url, tmp_path / "spool")
+    await publish(nats_url, new.events)
+    with pytest.raises(
+        JournalLost, match=f"the database has folded event {len(old.events)}, but the stream ends"
+    ):
+        await refuse_lost(journal, tmp_path / "spool", place)
+    database = FleetDatabase(FleetDir(tmp_path), database_url, lambda server: None)
+    await accept(nats_url, tmp_path / "spool", database, place)
+    schemas = await execute(
+        database_url, "SELECT nspname FROM pg_namespace WHERE nspname LIKE 'holdfast_before_%'"
+    )
+    (kept,) = await execute(database_url, f"SELECT count(*) FROM {schemas[0][0]}.fleet_events")
+    assert kept[0] == len(old.events)
+    assert await database.migrate() is None
+    await Projector(journal, store).catch_up(len(new.events))
+    assert await database.migrate() == (len(new.events), new.events[-1].id)
+    await store.close()
+    await journal.close()
+
+
+async def test_the_console_says_that_the_stream_is_gone_and_that_it_is_another_one(
+    nats_url: str, tmp_path: Path, eventually: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    journal = await open_journal(nats_url, tmp_path / "spool")
+    watch = JournalWatch(journal, look_every_s=0.01)
+    said = ""
+
+    async def says(words: str) -> bool:
+        nonlocal said
+        said += "".join(capsys.readouterr())
+        return words in said
+
+    await asyncio.sleep(0.1)
+    await delete_stream(nats_url)
+    await eventually(lambda: says("the journal is gone; requests are served"))
+    other = await NatsJournal.connect(nats_url, "controller:c1")
+    await eventually(lambda: says("the journal is another one: its stream was made anew"))
+    await watch.stop()
+    await other.close()
+    await journal.close()
