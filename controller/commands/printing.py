@@ -12,6 +12,7 @@ from events.process.presence import Presence
 FIELD_CHARS_MAX = 60  # of one field of an event, in text
 WORKERS_SHOWN_MAX = 40  # one by one
 EVENT_HANG = 8  # columns: below an event's sequence stands nothing
+DAYS_TOLD_MAX = 1_000
 
 
 def print_status(status: dict[str, Any]) -> None:
@@ -21,7 +22,6 @@ def print_status(status: dict[str, Any]) -> None:
     from rich.table import Table
 
     console = Console(highlight=False, width=max(USUAL, columns()))
-    # nothing is cut: what somebody has named at length goes on below
     table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0))
     for column in ("worker", "health", "weight", "breaker", "in flight", "model", "last canary"):
         # nothing is cut: what somebody has named at length goes on below
@@ -73,7 +73,7 @@ def _lines(status: dict[str, Any]) -> Iterator[str]:
     levels = ", ".join(f"{model} level {level}" for model, level in status["levels"].items())
     position, lag = status["projector"]["position"], status["projector"]["lag"]
     yield f"degradation  {levels or 'no model yet'}"
-    yield f"journal      {status['journal']['last_seq']} events"
+    yield from _stored(status)
     yield "projector    " + ("not heard of yet" if position is None else f"at {position}, {lag} behind")
     nobody = "nobody: nothing is decided or carried out until one leads"
     yield f"leader       {(status['leader'] or nobody).removeprefix('controller:')}"
@@ -89,6 +89,39 @@ def _awaited(waiting: Sequence[dict[str, Any]]) -> Iterator[str]:
         yield f"{one['id']} is awaited{model}, since {one['since']}: {one['reason']}"
     if len(waiting) > WORKERS_SHOWN_MAX:
         yield f"{len(waiting) - WORKERS_SHOWN_MAX} more are awaited; -o json has each"
+
+
+def _stored(status: dict[str, Any]) -> Iterator[str]:
+    """Yield what the journal holds and takes, and what waits for it."""
+    journal, spool = status["journal"], status.get("spool", {})
+    if journal.get("fault"):
+        yield f"journal      {journal['fault']}"
+    else:
+        size = journal.get("bytes")
+        yield f"journal      {journal['last_seq']} events" + (
+            f", {_size(size)}{_growth(journal)}" if size else ""
+        )
+    if spool:
+        yield f"spools       {_size(spool['bytes'])} on this host; at most {_size(spool['bytes_max_each'])} of each process"
+
+
+def _growth(journal: dict[str, Any]) -> str:
+    """Return how fast it grows and how long there is room."""
+    most = f" of {_size(journal['bytes_max'])}" if journal["bytes_max"] else ""
+    if journal["bytes_a_day"] is None:
+        return f"{most}, too young to say how fast it grows"
+    days = journal["days_left"]
+    left = "" if days is None else f", room for {days:g} days" if days < DAYS_TOLD_MAX else ", room for years"
+    return f"{most}, {_size(journal['bytes_a_day'])} a day{left}"
+
+
+def _size(count: float) -> str:
+    """Return a number of bytes for a person."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if count < 1024:
+            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
+        count /= 1024
+    return f"{count:.1f} TiB"
 
 
 def _canary(last: Any) -> str:
@@ -108,6 +141,7 @@ def print_processes(living: Sequence[Presence], output: str) -> None:
             "awaited": [],
             "levels": {},
             "journal": {"last_seq": None},
+            "spool": {},
             "leader": None,
         }
         print(

@@ -42,6 +42,7 @@ from controller.runtime.liveness import Liveness
 from controller.runtime.operations import ControlOperations, FleetSources
 from controller.runtime.reconciler import Reconciler
 from controller.runtime.settings import ControllerSettings
+from controller.runtime.stored import StoredStatus
 from controller.runtime.view import FleetView
 from events.decisions import HealthChanged, WorkerForgotten
 from events.fact import Recorded
@@ -247,6 +248,7 @@ class ControllerProcess:
                 leader=lambda: "" if self.lease.vacant else self.lease.leader,
                 present=lambda: presence.present(self._data),
                 projected=self._projected,
+                stored=StoredStatus(self._journal.usage, self._data).describe,
             ),
             self._journal,
             self._bus,

@@ -7,7 +7,7 @@ A request is checked against the fleet as we know it, so that a misspelt worker 
 import asyncio
 import contextlib
 import signal
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from typing import Any
@@ -36,6 +36,10 @@ STALE_S = 3.0  # a load report older than this is no news
 log = structlog.get_logger(__name__)
 
 
+async def _nothing() -> Mapping[str, Mapping[str, Any]]:
+    return {}
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FleetSources:
     """Where the operations look up what an operator asks about: each is asked when it is needed."""
@@ -44,6 +48,9 @@ class FleetSources:
     leader: Callable[[], str]  # source of the controller that holds the lease
     present: Callable[[], Sequence[Presence]]  # processes of this host
     projected: Callable[[], Awaitable[int | None]]  # how far the state store has got; None: there is none
+    stored: Callable[[], Awaitable[Mapping[str, Mapping[str, Any]]]] = (
+        _nothing  # what journal and spools take
+    )
 
 
 class ControlOperations:
@@ -212,7 +219,9 @@ class ControlOperations:
     async def status(self) -> dict[str, Any]:
         """Return the fleet as it is. The keys are stable: `holdfast status -o json` prints them."""
         fleet = self._sources.fleet()
-        last, position = await asyncio.gather(self._last_seq(), self._projected_or_none())
+        last, position, stored = await asyncio.gather(
+            self._last_seq(), self._projected_or_none(), self._sources.stored()
+        )
         lag = None if last is None or position is None else max(0, last - position)
         return {
             "workers": [self._worker(fleet.workers[name]) for name in sorted(fleet.workers)],
@@ -229,7 +238,8 @@ class ControlOperations:
                 {"role": p.role, "name": p.name, "pid": p.pid, "url": p.url} for p in self._sources.present()
             ],
             "levels": _levels(fleet),
-            "journal": {"last_seq": last},
+            "journal": {"last_seq": last, **stored.get("journal", {})},
+            "spool": dict(stored.get("spool", {})),
             "projector": {"position": position, "lag": lag},
             "leader": self._sources.leader() or None,
         }

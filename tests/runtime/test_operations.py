@@ -241,7 +241,8 @@ async def test_the_status_has_the_keys_that_are_promised() -> None:
     body = {"worker": "w1", "instance": "w1-1", "load": {"running": 2, "waiting": 1}, "draining": False}
     await doubles.bus.publish(subjects.beat("w1"), {**body, "at": doubles.world.clock.now().isoformat()})
     status = await doubles.operations.status()
-    assert set(status) == {"workers", "awaited", "processes", "levels", "journal", "projector", "leader"}
+    keys = {"workers", "awaited", "processes", "levels", "journal", "spool", "projector", "leader"}
+    assert set(status) == keys
     (worker,) = status["workers"]
     assert list(worker) == [
         "id", "instance", "pid", "engine", "model", "health", "breaker", "weight", "reasons", "lingers", "in_flight",

@@ -1,0 +1,64 @@
+"""What a whole fleet does when its memory is taken from it: the database comes back, the journal cannot, and is not invented."""
+
+import asyncio
+import json
+import os
+import shutil
+import signal
+from pathlib import Path
+
+import asyncpg
+import nats
+from fleet import holdfast, running, streamed, undisturbed
+from test_up_servers import FAST, said
+
+from controller.demo.fleet import DemoFleet
+from events.subjects import STREAM
+
+PROMPT = (300, 301, 302)
+
+
+async def is_made_anew(fleet: DemoFleet, times: int) -> None:
+    """It was said so often, the projector has caught up, and the store is what the journal says."""
+    async with asyncio.timeout(60):
+        while fleet.log.read_text().count("the state store was made anew") < times:  # noqa: ASYNC110 (another process)
+            await asyncio.sleep(0.05)
+    await fleet.until(lambda s: s["projector"]["lag"] == 0, within_s=60)
+    verified = holdfast("replay", "verify", "--data", str(fleet.data))
+    assert verified.returncode == 0 and "no difference" in verified.stdout, verified.stdout + verified.stderr
+
+
+async def test_the_database_comes_back_from_the_journal_and_a_lost_journal_is_said_and_not_invented(
+    tmp_path: Path,
+) -> None:
+    async with running(tmp_path / "fleet", *FAST) as fleet:
+        status = await fleet.until(lambda s: "projector" in {p["role"] for p in s["processes"]})
+        shutil.rmtree(fleet.data / "postgres" / "data")
+        os.kill(next(p["pid"] for p in status["processes"] if p["role"] == "postgres"), signal.SIGKILL)
+        await is_made_anew(fleet, 1)
+        known = json.loads((fleet.data / "fleet.json").read_text())
+        owner = await asyncpg.connect(known["database_owner_url"], timeout=10)
+        await owner.execute("TRUNCATE holdfast.projection")
+        await owner.execute("DROP TABLE holdfast.migrations")
+        await owner.close()
+        await is_made_anew(fleet, 2)
+        await loses_its_journal(fleet, known["nats_url"])
+        assert fleet.stop() == 0, fleet.last_words()
+    refused = holdfast("up", "--data", str(fleet.data), "--port", str(fleet.port), *FAST)
+    assert refused.returncode == 1 and "there is no stream" in refused.stderr
+    assert "holdfast up --accept-journal" in refused.stderr.splitlines()[-1]
+
+
+async def loses_its_journal(fleet: DemoFleet, url: str) -> None:
+    """Delete the stream: requests are served, everybody is told, and nobody makes another."""
+    await fleet.healthy(2)
+    client = await nats.connect(url)
+    await client.jetstream().delete_stream(STREAM)
+    await client.close()
+    await said(fleet, "the journal is gone; requests are served")
+    assert await streamed(fleet, PROMPT, 16) == undisturbed(PROMPT, 16)
+    status = await fleet.until(lambda s: s["journal"]["fault"])
+    assert status["journal"]["last_seq"] is None
+    for command in (("replay", "verify"), ("events",)):
+        asked = holdfast(*command, "--data", str(fleet.data))
+        assert asked.returncode == 1 and f"there is no stream {STREAM}" in asked.stderr

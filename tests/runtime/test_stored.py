@@ -1,0 +1,74 @@
+"""What journal and spools take, as `holdfast status` tells it."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from controller.commands.printing import print_status
+from controller.runtime.stored import StoredStatus
+from events.journal.port import JournalGone, JournalUnavailable
+from events.journal.usage import JournalUsage
+
+EMPTY: dict[str, Any] = {
+    "workers": [], "levels": {}, "leader": None, "processes": [], "projector": {"position": None, "lag": None},
+}  # fmt: skip
+GIB = 1024**3
+
+
+async def told(found: JournalUsage | Exception, data: Path) -> dict[str, dict[str, Any]]:
+    async def usage() -> JournalUsage:
+        if isinstance(found, Exception):
+            raise found
+        return found
+
+    return await StoredStatus(usage, data).describe()
+
+
+def printed(stored: dict[str, dict[str, Any]], capsys: pytest.CaptureFixture[str]) -> str:
+    print_status({**EMPTY, **stored, "journal": {"last_seq": 900, **stored["journal"]}})
+    return capsys.readouterr().out
+
+
+async def test_size_growth_and_the_days_until_the_limit(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    stored = await told(JournalUsage(1, 900, 2 * GIB, 10 * GIB, GIB / 4), tmp_path)
+    assert stored["journal"]["days_left"] == 32.0 and stored["journal"]["fault"] is None
+    assert "900 events, 2.0 GiB of 10.0 GiB, 256.0 MiB a day, room for 32 days" in printed(stored, capsys)
+
+
+async def test_without_a_limit_the_disk_is_one_where_it_is_ours(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    elsewhere = await told(JournalUsage(1, 900, 2048, None, 1.0), tmp_path)
+    assert elsewhere["journal"]["days_left"] is None
+    assert "900 events, 2.0 KiB, 1 B a day\n" in printed(elsewhere, capsys)
+    (tmp_path / "nats").mkdir()
+    here = await told(JournalUsage(1, 900, 2048, None, 1.0), tmp_path)
+    assert here["journal"]["days_left"] > 1_000
+    assert "1 B a day, room for years" in printed(here, capsys)
+    young = await told(JournalUsage(1, 900, 2048, None, None), tmp_path)
+    assert young["journal"]["days_left"] is None
+    assert "2.0 KiB, too young to say how fast it grows" in printed(young, capsys)
+
+
+async def test_a_journal_that_is_gone_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    gone = await told(JournalGone(), tmp_path)
+    assert "--accept-journal" in gone["journal"]["fault"] and gone["journal"]["bytes"] is None
+    assert "journal      The broker has no stream." in printed(gone, capsys)
+    away = await told(JournalUnavailable(), tmp_path)
+    assert away["journal"]["fault"] is None and away["journal"]["bytes"] is None
+    assert "journal      900 events\n" in printed(away, capsys)
+
+
+async def test_spools_are_summed_and_their_bound_is_told(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in ("worker-w0", "worker-w1"):
+        (tmp_path / "spool" / name).mkdir(parents=True)
+        (tmp_path / "spool" / name / "life.00000000.spool").write_bytes(bytes(1024))
+        (tmp_path / "spool" / name / "acknowledged.json").write_text("{}")
+    stored = await told(JournalUsage(1, 900, 2048, None, None), tmp_path)
+    assert stored["spool"]["bytes"] == 2048
+    assert "spools       2.0 KiB on this host; at most 64.0 MiB of each process" in printed(stored, capsys)
