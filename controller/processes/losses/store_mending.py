@@ -5,6 +5,8 @@ makes the store anew from the journal, and starts the projector again behind tha
 import asyncio
 import os
 import sys
+from collections import deque
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 from controller.processes.children import Child, die_with
@@ -12,14 +14,17 @@ from controller.processes.console import say, warn
 from events.errors import Finding
 
 WITHIN_S = 3600.0  # of a journal of many millions of events
+OFTEN, OFTEN_S = 3, 600.0  # rebuilds within so many seconds: more would do nothing but work
 FINDING = 3
 
 
 class StoreMending:
     """Makes one fleet's store anew, whenever its projector has found that it must be."""
 
-    def __init__(self, data: Path) -> None:
+    def __init__(self, data: Path, rebuild: Callable[[Path], Awaitable[str]] | None = None) -> None:
         self._data = data
+        self._rebuild = rebuild or _rebuild
+        self._began: deque[float] = deque(maxlen=OFTEN)  # by the loop's clock
         self._task: asyncio.Task[None] | None = None
         self._said = ""
 
@@ -38,14 +43,23 @@ class StoreMending:
 
     async def _mend(self, child: Child) -> None:
         try:
+            await self._not_too_often()
             async with asyncio.timeout(WITHIN_S):
-                say(f"the state store was made anew from the journal: {await _rebuild(self._data)}")
+                say(f"the state store was made anew from the journal: {await self._rebuild(self._data)}")
             self._said = ""
         except (Finding, OSError, TimeoutError) as error:
             self._say(f"the state store cannot be made anew: {error or 'out of time'}")
         finally:
             child.restart = True
             self._task = None
+
+    async def _not_too_often(self) -> None:
+        """Wait, where it was made anew again and again: something takes it away, or takes it for lost."""
+        now = asyncio.get_running_loop().time()
+        if len(self._began) == OFTEN and (wait_s := self._began[0] + OFTEN_S - now) > 0:
+            warn(f"the state store was lost {OFTEN} times; it is made anew in {wait_s:.0f} s")
+            await asyncio.sleep(wait_s)
+        self._began.append(asyncio.get_running_loop().time())
 
     async def stop(self) -> None:
         """Let go of a rebuild that runs: the old tables stay, and the next start begins anew."""
