@@ -10,6 +10,7 @@ import nats
 from fleet import running
 
 from controller.processes.operator_client import find
+from events.journal.nats import NatsJournal
 from events.subjects import STREAM
 
 BODY = {"model": "sim", "prompt": [300, 301, 302], "max_tokens": 16, "temperature": 0, "ignore_eos": True}
@@ -31,9 +32,14 @@ async def test_a_frontend_serves_on_and_a_new_one_denies_no_model(tmp_path: Path
         await fleet.until(lambda s: s["projector"]["lag"] == 0)
         log = fleet.data / "logs" / "frontend-0.log"
         async with aiohttp.ClientSession(fleet.url, timeout=aiohttp.ClientTimeout(total=10)) as session:
-            broker = await nats.connect(find(fleet.data)["nats_url"])
+            url = find(fleet.data)["nats_url"]
+            broker = await nats.connect(url)
             await broker.jetstream().delete_stream(STREAM)
             await broker.close()
+            stranger = await NatsJournal.connect(
+                url, "controller:stranger"
+            )  # who remembers nothing makes another
+            await stranger.close()
             assert await status(session) == 200, "it holds what it knew"
             os.kill(pid, signal.SIGKILL)
             seen: set[int | None] = set()

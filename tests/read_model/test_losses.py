@@ -11,6 +11,7 @@ from store_databases import OpenStore, clone, drop, execute, tamper
 from controller.adapters.embedded.servers import EmbeddedServer
 from controller.adapters.memory_store import MemoryStore
 from controller.adapters.postgres import migrate
+from controller.adapters.postgres.schema import HEAD
 from controller.adapters.postgres.store import PostgresStore
 from controller.ports import StoreLost
 from controller.read_model.errors import StoreGone
@@ -129,6 +130,26 @@ async def test_missing_tables_are_noticed_and_a_rebuild_makes_them(database_url:
     await execute(database_url, statement)
     assert "tables are missing" in await found_by_a_projector(database_url, history)
     await assert_rebuilt(database_url, history)
+
+
+@servers
+@pytest.mark.parametrize(
+    "statement", ["DROP TABLE holdfast.alembic_version", "TRUNCATE holdfast.alembic_version"]
+)
+async def test_tables_whose_version_is_lost_are_put_aside_and_filled_anew(
+    database_url: str, statement: str
+) -> None:
+    history = eventful()
+    await projected(database_url, history)
+    await execute(database_url, "GRANT SELECT ON holdfast.workers TO PUBLIC")
+    await execute(database_url, statement)
+    await migrate.upgrade(database_url)
+    assert await migrate.version(database_url) == HEAD
+    await projected(database_url, history)
+    await assert_rebuilt(database_url, history)
+    granted = "SELECT 'PUBLIC' = ANY (SELECT grantee FROM information_schema.role_table_grants WHERE table_name = 'workers')"
+    (row,) = await execute(database_url, granted)
+    assert row[0]
 
 
 @servers

@@ -14,6 +14,7 @@ from typing import Any
 
 import asyncpg
 
+from controller.adapters.postgres import rights
 from controller.adapters.postgres.link import AWAY, CONNECT_S, FORBIDDEN, Link, masked, plain
 from controller.adapters.postgres.schema import HEAD, SCHEMA
 from controller.read_model.errors import StoreForbidden, StoreRefused, StoreUnavailable
@@ -106,9 +107,13 @@ async def _run(url: str, schema: str, to: str, *, up: bool) -> None:
         async with engine.begin() as connection:
             await connection.execute(text(f"SELECT pg_advisory_xact_lock({LOCK})"))
             there = await connection.execute(text("SELECT to_regnamespace(:name)"), {"name": f'"{schema}"'})
-            if there.scalar() is None:  # who may not make one may still own this one
+            aside = up and await _put_aside(connection, schema)
+            if there.scalar() is None or aside:  # who may not make one may still own this one
                 await connection.execute(text(f'CREATE SCHEMA "{schema}"'))
             await connection.run_sync(_alembic, schema, to, up)
+            if aside:
+                raw = await connection.get_raw_connection()
+                await rights.copy(raw.driver_connection, f"{schema}_old", schema)
             if up and to == "head":
                 for grant in await _ours(connection, schema):
                     await connection.execute(text(grant))
@@ -120,6 +125,23 @@ async def _run(url: str, schema: str, to: str, *, up: bool) -> None:
         if late is not None:
             late.cancel()
         await engine.dispose()
+
+
+async def _put_aside(connection: Any, schema: str) -> bool:
+    """Give tables whose version is lost another name, and say whether there were any. The journal makes them anew, and the next
+    rebuild drops what is left of them."""
+    from sqlalchemy import text
+
+    names = [f'"{schema}".{table}' for table in ("fleet_events", "alembic_version")]
+    asked = text("SELECT to_regclass(:kept) IS NOT NULL, to_regclass(:version) IS NOT NULL")
+    kept, known = (await connection.execute(asked, {"kept": names[0], "version": names[1]})).one()
+    if known:
+        known = (await connection.execute(text(f"SELECT EXISTS (SELECT FROM {names[1]})"))).scalar()
+    if kept and not known:
+        await connection.execute(text(f'DROP SCHEMA IF EXISTS "{schema}_old" CASCADE'))
+        await connection.execute(text(f'ALTER SCHEMA "{schema}" RENAME TO "{schema}_old"'))
+        return True
+    return False
 
 
 async def _ours(connection: Any, schema: str) -> list[str]:
