@@ -77,15 +77,18 @@ class OperatorCommands:
     async def carry_out(self, command: Command, act: Callable[[], Awaitable[object]]) -> Answer | None:
         """Return the answer; None if it is not ours to give, or if nobody can know."""
         give_up = self._clock.monotonic() + PATIENCE_S
-        while (now := self._clock.monotonic()) < give_up:
+        while self._clock.monotonic() < give_up:
+            # before the journal is asked: who led until then may have had the last word in it
+            led = self._ours(command)
             due = await self._due(command)
+            now, ours = self._clock.monotonic(), self._ours(command)
             if due is None:
                 await self._clock.sleep(LOOK_S * 10)
             elif command.id in self._ended:
                 return self._ended[command.id] if self._leading() else None
-            elif now >= due + self._grace_s(command):
+            elif now >= due + (0 if ours else SETTLE_S):
                 return await self._refused(command, LATE, late=True)
-            elif self._ours(command):
+            elif led and ours:
                 return await self._act(command, due, act)
             else:
                 await self._wait(command, due)
@@ -118,9 +121,6 @@ class OperatorCommands:
 
     def _ours(self, command: Command) -> bool:
         return self._leading() and command.id not in self._acting
-
-    def _grace_s(self, command: Command) -> float:
-        return 0.0 if self._ours(command) else SETTLE_S
 
     async def _wait(self, command: Command, due: float) -> None:
         """Wait until the command is ours, has ended, or is over."""

@@ -12,9 +12,25 @@ from controller.runtime.commands import AHEAD_MAX_S, KNOWN_MAX, SETTLE_S, Operat
 from controller.runtime.operations import NotPossible
 from events.fact import Fact
 from events.journal.memory import MemoryJournal, MemoryStream
+from events.journal.port import StreamEnd
 from events.observations import CommandRefused, DrainRequested
 
 WITHIN_S = 5.0
+
+
+class SlowJournal(MemoryJournal):
+    """Its answers are on their way for `slow_s`, by the clock of who asks."""
+
+    clock: VirtualClock
+    slow_s = 0.0
+    asked: Callable[[], None] = staticmethod(lambda: None)
+
+    async def end(self) -> StreamEnd:
+        end = await super().end()
+        self.asked()
+        if self.slow_s:
+            await self.clock.sleep(self.slow_s)
+        return end
 
 
 class Controller:
@@ -22,14 +38,15 @@ class Controller:
 
     def __init__(self, world: "Controllers", name: str) -> None:
         self.world, self.name = world, name
-        self.journal = MemoryJournal(world.stream, f"controller:{name}")
+        self.journal = SlowJournal(world.stream, f"controller:{name}")
+        self.journal.clock = world.clock
         self.stopped, self.read = False, 0
         self.acted: list[str] = []
         self.fails: Exception | None = None
         self.says_nothing = False
         self._backlog: list[Callable[[], None]] = []
         self.commands = OperatorCommands(
-            self.journal, world.clock, seq=self.catch_up, leading=lambda: world.leader == name,
+            self.journal, world.clock, seq=lambda: self.read, leading=lambda: world.leader == name,
             vacant=lambda: not world.leader,
         )  # fmt: skip
 
@@ -151,6 +168,35 @@ async def test_what_is_read_after_its_deadline_is_refused_and_journalled_as_refu
     await world.wait(5)
     assert (world.one.acted, world.two.acted) == ([], [])
     assert sorted(refused(world)) == [(command.id, True) for command in commands]
+
+
+async def test_who_stood_still_while_it_asked_for_the_time_does_not_take_it_for_the_present() -> None:
+    world = Controllers()
+    world.one.journal.slow_s = 2.0
+    one = world.one.hear(world.command(within_s=1))
+    await world.wait(10)
+    assert "its deadline was over" in (one.result() or {})["error"]
+    assert world.one.acted == []
+
+
+async def test_who_takes_over_first_reads_what_the_last_leader_has_said_at_the_end() -> None:
+    world = Controllers()
+    command = world.command()
+
+    def taken_over() -> (
+        None
+    ):  # the old leader's last word comes right after the question, and the lease with it
+        world.two.journal.asked = lambda: None
+        world.one.journal.observe(
+            DrainRequested(worker="w1", instance="i", command=command.id, until=command.deadline)
+        )
+        world.leader = "two"
+
+    world.two.journal.asked = taken_over
+    two = world.two.hear(command)
+    await world.wait(1)
+    assert two.result() == {"says": "w1 is to drain"}
+    assert world.two.acted == []
 
 
 async def test_a_fact_that_lands_after_its_deadline_is_refused_too() -> None:
