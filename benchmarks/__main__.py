@@ -35,6 +35,7 @@ BENCHMARKS = {
     "synthesizer": "benchmarks.simulation.synthesizer",
     "replay": "benchmarks.simulation.replay",
     "chaos": "benchmarks.failures.chaos",
+    "walk": "benchmarks.failures.walk",
     "many": "benchmarks.serving.many",
     "evictors": "benchmarks.router.evictors",
 }
