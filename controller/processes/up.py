@@ -204,7 +204,7 @@ class FleetSupervisor:
 
     async def _follow(self) -> None:
         """Hear from the journal, from now on, whom the fleet holds for dead."""
-        after: int | None = None
+        after, why = None, ""
         while True:
             try:
                 after = await self.journal.last_seq() if after is None else after
@@ -212,12 +212,13 @@ class FleetSupervisor:
                     children = {child.pid: child.name for child in self.children if child.pid is not None}
                     for recorded in batch:
                         self.exits.hear(recorded.fact, children)
-                    after = batch[-1].seq
+                    after, why = batch[-1].seq, ""
             except JournalUnavailable:
                 pass  # it is on its way back
             except HoldfastError as error:
-                warn(f"whom the fleet holds for dead cannot be read: {error}")
-                after = None
+                if str(error) != why:
+                    warn(f"whom the fleet holds for dead cannot be read: {error}")
+                after, why = None, str(error)
             await asyncio.sleep(FOLLOW_AGAIN_S)
 
     async def _until_ready(self, began: float) -> None:

@@ -31,6 +31,7 @@ from events.process.presence import Presence
 FLUSH_S = 1.0
 OBEYS_WITHIN_S = 2.0  # a process that is told to end: what it does with its grace is its own
 LOOK_S = 0.1
+LINKED_S = 1.5  # frontends say each second whom they hear
 STALE_S = 3.0  # a load report older than this is no news
 
 log = structlog.get_logger(__name__)
@@ -166,14 +167,17 @@ class ControlOperations:
 
     async def _end(self, known: Worker) -> str:
         """End a worker of which no good order can be had; say how. Raise NotPossible if it is out of reach and lives."""
-        name = known.joined.worker
-        if shares_process(self._sources.fleet(), known):  # a signal would end the others too
-            await ask(
-                self._bus, self._journal, name, subjects.retire(name), {"instance": known.joined.instance}
-            )
-            return f"{name} ends; its next instance takes its place"
-        if not known.alive and not self._processes.live(known):
+        name, shared = known.joined.worker, shares_process(self._sources.fleet(), known)
+        if (
+            not known.alive
+            and not self._processes.live(known)
+            and (not shared or self._processes.here(known))
+        ):
             return self._dead(known)
+        if shared:  # a signal would end the others too
+            body = {"instance": known.joined.instance}
+            await ask(self._bus, self._journal, name, subjects.retire(name), body)
+            return f"{name} ends; its next instance takes its place"
         why = "did not answer" if known.alive else f"is dead ({known.health.reason})"
         self._processes.send(known, signal.SIGTERM)
         with contextlib.suppress(NotPossible):  # it has ended meanwhile
@@ -184,8 +188,9 @@ class ControlOperations:
         return f"{name} {why}: its process ends; its supervisor starts it again"
 
     async def _obeys(self, known: Worker) -> bool:
-        """Say whether a process that was told to end does so in time, or can be heard to be about it."""
-        loop = asyncio.get_running_loop()
+        """Say whether a process that was told to end does so in time, or is heard to be about it: by us, or by a frontend, where
+        only its way to the broker is broken."""
+        loop, life = asyncio.get_running_loop(), (known.joined.worker, known.joined.instance)
         until = loop.time() + OBEYS_WITHIN_S
         while loop.time() < until:
             await asyncio.sleep(LOOK_S)
@@ -195,7 +200,7 @@ class ControlOperations:
                 with contextlib.suppress(Unanswered):
                     await self._stop(known)
                     return True
-        return False
+        return known.alive and self._beats.linked(*life, LINKED_S)
 
     def _living(self, name: str) -> Worker:
         known = self._known(name)

@@ -67,6 +67,16 @@ async def test_a_worker_that_hangs_is_restarted_and_may_leave_in_good_order_once
     assert [body["instance"] for body in heard] == ["w1-1", "w1-1"]
 
 
+async def test_a_worker_that_a_frontend_hears_is_not_killed_because_the_broker_does_not() -> None:
+    doubles = OperationsOverDoubles()
+    doubles.world.join("w1", pid=4711)
+    doubles.stubborn = True
+    await doubles.beats.start(doubles.bus)
+    await doubles.bus.publish(subjects.links("f"), {"frontend": "f", "workers": {"w1": "w1-1"}})
+    assert "w1 did not answer: its process ends;" in await doubles.operations.restart("w1", "ada")
+    assert doubles.signals == [(4711, TERM), (4711, CONT)]
+
+
 async def test_a_worker_that_refuses_to_stop_is_not_killed_for_it() -> None:
     doubles = OperationsOverDoubles()
     doubles.world.join("w1", pid=4711)
