@@ -37,7 +37,7 @@ class Parser(argparse.ArgumentParser):
         self.exit(USAGE, f"{self.prog}: {message}. See `{self.prog} --help`.\n")
 
 
-class Version(argparse.Action):
+class VersionAction(argparse.Action):
     """Prints which Holdfast this is, and ends."""
 
     def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> NoReturn:
@@ -105,7 +105,9 @@ def parser_for(names: Container[str]) -> Parser:
         epilog="`holdfast COMMAND --help` shows a command's flags. Exit codes: 0 done, 1 failed, 2 usage, 3 a finding.",
         allow_abbrev=False,
     )
-    parser.add_argument("--version", action=Version, nargs=0, help="say which version this is, and exit")
+    parser.add_argument(
+        "--version", action=VersionAction, nargs=0, help="say which version this is, and exit"
+    )
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", parser_class=Parser)
     for name, (text, prepare) in COMMANDS.items():
         command = commands.add_parser(name, help=text, description=text, allow_abbrev=False)
