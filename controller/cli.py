@@ -197,6 +197,14 @@ def _replay(parser: argparse.ArgumentParser) -> Run:
     return operator_commands.prepare_replay(parser)
 
 
+def _journal(parser: argparse.ArgumentParser) -> Run:
+    with without("aiohttp"):
+        from controller.commands import journal
+
+    data_flag(parser)
+    return journal.prepare(parser, Parser)
+
+
 def _database(parser: argparse.ArgumentParser) -> Run:
     with without("aiohttp"):
         from controller.commands import database
@@ -274,6 +282,7 @@ COMMANDS: dict[str, tuple[str, Callable[[argparse.ArgumentParser], Run]]] = {
     "restart": ("let workers end in good order, one after another, and come back", _operator("restart")),
     "chaos": ("break a worker on purpose, or heal it", _operator("chaos")),
     "replay": ("what happened, how it was, and why: read the journal", _replay),
+    "journal": ("what on the journal is no event, and what shall not count as one", _journal),
     "database": ("who may read and write the database, and how", _database),
     "simulate": ("drive the deciders through faults in virtual time", _simulate),
     "trace": ("analyze recorded requests, make more like them, and send them as load", _trace),

@@ -57,6 +57,10 @@ OWN: Mapping[str, tuple[str, Literal["gauge", "counter"]]] = {
         "Facts that did not fit into the spool, lay there for a week, or that the broker will never take",
         "counter",
     ),
+    "journal_skipped": (
+        "Messages on the journal that are no events, and that this process has stepped over",
+        "counter",
+    ),
     "spool_depth": ("Facts of this process that the journal has not taken yet", "gauge"),
     "spool_bytes": ("About how many bytes those take", "gauge"),
 }

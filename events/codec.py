@@ -1,13 +1,19 @@
 """How a fact travels: CloudEvents 1.0 in binary mode. Headers say what and whence, the body is the fact as JSON.
 
 Unknown fields in a body are ignored and missing optional ones take their default, so that an optional field may be
-added. An unknown kind is refused: a fold that skipped it would be wrong without anyone knowing.
+added. What only a newer version can have written, an unknown kind or an unknown word where only certain words may stand,
+is refused as `UnknownKind`: a fold that skipped it would be wrong without anyone knowing. Everything else that cannot be
+one of our facts is refused as `BadEvent`, and everybody steps over it (`events.journal.messages`).
+
+So what is refused here is for ever, as facts are: a version that refused more, or less, would fold another fleet of the
+same journal.
 """
 
 import re
 import secrets
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
+from dataclasses import fields
 from datetime import UTC, datetime
 from math import copysign, isfinite, isnan
 from sys import float_info
@@ -19,9 +25,13 @@ import msgspec
 from events import decisions
 from events.errors import HoldfastError
 from events.fact import Decision, Fact, Observation, Recorded
-from events.observations import canaries, requests, workers
+from events.narrow import narrowed
+from events.observations import canaries, journal, requests, workers
 
 TYPE_PREFIX = "holdfast."
+BODY_BYTES_MAX = 1024 * 1024  # of one event; the largest of ours have some ten thousand
+NAME_CHARS_MAX = 600  # of what rows are found by: an entry of Postgres' index takes 2,704 bytes
+YEAR_MIN, YEAR_MAX = 1970, 2999  # of an instant: a clock that has lost its battery, and room to compute
 
 
 class UnknownKind(HoldfastError):
@@ -29,13 +39,13 @@ class UnknownKind(HoldfastError):
 
 
 class BadEvent(HoldfastError):
-    """An event on the journal cannot be decoded: it is damaged, or something else wrote to the stream."""
+    """This is no event of ours: it is damaged, or something else wrote to the stream."""
 
 
 def _all_kinds() -> dict[str, type[Fact]]:
     found: dict[str, type[Fact]] = {}
     bases = {Fact, Observation, Decision}
-    for module in (workers, canaries, requests, decisions):
+    for module in (workers, canaries, requests, journal, decisions):
         for value in vars(module).values():
             if isinstance(value, type) and issubclass(value, Fact) and value not in bases:
                 found[value.kind()] = value
@@ -45,7 +55,29 @@ def _all_kinds() -> dict[str, type[Fact]]:
 
 KINDS: Mapping[str, type[Fact]] = _all_kinds()
 _encode = msgspec.json.Encoder().encode
-_decoders = {name: msgspec.json.Decoder(kind).decode for name, kind in KINDS.items()}
+with narrowed(KINDS.values()):
+    _decoders = {name: msgspec.json.Decoder(kind).decode for name, kind in KINDS.items()}
+_UNREADABLE = (msgspec.MsgspecError, KeyError, ValueError, RecursionError)
+_object = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
+_NAMES = {
+    "source",
+    "model",
+    "canary_key",
+    "canary",
+    "incident",
+}  # by which rows are found, beside what a subject names
+_of_kind = {
+    kind: (
+        tuple(
+            f.name
+            for f in fields(kind)
+            if f.name in _NAMES or (f.name == "worker" and issubclass(kind, Decision))
+        ),
+        tuple(f.name for f in fields(kind) if f.type is datetime),
+    )
+    for kind in KINDS.values()
+}
+_LOOKED_AT = {name for name, kind in KINDS.items() if _of_kind[kind][1] or {*_of_kind[kind][0]} - {"model"}}
 
 
 def new_id(now_ms: int | None = None) -> str:
@@ -119,62 +151,149 @@ def encode_headers(
 
 # The lines that NATS makes of `encode_headers`, in its order; what the broker asked for may follow. To read them so
 # takes a third of the time that it takes to sort any headers by name.
+_NAME = rf"[!-\U0010ffff]{{0,{NAME_CHARS_MAX}}}"
+_KIND, _NUMBER = "[a-z][a-z0-9_]{0,99}", "[0-9]{1,18}"
 _WRITTEN = re.compile(
-    r"NATS/1\.0\r\nce-specversion: 1\.0\r\nce-id: (\S*)\r\nce-type: holdfast\.(\S*)\r\nce-source: (\S*)\r\n"
-    r"ce-time: (\S*)\r\nce-datacontenttype: application/json\r\nNats-Msg-Id: \S*\r\nsource-number: (\d+)\r\n"
-    r"(?:through: (\d+)\r\n)?(?:correlation: (\S*)\r\n)?(?:causation: (\S*)\r\n)?(?:traceparent: \S*\r\n)?"
+    rf"NATS/1\.0\r\nce-specversion: 1\.0\r\nce-id: ({_NAME})\r\nce-type: holdfast\.({_KIND})\r\nce-source: ({_NAME})\r\n"
+    rf"ce-time: (2\S*\+00:00)\r\nce-datacontenttype: application/json\r\nNats-Msg-Id: \S*\r\nsource-number: ({_NUMBER})\r\n"
+    rf"(?:through: ({_NUMBER})\r\n)?(?:correlation: ({_NAME})\r\n)?(?:causation: ({_NAME})\r\n)?(?:traceparent: \S*\r\n)?"
     r"(?:Nats-\S*: \S*\r\n)*\r\n"
 ).fullmatch
+_type = re.compile(rf"holdfast\.({_KIND})").fullmatch
+_number = re.compile(_NUMBER).fullmatch
 
 
 def decode_written(seq: int, at: datetime, headers: bytes | None, body: bytes) -> Recorded | None:
-    """Return what `decode` makes of the same headers, sooner; None if they are not as `encode_headers` writes them."""
+    """Return what `decode` makes of the same headers, sooner; None if they are not as `encode_headers` writes them.
+    Raise UnknownKind or BadEvent."""
     written = _WRITTEN(headers.decode("utf-8", "replace")) if headers else None
     if written is None:
         return None
     id, kind, source, said, number, through, correlation, causation = written.groups("")
-    decoder = _decoders.get(kind) or _decoder(seq, kind)
+    if not (id and source):
+        return None
     try:
-        return Recorded(
-            seq, at, decoder(body), id, source, int(number), int(through) if through else 0, correlation, causation,
-            datetime.fromisoformat(said) if said else None,
-        )  # fmt: skip
-    except (msgspec.MsgspecError, ValueError) as error:
-        raise _bad(seq, kind, error) from error
+        fact = _decoders[kind](body)
+        said_at = datetime.fromisoformat(said)
+    except _UNREADABLE as error:
+        raise _refusal(kind, body, error) from error
+    if kind in _LOOKED_AT or len(body) > BODY_BYTES_MAX:
+        _look_at(fact, body)
+    return Recorded(
+        seq,
+        at,
+        fact,
+        id,
+        source,
+        int(number),
+        int(through) if through else 0,
+        correlation,
+        causation,
+        said_at,
+    )
 
 
 def decode(seq: int, at: datetime, headers: Mapping[str, str], body: bytes) -> Recorded:
-    """Return the event of one stream message. Raise UnknownKind or BadEvent, naming the sequence."""
-    kind = headers.get("ce-type", "").removeprefix(TYPE_PREFIX)
-    decoder = _decoder(seq, kind)
+    """Return the event of one stream message. Raise UnknownKind or BadEvent."""
+    named = _type(headers.get("ce-type", ""))
+    if headers.get("ce-specversion") != "1.0" or named is None:
+        raise BadEvent("it has not the CloudEvents headers of a fact of Holdfast")
+    return Recorded(
+        seq=seq,
+        at=at,
+        id=_header(headers, "ce-id", least=1),
+        source=_header(headers, "ce-source", least=1),
+        source_number=_count(headers, "source-number"),
+        through=_count(headers, "through"),
+        correlation=_header(headers, "correlation"),
+        causation=_header(headers, "causation"),
+        said_at=_said_at(headers.get("ce-time", "")),
+        fact=_fact(named[1], body),
+    )
+
+
+def _header(headers: Mapping[str, str], name: str, *, least: int = 0) -> str:
+    value = headers.get(name, "")
+    if not least <= len(value) <= NAME_CHARS_MAX or "\x00" in value:
+        raise BadEvent(f"{name}: {value[:40]!r} is no name of {least} to {NAME_CHARS_MAX} characters")
+    return value
+
+
+def _count(headers: Mapping[str, str], name: str) -> int:
+    value = headers.get(name, "0")
+    if _number(value) is None:
+        raise BadEvent(f"{name}: {value[:40]!r} is no number")
+    return int(value)
+
+
+def _said_at(text: str) -> datetime | None:
+    if not text:
+        return None
     try:
-        fact = decoder(body)
-        said = headers.get("ce-time")
-        return Recorded(
-            seq=seq,
-            at=at,
-            fact=fact,
-            id=headers["ce-id"],
-            source=headers.get("ce-source", ""),
-            source_number=int(headers.get("source-number", "0")),
-            through=int(headers.get("through", "0")),
-            correlation=headers.get("correlation", ""),
-            causation=headers.get("causation", ""),
-            said_at=datetime.fromisoformat(said) if said else None,
+        said = datetime.fromisoformat(text)
+    except ValueError as error:
+        raise BadEvent(f"ce-time: {error}") from error
+    if said.tzinfo is None:
+        raise BadEvent(f"ce-time: {text} has no time zone")
+    _check_year("ce-time", said)
+    return said
+
+
+def _fact(kind: str, body: bytes) -> Fact:
+    """Return the fact of a message's body. Raise UnknownKind or BadEvent."""
+    try:
+        fact = _decoders[kind](body)
+    except _UNREADABLE as error:
+        raise _refusal(kind, body, error) from error
+    if kind in _LOOKED_AT or len(body) > BODY_BYTES_MAX:
+        _look_at(fact, body)
+    return fact
+
+
+def _refusal(kind: str, body: bytes, error: Exception) -> UnknownKind | BadEvent:
+    """Return why a message is no fact that this version knows: a newer one may know it, or nobody can."""
+    try:
+        _check_size(body)
+        _object(body)  # as every fact's
+    except (*_UNREADABLE, BadEvent) as damage:
+        return BadEvent(f"its body is no {kind}: {damage}")
+    if kind not in KINDS:
+        return UnknownKind(f"of the kind {kind!r}, which this version does not know")
+    if str(error).startswith("Invalid enum value"):
+        return UnknownKind(f"a {kind} with a word that this version does not know: {error}")
+    return BadEvent(f"its body is no {kind}: {error}")
+
+
+def _look_at(fact: Fact, body: bytes) -> None:
+    """Raise BadEvent at a value that no fact of ours can have."""
+    if len(body) > BODY_BYTES_MAX:
+        _check_size(body)
+    names, instants = _of_kind[fact.__class__]
+    for field in names:
+        name = getattr(fact, field)
+        if len(name) > NAME_CHARS_MAX or "\x00" in name:
+            check_name(field, name)
+    for field in instants:
+        if not YEAR_MIN <= getattr(fact, field).year <= YEAR_MAX:
+            _check_year(field, getattr(fact, field))
+
+
+def _check_size(body: bytes) -> None:
+    if len(body) > BODY_BYTES_MAX:
+        raise BadEvent(f"its body has {len(body)} bytes; an event has at most {BODY_BYTES_MAX}")
+
+
+def check_name(what: str, name: str) -> None:
+    """Raise BadEvent if this can be no name: Postgres takes no NUL, and its indexes nothing of any length."""
+    if len(name) > NAME_CHARS_MAX or "\x00" in name:
+        raise BadEvent(
+            f"{what}: {name[:40]!r} is no name: it has {len(name)} characters, or a NUL among them"
         )
-    except (msgspec.MsgspecError, KeyError, ValueError) as error:
-        raise _bad(seq, kind, error) from error
 
 
-def _decoder(seq: int, kind: str) -> Callable[[bytes], Fact]:
-    decoder = _decoders.get(kind)
-    if decoder is None:
-        raise UnknownKind(f"event {seq} is of the unknown kind {kind!r}. {UnknownKind.__doc__}")
-    return decoder
-
-
-def _bad(seq: int, kind: str, error: Exception) -> BadEvent:
-    return BadEvent(f"event {seq} ({kind}) cannot be decoded: {error}")
+def _check_year(name: str, instant: datetime) -> None:
+    if not YEAR_MIN <= instant.year <= YEAR_MAX:
+        raise BadEvent(f"{name}: {instant} is not between the years {YEAR_MIN} and {YEAR_MAX}")
 
 
 def decode_body(kind: str, body: bytes) -> Fact:
@@ -184,7 +303,7 @@ def decode_body(kind: str, body: bytes) -> Fact:
         raise UnknownKind(f"the kind {kind!r} is unknown. {UnknownKind.__doc__}")
     try:
         return decoder(body)
-    except msgspec.MsgspecError as error:
+    except _UNREADABLE as error:
         raise BadEvent(f"a {kind} cannot be decoded: {error}") from error
 
 

@@ -27,7 +27,7 @@ class Fact:
 class Observation(Fact):
     """What the world reported. `entity` names the subject's second token, and the field that fills its third."""
 
-    entity: ClassVar[str] = "worker"  # one of worker, frontend, fleet, model
+    entity: ClassVar[str] = "worker"  # one of worker, frontend, fleet, event
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,6 +43,22 @@ class Decision(Fact):
     decided_at: datetime  # the deciding controller's clock
     cause: str = ""  # the event that led here: its ce-id, or decision:N
     incident: str = ""  # to which it belongs; empty: to none
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Skipped(Fact):
+    """What stands in the place of a message that is no event of ours, or that was quarantined: nobody folds it.
+
+    It is never written: whoever reads makes it of the message (`events.journal.messages`), so that the place is taken, and
+    everybody steps over it alike.
+    """
+
+    why: str  # in words
+    subject: str  # on which it was published, as far as it can be shown
+    bytes: int  # of its body
+    decided: bool = False  # it lies on a decision's subject: the fence of decisions has moved to it
+    unknown: bool = False  # a newer version may know it: who folds must stop here
+    quarantined: bool = False  # somebody has decided that it does not count
 
 
 @quickly_made

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from events.codec import KINDS
 from events.fact import Fact
+from events.narrow import INT_MAX
 
 INSTANTS = st.datetimes(datetime(2000, 1, 1), datetime(2100, 1, 1), timezones=st.just(UTC))
 JSON = st.recursive(
@@ -43,6 +44,7 @@ def facts_of(kind: type[Fact]) -> st.SearchStrategy[Fact]:
     """Return facts of one kind, with optional fields sometimes left out."""
     st.register_type_strategy(float, st.floats(allow_nan=False, allow_infinity=False))
     st.register_type_strategy(datetime, INSTANTS)
+    st.register_type_strategy(int, st.integers(0, INT_MAX))
     chosen = {f.name: MEETING[f.name] for f in fields(kind) if MEETING.get(f.name) is not None}
     return st.builds(kind, **chosen)
 

@@ -15,6 +15,7 @@ from events import codec, subjects
 from events import observations as o
 from events.decisions import Absorbed
 from events.fact import Decision, Fact, Observation, Recorded
+from events.journal import messages
 from events.journal.memory import MemoryStream
 from events.order import Order
 
@@ -194,6 +195,7 @@ async def publish(url: str, events: Sequence[Recorded]) -> int:
     """Put a made history on a real stream as it is, and return the last sequence."""
     client = await nats.connect(url)
     try:
+        decided = await _last_decided(client)
         for event in events:
             headers = codec.encode_headers(
                 event.fact, id=event.id, source=event.source, source_number=event.source_number,
@@ -201,7 +203,17 @@ async def publish(url: str, events: Sequence[Recorded]) -> int:
                 correlation=event.correlation,
             )  # fmt: skip
             body = codec.encode_body(event.fact)
+            if isinstance(event.fact, Decision):
+                headers |= messages.fence(decided)
             ack = await client.jetstream().publish(subjects.subject(event.fact), body, headers=headers)
+            decided = ack.seq if isinstance(event.fact, Decision) else decided
         return ack.seq
     finally:
         await client.close()
+
+
+async def _last_decided(client: nats.NATS) -> int:
+    try:
+        return int((await client.jetstream().get_last_msg(subjects.STREAM, subjects.DECIDED_ALL)).seq or 0)
+    except nats.js.errors.NotFoundError:
+        return 0

@@ -104,8 +104,8 @@ class MemoryStore:
             for row in rows:
                 tables.rows[name][row[: projection.KEYS.get(name, 1)]] = row
         self._remember(projection.history(events))
-        for event in events:
-            tables.events.setdefault(event.id, projection.event_row(event))
+        for row in projection.event_rows(events):
+            tables.events.setdefault(row[2], row)
         last = events[-1]
         tables.position = ReadPosition(last.seq, last.id, last.at, settled.position, DECIDERS_VERSION)
         self._keep(events, settled)
@@ -196,6 +196,10 @@ class MemoryFrozen:
     def __init__(self, reading: RowsRead, events: Sequence[projection.Row]) -> None:
         self.reading = reading
         self._events = events
+
+    async def locate(self, id: str) -> int | None:
+        """Return under which sequence an event is kept, by its ce-id."""
+        return next((int(row[0]) for row in self._events if row[2] == id), None)
 
     async def events(self, after: int) -> AsyncIterator[Sequence[Sequence[Any]]]:
         """Yield the rows of `fleet_events` above a sequence."""

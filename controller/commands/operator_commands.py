@@ -16,7 +16,7 @@ from controller.processes.operator_client import Operator, Unreachable, find, wh
 from controller.runtime.history import history
 from events import codec
 from events.errors import HoldfastError, UsageError
-from events.fact import Recorded
+from events.fact import Recorded, Skipped
 from events.process.presence import present
 
 Run = Callable[[argparse.Namespace], int]
@@ -164,7 +164,7 @@ async def until_lost(connected: Callable[[], bool], data: Path, url: str, look_s
 
 def _wanted(event: Recorded, args: argparse.Namespace) -> bool:
     fact = event.fact
-    if args.kind and fact.kind() != args.kind:
+    if isinstance(fact, Skipped) or (args.kind and fact.kind() != args.kind):
         return False
     mentions = (getattr(fact, name, None) for name in ("worker", "source", "target"))
     return not args.worker or args.worker in mentions

@@ -209,6 +209,10 @@ class FaultMetrics(MetricTable):
         "This frontend's own breaker: 0 closed, 1 open, 2 half-open.",
         "worker_id",
     )
+    skipped = counter(
+        "holdfast_journal_skipped",
+        "Messages on the journal that are no events, and that this process has stepped over.",
+    )
     panic = gauge("holdfast_panic", "1 while this frontend ignores its own breakers.", "model")
 
 

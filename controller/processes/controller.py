@@ -311,6 +311,7 @@ class ControllerProcess:
             "facts_acknowledged": said.acknowledged,
             "facts_retried": said.retried,
             "facts_dropped": said.dropped,
+            "journal_skipped": said.skipped,
             "spool_depth": self._journal.spool_depth,
             "spool_bytes": self._journal.spool_bytes,
         }

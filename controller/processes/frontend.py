@@ -28,9 +28,10 @@ from controller.processes import last_served as served
 from controller.processes.router_feeds import RouterFeeds, Service
 from controller.runtime.view import FleetView
 from events import subjects
+from events.codec import UnknownKind
 from events.decisions import HealthChanged
 from events.errors import HoldfastError
-from events.fact import Observation, Recorded
+from events.fact import Observation, Recorded, Skipped
 from events.fleet_key import FleetKey
 from events.nats.bus import Bus, NatsBus
 from events.nats.connection import DISCONNECTED
@@ -41,6 +42,7 @@ TICK_S = 0.1
 CHECK_S = 1.0  # clients that do not read
 LINKS_S = 1.0
 READY_S = 30.0
+AGAIN_S = 5.0  # until an event that stopped us is looked at again
 PREPARE_S = 2.0  # while other frontends get what comes
 BROKER_S = 2.0
 STATIC_PROFILE = Profile(
@@ -232,6 +234,8 @@ class FrontendProcess:
             workers = [worker for worker in fleet.workers.values() if worker.alive]
             self._plane.want({w.joined.worker: Address.of(w.joined) for w in workers if w.joined.url})
             feeds.absorb([worker.joined for worker in workers])
+        faults = director.metrics.faults
+        faults.skipped.inc(sum(isinstance(r.fact, Skipped) for r in batch))
         director.absorb(view.fleet, batch)
 
     async def _report_links(self, bus: Bus) -> None:
@@ -253,11 +257,16 @@ class FrontendProcess:
             faults.late_chunks.set(self._plane.late_chunks)
 
 
-async def _hold_on(view: FleetView) -> None:
-    try:
-        await view.run()
-    except HoldfastError as error:
-        log.error("journal_not_followed", why=str(error))
+async def _hold_on(view: FleetView, again_s: float = AGAIN_S) -> None:
+    """Follow the journal, past an event that this version does not know as soon as somebody has decided about it."""
+    while True:
+        try:
+            await view.run()
+        except UnknownKind:
+            await asyncio.sleep(again_s)
+        except HoldfastError as error:
+            log.error("journal_not_followed", why=str(error))
+            return
 
 
 async def follow_peers(director: Director, bus: Bus) -> None:

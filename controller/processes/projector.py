@@ -88,7 +88,7 @@ class ProjectorWatch:
     ) -> None:
         self._projector, self._journal, self._metrics = projector, journal, metrics
         self._ready_lag = ready_lag
-        self._restarts = 0
+        self._restarts = self._skipped = 0
         self.lag: int | None = None  # None: the journal cannot be asked
 
     async def run(self) -> None:
@@ -105,6 +105,9 @@ class ProjectorWatch:
             self._metrics.position.set(progress.projected)
             self._metrics.restarts.inc(progress.restarts - self._restarts)
             self._restarts = progress.restarts
+            skipped = self._journal.counters.skipped
+            self._metrics.skipped.inc(skipped - self._skipped)
+            self._skipped = skipped
             await asyncio.sleep(WATCH_S)
 
     def ready(self) -> str:

@@ -17,7 +17,7 @@ from controller.deciders.golden import Golden
 from controller.deciders.worker import LastCanary
 from events import codec
 from events.decisions import IncidentClosed, IncidentOpened, Knobs
-from events.fact import Decision, Fact, Recorded
+from events.fact import Decision, Fact, Recorded, Skipped
 from events.observations import ExposureUnknown, RequestExposed, RequestMigrated, WorkerJoined
 
 Row = tuple[Any, ...]
@@ -46,6 +46,7 @@ COLUMNS: dict[str, tuple[str, ...]] = {
 STATE = ("workers", "breakers", "goldens", "levels")  # rows that are a fleet's; the others are an event's
 KEYS = {"goldens": 2}  # columns of the key; one everywhere else
 INCIDENT_KINDS = (IncidentOpened.kind(), IncidentClosed.kind())
+COUNT_MAX = 2**31 - 1  # what a column of a small count holds, whatever somebody says
 _POSITIONS = ("closed", "open", "half_open")
 EVENT_COLUMNS = (
     "seq", "at", "id", "kind", "source", "source_number", "number", "through", "worker", "instance", "request",
@@ -77,6 +78,11 @@ def event_row(event: Recorded) -> Row:
     return row if "\\u0000" not in body else storable(row)
 
 
+def event_rows(events: Iterable[Recorded]) -> list[Row]:
+    """Return the rows of `fleet_events` for these events. What is no event of ours has none."""
+    return [event_row(event) for event in events if not isinstance(event.fact, Skipped)]
+
+
 def incident_of(event: Recorded) -> str | None:
     """Return the incident that an event belongs to; None if to none."""
     own = event.fact.incident if isinstance(event.fact, Decision) else None
@@ -87,7 +93,8 @@ def matches(event: Recorded, *, since: datetime | None, worker: str | None, inci
     """Say whether an event is one that `Archive.select` is asked for; what is None was not asked. The store in Postgres says
     the same in SQL (`adapters.postgres.reader`)."""
     return (
-        (since is None or event.at >= since)
+        not isinstance(event.fact, Skipped)
+        and (since is None or event.at >= since)
         and (worker is None or concerns(event.fact, worker))
         and (incident is None or incident_of(event) == incident)
     )
@@ -136,7 +143,8 @@ def migration_row(event: Recorded) -> Row:
     assert isinstance(fact, RequestMigrated)
     return storable((
         event.id, event.seq, event.at, fact.frontend, fact.request, fact.model, fact.source, fact.source_instance,
-        fact.target, fact.target_instance, fact.cause, fact.method, fact.tokens, fact.gap_ms, fact.attempt, fact.exact,
+        fact.target, fact.target_instance, fact.cause, fact.method, fact.tokens, fact.gap_ms,
+        min(fact.attempt, COUNT_MAX), fact.exact,
     ))  # fmt: skip
 
 
@@ -269,9 +277,10 @@ def worker_row(worker: Worker) -> Row:
 def breaker_row(worker: Worker) -> Row:
     """Return a worker's breaker's row."""
     breaker = worker.breaker
+    failures = min(max(breaker.request_failures, breaker.canary_failures), COUNT_MAX)
     return (
         breaker.worker, breaker.instance, breaker.position, _POSITIONS.index(breaker.position),
-        max(breaker.request_failures, breaker.canary_failures), breaker.trials_failed, breaker.retry_at, breaker.deadline,
+        failures, breaker.trials_failed, breaker.retry_at, breaker.deadline,
     )  # fmt: skip
 
 

@@ -6,9 +6,10 @@ from typing import Any
 
 from events import decisions as d
 from events import observations as o
-from events.fact import Fact, Recorded
+from events.fact import Fact, Recorded, Skipped
 
 TOKENS_SHOWN = 8
+SPAN_S_MAX = 1e9  # thirty years: what is said to have lasted longer never ended
 
 
 def line(event: Recorded, *, date: bool = False) -> str:
@@ -31,7 +32,7 @@ def span(seconds: float) -> str:
         return f"{seconds * 1000:.0f} ms"
     if seconds < 120:
         return f"{seconds:.3g} s"
-    return str(timedelta(seconds=round(seconds)))
+    return str(timedelta(seconds=round(min(seconds, SPAN_S_MAX))))
 
 
 def count(number: int, thing: str) -> str:
@@ -212,6 +213,7 @@ def _cap(f: d.WeightCapped) -> str:
 
 
 SENTENCES: dict[type[Fact], str | Callable[[Any], str]] = {
+    Skipped: "no event, everybody steps over it: {f.why}",
     o.WorkerJoined: _joined,
     o.WorkerAwaited: lambda f: f"{f.worker} is awaited{f.model and f' with {f.model}'}: {f.reason}",
     o.WorkerLeft: _left,
@@ -228,6 +230,9 @@ SENTENCES: dict[type[Fact], str | Callable[[Any], str]] = {
     o.MoveRequested: _move_requested,
     o.RestartRequested: lambda f: f"{f.by or 'somebody'} asked {f.worker} to restart",
     o.CommandRefused: _command_refused,
+    o.EventQuarantined: lambda f: (
+        f"{f.by or 'somebody'} decided that event {f.event} does not count: {f.why}"
+    ),
     o.ShutdownBegan: _began,
     o.DrainFinished: _drained,
     o.DeviceFaulted: _device_faulted,

@@ -12,6 +12,10 @@ class StoreSnapshot(Protocol):
 
     reading: RowsRead
 
+    async def locate(self, id: str) -> int | None:
+        """Return under which sequence an event is kept, by its ce-id; None: it is not."""
+        ...
+
     def events(self, after: int) -> AsyncIterator[Sequence[Sequence[Any]]]:
         """Yield the rows of `fleet_events` above a sequence, in order, in batches."""
         ...

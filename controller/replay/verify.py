@@ -21,7 +21,7 @@ from controller.runtime.history import history
 from events import codec
 from events.decisions import Absorbed, PolicyAdopted
 from events.errors import HoldfastError
-from events.fact import Decision, Fact, Recorded
+from events.fact import Decision, Fact, Recorded, Skipped
 from events.journal.port import Journal
 from events.order import Order
 
@@ -67,6 +67,7 @@ class VerifyReport:
     since: int = 0  # folded from here, from a snapshot; 0: from the start
     folded: int = 0  # events
     decided: int = 0  # decisions that were decided again, alike
+    foreign: int = 0  # messages that are no events of ours, or are quarantined: nobody folds them
     skipped: int = 0  # decisions of other deciders, or from before any policy was adopted
     skipped_versions: set[int] = field(default_factory=set)
     rows: int = 0  # compared, alike
@@ -96,6 +97,8 @@ class VerifyReport:
             said.append(
                 f"did not decide {self.skipped} decisions again: deciders version {of}, ours is {DECIDERS_VERSION}"
             )
+        if self.foreign:
+            said.append(f"stepped over {self.foreign} that are no events: see `holdfast journal inspect`")
         if self.lag:
             said.append(f"the projector is {self.lag} events behind")
         said.append(self.difference.text() if self.difference else "no difference")
@@ -132,6 +135,7 @@ class _Run:
         self._order: Order[Fleet] = order_from(snapshot)
         self._reading: RowsRead = frozen.reading
         self._position: ReadPosition = frozen.reading.position
+        self._frozen = frozen
         self._audit = _rows(frozen, self._order.last_seq)
         self._kept: Sequence[Any] | None = None  # the next row of the audit table
         self._history: dict[str, dict[Any, projection.Row]] = {
@@ -160,6 +164,7 @@ class _Run:
         pending = len(self._order.pending)
         self._order.take(event)
         self.report.folded += 1
+        self.report.foreign += isinstance(event.fact, Skipped)
         if event.seq <= self._position.seq:
             repeated = not isinstance(event.fact, Decision) and len(self._order.pending) == pending
             await self._compare_event(event, repeated)
@@ -228,8 +233,12 @@ class _Run:
         row = self._kept
         for part, found in projection.history([event]).items():
             self._remember(part, found)
+        if isinstance(event.fact, Skipped):
+            if row is None or row[0] > event.seq:
+                return
+            raise Differs(VerifyDifference("fleet_events", event.seq, event.fact.why, list(row)))
         if row is None or row[0] > event.seq:
-            if repeated:
+            if repeated or (await self._frozen.locate(event.id) or event.seq) < event.seq:
                 return  # the same event again: it is kept under its first sequence
             raise Differs(VerifyDifference("fleet_events", event.seq, _shown(event.fact), None))
         expected, names = projection.event_row(event), projection.EVENT_COLUMNS

@@ -12,9 +12,15 @@ PATIENCE_S = 30.0  # for the next batch of what is known to be there
 
 async def history(journal: Journal, after: int, until: int) -> AsyncIterator[Sequence[Recorded]]:
     """Yield the events above `after` up to `until`, in batches. Raise JournalUnavailable if no more of them comes."""
-    if until <= after:
-        return
-    batches = journal.read(after, until=until)
+    if until > after:
+        async for batch in patient(journal.read(after, until=until), after, until):
+            yield batch
+
+
+async def patient(
+    batches: AsyncIterator[Sequence[Recorded]], after: int, until: int
+) -> AsyncIterator[Sequence[Recorded]]:
+    """Yield what a reading from `after` to `until` gives. Raise JournalUnavailable if no more of it comes."""
     while True:
         try:
             async with asyncio.timeout(PATIENCE_S):

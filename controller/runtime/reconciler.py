@@ -92,7 +92,7 @@ class Reconciler:
         self._news.set()
 
     async def run(self) -> None:
-        """Read and decide for ever. Raise UnknownKind, BadEvent, OutOfOrder, StoreAhead or JournalChanged: stop."""
+        """Read and decide for ever. Raise UnknownKind, OutOfOrder, StoreAhead or JournalChanged: stop."""
         self.order, position = await begin(self._store)
         await same_history(self._journal, position)
         self._lease.listen(self._lease_changed)

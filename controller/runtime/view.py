@@ -50,6 +50,7 @@ class FleetView(FleetFold):
         self._store = store
         self._store_suffices_after_s = store_suffices_after_s
         self._audit_every_s = audit_every_s
+        self._began_at: ReadPosition | None = None  # where the store stood when we began
         self._ready = False
         self._ours = False  # the stream is the one that the store has folded
         self._decided = asyncio.Event()  # a flag: it is ready, or will never be
@@ -76,13 +77,15 @@ class FleetView(FleetFold):
             raise self.fault
 
     async def run(self) -> None:
-        """Follow for ever. Raise UnknownKind, BadEvent, OutOfOrder, StoreAhead or JournalChanged: the fleet stays."""
+        """Follow for ever. Raise UnknownKind, OutOfOrder, StoreAhead or JournalChanged: the fleet stays, and to run again is to
+        go on from there."""
         try:
-            self.order, position = await begin(self._store)
-            self._tell(())
+            if self._began_at is None:
+                self.order, self._began_at = await begin(self._store)
+                self._tell(())
             async with asyncio.TaskGroup() as tasks:
                 tasks.create_task(self._find_end())
-                await same_history(self._journal, position)
+                await same_history(self._journal, self._began_at)
                 self._ours = True
                 self._check_ready()
                 if self._store is not None:
@@ -99,13 +102,15 @@ class FleetView(FleetFold):
             raise first from None
 
     def _fail(self, error: HoldfastError) -> None:
-        self.fault = error
+        known, self.fault = str(self.fault), error
         self._decided.set()
-        log.error("view_stopped", seq=self.seq, why=str(error))
+        if known != str(error):
+            log.error("view_stopped", seq=self.seq, why=str(error))
 
     async def _follow(self) -> None:
         batches: AsyncIterator[Batch] = self._journal.read(self.seq)
         async for batch in batches:
+            self.fault = None
             self.take(batch)
             self._tell(batch)
             self._check_ready()

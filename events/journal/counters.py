@@ -1,6 +1,16 @@
 """What the journal has done since the process began, for the metrics."""
 
-from dataclasses import dataclass
+from collections import deque
+from dataclasses import dataclass, field
+
+import structlog
+
+from events.fact import Recorded, Skipped
+
+KNOWN_MAX = 10_000  # skipped messages that are recognised when they are read again
+TOLD_MAX = 100  # told of one by one
+
+log = structlog.get_logger(__name__)
 
 
 @dataclass
@@ -14,3 +24,22 @@ class JournalCounters:
     appends: int = 0
     appends_fenced: int = 0
     appends_unknown: int = 0
+    skipped: int = 0  # messages on the stream that are no events of ours; each once, however often it is read
+    _known: set[int] = field(default_factory=set)  # sequences of them
+    _oldest: deque[int] = field(default_factory=deque)
+
+    def note(self, event: Recorded) -> None:
+        """Count and tell of a message that was skipped. A process reads the stream more than once: each is told of once, and
+        beyond a hundred of them only the 128th, the 256th, and so on."""
+        fact = event.fact
+        if not isinstance(fact, Skipped) or fact.unknown or event.seq in self._known:
+            return
+        self._known.add(event.seq)
+        self._oldest.append(event.seq)
+        if len(self._oldest) > KNOWN_MAX:
+            self._known.discard(self._oldest.popleft())
+        self.skipped += 1
+        if self.skipped <= TOLD_MAX or self.skipped.bit_count() == 1:
+            log.warning(
+                "message_skipped", seq=event.seq, subject=fact.subject, why=fact.why, bytes=fact.bytes
+            )

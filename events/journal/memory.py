@@ -9,8 +9,13 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 
-from events import codec
-from events.fact import Decision, Fact, Observation, Recorded
+from events import codec, subjects
+from events.codec import UnknownKind
+from events.fact import Decision, Fact, Observation, Recorded, Skipped
+from events.journal import messages
+from events.journal.broker import parse_headers
+from events.journal.counters import JournalCounters
+from events.journal.messages import FENCE
 from events.journal.port import Fenced, JournalChanged, JournalUnavailable, StreamEnd
 
 BATCH_MAX = 1000  # events handed out at a time, decisions in one append: as the real one
@@ -22,7 +27,13 @@ class MemoryStream:
 
     events: list[Recorded] = field(default_factory=list)
     clock: Callable[[], datetime] = lambda: datetime.now(UTC)  # a broker has its own
-    decided: int = field(default=0, init=False)  # sequence of the last decision
+    decided: int = field(default=0, init=False)  # sequence of the last message on a decision's subject
+    quarantined: dict[int, Recorded] = field(
+        default_factory=dict, init=False
+    )  # by place: what quarantines it
+    _places: dict[int, str] = field(
+        default_factory=dict, init=False
+    )  # ids of what would be skipped, by sequence
     _reachable: bool = True
     _ids: dict[str, int] = field(default_factory=dict)
     _waiting: set[asyncio.Future[None]] = field(default_factory=set)
@@ -46,16 +57,39 @@ class MemoryStream:
             self.wake()
 
     def add(self, fact: Fact, headers: dict[str, str]) -> int:
-        """Store one message as a broker would: repeated ids are acknowledged and not stored again."""
-        known = self._ids.get(headers["ce-id"])
-        if known is not None:
-            return known
-        seq = len(self.events) + 1
-        self._ids[headers["ce-id"]] = seq
-        self.events.append(codec.decode(seq, self.clock(), headers, codec.encode_body(fact)))
+        """Store one fact as a broker would, a decision under the fence: repeated ids are acknowledged and not stored again."""
         if isinstance(fact, Decision):
+            headers = headers | messages.fence(self.decided)
+        return self.publish(subjects.subject(fact), codec.encode_body(fact), messages.as_sent(headers))
+
+    def publish(self, subject: str, body: bytes, headers: bytes | None = None) -> int:
+        """Store any message, as a broker does for whoever may publish. 0: it was refused, for its fence."""
+        named = parse_headers(headers)
+        id = named.get("Nats-Msg-Id", "")
+        if known := self._ids.get(id):
+            return known
+        if FENCE in named and named[FENCE] != str(self.decided):
+            return 0
+        seq = len(self.events) + 1
+        if id:
+            self._ids[id] = seq
+        event = messages.read(seq, self.clock(), subject.encode(), headers, body)
+        self.events.append(event)
+        self._places[seq] = messages.place_id(subject.encode(), body)
+        if subject.startswith(f"{subjects.DECIDED}."):
             self.decided = seq
+        if place := messages.quarantines(event):
+            self.quarantined.setdefault(place, event)
         return seq
+
+    def as_read(self, seq: int, unknown: bool) -> Recorded:
+        """Return what a reader makes of a message. Raise UnknownKind, unless `unknown` ones are wanted too."""
+        event = self.events[seq - 1]
+        if by := self.quarantined.get(seq):
+            return messages.step_over(event, by, self._places[seq])
+        if isinstance(event.fact, Skipped) and event.fact.unknown and not unknown:
+            raise messages.stops(event)
+        return event
 
     def wake(self) -> None:
         """Tell the readers that there is more."""
@@ -83,6 +117,7 @@ class MemoryJournal:
 
     def __init__(self, stream: MemoryStream, source: str) -> None:
         self.source = source if source.count(":") >= 2 else f"{source}:{codec.new_id()}"
+        self.counters = JournalCounters()
         self._stream = stream
         self._number = 0
         self._outbox: list[tuple[Observation, dict[str, str]]] = []
@@ -155,7 +190,15 @@ class MemoryJournal:
         stream.wake()
         return stream.decided
 
-    async def read(self, after: int, *, until: int | None = None) -> AsyncIterator[Sequence[Recorded]]:
+    def read(self, after: int, *, until: int | None = None) -> AsyncIterator[Sequence[Recorded]]:
+        return self._read(after, until, unknown=False)
+
+    def inspect(self, after: int, *, until: int) -> AsyncIterator[Sequence[Recorded]]:
+        return self._read(after, until, unknown=True)
+
+    async def _read(
+        self, after: int, until: int | None, *, unknown: bool
+    ) -> AsyncIterator[Sequence[Recorded]]:
         stream = self._stream
         if after > len(stream.events):
             raise JournalChanged(
@@ -166,7 +209,16 @@ class MemoryJournal:
                 await stream.grown()
                 continue
             end = after + BATCH_MAX if until is None else min(until, after + BATCH_MAX)
-            batch = stream.events[after:end]
+            batch: list[Recorded] = []
+            for seq in range(after + 1, min(end, len(stream.events)) + 1):
+                try:
+                    event = stream.as_read(seq, unknown)
+                except UnknownKind:
+                    if not batch:
+                        raise
+                    break  # what came before it is handed out first
+                batch.append(event)
+                self.counters.note(event)
             after = batch[-1].seq
             yield batch
 

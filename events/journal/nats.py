@@ -16,7 +16,7 @@ from nats.errors import MaxPayloadError
 from events import codec, subjects
 from events.errors import HoldfastError
 from events.fact import Decision, Observation, Recorded
-from events.journal import broker, stream
+from events.journal import broker, messages, stream
 from events.journal.acknowledged import ACKNOWLEDGED, AcknowledgedPosition
 from events.journal.broker import Ack
 from events.journal.cell import NatsCell
@@ -30,7 +30,6 @@ from events.journal.stream import StreamRefused, StreamState
 from events.journal.usage import JournalUsage, usage
 from events.nats.connection import CONNECT_TIMEOUT_S, DISCONNECTED, BrokerConnection
 
-FENCE = "Nats-Expected-Last-Subject-Sequence"
 APPEND_DEADLINE_S = 2.0
 APPEND_MAX = 1000  # decisions in one atomic batch: the server's own limit
 CLOSE_DEADLINE_S = 0.5
@@ -245,11 +244,13 @@ class NatsJournal:
                         last = place == len(decisions)
                         headers = self._decision_headers(decision, through)
                         if place == 1:
-                            headers |= {FENCE: str(after), f"{FENCE}-Subject": subjects.DECIDED_ALL}
+                            headers |= messages.fence(after)
                         if batch:
                             headers |= {"Nats-Batch-Id": batch, "Nats-Batch-Sequence": str(place)}
                             headers |= {"Nats-Batch-Commit": "1"} if last else {}
                         body = codec.encode_body(decision)
+                        if len(body) > codec.BODY_BYTES_MAX:
+                            raise MaxPayloadError
                         reply = address if last else ""
                         await client.publish(subjects.subject(decision), body, reply, headers)
                     answer = await future
@@ -278,8 +279,14 @@ class NatsJournal:
     # --- reading ----------------------------------------------------------------------------------------------------
 
     def read(self, after: int, *, until: int | None = None) -> AsyncIterator[Sequence[Recorded]]:
+        return self._reader(after, unknown=False).read(until)
+
+    def inspect(self, after: int, *, until: int) -> AsyncIterator[Sequence[Recorded]]:
+        return self._reader(after, unknown=True).read(until)
+
+    def _reader(self, after: int, *, unknown: bool) -> JournalReader:
         created = self.state.created if self.state is not None else None
-        return JournalReader(self.connection, self.counters, created, after).read(until)
+        return JournalReader(self.connection, self.counters, created, after, unknown=unknown)
 
     async def last_seq(self) -> int:
         return (await self.stream_state()).last_seq

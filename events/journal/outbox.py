@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 import structlog
 
+from events.codec import BODY_BYTES_MAX
 from events.journal.counters import JournalCounters
 from events.journal.spool import BYTES_MAX, OutboxMessage, Spool
 
@@ -71,6 +72,10 @@ class Outbox:
     def add(self, message: OutboxMessage) -> int | None:
         """Take one fact and return its token; beyond the bound it is dropped, counted and said."""
         self._counters.observed += 1
+        if len(message.body) > BODY_BYTES_MAX:  # whoever reads would step over it
+            self._counters.dropped += 1
+            log.error("fact_dropped", why="it is larger than an event may be", subject=message.subject)
+            return None
         if self.bytes + len(message.body) + OVERHEAD_BYTES > self._bytes_max:
             self._counters.dropped += 1
             if not self._full:

@@ -12,6 +12,7 @@ from typing import Protocol
 
 from events.errors import HoldfastError
 from events.fact import Decision, Observation, Recorded
+from events.journal.counters import JournalCounters
 
 
 class JournalUnavailable(HoldfastError):
@@ -43,6 +44,7 @@ class Journal(Protocol):
     """Where facts are kept, in one order."""
 
     source: str  # this process instance, as `ce-source`
+    counters: JournalCounters
 
     def observe(
         self, fact: Observation, *, correlation: str = "", causation: str = "", traceparent: str = ""
@@ -66,11 +68,17 @@ class Journal(Protocol):
         ...
 
     def read(self, after: int, *, until: int | None = None) -> AsyncIterator[Sequence[Recorded]]:
-        """Yield every event with a sequence above `after`, in order, in batches as they arrive.
+        """Yield every event with a sequence above `after`, in order, in batches as they arrive. What is no event of ours
+        is yielded in its place as `Skipped`, counted, and said in the log once.
 
         With `until`, end once that sequence has been yielded; else follow for ever, reconnecting by itself.
-        Raise UnknownKind, BadEvent, or JournalChanged if the stream has lost events that were not read.
+        Raise UnknownKind at an event that only a newer version can know, unless it was quarantined, and JournalChanged if
+        the stream has lost events that were not read.
         """
+        ...
+
+    def inspect(self, after: int, *, until: int) -> AsyncIterator[Sequence[Recorded]]:
+        """Yield as `read` does, for whoever only looks: also what only a newer version can know, as `Skipped`."""
         ...
 
     async def last_seq(self) -> int:

@@ -4,6 +4,9 @@ One ephemeral pull consumer without acknowledgements or filter, asked again befo
 can go silent (a restarted broker has forgotten it, a route was lost), so the broker sends idle heartbeats and
 whoever hears nothing makes a new one, from the last event read *inclusive*: if the broker now holds another event
 there, it lost what it had acknowledged, or is another stream, and going on would fold two histories into one.
+
+What is no event of ours is stepped over (`events.journal.messages`). Before an event that only a newer version can know,
+and at a place that is said to be quarantined, the broker is asked what has been decided about it.
 """
 
 import asyncio
@@ -16,9 +19,8 @@ import msgspec
 import structlog
 
 from events import codec, subjects
-from events.errors import HoldfastError
-from events.fact import Recorded
-from events.journal import stream
+from events.fact import Recorded, Skipped
+from events.journal import messages, stream
 from events.journal.broker import API, BrokerRefused, ask, delivered, parse_headers
 from events.journal.counters import JournalCounters
 from events.journal.port import JournalChanged, JournalUnavailable
@@ -44,7 +46,7 @@ log = structlog.get_logger(__name__)
 class _Inbox:
     """What has arrived and not been decoded. `stale` asks for a new consumer."""
 
-    waiting: list[tuple[bytes, bytes, bytes | None]] = field(default_factory=list)
+    waiting: list[tuple[bytes, bytes, bytes, bytes | None]] = field(default_factory=list)
     flag: asyncio.Event = field(default_factory=asyncio.Event)
     outstanding: int = 0  # events asked for and not arrived
     stale: str = ""
@@ -52,7 +54,7 @@ class _Inbox:
     def take(self, subject: bytes, reply: bytes, data: bytes, headers: bytes | None) -> None:
         """Called in the read loop."""
         if reply.startswith(b"$JS.ACK"):
-            self.waiting.append((reply, data, headers))
+            self.waiting.append((subject, reply, data, headers))
             self.outstanding -= 1
         else:
             status = parse_headers(headers)
@@ -67,7 +69,13 @@ class JournalReader:
     """One reading of the stream, from one position on."""
 
     def __init__(
-        self, connection: BrokerConnection, counters: JournalCounters, created: str | None, after: int
+        self,
+        connection: BrokerConnection,
+        counters: JournalCounters,
+        created: str | None,
+        after: int,
+        *,
+        unknown: bool,
     ) -> None:
         self._connection = connection
         self._counters = counters
@@ -77,22 +85,27 @@ class JournalReader:
         self._inbox = _Inbox()
         self._interest: Interest | None = None
         self._gap_at = -1  # position after which an event was missing
+        self._unknown = unknown  # also what only a newer version can know
+        self._said_quarantined: frozenset[int] = frozenset()  # places
+        self._quarantines: dict[int, Recorded | None] = {}  # what has been found of them, by place
         self._address = ""
         self._consumer = ""
 
     async def read(self, until: int | None) -> AsyncIterator[Sequence[Recorded]]:
-        """Yield batches until `until` has been yielded."""
+        """Yield batches until `until` has been yielded. Raise UnknownKind or JournalChanged."""
         self._connection.listen(self._connection_changed)
         try:
             while until is None or self._after < until:
                 await self._renew()
                 while not self._inbox.stale:
                     await self._top_up()
-                    batch = self._decode(until)
+                    batch, doubtful = self._decode(until)
                     if batch:
                         yield batch
                         if until is not None and self._after >= until:
                             return
+                    elif doubtful:
+                        await self._look_up(doubtful)
                     else:
                         await self._wait()
                 log.info("reader_resumes", after=self._after, why=self._inbox.stale)
@@ -117,6 +130,7 @@ class JournalReader:
 
     async def _check(self) -> None:
         found = await stream.state(self._connection)
+        self._said_quarantined = found.quarantined
         if self._created is None:
             self._created = found.created
         if found.created != self._created:
@@ -230,12 +244,20 @@ class JournalReader:
         self._inbox.waiting.clear()
         self._inbox.stale = self._inbox.stale or f"gap: {seq} follows {self._after}"
 
-    def _decode(self, until: int | None) -> list[Recorded]:
-        """Return what has arrived, checked for gaps. Raise UnknownKind or BadEvent."""
+    async def _look_up(self, seq: int) -> None:
+        """Learn whether a place is quarantined."""
+        try:
+            self._quarantines[seq] = await stream.quarantine(self._connection, seq)
+        except UNANSWERED as error:
+            self._inbox.stale = self._inbox.stale or repr(error)
+
+    def _decode(self, until: int | None) -> tuple[list[Recorded], int]:
+        """Return what has arrived, checked for gaps, and where it stops because something must be looked up (0: it does not).
+        Raise UnknownKind."""
         inbox = self._inbox
         taken, inbox.waiting = inbox.waiting[:BATCH_MAX], inbox.waiting[BATCH_MAX:]
         events: list[Recorded] = []
-        for place, (reply, body, raw) in enumerate(taken):
+        for place, (subject, reply, body, raw) in enumerate(taken):
             seq, nanoseconds = delivered(reply)
             if seq != self._after + 1:
                 self._gap(seq)
@@ -243,15 +265,26 @@ class JournalReader:
             if until is not None and seq > until:
                 break
             at = _EPOCH + timedelta(0, 0, nanoseconds // 1000)
-            try:
-                event = codec.decode_written(seq, at, raw, body)
-                if event is None:
-                    event = codec.decode(seq, at, parse_headers(raw), body)
-            except HoldfastError:
-                if not events:
-                    raise
-                inbox.waiting = taken[place:] + inbox.waiting  # what came before it is handed out first
-                break
+            event = messages.read(seq, at, subject, raw, body)
+            id = event.id
+            if event.fact.__class__ is Skipped or seq in self._said_quarantined:
+                judged = self._judge(event, messages.place_id(subject, body))
+                if judged is None:
+                    inbox.waiting = taken[place:] + inbox.waiting  # what came before it is handed out first
+                    return events, seq
+                event, id = judged, parse_headers(raw).get("ce-id", "")
             events.append(event)
-            self._after, self._last_id = seq, event.id
-        return events
+            self._after, self._last_id = seq, id
+        return events, 0
+
+    def _judge(self, event: Recorded, id: str) -> Recorded | None:
+        """Return what is handed out in place of a doubtful event; None if it must be looked up first. Raise UnknownKind."""
+        seq, unknown = event.seq, isinstance(event.fact, Skipped) and event.fact.unknown
+        if (unknown or seq in self._said_quarantined) and seq not in self._quarantines:
+            return None
+        if (by := self._quarantines.get(seq)) is not None:
+            event = messages.step_over(event, by, id)
+        elif unknown and not self._unknown:
+            raise messages.stops(event)
+        self._counters.note(event)
+        return event

@@ -4,6 +4,7 @@ A server drops configuration fields that it does not know without a word, and an
 by hand; so it is read back and compared, and what differs in a way that matters is refused with the reason.
 """
 
+import re
 from base64 import b64decode
 from dataclasses import dataclass
 from datetime import datetime
@@ -13,6 +14,7 @@ import structlog
 
 from events import subjects
 from events.errors import HoldfastError
+from events.fact import Recorded
 from events.journal.broker import (
     MESSAGE_NOT_FOUND,
     STREAM_EXISTS,
@@ -21,12 +23,17 @@ from events.journal.broker import (
     ask,
     parse_headers,
 )
+from events.journal.messages import QUARANTINES, quarantine_subject, quarantines, read
 from events.journal.port import JournalGone, JournalUnavailable
 from events.nats.connection import BrokerConnection
 from events.nats.urls import masked
 
 DUPLICATE_WINDOW_S = 120  # a convenience; folds recognise repetitions by number
 REPLICAS = 3  # in a cluster
+LOOKED_AT_MAX = (
+    100  # messages on a quarantine's subject: anything can lie there, and the first true one counts
+)
+PLACE = re.compile("[0-9]{1,18}").fullmatch  # a sequence
 NOT_YET = (10005, 10008, 10023, 10049)  # no suitable peers, no leader, no resources, no store: it may come
 
 log = structlog.get_logger(__name__)
@@ -47,6 +54,7 @@ class StreamState:
     bytes: int
     bytes_max: int  # -1: no limit but the disk
     at: datetime  # when this was so, by the clock that stamps the stream's events
+    quarantined: frozenset[int] = frozenset()  # places that somebody has said to be; only from `state`
 
 
 def wanted(replicas: int) -> dict[str, Any]:
@@ -158,7 +166,8 @@ async def _create(connection: BrokerConnection, replicas: int) -> dict[str, Any]
 async def state(connection: BrokerConnection) -> StreamState:
     """Return what the stream holds now. Raise JournalUnavailable (JournalGone: there is none) or Refused."""
     try:
-        return _state(await ask(connection, f"STREAM.INFO.{subjects.STREAM}"))
+        request = {"subjects_filter": QUARANTINES}
+        return _state(await ask(connection, f"STREAM.INFO.{subjects.STREAM}", request))
     except BrokerRefused as error:
         if error.code == STREAM_NOT_FOUND:
             raise _gone(connection) from error
@@ -169,6 +178,34 @@ def _gone(connection: BrokerConnection) -> JournalGone:
     return JournalGone(
         f"there is no stream {subjects.STREAM} at {masked(connection.url)}. {JournalGone.__doc__}"
     )
+
+
+async def quarantine(connection: BrokerConnection, seq: int) -> Recorded | None:
+    """Return the event that quarantines a place of the stream; None if nobody has. Raise JournalUnavailable or Refused."""
+    subject, after = quarantine_subject(seq), seq
+    for _ in range(LOOKED_AT_MAX):
+        try:
+            answer = await ask(
+                connection,
+                f"STREAM.MSG.GET.{subjects.STREAM}",
+                {"seq": after + 1, "next_by_subj": subject},
+            )
+        except BrokerRefused as error:
+            if error.code == MESSAGE_NOT_FOUND:
+                return None
+            raise
+        found = answer["message"]
+        after = int(found["seq"])
+        event = read(
+            after,
+            datetime.fromisoformat(found["time"]),
+            found["subject"].encode(),
+            b64decode(found.get("hdrs", "")),
+            b64decode(found.get("data", "")),
+        )
+        if quarantines(event) == seq:
+            return event
+    return None
 
 
 async def id_at(connection: BrokerConnection, seq: int) -> str | None:
@@ -184,6 +221,7 @@ async def id_at(connection: BrokerConnection, seq: int) -> str | None:
 
 def _state(answer: dict[str, Any]) -> StreamState:
     config, state = answer["config"], answer["state"]
+    named = (subject.split(".")[3] for subject in state.get("subjects") or ())
     return StreamState(
         created=answer["created"],
         first_seq=state["first_seq"],
@@ -192,4 +230,5 @@ def _state(answer: dict[str, Any]) -> StreamState:
         bytes=state["bytes"],
         bytes_max=config.get("max_bytes", -1),
         at=datetime.fromisoformat(answer["ts"]),
+        quarantined=frozenset(int(place) for place in named if PLACE(place)),
     )

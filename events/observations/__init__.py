@@ -19,6 +19,7 @@ from events.observations.canaries import (
     TopK,
     canary_key,
 )
+from events.observations.journal import EventQuarantined
 from events.observations.requests import (
     ExposureUnknown,
     FrontendObservation,
@@ -77,6 +78,7 @@ __all__ = [
     "DrainFinished",
     "DrainRequested",
     "EngineFaulted",
+    "EventQuarantined",
     "ExposureUnknown",
     "FrontendObservation",
     "GoldenDisputed",

@@ -245,10 +245,18 @@ async def test_the_process_refuses_a_kind_that_it_does_not_know(
     journal = await NatsJournal.connect(nats_url, "test:history")
     last = await publish(nats_url, History().start().events)
     client = await nats.connect(nats_url)
-    headers = {"ce-id": "x", "ce-type": "holdfast.worker_dreamt", "ce-source": "future", "source-number": "1"}
+    headers = {
+        "ce-specversion": "1.0",
+        "ce-id": "x",
+        "ce-type": "holdfast.worker_dreamt",
+        "ce-source": "future",
+    }
     await client.jetstream().publish("fleet.observed.worker.w0.worker_dreamt", b"{}", headers=headers)
     said = await refused(nats_url, database_url, tmp_path)
-    assert f"event {last + 1} is of the unknown kind 'worker_dreamt'" in said and "Upgrade" in said
+    assert (
+        f"event {last + 1}, on fleet.observed.worker.w0.worker_dreamt, is of the kind 'worker_dreamt'" in said
+    )
+    assert "Upgrade" in said and f"holdfast journal quarantine {last + 1}" in said
     await client.close()
     await journal.close()
     place = (await execute(database_url, "SELECT shown_seq FROM holdfast.projection"))[0]["shown_seq"]

@@ -18,6 +18,7 @@ from controller.runtime.canary.goldens import Vocabulary
 from controller.runtime.canary.loop import CanaryLoop
 from controller.runtime.canary.tools import Tools
 from controller.runtime.settings import CanarySettings
+from events import codec
 from events.fact import Fact, Recorded
 from events.journal.memory import MemoryJournal, MemoryStream
 from events.observations import Profile, WorkerJoined, canary_key
@@ -226,8 +227,11 @@ class World:
             if decisions:
                 through = self._order.last_seq
                 for decision in decisions:
-                    headers = {"ce-id": f"d{decision.number}", "ce-type": f"holdfast.{decision.kind()}"}
-                    self.stream.add(decision, {**headers, "through": str(through)})
+                    headers = codec.encode_headers(
+                        decision, id=f"d{decision.number}", source="c1", source_number=0, said_at=self.clock.now(),
+                        through=through,
+                    )  # fmt: skip
+                    self.stream.add(decision, headers)
 
     @contextlib.asynccontextmanager
     async def running(self) -> AsyncIterator["World"]:

@@ -26,7 +26,7 @@ from controller.adapters.postgres.link import Link
 from controller.read_model import rows as projection
 from events import codec
 from events.errors import HoldfastError
-from events.fact import Recorded
+from events.fact import Recorded, Skipped
 
 END_S = 5.0
 COLLECT_AT = 500_000  # objects: rows leave no cycles behind
@@ -73,7 +73,8 @@ class AuditHelper:
             if self._refused:
                 return False
             await self._start()
-        await self._send(_encode(([event.fact.kind() for event in events], events)))
+        kept = [event for event in events if not isinstance(event.fact, Skipped)]
+        await self._send(_encode(([event.fact.kind() for event in kept], kept)))
         return True
 
     async def flush(self) -> None:

@@ -136,6 +136,11 @@ class PostgresSnapshot:
         self.reading = reading
         self._connection = connection
 
+    async def locate(self, id: str) -> int | None:
+        """Return under which sequence an event is kept, by its ce-id."""
+        found: int | None = await self._connection.fetchval("SELECT seq FROM fleet_events WHERE id = $1", id)
+        return found
+
     async def events(self, after: int) -> AsyncIterator[Sequence[Sequence[Any]]]:
         """Yield the rows of `fleet_events` above a sequence, in order, in batches."""
         query = f"{_EVENTS} WHERE seq > $1 ORDER BY seq LIMIT {SELECT_BATCH}"

@@ -57,7 +57,7 @@ class Writer:
         writes: dict[str, Rows] = {**projection.changes(before, shown), **projection.history(events)}
         self._written = None  # until we know better
         snapshot = writes["append snapshots"] = await self._due(events, settled)
-        rows = [projection.event_row(event) for event in events] if audit else []
+        rows = projection.event_rows(events) if audit else []
         await self._write((*move, DECIDERS_VERSION), writes, rows, before is None)
         self._written = shown
         if snapshot:

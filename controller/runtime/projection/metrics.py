@@ -17,6 +17,10 @@ class ProjectorMetrics(MetricTable):
         "holdfast_projector_restarts",
         "Times the projector began anew from the store's place, after a fault or another projector",
     )
+    skipped = counter(
+        "holdfast_journal_skipped",
+        "Messages on the journal that are no events, and that this process has stepped over",
+    )
     batch = histogram("holdfast_projector_batch_events", "Events per transaction", bounds=BATCHES)
 
     def __init__(self, registry: CollectorRegistry) -> None:

@@ -92,8 +92,7 @@ class Projector:
         self.progress = Progress()
 
     async def run(self) -> None:
-        """Project for ever. Raise StoreAhead, StoreLost, JournalChanged, UnknownKind, BadEvent or OutOfOrder: see a
-        person."""
+        """Project for ever. Raise StoreAhead, StoreLost, JournalChanged, UnknownKind or OutOfOrder: see a person."""
         wait_s = WAIT_MIN_S
         while True:
             before = self.progress.batches

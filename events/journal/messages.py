@@ -1,0 +1,155 @@
+"""Is this message of the stream an event of ours? Whoever may publish can put anything there, by mistake or not.
+
+What is not is stepped over by everybody alike: its place is taken by a `Skipped`, which nobody folds. Whether it is one
+follows from the message alone, so that every process, every version and every replay skips the same.
+
+    no event of ours      other headers, a body that is no such fact, a value that cannot be, another subject than the fact's,
+                          a decision that was not written under the fence
+    perhaps a newer one   our headers, and a kind or a word that this version does not know: who folds stops there, until
+                          Holdfast is upgraded or the place is quarantined (`EventQuarantined`)
+
+The fence of decisions counts what lies on their subjects, whatever it is: so a `Skipped` says whether it does.
+"""
+
+import re
+from collections.abc import Callable, Mapping
+from datetime import datetime
+from operator import attrgetter
+from typing import Any
+
+from xxhash import xxh3_64_hexdigest
+
+from events import codec, subjects
+from events.codec import BadEvent, UnknownKind
+from events.fact import Decision, Fact, Observation, Recorded, Skipped
+from events.frozen import replace
+from events.journal.broker import parse_headers
+from events.observations import EventQuarantined
+
+FENCE = "Nats-Expected-Last-Subject-Sequence"
+SHOWN_CHARS_MAX = 300  # of a subject, and of why it was skipped
+QUARANTINES = f"{subjects.OBSERVED}.event.*.{EventQuarantined.kind()}"
+
+_DECIDED = f"{subjects.DECIDED}.".encode()
+# The first decision of an append: the broker has compared. The others of its batch are taken with it, or not at all.
+_fenced = re.compile(
+    rf"\r\n{FENCE}: [0-9]+\r\n{FENCE}-Subject: {re.escape(subjects.DECIDED_ALL)}\r\n"
+    rf"|\r\nNats-Batch-Sequence: (?!1\r)".encode()
+).search
+_Place = tuple[
+    type[Fact], Callable[[Any], Any], Any
+]  # a kind, its field that the subject names, and the name
+_places: dict[bytes, _Place] = {}  # of observations, by subject; bounded
+_PLACES_MAX = 8192
+
+
+def read(seq: int, at: datetime, subject: bytes, headers: bytes | None, body: bytes) -> Recorded:
+    """Return the event of a message, or what stands in its place. Never fails."""
+    try:
+        event = codec.decode_written(seq, at, headers, body)
+        if event is None:
+            event = codec.decode(seq, at, parse_headers(headers), body)
+        fact, place = event.fact, _places.get(subject)
+        if place is None or place[0] is not fact.__class__ or place[1](fact) != place[2]:
+            _check_place(fact, subject, headers or b"")
+        return event
+    except BadEvent as error:
+        return _skipped(seq, at, subject, body, str(error))
+    except UnknownKind as error:
+        return _skipped(seq, at, subject, body, str(error), unknown=_may_be(subject, headers))
+
+
+def fence(after: int) -> dict[str, str]:
+    """Return the headers by which the broker takes a decision only if nothing lies on the decisions' subjects after `after`."""
+    return {FENCE: str(after), f"{FENCE}-Subject": subjects.DECIDED_ALL}
+
+
+def _check_place(fact: Fact, subject: bytes, headers: bytes) -> None:
+    """Raise BadEvent if a fact does not lie where it belongs. Otherwise remember that it does."""
+    if isinstance(fact, Observation):
+        named = attrgetter("entity" if fact.entity == "fleet" else fact.entity)
+        codec.check_name(fact.entity, str(named(fact)))
+    if subject != (right := subjects.subject(fact)).encode():
+        raise BadEvent(f"its fact, {fact.kind()}, belongs on {right}")
+    if isinstance(fact, Observation):
+        if len(_places) >= _PLACES_MAX:
+            _places.clear()
+        _places[subject] = (fact.__class__, named, named(fact))
+    elif not _fenced(headers):
+        raise BadEvent(
+            f"its decision, {fact.kind()}, was not written under the fence: no controller has taken it"
+        )
+
+
+def _skipped(
+    seq: int, at: datetime, subject: bytes, body: bytes, why: str, *, unknown: bool = False
+) -> Recorded:
+    fact = Skipped(
+        why=why[:SHOWN_CHARS_MAX],
+        subject=subject[:SHOWN_CHARS_MAX].decode("utf-8", "replace"),
+        bytes=len(body),
+        decided=subject.startswith(_DECIDED),
+        unknown=unknown,
+    )
+    return Recorded(seq, at, fact, place_id(subject, body))
+
+
+def place_id(subject: bytes, body: bytes) -> str:
+    """Return the id of what is skipped. It follows from the message: a stream that was made anew has another one there."""
+    return f"skipped:{xxh3_64_hexdigest(subject + b' ' + body)}"
+
+
+def step_over(event: Recorded, by: Recorded, id: str) -> Recorded:
+    """Return what stands in the place of an event that is quarantined, whether this version knows it or not. `id` is that
+    of its place."""
+    fact, said = event.fact, by.fact
+    assert isinstance(said, EventQuarantined)
+    why = f"quarantined by {said.by or 'somebody'} at {by.seq}: {said.why}"[:SHOWN_CHARS_MAX]
+    if isinstance(fact, Skipped):
+        fact = replace(fact, why=why, unknown=False, quarantined=True)
+    else:
+        fact = Skipped(
+            why=why,
+            subject=subjects.subject(fact),
+            bytes=len(codec.encode_body(fact)),
+            decided=isinstance(fact, Decision),
+            quarantined=True,
+        )
+    return Recorded(event.seq, event.at, fact, id)
+
+
+def quarantines(event: Recorded) -> int | None:
+    """Return which place an event quarantines: one before its own; None if it does not."""
+    fact = event.fact
+    return fact.event if isinstance(fact, EventQuarantined) and 0 < fact.event < event.seq else None
+
+
+def quarantine_subject(seq: int) -> str:
+    """Return the subject on which a place of the stream is quarantined."""
+    return QUARANTINES.replace("*", str(seq))
+
+
+def stops(event: Recorded) -> UnknownKind:
+    """Return what is raised at an event that may be a newer version's."""
+    fact = event.fact
+    assert isinstance(fact, Skipped)
+    return UnknownKind(
+        f"event {event.seq}, on {fact.subject}, is {fact.why}. If a newer Holdfast wrote it: Upgrade this one before "
+        f"reading on. If not: `holdfast journal quarantine {event.seq} --why TEXT` has everybody step over it."
+    )
+
+
+def _may_be(subject: bytes, headers: bytes | None) -> bool:
+    """Say whether a message lies where a fact of its kind would, and so may be a newer version's."""
+    kind = parse_headers(headers).get("ce-type", "").removeprefix(codec.TYPE_PREFIX)
+    prefix, *rest = subject.decode("utf-8", "replace").removeprefix("fleet.").split(".")
+    if prefix == "decided":
+        return rest == [kind] and _fenced(headers or b"") is not None
+    return prefix == "observed" and len(rest) == 3 and rest[-1] == kind
+
+
+def as_sent(headers: Mapping[str, str]) -> bytes:
+    """Return headers as they go over the wire."""
+    return "".join(
+        ["NATS/1.0\r\n", *(f"{name}: {value}\r\n" for name, value in headers.items()), "\r\n"]
+    ).encode()

@@ -1,0 +1,95 @@
+"""Somebody publishes nonsense on the journal's subjects: the fleet goes on, and can say what it was."""
+
+import asyncio
+import json
+from datetime import UTC, datetime
+from pathlib import Path
+
+import nats
+from fleet import holdfast, running, streamed, undisturbed
+
+from controller.demo.fleet import DemoFleet
+from controller.processes.operator_client import find, read_all
+from events import codec
+from events.fact import Skipped
+from events.observations import Profile, WorkerHeard, WorkerJoined
+
+HEARD = WorkerHeard(worker="w0", instance="i", observer="nobody")
+NOTHING = Profile(kv_blocks=0, block_tokens=0, max_batch=0, prefill_tokens_per_s=0.0, tpot_ms=())
+JOINED = WorkerJoined(
+    worker="w\x01-\u2028", instance="i", url="nonsense", model="sim", revision="", tokenizer="builtin:sim",
+    engine="simulated", engine_version="", dtype="", tp=0, device="", profile=NOTHING, canary_key="", pid=0,
+    context_tokens=0, dp=0,
+)  # fmt: skip
+
+
+def headers(fact: WorkerHeard | WorkerJoined, kind: str = "") -> dict[str, str]:
+    made = codec.encode_headers(
+        fact, id=codec.new_id(), source="stranger:x", source_number=1, said_at=datetime.now(UTC)
+    )
+    return {**made, "ce-type": f"holdfast.{kind or fact.kind()}"}
+
+
+async def test_nonsense_stops_nobody_and_an_unknown_kind_only_until_it_is_quarantined(tmp_path: Path) -> None:
+    async with running(tmp_path, "--workers", "2") as fleet:
+        await fleet.healthy(2)
+        before = await fleet.until(lambda s: s["projector"]["lag"] == 0)
+        pids = {p["name"]: p["pid"] for p in before["processes"]}
+        broker = await nats.connect(find(fleet.data)["nats_url"])
+        stream = broker.jetstream()
+        nasty = [
+            await stream.publish("fleet.observed.worker.w0.canary_passed", b"no headers"),
+            await stream.publish("fleet.observed.worker.w0.worker_heard", b"{bad", headers=headers(HEARD)),
+            await stream.publish(
+                "fleet.observed.worker.w0.worker_heard", bytes(4_000_000), headers=headers(HEARD)
+            ),
+            await stream.publish("fleet.decided.health_changed", b"\x00\xff"),
+        ]
+        await stream.publish(
+            "fleet.observed.worker.w_-_.worker_joined", codec.encode_body(JOINED), headers=headers(JOINED)
+        )
+        drained = await asyncio.to_thread(holdfast, "drain", "w1", "--data", str(fleet.data))
+        assert drained.returncode == 0, drained.stderr
+        after = await fleet.until(lambda s: s["projector"]["lag"] == 0 and health(s, "w1") == "DRAINING")
+        assert {p["name"]: p["pid"] for p in after["processes"]} == pids, "nobody has been started again"
+        for command in (["events"], ["replay", "verify"], ["replay", "timeline"], ["replay", "rebuild"]):
+            ran = await asyncio.to_thread(holdfast, *command, "--data", str(fleet.data))
+            assert ran.returncode == 0, ran.stdout + ran.stderr
+        assert await streamed(fleet, [300, 301, 302], 16) == undisturbed([300, 301, 302], 16)
+        looked = await asyncio.to_thread(
+            holdfast, "journal", "inspect", "-o", "json", "--data", str(fleet.data)
+        )
+        assert looked.returncode == 0, looked.stderr
+        found = json.loads(looked.stdout)["messages"]
+        assert [m["seq"] for m in found] == [ack.seq for ack in nasty] and {m["state"] for m in found} == {
+            "skipped"
+        }
+        assert len([e for e in await read_all(fleet.data) if isinstance(e.fact, Skipped)]) == len(nasty)
+
+        async with asyncio.timeout(120):
+            await quarantined(fleet, broker)
+        await broker.close()
+
+
+async def quarantined(fleet: DemoFleet, broker: nats.NATS) -> None:
+    """Publish what may be a newer version's: those who fold stop, until an operator has decided."""
+    place = ["--data", str(fleet.data)]
+    unknown = headers(HEARD, "worker_dreamt")
+    seq = (
+        await broker.jetstream().publish("fleet.observed.worker.w0.worker_dreamt", b"{}", headers=unknown)
+    ).seq
+    looked = await asyncio.to_thread(holdfast, "journal", "inspect", *place)
+    assert looked.returncode == 3 and f"holdfast journal quarantine {seq} --why" in looked.stdout
+    while f"event {seq}, on" not in (fleet.data / "logs" / "projector.log").read_text():  # noqa: ASYNC110
+        await asyncio.sleep(0.1)
+    assert (await asyncio.to_thread(holdfast, "replay", "verify", *place)).returncode == 1
+    decided = await asyncio.to_thread(holdfast, "journal", "quarantine", str(seq), "--why", "a slip", *place)
+    assert decided.returncode == 0, decided.stderr
+    await fleet.until(lambda s: (s["projector"]["lag"], s["journal"]["last_seq"] > seq) == (0, True), 60)
+    verified = await asyncio.to_thread(holdfast, "replay", "verify", *place)
+    assert verified.returncode == 0, verified.stdout + verified.stderr
+    assert await streamed(fleet, [400, 401], 16) == undisturbed([400, 401], 16)
+
+
+def health(status: dict, worker: str) -> str:  # type: ignore[type-arg]
+    return next((str(w["health"]) for w in status["workers"] if w["id"] == worker), "")
