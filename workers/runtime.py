@@ -205,10 +205,10 @@ async def _connect(settings: WorkerSettings, instance: str) -> FleetLinks:
     role = "watch" if settings.watch_only else "worker"
     source = f"{role}:{settings.name}:{instance}"
     if not settings.nats_url:
-        return FleetLinks(MemoryJournal(MemoryStream(), source), None)
+        return FleetLinks(MemoryJournal(MemoryStream(), f"{role}:{settings.name}"), None)
     spool = settings.data / "spool" / f"{role}-{settings.name}"
     journal, bus = await asyncio.gather(
-        NatsJournal.connect(settings.nats_url, source, spool, wait_s=BROKER_S, make=False),
+        NatsJournal.connect(settings.nats_url, f"{role}:{settings.name}", spool, wait_s=BROKER_S, make=False),
         NatsBus.connect(settings.nats_url, source, wait_s=BROKER_S, echo=False),
     )
     channels = None

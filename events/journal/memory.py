@@ -116,7 +116,7 @@ class MemoryJournal:
     """One process instance's handle on a MemoryStream."""
 
     def __init__(self, stream: MemoryStream, source: str) -> None:
-        self.source = source if source.count(":") >= 2 else f"{source}:{codec.new_id()}"
+        self.source = f"{source}:{codec.new_id()}"
         self.counters = JournalCounters()
         self._stream = stream
         self._number = 0

@@ -98,8 +98,7 @@ class NatsJournal:
         except SpoolUnusable:
             await connection.close()
             raise
-        name = source if source.count(":") >= 2 else f"{source}:{life}"
-        journal = cls(connection, name, spool, replicas, append_deadline_s, make)
+        journal = cls(connection, f"{source}:{life}", spool, replicas, append_deadline_s, make)
         try:
             await journal._start()
         except BaseException:

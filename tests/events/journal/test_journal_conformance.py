@@ -64,10 +64,11 @@ async def test_what_is_said_is_read_as_it_was_said(make: Make) -> None:
     assert event.at.tzinfo is not None and event.said_at is not None
 
 
-async def test_a_source_is_one_life_of_a_process(make: Make) -> None:
-    first, second = await make("worker:w1"), await make("worker:w1")
-    assert first.source.startswith("worker:w1:")
-    assert first.source != second.source
+@pytest.mark.parametrize("name", ["worker:w1", "worker:w1:i1", "worker:a:b:c"])
+async def test_a_source_is_one_life_of_a_process_whatever_it_is_called(make: Make, name: str) -> None:
+    first, second = await make(name), await make(name)
+    assert first.source.startswith(f"{name}:")
+    assert first.source != second.source, "its numbers begin at 1 again, and would be taken for repetitions"
 
 
 async def test_each_source_numbers_its_facts_from_one_without_a_gap_and_in_order(make: Make) -> None:
@@ -152,6 +153,24 @@ async def test_a_controller_that_has_not_read_the_last_decision_is_fenced(make: 
         await second.append([absorbed(1), absorbed(2)], through=0, after=0)
     assert await first.last_seq() == last
     assert await second.append([absorbed(2), absorbed(3)], through=0, after=last) == last + 2
+
+
+async def test_what_identifies_an_event(make: Make) -> None:
+    """As docs/events.md says it: source and number of observations, the number of decisions, and the id of all."""
+    first, second = await make("controller:c1"), await make("controller:c1")
+    for journal in (first, second, first):
+        journal.observe(drain())
+        assert await journal.flush(5)
+    after = await first.append([absorbed(1), absorbed(2)], through=3, after=0)
+    last = await second.append([absorbed(3)], through=3, after=after)
+    events = await read(first, 0, last)
+    observed = [event for event in events if not isinstance(event.fact, Decision)]
+    decided = [event for event in events if isinstance(event.fact, Decision)]
+    assert len({event.id for event in events}) == len(events) == 6
+    pairs = [(event.source, event.source_number) for event in observed]
+    assert pairs == [(first.source, 1), (second.source, 1), (first.source, 2)]
+    assert {event.source_number for event in decided} == {0}, "the fleet counts them, not who said them"
+    assert [event.fact.number for event in decided if isinstance(event.fact, Decision)] == [1, 2, 3]
 
 
 async def test_observations_do_not_move_the_fence(make: Make) -> None:
