@@ -24,11 +24,12 @@ DEPARTED_MAX = 1000  # remembered; beyond, the first that left is not, of those 
 class ForgettingPolicy:
     """How long a dead worker is shown."""
 
-    forget_after: timedelta = timedelta(minutes=10)
+    forget_after: timedelta | None = timedelta(minutes=10)  # None: for ever
     __pydantic_config__ = STRICT
 
     def __post_init__(self) -> None:
-        at_least(0, forget_after=self.forget_after)
+        if self.forget_after is not None:
+            at_least(0, forget_after=self.forget_after)
 
 
 def decide(policy: ForgettingPolicy, worker: Worker, awaited: bool, now: datetime) -> tuple[Decision, ...]:
@@ -43,7 +44,7 @@ def decide(policy: ForgettingPolicy, worker: Worker, awaited: bool, now: datetim
 
 def due_at(policy: ForgettingPolicy, worker: Worker) -> datetime | None:
     """Return from when on time has passed enough."""
-    if worker.alive:
+    if worker.alive or policy.forget_after is None:
         return None
     return (worker.health.dead_since or LONG_AGO) + policy.forget_after
 

@@ -42,7 +42,11 @@ class FleetPolicy:
         """This policy as `PolicyAdopted` carries it. Reckoned once: it is compared at every settle."""
         written = dump(self)
         assert isinstance(written, dict)
-        return written
+        return {name: part for name, part in written.items() if part != BEFORE.get(name)}
+
+
+BEFORE: Mapping[str, Any] = {"forgetting": {"forget_after": None}}
+"""What was done before there was a policy for it: it is not written down, so that an old policy is what it was."""
 
 
 def dump(value: Any) -> Any:
@@ -59,11 +63,12 @@ def dump(value: Any) -> Any:
 
 
 def load(written: Mapping[str, Any]) -> FleetPolicy:
-    """Return the policy that `dump` has written. Unknown names are ignored, missing ones take their default.
+    """Return the policy that `dump` has written. Unknown names are ignored, missing ones take their default, but for what
+    nobody did before there was a policy for it: so an old journal is decided again as it was.
 
     Raise ValueError where a value makes no sense.
     """
-    return _load(FleetPolicy, written)
+    return _load(FleetPolicy, {**BEFORE, **written})
 
 
 def _load(kind: type[T], written: Mapping[str, Any]) -> T:

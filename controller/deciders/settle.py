@@ -37,7 +37,7 @@ from events.fact import Decision, Recorded
 from events.frozen import replace
 from events.observations import Profile
 
-DECIDERS_VERSION = 5  # grows whenever the same facts would lead to another decision
+DECIDERS_VERSION = 4  # grows whenever the same facts would lead to another decision
 MOVES_MAX = 8  # of one machine of one worker in one stratum
 DECISIONS_MAX = (
     1000  # of one settle, beside those per worker: more is a mistake of ours, which must not run for ever
@@ -140,7 +140,7 @@ def _adopt(s: _Settling) -> None:
 
 def _goldens(s: _Settling) -> None:
     goldens = s.fleet.goldens
-    open_ = [key for key, state in goldens.items() if state.status != "agreed"]
+    open_ = [key for key, state in goldens.items() if state.status != "agreed" or state.configured]
     for key in sorted(open_):
         for decision in golden.decide(s.policy.golden, s.fleet.goldens[key], s.now):
             s.keep(decision)

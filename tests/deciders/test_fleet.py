@@ -40,6 +40,7 @@ from controller.deciders.fleet import (
     load,
     settle,
 )
+from controller.deciders.forgetting import ForgettingPolicy
 from controller.deciders.health_moves import HealthPolicy
 from events.decisions import PolicyAdopted
 from events.fact import Decision, Recorded
@@ -73,7 +74,7 @@ def test_a_policy_survives_the_journal() -> None:
 
 
 def test_an_older_or_newer_policy_loads_with_defaults() -> None:
-    assert load({}) == FleetPolicy()
+    assert load({}) == replace(FleetPolicy(), forgetting=ForgettingPolicy(forget_after=None))
     assert load({"health": {"trials_max": 2, "unheard_of": 1}, "tomorrow": {}}).health.trials_max == 2
     assert dump(load(FleetPolicy().adopted)) == FleetPolicy().adopted
 

@@ -39,9 +39,13 @@ def test_a_story_is_folded_alike_by_who_reads_it_afresh_under_whatever_policy() 
     assert order.shown == story.fleet and "w0" not in order.shown.workers
 
 
-def test_a_policy_from_before_this_setting_takes_its_default() -> None:
+def test_a_policy_from_before_this_setting_forgets_nobody() -> None:
+    """So that what was decided under it is decided again alike."""
     written = {name: value for name, value in FleetPolicy().adopted.items() if name != "forgetting"}
-    assert load(written) == FleetPolicy()
+    assert load(FleetPolicy().adopted) == FleetPolicy()
+    story = Story(load(written)).up("w0")
+    story.tell(left("w0"))
+    assert story.wait(1e6) == () and next_due(story.policy, story.fleet, story.now) is None
 
 
 def test_nobody_is_forgotten_whose_next_life_is_awaited() -> None:
