@@ -94,7 +94,7 @@ class ControllerMetrics(MetricTable):
     )  # fmt: skip
     disputes = counter(
         "holdfast_golden_disputes",
-        "Confirmed answers that contradict another worker's provisional golden: one of the two is wrong",
+        "Confirmed answers that contradict another worker's provisional golden, or a configured one: one of the two is wrong",
         "worker_id",
     )
     gpu_seconds = counter(

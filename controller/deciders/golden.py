@@ -3,7 +3,8 @@
     (none) ── proposed ──▶ provisional ── a second worker agrees ──▶ agreed
        │                        │                                      ▲
        │                        └── disputed ──▶ retired ── two agree ─┘
-       └── configured ──▶ agreed                  └── nobody's vote left: the next answer is provisional again
+       │                                          └── nobody's vote left: the next answer is provisional again
+       └── configured ──▶ agreed ── more workers contradict it, all alike, than confirm it ──▶ retired, for good
 
 A golden belongs to a canary key: the same model, revision, tokenizer, engine, dtype, TP and device. A provisional one
 convicts only the worker that it came from, a retired one nobody, an agreed one everybody. Votes are kept per worker
@@ -12,6 +13,9 @@ and survive a dispute, so that the next worker's answer decides between the two;
 A provisional golden convicts every life of the worker that it came from, also one that is well where the first was
 not: nobody else has said which of the two is wrong. An operator who resumes the convicted worker has: what only this
 worker had said is disputed then, and its next answer begins anew.
+
+A configured answer has its way, but for one case: a typing error in it would convict the whole fleet. As long as no worker has
+confirmed it, one that contradicts it disputes it, and when enough of them say the same, it is retired and nobody is in doubt.
 
 What a reader would get wrong: who is at odds is read off the votes of those who live, not remembered. When the other
 side of a dispute dies, the survivor is no longer in doubt; nobody is left to say that it is wrong.
@@ -97,7 +101,7 @@ def evolve(state: Golden | None, fact: Fact, cause: str = "") -> Golden | None:
         case CanaryPassed() | CanarySlow() if state is not None:
             return _passed(state, fact, cause)
         case GoldenDisputed() if state is not None:
-            vote = Vote(fact.worker, fact.instance, fact.tokens, (), cause)
+            vote = Vote(fact.worker, fact.instance, contradiction(state, fact.tokens), (), cause)
             votes = _cast(state.votes, vote)
             disputed_by = fact.worker if state.status == "provisional" else ""
             return replace(state, votes=votes, disputed_by=disputed_by, cause=cause)
@@ -114,11 +118,19 @@ def evolve(state: Golden | None, fact: Fact, cause: str = "") -> Golden | None:
             return state
 
 
+def contradiction(golden: Golden, tokens: tuple[int, ...]) -> tuple[int, ...]:
+    """Return a dispute's answer as a vote. Where it has a configured answer's very tokens, its logprobs are what is disputed:
+    then it is a vote for no tokens at all."""
+    return () if golden.configured and tokens == golden.tokens else tokens
+
+
 def _passed(state: Golden, fact: CanaryPassed | CanarySlow, cause: str) -> Golden:
     """Take a pass as a vote for the golden answer, as long as nobody contradicts that.
 
     A pass does not say which answer it was compared with: a new leader may hold another proposal than the fold.
     """
+    if state.configured and state.status == "agreed":
+        return _confirmed(state, fact, cause)
     open_to_votes = (
         state.status == "provisional" and fact.worker != state.proposed_by and not state.disputed_by
     )
@@ -132,6 +144,23 @@ def _passed(state: Golden, fact: CanaryPassed | CanarySlow, cause: str) -> Golde
     return replace(state, votes=_cast(state.votes, vote), dissent=dissent, cause=cause)
 
 
+def _confirmed(state: Golden, fact: CanaryPassed | CanarySlow, cause: str) -> Golden:
+    """Note that a worker has confirmed a configured answer. Two will do: from the first on nobody disputes it any more."""
+    dissent = tuple(worker for worker in state.dissent if worker != fact.worker)
+    known = [vote for vote in confirmations(state) if vote.worker != fact.worker]
+    if len(known) > 1 and dissent == state.dissent:
+        return state
+    vote = Vote(fact.worker, fact.instance, state.tokens, (), cause, passed=True)
+    if dissent == state.dissent and any(replace(vote, cause=own.cause) == own for own in state.votes):
+        return state
+    return replace(state, votes=_cast(state.votes, vote), dissent=dissent, cause=cause)
+
+
+def confirmations(state: Golden) -> list[Vote]:
+    """Return the votes of workers that gave this very answer."""
+    return [vote for vote in state.votes if vote.tokens == state.tokens and vote.worker != CONFIGURED]
+
+
 def _proposed(state: Golden | None, fact: GoldenProposed, cause: str) -> Golden:
     """Take a vote in. An agreed golden is not voted on, but configuration always has its way."""
     voter = CONFIGURED if fact.configured else fact.worker
@@ -141,6 +170,8 @@ def _proposed(state: Golden | None, fact: GoldenProposed, cause: str) -> Golden:
     known = state.configured and state.tokens == fact.tokens
     if state.status == "agreed" and (known or not fact.configured):
         return state
+    if state.status == "retired" and known:
+        return state  # saying it again makes it no truer
     orphaned = state.status == "retired" and not state.votes
     if fact.configured or orphaned:
         return _anew(state, fact, vote)
@@ -148,7 +179,8 @@ def _proposed(state: Golden | None, fact: GoldenProposed, cause: str) -> Golden:
 
 
 def _anew(state: Golden, fact: GoldenProposed, vote: Vote) -> Golden:
-    """Begin anew with this answer: provisional, agreed and disputed by nobody. All votes stay."""
+    """Begin anew with this answer: provisional, agreed and disputed by nobody. All votes stay, but where it is configured: who
+    answered before has not been asked whether it is right."""
     return replace(
         state,
         status="provisional",
@@ -161,7 +193,7 @@ def _anew(state: Golden, fact: GoldenProposed, vote: Vote) -> Golden:
         proposed_instance=fact.instance,
         configured=fact.configured,
         asked=fact.asked,
-        votes=_cast(state.votes, vote),
+        votes=(vote,) if fact.configured else _cast(state.votes, vote),
         by=(),
         dissent=(),
         disputed_by="",
@@ -217,11 +249,23 @@ def at_odds(state: Golden, lives: Mapping[str, str]) -> tuple[str, ...]:
     votes = [vote for vote in state.votes if lives.get(vote.worker) == vote.instance]
     if state.status == "agreed":
         return tuple(vote.worker for vote in votes if vote.worker in state.dissent)
+    if state.configured:
+        return ()  # it is the configuration that is in doubt
     return tuple(vote.worker for vote in votes) if len(_camps(votes, state.tolerance)) > 1 else ()
 
 
 def decide(policy: GoldenPolicy, state: Golden, now: datetime) -> Iterator[Decision]:
     """Say whether this golden is agreed, or no longer counts."""
+    if state.configured and state.status != "provisional":
+        if state.status == "agreed" and (against := _against(policy, state)):
+            yield GoldenRetired(
+                canary_key=state.canary_key,
+                canary=state.canary,
+                reason=f"disputed: {', '.join(against)} against the configured answer",
+                decided_at=now,
+                cause=state.cause,
+            )
+        return
     if state.status == "agreed":
         return
     if by := _majority(policy, state):
@@ -247,6 +291,15 @@ def _majority(policy: GoldenPolicy, state: Golden) -> tuple[str, ...]:
     if not sizes or sizes[0] < policy.voters_min or (len(sizes) > 1 and sizes[1] == sizes[0]):
         return ()
     largest = next(camp for camp in camps if len(camp) == sizes[0])
+    return tuple(sorted(vote.worker for vote in largest))
+
+
+def _against(policy: GoldenPolicy, state: Golden) -> tuple[str, ...]:
+    """Return the workers that contradict a configured answer alike, if they are enough, and more than confirm it."""
+    others = [vote for vote in state.votes if vote.worker != CONFIGURED and vote.tokens != state.tokens]
+    largest = max(_camps(others, 0.0), key=len, default=[])
+    if len(largest) < policy.voters_min or len(largest) <= len(confirmations(state)):
+        return ()
     return tuple(sorted(vote.worker for vote in largest))
 
 

@@ -4,6 +4,7 @@ from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
+from controller.deciders.golden import CONFIGURED
 from events import decisions as d
 from events import observations as o
 from events.fact import Fact, Recorded, Skipped
@@ -246,7 +247,9 @@ SENTENCES: dict[type[Fact], str | Callable[[Any], str]] = {
     o.CanaryFailed: _canary_failed,
     o.GoldenProposed: lambda f: f"{f.worker} gave an answer to {f.canary}: {_tokens(f.tokens)}",
     o.GoldenDisputed: lambda f: (
-        f"{_asked(f)} and {f.proposed_by} answer {f.canary} differently: one of them is wrong"
+        f"{_asked(f)} contradicts the configured answer to {f.canary}, which nobody has confirmed"
+        if f.proposed_by == CONFIGURED
+        else f"{_asked(f)} and {f.proposed_by} answer {f.canary} differently: one of them is wrong"
     ),
     o.RequestsServed: lambda f: (
         f"{f.worker} served {count(f.count, 'request')} of {f.frontend} ({f.tokens} tokens)"

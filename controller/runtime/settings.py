@@ -15,8 +15,8 @@ class ConfiguredCanary(Strict):
     """A canary whose right answer is given, in the seed's form.
 
     The prompt is sent as it stands, however short: extending it would change the expected answer. The range
-    is of the best value at the first position; it can only be checked on engines that report raw logits,
-    because a logprob is never above 0 (B14).
+    is of the best value at the first position, as engines report it: a logprob, which is never above 0 (B14).
+    A range of raw logits, which nobody reports, is refused.
     """
 
     prompt: str = Field(min_length=1)
@@ -40,6 +40,11 @@ class ConfiguredCanary(Strict):
         bounds = self.expected_top_logit_range
         if bounds is not None and not bounds[0] <= bounds[1]:
             raise ValueError(f"expected_top_logit_range {bounds} is not (low, high)")
+        if self.check_logits and bounds is not None and bounds[0] > 0:
+            raise ValueError(
+                f"expected_top_logit_range {bounds}: engines report logprobs, which are never above 0, so that no answer could "
+                "lie in it; give the range of the first token's logprob, such as (-0.5, 0), or leave check_logits out"
+            )
         return self
 
 

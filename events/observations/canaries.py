@@ -80,7 +80,9 @@ class GoldenProposed(WorkerObservation):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GoldenDisputed(WorkerObservation):
-    """This worker's confirmed answer differs from a golden that only `proposed_by` has given: one of them is wrong."""
+    """This worker's confirmed answer differs from a golden that only `proposed_by` has given: one of them is wrong.
+
+    `configured` instead of a worker: it contradicts the configured answer, which no worker has confirmed."""
 
     canary_key: str
     canary: str

@@ -225,3 +225,50 @@ def test_distance_is_the_worst_shared_logprob(one, other, expected: float) -> No
 def test_answers_without_logits_agree_by_their_tokens() -> None:
     assert agrees(Vote("a", "i", (1,), (((1, -1.0),),)), Vote("b", "i", (1,)), 1e-3)
     assert not agrees(Vote("a", "i", (1,)), Vote("b", "i", (2,)), 1e-3)
+
+
+def configured_story(*workers: str) -> Story:
+    story = Story().up(*workers)
+    story.tell(proposed("", RIGHT, configured=True))
+    assert golden(story).status == "agreed"
+    return story
+
+
+def test_a_configured_answer_that_more_workers_contradict_than_confirm_is_retired_for_good() -> None:
+    story = configured_story("w0", "w1", "w2")
+    assert story.tell(disputed("w0", WRONG, against="configured")) == ()
+    decisions = story.tell(disputed("w1", WRONG, against="configured"))
+    assert [d.reason for d in decisions if isinstance(d, GoldenRetired)] == [
+        "disputed: w0, w1 against the configured answer"
+    ]
+    assert kinds(decisions) == ["GoldenRetired"], "nobody is in doubt but the configuration"
+    assert story.tell(proposed("", RIGHT, configured=True)) == () and golden(story).status == "retired"
+    assert {worker.weight for worker in story.fleet.workers.values()} == {1.0}
+    story.tell(proposed("", (9,), configured=True))
+    assert (golden(story).status, golden(story).tokens) == ("agreed", (9,)), (
+        "another answer is another matter"
+    )
+
+
+def test_a_configured_answer_stands_where_as_many_confirm_it_or_its_opponents_differ() -> None:
+    story = configured_story("w0", "w1", "w2", "w3")
+    story.tell(disputed("w0", WRONG, against="configured"), disputed("w1", (8,), against="configured"))
+    story.tell(passed("w2"), passed("w3"))
+    assert story.tell(disputed("w1", WRONG, against="configured")) == ()
+    assert golden(story).status == "agreed"
+
+
+def test_logprobs_that_are_disputed_confirm_no_configured_answer() -> None:
+    story = configured_story("w0", "w1")
+    story.tell(disputed("w0", RIGHT, against="configured"), disputed("w1", RIGHT, against="configured"))
+    assert golden(story).status == "retired"
+
+
+def test_of_those_who_confirm_a_configured_answer_two_are_remembered() -> None:
+    story = configured_story("w0", "w1", "w2")
+    for name in ("w0", "w1", "w2", "w0"):
+        story.tell(passed(name))
+    assert [vote.worker for vote in golden(story).votes] == ["configured", "w0", "w1"]
+    before = golden(story)
+    story.tell(passed("w1"))
+    assert golden(story) is before, "a state that nothing changes stays the same object"

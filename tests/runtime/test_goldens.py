@@ -220,7 +220,7 @@ SEED = {
     "max_tokens": 1,
     "temperature": 0.0,
     "check_logits": True,
-    "expected_top_logit_range": (15.0, 25.0),
+    "expected_top_logit_range": (-0.5, 0.0),  # the seed's is one of raw logits, which no engine reports (B14)
 }
 
 
@@ -228,7 +228,7 @@ def test_the_seeds_configured_form_is_accepted() -> None:
     (canary,) = configured([ConfiguredCanary.model_validate(SEED)], "llama", words)
     assert canary.expected == (3681,)
     assert canary.prompt == tuple(words("The capital of France is"))
-    assert canary.top_logit_range == (15.0, 25.0)
+    assert canary.top_logit_range == (-0.5, 0.0)
     plain = {
         "prompt": "2 + 2 = ",
         "expected_tokens": [1, 2],
@@ -239,20 +239,14 @@ def test_the_seeds_configured_form_is_accepted() -> None:
     assert configured([ConfiguredCanary.model_validate(plain)], "llama", words)[0].top_logit_range is None
 
 
-def test_the_range_of_the_top_logit_is_checked_where_the_engine_reports_raw_logits() -> None:
-    found = compare(
-        CanaryAnswer((1,), (((1, 8.1), (2, 3.0)),)),
-        tokens=(1,),
-        top_k=(),
-        tolerance=0.0,
-        top_logit_range=(15, 25),
-    )
-    assert found.reason == "logit_drift"
-    assert "top_logit=8.10" in found.detail
-    good = CanaryAnswer((1,), (((1, 20.3), (2, 3.0)),))
-    assert compare(good, tokens=(1,), top_k=(), tolerance=0.0, top_logit_range=(15, 25)).reason is None
-    logprobs = CanaryAnswer((1,), (((1, -0.1), (2, -3.0)),))
-    assert compare(logprobs, tokens=(1,), top_k=(), tolerance=0.0, top_logit_range=(15, 25)).reason is None
+def test_the_best_value_of_the_first_position_is_held_against_its_range() -> None:
+    def reason(best: float) -> str | None:
+        answer = CanaryAnswer((1,), (((1, best), (2, -9.0)),))
+        return compare(answer, tokens=(1,), top_k=(), tolerance=0.0, top_logit_range=(-0.5, 0.0)).reason
+
+    assert (reason(-0.1), reason(-0.6), reason(0.1)) == (None, "logit_drift", "logit_drift")
+    silent = compare(CanaryAnswer((1,)), tokens=(1,), top_k=(), tolerance=0.0, top_logit_range=(-0.5, 0.0))
+    assert silent.reason is None, "an engine without logprobs is not wrong for that"
 
 
 @pytest.mark.parametrize(
@@ -264,7 +258,8 @@ def test_the_range_of_the_top_logit_is_checked_where_the_engine_reports_raw_logi
         {"expected_tokens": [-1]},
         {"prompt": ""},
         {"max_tokens": 0},
-        {"expected_top_logit_range": (25.0, 15.0)},
+        {"expected_top_logit_range": (0.0, -0.5)},
+        {"expected_top_logit_range": (15.0, 25.0)},
         {"expected_top_logit_range": None},
         {"unknown": 1},
     ],

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 import structlog
 
 from controller.deciders.fleet import Fleet
-from controller.deciders.golden import Golden
+from controller.deciders.golden import Golden, confirmations, contradiction
 from controller.runtime.canary.baseline import Baseline
 from controller.runtime.canary.coverage import covering, dealt
 from controller.runtime.canary.goldens import (
@@ -53,19 +53,21 @@ class CanarySet:
     ranked: dict[str, CanaryAnswer] = field(default_factory=dict)
     proposed: dict[str, Golden] = field(default_factory=dict)  # not folded yet
     spoilt: set[str] = field(default_factory=set)  # candidates whose answer did not repeat itself
+    unchecked: set[str] = field(default_factory=set)  # configured ones whose range nobody could check
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)  # held while the pool is ranked
     baselines: dict[int, Baseline] = field(default_factory=dict)  # by length of the answer
 
     def canaries(self, fleet: Fleet) -> tuple[Canary, ...]:
         """Return the set to probe with: configured ones, those with a golden, and the next best of the
         pool."""
-        found = {canary.id: canary for canary in self.configured}
+        found = {canary.id: canary for canary in self.configured if not self._refuted(fleet, canary)}
+        given = len(found)
         by_id = {canary.id: canary for canary in self.pool}
         for golden in self.goldens(fleet):
             if golden.canary in by_id:
                 found[golden.canary] = self._as_agreed(golden, by_id[golden.canary])
         for id in self.ranking or ():
-            if len(found) >= max(self.settings.canaries, len(self.configured)):
+            if len(found) >= max(self.settings.canaries, given):
                 break
             if id not in self.spoilt:
                 found.setdefault(id, by_id[id])
@@ -123,8 +125,38 @@ class CanarySet:
         votes = known.votes if known is not None else ()
         return any(v.worker == golden.proposed_by and v.tokens == golden.tokens for v in votes)
 
+    def contested(self, fleet: Fleet, golden: Golden, worker: str, answer: CanaryAnswer) -> bool:
+        """Whether a configured answer is in doubt when this worker contradicts it: nobody has confirmed it, and another worker is
+        still to be heard, or says the same as this one."""
+        if not golden.configured or confirmations(golden):
+            return False
+        votes = {vote.worker: vote.tokens for vote in golden.votes}
+        mine = contradiction(golden, answer.tokens)
+        others = [
+            name
+            for name, other in fleet.workers.items()
+            if name != worker
+            and other.joined.canary_key == self.key
+            and other.alive
+            and not other.health.convicted
+        ]
+        return any(votes.get(name, mine) == mine for name in others)
+
+    def _refuted(self, fleet: Fleet, canary: Canary) -> bool:
+        """Whether this configured answer is one that the workers have outvoted."""
+        golden = fleet.goldens.get((self.key, canary.id))
+        return golden is not None and golden.configured and golden.status == "retired"
+
     def judge(self, canary: Canary, golden: Golden, answer: CanaryAnswer) -> GoldenDifference:
         """Compare an answer with its golden."""
+        if canary.top_logit_range is not None and not answer.top_k and canary.id not in self.unchecked:
+            self.unchecked.add(canary.id)
+            log.warning(
+                "top_logit_range_unchecked",
+                canary=canary.id,
+                key=self.key,
+                why="the engine gives no logprobs",
+            )
         return compare(
             answer,
             tokens=golden.tokens,

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from datetime import datetime
 from typing import Any, Literal
 
-from controller.deciders.golden import Golden
+from controller.deciders.golden import CONFIGURED, Golden
 from controller.runtime.canary.goldens import Canary, CanaryAnswer
 from controller.runtime.canary.probe import Verdict
 from events.observations import (
@@ -56,20 +56,22 @@ class Probed:
             return CanaryPassed(**self._common(verdict), distance=distance)
         return CanarySlow(**self._common(verdict), distance=distance, baseline_ms=round(baseline_ms, 3))
 
-    def failed(self, verdict: Verdict, golden: Golden | None) -> CanaryFailed | GoldenDisputed:
-        """Say what was wrong. A confirmed wrong answer to somebody else's provisional golden disputes it
-        instead."""
+    def failed(
+        self, verdict: Verdict, golden: Golden | None, *, contested: bool = False
+    ) -> CanaryFailed | GoldenDisputed:
+        """Say what was wrong. A confirmed wrong answer to somebody else's provisional golden disputes it instead, and so does
+        one to a configured answer that is `contested`."""
         answer = verdict.first.answer
         reason = verdict.worst.reason or verdict.first.failure or NO_REASON
         wrong = reason in ("token_mismatch", "logit_drift")
-        if wrong and verdict.confirmed and answer is not None and self._somebody_elses(golden):
+        if wrong and verdict.confirmed and answer is not None and (contested or self._somebody_elses(golden)):
             assert golden is not None
             return GoldenDisputed(
                 worker=self.worker,
                 instance=self.instance,
                 canary_key=self.canary_key,
                 canary=self.canary,
-                proposed_by=golden.proposed_by,
+                proposed_by=CONFIGURED if golden.configured else golden.proposed_by,
                 tokens=answer.tokens,
                 distance=_finite(verdict.worst.distance),
                 rank=self.rank,

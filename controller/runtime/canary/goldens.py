@@ -285,11 +285,9 @@ def _agreed(tokens: Sequence[int], got: Sequence[int]) -> int:
 
 
 def _out_of_range(answer: CanaryAnswer, bounds: tuple[float, float] | None) -> str:
-    """Say how the first position's best value leaves its range; "" if it does not, or if it is a logprob."""
+    """Say how the first position's best value leaves its range; "" if it does not, or is not known."""
     if bounds is None or not answer.top_k or not answer.top_k[0]:
         return ""
     values = [value for _, value in answer.top_k[0]]
-    if bounds[1] > 0 and max(values) <= 0:
-        return ""  # logprobs: never above 0, so a range of raw logits says nothing about them
     low, high = bounds
     return "" if low <= max(values) <= high else f"top_logit={max(values):.2f}, expected [{low}, {high}]"

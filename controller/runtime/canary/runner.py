@@ -225,7 +225,9 @@ class CanaryRunner:
     async def _check(self, probing: Probe, golden: Golden) -> Outcome:
         async def once(again: bool) -> ProbeResult:
             check = "confirm" if again else probing.check
-            return await self._once(probing, probing.canary, check, probing.canary_set.expected(golden))
+            # What contradicts a configured answer is heard to its end: it is compared with what others say
+            expected = None if golden.configured else probing.canary_set.expected(golden)
+            return await self._once(probing, probing.canary, check, expected)
 
         def judge(answer: CanaryAnswer) -> GoldenDifference:
             return probing.canary_set.judge(probing.canary, golden, answer)
@@ -298,7 +300,10 @@ class CanaryRunner:
     def _fail(self, probing: Probe, verdict: Verdict, golden: Golden | None) -> Outcome:
         if not self._stands(probing):
             return "nothing"
-        fact = probing.probed.failed(verdict, golden)
+        answer, contested = verdict.first.answer, False
+        if golden is not None and answer is not None and not probing.worker.health.convicted:
+            contested = probing.canary_set.contested(self._look()[0], golden, probing.name, answer)
+        fact = probing.probed.failed(verdict, golden, contested=contested)
         log.warning(
             fact.kind(), worker=probing.name, canary=probing.canary.id, reason=getattr(fact, "reason", "")
         )
