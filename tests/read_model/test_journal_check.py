@@ -67,6 +67,27 @@ async def test_a_journal_that_was_lost_is_refused_until_it_is_accepted(
     assert [event.seq for event in remembered(tmp_path / "spool").values()] == [3]
 
 
+@pytest.mark.parametrize("whose", ["worker-w1", "supervisor"])
+async def test_a_journal_that_is_shorter_than_what_was_acknowledged_is_refused(
+    nats_url: str, tmp_path: Path, whose: str
+) -> None:
+    await lived(nats_url, tmp_path)
+    ahead = (
+        tmp_path / "spool" / whose / "acknowledged.json"
+    )  # as if the broker's directory were an older backup
+    ahead.parent.mkdir(exist_ok=True)
+    ahead.write_text('{"seq": 99, "id": "x"}')
+    with pytest.raises(JournalLost, match="the stream ends at 3, but the broker had acknowledged event 99"):
+        await open_journal(nats_url, tmp_path / "spool")
+    await accept(
+        nats_url, tmp_path / "spool", FleetDatabase(FleetDir(tmp_path), "", lambda server: None), None
+    )
+    assert ahead.with_suffix(".before").exists()
+    journal = await open_journal(nats_url, tmp_path / "spool")
+    assert await journal.last_seq() == 3
+    await journal.close()
+
+
 async def test_a_database_of_another_journal_is_refused_and_its_rows_are_put_aside(
     nats_url: str, database_url: str, tmp_path: Path
 ) -> None:
