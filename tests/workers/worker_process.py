@@ -12,6 +12,7 @@ from urllib.parse import urlsplit
 
 import pytest
 
+from events.journal.nats import NatsJournal
 from workers.kv_transfer.regions import PREFIX
 from workers.kv_transfer.regions import ROOT as SHARED
 
@@ -73,6 +74,8 @@ async def spawn(tmp_path: Path) -> AsyncIterator[Spawn]:
     processes: list[Process] = []
 
     async def start(*flags: str, nats_url: str = "", **environment: str) -> Process:
+        if nats_url:  # no worker makes the stream
+            await (await NatsJournal.connect(nats_url, "controller:test", wait_s=1.0)).close()
         inner = await asyncio.create_subprocess_exec(
             sys.executable, "-m", "workers", "--data", str(tmp_path), *flags,
             cwd=ROOT, env={**os.environ, "HOLDFAST_NATS_URL": nats_url, **environment},
