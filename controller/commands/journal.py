@@ -80,7 +80,8 @@ async def _connected(data: Path) -> AsyncIterator[NatsJournal]:
 
 
 async def inspect(journal: Journal, since: str | None, first: int, output: str, say: Say = print) -> int:
-    """Say what is skipped and what stops, and return the exit code. `first` is the first sequence that is there."""
+    """Say what is skipped and what stops, and return the exit code. `first` is the first sequence that is there. Raise
+    UsageError."""
     when = moment.parse(since, SystemClock().now()) if since else 0
     after, last = max(0, first - 1), await journal.last_seq()
     if isinstance(when, int) and when > last:

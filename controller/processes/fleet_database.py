@@ -62,7 +62,7 @@ class FleetDatabase:
 
     async def migrate(self) -> tuple[int, str] | None:
         """Bring the schema up to date, in a process of its own: its imports are not wanted here. Return how far it has folded
-        the journal, as a stream sequence and the ce-id of that event; None: not at all."""
+        the journal, as a stream sequence and the ce-id of that event; None: not at all. Raise HoldfastError."""
         process = await asyncio.create_subprocess_exec(
             *(sys.executable, "-m", "controller.adapters.postgres.migrate"),
             stdout=asyncio.subprocess.PIPE,

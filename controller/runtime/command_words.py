@@ -24,7 +24,7 @@ def verb(fact: Commanded) -> str:
 
 
 def done(fact: Commanded) -> str:
-    """Return what was done, in one sentence."""
+    """Return what was done, in one sentence. Raise AssertionError of a fact that no command leads to."""
     match fact:
         case DrainRequested(worker=worker, deadline_s=deadline_s):
             return f"{worker} is to drain" + ("" if deadline_s is None else f" within {deadline_s:g} s")
