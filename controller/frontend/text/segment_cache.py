@@ -19,7 +19,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterator, Sequence
 from functools import partial
 from itertools import chain
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
 from tokenizers import Tokenizer
 
@@ -39,6 +39,20 @@ _WITHIN_A_SEGMENT = {  # what splits further: each split for itself, wherever it
 _AROUND_ALL = {"BertProcessing", "ByteLevel", "RobertaProcessing", "Sequence", "TemplateProcessing"}
 
 Encode = Callable[[list[str]], list[Sequence[int]]]
+T = TypeVar("T")
+
+
+class Beside(Protocol):
+    """Runs what would hold the loop up beside it."""
+
+    async def __call__(self, chars: int, work: Callable[[], T]) -> T:
+        """Return what `work` returns, which reads so many characters."""
+        ...
+
+
+async def in_thread(chars: int, work: Callable[[], T]) -> T:
+    """Run it at once, whatever else runs."""
+    return await asyncio.to_thread(work)
 
 
 class SegmentCache:
@@ -78,25 +92,26 @@ class SegmentCache:
         bare = all(part["type"] in ("ByteLevel", "Sequence") for part in _parts(config["post_processor"]))
         return cls(ids, encode, kept_bytes, bare=bare)
 
-    async def read(self, text: str, long: int) -> list[int]:
+    async def read(self, text: str, long: int, beside: Beside = in_thread) -> list[int]:
         """Return the tokens of a text, without those that a tokenizer puts around it.
 
-        What is not kept is read by a thread where it has `long` characters or more, so that the loop goes on.
+        What is not kept is read `beside` the loop where it has `long` characters or more.
         """
         parts = self._cut(text)
         tokens: list[int] = []
         for part in parts:
             known = self._known(part)
             if known is None:
-                return await self._read_rest(parts, long)
+                return await self._read_rest(parts, long, beside)
             tokens += known
         return tokens
 
-    async def _read_rest(self, parts: list[str], long: int) -> list[int]:
+    async def _read_rest(self, parts: list[str], long: int, beside: Beside) -> list[int]:
         known = {part: self._known(part) for part in parts}
         missing = [part for part, tokens in known.items() if tokens is None]
-        beside = sum(map(len, missing)) >= long
-        read = await asyncio.to_thread(self._encode, missing) if beside else self._encode(missing)
+        chars = sum(map(len, missing))
+        work = partial(self._encode, missing)
+        read = await beside(chars, work) if chars >= long else work()
         for part, tokens in zip(missing, read, strict=True):
             known[part] = tokens
             self._keep(part, tokens)

@@ -13,7 +13,7 @@ import json
 import os
 import threading
 from collections.abc import Sequence
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -21,7 +21,8 @@ from tokenizers import Tokenizer
 from tokenizers.decoders import DecodeStream
 
 from controller.frontend.text.chat_templates import ChatTemplate, load_template
-from controller.frontend.text.segment_cache import KEPT_BYTES, TEXT_MAX, SegmentCache
+from controller.frontend.text.segment_cache import KEPT_BYTES, TEXT_MAX, Beside, SegmentCache, in_thread
+from controller.frontend.text.token_reach import reach_of
 from events.errors import HoldfastError
 
 BUILTIN = "builtin:sim"
@@ -167,6 +168,7 @@ class Tokens:
         config = json.loads(tokenizer.to_str())
         self.table = ByteTable(tokenizer) if _is_byte_level(config) else None
         self.segments = SegmentCache.of(tokenizer, config, self._encode_each, kept_bytes)  # None: read whole
+        self._reach = reach_of(tokenizer, config, _byte_of_char())
 
     def encode(self, text: str, *, special: bool) -> list[int]:
         """Return the tokens of `text`; with `special`, those that the tokenizer puts around a plain prompt."""
@@ -184,17 +186,24 @@ class Tokens:
             return whole[len(before) :]
         return self.encode(text, special=False)
 
-    async def encode_soon(self, text: str, *, special: bool, shared: bool = True) -> list[int]:
+    def tokens_min(self, text: str, enough: int) -> int:
+        """Return how many tokens a text has at least, by its length: exact enough to say whether these are more than `enough`."""
+        return 0 if self._reach is None else self._reach.tokens_min(text, enough)
+
+    async def encode_soon(
+        self, text: str, *, special: bool, shared: bool = True, beside: Beside = in_thread
+    ) -> list[int]:
         """Return the tokens of `text`, without holding the loop up if it has `LONG_TEXT` characters or more.
 
         `shared`: segments that earlier texts had may be taken from the cache, and this one's are kept for later ones.
+        `beside` runs what takes long.
         """
         segments = self.segments
         if shared and segments is not None and (segments.bare or not special) and len(text) < TEXT_MAX:
-            return await segments.read(text, LONG_TEXT)
+            return await segments.read(text, LONG_TEXT, beside)
         if len(text) < LONG_TEXT:
             return self.encode(text, special=special)
-        return await asyncio.to_thread(self.encode, text, special=special)
+        return await beside(len(text), partial(self.encode, text, special=special))
 
     def detokenizer(self) -> Detokenizer:
         """Return a detokeniser for one answer."""
