@@ -6,6 +6,7 @@ from typing import Any
 from events.errors import HoldfastError
 
 RETRY_AFTER_SHED_S = 30
+QUOTED_MAX = 200  # characters of a client's own words in an error
 CODES = frozenset(  # what a program may rely on: each stands in docs/api.md
     (
         "invalid_json",
@@ -20,6 +21,8 @@ CODES = frozenset(  # what a program may rely on: each stands in docs/api.md
         "method_not_allowed",
         "body_too_large",
         "body_timeout",
+        "head_timeout",
+        "too_many_connections",
         "internal",
         "engine_error",
         "non_finite",
@@ -95,14 +98,21 @@ def _kind(status: int) -> str:
     return "service_unavailable_error" if status == 503 else "server_error"
 
 
+def quoted(words: str) -> str:
+    """Return a client's words as an error may repeat them."""
+    return words if len(words) <= QUOTED_MAX else words[: QUOTED_MAX - 1] + "…"
+
+
 def invalid(message: str, param: str | None = None, code: str = "invalid_value") -> ApiError:
     """Return a 400 that names the field."""
     return ApiError(400, message, code=code, param=param)
 
 
-def too_long(tokens: int, context: int, param: str) -> ApiError:
-    """Return the 400 for a prompt that leaves no room for an answer."""
-    message = f"the prompt has {tokens} tokens, the model's context is {context}"
+def too_long(tokens: int, context: int, param: str, *, least: bool = False) -> ApiError:
+    """Return the 400 for a prompt that leaves no room for an answer; `least`: it may have more tokens than these."""
+    message = (
+        f"the prompt has {'at least ' if least else ''}{tokens} tokens, the model's context is {context}"
+    )
     return invalid(message, param, "context_length_exceeded")
 
 
@@ -115,7 +125,7 @@ def unknown_model(model: str) -> ApiError:
     """Return the 404 for a model that nobody serves, nor will."""
     return ApiError(
         404,
-        f"the model {model!r} does not exist: /v1/models lists those that do",
+        f"the model {quoted(model)!r} does not exist: /v1/models lists those that do",
         code="model_not_found",
         param="model",
     )

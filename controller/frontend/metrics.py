@@ -216,6 +216,21 @@ class FaultMetrics(MetricTable):
     panic = gauge("holdfast_panic", "1 while this frontend ignores its own breakers.", "model")
 
 
+class BoundMetrics(MetricTable):
+    """What was turned away before any work was done for it."""
+
+    refused = counter(
+        "holdfast_bound_refusals",
+        "What was refused or ended at a bound, by the bound: `text_length`, `long_texts`, `long_text_wait`, `body_bytes`, "
+        "`bodies_bytes`, `body_values`, `body_wait`, `connections`, `connections_of_address`, `head_wait`.",
+        "bound",
+    )
+
+    def count(self, bound: str) -> None:
+        """Count a refusal."""
+        self.refused.labels(bound).inc()
+
+
 class FrontendMetrics:
     """Every metric of one frontend, in a registry of its own."""
 
@@ -227,6 +242,7 @@ class FrontendMetrics:
         self.histograms = RequestHistograms(registry)
         self.router = RouterMetrics(registry)
         self.faults = FaultMetrics(registry)
+        self.bounds = BoundMetrics(registry)
         self.shown: set[str] = set()  # workers of which something is shown
         self.shown_models: set[str] = set()
         requests, faults = self.requests, self.faults

@@ -21,8 +21,30 @@ class AdmissionSettings(Strict):
     queue_max: int = Field(default=1024, ge=0)  # requests that wait for a free worker, per model
     queue_s: Positive = 10.0
     first_token_s: Positive = 120.0
-    body_mb_max: int = Field(default=45, ge=1)
+    body_mb_max: int = Field(default=45, ge=1)  # of one body, inflated
+    bodies_mb_max: int = Field(default=512, ge=1)  # of all that are being read
     body_s: Positive = 60.0  # for a request's whole body to come in
+
+
+class TokenizingSettings(Strict):
+    """How long texts are tokenised: beside the loop, a few at a time. A text of 1 MB takes a second of a core, and 100 MB while
+    it lasts."""
+
+    long_at_once: int = Field(default=2, ge=1)  # texts of more than 16,384 characters, in all
+    huge_at_once: int = Field(default=1, ge=1)  # of more than a million: they do not keep the others waiting
+    waiting_mb_max: int = Field(default=64, ge=1)  # millions of characters that are read or wait, in all
+    wait_s: Positive = 10.0  # for its turn
+
+
+class ConnectionSettings(Strict):
+    """How many connections clients may have to one frontend, and how long one may say nothing. What honest clients do not meet: a
+    proxy in front is one address, and has a connection for each open stream; the most that one frontend has been measured with
+    are 2,000. The total leaves three quarters of the 65,536 open files for workers."""
+
+    total_max: int = Field(default=16_384, ge=0)  # 0: any number
+    per_address_max: int = Field(default=4096, ge=0)  # 0: any number
+    head_s: Positive = 5.0  # from the first byte of a request's head to its last
+    idle_s: Positive = 75.0  # without a request; before the first, too
 
 
 class RouterSettings(Strict):
@@ -168,6 +190,8 @@ class FrontendSettings(Strict):
     static_tokenizer: str = Field(default="builtin:sim", description="their tokenizer")
     router: RouterSettings = Field(default=RouterSettings(), json_schema_extra={"flags": "--router-"})
     admission: AdmissionSettings = AdmissionSettings()
+    connections: ConnectionSettings = ConnectionSettings()
+    tokenizing: TokenizingSettings = TokenizingSettings()
     stream: StreamSettings = StreamSettings()
     breaker: LocalBreakerSettings = LocalBreakerSettings()
     poison: PoisonSettings = PoisonSettings()

@@ -12,7 +12,7 @@ import structlog
 from aiohttp import web
 
 from controller.frontend.director import Director
-from controller.frontend.errors import ApiError, internal, starting
+from controller.frontend.errors import ApiError, internal, quoted, starting
 from controller.frontend.http.explain import explain
 from controller.frontend.http.openai_endpoints import OpenAiEndpoints, refusal
 from controller.frontend.http.openapi import VERSION, encoded
@@ -20,7 +20,7 @@ from controller.frontend.http.routes import JSON, ROUTES, templated
 from controller.frontend.http.served_models import model_entry, not_served
 from controller.frontend.http.tokenizing import TokenizerEndpoints
 from controller.frontend.requests.head import ENDPOINTS
-from controller.frontend.requests.reading import id_header, read_body
+from controller.frontend.requests.reading import id_header
 from controller.frontend.requests.schema import read_json
 from controller.frontend.responses.small_answers import ModelList, Version
 
@@ -39,7 +39,7 @@ class Api:
         self.openai = openai or OpenAiEndpoints(director)
         self.draining = False
         self.listening = False  # on the port that the host's frontends share
-        tokenizers = TokenizerEndpoints(director, self.openai.tokens)
+        tokenizers = TokenizerEndpoints(director, self.openai.tokens, self.openai.intake)
         by_name: dict[str, Handler] = {
             **{name: partial(self.openai.serve, name) for name in ENDPOINTS.values()},
             "models": self._models,
@@ -81,8 +81,9 @@ class Api:
         """Answer one request on the admin port: everything but the API."""
         if (request.method, request.path) == ("POST", "/route"):
             try:
-                body = await read_body(request, self.director.settings.admission)
-                return web.json_response(await explain(self.director, read_json(body)))
+                intake = self.openai.intake
+                asked = read_json(await intake.body(request))
+                return web.json_response(await explain(self.director, asked, intake))
             except ApiError as error:
                 return refusal(error, {})
         if templated(request.path)[0] in API_PATHS or request.path.startswith("/v1/"):
@@ -93,7 +94,7 @@ class Api:
     def _nowhere(self, request: web.BaseRequest) -> ApiError:
         asked = templated(request.path)[0]
         methods = [method for method, path in self.routes if path == asked]
-        path = request.path[:200]
+        path = quoted(request.path)
         if methods:
             allowed = ", ".join(f"{one}, HEAD" if one == "GET" else one for one in methods)
             why = f"{path} wants {' or '.join(methods)}"

@@ -13,6 +13,7 @@ from controller.frontend.http.served_models import chosen_model
 from controller.frontend.requests.block_hashes import BlockNames
 from controller.frontend.requests.bodies import SALT_CHARS_MAX, validated
 from controller.frontend.requests.generation_request import GenerationRequest
+from controller.frontend.requests.intake import Intake
 from controller.frontend.requests.overrides import RoutingOverrides, overridden
 from controller.frontend.requests.reading import read_prompts
 from controller.frontend.requests.schema import parse_completion
@@ -44,7 +45,7 @@ class RoutingQuestion(BaseModel):
     router: dict[str, str] = Field(default_factory=dict)
 
 
-async def explain(director: Director, body: Any) -> dict[str, Any]:
+async def explain(director: Director, body: Any, intake: Intake) -> dict[str, Any]:
     """Return which worker would get a prompt, each candidate's cost term by term, and why others are none.
 
     `body` is the request's JSON, as `RoutingQuestion` has it. Raise ApiError: 400 for what is wrong with it, 404 for a model
@@ -57,7 +58,7 @@ async def explain(director: Director, body: Any) -> dict[str, Any]:
     settings = overridden(director.settings.router, tuple(question.router.items()))
     try:
         lineage = director.routing.lineage(model)
-        prompt = await _prompt(director, model, lineage, question)
+        prompt = await _prompt(director, model, lineage, question, intake)
         plan = GenerationRequest(
             id="",
             model=model,
@@ -88,14 +89,17 @@ async def explain(director: Director, body: Any) -> dict[str, Any]:
     }
 
 
-async def _prompt(director: Director, model: str, lineage: Lineage, question: RoutingQuestion) -> list[int]:
+async def _prompt(
+    director: Director, model: str, lineage: Lineage, question: RoutingQuestion, intake: Intake
+) -> list[int]:
     try:
         tokens = await ready_tokens(lineage[1])
     except TokenizerMissing as error:
         raise unavailable(f"the tokenizer of {model} cannot be read", "tokenizer_missing", 30) from error
     given = question.prompt if question.prompt is not None else question.tokens
     parsed = parse_completion({"model": model, "prompt": given})
-    ((prompt, _),) = await read_prompts(parsed, tokens, director.routing.group(model, lineage).context_tokens)
+    context = director.routing.group(model, lineage).context_tokens
+    ((prompt, _),) = await read_prompts(parsed, tokens, context, intake)
     return prompt
 
 

@@ -15,8 +15,9 @@ from controller.frontend.errors import ApiError, internal, invalid, unavailable
 from controller.frontend.http.completion import AdmittedRequest, Completion, refuse_unsupported
 from controller.frontend.http.served_models import not_served
 from controller.frontend.requests.head import Head, read_head
+from controller.frontend.requests.intake import Intake
 from controller.frontend.requests.overrides import RoutingOverrides, read_overrides
-from controller.frontend.requests.reading import fresh_id, read_body, read_prompts, unknown_fields
+from controller.frontend.requests.reading import fresh_id, read_prompts, unknown_fields
 from controller.frontend.requests.schema import ParsedRequest, read_chat, read_completion
 from controller.frontend.responses.response_format import ResponseFormat
 from controller.frontend.responses.sse import SseStream, StreamedResponse, response_head
@@ -51,6 +52,7 @@ class OpenAiEndpoints:
         self._director = director
         self.tokens = tokens
         self._over = False  # nothing is answered any more
+        self.intake = Intake(director.settings, director.metrics.bounds.count)
         self.answering = 0  # requests, from when they were understood to the end of their answers
         # Of these, those that have been let in and read, with their streams
         self.completions: dict[Completion, SseStream | None] = {}
@@ -87,9 +89,10 @@ class OpenAiEndpoints:
         try:
             if isinstance(given, bytes):
                 overrides, body = head.overrides, given
+                self.intake.check(body)
             else:
                 overrides = read_overrides(given.raw_headers, self._director.settings.router)
-                body = await read_body(given, self._director.settings.admission)
+                body = await self.intake.body(given)
             parsed = READERS[head.endpoint](body)
             if parsed.unknown:
                 told = unknown_fields(parsed.unknown)
@@ -116,6 +119,7 @@ class OpenAiEndpoints:
             raise
         finally:
             self._count(model, head.endpoint, kind, error)
+            error = None  # it knows this frame by its traceback: the two would keep the body until cycles are looked for
 
     async def _answer(
         self,
@@ -183,7 +187,7 @@ class OpenAiEndpoints:
             group = director.routing.group(parsed.model, lineage)
             if parsed.guided or parsed.details is not None or parsed.logprobs is not None:
                 refuse_unsupported(parsed, group.engine, text_only=group.text_only)
-            prompts = await read_prompts(parsed, tokens, group.context_tokens)
+            prompts = await read_prompts(parsed, tokens, group.context_tokens, self.intake)
         except TokenizerMissing as error:
             log.error("tokenizer_missing", model=parsed.model, why=str(error))
             raise unavailable(

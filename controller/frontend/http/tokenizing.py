@@ -3,8 +3,8 @@
 The tokenizer is the model's, here in the frontend: whatever engine the model's workers have, the answer is the same.
 """
 
-import asyncio
 from collections.abc import Awaitable, Callable
+from functools import partial
 from typing import Any, TypeVar
 
 import msgspec
@@ -15,7 +15,8 @@ from controller.frontend.director import Director
 from controller.frontend.errors import invalid, unavailable
 from controller.frontend.http.served_models import chosen_model, group_of
 from controller.frontend.requests.bodies import validated
-from controller.frontend.requests.reading import id_header, read_body, unknown_fields
+from controller.frontend.requests.intake import Intake
+from controller.frontend.requests.reading import id_header, unknown_fields
 from controller.frontend.requests.refused_fields import refuse
 from controller.frontend.requests.schema import plain_message, read_json
 from controller.frontend.requests.tokenize_bodies import (
@@ -35,10 +36,13 @@ B = TypeVar("B", bound=BaseModel)
 class TokenizerEndpoints:
     """Answers with the tokenizers of what this director routes to."""
 
-    def __init__(self, director: Director, tokens: Callable[[str], Awaitable[Tokens]]) -> None:
+    def __init__(
+        self, director: Director, tokens: Callable[[str], Awaitable[Tokens]], intake: Intake
+    ) -> None:
         """`tokens` returns a tokenizer by its name, or raises TokenizerMissing."""
         self._director = director
         self._tokens = tokens
+        self._intake = intake
 
     async def tokenize(self, request: web.BaseRequest) -> web.Response:
         """Answer POST /tokenize. Raise ApiError."""
@@ -50,7 +54,8 @@ class TokenizerEndpoints:
         unknown = refuse(asked.model_extra, REFUSED_BY_TOKENIZE)
         tokens, group = await self._tokenizer(asked.model)
         text = asked.prompt if isinstance(asked, TokenizePromptBody) else _rendered(asked, tokens)
-        found = await tokens.encode_soon(text, special=asked.add_special_tokens, shared=False)
+        special, read = asked.add_special_tokens, self._intake.long_texts.read
+        found = await tokens.encode_soon(text, special=special, shared=False, beside=read)
         names = tokens.names_of(found) if asked.return_token_strs else None
         return _answer(request, Tokenized(len(found), group.context_tokens, found, names), unknown)
 
@@ -65,11 +70,12 @@ class TokenizerEndpoints:
         if len(asked.tokens) < LONG_TEXT:
             text = tokens.decode(asked.tokens, special=True)
         else:
-            text = await asyncio.to_thread(tokens.decode, asked.tokens, special=True)
+            decode = partial(tokens.decode, asked.tokens, special=True)
+            text = await self._intake.long_texts.read(len(asked.tokens), decode)
         return _answer(request, Detokenized(text), unknown)
 
     async def _json(self, request: web.BaseRequest) -> Any:
-        return read_json(await read_body(request, self._director.settings.admission))
+        return read_json(await self._intake.body(request))
 
     async def _tokenizer(self, name: str | None) -> tuple[Tokens, EndpointGroup]:
         model = chosen_model(self._director, name)

@@ -7,7 +7,7 @@ from typing import Annotated, Any, TypeVar
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, WithJsonSchema
 
-from controller.frontend.errors import invalid
+from controller.frontend.errors import invalid, quoted
 
 STOPS_MAX = 16
 N_MAX = 16
@@ -211,8 +211,8 @@ def validated(model: type[B], data: Any) -> B:
         same = [one for one in found if list(one["loc"][: len(place)]) == place]
         first = same[-1]  # of a union: what is wrong with the list, not that it is no text
         where = [str(step) for step in first["loc"] if not _is_type(step)]
-        field = ".".join(where)
-        raise invalid(f"{field}: {first['msg']}", where[0] if where else None) from error
+        field = quoted(".".join(where))  # the names in a mapping are the client's
+        raise invalid(f"{field}: {first['msg']}", quoted(where[0]) if where else None) from error
 
 
 def _is_type(step: int | str) -> bool:

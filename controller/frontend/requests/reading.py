@@ -1,6 +1,5 @@
 """What has the client sent? From a request's bytes to its prompts in tokens."""
 
-import asyncio
 import os
 import re
 from collections.abc import Sequence
@@ -9,9 +8,9 @@ from typing import Any
 from aiohttp import web
 from multidict import CIMultiDictProxy
 
-from controller.frontend.errors import ApiError, invalid, too_long, unsupported
-from controller.frontend.requests.schema import ParsedRequest, bad_json
-from controller.frontend.settings import AdmissionSettings
+from controller.frontend.errors import invalid, too_long, unsupported
+from controller.frontend.requests.intake import Intake
+from controller.frontend.requests.schema import ParsedRequest
 from controller.frontend.text.tokenizer import Tokens
 
 REQUEST_ID_MAX = 128
@@ -21,10 +20,13 @@ ID_BYTES = 16  # random ones; an id is their hex digits
 _TRACEPARENT = re.compile(r"([0-9a-f]{2})-([0-9a-f]{32})-([0-9a-f]{16})-([0-9a-f]{2})(-.*)?")
 
 
-async def read_prompts(parsed: ParsedRequest, tokens: Tokens, context: int) -> list[tuple[list[int], str]]:
+async def read_prompts(
+    parsed: ParsedRequest, tokens: Tokens, context: int, intake: Intake
+) -> list[tuple[list[int], str]]:
     """Return each prompt as tokens, and as text if it was one.
 
-    `context`: tokens of the model's context; token ids must be fewer. Raise ApiError (400), or BadTemplate.
+    `context`: tokens of the model's context; a prompt must have fewer. Raise ApiError: 400, or 503 where too much is to be
+    tokenised; or BadTemplate.
     """
     if parsed.sampling.logit_bias:
         _check_bias(parsed.sampling.logit_bias, tokens.size)
@@ -37,16 +39,35 @@ async def read_prompts(parsed: ParsedRequest, tokens: Tokens, context: int) -> l
         if parsed.template_reads and not tokens.template.reads(parsed.template_reads):
             raise unsupported(parsed.template_reads, "this model's chat template does not read it")
         text = tokens.template.render(parsed.messages, **(parsed.template_extra or {}))
-        return [(await tokens.encode_soon(text, special=False, shared=shared), text)]
-    out = []
-    for prompt in parsed.prompts or ():
+        _check_length(text, tokens, context, intake, "messages")
+        read = intake.long_texts.read
+        return [(await tokens.encode_soon(text, special=False, shared=shared, beside=read), text)]
+    return await _read_plain(parsed.prompts or (), tokens, context, intake, shared)
+
+
+async def _read_plain(
+    prompts: Sequence[str | list[int]], tokens: Tokens, context: int, intake: Intake, shared: bool
+) -> list[tuple[list[int], str]]:
+    for prompt in prompts:
         if isinstance(prompt, str):
-            out.append((await tokens.encode_soon(prompt, special=True, shared=shared), prompt))
+            _check_length(prompt, tokens, context, intake, "prompt")
+    out, read = [], intake.long_texts.read
+    for prompt in prompts:
+        if isinstance(prompt, str):
+            out.append((await tokens.encode_soon(prompt, special=True, shared=shared, beside=read), prompt))
         else:
             out.append((_token_ids(prompt, tokens.size, context), ""))
     if any(not prompt for prompt, _ in out):
         raise invalid("prompt must not be empty", "prompt")
     return out
+
+
+def _check_length(text: str, tokens: Tokens, context: int, intake: Intake, param: str) -> None:
+    """Refuse a text that cannot fit before it is tokenised, which takes a second for a megabyte. Raise ApiError (400)."""
+    least = tokens.tokens_min(text, context - 1)
+    if least >= context:
+        intake.refused("text_length")
+        raise too_long(least, context, param, least=True)
 
 
 def _check_bias(bias: dict[int, float], size: int) -> None:
@@ -64,33 +85,6 @@ def _token_ids(given: list[Any], size: int, context: int) -> list[int]:
     if not all(0 <= token < size for token in given):
         raise invalid(f"a token of the prompt is below zero, or not below {size}", "prompt")
     return given
-
-
-async def read_body(request: web.BaseRequest, limits: AdmissionSettings) -> bytes:
-    """Return a request's body. Raise ApiError: 400 for a broken one, 408 after `body_s`, 413 above `body_mb_max`."""
-    if request.headers.get("Expect", "").lower() == "100-continue" and request.transport is not None:
-        request.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")  # curl waits a second for it otherwise
-    try:
-        return await _body(request, limits)
-    except web.RequestPayloadError as error:  # compressed in a way that cannot be undone, or cut off
-        raise bad_json(" ".join(str(error).split())) from error
-    except web.HTTPRequestEntityTooLarge as error:
-        why = f"the body is larger than {limits.body_mb_max} MB"
-        raise ApiError(413, why, code="body_too_large") from error
-    except TimeoutError as error:
-        why = f"the body has not come within {limits.body_s:g} s"
-        raise ApiError(408, why, code="body_timeout") from error
-
-
-async def _body(request: web.BaseRequest, limits: AdmissionSettings) -> bytes:
-    content = request.content
-    if not content.is_eof():
-        async with asyncio.timeout(limits.body_s):
-            return await request.read()
-    body = content.read_nowait()  # it came with its head, as nearly all do: there is nothing to wait for
-    if len(body) > request.client_max_size:
-        raise web.HTTPRequestEntityTooLarge(request.client_max_size)
-    return body
 
 
 def id_header(request: web.BaseRequest) -> dict[str, str]:

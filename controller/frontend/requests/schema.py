@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 from msgspec import Struct
 
-from controller.frontend.errors import ApiError, invalid, unsupported
+from controller.frontend.errors import ApiError, invalid, quoted, unsupported
 from controller.frontend.requests.bodies import (
     N_MAX,
     STOPS_MAX,
@@ -280,7 +280,7 @@ def plain_message(place: int, message: ChatMessage) -> dict[str, Any]:
     if isinstance(message.content, list):
         for part in message.content:
             if part.type != "text" or part.text is None:
-                raise unsupported(f"messages.{place}.content", f"parts of the type {part.type!r}")
+                raise unsupported(f"messages.{place}.content", f"parts of the type {quoted(part.type)!r}")
         plain["content"] = "".join(part.text or "" for part in message.content)
     else:
         plain["content"] = message.content or ""

@@ -11,6 +11,7 @@ from typing import Any
 
 from events.errors import HoldfastError
 
+SAID_MAX = 200  # characters of what a template says that refuses
 SIM_TEMPLATE = (
     "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}"
     "{% if add_generation_prompt %}assistant:{% endif %}"
@@ -62,7 +63,8 @@ class ChatTemplate:
         except (
             Exception
         ) as error:  # a template is a program: fed with a client's values, it may raise anything
-            raise BadTemplate(f"the chat template refused these messages: {error}") from error
+            said = str(error)[:SAID_MAX]  # it may quote them
+            raise BadTemplate(f"the chat template refused these messages: {said}") from error
 
 
 def load_template(folder: Path | None) -> ChatTemplate | None:

@@ -10,8 +10,8 @@ import pytest
 from aiohttp import web
 
 from controller.frontend.errors import ApiError
-from controller.frontend.requests.reading import read_body
-from controller.frontend.settings import AdmissionSettings
+from controller.frontend.requests.intake import Intake
+from controller.frontend.settings import FrontendSettings
 
 MOST = 1000
 
@@ -23,7 +23,7 @@ async def test_a_body_that_came_with_its_head_is_measured_too(size: int, found: 
     async def handle(request: web.BaseRequest) -> web.Response:
         there = request.content.is_eof()
         try:
-            assert len(await read_body(request, AdmissionSettings())) == size
+            assert len(await Intake(FrontendSettings()).body(request)) == size
             seen.append((there, "its text"))
         except ApiError as error:
             seen.append((there, error.code))

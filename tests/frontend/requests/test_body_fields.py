@@ -9,9 +9,11 @@ from scripted_worker import ScriptedWorker
 
 from controller.frontend.errors import ApiError
 from controller.frontend.requests.bodies import ChatBody, CompletionBody
+from controller.frontend.requests.intake import Intake
 from controller.frontend.requests.reading import read_prompts, unknown_fields
 from controller.frontend.requests.refused_fields import IGNORED, REFUSED_BY_CHAT, REFUSED_BY_COMPLETIONS
 from controller.frontend.requests.schema import parse_any_chat, parse_completion
+from controller.frontend.settings import FrontendSettings
 from controller.frontend.text.chat_templates import ChatTemplate
 from controller.frontend.text.tokenizer import BUILTIN, Tokens, load_tokenizer
 
@@ -104,7 +106,7 @@ def tokens_of(template: str) -> Tokens:
 
 
 async def prompt_of(tokens: Tokens, **ask: Any) -> str:
-    ((_, text),) = await read_prompts(parse_any_chat(CHAT | ask), tokens, 4096)
+    ((_, text),) = await read_prompts(parse_any_chat(CHAT | ask), tokens, 4096, Intake(FrontendSettings()))
     return text
 
 

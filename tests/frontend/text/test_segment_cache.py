@@ -12,8 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Regex, Tokenizer, models, normalizers, pre_tokenizers, processors
 
+from controller.frontend.requests.intake import Intake
 from controller.frontend.requests.reading import read_prompts
 from controller.frontend.requests.schema import parse_completion, read_chat
+from controller.frontend.settings import FrontendSettings
 from controller.frontend.text.chat_templates import ChatTemplate
 from controller.frontend.text.segment_cache import CUTS_MAX, KEPT_BYTES, SEGMENT_SHARE, TEXT_MAX, SegmentCache
 from controller.frontend.text.tokenizer import (
@@ -367,7 +369,10 @@ async def test_two_that_read_the_same_at_once_both_get_it() -> None:
 
 @pytest.mark.parametrize("chat", [True, False])
 async def test_who_shares_no_prefixes_shares_no_texts(chat: bool) -> None:
-    tokens = Tokens(byte_level(), ChatTemplate("{{ messages[0].content }}", {}))
+    tokens, intake = (
+        Tokens(byte_level(), ChatTemplate("{{ messages[0].content }}", {})),
+        Intake(FrontendSettings()),
+    )
     assert tokens.segments is not None
 
     def ask(**more: str) -> Any:
@@ -376,9 +381,9 @@ async def test_who_shares_no_prefixes_shares_no_texts(chat: bool) -> None:
             return read_chat(json.dumps(body).encode())
         return parse_completion({"model": "m", "prompt": "hello", **more})
 
-    ((salted, _),) = await read_prompts(ask(cache_salt="mine"), tokens, 100)
+    ((salted, _),) = await read_prompts(ask(cache_salt="mine"), tokens, 100, intake)
     assert not tokens.segments.kept
-    ((plain, _),) = await read_prompts(ask(), tokens, 100)
+    ((plain, _),) = await read_prompts(ask(), tokens, 100, intake)
     assert (plain, list(tokens.segments.kept)) == (salted, ["hello"])
 
 

@@ -10,7 +10,7 @@ from typing import Any
 from events.refusal import RequestRefusal
 
 ENGINE_GONE = "EngineCore encountered an issue"  # vLLM, to every request that its engine's process took along
-WORDS_MAX = 300  # of a server's message
+WORDS_MAX = 200  # of a server's message
 NAMES_MAX = 100  # of what it calls the error, and the field
 NOT_THE_CLIENTS = frozenset((401, 403, 404, 405, 407, 408, 409, 421, 425, 426, 429))
 """Statuses that speak of who asks the server, of its address, or of the moment: of nothing that a client has written."""

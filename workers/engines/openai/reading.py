@@ -25,7 +25,7 @@ from workers.engines.openai.mistakes import error_of
 LINE_BYTES_MAX = 4 * 1024 * 1024
 ZEROS_MAX = 8  # token id 0 so often in a row is no answer
 ZEROS_ALONE_MAX = 3  # an answer of nothing but zeros may be this long, if a user asked for it
-WORDS_MAX = 300  # of what an upstream sent
+WORDS_MAX = 200  # of what an upstream sent
 DONE = "[DONE]"
 
 IdsFrom = Literal["token_ids", "logprobs", "text_bytes", "nowhere"]
