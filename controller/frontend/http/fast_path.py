@@ -20,6 +20,7 @@ from typing import cast
 from aiohttp import web
 from aiohttp.http import SERVER_SOFTWARE
 
+from controller.frontend.http.open_connections import OpenConnections
 from controller.frontend.requests.head import Head
 
 # Of a request on the fast path, and of what is sent ahead of its turn. Past it reading pauses, and a client who goes
@@ -36,8 +37,8 @@ class FastPathConnection(asyncio.Protocol):
     """One client's connection to the port that all frontends of a host share."""
 
     __slots__ = (
-        "_aiohttp", "_answer_request", "_answering", "_body_timer", "_buffer", "_closing", "_connections", "_heads",
-        "_idle_max_s", "_idle_since", "_idle_timer", "_loop", "_transport", "_writing_paused",
+        "_aiohttp", "_answer_request", "_answering", "_body_timer", "_buffer", "_clients", "_closing", "_connections",
+        "_heads", "_idle_since", "_idle_timer", "_loop", "_transport", "_writing_paused",
     )  # fmt: skip
 
     def __init__(
@@ -46,14 +47,15 @@ class FastPathConnection(asyncio.Protocol):
         heads: Callable[[bytes], Head | None],
         aiohttp: Callable[[], asyncio.Protocol],
         connections: "set[FastPathConnection]",
-        idle_max_s: float,
+        clients: OpenConnections,
     ) -> None:
-        """Begin with a client. `aiohttp` makes what takes over what is not plain; `connections` holds all that are open."""
+        """Begin with a client. `aiohttp` makes what takes over what is not plain; `connections` holds all that are open here,
+        `clients` counts these and those that were handed over."""
         self._answer_request = answer
         self._heads = heads
         self._aiohttp = aiohttp
         self._connections = connections
-        self._idle_max_s = idle_max_s
+        self._clients = clients
         self._loop = asyncio.get_running_loop()
         self._buffer = bytearray()  # what has come and is not understood yet
         self._answering: asyncio.Task[None] | None = None
@@ -77,13 +79,17 @@ class FastPathConnection(asyncio.Protocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """A client has come."""
         self._transport = cast(asyncio.Transport, transport)  # uvloop's is not a subclass
+        if not self._clients.enter(self._transport):
+            return
         transport.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         self._idle_since = self._loop.time()
-        self._idle_timer = self._loop.call_later(self._idle_max_s, self._check_idle)
+        self._idle_timer = self._loop.call_later(self._clients.settings.idle_s, self._check_idle)
         self._connections.add(self)
 
     def data_received(self, data: bytes) -> None:
         """Take a request, or a part of one."""
+        if self not in self._connections:  # it was not let in
+            return
         if self._answering is not None or self._buffer:
             self._buffer_data(data)
             return
@@ -155,10 +161,11 @@ class FastPathConnection(asyncio.Protocol):
         """Close the connection if nothing has been asked for too long."""
         busy = self._answering is not None or self._buffer
         idle = 0.0 if busy else self._loop.time() - self._idle_since
-        if idle >= self._idle_max_s:
+        left = self._clients.settings.idle_s - idle
+        if left <= 0:
             self._transport.close()
         else:
-            self._idle_timer = self._loop.call_later(self._idle_max_s - idle, self._check_idle)
+            self._idle_timer = self._loop.call_later(left, self._check_idle)
 
     def end(self) -> "asyncio.Task[None] | None":
         """Close the connection, or let what is answered be its last; return that."""
@@ -182,7 +189,10 @@ class FastPathConnection(asyncio.Protocol):
             self._answering.cancel()
 
     def _leave(self) -> None:
+        if self not in self._connections:
+            return
         self._connections.discard(self)
+        self._clients.leave(self._transport)
         self._idle_timer.cancel()
         self._stop_body_timer()
 

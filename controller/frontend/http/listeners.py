@@ -9,15 +9,16 @@ from typing import Any
 
 from aiohttp import web
 
-from controller.frontend.http.api import Api, Handler
+from controller.frontend.http.api import Api
+from controller.frontend.http.client_handler import ClientServer
 from controller.frontend.http.fast_path import FastPathConnection
+from controller.frontend.http.open_connections import OpenConnections
 from controller.frontend.requests.head import cached_heads
 from controller.frontend.settings import FrontendSettings
 from events.errors import HoldfastError
 
 SHUTDOWN_S = 1.0  # for answers to end, and for what was answered to leave
 _LOOK_S = 0.02
-KEEPALIVE_S = 75.0  # aiohttp's default: how long a connection may be idle
 BACKLOG = 128  # connections that wait to be accepted
 
 
@@ -32,8 +33,13 @@ class Listeners:
         """Answer with `api`, on the hosts and ports of the settings, once they are opened."""
         self._settings = settings
         self._api = api
-        self._public = _runner(api.handle, settings.admission.body_mb_max)
-        self._admin = _runner(api.admin, settings.admission.body_mb_max)  # `holdfast route` sends prompts
+        refused, body_mb_max = api.director.metrics.bounds.count, settings.admission.body_mb_max
+        self._clients = OpenConnections(settings.connections, refused)
+        self._public = _runner(ClientServer(api.handle, self._clients, body_mb_max))
+        others = OpenConnections(
+            settings.connections, refused
+        )  # its own: who fills the one does not close the other
+        self._admin = _runner(ClientServer(api.admin, others, body_mb_max))  # `holdfast route` sends prompts
         self._shared: asyncio.Server | None = None
         self._heads = cached_heads(settings.router)
         self._connections: set[FastPathConnection] = set()
@@ -57,7 +63,7 @@ class Listeners:
         server = self.aiohttp
         loop = asyncio.get_running_loop()
         make = partial(
-            FastPathConnection, self._api.openai.answer, self._heads, server, self._connections, KEEPALIVE_S
+            FastPathConnection, self._api.openai.answer, self._heads, server, self._connections, self._clients
         )
         return await loop.create_server(
             make, host, port, reuse_port=True, backlog=BACKLOG, start_serving=False
@@ -138,16 +144,7 @@ class Listeners:
             await asyncio.sleep(_LOOK_S)
 
 
-def _runner(handler: Handler, body_mb_max: int) -> web.ServerRunner:
-    loop = asyncio.get_running_loop()
-    make = partial(web.BaseRequest, loop=loop, client_max_size=body_mb_max * 1024 * 1024)
-    server = web.Server(
-        handler,
-        request_factory=make,
-        handler_cancellation=True,  # a client that goes away is noticed in the same turn of the loop
-        access_log=None,
-        keepalive_timeout=KEEPALIVE_S,
-    )
+def _runner(server: ClientServer) -> web.ServerRunner:
     return web.ServerRunner(server, shutdown_timeout=SHUTDOWN_S)
 
 

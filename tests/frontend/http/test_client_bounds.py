@@ -1,0 +1,308 @@
+"""What a client may cost before his request is worth anything: connections, heads, bodies, texts, and words in errors."""
+
+import asyncio
+import gzip
+import io
+import json
+import re
+import zlib
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from typing import Any
+
+import pytest
+from frontend_kit import TOKENS, Kit, frontend, until
+from scripted_worker import ScriptedWorker
+
+from controller.frontend.text.tokenizer import BUILTIN, LONG_TEXT, Tokens, load_tokenizer
+
+SECONDS = 20.0
+CHAT: dict[str, Any] = {"model": "m", "messages": [{"role": "user", "content": "hello"}], "max_tokens": 1}
+LIVE = b"GET /live HTTP/1.1\r\nHost: x\r\n\r\n"
+REFUSED = "holdfast_bound_refusals_total"
+
+
+def port_of(kit: Kit) -> int:
+    return int(kit.url.rpartition(":")[2])
+
+
+@asynccontextmanager
+async def client(port: int, said: bytes = b"") -> AsyncIterator[asyncio.StreamReader]:
+    """A connection on which this was said."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    writer.write(said)
+    try:
+        async with asyncio.timeout(SECONDS):
+            yield reader
+    finally:
+        writer.close()
+
+
+# --- texts
+
+
+async def test_a_text_that_cannot_fit_is_never_tokenised() -> None:
+    class Unread(Tokens):
+        async def encode_soon(self, *given: Any, **more: Any) -> list[int]:
+            raise AssertionError("it takes a second for each megabyte")
+
+    unread = Unread(load_tokenizer(BUILTIN), TOKENS.template)
+
+    async def tokens(name: str) -> Tokens:
+        return unread
+
+    async with frontend(ScriptedWorker(), tokens=tokens) as kit:
+        text = "a" * (12 * 5000)
+        for path, body, param in (
+            ("/v1/completions", {"prompt": text}, "prompt"),
+            ("/v1/completions", {"prompt": ["a", text]}, "prompt"),
+            ("/v1/chat/completions", {"messages": [{"role": "user", "content": text}]}, "messages"),
+        ):
+            status, answer, _ = await kit.post(path, model="m", **body)
+            error = answer["error"]
+            assert (status, error["code"], error["param"]) == (400, "context_length_exceeded", param)
+            assert re.match(
+                r"the prompt has at least 50\d\d tokens, the model's context is 4096", error["message"]
+            )
+        assert kit.counted(REFUSED, "bound") == {("text_length",): 3}
+
+
+# --- bodies
+
+
+async def test_a_body_is_inflated_up_to_the_bound_and_no_further() -> None:
+    """A gigabyte in a megabyte: nobody has it, and nobody waits for it."""
+    bomb = zlib.compressobj(9, zlib.DEFLATED, 16 + zlib.MAX_WBITS)
+    packed = b"".join(bomb.compress(b" " * 2**20) for _ in range(32)) + bomb.flush()
+    async with frontend(ScriptedWorker(), admission={"body_mb_max": 4}) as kit:
+        async with kit.http.post(
+            kit.url + "/v1/completions", data=packed, headers={"Content-Encoding": "gzip"}
+        ) as answer:
+            assert (answer.status, (await answer.json())["error"]["code"]) == (413, "body_too_large")
+        assert kit.counted(REFUSED, "bound") == {("body_bytes",): 1}
+
+
+RAW = zlib.compressobj(wbits=-zlib.MAX_WBITS)
+BODY = json.dumps(CHAT).encode()
+GZIPPED = gzip.compress(BODY, mtime=0)
+
+
+@pytest.mark.parametrize(
+    ("encoding", "packed"),
+    [
+        ("gzip", GZIPPED),
+        ("GZIP", gzip.compress(BODY[:9], mtime=0) + gzip.compress(BODY[9:], mtime=0)),
+        ("deflate", zlib.compress(BODY)),
+        ("deflate", RAW.compress(BODY) + RAW.flush()),
+        ("identity", BODY),
+    ],
+    ids=["gzip", "two gzips", "zlib", "bare deflate", "not at all"],
+)
+async def test_bodies_may_be_compressed(encoding: str, packed: bytes) -> None:
+    async with frontend(ScriptedWorker()) as kit:
+        for pieces in ([packed], [packed[n : n + 1] for n in range(len(packed))]):
+
+            async def sent(pieces: list[bytes] = pieces) -> AsyncIterator[bytes]:
+                for piece in pieces:
+                    yield piece
+
+            headers = {"Content-Encoding": encoding, "Content-Type": "application/json"}
+            path = kit.url + "/v1/chat/completions"
+            async with kit.http.post(path, data=sent(), headers=headers) as answer:
+                assert answer.status == 200, await answer.text()
+
+
+@pytest.mark.parametrize(
+    ("encoding", "packed", "why"),
+    [
+        ("br", BODY, "it is compressed by 'br': send it as it is, or by gzip or deflate"),
+        ("gzip", GZIPPED[:-9], "its gzip ends too early"),
+        ("gzip", b"no gzip", "its gzip cannot be read"),
+        ("deflate", b"x no deflate", "its deflate cannot be read"),
+    ],
+    ids=["unknown", "cut off", "no gzip", "no deflate"],
+)
+async def test_a_body_that_cannot_be_inflated_is_refused_with_the_reason(
+    encoding: str, packed: bytes, why: str
+) -> None:
+    async with frontend(ScriptedWorker()) as kit:
+        path, headers = kit.url + "/v1/chat/completions", {"Content-Encoding": encoding}
+        async with kit.http.post(path, data=packed, headers=headers) as answer:
+            error = (await answer.json())["error"]
+            assert (answer.status, error["code"]) == (400, "invalid_json") and why in error["message"]
+
+
+async def test_bodies_have_a_bound_together() -> None:
+    async with frontend(ScriptedWorker(), admission={"bodies_mb_max": 1}) as kit:
+        head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n"
+        async with client(port_of(kit), head % 2_000_000 + b" " * 900_000):
+            await until(lambda: kit.api.openai.intake.body_bytes == 900_000)
+            async with client(port_of(kit), head % 1_000_000 + b" " * 999_999) as second:
+                assert b" 503 " in await second.readline()
+                assert b"queue_full" in await second.readuntil(b"}}")
+        status, _, _ = await kit.post("/v1/chat/completions", **CHAT)
+        assert status == 200, "what was taken of it is free again"
+
+
+@pytest.mark.parametrize(
+    ("body", "why"),
+    [
+        (b'{"a":[' + b"[]," * 200_000 + b"0]}", "131072 lists and objects"),
+        (b'{"a":[' + b"0," * 2_200_000 + b"0]}", "2097152 values"),
+        (b'{"a":[' + b'"",' * 2_200_000 + b"0]}", "262144 texts and names"),
+    ],
+    ids=["lists", "numbers", "texts"],
+)
+async def test_a_body_of_too_many_values_is_refused_before_they_are_made(body: bytes, why: str) -> None:
+    async with frontend(ScriptedWorker()) as kit:
+        async with kit.http.post(kit.url + "/v1/completions", data=io.BytesIO(body)) as answer:
+            assert answer.status == 400
+            assert (await answer.json())["error"]["message"] == f"a body may have at most {why}"
+        assert kit.counted(REFUSED, "bound") == {("body_values",): 1}
+
+
+async def test_a_text_may_have_any_number_of_commas_and_brackets() -> None:
+    text = '[],{}\\"' * 300_000
+    async with frontend(ScriptedWorker()) as kit:
+        body = io.BytesIO(json.dumps({"model": "m", "prompt": text}).encode())
+        async with kit.http.post(kit.url + "/v1/completions", data=body) as answer:
+            found = (await answer.json())["error"]["code"]
+        assert (answer.status, found) == (400, "context_length_exceeded")
+
+
+# --- connections
+
+
+async def test_a_head_that_does_not_end_is_ended() -> None:
+    beginnings = (b"P", b"POST /v1/completions HTTP/1.1\r\nHost: x\r\n", LIVE + b"GET")
+    async with frontend(ScriptedWorker(), connections={"head_s": 0.2, "idle_s": 0.4}) as kit:
+        for port in (port_of(kit), int(kit.admin.rpartition(":")[2])):
+            for said in beginnings[:2]:
+                async with client(port, said) as reader:
+                    assert b" 408 " in await reader.readline()
+                    assert b"head_timeout" in await reader.read()
+            async with client(port, beginnings[2]) as reader:
+                assert b" 200 " in await reader.readline()
+                await reader.read()
+        assert kit.counted(REFUSED, "bound")[("head_wait",)] >= 4
+
+
+async def test_a_head_may_come_in_pieces() -> None:
+    async with frontend(ScriptedWorker(), connections={"head_s": 30, "idle_s": 30}) as kit:
+        reader, writer = await asyncio.open_connection("127.0.0.1", port_of(kit))
+        for _ in range(2):
+            for at in range(len(LIVE)):
+                writer.write(LIVE[at : at + 1])
+                await asyncio.sleep(0)
+            async with asyncio.timeout(SECONDS):
+                assert b" 200 " in await reader.readuntil(b"}")
+        writer.close()
+
+
+async def test_who_says_nothing_is_left_after_the_setting() -> None:
+    async with frontend(ScriptedWorker(), connections={"idle_s": 0.1}) as kit:
+        for port in (port_of(kit), int(kit.admin.rpartition(":")[2])):
+            async with client(port) as reader:
+                assert await reader.read() == b""
+
+
+@pytest.mark.parametrize(
+    ("bound", "why"), [("per_address_max", "connections_of_address"), ("total_max", "connections")]
+)
+async def test_connections_are_bounded_whoever_has_them(bound: str, why: str) -> None:
+    async with frontend(ScriptedWorker(), connections={bound: 3}) as kit:
+        port, admin = port_of(kit), int(kit.admin.rpartition(":")[2])
+        async with client(port), client(port, LIVE) as second, client(port, LIVE) as third:
+            for reader in (second, third):  # aiohttp has these
+                assert b" 200 " in await reader.readuntil(b"\r\n\r\n")
+            async with client(port, LIVE) as fourth:
+                assert b" 503 " in await fourth.readline()
+                assert b"too_many_connections" in await fourth.read()
+            assert kit.counted(REFUSED, "bound") == {(why,): 1}
+            async with client(admin, LIVE) as other:
+                assert b" 200 " in await other.readline(), "the admin port has its own"
+        await free_again(port)
+
+
+async def free_again(port: int) -> None:
+    async def answered() -> bool:
+        async with client(port, LIVE) as reader:
+            return b" 200 " in await reader.readline()
+
+    async with asyncio.timeout(SECONDS):
+        while not await answered():  # noqa: ASYNC110 (those who have gone are noticed in a moment)
+            await asyncio.sleep(0.01)
+
+
+async def test_without_bounds_any_number_is_let_in() -> None:
+    async with frontend(ScriptedWorker(), connections={"per_address_max": 0, "total_max": 0}) as kit:
+        await free_again(port_of(kit))
+
+
+# --- words
+
+WORDS = "w" * 20_000
+LONG: dict[str, Callable[[], tuple[str, dict[str, Any]]]] = {
+    "model": lambda: ("/v1/chat/completions", CHAT | {"model": WORDS}),
+    "role": lambda: ("/v1/chat/completions", CHAT | {"messages": [{"role": WORDS, "content": 1}]}),
+    "part": lambda: (
+        "/v1/chat/completions",
+        CHAT | {"messages": [{"role": "user", "content": [{"type": WORDS}]}]},
+    ),
+    "bias": lambda: ("/v1/chat/completions", CHAT | {"logit_bias": {WORDS: 1}}),
+    "effort": lambda: ("/v1/chat/completions", CHAT | {"reasoning_effort": WORDS}),
+    "form": lambda: ("/v1/chat/completions", CHAT | {"response_format": {"type": WORDS}}),
+    "field": lambda: ("/v1/chat/completions", CHAT | {WORDS: 1, "max_tokens": "x"}),
+    "number": lambda: ("/v1/chat/completions", CHAT | {"temperature": WORDS}),
+    "schema": lambda: ("/v1/chat/completions", CHAT | {"guided_json": WORDS}),
+    "stop": lambda: ("/v1/chat/completions", CHAT | {"stop": [WORDS, 1]}),
+    "path": lambda: ("/" + WORDS[:8000], CHAT),
+    "tokenizer's model": lambda: ("/tokenize", {"model": WORDS, "prompt": "a"}),
+    "tokenizer's field": lambda: ("/detokenize", {"model": "m", "tokens": [WORDS]}),
+}
+
+
+@pytest.mark.parametrize("name", LONG)
+async def test_errors_repeat_few_of_a_clients_words(name: str) -> None:
+    path, body = LONG[name]()
+    async with frontend(ScriptedWorker()) as kit, kit.http.post(kit.url + path, json=body) as answer:
+        said = await answer.text()
+        assert 400 <= answer.status < 500
+        assert "w" * 201 not in said and len(said) < 1200, said[:2000]
+
+
+async def test_what_is_no_request_is_repeated_in_few_words() -> None:
+    async with frontend(ScriptedWorker()) as kit:
+        for said in (WORDS[:7000].encode() + b"\r\n\r\n", LIVE[:-2] + WORDS[:7000].encode() + b"\r\n\r\n"):
+            async with client(port_of(kit), said) as reader:
+                answer = await reader.read()
+                assert b" 400 " in answer and b"w" * 201 not in answer
+
+
+# --- the reading of long texts
+
+
+async def test_long_texts_are_read_a_few_at_a_time_and_no_more_than_so_many_wait() -> None:
+    text = "a b " * (LONG_TEXT // 4)
+    bounds = {"long_at_once": 1, "waiting_mb_max": 1, "wait_s": 60}
+    async with frontend(ScriptedWorker(), tokenizing=bounds) as kit:
+        reading = kit.api.openai.intake.long_texts
+        goes_on = asyncio.Event()
+        loop = asyncio.get_running_loop()
+
+        def held() -> str:
+            asyncio.run_coroutine_threadsafe(goes_on.wait(), loop).result(SECONDS)
+            return "read"
+
+        first = asyncio.create_task(reading.read(500_000, held))
+        await until(lambda: reading.chars == 500_000)
+        asked = asyncio.create_task(kit.post("/v1/completions", model="m", prompt=text, max_tokens=1))
+        await until(lambda: reading.chars > 500_000)
+        status, answer, headers = await kit.post("/tokenize", model="m", prompt="a b " * 250_000)
+        assert (status, answer["error"]["code"], headers["Retry-After"]) == (503, "queue_full", "1")
+        assert not asked.done()
+        goes_on.set()
+        assert await first == "read"
+        status, answer, _ = await asked
+        assert answer["error"]["code"] == "context_length_exceeded" if status == 400 else status == 200
+        await until(lambda: reading.chars == 0)
