@@ -37,9 +37,10 @@ from events.nats.bus import Bus, NatsBus
 from events.nats.connection import DISCONNECTED
 from events.observations import Profile, WorkerJoined, WorkerLeft
 from events.process import descriptors, presence
+from events.process.heap import HeapTrim
 
 TICK_S = 0.1
-CHECK_S = 1.0  # clients that do not read
+CHECK_S = 1.0  # clients that do not read, and memory that nobody uses
 LINKS_S = 1.0
 READY_S = 30.0
 AGAIN_S = 5.0  # until an event that stopped us is looked at again
@@ -280,10 +281,11 @@ async def follow_peers(director: Director, bus: Bus) -> None:
 
 
 async def _check(endpoints: OpenAiEndpoints) -> None:
-    loop = asyncio.get_running_loop()
+    loop, heap = asyncio.get_running_loop(), HeapTrim()
     while True:
         await asyncio.sleep(CHECK_S)
         endpoints.check(loop.time())
+        await heap.look(loop.time())
 
 
 def _say_nothing(fact: Observation, *, traceparent: str = "") -> None:
