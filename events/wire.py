@@ -282,9 +282,10 @@ def encode(frame: ToWorker | ToFrontend) -> bytes:
 class Splitter:
     """Cuts a byte stream into frame bodies. One per connection and direction."""
 
-    __slots__ = ("_rest", "_wanted")
+    __slots__ = ("_rest", "_wanted", "frame_bytes_max")
 
-    def __init__(self) -> None:
+    def __init__(self, frame_bytes_max: int = FRAME_BYTES_MAX) -> None:
+        self.frame_bytes_max = frame_bytes_max
         self._rest = bytearray()  # the beginning of a frame
         self._wanted = 0  # bytes without which nothing can be done about it
 
@@ -300,8 +301,8 @@ class Splitter:
         try:
             while start + _HEADER <= end:
                 (size,) = _SIZE.unpack_from(data, start)
-                if size > FRAME_BYTES_MAX:
-                    raise BadFrame(f"a frame of {size} bytes is over the limit of {FRAME_BYTES_MAX}")
+                if size > self.frame_bytes_max:
+                    raise BadFrame(f"a frame of {size} bytes is over the limit of {self.frame_bytes_max}")
                 if start + _HEADER + size > end:
                     wanted += size
                     break

@@ -21,6 +21,7 @@ from events.wire import Cancel, Chunk, Generate, Hello, Proof, Reserve, Ship, St
 TOKEN_BYTES = 5  # at most, in msgpack
 LOGPROB_BYTES = 16
 CHUNK_BYTES = 32
+HELLO_BYTES_MAX = 4096  # of a frame from somebody who has not said who he is
 USER_TIMEOUT_MS = 10_000  # unacknowledged bytes for that long: the frontend's host is gone
 
 log = structlog.get_logger(__name__)
@@ -61,6 +62,7 @@ class FrontendConnection(asyncio.Protocol):
     def __init__(self, server: StreamServer, key: FleetKey | None = None) -> None:
         """`key`: the fleet's, which the frontend must know, too."""
         self.frontend = ""  # until it says hello
+        self.address = ""  # its host's; empty: it came through the broker
         self.streams: dict[int, int] = {}  # stream number -> the engine's key
         self.batch: list[Chunk] = []  # this step's output, until `flush`
         self.tainted = False  # a blackhole swallowed something: the connection cannot be trusted again
@@ -70,7 +72,7 @@ class FrontendConnection(asyncio.Protocol):
         self._server = server
         self._handshake = WorkerHandshake(key)
         self._transport: asyncio.Transport | None = None
-        self._splitter = wire.Splitter()
+        self._splitter = wire.Splitter(HELLO_BYTES_MAX)
         self._paused_at: float | None = None
         self._backlog: list[Chunk] = []
         self._last: dict[int, Chunk] = {}  # of the backlog, by stream
@@ -85,6 +87,8 @@ class FrontendConnection(asyncio.Protocol):
         self._transport = cast(asyncio.Transport, transport)
         self._transport.set_write_buffer_limits(high=self._server.patience.buffer_bytes)
         _tune(transport.get_extra_info("socket"))
+        peer = transport.get_extra_info("peername")
+        self.address = str(peer[0]) if peer else ""
         self.opened_at = asyncio.get_running_loop().time()
         self._server.opened(self)
 
@@ -163,6 +167,7 @@ class FrontendConnection(asyncio.Protocol):
 
     def _welcome(self, hello: Hello) -> None:
         self.frontend = hello.frontend or "unnamed"
+        self._splitter.frame_bytes_max = wire.FRAME_BYTES_MAX
         self._server.greeted(self, hello)
 
     def send(self, frame: ToFrontend) -> None:

@@ -14,6 +14,7 @@ STOP_BOUNDS_S = (0.005, 0.01, 0.02, 0.04, 0.08, 0.16, 0.32, 0.64, 1.28, 2.56)
 LEAVING = "engine_shutdown"  # the error that sends a stream elsewhere
 DIRECTIONS = ("in", "out")
 OUTCOMES = ("committed", "declined", "failed")
+CONNECTION_BOUNDS = ("connections", "connections_of_address", "hello_wait")
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +52,11 @@ class WorkerCounters:
     moved_bytes: dict[str, int] = field(default_factory=dict)  # by direction
     stops: list[int] = field(default_factory=lambda: [0] * (len(STOP_BOUNDS_S) + 1))  # per bucket
     stop_sum_s: float = 0.0
+    connections_refused: dict[str, int] = field(default_factory=dict)  # by bound
+
+    def refused(self, bound: str) -> None:
+        """Count a connection that was broken at a bound."""
+        self.connections_refused[bound] = self.connections_refused.get(bound, 0) + 1
 
     def finished(self, lasted_s: float) -> None:
         """Count an answer that came to its end."""

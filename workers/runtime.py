@@ -189,6 +189,8 @@ def _configs(settings: WorkerSettings, instance: str, key: FleetKey | None) -> l
             nvlink_domain=settings.nvlink_domain,
             rail=settings.rail,
             kv_transport=settings.kv_transport,
+            connections_max=settings.connections_max,
+            connections_per_address_max=settings.connections_per_address_max,
             grace_s=budget_s(settings.grace_s, settings.orchestrator_grace_s, settings.pre_stop),
             graceful_shutdown=settings.graceful_shutdown,
             migration_limit=settings.migration_limit,

@@ -22,7 +22,7 @@ from workers.listening import BACKLOG, listening
 from workers.migration.moves import WorkerMigrations
 from workers.migration.settings import KvMoveSettings
 from workers.serving.drain_state import DrainState, Refusal
-from workers.serving.frontends import FrontendConnections
+from workers.serving.frontends import FrontendConnections, FrontendLimits
 from workers.serving.heartbeats import Heartbeats
 from workers.serving.output import StreamOutput
 from workers.streams import RequestOrigin, Stream, StreamTable
@@ -54,15 +54,16 @@ class WorkerServer:
         kv_moves: KvMoveSettings | None = None,
         on_fault: Callable[[str], None] | None = None,
         key: FleetKey | None = None,
+        limits: FrontendLimits | None = None,
     ) -> None:
         """`kv_moves`: how KV caches come and go. `on_fault` is told of each engine error that a stream ends with. `key`: which
-        frontends must know, too; None: anybody may come."""
+        frontends must know, too; None: anybody may come. `limits`: how many frontends may connect."""
         self.worker, self.instance = worker, instance
         self.patience = patience or Patience()
         self.blackholed = False
         self.address = ("", 0)
         self.counters = WorkerCounters()
-        self.connections = FrontendConnections(worker, key)
+        self.connections = FrontendConnections(worker, self.counters, limits or FrontendLimits(), key)
         self.streams = StreamTable()
         self.engine = engine
         self._on_fault = on_fault
@@ -127,11 +128,12 @@ class WorkerServer:
     # --- what connections tell
 
     def opened(self, connection: FrontendConnection) -> None:
-        """Take a connection in, or break it if there are too many."""
+        """Take a connection in, or break one if there are too many."""
         self.connections.add(connection)
 
     def greeted(self, connection: FrontendConnection, hello: Hello) -> None:
         """Answer a hello: who this is, and how it fares."""
+        self.connections.greeted(connection)
         connection.send(Welcome(self.worker, self.instance, self.engine.identity.model))
         connection.beaten_at = connection.opened_at
         connection.send(self._heartbeats.beat())

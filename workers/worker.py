@@ -41,6 +41,7 @@ from workers.kv_transfer.transport import Transport
 from workers.migration.settings import KvMoveSettings
 from workers.registration import registration
 from workers.server import WorkerServer
+from workers.serving.frontends import FrontendLimits
 from workers.shutdown import CLEANUP_S, LEAVING, depart, or_exit
 
 CHECK_S = 2.0
@@ -104,6 +105,7 @@ class InferenceWorker:
             ),
             key=config.key,
             on_fault=self._engine_faulted,
+            limits=FrontendLimits(config.connections_max, config.connections_per_address_max),
         )
         self.faults = RehearsedFaults(config, engine, self.server, lambda: self.fail(Killed()), devices)
         self.commands = WorkerCommands(config, engine, self.server, journal, self, self.faults)

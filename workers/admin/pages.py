@@ -34,6 +34,9 @@ class Pages:
         self._pages = pages
         self._server: asyncio.Server | None = None
         self._open = 0
+        self._silent: dict[
+            asyncio.StreamWriter, None
+        ] = {}  # who have not asked yet; who came first is the first
 
     async def start(self, host: str, port: int) -> int:
         """Listen, and return the port. Raise OSError if it cannot be had."""
@@ -48,10 +51,12 @@ class Pages:
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._open += 1
+        self._silent[writer] = None
         try:
-            if self._open <= CONNECTIONS_MAX:
+            if self._open <= CONNECTIONS_MAX or self._break_a_silent_one():
                 async with asyncio.timeout(self._request_s_max):
                     head = await reader.readuntil(b"\r\n\r\n")
+                    self._silent.pop(writer, None)
                     writer.write(_encode(await self._answer(head), head.startswith(b"HEAD ")))
                     await writer.drain()
             writer.close()
@@ -59,6 +64,16 @@ class Pages:
             writer.transport.abort()  # not a request, or nobody who reads its answer
         finally:
             self._open -= 1
+            self._silent.pop(writer, None)
+
+    def _break_a_silent_one(self) -> bool:
+        """Break the connection that has asked nothing for longest; say whether there was one besides the newest."""
+        first = next(iter(self._silent))
+        if len(self._silent) > 1:
+            del self._silent[first]
+            first.transport.abort()
+            return True
+        return False
 
     async def _answer(self, head: bytes) -> PageAnswer:
         method, _, rest = head.partition(b"\r\n")[0].partition(b" ")

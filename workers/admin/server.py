@@ -14,7 +14,7 @@ from prometheus_client.registry import Collector
 
 from events.wire import ERRORS, Load
 from workers.admin.pages import PageAnswer, Pages
-from workers.counters import DIRECTIONS, DURATION_BOUNDS_S, OUTCOMES, STOP_BOUNDS_S
+from workers.counters import CONNECTION_BOUNDS, DIRECTIONS, DURATION_BOUNDS_S, OUTCOMES, STOP_BOUNDS_S
 from workers.worker import InferenceWorker
 
 Read = Callable[[InferenceWorker], float]
@@ -99,6 +99,7 @@ class WorkerMetrics(Collector):
                 gauge.add_metric(_who(worker), read(worker))
             yield gauge
         yield self._errors()
+        yield self._refusals()
         yield self._durations()
         yield from self._moves()
         yield self._upstream_kv_events()
@@ -162,6 +163,17 @@ class WorkerMetrics(Collector):
             for rank, one in reported:
                 family.add_metric(rank, getattr(one, name))
             yield family
+
+    def _refusals(self) -> Metric:
+        text = (
+            "Connections that were broken at a bound: `connections`, `connections_of_address`, `hello_wait`."
+        )
+        family = CounterMetricFamily("holdfast_worker_connection_refusals", text, labels=(*LABELS, "bound"))
+        for worker in self._workers:
+            counted = dict.fromkeys(CONNECTION_BOUNDS, 0) | worker.server.counters.connections_refused
+            for bound, count in counted.items():
+                family.add_metric([*_who(worker), bound], count)
+        return family
 
     def _durations(self) -> Metric:
         name, text = "dynamo_component_request_duration_seconds", "From a request to its end."

@@ -85,6 +85,12 @@ class WorkerSettings(SimulatedSettings, frozen=True, kw_only=True):
         Literal["tcp", "nats"],
         Meta(description="how frontends reach this worker: tcp (its port), or nats (through the broker)"),
     ] = "tcp"
+    connections_max: Annotated[
+        int, Meta(ge=0, le=MOST, description="connections of frontends to this worker; 0: any number")
+    ] = 512
+    connections_per_address_max: Annotated[
+        int, Meta(ge=0, le=MOST, description="of those, how many one address may have; 0: any number")
+    ] = 256
     admin_port: Annotated[
         int, Meta(ge=-1, le=65535, description="/health, /live, /metrics; 0: any free one, -1: none")
     ] = 0

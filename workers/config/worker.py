@@ -17,6 +17,8 @@ class WorkerConfig:
     nvlink_domain: str = ""
     rail: str = ""
     kv_transport: str = "sockets"
+    connections_max: int = 512
+    connections_per_address_max: int = 256
     grace_s: float = 60.0  # for a graceful shutdown, cleanup not included
     graceful_shutdown: bool = True  # such a shutdown waits for streams that decode, too
     migration_limit: int | None = None

@@ -1,25 +1,48 @@
-"""Which frontends are connected to this worker?"""
+"""Which frontends are connected to this worker?
+
+    connects ── hello ──▶ a frontend         too many, of all or of one address: the stranger who has said nothing for longest
+        └── a stranger until then            makes room; where there is none, the newcomer is refused
+
+So strangers who connect and say nothing keep no frontend out, however many they are.
+"""
 
 import asyncio
+from collections import Counter
+from dataclasses import dataclass
 
 import structlog
 
 from events.fleet_key import FleetKey
 from events.wire import ToFrontend
 from workers.connection import FrontendConnection
-
-CONNECTIONS_MAX = 512
+from workers.counters import WorkerCounters
 
 log = structlog.get_logger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class FrontendLimits:
+    """How many connections one worker takes. A frontend has one, and a controller."""
+
+    total_max: int = 512  # 0: any number
+    per_address_max: int = (
+        256  # half of them: no host has all. Behind the broker there are no addresses. 0: any number
+    )
 
 
 class FrontendConnections:
     """The open connections of one worker."""
 
-    def __init__(self, worker: str, key: FleetKey | None = None) -> None:
+    def __init__(
+        self, worker: str, counters: WorkerCounters, limits: FrontendLimits, key: FleetKey | None = None
+    ) -> None:
         """None yet. `key`: the fleet's, which they must know."""
         self.key = key
         self.open: set[FrontendConnection] = set()
+        self._strangers: dict[FrontendConnection, None] = {}  # who came first is the first
+        self._by_address: Counter[str] = Counter()
+        self._counters = counters
+        self._limits = limits
         self.none_open = asyncio.Event()  # a flag
         self.none_open.set()
         self._worker = worker
@@ -30,16 +53,45 @@ class FrontendConnections:
         return any(connection.frontend for connection in self.open)
 
     def add(self, connection: FrontendConnection) -> None:
-        """Take a connection in, or break it if there are too many."""
+        """Take a connection in, or break one if there are too many: a stranger's, or else this one."""
+        limits, address = self._limits, connection.address
         self.open.add(connection)
+        self._strangers[connection] = None
+        self._by_address[address] += 1
         self.none_open.clear()
-        if len(self.open) > CONNECTIONS_MAX:
-            log.warning("connection_refused", worker=self._worker, open=CONNECTIONS_MAX)
+        if address and 0 < limits.per_address_max < self._by_address[address]:
+            self._break_one(address, "connections_of_address")
+        elif 0 < limits.total_max < len(self.open):
+            self._break_one(None, "connections")
+
+    def _break_one(self, address: str | None, why: str) -> None:
+        """Break the connection of the stranger who came first, of this address if one is given."""
+        first = next(one for one in self._strangers if address is None or one.address == address)
+        self._counters.refused(why)
+        log.warning("connection_refused", worker=self._worker, why=why, open=len(self.open))
+        self.remove(first)
+        first.abort()
+
+    def greeted(self, connection: FrontendConnection) -> None:
+        """Take in that a stranger is a frontend."""
+        self._strangers.pop(connection, None)
+
+    def cut_strangers(self, since: float) -> None:
+        """Break the connections that were made before `since` and have said no hello."""
+        for connection in [one for one in self._strangers if one.opened_at < since]:
+            self._counters.refused("hello_wait")
+            self.remove(connection)
             connection.abort()
 
     def remove(self, connection: FrontendConnection) -> None:
-        """Forget a connection that is lost."""
-        self.open.discard(connection)
+        """Forget a connection that is lost, or broken."""
+        if connection not in self.open:
+            return
+        self.open.remove(connection)
+        self._strangers.pop(connection, None)
+        self._by_address[connection.address] -= 1
+        if not self._by_address[connection.address]:
+            del self._by_address[connection.address]
         if not self.open:
             self.none_open.set()
 

@@ -67,10 +67,9 @@ class Heartbeats:
         if idle := now >= self._idle_due - TICK_S / 4:
             self._idle_due = now + IDLE_BEAT_S - TICK_S
         due, beat = self._idle_due, None
+        self._connections.cut_strangers(now - HELLO_S_MAX)
         for connection in list(self._connections.open):
             if not connection.frontend:
-                if now - connection.opened_at > HELLO_S_MAX:
-                    connection.abort()
                 continue
             connection.cut_if_stalled(now)
             owed = now >= _owed(connection) - TICK_S / 4 if connection.streams else idle

@@ -92,3 +92,11 @@ async def test_a_silent_caller_is_cut_and_others_are_answered(port: int) -> None
     silent = asyncio.create_task(ask(port, b"GET /li"))
     assert b"200 OK" in await ask(port, b"GET /live HTTP/1.1\r\n\r\n")
     assert await silent == b""
+
+
+async def test_silent_callers_make_room_for_those_who_ask(port: int) -> None:
+    silent = [await asyncio.open_connection("127.0.0.1", port) for _ in range(pages.CONNECTIONS_MAX + 20)]
+    for _ in range(3):
+        assert b"200 OK" in await ask(port, b"GET /live HTTP/1.1\r\n\r\n")
+    for _, writer in silent:
+        writer.close()

@@ -1,0 +1,111 @@
+"""Strangers who connect to a worker: however many come and say nothing, or half of a hello, frontends get in."""
+
+import asyncio
+import struct
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
+
+import pytest
+from plain_frontend import PlainFrontend
+
+from workers.engines.simulated.engine import SimulatedEngine
+from workers.engines.simulated.sequence import EngineShape
+from workers.engines.simulated.timing import ConstantTiming
+from workers.server import WorkerServer
+from workers.serving.frontends import FrontendLimits
+
+SECONDS = 20.0
+
+
+@asynccontextmanager
+async def serving(limits: FrontendLimits) -> AsyncIterator[WorkerServer]:
+    """A server around a simulated engine."""
+    engine = SimulatedEngine(EngineShape(), ConstantTiming())
+    server = WorkerServer(worker="w0", instance="i1", engine=engine, limits=limits)
+    await engine.start(server.deliver)
+    await server.start("127.0.0.1", 0)
+    try:
+        yield server
+    finally:
+        await server.close()
+        await engine.stop()
+
+
+@asynccontextmanager
+async def stranger(server: WorkerServer, said: bytes = b"") -> AsyncIterator[asyncio.StreamReader]:
+    """Somebody who has connected, and said this."""
+    reader, writer = await asyncio.open_connection(*server.address)
+    writer.write(said)
+    try:
+        async with asyncio.timeout(SECONDS):
+            yield reader
+    finally:
+        writer.close()
+
+
+async def gone(reader: asyncio.StreamReader) -> None:
+    """Wait until the worker has broken the connection."""
+    with suppress(ConnectionResetError):
+        assert await reader.read() == b""
+
+
+async def greeted(server: WorkerServer, stack: AsyncExitStack) -> PlainFrontend:
+    """A frontend that was welcomed."""
+    frontend = await PlainFrontend.connect(server.address[1])
+
+    async def leave() -> None:
+        frontend.transport.abort()
+        await frontend.lost()
+
+    stack.push_async_callback(leave)
+    await frontend.until(lambda: frontend.welcome)
+    return frontend
+
+
+HALF = struct.pack("<I", 100) + b"\x93"
+
+
+@pytest.mark.parametrize("said", [b"", HALF])
+@pytest.mark.parametrize(
+    ("limits", "why"),
+    [
+        (FrontendLimits(8, 0), "connections"),
+        (FrontendLimits(0, 8), "connections_of_address"),
+    ],
+)
+async def test_the_stranger_who_came_first_makes_room(said: bytes, limits: FrontendLimits, why: str) -> None:
+    async with serving(limits) as server, AsyncExitStack() as stack:
+        strangers = [await stack.enter_async_context(stranger(server, said)) for _ in range(20)]
+        frontends = [await greeted(server, stack) for _ in range(3)]
+        for reader in strangers[:15]:
+            await gone(reader)
+        assert len(server.connections.open) == 8
+        assert server.counters.connections_refused == {why: 15}
+        assert not any(frontend.closed.is_set() for frontend in frontends)
+
+
+async def test_where_all_are_frontends_the_newcomer_is_refused() -> None:
+    async with serving(FrontendLimits(3, 0)) as server, AsyncExitStack() as stack:
+        frontends = [await greeted(server, stack) for _ in range(3)]
+        async with stranger(server) as reader:
+            await gone(reader)
+        assert not any(frontend.closed.is_set() for frontend in frontends)
+        assert len(server.connections.open) == 3
+
+
+async def test_without_limits_any_number_comes_in() -> None:
+    async with serving(FrontendLimits(0, 0)) as server, AsyncExitStack() as stack:
+        for _ in range(20):
+            await stack.enter_async_context(stranger(server))
+        await greeted(server, stack)
+        assert len(server.connections.open) == 21 and not server.counters.connections_refused
+
+
+async def test_who_has_not_said_who_he_is_may_say_little() -> None:
+    """Nobody keeps sixteen megabytes of somebody who may be anybody."""
+    async with serving(FrontendLimits()) as server, stranger(server, struct.pack("<I", 5000)) as reader:
+        await gone(reader)
+        async with AsyncExitStack() as stack:
+            frontend = await greeted(server, stack)
+            stream = frontend.ask(list(range(300, 8000)), max_tokens=2)
+            await frontend.answer(stream)
