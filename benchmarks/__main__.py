@@ -22,6 +22,7 @@ BENCHMARKS = {
     "verdict": "benchmarks.failures.verdict",
     "xid": "benchmarks.failures.xid",
     "leaving": "benchmarks.serving.leaving",
+    "abuse": "benchmarks.serving.abuse",
     "store": "benchmarks.store.store",
     "fold": "benchmarks.store.fold",
     "kv": "benchmarks.failures.kv",
