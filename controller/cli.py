@@ -213,6 +213,14 @@ def _database(parser: argparse.ArgumentParser) -> Run:
     return database.prepare(parser, Parser)
 
 
+def _nats(parser: argparse.ArgumentParser) -> Run:
+    with without("aiohttp"):
+        from controller.commands import nats
+
+    data_flag(parser)
+    return nats.prepare(parser, Parser)
+
+
 def _route(parser: argparse.ArgumentParser) -> Run:
     from controller.commands import route
 
@@ -284,6 +292,7 @@ COMMANDS: dict[str, tuple[str, Callable[[argparse.ArgumentParser], Run]]] = {
     "replay": ("what happened, how it was, and why: read the journal", _replay),
     "journal": ("what on the journal is no event, and what shall not count as one", _journal),
     "database": ("who may read and write the database, and how", _database),
+    "nats": ("who may say and hear what at a broker of one's own", _nats),
     "simulate": ("drive the deciders through faults in virtual time", _simulate),
     "trace": ("analyze recorded requests, make more like them, and send them as load", _trace),
     "profile": ("measure how fast a running engine is, for simulated ones to be as fast", _profile),

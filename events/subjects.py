@@ -5,6 +5,7 @@ from functools import lru_cache
 from events.fact import Decision, Fact, Observation
 
 STREAM = "FLEET"
+BUCKET = "HOLDFAST"  # a key-value bucket: the lease
 OBSERVED = "fleet.observed"
 DECIDED = "fleet.decided"
 DECIDED_ALL = f"{DECIDED}.>"
@@ -18,6 +19,8 @@ KV_EVENTS = "kv.events.*"
 KV_SLOTS = "kv.slots"
 PLANE = "plane"
 PLANE_SCHEME = "nats"
+ANSWER = "answer"  # of a worker: it may answer below its own name, and nobody in another's
+ANYBODY = "any"  # an asker whom the broker does not know by name
 
 
 def beat(worker: str) -> str:
@@ -61,6 +64,26 @@ def plane_of(url: str) -> str | None:
     parts = subject.split(".")
     good = len(parts) == 3 and parts[0] == PLANE and all(part == token(part) for part in parts)
     return subject if good and subject != url else None
+
+
+def asked(subject: str) -> str | None:
+    """Return the worker, as a token, that is spoken to on a subject; None: it is no worker's."""
+    match subject.split("."):
+        case ["live", verb, worker] if verb not in ("beat", "links"):
+            return worker
+        case ["plane", worker, _, *_] | ["kv", "ask", worker, _]:
+            return worker
+    return None
+
+
+def answer(worker: str, asker: str, about: object) -> str:
+    """Return the subject on which a worker answers an asker (`USER.CONNECTION`, both tokens)."""
+    return f"{ANSWER}.{worker}.{asker}.{about}"
+
+
+def answers(asker: str) -> str:
+    """Return what covers everything that workers answer to one asker."""
+    return f"{ANSWER}.*.{asker}.*"
 
 
 def retire(worker: str) -> str:

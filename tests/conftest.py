@@ -132,7 +132,7 @@ def nats_server(background: Background, tmp_path_factory: pytest.TempPathFactory
 @pytest.fixture
 def own_nats(background: Background, tmp_path: Path) -> Iterator[EmbeddedServer]:
     """A nats-server of the test's own in tmp_path/nats, to kill and restart (30 ms)."""
-    server = background.run(start_nats(tmp_path / "nats"))
+    server = background.run(start_nats(tmp_path / "nats", monitor=0))
     yield server
     background.run(server.kill())
 

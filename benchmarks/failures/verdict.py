@@ -18,7 +18,6 @@ from typing import Any
 
 from benchmarks.failures.faults import spread
 from controller.demo.fleet import DemoFleet
-from controller.processes.operator_client import find
 from controller.runtime.view import FleetView
 from events.journal.nats import NatsJournal
 from events.observations import CanaryFailed, ResumeRequested, WorkerJoined
@@ -66,7 +65,7 @@ async def measure(trials: int) -> dict[str, Any]:
         try:
             await fleet.ready()
             await fleet.healthy(3)
-            url = find(fleet.data)["nats_url"]
+            url = fleet.nats_url("controller")
             journal = await NatsJournal.connect(url, "bench:verdict", None)
             readers = [await NatsJournal.connect(url, f"bench:view{n}", None) for n in range(VIEWS)]
             views = [FleetView(reader) for reader in readers]

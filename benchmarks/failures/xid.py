@@ -29,7 +29,6 @@ import psutil
 from benchmarks.failures.faults import spread
 from benchmarks.failures.verdict import FLAGS, VIEWS, WITHIN_S
 from controller.demo.fleet import DemoFleet
-from controller.processes.operator_client import find
 from controller.router.endpoints import Endpoint, EndpointTable
 from controller.runtime.view import FleetView
 from events import wire
@@ -169,7 +168,7 @@ async def measure(trials: int) -> dict[str, Any]:
                 await fleet.until(lambda s: "watch" in {p["role"] for p in s["processes"]})
                 await asyncio.sleep(BEATS_S)  # until it has heard whom it speaks for
                 began, spent = time.monotonic(), _core_s(started[1].pid)
-                out, decided = await _trials(find(fleet.data)["nats_url"], gpu, trials)
+                out, decided = await _trials(fleet.nats_url("controller"), gpu, trials)
                 share = (_core_s(started[1].pid) - spent) / (time.monotonic() - began)
                 falls = await _falls(fleet.data, driver, gpu, max(1, trials // 5))
             finally:

@@ -30,7 +30,7 @@ from controller.adapters.embedded.free_port import free_port
 from controller.demo.clients import Received, Users
 from controller.demo.fleet import DemoFleet
 from controller.processes.fleet_dir import FleetDir
-from controller.processes.operator_client import find, http_ok
+from controller.processes.operator_client import http_ok
 from controller.trace.replay.endpoint import ReplayTarget
 from events import fleet_key
 from events.fact import Recorded
@@ -187,10 +187,7 @@ async def two_frontends(folder: Path, pause_s: float = 0.0) -> AsyncIterator[Two
 
 def _frontend(fleet: DemoFleet, port: int, log: Path) -> "subprocess.Popen[bytes]":
     command = [sys.executable, "-m", "controller.cli", "frontend", "--data", str(fleet.data)]
-    own = {
-        "HOLDFAST_NATS_URL": find(fleet.data)["nats_url"],
-        fleet_key.VARIABLE: str(FleetDir(fleet.data).key),
-    }
+    own = {"HOLDFAST_NATS_URL": fleet.nats_url(""), fleet_key.VARIABLE: str(FleetDir(fleet.data).key)}
     with log.open("wb") as said:
         return subprocess.Popen(
             [*command, "--name", "second", "--port", str(port)],

@@ -171,7 +171,7 @@ async def run(arguments: argparse.Namespace) -> dict[str, Any]:
     """Measure everything once, on a fresh server."""
     with tempfile.TemporaryDirectory() as folder:
         directory = Path(folder)
-        server = await start_nats(directory / "nats")
+        server = await start_nats(directory / "nats", monitor=0)
         try:
             journal = await NatsJournal.connect(server.url, "controller:bench")
             single, after, number = await measure_appends(journal, 1, 0, 0)

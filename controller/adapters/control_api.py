@@ -7,20 +7,20 @@ request; who leads answers, and the others say nothing (`controller.runtime.comm
 
 import asyncio
 import contextlib
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from typing import Annotated, Any, Literal, Protocol
 
 import structlog
 from faststream import ExceptionMiddleware
 from faststream.exceptions import SkipMessage
 from faststream.nats import NatsBroker
-from faststream.nats.security import NatsSecurity, NatsToken, NatsUserPassword
+from faststream.nats.security import NatsCredentials, NatsNKey, NatsSecurity, NatsToken, NatsUserPassword
 from pydantic import AwareDatetime, BaseModel, ConfigDict, Field, ValidationError
 
 from controller.ports import Answer, Command, CommandGate, Control
 from events.errors import HoldfastError
 from events.nats.connection import PING_INTERVAL_S, PINGS_MAX
-from events.nats.urls import account, masked
+from events.nats.urls import account, addresses, inbox, masked
 from events.subjects import CONTROL
 
 AT_ONCE = (
@@ -178,11 +178,13 @@ class ControlApi:
         guard = ExceptionMiddleware(
             publish_handlers={ValidationError: _invalid, HoldfastError: _refused, Exception: _failed}
         )
-        security = _account(url)
+        security = _security(account(url))
+        places = addresses(url if security is None else masked(url))
         self._broker = NatsBroker(
-            [part.strip() for part in (url if security is None else masked(url)).split(",")],
+            places,
             middlewares=[guard],
             security=security,
+            inbox_prefix=inbox(url),
             max_reconnect_attempts=-1,
             reconnect_time_wait=1,
             ping_interval=PING_INTERVAL_S,
@@ -225,8 +227,12 @@ def _heed_cancellation() -> None:
         raise asyncio.CancelledError
 
 
-def _account(url: str) -> NatsSecurity | None:
-    match account(url):
+def _security(options: Mapping[str, str]) -> NatsSecurity | None:
+    match options:
+        case {"nkeys_seed": seed}:
+            return NatsNKey(seed)
+        case {"user_credentials": creds}:
+            return NatsCredentials(creds)
         case {"token": token}:
             return NatsToken(token)
         case {"user": user, "password": password}:

@@ -72,7 +72,9 @@ async def _run(args: argparse.Namespace) -> int:
 
 @asynccontextmanager
 async def _connected(data: Path) -> AsyncIterator[NatsJournal]:
-    journal = await NatsJournal.connect(find(data)["nats_url"], "operator:journal", wait_s=REACH_S)
+    journal = await NatsJournal.connect(
+        find(data)["nats_url"], "operator:journal", wait_s=REACH_S, make=False
+    )
     try:
         yield journal
     finally:

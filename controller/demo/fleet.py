@@ -17,9 +17,11 @@ import psutil
 
 from controller.adapters.embedded.free_port import free_port
 from controller.processes.children import die_with
+from controller.processes.fleet_dir import FleetDir
 from controller.processes.operator_client import Operator, Unreachable, http_ok, read_all
 from events.errors import HoldfastError
 from events.fact import Recorded
+from events.nats.urls import as_user
 
 STARTS_WITHIN_S = 60.0
 STOPS_WITHIN_S = 60.0  # the grace of every kind of process, one after another
@@ -69,6 +71,11 @@ class DemoFleet:
                 command, stdout=output, stderr=output, env=env, preexec_fn=die_with(os.getpid())
             )
         return cls(data, port, process, log)
+
+    def nats_url(self, user: str) -> str:
+        """Return the broker's URL with which one of its users comes; empty: with which each process finds its own."""
+        url = str(FleetDir(self.data).recall()["nats_url"])
+        return as_user(url, user) if user else url
 
     @property
     def ended(self) -> bool:

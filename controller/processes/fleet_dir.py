@@ -58,6 +58,11 @@ class FleetDir:
         return self.path / "spool"
 
     @property
+    def broker_keys(self) -> Path:
+        """Where each user of the broker has the seed of its nkey."""
+        return self.path / "secrets" / "nats"
+
+    @property
     def logs(self) -> Path:
         """Where every process has its log."""
         return self.path / "logs"

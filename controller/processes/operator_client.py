@@ -14,7 +14,7 @@ from events import subjects
 from events.errors import HoldfastError
 from events.fact import Recorded
 from events.nats.bus import NatsBus
-from events.nats.urls import masked
+from events.nats.urls import as_user, masked
 
 ASK_WITHIN_S = 5.0
 CONNECT_WITHIN_S = 3.0
@@ -42,7 +42,7 @@ async def http_ok(url: str, deadline_s: float = 1.0) -> bool:
 
 
 def find(data: Path) -> dict[str, Any]:
-    """Return how the fleet is reached: from the environment, or from the data directory. Raise NoFleet.
+    """Return how the fleet is reached: from the environment, or from the data directory. Raise NoFleet or BadBrokerUrl.
 
     `database_url` reads, `database_owner_url` makes tables.
     """
@@ -58,6 +58,7 @@ def find(data: Path) -> dict[str, Any]:
     for key in ("nats_url", "database_url"):
         known[key] = os.environ.get(f"HOLDFAST_{key.upper()}") or known.get(key, "")
     owner = os.environ.get("HOLDFAST_DATABASE_URL") or known.get("database_owner_url")
+    known["nats_url"] = as_user(known["nats_url"], "operator")
     known["database_owner_url"] = (
         owner or known["database_url"]
     )  # a fleet of a release before has only the one
@@ -66,7 +67,7 @@ def find(data: Path) -> dict[str, Any]:
 
 async def reachable(url: str) -> None:
     """Make sure that a broker answers. Raise Unreachable."""
-    await (await _connect(url)).close()
+    await (await _connect(as_user(url, "supervisor"))).close()
 
 
 async def _connect(url: str) -> NatsBus:

@@ -14,6 +14,7 @@ from controller.config.sections import section
 from controller.processes.collector import COLLECT_AT
 from events.errors import BadSetting, HoldfastError
 from events.fleet_key import VARIABLE, FleetKey
+from events.nats.urls import as_user
 from events.process.imports import trusting_nobody
 from workers.exits import LINGER_S, exit_within
 
@@ -50,7 +51,7 @@ def prepare(role: str, parser: argparse.ArgumentParser) -> Run:
         start = getattr(module, f"run_{role}")
         work = start(
             settings,
-            nats_url=args.nats_url,
+            nats_url=as_user(args.nats_url, role),
             database_url=args.database_url or None,
             data=args.data,
             name=args.name,

@@ -16,24 +16,26 @@ import time
 from collections.abc import Coroutine
 from typing import Any
 
-from controller.adapters.embedded.servers import EmbeddedServer, Stuck, start_nats
+from controller.adapters.embedded.servers import EmbeddedServer
 from controller.processes import private_dir
 from controller.processes.children import Child, bury, end, shell_status
 from controller.processes.console import say, warn
-from controller.processes.fleet_database import FleetDatabase
 from controller.processes.fleet_dir import FleetDir
-from controller.processes.kept_server import KeptServer
 from controller.processes.logs import trim
 from controller.processes.losses.store_mending import StoreMending
-from controller.processes.operator_client import http_ok, reachable
+from controller.processes.operator_client import http_ok
 from controller.processes.port import hold
 from controller.processes.readiness.watch import ReadinessWatch, asking
 from controller.processes.restart_plan import frontend_grace_s, names, plan, projector
+from controller.processes.servers.fleet_broker import FleetBroker
+from controller.processes.servers.fleet_database import FleetDatabase
 from controller.processes.up_flags import PATIENT, check, ready_timeout_s
 from controller.processes.worker_exits import WorkerExits
 from events import fleet_key
+from events.broker_users import worker_user
 from events.errors import HoldfastError, UsageError
 from events.journal.port import JournalUnavailable
+from events.nats.urls import as_user
 from events.observations import WorkerLeft
 from events.process import descriptors
 from events.process.presence import announce
@@ -61,9 +63,9 @@ class FleetSupervisor:
     def __init__(self, args: argparse.Namespace) -> None:
         self.args = args
         self.dir = FleetDir(args.data)
-        self.nats = KeptServer(lambda port: start_nats(self.dir.nats, port=port), self._present, Stuck())
+        named = os.environ.get("HOLDFAST_NATS_URL", "")
+        self.broker = FleetBroker(self.dir, named, self._present, args.nats_monitor)
         self.database = FleetDatabase(self.dir, os.environ.get("HOLDFAST_DATABASE_URL", ""), self._present)
-        self.nats_url = os.environ.get("HOLDFAST_NATS_URL", "")
         self.key = os.environ.get(fleet_key.VARIABLE, "")
         self.children: list[Child] = []
         self.exits = WorkerExits(self._say_left)
@@ -82,6 +84,10 @@ class FleetSupervisor:
         """Where the fleet answers."""
         host = f"[{self.args.host}]" if ":" in self.args.host else self.args.host
         return f"http://{host}:{self.args.port}"
+
+    @property
+    def _supervisor_url(self) -> str:
+        return as_user(self.broker.url, "supervisor")
 
     async def run(self) -> int:
         """Start, watch, stop; 0 after an orderly stop."""
@@ -130,17 +136,15 @@ class FleetSupervisor:
         self.key = fleet_key.file_of(self.key, self.dir.key)
         database = asyncio.create_task(self._start_database())
         try:
-            if not self.nats_url:
-                self.nats_url = (await self.nats.begin()).url
-            else:
-                await reachable(self.nats_url)
+            planned = list(plan(self.args, self.dir))
+            await self.broker.begin(worker_user(c.name, c.workers) for c in planned if c.role == "worker")
             self._remember()
             if self.args.accept_journal:
                 await self._accept_journal(await database)
-            self.children += plan(self.args, self.dir)
+            await self._open_journal()  # which makes the stream: hardly anybody else may
+            self.children += planned
             for child in self.children:
                 self._spawn(child)
-            await self._open_journal()
             await self._same_history(await database)
         except BaseException:
             database.cancel()
@@ -153,7 +157,7 @@ class FleetSupervisor:
         """Write down how the fleet is reached, as soon as each part of it is known."""
         self.dir.remember(
             url=self.url,
-            nats_url=self.nats_url,
+            nats_url=self.broker.url,
             fleet_key_file=self.key,
             **self.database.known(),
             chaos=self.args.chaos,
@@ -168,7 +172,7 @@ class FleetSupervisor:
     async def _accept_journal(self, place: tuple[int, str] | None) -> None:
         from controller.processes.losses import journal_check
 
-        await journal_check.accept(self.nats_url, self.dir.spools, self.database, place)
+        await journal_check.accept(self._supervisor_url, self.dir.spools, self.database, place)
 
     async def _same_history(self, place: tuple[int, str] | None) -> None:
         """Raise JournalLost if the database has folded another journal."""
@@ -185,7 +189,7 @@ class FleetSupervisor:
         self._spawn(self.children[-1])
 
     def _spawn(self, child: Child) -> None:
-        servers = {"HOLDFAST_NATS_URL": self.nats_url, fleet_key.VARIABLE: self.key}
+        servers = {"HOLDFAST_NATS_URL": self.broker.url, fleet_key.VARIABLE: self.key}
         servers |= self.database.environment(child.role)
         try:
             child.start({**servers, **self.exits.begins(child)})
@@ -198,7 +202,7 @@ class FleetSupervisor:
     async def _open_journal(self) -> None:
         from controller.processes.losses import journal_check, journal_watch
 
-        self.journal = await journal_check.open_journal(self.nats_url, self.dir.spools)
+        self.journal = await journal_check.open_journal(self._supervisor_url, self.dir.spools)
         self.watch = journal_watch.JournalWatch(self.journal)
         self._following = asyncio.create_task(self._follow())
 
@@ -259,13 +263,13 @@ class FleetSupervisor:
                 warn(said)
             if child.due():
                 self._spawn(child)
-        self.nats.check()
+        self.broker.check()
         self.database.check()
         self.readiness.check()
 
     def _trim(self) -> None:
         """Keep the logs of all processes within their bound."""
-        servers = [log for server in (self.nats, self.database) if (log := server.log) is not None]
+        servers = [log for server in (self.broker, self.database) if (log := server.log) is not None]
         for log in (*(child.log for child in list(self.children)), *servers):
             trim(log)
 
@@ -307,5 +311,5 @@ class FleetSupervisor:
         if self.journal is not None:
             await self.journal.close()
         await self.database.stop()
-        await self.nats.stop()
+        await self.broker.stop()
         (self.dir.path / "fleet.json").unlink(missing_ok=True)

@@ -85,6 +85,11 @@ FLAGS: Mapping[str, Mapping[str, Any]] = {
         "default": "tcp",
         "help": "how frontends reach workers: tcp (their ports), or nats (through the broker) (default: tcp)",
     },
+    "--nats-monitor": {
+        "type": port,
+        "metavar": "PORT",
+        "help": "the embedded broker's monitoring pages, on this port of 127.0.0.1, open to all on this host (default: none)",
+    },
     "--canary-interval": {
         "type": positive,
         "metavar": "S",

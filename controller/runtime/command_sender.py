@@ -73,7 +73,7 @@ async def _found(bus: NatsBus, url: str, id: str, after: int, deadline: datetime
         await asyncio.sleep(left_s + LOOK_S)
         end = await _end(bus)
     found: Said | None = None
-    journal = await NatsJournal.connect(url, "reader", None)
+    journal = await NatsJournal.connect(url, "reader", None, make=False)
     try:
         async for batch in history(journal, after, end.seq):
             for recorded in batch:

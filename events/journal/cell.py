@@ -20,8 +20,8 @@ from events.journal.broker import (
 )
 from events.journal.port import Fenced, JournalUnavailable
 from events.nats.connection import DISCONNECTED, BrokerConnection
+from events.subjects import BUCKET
 
-BUCKET = "HOLDFAST"
 DEADLINE_S = 0.5
 
 

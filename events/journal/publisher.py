@@ -67,7 +67,7 @@ class Publisher:
         self._renumber = renumber
         self._check = check  # may the broker be trusted, since the last reconnection?
         self._checked = False
-        self._inbox = connection.client.new_inbox()
+        self._inbox = connection.new_inbox()
         self._waiting: deque[int] = deque()  # tokens to be sent
         self._flight: dict[int, None] = {}  # tokens, in the order of sending
         self._batch: dict[int, list[int]] = {}  # tokens, by that of the commit

@@ -169,8 +169,7 @@ class JournalReader:
             "max_waiting": 16,
             "inactive_threshold": int(FORGOTTEN_AFTER_S * 1e9),
         }
-        client = self._connection.client
-        self._address = client.new_inbox()
+        self._address = self._connection.new_inbox()
         self._interest = await self._connection.subscribe_raw(self._address, self._inbox.take)
         body = {"stream_name": subjects.STREAM, "config": config, "action": "create"}
         await ask(self._connection, f"CONSUMER.CREATE.{subjects.STREAM}.{name}", body)

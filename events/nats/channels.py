@@ -1,9 +1,9 @@
 """All channels of one process over one connection to the broker: who is dialled, who is let in, who is told what.
 
-A frontend listens on one inbox, a worker on one subject; the last token of a subject names the channel. Messages are read
-in the broker connection's read loop itself; what one of its reads has brought a channel is handed on in one piece, and
-what one turn of the loop says is written at its end, in one piece. The connection is the request plane's own: a burst
-of tokens holds up neither the journal nor the heartbeats.
+A frontend listens to what workers answer it, a worker on one subject; the last token of a subject names the channel.
+Messages are read in the broker connection's read loop itself; what one of its reads has brought a channel is handed on in
+one piece, and what one turn of the loop says is written at its end, in one piece. The connection is the request plane's
+own: a burst of tokens holds up neither the journal nor the heartbeats.
 """
 
 import asyncio
@@ -11,6 +11,7 @@ import contextlib
 import itertools
 from collections.abc import Callable
 
+from events import subjects
 from events.nats.channel import DATA, HEAD, OPEN, RESET, TICK_S, Channel, NobodyListens
 from events.nats.connection import DISCONNECTED, BrokerConnection, BrokerReply
 
@@ -38,7 +39,7 @@ class Channels:
     def __init__(self, connection: BrokerConnection) -> None:
         self.connection = connection
         self._client = connection.client
-        self._inbox = connection.client.new_inbox()
+        self._dials = False
         self._numbers = itertools.count(1)
         self._channels: dict[bytes, Channel] = {}
         self._accepted: dict[bytes, Make] = {}
@@ -53,7 +54,6 @@ class Channels:
         """Connect within `wait_s`, or go on trying in the background. Raise BadBrokerUrl."""
         channels = cls(await BrokerConnection.open(url, name, wait_s=wait_s))
         channels.connection.listen(channels._changed)
-        await channels.connection.subscribe_raw(f"{channels._inbox}.*", channels._heard)
         return channels
 
     @property
@@ -79,9 +79,12 @@ class Channels:
 
         Raise NobodyListens, or another ConnectionError.
         """
-        number = next(self._numbers)
-        name = self._inbox.rpartition(".")[2]
-        channel = Channel(self, f"{self._inbox}.{number}", f"{subject}.{name}-{number}", make)
+        if not self._dials:
+            self._dials = True  # first: two may dial at once
+            await self.connection.hear_answers(self._heard)
+        number, asker = next(self._numbers), self.connection.asker
+        own = subjects.answer(subjects.asked(subject) or subjects.ANYBODY, asker, number)
+        channel = Channel(self, own, f"{subject}.{asker.rpartition('.')[2]}-{number}", make)
         self._add(channel)
         self.post(channel.route, HEAD.pack(OPEN, 0, 0), VERSION)
         try:

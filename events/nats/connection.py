@@ -18,14 +18,18 @@ from nats.aio.subscription import Subscription
 from nats.errors import Error as NatsError
 from nats.errors import NoRespondersError, UnexpectedEOF
 
+from events import subjects
 from events.nats.overrides import FastClient, Raw, load_web_sockets
-from events.nats.urls import account, check_url, masked
+from events.nats.urls import account, addresses, check_url, inbox, masked, user
 
 RECONNECT_WAIT_S = 0.1
 CONNECT_TIMEOUT_S = 2
 PING_INTERVAL_S = 2
 PINGS_MAX = 2  # a broker that is silent for 4-6 s is taken for dead
 PENDING_MSGS_MAX = 65536  # of one subscription; nats-py drops what is beyond, and readers notice the gap
+
+FORBIDDEN = "permissions violation"
+TOLD_MAX = 64  # subjects
 
 log = structlog.get_logger(__name__)
 
@@ -93,9 +97,15 @@ class BrokerConnection:
         self.since: float | None = None  # monotonic seconds
         self.up = asyncio.Event()  # a flag: connected
         self.last_error: Exception | None = None
+        self.refused = 0  # what we said, or wanted to hear, and may not
+        self._told: set[str] = set()
         self._listeners: list[Callable[[bool], None]] = []
         self._waiting: list[Interest] = []
-        self._inbox = self.client.new_inbox()
+        self.user = user(url)  # what the broker's permissions call us; empty: nobody has said
+        own = self.client.new_inbox().rpartition(".")[2]  # nobody else on this broker has it
+        self.asker = f"{self.user or subjects.ANYBODY}.{own}"
+        self._inbox = f"{inbox(url)}.{own}"
+        self._asks_workers = False
         self._asked = 0
         self._answers: dict[int, asyncio.Future[BrokerReply]] = {}
         self._ever = False
@@ -160,15 +170,25 @@ class BrokerConnection:
             self._waiting.append(interest)
         return interest
 
+    def new_inbox(self) -> str:
+        """Return a subject of our own, on which nobody else may listen where the broker knows who we are."""
+        self._asked += 1
+        return f"{self._inbox}-{self._asked}"
+
+    async def hear_answers(self, heard: Raw) -> None:
+        """Hear what workers answer to us."""
+        await self.subscribe_raw(subjects.answers(self.asker), heard)
+
     @contextlib.contextmanager
-    def expect(self) -> Iterator[tuple[str, "asyncio.Future[BrokerReply]"]]:
-        """Yield an address for one answer, and its future. It fails at once when the connection breaks."""
+    def expect(self, worker: str | None = None) -> Iterator[tuple[str, "asyncio.Future[BrokerReply]"]]:
+        """Yield an address for one answer, and its future. It fails at once when the connection breaks. A `worker` answers
+        below its own name: there the broker lets nobody else speak."""
         self._asked += 1
         token = self._asked
         future: asyncio.Future[BrokerReply] = asyncio.get_running_loop().create_future()
         self._answers[token] = future
         try:
-            yield f"{self._inbox}.{token}", future
+            yield subjects.answer(worker, self.asker, token) if worker else f"{self._inbox}.{token}", future
         finally:
             del self._answers[token]
 
@@ -180,8 +200,12 @@ class BrokerConnection:
         Not nats-py's own request: its `wait_for` (of Python 3.11) can swallow a cancellation, and it waits out its
         deadline when the connection breaks.
         """
-        with self.expect() as (address, future):
+        worker = subjects.asked(subject)
+        with self.expect(worker) as (address, future):
             async with asyncio.timeout(deadline_s):
+                if worker and not self._asks_workers:
+                    self._asks_workers = True  # first: two may ask at once
+                    await self.hear_answers(self._answered)
                 await self.client.publish(subject, body, address, headers)
                 answer = await future
         if answer.nobody:
@@ -224,7 +248,7 @@ class BrokerConnection:
         }
         while True:
             try:
-                await self.client.connect([part.strip() for part in self.url.split(",")], **options)
+                await self.client.connect(addresses(self.url), **options)
                 break
             except DISCONNECTED as error:
                 self.last_error = error
@@ -236,6 +260,8 @@ class BrokerConnection:
         self._changed(True)
 
     async def _on_error(self, error: Exception) -> None:
+        if FORBIDDEN in str(error).lower():
+            self._forbidden(str(error))
         if repr(error) != repr(self.last_error):  # one that is away says the same ten times a second
             log.debug("nats_error", error=repr(error), connection=self.name)
         refused = "authorization" in str(self.last_error).lower()
@@ -243,6 +269,13 @@ class BrokerConnection:
             refused and isinstance(error, ConnectionError)
         ):  # by which the broker ends who may not come in
             self.last_error = error
+
+    def _forbidden(self, why: str) -> None:
+        """Count what the broker lets us neither say nor hear, and say it once for each subject."""
+        self.refused += 1
+        if why not in self._told and len(self._told) < TOLD_MAX:
+            self._told.add(why)
+            log.error("broker_refuses", connection=self.name, user=self.user, why=why)
 
     async def _on_disconnected(self) -> None:
         if not self._closing:

@@ -12,6 +12,7 @@ from store_databases import execute
 
 from controller.demo.fleet import DemoFleet
 from controller.processes.operator_client import read_all
+from events.nats.bus import NatsBus
 from events.observations import WorkerJoined
 from events.wire import Challenge, Generate, Hello, Sampling, Splitter, encode, to_frontend
 
@@ -38,11 +39,12 @@ async def test_a_fleet_of_a_release_before_gets_doors_and_loses_nothing(tmp_path
         assert rebuilt.returncode == 0, rebuilt.stdout + rebuilt.stderr
         assert (await execute(reader, "SELECT count(*) FROM holdfast.fleet_events"))[0][0] >= kept[0]["count"]
         await no_worker_talks_to_a_stranger(data)
+        await the_broker_lets_in_whom_it_knows(fleet)
         no_secret_in_sight(fleet)
         assert open_to_others(data) == []
     assert open_to_others(data) == []
     passwords = secrets_of(data)
-    files = [path for path in data.rglob("*") if path.is_file() and path.parent.name != "secrets"]
+    files = [path for path in data.rglob("*") if path.is_file() and "secrets" not in path.parts]
     assert [path for path in files if any(p.encode() in path.read_bytes() for p in passwords)] == []
     assert not (data / "postgres" / "database.holdfast").exists()
 
@@ -83,7 +85,18 @@ async def no_worker_talks_to_a_stranger(data: Path) -> None:
 
 def secrets_of(data: Path) -> list[str]:
     passwords = json.loads((data / "secrets" / "postgres.json").read_text())
-    return [*passwords.values(), (data / "secrets" / "fleet.key").read_text().strip()]
+    seeds = [path.read_text().strip() for path in (data / "secrets" / "nats").glob("*.nk")]
+    assert len(seeds) == 5 + 2  # one for each role, and for each worker
+    return [*passwords.values(), (data / "secrets" / "fleet.key").read_text().strip(), *seeds]
+
+
+async def the_broker_lets_in_whom_it_knows(fleet: DemoFleet) -> None:
+    """It has one door, and no monitoring page beside it."""
+    (pid,) = (p["pid"] for p in (await fleet.status())["processes"] if p["role"] == "nats")
+    (door,) = (c.laddr for c in psutil.Process(pid).net_connections("tcp") if c.status == psutil.CONN_LISTEN)
+    stranger = await NatsBus.connect(f"nats://{door.ip}:{door.port}", "stranger", wait_s=1.0)
+    assert stranger.since is None and "Authorization Violation" in stranger.connection.why
+    await stranger.close()
 
 
 def no_secret_in_sight(fleet: DemoFleet) -> None:

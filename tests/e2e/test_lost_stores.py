@@ -8,7 +8,6 @@ import signal
 from pathlib import Path
 
 import asyncpg
-import nats
 from fleet import holdfast, running, streamed, undisturbed
 from test_up_servers import FAST, said
 
@@ -42,19 +41,19 @@ async def test_the_database_comes_back_from_the_journal_and_a_lost_journal_is_sa
         await owner.execute("DROP TABLE holdfast.migrations")
         await owner.close()
         await is_made_anew(fleet, 2)
-        await loses_its_journal(fleet, known["nats_url"])
+        await loses_its_journal(fleet)
         assert fleet.stop() == 0, fleet.last_words()
     refused = holdfast("up", "--data", str(fleet.data), "--port", str(fleet.port), *FAST)
     assert refused.returncode == 1 and "there is no stream" in refused.stderr
     assert "holdfast up --accept-journal" in refused.stderr.splitlines()[-1]
 
 
-async def loses_its_journal(fleet: DemoFleet, url: str) -> None:
-    """Delete the stream: requests are served, everybody is told, and nobody makes another."""
-    await fleet.healthy(2)
-    client = await nats.connect(url)
-    await client.jetstream().delete_stream(STREAM)
-    await client.close()
+async def loses_its_journal(fleet: DemoFleet) -> None:
+    """Take the stream from the broker's disk: requests are served, everybody is told, and nobody makes another."""
+    status = await fleet.healthy(2)
+    (stored,) = (fleet.data / "nats" / "store").rglob(f"streams/{STREAM}")
+    shutil.rmtree(stored)  # nobody may delete it by asking
+    os.kill(next(p["pid"] for p in status["processes"] if p["role"] == "nats"), signal.SIGKILL)
     await said(fleet, "the journal is gone; requests are served")
     assert await streamed(fleet, PROMPT, 16) == undisturbed(PROMPT, 16)
     status = await fleet.until(lambda s: s["journal"]["fault"])

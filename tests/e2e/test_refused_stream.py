@@ -9,7 +9,7 @@ import aiohttp
 import nats
 from fleet import running
 
-from controller.processes.operator_client import find
+from controller.adapters.embedded.servers import EmbeddedServer
 from events.journal.nats import NatsJournal
 from events.subjects import STREAM
 
@@ -25,14 +25,19 @@ async def status(session: aiohttp.ClientSession) -> int | None:
         return None
 
 
-async def test_a_frontend_serves_on_and_a_new_one_denies_no_model(tmp_path: Path) -> None:
-    async with running(tmp_path, "--workers", "2") as fleet:
+async def test_a_frontend_serves_on_and_a_new_one_denies_no_model(
+    tmp_path: Path, own_nats: EmbeddedServer
+) -> None:
+    broker_of_its_own = {
+        "HOLDFAST_NATS_URL": own_nats.url
+    }  # on the embedded one nobody may delete the stream
+    async with running(tmp_path / "fleet", "--workers", "2", environment=broker_of_its_own) as fleet:
         before = await fleet.healthy(2)
         (pid,) = (p["pid"] for p in before["processes"] if p["role"] == "frontend")
         await fleet.until(lambda s: s["projector"]["lag"] == 0)
         log = fleet.data / "logs" / "frontend-0.log"
         async with aiohttp.ClientSession(fleet.url, timeout=aiohttp.ClientTimeout(total=10)) as session:
-            url = find(fleet.data)["nats_url"]
+            url = own_nats.url
             broker = await nats.connect(url)
             await broker.jetstream().delete_stream(STREAM)
             await broker.close()

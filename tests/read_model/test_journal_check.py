@@ -11,7 +11,7 @@ from store_databases import execute
 
 from controller.adapters.postgres import migrate
 from controller.adapters.postgres.store import PostgresStore
-from controller.processes.fleet_database import FleetDatabase
+from controller.processes.servers.fleet_database import FleetDatabase
 from controller.processes.fleet_dir import FleetDir
 from controller.processes.losses.journal_check import JournalLost, accept, open_journal, refuse_lost
 from controller.processes.losses.journal_watch import JournalWatch

@@ -9,6 +9,7 @@ from typing import Annotated, Any, Literal, get_type_hints
 
 from msgspec import Meta
 
+from events.broker_users import names
 from workers.config.simulated_settings import MOST, SimulatedSettings
 
 Count = Annotated[int, Meta(ge=1, le=MOST)]
@@ -182,11 +183,7 @@ class WorkerSettings(SimulatedSettings, frozen=True, kw_only=True):
     @property
     def names(self) -> tuple[str, ...]:
         """The names of the workers in this process: w3 and a count of 2 are w3 and w4."""
-        if self.count == 1:
-            return (self.name,)
-        stem = self.name.rstrip("0123456789")
-        first = int(self.name[len(stem) :] or 0)
-        return tuple(f"{stem}{first + n}" for n in range(self.count))
+        return names(self.name, self.count)
 
 
 @cache

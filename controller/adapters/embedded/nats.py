@@ -6,10 +6,12 @@ import importlib.metadata
 import json
 import os
 import shutil
+import signal
 import subprocess
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict, Unpack
 
 from controller.adapters.embedded.server import (
     EmbeddedServer,
@@ -24,6 +26,7 @@ from controller.adapters.embedded.server import (
 MAX_PAYLOAD = 4 * 1024 * 1024
 REFUSES = b"JetStream failed to store a msg"
 ROOM_BYTES = 16 * 1024 * 1024  # free: enough to try it again
+USERS = "users.conf"  # beside the configuration, which includes it
 BATCHES_MAX = 500  # atomic batches in flight: every process of a large fleet may come back at once
 
 
@@ -37,33 +40,52 @@ def nats_binary() -> Path:
     )
 
 
-async def start_nats(
-    directory: Path, *, port: int = 0, sync_interval: str = "always", max_payload: int = MAX_PAYLOAD
-) -> EmbeddedServer:
+class GivenOptions(TypedDict, total=False):
+    """Those of `BrokerOptions` that somebody gives."""
+
+    sync_interval: str
+    max_payload: int
+    users: str
+    monitor: int | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BrokerOptions:
+    """What a nats-server of ours is told. `users`: the block of its configuration that says who may come in; without one,
+    whoever can reach it. `monitor`: the port of its own HTTP pages, which ask nobody who he is; None: none, 0: any."""
+
+    sync_interval: str = "always"
+    max_payload: int = MAX_PAYLOAD
+    users: str = ""
+    monitor: int | None = None
+
+
+async def start_nats(directory: Path, *, port: int = 0, **options: Unpack[GivenOptions]) -> EmbeddedServer:
     """Start nats-server with JetStream in `directory` and return once it takes connections.
 
-    `port` 0 is any that is free. `sync_interval` is "always" (an acknowledged message is on the disk) or a
-    duration such as "2m"; what the server made of it is read back into `.effective`. Raise PortInUse,
-    DirectoryInUse, ServerFailed.
+    `port` 0 is any that is free; `options` are those of `BrokerOptions`. `sync_interval` is "always" (an acknowledged
+    message is on the disk) or a duration such as "2m"; what the server made of it is read back into `.effective` where
+    it is monitored. Raise PortInUse, DirectoryInUse, ServerFailed.
     """
-    return await somewhere(port, partial(_start, directory, sync_interval, max_payload))
+    return await somewhere(port, partial(_start, directory, BrokerOptions(**options)))
 
 
-async def _start(directory: Path, sync_interval: str, max_payload: int, port: int) -> EmbeddedServer:
+async def _start(directory: Path, options: BrokerOptions, port: int) -> EmbeddedServer:
     with using(directory):
-        process, log = await _launch(directory, port, sync_interval, max_payload)
+        process, log = await _launch(directory, port, options)
     ports = directory / f"nats-server_{process.pid}.ports"
     try:
         await until(lambda: _addresses(ports) is not None, process, log, "nats-server")
         found = _addresses(ports)
         assert found is not None
         url = found["nats"][0]
-        server = EmbeddedServer(
-            "nats", url, int(url.rsplit(":", 1)[1]), directory, log, process, found["monitoring"][0]
-        )
+        server = EmbeddedServer("nats", url, int(url.rsplit(":", 1)[1]), directory, log, process)
+        if options.monitor is None:
+            return server
+        server.monitor = found["monitoring"][0]
         with using(directory):
             server.effective = await effective(server.monitor)
-        if sync_interval == "always" != server.effective["sync_interval"]:
+        if options.sync_interval == "always" != server.effective["sync_interval"]:
             raise ServerFailed(
                 f"nats-server syncs every {server.effective['sync_interval']} although told to sync always"
             )
@@ -74,11 +96,15 @@ async def _start(directory: Path, sync_interval: str, max_payload: int, port: in
     return server
 
 
-async def _launch(
-    directory: Path, port: int, sync_interval: str, max_payload: int
-) -> tuple[subprocess.Popen[bytes], Path]:
+def reload_users(server: EmbeddedServer, users: str) -> None:
+    """Let a server that runs heed other users from now on. Who is connected and still may come in stays so. Raise OSError."""
+    _write(server.directory / USERS, users)
+    server.process.send_signal(signal.SIGHUP)
+
+
+async def _launch(directory: Path, port: int, options: BrokerOptions) -> tuple[subprocess.Popen[bytes], Path]:
     check_port(port, "nats")
-    config, log = _configured(directory, port, sync_interval, max_payload)
+    config, log = _configured(directory, port, options)
     process = await spawn([str(nats_binary()), "-c", str(config)], directory, log)
     _forget(directory, process.pid)
     return process, log
@@ -91,25 +117,31 @@ def _forget(directory: Path, pid: int) -> None:
             stale.unlink(missing_ok=True)
 
 
-def _configured(directory: Path, port: int, sync_interval: str, max_payload: int) -> tuple[Path, Path]:
+def _configured(directory: Path, port: int, options: BrokerOptions) -> tuple[Path, Path]:
     directory.mkdir(parents=True, exist_ok=True)
+    _write(directory / USERS, options.users)
     config = directory.resolve() / "nats-server.conf"
-    fresh = config.with_suffix(".tmp")
-    fresh.write_text(_config(directory.resolve(), port, sync_interval, max_payload))
-    fresh.replace(config)
+    _write(config, _config(directory.resolve(), port, options))
     return config, directory / "nats-server.log"
 
 
-def _config(directory: Path, port: int, sync_interval: str, max_payload: int) -> str:
+def _write(path: Path, text: str) -> None:
+    fresh = path.with_suffix(".tmp")
+    fresh.write_text(text)
+    fresh.replace(path)
+
+
+def _config(directory: Path, port: int, options: BrokerOptions) -> str:
+    monitor = "" if options.monitor is None else f'http: "127.0.0.1:{options.monitor or -1}"\n'
     return f"""# written by holdfast at each start
 listen: "127.0.0.1:{port}"
-http: "127.0.0.1:-1"
-ports_file_dir: {_quoted(directory)}
-max_payload: {max_payload}
+{monitor}ports_file_dir: {_quoted(directory)}
+max_payload: {options.max_payload}
 max_connections: 8192
+include "{USERS}"
 jetstream {{
   store_dir: {_quoted(directory / "store")}
-  sync_interval: {json.dumps(sync_interval)}
+  sync_interval: {json.dumps(options.sync_interval)}
   limits {{ batch {{ max_inflight_per_stream: {BATCHES_MAX} }} }}
 }}
 """
@@ -125,7 +157,7 @@ def _addresses(path: Path) -> dict[str, Any] | None:
         found = json.loads(path.read_text())
     except (OSError, ValueError):
         return None
-    return found if found.get("nats") and found.get("monitoring") else None
+    return found if found.get("nats") else None
 
 
 class Stuck:

@@ -5,7 +5,7 @@ resumes. A lock that the server itself inherits keeps two of them off one direct
 parent is gone. Start them from the main thread (see `embedded_server.spawn`).
 """
 
-from controller.adapters.embedded.nats import Stuck, effective, nats_binary, start_nats
+from controller.adapters.embedded.nats import Stuck, effective, nats_binary, reload_users, start_nats
 from controller.adapters.embedded.postgres import postgres_install, start_postgres
 from controller.adapters.embedded.server import EmbeddedServer, PortInUse, ServerDirectoryInUse, ServerFailed
 
@@ -18,6 +18,7 @@ __all__ = [
     "effective",
     "nats_binary",
     "postgres_install",
+    "reload_users",
     "start_nats",
     "start_postgres",
 ]

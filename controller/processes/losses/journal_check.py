@@ -10,7 +10,7 @@ import time
 from pathlib import Path
 
 from controller.processes.console import say
-from controller.processes.fleet_database import FleetDatabase
+from controller.processes.servers.fleet_database import FleetDatabase
 from events.codec import new_id
 from events.errors import HoldfastError
 from events.journal.acknowledged import AcknowledgedEvent, lost_since, remembered

@@ -34,7 +34,7 @@ Eventually = Callable[..., Awaitable[None]]
 
 async def test_the_effective_sync_interval_is_read_back(own_nats: EmbeddedServer, tmp_path: Path) -> None:
     assert own_nats.effective["sync_interval"] == "always"
-    lazy = await start_nats(tmp_path / "lazy", sync_interval="2m")
+    lazy = await start_nats(tmp_path / "lazy", sync_interval="2m", monitor=0)
     try:
         assert lazy.effective["sync_interval"] == "120s"
     finally:

@@ -11,7 +11,7 @@ pytestmark = pytest.mark.servers
 
 @pytest.mark.parametrize("name", ["Jürgens Ordner", 'a "quoted" one', "back\\slash", "日本語"])
 async def test_a_directory_of_any_name_holds_a_broker(name: str, tmp_path: Path) -> None:
-    server = await start_nats(tmp_path / name)
+    server = await start_nats(tmp_path / name, monitor=0)
     try:
         assert Path(server.effective["store_dir"]).parent == tmp_path / name / "store"
     finally:

@@ -5,6 +5,9 @@ from collections.abc import Callable, Mapping
 
 import pytest
 import uvloop
+from own_brokers import authority, start
+
+__all__ = ["authority", "start"]
 
 
 def pytest_asyncio_loop_factories(

@@ -3,20 +3,16 @@
 import asyncio
 import contextlib
 import os
-import shutil
 import signal
-import subprocess
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
-from pathlib import Path
+from collections.abc import AsyncIterator, Awaitable, Callable
 
 import pytest
+from own_brokers import Broker, Start
 from structlog.testing import capture_logs
 from two_sides import Party, World
 
 from controller.adapters.control_api import ControlApi
 from controller.adapters.embedded.free_port import free_port
-from controller.adapters.embedded.server import spawn
-from controller.adapters.embedded.servers import nats_binary
 from events.nats import connection
 from events.nats.bus import NatsBus
 from events.nats.channels import Channels
@@ -24,45 +20,9 @@ from events.nats.windows import WINDOW_BYTES
 
 pytestmark = pytest.mark.servers
 Eventually = Callable[..., Awaitable[None]]
-Start = Callable[[str], Awaitable["Broker"]]
 ACCOUNT = 'accounts { FLEET { users: [{ user: "fleet", password: "p@ss/w:rd" }] } }'
 WRITTEN = "fleet:p%40ss%2Fw%3Ard"
 BIG = bytes(range(256)) * 8192  # 2 MiB
-
-
-class Broker:
-    """One nats-server without JetStream, configured by the test."""
-
-    def __init__(self, port: int, process: "subprocess.Popen[bytes]") -> None:
-        self.port, self.process = port, process
-
-    def url(self, account: str = "", scheme: str = "nats") -> str:
-        return f"{scheme}://{account}{'@' if account else ''}127.0.0.1:{self.port}"
-
-    def kill(self) -> None:
-        self.process.send_signal(signal.SIGKILL)
-        self.process.wait()
-
-
-@pytest.fixture
-async def start(tmp_path: Path) -> AsyncIterator[Start]:
-    """`await start(config)` starts a broker."""
-    started: list[Broker] = []
-
-    async def begin(config: str) -> Broker:
-        port, directory = free_port(), tmp_path / f"broker{len(started)}"
-        directory.mkdir()
-        (directory / "nats.conf").write_text(f'listen: "127.0.0.1:{port}"\n{config}\n')
-        command = [str(nats_binary()), "-c", str(directory / "nats.conf")]
-        started.append(Broker(port, await spawn(command, directory, directory / "log")))
-        async with asyncio.timeout(20):
-            while "Server is ready" not in (directory / "log").read_text():  # noqa: ASYNC110 (another process)
-                await asyncio.sleep(0.02)
-        return started[-1]
-
-    yield begin
-    for broker in started:
-        broker.kill()
 
 
 @contextlib.asynccontextmanager
@@ -126,21 +86,6 @@ async def test_who_may_not_come_in_is_told_why_and_the_password_is_not(start: St
     (line,) = [line for line in logs if line["event"] == "nats_away"]
     assert "Authorization Violation" in line["why"]
     assert "wrong" not in str(line)
-
-
-@pytest.fixture
-def authority(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    """The configuration of a broker with a certificate of an authority that this process trusts."""
-    if shutil.which("openssl") is None:
-        pytest.skip("no openssl to make certificates with")
-    (folder := tmp_path / "authority").mkdir()
-    key, certificate = folder / "key.pem", folder / "certificate.pem"
-    make = ["req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "2", "-subj", "/CN=localhost"]
-    make += ["-addext", "subjectAltName=IP:127.0.0.1"]
-    command = ["openssl", *make, "-keyout", str(key), "-out", str(certificate)]
-    subprocess.run(command, check=True, capture_output=True, timeout=60)
-    monkeypatch.setenv("SSL_CERT_FILE", str(certificate))
-    yield f'tls {{ cert_file: "{certificate}", key_file: "{key}" }}'
 
 
 async def test_a_channel_under_tls(

@@ -18,7 +18,7 @@ from controller.adapters.embedded.accounts import DatabaseAccounts, DatabaseUrls
 from controller.adapters.embedded.servers import EmbeddedServer, start_postgres
 from controller.processes.children import die_with
 from controller.processes.fleet_dir import FleetDir
-from controller.processes.kept_server import KeptServer
+from controller.processes.servers.kept_server import KeptServer
 from events.errors import HoldfastError
 
 VARIABLE = "HOLDFAST_DATABASE_URL"

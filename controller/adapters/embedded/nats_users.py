@@ -1,0 +1,70 @@
+"""The broker's users as nats-server's configuration reads them: each by its nkey, with the subjects that are its own."""
+
+import contextlib
+import json
+from collections.abc import Iterable
+from pathlib import Path
+
+from events import permissions
+from events.broker_users import ROLES, workers_of
+from events.nats import keys
+from events.permissions import BrokerUser
+
+
+class BrokerUsers:
+    """The users of one fleet, whose seeds lie in a folder."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._seen: list[tuple[str, int]] = []  # the seeds that are configured, and when each was written
+        self._looked = 0  # when the folder was changed, as of the last look
+
+    def make(self, processes: Iterable[str]) -> None:
+        """Make seeds for all roles and for these processes of workers, where there is none. Raise OSError."""
+        for name in (*ROLES, *processes):
+            keys.kept(self.folder, name)
+
+    def written(self) -> str:
+        """Return the configuration of all whose seeds are there. Raise BadSetting."""
+        self._seen = self._look()
+        workers = [name for name in keys.users(self.folder) if workers_of(name)]
+        return configuration(permissions.users(workers), self.folder)
+
+    def changed(self) -> bool:
+        """Say whether seeds have come, gone or changed since the configuration was written."""
+        with contextlib.suppress(OSError):
+            changed_at = self.folder.stat().st_mtime_ns
+            if changed_at != self._looked:
+                self._looked = changed_at
+                return self._look() != self._seen
+        return False
+
+    def admitted(self) -> None:
+        """Say beside each seed that the broker lets its owner in: who has just made his waits for it."""
+        for name in keys.users(self.folder):
+            (self.folder / f"{name}{keys.TOLD}").write_text(keys.public(self.folder, name) + "\n")
+
+    def who(self) -> dict[str, str]:
+        """Return the users' names, by their public keys, as the broker's log has these."""
+        return {keys.public(self.folder, name): name for name in keys.users(self.folder)}
+
+    def _look(self) -> list[tuple[str, int]]:
+        found = (keys.seed_file(self.folder, name) for name in keys.users(self.folder))
+        return [(seed.name, seed.stat().st_mtime_ns) for seed in found]
+
+
+def configuration(users: Iterable[BrokerUser], folder: Path) -> str:
+    """Return the block `authorization` for users whose seeds lie in a folder. Raise BadSetting."""
+    blocks = [_user(user, keys.public(folder, user.name)) for user in users]
+    return "authorization {\n  users: [\n" + "\n".join(blocks) + "\n  ]\n}\n"
+
+
+def _user(user: BrokerUser, public: str) -> str:
+    def allowed(subjects: tuple[str, ...]) -> str:
+        return "\n".join(f"          {json.dumps(subject, ensure_ascii=False)}" for subject in subjects)
+
+    return (
+        f"    # {user.name}\n    {{ nkey: {public}\n      permissions: {{\n"
+        f"        publish: {{ allow: [\n{allowed(user.publish)}\n        ] }}\n"
+        f"        subscribe: {{ allow: [\n{allowed(user.subscribe)}\n        ] }}\n      }} }}"
+    )

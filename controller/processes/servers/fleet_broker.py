@@ -1,0 +1,66 @@
+"""The broker of a fleet: the embedded one, started, kept alive and told who may do what, or one of the operator's own.
+
+The embedded one knows a user for each role and for each process of workers, by nkeys whose seeds lie in DIR/secrets/nats. Who
+joins later puts his own there, and is let in a moment later. A broker of one's own has the users that its operator gave it.
+"""
+
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+from controller.adapters.embedded.nats_users import BrokerUsers
+from controller.adapters.embedded.servers import EmbeddedServer, Stuck, reload_users, start_nats
+from controller.processes.fleet_dir import FleetDir
+from controller.processes.operator_client import reachable
+from controller.processes.servers.kept_server import KeptServer
+from events.nats.urls import with_keys
+
+
+class FleetBroker:
+    """One fleet's broker. `url` is known once it has begun: each process finds in it as whom it comes."""
+
+    def __init__(
+        self, directory: FleetDir, url: str, present: Callable[[EmbeddedServer], None], monitor: int | None
+    ) -> None:
+        self.url = url
+        self._embedded = not url
+        self._directory = directory
+        self._present = present
+        self._monitor = monitor
+        self._users = BrokerUsers(directory.broker_keys.resolve())
+        self._running: EmbeddedServer | None = None
+        self._server = KeptServer(self._start, self._began, Stuck())
+
+    @property
+    def log(self) -> Path | None:
+        """The embedded server's log; None where there is none."""
+        return self._server.log
+
+    async def begin(self, processes: Iterable[str]) -> None:
+        """Start the embedded server with users for all roles and for these processes of workers, or make sure that the other
+        one answers. Raise ServerFailed, Unreachable, BadSetting or OSError."""
+        if not self._embedded:
+            await reachable(self.url)
+            return
+        self._users.make(processes)
+        self.url = with_keys((await self._server.begin()).url, self._users.folder)
+
+    async def _start(self, port: int) -> EmbeddedServer:
+        return await start_nats(
+            self._directory.nats, port=port, users=self._users.written(), monitor=self._monitor
+        )
+
+    def _began(self, server: EmbeddedServer) -> None:
+        self._running = server
+        self._users.admitted()
+        self._present(server)
+
+    def check(self) -> None:
+        """Let in who has come since the last look. Raise what has ended the looking after, if anything has."""
+        self._server.check()
+        if self._running is not None and self._running.running and self._users.changed():
+            reload_users(self._running, self._users.written())
+            self._users.admitted()
+
+    async def stop(self) -> None:
+        """Stop the embedded server in order."""
+        await self._server.stop()

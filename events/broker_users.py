@@ -1,0 +1,28 @@
+"""What does the broker call each process of a fleet? A role by its name, a worker's process by that of its first worker."""
+
+from events.subjects import token
+
+ROLES = ("controller", "frontend", "operator", "projector", "supervisor")
+WORKER = "worker-"
+
+
+def worker_user(first: str, count: int = 1) -> str:
+    """Return what the broker calls the process in which `count` workers live, the first of this name."""
+    return f"{WORKER}{token(first)}{f'+{count}' if count > 1 else ''}"
+
+
+def workers_of(user: str) -> tuple[str, ...]:
+    """Return the workers, as tokens, that live in a process that is called so; none where it is no worker's."""
+    first, plus, count = user.removeprefix(WORKER).partition("+")
+    if not user.startswith(WORKER) or (plus and not count.isdigit()):
+        return ()
+    return names(first, int(count or 1))
+
+
+def names(first: str, count: int) -> tuple[str, ...]:
+    """Return the workers of one process: w3 and a count of 2 are w3 and w4."""
+    if count == 1:
+        return (first,)
+    stem = first.rstrip("0123456789")
+    number = int(first[len(stem) :] or 0)
+    return tuple(f"{stem}{number + n}" for n in range(count))

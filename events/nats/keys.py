@@ -1,0 +1,72 @@
+"""Who are we at the broker? An nkey: an Ed25519 pair whose seed lies in a file, and whose public half the broker knows.
+
+The seed never leaves its file and this process: what the broker gets is a signature of the number that it has just made up.
+"""
+
+import contextlib
+import os
+import time
+from pathlib import Path
+
+from events.errors import BadSetting
+from events.nats.urls import SUFFIX
+
+SEED_BYTES = 32
+ADMITTED_WITHIN_S = 5.0  # then the broker refuses us for a while
+POLL_S = 0.02
+TOLD = ".pub"  # beside a seed: the broker lets it in
+
+
+def seed_file(folder: Path, name: str) -> Path:
+    """Return where a user's seed lies."""
+    return folder / f"{name}{SUFFIX}"
+
+
+def kept(folder: Path, name: str) -> bool:
+    """Make sure that there is a seed for a user, for its owner alone; return whether it is new. Raise OSError."""
+    import nkeys  # 20 ms, and only brokers with users need it
+
+    path = seed_file(folder, name)
+    if path.exists():
+        return False
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    fresh = folder / f".{name}.{os.getpid()}.tmp"
+    with contextlib.suppress(FileNotFoundError):
+        fresh.unlink()
+    seed = nkeys.encode_seed(os.urandom(SEED_BYTES), nkeys.PREFIX_BYTE_USER).decode()
+    with os.fdopen(os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
+        file.write(seed + "\n")
+        file.flush()
+        os.fsync(file.fileno())
+    try:
+        os.link(fresh, path)  # whoever was faster is right
+    except FileExistsError:
+        return False
+    finally:
+        fresh.unlink()
+    return True
+
+
+def join(folder: Path, name: str) -> None:
+    """Make sure of a seed, and wait a while until the fleet's broker knows a new one. Raise OSError."""
+    if not kept(folder, name):
+        return
+    until = time.monotonic() + ADMITTED_WITHIN_S
+    while not (folder / f"{name}{TOLD}").exists() and time.monotonic() < until:
+        time.sleep(POLL_S)
+
+
+def public(folder: Path, name: str) -> str:
+    """Return the public half of a user's key. Raise BadSetting."""
+    import nkeys
+
+    path = seed_file(folder, name)
+    try:
+        return str(nkeys.from_seed(bytearray(path.read_bytes().strip())).public_key.decode())
+    except (OSError, ValueError, nkeys.NkeysError) as error:
+        raise BadSetting(f"{path} is no nkey's seed: {error or type(error).__name__}") from error
+
+
+def users(folder: Path) -> list[str]:
+    """Return the users who have a seed in a folder."""
+    return sorted(path.name.removesuffix(SUFFIX) for path in folder.glob(f"*{SUFFIX}"))

@@ -1,0 +1,142 @@
+"""Who may say and hear what at the broker? One table, by role; the broker holds everybody to it.
+
+    worker       its own facts, beats, KV events and answers; what is asked of it by name
+    frontend     facts about requests; prompts to workers; what workers and other frontends tell
+    controller   decisions, and what it observes; requests to workers; answers to operators
+    supervisor   which worker has ended (`holdfast up`)
+    projector    nothing; it reads
+    operator     control.*, and which place of the journal does not count; it reads
+
+Nobody deletes, purges or changes the stream: no role has a word for it. What is asked is answered below the asker's own
+inbox, or, by a worker, below its own name: nobody can read or give another's answers.
+
+What a reader would get wrong: who may read the journal can have JetStream deliver it to a subject that he may not speak on
+himself. Workers cannot read it.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from events import observations as seen
+from events import subjects
+from events.broker_users import ROLES, workers_of
+from events.fact import Observation
+from events.subjects import BUCKET, DECIDED, OBSERVED, STREAM
+
+API = "$JS.API"
+
+SAYS: Mapping[str, tuple[type[Observation], ...]] = {
+    "worker": (
+        seen.WorkerAwaited,
+        seen.WorkerJoined,
+        seen.WorkerLeft,
+        seen.ShutdownBegan,
+        seen.DrainFinished,
+        seen.DeviceFaulted,
+        seen.DeviceRecovered,
+        seen.EngineFaulted,
+    ),
+    "supervisor": (seen.WorkerLeft,),
+    "controller": (
+        seen.WorkerSilent,
+        seen.WorkerHeard,
+        seen.WorkerLingered,
+        seen.ObserverBlind,
+        seen.DrainRequested,
+        seen.ResumeRequested,
+        seen.MoveRequested,
+        seen.RestartRequested,
+        seen.CommandRefused,
+        seen.ChaosInjected,
+        seen.CanaryPassed,
+        seen.CanarySlow,
+        seen.CanaryFailed,
+        seen.GoldenProposed,
+        seen.GoldenDisputed,
+    ),
+    "frontend": (
+        seen.RequestsServed,
+        seen.RequestFailed,
+        seen.RequestSuspected,
+        seen.RequestPoisonous,
+        seen.WorkerSlow,
+        seen.WorkerSlowCleared,
+        seen.RequestMigrated,
+        seen.RequestAbandoned,
+        seen.RequestsRejected,
+        seen.RequestExposed,
+        seen.ExposureUnknown,
+        seen.PanicBegan,
+        seen.PanicEnded,
+    ),
+    "operator": (seen.EventQuarantined,),
+}
+"""Which observations each role says."""
+
+_JOURNAL = (f"{API}.STREAM.INFO.{STREAM}", f"{API}.STREAM.MSG.GET.{STREAM}")
+_READS = (
+    *_JOURNAL,
+    f"{API}.CONSUMER.CREATE.{STREAM}.*",
+    f"{API}.CONSUMER.MSG.NEXT.{STREAM}.*",
+    f"{API}.CONSUMER.DELETE.{STREAM}.*",
+)
+_MAKES = (f"{API}.STREAM.CREATE.{STREAM}",)
+_LEASE = (f"{API}.STREAM.CREATE.KV_{BUCKET}", f"{API}.STREAM.MSG.GET.KV_{BUCKET}", f"$KV.{BUCKET}.>")
+_ASKED = ("drain", "resume", "retire", "distrust", "stop", "chaos")  # of a worker, by controllers
+
+
+@dataclass(frozen=True, slots=True)
+class BrokerUser:
+    """One user of the broker: subjects that he may publish to, and subscribe to. All others he may not."""
+
+    name: str
+    publish: tuple[str, ...]
+    subscribe: tuple[str, ...]
+
+
+def users(processes: Iterable[str]) -> list[BrokerUser]:
+    """Return all users of a fleet: one for each role, and these of its workers' processes (`worker_user`)."""
+    return [*map(_role, ROLES), *map(_worker, sorted(set(processes)))]
+
+
+def _role(name: str) -> BrokerUser:
+    inbox = (f"_INBOX.{name}.>",)
+    answers = (subjects.answers(f"{name}.*"),)
+    facts = tuple(_facts(SAYS.get(name, ())))
+    match name:
+        case "controller":
+            asks = [f"live.{verb}.*" for verb in _ASKED]
+            says = (*_READS, *_MAKES, *_LEASE, *facts, f"{DECIDED}.*", *asks, f"{subjects.PLANE}.*.*.*")
+            hears = (*answers, subjects.BEATS, subjects.LINKS, f"{subjects.CONTROL}.*")
+            return BrokerUser(name, (*says, "_INBOX.operator.>"), (*inbox, *hears))
+        case "frontend":
+            says = (
+                *_READS,
+                *facts,
+                subjects.LINKS,
+                subjects.KV_SLOTS,
+                "kv.ask.*.*",
+                f"{subjects.PLANE}.*.*.*",
+            )
+            hears = (*answers, subjects.LINKS, subjects.KV_EVENTS, subjects.KV_SLOTS)
+            return BrokerUser(name, says, (*inbox, *hears))
+        case "supervisor":
+            return BrokerUser(name, (*_READS, *_MAKES, *facts), inbox)
+        case "operator":
+            return BrokerUser(name, (*_READS, *facts, f"{subjects.CONTROL}.*"), inbox)
+        case _:
+            return BrokerUser(name, _READS, inbox)
+
+
+def _worker(user: str) -> BrokerUser:
+    says, hears = [*_JOURNAL], [f"_INBOX.{user}.>"]
+    for worker in workers_of(user):
+        says += _facts(SAYS["worker"], worker)
+        says += [subjects.beat(worker), subjects.kv_events(worker), f"{subjects.ANSWER}.{worker}.>"]
+        hears += [subjects.live(worker), f"kv.ask.{worker}.*", f"{subjects.PLANE}.{worker}.*.*"]
+    return BrokerUser(user, tuple(says), tuple(hears))
+
+
+def _facts(kinds: Sequence[type[Observation]], about: str = "*") -> Iterable[str]:
+    for kind in kinds:
+        yield f"{OBSERVED}.{kind.entity}.{'all' if kind.entity == 'fleet' else about}.{kind.kind()}"

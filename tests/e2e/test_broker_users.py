@@ -1,0 +1,151 @@
+"""The broker of a fleet lets everybody do his own work, and nobody anything else."""
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import nats
+from fleet import holdfast, running, streamed, undisturbed
+
+from controller.demo.fleet import DemoFleet
+from controller.processes.operator_client import find
+from events import codec, subjects
+from events.fact import Fact
+from events.journal.nats import NatsJournal
+from events.nats import keys
+from events.nats.bus import NatsBus
+from events.nats.urls import addresses
+from events.observations import WorkerLeft
+
+FLAGS = (
+    *("--workers", "2", "--frontends", "2", "--request-plane", "nats", "--router-replica-sync"),
+    *("--canary-interval", "0.5", "--breaker-wait", "1", "--chaos"),
+)
+REFUSED = (" Violation - ", "authentication error")
+
+
+def refused(fleet: DemoFleet) -> list[str]:
+    """Return what the broker has refused so far, in its own words."""
+    said = (fleet.data / "nats" / "nats-server.log").read_text().splitlines()
+    return [line for line in said if any(words in line for words in REFUSED)]
+
+
+async def test_a_fleet_may_all_that_it_does_and_a_forger_nothing(tmp_path: Path) -> None:
+    async with running(tmp_path / "fleet", *FLAGS, stops=True) as fleet:
+        await fleet.healthy(2)
+        with joined(fleet, "x0", 2):
+            await fleet.healthy(4)
+            await a_day_of(fleet)
+        assert refused(fleet) == []
+        await no_forger_gets_through(fleet)
+        await fleet.healthy(2)
+        verified = holdfast("replay", "verify", "--data", str(fleet.data))
+        assert verified.returncode == 0, verified.stdout + verified.stderr
+
+
+class joined:
+    """Workers that join a fleet which runs already, by its directory."""
+
+    def __init__(self, fleet: DemoFleet, name: str, count: int) -> None:
+        words = ["worker", "--name", name, "--count", str(count), "--data", str(fleet.data)]
+        self.command = [sys.executable, "-m", "controller.cli", *words, "--request-plane", "nats", "--chaos"]
+        self.log = fleet.data / "logs" / f"{name}.log"
+
+    def __enter__(self) -> None:
+        with self.log.open("wb") as said:
+            self.process = subprocess.Popen(self.command, stdout=said, stderr=said)
+
+    def __exit__(self, *about: object) -> None:
+        self.process.send_signal(signal.SIGTERM)
+        self.process.wait(60)
+
+
+async def a_day_of(fleet: DemoFleet) -> None:
+    """Let everybody do what there is to do: requests, a drain, rehearsals, restarts, commands."""
+    data = ("--data", str(fleet.data))
+    prompts = [[300 + n] * 40 for n in range(6)]
+    answers = [asyncio.ensure_future(streamed(fleet, prompt, 60)) for prompt in prompts]
+    for words in (
+        ("drain", "w0"),
+        ("resume", "w0"),
+        ("move", "w1"),
+        ("restart", "x1"),
+        ("chaos", "kill", "w1"),
+    ):
+        done = await asyncio.to_thread(holdfast, *words, *data)
+        assert done.returncode == 0, (words, done.stderr)
+    assert await asyncio.gather(*answers) == [undisturbed(prompt, 60) for prompt in prompts]
+    status = await fleet.healthy(4)
+    for role in ("nats", "controller", "projector"):
+        (pid,) = (p["pid"] for p in status["processes"] if p["role"] == role)
+        os.kill(pid, signal.SIGKILL)
+        await fleet.until(lambda s, old=pid: old not in {p["pid"] for p in s["processes"]})  # type: ignore[misc]
+        status = await fleet.healthy(4)
+    await fleet.until(lambda s: s["projector"]["lag"] == 0)
+    for words in (("events", "-o", "json"), ("replay", "timeline"), ("replay", "rebuild"), ("restart", "w1")):
+        done = await asyncio.to_thread(holdfast, *words, *data)
+        assert done.returncode == 0, (words, done.stderr)
+    await fleet.healthy(4)
+
+
+async def no_forger_gets_through(fleet: DemoFleet) -> None:
+    """Whoever has stolen a worker's seed cannot speak for others, and whoever has none is not let in."""
+    url = find(fleet.data)["nats_url"]
+    before = await last(url)
+    (place,) = addresses(url)
+    told: list[str] = []
+
+    async def tell(error: Exception) -> None:
+        told.append(str(error))
+
+    seed = keys.seed_file(fleet.data / "secrets" / "nats", "worker-w0")
+    forger = await nats.connect(place, nkeys_seed=str(seed), error_cb=tell)
+    forged = forgeries()
+    for subject, body, headers in forged:
+        await forger.publish(subject, body, headers=headers)
+    for subject in ("fleet.>", "_INBOX.>", "answer.>", "plane.>", "live.>"):
+        await forger.subscribe(subject)
+    async with asyncio.timeout(20):
+        while len(told) < len(forged) + 5:  # noqa: ASYNC110 (the broker tells)
+            await asyncio.sleep(0.05)
+    await forger.close()
+    assert all("permissions violation" in error for error in told)
+    assert len(refused(fleet)) == len(told)
+    stranger = await NatsBus.connect(place, "stranger", wait_s=1.0)
+    assert stranger.since is None and "Authorization Violation" in stranger.connection.why
+    await stranger.close()
+    assert any("authentication error" in line for line in refused(fleet))
+    assert await last(url) >= before
+
+
+def forgeries() -> list[tuple[str, bytes, dict[str, str]]]:
+    facts: list[Fact] = [WorkerLeft(worker=w, instance="i", mode="immediate", exit=9) for w in ("w1", "x0")]
+    said = [(subjects.subject(f), codec.encode_body(f), headers(f)) for f in facts]
+    plain: list[tuple[str, bytes]] = [
+        ("fleet.observed.worker.w1.worker_joined", b"{}"),
+        ("$JS.API.STREAM.DELETE.FLEET", b""),
+        ("$JS.API.STREAM.PURGE.FLEET", b""),
+        ("$JS.API.STREAM.UPDATE.FLEET", b"{}"),
+        ("control.drain", b'{"worker": "w1"}'),
+        ("control.chaos", b'{"worker": "w1", "fault": "kill"}'),
+        ("fleet.decided.health_changed", b"{}"),
+        ("live.stop.w1", b"{}"),
+        ("live.beat.w1", b"{}"),
+        ("$KV.HOLDFAST.lease", b"{}"),
+    ]
+    return [*said, *((subject, body, {}) for subject, body in plain)]
+
+
+def headers(fact: Fact) -> dict[str, str]:
+    return {"ce-type": f"holdfast.{fact.kind()}", "ce-id": codec.new_id(), "ce-source": "worker:w1:forged"}
+
+
+async def last(url: str) -> int:
+    journal = await NatsJournal.connect(url, "reader", None)
+    try:
+        return await journal.last_seq()
+    finally:
+        await journal.close()

@@ -1,0 +1,135 @@
+"""Who may say and hear what at the broker: the table itself."""
+
+from collections.abc import Iterable
+
+import pytest
+
+from controller.catalogue import EMITTERS
+from events import subjects
+from events.broker_users import ROLES, names, worker_user, workers_of
+from events.nats.bus import matches
+from events.permissions import SAYS, BrokerUser, users
+
+WORKERS = (worker_user("w1"), worker_user("x8", 3))
+USERS = {user.name: user for user in users(WORKERS)}
+SPOKEN = {
+    "worker": "the worker",
+    "controller": "controller",
+    "frontend": "a frontend",
+    "supervisor": "the supervisor",
+    "operator": "an operator, by",
+}
+
+
+def may(allowed: Iterable[str], subject: str) -> bool:
+    return any(matches(pattern, subject) for pattern in allowed)
+
+
+def test_there_is_a_user_for_each_role_and_each_process_of_workers() -> None:
+    assert set(USERS) == {*ROLES, "worker-w1", "worker-x8+3"}
+
+
+def test_whoever_says_a_fact_may_and_nobody_else() -> None:
+    said: dict[str, set[str]] = {}
+    for role, kinds in SAYS.items():
+        for kind in kinds:
+            said.setdefault(kind.kind(), set()).add(role)
+    assert said.keys() == EMITTERS.keys()
+    for kind, roles in said.items():
+        for role, words in SPOKEN.items():
+            assert (role in roles) is (words in EMITTERS[kind]), (kind, role)
+
+
+@pytest.mark.parametrize(
+    "subject",
+    [
+        "$JS.API.STREAM.DELETE.FLEET",
+        "$JS.API.STREAM.PURGE.FLEET",
+        "$JS.API.STREAM.UPDATE.FLEET",
+        "$JS.API.STREAM.MSG.DELETE.FLEET",
+        "$JS.API.STREAM.RESTORE.FLEET",
+        "$JS.API.STREAM.SNAPSHOT.FLEET",
+        "$JS.API.DIRECT.GET.FLEET",
+        "$JS.API.STREAM.CREATE.OTHER",
+        "$JS.API.SERVER.REMOVE",
+    ],
+)
+def test_nobody_can_take_history_away(subject: str) -> None:
+    assert [user.name for user in USERS.values() if may(user.publish, subject)] == []
+
+
+@pytest.mark.parametrize(
+    ("subject", "who"),
+    [
+        ("fleet.decided.health_changed", {"controller"}),
+        ("control.drain", {"operator"}),
+        ("control.chaos", {"operator"}),
+        ("live.stop.w1", {"controller"}),
+        ("live.beat.w1", {"worker-w1"}),
+        ("kv.events.x9", {"worker-x8+3"}),
+        ("fleet.observed.worker.w1.worker_joined", {"worker-w1"}),
+        ("fleet.observed.worker.w1.worker_left", {"worker-w1", "supervisor"}),
+        ("fleet.observed.worker.w1.worker_awaited", {"worker-w1"}),
+        ("fleet.observed.worker.w1.worker_lingered", {"controller"}),
+        ("fleet.observed.event.7.event_quarantined", {"operator"}),
+        ("fleet.observed.worker.x10.device_faulted", {"worker-x8+3"}),
+        ("fleet.observed.worker.x11.device_faulted", set()),
+        ("fleet.observed.worker.w1.canary_passed", {"controller"}),
+        ("answer.w1.frontend.x.1", {"worker-w1"}),
+        ("_INBOX.operator.x.1", {"controller"}),
+        ("_INBOX.controller.x.1", set()),
+        ("$KV.HOLDFAST.lease", {"controller"}),
+        ("$JS.API.STREAM.CREATE.FLEET", {"controller", "supervisor"}),
+    ],
+)
+def test_who_may_say_it(subject: str, who: set[str]) -> None:
+    assert {user.name for user in USERS.values() if may(user.publish, subject)} == who
+
+
+@pytest.mark.parametrize(
+    ("subject", "who"),
+    [
+        ("control.drain", {"controller"}),
+        ("live.stop.w1", {"worker-w1"}),
+        ("plane.w1.i.x-1", {"worker-w1"}),
+        ("answer.w1.frontend.x.1", {"frontend"}),
+        ("_INBOX.frontend.x.1", {"frontend"}),
+        ("fleet.observed.worker.w1.worker_joined", set()),
+        ("$JS.API.STREAM.INFO.FLEET", set()),
+    ],
+)
+def test_who_may_hear_it(subject: str, who: set[str]) -> None:
+    assert {user.name for user in USERS.values() if may(user.subscribe, subject)} == who
+
+
+def test_workers_cannot_read_the_journal() -> None:
+    for name in WORKERS:
+        assert not any("CONSUMER" in subject for subject in USERS[name].publish)
+
+
+def test_a_process_of_many_is_called_by_its_first() -> None:
+    assert worker_user("w.1") == "worker-w_1"
+    assert workers_of(worker_user("w9", 3)) == names("w9", 3) == ("w9", "w10", "w11")
+    assert workers_of("operator") == workers_of("worker-w1+x") == ()
+
+
+def test_who_is_spoken_to() -> None:
+    worker, instance = "w1", "i1"
+    for subject in (
+        subjects.drain(worker),
+        subjects.chaos(worker),
+        subjects.kv_ask(worker, instance),
+        subjects.plane(worker, instance),
+        f"{subjects.plane(worker, instance)}.channel",
+    ):
+        assert subjects.asked(subject) == worker
+    for subject in (subjects.beat(worker), subjects.links("f"), subjects.kv_events(worker), "control.drain"):
+        assert subjects.asked(subject) is None
+
+
+def test_an_answer_is_its_workers_and_its_askers() -> None:
+    subject = subjects.answer("w1", "frontend.c1", 7)
+    assert matches(subjects.answers("frontend.c1"), subject)
+    assert not matches(subjects.answers("frontend.c2"), subject)
+    user: BrokerUser = USERS["worker-w1"]
+    assert may(user.publish, subject) and not may(user.publish, subjects.answer("w2", "frontend.c1", 7))
