@@ -26,6 +26,7 @@ from events.observations import (
     CanarySlow,
     CheckType,
     GoldenDisputed,
+    IntrusionRefused,
     RequestMigrated,
     WorkerJoined,
 )
@@ -102,6 +103,10 @@ class ControllerMetrics(MetricTable):
         "Device time taken by canaries: answering time × devices of the worker ÷ sequences in its batch",
         "worker_id",
     )
+    intrusions = counter(
+        "holdfast_intrusions_refused",
+        "What somebody tried at the embedded broker and may not: it was refused",
+    )
     lateness = gauge(
         "holdfast_canary_lateness_seconds",
         "How long after its time the last probe began: the sweep keeps up while this is small",
@@ -161,6 +166,8 @@ class ControllerMetrics(MetricTable):
                 ends = (ALL, ALL) if self._compact else (fact.source, fact.target)
                 self.migrations.labels(*ends, fact.method).inc()
                 self.migration_seconds.labels(fact.method).observe(fact.gap_ms / 1000)
+            elif isinstance(fact, IntrusionRefused):
+                self.intrusions.inc(fact.times)
             elif isinstance(fact, WorkerJoined) and fact.worker not in self._known:
                 self._begin(fact.worker)
 

@@ -3,7 +3,7 @@
     worker       its own facts, beats, KV events and answers; what is asked of it by name
     frontend     facts about requests; prompts to workers; what workers and other frontends tell
     controller   decisions, and what it observes; requests to workers; answers to operators
-    supervisor   which worker has ended (`holdfast up`)
+    supervisor   which worker has ended, and what the broker has refused (`holdfast up`)
     projector    nothing; it reads
     operator     control.*, and which place of the journal does not count; it reads
 
@@ -36,7 +36,7 @@ SAYS: Mapping[str, tuple[type[Observation], ...]] = {
         seen.DeviceRecovered,
         seen.EngineFaulted,
     ),
-    "supervisor": (seen.WorkerLeft,),
+    "supervisor": (seen.WorkerLeft, seen.IntrusionRefused),
     "controller": (
         seen.WorkerSilent,
         seen.WorkerHeard,

@@ -34,9 +34,9 @@ from controller.processes.worker_exits import WorkerExits
 from events import fleet_key
 from events.broker_users import worker_user
 from events.errors import HoldfastError, UsageError
+from events.fact import Observation
 from events.journal.port import JournalUnavailable
 from events.nats.urls import as_user
-from events.observations import WorkerLeft
 from events.process import descriptors
 from events.process.presence import announce
 from workers.exits import USAGE
@@ -64,11 +64,11 @@ class FleetSupervisor:
         self.args = args
         self.dir = FleetDir(args.data)
         named = os.environ.get("HOLDFAST_NATS_URL", "")
-        self.broker = FleetBroker(self.dir, named, self._present, args.nats_monitor)
+        self.broker = FleetBroker(self.dir, named, self._present, self._observe, args.nats_monitor)
         self.database = FleetDatabase(self.dir, os.environ.get("HOLDFAST_DATABASE_URL", ""), self._present)
         self.key = os.environ.get(fleet_key.VARIABLE, "")
         self.children: list[Child] = []
-        self.exits = WorkerExits(self._say_left)
+        self.exits = WorkerExits(self._observe)
         self.readiness = ReadinessWatch(
             asking(self.dir.path), names(args), ready_timeout_s(args), patient=args.engine in PATIENT
         )
@@ -279,7 +279,7 @@ class FleetSupervisor:
         self.exits.ended(child, status)
         self.mending.ended(child, status)
 
-    def _say_left(self, fact: WorkerLeft) -> None:
+    def _observe(self, fact: Observation) -> None:
         if self.journal is not None:  # else there never was a fleet that could miss it
             self.journal.observe(fact)
 

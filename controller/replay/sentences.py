@@ -226,6 +226,9 @@ SENTENCES: dict[type[Fact], str | Callable[[Any], str]] = {
     o.ObserverBlind: lambda f: (
         f"{_name(f.observer)} hears nothing from {f.silent} of {f.known} workers and doubts itself"
     ),
+    o.IntrusionRefused: lambda f: (
+        f"{f.who} tried to {f.tried} and was refused by the broker{f', {f.times} times' if f.times > 1 else ''}"
+    ),
     o.DrainRequested: _drain_requested,
     o.ResumeRequested: lambda f: f"{f.by or 'somebody'} asked {f.worker} to resume",
     o.MoveRequested: _move_requested,

@@ -90,6 +90,8 @@ class Beats:
             skew = (datetime.fromisoformat(body["at"]) - self._clock.now()).total_seconds()
         except (KeyError, TypeError, ValueError) as error:
             return self._refuse(subject, error)
+        if subject != subjects.beat(worker):  # on its own subject a worker can say what it likes, of itself
+            return self._refuse(subject, f"it is about {worker}")
         life = (worker, instance)
         known = self.lives.get(life)
         if known is None and len(self.lives) >= NAMES_MAX:

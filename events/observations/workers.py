@@ -131,6 +131,16 @@ class ObserverBlind(Observation):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class IntrusionRefused(Observation):
+    """Somebody tried at the broker what he may not: it was refused, and not done."""
+
+    entity: ClassVar[str] = "fleet"
+    who: str  # a user of the broker, or "a stranger"
+    tried: str  # the first thing that was refused
+    times: int  # refusals since this was said last
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Commanded(WorkerObservation):
     """The base of what an operator's command led to."""
 

@@ -5,32 +5,36 @@ import os
 import signal
 import subprocess
 import sys
+from datetime import UTC, datetime
 from pathlib import Path
 
+import aiohttp
 import nats
 from fleet import holdfast, running, streamed, undisturbed
 
+from controller.adapters.embedded.nats_log import STRANGER, refusals
+from controller.adapters.embedded.nats_users import BrokerUsers
 from controller.demo.fleet import DemoFleet
 from controller.processes.operator_client import find
 from events import codec, subjects
-from events.fact import Fact
+from events.fact import Fact, Skipped
 from events.journal.nats import NatsJournal
 from events.nats import keys
 from events.nats.bus import NatsBus
 from events.nats.urls import addresses
-from events.observations import WorkerLeft
+from events.observations import IntrusionRefused, WorkerLeft
 
 FLAGS = (
     *("--workers", "2", "--frontends", "2", "--request-plane", "nats", "--router-replica-sync"),
     *("--canary-interval", "0.5", "--breaker-wait", "1", "--chaos"),
 )
-REFUSED = (" Violation - ", "authentication error")
 
 
-def refused(fleet: DemoFleet) -> list[str]:
-    """Return what the broker has refused so far, in its own words."""
-    said = (fleet.data / "nats" / "nats-server.log").read_text().splitlines()
-    return [line for line in said if any(words in line for words in REFUSED)]
+def refused(fleet: DemoFleet) -> dict[str, int]:
+    """Return how often the broker has refused whom so far."""
+    said = (fleet.data / "nats" / "nats-server.log").read_bytes()
+    known = BrokerUsers(fleet.data / "secrets" / "nats").who()
+    return {one.who: one.times for one in refusals(said, known)}
 
 
 async def test_a_fleet_may_all_that_it_does_and_a_forger_nothing(tmp_path: Path) -> None:
@@ -39,9 +43,15 @@ async def test_a_fleet_may_all_that_it_does_and_a_forger_nothing(tmp_path: Path)
         with joined(fleet, "x0", 2):
             await fleet.healthy(4)
             await a_day_of(fleet)
-        assert refused(fleet) == []
+        assert refused(fleet) == {}
         await no_forger_gets_through(fleet)
         await fleet.healthy(2)
+        forged = await it_is_told(fleet)
+        before = refused(fleet)
+        for words in (("quarantine", str(forged), "--why", "forged"), ("inspect",)):
+            done = await asyncio.to_thread(holdfast, "journal", *words, "--data", str(fleet.data))
+            assert done.returncode == 0, (words, done.stderr)
+        assert refused(fleet) == before
         verified = holdfast("replay", "verify", "--data", str(fleet.data))
         assert verified.returncode == 0, verified.stdout + verified.stderr
 
@@ -104,8 +114,14 @@ async def no_forger_gets_through(fleet: DemoFleet) -> None:
     seed = keys.seed_file(fleet.data / "secrets" / "nats", "worker-w0")
     forger = await nats.connect(place, nkeys_seed=str(seed), error_cb=tell)
     forged = forgeries()
-    for subject, body, headers in forged:
-        await forger.publish(subject, body, headers=headers)
+    for subject, body, about in forged:
+        await forger.publish(subject, body, headers=about)
+    own = WorkerLeft(
+        worker="w0", instance="i", mode="graceful", exit=0
+    )  # its answer goes where nobody else may speak
+    await forger.publish(
+        subjects.subject(own), codec.encode_body(own), "fleet.decided.golden_retired", headers(own)
+    )
     for subject in ("fleet.>", "_INBOX.>", "answer.>", "plane.>", "live.>"):
         await forger.subscribe(subject)
     async with asyncio.timeout(20):
@@ -113,12 +129,38 @@ async def no_forger_gets_through(fleet: DemoFleet) -> None:
             await asyncio.sleep(0.05)
     await forger.close()
     assert all("permissions violation" in error for error in told)
-    assert len(refused(fleet)) == len(told)
+    assert refused(fleet) == {"worker-w0": len(told)}
     stranger = await NatsBus.connect(place, "stranger", wait_s=1.0)
     assert stranger.since is None and "Authorization Violation" in stranger.connection.why
     await stranger.close()
-    assert any("authentication error" in line for line in refused(fleet))
+    assert refused(fleet)[STRANGER] > 0
     assert await last(url) >= before
+
+
+async def it_is_told(fleet: DemoFleet) -> int:
+    """Everybody can see who has tried what, and how often: on the journal, on the console, among the metrics. Return the place of
+    what a forger brought onto the journal."""
+    tried: dict[str, int] = {}
+    skipped: dict[str, int] = {}
+    async with asyncio.timeout(30):
+        while not (tried.keys() >= {"worker-w0", STRANGER} and skipped):
+            tried = {}
+            for event in await fleet.events():
+                if isinstance(fact := event.fact, IntrusionRefused):
+                    tried[fact.who] = tried.get(fact.who, 0) + fact.times
+                if isinstance(fact, Skipped):
+                    skipped[fact.subject] = event.seq
+    assert tried["worker-w0"] == len(forgeries()) + 5
+    assert skipped.keys() == {"fleet.decided.golden_retired"}, (
+        "the broker's answer, sent there, is no decision"
+    )
+    assert "worker-w0" in fleet.log.read_text()
+    status = await fleet.status()
+    (controller,) = (p["url"] for p in status["processes"] if p["role"] == "controller")
+    async with aiohttp.ClientSession() as session, session.get(f"{controller}/metrics") as answer:
+        counted = await answer.text()
+    assert f"holdfast_intrusions_refused_total {float(sum(tried.values()))}" in counted
+    return skipped["fleet.decided.golden_retired"]
 
 
 def forgeries() -> list[tuple[str, bytes, dict[str, str]]]:
@@ -140,11 +182,13 @@ def forgeries() -> list[tuple[str, bytes, dict[str, str]]]:
 
 
 def headers(fact: Fact) -> dict[str, str]:
-    return {"ce-type": f"holdfast.{fact.kind()}", "ce-id": codec.new_id(), "ce-source": "worker:w1:forged"}
+    return codec.encode_headers(
+        fact, id=codec.new_id(), source="worker:forged:i", source_number=1, said_at=datetime.now(UTC)
+    )
 
 
 async def last(url: str) -> int:
-    journal = await NatsJournal.connect(url, "reader", None)
+    journal = await NatsJournal.connect(url, "reader", None, make=False)
     try:
         return await journal.last_seq()
     finally:

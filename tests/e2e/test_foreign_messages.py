@@ -8,8 +8,9 @@ from pathlib import Path
 import nats
 from fleet import holdfast, running, streamed, undisturbed
 
+from controller.adapters.embedded.servers import EmbeddedServer
 from controller.demo.fleet import DemoFleet
-from controller.processes.operator_client import find, read_all
+from controller.processes.operator_client import read_all
 from events import codec
 from events.fact import Skipped
 from events.observations import Profile, WorkerHeard, WorkerJoined
@@ -30,12 +31,15 @@ def headers(fact: WorkerHeard | WorkerJoined, kind: str = "") -> dict[str, str]:
     return {**made, "ce-type": f"holdfast.{kind or fact.kind()}"}
 
 
-async def test_nonsense_stops_nobody_and_an_unknown_kind_only_until_it_is_quarantined(tmp_path: Path) -> None:
-    async with running(tmp_path, "--workers", "2") as fleet:
+async def test_nonsense_stops_nobody_and_an_unknown_kind_only_until_it_is_quarantined(
+    tmp_path: Path, own_nats: EmbeddedServer
+) -> None:
+    anybody = {"HOLDFAST_NATS_URL": own_nats.url}  # the embedded broker lets nobody say such things
+    async with running(tmp_path / "fleet", "--workers", "2", environment=anybody) as fleet:
         await fleet.healthy(2)
         before = await fleet.until(lambda s: s["projector"]["lag"] == 0)
         pids = {p["name"]: p["pid"] for p in before["processes"]}
-        broker = await nats.connect(find(fleet.data)["nats_url"])
+        broker = await nats.connect(own_nats.url)
         stream = broker.jetstream()
         nasty = [
             await stream.publish("fleet.observed.worker.w0.canary_passed", b"no headers"),

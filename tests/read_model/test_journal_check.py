@@ -11,10 +11,10 @@ from store_databases import execute
 
 from controller.adapters.postgres import migrate
 from controller.adapters.postgres.store import PostgresStore
-from controller.processes.servers.fleet_database import FleetDatabase
 from controller.processes.fleet_dir import FleetDir
 from controller.processes.losses.journal_check import JournalLost, accept, open_journal, refuse_lost
 from controller.processes.losses.journal_watch import JournalWatch
+from controller.processes.servers.fleet_database import FleetDatabase
 from controller.runtime.projection.projector import Projector
 from events import subjects
 from events.journal.acknowledged import remembered

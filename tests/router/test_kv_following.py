@@ -340,12 +340,13 @@ async def test_what_is_nonsense_is_counted_and_changes_nothing(
         await eventually(made.right)
         frontend, _ = made.frontends[0]
         stranger = made.connections[0]
-        for body in (b"", b"\xc1", b"{}", kv.encode(["w0", "a", "x", 0, []])):
+        of_another = kv.encode(kv.KvBatch("w1", "a", 0, 1_000, []))
+        for body in (b"", b"\xc1", b"{}", kv.encode(["w0", "a", "x", 0, []]), of_another):
             await stranger.client.publish(subjects.kv_events("w0"), body)
-        await eventually(lambda: frontend.bad == 4)
+        await eventually(lambda: frontend.bad == 5)
         liar = await stranger.subscribe_raw(subjects.kv_ask("liar", "a"), _lie(stranger))
         frontend.absorb([Engine("liar", "a").joined, *(engine.joined for engine in made.engines.values())])
-        await eventually(lambda: frontend.bad == 5)
+        await eventually(lambda: frontend.bad == 6)
         await liar.cancel()
         made.run(3)
         await eventually(made.right)

@@ -269,6 +269,7 @@ async def test_the_skew_of_a_clock_is_measured_and_decides_nothing() -> None:
         {"worker": "w1"},
         {"worker": "w1", "instance": "i", "at": "noon"},
         {"worker": "w", "instance": "i", "at": 5},
+        {"worker": "w2", "instance": "i", "at": "2026-01-01T00:00:00+00:00"},
     ],
 )
 async def test_a_beat_that_makes_no_sense_is_counted_and_dropped(body: dict[str, Any]) -> None:

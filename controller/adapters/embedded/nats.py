@@ -4,7 +4,6 @@ import asyncio
 import contextlib
 import importlib.metadata
 import json
-import os
 import shutil
 import signal
 import subprocess
@@ -13,6 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypedDict, Unpack
 
+from controller.adapters.embedded.nats_log import LogTail
 from controller.adapters.embedded.server import (
     EmbeddedServer,
     ServerFailed,
@@ -169,19 +169,12 @@ class Stuck:
 
     def __init__(self, room_bytes: int = ROOM_BYTES) -> None:
         self._room_bytes = room_bytes
-        self._pid = 0
-        self._read = 0  # bytes of the log of this life
+        self._log = LogTail()
 
     def __call__(self, server: EmbeddedServer) -> bool:
         """Look at what the log says since the last look."""
         try:
-            with server.log.open("rb") as log:
-                if server.pid != self._pid:  # what came before this life is no news
-                    self._pid, self._read = server.pid, log.seek(0, os.SEEK_END)
-                self._read = min(self._read, log.seek(0, os.SEEK_END))  # it may have been begun anew
-                log.seek(self._read)
-                said = log.read()
-            self._read += len(said)
+            said = self._log.news(server)
             return REFUSES in said and shutil.disk_usage(server.directory).free > self._room_bytes
         except OSError:
             return False

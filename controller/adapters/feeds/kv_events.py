@@ -138,7 +138,9 @@ class KvEvents:
     def _heard(self, subject: bytes, reply: bytes, body: bytes, headers: bytes | None) -> None:
         try:
             batch = kv.batch(body)
-        except msgspec.MsgspecError as error:
+            if subject.decode() != subjects.kv_events(batch.worker):
+                raise msgspec.ValidationError(f"it is about {batch.worker}")
+        except (msgspec.MsgspecError, UnicodeError) as error:
             self.bad += 1
             log.warning("kv_batch_refused", subject=subject.decode(errors="replace"), error=str(error))
             return

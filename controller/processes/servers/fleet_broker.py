@@ -1,31 +1,47 @@
 """The broker of a fleet: the embedded one, started, kept alive and told who may do what, or one of the operator's own.
 
 The embedded one knows a user for each role and for each process of workers, by nkeys whose seeds lie in DIR/secrets/nats. Who
-joins later puts his own there, and is let in a moment later. A broker of one's own has the users that its operator gave it.
+joins later puts his own there, and is let in a moment later. What the broker refuses anybody is told, on the console and on the
+journal. A broker of one's own has the users that its operator gave it.
 """
 
+import contextlib
+import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
+from controller.adapters.embedded.nats_log import REFUSAL, LogTail, refusals
 from controller.adapters.embedded.nats_users import BrokerUsers
 from controller.adapters.embedded.servers import EmbeddedServer, Stuck, reload_users, start_nats
+from controller.processes.console import warn
 from controller.processes.fleet_dir import FleetDir
 from controller.processes.operator_client import reachable
 from controller.processes.servers.kept_server import KeptServer
 from events.nats.urls import with_keys
+from events.observations import IntrusionRefused
+
+LOOK_EVERY_S = 2.0
 
 
 class FleetBroker:
     """One fleet's broker. `url` is known once it has begun: each process finds in it as whom it comes."""
 
     def __init__(
-        self, directory: FleetDir, url: str, present: Callable[[EmbeddedServer], None], monitor: int | None
+        self,
+        directory: FleetDir,
+        url: str,
+        present: Callable[[EmbeddedServer], None],
+        tell: Callable[[IntrusionRefused], None],
+        monitor: int | None,
     ) -> None:
         self.url = url
         self._embedded = not url
         self._directory = directory
         self._present = present
         self._monitor = monitor
+        self._tell = tell
+        self._log = LogTail()
+        self._look_at = 0.0  # monotonic seconds
         self._users = BrokerUsers(directory.broker_keys.resolve())
         self._running: EmbeddedServer | None = None
         self._server = KeptServer(self._start, self._began, Stuck())
@@ -55,11 +71,24 @@ class FleetBroker:
         self._present(server)
 
     def check(self) -> None:
-        """Let in who has come since the last look. Raise what has ended the looking after, if anything has."""
+        """Let in who has come since the last look, and tell of those who were refused. Raise what has ended the looking
+        after, if anything has."""
         self._server.check()
-        if self._running is not None and self._running.running and self._users.changed():
+        if self._running is None or not self._running.running:
+            return
+        if self._users.changed():
             reload_users(self._running, self._users.written())
             self._users.admitted()
+        if time.monotonic() >= self._look_at:
+            self._look_at = time.monotonic() + LOOK_EVERY_S
+            self._tell_refusals(self._running)
+
+    def _tell_refusals(self, server: EmbeddedServer) -> None:
+        with contextlib.suppress(OSError):  # a full disk: the log stays
+            if REFUSAL in (said := self._log.news(server)):
+                for one in refusals(said, self._users.who()):
+                    warn(f"the broker has refused {one.who} {one.times} times, first: to {one.tried}")
+                    self._tell(IntrusionRefused(who=one.who, tried=one.tried, times=one.times))
 
     async def stop(self) -> None:
         """Stop the embedded server in order."""

@@ -1,0 +1,62 @@
+"""What nats-server's log tells of those whom it has refused."""
+
+import pytest
+
+from controller.adapters.embedded.nats_log import STRANGER, Refused, refusals
+
+W0, W1 = f"U{'A' * 55}", f"U{'B' * 55}"
+NAMES = {W0: "worker-w0", W1: "worker-w1"}
+
+
+def line(rest: str, name: str = "v2.16.0:python3:x", key: str = W0) -> bytes:
+    return f'[7] 2026/11/24 06:27:15.5 [ERR] 127.0.0.1:33 - cid:9 - "{name}" - "$G/nkey:{key}" - {rest}\n'.encode()
+
+
+def publish(subject: str, **about: str) -> bytes:
+    return line(f'Publish Violation - Subject "{subject}"', **about)
+
+
+@pytest.mark.parametrize(
+    ("said", "told"),
+    [
+        (b"[7] 2026/11/24 06:27:15.5 [INF] Server is ready\n", []),
+        (publish("control.drain"), [Refused("worker-w0", "publish to control.drain", 1)]),
+        (
+            publish("control.drain") + publish("x", key=W1) + publish("control.chaos"),
+            [Refused("worker-w0", "publish to control.drain", 2), Refused("worker-w1", "publish to x", 1)],
+        ),
+        (
+            line('Subscription Violation - Subject "_INBOX.>", SID 2'),
+            [Refused("worker-w0", "subscribe to _INBOX.>", 1)],
+        ),
+        (publish("x", key=f"U{'C' * 55}"), [Refused(STRANGER, "publish to x", 1)]),
+        (
+            b"[7] 2026/11/24 06:27:16.3 [ERR] 127.0.0.1:52 - cid:11 - authentication error\n"
+            b'[7] 2026/11/24 06:27:16.3 [ERR] 127.0.0.1:52 - cid:12 - authentication error - Nkey "UDD"\n',
+            [Refused(STRANGER, "connect", 2)],
+        ),
+        (
+            publish("y", name=f'" - "$G/nkey:{W1}" - Publish Violation - Subject "x"'),
+            [Refused("worker-w0", "publish to y", 1)],
+        ),
+        (
+            line('Problem registering with account "$G": connection closed')
+            + line(f'authentication error - Nkey "{W0}"'),
+            [],
+        ),
+        (publish("s" * 4000), [Refused("worker-w0", f"publish to {'s' * 200}", 1)]),
+    ],
+    ids=[
+        "nothing",
+        "one",
+        "two users",
+        "to hear",
+        "unknown",
+        "strangers",
+        "a name that lies",
+        "cut by a reload",
+        "long",
+    ],
+)
+def test_who_was_refused_what(said: bytes, told: list[Refused]) -> None:
+    assert refusals(said, NAMES) == told
