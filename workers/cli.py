@@ -12,7 +12,7 @@ from typing import Any, get_args
 from events.errors import HoldfastError, UsageError
 from events.process.imports import without
 from workers.config.settings import WorkerSettings, annotations
-from workers.config.settings_check import load_settings
+from workers.config.settings_check import as_ourselves, load_settings
 from workers.config.simulated_settings import FLAGS
 from workers.exits import BROKE, FELL, USAGE
 
@@ -62,7 +62,7 @@ def exit_code(run: Callable[[], int]) -> int:
 
 def _run(flags: Mapping[str, Any]) -> int:
     gc.set_threshold(*COLLECT_AT)
-    settings = load_settings(flags)
+    settings = as_ourselves(load_settings(flags))
     with without("rich", "greenlet", "aiohttp"):  # wanted by structlog, structlog and nats-py
         import uvloop
 

@@ -24,11 +24,11 @@ def seed_file(folder: Path, name: str) -> Path:
 
 def kept(folder: Path, name: str) -> bool:
     """Make sure that there is a seed for a user, for its owner alone; return whether it is new. Raise OSError."""
-    import nkeys  # 20 ms, and only brokers with users need it
-
     path = seed_file(folder, name)
     if path.exists():
         return False
+    import nkeys  # 20 ms, and a worker's keeper would keep it, too
+
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     fresh = folder / f".{name}.{os.getpid()}.tmp"
     with contextlib.suppress(FileNotFoundError):

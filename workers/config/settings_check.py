@@ -16,7 +16,7 @@ from msgspec.structs import replace
 
 from events.broker_users import worker_user
 from events.errors import BadSetting
-from events.nats import urls
+from events.nats import keys, urls
 from events.process.key_file import read_key
 from events.process.presence import present
 from workers.config.settings import WorkerSettings, annotations
@@ -29,7 +29,7 @@ PORT_MAX = 65_535
 
 
 def load_settings(flags: Mapping[str, Any], environment: Mapping[str, str] | None = None) -> WorkerSettings:
-    """Return the settings of this process. Raise BadBrokerUrl, or BadSetting, which names setting, value and what is expected."""
+    """Return the settings of this process. Raise BadSetting, naming the setting, its value and what is expected."""
     known = os.environ if environment is None else environment
     given: dict[str, Any] = {}
     for name in ("nats_url", "data", "fleet_key_file"):  # of the whole fleet
@@ -53,19 +53,17 @@ def load_settings(flags: Mapping[str, Any], environment: Mapping[str, str] | Non
     check(settings)
     if joins and not settings.watch_only:
         _check_name(settings)
-    return replace(settings, nats_url=_as_ourselves(settings, joins))
+    return settings
 
 
-def _as_ourselves(settings: WorkerSettings, joins: bool) -> str:
-    """Return the broker's URL with which we come. Who joins a fleet of this host makes the seed that he lacks, which the
-    fleet has its broker heed. Raise BadBrokerUrl."""
+def as_ourselves(settings: WorkerSettings) -> WorkerSettings:
+    """Return the settings with the broker's URL with which this process comes. Who joins a fleet of this host makes the seed
+    that he lacks, which the fleet has its broker heed. Raise BadBrokerUrl or OSError."""
     name = worker_user(settings.name, settings.count)
     folder = urls.keys(settings.nats_url)
-    if joins and folder is not None and folder.is_relative_to(settings.data.resolve()):
-        from events.nats import keys
-
+    if folder is not None and folder.is_relative_to(settings.data.resolve()):
         keys.join(folder, name)
-    return urls.as_user(settings.nats_url, name)
+    return replace(settings, nats_url=urls.as_user(settings.nats_url, name))
 
 
 def _extra(path: Path) -> dict[str, Any]:

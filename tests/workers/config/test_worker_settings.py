@@ -1,5 +1,6 @@
 """A worker's settings: flags win over the environment, and what makes no sense is named with what is expected."""
 
+import json
 import os
 from importlib.util import find_spec
 from pathlib import Path
@@ -7,8 +8,10 @@ from pathlib import Path
 import pytest
 
 from events.errors import BadSetting
+from events.nats import keys
+from events.nats.urls import BadBrokerUrl, with_keys
 from events.process.presence import announce
-from workers.config.settings_check import load_settings
+from workers.config.settings_check import as_ourselves, load_settings
 from workers.engines.build import build_engine
 
 
@@ -140,3 +143,26 @@ def test_the_key_of_an_upstream_is_not_shown() -> None:
 def test_nixl_without_its_extra_says_what_to_install() -> None:
     with pytest.raises(BadSetting, match=r"kv_transport = 'nixl': .*pip install -e"):
         load_settings({"kv_transport": "nixl"}, {})
+
+
+def test_who_joins_makes_the_seed_that_he_lacks_and_waits_until_it_is_heeded(tmp_path: Path) -> None:
+    folder = tmp_path / "secrets" / "nats"
+    folder.mkdir(parents=True)
+    (folder / f"worker-x0+2{keys.TOLD}").touch()  # as the fleet says it
+    (tmp_path / "fleet.json").write_text(json.dumps({"nats_url": with_keys("nats://c:1", folder)}))
+    settings = load_settings({"data": str(tmp_path), "name": "x0", "count": 2}, {})
+    assert keys.users(folder) == [], "to look at the settings makes nothing"
+    for _ in range(2):
+        assert (
+            as_ourselves(settings).nats_url == f"nats://c:1?nkey={folder}/worker-x0%2B2.nk&user=worker-x0%2B2"
+        )
+    assert keys.users(folder) == ["worker-x0+2"]
+
+
+def test_nobody_makes_a_seed_for_a_broker_of_ones_own(tmp_path: Path) -> None:
+    settings = load_settings(
+        {"name": "w9", "data": str(tmp_path)}, {"HOLDFAST_NATS_URL": "nats://c:1?keys=/nowhere"}
+    )
+    with pytest.raises(BadBrokerUrl, match=r"/nowhere has no seed for the user 'worker-w9'"):
+        as_ourselves(settings)
+    assert as_ourselves(load_settings({}, {"HOLDFAST_NATS_URL": "nats://c:1"})).nats_url == "nats://c:1"
