@@ -11,7 +11,7 @@ from store_databases import execute
 
 from controller.adapters.postgres import migrate, statements, tables
 from controller.adapters.postgres import schema as names
-from controller.adapters.postgres.link import StoreRefused
+from controller.adapters.postgres.link import Link, StoreRefused
 from controller.adapters.postgres.migrate import DatabaseTooNew
 from controller.adapters.postgres.store import PostgresStore
 from controller.ports import StoreUnavailable
@@ -164,6 +164,15 @@ async def test_a_database_that_is_away_or_not_migrated_is_said_so(empty_database
     await store.close()
     with pytest.raises(StoreUnavailable, match=r"127\.0\.0\.1:1/"):
         await migrate.upgrade("postgresql://somebody:secret@127.0.0.1:1/nowhere")
+
+
+async def test_a_server_whose_files_are_gone_is_waited_for(database_url: str) -> None:
+    link = Link(database_url)
+    gone = "DO $$ BEGIN RAISE EXCEPTION 'could not open file' USING ERRCODE = 'undefined_file'; END $$"
+    with pytest.raises(StoreUnavailable, match="could not open file"):
+        async with link.use() as connection:
+            await connection.execute(gone)
+    await link.close()
 
 
 async def test_a_password_is_never_shown(empty_database_url: str) -> None:

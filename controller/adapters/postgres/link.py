@@ -38,6 +38,7 @@ AWAY = (
     asyncpg.InvalidCachedStatementError,  # the tables were changed under a prepared statement: prepare it again
     asyncpg.OperatorInterventionError,  # shutting down, starting up
     asyncpg.InsufficientResourcesError,  # out of disk, memory or connections
+    asyncpg.PostgresSystemError,  # a file of its own is gone, or cannot be read
     asyncpg.TransactionRollbackError,  # deadlock, serialisation: try again
 )
 FORBIDDEN = (
