@@ -47,7 +47,9 @@ async def test_it_waits_for_its_servers_says_so_and_serves_with_the_first(tmp_pa
     upstreams = [f"--upstream=http://127.0.0.1:{port}" for port in ports]
     flags = ("--model", str(tokenizer), "--upstream-key-file", str(key), *upstreams)
     async with waiting(tmp_path / "fleet", *flags) as fleet:
-        status = await fleet.until(lambda s: len(s["awaited"]) == 2, 60)
+        status = await fleet.until(
+            lambda s: len(s["awaited"]) == 2 and s["projector"]["position"] is not None, 60
+        )
         assert [one["id"] for one in status["awaited"]] == ["w0", "w1"] and not status["workers"]
         why = f"cannot connect to http://127.0.0.1:{ports[0]} (Connection refused)"
         assert status["awaited"][0]["reason"] == why
