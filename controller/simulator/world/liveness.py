@@ -14,6 +14,7 @@ from controller.simulator.world.kernel import KernelClock
 from controller.simulator.world.machines import Machine
 from controller.simulator.world.outbox import SimulatedOutbox
 from controller.simulator.world.surroundings import Surroundings
+from events import subjects
 from events.fact import Observation
 from events.observations import WorkerSilent
 
@@ -48,7 +49,7 @@ class SimulatedObserver:
         for name, machine in machines.items():
             if machine.beating:
                 beat = {"worker": name, "instance": machine.instance, "draining": machine.draining, "at": at}
-                self._beats.on_beat(name, beat)
+                self._beats.on_beat(subjects.beat(name), beat)
             else:
                 quiet.append(machine)
         vetoed = self._surroundings.seams.vetoed
