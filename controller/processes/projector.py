@@ -10,9 +10,10 @@ from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_l
 
 from controller.adapters.postgres import migrate
 from controller.adapters.postgres.store import PostgresStore
-from controller.ports import StoreUnavailable
+from controller.ports import StoreLost, StoreUnavailable
 from controller.processes import collector
 from controller.processes.controller_admin import listen, url_of
+from controller.read_model.errors import StoreForbidden
 from controller.runtime.projection.metrics import ProjectorMetrics
 from controller.runtime.projection.projector import Projector
 from controller.runtime.projection.settings import ProjectorSettings
@@ -52,11 +53,14 @@ async def run_projector(
 
 
 async def _migrated(url: str) -> None:
-    """Bring the database to our version; wait for one that is away, and say why once for each reason."""
+    """Bring the database to our version; wait for one that is away, and say why once for each reason. Raise StoreLost of one
+    that was emptied: our account writes rows, and whoever made the tables must make them again."""
     said = ""
     while True:
         try:
             return await migrate.upgrade(url)
+        except StoreForbidden as error:
+            raise StoreLost(f"{error} If its tables were there before: {StoreLost.__doc__}") from error
         except StoreUnavailable as error:
             if str(error) != said:
                 log.warning("projector_waits", reason=(said := str(error)))

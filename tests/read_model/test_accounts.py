@@ -1,5 +1,7 @@
 """Who may do what in the embedded database: whatever is refused is tried, and the fleet's own work is done."""
 
+from pathlib import Path
+
 import asyncpg
 import first_database
 import pytest
@@ -10,11 +12,14 @@ from controller.adapters.embedded.accounts import DatabaseUrls
 from controller.adapters.embedded.servers import EmbeddedServer
 from controller.adapters.postgres import migrate
 from controller.adapters.postgres.store import PostgresStore
+from controller.ports import StoreLost
+from controller.processes.projector import run_projector
 from controller.read_model.errors import StoreForbidden
 from controller.read_model.grants import READER_STATEMENT_S
 from controller.replay.rebuild import rebuild
 from controller.replay.verify import verify
 from controller.runtime.projection.projector import Projector
+from controller.runtime.projection.settings import ProjectorSettings
 from events.journal.memory import MemoryJournal, MemoryStream
 
 pytestmark = pytest.mark.servers
@@ -185,13 +190,17 @@ async def test_nobody_gets_in_without_the_password(
             await asyncpg.connect(url, timeout=10, server_settings={"replication": "database"})
 
 
-async def test_an_account_that_may_not_migrate_says_who_does(urls: DatabaseUrls) -> None:
+async def test_an_account_that_may_not_migrate_says_who_does(urls: DatabaseUrls, tmp_path: Path) -> None:
     await migrate.upgrade(urls.writer)  # nothing is missing: it need not
     await migrate.downgrade(urls.owner)
     with pytest.raises(
         StoreForbidden, match=r"cannot be migrated by this account: .*holdfast database migrate"
     ):
         await migrate.upgrade(urls.writer)
+    with pytest.raises(StoreLost, match=r"cannot be migrated by this account: .*holdfast replay rebuild"):
+        await run_projector(
+            ProjectorSettings(), nats_url="", database_url=urls.writer, data=tmp_path, name="p"
+        )
     await migrate.upgrade(urls.owner)
     await (store := PostgresStore(urls.writer)).position()
     await store.close()
