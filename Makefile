@@ -12,6 +12,9 @@ CORES := $(shell nproc 2>/dev/null || echo 2)
 TESTERS := $(shell test $(CORES) -gt 6 && echo $(CORES) || echo 6)
 # Those of engines compute all the time, and each tester first imports torch, which takes it 10 s.
 COMPUTERS := $(shell test $(CORES) -lt 4 && echo 2 || echo 4)
+# What tests write goes into memory where there is room: on a disk a seventh of the time goes to writing it down.
+export PYTEST_DEBUG_TEMPROOT ?= $(shell test "$$(df --output=avail -k /dev/shm 2>/dev/null | tail -1)" -gt 8000000 2>/dev/null \
+	&& echo /dev/shm)
 # Hundreds of processes would compile the same modules anew, and every tester all tests.
 export PYTHONDONTWRITEBYTECODE :=
 
@@ -19,7 +22,7 @@ LLAMACPP := .venv-llamacpp
 VLLM := .venv-vllm
 PEER := .venv-peer
 
-.PHONY: install demo test test-fast test-engines test-llamacpp test-nixl test-vllm lint bench recovery-table peer clean
+.PHONY: install demo test test-fast test-attacks test-engines test-llamacpp test-nixl test-vllm lint bench recovery-table peer clean
 
 install: $(VENV)/.installed
 
@@ -41,7 +44,10 @@ demo: install  ## a fleet under load, broken in every way we know, and the table
 
 # loadgroup: as tests/conftest.py hands them out, one after another
 test: install  ## all tests that need no torch; real NATS and Postgres servers
-	$(BIN)/python -m pytest -n $(TESTERS) --dist loadgroup -m "not engines and not llamacpp and not vllm"
+	$(BIN)/python -m pytest -n $(TESTERS) --dist loadgroup -m "not engines and not llamacpp and not vllm and not attack"
+
+test-attacks: install  ## what strangers, clients and machines may do to a whole fleet: a minute
+	$(BIN)/python -m pytest -n $(TESTERS) --dist loadgroup -m attack tests/e2e
 
 # What decides, chooses and reckons, and the style but for mypy: no server, no fleet and no seeds.
 FAST := tests/deciders tests/migration tests/router tests/events/facts tests/frontend/text \

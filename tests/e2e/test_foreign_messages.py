@@ -6,6 +6,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 import nats
+import pytest
 from fleet import holdfast, running, streamed, undisturbed
 
 from controller.adapters.embedded.servers import EmbeddedServer
@@ -31,6 +32,7 @@ def headers(fact: WorkerHeard | WorkerJoined, kind: str = "") -> dict[str, str]:
     return {**made, "ce-type": f"holdfast.{kind or fact.kind()}"}
 
 
+@pytest.mark.attack
 async def test_nonsense_stops_nobody_and_an_unknown_kind_only_until_it_is_quarantined(
     tmp_path: Path, own_nats: EmbeddedServer
 ) -> None:

@@ -5,6 +5,7 @@ over its cap. `tests/frontend/generations/test_retry_manager.py` has the whole m
 """
 
 import asyncio
+import contextlib
 import itertools
 import json
 import signal
@@ -67,7 +68,12 @@ class Rig(Roles):
             return False
         async with self.http.get(url + "/health") as answer:
             endpoints = (await answer.json())["workers"]
-            return sum(w["reachable"] and w["weight"] == 1 for w in endpoints) == workers
+        if sum(w["reachable"] and w["weight"] == 1 for w in endpoints) != workers:
+            return False
+        with contextlib.suppress(aiohttp.ClientConnectorError):  # its clients' port opens last
+            async with self.http.get(self.urls[name] + "/health") as answer:
+                return answer.status == 200
+        return False
 
     async def busy_for_all(self, among: dict[str, Process]) -> str:
         """Return a worker that answers requests of every frontend, of these workers."""

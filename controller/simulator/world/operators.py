@@ -97,7 +97,10 @@ class SimulatedSupervisor:
                 world.kernel.after(self._chance.randrange(3, 20) * SECOND, machine.start)
                 continue
             worker = fleet.remembered(machine.name)
-            dead = worker is not None and worker.health.status is HealthStatus.DEAD
-            if dead and worker is not None and worker.joined.instance == machine.instance:
+            if worker is None or worker.joined.instance != machine.instance:
+                continue
+            if worker.health.status is HealthStatus.DEAD:
                 machine.crash()
                 self.soon(machine)
+            elif worker.health.disputed and not machine.draining and world.kernel.now > world.scenario.heal_at:
+                machine.stop()  # a dispute that began after the operators' last look (`Operators.resume_all`)

@@ -86,7 +86,7 @@ def folded(events: list[Recorded]) -> tuple[Order[tuple[Any, ...]], Order[Fleet]
     return ids, fleet
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(st.lists(real() | strange() | spoilt(), max_size=12))
 def test_any_bytes_among_real_events_leave_the_fold_as_it_is(said: list[Fact | Message]) -> None:
     mixed, clean = MemoryStream(), MemoryStream()
@@ -123,7 +123,7 @@ def test_no_message_makes_the_reader_fail(subject: bytes, headers: bytes | None,
     assert messages.read(1, NOW, subject, headers, body) == event, "everybody skips alike"
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(spoilt(), st.dictionaries(st.text(max_size=5), st.text(max_size=5), max_size=3))
 def test_no_message_that_is_nearly_ours_makes_it_fail(message: Message, more: Mapping[str, str]) -> None:
     subject, body, headers = message

@@ -177,7 +177,7 @@ SMALL = {name: Tokens(tokenizer, None, kept_bytes=500 * SEGMENT_SHARE) for name,
 
 @pytest.mark.parametrize("name", CUT)
 @given(texts=st.lists(TEXTS, min_size=1, max_size=4))
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60, deadline=None)
 def test_a_text_in_pieces_reads_as_the_whole(name: str, texts: list[str]) -> None:
     async def read() -> None:
         for tokens in (LARGE[name], SMALL[name]):
@@ -253,7 +253,7 @@ WHOLE: dict[str, Tokenizer] = {
 
 @pytest.mark.parametrize("name", WHOLE)
 @given(text=TEXTS | TEXTS.map(lambda text: f"{text} <|user|> {text}"))
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=20, deadline=None)
 def test_where_a_piece_may_read_otherwise_texts_are_read_whole(name: str, text: str) -> None:
     tokens = Tokens(WHOLE[name], None)
     assert tokens.segments is None
