@@ -102,5 +102,7 @@ class SimulatedSupervisor:
             if worker.health.status is HealthStatus.DEAD:
                 machine.crash()
                 self.soon(machine)
-            elif worker.health.disputed and not machine.draining and world.kernel.now > world.scenario.heal_at:
+            elif (
+                worker.health.disputed and not machine.draining and world.kernel.now > world.scenario.heal_at
+            ):
                 machine.stop()  # a dispute that began after the operators' last look (`Operators.resume_all`)
