@@ -31,6 +31,7 @@ EMITTERS: Mapping[str, str] = {
     "restart_requested": "a controller, for an operator",
     "command_refused": "the controller that refused it, once per command; two that both read it late may both say so",
     "event_quarantined": "an operator, by `holdfast journal quarantine`",
+    "snapshot_kept": "the leading controller, once per part of a snapshot: one each eighth of the journal's bounds",
     "shutdown_began": "the worker, once per instance",
     "drain_finished": "the worker, once per drain",
     "device_faulted": "the worker's device watch, once per change",

@@ -104,13 +104,11 @@ class StateStore(Protocol):
         """Return how far the rows reach. Raise StoreUnavailable."""
         ...
 
-    async def project(
-        self, events: Sequence[Recorded], shown: Fleet, settled: Snapshot, shown_seq: int
-    ) -> None:
+    async def project(self, events: Sequence[Recorded], shown: Fleet, settled: Snapshot, after: int) -> None:
         """Append `events` to `fleet_events`, upsert the shown rows and both positions, all in one transaction.
 
-        `events` begin right after the store's position. Raise StoreUnavailable, or AnotherProjector if they do not,
-        and write nothing then.
+        The store stands at `after`: right before `events`, or where it is empty before any. Raise StoreUnavailable, or
+        AnotherProjector if it does not, and write nothing then.
         """
         ...
 

@@ -3,12 +3,12 @@
     worker       its own facts, beats, KV events and answers; what is asked of it by name
     frontend     facts about requests; prompts to workers; what workers and other frontends tell
     controller   decisions, and what it observes; requests to workers; answers to operators
-    supervisor   which worker has ended, and what the broker has refused (`holdfast up`)
+    supervisor   which worker has ended, and what the broker has refused (`holdfast up`); the stream's bounds
     projector    nothing; it reads
     operator     control.*, and which place of the journal does not count; it reads
 
-Nobody deletes, purges or changes the stream: no role has a word for it. What is asked is answered below the asker's own
-inbox, or, by a worker, below its own name: nobody can read or give another's answers.
+Nobody deletes or purges the stream: no role has a word for it; only `holdfast up` may change its bounds. What is asked is
+answered below the asker's own inbox, or, by a worker, below its own name: nobody can read or give another's answers.
 
 What a reader would get wrong: who may read the journal can have JetStream deliver it to a subject that he may not speak on
 himself. Workers cannot read it.
@@ -53,6 +53,7 @@ SAYS: Mapping[str, tuple[type[Observation], ...]] = {
         seen.CanaryFailed,
         seen.GoldenProposed,
         seen.GoldenDisputed,
+        seen.SnapshotKept,
     ),
     "frontend": (
         seen.RequestsServed,
@@ -81,6 +82,7 @@ _READS = (
     f"{API}.CONSUMER.DELETE.{STREAM}.*",
 )
 _MAKES = (f"{API}.STREAM.CREATE.{STREAM}",)
+_BOUNDS = (f"{API}.STREAM.UPDATE.{STREAM}",)
 _LEASE = (f"{API}.STREAM.CREATE.KV_{BUCKET}", f"{API}.STREAM.MSG.GET.KV_{BUCKET}", f"$KV.{BUCKET}.>")
 _ASKED = ("drain", "resume", "retire", "distrust", "stop", "chaos")  # of a worker, by controllers
 
@@ -121,7 +123,7 @@ def _role(name: str) -> BrokerUser:
             hears = (*answers, subjects.LINKS, subjects.KV_EVENTS, subjects.KV_SLOTS)
             return BrokerUser(name, says, (*inbox, *hears))
         case "supervisor":
-            return BrokerUser(name, (*_READS, *_MAKES, *facts), inbox)
+            return BrokerUser(name, (*_READS, *_MAKES, *_BOUNDS, *facts), inbox)
         case "operator":
             return BrokerUser(name, (*_READS, *facts, f"{subjects.CONTROL}.*"), inbox)
         case _:

@@ -130,6 +130,12 @@ def subject(fact: Fact) -> str:
     return f"{OBSERVED}.{fact.entity}.{token(name)}.{fact.kind()}"
 
 
+def of_all(kind: type[Observation]) -> str:
+    """Return the subject of a kind of fact that is said of the whole fleet."""
+    assert kind.entity == "fleet"
+    return f"{OBSERVED}.fleet.all.{kind.kind()}"
+
+
 @lru_cache(4096)
 def token(name: str) -> str:
     """Return `name` as one subject token: NATS gives dots, wildcards and white space a meaning."""

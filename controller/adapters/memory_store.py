@@ -91,12 +91,9 @@ class MemoryStore:
                 return Snapshot(fleet_codec.decode(kept.fleet), kept.position, dict(kept.sources))
         return None
 
-    async def project(
-        self, events: Sequence[Recorded], shown: Fleet, settled: Snapshot, shown_seq: int
-    ) -> None:
+    async def project(self, events: Sequence[Recorded], shown: Fleet, settled: Snapshot, after: int) -> None:
         tables = self._reach()
-        assert events and events[-1].seq == shown_seq
-        if tables.position.seq != events[0].seq - 1:
+        if tables.position.seq != after:
             raise AnotherProjector
         for name in projection.STATE:
             tables.rows[name].clear()
@@ -181,10 +178,18 @@ class MemoryStore:
     async def discard(self, fresh: "MemoryStore") -> None:
         """Do nothing: nobody else knows of it."""
 
-    async def swap(self, fresh: "MemoryStore", catch_up: CatchUp) -> None:
+    async def swap(self, fresh: "MemoryStore", catch_up: CatchUp, *, carry: bool) -> None:
         await catch_up(self._reach().position)
+        if carry:
+            self._carry(fresh.tables)
         for name in ("position", "rows", "events", "snapshots"):
             setattr(self.tables, name, getattr(fresh.tables, name))
+
+    def _carry(self, fresh: MemoryTables) -> None:
+        first = min((int(row[0]) for row in fresh.events.values()), default=0)
+        fresh.events |= {id: row for id, row in self.tables.events.items() if int(row[0]) < first}
+        for name in set(projection.COLUMNS) - set(projection.STATE):
+            fresh.rows[name] = self.tables.rows[name] | fresh.rows[name]
 
     async def close(self) -> None:
         """Do nothing: there is nothing to let go of."""

@@ -13,7 +13,7 @@ from controller.commands import restart
 from controller.commands.printing import event_line, print_processes, print_status
 from controller.processes.flag_types import positive
 from controller.processes.operator_client import Operator, Unreachable, find, who
-from controller.runtime.history import history
+from controller.runtime.history import held
 from events import codec
 from events.errors import HoldfastError, UsageError
 from events.fact import Recorded, Skipped
@@ -122,9 +122,12 @@ async def _events(args: argparse.Namespace) -> int:
     try:
         last = await journal.last_seq()  # also says at once if nobody answers
         if args.follow:
-            await _first(_print(journal.read(0), args), until_lost(lambda: journal.connected, args.data, url))
+            await _first(
+                _print(journal.read(await journal.first_seq() - 1), args),
+                until_lost(lambda: journal.connected, args.data, url),
+            )
         else:
-            await _print(history(journal, 0, last), args)
+            await _print(held(journal, 0, last), args)
     finally:
         await journal.close()
     return 0

@@ -98,9 +98,10 @@ def _stored(status: dict[str, Any]) -> Iterator[str]:
         yield f"journal      {journal['fault']}"
     else:
         size = journal.get("bytes")
-        yield f"journal      {journal['last_seq']} events" + (
-            f", {_size(size)}{_growth(journal)}" if size else ""
-        )
+        dropped = (journal.get("first_seq") or 1) > 1  # at its bounds
+        said = f"{journal['last_seq']} events"
+        said = f"events {journal['first_seq']} to {journal['last_seq']}" if dropped else said
+        yield f"journal      {said}" + (f", {_size(size)}{_growth(journal)}" if size else "")
     if spool:
         yield f"spools       {_size(spool['bytes'])} on this host; at most {_size(spool['bytes_max_each'])} of each process"
 
@@ -112,6 +113,8 @@ def _growth(journal: dict[str, Any]) -> str:
         return f"{most}, too young to say how fast it grows"
     days = journal["days_left"]
     left = "" if days is None else f", room for {days:g} days" if days < DAYS_TOLD_MAX else ", room for years"
+    if journal["first_seq"] > 1:
+        left = ", full"
     return f"{most}, {_size(journal['bytes_a_day'])} a day{left}"
 
 

@@ -36,6 +36,7 @@ from controller.runtime.canary.loop import CanaryLoop
 from controller.runtime.canary.tools import Tools
 from controller.runtime.commands import OperatorCommands
 from controller.runtime.host_processes import HostProcesses
+from controller.runtime.keeping import SnapshotKeeper
 from controller.runtime.lease import Lease
 from controller.runtime.lingering import Lingering
 from controller.runtime.liveness import Liveness
@@ -216,6 +217,7 @@ class ControllerProcess:
                     ("liveness", self.liveness.run()),
                     ("actuator", self.actuator.run()),
                     ("lingering", self.lingering.run()),
+                    ("snapshots", self._snapshots().run()),
                     ("control", self._control(nats_url)),
                     ("links", self._keep_connected()),
                     ("ready", self._announce(self._runner, name)),
@@ -226,6 +228,17 @@ class ControllerProcess:
             log.info("controller_stops")
             for service in services:
                 service.cancel()
+
+    def _snapshots(self) -> SnapshotKeeper:
+        journal = self._settings.journal
+        return SnapshotKeeper(
+            self._journal,
+            lambda: self.reconciler.order,
+            lambda: self.leading and self.reconciler.leading,
+            self._journal.usage,
+            journal.bounds(),
+            SystemClock(),
+        )
 
     async def close(self) -> None:
         """Close the admin port, the last thing: it says to the end that this process lives."""

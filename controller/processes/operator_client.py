@@ -9,7 +9,7 @@ from typing import Any
 
 from controller.processes.fleet_dir import FleetDir, NoFleet
 from controller.runtime.command_sender import command
-from controller.runtime.history import history
+from controller.runtime.history import held
 from events import subjects
 from events.errors import HoldfastError
 from events.fact import Recorded
@@ -128,6 +128,6 @@ async def read_all(data: Path, after: int = 0) -> list[Recorded]:
     journal = await NatsJournal.connect(find(data)["nats_url"], "reader", None, make=False)
     try:
         last = await journal.last_seq()
-        return [event async for batch in history(journal, after, last) for event in batch]
+        return [event async for batch in held(journal, after, last) for event in batch]
     finally:
         await journal.close()

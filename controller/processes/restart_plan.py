@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from controller.processes.children import Child
 from controller.processes.fleet_dir import FleetDir
-from controller.processes.up_flags import router_variables
+from controller.processes.up_flags import journal_variables, router_variables
 
 GRACE = "HOLDFAST_FRONTEND__GRACE_S"
 GRACE_S = 10.0  # a terminal is not kept waiting for longer, unless it is asked for
@@ -63,6 +63,7 @@ def _controller(args: argparse.Namespace) -> dict[str, str]:
         "POLICY__BREAKER__BACKOFF": args.breaker_backoff,
     }
     own = {f"HOLDFAST_CONTROLLER__{name}": str(value) for name, value in given.items() if value is not None}
+    own |= journal_variables(args)
     return {"HOLDFAST_CONTROLLER__CHAOS": "true" if args.chaos else "false", **own}
 
 

@@ -29,7 +29,7 @@ from controller.processes.readiness.watch import ReadinessWatch, asking
 from controller.processes.restart_plan import frontend_grace_s, names, plan, projector
 from controller.processes.servers.fleet_broker import FleetBroker
 from controller.processes.servers.fleet_database import FleetDatabase
-from controller.processes.up_flags import PATIENT, check, ready_timeout_s
+from controller.processes.up_flags import PATIENT, check, journal_bounds, ready_timeout_s
 from controller.processes.worker_exits import WorkerExits
 from events import fleet_key
 from events.broker_users import worker_user
@@ -78,6 +78,7 @@ class FleetSupervisor:
         self.journal: Any = None
         self._following: asyncio.Task[None] | None = None
         self.watch: Any = None
+        self.bounding: Any = None
 
     @property
     def url(self) -> str:
@@ -241,6 +242,10 @@ class FleetSupervisor:
     # --- watching ---------------------------------------------------------------------------------------------------
 
     async def _watch(self) -> None:
+        if self.ready:  # it was not told to stop meanwhile
+            from controller.processes.losses.journal_bounding import JournalBounding
+
+            self.bounding = JournalBounding(self.journal, journal_bounds(self.args))
         trim_at, bury_at, orphan = 0.0, 0.0, 0
         while not self.stopping.is_set():
             self._tend()
@@ -306,8 +311,9 @@ class FleetSupervisor:
         if self._following is not None:
             self._following.cancel()
             await asyncio.wait((self._following,))
-        if self.watch is not None:
-            await self.watch.stop()
+        for watch in (self.watch, self.bounding):
+            if watch is not None:
+                await watch.stop()
         if self.journal is not None:
             await self.journal.close()
         await self.database.stop()

@@ -1,15 +1,19 @@
 """What `holdfast up` can be told, and which of it does not go together."""
 
 import argparse
+import os
 from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
 from controller.config.flags import add_flags, as_variables, gather
+from controller.config.variables import PREFIX
 from controller.frontend.settings import FrontendSettings, RouterSettings
+from controller.journal_settings import JournalSection
 from controller.processes.flag_types import not_negative, port, positive
 from events.errors import UsageError
+from events.journal.bounds import JournalBounds
 from events.process.key_file import read_key
 
 WORKERS_MAX = 10_000
@@ -117,6 +121,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     for flag, words in FLAGS.items():
         parser.add_argument(flag, **words)
     add_router_flags(parser)
+    add_flags(parser, JournalSection)
     parser.add_argument("--accept-journal", action="store_true", help=ACCEPT)
     parser.add_argument("--chaos", action="store_true", help=CHAOS)
 
@@ -126,6 +131,18 @@ def add_router_flags(parser: argparse.ArgumentParser, only: Collection[str] = ()
     add_flags(
         parser, FrontendSettings, only=[f"{ROUTER}.{name}" for name in only or RouterSettings.model_fields]
     )
+
+
+def journal_variables(args: argparse.Namespace) -> dict[str, str]:
+    """Return what controllers are told of the journal's bounds through their environment."""
+    return as_variables("controller", JournalSection, vars(args))
+
+
+def journal_bounds(args: argparse.Namespace) -> JournalBounds:
+    """Return how much the journal is to keep, by flags and environment. Raise BadSetting."""
+    of_journal = f"{PREFIX}CONTROLLER__JOURNAL__"
+    environment = {name: value for name, value in os.environ.items() if name.startswith(of_journal)}
+    return gather(JournalSection, "controller", vars(args), environment).journal.bounds()
 
 
 def ready_timeout_s(args: argparse.Namespace) -> float:
@@ -147,6 +164,7 @@ def check_router_flags(args: argparse.Namespace) -> None:
 def check(args: argparse.Namespace) -> None:
     """Raise UsageError if the flags do not go together."""
     check_router_flags(args)
+    journal_bounds(args)
     if args.workers_per_process > 1 and args.engine != "simulated":
         raise UsageError(f"--workers-per-process is for --engine simulated, not for --engine {args.engine}")
     if args.workers_per_process > PER_PROCESS_MAX:

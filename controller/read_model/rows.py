@@ -18,7 +18,7 @@ from controller.deciders.worker import LastCanary
 from events import codec
 from events.decisions import IncidentClosed, IncidentOpened, Knobs
 from events.fact import Decision, Fact, Recorded, Skipped
-from events.observations import ExposureUnknown, RequestExposed, RequestMigrated, WorkerJoined
+from events.observations import ExposureUnknown, RequestExposed, RequestMigrated, SnapshotKept, WorkerJoined
 
 Row = tuple[Any, ...]
 K = TypeVar("K", bound=Hashable)
@@ -78,9 +78,14 @@ def event_row(event: Recorded) -> Row:
     return row if "\\u0000" not in body else storable(row)
 
 
+def audited(fact: Fact) -> bool:
+    """Say whether `fleet_events` has a row for it: not for what is no event of ours, nor for a kept snapshot."""
+    return not isinstance(fact, Skipped | SnapshotKept)
+
+
 def event_rows(events: Iterable[Recorded]) -> list[Row]:
-    """Return the rows of `fleet_events` for these events. What is no event of ours has none."""
-    return [event_row(event) for event in events if not isinstance(event.fact, Skipped)]
+    """Return the rows of `fleet_events` for these events."""
+    return [event_row(event) for event in events if audited(event.fact)]
 
 
 def incident_of(event: Recorded) -> str | None:
@@ -93,7 +98,7 @@ def matches(event: Recorded, *, since: datetime | None, worker: str | None, inci
     """Say whether an event is one that `Archive.select` is asked for; what is None was not asked. The store in Postgres says
     the same in SQL (`adapters.postgres.reader`)."""
     return (
-        not isinstance(event.fact, Skipped)
+        audited(event.fact)
         and (since is None or event.at >= since)
         and (worker is None or concerns(event.fact, worker))
         and (incident is None or incident_of(event) == incident)

@@ -1,23 +1,34 @@
-"""A settled fleet as bytes, for snapshots.
+"""A settled fleet as bytes, for snapshots: in the state store, and in parts on the journal.
 
 A snapshot belongs to the version of the deciders that folded it and to the shape of their states: both stand beside
 the bytes, and a snapshot of another version is not read but folded anew from the journal. So nothing here needs to
-be compatible with anything older.
+be compatible with anything older. But where the journal has dropped what came before, its own snapshot is all there is:
+`Parts` also reads one of another shape, as far as what this version has added has defaults.
 """
 
 import hashlib
+import zlib
+from base64 import b64decode, b64encode
+from collections.abc import Mapping
 from dataclasses import fields, is_dataclass
+from datetime import datetime
 from typing import Any, get_args, get_type_hints
 
 import msgspec
 
 from controller.deciders.fleet import Fleet
 from events.errors import HoldfastError
+from events.observations import SnapshotKept
+from events.order import Last, Position
 
 
 class BadSnapshot(HoldfastError):
     """A kept snapshot cannot be read. The journal has everything that it holds."""
 
+
+PART_BYTES = 512 * 1024  # of a part, before base64: an event has a megabyte at most
+PARTS_MAX = 4096
+BLOB_BYTES_MAX = 1 << 30  # unpacked
 
 _encode = msgspec.msgpack.Encoder().encode
 _decode = msgspec.msgpack.Decoder(Fleet).decode
@@ -58,3 +69,62 @@ def _fingerprint() -> int:
 
 
 VERSION = _fingerprint()  # changes by itself when a field is added, so nobody must remember to raise it
+
+
+class _Blob(msgspec.Struct):
+    fleet: bytes
+    sources: dict[str, tuple[int, datetime]]
+
+
+_pack = msgspec.msgpack.Encoder().encode
+_unpack = msgspec.msgpack.Decoder(_Blob).decode
+
+
+def parts(
+    fleet: Fleet, position: Position, sources: Mapping[str, Last], *, id: str, since: datetime
+) -> list[SnapshotKept]:
+    """Return a settled fleet as facts for the journal. `since`: the stream's time of the oldest event to be read with it."""
+    blob = zlib.compress(_pack(_Blob(encode(fleet), dict(sources))), 1)
+    pieces = [blob[start : start + PART_BYTES] for start in range(0, len(blob), PART_BYTES)]
+    return [
+        SnapshotKept(
+            snapshot=id,
+            part=number,
+            parts=len(pieces),
+            shape=VERSION,
+            through=position.through,
+            decided=position.decided,
+            number=position.number,
+            since=since,
+            data=b64encode(piece).decode(),
+        )
+        for number, piece in enumerate(pieces, 1)
+    ]
+
+
+class Parts:
+    """Puts the snapshots of a journal together again, from their parts in the journal's order."""
+
+    def __init__(self) -> None:
+        self._first: SnapshotKept | None = None
+        self._pieces: list[bytes] = []
+
+    def take(self, fact: SnapshotKept) -> tuple[Fleet, Position, dict[str, Last]] | None:
+        """Return a whole snapshot with its last part. Parts that miss others are dropped. Raise BadSnapshot."""
+        if fact.part == 1:
+            self._first, self._pieces = fact, []
+        if self._first is None or fact.snapshot != self._first.snapshot or fact.part != len(self._pieces) + 1:
+            self._first = None
+            return None
+        if fact.parts > PARTS_MAX:
+            raise BadSnapshot(f"a snapshot of {fact.parts} parts: {PARTS_MAX} at most. {BadSnapshot.__doc__}")
+        try:
+            self._pieces.append(b64decode(fact.data, validate=True))
+            if fact.part < fact.parts:
+                return None
+            inflate = zlib.decompressobj()
+            blob = _unpack(inflate.decompress(b"".join(self._pieces), BLOB_BYTES_MAX))
+        except (ValueError, zlib.error, msgspec.MsgspecError) as error:
+            raise BadSnapshot(f"{error}. {BadSnapshot.__doc__}") from error
+        self._first = None
+        return decode(blob.fleet), Position(fact.through, fact.decided, fact.number), blob.sources

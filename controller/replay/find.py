@@ -1,7 +1,7 @@
 """Where is an event? By sequence, by ce-id, or as `decision:N`."""
 
 from controller.ports import Archive
-from controller.runtime.history import history
+from controller.runtime.history import held, history
 from events.errors import HoldfastError
 from events.fact import Decision, Recorded
 from events.journal.port import Journal
@@ -17,7 +17,12 @@ async def find(journal: Journal, archive: Archive | None, reference: str) -> Rec
     seq = int(reference) if reference.isdigit() else None
     if seq is None and archive is not None:
         seq = await archive.locate(reference)
-    if seq is not None and 0 < seq <= last:
+    if seq is not None and archive is not None and seq < await journal.first_seq():
+        async for batch in archive.select(after=seq - 1):
+            if batch[0].seq == seq:
+                return batch[0]
+            break
+    elif seq is not None and 0 < seq <= last:
         async for batch in history(journal, seq - 1, seq):
             for event in batch:
                 return event
@@ -28,7 +33,7 @@ async def find(journal: Journal, archive: Archive | None, reference: str) -> Rec
 
 async def _scan(journal: Journal, reference: str, last: int) -> Recorded | None:
     """Read the journal until the event turns up: the index does not have it (yet)."""
-    async for batch in history(journal, 0, last):
+    async for batch in held(journal, 0, last):
         for event in batch:
             if event.id == reference or reference == name(event):
                 return event

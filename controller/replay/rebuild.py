@@ -32,7 +32,8 @@ class Rebuilt:
 async def rebuild(
     journal: Journal, store: HistoryStore, *, written: Callable[[int, int], None] = lambda seq, events: None
 ) -> Rebuilt:
-    """Project the whole journal anew and put the result in the store's place."""
+    """Project the whole journal anew and put the result in the store's place. What the store keeps of events that the journal
+    has dropped stays in it."""
     began = time.monotonic()
     foreign = await _is_foreign(journal, store)
     fresh = await store.beside()
@@ -44,7 +45,7 @@ async def rebuild(
 
     try:
         await _come_near(journal, projector)
-        await store.swap(fresh, catch_up)
+        await store.swap(fresh, catch_up, carry=not foreign and await journal.first_seq() > 1)
     except BaseException:
         await _discard(store, fresh)
         raise

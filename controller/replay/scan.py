@@ -5,7 +5,7 @@ from datetime import datetime
 
 from controller.read_model.rows import matches
 from controller.replay.find import name
-from controller.runtime.history import history
+from controller.runtime.history import held
 from events.fact import Recorded
 from events.journal.port import Journal
 
@@ -39,5 +39,5 @@ class JournalArchive:
 
     async def _all(self, after: int) -> AsyncIterator[Sequence[Recorded]]:
         last = await self._journal.last_seq()
-        async for batch in history(self._journal, after, last):
+        async for batch in held(self._journal, after, last):
             yield batch

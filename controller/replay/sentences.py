@@ -237,6 +237,9 @@ SENTENCES: dict[type[Fact], str | Callable[[Any], str]] = {
     o.EventQuarantined: lambda f: (
         f"{f.by or 'somebody'} decided that event {f.event} does not count: {f.why}"
     ),
+    o.SnapshotKept: lambda f: (
+        f"part {f.part} of {f.parts} of the fleet as it was settled at {f.decided}, for who begins there"
+    ),
     o.ShutdownBegan: _began,
     o.DrainFinished: _drained,
     o.DeviceFaulted: _device_faulted,

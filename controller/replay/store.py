@@ -36,8 +36,11 @@ class HistoryStore(StateStore, Archive, Protocol):
         """Drop what `beside` made."""
         ...
 
-    async def swap(self, fresh: Self, catch_up: CatchUp) -> None:
-        """Put `fresh` in this store's place in one transaction, after `catch_up` has brought it to where this stands."""
+    async def swap(self, fresh: Self, catch_up: CatchUp, *, carry: bool) -> None:
+        """Put `fresh` in this store's place in one transaction, after `catch_up` has brought it to where this stands.
+
+        With `carry`, what this store keeps of events from before the fresh one's first goes along: the journal has them no more.
+        """
         ...
 
     async def close(self) -> None:

@@ -5,9 +5,10 @@ from dataclasses import dataclass
 from datetime import datetime
 from typing import Any
 
-from controller.deciders.fleet import Fleet, evolve
+from controller.deciders.fleet import Fleet
 from controller.ports import Snapshot, StateStore
 from controller.read_model import rows as projection
+from controller.runtime.beginning import order_from, snapshots
 from controller.runtime.history import history
 from events.errors import HoldfastError
 from events.fact import Recorded
@@ -17,6 +18,10 @@ from events.order import Order
 
 class NotYet(HoldfastError):
     """The journal does not reach that far."""
+
+
+class NoLonger(HoldfastError):
+    """What came before was dropped at the journal's bounds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,19 +35,13 @@ class Moment:
     folded: int  # events that had to be folded to get here
 
 
-def order_from(snapshot: Snapshot | None) -> Order[Fleet]:
-    """Return the fold as a snapshot left it; from the beginning without one."""
-    if snapshot is None:
-        return Order(evolve, Fleet())
-    return Order(evolve, snapshot.fleet, snapshot.position, dict(snapshot.sources))
-
-
 async def at(journal: Journal, store: StateStore | None, when: int | datetime) -> Moment:
-    """Return the fleet as it was at a sequence or an instant. Raise NotYet if the journal ends before a sequence."""
+    """Return the fleet as it was at a sequence or an instant. Raise NotYet if the journal ends before a sequence,
+    NoLonger if neither journal nor store tell of it any more."""
     last = await journal.last_seq()
     if isinstance(when, int) and when > last:
         raise NotYet(f"the journal ends at {last}, not {when}. {NotYet.__doc__}")
-    order = order_from(await _before(store, when))
+    order = await _order(journal, store, when)
     start, reached = order.last_seq, None
     async for event in _events(journal, start, when if isinstance(when, int) else last):
         if isinstance(when, datetime) and event.at > when:
@@ -50,6 +49,23 @@ async def at(journal: Journal, store: StateStore | None, when: int | datetime) -
         order.take(event)
         reached = event.at
     return Moment(order.last_seq, reached, order.position.number, order.shown, order.last_seq - start)
+
+
+async def _order(journal: Journal, store: StateStore | None, when: int | datetime) -> Order[Fleet]:
+    """Return the fold to go on from: of the store's last snapshot before, or of one on a journal that begins later."""
+    order, first = order_from(await _before(store, when)), await journal.first_seq()
+    if first <= order.last_seq + 1:
+        return order
+    found, begins = None, 0
+    async for event, snapshot in snapshots(journal):
+        reach = max(snapshot.position.through, snapshot.position.decided)
+        begins = begins or reach
+        if reach <= when if isinstance(when, int) else event.at <= when:
+            found = snapshot
+    if found is None:
+        tells = f"the first state that it tells is that of {begins}" if begins else "no snapshot lies on it"
+        raise NoLonger(f"the journal begins at {first}, and {tells}. {NoLonger.__doc__}")
+    return order_from(found)
 
 
 async def _events(journal: Journal, after: int, until: int) -> AsyncIterator[Recorded]:

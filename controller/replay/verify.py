@@ -16,7 +16,7 @@ from controller.read_model import rows as projection
 from controller.read_model.diff import differences, first_difference, plain
 from controller.replay.find import name
 from controller.replay.store import HistoryStore, StoreSnapshot
-from controller.replay.travel import order_from
+from controller.runtime.beginning import oldest, order_from
 from controller.runtime.history import history
 from events import codec
 from events.decisions import Absorbed, PolicyAdopted
@@ -64,6 +64,7 @@ def _brief(value: Any) -> str:
 class VerifyReport:
     """What was verified, and what was found."""
 
+    begins: int = 1  # the journal's oldest event
     since: int = 0  # folded from here, from a snapshot; 0: from the start
     folded: int = 0  # events
     decided: int = 0  # decisions that were decided again, alike
@@ -91,7 +92,9 @@ class VerifyReport:
             f"compared {self.rows} rows and {self.audited} kept events at {self.position}",
         ]
         if self.difference is None or not self.difference.where.startswith("decision"):
-            said[1] = f"decided {self.decided} decisions again, all alike"
+            said[-2] = f"decided {self.decided} decisions again, all alike"
+        if self.begins > 1:
+            said.insert(0, f"the journal begins at {self.begins}: what came before was dropped at its bounds")
         if self.skipped:
             of = ", ".join(map(str, sorted(self.skipped_versions))) or "none adopted"
             said.append(
@@ -116,12 +119,15 @@ class Differs(Exception):
 
 
 async def verify(journal: Journal, store: HistoryStore, *, since: int = 0) -> VerifyReport:
-    """Verify everything from the last snapshot before `since` (0: from the start). Stop at the first difference."""
+    """Verify everything from the last snapshot before `since` (0: from the start), or from the oldest on a journal that begins
+    later. Stop at the first difference. Raise JournalChanged if such a journal has none."""
     async with store.reading() as frozen:
         position = frozen.reading.position
         last = await journal.last_seq()
         snapshot = await store.snapshot_before(min(since, position.seq)) if since else None
-        run = _Run(frozen, snapshot)
+        first, starts = await journal.first_seq(), snapshot.position.through + 1 if snapshot else 1
+        run = _Run(frozen, snapshot if first <= starts else await oldest(journal, starts - 1))
+        run.report.begins = first
         run.report.position, run.report.lag = position.seq, max(0, last - position.seq)
         try:
             await run.all(journal, last)
@@ -233,10 +239,10 @@ class _Run:
         row = self._kept
         for part, found in projection.history([event]).items():
             self._remember(part, found)
-        if isinstance(event.fact, Skipped):
+        if not projection.audited(event.fact):
             if row is None or row[0] > event.seq:
                 return
-            raise Differs(VerifyDifference("fleet_events", event.seq, event.fact.why, list(row)))
+            raise Differs(VerifyDifference("fleet_events", event.seq, event.fact.kind(), list(row)))
         if row is None or row[0] > event.seq:
             if repeated or (await self._frozen.locate(event.id) or event.seq) < event.seq:
                 return  # the same event again: it is kept under its first sequence

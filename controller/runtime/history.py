@@ -17,6 +17,12 @@ async def history(journal: Journal, after: int, until: int) -> AsyncIterator[Seq
             yield batch
 
 
+async def held(journal: Journal, after: int, until: int) -> AsyncIterator[Sequence[Recorded]]:
+    """Yield as `history` does what the journal still holds of that. Raise JournalUnavailable."""
+    async for batch in history(journal, max(after, await journal.first_seq() - 1), until):
+        yield batch
+
+
 async def patient(
     batches: AsyncIterator[Sequence[Recorded]], after: int, until: int
 ) -> AsyncIterator[Sequence[Recorded]]:

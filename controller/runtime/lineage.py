@@ -9,7 +9,10 @@ from events.journal.port import Journal, JournalChanged
 
 
 async def refuse_foreign_stream(journal: Journal, position: ReadPosition) -> None:
-    """Raise StoreAhead or JournalChanged if a store's position does not lie on this stream; JournalUnavailable."""
+    """Raise StoreAhead or JournalChanged if a store's position does not lie on this stream; JournalUnavailable.
+
+    A position that the journal has dropped cannot be compared, and is taken for its own.
+    """
     if not position.seq:
         return
     last = await journal.last_seq()
@@ -17,6 +20,8 @@ async def refuse_foreign_stream(journal: Journal, position: ReadPosition) -> Non
         raise StoreAhead(
             f"the state store has folded event {position.seq}, the stream ends at {last}. {StoreAhead.__doc__}"
         )
+    if position.seq < await journal.first_seq():
+        return
     async for batch in history(journal, position.seq - 1, position.seq):
         if batch and batch[0].id != position.id:
             raise JournalChanged(

@@ -22,8 +22,8 @@ import structlog
 
 from controller.deciders.fleet import Asking, Fleet, FleetPolicy, absorbed, absorption_due, evolve
 from controller.ports import Clock, StateStore
+from controller.runtime.beginning import begin, join
 from controller.runtime.lease import Lease
-from controller.runtime.view import begin, same_history
 from events.codec import to_builtins
 from events.errors import HoldfastError
 from events.fact import Decision
@@ -93,8 +93,8 @@ class Reconciler:
 
     async def run(self) -> None:
         """Read and decide for ever. Raise UnknownKind, OutOfOrder, StoreAhead or JournalChanged: stop."""
-        self.order, position = await begin(self._store)
-        await same_history(self._journal, position)
+        order, position = await begin(self._store)
+        self.order = await join(self._journal, position, order)
         self._lease.listen(self._lease_changed)
         try:
             async with asyncio.TaskGroup() as tasks:

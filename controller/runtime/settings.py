@@ -8,6 +8,7 @@ from typing import Annotated, Literal
 from pydantic import Field, model_validator
 
 from controller.deciders.fleet import FleetPolicy
+from controller.journal_settings import JournalSection
 from controller.setting_types import Positive, Strict
 
 
@@ -94,7 +95,7 @@ class ActuatorSettings(Strict):
     retry_max_s: Positive = 10.0
 
 
-class ControllerSettings(Strict):
+class ControllerSettings(JournalSection):
     """Everything that a controller process can be told."""
 
     canary: CanarySettings = CanarySettings()

@@ -47,13 +47,14 @@ class StoredStatus:
 
 def _journal(found: JournalUsage | None, free: int | None) -> dict[str, Any]:
     if found is None:
-        return {"first_seq": None, "bytes": None, "bytes_max": None, "bytes_a_day": None, "days_left": None}
+        return dict.fromkeys(("first_seq", "bytes", "bytes_max", "age_max_s", "bytes_a_day", "days_left"))
     room = found.bytes_max - found.bytes if found.bytes_max is not None else free
     days = None if room is None or not found.bytes_a_day else max(0.0, room / found.bytes_a_day)
     return {
         "first_seq": found.first_seq,
         "bytes": found.bytes,
         "bytes_max": found.bytes_max,
+        "age_max_s": None if found.age_max is None else found.age_max.total_seconds(),
         "bytes_a_day": None if found.bytes_a_day is None else round(found.bytes_a_day),
         "days_left": None if days is None else round(days, 1),
     }

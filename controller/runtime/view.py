@@ -12,15 +12,14 @@ from collections.abc import AsyncIterator, Callable, Sequence
 import structlog
 
 from controller.deciders.fleet import Fleet, evolve
-from controller.ports import ReadPosition, Snapshot, StateStore, StoreRefused, StoreUnavailable
+from controller.ports import ReadPosition, StateStore
+from controller.runtime.beginning import LOAD_DEADLINE_S, begin, join
 from controller.runtime.fleet_fold import FleetFold
-from controller.runtime.lineage import refuse_foreign_stream
 from events.errors import HoldfastError
 from events.fact import Recorded
 from events.journal.port import Journal, JournalUnavailable
 from events.order import Order, Position
 
-LOAD_DEADLINE_S = 3.0
 ASK_END_DEADLINE_S = 2.0
 AUDIT_EVERY_S = 5.0
 STORE_SUFFICES_AFTER_S = 3.0  # without the broker: what the store holds is better than knowing nothing
@@ -85,7 +84,11 @@ class FleetView(FleetFold):
                 self._tell(())
             async with asyncio.TaskGroup() as tasks:
                 tasks.create_task(self._find_end())
-                await same_history(self._journal, self._began_at)
+                order = await join(self._journal, self._began_at, self.order)
+                if order is not self.order:  # what we would have read next is no longer there
+                    log.warning("view_begins_on_the_journal", held=self.seq, begins=order.last_seq)
+                    self.order = order
+                    self._tell(())
                 self._ours = True
                 self._check_ready()
                 if self._store is not None:
@@ -160,32 +163,3 @@ class FleetView(FleetFold):
     def _tell(self, batch: Batch) -> None:
         for listener in self._listeners:
             listener(self, batch)
-
-
-async def begin(store: StateStore | None) -> tuple[Order[Fleet], ReadPosition]:
-    """Return the order to begin with, the store's last settled state or nothing, and where the store stands."""
-    snapshot: Snapshot | None = None
-    position = ReadPosition()
-    if store is not None:
-        try:
-            async with asyncio.timeout(LOAD_DEADLINE_S):
-                snapshot = await store.load()
-                position = (
-                    await store.position()
-                )  # also where it has no snapshot yet: it must be of this stream all the same
-        except (StoreUnavailable, StoreRefused, TimeoutError) as error:
-            log.warning("store_unreachable_reading_all", why=str(error))
-            snapshot = None
-    if snapshot is None:
-        return Order(evolve, Fleet()), position
-    return Order(evolve, snapshot.fleet, snapshot.position, dict(snapshot.sources)), position
-
-
-async def same_history(journal: Journal, position: ReadPosition) -> None:
-    """Wait until the journal can be asked; raise StoreAhead or JournalChanged if the store is of another one."""
-    while True:
-        try:
-            async with asyncio.timeout(ASK_END_DEADLINE_S):
-                return await refuse_foreign_stream(journal, position)
-        except (JournalUnavailable, TimeoutError):
-            await asyncio.sleep(0.1)

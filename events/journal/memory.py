@@ -27,6 +27,7 @@ class MemoryStream:
 
     events: list[Recorded] = field(default_factory=list)
     clock: Callable[[], datetime] = lambda: datetime.now(UTC)  # a broker has its own
+    first: int = field(default=1, init=False)  # what lies below it has been dropped
     decided: int = field(default=0, init=False)  # sequence of the last message on a decision's subject
     quarantined: dict[int, Recorded] = field(
         default_factory=dict, init=False
@@ -81,6 +82,10 @@ class MemoryStream:
         if place := messages.quarantines(event):
             self.quarantined.setdefault(place, event)
         return seq
+
+    def drop(self, through: int) -> None:
+        """Let go of the oldest events, up to this sequence, as a broker does at its bounds."""
+        self.first = max(self.first, min(through, len(self.events)) + 1)
 
     def as_read(self, seq: int, unknown: bool) -> Recorded:
         """Return what a reader makes of a message. Raise UnknownKind, unless `unknown` ones are wanted too."""
@@ -205,6 +210,8 @@ class MemoryJournal:
                 f"the stream ends at {len(stream.events)}, but {after} has been read. {JournalChanged.__doc__}"
             )
         while until is None or after < until:
+            if stream.first > after + 1:
+                raise JournalChanged(f"the stream begins at {stream.first}: what follows {after} is gone")
             if not stream.reachable or after >= len(stream.events):
                 await stream.grown()
                 continue
@@ -221,6 +228,18 @@ class MemoryJournal:
                 self.counters.note(event)
             after = batch[-1].seq
             yield batch
+
+    async def of_kind(self, kind: type[Observation], after: int = 0) -> AsyncIterator[Recorded]:
+        if not self._stream.reachable:
+            raise JournalUnavailable
+        for event in self._stream.events[max(after, self._stream.first - 1) :]:
+            if isinstance(event.fact, kind):
+                yield event
+
+    async def first_seq(self) -> int:
+        if not self._stream.reachable:
+            raise JournalUnavailable
+        return self._stream.first
 
     async def last_seq(self) -> int:
         if not self._stream.reachable:

@@ -6,7 +6,7 @@ retried: if its outcome is unknown the caller reads again), and everything is re
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -15,19 +15,17 @@ from nats.errors import MaxPayloadError
 
 from events import codec, subjects
 from events.errors import HoldfastError
-from events.fact import Decision, Observation, Recorded
+from events.fact import Decision, Observation
 from events.journal import broker, messages, stream
 from events.journal.acknowledged import ACKNOWLEDGED, AcknowledgedPosition
 from events.journal.broker import Ack
 from events.journal.cell import NatsCell
-from events.journal.counters import JournalCounters
 from events.journal.outbox import Outbox
-from events.journal.port import Fenced, JournalChanged, JournalGone, JournalUnavailable, StreamEnd
+from events.journal.port import Fenced, JournalChanged, JournalGone, JournalUnavailable
 from events.journal.publisher import Publisher
-from events.journal.reader import JournalReader
+from events.journal.reading import JournalReading
 from events.journal.spool import BYTES_MAX, OutboxMessage, Spool, SpoolUnusable
-from events.journal.stream import StreamRefused, StreamState
-from events.journal.usage import JournalUsage, usage
+from events.journal.stream import StreamRefused
 from events.nats.connection import CONNECT_TIMEOUT_S, DISCONNECTED, BrokerConnection
 
 APPEND_DEADLINE_S = 2.0
@@ -37,7 +35,7 @@ CLOSE_DEADLINE_S = 0.5
 log = structlog.get_logger(__name__)
 
 
-class NatsJournal:
+class NatsJournal(JournalReading):
     """One process instance's handle on the stream FLEET. Made by `connect`."""
 
     def __init__(
@@ -49,13 +47,11 @@ class NatsJournal:
         append_deadline_s: float,
         make: bool,
     ) -> None:
+        super().__init__(connection)
         self.source = source
-        self.counters = JournalCounters()
-        self.state: StreamState | None = None  # as it was when we connected
         self.fault: HoldfastError | None = (
             None  # why this stream cannot be trusted: facts are spooled meanwhile
         )
-        self.connection = connection
         self._replicas = replicas
         self._append_deadline_s = append_deadline_s
         self._make = make
@@ -274,40 +270,6 @@ class NatsJournal:
     def cell(self, key: str) -> NatsCell:
         """Return a small value for compare-and-set, over the same connection."""
         return NatsCell(self.connection, key)
-
-    # --- reading ----------------------------------------------------------------------------------------------------
-
-    def read(self, after: int, *, until: int | None = None) -> AsyncIterator[Sequence[Recorded]]:
-        return self._reader(after, unknown=False).read(until)
-
-    def inspect(self, after: int, *, until: int) -> AsyncIterator[Sequence[Recorded]]:
-        return self._reader(after, unknown=True).read(until)
-
-    def _reader(self, after: int, *, unknown: bool) -> JournalReader:
-        created = self.state.created if self.state is not None else None
-        return JournalReader(self.connection, self.counters, created, after, unknown=unknown)
-
-    async def last_seq(self) -> int:
-        return (await self.stream_state()).last_seq
-
-    async def end(self) -> StreamEnd:
-        state = await self.stream_state()
-        return StreamEnd(state.last_seq, state.at)
-
-    async def stream_state(self) -> StreamState:
-        """Return what the stream holds now. Raise JournalUnavailable."""
-        try:
-            return await stream.state(self.connection)
-        except broker.BrokerRefused as error:
-            raise JournalUnavailable(str(error)) from error
-
-    async def usage(self) -> JournalUsage:
-        """Return what the stream takes on the broker. Raise JournalUnavailable (JournalGone: there is none)."""
-        try:
-            return await usage(self.connection)
-        except broker.BrokerRefused as error:
-            await self.stream_state()  # says it if there is none
-            raise JournalUnavailable(str(error)) from error
 
     async def close(self) -> None:
         if self._tasks:

@@ -81,6 +81,15 @@ class Journal(Protocol):
         """Yield as `read` does, for whoever only looks: also what only a newer version can know, as `Skipped`."""
         ...
 
+    def of_kind(self, kind: type[Observation], after: int = 0) -> AsyncIterator[Recorded]:
+        """Yield, oldest first, what the stream holds above `after` of a kind that is said of the whole fleet, and end. For rare
+        kinds: each is one question to the broker. Raise JournalUnavailable."""
+        ...
+
+    async def first_seq(self) -> int:
+        """Return the sequence of the oldest event that the stream holds, or of its first one to be. Raise JournalUnavailable."""
+        ...
+
     async def last_seq(self) -> int:
         """Return the sequence of the last event of the stream (0: empty). Raise JournalUnavailable."""
         ...

@@ -84,7 +84,8 @@ def wanted(replicas: int) -> dict[str, Any]:
 def differences(config: dict[str, Any], replicas: int) -> list[str]:
     """Return in words what of a stream's configuration breaks a promise of the journal.
 
-    Limits (age, bytes) are the operator's choice and not compared: whoever reads notices what is gone.
+    Limits (age, bytes) are the operator's choice and not compared: whoever reads notices what is gone, and begins with a
+    snapshot behind it (`events.journal.bounds`). Where there are any, the oldest events may go for new ones.
     """
     must = {
         name: value
@@ -100,6 +101,8 @@ def differences(config: dict[str, Any], replicas: int) -> list[str]:
             "max_msgs_per_subject",
         )
     }
+    if config.get("max_bytes", -1) > 0 or config.get("max_age", 0) > 0:
+        must.pop("discard")
     found = [
         f"{name} is {config.get(name)!r}, not {value!r}"
         for name, value in must.items()
@@ -184,28 +187,32 @@ async def quarantine(connection: BrokerConnection, seq: int) -> Recorded | None:
     """Return the event that quarantines a place of the stream; None if nobody has. Raise JournalUnavailable or Refused."""
     subject, after = quarantine_subject(seq), seq
     for _ in range(LOOKED_AT_MAX):
-        try:
-            answer = await ask(
-                connection,
-                f"STREAM.MSG.GET.{subjects.STREAM}",
-                {"seq": after + 1, "next_by_subj": subject},
-            )
-        except BrokerRefused as error:
-            if error.code == MESSAGE_NOT_FOUND:
-                return None
-            raise
-        found = answer["message"]
-        after = int(found["seq"])
-        event = read(
-            after,
-            datetime.fromisoformat(found["time"]),
-            found["subject"].encode(),
-            b64decode(found.get("hdrs", "")),
-            b64decode(found.get("data", "")),
-        )
-        if quarantines(event) == seq:
+        event = await next_on(connection, subject, after)
+        if event is None or quarantines(event) == seq:
             return event
+        after = event.seq
     return None
+
+
+async def next_on(connection: BrokerConnection, subject: str, after: int) -> Recorded | None:
+    """Return the first message of a subject above `after`, as it is read; None: there is none. Raise JournalUnavailable or
+    Refused."""
+    try:
+        answer = await ask(
+            connection, f"STREAM.MSG.GET.{subjects.STREAM}", {"seq": after + 1, "next_by_subj": subject}
+        )
+    except BrokerRefused as error:
+        if error.code == MESSAGE_NOT_FOUND:
+            return None
+        raise
+    found = answer["message"]
+    return read(
+        int(found["seq"]),
+        datetime.fromisoformat(found["time"]),
+        found["subject"].encode(),
+        b64decode(found.get("hdrs", "")),
+        b64decode(found.get("data", "")),
+    )
 
 
 async def id_at(connection: BrokerConnection, seq: int) -> str | None:

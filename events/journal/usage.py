@@ -5,7 +5,7 @@ as large as all are on average.
 """
 
 from dataclasses import dataclass
-from datetime import datetime, timedelta
+from datetime import UTC, datetime, timedelta
 
 from events import codec, subjects
 from events.journal.broker import ask
@@ -13,6 +13,7 @@ from events.nats.connection import BrokerConnection
 
 WINDOW = timedelta(days=1)
 SHORTEST = timedelta(minutes=10)  # of a life from which a day is reckoned
+EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 FORGOTTEN_AFTER_S = 5.0  # the broker drops the consumer that counts
 
 
@@ -25,6 +26,8 @@ class JournalUsage:
     bytes: int
     bytes_max: int | None  # None: no limit but the disk
     bytes_a_day: float | None  # None: it is too young to say
+    age_max: timedelta | None = None  # None: no limit
+    at: datetime = EPOCH  # when this was so, by the clock that stamps the events
 
 
 async def usage(
@@ -37,13 +40,16 @@ async def usage(
     answer = await ask(connection, f"STREAM.INFO.{subjects.STREAM}")
     state, now = answer["state"], datetime.fromisoformat(answer["ts"])
     most, held = answer["config"].get("max_bytes", -1), state["bytes"]
+    oldest = timedelta(microseconds=answer["config"].get("max_age", 0) // 1000)
     a_day = None
     if state["messages"]:
         age = now - datetime.fromisoformat(state["first_ts"])
         if age >= shortest:
             came = await _since(connection, now - window) if age > window else state["messages"]
             a_day = came * (held / state["messages"]) * (timedelta(days=1) / min(age, window))
-    return JournalUsage(state["first_seq"], state["last_seq"], held, most if most > 0 else None, a_day)
+    return JournalUsage(
+        state["first_seq"], state["last_seq"], held, most if most > 0 else None, a_day, oldest or None, now
+    )
 
 
 async def _since(connection: BrokerConnection, when: datetime) -> int:

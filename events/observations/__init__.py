@@ -19,7 +19,7 @@ from events.observations.canaries import (
     TopK,
     canary_key,
 )
-from events.observations.journal import EventQuarantined
+from events.observations.journal import EventQuarantined, SnapshotKept
 from events.observations.requests import (
     ExposureUnknown,
     FrontendObservation,
@@ -103,6 +103,7 @@ __all__ = [
     "RestartRequested",
     "ResumeRequested",
     "ShutdownBegan",
+    "SnapshotKept",
     "TopK",
     "Topology",
     "WorkerAwaited",

@@ -45,7 +45,6 @@ def test_whoever_says_a_fact_may_and_nobody_else() -> None:
     [
         "$JS.API.STREAM.DELETE.FLEET",
         "$JS.API.STREAM.PURGE.FLEET",
-        "$JS.API.STREAM.UPDATE.FLEET",
         "$JS.API.STREAM.MSG.DELETE.FLEET",
         "$JS.API.STREAM.RESTORE.FLEET",
         "$JS.API.STREAM.SNAPSHOT.FLEET",
@@ -61,6 +60,8 @@ def test_nobody_can_take_history_away(subject: str) -> None:
 @pytest.mark.parametrize(
     ("subject", "who"),
     [
+        ("$JS.API.STREAM.UPDATE.FLEET", {"supervisor"}),  # its bounds
+        ("fleet.observed.fleet.all.snapshot_kept", {"controller"}),
         ("fleet.decided.health_changed", {"controller"}),
         ("control.drain", {"operator"}),
         ("control.chaos", {"operator"}),

@@ -33,7 +33,7 @@ class Feeder:
 
     async def project(self, events: Sequence[Recorded]) -> None:
         settled = Snapshot(self.order.settled, self.order.position, dict(self.order.sources))
-        await self.store.project(events, self.order.shown, settled, events[-1].seq)
+        await self.store.project(events, self.order.shown, settled, events[0].seq - 1)
 
 
 def feeder(history: History, store: StateStore) -> Feeder:

@@ -26,7 +26,7 @@ async def test_a_swap_whose_old_schema_somebody_still_reads_has_succeeded(
     try:
         async with reader.transaction():
             await reader.fetch("SELECT * FROM holdfast.snapshots")  # a report that takes its time
-            await store.swap(fresh, nothing_to_catch_up_with)
+            await store.swap(fresh, nothing_to_catch_up_with, carry=False)
             assert [row[0] for row in await execute(database_url, SCHEMAS)] == ["holdfast", "holdfast_old"]
             assert await store.position() == ReadPosition()
         await (await store.beside()).close()

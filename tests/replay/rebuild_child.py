@@ -19,7 +19,7 @@ from events.journal.memory import MemoryJournal
 class Waiting(PostgresStore):
     """Waits for ever once everything is projected."""
 
-    async def swap(self, fresh: Any, catch_up: Any) -> None:
+    async def swap(self, fresh: Any, catch_up: Any, *, carry: bool) -> None:
         await fresh.complete()
         print(fresh.helper_pid, flush=True)
         await asyncio.Event().wait()

@@ -1,5 +1,6 @@
 """What journal and spools take, as `holdfast status` tells it."""
 
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +37,15 @@ async def test_size_growth_and_the_days_until_the_limit(
     stored = await told(JournalUsage(1, 900, 2 * GIB, 10 * GIB, GIB / 4), tmp_path)
     assert stored["journal"]["days_left"] == 32.0 and stored["journal"]["fault"] is None
     assert "900 events, 2.0 GiB of 10.0 GiB, 256.0 MiB a day, room for 32 days" in printed(stored, capsys)
+
+
+async def test_where_the_oldest_events_go_it_says_which_are_left(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    full = JournalUsage(501, 900, 2 * GIB, 2 * GIB, GIB / 4, timedelta(days=30))
+    stored = await told(full, tmp_path)
+    assert stored["journal"]["age_max_s"] == 30 * 86_400
+    assert "events 501 to 900, 2.0 GiB of 2.0 GiB, 256.0 MiB a day, full\n" in printed(stored, capsys)
 
 
 async def test_without_a_limit_the_disk_is_one_where_it_is_ours(

@@ -26,7 +26,7 @@ from controller.adapters.postgres.link import Link
 from controller.read_model import rows as projection
 from events import codec
 from events.errors import HoldfastError
-from events.fact import Recorded, Skipped
+from events.fact import Recorded
 
 END_S = 5.0
 COLLECT_AT = 500_000  # objects: rows leave no cycles behind
@@ -73,7 +73,7 @@ class AuditHelper:
             if self._refused:
                 return False
             await self._start()
-        kept = [event for event in events if not isinstance(event.fact, Skipped)]
+        kept = [event for event in events if projection.audited(event.fact)]
         await self._send(_encode(([event.fact.kind() for event in kept], kept)))
         return True
 

@@ -53,12 +53,10 @@ class PostgresStore(RowReader):
         self._link = Link(url, schema, {"synchronous_commit": "off"})
         self._writer: Writer | None = None
 
-    async def project(
-        self, events: Sequence[Recorded], shown: Fleet, settled: Snapshot, shown_seq: int
-    ) -> None:
+    async def project(self, events: Sequence[Recorded], shown: Fleet, settled: Snapshot, after: int) -> None:
         """Write what a batch of events changed, in one transaction. Raise AnotherProjector or StoreUnavailable."""
         helped = self._helper is not None and await self._helper.write(events)
-        await self.prepare().project(events, shown, settled, shown_seq, audit=not helped)
+        await self.prepare().project(events, shown, settled, after, audit=not helped)
 
     async def look(self) -> StoreLook:
         """Return what a quick look shows of losses, and look whether the rows of the fleet's state are all there."""
@@ -105,8 +103,8 @@ class PostgresStore(RowReader):
         async with self._reader.use() as connection:
             await _drop(connection, fresh.schema)
 
-    async def swap(self, fresh: "PostgresStore", catch_up: CatchUp) -> None:
-        """Let the fresh schema take the name of this one, in one transaction.
+    async def swap(self, fresh: "PostgresStore", catch_up: CatchUp, *, carry: bool) -> None:
+        """Let the fresh schema take the name of this one, in one transaction; `carry` what the journal has no more.
 
         A projector at work waits meanwhile, readers do not: so the fresh one catches up with a position that stands
         still. The projector finds the new tables under the old name when it gets on.
@@ -119,6 +117,8 @@ class PostgresStore(RowReader):
             await catch_up(await read_position(connection) if whole else ReadPosition())
             await fresh.complete()
             await fresh.close()
+            if carry and whole:
+                await _carry(connection, self.schema, fresh.schema)
             if there:
                 await connection.execute(f'ALTER SCHEMA "{self.schema}" RENAME TO "{old}"')
             await connection.execute(f'ALTER SCHEMA "{fresh.schema}" RENAME TO "{self.schema}"')
@@ -144,6 +144,18 @@ class PostgresStore(RowReader):
             await self._helper.close()
         await self._link.close()
         await super().close()
+
+
+async def _carry(connection: Connection, old: str, fresh: str) -> None:
+    """Copy what is kept of events before the fresh schema's first one. Of incidents what it does not have."""
+    first = f'(SELECT coalesce(min(seq), 0) FROM "{fresh}".fleet_events)'
+    for table in ("migrations", "exposures", "fleet_events"):
+        await connection.execute(
+            f'INSERT INTO "{fresh}".{table} SELECT * FROM "{old}".{table} WHERE seq < {first} ON CONFLICT DO NOTHING'
+        )
+    await connection.execute(
+        f'INSERT INTO "{fresh}".incidents SELECT * FROM "{old}".incidents ON CONFLICT DO NOTHING'
+    )
 
 
 async def _drop(connection: Connection, schema: str) -> None:

@@ -37,17 +37,16 @@ class Writer:
         self._written: Fleet | None = None  # the fleet that the rows say; None: not known, write all of them
 
     async def project(
-        self, events: Sequence[Recorded], shown: Fleet, settled: Snapshot, shown_seq: int, *, audit: bool
+        self, events: Sequence[Recorded], shown: Fleet, settled: Snapshot, after: int, *, audit: bool
     ) -> None:
-        """Write what a batch of events changed, and that it is written, or nothing.
+        """Write what a batch of events changed, and that it is written, or nothing: where the projection stands at `after`.
 
         Without `audit` the events themselves are not kept: somebody else does that.
         """
-        assert events and events[-1].seq == shown_seq
         last, position, before = events[-1], settled.position, self._written
         move = (
-            events[0].seq - 1,
-            shown_seq,
+            after,
+            last.seq,
             last.id,
             last.at,
             position.through,

@@ -3,8 +3,8 @@ backup of some tables has brought back are noticed; going on would leave a hole 
 """
 
 from controller.ports import StateStore, StoreLost
+from controller.read_model.rows import audited
 from controller.runtime.history import history
-from events.fact import Decision, Observation, Recorded
 from events.journal.port import Journal, JournalChanged
 
 READ_MAX = 1_000  # events of the journal that are looked at, at either end
@@ -29,12 +29,8 @@ async def _lacks(journal: Journal, store: StateStore, after: int, until: int) ->
     try:
         async for batch in history(journal, after, until):
             for event in batch:
-                if _is_kept(event) and await store.locate(event.id) is None:
+                if audited(event.fact) and await store.locate(event.id) is None:
                     return True
     except JournalChanged:  # the journal does not begin so early any more
         return False
     return False
-
-
-def _is_kept(event: Recorded) -> bool:
-    return isinstance(event.fact, Observation | Decision)

@@ -19,7 +19,7 @@ from typing import Any
 
 import structlog
 
-from controller.deciders.fleet import Fleet, evolve
+from controller.deciders.fleet import Fleet
 from controller.ports import (
     AnotherProjector,
     ReadPosition,
@@ -30,6 +30,7 @@ from controller.ports import (
     StoreRefused,
     StoreUnavailable,
 )
+from controller.runtime.beginning import oldest, order_from, snapshots
 from controller.runtime.history import history
 from controller.runtime.lineage import refuse_foreign_stream
 from controller.runtime.projection.losses import refuse_lost_rows
@@ -124,7 +125,10 @@ class Projector:
             return
         order = await self._from_snapshot(position)
         gathered = Gathered()
-        works = [self._read(order, position, gathered, until), self._write(order, gathered, until)]
+        works = [
+            self._read(order, position, gathered, until),
+            self._write(order, gathered, position.seq, until),
+        ]
         await _together(*works, *([self._look()] if until is None else []))
 
     async def _begin(self) -> ReadPosition:
@@ -146,11 +150,22 @@ class Projector:
                 await refuse_lost_rows(self._journal, self._store)
 
     async def _from_snapshot(self, position: ReadPosition) -> Order[Fleet]:
+        """Return the fold to go on with: the store's, or one from the journal where that has dropped what comes next. Raise
+        StoreLost if it has dropped what the store has not projected."""
         snapshot = await self._store.load()
         await self._step("loaded")
-        if snapshot is None or max(snapshot.position.decided, snapshot.position.through) > position.seq:
-            return Order(evolve, Fleet())
-        return Order(evolve, snapshot.fleet, snapshot.position, dict(snapshot.sources))
+        order = order_from(snapshot if snapshot is not None and _reach(snapshot) <= position.seq else None)
+        first = await self._journal.first_seq()
+        if first <= order.last_seq + 1:
+            return order
+        if not position.seq:
+            return order_from(await oldest(self._journal, 0))
+        kept = [s async for _, s in snapshots(self._journal) if _reach(s) <= position.seq]
+        if position.seq + 1 < first or not kept:
+            raise StoreLost(
+                f"the journal begins at {first}, and the store was projected to {position.seq}. {StoreLost.__doc__}"
+            )
+        return order_from(kept[-1])
 
     async def _read(
         self, order: Order[Fleet], position: ReadPosition, gathered: Gathered, until: int | None
@@ -170,7 +185,7 @@ class Projector:
                 gathered.grown.set()
         gathered.grown.set()
 
-    async def _write(self, order: Order[Fleet], gathered: Gathered, until: int | None) -> None:
+    async def _write(self, order: Order[Fleet], gathered: Gathered, after: int, until: int | None) -> None:
         while True:
             await gathered.grown.wait()
             gathered.grown.clear()
@@ -181,7 +196,8 @@ class Projector:
             shown, settled = order.shown, Snapshot(order.settled, order.position, dict(order.sources))
             await self._step("writing")
             async with asyncio.timeout(WRITE_S):
-                await self._store.project(events, shown, settled, events[-1].seq)
+                await self._store.project(events, shown, settled, after)
+            after = events[-1].seq
             await self._step("written")
             self._account(events)
             if until is not None and events[-1].seq >= until:
@@ -193,6 +209,10 @@ class Projector:
         progress.batches += 1
         progress.events += len(events)
         self._written(progress.projected, len(events))
+
+
+def _reach(snapshot: Snapshot) -> int:
+    return max(snapshot.position.decided, snapshot.position.through)
 
 
 async def _together(*works: Coroutine[Any, Any, None]) -> None:

@@ -1,0 +1,106 @@
+"""With what does a fold of the journal begin? With the state store's last snapshot, and the journal from there on.
+
+Where the journal has dropped what follows that snapshot, or there is none, with one that lies on the journal itself.
+"""
+
+import asyncio
+from collections.abc import AsyncIterator
+
+import structlog
+
+from controller.deciders.fleet import Fleet, evolve
+from controller.ports import ReadPosition, Snapshot, StateStore, StoreRefused, StoreUnavailable
+from controller.read_model import snapshot as fleet_codec
+from controller.runtime.lineage import refuse_foreign_stream
+from events.fact import Recorded
+from events.journal.port import Journal, JournalChanged, JournalUnavailable
+from events.observations import SnapshotKept
+from events.order import Order
+
+LOAD_DEADLINE_S = 3.0
+ASK_DEADLINE_S = 2.0
+FIND_DEADLINE_S = 60.0  # a snapshot of ten thousand workers has many parts
+ASK_AGAIN_S = 0.1
+
+log = structlog.get_logger(__name__)
+
+
+def order_from(snapshot: Snapshot | None) -> Order[Fleet]:
+    """Return the fold as a snapshot left it; from the beginning without one."""
+    if snapshot is None:
+        return Order(evolve, Fleet())
+    return Order(evolve, snapshot.fleet, snapshot.position, dict(snapshot.sources))
+
+
+async def begin(store: StateStore | None) -> tuple[Order[Fleet], ReadPosition]:
+    """Return the order to begin with, the store's last settled state or nothing, and where the store stands."""
+    snapshot: Snapshot | None = None
+    position = ReadPosition()
+    if store is not None:
+        try:
+            async with asyncio.timeout(LOAD_DEADLINE_S):
+                snapshot = await store.load()
+                position = (
+                    await store.position()
+                )  # also where it has no snapshot yet: it must be of this stream all the same
+        except (StoreUnavailable, StoreRefused, TimeoutError) as error:
+            log.warning("store_unreachable_reading_all", why=str(error))
+            snapshot = None
+    return order_from(snapshot), position
+
+
+async def join(journal: Journal, position: ReadPosition, order: Order[Fleet]) -> Order[Fleet]:
+    """Return an order that the journal holds the continuation of: this one, or one that begins on the journal.
+
+    Wait until the journal can be asked. Raise StoreAhead or JournalChanged if the store (its `position`) is of another one, or
+    if nothing on the journal can be begun with.
+    """
+    while True:
+        try:
+            async with asyncio.timeout(ASK_DEADLINE_S):
+                await refuse_foreign_stream(journal, position)
+                first = await journal.first_seq()
+            if first <= order.last_seq + 1:
+                return order
+            async with asyncio.timeout(FIND_DEADLINE_S):
+                return order_from(await newest(journal, order.last_seq))
+        except (JournalUnavailable, TimeoutError):
+            await asyncio.sleep(ASK_AGAIN_S)
+
+
+async def newest(journal: Journal, after: int) -> Snapshot:
+    """Return the newest whole snapshot on the journal. Raise JournalChanged if there is none: what follows `after` is gone."""
+    found: Snapshot | None = None
+    async for _, snapshot in snapshots(journal):
+        found = snapshot
+    return found or await _nothing(journal, after)
+
+
+async def oldest(journal: Journal, after: int) -> Snapshot:
+    """Return the oldest whole snapshot on the journal that can be read on from. Raise JournalChanged if there is none: what
+    follows `after` is gone."""
+    async for _, snapshot in snapshots(journal):
+        return snapshot
+    return await _nothing(journal, after)
+
+
+async def _nothing(journal: Journal, after: int) -> Snapshot:
+    first = await journal.first_seq()
+    raise JournalChanged(
+        f"the journal begins at {first}: what follows {after} is gone, and no snapshot that could be begun with lies on it. "
+        "Bounds were set by hand, or no controller has run for long (docs/state-store.md)"
+    )
+
+
+async def snapshots(journal: Journal) -> AsyncIterator[tuple[Recorded, Snapshot]]:
+    """Yield, oldest first, each whole snapshot on the journal that it holds the continuation of, with its last part."""
+    first, together = await journal.first_seq(), fleet_codec.Parts()
+    async for event in journal.of_kind(SnapshotKept):
+        assert isinstance(event.fact, SnapshotKept)
+        try:
+            whole = together.take(event.fact)
+        except fleet_codec.BadSnapshot as error:
+            log.warning("kept_snapshot_unreadable", seq=event.seq, why=str(error))
+            continue
+        if whole is not None and whole[1].through + 1 >= first:
+            yield event, Snapshot(*whole)

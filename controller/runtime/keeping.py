@@ -1,0 +1,94 @@
+"""The leading controller says the settled fleet on the journal now and then, for whoever begins to fold when what came before
+has been dropped at the journal's bounds (`events.journal.bounds`)."""
+
+import asyncio
+from collections.abc import Awaitable, Callable
+
+import structlog
+
+from controller.deciders.fleet import Fleet
+from controller.ports import Clock
+from controller.read_model.snapshot import parts
+from controller.runtime.beginning import snapshots
+from events import codec
+from events.errors import HoldfastError
+from events.journal.bounds import JournalBounds, KeptAt, due
+from events.journal.port import Journal
+from events.journal.usage import JournalUsage
+from events.observations import SnapshotKept
+from events.order import Order
+
+LOOK_S = 2.0
+ASK_S = 60.0
+
+log = structlog.get_logger(__name__)
+
+
+class SnapshotKeeper:
+    """Looks every few seconds, while we lead, whether the fleet is to be said again."""
+
+    def __init__(
+        self,
+        journal: Journal,
+        order: Callable[[], Order[Fleet]],
+        leading: Callable[[], bool],
+        usage: Callable[[], Awaitable[JournalUsage]],
+        bounds: JournalBounds,
+        clock: Clock,
+        look_s: float = LOOK_S,
+    ) -> None:
+        self._journal, self._usage = journal, usage
+        self._order, self._leading = order, leading
+        self._bounds, self._clock = bounds, clock
+        self._look_s = look_s
+        self._kept: KeptAt | None = None  # the newest that we know of
+        self._looked = False  # for those of others, since we lead
+
+    async def run(self) -> None:
+        """Do so for ever. A broker that does not answer is asked again."""
+        while True:
+            try:
+                async with asyncio.timeout(ASK_S):
+                    await self.look()
+            except (HoldfastError, TimeoutError) as error:
+                log.debug("snapshot_waits", why=str(error))
+            await self._clock.sleep(self._look_s)
+
+    async def look(self) -> bool:
+        """Say the fleet if it is due; return whether it was. Raise JournalUnavailable."""
+        if not self._leading():
+            self._looked = False
+            return False
+        usage = await self._usage()
+        bounds = JournalBounds(
+            min(filter(None, (self._bounds.bytes, usage.bytes_max)), default=None),
+            min(filter(None, (self._bounds.age, usage.age_max)), default=None),
+        )
+        if not bounds:
+            return False
+        if not self._looked:
+            self._kept, self._looked = await newest_kept(self._journal), True
+        order = self._order()
+        if not order.position.number or not due(bounds, usage, self._kept):
+            return False
+        since = order.pending[0].at if order.pending else usage.at
+        facts = await asyncio.to_thread(
+            parts, order.settled, order.position, dict(order.sources), id=codec.new_id(), since=since
+        )
+        for fact in facts:
+            self._journal.observe(fact)
+        self._kept = KeptAt(facts[0].through, since)
+        size = sum(len(fact.data) for fact in facts)
+        log.info("snapshot_kept", through=facts[0].through, parts=len(facts), bytes=size)
+        if bounds.bytes is not None and size > bounds.bytes / 32:
+            log.warning("journal_bound_small", snapshot_bytes=size, max_bytes=bounds.bytes)
+        return True
+
+
+async def newest_kept(journal: Journal) -> KeptAt | None:
+    """Return where the newest whole snapshot on the journal begins. Raise JournalUnavailable."""
+    found = None
+    async for event, snapshot in snapshots(journal):
+        assert isinstance(event.fact, SnapshotKept)
+        found = KeptAt(snapshot.position.through, event.fact.since)
+    return found

@@ -1,0 +1,67 @@
+"""What a handle on the journal reads: events, and how the stream stands. `NatsJournal` is one who also writes."""
+
+from collections.abc import AsyncIterator, Sequence
+
+from events import subjects
+from events.fact import Observation, Recorded
+from events.journal import broker, stream
+from events.journal.counters import JournalCounters
+from events.journal.port import JournalUnavailable, StreamEnd
+from events.journal.reader import JournalReader
+from events.journal.stream import StreamState
+from events.journal.usage import JournalUsage, usage
+from events.nats.connection import BrokerConnection
+
+
+class JournalReading:
+    """Reads the stream FLEET over one connection."""
+
+    def __init__(self, connection: BrokerConnection) -> None:
+        self.counters = JournalCounters()
+        self.state: StreamState | None = None  # as it was when we connected
+        self.connection = connection
+
+    def read(self, after: int, *, until: int | None = None) -> AsyncIterator[Sequence[Recorded]]:
+        return self._reader(after, unknown=False).read(until)
+
+    def inspect(self, after: int, *, until: int) -> AsyncIterator[Sequence[Recorded]]:
+        return self._reader(after, unknown=True).read(until)
+
+    def _reader(self, after: int, *, unknown: bool) -> JournalReader:
+        created = self.state.created if self.state is not None else None
+        return JournalReader(self.connection, self.counters, created, after, unknown=unknown)
+
+    async def of_kind(self, kind: type[Observation], after: int = 0) -> AsyncIterator[Recorded]:
+        subject = subjects.of_all(kind)
+        try:
+            while (event := await stream.next_on(self.connection, subject, after)) is not None:
+                after = event.seq
+                if isinstance(event.fact, kind):
+                    yield event
+        except broker.BrokerRefused as error:
+            raise JournalUnavailable(str(error)) from error
+
+    async def first_seq(self) -> int:
+        return max(1, (await self.stream_state()).first_seq)
+
+    async def last_seq(self) -> int:
+        return (await self.stream_state()).last_seq
+
+    async def end(self) -> StreamEnd:
+        state = await self.stream_state()
+        return StreamEnd(state.last_seq, state.at)
+
+    async def stream_state(self) -> StreamState:
+        """Return what the stream holds now. Raise JournalUnavailable."""
+        try:
+            return await stream.state(self.connection)
+        except broker.BrokerRefused as error:
+            raise JournalUnavailable(str(error)) from error
+
+    async def usage(self) -> JournalUsage:
+        """Return what the stream takes on the broker. Raise JournalUnavailable (JournalGone: there is none)."""
+        try:
+            return await usage(self.connection)
+        except broker.BrokerRefused as error:
+            await self.stream_state()  # says it if there is none
+            raise JournalUnavailable(str(error)) from error

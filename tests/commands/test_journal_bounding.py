@@ -1,0 +1,80 @@
+"""`holdfast up` gives the journal its bounds when nothing that no snapshot stands for is dropped by it."""
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from datetime import timedelta
+
+import pytest
+from made_history import History
+
+from controller.processes.losses.journal_bounding import JournalBounding, words
+from controller.read_model.snapshot import parts
+from events.journal import stream
+from events.journal.bounds import JournalBounds
+from events.journal.nats import NatsJournal
+from events.observations import DrainRequested
+
+Eventually = Callable[..., Awaitable[None]]
+WANTED = JournalBounds(bytes=64 << 20, age=timedelta(days=30))
+
+
+@pytest.mark.servers
+async def test_the_bounds_are_set_once_a_snapshot_lies_on_the_journal(
+    nats_url: str, eventually: Eventually, capsys: pytest.CaptureFixture[str]
+) -> None:
+    journal = await NatsJournal.connect(nats_url, "supervisor:s")
+    for _ in range(10):
+        journal.observe(DrainRequested(worker="w", instance="i", by="test"))
+    assert await journal.flush(10)
+    bounding = JournalBounding(journal, WANTED, look_every_s=0.05)
+    try:
+        await asyncio.sleep(0.3)  # a few looks
+        assert (await journal.usage()).bytes_max is None
+        order = History().start().latest
+        now = (await journal.end()).at
+        for fact in parts(order.settled, order.position, order.sources, id="s", since=now):
+            journal.observe(fact)
+
+        async def bounded() -> bool:
+            usage = await journal.usage()
+            return (usage.bytes_max, usage.age_max) == (WANTED.bytes, WANTED.age)
+
+        await eventually(bounded)
+        await eventually(
+            lambda: (
+                "the journal keeps at most 64 MiB and what is not older than 30 days"
+                in capsys.readouterr().out
+            )
+        )
+        state = await stream.ensure(journal.connection)
+        assert state.bytes_max == WANTED.bytes, "such a stream is trusted"
+        free = JournalBounding(journal, JournalBounds(), look_every_s=0.05)
+
+        async def unbounded() -> bool:
+            return (await journal.usage()).bytes_max is None
+
+        await eventually(unbounded)
+        await free.stop()
+    finally:
+        await bounding.stop()
+        await journal.close()
+
+
+@pytest.mark.servers
+async def test_a_broker_that_does_not_let_us_is_told_of_once(
+    nats_url: str, eventually: Eventually, capsys: pytest.CaptureFixture[str]
+) -> None:
+    journal = await NatsJournal.connect(nats_url, "supervisor:s")
+    tiny = JournalBounding(journal, JournalBounds(age=timedelta(microseconds=1)), look_every_s=0.05)
+    try:
+        await eventually(lambda: "has not given the journal its bounds" in capsys.readouterr().err)
+        await asyncio.sleep(0.3)
+        assert capsys.readouterr().err == ""
+    finally:
+        await tiny.stop()
+        await journal.close()
+
+
+def test_what_is_kept_in_words() -> None:
+    assert words(JournalBounds()) == "everything"
+    assert words(JournalBounds(age=timedelta(days=7))) == "what is not older than 7 days"

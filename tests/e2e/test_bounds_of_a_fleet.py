@@ -1,0 +1,93 @@
+"""A fleet whose journal is full goes on for ever: the oldest events go, behind a snapshot, and everything still begins."""
+
+import asyncio
+import os
+import signal
+from pathlib import Path
+
+import pytest
+from fleet import holdfast, running, streamed, undisturbed
+from store_databases import execute
+
+from controller.demo.fleet import DemoFleet
+from controller.processes.operator_client import find
+from controller.runtime.keeping import newest_kept
+from events.journal import bounds
+from events.journal.bounds import JournalBounds, KeptAt
+from events.journal.nats import NatsJournal
+from events.observations import WorkerLeft
+
+FLAGS = ("--workers", "2", "--canary-interval", "0.5", "--breaker-wait", "1", "--journal-max-bytes", "8MiB")
+KIB = 1024
+BOUND = JournalBounds(bytes=256 * KIB)
+FILLER = WorkerLeft(worker="nobody", instance="x" * 200, mode="immediate", exit=0)
+
+
+@pytest.mark.attack
+async def test_a_full_journal_stops_nothing_and_loses_no_state(tmp_path: Path) -> None:
+    async with running(tmp_path / "fleet", *FLAGS) as fleet:
+        await fleet.healthy(2)
+        async with asyncio.timeout(60):
+            while "the journal keeps at most 8 MiB" not in fleet.log.read_text():  # noqa: ASYNC110 (another process)
+                await asyncio.sleep(0.1)
+        status = await fleet.status()
+        assert status["journal"]["bytes_max"] == 8 * KIB * KIB
+
+        journal = await NatsJournal.connect(fleet.nats_url("supervisor"), "supervisor:test", None, make=False)
+        try:
+            async with asyncio.timeout(120):
+                first = await fill(journal)
+        finally:
+            await journal.close()
+
+        pids = {p["role"]: p["pid"] for p in (await fleet.status())["processes"]}
+        for role in ("controller", "frontend", "projector"):
+            os.kill(pids[role], signal.SIGKILL)
+        await fleet.until_reachable()
+        await fleet.healthy(2)
+        assert await streamed(fleet, [300, 301], 16) == undisturbed([300, 301], 16)
+        verified = await said(fleet, "replay", "verify")
+        assert "the journal begins at " in verified and "no difference" in verified
+        assert (await said(fleet, "events")).splitlines()[0].split()[0] != "1"
+        assert "journal      events " in await said(fleet, "status")
+
+        await execute(find(fleet.data)["database_owner_url"], "DROP SCHEMA holdfast CASCADE")
+        async with asyncio.timeout(60):
+            while "the state store was made anew" not in fleet.log.read_text():  # noqa: ASYNC110 (another process)
+                await asyncio.sleep(0.1)
+        back = await fleet.until(lambda s: s["projector"]["lag"] == 0, 60)
+        assert back["journal"]["first_seq"] >= first
+        assert "no difference" in await said(fleet, "replay", "verify")
+        await fleet.healthy(2)
+
+
+async def fill(journal: NatsJournal) -> int:
+    """Fill the journal, as years would, until its beginning is gone; return where it begins then."""
+    kept = await newest_kept(journal)
+    assert kept is not None, "before the bound was set"
+    while not bounds.safe(BOUND, await journal.usage(), kept):
+        kept = await newer_than(journal, kept)
+    assert await bounds.bound(journal.connection, BOUND)
+    before = await journal.last_seq()
+    while (first := await journal.first_seq()) <= before:
+        for _ in range(60):
+            journal.observe(FILLER)
+        assert await journal.flush(10)
+        kept = await newer_than(journal, kept)
+    return first
+
+
+async def newer_than(journal: NatsJournal, kept: KeptAt) -> KeptAt:
+    """Wait until the controller has said the fleet again."""
+    while True:
+        found = await newest_kept(journal)
+        if found is not None and found.through > kept.through:
+            return found
+        await asyncio.sleep(0.2)
+
+
+async def said(fleet: DemoFleet, *command: str) -> str:
+    """Run a command that finds nothing wrong, and return what it said."""
+    ran = await asyncio.to_thread(holdfast, *command, "--data", str(fleet.data))
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+    return ran.stdout
