@@ -235,7 +235,7 @@ class ControllerProcess:
             self._journal,
             lambda: self.reconciler.order,
             lambda: self.leading and self.reconciler.leading,
-            self._journal.usage,
+            lambda: self._journal.usage(growth=False),
             journal.bounds(),
             SystemClock(),
         )

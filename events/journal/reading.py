@@ -58,10 +58,11 @@ class JournalReading:
         except broker.BrokerRefused as error:
             raise JournalUnavailable(str(error)) from error
 
-    async def usage(self) -> JournalUsage:
-        """Return what the stream takes on the broker. Raise JournalUnavailable (JournalGone: there is none)."""
+    async def usage(self, *, growth: bool = True) -> JournalUsage:
+        """Return what the stream takes on the broker, and how fast that grows, if that is asked. Raise JournalUnavailable
+        (JournalGone: there is none)."""
         try:
-            return await usage(self.connection)
+            return await usage(self.connection, growth=growth)
         except broker.BrokerRefused as error:
             await self.stream_state()  # says it if there is none
             raise JournalUnavailable(str(error)) from error

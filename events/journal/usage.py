@@ -31,9 +31,13 @@ class JournalUsage:
 
 
 async def usage(
-    connection: BrokerConnection, window: timedelta = WINDOW, shortest: timedelta = SHORTEST
+    connection: BrokerConnection,
+    window: timedelta = WINDOW,
+    shortest: timedelta = SHORTEST,
+    *,
+    growth: bool = True,
 ) -> JournalUsage:
-    """Ask the broker. The growth is that within `window`, and not told of a life below `shortest`.
+    """Ask the broker. The growth is that within `window`, and not told of a life below `shortest`, nor without `growth`.
 
     Raise JournalUnavailable or BrokerRefused.
     """
@@ -42,7 +46,7 @@ async def usage(
     most, held = answer["config"].get("max_bytes", -1), state["bytes"]
     oldest = timedelta(microseconds=answer["config"].get("max_age", 0) // 1000)
     a_day = None
-    if state["messages"]:
+    if state["messages"] and growth:
         age = now - datetime.fromisoformat(state["first_ts"])
         if age >= shortest:
             came = await _since(connection, now - window) if age > window else state["messages"]

@@ -39,7 +39,7 @@ class JournalBounding:
 
     async def _look(self) -> float:
         """Set the bounds if nothing is lost by it; return after how many seconds to look again, 0 if they are set."""
-        usage = await self._journal.usage()
+        usage = await self._journal.usage(growth=False)
         if self._wanted == JournalBounds(usage.bytes_max, usage.age_max):
             return 0.0
         kept = await newest_kept(self._journal) if self._wanted else None
