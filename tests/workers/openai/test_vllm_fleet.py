@@ -4,13 +4,16 @@ Every answer is compared with the undisturbed one. How long users waited is prin
 """
 
 import asyncio
+import contextlib
 import itertools
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
 from datetime import UTC, datetime
 from functools import partial
 from typing import Any
 
+import openai
 import pytest
 import pytest_asyncio
 from vllm_servers import VllmServer, folder
@@ -18,8 +21,18 @@ from vllm_servers import VllmServer, folder
 from controller.demo.clients import Received, Users
 from controller.demo.fleet import DemoFleet
 from events.decisions import GoldenAgreed
-from events.observations import CanaryFailed, CanaryPassed, GoldenDisputed, RequestMigrated, WorkerJoined
+from events.observations import (
+    CanaryFailed,
+    CanaryPassed,
+    GoldenDisputed,
+    RequestMigrated,
+    RequestPoisonous,
+    WorkerJoined,
+)
 
+PLANTED = b"1007,1008,1009"  # vLLM has no request that we know of that ends it, so a proxy kills it where these pass
+POISON = [300, 301, 1007, 1008, 1009, 302]
+ASKED_AGAIN = 5
 STREAMS = 6
 TOKENS = 300
 SPOKEN = 10  # pieces of every stream, before the blow
@@ -184,3 +197,89 @@ def pause(stream: Received, at: float) -> float:
     """Return the longest silence that this user met after an instant, in seconds."""
     times = [at, *(t for t in stream.times if t > at)]
     return max(after - before for before, after in itertools.pairwise(times))
+
+
+class Killer:
+    """A proxy before one server: what is planted kills it."""
+
+    def __init__(self, server: VllmServer) -> None:
+        self.kills = 0
+        self.url = ""
+        self._passing: set[asyncio.Task[None]] = set()
+        self._server = server
+
+    @asynccontextmanager
+    async def listening(self) -> AsyncIterator["Killer"]:
+        """Pass connections on."""
+        async with await asyncio.start_server(self._pass_on, "127.0.0.1", 0) as server:
+            self.url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+            yield self
+            for task in self._passing:
+                task.cancel()
+            await asyncio.gather(*self._passing, return_exceptions=True)
+
+    async def _pass_on(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        this = asyncio.current_task()
+        assert this is not None
+        self._passing.add(this)
+        this.add_done_callback(self._passing.discard)
+        outer: asyncio.StreamWriter | None = None
+        with contextlib.suppress(OSError, asyncio.CancelledError):
+            inner, outer = await asyncio.open_connection("127.0.0.1", self._server.port)
+            await asyncio.gather(
+                self._copy(reader, outer, kills=True), self._copy(inner, writer), return_exceptions=True
+            )
+        for end in (outer, writer):
+            if end is not None:
+                end.close()
+
+    async def _copy(
+        self, source: asyncio.StreamReader, target: asyncio.StreamWriter, *, kills: bool = False
+    ) -> None:
+        said = b""
+        while data := await source.read(65536):
+            said = (said + data.replace(b" ", b""))[-100_000:]
+            target.write(data)
+            await target.drain()
+            if kills and PLANTED in said:
+                said = b""
+                self.kills += 1
+                self._server.kill()
+        target.close()
+
+
+async def test_a_request_that_kills_its_server_falls_two_at_most_and_is_refused_then(
+    vllms: list[VllmServer], tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    made = folder()
+    assert made is not None
+    for server in vllms:
+        server.revive()
+    async with AsyncExitStack() as stack:
+        killers = [await stack.enter_async_context(Killer(server).listening()) for server in vllms]
+        upstreams = itertools.chain.from_iterable(("--upstream", killer.url) for killer in killers)
+        flags = ("--engine", "openai", "--model", str(made / "tiny"), *upstreams, *FLAGS)
+        fleet = await DemoFleet.start(tmp_path_factory.mktemp("poisoned"), *flags).ready()
+        try:
+            await fleet.until(all_serve, RECOVERS_WITHIN_S)
+            api = openai.AsyncOpenAI(base_url=f"{fleet.url}/v1", api_key="none", max_retries=0, timeout=120)
+            stack.push_async_callback(api.close)
+            with pytest.raises(openai.APIStatusError):
+                await api.completions.create(model="tiny", prompt=POISON, max_tokens=8)
+            fallen = [killer.kills for killer in killers]
+            assert fallen == [1, 1]
+            for server in vllms:
+                server.revive()  # from this thread: what another one starts dies with it
+            await fleet.until(all_serve, RECOVERS_WITHIN_S)
+            for _ in range(ASKED_AGAIN):
+                with pytest.raises(openai.APIStatusError) as refused:
+                    await api.completions.create(model="tiny", prompt=POISON, max_tokens=8)
+                assert refused.value.status_code == 422 and refused.value.code == "request_poisonous"
+            assert [killer.kills for killer in killers] == fallen
+            assert (
+                (await api.completions.create(model="tiny", prompt=[300, 301], max_tokens=8)).choices[0].text
+            )
+            told = [event.fact for event in await fleet.events() if isinstance(event.fact, RequestPoisonous)]
+            assert len({fact.worker for fact in told}) == 2
+        finally:
+            assert fleet.stop() == 0, fleet.log.read_text()
