@@ -44,6 +44,10 @@ class OutOfOrder(HoldfastError):
     """The journal's numbers do not follow one another: it was truncated, recreated, or tampered with."""
 
 
+class OutOfTurn(OutOfOrder):
+    """A decision has not the number that is next: no controller wrote it, or the journal was truncated or recreated."""
+
+
 @quickly_made
 @dataclass(frozen=True, slots=True)
 class Position:
@@ -88,21 +92,22 @@ class Order(Generic[S]):
         return self._shown
 
     def absorb(self, event: Recorded) -> S:
-        """Take one event in and return the shown state. Raise OutOfOrder on a gap or an event out of turn."""
+        """Take one event in and return the shown state. Raise OutOfOrder on a gap, OutOfTurn at a decision out of turn."""
         self.take(event)
         return self.shown
 
     def take(self, event: Recorded) -> None:
-        """Take one event in; fold it when somebody asks. Raise OutOfOrder on a gap or an event out of turn."""
+        """Take one event in; fold it when somebody asks. Raise OutOfOrder on a gap, OutOfTurn at a decision out of turn: then
+        nothing has changed, and the fold can go on once that place is quarantined."""
         if event.seq != self.last_seq + 1 and self.last_seq:
             raise OutOfOrder(f"event {event.seq} follows {self.last_seq}: {OutOfOrder.__doc__}")
-        self.last_seq = event.seq
         if isinstance(event.fact, Decision):
             if event.seq > self.position.decided:
                 self._decide(event, event.fact)
         elif self._is_new(event):
             self.pending.append(event)
             self._fresh.append(event)
+        self.last_seq = event.seq  # not before: whoever goes on after an OutOfTurn reads the same event again
 
     def _is_new(self, event: Recorded) -> bool:
         if not event.source or event.source_number <= 0:
@@ -121,8 +126,10 @@ class Order(Generic[S]):
 
     def _decide(self, event: Recorded, decision: Decision) -> None:
         if decision.number != self.position.number + 1:
-            raise OutOfOrder(
-                f"decision {decision.number} at {event.seq} follows decision {self.position.number}: {OutOfOrder.__doc__}"
+            raise OutOfTurn(
+                f"decision {decision.number}, at {event.seq}, is out of turn, {self.position.number + 1} is next: no controller "
+                "wrote it, or the journal was truncated or recreated. `holdfast journal inspect` lists every such place; "
+                f"`holdfast journal quarantine {event.seq} --why TEXT` has everybody step over this one."
             )
         self._settle(event.through)
         self.settled = self.evolve(self.settled, event)

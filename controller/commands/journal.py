@@ -1,6 +1,7 @@
 """`holdfast journal inspect | quarantine`: what lies on the journal and is no event, and what shall not count as one.
 
-Both read the stream itself, so they work when whoever folds it has stopped.
+Both read the stream itself, so they work when whoever folds it has stopped: at an event that only a newer version can know, or
+at a decision out of turn. Which number is next follows from the stream's beginning, so they read from there.
 """
 
 import argparse
@@ -8,18 +9,22 @@ import asyncio
 import json
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from datetime import datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from controller.adapters.clock import SystemClock
 from controller.processes.operator_client import find, who
 from controller.replay import moment
 from controller.runtime.history import patient
+from events import codec, subjects
 from events.errors import HoldfastError, UsageError
 from events.fact import Decision, Recorded, Skipped
 from events.journal.nats import NatsJournal
 from events.journal.port import Journal, JournalUnavailable
 from events.observations import EventQuarantined
+from events.turns import Turns
 
 FINDING = 3
 REACH_S = 3.0
@@ -36,17 +41,30 @@ class NotToQuarantine(HoldfastError):
     happened and not have happened."""
 
 
+@dataclass(frozen=True, slots=True)
+class Place:
+    """What is not folded, and why."""
+
+    seq: int
+    at: datetime
+    subject: str
+    bytes: int
+    state: Literal["stops", "quarantined", "skipped"]
+    why: str
+    newer: bool = False  # perhaps a newer version folds it
+
+
 def prepare(parser: argparse.ArgumentParser, of: type[argparse.ArgumentParser]) -> Run:
     """Add the commands and their flags, and return what runs them."""
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True, parser_class=of)
-    text = "list what on the journal is no event of Holdfast, and where an unknown one stops it (exit 3)"
+    text = "list what on the journal is no event of Holdfast, and where everybody, or this version, stops (exit 3)"
     command = commands.add_parser("inspect", help=text, description=text, allow_abbrev=False)
     command.add_argument("--since", metavar="WHEN", help=f"only from there on: {SINCE}")
     command.add_argument(
         "-o", "--output", choices=("text", "json"), default="text", help="how to print (default: text)"
     )
     command.set_defaults(journal="inspect")
-    text = "decide that an event which no version of yours knows does not count: everybody steps over it, for ever"
+    text = "decide that an event at which everybody stops does not count: everybody steps over it, for ever"
     command = commands.add_parser("quarantine", help=text, description=text, allow_abbrev=False)
     command.add_argument("seq", metavar="SEQ", type=_sequence, help="its sequence, as `inspect` shows it")
     command.add_argument("--why", metavar="TEXT", required=True, help="the reason, for the journal")
@@ -64,10 +82,10 @@ def _sequence(text: str) -> int:
 
 async def _run(args: argparse.Namespace) -> int:
     async with _connected(args.data) as journal:
+        first = (await journal.stream_state()).first_seq
         if args.journal == "inspect":
-            first = (await journal.stream_state()).first_seq
             return await inspect(journal, args.since, first, args.output)
-        return await quarantine(journal, args.seq, args.why)
+        return await quarantine(journal, args.seq, first, args.why)
 
 
 @asynccontextmanager
@@ -85,18 +103,18 @@ async def inspect(journal: Journal, since: str | None, first: int, output: str, 
     """Say what is skipped and what stops, and return the exit code. `first` is the first sequence that is there. Raise
     UsageError."""
     when = moment.parse(since, SystemClock().now()) if since else 0
-    after, last = max(0, first - 1), await journal.last_seq()
+    last, turns = await journal.last_seq(), _turns(first)
     if isinstance(when, int) and when > last:
         raise UsageError(f"the journal ends at {last}, not {when}")
-    after = max(after, when - 1) if isinstance(when, int) else after
-    read, found = 0, list[Recorded]()
-    async for batch in patient(journal.inspect(after, until=last), after, last):
-        wanted = [event for event in batch if isinstance(when, int) or event.at >= when]
-        read += len(wanted)
-        found += [event for event in wanted if isinstance(event.fact, Skipped)]
-    stops = [event for event in found if isinstance(event.fact, Skipped) and event.fact.unknown]
+    read, found = 0, list[Place]()
+    async for event in _events(journal, first - 1, last):
+        place = _place(event, turns)
+        if event.seq >= when if isinstance(when, int) else event.at >= when:
+            read += 1
+            found += [place] if place else []
+    stops = [place for place in found if place.state == "stops"]
     if output == "json":
-        told = [_as_json(event) for event in found]
+        told = [_as_json(place) for place in found]
         say(
             json.dumps(
                 {"read": read, "stops_at": stops[0].seq if stops else None, "messages": told}, indent=1
@@ -108,38 +126,50 @@ async def inspect(journal: Journal, since: str | None, first: int, output: str, 
     return FINDING if stops else 0
 
 
-def _state(fact: Skipped) -> str:
-    return "stops" if fact.unknown else "quarantined" if fact.quarantined else "skipped"
+def _turns(first: int) -> Turns:
+    return Turns(0 if first <= 1 else None)
 
 
-def _as_json(event: Recorded) -> dict[str, Any]:
-    fact = event.fact
-    assert isinstance(fact, Skipped)
-    return {
-        "seq": event.seq,
-        "at": event.at.isoformat(),
-        "subject": fact.subject,
-        "bytes": fact.bytes,
-        "state": _state(fact),
-        "why": fact.why,
-    }
+async def _events(journal: Journal, after: int, until: int) -> AsyncIterator[Recorded]:
+    after = max(0, after)
+    async for batch in patient(journal.inspect(after, until=until), after, until):
+        for event in batch:
+            yield event
 
 
-def _lines(read: int, found: list[Recorded], stops: list[Recorded]) -> list[str]:
-    said = []
-    for event in found:
-        one = _as_json(event)
-        said.append(
-            f"{event.seq:>7} {event.at:%Y-%m-%dT%H:%M:%S.%f}Z {one['state']:<11} "
-            f"{_printable(one['subject'])}, {one['bytes']} bytes: {_printable(one['why'])}"
+def _place(event: Recorded, turns: Turns) -> Place | None:
+    """Return what is not folded; None of an event that everybody folds."""
+    fact, expected = event.fact, turns.expected(event)
+    if isinstance(fact, Skipped):
+        state: Literal["stops", "quarantined", "skipped"] = (
+            "stops" if fact.unknown else "quarantined" if fact.quarantined else "skipped"
         )
+        return Place(event.seq, event.at, fact.subject, fact.bytes, state, fact.why, fact.unknown)
+    if expected is None or not isinstance(fact, Decision):
+        return None
+    why = f"decision {fact.number}, out of turn: {expected} is next"
+    return Place(event.seq, event.at, subjects.subject(fact), len(codec.encode_body(fact)), "stops", why)
+
+
+def _as_json(place: Place) -> dict[str, Any]:
+    said = {name: getattr(place, name) for name in ("seq", "at", "subject", "bytes", "state", "why")}
+    return {**said, "at": place.at.isoformat()}
+
+
+def _lines(read: int, found: list[Place], stops: list[Place]) -> list[str]:
+    said = [
+        f"{p.seq:>7} {p.at:%Y-%m-%dT%H:%M:%S.%f}Z {p.state:<11} {_printable(p.subject)}, {p.bytes} bytes: {_printable(p.why)}"
+        for p in found
+    ]
     over = len(found) - len(stops)
     said.append(f"read {read}: {_counted(over) if found else 'all of them are events'}")
     if stops:
-        seq = stops[0].seq
+        first = stops[0]
+        command = f"holdfast journal quarantine {first.seq} --why TEXT"
         said.append(
-            f"nobody of this version reads beyond {seq}. If a newer Holdfast wrote it, upgrade this one; if not: "
-            f"holdfast journal quarantine {seq} --why TEXT"
+            f"nobody of this version reads beyond {first.seq}. If a newer Holdfast wrote it, upgrade this one; if not: {command}"
+            if first.newer
+            else f"nobody reads beyond {first.seq}. If the journal was neither truncated nor made anew: {command}"
         )
     return said
 
@@ -152,21 +182,21 @@ def _printable(text: str) -> str:
     return "".join(c if c.isprintable() else "\ufffd" for c in text)
 
 
-async def quarantine(journal: Journal, seq: int, why: str, say: Say = print) -> int:
-    """Write down that an event does not count. Raise NotToQuarantine, UsageError, or JournalUnavailable if it is not written."""
+async def quarantine(journal: Journal, seq: int, first: int, why: str, say: Say = print) -> int:
+    """Write down that an event does not count. `first` is the first sequence that is there. Raise NotToQuarantine, UsageError,
+    or JournalUnavailable if it is not written."""
     last = await journal.last_seq()
     if seq > last:
         raise UsageError(f"the journal ends at {last}: there is no event {seq}")
-    (event,) = [
-        e async for batch in patient(journal.inspect(seq - 1, until=seq), seq - 1, seq) for e in batch
-    ]
-    if not isinstance(event.fact, Skipped):
-        raise NotToQuarantine(f"event {seq} is a {event.fact.kind()}. {NotToQuarantine.__doc__}")
-    if event.fact.quarantined:
-        say(f"event {seq} is quarantined already: {event.fact.why}")
-        return 0
-    if event.fact.unknown:
-        await _refuse_if_decided_on(journal, seq, last)
+    (event,) = [e async for e in _events(journal, seq - 1, seq)]
+    if isinstance(event.fact, Skipped):
+        if event.fact.quarantined:
+            say(f"event {seq} is quarantined already: {event.fact.why}")
+            return 0
+        if event.fact.unknown:
+            await _refuse_if_decided_on(journal, seq, last)
+    else:
+        await _refuse_if_folded(journal, event, first)
     journal.observe(EventQuarantined(event=seq, why=why, by=who()))
     if not await journal.flush(WRITE_S):
         raise JournalUnavailable(
@@ -176,12 +206,22 @@ async def quarantine(journal: Journal, seq: int, why: str, say: Say = print) -> 
     return 0
 
 
+async def _refuse_if_folded(journal: Journal, event: Recorded, first: int) -> None:
+    """Refuse an event that everybody folds. A decision out of turn is folded by nobody, whatever lies behind it."""
+    refused = NotToQuarantine(f"event {event.seq} is a {event.fact.kind()}. {NotToQuarantine.__doc__}")
+    if not isinstance(event.fact, Decision):
+        raise refused
+    turns = _turns(first)
+    expected = [turns.expected(e) async for e in _events(journal, first - 1, event.seq)]
+    if expected[-1] is None:
+        raise refused
+
+
 async def _refuse_if_decided_on(journal: Journal, seq: int, last: int) -> None:
     """Refuse where a controller has read on: a newer version, which knew the event."""
-    async for batch in patient(journal.inspect(seq, until=last), seq, last):
-        for event in batch:
-            if isinstance(event.fact, Decision) and event.through >= seq:
-                raise NotToQuarantine(
-                    f"decision {event.fact.number}, at {event.seq}, was made by a controller that had read event {seq}: "
-                    f"a newer Holdfast knows it, upgrade this one. {NotToQuarantine.__doc__}"
-                )
+    async for event in _events(journal, seq, last):
+        if isinstance(event.fact, Decision) and event.through >= seq:
+            raise NotToQuarantine(
+                f"decision {event.fact.number}, at {event.seq}, was made by a controller that had read event {seq}: "
+                f"a newer Holdfast knows it, upgrade this one. {NotToQuarantine.__doc__}"
+            )

@@ -36,6 +36,7 @@ from events.fleet_key import FleetKey
 from events.nats.bus import Bus, NatsBus
 from events.nats.connection import DISCONNECTED
 from events.observations import Profile, WorkerJoined, WorkerLeft
+from events.order import OutOfTurn
 from events.process import descriptors, presence
 from events.process.heap import HeapTrim
 
@@ -259,11 +260,11 @@ class FrontendProcess:
 
 
 async def _hold_on(view: FleetView, again_s: float = AGAIN_S) -> None:
-    """Follow the journal, past an event that this version does not know as soon as somebody has decided about it."""
+    """Follow the journal, past an event at which everybody stops as soon as somebody has decided about it."""
     while True:
         try:
             await view.run()
-        except UnknownKind:
+        except (UnknownKind, OutOfTurn):
             await asyncio.sleep(again_s)
         except HoldfastError as error:
             log.error("journal_not_followed", why=str(error))

@@ -18,7 +18,7 @@ from controller.runtime.fleet_fold import FleetFold
 from events.errors import HoldfastError
 from events.fact import Recorded
 from events.journal.port import Journal, JournalUnavailable
-from events.order import Order, Position
+from events.order import Order, OutOfOrder, Position
 
 ASK_END_DEADLINE_S = 2.0
 AUDIT_EVERY_S = 5.0
@@ -113,10 +113,18 @@ class FleetView(FleetFold):
     async def _follow(self) -> None:
         batches: AsyncIterator[Batch] = self._journal.read(self.seq)
         async for batch in batches:
+            try:
+                self.take(batch)
+            except OutOfOrder:
+                if folded := [event for event in batch if event.seq <= self.seq]:
+                    self._took(folded)  # it is not read again
+                raise
             self.fault = None
-            self.take(batch)
-            self._tell(batch)
-            self._check_ready()
+            self._took(batch)
+
+    def _took(self, batch: Batch) -> None:
+        self._tell(batch)
+        self._check_ready()
 
     async def _find_end(self) -> None:
         """Learn where the stream ends now; with an empty stream nothing will ever arrive to tell."""

@@ -10,7 +10,7 @@ from events import codec
 from events.codec import UnknownKind
 from events.decisions import Absorbed
 from events.errors import UsageError
-from events.fact import Skipped
+from events.fact import Decision, Skipped
 from events.journal import messages
 from events.journal.memory import MemoryJournal, MemoryStream
 from events.observations import WorkerHeard
@@ -68,8 +68,8 @@ async def test_inspect_begins_where_it_is_told_and_speaks_json(stream: MemoryStr
 async def test_what_stops_can_be_quarantined_and_then_everybody_passes(stream: MemoryStream) -> None:
     said: list[str] = []
     journal = MemoryJournal(stream, "operator:o")
-    assert await quarantine(journal, 3, "a slip", said.append) == 0
-    assert await quarantine(journal, 3, "again", said.append) == 0
+    assert await quarantine(journal, 3, 1, "a slip", said.append) == 0
+    assert await quarantine(journal, 3, 1, "again", said.append) == 0
     assert said[0] == "event 3 is quarantined: everybody steps over it"
     assert "event 3 is quarantined already" in said[1] and "a slip" in said[1]
     events = [e async for batch in journal.read(0, until=5) for e in batch]
@@ -79,22 +79,101 @@ async def test_what_stops_can_be_quarantined_and_then_everybody_passes(stream: M
 
 
 async def test_what_is_skipped_can_be_quarantined_too(stream: MemoryStream) -> None:
-    assert await quarantine(MemoryJournal(stream, "operator:o"), 2, "to be sure", lambda _: None) == 0
+    assert await quarantine(MemoryJournal(stream, "operator:o"), 2, 1, "to be sure", lambda _: None) == 0
     code, text = await inspected(stream, "2", "json")
     assert code == 3 and json.loads(text)["messages"][0]["state"] == "quarantined"
+
+
+def forge(stream: MemoryStream, number: int, **change: str) -> int:
+    """Publish a decision as a controller would, under the fence, and return its place."""
+    fact = Absorbed(number=number, decided_at=NOW)
+    made = codec.encode_headers(
+        fact, id=codec.new_id(), source="forger", source_number=0, said_at=NOW, through=len(stream.events)
+    )
+    headers = {**made, **messages.fence(stream.decided), **change}
+    subject = f"fleet.decided.{headers['ce-type'].removeprefix('holdfast.')}"
+    return stream.publish(subject, codec.encode_body(fact), messages.as_sent(headers))
+
+
+@pytest.fixture
+def forged() -> MemoryStream:
+    """Decisions 1, 7, 8, 1 and 2: nobody reads beyond the second."""
+    stream = MemoryStream(clock=lambda: NOW)
+    for number in (1, 7, 8, 1, 2):
+        forge(stream, number)
+    return stream
+
+
+async def test_inspect_lists_decisions_out_of_turn_with_the_number_that_is_next(forged: MemoryStream) -> None:
+    code, text = await inspected(forged)
+    assert code == 3
+    *places, count, way_out = text.splitlines()
+    assert [(line.split()[0], line.split()[2]) for line in places] == [
+        ("2", "stops"),
+        ("3", "stops"),
+        ("4", "stops"),
+    ]
+    assert places[0].endswith(": decision 7, out of turn: 2 is next")
+    assert places[2].endswith(": decision 1, out of turn: 2 is next")
+    assert count == "read 5: 0 are stepped over by everybody"
+    assert "newer" not in way_out and way_out.endswith("holdfast journal quarantine 2 --why TEXT")
+    code, text = await inspected(forged, "4", "json")
+    found = json.loads(text)
+    assert (found["read"], found["stops_at"]) == (2, 4), "counted from the beginning, whatever is listed"
+
+
+async def test_a_decision_out_of_turn_can_be_quarantined_and_no_other(forged: MemoryStream) -> None:
+    journal = MemoryJournal(forged, "operator:o")
+    for good in (1, 5):
+        with pytest.raises(NotToQuarantine, match=f"event {good} is a absorbed"):
+            await quarantine(journal, good, 1, "regret")
+    for bad in (3, 2, 4):  # though another has been read, as it says, by who wrote the next
+        assert await quarantine(journal, bad, 1, "forged", lambda _: None) == 0
+    code, text = await inspected(forged)
+    assert code == 0 and "3 are stepped over by everybody" in text
+    numbers = [
+        e.fact.number
+        async for batch in journal.read(0, until=5)
+        for e in batch
+        if isinstance(e.fact, Decision)
+    ]
+    assert numbers == [1, 2]
+
+
+async def test_where_the_stream_has_lost_its_beginning_the_first_decision_is_in_turn() -> None:
+    stream = MemoryStream(clock=lambda: NOW)
+    for number in (41, 42, 44):
+        forge(stream, number)
+    said: list[str] = []
+    assert await inspect(MemoryJournal(stream, "o"), None, 2, "json", said.append) == 3
+    assert json.loads(said[0])["stops_at"] == 3
+    with pytest.raises(NotToQuarantine, match="event 2 is a absorbed"):
+        await quarantine(MemoryJournal(stream, "o"), 2, 2, "regret")
+
+
+async def test_a_decision_of_a_newer_version_may_have_taken_a_number(stream: MemoryStream) -> None:
+    journal = MemoryJournal(stream, "operator:o")
+    unknown = {"ce-type": "holdfast.of_tomorrow"}
+    assert [forge(stream, 1), forge(stream, 2, **unknown), forge(stream, 3)] == [5, 6, 7]
+    _, text = await inspected(stream, "5", "json")
+    assert [m["seq"] for m in json.loads(text)["messages"]] == [6], "3 is in turn where that was 2"
+    with pytest.raises(NotToQuarantine, match="event 7 is a absorbed"):
+        await quarantine(journal, 7, 1, "a guess")
+    assert [forge(stream, 4, **unknown), forge(stream, 6)] == [8, 9]
+    assert await quarantine(journal, 9, 1, "neither 4 nor 5", lambda _: None) == 0
 
 
 async def test_what_has_been_folded_is_not_quarantined(stream: MemoryStream) -> None:
     journal = MemoryJournal(stream, "operator:o")
     with pytest.raises(NotToQuarantine, match="event 1 is a worker_heard"):
-        await quarantine(journal, 1, "regret")
+        await quarantine(journal, 1, 1, "regret")
     with pytest.raises(UsageError, match="ends at 4: there is no event 9"):
-        await quarantine(journal, 9, "a guess")
+        await quarantine(journal, 9, 1, "a guess")
     newer = Absorbed(number=1, decided_at=NOW)
     await journal.append([newer], through=3, after=0)
     with pytest.raises(
         NotToQuarantine, match="decision 1, at 5, was made by a controller that had read event 3"
     ):
-        await quarantine(journal, 3, "a slip")
+        await quarantine(journal, 3, 1, "a slip")
     with pytest.raises(UnknownKind):
         [e async for batch in journal.read(0, until=5) for e in batch]

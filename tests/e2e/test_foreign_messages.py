@@ -6,14 +6,17 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 import nats
+import nats.js.errors
 import pytest
 from fleet import holdfast, running, streamed, undisturbed
 
 from controller.adapters.embedded.servers import EmbeddedServer
 from controller.demo.fleet import DemoFleet
 from controller.processes.operator_client import read_all
-from events import codec
-from events.fact import Skipped
+from events import codec, subjects
+from events.decisions import Absorbed
+from events.fact import Decision, Fact, Skipped
+from events.journal import messages
 from events.observations import Profile, WorkerHeard, WorkerJoined
 
 HEARD = WorkerHeard(worker="w0", instance="i", observer="nobody")
@@ -25,7 +28,7 @@ JOINED = WorkerJoined(
 )  # fmt: skip
 
 
-def headers(fact: WorkerHeard | WorkerJoined, kind: str = "") -> dict[str, str]:
+def headers(fact: Fact, kind: str = "") -> dict[str, str]:
     made = codec.encode_headers(
         fact, id=codec.new_id(), source="stranger:x", source_number=1, said_at=datetime.now(UTC)
     )
@@ -33,7 +36,7 @@ def headers(fact: WorkerHeard | WorkerJoined, kind: str = "") -> dict[str, str]:
 
 
 @pytest.mark.attack
-async def test_nonsense_stops_nobody_and_an_unknown_kind_only_until_it_is_quarantined(
+async def test_nonsense_stops_nobody_and_what_stops_all_does_so_until_it_is_quarantined(
     tmp_path: Path, own_nats: EmbeddedServer
 ) -> None:
     anybody = {"HOLDFAST_NATS_URL": own_nats.url}  # the embedded broker lets nobody say such things
@@ -72,8 +75,9 @@ async def test_nonsense_stops_nobody_and_an_unknown_kind_only_until_it_is_quaran
         }
         assert len([e for e in await read_all(fleet.data) if isinstance(e.fact, Skipped)]) == len(nasty)
 
-        async with asyncio.timeout(120):
+        async with asyncio.timeout(240):
             await quarantined(fleet, broker)
+            await forged(fleet, broker)
         await broker.close()
 
 
@@ -95,6 +99,67 @@ async def quarantined(fleet: DemoFleet, broker: nats.NATS) -> None:
     verified = await asyncio.to_thread(holdfast, "replay", "verify", *place)
     assert verified.returncode == 0, verified.stdout + verified.stderr
     assert await streamed(fleet, [400, 401], 16) == undisturbed([400, 401], 16)
+
+
+async def forged(fleet: DemoFleet, broker: nats.NATS) -> None:
+    """Publish a decision as a controller would, with a number that is not next: all who fold stop, until an operator has
+    decided. Then they go on by themselves."""
+    place = ["--data", str(fleet.data)]
+    seq, number = await out_of_turn(fleet, broker)
+    sentence = f"decision {number + 90}, at {seq}, is out of turn, {number + 1} is next"
+    logs = [fleet.data / "logs" / f"{name}.log" for name in ("controller", "projector", "frontend-0")]
+    while not all(sentence in log.read_text() for log in logs):  # noqa: ASYNC110
+        await asyncio.sleep(0.1)
+    looked = await asyncio.to_thread(holdfast, "journal", "inspect", "-o", "json", *place)
+    told = json.loads(looked.stdout)
+    assert looked.returncode == 3 and told["stops_at"] == seq
+    assert told["messages"][-1]["why"] == f"decision {number + 90}, out of turn: {number + 1} is next"
+    verified = await asyncio.to_thread(holdfast, "replay", "verify", *place)
+    assert verified.returncode == 1 and sentence in verified.stderr
+    assert await streamed(fleet, [500, 501], 16) == undisturbed([500, 501], 16)
+    good = next(e.seq for e in await fleet.events() if isinstance(e.fact, Decision))
+    refused = await asyncio.to_thread(holdfast, "journal", "quarantine", str(good), "--why", "no", *place)
+    assert refused.returncode == 1 and f"event {good} is a " in refused.stderr
+    decided = await asyncio.to_thread(holdfast, "journal", "quarantine", str(seq), "--why", "forged", *place)
+    assert decided.returncode == 0, decided.stderr
+
+    await fleet.until(lambda s: (s["projector"]["lag"], health(s, "w1")) == (0, "DRAINING"), 60)
+    for command in (["resume", "w1"], ["drain", "w0"]):
+        told_so = await asyncio.to_thread(holdfast, *command, *place)
+        assert told_so.returncode == 0, told_so.stderr
+    await fleet.until(lambda s: (s["projector"]["lag"], health(s, "w0")) == (0, "DRAINING"), 60)
+    while await asyncio.to_thread(chosen, fleet) != "w1":  # noqa: ASYNC110 (the frontend has to read on)
+        await asyncio.sleep(0.1)
+    next_one = next(e.fact for e in await fleet.events(seq) if isinstance(e.fact, Decision))
+    assert next_one.number == number + 1
+    verified = await asyncio.to_thread(holdfast, "replay", "verify", *place)
+    assert verified.returncode == 0, verified.stdout + verified.stderr
+    assert await streamed(fleet, [600, 601], 16) == undisturbed([600, 601], 16)
+
+
+async def out_of_turn(fleet: DemoFleet, broker: nats.NATS) -> tuple[int, int]:
+    """Return where a forged decision lies, and the number of the last before it."""
+    while True:
+        events = await fleet.events()
+        number = next(e.fact.number for e in reversed(events) if isinstance(e.fact, Decision))
+        after = max(
+            e.seq for e in events if isinstance(e.fact, Decision) or getattr(e.fact, "decided", False)
+        )
+        fact = Absorbed(number=number + 90, decided_at=datetime.now(UTC))
+        said = headers(fact) | {"source-number": "0", "through": str(events[-1].seq)} | messages.fence(after)
+        try:
+            ack = await broker.jetstream().publish(
+                subjects.subject(fact), codec.encode_body(fact), headers=said
+            )
+        except nats.js.errors.APIError:
+            continue  # a controller was faster
+        return ack.seq, number
+
+
+def chosen(fleet: DemoFleet) -> str:
+    """Return which worker a frontend would choose now; "" if it cannot say."""
+    asked = holdfast("route", "--prompt", "x", "-o", "json", "--data", str(fleet.data))
+    return "" if asked.returncode else str(json.loads(asked.stdout)["chosen"]["worker"])
 
 
 def health(status: dict, worker: str) -> str:  # type: ignore[type-arg]

@@ -6,9 +6,9 @@ from datetime import UTC, datetime, timedelta
 import pytest
 
 from events.decisions import Absorbed
-from events.fact import Fact, Recorded
+from events.fact import Fact, Recorded, Skipped
 from events.observations import ObserverBlind
-from events.order import CLOCK_SLACK, REMEMBERED, Order, OutOfOrder, Position
+from events.order import CLOCK_SLACK, REMEMBERED, Order, OutOfOrder, OutOfTurn, Position
 
 AT = datetime(2026, 1, 1, tzinfo=UTC)
 Log = tuple[str, ...]
@@ -115,6 +115,21 @@ def test_sources_that_have_gone_take_no_room_for_ever() -> None:
 def test_gaps_and_repeated_numbers_are_refused(events: tuple[Recorded, ...]) -> None:
     with pytest.raises(OutOfOrder, match="truncated"):
         order(*events)
+
+
+def test_a_decision_out_of_turn_changes_nothing_and_names_the_way_past_it() -> None:
+    made = order(seen(1), decided(2, 1, through=1), seen(3))
+    before = (made.shown, made.position, made.last_seq)
+    sentence = r"decision 9, at 4, is out of turn, 2 is next.*journal inspect.*journal quarantine 4 --why"
+    for _ in range(2):
+        with pytest.raises(OutOfTurn, match=sentence):
+            made.take(decided(4, 9, through=3))
+        assert (made.shown, made.position, made.last_seq) == before
+    forged = Skipped(why="quarantined", subject="fleet.decided.absorbed", bytes=2, decided=True)
+    made.take(Recorded(4, AT, forged, "skipped:x"))
+    assert (made.position.decided, made.position.number) == (4, 1), "the fence counts it, the numbers do not"
+    made.take(decided(5, 2, through=4))
+    assert made.shown == ("o1", "d2", "o3", "d5")
 
 
 @pytest.mark.parametrize("seed", range(30))

@@ -18,9 +18,9 @@ from events.fact import Decision, Fact, Recorded, Skipped
 from events.journal import messages
 from events.journal.memory import MemoryJournal, MemoryStream
 from events.journal.nats import NatsJournal
-from events.journal.port import Journal
+from events.journal.port import Fenced, Journal
 from events.observations import DrainRequested, EventQuarantined, WorkerHeard
-from events.order import Order
+from events.order import Order, OutOfTurn, Position
 
 NOW = datetime(2026, 1, 1, tzinfo=UTC)
 Eventually = Callable[..., Awaitable[None]]
@@ -241,6 +241,32 @@ async def test_what_a_newer_version_knows_stays_quarantined(stage: Stage) -> Non
     assert [event.fact for event in events[1:2]] == [drain(2)]
     assert [fact for fact in folded(events).shown if isinstance(fact, DrainRequested)] == [drain(2), drain(3)]
     assert (await stage.all(after=1))[0].fact == drain(2)
+
+
+async def test_a_decision_out_of_turn_stops_who_folds_until_it_is_quarantined(stage: Stage) -> None:
+    def absorbed(number: int) -> Decision:
+        return Absorbed(number=number, decided_at=NOW)
+
+    await stage.journal.append([absorbed(1)], through=0, after=0)
+    await stage.journal.append([absorbed(9), absorbed(10)], through=1, after=1)
+    await stage.say(drain())
+    for place in (2, 3):
+        with pytest.raises(OutOfTurn, match=f"at {place}, is out of turn, 2 is next"):
+            folded(await stage.all())
+        await stage.say(EventQuarantined(event=place, why="no controller wrote it", by="eve"))
+    events = await stage.all()
+    for event in events[1:3]:
+        assert isinstance(event.fact, Skipped) and event.fact.quarantined and event.fact.decided
+    order = folded(events)
+    assert (order.position.decided, order.position.number) == (3, 1)
+    with pytest.raises(Fenced):
+        await stage.journal.append([absorbed(2)], through=order.last_seq, after=1)
+    after = order.position.decided
+    assert await stage.journal.append([absorbed(2)], through=order.last_seq, after=after) == 7
+    facts = folded(await stage.all()).shown
+    assert [f for f in facts if not isinstance(f, EventQuarantined)] == [absorbed(1), drain(), absorbed(2)]
+    late = folded(await stage.all())
+    assert late.position == Position(through=6, decided=7, number=2)
 
 
 async def test_the_place_of_what_is_skipped_can_be_told_from_another(stage: Stage) -> None:

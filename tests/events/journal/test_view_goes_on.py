@@ -1,14 +1,20 @@
-"""A view that an unknown event has stopped goes on from there, once somebody has decided about it."""
+"""A view that has been stopped, by an unknown event or a decision out of turn, goes on from there, once somebody has decided
+about it."""
 
 import asyncio
 from datetime import UTC, datetime
 
+import pytest
+from structlog.testing import capture_logs
+
 from controller.runtime.view import FleetView
 from events import codec
 from events.codec import UnknownKind
+from events.decisions import Absorbed
 from events.journal import messages
 from events.journal.memory import MemoryJournal, MemoryStream
 from events.observations import EventQuarantined, WorkerHeard
+from events.order import OutOfTurn
 
 NOW = datetime(2026, 1, 1, tzinfo=UTC)
 HEARD = WorkerHeard(worker="w1", instance="i1", observer="o")
@@ -29,9 +35,34 @@ async def test_a_view_goes_on_from_where_it_stopped() -> None:
         except UnknownKind:
             assert view.seq == 1 and view.fault is not None
     journal.observe(EventQuarantined(event=2, why="a slip"))
+    await follows(view, 3)
+
+
+async def test_a_view_stays_before_a_decision_out_of_turn_and_tells_what_came_before_it_once() -> None:
+    stream = MemoryStream()
+    journal, told = MemoryJournal(stream, "worker:w1"), list[int]()
+    journal.observe(HEARD)
+    controller = MemoryJournal(stream, "controller:c0")
+    await controller.append([Absorbed(number=7, decided_at=NOW)], through=1, after=0)
+    view = FleetView(MemoryJournal(stream, "frontend:f0"))
+    view.listen(lambda _, batch: told.extend(event.seq for event in batch))
+    for _ in range(3):
+        with pytest.raises(OutOfTurn), capture_logs() as logs:
+            async with asyncio.timeout(20):
+                await view.run()
+        assert (view.seq, told) == (1, [1])
+    assert not logs, "it has said so"
+    journal.observe(EventQuarantined(event=2, why="forged"))
+    await controller.append([Absorbed(number=1, decided_at=NOW)], through=3, after=2)
+    await follows(view, 4)
+    assert told == [1, 2, 3, 4] and view.number == 1
+
+
+async def follows(view: FleetView, seq: int) -> None:
+    """Let a view follow to a place."""
     following = asyncio.create_task(view.run())
     async with asyncio.timeout(20):
-        while view.seq < 3:  # noqa: ASYNC110
+        while view.seq < seq:  # noqa: ASYNC110
             await asyncio.sleep(0.01)
     assert view.fault is None and not following.done()
     following.cancel()
