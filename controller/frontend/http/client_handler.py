@@ -3,27 +3,35 @@
     first byte of a head ── head_s ──▶ 408, unless the head is whole by then
     no request ── idle_s ──▶ closed: aiohttp's own timer
 
-What a reader would get wrong: only the wait for a head is timed, not that for a body, which has a deadline of its own. A head
-that begins behind a request, before its answer has ended, has as long as an idle connection.
+aiohttp is given one request at a time. What comes ahead of its turn is kept, and a head in it is as late as if its first byte had
+come when the answer before it had ended: until then nobody reads it, and nobody may be told that it is late.
+
+What a reader would get wrong: only the wait for a head is timed, not that for a body, which has a deadline of its own.
 """
 
 import asyncio
 from functools import partial
 from typing import Any, cast
 
-from aiohttp import web
+from aiohttp import StreamReader, web
+from aiohttp.http import RawRequestMessage
 
 from controller.frontend.errors import quoted
 from controller.frontend.http.api import Handler
+from controller.frontend.http.body_end import BodyEnd
 from controller.frontend.http.open_connections import OpenConnections
 
 MIB = 2**20
+AHEAD_BYTES_MAX = 2**18  # of what is sent ahead of its turn: past it reading pauses
+_END = b"\r\n\r\n"  # of a head
 
 
 class ClientHandler(web.RequestHandler):
     """One connection."""
 
-    __slots__ = ("_clients", "_head_timer", "_let_in")
+    __slots__ = (
+        "_ahead", "_body", "_clients", "_head_tail", "_head_timer", "_let_in", "_payload", "_unanswered",
+    )  # fmt: skip
 
     def __init__(self, server: web.Server, loop: asyncio.AbstractEventLoop, clients: OpenConnections) -> None:
         super().__init__(
@@ -35,6 +43,11 @@ class ClientHandler(web.RequestHandler):
         )
         self._clients = clients
         self._head_timer: asyncio.TimerHandle | None = None
+        self._head_tail = b""  # the last bytes of the head that has begun
+        self._body: BodyEnd | None = None  # what is still to come of the last request
+        self._payload: StreamReader | None = None  # that body, as the answer reads it
+        self._unanswered = 0  # requests, mistaken ones too
+        self._ahead = bytearray()
         self._let_in: asyncio.Transport | None = None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
@@ -46,23 +59,89 @@ class ClientHandler(web.RequestHandler):
 
     def data_received(self, data: bytes) -> None:
         """Take bytes; the first of a head start its time."""
-        if self._let_in is None:
+        if self._let_in is None or self._close or self._force_close:
             return
+        if not data:  # aiohttp's parser has kept some of a body
+            self._offer(data)
+            self._read_ahead()
+        elif self._ahead:
+            self._keep(data)
+        else:
+            self._read(data)
+
+    def _read(self, data: bytes) -> None:
+        """Give aiohttp what belongs to one request, and keep the rest until that is answered."""
+        while data:
+            if self._body is not None:
+                end = self._body.take(data)
+                if self._body.whole:
+                    self._body = None
+                self._offer(data[:end])
+            elif self._is_busy:
+                self._keep(data)
+                return
+            else:
+                if not self._head_tail:
+                    data = data.lstrip(b"\r\n")  # which may stand between requests
+                end = self._read_head(data)
+            data = data[end:]
+
+    def _read_head(self, data: bytes) -> int:
+        """Read the next head, or a part of it. Return how many bytes that are."""
+        seen = self._head_tail + data
+        found = seen.find(_END)
+        end = len(data) if found < 0 else found + len(_END) - len(self._head_tail)
+        self._head_tail = seen[: len(self._head_tail) + end][1 - len(_END) :]
+        self._offer(data[:end])
+        if self._head_tail and self._head_timer is None:
+            self._head_timer = self._loop.call_later(self._clients.settings.head_s, self._head_is_late)
+        return end
+
+    def _offer(self, data: bytes) -> None:
+        """Give bytes to aiohttp's parser, and see whether they were the last of a head."""
         known = self._request_count
         super().data_received(data)
         if self._request_count != known:
+            self._unanswered += self._request_count - known
+            self._head_tail = b""
             self._stop_head_timer()
-        elif data and self._head_timer is None and self._waits_for_a_head:
-            self._head_timer = self._loop.call_later(self._clients.settings.head_s, self._head_is_late)
+            message, self._payload = self._messages[-1]
+            self._body = _body_of(message)
 
     @property
-    def _waits_for_a_head(self) -> bool:
-        waits = self._waiter is not None and not self._waiter.done()
-        return not self._messages and (waits or self._request_count == 0)
+    def _is_busy(self) -> bool:
+        """Whether a request is being answered, or a part of its body still lies in aiohttp's parser."""
+        return bool(self._unanswered) or not (self._payload is None or self._payload.is_eof())
+
+    def _read_ahead(self) -> None:
+        """Read on in what was kept, if its turn has come."""
+        if self._ahead and not self._is_busy:
+            data, self._ahead = bytes(self._ahead), bytearray()
+            self.data_received(data)
+            if self._buffer_paused:
+                self._resume_reading_for_buffer()
+
+    def _keep(self, data: bytes) -> None:
+        self._ahead += data
+        if len(self._ahead) > AHEAD_BYTES_MAX:
+            self._pause_reading_for_buffer()
+
+    def _resume_reading_for_buffer(self) -> None:
+        """Read again, unless there is too much that waits for its turn: aiohttp asks when it begins with a request."""
+        if len(self._ahead) <= AHEAD_BYTES_MAX:
+            super()._resume_reading_for_buffer()
+
+    async def _handle_request(self, *given: Any) -> tuple[web.StreamResponse, bool]:
+        """Answer a request; then it is the next one's turn."""
+        try:
+            return await super()._handle_request(*given)
+        finally:
+            self._unanswered -= 1
+            self._read_ahead()
 
     def _head_is_late(self) -> None:
         self._head_timer = None
-        if self._let_in is not None and self._waits_for_a_head:
+        if self._let_in is not None and not self._let_in.is_closing():
             self._clients.end_late_head(self._let_in)
             self.force_close()
 
@@ -88,6 +167,14 @@ class ClientHandler(web.RequestHandler):
             self._clients.leave(self._let_in)
             self._let_in = None
             super().connection_lost(exc)
+
+
+def _body_of(message: object) -> BodyEnd | None:
+    """Return what is to come behind a head; None: nothing. aiohttp's parser has seen to its lengths."""
+    if not isinstance(message, RawRequestMessage):  # it was none
+        return None
+    body = BodyEnd(int(message.headers.get("Content-Length", 0)), message.chunked)
+    return None if body.whole else body
 
 
 class ClientServer(web.Server):
