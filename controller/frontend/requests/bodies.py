@@ -10,6 +10,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationEr
 from controller.frontend.errors import invalid, quoted
 
 STOPS_MAX = 16
+STOP_CHARS_MAX = 4_096  # of all of them: what is held back of an answer at most
 N_MAX = 16
 TOP_LOGPROBS_MAX = 20
 MESSAGES_MAX = 10_000  # what comes in by the million would hold up everybody's streams while it is read
@@ -43,7 +44,8 @@ def _read_later(*schemas: dict[str, Any]) -> WithJsonSchema:
 
 _TEXT: dict[str, Any] = {"type": "string", "minLength": 1}
 _TOKENS: dict[str, Any] = {"type": "array", "items": {"type": "integer", "minimum": 0}, "minItems": 1}
-_STOPS = {"type": "array", "items": _TEXT, "maxItems": STOPS_MAX}
+_STOP = {**_TEXT, "maxLength": STOP_CHARS_MAX}
+_STOPS = {"type": "array", "items": _STOP, "maxItems": STOPS_MAX}
 _PROMPTS = {"type": "array", "items": _TEXT, "minItems": 1, "maxItems": N_MAX}
 _TOKEN_PROMPTS = {"type": "array", "items": _TOKENS, "minItems": 1, "maxItems": N_MAX}
 
@@ -87,8 +89,9 @@ class RequestBody(BaseModel):
         description="draw from tokens with this share of the likeliest one's probability",
     )
     seed: int | None = Field(default=None, ge=-(2**63), lt=2**63, description="the same draws every time")
-    stop: Annotated[Any, _read_later(_TEXT, _STOPS)] = Field(
-        default=None, description=f"a text that ends the answer, or {STOPS_MAX} of them at most"
+    stop: Annotated[Any, _read_later(_STOP, _STOPS)] = Field(
+        default=None,
+        description=f"a text that ends the answer, or {STOPS_MAX} of them at most, with {STOP_CHARS_MAX:,} characters together",
     )
     stop_token_ids: list[Token] | None = Field(
         default=None, max_length=STOP_IDS_MAX, description="tokens that end the answer"

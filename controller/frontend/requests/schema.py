@@ -12,6 +12,7 @@ from msgspec import Struct
 from controller.frontend.errors import ApiError, invalid, quoted, unsupported
 from controller.frontend.requests.bodies import (
     N_MAX,
+    STOP_CHARS_MAX,
     STOPS_MAX,
     ChatBody,
     ChatMessage,
@@ -251,6 +252,8 @@ def _stops(stop: Any) -> tuple[str, ...]:
         raise invalid("stop must be text or a list of texts", "stop")
     if not all(stops):
         raise invalid("a stop string must not be empty", "stop")
+    if (chars := sum(map(len, stops))) > STOP_CHARS_MAX:
+        raise invalid(f"stop strings may have {STOP_CHARS_MAX} characters together, not {chars}", "stop")
     return tuple(stops)
 
 

@@ -5,18 +5,23 @@ is held back until it is clear. Nothing of a stop string is ever sent.
 """
 
 from collections.abc import Sequence
+from functools import lru_cache
 
 from controller.frontend.text.tokenizer import Detokenizer
 
 
 class StopChecker:
-    """Holds back the end of a text while it could be the beginning of a stop string."""
+    """Holds back the end of a text while it could be the beginning of a stop string.
+
+    Each character is looked at once for each stop string, however much of one has been said (Knuth, Morris and Pratt, 1977): a
+    client who knows what is answered can have nearly all of a stop string be said, again and again.
+    """
 
     __slots__ = ("_held", "_stops", "stopped")
 
     def __init__(self, stops: Sequence[str]) -> None:
         """Look for any of `stops`, of which there is at least one, and none is empty."""
-        self._stops = tuple(stops)
+        self._stops = [_Stop(stop) for stop in stops]
         self._held = ""
         self.stopped = False
 
@@ -24,27 +29,59 @@ class StopChecker:
         """Return what may be sent now. Unarmed (before `min_tokens`), nothing stops and nothing is held."""
         if not armed:
             return self.rest() + text
-        whole = self._held + text
-        found = min((at for stop in self._stops if (at := whole.find(stop)) >= 0), default=-1)
-        if found >= 0:
+        whole, known = self._held + text, len(self._held)
+        found = min((known + at for stop in self._stops if (at := stop.feed(text)) is not None), default=None)
+        if found is not None:
             self.stopped, self._held = True, ""
             return whole[:found]
-        keep = max(_overlap(whole, stop) for stop in self._stops)
+        keep = max(stop.said for stop in self._stops)
         self._held = whole[len(whole) - keep :]
         return whole[: len(whole) - keep]
 
     def rest(self) -> str:
         """Return what was held back, once it is clear that no stop string comes."""
         held, self._held = self._held, ""
+        for stop in self._stops:
+            stop.said = 0
         return held
 
 
-def _overlap(text: str, stop: str) -> int:
-    """Return the length of the longest proper beginning of `stop` with which `text` ends."""
-    for size in range(min(len(text), len(stop) - 1), 0, -1):
-        if text.endswith(stop[:size]):
-            return size
-    return 0
+class _Stop:
+    """One stop string, and how much of its beginning the text ends with."""
+
+    __slots__ = ("_back", "_stop", "said")
+
+    def __init__(self, stop: str) -> None:
+        self._stop = stop
+        self._back = _borders(stop)
+        self.said = 0  # characters
+
+    def feed(self, text: str) -> int | None:
+        """Go on with a text. Return where in it the stop string begins, below 0 if before it; None if it has not been said."""
+        stop, said = self._stop, self.said
+        if not said and stop[0] not in text:
+            return None
+        for at, character in enumerate(text):
+            while said and stop[said] != character:
+                said = self._back[said]
+            if stop[said] == character:
+                said += 1
+                if said == len(stop):
+                    return at + 1 - said
+        self.said = said
+        return None
+
+
+@lru_cache(64)
+def _borders(stop: str) -> tuple[int, ...]:
+    """Return for each length of a beginning of `stop` how long the longest beginning is, shorter than it, with which it ends."""
+    back = [0, 0]
+    for character in stop[1:]:
+        size = back[-1]
+        while size and stop[size] != character:
+            size = back[size]
+        back.append(size + (stop[size] == character))
+    return tuple(back)
 
 
 class IncrementalDetokenizer:

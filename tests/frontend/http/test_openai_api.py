@@ -72,6 +72,8 @@ async def test_a_stream_says_the_same_token_by_token() -> None:
         (CHAT | {"top_k": 10**23}, "top_k", "less than"),
         (CHAT | {"stop": [""]}, "stop", "must not be empty"),
         (CHAT | {"stop": ["x"] * 40}, "stop", "at most"),
+        (CHAT | {"stop": "x" * 4097}, "stop", "4096 characters together, not 4097"),
+        (CHAT | {"stop": ["x" * 2048, "y" * 2048, "z"]}, "stop", "4096 characters together, not 4097"),
         (CHAT | {"top_logprobs": 3}, "top_logprobs", "logprobs"),
         (CHAT | {"logit_bias": {"1": 101}}, "logit_bias", "less than or equal to 100"),
         (CHAT | {"logit_bias": {"hi": 1}}, "logit_bias", "match pattern"),

@@ -3,6 +3,7 @@
 import itertools
 import json
 import time
+from typing import SupportsIndex
 
 import msgspec
 import pytest
@@ -52,6 +53,46 @@ def test_nothing_is_held_back_that_cannot_become_a_stop_string(text: str, stop: 
     said = window.feed(text)
     held = len(text) - len(said) if not window.stopped else 0
     assert held < len(stop)
+
+
+@given(
+    LETTERS,
+    st.lists(st.text(alphabet="ab", min_size=1, max_size=9), min_size=1, max_size=3),
+    st.integers(0, 40),
+)
+def test_what_is_held_back_is_the_longest_beginning_of_a_stop_string(
+    text: str, stops: list[str], at: int
+) -> None:
+    window = StopChecker(stops)
+    said = window.feed(text[:at]) + ("" if window.stopped else window.feed(text[at:]))
+    if not window.stopped:
+        beginnings = [
+            stop[:size] for stop in stops for size in range(len(stop)) if text.endswith(stop[:size])
+        ]
+        assert said + max(beginnings, key=len) == text
+        assert (window.feed("", armed=False), window.feed("c")) == (max(beginnings, key=len), "c")
+
+
+class Seen(str):
+    """A stop string that counts how often a character of it is looked at."""
+
+    looks = 0
+
+    def __getitem__(self, at: SupportsIndex | slice) -> str:
+        Seen.looks += 1
+        return super().__getitem__(at)
+
+
+@pytest.mark.parametrize(
+    "text", ["a" * 5000, ("a" * 300 + "c") * 20, ("a" * 150 + "d" + "a" * 149 + "e") * 20]
+)
+def test_stop_strings_that_are_said_nearly_cost_no_more_than_others(text: str) -> None:
+    stops = [Seen("a" * 299 + "b"), Seen("c" * 300), Seen("a" * 150 + "d" + "a" * 150), Seen("ab" * 150)]
+    window = StopChecker(stops)
+    Seen.looks = 0
+    for piece in cut(text, list(range(0, len(text), 4))):
+        window.feed(piece)
+    assert 0 < Seen.looks <= 3 * len(stops) * len(text)
 
 
 def test_what_was_held_back_is_said_at_the_end() -> None:
