@@ -4,6 +4,8 @@ Beside each port stand the two or three errors that it may raise. Each docstring
 other is given: it says what was wrong and what to do.
 """
 
+QUARANTINE = "holdfast journal quarantine"  # and a sequence: the way past an event at which everybody stops
+
 
 class HoldfastError(Exception):
     """Holdfast could not do what was asked."""

@@ -29,7 +29,7 @@ from dataclasses import dataclass, field
 from datetime import datetime, timedelta
 from typing import Generic, TypeVar
 
-from events.errors import HoldfastError
+from events.errors import QUARANTINE, HoldfastError
 from events.fact import Decision, Recorded, Skipped
 from events.frozen import quickly_made, replace
 
@@ -129,7 +129,7 @@ class Order(Generic[S]):
             raise OutOfTurn(
                 f"decision {decision.number}, at {event.seq}, is out of turn, {self.position.number + 1} is next: no controller "
                 "wrote it, or the journal was truncated or recreated. `holdfast journal inspect` lists every such place; "
-                f"`holdfast journal quarantine {event.seq} --why TEXT` has everybody step over this one."
+                f"`{QUARANTINE} {event.seq} --why TEXT` has everybody step over this one."
             )
         self._settle(event.through)
         self.settled = self.evolve(self.settled, event)

@@ -19,7 +19,7 @@ from controller.processes.operator_client import find, who
 from controller.replay import moment
 from controller.runtime.history import patient
 from events import codec, subjects
-from events.errors import HoldfastError, UsageError
+from events.errors import QUARANTINE, HoldfastError, UsageError
 from events.fact import Decision, Recorded, Skipped
 from events.journal.nats import NatsJournal
 from events.journal.port import Journal, JournalUnavailable
@@ -165,7 +165,7 @@ def _lines(read: int, found: list[Place], stops: list[Place]) -> list[str]:
     said.append(f"read {read}: {_counted(over) if found else 'all of them are events'}")
     if stops:
         first = stops[0]
-        command = f"holdfast journal quarantine {first.seq} --why TEXT"
+        command = f"{QUARANTINE} {first.seq} --why TEXT"
         said.append(
             f"nobody of this version reads beyond {first.seq}. If a newer Holdfast wrote it, upgrade this one; if not: {command}"
             if first.newer

@@ -33,7 +33,7 @@ from controller.processes.up_flags import PATIENT, check, journal_bounds, ready_
 from controller.processes.worker_exits import WorkerExits
 from events import fleet_key
 from events.broker_users import worker_user
-from events.errors import HoldfastError, UsageError
+from events.errors import QUARANTINE, HoldfastError, UsageError
 from events.fact import Observation
 from events.journal.port import JournalUnavailable
 from events.nats.urls import as_user
@@ -291,9 +291,14 @@ class FleetSupervisor:
     def _check_start(self, child: Child, status: int) -> None:
         """Give up a fleet that was never ready when one of its parts cannot start."""
         mistaken = status == USAGE  # trying again would not help
-        if self.ready or not (mistaken or child.lives >= LIVES_BEFORE_GIVING_UP):
+        if self.ready:
             return
         words = child.last_words().removeprefix(f"holdfast {child.role}: ").removeprefix("holdfast: ")
+        if QUARANTINE in words:  # which needs our broker
+            self.readiness.wait_for_decision(words)
+            return
+        if not (mistaken or child.lives >= LIVES_BEFORE_GIVING_UP):
+            return
         kind = UsageError if mistaken else HoldfastError
         raise kind(f"{child.name} does not start: {words or f'see {child.log}'}")
 

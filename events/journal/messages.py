@@ -21,6 +21,7 @@ from xxhash import xxh3_64_hexdigest
 
 from events import codec, subjects
 from events.codec import BadEvent, UnknownKind
+from events.errors import QUARANTINE
 from events.fact import Decision, Fact, Observation, Recorded, Skipped
 from events.frozen import replace
 from events.journal.broker import parse_headers
@@ -135,7 +136,7 @@ def stops(event: Recorded) -> UnknownKind:
     assert isinstance(fact, Skipped)
     return UnknownKind(
         f"event {event.seq}, on {fact.subject}, is {fact.why}. If a newer Holdfast wrote it: Upgrade this one before "
-        f"reading on. If not: `holdfast journal quarantine {event.seq} --why TEXT` has everybody step over it."
+        f"reading on. If not: `{QUARANTINE} {event.seq} --why TEXT` has everybody step over it."
     )
 
 

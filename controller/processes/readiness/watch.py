@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from controller.processes.console import say
+from controller.processes.console import say, warn
 from controller.processes.operator_client import Operator
 from controller.processes.readiness.absent import absent, lines
 from events.errors import HoldfastError
@@ -73,12 +73,20 @@ class ReadinessWatch:
         self._complete = False  # all of them were there once
         self._missing: dict[str, str] = {}
         self._said: list[str] = []
+        self._undecided = ""  # why nobody can fold the journal
         self._telling: asyncio.Task[None] | None = None
 
     @property
     def late(self) -> bool:
         """Whether the time is over that the start may take."""
         return time.monotonic() > self._until
+
+    def wait_for_decision(self, why: str) -> None:
+        """Give the start all of its time again: it waits for an operator, who is told once why."""
+        self._until = time.monotonic() + self.timeout_s
+        if why != self._undecided:
+            self._undecided = why
+            warn(f"nothing goes on before you have decided: {why}")
 
     @property
     def there(self) -> str:

@@ -1,0 +1,74 @@
+"""A fleet is started on a journal at which everybody stops: it waits until an operator has decided, for that needs its broker."""
+
+import asyncio
+from datetime import UTC, datetime
+from pathlib import Path
+
+import openai
+import pytest
+from fleet import holdfast, running, streamed, undisturbed
+
+from controller.demo.fleet import DemoFleet
+from controller.processes import up
+from events.decisions import Absorbed
+from events.fact import Decision
+from events.journal.nats import NatsJournal
+from events.journal.port import Fenced
+
+
+@pytest.mark.attack
+async def test_a_fleet_that_is_started_waits_for_what_an_operator_decides(tmp_path: Path) -> None:
+    data, flags = tmp_path / "fleet", ("--workers", "1")
+    async with running(data, *flags, stops=True) as fleet:
+        await fleet.healthy(1)
+        seq = await forged(fleet)
+    begun = len(fleet.log.read_text())
+    again = DemoFleet.start(data, *flags)
+    try:
+        async with asyncio.timeout(240):
+            await gives_not_up(again, begun, f"at {seq}, is out of turn")
+            why = ("--why", "forged", "--data", str(data))
+            decided = await asyncio.to_thread(holdfast, "journal", "quarantine", str(seq), *why)
+            assert decided.returncode == 0, decided.stderr
+            await again.until(lambda s: s["projector"]["lag"] == 0, 120)
+            await again.healthy(1)
+            assert await answered(again) == undisturbed([1, 2], 8)
+        assert again.stop() == 0
+    finally:
+        again.end()
+
+
+async def answered(fleet: DemoFleet) -> str:
+    """Return what a frontend answers, once it has read on and knows the worker that is there now."""
+    while True:
+        try:
+            return await streamed(fleet, [1, 2], 8)
+        except openai.InternalServerError:
+            await asyncio.sleep(0.2)
+
+
+async def forged(fleet: DemoFleet) -> int:
+    """Write a decision as whoever has a controller's seed can, and return its place."""
+    journal = await NatsJournal.connect(fleet.nats_url("controller"), "controller:forger", make=False)
+    try:
+        while True:
+            last = [e for e in await fleet.events() if isinstance(e.fact, Decision)][-1]
+            assert isinstance(last.fact, Decision)
+            fact = Absorbed(number=last.fact.number + 90, decided_at=datetime.now(UTC))
+            try:
+                return await journal.append([fact], through=last.seq, after=last.seq)
+            except Fenced:
+                continue  # a controller was faster
+    finally:
+        await journal.close()
+
+
+async def gives_not_up(fleet: DemoFleet, begun: int, sentence: str) -> None:
+    """Wait until a controller has ended more often than a fleet bears that is not ready. `begun`: where in its log it began."""
+    said = ""
+    while said.count("controller ended with status 1") <= up.LIVES_BEFORE_GIVING_UP:
+        assert not fleet.ended, fleet.last_words()
+        await asyncio.sleep(0.1)
+        said = fleet.log.read_text()[begun:]
+    (told,) = (line for line in said.splitlines() if "nothing goes on before you have decided" in line)
+    assert sentence in told
