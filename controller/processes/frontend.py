@@ -33,6 +33,7 @@ from events.decisions import HealthChanged
 from events.errors import HoldfastError
 from events.fact import Observation, Recorded, Skipped
 from events.fleet_key import FleetKey
+from events.journal.port import JournalDropped
 from events.nats.bus import Bus, NatsBus
 from events.nats.connection import DISCONNECTED
 from events.observations import Profile, WorkerJoined, WorkerLeft
@@ -260,11 +261,12 @@ class FrontendProcess:
 
 
 async def _hold_on(view: FleetView, again_s: float = AGAIN_S) -> None:
-    """Follow the journal, past an event at which everybody stops as soon as somebody has decided about it."""
+    """Follow the journal, past an event at which everybody stops as soon as somebody has decided about it, and from a snapshot
+    on where what comes next was dropped."""
     while True:
         try:
             await view.run()
-        except (UnknownKind, OutOfTurn):
+        except (UnknownKind, OutOfTurn, JournalDropped):
             await asyncio.sleep(again_s)
         except HoldfastError as error:
             log.error("journal_not_followed", why=str(error))

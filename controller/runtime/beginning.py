@@ -13,7 +13,7 @@ from controller.ports import ReadPosition, Snapshot, StateStore, StoreRefused, S
 from controller.read_model import snapshot as fleet_codec
 from controller.runtime.lineage import refuse_foreign_stream
 from events.fact import Recorded
-from events.journal.port import Journal, JournalChanged, JournalUnavailable
+from events.journal.port import Journal, JournalDropped, JournalUnavailable
 from events.observations import SnapshotKept
 from events.order import Order
 
@@ -69,7 +69,7 @@ async def join(journal: Journal, position: ReadPosition, order: Order[Fleet]) ->
 
 
 async def newest(journal: Journal, after: int) -> Snapshot:
-    """Return the newest whole snapshot on the journal. Raise JournalChanged if there is none: what follows `after` is gone."""
+    """Return the newest whole snapshot on the journal. Raise JournalDropped if there is none: what follows `after` is gone."""
     found: Snapshot | None = None
     async for _, snapshot in snapshots(journal):
         found = snapshot
@@ -77,7 +77,7 @@ async def newest(journal: Journal, after: int) -> Snapshot:
 
 
 async def oldest(journal: Journal, after: int) -> Snapshot:
-    """Return the oldest whole snapshot on the journal that can be read on from. Raise JournalChanged if there is none: what
+    """Return the oldest whole snapshot on the journal that can be read on from. Raise JournalDropped if there is none: what
     follows `after` is gone."""
     async for _, snapshot in snapshots(journal):
         return snapshot
@@ -86,7 +86,7 @@ async def oldest(journal: Journal, after: int) -> Snapshot:
 
 async def _nothing(journal: Journal, after: int) -> Snapshot:
     first = await journal.first_seq()
-    raise JournalChanged(
+    raise JournalDropped(
         f"the journal begins at {first}: what follows {after} is gone, and no snapshot that could be begun with lies on it. "
         "Bounds were set by hand, or no controller has run for long (docs/state-store.md)"
     )

@@ -16,7 +16,7 @@ from events.journal import messages
 from events.journal.broker import parse_headers
 from events.journal.counters import JournalCounters
 from events.journal.messages import FENCE
-from events.journal.port import Fenced, JournalChanged, JournalUnavailable, StreamEnd
+from events.journal.port import Fenced, JournalChanged, JournalDropped, JournalUnavailable, StreamEnd
 
 BATCH_MAX = 1000  # events handed out at a time, decisions in one append: as the real one
 
@@ -211,7 +211,7 @@ class MemoryJournal:
             )
         while until is None or after < until:
             if stream.first > after + 1:
-                raise JournalChanged(f"the stream begins at {stream.first}: what follows {after} is gone")
+                raise JournalDropped(f"the stream begins at {stream.first}: what follows {after} is gone")
             if not stream.reachable or after >= len(stream.events):
                 await stream.grown()
                 continue

@@ -32,6 +32,10 @@ class JournalChanged(HoldfastError):
     """The stream is not the one that was read before: it was recreated, purged or restored to an earlier state."""
 
 
+class JournalDropped(JournalChanged):
+    """What comes next has been dropped at the journal's bounds: begin with a snapshot that is further on."""
+
+
 @dataclass(frozen=True, slots=True)
 class StreamEnd:
     """Where the stream ended at one instant, by the clock that stamps its events."""
@@ -73,7 +77,7 @@ class Journal(Protocol):
 
         With `until`, end once that sequence has been yielded; else follow for ever, reconnecting by itself.
         Raise UnknownKind at an event that only a newer version can know, unless it was quarantined, and JournalChanged if
-        the stream has lost events that were not read.
+        the stream has lost events that were not read (JournalDropped: at its bounds).
         """
         ...
 

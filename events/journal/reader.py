@@ -23,7 +23,7 @@ from events.fact import Recorded, Skipped
 from events.journal import messages, stream
 from events.journal.broker import API, BrokerRefused, ask, delivered, parse_headers
 from events.journal.counters import JournalCounters
-from events.journal.port import JournalChanged, JournalUnavailable
+from events.journal.port import JournalChanged, JournalDropped, JournalUnavailable
 from events.nats.connection import DISCONNECTED, BrokerConnection, Interest
 
 REQUEST = 2000  # events asked for at a time
@@ -140,9 +140,8 @@ class JournalReader:
                 f"the stream ends at {found.last_seq}, but {self._after} has been read. {JournalChanged.__doc__}"
             )
         if found.first_seq > self._after + 1:
-            raise JournalChanged(
-                f"the stream begins at {found.first_seq}: what follows {self._after} is gone. "
-                "Begin with a snapshot that is further on."
+            raise JournalDropped(
+                f"the stream begins at {found.first_seq}: what follows {self._after} is gone. {JournalDropped.__doc__}"
             )
         if self._last_id:
             await self._check_last()
