@@ -22,6 +22,7 @@ from events.decisions import (
 )
 from events.fact import Decision, Recorded
 from events.observations import (
+    CanaryFailed,
     CanaryPassed,
     CanaryResult,
     CanarySlow,
@@ -286,13 +287,25 @@ def hysteresis(watch: InvariantWatch, event: Recorded) -> str | None:
 
 
 def just(watch: InvariantWatch, event: Recorded) -> str | None:
-    """Look whether a worker that was convicted of wrong tokens ever was corrupt."""
+    """Look whether a worker that was convicted of wrong tokens ever was corrupt, or is held to what it said when it was."""
     fact = event.fact
     if not isinstance(fact, HealthChanged) or fact.after is not UNHEALTHY or fact.reason != "token_mismatch":
         return None
-    if not watch.world.was_corrupt(fact.worker, fact.instance):
-        return f"{fact.instance} was never corrupt"
-    return None
+    if watch.world.was_corrupt(fact.worker, fact.instance) or _own_past(watch, fact):
+        return None
+    return f"{fact.instance} was never corrupt"
+
+
+def _own_past(watch: InvariantWatch, fact: HealthChanged) -> bool:
+    """Whether what convicts it is a golden that a corrupt life of this worker has given, and nobody has confirmed: such a golden
+    convicts every life of it, for nobody has said which of the two is wrong."""
+    found = watch.ledger.observation(fact.cause)
+    if found is None or not isinstance(found[1], CanaryFailed) or found[1].golden != "provisional":
+        return False
+    golden = watch.shown[-1].goldens.get((found[1].canary_key, found[1].canary))
+    if golden is None or golden.proposed_by != fact.worker:
+        return False
+    return watch.world.was_corrupt(fact.worker, golden.proposed_instance)
 
 
 def budget(watch: InvariantWatch, run: Sequence[Recorded]) -> str | None:

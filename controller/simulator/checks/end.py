@@ -76,7 +76,7 @@ def caught_up(watch: InvariantWatch) -> str | None:
             return f"{replica.name} is at {replica.seq} of {last}"
         if found := differs(replica.fleet, watch.shown[replica.seq], None, replica.name):
             return found
-    waiting = [(box.source, len(box)) for box in world.outboxes() if len(box) > 5]
+    waiting = [(box.source, len(box)) for box in world.outboxes() if len(box) > LATE_AT_MOST]
     return f"unsaid facts: {waiting}" if waiting else None
 
 

@@ -90,7 +90,7 @@ INVARIANTS: Mapping[str, Invariant] = _all(
         "just_conviction",
         "before",
         d.just,
-        "A worker is convicted of corruption only if it was corrupt when asked.",
+        "A worker is convicted of corruption only if it was corrupt when asked, or when it gave its golden unconfirmed.",
     ),
     (
         "ejection_budget",

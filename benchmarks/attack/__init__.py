@@ -1,0 +1,1 @@
+"""What strangers, clients and machines may do to a fleet, one after another."""
