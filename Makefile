@@ -22,7 +22,7 @@ LLAMACPP := .venv-llamacpp
 VLLM := .venv-vllm
 PEER := .venv-peer
 
-.PHONY: install demo test test-fast test-attacks test-engines test-llamacpp test-nixl test-vllm lint bench recovery-table peer clean
+.PHONY: install demo test test-fast test-attacks attack test-engines test-llamacpp test-nixl test-vllm lint bench recovery-table peer clean
 
 install: $(VENV)/.installed
 
@@ -48,6 +48,9 @@ test: install  ## all tests that need no torch; real NATS and Postgres servers
 
 test-attacks: install  ## what strangers, clients and machines may do to a whole fleet: a minute
 	$(BIN)/python -m pytest -n $(TESTERS) --dist loadgroup -m attack tests/e2e
+
+attack: install  ## all that we know to do to it, one after another, with its bounds: 12 minutes, 15 at most
+	$(BIN)/python -m benchmarks attack
 
 # What decides, chooses and reckons, and the style but for mypy: no server, no fleet and no seeds.
 FAST := tests/deciders tests/migration tests/router tests/events/facts tests/frontend/text \

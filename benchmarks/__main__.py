@@ -23,6 +23,7 @@ BENCHMARKS = {
     "xid": "benchmarks.failures.xid",
     "leaving": "benchmarks.serving.leaving",
     "abuse": "benchmarks.serving.abuse",
+    "fuzz": "benchmarks.attack.fuzz",
     "store": "benchmarks.store.store",
     "fold": "benchmarks.store.fold",
     "kv": "benchmarks.failures.kv",
@@ -69,7 +70,12 @@ WITH_A_SERVER = {
     "load": "benchmarks.serving.load",  # the load client alone
 }
 
-KNOWN = BENCHMARKS | WITH_TORCH | WITH_A_TRACE | WITH_A_PEER | WITH_VALGRIND | WITH_A_SERVER
+
+OF_OTHERS = {
+    "attack": "benchmarks.attack.attack",  # make attack: tests and benchmarks, with their bounds
+}
+
+KNOWN = BENCHMARKS | WITH_TORCH | WITH_A_TRACE | WITH_A_PEER | WITH_VALGRIND | WITH_A_SERVER | OF_OTHERS
 
 
 def main() -> int:

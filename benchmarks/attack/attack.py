@@ -5,7 +5,7 @@
 One part after another (`parts.py`), each in its own time, in 15 minutes at most: whole fleets under attack, a random walk of
 faults, abuse, odd requests, long simulations. All of it on 127.0.0.1. Says what runs and how it ended (on stderr), then a
 table, or with `-o json` one JSON object a part; what failed is named, with the command that does it again alone. Ctrl-C ends
-the part that runs, and the table has those before it. Nothing is left behind: what a part writes lies in one folder, and
+the part that runs, and what there is so far is shown. Nothing is left behind: what a part writes lies in one folder, and
 whatever process still has that afterwards is ended, and counted against the part. Returns 1 if a part failed, 130 after Ctrl-C.
 """
 
@@ -18,11 +18,11 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 import psutil
 from rich import box
@@ -37,6 +37,8 @@ ROOT = Path(__file__).parents[2]
 STOPS_WITHIN_S = 20.0  # a part that is told to end
 GONE_WITHIN_S = 10.0  # what it had started
 LINES_SHOWN = 15  # of what a part that failed said last
+POLL_S = 0.1
+HOLDS, INTERRUPTED = "holds", "interrupted"
 EXIT_FAILED, EXIT_INTERRUPTED = 1, 130
 
 
@@ -56,28 +58,46 @@ class Ended:
     @property
     def holds(self) -> bool:
         """Whether all was as it should be."""
-        return self.verdict == "holds"
+        return self.verdict == HOLDS
 
 
-def run(name: str, part: Part, folder: Path, seed: int) -> Ended:
-    """Run one part to its end, or to its deadline. Raise KeyboardInterrupt once it is stopped."""
+@contextlib.contextmanager
+def interruptible() -> Iterator[threading.Event]:
+    """Yield a flag that Ctrl-C and SIGTERM set. No exception, which may come anywhere, also where Python drops it."""
+    flag = threading.Event()
+    before = {
+        number: signal.signal(number, lambda *_: flag.set()) for number in (signal.SIGINT, signal.SIGTERM)
+    }
+    try:
+        yield flag
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def run(name: str, part: Part, folder: Path, seed: int, interrupted: threading.Event) -> Ended:
+    """Run one part to its end, to its deadline, or until it is interrupted."""
     own = folder / name
     own.mkdir()
     began = time.monotonic()
-    ended = _ended(part.command(folder, seed, os.cpu_count() or 1), part.within_s, folder, name)
+    verdict = _ended(
+        part.command(folder, seed, os.cpu_count() or 1), part.within_s, folder, name, interrupted
+    )
     seconds = time.monotonic() - began
-    seen, verdict = _seen(part, folder, name), ended
+    seen = _seen(part, folder, name)
     left = end_all(own)
-    if verdict == "holds" and left:
+    if verdict == HOLDS and left:
         verdict = f"left {', '.join(left)} behind"
-    if verdict == "holds" and not seen.times:
+    if verdict == HOLDS and not seen.times:
         verdict = "said nothing that can be read"
-    again = () if verdict == "holds" else seen.again or (part.again(seed),)
+    again = () if verdict == HOLDS else seen.again or (part.again(seed),)
     return Ended(name, verdict, round(seconds, 1), part.tries, seen.times, seen.found, part.bound, again)
 
 
-def _ended(command: Sequence[str], within_s: float, folder: Path, name: str) -> str:
-    """Return `holds`, or why not."""
+def _ended(
+    command: Sequence[str], within_s: float, folder: Path, name: str, interrupted: threading.Event
+) -> str:
+    """Return HOLDS, or why not."""
     own = folder / name
     with (folder / f"{name}.out").open("wb") as out, (folder / f"{name}.err").open("wb") as err:
         process = subprocess.Popen(
@@ -89,13 +109,16 @@ def _ended(command: Sequence[str], within_s: float, folder: Path, name: str) -> 
             start_new_session=True,  # the terminal's Ctrl-C is for us
             preexec_fn=die_with(os.getpid()),
         )
+        deadline = time.monotonic() + within_s
         try:
-            status = process.wait(within_s)
-            return "holds" if status == 0 else f"failed (exit {status})"
-        except subprocess.TimeoutExpired:
-            return f"had not ended after {within_s:g} s"
+            while (status := process.poll()) is None and time.monotonic() < deadline:
+                if interrupted.wait(POLL_S):
+                    return INTERRUPTED
         finally:
             _stop(process, own)
+    if status is None:
+        return f"had not ended after {within_s:g} s"
+    return HOLDS if status == 0 else f"failed (exit {status})"
 
 
 def _stop(process: "subprocess.Popen[bytes]", own: Path) -> None:
@@ -173,36 +196,31 @@ def _tell(line: str) -> None:
 
 def _tell_end(ended: Ended, folder: Path) -> None:
     _tell(f"      {ended.verdict}, {ended.seconds:.0f} s: {ended.times or 'nothing'}; {ended.found}")
-    if not ended.holds:
+    if not ended.holds and ended.verdict != INTERRUPTED:
         for kind in ("out", "err"):
             said = (folder / f"{ended.part}.{kind}").read_text(errors="replace").splitlines()
             for line in said[-LINES_SHOWN:]:
                 _tell(f"      | {line[:500]}")
 
 
-def attack(
-    names: Sequence[str], parts: Mapping[str, Part], seed: int, keep: Path | None
-) -> tuple[list[Ended], bool]:
-    """Run these parts; return how each ended, and whether all were run."""
+def attack(names: Sequence[str], parts: Mapping[str, Part], seed: int, keep: Path | None) -> list[Ended]:
+    """Run these parts; return how each ended, as far as nobody interrupts."""
     ended: list[Ended] = []
     folder = Path(tempfile.mkdtemp(prefix="holdfast-attack-"))
     try:
-        for number, name in enumerate(names, 1):
-            part = parts[name]
-            _tell(f"[{number}/{len(names)}] {name}: {part.tries}; {part.within_s} s at most")
-            ended.append(run(name, part, folder, seed))
-            _tell_end(ended[-1], folder)
-    except KeyboardInterrupt:
-        _tell("      interrupted")
+        with interruptible() as interrupted:
+            for number, name in enumerate(names, 1):
+                part = parts[name]
+                _tell(f"[{number}/{len(names)}] {name}: {part.tries}; {part.within_s} s at most")
+                ended.append(run(name, part, folder, seed, interrupted))
+                _tell_end(ended[-1], folder)
+                if interrupted.is_set():
+                    break
     finally:
         if keep is not None:
             shutil.copytree(folder, keep, dirs_exist_ok=True, ignore=shutil.ignore_patterns("tests"))
         shutil.rmtree(folder, ignore_errors=True)
-    return ended, len(ended) == len(names)
-
-
-def _interrupt(*_: Any) -> None:
-    raise KeyboardInterrupt
+    return ended
 
 
 def main(arguments: Sequence[str] | None = None, parts: Mapping[str, Part] = PARTS) -> int:
@@ -219,14 +237,14 @@ def main(arguments: Sequence[str] | None = None, parts: Mapping[str, Part] = PAR
         parser.error(f"there is no part {unknown[0]!r}; there are {', '.join(parts)}")
     if args.seed < 1:
         parser.error(f"--seed {args.seed}: give a number from 1 on")
-    signal.signal(signal.SIGTERM, _interrupt)
-    ended, complete = attack(args.parts or list(parts), parts, args.seed, args.keep)
+    names = args.parts or list(parts)
+    ended = attack(names, parts, args.seed, args.keep)
     if args.output == "json":
         for one in ended:
             print(json.dumps({"benchmark": "attack", **asdict(one)}))
-    elif ended:
+    else:
         print(show(ended))
-    if not complete:
+    if len(ended) < len(names) or ended[-1].verdict == INTERRUPTED:
         return EXIT_INTERRUPTED
     return 0 if all(one.holds for one in ended) else EXIT_FAILED
 

@@ -65,9 +65,11 @@ class Told:
     honest_wrong: list[str] = field(default_factory=list)
 
 
-async def exchanged(address: Address, said: bytes, leaves_after: int | None = None) -> bytes:
+async def exchanged(
+    address: Address, said: bytes, leaves_after: int | None = None, within_s: float = ANSWERS_WITHIN_S
+) -> bytes:
     """Say this on a connection of its own; return what comes until the server closes, or until we leave. Raise TimeoutError."""
-    async with asyncio.timeout(ANSWERS_WITHIN_S):
+    async with asyncio.timeout(within_s):
         reader, writer = await asyncio.open_connection(*address)
         got = bytearray()
         try:
@@ -99,15 +101,15 @@ def judged(odd: Odd, got: bytes, told: Told) -> str:
     return ""
 
 
-async def tell(address: Address, odd: Odd, told: Told) -> None:
+async def tell(address: Address, odd: Odd, told: Told, within_s: float = ANSWERS_WITHIN_S) -> None:
     """Tell one request and judge what comes."""
     told.kinds[odd.kind] += 1
     if odd.kind == "value":
         told.about.add(odd.about)
     try:
-        wrong = judged(odd, await exchanged(address, odd.said, odd.leaves_after), told)
+        wrong = judged(odd, await exchanged(address, odd.said, odd.leaves_after, within_s), told)
     except TimeoutError:
-        wrong = f"no end within {ANSWERS_WITHIN_S:g} s"
+        wrong = f"no end within {within_s:g} s"
     except OSError as error:
         wrong = f"no connection: {error}"
     if wrong:
@@ -115,14 +117,12 @@ async def tell(address: Address, odd: Odd, told: Told) -> None:
 
 
 async def honest_text(address: Address) -> str:
-    """Ask as clients do; return the answer's text, or what came instead of it."""
+    """Ask as clients do; return the answer's text. Raise NotAsExpected if there is none."""
     try:
         got = await exchanged(address, posted("/v1/completions", json.dumps(HONEST).encode()))
         return str(json.loads(got.partition(b"\r\n\r\n")[2])["choices"][0]["text"])
-    except TimeoutError:
-        return f"no answer within {ANSWERS_WITHIN_S:g} s"
-    except (OSError, ValueError, KeyError) as error:
-        return f"no answer: {error!r}"
+    except (OSError, TimeoutError, ValueError, KeyError) as error:
+        raise NotAsExpected(f"an honest request was not answered: {error!r}") from error
 
 
 async def ask_on(address: Address, undisturbed: str, told: Told, over: asyncio.Event) -> None:
@@ -131,14 +131,18 @@ async def ask_on(address: Address, undisturbed: str, told: Told, over: asyncio.E
     while not last:
         last = over.is_set()
         told.honest += 1
-        if (text := await honest_text(address)) != undisturbed:
+        try:
+            text = await honest_text(address)
+        except NotAsExpected as failed:
+            text = str(failed)
+        if text != undisturbed:
             told.honest_wrong.append(text[:200])
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(over.wait(), HONEST_PAUSE_S)
 
 
 async def tell_all(address: Address, requests: Sequence[Odd], at_once: int) -> Told:
-    """Tell all of them, so many at once, beside an honest client."""
+    """Tell all of them, so many at once, beside an honest client. Raise NotAsExpected if that is not answered before."""
     told, over, waiting = Told(), asyncio.Event(), iter(requests)
     undisturbed = await honest_text(address)
 
