@@ -8,6 +8,7 @@ python -m benchmarks --help             this, and the names
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 
 from workers.engines.torch_missing import TorchMissing, require_torch
 
@@ -78,8 +79,8 @@ OF_OTHERS = {
 KNOWN = BENCHMARKS | WITH_TORCH | WITH_A_TRACE | WITH_A_PEER | WITH_VALGRIND | WITH_A_SERVER | OF_OTHERS
 
 
-def main() -> int:
-    """Run the named benchmark with its flags, or all; return 1 if one failed, 2 for a name that there is not."""
+def main(become: Callable[[str, list[str]], object] = os.execv) -> int:
+    """Become the named benchmark with its flags, or run all; return 1 if one failed, 2 for a name that there is not."""
     if len(sys.argv) > 1:
         name, *flags = sys.argv[1:]
         if name in ("-h", "--help"):
@@ -94,7 +95,9 @@ def main() -> int:
             except TorchMissing as missing:
                 print(f"{name}: {missing}", file=sys.stderr)
                 return 1
-        return subprocess.run([sys.executable, "-m", KNOWN[name], *flags], check=False).returncode
+        # in its place: a Ctrl-C is for it alone, which has a fleet to stop, and would be killed a quarter of a second later
+        become(sys.executable, [sys.executable, "-m", KNOWN[name], *flags])
+        return 0
     load = " ".join(f"{value:.1f}" for value in os.getloadavg())
     print(
         f"# {os.cpu_count()} cores, load before {load}: idle machines give the best and the steadiest figures",

@@ -36,3 +36,13 @@ def test_without_torch_it_says_what_brings_it(
     monkeypatch.setattr(sys, "argv", ["benchmarks", "sdc", "--help"])
     assert benchmarks.main() == 1
     assert capsys.readouterr().err == "sdc: torch is not installed\n"
+
+
+def test_a_benchmark_takes_the_place_of_the_command_so_that_ctrl_c_gives_it_time_to_stop_its_fleet(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    became: list[list[str]] = []
+    monkeypatch.setattr(sys, "argv", ["benchmarks", "walk", "--seed", "3"])
+    benchmarks.main(lambda program, arguments: became.append([program, *arguments]))
+    walk = ["-m", "benchmarks.failures.walk", "--seed", "3"]
+    assert became == [[sys.executable, sys.executable, *walk]]
