@@ -179,7 +179,14 @@ class ControlOperations:
             await ask(self._bus, self._journal, name, subjects.retire(name), body)
             return f"{name} ends; its next instance takes its place"
         why = "did not answer" if known.alive else f"is dead ({known.health.reason})"
-        self._processes.send(known, signal.SIGTERM)
+        try:
+            self._processes.send(known, signal.SIGTERM)
+        except NotPossible:
+            if self._processes.live(known) or not self._processes.here(known):
+                raise
+            return (
+                f"{name} {why}: its process has ended; its supervisor starts it again"  # while it was asked
+            )
         with contextlib.suppress(NotPossible):  # it has ended meanwhile
             self._processes.send(known, signal.SIGCONT)  # one that is stopped must go on to obey
             if not await self._obeys(known):

@@ -67,6 +67,21 @@ async def test_a_worker_that_hangs_is_restarted_and_may_leave_in_good_order_once
     assert [body["instance"] for body in heard] == ["w1-1", "w1-1"]
 
 
+async def test_one_whose_process_somebody_else_ends_while_it_is_asked_is_restarted_as_well() -> None:
+    doubles = OperationsOverDoubles()
+    doubles.world.join("w1", pid=4711)
+
+    async def on_stop(subject: str, body: Mapping[str, Any]) -> Mapping[str, Any] | None:
+        doubles.gone.add(4711)  # its supervisor, which has read that the fleet holds it for dead
+        await asyncio.Event().wait()
+        return None
+
+    await doubles.bus.subscribe(subjects.stop("w1"), on_stop)
+    said = await doubles.operations.restart("w1", "ada")
+    assert said == "w1 did not answer: its process has ended; its supervisor starts it again"
+    assert not doubles.signals
+
+
 async def test_a_worker_that_a_frontend_hears_is_not_killed_because_the_broker_does_not() -> None:
     doubles = OperationsOverDoubles()
     doubles.world.join("w1", pid=4711)
