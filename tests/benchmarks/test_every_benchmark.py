@@ -6,7 +6,13 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-EXTRAS = {"torch", "transformers", "nixl", "dynamo", "matplotlib"}  # not in every environment
+BRINGS = {  # what is not in every environment
+    "torch": "make test-engines",
+    "transformers": "make test-engines",
+    "nixl": "make test-nixl",
+    "dynamo": "make peer",
+    "matplotlib": "make install",
+}
 MODULES = sorted(
     ".".join(path.relative_to(ROOT).with_suffix("").parts)
     for path in (ROOT / "benchmarks").rglob("*.py")
@@ -19,6 +25,6 @@ def test_it_can_be_imported(module: str) -> None:
     try:
         importlib.import_module(module)
     except ModuleNotFoundError as error:
-        if (error.name or "").partition(".")[0] not in EXTRAS:
+        if (error.name or "").partition(".")[0] not in BRINGS:
             raise
-        pytest.skip(f"needs {error.name}")
+        pytest.skip(f"needs {error.name}, which `{BRINGS[(error.name or '').partition('.')[0]]}` installs")

@@ -26,7 +26,7 @@ def driver(tmp_path: Path) -> dict[str, str]:
     try:
         shim.build(tmp_path)
     except FileNotFoundError as error:
-        pytest.skip(f"the driver's stand-in cannot be built: {error}")
+        pytest.skip(f"needs a C compiler, to build the driver's stand-in: install cc, gcc or clang ({error})")
     return {"LD_LIBRARY_PATH": str(tmp_path), shim.STATE: str(tmp_path / "gpus")}
 
 

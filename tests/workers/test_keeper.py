@@ -25,7 +25,8 @@ TRIES = 10
 Eventually = Callable[..., Awaitable[Any]]
 
 pytestmark = pytest.mark.skipif(
-    sys.platform != "linux" or os.uname().machine not in keeper.MACHINES, reason="has no keeper"
+    sys.platform != "linux" or os.uname().machine not in keeper.MACHINES,
+    reason="needs the keeper: run it on Linux, on x86-64 with glibc",
 )
 
 WORKER = """

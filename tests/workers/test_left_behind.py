@@ -30,7 +30,9 @@ print("here", flush=True)
 sys.stdin.read()
 """
 
-pytestmark = pytest.mark.skipif(not SHARED.is_dir(), reason="no shared memory as files")
+pytestmark = pytest.mark.skipif(
+    not SHARED.is_dir(), reason="needs shared memory as files in /dev/shm: run it on Linux"
+)
 
 
 @asynccontextmanager
@@ -111,7 +113,7 @@ async def test_a_worker_without_its_keeper_says_so_serves_on_and_leaves_in_good_
     children = psutil.Process(process.inner.pid).children()
     kept = [child for child in children if child.name() == keeper.NAME.decode()]
     if not kept:
-        pytest.skip("there is no keeper here")
+        pytest.skip("needs the keeper: run it on Linux, on x86-64 with glibc")
     kept[0].kill()
     await eventually(lambda: "keeper_ended" in process.events, START_S)
     assert not psutil.pid_exists(kept[0].pid)

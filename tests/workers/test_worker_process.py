@@ -202,7 +202,7 @@ async def test_a_process_can_be_found_and_scraped(spawn: Spawn, eventually) -> N
     frontend.transport.abort()
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+@pytest.mark.skipif(sys.platform != "linux", reason="needs /proc: run it on Linux")
 async def test_a_simulated_worker_carries_nothing_that_it_does_not_need(
     nats_url: str, spawn: Spawn, eventually
 ) -> None:  # type: ignore[no-untyped-def]

@@ -55,7 +55,7 @@ async def start(tmp_path: Path) -> AsyncIterator[Start]:
 def authority(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     """The configuration of a broker with a certificate of an authority that this process trusts."""
     if shutil.which("openssl") is None:
-        pytest.skip("no openssl to make certificates with")
+        pytest.skip("needs the command openssl, to make certificates with: install it")
     (folder := tmp_path / "authority").mkdir()
     key, certificate = folder / "key.pem", folder / "certificate.pem"
     make = ["req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "2", "-subj", "/CN=localhost"]

@@ -65,7 +65,9 @@ def test_texts_are_read_as_the_tokenizer_reads_them(text: str, special: bool) ->
         assert tokens.encode(text, special=special) == plainly
 
 
-@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="threads are counted in /proc")
+@pytest.mark.skipif(
+    not Path("/proc/self/task").exists(), reason="needs /proc, where threads are counted: run it on Linux"
+)
 def test_a_text_is_read_where_it_is_asked_for_by_no_other_thread() -> None:
     code = (
         "import os\n"

@@ -139,7 +139,9 @@ def test_the_key_of_an_upstream_is_not_shown() -> None:
     assert "hush" not in repr(load_settings({"upstream_key": "hush"}, {}))
 
 
-@pytest.mark.skipif(find_spec("nixl") is not None, reason="NIXL is there")
+@pytest.mark.skipif(
+    find_spec("nixl") is not None, reason="needs an environment without NIXL: make clean install"
+)
 def test_nixl_without_its_extra_says_what_to_install() -> None:
     with pytest.raises(BadSetting, match=r"kv_transport = 'nixl': .*pip install -e"):
         load_settings({"kv_transport": "nixl"}, {})

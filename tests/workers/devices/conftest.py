@@ -18,7 +18,7 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
     try:
         return shim.build(tmp_path_factory.mktemp("nvml"))
     except FileNotFoundError as error:
-        pytest.skip(f"the driver's stand-in cannot be built: {error}")
+        pytest.skip(f"needs a C compiler, to build the driver's stand-in: install cc, gcc or clang ({error})")
 
 
 @pytest.fixture

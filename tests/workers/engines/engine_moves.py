@@ -155,7 +155,9 @@ class EngineMoves:
         """An answer moved after so many tokens is the undisturbed one. With its KV cache always; replayed, if the engine says
         that it computes alike on this processor."""
         if method == "replay" and not pair.source.engine.identity.exact:
-            pytest.skip("this engine says itself that it computes otherwise in company on this processor")
+            pytest.skip(
+                "needs a processor on which this engine computes alike in company: it says itself that it does not here"
+            )
         whole = await pair.whole(tokens, **{"max_tokens": COUNT, **sampling})
         for accepted in {0, cut // 2, cut} if method == "transfer" else {0}:
             before, after = await self.moved(pair, tokens, cut, method, accepted, **sampling)
@@ -192,7 +194,7 @@ class EngineMoves:
             if ended:
                 break
         else:
-            pytest.skip("no answer of this model ends by itself here")
+            pytest.skip("needs a model of which an answer ends by itself: none of those tried here does")
         await self.same(pair, prompt(20, ended[0]), 6, "transfer", **ending)
 
     async def test_an_answer_moves_twice(self, pair: Pair) -> None:

@@ -90,7 +90,10 @@ def test_without_a_common_transport_bytes_go_as_ever(tmp_path: Path, fault: str)
         assert isinstance(receiver.arrival(grant.ticket).result(5), Arrived)
 
 
-@pytest.mark.skipif(importlib.util.find_spec("nixl") is not None, reason="NIXL is there")
+@pytest.mark.skipif(
+    importlib.util.find_spec("nixl") is not None,
+    reason="needs an environment without NIXL: make clean install",
+)
 def test_without_nixl_its_transport_says_what_to_install() -> None:
     with pytest.raises(NoNixl, match=r"pip install -e"):
         Nixl("w0")

@@ -18,7 +18,7 @@ from worker_process import Process, Spawn
 from events.wire import Generate, Reserve, Reserved, Sampling, Ship
 from workers.kv_transfer.regions import PREFIX, ROOT, sweep
 
-pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="/dev/shm")
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="needs /dev/shm: run it on Linux")
 COUNT = 1500
 FLAGS = ("--itl-ms", "1", "--tp", "2", "--kv-block-bytes", "65536", "--admin-port", "-1")
 Eventually = Callable[..., Awaitable[None]]

@@ -15,7 +15,7 @@ from workers.engines.simulated.engine import SimulatedEngine
 from workers.engines.simulated.sequence import EngineShape
 from workers.engines.simulated.timing import ConstantTiming
 
-pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="timerfd is Linux's")
+pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="needs timerfd: run it on Linux")
 LATE_S = 1.0
 
 

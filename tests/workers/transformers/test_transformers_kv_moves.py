@@ -307,7 +307,7 @@ async def test_who_waits_for_the_blocks_of_a_reservation_goes_on_when_it_ends(bo
         assert len((await pair.target.answer(key)).tokens) == 20
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU and a torch that sees it")
 def test_blocks_of_a_gpu_leave_and_come_beside_what_it_computes() -> None:
     device = torch.device("cuda")
     pools = [
