@@ -49,7 +49,7 @@ test: install  ## all tests that need no torch; real NATS and Postgres servers
 test-attacks: install  ## what strangers, clients and machines may do to a whole fleet: a minute
 	$(BIN)/python -m pytest -n $(TESTERS) --dist loadgroup -m attack tests/e2e
 
-attack: install  ## all that we know to do to it, one after another, with its bounds: 12 minutes, 15 at most
+attack: install  ## all that we know to do to it, one after another, with its bounds: 10 minutes, 15 at most
 	$(BIN)/python -m benchmarks attack
 
 # What decides, chooses and reckons, and the style but for mypy: no server, no fleet and no seeds.
