@@ -47,7 +47,7 @@ test: install  ## all tests that need no torch; real NATS and Postgres servers
 	$(BIN)/python -m pytest -n $(TESTERS) --dist loadgroup -m "not engines and not llamacpp and not vllm and not attack"
 
 test-attacks: install  ## what strangers, clients and machines may do to a whole fleet: a minute
-	$(BIN)/python -m pytest -n $(TESTERS) --dist loadgroup -m attack tests/e2e
+	$(BIN)/python -m pytest -n $(TESTERS) --dist loadgroup tests/attacks
 
 attack: install  ## all that we know to do to it, one after another, with its bounds: 10 minutes, 15 at most
 	$(BIN)/python -m benchmarks attack

@@ -44,7 +44,7 @@ class Part:
 def _tests(folder: Path, seed: int, cores: int) -> Sequence[str]:
     testers = ("-n", str(max(6, cores)), "--dist", "loadgroup", "-p", "no:cacheprovider")
     written = ("--basetemp", str(folder / "tests"), "--junitxml", str(folder / TESTS_XML))
-    return (sys.executable, "-m", "pytest", *testers, *written, "-m", "attack", "tests/e2e")
+    return (sys.executable, "-m", "pytest", *testers, *written, "tests/attacks")
 
 
 def _tests_seen(printed: str, folder: Path) -> Seen:

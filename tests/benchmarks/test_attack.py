@@ -205,7 +205,7 @@ def test_each_part_reads_what_its_command_prints(tmp_path: Path) -> None:
     xml = """<testsuites><testsuite><testcase classname="tests.e2e.test_a" name="test_b"/>
         <testcase classname="tests.e2e.test_a" name="test_c"><failure/></testcase></testsuite></testsuites>"""
     (tmp_path / "tests.xml").write_text(xml)
-    again = (".venv/bin/python -m pytest tests/e2e/test_a.py::test_c",)
+    again = (".venv/bin/python -m pytest tests/attacks/test_a.py::test_c",)
     seen = PARTS["tests"].seen("", tmp_path)
     assert (seen.times, seen.found, tuple(seen.again)) == ("2 tests", "1 failed, 0 skipped", again)
 

@@ -105,8 +105,14 @@ class ClientHandler(web.RequestHandler):
             self._unanswered += self._request_count - known
             self._head_tail = b""
             self._stop_head_timer()
+            before = self._payload
             message, self._payload = self._messages[-1]
             self._body = _body_of(message)
+            if (
+                before is not None and not before.is_eof()
+            ):  # aiohttp's parser has given its body up, and told nobody
+                before.set_exception(web.RequestPayloadError("the body is not what its head says"))
+                before.feed_eof()
 
     @property
     def _is_busy(self) -> bool:

@@ -19,7 +19,7 @@ POISON = [300, 301, *FATAL, 302]
 CLIENTS = 8
 TOKENS = 60
 
-pytestmark = [pytest.mark.attack, pytest.mark.asyncio(loop_scope="module")]
+pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 
 @pytest_asyncio.fixture(loop_scope="module", scope="module")

@@ -5,7 +5,6 @@ import os
 import signal
 from pathlib import Path
 
-import pytest
 from fleet import holdfast, running, streamed, undisturbed
 from store_databases import execute
 
@@ -23,7 +22,6 @@ BOUND = JournalBounds(bytes=256 * KIB)
 FILLER = WorkerLeft(worker="nobody", instance="x" * 200, mode="immediate", exit=0)
 
 
-@pytest.mark.attack
 async def test_a_full_journal_stops_nothing_and_loses_no_state(tmp_path: Path) -> None:
     async with running(tmp_path / "fleet", *FLAGS) as fleet:
         await fleet.healthy(2)

@@ -6,7 +6,6 @@ from pathlib import Path
 
 import asyncpg
 import psutil
-import pytest
 from fleet import holdfast, running
 from release_before import OWNER, lay_database, lay_journal
 from store_databases import execute
@@ -20,7 +19,6 @@ from events.wire import Challenge, Generate, Hello, Sampling, Splitter, encode, 
 FAST = ("--workers", "2", "--canary-interval", "0.5")
 
 
-@pytest.mark.attack
 async def test_a_fleet_of_a_release_before_gets_doors_and_loses_nothing(tmp_path: Path) -> None:
     data = tmp_path / "fleet"
     data.mkdir()

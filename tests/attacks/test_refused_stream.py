@@ -7,7 +7,6 @@ from pathlib import Path
 
 import aiohttp
 import nats
-import pytest
 from fleet import running
 
 from controller.adapters.embedded.servers import EmbeddedServer
@@ -26,7 +25,6 @@ async def status(session: aiohttp.ClientSession) -> int | None:
         return None
 
 
-@pytest.mark.attack
 async def test_a_frontend_serves_on_and_a_new_one_denies_no_model(
     tmp_path: Path, own_nats: EmbeddedServer
 ) -> None:

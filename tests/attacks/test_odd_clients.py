@@ -2,7 +2,6 @@
 
 from pathlib import Path
 
-import pytest
 from fleet import running
 
 from benchmarks.attack.fuzz import FLAGS, SHORT, came_through, fuzzed
@@ -11,7 +10,6 @@ from benchmarks.attack.odd_requests import odd_request
 REQUESTS = 520  # each field of the API once; `python -m benchmarks fuzz` has more
 
 
-@pytest.mark.attack
 async def test_no_odd_request_breaks_a_fleet_or_is_noticed_by_others(tmp_path: Path) -> None:
     async with running(tmp_path / "fleet", *FLAGS, environment=SHORT) as fleet:
         found = await fuzzed(fleet, [odd_request(0, number) for number in range(REQUESTS)], at_once=8)

@@ -10,7 +10,6 @@ from pathlib import Path
 
 import aiohttp
 import nats
-import pytest
 from fleet import holdfast, running, streamed, undisturbed
 
 from controller.adapters.embedded.nats_log import STRANGER, refusals
@@ -38,7 +37,6 @@ def refused(fleet: DemoFleet) -> dict[str, int]:
     return {one.who: one.times for one in refusals(said, known)}
 
 
-@pytest.mark.attack
 async def test_a_fleet_may_all_that_it_does_and_a_forger_nothing(tmp_path: Path) -> None:
     async with running(tmp_path / "fleet", *FLAGS, stops=True) as fleet:
         await fleet.healthy(2)

@@ -31,7 +31,6 @@ async def back(fleet: DemoFleet, before: dict[str, int], *names: str) -> dict[st
     return processes(await fleet.until(holds, 60))
 
 
-@pytest.mark.attack
 async def test_hung_workers_come_back(tmp_path_factory: pytest.TempPathFactory) -> None:
     async with running(tmp_path_factory.mktemp("hung") / "fleet", *FLAGS, environment=SOON) as fleet:
         first = processes(await fleet.healthy(WORKERS))

@@ -14,7 +14,6 @@ from typing import Any
 
 import aiohttp
 import first_database
-import pytest
 from aiohttp import web
 from fleet import holdfast, running
 from store_databases import execute
@@ -136,7 +135,6 @@ async def plant(fleet: DemoFleet, servers: tuple[Upstream, Upstream]) -> None:
     assert holdfast("replay", "timeline", "--all", "--data", str(fleet.data)).returncode == 0
 
 
-@pytest.mark.attack
 async def test_nothing_that_a_fleet_leaves_behind_holds_what_users_say_or_a_secret(
     tmp_path: Path, databases: None
 ) -> None:

@@ -5,7 +5,6 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 import openai
-import pytest
 from fleet import holdfast, running, streamed, undisturbed
 
 from controller.demo.fleet import DemoFleet
@@ -16,7 +15,6 @@ from events.journal.nats import NatsJournal
 from events.journal.port import Fenced
 
 
-@pytest.mark.attack
 async def test_a_fleet_that_is_started_waits_for_what_an_operator_decides(tmp_path: Path) -> None:
     data, flags = tmp_path / "fleet", ("--workers", "1")
     async with running(data, *flags, stops=True) as fleet:

@@ -7,7 +7,6 @@ from pathlib import Path
 
 import nats
 import nats.js.errors
-import pytest
 from fleet import holdfast, running, streamed, undisturbed
 
 from controller.adapters.embedded.servers import EmbeddedServer
@@ -35,7 +34,6 @@ def headers(fact: Fact, kind: str = "") -> dict[str, str]:
     return {**made, "ce-type": f"holdfast.{kind or fact.kind()}"}
 
 
-@pytest.mark.attack
 async def test_nonsense_stops_nobody_and_what_stops_all_does_so_until_it_is_quarantined(
     tmp_path: Path, own_nats: EmbeddedServer
 ) -> None:

@@ -7,7 +7,6 @@ import signal
 from pathlib import Path
 
 import asyncpg
-import pytest
 from fleet import holdfast, running, streamed, undisturbed
 from test_up_servers import FAST, said
 
@@ -27,7 +26,6 @@ async def is_made_anew(fleet: DemoFleet, times: int) -> None:
     assert verified.returncode == 0 and "no difference" in verified.stdout, verified.stdout + verified.stderr
 
 
-@pytest.mark.attack
 async def test_the_database_comes_back_from_the_journal_and_a_lost_journal_is_said_and_not_invented(
     tmp_path: Path,
 ) -> None:
