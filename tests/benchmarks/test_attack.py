@@ -202,8 +202,8 @@ def test_abuse_holds_only_within_its_bounds_also_where_nobody_was_answered() -> 
 
 
 def test_each_part_reads_what_its_command_prints(tmp_path: Path) -> None:
-    xml = """<testsuites><testsuite><testcase classname="tests.e2e.test_a" name="test_b"/>
-        <testcase classname="tests.e2e.test_a" name="test_c"><failure/></testcase></testsuite></testsuites>"""
+    xml = """<testsuites><testsuite><testcase classname="tests.attacks.test_a" name="test_b"/>
+        <testcase classname="tests.attacks.test_a" name="test_c"><failure/></testcase></testsuite></testsuites>"""
     (tmp_path / "tests.xml").write_text(xml)
     again = (".venv/bin/python -m pytest tests/attacks/test_a.py::test_c",)
     seen = PARTS["tests"].seen("", tmp_path)
