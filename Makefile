@@ -22,7 +22,7 @@ LLAMACPP := .venv-llamacpp
 VLLM := .venv-vllm
 PEER := .venv-peer
 
-.PHONY: install demo test test-fast test-attacks attack test-engines test-llamacpp test-nixl test-vllm lint bench recovery-table peer clean
+.PHONY: install demo test test-fast test-attacks test-losses attack test-engines test-llamacpp test-nixl test-vllm lint bench recovery-table peer clean
 
 install: $(VENV)/.installed
 
@@ -46,8 +46,14 @@ demo: install  ## a fleet under load, broken in every way we know, and the table
 test: install  ## all tests that need no torch; real NATS and Postgres servers
 	$(BIN)/python -m pytest -n $(TESTERS) --dist loadgroup -m "not engines and not llamacpp and not vllm and not attack"
 
+# Those whose fleet loses what it knows, and learns it again.
+LOSSES := $(addprefix tests/attacks/,test_lost_stores.py test_bounds_of_a_fleet.py test_start_out_of_turn.py)
+
 test-attacks: install  ## what strangers, clients and machines may do to a whole fleet: a minute
-	$(BIN)/python -m pytest -n $(TESTERS) --dist loadgroup tests/attacks
+	$(BIN)/python -m pytest -n $(TESTERS) --dist loadgroup $(addprefix --ignore ,$(LOSSES)) tests/attacks
+
+test-losses: install  ## what becomes of a fleet that loses its journal's past, its database, or whom to believe: a minute
+	$(BIN)/python -m pytest -n 3 --dist loadgroup $(LOSSES)
 
 attack: install  ## all that we know to do to it, one after another, with its bounds: 10 minutes, 15 at most
 	$(BIN)/python -m benchmarks attack

@@ -1,5 +1,6 @@
 """`make attack`: every part has its time and its verdict, what failed is named with what repeats it, and nothing stays behind."""
 
+import contextlib
 import json
 import os
 import signal
@@ -116,11 +117,12 @@ def test_a_process_that_stays_behind_is_ended_and_counts_against_its_part(
 
 
 def _sleepers(below: Path) -> list[psutil.Process]:
-    return [
-        process
-        for process in psutil.process_iter()
-        if process.name() == "sleep" and str(below) in process.environ().get("TMPDIR", "")
-    ]
+    found = []
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.NoSuchProcess):  # it has ended meanwhile
+            if process.name() == "sleep" and str(below) in process.environ().get("TMPDIR", ""):
+                found.append(process)
+    return found
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
