@@ -239,12 +239,12 @@ class Killer:
         said = b""
         while data := await source.read(65536):
             said = (said + data.replace(b" ", b""))[-100_000:]
-            target.write(data)
-            await target.drain()
-            if kills and PLANTED in said:
+            if kills and PLANTED in said:  # before it is read: so small a model has answered in no time
                 said = b""
                 self.kills += 1
                 self._server.kill()
+            target.write(data)
+            await target.drain()
         target.close()
 
 
