@@ -113,7 +113,9 @@ class Parts:
         """Return a whole snapshot with its last part. Parts that miss others are dropped. Raise BadSnapshot."""
         if fact.part == 1:
             self._first, self._pieces = fact, []
-        if self._first is None or fact.snapshot != self._first.snapshot or fact.part != len(self._pieces) + 1:
+        if self._first is None or fact.snapshot != self._first.snapshot:
+            return None  # of one that has no beginning here, or that another controller was saying meanwhile
+        if fact.part != len(self._pieces) + 1:
             self._first = None
             return None
         if fact.parts > PARTS_MAX:

@@ -8,7 +8,7 @@ from itertools import pairwise
 
 import msgspec
 import pytest
-from made_history import History
+from made_history import EPOCH, History
 from store_databases import OpenStore
 
 from controller.adapters.clock import SystemClock
@@ -117,6 +117,22 @@ async def test_a_part_that_is_gone_makes_its_snapshot_none() -> None:
     assert (await newest(journal, 0)).position.through < order.position.through, "that before it"
     history.say(*facts, source="controller-1:life")
     assert (await newest(journal, 0)).fleet == order.settled
+
+
+def test_one_that_two_controllers_said_at_once_is_whole() -> None:
+    order = eventful().latest
+    (whole,) = fleet_codec.parts(order.settled, order.position, order.sources, id="a", since=EPOCH)
+    half = len(whole.data) // 8 * 4
+    first, second = (
+        [
+            replace(whole, snapshot=id, part=n, parts=2, data=data)
+            for n, data in enumerate((whole.data[:half], whole.data[half:]), 1)
+        ]
+        for id in "ab"
+    )
+    together = fleet_codec.Parts()
+    said = [together.take(fact) for fact in (first[0], second[0], first[1], second[1])]
+    assert said[:3] == [None] * 3 and said[3] is not None and said[3][0] == order.settled
 
 
 def test_a_snapshot_of_an_older_release_is_read_where_what_was_added_has_a_default() -> None:

@@ -161,7 +161,7 @@ class Projector:
         if not position.seq:
             return order_from(await oldest(self._journal, 0))
         kept = [s async for _, s in snapshots(self._journal) if _reach(s) <= position.seq]
-        if position.seq + 1 < first or not kept:
+        if not kept:
             raise StoreLost(
                 f"the journal begins at {first}, and the store was projected to {position.seq}. {StoreLost.__doc__}"
             )
