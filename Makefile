@@ -22,7 +22,7 @@ LLAMACPP := .venv-llamacpp
 VLLM := .venv-vllm
 PEER := .venv-peer
 
-.PHONY: install demo test test-fast test-attacks test-losses attack test-engines test-llamacpp test-nixl test-vllm lint bench recovery-table peer clean
+.PHONY: install demo test test-fast test-seeds test-attacks test-losses attack test-engines test-llamacpp test-nixl test-vllm lint bench recovery-table peer clean
 
 install: $(VENV)/.installed
 
@@ -44,7 +44,10 @@ demo: install  ## a fleet under load, broken in every way we know, and the table
 
 # loadgroup: as tests/conftest.py hands them out, one after another
 test: install  ## all tests that need no torch; real NATS and Postgres servers
-	$(BIN)/python -m pytest -n $(TESTERS) --dist loadgroup -m "not engines and not llamacpp and not vllm and not attack"
+	$(BIN)/python -m pytest -n $(TESTERS) --dist loadgroup -m "not engines and not llamacpp and not vllm and not attack and not seeds"
+
+test-seeds: install  ## 200 seeds of the simulator, an hour of virtual time each: a minute
+	$(BIN)/python -m pytest -n $(CORES) --dist loadgroup -m seeds tests/simulator/test_seeds.py
 
 # Those whose fleet loses what it knows, and learns it again.
 LOSSES := $(addprefix tests/attacks/,test_lost_stores.py test_bounds_of_a_fleet.py test_start_out_of_turn.py)
