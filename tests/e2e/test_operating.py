@@ -18,7 +18,8 @@ from controller.demo.fleet import DemoFleet
 from events.observations import DrainFinished, RequestAbandoned, RequestMigrated
 
 WORKERS = ("w0", "w1", "w2")
-FLAGS = ("--workers", str(len(WORKERS)), "--itl-ms", "15")  # 15 s of answers: two commands start meanwhile
+# 40 s of answers: two commands start meanwhile, on a machine that has other work, too
+FLAGS = ("--workers", str(len(WORKERS)), "--itl-ms", "40")
 STREAMS = 12
 TOKENS = 1000
 SPEEDS = {
