@@ -8,6 +8,7 @@ import threading
 from collections.abc import Awaitable, Callable, Coroutine, Iterator
 from pathlib import Path
 from typing import Any, TypeVar
+from zlib import crc32
 
 import first_database
 import hypothesis
@@ -17,9 +18,10 @@ from xdist.scheduler import LoadScopeScheduling
 
 from controller.adapters.embedded.servers import EmbeddedServer, start_nats, start_postgres
 
-TOGETHER = (  # on one tester: they share a fleet, or what was parsed
+TOGETHER = (  # on one tester: they share a fleet, what was parsed, or another fixture of their module
     *("test_operating.py", "test_survival.py", "test_up.py", "test_upstream_faults.py"),
-    "test_house.py",
+    *("test_house.py", "test_kv_feed.py"),
+    *("test_replay_cli.py", "test_trace_chat.py", "test_trace_synthesis.py"),
 )
 Condition = Callable[[], object | Awaitable[object]]
 Eventually = Callable[..., Awaitable[None]]
@@ -30,7 +32,7 @@ os.environ.setdefault("SSL_CERT_FILE", str(Path(__file__).with_name("no_authorit
 # What rich makes of a traceback, with the sources and all variables in colours, costs 100 ms and nobody reads it.
 structlog.dev.ConsoleRenderer.get_active().exception_formatter = structlog.dev.plain_traceback
 # These take a core for ten seconds each; most others wait for servers. Spread among them, they use the time for which those wait.
-COMPUTING = ("test_every_invariant_holds_in_200_seeds", "test_mypy_finds_nothing")
+COMPUTING = ("test_every_invariant_holds_in_", "test_mypy_finds_nothing")
 T = TypeVar("T")
 
 hypothesis.settings.register_profile(
@@ -61,8 +63,10 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Bring what was collected into the order that all testers share: by path, but what computes evenly among the rest."""
-    items.sort(key=lambda item: item.path)
+    """Bring what was collected into the order that all testers share. Many files' tests all wait, or all compute: they are
+    mixed, and what computes for long lies evenly among the rest.
+    """
+    items.sort(key=lambda item: crc32(item.nodeid.encode()))
     computing = [item for item in items if item.name.startswith(COMPUTING)]
     rest = [item for item in items if not item.name.startswith(COMPUTING)]
     every = max(1, len(rest) // (len(computing) + 1))
@@ -107,9 +111,11 @@ class Background:
 
 
 @pytest.fixture(autouse=True)
-def own_logs() -> Iterator[None]:
-    """What a test, or a command that it runs in this process, sets up about logs ends with it: others read what is logged."""
+def own_settings() -> Iterator[None]:
+    """What a test, or a command that it runs in this process, sets up about logs and the rights of new files ends with it."""
+    mask = os.umask(0o022)
     yield
+    os.umask(mask)
     structlog.reset_defaults()
 
 

@@ -1,7 +1,5 @@
 """What strangers, clients and machines may do to a whole fleet: `make test-attacks`, and the first part of `make attack`."""
 
-from pathlib import Path
-
 import pytest
 
 
@@ -11,8 +9,7 @@ def _databases(databases: None) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    here = Path(__file__).parent
     for item in items:
-        if here in item.path.parents:
+        if item.nodeid.startswith("tests/attacks/"):
             item.add_marker(pytest.mark.e2e)
             item.add_marker(pytest.mark.attack)

@@ -89,7 +89,7 @@ def ends(state: Any, fact: Fact) -> bool:
 
 @pytest.mark.parametrize("kind", KINDS.values(), ids=lambda kind: kind.__name__)
 @given(data=st.data())
-@settings(max_examples=5)  # one shows it: each state is rebuilt by one line
+@settings(max_examples=3)  # one shows it: each state is rebuilt by one line
 def test_a_machine_keeps_a_field_that_it_does_not_know(kind: type[Fact], data: st.DataObject) -> None:
     fact = data.draw(facts_of(kind))
     for cls, evolve in EVOLVE.items():
@@ -113,7 +113,7 @@ def states(fleet: Fleet) -> dict[tuple[str, ...], Any]:
 
 @pytest.mark.parametrize("kind", KINDS.values(), ids=lambda kind: kind.__name__)
 @given(data=st.data())
-@settings(max_examples=5)  # one shows it: each state is rebuilt by one line
+@settings(max_examples=3)  # one shows it: each state is rebuilt by one line
 def test_a_fleet_and_all_in_it_keep_a_field_that_they_do_not_know(
     kind: type[Fact], data: st.DataObject
 ) -> None:

@@ -177,7 +177,7 @@ SMALL = {name: Tokens(tokenizer, None, kept_bytes=500 * SEGMENT_SHARE) for name,
 
 @pytest.mark.parametrize("name", CUT)
 @given(texts=st.lists(TEXTS, min_size=1, max_size=4))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 def test_a_text_in_pieces_reads_as_the_whole(name: str, texts: list[str]) -> None:
     async def read() -> None:
         for tokens in (LARGE[name], SMALL[name]):
