@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import nats
+from journal_end import last_seq
 
 from controller.adapters.embedded.servers import EmbeddedServer, start_nats
 from events.decisions import Absorbed
@@ -34,7 +35,7 @@ async def read_all(journal: NatsJournal, after: int = 0, deadline_s: float = 20.
     """Return everything after a position up to the present end."""
     found: list[Recorded] = []
     async with asyncio.timeout(deadline_s):
-        until = await journal.last_seq()
+        until = await last_seq(journal)
         if until > after:
             async for batch in journal.read(after, until=until):
                 found += batch

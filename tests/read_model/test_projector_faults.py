@@ -12,6 +12,7 @@ import asyncpg
 import first_database
 import nats
 import pytest
+from journal_end import last_seq
 from made_history import History, publish
 from roles import process
 from store_databases import execute
@@ -36,7 +37,7 @@ CHILD = Path(__file__).parent / "projector_child.py"
 
 
 async def everything(journal: Any) -> list[Recorded]:
-    last = await journal.last_seq()
+    last = await last_seq(journal)
     return [event async for batch in journal.read(0, until=last) for event in batch]
 
 
@@ -157,7 +158,7 @@ async def test_a_broker_killed_twenty_times_leaves_every_fact_in_postgres_once(
             server = await start_nats(server.directory, port=server.port)
         speaking.cancel()
         await eventually(lambda: speaker.spool_depth == 0, 30)
-        end = await speaker.last_seq()
+        end = await last_seq(speaker)
         await eventually(lambda: projector.progress.projected == end, 30)
         projecting.cancel()
     await assert_is_the_fold(reader, database_url)

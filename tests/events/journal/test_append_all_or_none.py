@@ -9,6 +9,7 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 
 import pytest
+from journal_end import last_seq
 from nats_world import Broker, Wire, absorbed, read_all
 from roles import process
 
@@ -93,7 +94,7 @@ async def test_a_connection_cut_at_any_byte_of_an_append_leaves_all_or_none(
         except JournalUnavailable:
             outcomes.add("unknown")
             await asyncio.wait_for(journal.connection.up.wait(), 20)
-            last = await last_decision(journal)
+            last = await last_seq(journal)
         wire.cut_after = None
         assert last in (after, after + size)
         number, after = number + (last - after), last
@@ -102,15 +103,6 @@ async def test_a_connection_cut_at_any_byte_of_an_append_leaves_all_or_none(
     assert [event.fact.number for event in events] == list(range(1, number + 1))  # type: ignore[attr-defined]
     await journal.close()
     await wire.close()
-
-
-async def last_decision(journal: NatsJournal) -> int:
-    """Ask for the end of a stream of decisions only, as often as the connection breaks."""
-    while True:
-        try:
-            return await journal.last_seq()
-        except JournalUnavailable:
-            await asyncio.sleep(0.01)
 
 
 async def test_a_broker_killed_inside_appends_leaves_all_or_none(
@@ -129,7 +121,7 @@ async def test_a_broker_killed_inside_appends_leaves_all_or_none(
                 number += 5
             except (JournalUnavailable, Fenced):
                 await asyncio.wait_for(journal.connection.up.wait(), 20)
-                after = number = await last_decision(journal)
+                after = number = await last_seq(journal)
 
     deciding = asyncio.create_task(decide())
     for _ in range(8):
@@ -138,7 +130,6 @@ async def test_a_broker_killed_inside_appends_leaves_all_or_none(
         await broker.restart()
     deciding.cancel()
     await asyncio.gather(deciding, return_exceptions=True)
-    await last_decision(journal)  # the connection may not know yet that the broker was killed
     events = await read_all(journal)
     assert [event.fact.number for event in events] == list(range(1, len(events) + 1))  # type: ignore[attr-defined]
     assert len(events) % 5 == 0
