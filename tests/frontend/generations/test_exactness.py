@@ -6,6 +6,7 @@ Random faults at random points, many requests at once, four workers. A seed that
 import asyncio
 import random
 from collections import deque
+from string import ascii_lowercase
 from typing import Any
 
 import pytest
@@ -16,7 +17,7 @@ from controller.frontend.settings import LocalBreakerSettings
 from events.observations import RequestAbandoned, RequestMigrated
 
 FAULTS = ("error", "error", "error", "error", "disconnect")
-ERRORS = ("engine_error: x", "engine_shutdown", "overloaded", "non_finite")
+ERRORS = ("engine_error", "engine_shutdown", "overloaded", "non_finite")
 REQUESTS = 40
 
 
@@ -27,7 +28,9 @@ def acts(dice: random.Random) -> deque[Act]:
         per_step = dice.choice((1, 1, 2, 5))
         if dice.random() < 0.7:
             after = dice.randrange(0, 20)
-            made.append(Act(after, dice.choice(FAULTS), dice.choice(ERRORS), per_step=per_step))
+            # Each in words of its own: a request that fails in the same way on two workers is taken to be the reason.
+            error = f"{dice.choice(ERRORS)}: {''.join(dice.choices(ascii_lowercase, k=8))}"
+            made.append(Act(after, dice.choice(FAULTS), error, per_step=per_step))
         else:
             made.append(Act(per_step=per_step))
     return made
