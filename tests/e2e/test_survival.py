@@ -156,9 +156,9 @@ async def fleet(
 ) -> AsyncIterator[DemoFleet]:
     folder = tmp_path_factory.mktemp("survival")
     if request.param == "simulated":
-        engine = ["--itl-ms", "20"]
+        engine = ["--itl-ms", "40"]
     elif request.param == BEHIND_THE_BROKER:
-        engine = ["--itl-ms", "20", "--request-plane", "nats"]
+        engine = ["--itl-ms", "40", "--request-plane", "nats"]
     else:
         model = tiny_model.half(tmp_path_factory.getbasetemp())
         engine = ["--engine", "transformers", "--model", str(model), "--canary-interval", "1"]
