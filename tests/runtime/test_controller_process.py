@@ -257,17 +257,20 @@ async def stopped(child: "subprocess.Popen[bytes]", url: str, broker: int = 0) -
     """Stop a process in good order; return what its admin port answered from then on. Let the `broker` hang before."""
     seen: list[tuple[str, int]] = []
     async with aiohttp.ClientSession() as session:
-        with contextlib.suppress(aiohttp.ClientError):
-            async with session.get(f"{url}/ready") as answer:
-                assert answer.status == 200
-            if broker:
-                os.kill(broker, signal.SIGSTOP)
-            child.send_signal(signal.SIGTERM)
-            while child.poll() is None:
-                for path in ("/ready", "/live"):
-                    async with session.get(f"{url}{path}") as answer:
-                        seen.append((path, answer.status))
-                await asyncio.sleep(0.01)
+
+        async def ask(path: str) -> None:
+            with contextlib.suppress(aiohttp.ClientError):
+                async with session.get(f"{url}{path}") as answer:
+                    seen.append((path, answer.status))
+
+        await ask("/ready")
+        assert seen.pop() == ("/ready", 200)
+        if broker:
+            os.kill(broker, signal.SIGSTOP)
+        child.send_signal(signal.SIGTERM)
+        while child.poll() is None:
+            await asyncio.gather(ask("/ready"), ask("/live"))
+            await asyncio.sleep(0.01)
     await asyncio.to_thread(child.wait, 15)
     return seen
 

@@ -556,17 +556,21 @@ async def test_the_matrix(limit: int, cap: int | None, end: str, chat: bool, as_
         if end == "killed"
         else {"how": "error", "error": "engine_shutdown: the worker leaves"}
     )
-    first, other = failing("w1", after=5, **how), ScriptedWorker("w2")  # type: ignore[arg-type]
+    goes_on = asyncio.Event()
+    first, other = failing("w1", after=5, hold=goes_on, **how), ScriptedWorker("w2")  # type: ignore[arg-type]
     path, body = asked(chat)
-    first.step_s = 0.002  # so that the beginning is with the client when the end comes
     survives = limit > 0 and cap != 1
     async with frontend(migration_limit=limit, migration_max_seq_len=cap) as kit:
         await first_goes_to(kit, first, other)
+        ask = kit.stream if as_stream else kit.post
+        asking: asyncio.Task[Any] = asyncio.create_task(ask(path, max_tokens=COUNT, **body))  # type: ignore[arg-type]
+        await until(lambda: any(one.stats.counted == 5 for one in kit.running("w1")))
+        goes_on.set()  # the beginning is with the client when the end comes
         if as_stream:
-            events = await kit.stream(path, max_tokens=COUNT, **body)
+            events = await asking
             text, error = text_of(events), events[-1].get("error")
         else:
-            status, answer, _ = await kit.post(path, max_tokens=COUNT, **body)
+            status, answer, _ = await asking
             text, error = (content(answer["choices"][0]), None) if status == 200 else ("", answer["error"])
         whole = undisturbed(first.requests[0].tokens, COUNT)
         if survives:
