@@ -208,6 +208,7 @@ class Load(msgspec.Struct, array_like=True, frozen=True):
     kv_used: int = 0  # blocks
     kv_total: int = 0
     active_tokens: int = 0
+    canaries: int = 0  # of those that run or wait: they take nobody's room
 
 
 class Step(msgspec.Struct, tag="step", array_like=True):

@@ -40,4 +40,5 @@ def registration(
         kv=layout(engine.kv),
         dp=i.dp,
         kv_events=kv_events,
+        waiting_max=i.waiting_max,
     )

@@ -83,7 +83,7 @@ class Director:
         )
         scheduler = KvScheduler(settings.router, table, world.plane, self.request_metrics, now, world.dice)
         self.routing = RequestRouter(
-            self.peers.frontends, table, world.plane, settings, self.breakers, panic, scheduler,
+            self.peers, table, world.plane, settings, self.breakers, panic, scheduler,
             lambda: self.live,
         )  # fmt: skip
         self.admission = Admission(
@@ -102,11 +102,10 @@ class Director:
             lambda: self.pending.wake(),
         )  # fmt: skip
         self.dispatcher: Dispatcher[Generation] = Dispatcher(
-            table, self.routing, world.plane, poison, self.running, self.request_metrics, now,
-            self.admission.wake,
+            table, self.routing, world.plane, poison, self.running, self.request_metrics, now, self._freed
         )  # fmt: skip
         self.pending: PendingGenerations[Generation] = PendingGenerations(
-            table, settings, self.rescheduler, now, self.admission.wake, world.ended
+            table, settings, self.rescheduler, now, self.admission, world.ended
         )
         self.reports = MigrationReports(world.name, world.observe, self.request_metrics)
         self._reported_at = now()
@@ -195,7 +194,13 @@ class Director:
 
     def no_worker(self, error: NoWorker, request: GenerationRequest) -> ApiError:
         """Return what a client is told when nobody can take his request."""
-        return self.admission.no_worker(error, request.model, request.tier)
+        return self.admission.refusal(error, request.model, request.tier)
+
+    def _freed(self, model: str) -> None:
+        """A worker of this model may have room: for those that have begun before those who wait to."""
+        if self.pending.parked:
+            self.pending.wake_one(model)
+        self.admission.wake(model)
 
     # --- time ---------------------------------------------------------------------------------------------
 
@@ -208,6 +213,7 @@ class Director:
         self.breakers.tick(service)
         self.planned_migrations.tick()
         self.routing.expire()
+        self.peers.names()  # who is silent is forgotten, and waits for nothing
         self.metrics.settle()
         self.pending.tick()
         if now - self._reported_at >= self.settings.facts.rejected_window_s:

@@ -54,6 +54,32 @@ CODES = frozenset(  # what a program may rely on: each stands in docs/api.md
 )
 
 
+OVERLOAD = frozenset(("queue_full", "queue_timeout", "all_workers_busy"))  # there are workers, and no room
+NOBODY = frozenset(("no_worker", "no_routable_worker", "no_reachable_worker"))
+REFUSALS = frozenset(  # of requests that were not begun anywhere, for another reason than want of room
+    (
+        "capacity_shed",
+        "not_accepting",
+        "draining",
+        "starting",
+        "tokenizer_missing",
+        "request_poisonous",
+        *NOBODY,
+    )
+)
+ERROR_TYPES = {
+    400: "validation",
+    404: "not_found",
+    405: "validation",
+    408: "validation",
+    413: "validation",
+    499: "cancelled",
+    502: "backend_error",
+    503: "unavailable",
+    504: "response_timeout",
+}
+
+
 class ApiError(HoldfastError):
     """A request that ends with an error. `code` is stable and for programs, `message` for people."""
 
@@ -81,6 +107,22 @@ class ApiError(HoldfastError):
         """Return the JSON body."""
         error = {"message": str(self), "type": self.kind, "param": self.param, "code": self.code}
         return {"error": error}
+
+    @property
+    def refusal(self) -> str:
+        """Why the request was not begun anywhere, if it was not: `overload`, or a code of `REFUSALS`; else empty."""
+        code = self.code.partition(":")[0]
+        return "overload" if code in OVERLOAD else code if code in REFUSALS else ""
+
+    @property
+    def error_type(self) -> str:
+        """What it is counted as. The words are NVIDIA Dynamo's where it has one."""
+        refusal = self.refusal
+        if refusal and refusal not in NOBODY:
+            return refusal
+        if self.code == "first_token_timeout":
+            return self.code
+        return ERROR_TYPES.get(self.status, "internal")
 
     def encoded(self) -> bytes:
         """Return the body as bytes."""

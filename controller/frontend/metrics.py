@@ -41,7 +41,14 @@ class RequestCounts(MetricTable):
         "Requests that their client gave up.",
         "model", "endpoint", "request_type",
     )  # fmt: skip
-    rejections = counter("dynamo_frontend_model_rejection", "Requests turned away.", "model", "endpoint")
+    rejections = counter(
+        "dynamo_frontend_model_rejection", "Requests turned away for want of room.", "model", "endpoint"
+    )
+    refusals = counter(
+        "holdfast_refused_requests",
+        "Requests turned away for another reason than want of room, before anything was begun for them.",
+        "model", "endpoint", "reason",
+    )  # fmt: skip
     migrations = counter(
         "dynamo_frontend_model_migration",
         "Attempts that failed, whether or not another one was made: `ongoing_request` if they had brought tokens.",

@@ -115,7 +115,7 @@ class FrontendProcess:
         view.listen(lambda view, batch: self._absorb(director, feeds, view, batch))
         services: list[Service] = [
             lambda: self._follow(director, view),
-            lambda: self._report_links(bus),
+            lambda: self._report_links(bus, director),
             lambda: self._remember(director, view),
             lambda: follow_peers(director, bus),
             *feeds.services(),
@@ -241,12 +241,17 @@ class FrontendProcess:
         faults.skipped.inc(sum(isinstance(r.fact, Skipped) for r in batch))
         director.absorb(view.fleet, batch)
 
-    async def _report_links(self, bus: Bus) -> None:
-        """Say each second which workers we hear: a live connection vetoes a silence."""
+    async def _report_links(self, bus: Bus, director: Director) -> None:
+        """Say each second which workers we hear, for a live connection vetoes a silence, and how many requests wait for room."""
         clock = SystemClock()
         subject = subjects.links(self._name)
         while True:
-            body = {"frontend": self._name, "at": clock.now().isoformat(), "workers": self._plane.heard}
+            body = {
+                "frontend": self._name,
+                "at": clock.now().isoformat(),
+                "workers": self._plane.heard,
+                "waiting": director.admission.waiting(),
+            }
             await bus.publish(subject, body)
             await asyncio.sleep(LINKS_S)
 

@@ -13,11 +13,13 @@ from controller.deciders.degradation import Degradation
 from controller.deciders.fleet import AwaitedWorker, Fleet, Worker
 from events.decisions import HealthStatus, Knobs
 from events.observations import WorkerJoined
+from events.wire import Load
 
 Key = tuple[str, str]  # worker, instance
 Lineage = tuple[str, str]  # revision, tokenizer
 
 _USUAL = Knobs()
+ANY_NUMBER = 1 << 30  # requests, of a worker that does not say how many it can hold
 RANKS_MAX = 1024  # DP ranks of a worker that are looked at, whatever it registers
 
 
@@ -43,11 +45,13 @@ class Endpoint:
     active: int = 0  # requests of this frontend in flight there
     promised: int = 0  # requests that room is kept for: let in, and not sent there yet
     tokens: int = 0  # of those in flight: their prompts', and what they may generate
+    refused_at: Load | None = None  # what others had there when it refused a request for want of room
     worker: str = field(init=False)
     instance: str = field(init=False)
     model: str = field(init=False)
     ranks: int = field(init=False)
     max_batch: int = field(init=False)
+    holds: int = field(init=False)  # requests that it says it can hold: more are never sent there
     block_tokens: int = field(init=False)  # 1 of who registers nonsense
     key: Key = field(init=False)
     lineage: Lineage = field(init=False)
@@ -60,6 +64,8 @@ class Endpoint:
         self.model = joined.model
         self.ranks = min(max(1, joined.dp), RANKS_MAX)
         self.max_batch = joined.profile.max_batch
+        waiting = joined.waiting_max
+        self.holds = ANY_NUMBER if waiting is None else max(1, self.max_batch + waiting)
         self.block_tokens = max(1, joined.profile.block_tokens)
         self.lineage = joined.revision, joined.tokenizer
 
@@ -87,6 +93,11 @@ class Endpoint:
         """Count requests that have left, with the `tokens` that they began with."""
         self.active -= requests
         self.tokens -= tokens
+
+    def refuse(self, others: Load | None) -> None:
+        """Take in that it has refused a request for want of room. It has none until it next reports its load: `others` is what
+        it said last."""
+        self.refused_at = others
 
     def shown(self, reachable: bool) -> dict[str, object]:
         """Return what a person may want to know of it."""

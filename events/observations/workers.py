@@ -73,6 +73,7 @@ class WorkerJoined(WorkerObservation):
     kv: KvLayout | None = None  # None: requests cannot leave or come with their KV cache
     dp: int = 1  # DP ranks, 0 to dp - 1: each has a KV cache and a queue of its own
     kv_events: bool = False  # it says which KV blocks it stores and removes, and answers questions about them
+    waiting_max: int | None = None  # requests that it lets wait beside `max_batch`; None: it does not say
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

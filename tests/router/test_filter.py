@@ -1,13 +1,13 @@
 """The filter leaves the same whether it looks at all or at the best ones first; and who is chosen is the best that it leaves."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from random import Random
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from router_kit import BLOCK, endpoint
+from router_kit import BLOCK, PROFILE, endpoint
 
 from controller.router.endpoints import Endpoint, WorkerRank
 from controller.router.load.active_sequences import ActiveSequences
@@ -15,6 +15,7 @@ from controller.router.selection.filter import (
     AllBusy,
     AllTried,
     Filter,
+    Headroom,
     NoneReachable,
     NoneRoutable,
     NotServed,
@@ -40,6 +41,8 @@ class Made:
     others: int = 0
     recently_heard: bool = True
     blocks: int = 0  # in use there
+    waiting_max: int | None = None  # beside a batch of one
+    refused: bool = False  # a request, since it last reported its load
 
 
 MADE = st.builds(
@@ -52,16 +55,47 @@ MADE = st.builds(
     others=st.integers(0, CAP),
     recently_heard=st.integers(0, 2).map(bool),
     blocks=st.integers(0, 4),
+    waiting_max=st.none() | st.integers(0, CAP),
+    refused=st.integers(0, 4).map(lambda n: n == 0),
 )
 FLEETS = st.lists(MADE, max_size=14)
 
 
-def plainly(fleet: list[Made], capped: bool, frontends: int) -> list[int]:
+@dataclass(frozen=True)
+class Asked:
+    """Of whom, and for what, there must be room."""
+
+    room: Headroom = Headroom.FRESH
+    frontends: int = 1
+    contenders: int = 1  # frontends whose requests wait, this one's too
+
+
+ASKED = st.builds(Asked, st.sampled_from(Headroom), st.integers(1, 3), st.integers(1, 3))
+
+
+def holds_one_more(one: Made) -> bool:
+    """Say whether a worker whose batch is of one can hold another request."""
+    whole = one.active + one.others
+    return not one.refused and (one.waiting_max is None or whole < 1 + one.waiting_max)
+
+
+def takes_a_fresh_one(one: Made, asked: Asked) -> bool:
+    """Say whether a worker may get a request that begins, as far as the frontends' own cap goes."""
+    share = one.active * asked.frontends < CAP or asked.frontends == 1
+    modest = (
+        one.waiting_max is None
+        or one.active * asked.contenders < 1 + one.waiting_max
+        or asked.contenders == 1
+    )
+    return one.active < CAP and modest and (share or one.active + one.others < CAP)
+
+
+def plainly(fleet: list[Made], asked: Asked) -> list[int]:
     """Filter in the order in which the module's page says it."""
     numbers = list(range(len(fleet)))
     room = {
-        n: fleet[n].active < CAP
-        and (fleet[n].active * frontends < CAP or frontends == 1 or fleet[n].active + fleet[n].others < CAP)
+        n: asked.room is Headroom.NONE
+        or (holds_one_more(fleet[n]) and (asked.room is Headroom.HELD or takes_a_fresh_one(fleet[n], asked)))
         for n in numbers
     }
     stages: list[tuple[type[NoWorker], Any]] = [
@@ -69,7 +103,7 @@ def plainly(fleet: list[Made], capped: bool, frontends: int) -> list[int]:
         (NoneReachable, lambda n: fleet[n].reachable),
         (AllTried, lambda n: not fleet[n].tried),
         (NoneRoutable, lambda n: fleet[n].allowed),
-        (AllBusy, lambda n: room[n] or not capped),
+        (AllBusy, lambda n: room[n]),
     ]
     if not numbers:
         raise NotServed
@@ -80,35 +114,41 @@ def plainly(fleet: list[Made], capped: bool, frontends: int) -> list[int]:
     return [n for n in numbers if fleet[n].recently_heard] or numbers
 
 
-def filter_of(fleet: list[Made], capped: bool, frontends: int) -> tuple[Filter, list[Endpoint]]:
-    endpoints = [endpoint(str(n), one.weight) for n, one in enumerate(fleet)]
+def filter_of(fleet: list[Made], asked: Asked) -> tuple[Filter, list[Endpoint]]:
+    alone = replace(PROFILE, max_batch=1)
+    endpoints = [
+        endpoint(str(n), one.weight, profile=alone, waiting_max=one.waiting_max)
+        for n, one in enumerate(fleet)
+    ]
+    loads = [Load(running=one.others) for one in fleet]
     for one, made in zip(endpoints, fleet, strict=True):
         one.begin(requests=made.active)
+        if made.refused:
+            one.refuse(loads[int(one.worker)])
     rules = Rules(
         reachable=lambda worker, instance: fleet[int(worker)].reachable,
         allowed=lambda one: fleet[int(one.worker)].allowed,
-        external_load=lambda worker: Load(running=fleet[int(worker)].others),
+        external_load=lambda worker: loads[int(worker)],
         cap=lambda one: CAP,
-        frontends=lambda: frontends,
+        frontends=lambda: asked.frontends,
+        contenders={"m": asked.contenders} if asked.contenders > 1 else {},
         recently_heard=lambda worker, instance: (
             fleet[int(worker)].reachable and fleet[int(worker)].recently_heard
         ),
     )
     tried = {one.key for one, made in zip(endpoints, fleet, strict=True) if made.tried}
-    return Filter(endpoints, rules, tried, capped), endpoints
+    return Filter(endpoints, rules, tried, asked.room), endpoints
 
 
-@given(FLEETS, st.booleans(), st.integers(1, 3), st.floats(0, 1, exclude_max=True))
-def test_the_best_of_those_that_are_left(
-    fleet: list[Made], capped: bool, frontends: int, draw: float
-) -> None:
-    among, endpoints = filter_of(fleet, capped, frontends)
+@given(FLEETS, ASKED, st.floats(0, 1, exclude_max=True))
+def test_the_best_of_those_that_are_left(fleet: list[Made], asked: Asked, draw: float) -> None:
+    among, endpoints = filter_of(fleet, asked)
     slots = ActiveSequences()
     for n, made in enumerate(fleet):
         slots.add(n, WorkerRank(*endpoints[n].key), now=0.0, own_blocks=made.blocks)
     chooser, prompt = Chooser(slots), ScoredPrompt(BLOCK, BLOCK)
     try:
-        left = plainly(fleet, capped, frontends)
+        left = plainly(fleet, asked)
     except NoWorker as error:
         with pytest.raises(type(error)) as caught:
             among.left()
@@ -131,7 +171,7 @@ def test_the_best_of_those_that_are_left(
 @pytest.mark.parametrize("mode", list(Mode))
 def test_equals_are_chosen_evenly_though_some_are_out(mode: Mode) -> None:
     fleet = [Made(tried=True), Made(reachable=False), Made(), Made(), Made()]
-    among, _ = filter_of(fleet, True, 1)
+    among, _ = filter_of(fleet, Asked())
     chooser, counts, dice = Chooser(ActiveSequences()), dict.fromkeys("234", 0), Random(1)
     for _ in range(1200):
         choice = chooser.choose(among, ScoredPrompt(BLOCK, BLOCK), mode=mode, now=0.0, draw=dice.random())

@@ -18,6 +18,9 @@ from workers.kv_transfer.messages import Buffer, Description
 MOVES_MAX = 16
 """So many requests may be on their way out of one engine at once, and so many into it."""
 
+CANARIES_MAX = 2
+"""So many canaries are taken beyond what may wait: a worker that is full is checked, too."""
+
 
 class EngineDead(HoldfastError):
     """The engine can no longer serve anything; the worker must be replaced."""
@@ -54,6 +57,7 @@ class EngineIdentity:
     exact: bool
     profile: Profile
     dp: int = 1  # DP ranks, each with a KV cache and a queue of its own
+    waiting_max: int | None = None  # requests that it lets wait beside a full batch; None: any number
 
 
 @dataclass(frozen=True, slots=True)

@@ -34,7 +34,8 @@ class ReportedLoad:
 
 
 def without(load: Load, own: int) -> Load:
-    """Return what others have at a worker, when `own` of its requests are ours. Tokens are taken to be spread evenly."""
-    whole = load.running + load.waiting
+    """Return what others have at a worker, when `own` of its requests are ours; canaries are nobody's. Tokens are taken to be
+    spread evenly."""
+    whole = load.running + load.waiting - load.canaries
     others = max(0, whole - own)
-    return Load(running=others, active_tokens=load.active_tokens * others // whole if whole else 0)
+    return Load(running=others, active_tokens=load.active_tokens * others // whole if whole > 0 else 0)

@@ -18,4 +18,5 @@ class Attempt(msgspec.Struct, eq=False):
     routed_under: int  # the last decision of the fleet when it was routed
     breaker_epoch: int  # the last move of this frontend's own breakers then
     paid: bool  # whether it has cost budget
+    before: "Attempt | None"  # the one before it
     explained: dict[str, Any] | None = None  # why this worker was chosen, if that was asked

@@ -3,6 +3,7 @@
 These are the worker's endpoint and the list of what runs there, the router's slots, and this frontend's own breakers.
 """
 
+import contextlib
 from collections.abc import Callable
 from typing import Any, Generic, Protocol, TypeVar
 
@@ -18,7 +19,7 @@ from controller.frontend.scheduling.running import RunningRequests
 from controller.frontend.scheduling.scheduler import explained
 from controller.ports import RequestPlane, Sink
 from controller.router.endpoints import Endpoint, EndpointTable, Key
-from controller.router.selection.filter import AllBusy, AllTried, NoWorker
+from controller.router.selection.filter import AllBusy, AllTried, Headroom, NoWorker
 from controller.router.selection.selector import Selection
 from events.wire import Why
 
@@ -81,16 +82,15 @@ class Dispatcher(Generic[G]):
             planned = None
             if (found := self._guarded(generation, where, missed)) is not None:
                 return found
-        if planned is not None:
+        if planned is not None and routing.holds_one_more(planned):
             return routing.at(planned, request, output)
         try:
-            try:
-                return routing.route(request, budget.tried, output, capped=generation.last_attempt is None)
-            except AllBusy:
-                if generation.last_attempt is not None:
-                    raise
-                # it was let in: one answer of several may find no room any more
-                return routing.route(request, budget.tried, output)
+            if generation.last_attempt is None:  # else it has begun, and goes wherever a worker can hold it
+                with contextlib.suppress(
+                    AllBusy
+                ):  # it was let in: one answer of several may find none any more
+                    return routing.route(request, budget.tried, output, room=Headroom.FRESH)
+            return routing.route(request, budget.tried, output)
         except AllTried:
             return routing.route(request, budget.failed | missed, output)
 
@@ -149,6 +149,7 @@ class Dispatcher(Generic[G]):
             self._table.number,
             self._breakers.routed(endpoint.key),
             paid,
+            last,
             why,
         )
 
@@ -211,6 +212,12 @@ class Dispatcher(Generic[G]):
         if reason in ERRORS:
             return poison.failed(request, key, way, under)
         return Suspicion.NONE
+
+    def turned_away(self, generation: G, attempt: Attempt) -> None:
+        """A worker had no room for an attempt: nothing speaks against either, and it has cost nothing."""
+        generation.budget.spent -= attempt.paid
+        self._routing.refused(attempt.endpoint)
+        self.unjudged(attempt, has_output=False)
 
     def unjudged(self, attempt: Attempt | None, *, has_output: bool) -> None:
         """An attempt, if there is one, ends through no fault of its worker: its client has left, or was mistaken."""

@@ -57,8 +57,7 @@ class Generation:
     ) -> None:
         """Prepare an answer, of which nobody has been asked anything yet. Raise TokenizerMissing."""
         metrics, now = host.request_metrics.of(request.model), host.now
-        self._host = host
-        self._dispatcher = host.dispatcher
+        self._host, self._dispatcher = host, host.dispatcher
         self._pending = host.pending
         self._reports = host.reports
         self._metrics = metrics
@@ -131,10 +130,12 @@ class Generation:
                     self._pending.park(self, move.since)
                 else:
                     self._pending.hold(self, self.stats.began_at, room)
+            case policy.LineUp():
+                self._pending.line_up(self)
             case policy.Abandon(reason, failure):
                 self._abandon(reason, failure.error)
             case _:
-                self._end(error=self._host.no_worker(error, self.request))
+                self.refused(self._host.no_worker(error, self.request))
 
     @property
     def endpoint(self) -> Endpoint | None:
@@ -176,7 +177,7 @@ class Generation:
         self._end()
 
     def refused(self, error: ApiError) -> None:
-        """The worker says that no worker could answer this."""
+        """Nobody can answer this, as its worker says, or takes it."""
         self._dispatcher.unjudged(self.output.attempt, has_output=self.has_output)
         self._leave()
         self._end(error=error)
@@ -278,8 +279,13 @@ class Generation:
         `on_source`, of one before. Go on elsewhere, or tell the client why not."""
         progress, budget, now = self.progress, self.budget, self._host.now()
         if attempt is not None and attempt is not self.output.attempt:  # it was left in time
-            self._dispatcher.blame(attempt, failure)
-            return
+            return self._dispatcher.blame(attempt, failure)
+        if attempt is not None and policy.is_turned_away(failure, progress.move, has_output=self.has_output):
+            self._dispatcher.turned_away(self, attempt)
+            self._leave()
+            self.last_attempt = attempt.before
+            self.first_attempt = None if attempt.before is None else self.first_attempt
+            return self._send(free=not attempt.paid)
         replaced = progress.move
         self._arrived(well=False)
         not_carried = policy.why_not_carried(
@@ -304,8 +310,8 @@ class Generation:
                 source = attempt or self.first_attempt
                 assert source is not None
                 progress.spoilt = progress.spoilt or spoilt
-                tokens = len(self.accepted)
-                progress.began(Move(failure, original, source.endpoint, now, tokens, refused=not_carried))
+                move = Move(failure, original, source.endpoint, now, len(self.accepted), refused=not_carried)
+                progress.began(move)
                 if isinstance(decision, policy.Park):
                     progress.not_before = now + decision.pause_s
                     self._pending.park(self, now)
@@ -344,9 +350,8 @@ class Generation:
             return
         if why == "no_worker" and move is not None:
             self._abandon(why, move.original.error)
-        elif (
-            self.stats.first_at is None
-        ):  # also of one that was never sent, because its like may bring workers down
+        elif self.stats.first_at is None:
+            # Also of one that was never sent, because its like may bring workers down.
             self._dispatcher.cancel(self.output.attempt)
             self._leave()
             error = ApiError(503, "no token came in time", code=why, retry_after_s=1)
@@ -374,8 +379,7 @@ class Generation:
         self._end(error=error)
 
     def _end(self, *, error: ApiError | None = None) -> None:
-        self.error = error
-        self.done = True
+        self.error, self.done = error, True
         self.output.close()
         self._provenance.end()
         if self.progress.disturbed:

@@ -7,6 +7,7 @@
                ├─ its worker fell before it had any token ───────▶ Park: it may be the reason
                            └─ else ──────────────────────────────────────────▶ GoOn
     nobody can take it ────┬─ it may bring workers down: one at a time ──────▶ Hold
+                           ├─ it had not begun, and all are busy ────────────▶ LineUp
                            ├─ it had not begun ──────────────────────────────▶ Refuse
                            ├─ somebody may come, or come back ───────────────▶ Park
                            └─ all have failed it ────────────────────────────▶ Abandon
@@ -20,10 +21,10 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 from controller.frontend.health.poison import Held, Poisonous, Suspicion
-from controller.frontend.requests.failures import Failure
+from controller.frontend.requests.failures import FULL, Failure
 from controller.frontend.requests.generation_request import Move
 from controller.router.endpoints import Key
-from controller.router.selection.filter import AllTried
+from controller.router.selection.filter import AllBusy, AllTried
 
 POISONOUS = Poisonous.code
 PAUSE_S = (
@@ -68,12 +69,17 @@ class GoOn:
 
 
 @dataclass(frozen=True, slots=True)
+class LineUp:
+    """It waits for room once more, as it did before it was let in: no worker has failed it."""
+
+
+@dataclass(frozen=True, slots=True)
 class Refuse:
     """Its client is told that nobody serves it."""
 
 
 AfterFailure: TypeAlias = Finish | Abandon | Park | GoOn
-WithoutWorker: TypeAlias = Refuse | Hold | Park | Abandon
+WithoutWorker: TypeAlias = Refuse | LineUp | Hold | Park | Abandon
 
 
 def after_failure(
@@ -101,13 +107,19 @@ def after_failure(
     return GoOn(original)
 
 
+def is_turned_away(failure: Failure, move: Move | None, *, has_output: bool) -> bool:
+    """Say whether a worker had no room for an attempt, which is no failure: it has not been begun there. Who has taken a KV cache
+    over has begun."""
+    return failure.reason == FULL and not has_output and (move is None or move.carried is None)
+
+
 def without_worker(code: str, move: Move | None, *, may_return: bool) -> WithoutWorker:
     """Return what becomes of an answer that nobody can take, for the reason of this `code`. `move`: what it is in the middle
     of; `may_return`: some worker that failed it may be asked again."""
     if code == Held.code:
         return Hold()
     if move is None:
-        return Refuse()
+        return LineUp() if code == AllBusy.code else Refuse()
     if code == POISONOUS:
         return Abandon(code, Failure(POISONOUS, move.failure.reason))
     if move.failure.kind.patient or code != AllTried.code or may_return:

@@ -4,18 +4,23 @@ begun ── its first token ──▶ heard                    too late: given 
 lost ──▶ rescheduled with all that were lost in this turn ──▶ sent elsewhere
   └────▶ parked ── a worker may have come ──▶ rescheduled       too late: given up, `no_worker`
 held, and never sent: parked, and its room kept ──▶ sent        too late: given up, `first_token_timeout`
+turned away, and never begun: in line once more ──▶ sent        too late: refused
 """
 
 import asyncio
 from collections.abc import Callable
+from functools import partial
 from typing import Generic, Literal, Protocol, TypeAlias, TypeVar
 
+from controller.frontend.errors import ApiError
 from controller.frontend.generations.migration_progress import MigrationProgress
 from controller.frontend.generations.output_stats import OutputStats
 from controller.frontend.generations.rescheduler import Reschedulable, Rescheduler
-from controller.frontend.scheduling.admission import Reservation
+from controller.frontend.scheduling.admission import Admission, Reservation
+from controller.frontend.scheduling.queue import WaitedTooLong
 from controller.frontend.settings import FrontendSettings
 from controller.router.endpoints import EndpointTable
+from controller.router.selection.filter import NoWorker
 
 GivenUp: TypeAlias = Literal["no_worker", "first_token_timeout"]
 
@@ -32,6 +37,10 @@ class Waiting(Reschedulable, Protocol):
         """It has waited too long."""
         ...
 
+    def refused(self, error: ApiError) -> None:
+        """Nobody takes it, and it has not begun."""
+        ...
+
 
 W = TypeVar("W", bound=Waiting)
 
@@ -45,17 +54,18 @@ class PendingGenerations(Generic[W]):
         settings: FrontendSettings,
         rescheduler: Rescheduler,
         now: Callable[[], float],
-        freed: Callable[[str], None],
+        admission: Admission,
         ended: Callable[[W], object] | None = None,
     ) -> None:
-        """Begin with none. `freed` is told the model of a worker that has read a prompt, and may read another one; `ended`
-        each answer that is over."""
+        """Begin with none. `ended` is told of each answer that is over."""
         self._table = table
         self._first_token_s = settings.admission.first_token_s
         self._reroute_s = settings.reroute_s
         self._rescheduler = rescheduler
         self._now = now
-        self._freed = freed
+        self._queue_s = settings.admission.queue_s
+        self._admission = admission
+        self._in_line: dict[W, asyncio.Future[Reservation]] = {}
         self._ended = ended
         self._parked: dict[W, float] = {}  # until when
         self._begun: dict[W, None] = {}  # those without a first token yet
@@ -76,9 +86,9 @@ class PendingGenerations(Generic[W]):
         self._begun[generation] = None
 
     def first_token(self, generation: W) -> None:
-        """The first token of an answer has come."""
+        """The first token of an answer has come: its worker may read another prompt."""
         self._begun.pop(generation, None)
-        self._freed(generation.request.model)
+        self._admission.wake(generation.request.model)
 
     def reschedule(self, generation: W) -> None:
         """Send it elsewhere, together with all that lose their workers in this turn of the loop."""
@@ -95,6 +105,26 @@ class PendingGenerations(Generic[W]):
         if room is not None:
             self._rooms[generation] = room.again()
 
+    def line_up(self, generation: W) -> None:
+        """This answer was let in, and no worker has room for it after all: it waits for room, before those who came later."""
+        request, now = generation.request, self._now()
+        until = generation.stats.began_at + self._queue_s * self._table.knobs(request.model).latency
+        turn = self._admission.again(request.model, request.lineage, max(0.0, until - now))
+        self._in_line[generation] = turn
+        turn.add_done_callback(partial(self._leave_line, generation))
+
+    def _leave_line(self, generation: W, turn: "asyncio.Future[Reservation]") -> None:
+        wanted = self._in_line.pop(generation, None) is turn
+        if turn.cancelled():
+            return
+        if (error := turn.exception()) is None:
+            turn.result().free()  # for the generation, which is sent before anybody else's turn comes
+            if wanted:
+                generation.retry()
+        elif wanted and isinstance(error, WaitedTooLong | NoWorker):
+            request = generation.request
+            generation.refused(self._admission.refusal(error, request.model, request.tier))
+
     def give_back(self, generation: W) -> Reservation | None:
         """Give back the room that was kept for an answer, if any was, and return it."""
         room = self._rooms.pop(generation, None)
@@ -106,6 +136,8 @@ class PendingGenerations(Generic[W]):
         """An answer is over: it waits for nothing."""
         if generation.stats.first_at is None:
             self._begun.pop(generation, None)
+        if self._in_line and (turn := self._in_line.pop(generation, None)) is not None:
+            turn.cancel()
         if generation.progress.disturbed:  # else it has never waited for another worker
             self._parked.pop(generation, None)
             self._rescheduler.discard(generation)
@@ -123,6 +155,19 @@ class PendingGenerations(Generic[W]):
                     self._rescheduler.add(generation)
                 else:  # no worker has failed it: it is sent as any other request, when this turn of the loop is over
                     asyncio.get_running_loop().call_soon(generation.retry)
+
+    def wake_one(self, model: str) -> None:
+        """A worker of this model has room: let the one try that has waited longest to go on."""
+        now = self._now()
+        found = [
+            one
+            for one in self._parked
+            if one.request.model == model and one.progress.move is not None and now >= one.progress.not_before
+        ]
+        if found:
+            first = min(found, key=self._parked.__getitem__)
+            del self._parked[first]
+            self._rescheduler.add(first)
 
     def tick(self) -> None:
         """Give up what has waited too long."""

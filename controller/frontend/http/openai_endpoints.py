@@ -28,16 +28,6 @@ from controller.router.endpoints import Lineage
 from controller.router.selection.filter import NoWorker
 
 log = structlog.get_logger(__name__)
-ERROR_TYPES = {
-    400: "validation",
-    404: "not_found",
-    405: "validation",
-    408: "validation",
-    413: "validation",
-    502: "backend_error",
-    503: "unavailable",
-    504: "response_timeout",
-}
 READERS: dict[str, Callable[[bytes], ParsedRequest]] = {
     "chat_completions": read_chat,
     "completions": read_completion,
@@ -196,7 +186,7 @@ class OpenAiEndpoints:
         except BadTemplate as error:
             raise invalid(str(error), "messages") from error
         except NoWorker as error:  # the last one of this lineage has gone while its tokenizer was read
-            raise self._admission.no_worker(error, parsed.model, head.tier) from error
+            raise self._admission.refusal(error, parsed.model, head.tier) from error
         self._tokenizer_ms.of("encode").note((director.now() - began) * 1000)
         serial = next(self._serial)
         return AdmittedRequest(
@@ -259,13 +249,14 @@ class OpenAiEndpoints:
         if error is None:
             requests.ended.add(1, model, endpoint, kind, "success", "")
             return
-        why = "cancelled" if error.status == 499 else ERROR_TYPES.get(error.status, "internal")
-        requests.ended.add(1, model, endpoint, kind, "error", why)
+        requests.ended.add(1, model, endpoint, kind, "error", error.error_type)
         if error.status == 499:
             requests.cancellations.labels(model, endpoint, kind).inc()
             requests.disconnected.inc()
-        elif error.status == 503:
+        elif error.refusal == "overload":
             requests.rejections.labels(model, endpoint).inc()
+        elif error.refusal:
+            requests.refusals.labels(model, endpoint, error.refusal).inc()
 
 
 def _shutting_down() -> ApiError:

@@ -36,13 +36,14 @@ class Kind:
     again: bool = False
 
 
+FULL = "overloaded"  # before a token has come, it is no failure: there was no room
 KINDS = {
     "cannot_connect": Kind("cannot_connect", 503, "the worker cannot be reached", free=True, again=True),
     "disconnected": Kind("disconnected", 502, "Stream ended before generation completed", again=True),
     "stalled": Kind("stalled", 504, "the worker stopped answering", again=True),
     "engine_error": Kind("engine_error", 500, "the engine failed", patient=False),
     "engine_shutdown": Kind("engine_shutdown", 503, "the worker is shutting down", blames=False),
-    "overloaded": Kind("overloaded", 503, "the worker is full", blames=False, free=True, patient=False),
+    FULL: Kind("overloaded", 503, "the worker is full", blames=False, free=True, patient=False),
     "upstream_lost": Kind("engine_error", 502, "the server behind the worker was lost", patient=False),
     "stream_incomplete": Kind("engine_error", 502, "Stream ended before generation completed", patient=False),
     "non_finite": Kind("engine_error", 500, "the engine computed numbers that are not finite", patient=False),

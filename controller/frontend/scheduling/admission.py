@@ -5,6 +5,7 @@ a worker free, or becomes free within the queue's deadline. Every refusal says w
 counted into `RequestsRejected`.
 """
 
+import asyncio
 from collections.abc import Callable
 
 from controller.deciders.degradation import sheds
@@ -12,7 +13,7 @@ from controller.frontend.errors import ApiError, shed, unavailable, unknown_mode
 from controller.frontend.health.poison import Poisonous
 from controller.frontend.scheduling.queue import Outcome, Queue, QueueFull, WaitedTooLong
 from controller.frontend.settings import AdmissionSettings
-from controller.router.endpoints import Endpoint, EndpointTable
+from controller.router.endpoints import Endpoint, EndpointTable, Lineage
 from controller.router.selection.filter import NoneRoutable, NotServed, NoWorker
 from events.fact import Observation
 from events.observations import RequestsRejected
@@ -47,17 +48,20 @@ class Admission:
         frontend: str,
         settings: AdmissionSettings,
         table: EndpointTable,
-        find: Callable[[str], Endpoint],
+        find: Callable[[str, Lineage | None], Endpoint],
         observe: Callable[[Observation], object],
         retry_after_s: int,
         waited: Callable[[str, Outcome, float], object],
     ) -> None:
-        """Let requests in from now on. `find` returns a worker with room, or raises NoWorker; `waited` is told how each wait for
-        one ended, and after how many seconds."""
+        """Let requests in from now on. `find` returns a worker with room, of any lineage or of one, or raises NoWorker; `waited`
+        is told how each wait for one ended, and after how many seconds."""
         self._frontend = frontend
         self._settings = settings
         self._table = table
-        self._queue = Queue(lambda model: Reservation(find(model), self.wake), settings.queue_max, waited)
+        self._find = find
+        self._queue = Queue(
+            lambda model: Reservation(find(model, None), self.wake), settings.queue_max, waited
+        )
         self.wake = self._queue.wake  # a worker may have become free: let those who wait look
         self._observe = observe
         self._retry_after_s = retry_after_s
@@ -67,6 +71,16 @@ class Admission:
     def queued(self, model: str) -> int:
         """Return how many requests wait for a free worker of this model."""
         return self._queue.length(model)
+
+    def waiting(self) -> dict[str, int]:
+        """Return the models for which requests wait for a free worker, and how many."""
+        return self._queue.waiting()
+
+    def again(self, model: str, lineage: Lineage, deadline_s: float) -> "asyncio.Future[Reservation]":
+        """Let a request that was let in and found no room after all wait for it once more, before all others: see `Queue`."""
+        return self._queue.again(
+            model, deadline_s, lambda: Reservation(self._find(model, lineage), self.wake)
+        )
 
     async def admit(self, model: str, tier: str) -> Reservation:
         """Return room for a request, which its caller frees. Raise ApiError if it is not let in."""
@@ -82,15 +96,10 @@ class Admission:
             raise self._refused(model, tier, "capacity_shed", shed(tier))
         try:
             return await self._queue.enter(model, self._settings.queue_s * knobs.latency)
-        except QueueFull as error:
-            raise self._refused(
-                model, tier, "queue_full", self._unavailable(str(error), "queue_full")
-            ) from None
-        except WaitedTooLong as error:
-            late = self._unavailable(str(error), "queue_timeout")
-            raise self._refused(model, tier, "queue_timeout", late) from None
+        except (QueueFull, WaitedTooLong) as error:
+            raise self.refusal(error, model, tier) from None
         except NoWorker as error:
-            raise self.no_worker(error, model, tier) from error
+            raise self.refusal(error, model, tier) from error
 
     def send_away(self) -> None:
         """Refuse those who wait: this frontend ends."""
@@ -98,8 +107,11 @@ class Admission:
 
     # --- refusals -----------------------------------------------------------------------------------------
 
-    def no_worker(self, error: NoWorker, model: str, tier: str) -> ApiError:
+    def refusal(self, error: QueueFull | WaitedTooLong | NoWorker, model: str, tier: str) -> ApiError:
         """Return what a client is told when nobody can take his request."""
+        if isinstance(error, QueueFull | WaitedTooLong):
+            code = "queue_full" if isinstance(error, QueueFull) else "queue_timeout"
+            return self._refused(model, tier, code, self._unavailable(str(error), code))
         if isinstance(error, NotServed):
             if model not in self._table.known:
                 return unknown_model(model)

@@ -1,12 +1,14 @@
 """Who waits for a worker while all of a model's are busy?
 
     enter ── nobody waits, and a worker has room ──▶ in
-      └────▶ in line ── the first, and a worker has room ──▶ in
+      └────▶ in line ── the first, and a worker has room ──▶ in ── none at the worker after all ──▶ before all in line
                ├── the line is full, or the deadline has passed, or all are sent away ──▶ refused
                ├── nobody can serve the model any more ──▶ refused
                └── its client has gone ──▶ out of the line
 
-First come, first served; each model has a line of its own, so who waits for one holds up nobody who wants another.
+First come, first served; each model has a line of its own, so who waits for one holds up nobody who wants another. Who was in
+already and was sent back for want of room comes before the others; since he is bound to some of the workers, he holds up nobody
+who would go to another one.
 
 What a reader would get wrong: room that becomes free is given away at the end of the turn of the loop, never at once. A
 request that has just been let in launches its generations in that turn, and they take its room over.
@@ -15,11 +17,14 @@ request that has just been let in launches its generations in that turn, and the
 import asyncio
 from collections import OrderedDict
 from collections.abc import Callable
+from functools import partial
+from itertools import chain
 from typing import Generic, Literal, Protocol, TypeAlias, TypeVar
 
 from controller.router.selection.filter import AllBusy, NoWorker
 from events.errors import HoldfastError
 
+LOOKS_MAX = 16  # of those who were in already, in vain, at one time
 Outcome: TypeAlias = Literal["admitted", "timeout", "no_worker", "gone"]
 
 
@@ -54,21 +59,55 @@ class Queue(Generic[R]):
         self._max = requests_max
         self._ended = ended
         self._lines: dict[str, OrderedDict[asyncio.Future[R], None]] = {}  # in the order of their arrival
+        self._back: dict[
+            str, OrderedDict[asyncio.Future[R], Callable[[], R]]
+        ] = {}  # before them: how each finds room
         self._due: set[str] = set()  # models whose line moves on when this turn of the loop is over
 
     def length(self, model: str) -> int:
         """Return how many requests wait for a worker of this model."""
-        return len(self._lines.get(model, ()))
+        return len(self._lines.get(model, ())) + len(self._back.get(model, ()))
+
+    def waiting(self) -> dict[str, int]:
+        """Return the models for which requests wait, and how many."""
+        return {model: count for model in self._lines | self._back if (count := self.length(model))}
 
     async def enter(self, model: str, deadline_s: float) -> R:
         """Return room for a request, at once or when its turn has come. Raise QueueFull, WaitedTooLong, or NoWorker for
         another reason than that all are busy."""
-        if not self._lines.get(model):
+        if self._back.get(model):
+            self.wake(model)
+        elif not self._lines.get(model):
             try:
                 return self._take(model)
             except AllBusy:
                 pass
         return await self._wait(model, deadline_s)
+
+    def again(self, model: str, deadline_s: float, take: Callable[[], R]) -> "asyncio.Future[R]":
+        """Let a request that was in wait once more, before all others: `take` finds room for it, or raises NoWorker. The future
+        becomes the room, or WaitedTooLong, or NoWorker for another reason than that all are busy; whoever does not want it any
+        more cancels it, or frees the room."""
+        loop = asyncio.get_running_loop()
+        turn: asyncio.Future[R] = loop.create_future()
+        self._back.setdefault(model, OrderedDict())[turn] = take
+        late = loop.call_later(deadline_s, _refuse, turn, deadline_s)
+        turn.add_done_callback(partial(self._leave, model, late, loop.time()))
+        self.wake(model)
+        return turn
+
+    def _leave(self, model: str, late: asyncio.TimerHandle, began: float, turn: "asyncio.Future[R]") -> None:
+        """One that waited once more waits no longer."""
+        late.cancel()
+        del self._back[model][turn]
+        if turn.cancelled():
+            outcome: Outcome = "gone"
+            self.wake(model)
+        elif (error := turn.exception()) is None:
+            outcome = "admitted"
+        else:
+            outcome = "timeout" if isinstance(error, WaitedTooLong) else "no_worker"
+        self._ended(model, outcome, asyncio.get_running_loop().time() - began)
 
     async def _wait(self, model: str, deadline_s: float) -> R:
         line = self._lines.setdefault(model, OrderedDict())
@@ -106,22 +145,23 @@ class Queue(Generic[R]):
 
     def send_away(self, why: str) -> None:
         """Refuse everybody who waits."""
-        for line in self._lines.values():
-            for turn in line:
-                if not turn.done():
-                    turn.set_exception(WaitedTooLong(why))
+        for turn in chain(*self._lines.values(), *self._back.values()):
+            if not turn.done():
+                turn.set_exception(WaitedTooLong(why))
 
     def wake(self, model: str | None = None) -> None:
         """A worker may have become free: let those who wait look, when this turn of the loop is over."""
-        for name in (model,) if model is not None else tuple(self._lines):
-            if self._lines.get(name) and name not in self._due:
+        for name in (model,) if model is not None else (*self._lines, *self._back):
+            if (self._lines.get(name) or self._back.get(name)) and name not in self._due:
                 self._due.add(name)
                 asyncio.get_running_loop().call_soon(self._move_on, name)
 
     def _move_on(self, model: str) -> None:
         """Let as many in as there is room for, in the order of their arrival."""
         self._due.discard(model)
-        line = self._lines[model]
+        if model in self._back:
+            self._let_back_in(self._back[model])
+        line = self._lines.get(model)
         while line:
             turn = next(iter(line))
             if not turn.done():  # else its time is over, or its client has gone
@@ -132,6 +172,20 @@ class Queue(Generic[R]):
                 except NoWorker as error:
                     turn.set_exception(error)
             del line[turn]
+
+    def _let_back_in(self, line: "OrderedDict[asyncio.Future[R], Callable[[], R]]") -> None:
+        refused = 0
+        for turn, take in list(line.items()):
+            if turn.done():
+                continue
+            try:
+                turn.set_result(take())
+            except AllBusy:
+                refused += 1
+                if refused == LOOKS_MAX:
+                    return
+            except NoWorker as error:
+                turn.set_exception(error)
 
 
 def _refuse(turn: "asyncio.Future[R]", deadline_s: float) -> None:

@@ -10,11 +10,12 @@ from controller.frontend.health.local_breakers import LocalBreakers
 from controller.frontend.health.panic import Panic
 from controller.frontend.requests.failures import smallest_limit
 from controller.frontend.requests.generation_request import GenerationRequest
+from controller.frontend.scheduling.peers import Peers
 from controller.frontend.scheduling.scheduler import KvScheduler
 from controller.frontend.settings import FrontendSettings
 from controller.ports import RequestPlane
 from controller.router.endpoints import Endpoint, EndpointGroup, EndpointTable, Key, Lineage
-from controller.router.selection.filter import AllBusy, Filter, NotServed, NoWorker, Picker, Rules
+from controller.router.selection.filter import AllBusy, Filter, Headroom, NotServed, NoWorker, Picker, Rules
 from controller.router.selection.selector import Selection
 
 
@@ -23,7 +24,7 @@ class RequestRouter:
 
     def __init__(
         self,
-        frontends: Callable[[], int],
+        peers: Peers,
         table: EndpointTable,
         plane: RequestPlane,
         settings: FrontendSettings,
@@ -49,9 +50,10 @@ class RequestRouter:
             self._allowed,
             plane.external_load,
             self.cap,
-            frontends,
+            peers.frontends,
             plane.recently_heard,
             self._open,
+            peers.contenders,
         )
         self._ignoring = False  # own breakers, for the pick that is made now
 
@@ -93,9 +95,13 @@ class RequestRouter:
             for model in self._table.known:
                 self._panic.look(model, self._table.models.get(model, ()))
 
-    def room(self, model: str) -> Endpoint:
-        """Return an endpoint that has room for a new request. Raise NoWorker."""
-        return self._picker.room(self._endpoints(model), self._rules)
+    def room(self, model: str, lineage: Lineage | None = None) -> Endpoint:
+        """Return an endpoint that has room for a new request, of any lineage or of this one. Raise NoWorker."""
+        endpoints = self._endpoints(model)
+        if lineage is not None:
+            group = self._table.group(model, lineage)
+            endpoints = group.endpoints if group is not None else ()
+        return self._picker.room(endpoints, self._rules)
 
     def route(
         self,
@@ -103,11 +109,11 @@ class RequestRouter:
         tried: Collection[Key],
         output: Sequence[int] = (),
         *,
-        capped: bool = False,
+        room: Headroom = Headroom.HELD,
     ) -> Selection:
-        """Return where a request's next attempt goes, none of `tried`, with room if there must be. `output` was accepted of its
-        answer. Raise NoWorker."""
-        among = Filter(self._siblings(plan), self._rules, tried, capped)
+        """Return where a request's next attempt goes, none of `tried`, with so much room. `output` was accepted of its answer.
+        Raise NoWorker."""
+        among = Filter(self._siblings(plan), self._rules, tried, room)
         if plan.overrides.explain:  # among those that could have it
             return self.scheduler.choose(among.left(), plan, output)
         return self.scheduler.choose(among, plan, output)
@@ -121,7 +127,7 @@ class RequestRouter:
         try:
             return self.room(model).lineage
         except AllBusy:
-            return self._picker.pick(self._endpoints(model), self._rules, capped=False).lineage
+            return self._picker.pick(self._endpoints(model), self._rules, room=Headroom.NONE).lineage
 
     def shortlist(self, plan: GenerationRequest) -> list[Endpoint]:
         """Return who could take a new request: those with room, or all, if nobody has any. Raise NoWorker."""
@@ -129,18 +135,26 @@ class RequestRouter:
         try:
             return Filter(endpoints, self._rules).left()
         except AllBusy:
-            return Filter(endpoints, self._rules, capped=False).left()
+            return Filter(endpoints, self._rules, room=Headroom.NONE).left()
 
     def room_at(self, endpoint: Endpoint, lineage: Lineage) -> None:
         """See whether this endpoint could take a request. Raise NoWorker."""
         Filter([endpoint] if endpoint.lineage == lineage else [], self._rules).left()
 
     def targets(self, plan: GenerationRequest) -> list[Endpoint]:
-        """Return everybody who could take requests like this one, none if there is nobody."""
+        """Return everybody who could take requests like this one that have begun, none if there is nobody."""
         try:
-            return Filter(self._siblings(plan), self._rules, capped=False).left()
+            return Filter(self._siblings(plan), self._rules, room=Headroom.HELD).left()
         except NoWorker:
             return []
+
+    def holds_one_more(self, endpoint: Endpoint) -> bool:
+        """Say whether an endpoint can hold one request more that has begun elsewhere."""
+        return Filter((endpoint,), self._rules, room=Headroom.HELD).has_room(endpoint)
+
+    def refused(self, endpoint: Endpoint) -> None:
+        """An endpoint has refused a request for want of room: it gets none until it next reports its load."""
+        endpoint.refuse(self._plane.external_load(endpoint.worker))
 
     def takes(self, endpoint: Endpoint) -> bool:
         """Say whether an endpoint that could take a request a moment ago still can: one on trial takes a single one."""

@@ -1,7 +1,7 @@
 """Who gets the request? Filter, score, pick.
 
-    filter   a model's endpoints, or those of one lineage: routable, reachable, not tried by this request, breaker, in-flight
-             cap, which is for all frontends together; of those that are left, who was heard lately, if anybody was
+    filter   a model's endpoints, or those of one lineage: routable, reachable, not tried by this request, breaker, room, which
+             is for all frontends together (`Headroom`); of those that are left, who was heard lately, if anybody was
     score    here, without regard to what is cached: (requests in flight + 1, and tokens) / weight: lower is better
     pick     the lowest; among equals the one that was picked longest ago
 
@@ -9,8 +9,9 @@ Every way to find nobody is an error of its own, because the client should be to
 ways to score and pick among those that the filter leaves.
 """
 
-from collections.abc import Callable, Collection, Container, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Container, Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import Enum
 
 import msgspec
 
@@ -59,6 +60,16 @@ class AllBusy(NoWorker):
     code = "all_workers_busy"
 
 
+class Headroom(Enum):
+    """How much room must there be at a worker for one request more?"""
+
+    FRESH = (
+        "fresh"  # for one that begins: below the frontends' cap, and below what the worker says it can hold
+    )
+    HELD = "held"  # for one that has begun: below what the worker says it can hold
+    NONE = "none"  # however full it is: nothing is sent
+
+
 class Everybody:
     """Whoever it is, he is among them."""
 
@@ -82,6 +93,9 @@ class Rules:
         [str, str], bool
     ]  # reachable and heard: a preference, because everybody may be late
     doubted: Container[Key] = EVERYBODY  # whose breaker is not closed: `allowed` is asked of nobody else
+    contenders: Mapping[str, int] = field(
+        default_factory=dict
+    )  # of models for which others' requests wait: who shares
 
 
 class Picker:
@@ -98,10 +112,10 @@ class Picker:
         rules: Rules,
         *,
         tried: Collection[Key] = (),
-        capped: bool = True,
+        room: Headroom = Headroom.FRESH,
     ) -> Endpoint:
         """Return the best endpoint. Raise NotServed, NoneRoutable, NoneReachable, AllTried or AllBusy."""
-        return self.best(Filter(endpoints, rules, tried, capped).left(), rules.external_load)
+        return self.best(Filter(endpoints, rules, tried, room).left(), rules.external_load)
 
     def room(self, endpoints: Sequence[Endpoint], rules: Rules) -> Endpoint:
         """Return an endpoint with room for one request more: the best of a few that are next in turn, and of all only where none
@@ -148,7 +162,7 @@ class Filter(msgspec.Struct, eq=False):  # each request makes two
     all: Sequence[Endpoint]
     rules: Rules
     tried: Collection[Key] = ()
-    capped: bool = True
+    room: Headroom = Headroom.FRESH
     among: int = 0  # frontends that serve now; 0: nobody had to know yet
 
     def left(self) -> list[Endpoint]:
@@ -156,7 +170,7 @@ class Filter(msgspec.Struct, eq=False):  # each request makes two
         allowed = [endpoint for endpoint in self.all if self._allows(endpoint)]
         if not allowed:
             raise self._why_nobody()
-        free = [endpoint for endpoint in allowed if self._has_room(endpoint)] if self.capped else allowed
+        free = allowed if self.room is Headroom.NONE else [each for each in allowed if self.has_room(each)]
         if not free:
             raise AllBusy
         recently_heard = self.rules.recently_heard
@@ -170,7 +184,7 @@ class Filter(msgspec.Struct, eq=False):  # each request makes two
             and rules.recently_heard(endpoint.worker, endpoint.instance)
             and key not in self.tried
             and (key not in rules.doubted or rules.allowed(endpoint))
-            and (not self.capped or self._has_room(endpoint))
+            and (self.room is Headroom.NONE or self.has_room(endpoint))
         )
 
     def _allows(self, endpoint: Endpoint) -> bool:
@@ -182,15 +196,26 @@ class Filter(msgspec.Struct, eq=False):  # each request makes two
             and (endpoint.key not in rules.doubted or rules.allowed(endpoint))
         )
 
-    def _has_room(self, endpoint: Endpoint) -> bool:
-        """Say whether there is room for one request more. Each frontend may always fill its own share of the cap: one that
-        came late would else wait for the others, who see first that something has ended."""
-        own, rules = endpoint.active + endpoint.promised, self.rules
+    def has_room(self, endpoint: Endpoint) -> bool:
+        """Say whether there is room for one request more.
+
+        What the worker can hold is never passed. Below that each frontend may always fill its own share of the cap, and where
+        others' requests wait, too, none takes more than its share of the worker: one that came late would else wait for the
+        others, who see first that something has ended.
+        """
+        own, rules, holds = endpoint.active + endpoint.promised, self.rules, endpoint.holds
+        external = rules.external_load(endpoint.worker)
+        there = own if external is None else own + external.running + external.waiting
+        if there >= holds or (external is not None and external is endpoint.refused_at):
+            return False
+        if self.room is Headroom.HELD:
+            return True
         cap = rules.cap(endpoint)
         if own >= cap:
             return False
-        external = rules.external_load(endpoint.worker)
-        if external is None or own + external.running + external.waiting < cap:
+        if rules.contenders and own * rules.contenders.get(endpoint.model, 1) >= holds:
+            return False
+        if there < cap:
             return True
         among = self.among = self.among or rules.frontends()
         return among == 1 or own * among < cap

@@ -16,7 +16,7 @@ from controller.frontend.requests.block_hashes import BlockNames
 from controller.frontend.requests.generation_request import GenerationRequest
 from controller.frontend.settings import FrontendSettings
 from controller.router.endpoints import Endpoint
-from controller.router.selection.filter import NoWorker
+from controller.router.selection.filter import Headroom, NoWorker
 from events.decisions import Knobs
 from events.wire import Load, Sampling
 
@@ -100,7 +100,7 @@ class Frontend:
             guided=None,
             deterministic=True,
         )
-        choice = self.director.routing.route(plan, (), capped=True)
+        choice = self.director.routing.route(plan, (), room=Headroom.FRESH)
         self.director.routing.scheduler.end(self.director.routing.scheduler.begin(choice, plan, ()))
         return choice.endpoint.worker
 

@@ -1,7 +1,7 @@
 """The line before busy workers: its order, its bound, its deadline, and who leaves it. In virtual time."""
 
 import asyncio
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import pytest
@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from virtual_loop import VirtualLoop
 
-from controller.frontend.scheduling.queue import Queue, QueueFull, WaitedTooLong
+from controller.frontend.scheduling.queue import LOOKS_MAX, Queue, QueueFull, WaitedTooLong
 from controller.router.selection.filter import AllBusy, NoneRoutable
 
 LOOP = VirtualLoop
@@ -30,6 +30,11 @@ class Workers:
             raise AllBusy
         self.free -= 1
         return Taken(self, model)
+
+    def again(
+        self, deadline_s: float = 5.0, take: "Callable[[], Taken] | None" = None
+    ) -> "asyncio.Future[Taken]":
+        return self.queue.again("m", deadline_s, take or (lambda: self.take("m")))
 
     def enter(self, model: str = "m", deadline_s: float = 5.0) -> "asyncio.Task[Taken]":
         return asyncio.create_task(self.queue.enter(model, deadline_s))
@@ -152,6 +157,79 @@ async def test_models_do_not_wait_for_one_another() -> None:
     assert not busy.done(), "the room was for the other model"
     w.queue.wake("a")
     (await busy).free()
+
+
+async def test_who_was_in_already_comes_before_the_others() -> None:
+    w = Workers(1)
+    with nobody_left(w, 1):
+        one = await w.enter()
+        waiting = w.enter()
+        await turns()
+        back = [w.again(), w.again()]
+        late = w.enter()
+        assert w.queue.waiting() == {"m": 3}, "the last one has not begun to wait"
+        for first in back:
+            one.free()
+            one = await first
+            await turns()
+            assert not waiting.done()
+        one.free()
+        (await waiting).free()
+        (await late).free()
+    assert w.ended == [("m", "admitted")] * 4
+
+
+async def test_who_was_in_already_and_is_bound_to_a_busy_worker_holds_up_nobody() -> None:
+    w = Workers(0)
+
+    def bound() -> Taken:
+        raise AllBusy
+
+    back, waiting = w.again(take=bound), w.enter()
+    await turns()
+    w.free = 1
+    w.queue.wake("m")
+    (await waiting).free()
+    (await w.enter()).free()
+    assert not back.done()
+    back.cancel()
+    await turns()
+    assert w.queue.waiting() == {}
+    assert w.ended == [("m", "admitted"), ("m", "admitted"), ("m", "gone")]
+
+
+async def test_a_second_wait_ends_by_its_deadline_by_the_workers_end_and_by_the_frontends() -> None:
+    w = Workers(0)
+    with nobody_left(w, 0):
+        with pytest.raises(WaitedTooLong, match=r"within 0\.01 s"):
+            await w.again(0.01)
+        back = w.again()
+        w.dead = True
+        with pytest.raises(NoneRoutable):
+            await back
+        w.dead = False
+        back = w.again()
+        w.queue.send_away("over")
+        with pytest.raises(WaitedTooLong, match="over"):
+            await back
+        await turns()
+    assert w.ended == [("m", "timeout"), ("m", "no_worker"), ("m", "timeout")]
+
+
+async def test_many_that_cannot_come_back_in_cost_little_at_a_time() -> None:
+    w, looks = Workers(0), []
+
+    def bound() -> Taken:
+        looks.append(1)
+        raise AllBusy
+
+    back = [w.again(take=bound) for _ in range(100)]
+    await turns()
+    assert len(looks) == LOOKS_MAX
+    for turn in back:
+        turn.cancel()
+    await turns()
+    assert w.queue.waiting() == {}
 
 
 @settings(max_examples=25)

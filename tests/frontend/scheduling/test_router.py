@@ -15,6 +15,7 @@ from controller.router.selection.filter import (
     ROOM_LOOKS,
     AllBusy,
     AllTried,
+    Headroom,
     NoneReachable,
     NoneRoutable,
     NotServed,
@@ -76,7 +77,7 @@ def test_the_cap_is_that_of_all_frontends_together_and_each_has_its_share_of_it(
 
 def test_the_cap_does_not_hold_for_a_request_that_must_go_on() -> None:
     rules = replace(OPEN, cap=lambda s: 0)
-    assert Picker().pick([endpoint("w1")], rules, capped=False).worker == "w1"
+    assert Picker().pick([endpoint("w1")], rules, room=Headroom.HELD).worker == "w1"
 
 
 def test_who_was_not_heard_lately_is_asked_last() -> None:
@@ -177,7 +178,17 @@ def test_what_others_sent_counts_too() -> None:
 def test_mid_flight_the_cap_does_not_bind() -> None:
     full = endpoint("a")
     full.begin(requests=4)
-    assert Picker().pick([full], OPEN, capped=False) is full
+    assert Picker().pick([full], OPEN, room=Headroom.HELD) is full
+
+
+def test_what_a_worker_can_hold_binds_those_that_have_begun_too() -> None:
+    full = endpoint("a", waiting_max=2)
+    assert full.holds == full.max_batch + 2
+    full.begin(requests=full.holds)
+    for room in (Headroom.FRESH, Headroom.HELD):
+        with pytest.raises(AllBusy):
+            Picker().pick([full], replace(OPEN, cap=lambda s: 100), room=room)
+    assert Picker().pick([full], OPEN, room=Headroom.NONE) is full
 
 
 def test_a_static_table_keeps_what_is_in_flight() -> None:

@@ -9,7 +9,7 @@ from engine_contract import EngineContract, Rig, prompt
 from upstream import Upstream
 
 from events.wire import Chunk, Generate, Sampling
-from workers.engines.engine import Engine, EngineDead, Phase
+from workers.engines.engine import CANARIES_MAX, Engine, EngineDead, Phase
 from workers.engines.openai.engine import OpenAIEngine
 from workers.engines.openai.identity import UpstreamSettings
 from workers.engines.openai.reading import UpstreamStream
@@ -243,6 +243,9 @@ async def test_requests_are_bounded(upstream: Upstream) -> None:
         answer = await rig.answer(keys[3])
         assert (answer.error or "").startswith("overloaded: ")
         assert (rig.engine.load().running, rig.engine.load().waiting) == (2, 1)
+        for n in range(CANARIES_MAX):
+            rig.submit(prompt(salt=10 + n), canary=True)
+        assert rig.engine.load().waiting == 1 + CANARIES_MAX, "a full worker is checked, too"
 
 
 async def test_a_stalled_upstream_shows_in_the_age_of_the_step(upstream: Upstream, rig: Rig) -> None:

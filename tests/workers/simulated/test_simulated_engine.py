@@ -18,7 +18,7 @@ from events import blocks
 from events.kv import Tier
 from events.wire import Generate, Load, Sampling
 from workers.admin.server import WorkerMetrics
-from workers.engines.engine import Engine, EngineDead
+from workers.engines.engine import CANARIES_MAX, Engine, EngineDead
 from workers.engines.simulated import language
 from workers.engines.simulated.engine import SimulatedEngine
 from workers.engines.simulated.reasoning import Reasoning
@@ -175,11 +175,25 @@ def test_a_prefix_that_was_served_before_is_found_in_the_cache() -> None:
     assert scheduler.plan().prefill_tokens == 10
 
 
-def test_waiting_is_bounded() -> None:
-    scheduler = Scheduler(EngineShape(waiting_max=2, batch_max=1))
-    assert [scheduler.submit(key, generate([300])) is None for key in range(3)] == [True, True, False]
-    refusal = scheduler.submit(9, generate([300]))
-    assert refusal is not None and (refusal.error or "").startswith("overloaded: ")
+@pytest.mark.parametrize("begun", [0, 1, 2], ids=["all at once", "one after a pass", "two after passes"])
+def test_an_engine_holds_a_batch_and_those_who_may_wait_and_not_one_more(begun: int) -> None:
+    scheduler = Scheduler(EngineShape(waiting_max=2, batch_max=2))
+    taken = 0
+    for key in range(6):
+        if key < begun and not scheduler.plan().idle:
+            scheduler.step()
+        refusal = scheduler.submit(key, generate([300 + key], most=50))
+        assert refusal is None or (refusal.error or "").startswith("overloaded: ")
+        taken += refusal is None
+    assert taken == 4
+
+
+def test_a_full_engine_takes_a_few_canaries() -> None:
+    scheduler = Scheduler(EngineShape(waiting_max=0, batch_max=1))
+    assert scheduler.submit(1, generate([300], most=50)) is None
+    assert scheduler.submit(2, generate([300], most=50)) is not None
+    taken = [scheduler.submit(10 + n, generate([300], canary=True)) is None for n in range(CANARIES_MAX + 1)]
+    assert taken == [True] * CANARIES_MAX + [False]
 
 
 def test_a_canary_is_served_before_those_who_wait() -> None:

@@ -17,6 +17,7 @@ import structlog
 from events.kv import Cleared
 from events.wire import Chunk, Generate, Load
 from workers.engines.engine import (
+    CANARIES_MAX,
     Announce,
     Awaits,
     Deliver,
@@ -77,7 +78,7 @@ class OpenAIEngine:
 
     async def start(self, deliver: Deliver, announce: Announce = unheard) -> None:
         self._deliver, self._announce = deliver, announce
-        limit = self._settings.batch_max + self._settings.waiting_max
+        limit = self._settings.batch_max + self._settings.waiting_max + CANARIES_MAX
         self._upstream = upstream = Upstream(self._settings.url, self._settings.key, limit)
         settings = self._settings
         self._patience = UpstreamWait(upstream, settings)
@@ -114,7 +115,9 @@ class OpenAIEngine:
     # --- requests
 
     def submit(self, key: int, request: Generate) -> None:
-        error = self._requests.overload() or objection(request, self._abilities, self.identity.context_tokens)
+        error = self._requests.overload(canary=request.canary) or objection(
+            request, self._abilities, self.identity.context_tokens
+        )
         if error:
             self._deliver([(key, Chunk(request.stream, [], error=error))])
             return
@@ -215,7 +218,9 @@ class OpenAIEngine:
     def reserve(self, key: int, request: Generate, room_tokens: int) -> Import | str:
         if not self.kv:
             return f"the server {self._settings.url} takes no KV cache from another: it has no KV connector"
-        error = self._requests.overload() or objection(request, self._abilities, self.identity.context_tokens)
+        error = self._requests.overload(canary=request.canary) or objection(
+            request, self._abilities, self.identity.context_tokens
+        )
         return error or Arriving(self, key, request)
 
     async def hand_over(self, key: int) -> tuple[list[int], dict[str, Any]]:
@@ -259,7 +264,8 @@ class OpenAIEngine:
         running, tokens = min(len(self._requests), self._settings.batch_max), self._requests.tokens
         profile = self.identity.profile
         used = -(-tokens // profile.block_tokens)
-        own = Load(running, len(self._requests) - running, used, profile.kv_blocks, tokens)
+        waiting = len(self._requests) - running
+        own = Load(running, waiting, used, profile.kv_blocks, tokens, self._requests.canaries)
         return own if self._account is None else self._account.load(own, self._settings.batch_max)
 
     def ranks(self) -> list[Load]:

@@ -65,6 +65,7 @@ def identify(
             tpot_ms=((1, known.token_ms), (max(2, settings.batch_max), known.token_ms * BATCH_SLOWDOWN)),
         ),
         dp=known.ranks,
+        waiting_max=settings.waiting_max,
     )
 
 

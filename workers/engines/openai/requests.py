@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from events.wire import Chunk, Generate
-from workers.engines.engine import Phase
+from workers.engines.engine import CANARIES_MAX, Phase
 
 JOINS_WITHIN_S = 0.25  # a request may still be part of the step that began so long before it came
 
@@ -22,6 +22,7 @@ class UpstreamRequest:
     movable: Generate | None  # what was asked, where it could move to another server
     silent: bool = True  # no output yet
     said: list[int] = field(default_factory=list)  # since then, where it could move
+    canary: bool = False
 
 
 class UpstreamRequests:
@@ -48,11 +49,18 @@ class UpstreamRequests:
         """Return a request, if it is there."""
         return self._by_key.get(key)
 
-    def overload(self) -> str | None:
-        """Say why nobody more is taken, if so."""
-        if len(self._by_key) < self._most:
+    def overload(self, *, canary: bool) -> str | None:
+        """Say why nobody more is taken, if so. Canaries take nobody's room, and a few of them are always taken: a full worker is
+        checked, too."""
+        canaries = self.canaries
+        if len(self._by_key) - canaries < self._most or (canary and canaries < CANARIES_MAX):
             return None
         return f"overloaded: {len(self._by_key)} requests are with the upstream already"
+
+    @property
+    def canaries(self) -> int:
+        """How many of them are canaries."""
+        return sum(one.canary for one in self)
 
     @property
     def tokens(self) -> int:
@@ -64,7 +72,9 @@ class UpstreamRequests:
         now, length = time.monotonic(), len(request.tokens)
         if not self._by_key:
             self._moved_at = now
-        self._by_key[key] = UpstreamRequest(task, length, now, length, request if movable else None)
+        self._by_key[key] = UpstreamRequest(
+            task, length, now, length, request if movable else None, canary=request.canary
+        )
 
     def heard(self, key: int, chunks: Sequence[Chunk]) -> bool:
         """Note what the upstream has said; False if there is nothing to pass on."""

@@ -121,7 +121,9 @@ class UpstreamLoad:
         at_once = running if waiting else max(running, batch_max)
         usages = [rank.kv_usage for rank in said.ranks if rank.kv_usage is not None]
         used = round(min(1.0, sum(usages) / len(usages)) * own.kv_total) if usages else own.kv_used
-        return Load(min(total, at_once), max(0, total - at_once), used, own.kv_total, own.active_tokens)
+        return Load(
+            min(total, at_once), max(0, total - at_once), used, own.kv_total, own.active_tokens, own.canaries
+        )
 
 
 def rank_loads(said: UpstreamReport, kv_blocks: int) -> list[Load]:

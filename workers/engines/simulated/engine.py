@@ -52,6 +52,7 @@ class SimulatedEngine:
             exact=True,
             profile=_of_all(timing.profile(shape), dp),
             dp=dp,
+            waiting_max=shape.waiting_max * dp,
         )
         self.kv = tuple(_description(shape, revision, rank) for rank in range(shape.tp))
 

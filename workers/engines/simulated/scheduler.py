@@ -18,6 +18,7 @@ from typing import cast
 
 from events.kv import KvEvent
 from events.wire import Chunk, Generate, Load
+from workers.engines.engine import CANARIES_MAX
 from workers.engines.simulated.batch import DecodeBatch
 from workers.engines.simulated.faults import SimulatedFaults
 from workers.engines.simulated.growth import BlockGrowth
@@ -51,7 +52,8 @@ class Scheduler:
         self.planned = Plan()  # the newest one
         self.batch = DecodeBatch(shape.block_tokens)
         self.prefill = Prefill(shape, self.kv, self.batch)
-        self.waiting = WaitingQueue(shape.waiting_max)
+        self.waiting = WaitingQueue()
+        self._canaries: set[int] = set()  # keys: those that are over are forgotten when they are counted
         self.transit = SimulatedTransit(shape, self.kv, self.batch, self.prefill.begun)
         self._growth = BlockGrowth(shape, self.kv, self.batch, self.prefill, self.transit, self.waiting)
         self._stalled: tuple[int, int, int] | None = None  # why nobody could be admitted
@@ -60,11 +62,13 @@ class Scheduler:
 
     def submit(self, key: int, request: Generate) -> Chunk | None:
         """Take a request in, or return the chunk that refuses it."""
-        if against := refusal(request, self.shape) or self.waiting.overload():
+        if against := refusal(request, self.shape) or self._overload(canary=request.canary):
             return Chunk(request.stream, [], error=against)
         sampling, prompt = request.sampling, len(request.tokens)
         if min(sampling.max_tokens, self.shape.context_tokens - prompt) <= 0:
             return Chunk(request.stream, [], finish="length")
+        if request.canary:
+            self._canaries.add(key)
         sequence = Spoken(key, request, self.shape)
         if sampling.prompt_logprobs is not None:
             eos, drift = not sampling.ignore_eos, self.faults.drift
@@ -86,7 +90,7 @@ class Scheduler:
         """
         assert self.mute, "this scheduler speaks"
         assert prompt > 0 < answer, "nothing to read, or nothing to say"
-        if against := too_large(prompt, self.shape) or self.waiting.overload():
+        if against := too_large(prompt, self.shape) or self._overload():
             return against
         answer = min(answer, self.shape.context_tokens - prompt)
         self.waiting.add(Silent(key, prompt, answer, names))
@@ -134,7 +138,7 @@ class Scheduler:
         active, running = self.batch.tokens, len(self.batch)
         for one in chain(self.prefill.begun.values(), self.transit.held.values()):
             active, running = active + one.length, running + 1
-        return Load(running, len(self.waiting), self.kv.used, self.kv.total, active)
+        return Load(running, len(self.waiting), self.kv.used, self.kv.total, active, self._living_canaries())
 
     @property
     def preemptions(self) -> int:
@@ -176,16 +180,29 @@ class Scheduler:
             chunks.append(chunk)
             starts.append(first.computed - chunk)
             budget -= chunk
-        self._stalled = None if chunks or not self.waiting else self._queue()
+        stalls = bool(self.waiting) and not chunks
+        self._stalled = (self.waiting.first.key, self.kv.used, self._seats()) if stalls else None
         used, traffic = self.kv.used, self.kv.take_traffic()
         total = self.kv.total
         return Plan(sum(chunks), decodes, tuple(chunks), used, total, context, traffic, tuple(starts), later)
 
+    def _overload(self, *, canary: bool = False) -> str | None:
+        """Say why nobody more is taken, if so: the batch and those who may wait are all there. Canaries take nobody's room, and a
+        few of them are always taken: a full worker is checked, too."""
+        canaries, waiting = self._living_canaries(), len(self.waiting)
+        full = self._seats() + waiting - canaries >= self.shape.batch_max + self.shape.waiting_max
+        if not full or (canary and canaries < CANARIES_MAX):
+            return None
+        return f"overloaded: {waiting} requests are waiting already"
+
+    def _living_canaries(self) -> int:
+        if self._canaries:
+            here = (self.waiting, self.batch.sequences, self.prefill.begun)
+            self._canaries = {key for key in self._canaries if any(key in place for place in here)}
+        return len(self._canaries)
+
     def _seats(self) -> int:
         return len(self.batch) + len(self.prefill.begun) + self.transit.places
-
-    def _queue(self) -> tuple[int, int, int]:
-        return self.waiting.first.key, self.kv.used, self._seats()
 
     def step(self) -> Output:
         """Give one token to every sequence of the batch; return what each gets, in one list. Mute: who says its first
@@ -288,7 +305,7 @@ class Scheduler:
         no block fills. 0 also where a pass has begun with somebody's first token, or nobody decodes."""
         if self.prefill.through or self.prefill.begun:
             return 0
-        if self.waiting and self._stalled != self._queue():
+        if self.waiting and self._stalled != (self.waiting.first.key, self.kv.used, self._seats()):
             return 0
         return self.batch.ahead()
 

@@ -9,13 +9,14 @@ from workers.engines.simulated.sequence import SimulatedSequence
 class WaitingQueue:
     """The requests of one rank that are not admitted, or no longer."""
 
-    def __init__(self, most: int) -> None:
-        """Let so many wait; those that are put back are always taken."""
-        self._most = most
+    def __init__(self) -> None:
         self._sequences: OrderedDict[int, SimulatedSequence] = OrderedDict()
 
     def __len__(self) -> int:
         return len(self._sequences)
+
+    def __contains__(self, key: int) -> bool:
+        return key in self._sequences
 
     def __iter__(self) -> Iterator[int]:
         """Go through their keys, the next one first."""
@@ -25,12 +26,6 @@ class WaitingQueue:
     def first(self) -> SimulatedSequence:
         """Who is next. Somebody waits."""
         return next(iter(self._sequences.values()))
-
-    def overload(self) -> str | None:
-        """Say why nobody more is taken, if so."""
-        if len(self._sequences) < self._most:
-            return None
-        return f"overloaded: {len(self._sequences)} requests are waiting already"
 
     def add(self, sequence: SimulatedSequence) -> None:
         """Take a new request in."""

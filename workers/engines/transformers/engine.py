@@ -21,7 +21,16 @@ import torch
 
 from events.observations import Profile
 from events.wire import Chunk, Generate, Load
-from workers.engines.engine import Announce, Awaits, Deliver, EngineDead, EngineIdentity, Phase, unheard
+from workers.engines.engine import (
+    CANARIES_MAX,
+    Announce,
+    Awaits,
+    Deliver,
+    EngineDead,
+    EngineIdentity,
+    Phase,
+    unheard,
+)
 from workers.engines.transformers.invariance import Check, make_exact
 from workers.engines.transformers.loading import load_model
 from workers.engines.transformers.measure import measured_profile
@@ -131,7 +140,12 @@ class TransformersEngine:
         """Return the load as it is, with what has come in since the last step."""
         load = Load() if self._stepper is None else self._stepper.load()
         return Load(
-            load.running, load.waiting + len(self._inbox), load.kv_used, load.kv_total, load.active_tokens
+            load.running,
+            load.waiting + len(self._inbox),
+            load.kv_used,
+            load.kv_total,
+            load.active_tokens,
+            load.canaries,
         )
 
     def ranks(self) -> list[Load]:
@@ -272,7 +286,9 @@ class TransformersEngine:
         if self._stepper is None or self._dead is not None:
             return "engine_error: the engine is not running"
         schedule = self._stepper.schedule
-        if len(schedule.waiting) + len(self._inbox) >= self._settings.waiting_max + schedule.room:
+        canaries, waiting = schedule.canaries, len(schedule.waiting) + len(self._inbox)
+        full = waiting - canaries >= self._settings.waiting_max + schedule.room
+        if full and not (request.canary and canaries < CANARIES_MAX):
             return f"overloaded: {len(schedule.waiting)} requests are waiting already"
         return self._stepper.refusal(request)
 
@@ -339,6 +355,7 @@ def _identity(
         context_tokens=context_tokens,
         exact=exact,
         profile=profile or blank,
+        waiting_max=settings.waiting_max,
     )
 
 

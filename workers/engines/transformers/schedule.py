@@ -83,6 +83,11 @@ class Schedule:
         """Places in the batch that nobody has."""
         return max(0, self._batch_max - len(self.running) - self.transit.places)
 
+    @property
+    def canaries(self) -> int:
+        """How many of those that run or wait are canaries."""
+        return sum(sequence.canary for each in (self.running, self.waiting) for sequence in each)
+
     def plan(self) -> tuple[list[SequenceWork], list[int]]:
         """Return the next step's work, single tokens first, and the blocks newly taken for it, to be cleared."""
         self._admit()

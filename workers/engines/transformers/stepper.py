@@ -131,7 +131,8 @@ class Stepper:
         with self.lock:
             here = [*self.schedule.running, *self.transit.held.values()]
             active = sum(len(sequence.tokens) for sequence in here)
-            return Load(len(here), len(self.schedule.waiting), self.blocks.used, self.blocks.count, active)
+            waiting, blocks = len(self.schedule.waiting), self.blocks
+            return Load(len(here), waiting, blocks.used, blocks.count, active, self.schedule.canaries)
 
     def plan(self) -> list[SequenceWork]:
         """Return the next step's work."""

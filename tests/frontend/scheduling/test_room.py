@@ -1,0 +1,224 @@
+"""Whoever is turned away for want of room waits in line once more: it is no failure, no migration, and nobody's fault.
+
+A worker never gets more than it says it can hold, as far as this frontend can know.
+"""
+
+import asyncio
+from collections import deque
+from dataclasses import replace
+from datetime import UTC, datetime
+from typing import Any
+
+import pytest
+from frontend_kit import PROFILE, TOKENS, Kit, first_goes_to, frontend, text_of, until
+from scripted_worker import Act, ScriptedWorker, undisturbed
+
+from controller.frontend.settings import AdmissionSettings
+from events.decisions import DegradationChanged, HealthStatus, Knobs
+from events.observations import RequestAbandoned, RequestFailed, RequestMigrated, RequestsRejected
+
+PROMPT = [300, 301, 302]
+EXACT = TOKENS.decode(undisturbed(PROMPT, 12))
+SMALL = replace(PROFILE, max_batch=2)
+FULL = Act(after=0, how="error", error="overloaded: 2 requests are waiting already")
+
+
+def said_nothing_of_a_failure(kit: Kit) -> None:
+    """See that nothing looks like a failure: no fact, no counter, no breaker."""
+    for kind in (RequestMigrated, RequestAbandoned, RequestFailed):
+        assert not kit.said(kind), kind
+    assert not kit.counted("dynamo_frontend_model_migration_total", "model", "migration_type")
+    assert not kit.counted("dynamo_frontend_model_migration_duration_seconds_count", "model", "outcome")
+    assert not kit.counted("holdfast_local_breaker_state", "worker_id")
+
+
+async def test_who_is_turned_away_goes_to_another_worker_and_nothing_has_failed() -> None:
+    async with frontend() as kit:
+        first, other = ScriptedWorker("w1", acts=deque([FULL])), ScriptedWorker("w2")
+        await first_goes_to(kit, first, other)
+        assert (await kit.complete(PROMPT, 12))[0] == EXACT
+        assert (len(first.requests), len(other.requests)) == (1, 1)
+        said_nothing_of_a_failure(kit)
+
+
+async def test_who_is_turned_away_everywhere_waits_for_room_and_is_served() -> None:
+    async with frontend(ScriptedWorker("w1", acts=deque([FULL, FULL, FULL]))) as kit:
+        assert (await kit.complete(PROMPT, 12))[0] == EXACT
+        assert len(kit.workers[0].requests) == 4
+        assert not kit.said(RequestsRejected)
+        said_nothing_of_a_failure(kit)
+
+
+async def test_who_waits_too_long_for_room_is_refused_as_any_other_that_waits() -> None:
+    async with frontend(ScriptedWorker("w1", always=FULL), admission=AdmissionSettings(queue_s=0.3)) as kit:
+        status, body, headers = await kit.post("/v1/completions", model="m", prompt=PROMPT, max_tokens=12)
+        assert (status, body["error"]["code"]) == (503, "queue_timeout")
+        assert headers["Retry-After"]
+        kit.director.report()
+        (rejected,) = kit.said(RequestsRejected)
+        assert (rejected.count, rejected.reason, rejected.tier) == (1, "queue_timeout", "standard")
+        said_nothing_of_a_failure(kit)
+
+
+async def test_who_waits_for_room_and_goes_away_is_forgotten() -> None:
+    async with frontend(ScriptedWorker("w1", always=FULL)) as kit:
+        asked = asyncio.create_task(kit.complete(PROMPT, 12))
+        await until(lambda: kit.director.admission.queued("m") == 1)
+        asked.cancel()
+        await until(lambda: kit.director.admission.queued("m") == 0)
+        said_nothing_of_a_failure(kit)
+
+
+async def test_a_stream_that_has_begun_goes_before_those_that_wait() -> None:
+    """Its worker dies, and the other one holds two: the one that moves is the next there, not the one that came before."""
+    async with frontend() as kit:
+        dies, other = ScriptedWorker("w1", always=Act(after=5, how="stall")), ScriptedWorker("w2")
+        await first_goes_to(kit, dies, other, profile=replace(PROFILE, max_batch=1), waiting_max=0)
+        stream = asyncio.create_task(kit.stream(model="m", prompt=PROMPT, max_tokens=12))
+        await until(lambda: kit.running("w1"))
+        waits = asyncio.create_task(kit.complete(PROMPT, 12))
+        await until(lambda: kit.director.admission.queued("m") == 1)
+        await dies.stop()
+        await until(lambda: kit.director.pending.parked == 1)
+        kit.director.table.endpoints["w2", "i1"].end(requests=1)  # what had kept it busy
+        events = await stream
+        assert (text_of(events), events[-1]) == (EXACT, {"done": True})
+        assert (await waits)[0] == EXACT
+        assert [len(one.tokens) > len(PROMPT) for one in other.requests] == [True, False], (
+            "who had begun goes first"
+        )
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+async def test_no_worker_gets_more_than_it_says_it_can_hold_and_all_are_served(workers: int) -> None:
+    """Forty at once, for workers with a batch of two and room for two that wait."""
+    most: dict[str, int] = {}
+    made = [ScriptedWorker(f"w{n}", step_s=0.5) for n in range(workers)]
+    async with frontend() as kit:
+        for one in made:
+            await kit.add(one, profile=SMALL, waiting_max=2)
+
+        async def watch() -> None:
+            while True:
+                for one in made:
+                    most[one.name] = max(most.get(one.name, 0), one.active)
+                await asyncio.sleep(0)
+
+        watching = asyncio.create_task(watch())
+        asked = [asyncio.create_task(kit.complete(PROMPT, 12)) for _ in range(40)]
+        await until(lambda: kit.director.admission.queued("m") == 40 - 4 * workers)
+        await until(lambda: sum(one.active for one in made) == 4 * workers)
+        for one in made:
+            one.step_s = 0.001
+        assert {(await one)[0] for one in asked} == {EXACT}
+        watching.cancel()
+        assert most == {one.name: 4 for one in made}
+        assert not kit.said(RequestsRejected)
+        said_nothing_of_a_failure(kit)
+
+
+async def test_others_requests_there_leave_less_room() -> None:
+    worker = ScriptedWorker("w1", others=3)
+    async with frontend() as kit:
+        await kit.add(worker, profile=SMALL, waiting_max=2)
+        await until(lambda: (load := kit.plane.external_load("w1")) is not None and load.running == 3)
+        worker.step_s = 0.3
+        asked = [asyncio.create_task(kit.stream(model="m", prompt=PROMPT, max_tokens=12)) for _ in range(2)]
+        await until(lambda: kit.director.admission.queued("m") == 1)
+        assert len(worker.requests) == 1
+        for one in asked:
+            one.cancel()
+
+
+async def test_where_others_wait_too_nobody_takes_more_than_his_share() -> None:
+    async with frontend() as kit:
+        await kit.add(ScriptedWorker("w1", step_s=0.3), profile=SMALL, waiting_max=2)
+        kit.director.peers.on_links("", {"frontend": "f2", "workers": {}, "waiting": {"m": 7}})
+        asked = [asyncio.create_task(kit.stream(model="m", prompt=PROMPT, max_tokens=12)) for _ in range(4)]
+        await until(lambda: kit.director.admission.queued("m") == 2)
+        await until(lambda: kit.workers[0].requests[1:])
+        await asyncio.sleep(0.05)
+        assert len(kit.workers[0].requests) == 2, "half of four"
+        kit.director.peers.on_links("", {"frontend": "f2", "workers": {}, "waiting": {}})
+        await until(lambda: len(kit.workers[0].requests) == 4)
+        for one in asked:
+            one.cancel()
+
+
+async def test_answers_of_one_request_wait_for_room_each_for_itself() -> None:
+    worker = ScriptedWorker("w1", step_s=0.002)
+    async with frontend() as kit:
+        await kit.add(worker, profile=SMALL, waiting_max=0)
+        _, body = await kit.complete(PROMPT, 12, n=5)
+        assert [choice["text"] for choice in body["choices"]] == [EXACT] * 5
+        assert len(worker.requests) == 5
+        said_nothing_of_a_failure(kit)
+
+
+def test_a_report_of_links_that_makes_no_sense_says_that_nobody_waits(kit_of_peers: Any) -> None:
+    peers, _ = kit_of_peers
+    for waiting in (None, 7, "m", ["m"], {"m": 1}):
+        peers.on_links("", {"frontend": "f2", "workers": {}, "waiting": waiting})
+        assert peers.contenders == ({"m": 2} if waiting == {"m": 1} else {})
+
+
+def test_a_frontend_that_is_silent_waits_for_nothing_any_more(kit_of_peers: Any) -> None:
+    peers, clock = kit_of_peers
+    peers.on_links("", {"frontend": "f2", "workers": {}, "waiting": {"m": 1}})
+    peers.on_links("", {"frontend": "f1", "workers": {}, "waiting": {"m": 9}})
+    assert peers.contenders == {"m": 2}, "this frontend's own line is not another's"
+    clock[0] += 10
+    peers.names()
+    assert peers.contenders == {}
+
+
+@pytest.fixture
+def kit_of_peers() -> Any:
+    from controller.frontend.scheduling.peers import Peers
+
+    clock = [0.0]
+    return Peers(lambda: clock[0], "f1"), clock
+
+
+async def asked(
+    kit: Kit,
+) -> tuple[dict[tuple[str, ...], float], dict[tuple[str, ...], float], dict[tuple[str, ...], float]]:
+    """Ask for what is refused; return what is counted: by type, as overload, and as something else."""
+    status, _, _ = await kit.post("/v1/completions", model="m", prompt=PROMPT, max_tokens=12)
+    assert status == 503
+    return (
+        kit.counted("dynamo_frontend_requests_total", "endpoint", "error_type"),
+        kit.counted("dynamo_frontend_model_rejection_total", "model", "endpoint"),
+        kit.counted("holdfast_refused_requests_total", "model", "endpoint", "reason"),
+    )
+
+
+async def test_an_overload_is_counted_as_one_and_as_nothing_else() -> None:
+    async with frontend(ScriptedWorker("w1", always=FULL), admission=AdmissionSettings(queue_s=0.1)) as kit:
+        ended, rejected, refused = await asked(kit)
+        assert ended == {("completions", "overload"): 1}
+        assert (rejected, refused) == ({("m", "completions"): 1}, {})
+
+
+async def test_what_is_no_overload_is_not_counted_as_one() -> None:
+    async with frontend(ScriptedWorker("w1")) as kit:
+        kit.tell(
+            DegradationChanged(
+                decided_at=datetime.now(UTC),
+                model="m",
+                before=0,
+                after=4,
+                ratio=0.1,
+                capacity_rps=1.0,
+                knobs=Knobs(accept_new=False),
+            )
+        )
+        ended, rejected, refused = await asked(kit)
+        assert ended == {("completions", "not_accepting"): 1}
+        assert (rejected, refused) == ({}, {("m", "completions", "not_accepting"): 1})
+    worker = ScriptedWorker("w1")
+    async with frontend(worker) as kit:
+        kit.health(worker, HealthStatus.UNHEALTHY, 0.0)
+        ended, rejected, refused = await asked(kit)
+        assert ended == {("completions", "unavailable"): 1}
+        assert (rejected, refused) == ({}, {("m", "completions", "no_routable_worker"): 1})
