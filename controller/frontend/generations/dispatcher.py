@@ -3,7 +3,6 @@
 These are the worker's endpoint and the list of what runs there, the router's slots, and this frontend's own breakers.
 """
 
-import contextlib
 from collections.abc import Callable
 from typing import Any, Generic, Protocol, TypeVar
 
@@ -22,6 +21,8 @@ from controller.router.endpoints import Endpoint, EndpointTable, Key
 from controller.router.selection.filter import AllBusy, AllTried, Headroom, NoWorker
 from controller.router.selection.selector import Selection
 from events.wire import Why
+
+_FRESH, _HELD = Headroom.FRESH, Headroom.HELD  # to look a member of an enum up takes as long as a call
 
 
 class Dispatched(Protocol):
@@ -85,12 +86,14 @@ class Dispatcher(Generic[G]):
         if planned is not None and routing.holds_one_more(planned):
             return routing.at(planned, request, output)
         try:
-            if generation.last_attempt is None:  # else it has begun, and goes wherever a worker can hold it
-                with contextlib.suppress(
-                    AllBusy
-                ):  # it was let in: one answer of several may find none any more
-                    return routing.route(request, budget.tried, output, room=Headroom.FRESH)
-            return routing.route(request, budget.tried, output)
+            first = generation.last_attempt is None
+            try:
+                return routing.route(request, budget.tried, output, room=_FRESH if first else _HELD)
+            except AllBusy:
+                if not first:
+                    raise
+                # it was let in: one answer of several may find none any more, and goes where a worker can hold it
+                return routing.route(request, budget.tried, output)
         except AllTried:
             return routing.route(request, budget.failed | missed, output)
 

@@ -70,6 +70,9 @@ class Headroom(Enum):
     NONE = "none"  # however full it is: nothing is sent
 
 
+_HELD, _NONE = Headroom.HELD, Headroom.NONE  # to look a member of an enum up takes as long as a call
+
+
 class Everybody:
     """Whoever it is, he is among them."""
 
@@ -170,7 +173,7 @@ class Filter(msgspec.Struct, eq=False):  # each request makes two
         allowed = [endpoint for endpoint in self.all if self._allows(endpoint)]
         if not allowed:
             raise self._why_nobody()
-        free = allowed if self.room is Headroom.NONE else [each for each in allowed if self.has_room(each)]
+        free = allowed if self.room is _NONE else [each for each in allowed if self.has_room(each)]
         if not free:
             raise AllBusy
         recently_heard = self.rules.recently_heard
@@ -184,7 +187,7 @@ class Filter(msgspec.Struct, eq=False):  # each request makes two
             and rules.recently_heard(endpoint.worker, endpoint.instance)
             and key not in self.tried
             and (key not in rules.doubted or rules.allowed(endpoint))
-            and (self.room is Headroom.NONE or self.has_room(endpoint))
+            and (self.room is _NONE or self.has_room(endpoint))
         )
 
     def _allows(self, endpoint: Endpoint) -> bool:
@@ -208,7 +211,7 @@ class Filter(msgspec.Struct, eq=False):  # each request makes two
         there = own if external is None else own + external.running + external.waiting
         if there >= holds or (external is not None and external is endpoint.refused_at):
             return False
-        if self.room is Headroom.HELD:
+        if self.room is _HELD:
             return True
         cap = rules.cap(endpoint)
         if own >= cap:
