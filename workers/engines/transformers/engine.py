@@ -286,8 +286,10 @@ class TransformersEngine:
         if self._stepper is None or self._dead is not None:
             return "engine_error: the engine is not running"
         schedule = self._stepper.schedule
-        canaries, waiting = schedule.canaries, len(schedule.waiting) + len(self._inbox)
-        full = waiting - canaries >= self._settings.waiting_max + schedule.room
+        with self._stepper.lock:  # the engine's thread moves them
+            canaries, room = schedule.canaries, schedule.room
+            waiting = len(schedule.waiting) + len(self._inbox)
+        full = waiting - canaries >= self._settings.waiting_max + room
         if full and not (request.canary and canaries < CANARIES_MAX):
             return f"overloaded: {len(schedule.waiting)} requests are waiting already"
         return self._stepper.refusal(request)
