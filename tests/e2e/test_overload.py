@@ -1,6 +1,7 @@
 """More requests than there is room for: they wait in line, all are served, and nothing looks like a failure."""
 
 import asyncio
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,12 @@ SMALL = {
     "HOLDFAST_WORKER_WAITING_MAX": "2",
     "HOLDFAST_FRONTEND__ADMISSION__QUEUE_S": "120",  # however slow this machine is
 }
-REQUESTS, HELD, TOKENS = 40, 8, 100
+REQUESTS, HELD = 40, 8
+LONG, SHORT = 400, 40  # tokens: 12 s in which the others come, and 1 s
+
+
+def tokens_of(number: int) -> int:
+    return LONG if number < HELD else SHORT
 
 
 async def counted(fleet: DemoFleet) -> tuple[float, float]:
@@ -41,18 +47,24 @@ async def test_forty_at_once_for_eight_places_wait_in_line_and_are_all_served(tm
 
         async def ask(number: int) -> str:
             answer: Any = await api.with_options(timeout=120).completions.create(
-                model="sim", prompt=[300 + number] * 8, max_tokens=TOKENS, temperature=0,
+                model="sim", prompt=[300 + number] * 8, max_tokens=tokens_of(number), temperature=0,
                 extra_body={"ignore_eos": True},
             )  # fmt: skip
             return str(answer.choices[0].text)
 
-        asked = [asyncio.create_task(ask(number)) for number in range(REQUESTS)]
         seen: set[tuple[float, float]] = set()
-        while not all(one.done() for one in asked):
-            seen.add(await counted(fleet))
-            await asyncio.sleep(0.05)
+
+        async def watch(holds: Callable[[], bool]) -> None:
+            while not holds():
+                seen.add(await counted(fleet))
+                await asyncio.sleep(0.05)
+
+        asked = [asyncio.create_task(ask(number)) for number in range(HELD)]
+        await watch(lambda: (0, HELD) in seen)
+        asked += [asyncio.create_task(ask(number)) for number in range(HELD, REQUESTS)]
+        await watch(lambda: all(one.done() for one in asked))
         answers = await asyncio.gather(*asked)
-        assert answers == [undisturbed([300 + number] * 8, TOKENS) for number in range(REQUESTS)]
+        assert answers == [undisturbed([300 + number] * 8, tokens_of(number)) for number in range(REQUESTS)]
         assert (REQUESTS - HELD, HELD) in seen, sorted(seen)
         assert max(held for _, held in seen) == HELD
         kinds = (RequestMigrated, RequestAbandoned, RequestFailed, RequestsRejected)
