@@ -1,5 +1,5 @@
-"""Every invariant holds: in 200 seeds of a virtual hour (`make test-seeds`), and in those that once
-broke one; in the first of them with every `make test`.
+"""Every invariant holds: in 200 seeds of a virtual hour, and in those that once broke one (`make test-seeds`). `make test` plays
+half an hour of the first ones.
 """
 
 from collections.abc import Iterable
