@@ -13,9 +13,11 @@ import pytest
 from frontend_kit import PROFILE, TOKENS, Kit, first_goes_to, frontend, text_of, until
 from scripted_worker import Act, ScriptedWorker, undisturbed
 
+from controller.adapters.request_plane.reported_load import without
 from controller.frontend.settings import AdmissionSettings
 from events.decisions import DegradationChanged, HealthStatus, Knobs
 from events.observations import RequestAbandoned, RequestFailed, RequestMigrated, RequestsRejected
+from events.wire import Load
 
 PROMPT = [300, 301, 302]
 EXACT = TOKENS.decode(undisturbed(PROMPT, 12))
@@ -222,3 +224,24 @@ async def test_what_is_no_overload_is_not_counted_as_one() -> None:
         ended, rejected, refused = await asked(kit)
         assert ended == {("completions", "unavailable"): 1}
         assert (rejected, refused) == ({}, {("m", "completions", "no_routable_worker"): 1})
+
+
+async def test_to_be_turned_away_costs_no_budget_and_is_no_attempt() -> None:
+    first = ScriptedWorker(
+        "w1", acts=deque([FULL, FULL, FULL, Act(after=5, how="error", error="engine_error: E")])
+    )
+    async with frontend(migration_limit=1) as kit:
+        await first_goes_to(
+            kit, first, ScriptedWorker("w2"), profile=replace(PROFILE, max_batch=1), waiting_max=0
+        )
+        asked = asyncio.create_task(kit.complete(PROMPT, 12))
+        await until(lambda: len(first.requests) == 4)
+        kit.director.table.endpoints["w2", "i1"].end(requests=1)  # what had kept it busy
+        assert (await asked)[0] == EXACT
+        (fact,) = kit.said(RequestMigrated)
+        assert (fact.attempt, fact.source, fact.target, fact.tokens) == (2, "w1", "w2", 5)
+
+
+def test_canaries_are_nobodys_requests() -> None:
+    assert without(Load(running=2, waiting=3, canaries=2), 1).running == 2
+    assert without(Load(running=1, canaries=1, active_tokens=8), 0) == Load()
