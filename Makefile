@@ -53,7 +53,8 @@ test-seeds: install  ## 200 seeds of the simulator, an hour of virtual time each
 LOSSES := $(addprefix tests/attacks/,test_lost_stores.py test_bounds_of_a_fleet.py test_start_out_of_turn.py)
 
 test-attacks: install  ## what strangers, clients and machines may do to a whole fleet: a minute
-	$(BIN)/python -m pytest -n $(TESTERS) --dist loadgroup $(addprefix --ignore ,$(LOSSES)) tests/attacks
+	$(BIN)/python -m pytest -n $(TESTERS) --dist loadgroup $(addprefix --ignore ,$(LOSSES)) -m attack \
+		tests/attacks tests/e2e/test_survival.py
 
 test-losses: install  ## what becomes of a fleet that loses its journal's past, its database, or whom to believe: a minute
 	$(BIN)/python -m pytest -n 3 --dist loadgroup $(LOSSES)

@@ -1,6 +1,7 @@
 """Streams survive what befalls their workers. Every answer is compared with the undisturbed one, piece by piece.
 
-The same tests run on simulated workers, once more with tokens that pass the broker, and on a real model.
+The same tests run on simulated workers, with `make test-attacks` with tokens that pass the broker, and with
+`make test-engines` on a real model.
 """
 
 import asyncio
@@ -149,7 +150,7 @@ async def verdicts(fleet: DemoFleet, worker: str, since: int) -> list[HealthChan
 @pytest_asyncio.fixture(
     loop_scope="module",
     scope="module",
-    params=[*ENGINES, BEHIND_THE_BROKER],
+    params=[*ENGINES, pytest.param(BEHIND_THE_BROKER, marks=pytest.mark.attack)],
 )
 async def fleet(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory

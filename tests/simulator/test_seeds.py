@@ -12,8 +12,8 @@ from controller.simulator.sweep import SweepRun, sweep
 
 SEEDS = 200
 SHARE = 20  # of one test, so that they can run beside each other
-FIRST = 48  # with every `make test`, half an hour of each
-FIRST_SHARE = 12
+FIRST = 16  # with every `make test`, half an hour of each
+FIRST_SHARE = 8
 FOUND = Path(__file__).with_name("seeds.txt")
 
 
@@ -67,6 +67,7 @@ def test_a_full_fleet_of_two_models_holds(seed: int) -> None:
     assert not (found := broken([SweepRun(seed, 16, 60.0)])), "\n".join(found)
 
 
+@pytest.mark.seeds
 def test_fleets_of_one_and_two_workers_hold() -> None:
     runs = [SweepRun(seed, 1 + seed % 2, 60.0) for seed in range(10)]
     assert not (found := broken(runs)), "\n".join(found)
