@@ -114,7 +114,7 @@ def _entry(kind: str, fact: type[Fact]) -> CatalogueEntry:
 
 def fields_of(shape: type) -> Iterator[FieldEntry]:
     """Yield the fields of a kind, or of a shape that fields consist of, each with the comment behind it."""
-    notes = _notes(shape)
+    notes = notes_of(shape)
     for f in dataclasses.fields(shape):
         optional = f.default is not dataclasses.MISSING or f.default_factory is not dataclasses.MISSING
         yield FieldEntry(f.name, _type_text(f.type), optional, notes.get(f.name, ""))
@@ -127,7 +127,7 @@ def _type_text(annotation: object) -> str:
     return text.replace("tuple[tuple[int, float], ...]", "TopK") if "TopK" not in text else text
 
 
-def _notes(shape: type) -> dict[str, str]:
+def notes_of(shape: type) -> dict[str, str]:
     """Return the comment behind each field, of the kind and its bases; the formatter may have wrapped the type."""
     found: dict[str, str] = {}
     for cls in reversed(shape.__mro__[:-1]):

@@ -84,7 +84,7 @@ _READS = (
 _MAKES = (f"{API}.STREAM.CREATE.{STREAM}",)
 _BOUNDS = (f"{API}.STREAM.UPDATE.{STREAM}",)
 _LEASE = (f"{API}.STREAM.CREATE.KV_{BUCKET}", f"{API}.STREAM.MSG.GET.KV_{BUCKET}", f"$KV.{BUCKET}.>")
-_ASKED = ("drain", "resume", "retire", "distrust", "stop", "chaos")  # of a worker, by controllers
+_ASKED = ("drain", "resume", "retire", "distrust", "batch", "stop", "chaos")  # of a worker, by controllers
 
 
 @dataclass(frozen=True, slots=True)

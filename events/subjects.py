@@ -106,6 +106,11 @@ def drain(worker: str) -> str:
     return f"live.drain.{token(worker)}"
 
 
+def batch(worker: str) -> str:
+    """Return the subject on which a worker hears how much of its batch it may fill: JSON {instance, share}."""
+    return f"live.batch.{token(worker)}"
+
+
 def distrust(worker: str) -> str:
     """Return the subject on which a worker hears that it is convicted of wrong answers: JSON {instance, reason}; an
     empty reason takes it back."""

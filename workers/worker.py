@@ -115,7 +115,7 @@ class InferenceWorker:
         self._kv = kv
         self._deadlines = deadlines or WorkerDeadlines()
         self._gpus = WorkerGpus(config, devices, journal, self.server.moves.trust, self.fail)
-        self._beats = FleetBeats(config, engine, self.server, bus)
+        self._beats = FleetBeats(config, engine, self.server, self.commands, bus)
         self._listener = CommandListener(config, bus, self.commands)
         self._waits = WaitReport(config, engine, journal)
         self._dead: asyncio.Future[EngineDead] | None = None

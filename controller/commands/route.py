@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from controller.frontend.requests.overrides import OVERRIDABLE
-from controller.processes.up_flags import ROUTER, add_router_flags, check_router_flags
+from controller.processes.up_flags import ROUTER, add_router_flags, check_frontend_flags
 from events.errors import HoldfastError, UsageError
 from events.process.presence import Presence, present
 
@@ -62,7 +62,7 @@ def prepare(parser: argparse.ArgumentParser) -> Run:
 async def _run(args: argparse.Namespace) -> int:
     if (args.prompt is None) == (args.tokens is None):
         raise UsageError("either --prompt TEXT, or --tokens FILE")
-    check_router_flags(args)
+    check_frontend_flags(args)
     prompt = {"prompt": args.prompt} if args.tokens is None else {"tokens": _tokens(args.tokens)}
     question = {"model": args.model, "cache_salt": args.cache_salt, ROUTER: _overrides(args), **prompt}
     frontend = _frontend(present(args.data), args.frontend)

@@ -16,6 +16,7 @@ from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 
+from controller.config.aliases import canonical, fixed, renamed
 from controller.config.variables import PREFIX
 from events.errors import BadSetting
 
@@ -91,6 +92,7 @@ def gather(
                 where, dict
             ):  # else the environment says something else of the whole section: that is refused
                 where[name] = _value(field.annotation, args[place])
+    values = renamed(section, values)
     try:
         return model.model_validate(values)
     except ValidationError as error:
@@ -113,7 +115,9 @@ def from_environment(model: type, section: str, environment: Mapping[str, str]) 
     found: dict[str, Any] = {}
     for variable, text in environment.items():
         if variable.startswith(start):
-            _place(found, model, variable, variable[len(start) :].lower().split("__"), text)
+            path = variable[len(start) :].lower().split("__")
+            if not fixed(section, path, text):
+                _place(found, model, variable, canonical(section, path), text)
     return found
 
 
@@ -126,6 +130,8 @@ def _place(found: dict[str, Any], model: type, variable: str, path: list[str], t
         last = depth == len(path) - 1
         if is_section(fields[part]) and not last:
             found, model = found.setdefault(part, {}), fields[part]
+        elif last and part in found:
+            raise BadSetting(f"{variable} says what another variable says: {part} is given twice")
         elif last:
             found[part] = _value(fields[part], text)
         else:

@@ -48,11 +48,11 @@ class BreakerPolicy:
     `backoff` multiplies the wait with each trial that failed in a row; 1 gives a fixed wait.
     """
 
-    failures_max: int = 3
-    wait_min: timedelta = timedelta(seconds=60)
-    wait_max: timedelta = timedelta(minutes=15)
-    backoff: float = 2.0
-    trial_timeout: timedelta = timedelta(seconds=30)
+    failures_max: int = 3  # in a row, of canaries or of requests: it opens
+    wait_min: timedelta = timedelta(seconds=60)  # from its opening to the first trial
+    wait_max: timedelta = timedelta(minutes=15)  # the most that this grows to
+    backoff: float = 2.0  # by which the wait grows with each trial that failed in a row; 1: never
+    trial_timeout: timedelta = timedelta(seconds=30)  # until a trial that says nothing has failed
     __pydantic_config__ = STRICT
 
     def __post_init__(self) -> None:

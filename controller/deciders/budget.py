@@ -14,8 +14,8 @@ from events.frozen import quickly_made, replace
 class BudgetPolicy:
     """Which share of a model's workers doubt may eject, and at which weight the others stay."""
 
-    max_ejection_share: float = 0.5
-    kept_weight: float = 0.1
+    max_ejection_share: float = 0.5  # of a model's workers that doubt alone may take out of service
+    kept_weight: float = 0.1  # share of the traffic of one that is kept in service all the same
     __pydantic_config__ = STRICT
 
     def __post_init__(self) -> None:

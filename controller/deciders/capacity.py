@@ -9,7 +9,7 @@ load rises, and the ladder would degrade a fleet for being used.
 """
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from math import inf
 from typing import Any
@@ -17,17 +17,18 @@ from typing import Any
 from controller.deciders.validation import STRICT, at_least
 from events.observations import Profile
 
+LATENCY_MAX = 2.0  # the most that a degradation level relaxes the latency SLOs
 BATCH_MAX = 8192  # no engine runs more sequences at once; bounds the search below
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Slo:
-    """What one model has promised. Without `slo_throughput_rps` its degradation ladder is off."""
+    """What one model has promised. Without `slo_throughput_rps` its degradation ladder is off. None of the others: no bound."""
 
     slo_throughput_rps: float | None = None
-    slo_ttft_ms: float | None = None
-    slo_tpot_ms: float | None = None
-    max_batch_size: int | None = None
+    slo_ttft_ms: float | None = 500.0
+    slo_tpot_ms: float | None = 30.0
+    max_batch_size: int | None = 256
     mean_prompt_tokens: int = 1536  # with the next, the seed's average sequence of 2,048 tokens
     mean_output_tokens: int = 512
     __pydantic_config__ = STRICT
@@ -66,6 +67,22 @@ def tpot_ms(profile: Profile, running: float) -> float:
     return y0 * running / x0 if x0 > 0 else y0
 
 
+def attainable(slo: Slo, workers: Iterable[tuple[Profile, float]]) -> Slo:
+    """Return `slo` without the latencies that none of these workers could keep with a single request, relaxed or not."""
+    profiles = {profile for profile, _ in workers if profile.tpot_ms and profile.prefill_tokens_per_s > 0}
+    if not profiles:
+        return slo
+    prefill_ms = min(1000 * slo.mean_prompt_tokens / one.prefill_tokens_per_s for one in profiles)
+    if slo.slo_ttft_ms is not None and prefill_ms >= slo.slo_ttft_ms * LATENCY_MAX:
+        slo = replace(slo, slo_ttft_ms=None)
+    if (
+        slo.slo_tpot_ms is not None
+        and min(tpot_ms(one, 1) for one in profiles) > slo.slo_tpot_ms * LATENCY_MAX
+    ):
+        slo = replace(slo, slo_tpot_ms=None)
+    return slo
+
+
 def fleet_capacity(
     workers: Iterable[tuple[Profile, float]], slo: Slo, *, latency: float = 1.0, batch: float = 1.0
 ) -> Capacity:
@@ -87,17 +104,18 @@ def fleet_capacity(
 def fleet_rps(
     model: str, workers: Sequence[tuple[Profile, float]], slo: Slo, latencies: tuple[float, ...]
 ) -> tuple[float, ...]:
-    """Return `fleet_capacity(…).effective_capacity_rps` for each of `latencies`. It is asked at every settle and rarely
-    changes: the last answer for each model is kept. To compare a thousand profiles with themselves costs next to
-    nothing, to hash them a millisecond.
+    """Return `fleet_capacity(…).effective_capacity_rps` for each of `latencies`, within what is attainable. It is asked at every
+    settle and rarely changes: the last answer for each model is kept. To compare a thousand profiles with themselves costs
+    next to nothing, to hash them a millisecond.
     """
     asked = (tuple(workers), slo, latencies)
     last = _LAST.get(model)
     if last is not None and last[0] == asked:
         return last[1]
+    within = attainable(slo, workers)
     carried = tuple(
         sum(
-            worker_capacity(profile, slo, latency).effective_capacity_rps * weight
+            worker_capacity(profile, within, latency).effective_capacity_rps * weight
             for profile, weight in workers
             if weight > 0
         )

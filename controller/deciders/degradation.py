@@ -1,6 +1,6 @@
 """Degradation: does a model's capacity still carry its SLO, and what is given up if not?
 
-    ratio = capacity of the routable workers, by weight / slo_throughput_rps
+    ratio = capacity of the routable workers, by what they could carry / slo_throughput_rps
 
     level 0 ── ratio < 1.00 ──▶ 1 ── < 0.75 ──▶ 2 ── < 0.50 ──▶ 3 ── < 0.25 ──▶ 4
             ◀── ≥ 1.05 ──────     ◀── ≥ 0.80 ──   ◀── ≥ 0.55 ──   ◀── ≥ 0.30 ──      (after the dwell)
@@ -19,15 +19,18 @@ fleet that starts is not degraded: the first level is taken a warm-up after its 
 What a reader would get wrong: each level is judged by its own terms. At level 3 the latency SLOs are relaxed, which
 raises the capacity; whether level 2 would do is reckoned with level 2's stricter SLOs, else the ladder would swing.
 The batch knob is left out of the ratio: a cut batch would lower the capacity that caused it. What it costs is told as
-`predicted_rps`.
+`predicted_rps`. And a latency that no worker could keep even alone, not with the relaxed SLOs either, bounds nothing: no level
+gives back what was never there.
 """
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime, timedelta
 from itertools import pairwise
 
-from controller.deciders.capacity import Slo, fleet_capacity, fleet_rps
+from controller.deciders.capacity import LATENCY_MAX, Slo, attainable, fleet_capacity, fleet_rps
+from controller.deciders.tiers import TIER_DEFAULT, TIERS, Tiers
 from controller.deciders.validation import STRICT, at_least, demand
 from events.decisions import DegradationChanged, HealthChanged, HealthStatus, Knobs, WorkerDecision
 from events.fact import Decision, Fact
@@ -35,25 +38,46 @@ from events.frozen import replace
 from events.observations import Profile
 
 LEVELS = 5
-TIERS = ("premium", "standard", "best_effort")  # best first
-TIER_DEFAULT = "standard"
+ANY_MODEL = "*"
+_TIER = re.compile(r"[a-z0-9][a-z0-9_-]{0,39}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DegradationPolicy:
     """The ladder of every model, and each model's SLO."""
 
-    slos: Mapping[str, Slo] = field(default_factory=dict)  # by model name
+    slos: Mapping[str, Slo] = field(default_factory=dict)  # by model name; `*`: of every other model
     entries: tuple[float, float, float, float] = (1.0, 0.75, 0.5, 0.25)  # below entries[n]: past level n
     margin: float = 0.05  # a level is left only this far above its entry
     dwell: timedelta = timedelta(seconds=10)  # the least time at a level before a better one
     warmup: timedelta = timedelta(seconds=5)  # from the first routable worker until the first level is taken
+    priority_tiers: tuple[str, ...] = TIERS  # of requests, best first; the last one is shed first
+    tier_default: str = TIER_DEFAULT  # of a request that names none
     __pydantic_config__ = STRICT
 
     def __post_init__(self) -> None:
         at_least(0, margin=self.margin, dwell=self.dwell, warmup=self.warmup)
         falls = all(high > low for high, low in pairwise((*self.entries, 0.0)))
         demand(falls, f"entries are {self.entries}: they must fall from level to level, and stay above 0")
+        tiers = self.priority_tiers
+        several = len(tiers) > 1 and len(set(tiers)) == len(tiers)
+        demand(several, f"priority_tiers are {tiers}: two different ones at least are wanted, the best first")
+        odd = [tier for tier in tiers if not _TIER.fullmatch(tier)]
+        demand(
+            not odd,
+            f"priority_tiers has {odd}: small letters, digits, - and _ are wanted, 40 of them at most",
+        )
+        known = self.tier_default in tiers
+        demand(known, f"tier_default is {self.tier_default!r}, which is none of the priority_tiers {tiers}")
+
+    @property
+    def tiers(self) -> Tiers:
+        """The tiers of requests."""
+        return Tiers(self.priority_tiers, self.tier_default)
+
+    def slo(self, model: str) -> Slo | None:
+        """Return what this model has promised; None: nothing."""
+        return self.slos.get(model) or self.slos.get(ANY_MODEL)
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,9 +95,9 @@ class Degradation:
     cause: str = ""  # id of the fact that changed the capacity last
 
 
-def knobs_of(level: int) -> Knobs:
+def knobs_of(level: int, tiers: Sequence[str] = TIERS) -> Knobs:
     """Return all four knobs of a level (the seed's table, each level complete)."""
-    shed = TIERS[-1]
+    shed = tiers[-1]
     match level:
         case 0:
             return Knobs()
@@ -82,30 +106,13 @@ def knobs_of(level: int) -> Knobs:
         case 2:
             return Knobs(batch_size=0.75, shed_tier=shed)
         case 3:
-            return Knobs(batch_size=0.5, shed_tier=shed, latency=2.0)
+            return Knobs(batch_size=0.5, shed_tier=shed, latency=LATENCY_MAX)
         case _:
-            return Knobs(batch_size=0.5, shed_tier=shed, latency=2.0, accept_new=False)
+            return Knobs(batch_size=0.5, shed_tier=shed, latency=LATENCY_MAX, accept_new=False)
 
 
 LATENCIES = tuple(sorted({knobs_of(level).latency for level in range(LEVELS)}))
 LATENCY_OF = tuple(LATENCIES.index(knobs_of(level).latency) for level in range(LEVELS))
-
-
-def tier_of(name: str | None) -> tuple[str, bool]:
-    """Return the tier that a request's priority names, and whether the name was known; an unknown one is the lowest."""
-    wanted = (name or "").strip().lower() or TIER_DEFAULT
-    return (wanted, True) if wanted in TIERS else (TIERS[-1], False)
-
-
-def sheds(knobs: Knobs, tier: str) -> bool:
-    """Return whether these knobs shed a request of this tier: the shed tier, and all below it.
-
-    A shed tier of which we do not know sheds the lowest: what sheds least, and yet something.
-    """
-    if knobs.shed_tier is None:
-        return False
-    shed = TIERS.index(knobs.shed_tier) if knobs.shed_tier in TIERS else len(TIERS) - 1
-    return TIERS.index(tier) >= shed
 
 
 def evolve(state: Degradation, fact: Fact, cause: str = "") -> Degradation:
@@ -133,8 +140,8 @@ def evolve(state: Degradation, fact: Fact, cause: str = "") -> Degradation:
 def decide(
     policy: DegradationPolicy, state: Degradation, workers: Sequence[tuple[Profile, float]], now: datetime
 ) -> Iterator[Decision]:
-    """Say which level is due, given the profile and the routing weight of each of the model's workers."""
-    slo = policy.slos.get(state.model)
+    """Say which level is due, given the profile of each of the model's workers, and the share of it that it could carry."""
+    slo = policy.slo(state.model)
     throughput = slo.slo_throughput_rps if slo is not None else None
     if slo is None or throughput is None or throughput <= 0:
         if state.level:
@@ -147,8 +154,9 @@ def decide(
     level = _target(policy, state, ratios)
     dwelt = state.since is None or now >= state.since + policy.dwell
     if level > state.level or (level < state.level and dwelt):
-        knobs = knobs_of(level)
-        predicted = fleet_capacity(workers, slo, latency=knobs.latency, batch=knobs.batch_size)
+        knobs = knobs_of(level, policy.priority_tiers)
+        within = attainable(slo, workers)
+        predicted = fleet_capacity(workers, within, latency=knobs.latency, batch=knobs.batch_size)
         yield _change(
             policy,
             state,
@@ -189,7 +197,7 @@ def _change(
         before=state.level,
         after=level,
         ratio=ratio,
-        knobs=knobs_of(level),
+        knobs=knobs_of(level, policy.priority_tiers),
         capacity_rps=capacity_rps,
         predicted_rps=predicted_rps if level < LEVELS - 1 else 0.0,
         decided_at=now,

@@ -32,8 +32,8 @@ class DrainPolicy:
     The default is the orchestrator's usual 60 s grace less the time to stop and a margin (N24).
     """
 
-    wait: timedelta = timedelta(seconds=45)
-    margin: timedelta = timedelta(seconds=5)
+    wait: timedelta = timedelta(seconds=45)  # that a worker has to finish, where nobody says
+    margin: timedelta = timedelta(seconds=5)  # that the controller waits beyond that
     __pydantic_config__ = STRICT
 
     def __post_init__(self) -> None:

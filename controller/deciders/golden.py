@@ -48,7 +48,7 @@ VOTES_MAX = 64  # kept per golden; the oldest goes first
 class GoldenPolicy:
     """How many different workers must give the same answer before it convicts others."""
 
-    voters_min: int = 2
+    voters_min: int = 2  # workers that must give the same answer before it convicts others
     __pydantic_config__ = STRICT
 
     def __post_init__(self) -> None:

@@ -35,7 +35,7 @@ class HealthPolicy:
     failures_max: int = 3  # canaries failed in a row: UNHEALTHY
     slows_max: int = 3  # slow reports in a row: SUSPICIOUS
     quicks_min: int = 3  # not-slow canaries in a row that end a suspicion of slowness
-    suspicious_weight: float = 0.5
+    suspicious_weight: float = 0.5  # share of the traffic of a SUSPICIOUS worker
     ramp: tuple[float, ...] = (0.25, 0.5, 1.0)  # weights on the way back, one step per good canary
     trials_max: int = 5  # the breaker's trials failed in a row: give up
     dead_after: timedelta = timedelta(seconds=30)  # of silence

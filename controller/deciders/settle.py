@@ -37,7 +37,7 @@ from events.fact import Decision, Recorded
 from events.frozen import replace
 from events.observations import Profile
 
-DECIDERS_VERSION = 4  # grows whenever the same facts would lead to another decision
+DECIDERS_VERSION = 5  # grows whenever the same facts would lead to another decision
 MOVES_MAX = 8  # of one machine of one worker in one stratum
 DECISIONS_MAX = (
     1000  # of one settle, beside those per worker: more is a mistake of ours, which must not run for ever
@@ -187,15 +187,15 @@ def _standing(worker: Worker) -> BudgetRank:
 
 
 def _levels(s: _Settling) -> None:
-    slos = s.policy.degradation.slos
+    promised = s.policy.degradation.slo
     models = s.fleet.models
-    concerned = [model for model, state in models.items() if model in slos or state.level]
+    concerned = [model for model, state in models.items() if promised(model) is not None or state.level]
     if not concerned:
         return
     weighted: dict[str, list[tuple[Profile, float]]] = {}
     for name in s.names:
         worker = s.fleet.workers[name]
-        weighted.setdefault(worker.joined.model, []).append((worker.joined.profile, worker.weight))
+        weighted.setdefault(worker.joined.model, []).append((worker.joined.profile, worker.carries))
     for model in sorted(concerned):
         state = s.fleet.models[model]
         for decision in degradation.decide(s.policy.degradation, state, weighted.get(model, ()), s.now):

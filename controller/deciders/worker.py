@@ -90,6 +90,12 @@ class Worker:
         return natural
 
     @property
+    def carries(self) -> float:
+        """The share of its capacity that it could carry, 0…1. On the ramp it gets less than that for a while: it is not lost."""
+        ramping = self.natural_weight > 0.0 and self.health.status is HealthStatus.HEALTHY
+        return self.health.limit if ramping else self.weight
+
+    @property
     def routable(self) -> bool:
         """Whether requests may go there, as far as the fleet is concerned."""
         return self.weight > 0.0

@@ -22,7 +22,7 @@ from controller.demo.script import SCRIPT, WORKERS, Act
 from controller.processes.children import shell_status
 from controller.processes.flag_types import positive
 from controller.processes.operator_client import Operator, find
-from controller.processes.up_flags import add_router_flags, check_router_flags, router_variables
+from controller.processes.up_flags import add_router_flags, check_frontend_flags, frontend_variables
 from events.errors import HoldfastError, UsageError
 
 RATE = 8.0  # requests a second: about 20 streams at once
@@ -66,7 +66,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run_cli(args: argparse.Namespace) -> int:
     """Run the demo; 0 if every stream survived intact, else 1. Raise UsageError if it is too short for its script."""
-    check_router_flags(args)
+    check_frontend_flags(args)
     if args.seconds < 10:
         raise UsageError("a demo of less than 10 seconds has no room for its faults: --seconds 10 or more")
     load = (
@@ -81,7 +81,7 @@ def run_cli(args: argparse.Namespace) -> int:
         data = args.data or fresh_folder()
         if not (args.data or args.keep):
             stack.callback(_remove, data)
-        fleet = DemoFleet.start(data, *_flags(args), environment=router_variables(args))
+        fleet = DemoFleet.start(data, *_flags(args), environment=frontend_variables(args))
         stack.callback(fleet.stop)
         return asyncio.run(Demo(args, fleet, load).run())
 

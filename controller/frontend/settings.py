@@ -19,8 +19,8 @@ class AdmissionSettings(Strict):
     inflight_per_batch: Positive = 4.0  # requests in flight per worker, of all frontends, times its max_batch
     inflight_max: int | None = Field(default=None, ge=1)  # the same per worker, as a plain number
     queue_max: int = Field(default=1024, ge=0)  # requests that wait for a free worker, per model
-    queue_s: Positive = 10.0
-    first_token_s: Positive = 120.0
+    queue_s: Positive = 10.0  # in line for a free worker
+    first_token_s: Positive = 120.0  # from then to the first token
     body_mb_max: int = Field(default=45, ge=1)  # of one body, inflated
     bodies_mb_max: int = Field(default=512, ge=1)  # of all that are being read
     body_s: Positive = 60.0  # for a request's whole body to come in
@@ -115,28 +115,26 @@ class RouterSettings(Strict):
 class StreamSettings(Strict):
     """What a client may cost that does not read."""
 
-    buffer_bytes_max: int = Field(default=1024 * 1024, ge=4096)
-    write_deadline_s: Positive = 30.0
+    buffer_bytes_max: int = Field(default=1024 * 1024, ge=4096)  # of one answer that its client has not read
+    write_deadline_s: Positive = 30.0  # for a client to read anything at all
 
 
 class LocalBreakerSettings(Strict):
     """This frontend's own breakers: shorter than the fleet's, because they know less and can only subtract."""
 
-    failures_max: int = Field(default=3, ge=1)
-    wait_s: Positive = 5.0
-    wait_s_max: Positive = 60.0
-    trial_timeout_s: Positive = 30.0
+    failures_max: int = Field(default=3, ge=1)  # requests in a row: it opens
+    wait_s: Positive = 5.0  # from its opening to the first trial
+    wait_s_max: Positive = 60.0  # the most that this grows to
+    trial_timeout_s: Positive = 30.0  # until a trial that says nothing has failed
     panic_share: Share = 0.5  # less routable weight than this: local breakers are ignored
 
 
 class PoisonSettings(Strict):
     """What is done about requests that bring workers down, or fail in the same way wherever they are sent."""
 
-    refused_s: Positive = (
-        600.0  # the like of one that brings workers down; twice as long each time it is found out again
-    )
+    refused_s: Positive = 600.0  # the like of one that brings workers down; twice as long each next time
     failed_s: Positive = 10.0  # the like of one that only fails; the same
-    refused_s_max: Positive = 86_400.0
+    refused_s_max: Positive = 86_400.0  # the most that either grows to
     remembered_s: Positive = 600.0  # that a worker fell with it
     alone_s: Positive = 2.0  # a suspect waits so long for a worker that has no other suspect
     records_max: int = Field(default=4096, ge=1)  # requests that are remembered
@@ -146,10 +144,8 @@ class FactSettings(Strict):
     """How often a frontend reports, and how much it remembers."""
 
     window_s: Positive = 5.0  # of RequestsServed and WorkerSlow
-    rejected_window_s: Positive = 1.0
-    failures_per_s_max: int = Field(
-        default=20, ge=1
-    )  # RequestFailed per worker; more are counted into the next
+    rejected_window_s: Positive = 1.0  # of RequestsRejected
+    failures_per_s_max: int = Field(default=20, ge=1)  # RequestFailed of a worker; more go into the next
     slow_factor: Annotated[float, Field(gt=1)] = 3.0  # times the median of the model's other workers
     slow_tokens_min: int = Field(default=32, ge=1)  # tokens in a window, below which nobody is called slow
     exposure_entries_max: int = Field(default=20_000, ge=1)  # per worker

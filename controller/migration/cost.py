@@ -32,7 +32,7 @@ class MovingPolicy:
     """
 
     links: LinkTable = field(default_factory=LinkTable)
-    setup_s: float = 0.005
+    setup_s: float = 0.005  # of a transfer, before its first byte
     prefill_tokens_per_s: float = 5000.0  # of a target that does not say (a 70B model at TP 8)
     max_migration_time_ms: float = 500.0  # a transfer predicted to take longer is a re-prefill
     transfers_at_once: int = 4  # from one source; the others wait, and go on decoding there

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from controller.processes.children import Child
 from controller.processes.fleet_dir import FleetDir
-from controller.processes.up_flags import journal_variables, router_variables
+from controller.processes.up_flags import controller_variables, frontend_variables
 
 GRACE = "HOLDFAST_FRONTEND__GRACE_S"
 GRACE_S = 10.0  # a terminal is not kept waiting for longer, unless it is asked for
@@ -30,7 +30,7 @@ def plan(args: argparse.Namespace, directory: FleetDir) -> Iterator[Child]:
             "HOLDFAST_FRONTEND__PORT": str(args.port),
             "HOLDFAST_FRONTEND__REQUEST_PLANE": args.request_plane,
             GRACE: os.environ.get(GRACE) or str(GRACE_S),
-            **router_variables(args),
+            **frontend_variables(args),
         }
         yield _child(directory, "frontend", f"frontend-{n}", own)
     workers, share = len(names(args)), args.workers_per_process
@@ -63,7 +63,7 @@ def _controller(args: argparse.Namespace) -> dict[str, str]:
         "POLICY__BREAKER__BACKOFF": args.breaker_backoff,
     }
     own = {f"HOLDFAST_CONTROLLER__{name}": str(value) for name, value in given.items() if value is not None}
-    own |= journal_variables(args)
+    own |= controller_variables(args)
     return {"HOLDFAST_CONTROLLER__CHAOS": "true" if args.chaos else "false", **own}
 
 

@@ -12,6 +12,7 @@ from controller.config.variables import PREFIX
 from controller.frontend.settings import FrontendSettings, RouterSettings
 from controller.journal_settings import JournalSection
 from controller.processes.flag_types import not_negative, port, positive
+from controller.processes.ladder_flags import add_ladder_flags, ladder_variables
 from events.errors import UsageError
 from events.journal.bounds import JournalBounds
 from events.process.key_file import read_key
@@ -19,6 +20,7 @@ from events.process.key_file import read_key
 WORKERS_MAX = 10_000
 PER_PROCESS_MAX = 1_000
 ROUTER = "router"  # the section of a frontend's settings that `up` has flags for
+MIGRATION = ("migration_limit", "migration_max_seq_len", "on_corruption")  # and these
 ENGINES = ("simulated", "transformers", "openai")
 PATIENT = ("openai", "transformers")  # engines that wait for a server, or load a model
 PATIENT_S, READY_S = 1800.0, 60.0
@@ -117,9 +119,11 @@ CHAOS = "allow `holdfast chaos`: rehearsals only, never in production"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the flags of `up`: its own, those of the frontends' router, and the one that is for rehearsals."""
+    """Add the flags of `up`: its own, those of the frontends and of the ladder, and the one that is for rehearsals."""
     for flag, words in FLAGS.items():
         parser.add_argument(flag, **words)
+    add_flags(parser, FrontendSettings, only=MIGRATION)
+    add_ladder_flags(parser)
     add_router_flags(parser)
     add_flags(parser, JournalSection)
     parser.add_argument("--accept-journal", action="store_true", help=ACCEPT)
@@ -133,9 +137,9 @@ def add_router_flags(parser: argparse.ArgumentParser, only: Collection[str] = ()
     )
 
 
-def journal_variables(args: argparse.Namespace) -> dict[str, str]:
-    """Return what controllers are told of the journal's bounds through their environment."""
-    return as_variables("controller", JournalSection, vars(args))
+def controller_variables(args: argparse.Namespace) -> dict[str, str]:
+    """Return what controllers are told of the journal's bounds and of the ladder through their environment. Raise UsageError."""
+    return as_variables("controller", JournalSection, vars(args)) | ladder_variables(args, os.environ)
 
 
 def journal_bounds(args: argparse.Namespace) -> JournalBounds:
@@ -150,21 +154,23 @@ def ready_timeout_s(args: argparse.Namespace) -> float:
     return float(args.ready_timeout or (PATIENT_S if args.engine in PATIENT else READY_S))
 
 
-def router_variables(args: argparse.Namespace) -> dict[str, str]:
-    """Return what frontends are told of those flags through their environment."""
-    given = {name: value for name, value in vars(args).items() if name.startswith(f"{ROUTER}.")}
+def frontend_variables(args: argparse.Namespace) -> dict[str, str]:
+    """Return what frontends are told of their flags through their environment."""
+    own = (place for place in vars(args) if place.startswith(f"{ROUTER}.") or place in MIGRATION)
+    given = {place: getattr(args, place) for place in own}
     return as_variables("frontend", FrontendSettings, given)
 
 
-def check_router_flags(args: argparse.Namespace) -> None:
+def check_frontend_flags(args: argparse.Namespace) -> None:
     """Raise BadSetting for a value that frontends would refuse."""
-    gather(FrontendSettings, "frontend", {}, router_variables(args))
+    gather(FrontendSettings, "frontend", {}, frontend_variables(args))
 
 
 def check(args: argparse.Namespace) -> None:
     """Raise UsageError if the flags do not go together."""
-    check_router_flags(args)
+    check_frontend_flags(args)
     journal_bounds(args)
+    ladder_variables(args, os.environ)
     if args.workers_per_process > 1 and args.engine != "simulated":
         raise UsageError(f"--workers-per-process is for --engine simulated, not for --engine {args.engine}")
     if args.workers_per_process > PER_PROCESS_MAX:

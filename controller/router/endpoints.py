@@ -7,10 +7,11 @@ Lineage is what must stay the same over a request's life: the revision of the we
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from controller.deciders.degradation import Degradation
 from controller.deciders.fleet import AwaitedWorker, Fleet, Worker
+from controller.deciders.tiers import Tiers
 from events.decisions import HealthStatus, Knobs
 from events.observations import WorkerJoined
 from events.wire import Load
@@ -160,11 +161,13 @@ class EndpointTable:
         self.known: set[str] = (
             set()
         )  # every model that a worker of the fleet serves, served, or is awaited with
+        self.tiers = Tiers()
         self.unnamed: tuple[str, ...] = ()  # workers that are awaited, nobody knows with which model
         self._known: Mapping[str, Worker] = {}
         self._departed: Mapping[str, Worker] = {}
         self._awaited: Mapping[str, AwaitedWorker] = {}
         self._models: Mapping[str, Degradation] = {}
+        self._policy: Mapping[str, Any] | None = None
         self._knobs: dict[str, Knobs] = {}
         self._group: dict[tuple[str, Lineage], EndpointGroup | None] = {}
         self._limits: dict[str, int | None] = {}
@@ -179,6 +182,8 @@ class EndpointTable:
         if fleet.models is not self._models:
             knobs = {model: degradation.knobs for model, degradation in fleet.models.items()}
             change.knobs, self._knobs, self._models = knobs != self._knobs, knobs, fleet.models
+        if fleet.policy is not self._policy:
+            self._policy, self.tiers = fleet.policy, Tiers.of(fleet.policy)
         self._departed = fleet.departed
         if fleet.awaited is not self._awaited:
             self._awaited = fleet.awaited
@@ -264,6 +269,14 @@ class EndpointTable:
     def knobs(self, model: str) -> Knobs:
         """Return the knobs of a model's degradation level."""
         return self._knobs.get(model, _USUAL)
+
+    def sheds(self, model: str, tier: str) -> bool:
+        """Return whether a model's degradation level sheds requests of this tier."""
+        return self.tiers.sheds(self.knobs(model), tier)
+
+    def urgency(self, tier: str) -> int:
+        """Return how urgent requests of a tier are: 0 is the best."""
+        return self.tiers.rank(tier)
 
     def group(self, model: str, lineage: Lineage) -> EndpointGroup | None:
         """Return a model's workers of one lineage; None if there are none. Each request asks several times, before a thousand

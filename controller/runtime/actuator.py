@@ -4,6 +4,7 @@ and its successor joins. One that hangs among others of its process, which are h
 nobody could signal it.
 So does one whose name another process took and left again; as long as that one lives, two would take it from each other.
 One that is convicted of wrong answers, or whose device failed, is told that too: it sends its KV caches nowhere.
+And each is told how much of its batch it may fill at its model's degradation level: there is one level for all of them.
 
 It keeps no position and needs none: it compares what the fold wants with what the worker's beats say, and tells the
 worker until they agree. Telling it twice changes nothing. A worker that does not answer is asked again, less and
@@ -24,7 +25,7 @@ from controller.runtime.beats import Beats
 from controller.runtime.canary.loop import View
 from controller.runtime.settings import ActuatorSettings
 from events import subjects
-from events.decisions import HealthStatus, WorkerDecision
+from events.decisions import DegradationChanged, HealthStatus, WorkerDecision
 from events.fact import Recorded
 from events.nats.bus import Bus, BusUnavailable, NoAnswer
 from events.observations import ResumeRequested
@@ -33,13 +34,14 @@ BEAT_FRESH_S = 3.0
 DEADLINE_S_MIN = 0.1
 CONFIRMED_S = 2.0  # how long a worker that has agreed has until its beats show it
 
-ActuatorCommand = Literal["drain", "resume", "retire", "distrust", "trust"]
+ActuatorCommand = Literal["drain", "resume", "retire", "distrust", "trust", "batch"]
 SUBJECTS: dict[ActuatorCommand, Callable[[str], str]] = {
     "drain": subjects.drain,
     "resume": subjects.resume,
     "retire": subjects.retire,
     "distrust": subjects.distrust,
     "trust": subjects.distrust,
+    "batch": subjects.batch,
 }
 
 log = structlog.get_logger(__name__)
@@ -51,9 +53,15 @@ class _Try:
 
     instance: str
     command: ActuatorCommand
+    share: float  # of its batch that it may fill
     next_at: float = 0.0
     wait_s: float = 0.0
     told: bool = False  # it has confirmed; its beats will show it
+
+    @property
+    def wish(self) -> tuple[str, ActuatorCommand, float]:
+        """What it is told, so far as that is another wish."""
+        return self.instance, self.command, self.share if self.command == "batch" else 1.0
 
 
 class Actuator:
@@ -79,7 +87,10 @@ class Actuator:
         view.listen(self._heard)
 
     def _heard(self, view: Any, batch: Sequence[Recorded]) -> None:
-        if any(isinstance(recorded.fact, WorkerDecision | ResumeRequested) for recorded in batch):
+        if any(
+            isinstance(recorded.fact, WorkerDecision | ResumeRequested | DegradationChanged)
+            for recorded in batch
+        ):
             self._changed.set()
 
     async def run(self) -> None:
@@ -117,8 +128,9 @@ class Actuator:
             if command is None:
                 self._tries.pop(name, None)
                 continue
-            if known is None or (known.instance, known.command) != (instance, command):
-                known = self._tries[name] = _Try(instance, command)
+            trying = _Try(instance, command, self._share(worker))
+            if known is None or known.wish != trying.wish:
+                known = self._tries[name] = trying
             if self._clock.monotonic() >= known.next_at:
                 found[name] = command
         return found
@@ -136,7 +148,16 @@ class Actuator:
         draining = worker.drain.active or (health.status is HealthStatus.DRAINING and not health.exit.resumed)
         if draining:
             return None if beat is not None and beat.draining else "drain"
-        return "resume" if beat is not None and beat.draining and not health.exit.leaving else None
+        if beat is not None and beat.draining and not health.exit.leaving:
+            return "resume"
+        limited = beat is not None and beat.batch is not None and beat.batch != self._share(worker)
+        return "batch" if limited else None
+
+    def _share(self, worker: Worker) -> float:
+        """Return how much of its batch a worker may fill."""
+        models = self._view.fleet.models
+        model = models.get(worker.joined.model)
+        return 1.0 if model is None else model.knobs.batch_size
 
     def _processes(self) -> set[tuple[str, int]]:
         """Return the processes that are heard of, though perhaps not from all of their workers."""
@@ -158,6 +179,8 @@ class Actuator:
         subject = SUBJECTS[command](name)
         if command in ("distrust", "trust"):
             body["reason"] = ", ".join(_doubts(worker))
+        if command == "batch":
+            body["share"] = trying.share
         if command == "drain" and worker.drain.deadline is not None:
             left = (worker.drain.deadline - self._clock.now()).total_seconds()
             body["deadline_s"] = max(left, DEADLINE_S_MIN)

@@ -33,6 +33,7 @@ class Heartbeat:
     draining: bool
     load: Mapping[str, int]
     convicted: bool = False  # it knows that the fleet does not believe what it computes
+    batch: float | None = None  # the share of its batch that it may fill; None: it does not know of that
     skews: deque[float] = field(default_factory=lambda: deque(maxlen=SKEWS_KEPT))
 
     @property
@@ -87,6 +88,7 @@ class Beats:
             worker, instance = str(body["worker"]), str(body["instance"])
             said = body.get("load")
             load = {name: int(count) for name, count in dict(said).items()} if said else {}
+            batch = None if body.get("batch") is None else float(body["batch"])
             skew = (datetime.fromisoformat(body["at"]) - self._clock.now()).total_seconds()
         except (KeyError, TypeError, ValueError) as error:
             return self._refuse(subject, error)
@@ -99,7 +101,7 @@ class Beats:
         skews = known.skews if known is not None else deque(maxlen=SKEWS_KEPT)
         skews.append(skew)
         draining, convicted = bool(body.get("draining", False)), bool(body.get("convicted", False))
-        self.lives[life] = Heartbeat(self._clock.monotonic(), draining, load, convicted, skews)
+        self.lives[life] = Heartbeat(self._clock.monotonic(), draining, load, convicted, batch, skews)
         return None
 
     def on_links(self, subject: str, body: Body) -> None:

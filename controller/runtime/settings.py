@@ -56,43 +56,41 @@ class CanarySettings(Strict):
     jitter: float = Field(default=0.05, ge=0, lt=1)  # share of the interval, either way
     timeout_s: Positive = 10.0  # of a whole probe, confirmations included
     busy_s: float = Field(default=120.0, ge=0)  # how much longer, while the engine gets on with others' work
-    max_retries: int = Field(default=2, ge=0, le=10)
+    max_retries: int = Field(default=2, ge=0, le=10)  # questions more, until a second wrong answer
     concurrency: int = Field(default=512, ge=1)  # probes in the air, over the whole fleet
     canaries: int = Field(default=4, ge=1, le=64)  # per canary key
     tokens: int = Field(default=32, ge=1, le=1024)  # of an answer
-    prompt_tokens_min: int = Field(default=32, ge=1, le=1024)
-    top_k: int = Field(default=5, ge=0, le=20)
-    coverage: bool = (
-        True  # put a slice of the vocabulary before each question, so that embeddings are read as well
-    )
-    tolerance: float | None = Field(default=None, ge=0)
+    prompt_tokens_min: int = Field(default=32, ge=1, le=1024)  # of a question, with what stands before it
+    top_k: int = Field(default=5, ge=0, le=20)  # logprobs of each position; 0: tokens alone are compared
+    coverage: bool = True  # put some of the vocabulary before each question: embeddings are read as well
+    tolerance: float | None = Field(default=None, ge=0)  # of one logprob; none: calibrated, 0: unchecked
     tolerance_floor: Positive = 1e-3  # ten times the noise measured on healthy fp32 workers
     tolerance_margin: float = Field(default=3.0, ge=1)  # times the largest healthy distance
     tolerance_uncalibrated: Positive = 0.1  # until there are enough samples: coarse, but never a false alarm
-    samples_min: int = Field(default=30, ge=1)
+    samples_min: int = Field(default=30, ge=1)  # healthy answers from which the tolerance is calibrated
     calibrate_every_s: Positive = 1.0  # how often a healthy worker is probed until there are enough samples
-    slow_ratio: float = Field(default=3.0, gt=1)
+    slow_ratio: float = Field(default=3.0, gt=1)  # times the usual latency, from which an answer is slow
     slow_floor_ms: float = Field(default=50.0, ge=0)  # less than this over the baseline is never slow
-    warmup_samples: int = Field(default=5, ge=1)
-    canary_prompts: tuple[ConfiguredCanary, ...] = ()
+    warmup_samples: int = Field(default=5, ge=1)  # answers from which the usual latency is known
+    canary_prompts: tuple[ConfiguredCanary, ...] = ()  # whose right answers are given, as JSON
 
 
 class LivenessSettings(Strict):
     """When a worker counts as silent."""
 
-    silent_after_s: Positive = 3.0
+    silent_after_s: Positive = 3.0  # without a beat, a link or an answer
     beat_s: Positive = 1.0  # how often a worker says that it lives
-    tick_s: Positive = 0.25
+    tick_s: Positive = 0.25  # how often it is looked at
     lag_max_s: Positive = 0.5  # an observer later than this was not listening
-    blind_share: float = Field(default=0.5, gt=0, le=1)
+    blind_share: float = Field(default=0.5, gt=0, le=1)  # so many silent at once: it is we who hear nothing
 
 
 class ActuatorSettings(Strict):
     """How persistently workers are told to drain or resume."""
 
-    answer_s: Positive = 1.0
-    retry_s: Positive = 0.5
-    retry_max_s: Positive = 10.0
+    answer_s: Positive = 1.0  # how long a worker's answer is waited for
+    retry_s: Positive = 0.5  # until a worker that did not answer is told again
+    retry_max_s: Positive = 10.0  # the most that this grows to
 
 
 class ControllerSettings(JournalSection):

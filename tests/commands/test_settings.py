@@ -11,12 +11,14 @@ from controller.commands.show_settings import rows
 from controller.config.flags import add_flags, as_variables, gather
 from controller.config.sections import effective, masked
 from controller.config.variables import refuse_unknown
+from controller.deciders.capacity import Slo
+from controller.deciders.tiers import Tiers
 from controller.frontend.settings import FrontendSettings
-from controller.processes import up_flags
+from controller.processes import ladder_flags, up_flags
 from controller.processes.fleet_dir import FleetDir
 from controller.processes.restart_plan import plan
 from controller.runtime.settings import ControllerSettings
-from events.errors import BadSetting
+from events.errors import BadSetting, UsageError
 
 
 def test_the_environment_reaches_into_policies() -> None:
@@ -113,6 +115,99 @@ def test_workers_do_not_publish_what_no_frontend_wants_to_hear(tmp_path: Path) -
         return {c.environment.get("HOLDFAST_WORKER_KV_EVENTS") for c in children if c.role == "worker"}
 
     assert (told(), told("--no-kv-events")) == ({None}, {"false"})
+
+
+def test_the_seeds_names_stand_for_ours_wherever_they_are_given() -> None:
+    policy = "HOLDFAST_CONTROLLER__POLICY__"
+    environment = {
+        "HOLDFAST_CONTROLLER__CANARY__CHECK_INTERVAL": "3",
+        f"{policy}BREAKER": '{"failure_threshold": 7, "recovery_timeout_sec": 5, "half_open_max_calls": 1}',
+        f"{policy}DEGRADATION__SLOS": '{"llama-3.1": {"slo_throughput": 4}}',
+        f"{policy}DEGRADATION__PRIORITY_TIERS": "premium,standard",
+    }
+    settings = gather(ControllerSettings, "controller", {}, environment)
+    breaker, degradation = settings.policy.breaker, settings.policy.degradation
+    assert (settings.canary.interval_s, breaker.failures_max, breaker.wait_min) == (
+        3,
+        7,
+        timedelta(seconds=5),
+    )
+    assert degradation.slos["llama-3.1"].slo_throughput_rps == 4
+    assert degradation.priority_tiers == ("premium", "standard")
+    ours = {
+        "HOLDFAST_FRONTEND__BREAKER__FAILURE_THRESHOLD": "9",
+        "HOLDFAST_FRONTEND__BREAKER__SUCCESS_THRESHOLD": "1",
+    }
+    assert gather(FrontendSettings, "frontend", {}, ours).breaker.failures_max == 9
+
+
+@pytest.mark.parametrize(
+    ("environment", "says"),
+    [
+        ({"BREAKER__SUCCESS_THRESHOLD": "2"}, "success_threshold = '2': here it is 1, always"),
+        ({"BREAKER": '{"half_open_max_calls": 3}'}, "half_open_max_calls = 3: here it is 1, always"),
+        ({"BREAKER": '{"failure_threshold": 3, "failures_max": 3}'}, "failures_max is given twice"),
+        ({"BREAKER__FAILURE_THRESHOLD": "3", "BREAKER__FAILURES_MAX": "3"}, "failures_max is given twice"),
+        ({"DEGRADATION__PRIORITY_TIERS": "gold,lead"}, "tier_default is 'standard', which is none of"),
+    ],
+)
+def test_a_seeds_name_that_cannot_be_obeyed_is_refused(environment: dict[str, str], says: str) -> None:
+    whole = {f"HOLDFAST_CONTROLLER__POLICY__{name}": value for name, value in environment.items()}
+    with pytest.raises(BadSetting, match=says):
+        gather(ControllerSettings, "controller", {}, whole)
+
+
+def _up(tmp_path: Path, role: str, *flags: str) -> dict[str, str]:
+    """Return what `up` with these flags tells the processes of a role."""
+    parser = argparse.ArgumentParser()
+    up_flags.add_arguments(parser)
+    args = parser.parse_args(flags)
+    up_flags.check(args)
+    (told,) = [c.environment for c in plan(args, FleetDir(tmp_path)) if c.role == role]
+    return dict(told)
+
+
+def test_a_fleet_is_told_its_objectives_and_tiers_by_flags(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(ladder_flags.SLOS, '{"m": {"slo_ttft_ms": 9}, "*": {"slo_tpot_ms": 8}}')
+    flags = ("--slo-throughput", "12.5", "--max-batch-size", "64", "--slo-ttft-ms", "700")
+    told = _up(tmp_path, "controller", *flags, "--priority-tiers", "gold,lead", "--tier-default", "lead")
+    policy = gather(ControllerSettings, "controller", {}, told).policy.degradation
+    assert policy.slo("any") == Slo(
+        slo_throughput_rps=12.5, slo_ttft_ms=700, slo_tpot_ms=8, max_batch_size=64
+    )
+    assert policy.slo("m") == Slo(slo_ttft_ms=9)
+    assert policy.tiers == Tiers(("gold", "lead"), "lead")
+
+
+def test_a_fleet_is_told_how_often_requests_may_move(tmp_path: Path) -> None:
+    told = _up(tmp_path, "frontend", "--migration-limit", "0", "--on-corruption", "error")
+    settings = gather(FrontendSettings, "frontend", {}, told)
+    assert (settings.migration_limit, settings.on_corruption) == (0, "error")
+
+
+@pytest.mark.parametrize(
+    ("flags", "says"),
+    [
+        (("--slo-ttft-ms", "500"), "--slo-ttft-ms without --slo-throughput"),
+        (("--priority-tiers", "gold"), "two different ones at least"),
+        (("--tier-default", "gold"), "none of the priority_tiers"),
+        (("--migration-limit", "-1"), "frontend.migration_limit = '-1'"),
+        (("--on-corruption", "hope"), "frontend.on_corruption = 'hope'"),
+    ],
+)
+def test_a_fleet_is_not_begun_with_flags_that_make_no_sense(
+    flags: tuple[str, ...], says: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["up", *flags]) == 2
+    assert says in capsys.readouterr().err
+
+
+def test_objectives_that_are_no_json_are_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv(ladder_flags.SLOS, "llama=3")
+    with pytest.raises(UsageError, match="is no JSON object of models"):
+        _up(tmp_path, "controller", "--slo-throughput", "1")
 
 
 def test_a_misspelt_section_is_refused() -> None:

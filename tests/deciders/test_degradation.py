@@ -6,21 +6,30 @@ from datetime import timedelta
 from itertools import pairwise
 
 import pytest
-from fleet_story import PROFILE, START, Story, drain_requested, joined, kinds, left, passed, silent
+from fleet_story import (
+    PROFILE,
+    START,
+    Story,
+    drain_requested,
+    engine_faulted,
+    joined,
+    kinds,
+    left,
+    passed,
+    silent,
+)
 from hypothesis import given
 from hypothesis import strategies as st
 
-from controller.deciders.capacity import Slo, fleet_capacity, tpot_ms, worker_capacity
+from controller.deciders.capacity import Slo, attainable, fleet_capacity, tpot_ms, worker_capacity
 from controller.deciders.degradation import (
-    TIERS,
     Degradation,
     DegradationPolicy,
     decide,
     knobs_of,
-    sheds,
-    tier_of,
 )
-from controller.deciders.fleet import FleetPolicy
+from controller.deciders.fleet import FleetPolicy, load
+from controller.deciders.tiers import TIERS, Tiers
 from events.decisions import DegradationChanged, Knobs
 from events.observations import Profile
 
@@ -140,6 +149,48 @@ def test_b21_the_slos_bound_the_capacity_and_zero_divides_nothing() -> None:
     assert list(decide(off, Degradation("m", served_since=LONG_AGO), [], START)) == []
 
 
+def test_what_no_worker_could_keep_even_alone_bounds_nothing() -> None:
+    """PROFILE takes 10 ms for a token of a lone stream, and 77 ms or so to read the usual prompt."""
+    prefill_ms = 1000 * Slo().mean_prompt_tokens / PROFILE.prefill_tokens_per_s
+    slow = Slo(slo_throughput_rps=ONE / 2, slo_tpot_ms=4.0, slo_ttft_ms=prefill_ms / 3)
+    free = Slo(slo_throughput_rps=ONE / 2, slo_tpot_ms=None, slo_ttft_ms=None)
+    workers = [(PROFILE, 1.0), (PROFILE, 0.0)]
+    assert attainable(slow, workers) == free
+    assert attainable(Slo(), workers) == Slo()
+    barely = Slo(slo_tpot_ms=5.0, slo_ttft_ms=prefill_ms * 0.51)
+    assert attainable(barely, workers) == barely, "with the relaxed SLOs it could be kept"
+    assert attainable(slow, []) == slow
+    state = Degradation("m", served_since=LONG_AGO)
+    policy = DegradationPolicy(slos={"m": slow})
+    assert list(decide(policy, state, workers, START)) == [], (
+        "else a slow engine would take no request at all"
+    )
+    (decision,) = decide(policy, state, [(PROFILE, 0.3)], START)
+    assert isinstance(decision, DegradationChanged) and decision.after == 2
+
+
+def test_an_objective_alone_will_do_and_may_be_one_for_all_models() -> None:
+    policy = load(
+        {"degradation": {"slos": {"*": {"slo_throughput_rps": 5.0}, "m": {"slo_throughput_rps": 9.0}}}}
+    )
+    slo = policy.degradation.slo("another")
+    assert slo == Slo(slo_throughput_rps=5.0, slo_ttft_ms=500.0, slo_tpot_ms=30.0, max_batch_size=256)
+    assert policy.degradation.slo("m") == replace(slo, slo_throughput_rps=9.0)
+    assert FleetPolicy().degradation.slo("m") is None
+
+
+def test_a_worker_on_the_ramp_is_not_lost() -> None:
+    story = Story(ladder(1.9)).up("w0", "w1")
+    story.wait(5)
+    story.tell(engine_faulted("w0"))
+    assert level(story) == 2
+    story.wait(60)
+    story.tell(passed("w0"))
+    assert story.fleet.workers["w0"].weight < 1 == story.fleet.workers["w0"].carries
+    story.wait(10)
+    assert level(story) == 0 and story.fleet.workers["w0"].weight < 1
+
+
 def test_b24_the_event_says_what_the_level_itself_costs_and_the_ratio_does_not_count_it() -> None:
     decision = at_ratio(0.9, Degradation("m"))
     assert decision is not None
@@ -178,14 +229,63 @@ def test_b24_level_3_is_judged_by_the_relaxed_slo_and_does_not_swing() -> None:
     ],
 )
 def test_b25_an_unknown_tier_is_the_lowest(header: str | None, tier: str, known: bool) -> None:
-    assert tier_of(header) == (tier, known)
+    assert Tiers().asked(header) == (tier, known)
+
+
+def test_the_tiers_are_a_setting_and_the_last_is_shed() -> None:
+    policy = DegradationPolicy(
+        slos={"m": Slo(slo_throughput_rps=ONE)},
+        priority_tiers=("gold", "silver", "lead"),
+        tier_default="silver",
+    )
+    state = Degradation("m", served_since=LONG_AGO)
+    (decision,) = decide(policy, state, [(PROFILE, 0.6)], START)
+    assert isinstance(decision, DegradationChanged) and decision.knobs.shed_tier == "lead"
+    tiers = Tiers.of(FleetPolicy(degradation=policy).adopted)
+    assert tiers == policy.tiers
+    assert [tiers.asked(name) for name in (None, "gold", "premium")] == [
+        ("silver", True),
+        ("gold", True),
+        ("lead", False),
+    ]
+    assert [tiers.sheds(decision.knobs, tier) for tier in tiers.names] == [False, False, True]
+    assert [tiers.rank(tier) for tier in ("gold", "lead", "premium")] == [0, 2, 3]
+
+
+def test_an_old_policy_has_the_usual_tiers() -> None:
+    assert Tiers.of({"degradation": {"slos": {}}}) == Tiers.of({}) == Tiers(TIERS, "standard")
+
+
+@pytest.mark.parametrize(
+    ("tiers", "default", "what"),
+    [
+        (("gold",), "gold", "two different ones"),
+        (("gold", "gold"), "gold", "two different ones"),
+        (("Gold", "lead"), "lead", "small letters"),
+        (("gold", ""), "gold", "small letters"),
+        (("gold", "lead"), "standard", "none of the priority_tiers"),
+    ],
+)
+def test_tiers_that_make_no_sense_are_refused(tiers: tuple[str, ...], default: str, what: str) -> None:
+    with pytest.raises(ValueError, match=what):
+        DegradationPolicy(priority_tiers=tiers, tier_default=default)
 
 
 def test_b25_shedding_has_one_source_of_truth() -> None:
-    assert [sheds(SEEDS_TABLE[n], "best_effort") for n in range(5)] == [False, False, True, True, True]
-    assert not any(sheds(SEEDS_TABLE[n], tier) for n in range(5) for tier in ("premium", "standard"))
-    assert [sheds(Knobs(shed_tier="standard"), tier) for tier in TIERS] == [False, True, True]
-    assert [sheds(Knobs(shed_tier="of a later version"), tier) for tier in TIERS] == [False, False, True]
+    assert [Tiers().sheds(SEEDS_TABLE[n], "best_effort") for n in range(5)] == [
+        False,
+        False,
+        True,
+        True,
+        True,
+    ]
+    assert not any(Tiers().sheds(SEEDS_TABLE[n], tier) for n in range(5) for tier in ("premium", "standard"))
+    assert [Tiers().sheds(Knobs(shed_tier="standard"), tier) for tier in TIERS] == [False, True, True]
+    assert [Tiers().sheds(Knobs(shed_tier="of a later version"), tier) for tier in TIERS] == [
+        False,
+        False,
+        True,
+    ]
 
 
 def test_n21_fifteen_of_sixteen_are_enough_only_with_a_reserve() -> None:

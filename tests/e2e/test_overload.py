@@ -1,4 +1,6 @@
-"""More requests than there is room for: they wait in line, all are served, and nothing looks like a failure."""
+"""More requests than there is room for: they wait in line, all are served, and nothing looks like a failure. Fewer workers than
+were promised: the level reaches all of them, and is taken back.
+"""
 
 import asyncio
 from collections.abc import Callable
@@ -6,12 +8,22 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
-from fleet import client, running, undisturbed
+from fleet import client, holdfast, running, undisturbed
 from prometheus_client.parser import text_string_to_metric_families
 
+from controller.deciders.capacity import Slo, worker_capacity
 from controller.demo.fleet import DemoFleet
-from events.observations import RequestAbandoned, RequestFailed, RequestMigrated, RequestsRejected
+from events.observations import (
+    RequestAbandoned,
+    RequestFailed,
+    RequestMigrated,
+    RequestsRejected,
+    WorkerJoined,
+)
 from events.process.presence import present
+from workers.engines.simulated.engine import SimulatedEngine
+from workers.engines.simulated.sequence import EngineShape
+from workers.engines.simulated.timing import PREFILL_TOKENS_PER_S, ConstantTiming
 
 FLAGS = ("--workers", "2", "--itl-ms", "30", "--canary-interval", "600")
 SMALL = {
@@ -69,3 +81,67 @@ async def test_forty_at_once_for_eight_places_wait_in_line_and_are_all_served(tm
         assert max(held for _, held in seen) == HELD
         kinds = (RequestMigrated, RequestAbandoned, RequestFailed, RequestsRejected)
         assert not [event.fact for event in await fleet.events() if isinstance(event.fact, kinds)]
+
+
+BATCH, ITL_MS = 4, 20.0
+ONE = SimulatedEngine(
+    EngineShape(batch_max=BATCH), ConstantTiming(ITL_MS / 1e3, PREFILL_TOKENS_PER_S)
+).identity.profile
+
+
+async def test_a_level_reaches_the_workers_schedulers_and_is_taken_back(tmp_path: Path) -> None:
+    """Two workers carry what is promised with something to spare; one of them, a little more than half of it: level 2."""
+    promised = 1.8 * worker_capacity(ONE, Slo()).effective_capacity_rps
+    flags = (
+        "--workers",
+        "2",
+        "--itl-ms",
+        str(ITL_MS),
+        "--canary-interval",
+        "1",
+        "--slo-throughput",
+        str(promised),
+    )
+    tiers = ("--priority-tiers", "gold,lead", "--tier-default", "gold")
+    small = {"HOLDFAST_WORKER_BATCH_MAX": str(BATCH)}
+    async with (
+        running(tmp_path / "fleet", *flags, *tiers, environment=small, stops=True) as fleet,
+        aiohttp.ClientSession() as http,
+    ):
+        await fleet.healthy(2)
+        joined = [e.fact for e in await fleet.events() if isinstance(e.fact, WorkerJoined)]
+        assert {fact.profile for fact in joined} == {ONE}
+
+        async def slots() -> list[float]:
+            urls = [process.url for process in present(fleet.data) if process.role == "worker"]
+            found = []
+            for url in urls:
+                async with http.get(f"{url}/metrics") as answer:
+                    families = text_string_to_metric_families(await answer.text())
+                found += [
+                    s.value for f in families for s in f.samples if s.name.endswith("_request_total_slots")
+                ]
+            return found
+
+        async def until_slots(most: float) -> None:
+            async with asyncio.timeout(60):
+                while await slots() != [most, most]:  # noqa: ASYNC110 (another process)
+                    await asyncio.sleep(0.1)
+
+        async def status_of(tier: str) -> int:
+            body = {"model": "sim", "prompt": [300] * 8, "max_tokens": 2}
+            async with http.post(
+                f"{fleet.url}/v1/completions", json=body, headers={"X-Priority": tier}
+            ) as answer:
+                return answer.status
+
+        await until_slots(BATCH)
+        assert await status_of("lead") == 200
+        await asyncio.to_thread(holdfast, "drain", "w1", "--data", str(fleet.data))
+        await fleet.until(lambda s: s["levels"] == {"sim": 2}, 60)
+        assert [await status_of(tier) for tier in ("gold", "lead")] == [200, 503]
+        await asyncio.to_thread(holdfast, "resume", "w1", "--data", str(fleet.data))
+        await until_slots(BATCH * 3 / 4)
+        await fleet.until(lambda s: s["levels"] == {"sim": 0}, 60)
+        await until_slots(BATCH)
+        assert await status_of("lead") == 200

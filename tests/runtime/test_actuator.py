@@ -8,12 +8,15 @@ from typing import Any
 
 from canary_world import World
 
+from controller.deciders.capacity import Slo
+from controller.deciders.degradation import DegradationPolicy
 from controller.runtime.actuator import Actuator
 from controller.runtime.beats import Beats
 from controller.runtime.settings import ActuatorSettings
 from events import subjects
 from events.nats.bus import MemoryBus
 from events.observations import (
+    CanaryPassed,
     DeviceFaulted,
     DeviceRecovered,
     DrainRequested,
@@ -36,6 +39,7 @@ class Told:
         )
         self.draining = False
         self.convicted = False
+        self.batch: float | None = 1.0
         self.deaf = False
         self.heard: list[tuple[str, Mapping[str, Any]]] = []
 
@@ -60,6 +64,11 @@ class Told:
         self.convicted = bool(body["reason"])
         return {"convicted": self.convicted}
 
+    async def on_batch(self, subject: str, body: Mapping[str, Any]) -> Mapping[str, Any]:
+        self.heard.append(("batch", body))
+        self.batch = float(body["share"])
+        return {"batch": self.batch}
+
     @contextlib.asynccontextmanager
     async def running(self) -> AsyncIterator["Told"]:
         await self.beats.start(self.bus)
@@ -67,6 +76,7 @@ class Told:
         await self.bus.subscribe(subjects.resume("w1"), self.on_resume)
         await self.bus.subscribe(subjects.retire("w1"), self.on_retire)
         await self.bus.subscribe(subjects.distrust("w1"), self.on_distrust)
+        await self.bus.subscribe(subjects.batch("w1"), self.on_batch)
         self.world.join("w1")
         task = asyncio.create_task(self.actuator.run())
         try:
@@ -80,6 +90,8 @@ class Told:
         for _ in range(int(seconds)):
             body = {"worker": "w1", "instance": "w1-1", "draining": self.draining, "load": {}}
             body["convicted"] = self.convicted
+            if self.batch is not None:
+                body["batch"] = self.batch
             await self.bus.publish(subjects.beat("w1"), {**body, "at": self.world.clock.now().isoformat()})
             await self.world.pass_time(1.0)
 
@@ -236,3 +248,37 @@ async def test_a_worker_that_may_compute_wrongly_is_told_so_and_told_when_that_i
         assert not told.convicted
     (first, second) = [body for what, body in told.heard if what == "distrust"]
     assert "GPU-1" in first["reason"] and second["reason"] == ""
+
+
+async def test_a_worker_is_told_how_much_of_its_batch_its_models_level_leaves_it_and_when_it_has_it_back() -> (
+    None
+):
+    async with Told().running() as told:
+        world = told.world
+        await told.pass_time(2)
+        at, key = world.clock.now(), world.fleet.workers["w1"].joined.canary_key
+        probed: dict[str, Any] = {"worker": "w1", "instance": "w1-1", "canary_key": key, "canary": "c"}
+        measured: dict[str, Any] = {
+            "check_type": "scheduled",
+            "latency_ms": 1.0,
+            "attempts": 1,
+            "distance": 0.0,
+        }
+        world.journal.observe(CanaryPassed(**probed, **measured, sent_under=world.number, sent_at=at))
+        await told.pass_time(2)
+        assert world.status("w1") == "HEALTHY" and not told.heard
+        for throughput, share in ((100.0, 0.5), (None, 1.0)):
+            slos = {"m": Slo(slo_throughput_rps=throughput)}
+            world.policy = replace(world.policy, degradation=DegradationPolicy(slos=slos))
+            await told.pass_time(10)
+            assert told.batch == share
+        told.batch = None  # of a version that knows nothing of it
+        world.policy = replace(
+            world.policy, degradation=DegradationPolicy(slos={"m": Slo(slo_throughput_rps=100)})
+        )
+        await told.pass_time(10)
+        assert world.fleet.models["m"].knobs.batch_size == 0.5
+    assert told.heard == [
+        ("batch", {"instance": "w1-1", "share": 0.5}),
+        ("batch", {"instance": "w1-1", "share": 1.0}),
+    ]

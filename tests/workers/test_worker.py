@@ -1,6 +1,7 @@
 """A worker in the fleet: what it says, what it obeys, and how it goes."""
 
 import asyncio
+from collections.abc import Mapping
 from typing import Any
 
 import pytest
@@ -51,7 +52,7 @@ async def test_a_worker_beats_every_second_with_its_load(begin: Begin, eventuall
     await eventually(lambda: len(life.beats) >= 2)
     first, second = life.beats[:2]
     assert {**first, "at": "", "seq": 0} == {
-        **ABOUT, "at": "", "seq": 0, "draining": False, "convicted": False,
+        **ABOUT, "at": "", "seq": 0, "draining": False, "convicted": False, "batch": 1.0,
         "load": {"running": 0, "waiting": 0, "kv_used": 0, "kv_total": 32768, "active_tokens": 0, "canaries": 0},
     }  # fmt: skip
     assert (first["seq"], second["seq"]) == (1, 2)
@@ -413,6 +414,31 @@ async def test_a_worker_tells_how_large_its_kv_cache_is_and_where_its_gpus_are(b
     joined = next(fact for fact in life.facts if isinstance(fact, WorkerJoined))
     assert joined.kv == KvLayout(layers=1, kv_heads=4, head_size=256, element_bytes=1)
     assert (joined.topology.nvlink_domain, joined.topology.rail) == ("rack-3", "r1")
+
+
+async def test_a_worker_fills_as_much_of_its_batch_as_it_is_told_and_says_so_with_its_beats(
+    begin: Begin,
+) -> None:
+    engine = SimulatedEngine(EngineShape(batch_max=8))
+    life = await begin(engine=engine)
+    said = asyncio.Event()
+
+    async def heard(subject: str, body: Mapping[str, Any]) -> None:
+        if body.get("batch") == 0.5:
+            said.set()
+
+    subject = subjects.batch("w0")
+    assert await life.bus.request(subject, {"instance": "i1", "share": 0.5}, 5) == {"batch": 0.5}
+    assert engine.each[0].scheduler.batch_limit == 4
+    await life.bus.subscribe(subjects.beat("w0"), heard)
+    await asyncio.wait_for(said.wait(), 10)
+    for wrong in (0, -1, 1.5, None, "half", True):
+        answer = await life.bus.request(subject, {"instance": "i1", "share": wrong}, 5)
+        assert "a number" in str(answer["error"]), wrong
+    assert "error" in await life.bus.request(subject, {"instance": "i0", "share": 0.25}, 5)
+    assert engine.each[0].scheduler.batch_limit == 4
+    assert await life.bus.request(subject, {"instance": "i1", "share": 1}, 5) == {"batch": 1.0}
+    assert engine.each[0].scheduler.batch_limit == 8
 
 
 async def test_a_convicted_worker_is_told_and_knows_it(begin: Begin) -> None:

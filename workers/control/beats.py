@@ -8,7 +8,7 @@ import msgspec
 from events import subjects
 from events.nats.bus import Bus
 from workers.config.worker import WorkerConfig
-from workers.control.commands import CONVICTED
+from workers.control.commands import CONVICTED, WorkerCommands
 from workers.engines.engine import Engine
 from workers.server import WorkerServer
 
@@ -18,10 +18,18 @@ BEAT_S = 1.0
 class FleetBeats:
     """One worker's heartbeats. Without a bus there are none."""
 
-    def __init__(self, config: WorkerConfig, engine: Engine, server: WorkerServer, bus: Bus | None) -> None:
+    def __init__(
+        self,
+        config: WorkerConfig,
+        engine: Engine,
+        server: WorkerServer,
+        commands: WorkerCommands,
+        bus: Bus | None,
+    ) -> None:
         self._config = config
         self._engine = engine
         self._server = server
+        self._commands = commands
         self._bus = bus
         self._said = 0
 
@@ -45,6 +53,7 @@ class FleetBeats:
             "load": msgspec.structs.asdict(self._engine.load()),
             "draining": server.draining,
             "convicted": CONVICTED in trust.doubts,
+            "batch": self._commands.batch_share,
             "at": datetime.now(UTC).isoformat(),
         }
         await self._bus.publish(subjects.beat(self._config.name), body)

@@ -1,4 +1,4 @@
-"""What the controller asks of a worker: to drain, to come back, to play a fault.
+"""What the controller asks of a worker: to drain, to come back, to fill less of its batch, to play a fault.
 
 Requests may be repeated and may be late: a drain that runs is not begun again, and one that was meant for an earlier life
 of this worker is refused. So is one to stop or to break that is only heard after its time, by a worker that had been hung:
@@ -19,7 +19,7 @@ from events.journal.port import Journal
 from events.nats.bus import Handler
 from events.observations import DrainFinished
 from workers.config.worker import WorkerConfig
-from workers.control.body import number
+from workers.control.body import number, share
 from workers.control.chaos import RehearsedFaults
 from workers.engines.engine import Engine
 from workers.server import WorkerServer
@@ -70,6 +70,7 @@ class WorkerCommands:
         self._journal = journal
         self._worker = worker
         self._faults = faults
+        self.batch_share = 1.0  # of its batch that it may fill
         self._drain: asyncio.Task[None] | None = None
         self._log = log.bind(worker=config.name, instance=config.instance)
 
@@ -84,6 +85,7 @@ class WorkerCommands:
             subjects.retire(name): self.on_retire,
             subjects.stop(name): self.on_stop,
             subjects.distrust(name): self.on_distrust,
+            subjects.batch(name): self.on_batch,
         }
 
     def heeds(self, subject: str) -> bool:
@@ -156,6 +158,17 @@ class WorkerCommands:
         else:
             trust.regain(CONVICTED)
         return {"convicted": CONVICTED in trust.doubts}
+
+    def on_batch(self, subject: str, body: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Run no more than a share of the batch at once, as the model's degradation level has it; 1: all of it. What runs is not
+        stopped. Raise BadRequest of a share that is none."""
+        self._check_instance(body)
+        wanted = share(body, "share")
+        if wanted != self.batch_share:
+            self._engine.limit_batch(wanted)
+            self._log.info("batch_limited", share=wanted)
+        self.batch_share = wanted
+        return {"batch": wanted}
 
     def _check_instance(self, body: Mapping[str, Any]) -> None:
         wanted = body.get("instance")

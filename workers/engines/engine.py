@@ -158,10 +158,24 @@ class Immovable:
         return "this engine takes no KV cache in"
 
 
+class Unbreakable:
+    """What an engine inherits that plays no faults."""
+
+    def chaos(self, fault: str, argument: float, rank: int = 0) -> bool:
+        """Return False: there is none that it could play."""
+        return False
+
+    def heal(self, fault: str, rank: int = 0) -> None:
+        """There is nothing to end."""
+
+
 class Engine(Protocol):
     """One engine. All methods but `deliver`'s callback are called on the worker's event loop."""
 
-    identity: EngineIdentity
+    @property
+    def identity(self) -> EngineIdentity:
+        """What it serves."""
+        ...
 
     @property
     def kv(self) -> tuple[Description, ...]:
@@ -204,6 +218,11 @@ class Engine(Protocol):
     def trust(self, trusted: bool) -> None:
         """Let no request find what was computed up to now, and announce that it is gone: it may be wrong. Until it is
         trusted again, keep nothing for other requests."""
+        ...
+
+    def limit_batch(self, share: float) -> None:
+        """Run no more than this share of the batch at once from the next step on, one request at least; 1: all of it. Who runs is
+        not stopped, who comes with a KV cache is taken as before, and who comes without one waits."""
         ...
 
     def phase(self) -> Phase:

@@ -24,7 +24,6 @@ from typing import Protocol, TypeAlias
 
 import structlog
 
-from controller.deciders.degradation import TIERS
 from controller.frontend.generations.live_migration import LiveMigration, Migratable
 from controller.frontend.generations.migration_progress import MigrationProgress
 from controller.frontend.generations.rescheduler import Reschedulable, Rescheduler
@@ -84,12 +83,6 @@ class MigrationRequest:
     def ready(self) -> bool:
         """Whether its tokens come, and nothing is being done about it: it could move now."""
         return self.generation.has_output and self.generation.output.live_migration is None
-
-    @property
-    def rank(self) -> tuple[int, float]:
-        """Who moves first."""
-        tier = self.generation.request.tier
-        return TIERS.index(tier) if tier in TIERS else len(TIERS), self.generation.stats.began_at
 
 
 class PlannedMigrations:
@@ -176,8 +169,13 @@ class PlannedMigrations:
             self._excused = {reason for reason in self._excused if reason[0] != endpoint.key}
             log.info("moves_wanted", worker=endpoint.worker, cause=cause, requests=len(news))
             wanted_by |= {g: wanted for g, wanted in news.items() if cause in INSISTS or g not in wanted_by}
-            self._wanted[endpoint.key] = sorted(wanted_by.values(), key=lambda wanted: wanted.rank)
+            self._wanted[endpoint.key] = sorted(wanted_by.values(), key=self._rank)
             self._pump(endpoint.key)
+
+    def _rank(self, wanted: MigrationRequest) -> tuple[int, float]:
+        """Return who moves first."""
+        generation = wanted.generation
+        return self._table.urgency(generation.request.tier), generation.stats.began_at
 
     # --- carrying requests out ------------------------------------------------------------------------------
 

@@ -22,7 +22,6 @@ import structlog
 import xxhash
 
 from controller.deciders.capacity import tpot_ms
-from controller.deciders.degradation import TIERS
 from controller.frontend.generations.output_stats import OutputStats
 from controller.frontend.requests.failures import MigrationBudget
 from controller.frontend.requests.generation_request import GenerationRequest
@@ -171,7 +170,7 @@ class Rescheduler:
         tier, tried = generation.request.tier, generation.budget.tried
         return Leaving(
             request_id=name,
-            priority=TIERS.index(tier) if tier in TIERS else len(TIERS),
+            priority=self._routing.urgency(tier),
             arrived=_ZERO + timedelta(seconds=generation.stats.began_at),
             tokens=len(generation.request.prompt) + len(generation.accepted),
             barred={key[0] for key in tried if key[0] in targets and targets[key[0]].key == key},

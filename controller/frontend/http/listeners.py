@@ -41,7 +41,7 @@ class Listeners:
         )  # its own: who fills the one does not close the other
         self._admin = _runner(ClientServer(api.admin, others, body_mb_max))  # `holdfast route` sends prompts
         self._shared: asyncio.Server | None = None
-        self._heads = cached_heads(settings.router)
+        self._heads = cached_heads(settings.router, lambda: api.director.table.tiers)
         self._connections: set[FastPathConnection] = set()
 
     async def open(self) -> None:

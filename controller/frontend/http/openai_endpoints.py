@@ -56,7 +56,9 @@ class OpenAiEndpoints:
     async def serve(self, endpoint: str, request: web.BaseRequest) -> web.StreamResponse:
         """Answer a request for tokens that came through aiohttp."""
         version = (request.version.major, request.version.minor)
-        head = read_head(endpoint, request.headers, version, keep=bool(request.keep_alive))
+        head = read_head(
+            endpoint, request.headers, version, self._director.table.tiers, keep=bool(request.keep_alive)
+        )
         response = await self._respond(head, request, request.transport)
         return StreamedResponse(keep=head.keep) if response is None else response
 

@@ -12,7 +12,7 @@ import msgspec
 from aiohttp.http import HttpRequestParser
 from multidict import CIMultiDictProxy
 
-from controller.deciders.degradation import tier_of
+from controller.deciders.tiers import Tiers
 from controller.frontend.requests.overrides import NO_OVERRIDES, RoutingOverrides, read_overrides
 from controller.frontend.requests.reading import own_id, traceparent
 from controller.frontend.settings import RouterSettings
@@ -39,21 +39,30 @@ class Head(msgspec.Struct, frozen=True):
 
 
 def read_head(
-    endpoint: str, headers: "CIMultiDictProxy[str]", version: tuple[int, int], *, keep: bool
+    endpoint: str, headers: "CIMultiDictProxy[str]", version: tuple[int, int], tiers: Tiers, *, keep: bool
 ) -> Head:
     """Return what these headers say, but for overrides, which may be wrong."""
-    tier, warning = tier_asked(headers.get("X-Priority"))
+    tier, warning = tier_asked(tiers, headers.get("X-Priority"))
     given = own_id(headers.get("X-Request-Id"))
     chunked = version >= (1, 1)
     return Head(endpoint, given, tier, warning, traceparent(headers), version, keep and chunked, chunked)
 
 
-def cached_heads(ours: RouterSettings) -> Callable[[bytes], Head | None]:
-    """Return `read_plain` with a memory of the last `KEPT_MAX` heads."""
-    return lru_cache(KEPT_MAX)(partial(read_plain, ours))
+def cached_heads(ours: RouterSettings, tiers: Callable[[], Tiers]) -> Callable[[bytes], Head | None]:
+    """Return `read_plain` with a memory of the last `KEPT_MAX` heads, by the tiers that there are."""
+    known = tiers()
+    read = lru_cache(KEPT_MAX)(partial(read_plain, ours, known))
+
+    def cached(raw: bytes) -> Head | None:
+        nonlocal known, read
+        if (now := tiers()) is not known:
+            known, read = now, lru_cache(KEPT_MAX)(partial(read_plain, ours, now))
+        return read(raw)
+
+    return cached
 
 
-def read_plain(ours: RouterSettings, raw: bytes) -> Head | None:
+def read_plain(ours: RouterSettings, tiers: Tiers, raw: bytes) -> Head | None:
     """Return what a head up to its empty line says; None if there is anything unusual or wrong about the request."""
     if raw.count(b"\n") != raw.count(b"\r\n"):
         return None  # where it ends may be a matter of opinion
@@ -76,13 +85,13 @@ def read_plain(ours: RouterSettings, raw: bytes) -> Head | None:
     )
     if endpoint is None or odd or length < 1 or message.chunked or message.compression:
         return None
-    plain = read_head(endpoint, headers, (1, 1), keep=True)
+    plain = read_head(endpoint, headers, (1, 1), tiers, keep=True)
     return msgspec.structs.replace(plain, overrides=overrides, end=len(raw), whole=len(raw) + length)
 
 
-def tier_asked(priority: str | None) -> tuple[str, str]:
+def tier_asked(tiers: Tiers, priority: str | None) -> tuple[str, str]:
     """Return the tier that X-Priority names, and a warning for the client if it names none."""
-    tier, known = tier_of(priority)
+    tier, known = tiers.asked(priority)
     if known:
         return tier, ""
     shown = "".join(c for c in (priority or "")[:40] if c.isprintable() and c.isascii() and c not in '"\\')

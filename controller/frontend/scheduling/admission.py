@@ -8,7 +8,6 @@ counted into `RequestsRejected`.
 import asyncio
 from collections.abc import Callable
 
-from controller.deciders.degradation import sheds
 from controller.frontend.errors import ApiError, shed, unavailable, unknown_model
 from controller.frontend.health.poison import Poisonous
 from controller.frontend.scheduling.queue import Outcome, Queue, QueueFull, WaitedTooLong
@@ -92,7 +91,7 @@ class Admission:
         if not knobs.accept_new:
             why = "the fleet is far short of capacity and accepts no new requests now"
             raise self._refused(model, tier, "not_accepting", self._unavailable(why, "not_accepting"))
-        if sheds(knobs, tier):
+        if self._table.sheds(model, tier):
             raise self._refused(model, tier, "capacity_shed", shed(tier))
         try:
             return await self._queue.enter(model, self._settings.queue_s * knobs.latency)

@@ -171,6 +171,10 @@ class RequestRouter:
 
     # --- what a model's workers have in common --------------------------------------------------------------
 
+    def urgency(self, tier: str) -> int:
+        """Return how urgent requests of a tier are: 0 is the best."""
+        return self._table.urgency(tier)
+
     def limit(self, model: str) -> int:
         """Return how many migrations a request of this model may have."""
         own, registered = self._settings.migration_limit, self._table.migration_limit(model)

@@ -270,7 +270,7 @@ def hysteresis(watch: InvariantWatch, event: Recorded) -> str | None:
     fact, policy = event.fact, watch.policy.degradation
     if not isinstance(fact, DegradationChanged):
         return None
-    if fact.model not in policy.slos:  # the ladder was switched off
+    if policy.slo(fact.model) is None:  # the ladder was switched off
         return f"level {fact.after} without an SLO" if fact.after else None
     if fact.after > fact.before:
         return (

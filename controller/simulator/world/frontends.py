@@ -7,7 +7,7 @@ which outcome reaches the journal.
 from collections.abc import Sequence
 from random import Random
 
-from controller.deciders.degradation import TIERS, sheds
+from controller.deciders.tiers import TIERS, Tiers
 from controller.frontend.health.local_breakers import LocalBreakers
 from controller.frontend.settings import FactSettings, LocalBreakerSettings
 from controller.router.endpoints import Endpoint, Key
@@ -139,7 +139,7 @@ class SimulatedFrontend:
             return ""
         if not knobs.accept_new:
             return "not_accepting"
-        return "capacity_shed" if sheds(knobs, tier) else ""
+        return "capacity_shed" if Tiers().sheds(knobs, tier) else ""
 
     def _route(
         self, id: str, model: str, attempt: int, tokens: int, avoid: tuple[Key, ...]

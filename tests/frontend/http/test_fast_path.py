@@ -18,6 +18,7 @@ import uvloop
 from frontend_kit import Kit, frontend, until
 from scripted_worker import Act, ScriptedWorker
 
+from controller.deciders.tiers import Tiers
 from controller.frontend.http.fast_path import BYTES_MAX, FastPathConnection
 from controller.frontend.http.listeners import Listeners
 from controller.frontend.http.open_connections import OpenConnections
@@ -435,7 +436,7 @@ async def test_a_client_that_goes_takes_his_request_with_him() -> None:
 async def test_who_asks_nothing_for_long_is_left() -> None:
     async with both_paths(ScriptedWorker("w1", step_s=0.05)) as paths:
         loop, open = asyncio.get_running_loop(), set[FastPathConnection]()
-        heads = cached_heads(paths.kit.director.settings.router)
+        heads = cached_heads(paths.kit.director.settings.router, Tiers)
         answer_request = paths.kit.api.openai.answer
         clients = OpenConnections(ConnectionSettings(idle_s=0.15), print)
         make = partial(FastPathConnection, answer_request, heads, paths.listeners.aiohttp, open, clients)
@@ -487,12 +488,13 @@ async def test_listeners_that_close_let_answers_end_for_a_moment(in_time: bool) 
 
 def test_a_head_with_a_bare_newline_is_not_plain() -> None:
     raw = PLAIN["unary"][: PLAIN["unary"].index(b"\r\n\r\n") + 4]
-    assert cached_heads(RouterSettings())(raw) is not None
-    assert cached_heads(RouterSettings())(raw.replace(b"Host: x\r\n", b"Host: x\n")) is None
+    assert cached_heads(RouterSettings(), Tiers)(raw) is not None
+    assert cached_heads(RouterSettings(), Tiers)(raw.replace(b"Host: x\r\n", b"Host: x\n")) is None
 
 
 def test_a_head_is_read_once_and_only_so_many_are_remembered() -> None:
-    heads = cached_heads(RouterSettings())
+    usual = Tiers()
+    heads = cached_heads(RouterSettings(), lambda: usual)
     raw = PLAIN["override"][: PLAIN["override"].index(b"\r\n\r\n") + 4]
     head = heads(raw)
     assert head is not None and head.overrides.router is not None
@@ -502,3 +504,13 @@ def test_a_head_is_read_once_and_only_so_many_are_remembered() -> None:
         assert other is not None and other.id == str(number)
     again = heads(raw)
     assert again == head and again is not head
+
+
+def test_a_head_is_read_anew_when_there_are_other_tiers() -> None:
+    tiers = Tiers()
+    heads = cached_heads(RouterSettings(), lambda: tiers)
+    raw = PLAIN["unary"][: PLAIN["unary"].index(b"\r\n\r\n") + 4]
+    raw = raw.replace(b"Host: x", b"Host: x\r\nX-Priority: gold")
+    assert (head := heads(raw)) is not None and (head.tier, bool(head.warning)) == ("best_effort", True)
+    tiers = Tiers(("gold", "silver"), "silver")
+    assert (head := heads(raw)) is not None and (head.tier, head.warning) == ("gold", "")

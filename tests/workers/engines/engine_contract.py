@@ -317,6 +317,29 @@ class EngineContract:
             await rig.until(lambda: rig.engine.load().running == 0 and rig.engine.load().kv_used == 0)
         assert not rig.answers[key].over.is_set()
 
+    async def test_no_more_than_a_share_of_the_batch_runs_until_it_may_be_all_of_it(self, rig: Rig) -> None:
+        async def at_once(keys: list[int]) -> int:
+            """Return how many of these have run at once, when all have ended well."""
+            most, answers = 0, [rig.answers[key] for key in keys]
+            while not all(answer.over.is_set() for answer in answers):
+                await rig.delivery()
+                most = max(most, sum(bool(a.chunks) and not a.over.is_set() for a in answers))
+            assert {answer.finish for answer in answers} == {"length"}
+            return most
+
+        def widen() -> None:
+            if sum(bool(rig.answers[key].chunks) for key in held) == 2:
+                rig.engine.limit_batch(1.0)
+                rig.after_delivery = None
+
+        identity = rig.engine.identity
+        rig.engine.limit_batch(2.5 * identity.dp / identity.profile.max_batch)
+        async with asyncio.timeout(DEADLINE_S):
+            assert await at_once([rig.submit(prompt(20 + n, n), max_tokens=40) for n in range(5)]) <= 2
+            held = [rig.submit(prompt(20 + n, n), max_tokens=300) for n in range(5)]
+            rig.after_delivery = widen
+            assert await at_once(held) > 2
+
     async def test_cancelling_what_is_unknown_changes_nothing(self, rig: Rig) -> None:
         rig.engine.cancel(10_000)
         assert (await rig.ask(prompt())).finish == "length"

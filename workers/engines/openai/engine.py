@@ -6,6 +6,7 @@ registration says `exact=False`.
 """
 
 import asyncio
+import contextlib
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -27,6 +28,7 @@ from workers.engines.engine import (
     Import,
     MoveEnded,
     Phase,
+    Unbreakable,
     unheard,
 )
 from workers.engines.openai.account import UpstreamAccount
@@ -37,6 +39,7 @@ from workers.engines.openai.handover import TOKENS_MAX, Arriving, Handed, contin
 from workers.engines.openai.identity import UpstreamSettings, block_size, identify
 from workers.engines.openai.kv_names import read_salt
 from workers.engines.openai.patience import UpstreamWait
+from workers.engines.openai.places import Places
 from workers.engines.openai.prompt_logprobs import prompt_logprobs, put_before
 from workers.engines.openai.reading import Fault, UpstreamStream
 from workers.engines.openai.requests import UpstreamRequests
@@ -57,8 +60,8 @@ STOP_S_MAX = 2.0
 log = structlog.get_logger(__name__)
 
 
-class OpenAIEngine:
-    """An `Engine` in front of one upstream."""
+class OpenAIEngine(Unbreakable):
+    """An `Engine` in front of one upstream. What is to be rehearsed is that the upstream itself breaks."""
 
     def __init__(self, settings: UpstreamSettings) -> None:
         self._settings = settings
@@ -72,6 +75,8 @@ class OpenAIEngine:
         self._announce: Announce = unheard
         self._epochs = CacheEpochs()
         self._requests = UpstreamRequests(settings.batch_max + settings.waiting_max)
+        self._places = Places()
+        self._runs = settings.batch_max  # requests at once, of all that are here
         self._stopped: dict[int, Generate] = {}  # for a move: what is left of it
         self._out: list[tuple[int, Chunk]] = []
         self._failures = 0  # checks in a row
@@ -83,7 +88,7 @@ class OpenAIEngine:
         settings = self._settings
         self._patience = UpstreamWait(upstream, settings)
         self._account = UpstreamAccount(
-            upstream, lambda: len(self._requests), settings.kv_events, settings.kv_replays, settings.times
+            upstream, lambda: self._requests.sent_now, settings.kv_events, settings.kv_replays, settings.times
         )
         try:
             found = await self._patience.abilities()
@@ -157,7 +162,14 @@ class OpenAIEngine:
                 self._announce(rank, [Cleared()])
 
     async def _serve(self, key: int, request: Generate, handle: dict[str, Any] | None) -> None:
+        """Have the upstream answer a request, once it has a place there. A canary takes nobody's, and who comes with a KV cache
+        does not wait: it is kept for him only so long."""
+        async with contextlib.nullcontext() if request.canary or handle else self._places.one():
+            await self._answer(key, request, handle)
+
+    async def _answer(self, key: int, request: Generate, handle: dict[str, Any] | None) -> None:
         assert self._upstream is not None
+        self._requests.sent(key)
         reading = UpstreamStream(request, self._abilities.ids_for(request))
         try:
             if request.guided is not None and self._constraints is not None:
@@ -255,18 +267,24 @@ class OpenAIEngine:
             return
         self._begin(key, self._epochs.salted(request), most, handle)
 
+    def limit_batch(self, share: float) -> None:
+        """Send the upstream no more than this share at once: what its scheduler runs cannot be told."""
+        whole = self._settings.batch_max
+        self._runs = max(1, int(whole * share))
+        self._places.limit(None if share == 1 else self._runs)
+
     # --- how it fares
 
     def phase(self) -> Phase:
         return self._requests.phase()
 
     def load(self) -> Load:
-        running, tokens = min(len(self._requests), self._settings.batch_max), self._requests.tokens
+        running, tokens = min(len(self._requests), self._runs), self._requests.tokens
         profile = self.identity.profile
         used = -(-tokens // profile.block_tokens)
         waiting = len(self._requests) - running
         own = Load(running, waiting, used, profile.kv_blocks, tokens, self._requests.canaries)
-        return own if self._account is None else self._account.load(own, self._settings.batch_max)
+        return own if self._account is None else self._account.load(own, self._runs)
 
     def ranks(self) -> list[Load]:
         return [] if self._account is None else self._account.ranks(self.identity.profile.kv_blocks)
@@ -280,12 +298,6 @@ class OpenAIEngine:
             log.warning("upstream_unhealthy", reason=trouble, in_a_row=self._failures)
         if self._failures >= CHECKS_FAILED_MAX:
             raise EngineDead(f"the upstream {self._settings.url} is unhealthy: {trouble}")
-
-    def chaos(self, fault: str, argument: float, rank: int = 0) -> bool:
-        return False  # break the upstream itself: that is what is to be rehearsed
-
-    def heal(self, fault: str, rank: int = 0) -> None:
-        """There is nothing to end."""
 
     async def stop(self) -> None:
         tasks = [one.task for one in self._requests]

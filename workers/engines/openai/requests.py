@@ -23,6 +23,7 @@ class UpstreamRequest:
     silent: bool = True  # no output yet
     said: list[int] = field(default_factory=list)  # since then, where it could move
     canary: bool = False
+    sent: bool = False  # else it waits with us
 
 
 class UpstreamRequests:
@@ -76,6 +77,16 @@ class UpstreamRequests:
             task, length, now, length, request if movable else None, canary=request.canary
         )
 
+    @property
+    def sent_now(self) -> int:
+        """How many of them the upstream has."""
+        return sum(one.sent for one in self)
+
+    def sent(self, key: int) -> None:
+        """Note that a request goes to the upstream now."""
+        if one := self._by_key.get(key):
+            one.came, one.sent = time.monotonic(), True
+
     def heard(self, key: int, chunks: Sequence[Chunk]) -> bool:
         """Note what the upstream has said; False if there is nothing to pass on."""
         self._moved_at = time.monotonic()
@@ -98,7 +109,8 @@ class UpstreamRequests:
         if not self._by_key:
             return Phase("idle", self._moved_at)
         # While some stream speaks, every step is heard: none is excused by prompts that came after it began.
-        silent = [one for one in self if one.silent]
-        heard, joined = len(silent) < len(self._by_key), self._moved_at + JOINS_WITHIN_S
+        there = [one for one in self if one.sent]
+        silent = [one for one in there if one.silent]
+        heard, joined = len(silent) < len(there), self._moved_at + JOINS_WITHIN_S
         waiting = sum(one.prompt_tokens for one in silent if one.came <= joined or not heard)
         return Phase("prefill" if waiting else "decode", self._moved_at, waiting)

@@ -86,6 +86,10 @@ class SimulatedEngine:
         for rank in self.each:
             rank.trust(trusted)
 
+    def limit_batch(self, share: float) -> None:
+        for rank in self.each:
+            rank.limit_batch(share)
+
     def phase(self) -> Phase:
         """Return what the rank does that has been at it longest."""
         if len(self.each) == 1:

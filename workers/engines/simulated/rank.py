@@ -89,6 +89,10 @@ class SimulatedRank:
         self.scheduler.trust(trusted)
         self._tell()
 
+    def limit_batch(self, share: float) -> None:
+        """Let no more than this share of the batch run at once, from the next step on."""
+        self.scheduler.batch_limit = max(1, int(self.shape.batch_max * share))
+
     def export(self, key: int) -> SimulatedExport | None:
         """Prepare to move a request that decodes here."""
         departure = self.transit.depart(key)

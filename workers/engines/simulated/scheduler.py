@@ -45,6 +45,7 @@ class Scheduler:
     def __init__(self, shape: EngineShape, *, mute: bool = False) -> None:
         self.shape = shape
         self.mute = mute
+        self.batch_limit = shape.batch_max  # places that may be taken now; who has one keeps it
         self.kv = KvManager(
             shape.kv_blocks, shape.evictor, host_blocks=shape.host_kv_blocks, disk_blocks=shape.disk_kv_blocks
         )
@@ -56,7 +57,7 @@ class Scheduler:
         self._canaries: set[int] = set()  # keys: those that are over are forgotten when they are counted
         self.transit = SimulatedTransit(shape, self.kv, self.batch, self.prefill.begun)
         self._growth = BlockGrowth(shape, self.kv, self.batch, self.prefill, self.transit, self.waiting)
-        self._stalled: tuple[int, int, int] | None = None  # why nobody could be admitted
+        self._stalled: tuple[int, int, int, int] | None = None  # why nobody could be admitted
 
     # --- requests
 
@@ -171,7 +172,7 @@ class Scheduler:
             starts.append(sequence.computed - chunks[-1])
             budget -= chunks[-1]
         later = len(chunks)
-        while self.waiting and self._seats() < self.shape.batch_max and budget > 0:
+        while self.waiting and self._seats() < self.batch_limit and budget > 0:
             first = self.waiting.first
             chunk = self.prefill.admit(first, budget, alone=not chunks)
             if not chunk:
@@ -181,7 +182,8 @@ class Scheduler:
             starts.append(first.computed - chunk)
             budget -= chunk
         stalls = bool(self.waiting) and not chunks
-        self._stalled = (self.waiting.first.key, self.kv.used, self._seats()) if stalls else None
+        standing = (self.waiting.first.key, self.kv.used, self._seats(), self.batch_limit) if stalls else None
+        self._stalled = standing
         used, traffic = self.kv.used, self.kv.take_traffic()
         total = self.kv.total
         return Plan(sum(chunks), decodes, tuple(chunks), used, total, context, traffic, tuple(starts), later)
@@ -305,8 +307,10 @@ class Scheduler:
         no block fills. 0 also where a pass has begun with somebody's first token, or nobody decodes."""
         if self.prefill.through or self.prefill.begun:
             return 0
-        if self.waiting and self._stalled != (self.waiting.first.key, self.kv.used, self._seats()):
-            return 0
+        if self.waiting:
+            standing = (self.waiting.first.key, self.kv.used, self._seats(), self.batch_limit)
+            if self._stalled != standing:
+                return 0
         return self.batch.ahead()
 
     def skip(self, passes: int) -> None:

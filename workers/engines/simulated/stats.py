@@ -43,7 +43,7 @@ def stats(scheduler: Scheduler, pass_s: float = 0.0) -> Stats:
     fresh, preempted = scheduler.waiting.lengths()
     return Stats(
         request_active_slots=load.running,
-        request_total_slots=scheduler.shape.batch_max,
+        request_total_slots=scheduler.batch_limit,
         num_requests_waiting=load.waiting,
         kv_active_blocks=load.kv_used,
         kv_total_blocks=load.kv_total,

@@ -106,7 +106,7 @@ class TransformersEngine:
         if refusal is not None:
             self._deliver([(key, Chunk(request.stream, [], error=refusal))])
             return
-        self._put(partial(self._submit, key, request))
+        self._put(partial(_submit, self._deliver, key, request))
 
     def cancel(self, key: int) -> None:
         """Forget a request before the next step, and what is kept for its move at once."""
@@ -117,6 +117,10 @@ class TransformersEngine:
     def trust(self, trusted: bool) -> None:
         """Forget the prefix cache before the next step, and keep none until it is trusted."""
         self._put(lambda stepper: stepper.trust(trusted))
+
+    def limit_batch(self, share: float) -> None:
+        """Run no more than this share of the batch at once, from the next step on."""
+        self._put(lambda stepper: stepper.limit_batch(share))
 
     def export(self, key: int) -> TransformersExport | None:
         """Prepare to move a request that decodes."""
@@ -276,10 +280,6 @@ class TransformersEngine:
                 self._dead = f"{self._failures} steps in a row failed, the last with: {error}"
             return stepper.fail_all(str(error).strip().partition("\n")[0])
 
-    def _submit(self, key: int, request: Generate, stepper: Stepper) -> None:
-        if chunk := stepper.submit(key, request):
-            self._deliver([(key, chunk)])
-
     # --- both -------------------------------------------------------------------------------------------------------
 
     def _refusal(self, request: Generate) -> str | None:
@@ -309,6 +309,11 @@ class TransformersEngine:
         """What takes its steps. It has started."""
         assert self._stepper is not None, "the engine has not started"
         return self._stepper
+
+
+def _submit(deliver: Deliver, key: int, request: Generate, stepper: Stepper) -> None:
+    if chunk := stepper.submit(key, request):
+        deliver([(key, chunk)])
 
 
 def _settle(ready: asyncio.Future[str | None], reason: str | None) -> None:

@@ -30,6 +30,7 @@ class Schedule:
         self.transit = TorchTransit(blocks)
         self.preemptions = 0
         self._batch_max = batch_max
+        self._batch_limit = batch_max  # places that may be taken now; who has one keeps it
         self._prefill_tokens_max = prefill_tokens_max
 
     def add(self, sequence: TorchSequence, *, first: bool = False) -> None:
@@ -83,6 +84,10 @@ class Schedule:
         """Places in the batch that nobody has."""
         return max(0, self._batch_max - len(self.running) - self.transit.places)
 
+    def limit_batch(self, share: float) -> None:
+        """Let no more than this share of the batch run at once. Who comes with a KV cache has begun: all places are his."""
+        self._batch_limit = max(1, int(self._batch_max * share))
+
     @property
     def canaries(self) -> int:
         """How many of those that run or wait are canaries."""
@@ -111,7 +116,7 @@ class Schedule:
         return works, taken
 
     def _admit(self) -> None:
-        while self.waiting and self.room:
+        while self.waiting and self.room > self._batch_max - self._batch_limit:
             first = self.waiting[0]
             found = self._found(first)
             held = len(found) - self.blocks.unheld(found)

@@ -182,6 +182,11 @@ class Stepper:
             for sequence in self._sequences.values():
                 sequence.shares = sequence.shares and trusted
 
+    def limit_batch(self, share: float) -> None:
+        """Let no more than this share of the batch run at once."""
+        with self.lock:
+            self.schedule.limit_batch(share)
+
     def _operate(self) -> None:
         """Make the bit flips that a rehearsal asked for, or undo them, in the order in which they were asked for: only
         between steps, on the engine's thread."""

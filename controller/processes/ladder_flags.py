@@ -1,0 +1,129 @@
+"""What `holdfast up` can be told of the degradation ladder: a fleet's objectives, and its tiers of requests.
+
+They are of every model for which the environment says nothing of its own (`HOLDFAST_CONTROLLER__POLICY__DEGRADATION__SLOS`).
+"""
+
+import argparse
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from controller.config.variables import PREFIX
+from controller.deciders.degradation import ANY_MODEL, DegradationPolicy
+from controller.deciders.tiers import Tiers
+from controller.processes.flag_types import positive
+from events.errors import UsageError
+
+POLICY = f"{PREFIX}CONTROLLER__POLICY__DEGRADATION__"
+SLOS = f"{POLICY}SLOS"
+COUNT_MAX = 8192
+
+
+def _count(text: str) -> int:
+    if not text.isdigit() or not 1 <= int(text) <= COUNT_MAX:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number from 1 to {COUNT_MAX}")
+    return int(text)
+
+
+OBJECTIVES: Mapping[str, tuple[str, Mapping[str, Any]]] = {
+    "--slo-throughput": (
+        "slo_throughput_rps",
+        {
+            "type": positive,
+            "metavar": "RPS",
+            "help": "requests a second that a model has promised to carry: below it the fleet degrades level by level "
+            "(default: none, and no level)",
+        },
+    ),
+    "--slo-ttft-ms": (
+        "slo_ttft_ms",
+        {
+            "type": positive,
+            "metavar": "X",
+            "help": "milliseconds to the first token within which it does so (default: 500)",
+        },
+    ),
+    "--slo-tpot-ms": (
+        "slo_tpot_ms",
+        {
+            "type": positive,
+            "metavar": "X",
+            "help": "milliseconds from token to token within which it does so (default: 30)",
+        },
+    ),
+    "--max-batch-size": (
+        "max_batch_size",
+        {
+            "type": _count,
+            "metavar": "N",
+            "help": "requests of one worker at once that are reckoned with, however many it takes (default: 256)",
+        },
+    ),
+}
+"""Each flag, the objective that it sets, and how argparse takes it."""
+
+TIER_FLAGS: Mapping[str, Mapping[str, Any]] = {
+    "--priority-tiers": {
+        "metavar": "A,B,...",
+        "help": "the tiers of X-Priority, best first; the last is shed first (default: premium,standard,best_effort)",
+    },
+    "--tier-default": {
+        "metavar": "T",
+        "help": "the tier of requests that name none (default: standard)",
+    },
+}
+
+
+def add_ladder_flags(parser: argparse.ArgumentParser) -> None:
+    """Add the flags."""
+    for flag, (_, words) in OBJECTIVES.items():
+        parser.add_argument(flag, **words)
+    for flag, own in TIER_FLAGS.items():
+        parser.add_argument(flag, **own)
+
+
+def ladder_variables(args: argparse.Namespace, environment: Mapping[str, str]) -> dict[str, str]:
+    """Return what controllers are told of them through their environment. Raise UsageError if they make no sense together."""
+    given = {name: _of(args, flag) for flag, (name, _) in OBJECTIVES.items() if _of(args, flag) is not None}
+    found = {}
+    if given:
+        slos = _slos(environment)
+        ours = {**slos.get(ANY_MODEL, {}), **given}
+        if "slo_throughput_rps" not in ours:
+            flag = next(flag for flag in OBJECTIVES if _of(args, flag) is not None)
+            raise UsageError(
+                f"{flag} without --slo-throughput RPS: nothing is promised that it could bound, and no level ever taken"
+            )
+        found[SLOS] = json.dumps({**slos, ANY_MODEL: ours})
+    tiers, default = _of(args, "--priority-tiers"), _of(args, "--tier-default")
+    if tiers is not None:
+        found[f"{POLICY}PRIORITY_TIERS"] = tiers
+    if default is not None:
+        found[f"{POLICY}TIER_DEFAULT"] = default
+    if found.keys() - {SLOS}:
+        _check_tiers(tiers, default)
+    return found
+
+
+def _of(args: argparse.Namespace, flag: str) -> Any:
+    return vars(args).get(flag.removeprefix("--").replace("-", "_"))
+
+
+def _slos(environment: Mapping[str, str]) -> dict[str, Any]:
+    """Return what the environment says of each model."""
+    text = environment.get(SLOS) or "{}"
+    try:
+        slos = json.loads(text)
+    except ValueError:
+        slos = None
+    if not isinstance(slos, dict) or not all(isinstance(slo, dict) for slo in slos.values()):
+        raise UsageError(f'{SLOS} is no JSON object of models, such as {{"m": {{"slo_throughput_rps": 5}}}}')
+    return slos
+
+
+def _check_tiers(tiers: str | None, default: str | None) -> None:
+    names = Tiers().names if tiers is None else tuple(tiers.split(","))
+    try:
+        DegradationPolicy(priority_tiers=names, tier_default=default or Tiers().default)
+    except ValueError as error:
+        raise UsageError(f"--priority-tiers {','.join(names)}: {error}") from error

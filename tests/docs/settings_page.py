@@ -1,0 +1,150 @@
+"""Reads every setting of every role, and writes docs/settings.md's tables:
+
+python tests/docs/settings_page.py
+"""
+
+import argparse
+from collections.abc import Iterator
+from dataclasses import dataclass, is_dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel
+
+from controller.catalogue import notes_of
+from controller.config.aliases import ALIASES, FIXED
+from controller.config.flags import fields_of, flagged, is_section
+from controller.config.sections import section
+from controller.config.variables import PREFIX, SECTIONS, WORKER_PREFIX
+from controller.processes import up_flags
+from workers.cli import add_arguments
+from workers.config.settings import WorkerSettings, annotations
+
+PAGE = Path(__file__).parents[2] / "docs" / "settings.md"
+BEGIN = "<!-- generated: settings (python tests/docs/settings_page.py) -->"
+END = "<!-- end of generated -->"
+UP = {  # flags of `up` that set several settings, or are named otherwise
+    "controller.canary.interval_s": "--canary-interval",
+    "controller.policy.breaker.wait_min": "--breaker-wait",
+    "controller.policy.breaker.backoff": "--breaker-backoff",
+    "controller.policy.degradation.slos": "--slo-throughput, --slo-ttft-ms, --slo-tpot-ms, --max-batch-size",
+    "controller.policy.degradation.priority_tiers": "--priority-tiers",
+    "controller.policy.degradation.tier_default": "--tier-default",
+}
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One setting."""
+
+    variable: str
+    default: str
+    role_flag: str  # of the role that reads it; empty: none
+    up_flag: str  # of `holdfast up`; empty: none
+    says: str
+
+
+def entries(role: str) -> Iterator[Entry]:
+    """Yield the settings of a role."""
+    if role == "worker":
+        yield from _of_worker()
+        return
+    model = section(role)
+    flags = {place: " ".join(f"`{name}`" for name in names) for place, names, _ in flagged(model)}
+    offered = _offered(up_flags.add_arguments)
+    for place, value, says in _below(model(), ""):
+        of_up = UP.get(f"{role}.{place}") or _of_up(place, offered)
+        variable = f"{PREFIX}{role.upper()}__{place.replace('.', '__').upper()}"
+        yield Entry(variable, _shown(value), flags.get(place, ""), _code(of_up), says)
+
+
+def _below(value: Any, path: str) -> Iterator[tuple[str, Any, str]]:
+    """Yield (place, default, what it says) of every setting below a value."""
+    notes = notes_of(type(value))
+    for name in fields_of(type(value)):
+        below, place = getattr(value, name), f"{path}{name}"
+        if is_section(type(below)) and (is_dataclass(below) or isinstance(below, BaseModel)):
+            yield from _below(below, f"{place}.")
+            continue
+        described = type(value).model_fields[name].description if isinstance(value, BaseModel) else None
+        yield place, below, described or notes.get(name, "")
+
+
+def _of_worker() -> Iterator[Entry]:
+    flags = _offered(add_arguments)
+    for name in annotations():
+        field = WorkerSettings.__struct_fields__.index(name)
+        names, says = flags[name]
+        default = WorkerSettings.__struct_defaults__[field]
+        yield Entry(
+            f"{WORKER_PREFIX}{name.upper()}", _shown(default), " ".join(f"`{n}`" for n in names), "", says
+        )
+
+
+def _offered(add: Any) -> dict[str, tuple[list[str], str]]:
+    """Return what a parser offers: by where the value goes, the flags and what they say."""
+    parser = argparse.ArgumentParser()
+    add(parser)
+    # argparse shows its actions nowhere else
+    return {a.dest: (list(a.option_strings), (a.help or "").replace("%%", "%")) for a in parser._actions}
+
+
+def _of_up(place: str, offered: dict[str, tuple[list[str], str]]) -> str:
+    known = offered.get(place)
+    return known[0][0] if known else ""
+
+
+def _code(flags: str) -> str:
+    return ", ".join(f"`{flag}`" for flag in flags.split(", ")) if flags else ""
+
+
+def _shown(value: Any) -> str:
+    """Return a default as it would be written into the environment; empty: none."""
+    if value is None or value in ("", (), {}):
+        return ""
+    if isinstance(value, timedelta):
+        return f"{value.total_seconds():g} s"
+    if isinstance(value, tuple):
+        return ",".join(f"{one:g}" if isinstance(one, float) else str(one) for one in value)
+    return (
+        f"{value:g}"
+        if isinstance(value, float)
+        else str(value).lower()
+        if isinstance(value, bool)
+        else str(value)
+    )
+
+
+def tables() -> str:
+    """Return the page's generated part."""
+    lines = []
+    for role in (*SECTIONS, "worker"):
+        lines += [
+            f"### {role.capitalize()}",
+            "",
+            "| variable | default | flag | flag of `up` | what it says |",
+        ]
+        lines += ["|---|---|---|---|---|"]
+        for e in entries(role):
+            cells = (f"`{e.variable}`", f"`{e.default}`" if e.default else "", e.role_flag, e.up_flag, e.says)
+            lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
+        lines.append("")
+    lines += ["### The seeds' names", "", "| in a seed | here |", "|---|---|"]
+    for place, own in ALIASES.items():
+        lines.append(f"| `{place}` | `{place.rpartition('.')[0]}.{own}` |")
+    for place, (only, why) in FIXED.items():
+        lines.append(f"| `{place}` | {only}, always: {why} |")
+    lines.append("")
+    return "\n".join(lines)
+
+
+def renewed(page: str) -> str:
+    """Return `page` with its tables made anew."""
+    before, _, rest = page.partition(BEGIN)
+    _, _, after = rest.partition(END)
+    return f"{before}{BEGIN}\n\n{tables()}\n{END}{after}"
+
+
+if __name__ == "__main__":
+    PAGE.write_text(renewed(PAGE.read_text()))

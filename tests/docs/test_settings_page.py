@@ -1,0 +1,34 @@
+"""docs/settings.md has every setting of every role, its flags, and the seeds' names."""
+
+import pytest
+from settings_page import PAGE, entries, renewed
+
+from controller.config.aliases import ALIASES, FIXED
+from controller.config.flags import flatten
+from controller.config.sections import section
+from controller.config.variables import SECTIONS
+
+
+def test_the_tables_are_what_the_settings_say() -> None:
+    page = PAGE.read_text()
+    assert renewed(page) == page, "run `python tests/docs/settings_page.py`"
+
+
+@pytest.mark.parametrize("role", [*SECTIONS, "worker"])
+def test_every_setting_says_what_it_is(role: str) -> None:
+    assert not [entry.variable for entry in entries(role) if len(entry.says) < 4]
+
+
+@pytest.mark.parametrize("role", SECTIONS)
+def test_no_setting_is_left_out(role: str) -> None:
+    known = {name.replace(".", "__").upper() for name, _ in flatten(section(role)(), role)}
+    assert {entry.variable.removeprefix("HOLDFAST_") for entry in entries(role)} == known
+
+
+def test_a_seeds_name_stands_for_a_setting_that_there_is() -> None:
+    known = {name for role in SECTIONS for name, _ in flatten(section(role)(), role)}
+    for place, own in ALIASES.items():
+        if "*" not in place:
+            assert f"{place.rpartition('.')[0]}.{own}" in known
+        assert place not in known
+    assert not known & FIXED.keys()
