@@ -15,6 +15,7 @@ from prometheus_client.registry import Collector
 from events.wire import ERRORS, Load
 from workers.admin.pages import PageAnswer, Pages
 from workers.counters import CONNECTION_BOUNDS, DIRECTIONS, DURATION_BOUNDS_S, OUTCOMES, STOP_BOUNDS_S
+from workers.engines.admission import LimitedEngine, RequestLimit
 from workers.worker import InferenceWorker
 
 Read = Callable[[InferenceWorker], float]
@@ -27,6 +28,11 @@ COUNTERS: tuple[tuple[str, str, Read], ...] = (
         "holdfast_worker_strangers_refused",
         "Connections refused because they did not know the fleet's key.",
         lambda w: w.server.counters.strangers,
+    ),
+    (
+        "dynamo_rejection_request",
+        "Requests refused because the worker was at its capacity (--engine-request-limit).",
+        lambda w: _requests(w).refused,
     ),
     ("holdfast_worker_kv_events", "KV events given to the broker.", lambda w: w.kv.said if w.kv else 0),
     (
@@ -47,6 +53,19 @@ GAUGES: tuple[tuple[str, str, Read], ...] = (
     ("holdfast_worker_moving_out", "On their way out.", lambda w: len(w.server.moves.source)),
     ("holdfast_worker_moving_in", "On their way in.", lambda w: len(w.server.moves.target)),
     ("holdfast_worker_draining", "1 while nothing new is taken.", lambda w: w.server.draining),
+)
+# Of the worker's own admission (`--engine-request-limit`), under Dynamo's names. Without it all are 0.
+ADMISSION = (
+    (
+        "dynamo_engine_request",
+        "Requests inside the engine, where their number is limited.",
+        lambda w: len(_requests(w).inside),
+    ),
+    (
+        "dynamo_request_queue",
+        "Requests that wait for a place inside the engine.",
+        lambda w: _requests(w).waiting,
+    ),
 )
 # What each DP rank of a simulated engine reports, under the names of real engines' load metrics.
 RANKS = (
@@ -93,7 +112,7 @@ class WorkerMetrics(Collector):
             for worker in self._workers:
                 counter.add_metric(_who(worker), read(worker))
             yield counter
-        for name, text, read in GAUGES:
+        for name, text, read in (*GAUGES, *ADMISSION):
             gauge = GaugeMetricFamily(name, text, labels=LABELS)
             for worker in self._workers:
                 gauge.add_metric(_who(worker), read(worker))
@@ -194,6 +213,14 @@ class _One(Collector):
 
     def collect(self) -> Iterable[Metric]:
         return (self._family,)
+
+
+_UNLIMITED = RequestLimit(0, 0)
+
+
+def _requests(worker: InferenceWorker) -> RequestLimit:
+    """Return who is inside a worker's engine, and who waits; nobody where that is not limited."""
+    return worker.engine.requests if isinstance(worker.engine, LimitedEngine) else _UNLIMITED
 
 
 def _who(worker: InferenceWorker) -> list[str]:

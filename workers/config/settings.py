@@ -155,6 +155,17 @@ class WorkerSettings(SimulatedSettings, frozen=True, kw_only=True):
     waiting_max: Annotated[
         Annotated[int, Meta(ge=0)] | None, Meta(description="sequences that wait at most")
     ] = None
+    engine_request_limit: Annotated[
+        Count | None, Meta(description="requests inside the engine at once; none: as many as it takes")
+    ] = None
+    request_queue_limit: Annotated[
+        int,
+        Meta(
+            ge=2,
+            le=MOST,
+            description="with --engine-request-limit: so many more wait, and what comes then is refused",
+        ),
+    ] = 16
     prefill_tokens_max: Annotated[Count | None, Meta(description="tokens per step")] = None
     device: Annotated[str | None, Meta(description="transformers: cpu, cuda or cuda:N")] = None
     gpus: Annotated[

@@ -24,6 +24,10 @@ from workers.config.simulated_settings import SimulatedSettings, read_extra, the
 
 PREFIX = "HOLDFAST_WORKER_"
 _ENDPOINT = re.compile(r"tcp://([\w.-]+|\[[0-9a-fA-F:]+\]):(?P<port>[0-9]{1,5})|ipc:///.+")
+DYNAMO = {
+    "DYN_ENGINE_REQUEST_LIMIT": "engine_request_limit",
+    "DYN_DYNAMO_REQUEST_QUEUE_LIMIT": "request_queue_limit",
+}  # Dynamo's names: ours win
 WILDCARDS = ("0.0.0.0", "::", "")
 PORT_MAX = 65_535
 
@@ -35,6 +39,7 @@ def load_settings(flags: Mapping[str, Any], environment: Mapping[str, str] | Non
     for name in ("nats_url", "data", "fleet_key_file"):  # of the whole fleet
         if known.get(f"HOLDFAST_{name.upper()}") and f"{PREFIX}{name.upper()}" not in known:
             given[name] = known[f"HOLDFAST_{name.upper()}"]
+    given |= {name: known[variable] for variable, name in DYNAMO.items() if known.get(variable)}
     for variable, text in known.items():
         name = variable.removeprefix(PREFIX).lower()
         if variable.startswith(PREFIX) and name not in annotations():

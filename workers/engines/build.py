@@ -9,6 +9,15 @@ from workers.engines.engine import Engine
 
 def build_engine(settings: WorkerSettings) -> Engine:
     """Return the engine that the settings ask for, not yet started. Raise HoldfastError if it cannot be had."""
+    engine = _engine(settings)
+    if settings.engine_request_limit is None:
+        return engine
+    from workers.engines.admission import LimitedEngine
+
+    return LimitedEngine(engine, settings.engine_request_limit, settings.request_queue_limit)
+
+
+def _engine(settings: WorkerSettings) -> Engine:
     match settings.engine:
         case "simulated":
             from workers.engines.simulated.build import build_simulated

@@ -1,0 +1,224 @@
+"""An engine behind a limit: N inside, Q waiting, and exactly so many, whatever comes and goes."""
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+
+import msgspec
+import pytest
+from engine_contract import EngineContract, Rig, asked, prompt
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from controller.router.endpoints import Endpoint
+from workers.config.settings_check import load_settings
+from workers.config.worker import WorkerConfig
+from workers.engines.admission import AT_CAPACITY, LimitedEngine, RequestLimit
+from workers.engines.build import build_engine
+from workers.engines.engine import CANARIES_MAX, Engine, MoveRefused
+from workers.engines.simulated.engine import SimulatedEngine
+from workers.engines.simulated.sequence import EngineShape
+from workers.engines.simulated.timing import ConstantTiming
+from workers.registration import registration
+
+SMALL = EngineShape(context_tokens=2048, kv_blocks=512)
+
+
+class TestLimited(EngineContract):
+    """An engine that never meets its limit is what it was."""
+
+    @pytest.fixture
+    async def engine(self) -> Engine:
+        return LimitedEngine(SimulatedEngine(SMALL), 256, 16)
+
+
+class TestLimitedToTwo(EngineContract):
+    """One that nearly always does answers everybody all the same, two at a time."""
+
+    @pytest.fixture
+    async def engine(self) -> Engine:
+        return LimitedEngine(SimulatedEngine(SMALL, turn_tokens=8), 2, 64)
+
+    async def test_no_more_than_a_share_of_the_batch_runs_until_it_may_be_all_of_it(self, rig: Rig) -> None:
+        """Two are all there ever are."""
+        most, keys = 0, [rig.submit(prompt(20 + n, n)) for n in range(9)]
+        while not all(rig.answers[key].over.is_set() for key in keys):
+            most = max(most, rig.engine.load().running)
+            await rig.delivery()
+        assert most == 2
+
+
+Begin = Callable[[int, int], Awaitable[Rig]]
+
+
+def requests_of(rig: Rig) -> RequestLimit:
+    assert isinstance(rig.engine, LimitedEngine)
+    return rig.engine.requests
+
+
+@pytest.fixture
+async def limited() -> AsyncIterator[Begin]:
+    """`await limited(n, q)` starts an engine behind a limit; its steps take 5 ms."""
+    rigs: list[Rig] = []
+
+    async def begin(limit: int, queue: int) -> Rig:
+        engine = LimitedEngine(SimulatedEngine(SMALL, ConstantTiming(itl_s=0.005)), limit, queue)
+        rigs.append(Rig(engine))
+        await rigs[-1].start()
+        return rigs[-1]
+
+    yield begin
+    for rig in rigs:
+        await rig.engine.stop()
+
+
+@pytest.mark.parametrize(("limit", "queue"), [(3, 2), (1, 2), (5, 16), (2, 1), (1, 0)])
+async def test_exactly_n_and_q_are_taken_and_the_rest_is_refused_at_once(
+    limited: Begin, limit: int, queue: int
+) -> None:
+    """Q = 1 is the corner of the original, whose dispatcher held one more in its hand: N + 2."""
+    rig = await limited(limit, queue)
+    keys = [rig.submit(prompt(20, n), max_tokens=8) for n in range(limit + queue + 4)]
+    refused = [key for key in keys if rig.answers[key].over.is_set()]
+    assert refused == keys[limit + queue :]
+    assert {rig.answers[key].error for key in refused} == {
+        "overloaded: Server overloaded: worker at capacity"
+    }
+    assert (len(requests_of(rig).inside), requests_of(rig).waiting) == (limit, queue)
+    assert requests_of(rig).refused == 4
+    assert rig.engine.load().running + rig.engine.load().waiting == limit + queue
+    for key in keys[: limit + queue]:
+        assert len((await rig.answer(key)).tokens) == 8
+    assert requests_of(rig).waiting == 0
+    again = await rig.ask(prompt(20))
+    assert again.error is None, "who has ended has made room"
+
+
+async def test_they_go_in_as_they_came_but_first_those_that_have_begun_elsewhere(
+    limited: Begin,
+) -> None:
+    rig = await limited(1, 8)
+    first = rig.submit(prompt(20), max_tokens=4)
+    fresh = [rig.submit(prompt(20, n), max_tokens=4) for n in (1, 2)]
+    begun = rig.submit(prompt(24, 3), prompt=20, max_tokens=4)
+    order: list[int] = []
+
+    def note() -> None:
+        order.extend(k for k in (first, *fresh, begun) if rig.answers[k].over.is_set() and k not in order)
+
+    rig.after_delivery = note
+    for key in (first, begun, *fresh):
+        await rig.answer(key)
+    assert order == [first, begun, *fresh]
+
+
+async def test_who_is_cancelled_makes_room_whether_he_waited_or_not(limited: Begin) -> None:
+    rig = await limited(1, 2)
+    runs, waits, last = (rig.submit(prompt(20, n), max_tokens=1000) for n in range(3))
+    rig.engine.cancel(waits)
+    rig.engine.cancel(waits)
+    rig.engine.cancel(10_000)
+    assert requests_of(rig).waiting == 1
+    rig.engine.cancel(runs)
+    await rig.until(lambda: rig.answers[last].tokens)
+    assert not rig.answers[waits].chunks and requests_of(rig).inside == {last}
+
+
+async def test_canaries_take_nobodys_room(limited: Begin) -> None:
+    rig = await limited(1, 0)
+    key = rig.submit(prompt(20), max_tokens=40)
+    for _ in range(CANARIES_MAX):
+        assert (await rig.ask(prompt(30), canary=True, max_tokens=4)).error is None
+    assert (await rig.ask(prompt(30))).error == AT_CAPACITY
+    assert (await rig.answer(key)).error is None
+
+
+async def test_who_comes_with_his_kv_cache_goes_in_or_nowhere_and_gives_his_place_back(
+    limited: Begin,
+) -> None:
+    rig = await limited(1, 2)
+    engine = rig.engine
+    request = asked(0, prompt(32), 20)
+    key = rig.key()
+    room = engine.reserve(key, request, 64)
+    assert not isinstance(room, str) and requests_of(rig).inside == {key}
+    assert engine.reserve(rig.key(), request, 64) == AT_CAPACITY
+    waits = rig.submit(prompt(20), max_tokens=4)
+    await asyncio.sleep(0.02)
+    assert not rig.answers[waits].chunks
+    with pytest.raises(MoveRefused):
+        await room.take(0, 10_000, b"")
+    room.abort()
+    room.abort()
+    assert (await rig.answer(waits)).error is None
+    elsewhere = msgspec.structs.replace(request, rank=3)
+    assert "no DP rank 3" in str(engine.reserve(rig.key(), elsewhere, 64)) and not requests_of(rig).inside
+
+
+def test_frontends_are_told_how_many_it_holds() -> None:
+    for limit, queue, batch in ((3, 2, 256), (300, 16, 256), (256, 2, 256)):
+        engine = build_engine(
+            load_settings({"engine_request_limit": str(limit), "request_queue_limit": str(queue)}, {})
+        )
+        assert isinstance(engine, LimitedEngine) and engine.identity is engine.identity
+        joined = registration(WorkerConfig(name="w0", instance="i"), engine, "tcp://h:1", (), kv_events=False)
+        assert joined.profile.max_batch == min(limit, batch)
+        assert Endpoint(joined).holds == limit + queue
+
+
+def test_without_the_setting_there_is_no_limit_and_dynamos_names_will_do() -> None:
+    assert isinstance(build_engine(load_settings({}, {})), SimulatedEngine)
+    dynamos = {"DYN_ENGINE_REQUEST_LIMIT": "5", "DYN_DYNAMO_REQUEST_QUEUE_LIMIT": "4"}
+    found = load_settings({}, dynamos)
+    assert (found.engine_request_limit, found.request_queue_limit) == (5, 4)
+    ours = load_settings({}, {**dynamos, "HOLDFAST_WORKER_ENGINE_REQUEST_LIMIT": "7"})
+    assert (ours.engine_request_limit, ours.request_queue_limit) == (7, 4)
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    st.integers(1, 4),
+    st.integers(0, 4),
+    st.lists(st.tuples(st.sampled_from(["fresh", "begun", "enters", "end", "next"]), st.integers(0, 99))),
+)
+def test_whatever_comes_and_goes_nobody_is_in_two_places_and_no_bound_is_passed(
+    limit: int, queue: int, steps: list[tuple[str, int]]
+) -> None:
+    requests, refused = RequestLimit(limit, queue), 0
+    inside: list[int] = []
+    waiting: dict[str, list[int]] = {"begun": [], "fresh": []}
+    for key, (step, number) in enumerate(steps):
+        line = waiting["begun"] + waiting["fresh"]
+        match step:
+            case "fresh" | "begun":
+                what = requests.take(key, asked(key, [1] * 9, 9 if step == "fresh" else 3))
+                if len(inside) + len(line) == limit + queue:
+                    assert what == "refused"
+                    refused += 1
+                elif len(inside) < limit and not line:
+                    assert what == "inside"
+                    inside.append(key)
+                else:
+                    assert what == "waits"
+                    waiting[step].append(key)
+            case "enters":
+                free = len(inside) < limit and not line
+                assert requests.enters(key) is free
+                refused += not free
+                inside += [key] if free else []
+            case "end" if inside or line:
+                gone = (inside + line)[number % len(inside + line)]
+                assert requests.forget(gone) is (gone in line)
+                for place in (inside, *waiting.values()):
+                    place[:] = [one for one in place if one != gone]
+            case "next":
+                entered = requests.next()
+                if line and len(inside) < limit:
+                    assert entered is not None and entered[0] == line[0]
+                    inside.append(line[0])
+                    (waiting["begun"] or waiting["fresh"]).pop(0)
+                else:
+                    assert entered is None
+        assert requests.inside == set(inside) and len(inside) <= limit
+        assert requests.waiting == sum(map(len, waiting.values()))
+        assert len(inside) + requests.waiting <= limit + queue
+        assert requests.refused == refused
