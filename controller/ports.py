@@ -235,6 +235,10 @@ class RequestPlane(Protocol):
         """Return the load that the worker reported last; None if it is not connected."""
         ...
 
+    def load_by_rank(self, worker: str) -> Sequence[Load]:
+        """Return the load that the worker reported last of each of its DP ranks; nothing if it is not connected."""
+        ...
+
     def external_load(self, worker: str) -> Load | None:
         """Return what requests that are not ours load the worker with; None if it is not connected."""
         ...

@@ -110,7 +110,9 @@ class Bench:
         async with asyncio.timeout(STREAM_S):
             while True:
                 text = (await self._session.ask("GET", "/metrics")).body.decode()
-                found = re.findall(r'worker_active_decode_blocks{worker_id="(\w+)"} ([0-9.]+)', text)
+                found = re.findall(
+                    r'worker_active_decode_blocks{[^}]*worker_id="(\w+)"[^}]*} ([0-9.]+)', text
+                )
                 busy = [worker for worker, blocks in found if float(blocks)]
                 if len(busy) == workers:
                     return busy

@@ -32,6 +32,26 @@ FIXED: Mapping[str, tuple[int, str]] = {
 """What the seeds let one set, the only value that there is here, and why."""
 
 
+DYNAMO: Mapping[str, str] = {
+    "DYN_ADMISSION_CONTROL": "frontend.admission_control",
+    "DYN_ACTIVE_DECODE_BLOCKS_THRESHOLD": "frontend.active_decode_blocks_threshold",
+    "DYN_ACTIVE_PREFILL_TOKENS_THRESHOLD": "frontend.active_prefill_tokens_threshold",
+    "DYN_ACTIVE_PREFILL_TOKENS_THRESHOLD_FRAC": "frontend.active_prefill_tokens_threshold_frac",
+    "DYN_HTTP_OVERLOAD_STATUS_CODE": "frontend.overload_status_code",
+}
+"""NVIDIA Dynamo's variables for what is the same here. Ours win."""
+
+
+def from_dynamo(section: str, environment: Mapping[str, str]) -> Mapping[str, str]:
+    """Return the fields of a section that Dynamo's variables set."""
+    places = {variable: place.partition(".") for variable, place in DYNAMO.items()}
+    return {
+        name: environment[variable]
+        for variable, (whose, _, name) in places.items()
+        if whose == section and environment.get(variable)
+    }
+
+
 def canonical(section: str, path: Sequence[str]) -> list[str]:
     """Return where a setting stands, by its own names, whichever it was given by."""
     return [*path[:-1], _own((section, *path))]

@@ -16,7 +16,7 @@ from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 
-from controller.config.aliases import canonical, fixed, renamed
+from controller.config.aliases import canonical, fixed, from_dynamo, renamed
 from controller.config.variables import PREFIX
 from events.errors import BadSetting
 
@@ -118,7 +118,7 @@ def from_environment(model: type, section: str, environment: Mapping[str, str]) 
             path = variable[len(start) :].lower().split("__")
             if not fixed(section, path, text):
                 _place(found, model, variable, canonical(section, path), text)
-    return found
+    return {**from_dynamo(section, environment), **found}
 
 
 def _place(found: dict[str, Any], model: type, variable: str, path: list[str], text: str) -> None:

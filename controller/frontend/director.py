@@ -25,6 +25,7 @@ from controller.frontend.metrics import FrontendMetrics
 from controller.frontend.request_metrics import RequestMetrics, gauge_model, gauge_worker
 from controller.frontend.requests.generation_request import GenerationRequest
 from controller.frontend.scheduling.admission import Admission
+from controller.frontend.scheduling.overload import OverloadAnswers
 from controller.frontend.scheduling.peers import Peers
 from controller.frontend.scheduling.router import RequestRouter
 from controller.frontend.scheduling.running import RunningRequests
@@ -86,9 +87,10 @@ class Director:
             self.peers, table, world.plane, settings, self.breakers, panic, scheduler,
             lambda: self.live,
         )  # fmt: skip
+        answers = OverloadAnswers(now, world.dice, settings.retry_after_s, settings.overload_status_code)
         self.admission = Admission(
-            world.name, settings.admission, table, self.routing.room, world.observe, settings.retry_after_s,
-            self.request_metrics.waited,
+            world.name, settings.admission, table, self.routing.room, world.observe, answers,
+            self.request_metrics.waited, self.routing.overloaded,
         )  # fmt: skip
         self.running: RunningRequests[Generation] = RunningRequests()
         self.rescheduler = Rescheduler(
@@ -198,6 +200,7 @@ class Director:
 
     def _freed(self, model: str) -> None:
         """A worker of this model may have room: for those that have begun before those who wait to."""
+        self.admission.ended(model)
         if self.pending.parked:
             self.pending.wake_one(model)
         self.admission.wake(model)
@@ -252,9 +255,8 @@ class Director:
         plane, scheduler = self._world.plane, self.routing.scheduler
         positions = self.breakers.positions()
         for endpoint in self.table.endpoints.values():
-            load = plane.load(endpoint.worker)
-            unread = scheduler.unread(endpoint)
-            gauge_worker(self.metrics, endpoint, positions.get(endpoint.key, "closed"), load, unread)
+            position, loads = positions.get(endpoint.key, "closed"), plane.load_by_rank(endpoint.worker)
+            gauge_worker(self.metrics, endpoint, position, loads, scheduler.unread_by_rank(endpoint))
         self.metrics.keep({endpoint.worker for endpoint in self.table.endpoints.values()}, self.table.known)
         self.request_metrics.settle_kv(scheduler.view, scheduler.guessed)
         return self.metrics.render()

@@ -75,16 +75,22 @@ class ModelSizes(MetricTable):
     kv_block_size = gauge("dynamo_frontend_model_kv_cache_block_size", "Tokens of a KV block.", "model")
 
 
+RANK = ("worker_id", "dp_rank", "worker_type")  # the type: decode, for there are no prefill workers yet
+WORKER_TYPE = "decode"
+
+
 class WorkerGauges(MetricTable):
     """How each worker stands, as this frontend sees it."""
 
-    waiting = gauge("dynamo_frontend_worker_waiting_requests", "Requests that wait at a worker.", "worker_id")
+    waiting = gauge(
+        "dynamo_frontend_worker_waiting_requests", "Requests that wait at a worker's DP rank.", *RANK
+    )
     prefill_tokens = gauge(
         "dynamo_frontend_worker_active_prefill_tokens",
         "Prompt tokens that were sent there and are still to be read, as this frontend's router counts them.",
-        "worker_id",
+        *RANK,
     )
-    decode_blocks = gauge("dynamo_frontend_worker_active_decode_blocks", "KV blocks in use.", "worker_id")
+    decode_blocks = gauge("dynamo_frontend_worker_active_decode_blocks", "KV blocks in use.", *RANK)
     last_ttft = gauge(
         "dynamo_frontend_worker_last_time_to_first_token_seconds",
         "From the arrival of the last answer that began and ended at this worker to its first token.",
@@ -267,6 +273,8 @@ class FrontendMetrics:
         for worker in self.shown - workers:
             for one in self._of_workers:
                 one.remove(worker)
+            for of_ranks in self.workers.labelled(*RANK):
+                of_ranks.remove_by_labels({"worker_id": worker})
         self.shown &= workers
         for model in self.shown_models - models:
             for one in self._of_models:

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from controller.frontend.metric_kinds import Buckets
-from controller.frontend.metrics import FrontendMetrics
+from controller.frontend.metrics import WORKER_TYPE, FrontendMetrics
 from controller.router.endpoints import Endpoint
 from controller.router.index.feed import Counts
 from controller.router.index.view import KvView
@@ -161,16 +161,23 @@ def gauge_model(
 
 
 def gauge_worker(
-    metrics: FrontendMetrics, endpoint: Endpoint, breaker: str, load: Load | None, prefill_tokens: float
+    metrics: FrontendMetrics,
+    endpoint: Endpoint,
+    breaker: str,
+    loads: Sequence[Load],
+    prefill_tokens: Sequence[float],
 ) -> None:
-    """Bring one worker's gauges up to date."""
+    """Bring one worker's gauges up to date. `loads`: what it has said of each of its DP ranks; `prefill_tokens`: of requests that
+    we know of, still to be read by each."""
     metrics.shown.add(endpoint.worker)
     workers, breakers = metrics.workers, metrics.faults.breakers
-    workers.prefill_tokens.labels(endpoint.worker).set(prefill_tokens)
     breakers.labels(endpoint.worker).set(POSITIONS[breaker])
-    if load is not None:
-        workers.waiting.labels(endpoint.worker).set(load.waiting)
-        workers.decode_blocks.labels(endpoint.worker).set(load.kv_used)
+    for rank, tokens in enumerate(prefill_tokens):
+        labels = (endpoint.worker, str(rank), WORKER_TYPE)
+        workers.prefill_tokens.labels(*labels).set(tokens)
+        if rank < len(loads):
+            workers.waiting.labels(*labels).set(loads[rank].waiting)
+            workers.decode_blocks.labels(*labels).set(loads[rank].kv_used)
 
 
 def gauge_last(

@@ -7,10 +7,13 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, field_validator, model_validator
 
 from controller.migration.cost import MovingPolicy
+from controller.router.load.busy import BusyThresholds
 from controller.setting_types import NotNegative, Positive, Share, Strict
 
 Mode = Literal["kv", "round-robin", "random", "least-loaded", "power-of-two"]
 OnCorruption = Literal["continue", "restart", "error"]
+AdmissionControl = Literal["none", "token-capacity"]
+OverloadStatus = Literal[503, 429, 529]
 
 
 class AdmissionSettings(Strict):
@@ -179,6 +182,23 @@ class FrontendSettings(Strict):
     reroute_s: Positive = Field(default=10.0, description="how long a stream without a worker waits for one")
     grace_s: Positive = Field(default=30.0, description="how long streams may go on after SIGTERM")
     retry_after_s: int = Field(default=30, ge=1, description="what a rejected client is told to wait")
+    admission_control: AdmissionControl = Field(
+        default="none",
+        description="token-capacity: a request is refused while every worker is over a threshold; none: none is for load alone",
+    )
+    active_decode_blocks_threshold: Annotated[float, Field(ge=0, le=1)] | None = Field(
+        default=0.85, description="share of its KV blocks in use, above which a worker is busy; none: never"
+    )
+    active_prefill_tokens_threshold: Annotated[int, Field(ge=0)] | None = Field(
+        default=10_000, description="prompt tokens still to be read, above which it is; none: never"
+    )
+    active_prefill_tokens_threshold_frac: Annotated[float, Field(ge=0, allow_inf_nan=False)] | None = Field(
+        default=None,
+        description="the same as a multiple of the tokens of one step of its engine; none: never",
+    )
+    overload_status_code: OverloadStatus = Field(
+        default=503, description="of a refusal for want of room: 503, 429 or 529"
+    )
     request_plane: Literal["tcp", "nats"] = Field(
         default="tcp", description="nats: also reach workers that are behind the broker"
     )
@@ -193,6 +213,31 @@ class FrontendSettings(Strict):
     poison: PoisonSettings = PoisonSettings()
     facts: FactSettings = FactSettings()
     moving: MovingPolicy = MovingPolicy()
+
+    @property
+    def thresholds(self) -> BusyThresholds:
+        """From where on a worker is busy, with `admission_control` on."""
+        return BusyThresholds(
+            self.active_decode_blocks_threshold,
+            self.active_prefill_tokens_threshold,
+            self.active_prefill_tokens_threshold_frac,
+        )
+
+    @field_validator(
+        "active_decode_blocks_threshold",
+        "active_prefill_tokens_threshold",
+        "active_prefill_tokens_threshold_frac",
+        mode="before",
+    )
+    @classmethod
+    def _none_is_said_in_words(cls, value: Any) -> Any:
+        """Let flags and variables say that there is no threshold: `None`, as Dynamo writes it, or nothing."""
+        return None if isinstance(value, str) and value.strip().lower() in ("", "none") else value
+
+    @field_validator("overload_status_code", mode="before")
+    @classmethod
+    def _as_a_number(cls, value: Any) -> Any:
+        return int(value) if isinstance(value, str) and value.isdigit() else value
 
     @model_validator(mode="after")
     def _a_broker_for_the_plane(self) -> "FrontendSettings":

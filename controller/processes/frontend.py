@@ -262,7 +262,7 @@ class FrontendProcess:
             director.tick()
             faults.hangs.set(self._plane.watch.hangs)
             faults.late_ticks.set(self._plane.watch.late_ticks)
-            faults.late_chunks.set(self._plane.late_chunks)
+            faults.late_chunks.set(self._plane.links.late_chunks)
 
 
 async def _hold_on(view: FleetView, again_s: float = AGAIN_S) -> None:

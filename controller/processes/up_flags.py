@@ -20,7 +20,10 @@ from events.process.key_file import read_key
 WORKERS_MAX = 10_000
 PER_PROCESS_MAX = 1_000
 ROUTER = "router"  # the section of a frontend's settings that `up` has flags for
-MIGRATION = ("migration_limit", "migration_max_seq_len", "on_corruption")  # and these
+OWN = (
+    "migration_limit", "migration_max_seq_len", "on_corruption", "admission_control", "active_decode_blocks_threshold",
+    "active_prefill_tokens_threshold", "active_prefill_tokens_threshold_frac", "overload_status_code",
+)  # and these, of the frontend itself  # fmt: skip
 ENGINES = ("simulated", "transformers", "openai")
 PATIENT = ("openai", "transformers")  # engines that wait for a server, or load a model
 PATIENT_S, READY_S = 1800.0, 60.0
@@ -122,7 +125,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the flags of `up`: its own, those of the frontends and of the ladder, and the one that is for rehearsals."""
     for flag, words in FLAGS.items():
         parser.add_argument(flag, **words)
-    add_flags(parser, FrontendSettings, only=MIGRATION)
+    add_flags(parser, FrontendSettings, only=OWN)
     add_ladder_flags(parser)
     add_router_flags(parser)
     add_flags(parser, JournalSection)
@@ -156,7 +159,7 @@ def ready_timeout_s(args: argparse.Namespace) -> float:
 
 def frontend_variables(args: argparse.Namespace) -> dict[str, str]:
     """Return what frontends are told of their flags through their environment."""
-    own = (place for place in vars(args) if place.startswith(f"{ROUTER}.") or place in MIGRATION)
+    own = (place for place in vars(args) if place.startswith(f"{ROUTER}.") or place in OWN)
     given = {place: getattr(args, place) for place in own}
     return as_variables("frontend", FrontendSettings, given)
 

@@ -20,6 +20,7 @@ class Profile:
     max_batch: int
     prefill_tokens_per_s: float
     tpot_ms: tuple[tuple[int, float], ...]
+    prefill_tokens_max: int | None = None  # prompt tokens that one step takes; None: it does not say
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

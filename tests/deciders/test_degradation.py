@@ -135,6 +135,7 @@ def test_b20_load_does_not_lower_capacity() -> None:
         "max_batch",
         "prefill_tokens_per_s",
         "tpot_ms",
+        "prefill_tokens_max",
     }
 
 

@@ -13,13 +13,14 @@ from typing import Any
 from pydantic import BaseModel
 
 from controller.catalogue import notes_of
-from controller.config.aliases import ALIASES, FIXED
+from controller.config.aliases import ALIASES, DYNAMO, FIXED
 from controller.config.flags import fields_of, flagged, is_section
 from controller.config.sections import section
 from controller.config.variables import PREFIX, SECTIONS, WORKER_PREFIX
 from controller.processes import up_flags
 from workers.cli import add_arguments
 from workers.config.settings import WorkerSettings, annotations
+from workers.config.settings_check import DYNAMO as WORKER_DYNAMO
 
 PAGE = Path(__file__).parents[2] / "docs" / "settings.md"
 BEGIN = "<!-- generated: settings (python tests/docs/settings_page.py) -->"
@@ -135,6 +136,9 @@ def tables() -> str:
         lines.append(f"| `{place}` | `{place.rpartition('.')[0]}.{own}` |")
     for place, (only, why) in FIXED.items():
         lines.append(f"| `{place}` | {only}, always: {why} |")
+    lines += ["", "### Dynamo's variables", "", "| variable | here |", "|---|---|"]
+    of_worker = {variable: f"worker.{name}" for variable, name in WORKER_DYNAMO.items()}
+    lines += [f"| `{variable}` | `{place}` |" for variable, place in (DYNAMO | of_worker).items()]
     lines.append("")
     return "\n".join(lines)
 

@@ -56,7 +56,9 @@ def test_dynamos_frontend_names_and_labels_are_kept() -> None:
                  "model_max_num_seqs", "model_context_length", "model_kv_cache_block_size", "model_migration_limit",
                  "model_migration_max_seq_len_exceeded_total"):  # fmt: skip
         assert found[name] == ("model",), name
-    for name in ("active_decode_blocks", "waiting_requests", "last_time_to_first_token_seconds",
+    for name in ("active_decode_blocks", "active_prefill_tokens", "waiting_requests"):
+        assert found[f"worker_{name}"] == ("worker_id", "dp_rank", "worker_type"), name
+    for name in ("last_time_to_first_token_seconds",
                  "last_inter_token_latency_seconds", "last_input_sequence_tokens"):  # fmt: skip
         assert found[f"worker_{name}"] == ("worker_id",), name
     assert found["requests_total"] == (*ends, "status", "error_type")

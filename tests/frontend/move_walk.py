@@ -188,6 +188,9 @@ class Connections:
     def external_load(self, worker: str) -> Load | None:
         return None
 
+    def load_by_rank(self, worker: str) -> Sequence[Load]:
+        return ()
+
     def external_load_by_rank(self, worker: str) -> Sequence[Load]:
         return ()
 

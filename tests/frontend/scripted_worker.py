@@ -75,6 +75,8 @@ class ScriptedWorker:
     phase: str = "idle"
     prefill_tokens: int = 0
     others: int = 0  # requests of other frontends
+    kv_used: int = 0  # of 100 blocks
+    kv_used_by_rank: tuple[int, ...] = ()  # of 100 each; empty: it has one rank
     port: int = 0
     channels: Channels | None = None  # behind the broker, instead of on a port
 
@@ -165,13 +167,14 @@ class ScriptedWorker:
     async def _beats(self, writer: asyncio.StreamWriter) -> None:
         while True:
             await asyncio.sleep(0.05)
-            load = Load(running=self.active + self.others, kv_total=100)
+            load = Load(running=self.active + self.others, kv_used=self.kv_used, kv_total=100)
             beat = Beat(
                 phase=self.phase,
                 step_age_ms=self.step_age_ms,
                 prefill_tokens=self.prefill_tokens,
                 load=load,
                 draining=self.draining,
+                ranks=[Load(kv_used=used, kv_total=100) for used in self.kv_used_by_rank],
             )
             self._say(writer, beat)
 

@@ -29,44 +29,39 @@ class RequestPlaneClient:
         """`dialers` by the scheme of the addresses for which they are; that of `tcp:` is always there. `key`: the fleet's, which
         workers must know, too; None: they need not."""
         self._limits = limits or PlaneLimits()
-        self._links = WorkerLinks(client, self._limits, dialers or {}, key)
-        self._by_worker = self._links.by_worker
+        self.links = WorkerLinks(client, self._limits, dialers or {}, key)
+        self._by_worker = self.links.by_worker
         self._numbers = itertools.count(1)  # of streams; never used twice, over all connections
-        self.watch = self._links.watch
+        self.watch = self.links.watch
 
     # --- whom to be connected to: see `WorkerLinks` ---------------------------------------------------------
 
     async def run(self) -> None:
         """Keep the wanted connections up until cancelled."""
-        await self._links.run()
+        await self.links.run()
 
     def want(self, addresses: Mapping[str, Address]) -> None:
         """Be connected to exactly these workers."""
-        self._links.want(addresses)
+        self.links.want(addresses)
 
     def listen(self, changed: Callable[[], None]) -> None:
         """Call `changed` whenever a connection came, went, or changed its standing."""
-        self._links.listen(changed)
+        self.links.listen(changed)
 
     @property
     def connected(self) -> dict[str, str]:
         """The workers with a standing connection, and their instances."""
-        return self._links.connected
+        return self.links.connected
 
     @property
     def heard(self) -> dict[str, str]:
         """Of those, who said something lately: what the links report says."""
-        return self._links.heard
+        return self.links.heard
 
     @property
     def welcomes(self) -> dict[str, Welcome]:
         """What each connected worker said of itself."""
-        return self._links.welcomes
-
-    @property
-    def late_chunks(self) -> int:
-        """Chunks of streams that nobody reads any more, over the connections that stand."""
-        return self._links.late_chunks
+        return self.links.welcomes
 
     # --- what is known of a worker --------------------------------------------------------------------------
 
@@ -115,6 +110,11 @@ class RequestPlaneClient:
         """Return the load that the worker reported last; None if it is not connected."""
         connection = self._connection(worker)
         return connection.load.total if connection is not None else None
+
+    def load_by_rank(self, worker: str) -> Sequence[Load]:
+        """Return the load that the worker reported last of each of its DP ranks; nothing if it is not connected."""
+        connection = self._connection(worker)
+        return connection.load.by_rank if connection is not None else ()
 
     def external_load(self, worker: str) -> Load | None:
         """Return what requests that are not ours load the worker with; None if it is not connected."""
@@ -177,7 +177,7 @@ class RequestPlaneClient:
 
     async def ask(self, worker: str, request: Generate) -> AsyncIterator[Chunk]:
         """Yield the worker's chunks until one ends; the deadline is the caller's. Raise WorkerUnreachable."""
-        link = await self._links.awaited(worker)
+        link = await self.links.awaited(worker)
         reader = StreamReader(self._limits.ask_chunks_max)
         stream = self.open(worker, link.instance, request, reader)
         try:

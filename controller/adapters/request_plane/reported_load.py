@@ -9,10 +9,11 @@ from events.wire import Beat, Load
 class ReportedLoad:
     """What a worker's last beat said of its load, and what of that others have."""
 
-    __slots__ = ("external", "external_by_rank", "ranks", "total")
+    __slots__ = ("by_rank", "external", "external_by_rank", "ranks", "total")
 
     def __init__(self) -> None:
         self.total = Load()
+        self.by_rank: Sequence[Load] = ()  # the same of each DP rank, once it has said it
         self.external = Load()  # of it, what is not ours
         self.external_by_rank: Sequence[Load] = ()  # the same of each DP rank, where it says so
         self.ranks: dict[int, int] = {}  # of our streams and reservations that are not at rank 0
@@ -24,6 +25,7 @@ class ReportedLoad:
     def take(self, beat: Beat, own: int, streams: Collection[int], reserved: Collection[int]) -> None:
         """Take a beat, when `own` requests of ours are open there: `streams`; forget where those went that have ended."""
         self.total = beat.load
+        self.by_rank = beat.ranks or (beat.load,)
         self.external = without(beat.load, own)
         if not (beat.ranks or self.ranks):
             self.external_by_rank = ()

@@ -1,8 +1,8 @@
 """Who is let in? Tiers, the knobs of the model's degradation level, and a bounded queue for a free worker.
 
-A request passes, in this order: does anyone serve the model; are new requests accepted; is its tier shed; is
-a worker free, or becomes free within the queue's deadline. Every refusal says when to come back, and is
-counted into `RequestsRejected`.
+A request passes, in this order: does anyone serve the model; are new requests accepted; is its tier shed; is some worker not
+busy by the thresholds, where there are any; is a worker free, or becomes free within the queue's deadline. Every refusal says
+when to come back, and is counted into `RequestsRejected`.
 """
 
 import asyncio
@@ -10,10 +10,11 @@ from collections.abc import Callable
 
 from controller.frontend.errors import ApiError, shed, unavailable, unknown_model
 from controller.frontend.health.poison import Poisonous
+from controller.frontend.scheduling.overload import ALL_BUSY, OverloadAnswers
 from controller.frontend.scheduling.queue import Outcome, Queue, QueueFull, WaitedTooLong
 from controller.frontend.settings import AdmissionSettings
 from controller.router.endpoints import Endpoint, EndpointTable, Lineage
-from controller.router.selection.filter import NoneRoutable, NotServed, NoWorker
+from controller.router.selection.filter import AllBusy, NoneRoutable, NotServed, NoWorker
 from events.fact import Observation
 from events.observations import RequestsRejected
 
@@ -49,11 +50,13 @@ class Admission:
         table: EndpointTable,
         find: Callable[[str, Lineage | None], Endpoint],
         observe: Callable[[Observation], object],
-        retry_after_s: int,
+        answers: OverloadAnswers,
         waited: Callable[[str, Outcome, float], object],
+        overloaded: Callable[[str], bool],
     ) -> None:
         """Let requests in from now on. `find` returns a worker with room, of any lineage or of one, or raises NoWorker; `waited`
-        is told how each wait for one ended, and after how many seconds."""
+        is told how each wait for one ended, and after how many seconds; `overloaded` says whether every worker of a model is busy
+        by the thresholds that are set."""
         self._frontend = frontend
         self._settings = settings
         self._table = table
@@ -63,7 +66,8 @@ class Admission:
         )
         self.wake = self._queue.wake  # a worker may have become free: let those who wait look
         self._observe = observe
-        self._retry_after_s = retry_after_s
+        self._answers = answers
+        self._overloaded = overloaded
         self._rejected: dict[tuple[str, str, str], int] = {}
         self.open = True
 
@@ -93,12 +97,18 @@ class Admission:
             raise self._refused(model, tier, "not_accepting", self._unavailable(why, "not_accepting"))
         if self._table.sheds(model, tier):
             raise self._refused(model, tier, "capacity_shed", shed(tier))
+        if self._overloaded(model):
+            raise self._overload(model, tier, ALL_BUSY, AllBusy.code)
         try:
             return await self._queue.enter(model, self._settings.queue_s * knobs.latency)
         except (QueueFull, WaitedTooLong) as error:
             raise self.refusal(error, model, tier) from None
         except NoWorker as error:
             raise self.refusal(error, model, tier) from error
+
+    def ended(self, model: str) -> None:
+        """Take in that a request of a model has left its worker: what waits is told of by that."""
+        self._answers.ended(model)
 
     def send_away(self) -> None:
         """Refuse those who wait: this frontend ends."""
@@ -110,18 +120,23 @@ class Admission:
         """Return what a client is told when nobody can take his request."""
         if isinstance(error, QueueFull | WaitedTooLong):
             code = "queue_full" if isinstance(error, QueueFull) else "queue_timeout"
-            return self._refused(model, tier, code, self._unavailable(str(error), code))
+            return self._overload(model, tier, str(error), code)
+        if isinstance(error, AllBusy):
+            return self._overload(model, tier, ALL_BUSY, error.code)
         if isinstance(error, NotServed):
             if model not in self._table.known:
                 return unknown_model(model)
             error = NoneRoutable()  # there were workers of it, and there will be again
         if isinstance(error, Poisonous):
             return self._refused(model, tier, error.code, ApiError(422, str(error), code=error.code))
-        retry = 1 if error.code == "no_reachable_worker" else self._retry_after_s
+        retry = 1 if error.code == "no_reachable_worker" else self._answers.longest_s
         return self._refused(model, tier, error.code, unavailable(str(error), error.code, retry))
 
     def _unavailable(self, message: str, code: str) -> ApiError:
-        return unavailable(message, code, self._retry_after_s)
+        return unavailable(message, code, self._answers.longest_s)
+
+    def _overload(self, model: str, tier: str, message: str, code: str) -> ApiError:
+        return self._refused(model, tier, code, self._answers.error(model, message, code, self.queued(model)))
 
     def _refused(self, model: str, tier: str, reason: str, error: ApiError) -> ApiError:
         key = (model, reason, tier)

@@ -10,6 +10,7 @@ from controller.frontend.health.local_breakers import LocalBreakers
 from controller.frontend.health.panic import Panic
 from controller.frontend.requests.failures import smallest_limit
 from controller.frontend.requests.generation_request import GenerationRequest
+from controller.frontend.scheduling.load_monitor import LoadMonitor
 from controller.frontend.scheduling.peers import Peers
 from controller.frontend.scheduling.scheduler import KvScheduler
 from controller.frontend.settings import FrontendSettings
@@ -38,11 +39,11 @@ class RequestRouter:
         self._settings = settings
         self._inflight_max = settings.admission.inflight_max
         self._inflight_per_batch = settings.admission.inflight_per_batch
-        self._unread_s = settings.router.queue_prefill_s  # the most that a worker may have to read
         self._breakers = breakers
         self._open = breakers.open
         self._panic = panic
         self.scheduler = scheduler
+        self.monitor = LoadMonitor(settings, plane, scheduler)
         self._live = live  # before, the fold is history, and no reason for panic
         self._picker = Picker()
         self._rules = Rules(
@@ -60,16 +61,16 @@ class RequestRouter:
     # --- the choice ---------------------------------------------------------------------------------------
 
     def cap(self, endpoint: Endpoint) -> int:
-        """Return how many requests may be in flight there; none more where the prompts that it has take too long to be read."""
-        if self._unread_s is not None and self._reading_too_long(endpoint, self._unread_s):
+        """Return how many requests may be in flight there; none more where it has enough to do."""
+        if self.monitor.decides and self.monitor.has_enough(endpoint):
             return 0
         whole = self._inflight_max or endpoint.max_batch * self._inflight_per_batch
         cap = int(whole * self._table.knobs(endpoint.model).batch_size)
         return cap if cap > 1 else 1
 
-    def _reading_too_long(self, endpoint: Endpoint, limit_s: float) -> bool:
-        rate = endpoint.joined.profile.prefill_tokens_per_s
-        return rate > 0 and self.scheduler.unread(endpoint) > limit_s * rate * endpoint.ranks
+    def overloaded(self, model: str) -> bool:
+        """Say whether every worker of a model that could take a request is busy by the thresholds that are set."""
+        return self.monitor.decides and self.monitor.overloaded(self._table.models.get(model, ()))
 
     def _allowed(self, endpoint: Endpoint) -> bool:
         return self._ignoring or self._breakers.allowed(endpoint)

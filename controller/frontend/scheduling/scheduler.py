@@ -23,7 +23,7 @@ from controller.router.endpoints import Endpoint, EndpointTable, Key, WorkerRank
 from controller.router.index.approximate import ApproximateCache, better
 from controller.router.index.index import Matches
 from controller.router.index.view import KvView
-from controller.router.load.active_sequences import ActiveSequences
+from controller.router.load.active_sequences import ActiveSequences, RankWork
 from controller.router.selection.filter import Filter
 from controller.router.selection.score import Pricing, ScoredPrompt
 from controller.router.selection.selector import Chooser, Mode, Selection
@@ -156,12 +156,21 @@ class KvScheduler:
         rate = endpoint.joined.profile.prefill_tokens_per_s
         return tokens / rate if rate > 0 else None
 
+    def work(self, holder: WorkerRank) -> RankWork:
+        """Return what a DP rank has to do for requests that we know of."""
+        return self.slots.work(holder, now=self._now())
+
     def unread(self, endpoint: Endpoint) -> float:
         """Return how many prompt tokens of requests at a worker are still to be read, over all of its ranks."""
         holders = [WorkerRank(endpoint.worker, endpoint.instance, rank) for rank in range(endpoint.ranks)]
         if self.slots.paced:
             return sum(self.slots.work(holder, now=self._now()).prefill_tokens for holder in holders)
         return sum(work.reading_tokens for work in self.slots.rank_loads(holders))
+
+    def unread_by_rank(self, endpoint: Endpoint) -> list[float]:
+        """Return the same for each of its DP ranks."""
+        holders = [WorkerRank(endpoint.worker, endpoint.instance, rank) for rank in range(endpoint.ranks)]
+        return [self.work(holder).prefill_tokens for holder in holders]
 
     @property
     def known(self) -> str:

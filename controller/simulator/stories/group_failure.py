@@ -90,6 +90,9 @@ class PlayedPlane:
     def external_load(self, worker: str) -> Load | None:
         return None
 
+    def load_by_rank(self, worker: str) -> Sequence[Load]:
+        return ()
+
     def external_load_by_rank(self, worker: str) -> Sequence[Load]:
         return ()
 

@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from datetime import UTC, datetime
 from pathlib import Path
 from sys import float_info
+from typing import Any
 from uuid import UUID
 
 import msgspec
@@ -227,6 +228,13 @@ def test_a_field_from_a_later_version_is_tolerated_and_a_missing_optional_one_is
     assert bare == Absorbed(decided_at=datetime(2026, 1, 1, tzinfo=UTC))
 
 
+def holds(kept: Any, sample: Any) -> bool:
+    """Say whether all of a sample is there. What it is made of may have got fields since."""
+    if isinstance(sample, dict):
+        return all(name in kept and holds(kept[name], value) for name, value in sample.items())
+    return bool(kept == sample)
+
+
 @pytest.mark.parametrize("kind", codec.KINDS)
 def test_a_sample_of_every_kind_ever_written_decodes_for_ever(kind: str) -> None:
     """A new kind adds its sample here (`python tests/events/facts/record_samples.py`); a sample is never changed."""
@@ -239,7 +247,7 @@ def test_a_sample_of_every_kind_ever_written_decodes_for_ever(kind: str) -> None
     assert recorded.fact.kind() == kind
     assert subject(recorded.fact) == sample["subject"]
     kept = json.loads(codec.to_json(recorded.fact))
-    assert all(kept[name] == value for name, value in sample["body"].items())
+    assert holds(kept, sample["body"])
 
 
 def test_no_kind_that_has_a_sample_was_removed() -> None:

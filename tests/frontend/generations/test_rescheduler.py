@@ -57,6 +57,9 @@ class Silent:
     def external_load(self, worker: str) -> Load | None:
         return self.loads.get(worker)
 
+    def load_by_rank(self, worker: str) -> Sequence[Load]:
+        return ()
+
     def external_load_by_rank(self, worker: str) -> Sequence[Load]:
         return ()
 

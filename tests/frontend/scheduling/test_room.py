@@ -127,7 +127,8 @@ async def test_others_requests_there_leave_less_room() -> None:
         worker.step_s = 0.3
         asked = [asyncio.create_task(kit.stream(model="m", prompt=PROMPT, max_tokens=12)) for _ in range(2)]
         await until(lambda: kit.director.admission.queued("m") == 1)
-        assert len(worker.requests) == 1
+        await until(lambda: bool(worker.requests))
+        assert (len(worker.requests), kit.director.admission.queued("m")) == (1, 1)
         for one in asked:
             one.cancel()
 

@@ -142,7 +142,9 @@ async def test_a_request_is_counted_from_before_it_leaves_until_it_ends() -> Non
         asked = asyncio.create_task(kit.complete(PROMPT, 4))
         await until(lambda: len(slots))
         assert slots.work(holder, now=0).prefill_tokens == 64
-        assert kit.counted("dynamo_frontend_worker_active_prefill_tokens", "worker_id") == {("w1",): 64}
+        assert kit.counted(
+            "dynamo_frontend_worker_active_prefill_tokens", "worker_id", "dp_rank", "worker_type"
+        ) == {("w1", "0", "decode"): 64}
         await until(lambda: slots.work(holder, now=0).prefill_tokens == 0)
         assert slots.work(holder, now=0).blocks == 4
         await asked
@@ -341,6 +343,9 @@ class Silent:
 
     def external_load(self, worker: str) -> Load | None:
         return None
+
+    def load_by_rank(self, worker: str) -> Sequence[Load]:
+        return ()
 
     def external_load_by_rank(self, worker: str) -> Sequence[Load]:
         return ()

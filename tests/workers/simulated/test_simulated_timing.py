@@ -455,4 +455,5 @@ def test_ranks_together_can_do_so_many_times_more() -> None:
         max_batch=3 * one.max_batch,
         prefill_tokens_per_s=3 * one.prefill_tokens_per_s,
         tpot_ms=tuple((3 * batch, ms) for batch, ms in one.tpot_ms),
+        prefill_tokens_max=one.prefill_tokens_max,  # of each step, and each has its own
     )

@@ -53,6 +53,7 @@ class ConstantTiming:
             max_batch=batch,
             prefill_tokens_per_s=self.prefill_tokens_per_s or FLAT_OUT_PREFILL_TOKENS_PER_S,
             tpot_ms=((1, first), (batch, last)) if batch > 1 else ((1, first),),
+            prefill_tokens_max=shape.prefill_tokens_max,
         )
 
 
@@ -80,6 +81,7 @@ class ModelTiming:
             max_batch=shape.batch_max,
             prefill_tokens_per_s=prompt / max(prefill_s, 1e-9),
             tpot_ms=tuple((batch, self._tpot_ms(batch, shape)) for batch in batches),
+            prefill_tokens_max=shape.prefill_tokens_max,
         )
 
     def _tpot_ms(self, batch: int, shape: EngineShape) -> float:

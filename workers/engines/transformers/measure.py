@@ -32,6 +32,7 @@ def measured_profile(stepper: Stepper, settings: TransformersSettings) -> Profil
         kv_blocks=stepper.blocks.count,
         block_tokens=stepper.blocks.tokens,
         max_batch=settings.batch_max,
+        prefill_tokens_max=settings.prefill_tokens_max,
         prefill_tokens_per_s=round(prompt / prefill_s, 1),
         tpot_ms=_rising(curve),
     )

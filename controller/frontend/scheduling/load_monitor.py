@@ -1,0 +1,72 @@
+"""Which workers have too much to do for a request more, and is there one of a model that has not?
+
+Looked at when a request asks, from what workers have reported last and from what this frontend has sent there. A worker that was
+not heard from counts with what we know ourselves: silence is a matter of health, and not of load.
+"""
+
+from collections.abc import Iterator, Sequence
+
+from controller.frontend.scheduling.scheduler import KvScheduler
+from controller.frontend.settings import FrontendSettings
+from controller.ports import RequestPlane
+from controller.router.endpoints import Endpoint, WorkerRank
+from controller.router.load.busy import NEVER, BusyThresholds, RankLoadSeen, worker_is_busy
+
+
+class LoadMonitor:
+    """What one frontend knows of how busy workers are."""
+
+    def __init__(
+        self,
+        settings: FrontendSettings,
+        plane: RequestPlane,
+        scheduler: KvScheduler,
+    ) -> None:
+        self._plane = plane
+        self._scheduler = scheduler
+        self._unread_s = settings.router.queue_prefill_s  # the most that a worker may have to read
+        self._usual = settings.thresholds if settings.admission_control == "token-capacity" else NEVER
+        self.decides = bool(self._usual) or self._unread_s is not None  # else nobody need ask
+
+    def thresholds(self, model: str) -> BusyThresholds:
+        """Return from where on a worker of a model is busy."""
+        return self._usual
+
+    def has_enough(self, endpoint: Endpoint) -> bool:
+        """Say whether a worker has so much to do that it should get no new request: it is busy, or the prompts that it has take
+        too long to be read."""
+        return self.busy(endpoint) or (
+            self._unread_s is not None and self._reads_too_long(endpoint, self._unread_s)
+        )
+
+    def busy(self, endpoint: Endpoint) -> bool:
+        """Say whether a worker is over a threshold with all of its DP ranks."""
+        thresholds = self.thresholds(endpoint.model)
+        return bool(thresholds) and worker_is_busy(thresholds, self.ranks(endpoint))
+
+    def overloaded(self, endpoints: Sequence[Endpoint]) -> bool:
+        """Say whether all of a model's workers that could take a request are busy, of which there is at least one."""
+        reachable = self._plane.reachable
+        there = [e for e in endpoints if e.routable and reachable(e.worker, e.instance)]
+        return bool(there) and all(self.busy(endpoint) for endpoint in there)
+
+    def ranks(self, endpoint: Endpoint) -> Iterator[RankLoadSeen | None]:
+        """Yield what is known of each of the DP ranks that a worker has declared."""
+        reported, profile = self._plane.load_by_rank(endpoint.worker), endpoint.joined.profile
+        for rank in range(endpoint.ranks):
+            ours = self._scheduler.work(WorkerRank(endpoint.worker, endpoint.instance, rank))
+            load = reported[rank] if rank < len(reported) else None
+            if load is None and not ours.requests:
+                yield None
+                continue
+            yield RankLoadSeen(
+                kv_used=load.kv_used if load is not None else 0,
+                kv_total=load.kv_total if load is not None else profile.kv_blocks // endpoint.ranks,
+                decode_blocks=ours.blocks,
+                prefill_tokens=ours.prefill_tokens,
+                step_tokens=profile.prefill_tokens_max,
+            )
+
+    def _reads_too_long(self, endpoint: Endpoint, limit_s: float) -> bool:
+        rate = endpoint.joined.profile.prefill_tokens_per_s
+        return rate > 0 and self._scheduler.unread(endpoint) > limit_s * rate * endpoint.ranks

@@ -1,0 +1,189 @@
+"""Admission by thresholds (seed 003), off unless it is asked for: a busy worker gets nothing new; where all are, nobody waits."""
+
+import asyncio
+from typing import Any
+
+import pytest
+from frontend_kit import TOKENS, Kit, frontend, text_of, until
+from scripted_worker import Act, ScriptedWorker, undisturbed
+
+from controller.config.flags import gather
+from controller.frontend.scheduling.overload import ENDS_MAX, JITTER, WINDOW_S, OverloadAnswers
+from controller.frontend.settings import AdmissionSettings, FrontendSettings
+from controller.router.load.busy import NEVER, BusyThresholds
+from events.errors import BadSetting
+from events.observations import RequestAbandoned, RequestFailed, RequestMigrated, RequestsRejected
+
+PROMPT = [300, 301, 302]
+EXACT = TOKENS.decode(undisturbed(PROMPT, 12))
+ON: dict[str, Any] = {"admission_control": "token-capacity"}
+
+
+async def ask(kit: Kit, **headers: str) -> tuple[int, Any, Any]:
+    return await kit.post("/v1/completions", headers, model="m", prompt=PROMPT, max_tokens=12)
+
+
+async def seen_full(kit: Kit, *workers: ScriptedWorker) -> None:
+    """Wait until the workers have said how full they are."""
+    for worker in workers:
+        used = worker.kv_used
+        await until(
+            lambda w=worker, n=used: (load := kit.plane.load(w.name)) is not None and load.kv_used == n
+        )  # type: ignore[misc]
+
+
+async def test_without_the_switch_nobody_is_rejected_by_load() -> None:
+    worker = ScriptedWorker("w1", kv_used=100)
+    async with frontend(worker, active_decode_blocks_threshold=0.1) as kit:
+        await seen_full(kit, worker)
+        assert (await ask(kit))[0] == 200
+
+
+async def test_a_busy_worker_gets_nothing_new() -> None:
+    busy, free = ScriptedWorker("w1", kv_used=86), ScriptedWorker("w2", kv_used=85)
+    async with frontend(busy, free, **ON) as kit:
+        await seen_full(kit, busy, free)
+        for _ in range(6):
+            assert (await ask(kit))[0] == 200
+        assert (len(busy.requests), len(free.requests)) == (0, 6)
+
+
+@pytest.mark.parametrize("status", [503, 429, 529])
+async def test_n26_where_all_are_busy_the_answer_has_the_status_that_is_set_and_says_when_to_come_back(
+    status: int,
+) -> None:
+    workers = [ScriptedWorker(name, kv_used=99) for name in ("w1", "w2")]
+    async with frontend(*workers, **ON, overload_status_code=status, retry_after_s=9) as kit:
+        await seen_full(kit, *workers)
+        code, body, headers = await ask(kit)
+        assert (code, headers["Retry-After"]) == (status, "9"), "nothing has ended: the longest wait"
+        assert body["error"]["code"] == "all_workers_busy"
+        said = "Service temporarily unavailable: All workers are busy, please retry later"
+        assert body["error"]["message"] == said
+        assert not any(worker.requests for worker in workers)
+        kit.director.report()
+        (rejected,) = kit.said(RequestsRejected)
+        assert (rejected.count, rejected.reason, rejected.tier) == (1, "all_workers_busy", "standard")
+        rejections = kit.counted("dynamo_frontend_model_rejection_total", "model", "endpoint")
+        assert rejections == {("m", "completions"): 1}
+        for kind in (RequestMigrated, RequestAbandoned, RequestFailed):
+            assert not kit.said(kind)
+        for worker in workers:
+            worker.kv_used = 10
+        await seen_full(kit, *workers)
+        assert (await ask(kit))[0] == 200
+
+
+async def test_nobody_there_is_no_overload() -> None:
+    async with frontend(**ON) as kit:
+        _, body, _ = await ask(kit)
+        assert body["error"]["code"] != "all_workers_busy"
+        assert not kit.counted("dynamo_frontend_model_rejection_total", "model", "endpoint")
+
+
+async def test_n25_a_worker_with_a_free_dp_rank_is_not_busy() -> None:
+    worker = ScriptedWorker("w1", kv_used=190, kv_used_by_rank=(99, 91))
+    async with frontend(**ON, active_decode_blocks_threshold=0.95) as kit:
+        await kit.add(worker, dp=2)
+        await seen_full(kit, worker)
+        assert (await ask(kit))[0] == 200
+        blocks = kit.counted(
+            "dynamo_frontend_worker_active_decode_blocks", "worker_id", "dp_rank", "worker_type"
+        )
+        assert blocks == {("w1", "0", "decode"): 99, ("w1", "1", "decode"): 91}
+        worker.kv_used_by_rank, worker.kv_used = (99, 96), 195
+        await seen_full(kit, worker)
+        assert (await ask(kit))[0] == 503
+
+
+async def test_prompts_that_are_still_to_be_read_count_at_once_and_no_longer_than_they_are() -> None:
+    hold = asyncio.Event()
+    worker = ScriptedWorker("w1", always=Act(after=0, how="error", error="invalid_request: over", hold=hold))
+    async with frontend(worker, **ON, active_prefill_tokens_threshold=5) as kit:
+        asking = [asyncio.create_task(ask(kit)) for _ in range(3)]  # of three tokens each
+        await until(lambda: sum(task.done() for task in asking) == 1)
+        (refused,) = [task for task in asking if task.done()]
+        assert refused.result()[0] == 503
+        await until(lambda: len(worker.requests) == 2)
+        hold.set()
+        await asyncio.gather(*asking)
+        worker.always = Act()
+        assert (await ask(kit))[0] == 200
+
+
+async def test_what_has_begun_is_not_shed_for_a_threshold() -> None:
+    first, second = ScriptedWorker("w1"), ScriptedWorker("w2", kv_used=99)
+    async with frontend(first, second, **ON) as kit:
+        await seen_full(kit, second)
+        first.acts.append(Act(after=5, how="disconnect"))
+        chunks = await kit.stream(model="m", prompt=PROMPT, max_tokens=12)
+        assert text_of(chunks) == EXACT
+        assert len(second.requests) == 1
+
+
+async def test_who_waits_in_line_is_told_a_wait_by_how_many_have_ended() -> None:
+    worker = ScriptedWorker("w1", step_s=0.02)
+    settings = AdmissionSettings(inflight_max=1, queue_s=0.4)
+    async with frontend(worker, admission=settings, retry_after_s=30, overload_status_code=429) as kit:
+        assert (await ask(kit))[0] == 200
+        answers = await asyncio.gather(*(ask(kit) for _ in range(6)))
+        refused = [
+            (code, body["error"]["code"], int(headers["Retry-After"]))
+            for code, body, headers in answers
+            if code != 200
+        ]
+        assert refused and {(code, why) for code, why, _ in refused} == {(429, "queue_timeout")}
+        assert all(1 <= wait < 30 for _, _, wait in refused)
+
+
+def test_thresholds_come_from_flags_and_variables_and_may_be_switched_off_one_by_one() -> None:
+    usual = FrontendSettings()
+    assert (usual.admission_control, usual.overload_status_code) == ("none", 503)
+    assert usual.thresholds == BusyThresholds(0.85, 10_000, None)
+    flags = {"active_decode_blocks_threshold": "None", "active_prefill_tokens_threshold": "none"}
+    assert gather(FrontendSettings, "frontend", flags, {}).thresholds == NEVER
+    environment = {
+        "HOLDFAST_FRONTEND__ADMISSION_CONTROL": "token-capacity",
+        "HOLDFAST_FRONTEND__ACTIVE_PREFILL_TOKENS_THRESHOLD_FRAC": "1.5",
+        "HOLDFAST_FRONTEND__OVERLOAD_STATUS_CODE": "529",
+    }
+    found = gather(FrontendSettings, "frontend", {}, environment)
+    assert found.thresholds == BusyThresholds(0.85, 10_000, 1.5)
+    assert (found.admission_control, found.overload_status_code) == ("token-capacity", 529)
+    dynamos = {"DYN_ADMISSION_CONTROL": "token-capacity", "DYN_HTTP_OVERLOAD_STATUS_CODE": "529"}
+    theirs = gather(FrontendSettings, "frontend", {}, dynamos)
+    assert (theirs.admission_control, theirs.overload_status_code) == ("token-capacity", 529)
+    ours = {**dynamos, "HOLDFAST_FRONTEND__ADMISSION_CONTROL": "none"}
+    assert gather(FrontendSettings, "frontend", {}, ours).admission_control == "none"
+    for name, value in (
+        ("active_decode_blocks_threshold", "1.5"),
+        ("active_prefill_tokens_threshold", "-1"),
+        ("active_prefill_tokens_threshold_frac", "inf"),
+        ("overload_status_code", "200"),
+        ("admission_control", "some"),
+    ):
+        with pytest.raises(BadSetting, match=f"frontend.{name} = "):
+            gather(FrontendSettings, "frontend", {name: value}, {})
+
+
+def test_the_wait_is_how_long_those_before_will_take_bounded_and_never_the_same_for_all() -> None:
+    now, dice = [100.0], [0.5]
+    answers = OverloadAnswers(lambda: now[0], lambda: dice[0], 30, 503)
+    assert answers.wait_s("m", 0) == 30, "nothing has ended"
+    for _ in range(20):
+        now[0] += 0.5
+        answers.ended("m")
+    assert answers.wait_s("m", 19) == WINDOW_S, "two a second end, and nineteen wait before"
+    assert (answers.wait_s("m", 0), answers.wait_s("m", 10_000)) == (1, 30)
+    assert answers.wait_s("other", 0) == 30
+    dice[0] = 0.0
+    low = answers.wait_s("m", 19)
+    dice[0] = 0.999
+    assert low == WINDOW_S * (1 - JITTER) + 0.5 and answers.wait_s("m", 19) == 13
+    now[0] += WINDOW_S + 1
+    assert answers.wait_s("m", 0) == 30
+    dice[0] = 0.5
+    for _ in range(2 * ENDS_MAX):  # more than are remembered in a window
+        now[0] += 0.001
+        answers.ended("m")
+    assert answers.wait_s("m", ENDS_MAX - 1) == 1

@@ -1,0 +1,106 @@
+"""When is a worker busy? Dynamo's thresholds, strict, over all of its DP ranks."""
+
+import math
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from controller.router.load.busy import (
+    NEVER,
+    BusyThresholds,
+    RankLoadSeen,
+    rank_is_busy,
+    worker_is_busy,
+)
+
+HALF = BusyThresholds(active_decode_blocks=0.5)
+
+
+@pytest.mark.parametrize(
+    ("thresholds", "rank", "busy"),
+    [
+        (BusyThresholds(0.85), RankLoadSeen(kv_used=87, kv_total=100), True),  # the seed's examples
+        (BusyThresholds(None, 10_000), RankLoadSeen(prefill_tokens=12_000), True),
+        (HALF, RankLoadSeen(kv_used=50, kv_total=100), False),  # strict
+        (HALF, RankLoadSeen(kv_used=51, kv_total=100), True),
+        (HALF, RankLoadSeen(decode_blocks=51, kv_total=100), True),  # by our own count
+        (HALF, RankLoadSeen(kv_used=10**6, kv_total=0), False),  # of how many?
+        (BusyThresholds(1.0), RankLoadSeen(kv_used=100, kv_total=100), False),
+        (BusyThresholds(0.0), RankLoadSeen(kv_used=0, kv_total=100), False),
+        (BusyThresholds(0.0), RankLoadSeen(kv_used=1, kv_total=100), True),
+        (BusyThresholds(None, 10), RankLoadSeen(prefill_tokens=10), False),
+        (BusyThresholds(None, 0), RankLoadSeen(prefill_tokens=1), True),
+        (
+            BusyThresholds(None, None, 1.5),
+            RankLoadSeen(prefill_tokens=151, step_tokens=101),
+            False,
+        ),  # floor(151.5)
+        (BusyThresholds(None, None, 1.5), RankLoadSeen(prefill_tokens=152, step_tokens=101), True),
+        (BusyThresholds(None, None, 1.5), RankLoadSeen(prefill_tokens=10**9), False),  # it does not say
+        (BusyThresholds(0.5, 10), RankLoadSeen(kv_used=99, kv_total=100), True),  # either will do
+        (BusyThresholds(0.5, 10), RankLoadSeen(prefill_tokens=11), True),
+        (NEVER, RankLoadSeen(10**9, 1, 10**9, 10**9, 1), False),
+    ],
+)
+def test_a_rank_is_busy_above_any_threshold(
+    thresholds: BusyThresholds, rank: RankLoadSeen, busy: bool
+) -> None:
+    assert rank_is_busy(thresholds, rank) is busy
+
+
+def test_n25_a_worker_is_busy_only_if_all_of_its_dp_ranks_are() -> None:
+    full, free = RankLoadSeen(kv_used=60, kv_total=100), RankLoadSeen(kv_used=10, kv_total=100)
+    assert worker_is_busy(HALF, [full]) and worker_is_busy(HALF, [full, full])
+    assert not worker_is_busy(HALF, [full, free]) and not worker_is_busy(HALF, [free, full])
+    assert not worker_is_busy(HALF, [full, None]), "a declared rank without data is free"
+    assert not worker_is_busy(HALF, [])
+
+
+@pytest.mark.parametrize(
+    ("values", "says"),
+    [
+        ((1.01, None, None), "active_decode_blocks_threshold must be between 0.0 and 1.0, got 1.01"),
+        ((-0.1, None, None), "active_decode_blocks_threshold must be"),
+        ((math.nan, None, None), "active_decode_blocks_threshold must be"),
+        ((None, -1, None), "active_prefill_tokens_threshold must be 0 or more, got -1"),
+        ((None, None, math.inf), "active_prefill_tokens_threshold_frac must be a finite number"),
+        ((None, None, -0.5), "active_prefill_tokens_threshold_frac must be"),
+    ],
+)
+def test_a_threshold_that_makes_no_sense_is_refused(
+    values: tuple[float | None, int | None, float | None], says: str
+) -> None:
+    with pytest.raises(ValueError, match=says):
+        BusyThresholds(*values)
+
+
+shares = st.floats(0, 1)
+ranks = st.builds(
+    RankLoadSeen,
+    kv_used=st.integers(0, 200),
+    kv_total=st.integers(0, 100),
+    decode_blocks=st.floats(0, 200),
+    prefill_tokens=st.floats(0, 1e5),
+    step_tokens=st.one_of(st.none(), st.integers(1, 10_000)),
+)
+thresholds = st.builds(
+    BusyThresholds,
+    st.one_of(st.none(), shares),
+    st.one_of(st.none(), st.integers(0, 10**5)),
+    st.one_of(st.none(), st.floats(0, 10)),
+)
+
+
+@given(thresholds, ranks, shares, st.integers(0, 50))
+def test_more_load_never_makes_a_rank_free_and_a_lower_threshold_neither(
+    given_thresholds: BusyThresholds, rank: RankLoadSeen, factor: float, more: int
+) -> None:
+    if not rank_is_busy(given_thresholds, rank):
+        return
+    loaded = replace(rank, kv_used=rank.kv_used + more, prefill_tokens=rank.prefill_tokens + more)
+    assert rank_is_busy(given_thresholds, loaded)
+    share = given_thresholds.active_decode_blocks
+    lower = replace(given_thresholds, active_decode_blocks=None if share is None else share * factor)
+    assert rank_is_busy(lower, rank)
