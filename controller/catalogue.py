@@ -52,6 +52,7 @@ EMITTERS: Mapping[str, str] = {
     "request_migrated": "a frontend, once per migration",
     "request_abandoned": "a frontend, once per request",
     "requests_rejected": "a frontend, per window with rejections",
+    "busy_thresholds_set": "a frontend, for whoever has posted to its /busy_threshold",
     "request_exposed": "a frontend, per exposed request",
     "exposure_unknown": "a frontend, per span that it cannot vouch for",
     "panic_began": "a frontend, once per entry",

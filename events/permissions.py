@@ -65,6 +65,7 @@ SAYS: Mapping[str, tuple[type[Observation], ...]] = {
         seen.RequestMigrated,
         seen.RequestAbandoned,
         seen.RequestsRejected,
+        seen.BusyThresholdsSet,
         seen.RequestExposed,
         seen.ExposureUnknown,
         seen.PanicBegan,

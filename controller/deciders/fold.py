@@ -10,12 +10,13 @@ from dataclasses import dataclass, field
 from datetime import datetime
 from typing import Any, TypeAlias, TypeVar
 
-from controller.deciders import awaiting, degradation, forgetting, golden, health, incident
+from controller.deciders import awaiting, degradation, forgetting, golden, health, incident, thresholds
 from controller.deciders import worker as one
 from controller.deciders.awaiting import AwaitedWorker
 from controller.deciders.degradation import Degradation
 from controller.deciders.golden import Golden
 from controller.deciders.incident import Incident
+from controller.deciders.thresholds import NEVER, BusyThresholds
 from controller.deciders.worker import Worker
 from events.decisions import (
     DegradationChanged,
@@ -32,6 +33,7 @@ from events.decisions import (
 from events.fact import Decision, Fact, Recorded
 from events.frozen import replace
 from events.observations import (
+    BusyThresholdsSet,
     CanaryFailed,
     CanaryPassed,
     CanarySlow,
@@ -64,6 +66,9 @@ class Fleet:
     goldens: Mapping[Key, Golden] = field(default_factory=dict)
     models: Mapping[str, Degradation] = field(default_factory=dict)  # by model name
     incidents: Mapping[str, Incident] = field(default_factory=dict)  # the open ones, by id, oldest first
+    thresholds: Mapping[str, BusyThresholds] = field(
+        default_factory=dict
+    )  # by model: from where on workers are busy
     number: int = 0  # of the last decision
     policy: Mapping[str, Any] | None = None  # as the last leader adopted it: plain JSON values
     deciders_version: int = 0
@@ -99,6 +104,9 @@ def evolve(fleet: Fleet, recorded: Recorded) -> Fleet:
             return _observed(fleet, worker, fact, recorded)
         if isinstance(fact, GoldenProposed) and fact.configured:  # from the settings: no worker has said it
             return _golden(fleet, fact, recorded.id)
+    if isinstance(fact, BusyThresholdsSet):
+        moved = thresholds.evolve(fleet.thresholds.get(fact.model, NEVER), fact)
+        return replace(fleet, thresholds={**fleet.thresholds, fact.model: moved})
     return fleet
 
 

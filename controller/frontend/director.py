@@ -5,7 +5,7 @@ ones. Who may get a request is `routing`'s question; what becomes of one answer 
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from random import random
 
 from controller.deciders.fleet import Fleet
@@ -36,7 +36,13 @@ from controller.router.endpoints import Endpoint, EndpointTable
 from controller.router.selection.filter import NoWorker
 from events.decisions import BreakerClosed, HealthStatus
 from events.fact import Recorded
-from events.observations import MoveRequested, RequestPoisonous, RequestSuspected, WorkerJoined
+from events.observations import (
+    BusyThresholdsSet,
+    MoveRequested,
+    RequestPoisonous,
+    RequestSuspected,
+    WorkerJoined,
+)
 
 BEGINNING_S = 10.0
 
@@ -197,6 +203,10 @@ class Director:
     def no_worker(self, error: NoWorker, request: GenerationRequest) -> ApiError:
         """Return what a client is told when nobody can take his request."""
         return self.admission.refusal(error, request.model, request.tier)
+
+    def set_thresholds(self, fact: BusyThresholdsSet) -> None:
+        """Say on the journal from where on a model's workers are busy: all frontends heed it, this one too."""
+        self._world.observe(replace(fact, frontend=self._world.name))
 
     def _freed(self, model: str) -> None:
         """A worker of this model may have room: for those that have begun before those who wait to."""

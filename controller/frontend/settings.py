@@ -6,8 +6,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
+from controller.deciders.thresholds import BusyThresholds
 from controller.migration.cost import MovingPolicy
-from controller.router.load.busy import BusyThresholds
 from controller.setting_types import NotNegative, Positive, Share, Strict
 
 Mode = Literal["kv", "round-robin", "random", "least-loaded", "power-of-two"]
@@ -169,6 +169,9 @@ class FrontendSettings(Strict):
     )
     admin_host: str = Field(default="127.0.0.1", description="the address of metrics and readiness")
     admin_port: int = Field(default=0, ge=0, le=65_535, description="their port; 0: any free one")
+    admin_api: bool = Field(
+        default=False, description="answer /busy_threshold on the port of the API as well, for its clients"
+    )
     migration_limit: int = Field(
         default=3, ge=0, le=2**32 - 1, description="how often a request may move to another worker; 0: never"
     )

@@ -187,6 +187,16 @@ def _health(f: d.HealthChanged) -> str:
     return f"{f.worker} went from {f.before} to {f.after}, weight {f.weight:g} ({f.reason})"
 
 
+def _busy_from(f: o.BusyThresholdsSet) -> str:
+    said = {
+        "KV blocks": f.active_decode_blocks,
+        "prompt tokens to be read": f.active_prefill_tokens,
+        "of them, by the tokens of a step": f.active_prefill_tokens_frac,
+    }
+    bounds = ", ".join(f"{what} above {value:g}" for what, value in said.items() if value is not None)
+    return f"{f.model}: workers are busy with {bounds or 'what was set before'} (said by {f.frontend})"
+
+
 def _level(f: d.DegradationChanged) -> str:
     return (
         f"{f.model} went from level {f.before} to {f.after}: capacity {f.capacity_rps:.3g} requests/s, "
@@ -272,6 +282,7 @@ SENTENCES: dict[type[Fact], str | Callable[[Any], str]] = {
     o.RequestsRejected: lambda f: (
         f"{f.frontend} rejected {count(f.count, 'request')} of {f.model} ({f.tier}): {f.reason}"
     ),
+    o.BusyThresholdsSet: _busy_from,
     o.RequestExposed: _exposed,
     o.ExposureUnknown: _unknown,
     o.PanicBegan: "{f.frontend} ignores its own breakers for {f.model}: {f.routable_share:.0%} of its weight is routable",

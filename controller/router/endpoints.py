@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 from controller.deciders.degradation import Degradation
 from controller.deciders.fleet import AwaitedWorker, Fleet, Worker
+from controller.deciders.thresholds import BusyThresholds
 from controller.deciders.tiers import Tiers
 from events.decisions import HealthStatus, Knobs
 from events.observations import WorkerJoined
@@ -162,6 +163,7 @@ class EndpointTable:
             set()
         )  # every model that a worker of the fleet serves, served, or is awaited with
         self.tiers = Tiers()
+        self.thresholds: Mapping[str, BusyThresholds] = {}  # by model, as operators have set them
         self.unnamed: tuple[str, ...] = ()  # workers that are awaited, nobody knows with which model
         self._known: Mapping[str, Worker] = {}
         self._departed: Mapping[str, Worker] = {}
@@ -184,6 +186,7 @@ class EndpointTable:
             change.knobs, self._knobs, self._models = knobs != self._knobs, knobs, fleet.models
         if fleet.policy is not self._policy:
             self._policy, self.tiers = fleet.policy, Tiers.of(fleet.policy)
+        self.thresholds = fleet.thresholds
         self._departed = fleet.departed
         if fleet.awaited is not self._awaited:
             self._awaited = fleet.awaited

@@ -21,6 +21,7 @@ from events.observations.canaries import (
 )
 from events.observations.journal import EventQuarantined, SnapshotKept
 from events.observations.requests import (
+    BusyThresholdsSet,
     ExposureUnknown,
     FrontendObservation,
     MigrationCause,
@@ -65,6 +66,7 @@ from events.observations.workers import (
 )
 
 __all__ = [
+    "BusyThresholdsSet",
     "CanaryFailed",
     "CanaryPassed",
     "CanaryReason",

@@ -156,6 +156,16 @@ class RequestsRejected(FrontendObservation):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class BusyThresholdsSet(FrontendObservation):
+    """Somebody has set, through this frontend, from where on workers of a model are busy. What is missing stays as it is."""
+
+    model: str
+    active_decode_blocks: float | None = None  # share of a rank's KV blocks, 0 to 1
+    active_prefill_tokens: int | None = None  # prompt tokens still to be read
+    active_prefill_tokens_frac: float | None = None  # the same as a multiple of the tokens of one step
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RequestExposed(FrontendObservation):
     """Tokens `first`…`last` (0-based, inclusive) of this request came from a worker that a canary has convicted.
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 PAGE = Path(__file__).parents[2] / "docs" / "seed-map.md"
-ROWS = re.findall(r"^\| `([A-Za-z_.: ]+)` \| (.+?) \| .*\|$", PAGE.read_text(), re.MULTILINE)
+ROWS = re.findall(r"^\| `([A-Za-z_.: /-]+)` \| (.+?) \| .*\|$", PAGE.read_text(), re.MULTILINE)
 
 
 def targets() -> list[str]:

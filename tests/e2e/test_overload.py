@@ -83,6 +83,21 @@ async def test_forty_at_once_for_eight_places_wait_in_line_and_are_all_served(tm
         assert not [event.fact for event in await fleet.events() if isinstance(event.fact, kinds)]
 
 
+async def thresholds_hold_on_every_frontend(fleet: DemoFleet, http: aiohttp.ClientSession) -> None:
+    """Set one at one frontend; see it at both."""
+    urls = [f"{p.url}/busy_threshold" for p in present(fleet.data) if p.role == "frontend"]
+    body = {"model": "sim", "active_decode_blocks_threshold": 0.75}
+    async with http.post(urls[0], json=body) as answer:
+        assert answer.status == 200
+    async with asyncio.timeout(30):
+        for url in urls:
+            found: list[dict[str, Any]] = []
+            while [one["active_decode_blocks_threshold"] for one in found] != [0.75]:
+                async with http.get(url) as answer:
+                    found = (await answer.json())["thresholds"]
+    assert len(urls) == 2
+
+
 BATCH, ITL_MS = 4, 20.0
 ONE = SimulatedEngine(
     EngineShape(batch_max=BATCH), ConstantTiming(ITL_MS / 1e3, PREFILL_TOKENS_PER_S)
@@ -102,7 +117,7 @@ async def test_a_level_reaches_the_workers_schedulers_and_is_taken_back(tmp_path
         "--slo-throughput",
         str(promised),
     )
-    tiers = ("--priority-tiers", "gold,lead", "--tier-default", "gold")
+    tiers = ("--priority-tiers", "gold,lead", "--tier-default", "gold", "--frontends", "2")
     small = {"HOLDFAST_WORKER_BATCH_MAX": str(BATCH)}
     async with (
         running(tmp_path / "fleet", *flags, *tiers, environment=small, stops=True) as fleet,
@@ -137,6 +152,7 @@ async def test_a_level_reaches_the_workers_schedulers_and_is_taken_back(tmp_path
 
         await until_slots(BATCH)
         assert await status_of("lead") == 200
+        await thresholds_hold_on_every_frontend(fleet, http)
         await asyncio.to_thread(holdfast, "drain", "w1", "--data", str(fleet.data))
         await fleet.until(lambda s: s["levels"] == {"sim": 2}, 60)
         assert [await status_of(tier) for tier in ("gold", "lead")] == [200, 503]

@@ -7,13 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from controller.router.load.busy import (
-    NEVER,
-    BusyThresholds,
-    RankLoadSeen,
-    rank_is_busy,
-    worker_is_busy,
-)
+from controller.deciders.thresholds import NEVER, BusyThresholds
+from controller.router.load.busy import RankLoadSeen, rank_is_busy, worker_is_busy
 
 HALF = BusyThresholds(active_decode_blocks=0.5)
 

@@ -13,6 +13,7 @@ from aiohttp import web
 
 from controller.frontend.director import Director
 from controller.frontend.errors import ApiError, internal, quoted, starting
+from controller.frontend.http.busy_threshold import BusyThresholdEndpoint
 from controller.frontend.http.explain import explain
 from controller.frontend.http.openai_endpoints import OpenAiEndpoints, refusal
 from controller.frontend.http.openapi import VERSION, encoded
@@ -27,6 +28,7 @@ from controller.frontend.responses.small_answers import ModelList, Version
 log = structlog.get_logger(__name__)
 Handler = Callable[[web.BaseRequest], Awaitable[web.StreamResponse]]
 
+ADMIN_PATHS = frozenset(route.path for route in ROUTES if route.admin)
 API_PATHS = frozenset(route.path for route in ROUTES if route.api)
 
 
@@ -40,12 +42,15 @@ class Api:
         self.draining = False
         self.listening = False  # on the port that the host's frontends share
         tokenizers = TokenizerEndpoints(director, self.openai.tokens, self.openai.intake)
+        thresholds = BusyThresholdEndpoint(director, self.openai.intake)
         by_name: dict[str, Handler] = {
             **{name: partial(self.openai.serve, name) for name in ENDPOINTS.values()},
             "models": self._models,
             "model": self._model,
             "tokenize": tokenizers.tokenize,
             "detokenize": tokenizers.detokenize,
+            "thresholds": thresholds.listed,
+            "set_thresholds": thresholds.set,
             "openapi": self._openapi,
             "version": self._version,
             "ping": self._ping,
@@ -57,12 +62,14 @@ class Api:
 
     # --- dispatch -----------------------------------------------------------------------------------------
 
-    async def handle(self, request: web.BaseRequest) -> web.StreamResponse:
-        """Answer one request."""
+    async def handle(self, request: web.BaseRequest, *, admin: bool = False) -> web.StreamResponse:
+        """Answer one request; `admin`: on the admin port."""
         method = "GET" if request.method == "HEAD" else request.method  # aiohttp leaves the body out
         handler = self.routes.get((method, request.path)) or self.routes.get(
             (method, templated(request.path)[0])
         )
+        if request.path in ADMIN_PATHS and not (admin or self.director.settings.admin_api):
+            handler = None
         try:
             if handler is None:
                 raise self._nowhere(request)
@@ -89,11 +96,11 @@ class Api:
         if templated(request.path)[0] in API_PATHS or request.path.startswith("/v1/"):
             why = "this is the admin port; the API is on the frontend's own port"
             return refusal(ApiError(404, why, code="unknown_url"), {})
-        return await self.handle(request)
+        return await self.handle(request, admin=True)
 
     def _nowhere(self, request: web.BaseRequest) -> ApiError:
         asked = templated(request.path)[0]
-        methods = [method for method, path in self.routes if path == asked]
+        methods = [m for m, path in self.routes if path == asked and path not in ADMIN_PATHS]
         path = quoted(request.path)
         if methods:
             allowed = ", ".join(f"{one}, HEAD" if one == "GET" else one for one in methods)

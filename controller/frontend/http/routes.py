@@ -6,6 +6,7 @@ import msgspec
 from pydantic import BaseModel
 
 from controller.frontend.requests.bodies import ChatBody, CompletionBody
+from controller.frontend.requests.busy_threshold_body import BusyThresholdBody
 from controller.frontend.requests.tokenize_bodies import DetokenizeBody, TokenizeChatBody, TokenizePromptBody
 from controller.frontend.responses.small_answers import Detokenized, ModelEntry, ModelList, Tokenized, Version
 
@@ -24,6 +25,7 @@ class Route(NamedTuple):
     answer: type[msgspec.Struct] | None = None
     media: tuple[str, ...] = (JSON,)
     api: bool = True  # on the port that frontends share; else on the admin port as well
+    admin: bool = False  # on the former only where that is wished
 
 
 ROUTES = (
@@ -42,6 +44,14 @@ ROUTES = (
     ),
     Route(
         "POST", "/detokenize", "detokenize", "Return the text of tokens.", (DetokenizeBody,), Detokenized
+    ),
+    Route(
+        "GET", "/busy_threshold", "thresholds", "Return from where on workers are busy, of every model.", api=False,
+        admin=True,
+    ),
+    Route(
+        "POST", "/busy_threshold", "set_thresholds", "Set from where on a model's workers are busy, on all frontends.",
+        (BusyThresholdBody,), api=False, admin=True,
     ),
     Route("GET", "/openapi.json", "openapi", "Return this document.", api=False),
     Route("GET", "/version", "version", "Say which Holdfast this is.", answer=Version, api=False),

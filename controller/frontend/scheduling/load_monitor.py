@@ -6,11 +6,12 @@ not heard from counts with what we know ourselves: silence is a matter of health
 
 from collections.abc import Iterator, Sequence
 
+from controller.deciders.thresholds import NEVER, BusyThresholds
 from controller.frontend.scheduling.scheduler import KvScheduler
 from controller.frontend.settings import FrontendSettings
 from controller.ports import RequestPlane
-from controller.router.endpoints import Endpoint, WorkerRank
-from controller.router.load.busy import NEVER, BusyThresholds, RankLoadSeen, worker_is_busy
+from controller.router.endpoints import Endpoint, EndpointTable, WorkerRank
+from controller.router.load.busy import RankLoadSeen, worker_is_busy
 
 
 class LoadMonitor:
@@ -19,18 +20,24 @@ class LoadMonitor:
     def __init__(
         self,
         settings: FrontendSettings,
+        table: EndpointTable,
         plane: RequestPlane,
         scheduler: KvScheduler,
     ) -> None:
+        self._table = table
         self._plane = plane
         self._scheduler = scheduler
         self._unread_s = settings.router.queue_prefill_s  # the most that a worker may have to read
-        self._usual = settings.thresholds if settings.admission_control == "token-capacity" else NEVER
-        self.decides = bool(self._usual) or self._unread_s is not None  # else nobody need ask
+        self._by_thresholds = settings.admission_control == "token-capacity"
+        self._usual = settings.thresholds
+        self.decides = self._by_thresholds or self._unread_s is not None  # else nobody need ask
 
     def thresholds(self, model: str) -> BusyThresholds:
-        """Return from where on a worker of a model is busy."""
-        return self._usual
+        """Return from where on a worker of a model is busy: as operators have set it, and for what they left open by the
+        settings."""
+        usual = self._usual if self._by_thresholds else NEVER
+        given = self._table.thresholds.get(model)
+        return usual if given is None else given.over(usual)
 
     def has_enough(self, endpoint: Endpoint) -> bool:
         """Say whether a worker has so much to do that it should get no new request: it is busy, or the prompts that it has take
@@ -41,7 +48,7 @@ class LoadMonitor:
 
     def busy(self, endpoint: Endpoint) -> bool:
         """Say whether a worker is over a threshold with all of its DP ranks."""
-        thresholds = self.thresholds(endpoint.model)
+        thresholds = self.thresholds(endpoint.model) if self._by_thresholds else NEVER
         return bool(thresholds) and worker_is_busy(thresholds, self.ranks(endpoint))
 
     def overloaded(self, endpoints: Sequence[Endpoint]) -> bool:

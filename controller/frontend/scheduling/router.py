@@ -43,7 +43,7 @@ class RequestRouter:
         self._open = breakers.open
         self._panic = panic
         self.scheduler = scheduler
-        self.monitor = LoadMonitor(settings, plane, scheduler)
+        self.monitor = LoadMonitor(settings, table, plane, scheduler)
         self._live = live  # before, the fold is history, and no reason for panic
         self._picker = Picker()
         self._rules = Rules(

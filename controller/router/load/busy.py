@@ -11,38 +11,9 @@ not say how many tokens it takes a step) is no bound.
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from math import floor, isfinite
+from math import floor
 
-
-@dataclass(frozen=True, slots=True)
-class BusyThresholds:
-    """From where on a rank is busy; None: never, for this reason."""
-
-    active_decode_blocks: float | None = None  # share of its KV blocks, 0 to 1
-    active_prefill_tokens: int | None = None
-    active_prefill_tokens_frac: float | None = None  # of the tokens of one step
-
-    def __post_init__(self) -> None:
-        """Raise ValueError, which names the threshold, its value, and what it must be."""
-        share, tokens, frac = (
-            self.active_decode_blocks,
-            self.active_prefill_tokens,
-            self.active_prefill_tokens_frac,
-        )
-        if share is not None and not 0 <= share <= 1:
-            raise ValueError(f"active_decode_blocks_threshold must be between 0.0 and 1.0, got {share}")
-        if tokens is not None and tokens < 0:
-            raise ValueError(f"active_prefill_tokens_threshold must be 0 or more, got {tokens}")
-        if frac is not None and not (isfinite(frac) and frac >= 0):
-            raise ValueError(
-                f"active_prefill_tokens_threshold_frac must be a finite number from 0 up, got {frac}"
-            )
-
-    def __bool__(self) -> bool:
-        return self != NEVER
-
-
-NEVER = BusyThresholds()
+from controller.deciders.thresholds import BusyThresholds
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,9 +8,9 @@ from frontend_kit import TOKENS, Kit, frontend, text_of, until
 from scripted_worker import Act, ScriptedWorker, undisturbed
 
 from controller.config.flags import gather
+from controller.deciders.thresholds import NEVER, BusyThresholds
 from controller.frontend.scheduling.overload import ENDS_MAX, JITTER, WINDOW_S, OverloadAnswers
 from controller.frontend.settings import AdmissionSettings, FrontendSettings
-from controller.router.load.busy import NEVER, BusyThresholds
 from events.errors import BadSetting
 from events.observations import RequestAbandoned, RequestFailed, RequestMigrated, RequestsRejected
 

@@ -1,0 +1,90 @@
+"""`/busy_threshold`: see and set from where on workers of a model are busy. Dynamo's shapes (dynamo-facts 7.4).
+
+    GET     the thresholds of every model that has some
+    POST    {"model": …, "active_decode_blocks_threshold": 0.85, …}: what is given is set, what is null stays; all null: return
+            those of the model
+
+What is set goes onto the journal, and holds on every frontend of the fleet. Errors are {"error": "…"}.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+from aiohttp import web
+from pydantic import ValidationError
+
+from controller.deciders.thresholds import BusyThresholds
+from controller.frontend.director import Director
+from controller.frontend.errors import ApiError, quoted
+from controller.frontend.requests.busy_threshold_body import BusyThresholdBody
+from controller.frontend.requests.intake import Intake
+from controller.frontend.requests.schema import read_json
+from events.observations import BusyThresholdsSet
+
+JSON = "application/json"
+
+
+class BusyThresholdEndpoint:
+    """Answers both methods."""
+
+    def __init__(self, director: Director, intake: Intake) -> None:
+        self._director = director
+        self._intake = intake
+
+    async def listed(self, request: web.BaseRequest) -> web.StreamResponse:
+        """Return the thresholds of every model that has some."""
+        monitor, known = self._director.routing.monitor, self._director.table.known
+        found = [(model, monitor.thresholds(model)) for model in sorted(known)]
+        return web.json_response({"thresholds": [_shown(model, one) for model, one in found if one]})
+
+    async def set(self, request: web.BaseRequest) -> web.StreamResponse:
+        """Set a model's thresholds, or return them."""
+        if request.content_type != JSON:
+            return _error(415, f"Expected request with `Content-Type: {JSON}`")
+        try:
+            asked = read_json(await self._intake.body(request))
+        except ApiError as error:
+            return _error(error.status, str(error))
+        try:
+            body = BusyThresholdBody.model_validate(asked)
+        except ValidationError as error:
+            return _error(422, "; ".join(_sentence(dict(one)) for one in error.errors()))
+        try:
+            given = body.given
+        except ValueError as error:
+            return _error(400, str(error))
+        monitor = self._director.routing.monitor
+        now = monitor.thresholds(body.model)
+        if not given:
+            return web.json_response(_shown(body.model, now))
+        if body.model not in self._director.table.known:
+            name = quoted(body.model)
+            return _error(404, f"Model '{name}' not found. Thresholds can only be set for discovered models.")
+        self._director.set_thresholds(
+            BusyThresholdsSet(
+                frontend="",
+                model=body.model,
+                active_decode_blocks=given.active_decode_blocks,
+                active_prefill_tokens=given.active_prefill_tokens,
+                active_prefill_tokens_frac=given.active_prefill_tokens_frac,
+            )
+        )
+        return web.json_response(_shown(body.model, given.over(now)))
+
+
+def _shown(model: str, thresholds: BusyThresholds) -> Mapping[str, Any]:
+    return {
+        "model": model,
+        "active_decode_blocks_threshold": thresholds.active_decode_blocks,
+        "active_prefill_tokens_threshold": thresholds.active_prefill_tokens,
+        "active_prefill_tokens_threshold_frac": thresholds.active_prefill_tokens_frac,
+    }
+
+
+def _error(status: int, why: str) -> web.Response:
+    return web.json_response({"error": why}, status=status)
+
+
+def _sentence(error: Mapping[str, Any]) -> str:
+    place = ".".join(str(part) for part in error["loc"])
+    return f"{place}: {error['msg']}" if place else str(error["msg"])
