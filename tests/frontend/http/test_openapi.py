@@ -112,7 +112,7 @@ def test_it_is_openapi_31_and_every_reference_leads_somewhere() -> None:
 
 
 async def test_every_documented_route_is_served_and_every_served_one_documented() -> None:
-    async with frontend() as kit:
+    async with frontend(admin_api=True) as kit:
         documented = {(m.upper(), path) for path, ways in document()["paths"].items() for m in ways}
         assert documented == set(kit.api.routes) == {(route.method, route.path) for route in ROUTES}
         assert {("POST", path) for path in ENDPOINTS} < documented  # the fast path's

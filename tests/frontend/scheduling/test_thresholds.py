@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 from frontend_kit import TOKENS, Kit, frontend, text_of, until
+from openai import AsyncOpenAI, DefaultAsyncHttpxClient
 from scripted_worker import Act, ScriptedWorker, undisturbed
 
 from controller.config.flags import gather
@@ -21,6 +22,10 @@ ON: dict[str, Any] = {"admission_control": "token-capacity"}
 
 async def ask(kit: Kit, **headers: str) -> tuple[int, Any, Any]:
     return await kit.post("/v1/completions", headers, model="m", prompt=PROMPT, max_tokens=12)
+
+
+def rejections(kit: Kit) -> dict[tuple[str, ...], float]:
+    return kit.counted("dynamo_frontend_model_rejection_total", "model", "endpoint")
 
 
 async def seen_full(kit: Kit, *workers: ScriptedWorker) -> None:
@@ -64,8 +69,7 @@ async def test_n26_where_all_are_busy_the_answer_has_the_status_that_is_set_and_
         kit.director.report()
         (rejected,) = kit.said(RequestsRejected)
         assert (rejected.count, rejected.reason, rejected.tier) == (1, "all_workers_busy", "standard")
-        rejections = kit.counted("dynamo_frontend_model_rejection_total", "model", "endpoint")
-        assert rejections == {("m", "completions"): 1}
+        assert rejections(kit) == {("m", "completions"): 1}
         for kind in (RequestMigrated, RequestAbandoned, RequestFailed):
             assert not kit.said(kind)
         for worker in workers:
@@ -74,11 +78,34 @@ async def test_n26_where_all_are_busy_the_answer_has_the_status_that_is_set_and_
         assert (await ask(kit))[0] == 200
 
 
+@pytest.mark.parametrize("status", [503, 429, 529])
+async def test_the_official_client_comes_back_when_it_is_told_to_and_is_served(status: int) -> None:
+    """With its default retries: it asks twice more after 429 and 5xx, not before `Retry-After` is over."""
+    loop, asked, answered = asyncio.get_running_loop(), list[float](), list[float]()
+    worker = ScriptedWorker("w1", kv_used=99)
+
+    async def asks(request: object) -> None:
+        asked.append(loop.time())
+
+    async def is_answered(response: object) -> None:
+        answered.append(loop.time())
+        worker.kv_used = 10
+
+    async with frontend(worker, **ON, overload_status_code=status, retry_after_s=1) as kit:
+        await seen_full(kit, worker)
+        http = DefaultAsyncHttpxClient(event_hooks={"request": [asks], "response": [is_answered]})
+        async with AsyncOpenAI(base_url=f"{kit.url}/v1", api_key="none", http_client=http) as api:
+            answer = await api.completions.create(model="m", prompt=PROMPT, max_tokens=12)
+        assert answer.choices[0].text == EXACT
+        assert len(asked) == len(answered) == 2 and asked[1] - answered[0] > 0.99
+        assert rejections(kit) == {("m", "completions"): 1}
+
+
 async def test_nobody_there_is_no_overload() -> None:
     async with frontend(**ON) as kit:
         _, body, _ = await ask(kit)
         assert body["error"]["code"] != "all_workers_busy"
-        assert not kit.counted("dynamo_frontend_model_rejection_total", "model", "endpoint")
+        assert not rejections(kit)
 
 
 async def test_n25_a_worker_with_a_free_dp_rank_is_not_busy() -> None:
