@@ -70,7 +70,7 @@ class RequestRouter:
 
     def overloaded(self, model: str) -> bool:
         """Say whether every worker of a model that could take a request is busy by the thresholds that are set."""
-        return self.monitor.decides and self.monitor.overloaded(self._table.models.get(model, ()))
+        return self.monitor.decides and self.monitor.overloaded(model, self._table.models.get(model, ()))
 
     def _allowed(self, endpoint: Endpoint) -> bool:
         return self._ignoring or self._breakers.allowed(endpoint)

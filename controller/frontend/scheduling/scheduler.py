@@ -45,7 +45,7 @@ class KvScheduler:
     ) -> None:
         self._table = table
         self._meter = meter
-        self._now = now
+        self.now = now
         self._dice = dice
         self._external_load = (
             None if settings.replica_sync else plane.external_load
@@ -68,7 +68,7 @@ class KvScheduler:
     ) -> Selection:
         """Return where a request goes: to one of the endpoints that a filter leaves, or of these, at least one. `output`:
         accepted tokens behind its prompt. Raise NoWorker."""
-        mode, pricing, now = self._mode, self._usual, self._now()
+        mode, pricing, now = self._mode, self._usual, self.now()
         if (overrides := plan.overrides.router) is not None:
             mode, pricing = Mode(overrides.mode), pricing_of(overrides)
         return self._chooser.choose(
@@ -117,7 +117,7 @@ class KvScheduler:
     def carry(self, endpoint: Endpoint, rank: int, plan: GenerationRequest, output: Sequence[int]) -> int:
         """A request has come there with its KV cache: nothing of it has to be read. Return its number there."""
         return self._add(
-            endpoint, WorkerRank(endpoint.worker, endpoint.instance, rank), plan, output, 0, self._now()
+            endpoint, WorkerRank(endpoint.worker, endpoint.instance, rank), plan, output, 0, self.now()
         )
 
     def _add(
@@ -157,14 +157,18 @@ class KvScheduler:
         return tokens / rate if rate > 0 else None
 
     def work(self, holder: WorkerRank) -> RankWork:
-        """Return what a DP rank has to do for requests that we know of."""
-        return self.slots.work(holder, now=self._now())
+        """Return what a DP rank has to do for requests that we know of. Of its columns only where they shrink with time: a choice
+        among a thousand workers asks for each."""
+        if self.slots.paced:
+            return self.slots.work(holder, now=self.now())
+        (load,) = self.slots.rank_loads((holder,))
+        return RankWork(load.reading_tokens, load.blocks, len(load.requests))
 
     def unread(self, endpoint: Endpoint) -> float:
         """Return how many prompt tokens of requests at a worker are still to be read, over all of its ranks."""
         holders = [WorkerRank(endpoint.worker, endpoint.instance, rank) for rank in range(endpoint.ranks)]
         if self.slots.paced:
-            return sum(self.slots.work(holder, now=self._now()).prefill_tokens for holder in holders)
+            return sum(self.slots.work(holder, now=self.now()).prefill_tokens for holder in holders)
         return sum(work.reading_tokens for work in self.slots.rank_loads(holders))
 
     def unread_by_rank(self, endpoint: Endpoint) -> list[float]:
@@ -185,7 +189,7 @@ class KvScheduler:
 
     def read(self, slot: int) -> None:
         """Its first token is here."""
-        self.slots.prefill_done(slot, now=self._now())
+        self.slots.prefill_done(slot, now=self.now())
 
     def output(self, slot: int, tokens: int) -> None:
         """So many more tokens of its answer are here."""
@@ -193,12 +197,12 @@ class KvScheduler:
 
     def end(self, slot: int) -> None:
         """It is over there, however it ended."""
-        self.slots.free(slot, now=self._now())
+        self.slots.free(slot, now=self.now())
 
     def expire(self) -> None:
         """Forget requests of which nobody has said for an hour that they are over, and what is cached no more."""
-        self._guesses.expire(now=self._now())
-        if stale := self.slots.expire(now=self._now()):
+        self._guesses.expire(now=self.now())
+        if stale := self.slots.expire(now=self.now()):
             log.warning("slots_expired", requests=len(stale))
 
     def follow(self, view: KvView) -> None:
@@ -209,7 +213,7 @@ class KvScheduler:
         """Drop the memory of endpoints that are gone; keep `keys`."""
         self._chooser.forget(keys)
         for holder in [holder for holder in self.slots.holders if holder[:2] not in keys]:
-            self.slots.forget(holder, now=self._now())
+            self.slots.forget(holder, now=self.now())
             self._guesses.forget(holder)
 
 

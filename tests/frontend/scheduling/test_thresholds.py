@@ -10,6 +10,7 @@ from scripted_worker import Act, ScriptedWorker, undisturbed
 
 from controller.config.flags import gather
 from controller.deciders.thresholds import NEVER, BusyThresholds
+from controller.frontend.scheduling.load_monitor import HOLDS_S, LoadMonitor
 from controller.frontend.scheduling.overload import ENDS_MAX, JITTER, WINDOW_S, OverloadAnswers
 from controller.frontend.settings import AdmissionSettings, FrontendSettings
 from events.errors import BadSetting
@@ -214,3 +215,22 @@ def test_the_wait_is_how_long_those_before_will_take_bounded_and_never_the_same_
         now[0] += 0.001
         answers.ended("m")
     assert answers.wait_s("m", ENDS_MAX - 1) == 1
+
+
+async def test_that_all_are_busy_holds_for_a_moment_and_not_longer() -> None:
+    workers = [ScriptedWorker(f"w{n}", kv_used=99) for n in range(2)]
+    async with frontend(*workers, **ON) as kit:
+        await seen_full(kit, *workers)
+        now = [1000.0]
+        scheduler = kit.director.routing.scheduler
+        scheduler.now = lambda: now[0]
+        monitor = LoadMonitor(kit.director.settings, kit.director.table, kit.plane, scheduler)
+        endpoints = kit.director.table.models["m"]
+        for worker in workers:
+            assert monitor.overloaded("m", endpoints), worker
+            worker.kv_used = 1
+        await seen_full(kit, *workers)
+        assert monitor.overloaded("m", endpoints), "it holds for a moment"
+        now[0] += len(workers) * HOLDS_S
+        assert not monitor.overloaded("m", endpoints)
+        assert not monitor.overloaded("other", [])
