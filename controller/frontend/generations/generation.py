@@ -69,7 +69,7 @@ class Generation:
         self.continuation = Continuation(request, self.accepted, load_tokens(request.lineage[1]))
         self._provenance = Provenance(host.exposures, request, self)
         tracker = self._dispatcher.scheduler if host.settings.router.track_output_blocks else None
-        self.stats = OutputStats(now, metrics, self._provenance, tracker, budget, len(request.prompt))
+        self.stats = OutputStats(now, metrics, self._provenance, tracker, budget, request)
         self.output = GenerationOutput(self, request.sampling, writer, self.continuation, self.stats)
         self.progress = MigrationProgress(metrics, now)
         self.first_attempt: Attempt | None = None
@@ -385,7 +385,7 @@ class Generation:
         if self.progress.disturbed:
             self.progress.ended("cancelled" if self.finish == "cancelled" else "failure")
         stats = self.stats
-        self._metrics.ended(self._host.now() - stats.began_at, len(self.accepted), stats.cached_tokens)
+        self._metrics.ended(self._host.now() - stats.arrived_at, len(self.accepted), stats.cached_tokens)
         self._pending.end(self)
         ended, self._ended = self._ended, None  # no cycle: what is over is freed at once
         if ended is not None:

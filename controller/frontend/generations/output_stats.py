@@ -7,6 +7,7 @@ from controller.frontend.generations.attempt import Attempt
 from controller.frontend.generations.provenance import Provenance
 from controller.frontend.request_metrics import ModelMetrics
 from controller.frontend.requests.failures import MigrationBudget
+from controller.frontend.requests.generation_request import GenerationRequest
 from controller.frontend.scheduling.scheduler import KvScheduler
 
 
@@ -14,8 +15,8 @@ class OutputStats:
     """When one answer's tokens came, and how many of them are counted already."""
 
     __slots__ = (
-        "_budget", "_metrics", "_now", "_provenance", "_tracker", "began_at", "cached_tokens", "counted", "first_at",
-        "last_at", "movable_max",
+        "_budget", "_metrics", "_now", "_provenance", "_tracker", "arrived_at", "began_at", "cached_tokens", "counted",
+        "first_at", "last_at", "movable_max",
     )  # fmt: skip
 
     def __init__(
@@ -25,7 +26,7 @@ class OutputStats:
         provenance: Provenance,
         tracker: KvScheduler | None,
         budget: MigrationBudget,
-        prompt_tokens: int,
+        request: GenerationRequest,
     ) -> None:
         """Begin with nothing. `tracker` is told how the answer grows, if the router wants to know it."""
         self._now = now
@@ -35,9 +36,10 @@ class OutputStats:
         self._budget = budget
         cap = budget.max_seq_len
         self.movable_max = (
-            inf if cap is None else cap - prompt_tokens
+            inf if cap is None else cap - len(request.prompt)
         )  # tokens; inf: or more were counted already
-        self.began_at = self.last_at = now()
+        self.began_at = self.last_at = now()  # when it went to its first worker
+        self.arrived_at = self.began_at if request.arrived is None else request.arrived
         self.first_at: float | None = None
         self.cached_tokens: int | None = None  # of the prompt, at the first worker that has said it
         self.counted = 0  # accepted tokens when the last turn ended
@@ -45,7 +47,7 @@ class OutputStats:
     def first_output(self) -> None:
         """The first of the answer has come."""
         self.first_at = self._now()
-        self._metrics.ttft.note(self.first_at - self.began_at)
+        self._metrics.ttft.note(self.first_at - self.arrived_at)
 
     def count(self, accepted: int, attempt: Attempt) -> None:
         """Count what is new of so many accepted tokens: all of it came from this attempt, in this turn."""

@@ -46,6 +46,7 @@ class AdmittedRequest(msgspec.Struct, frozen=True):
     serial: int  # of this frontend's requests: unseeded sampling is seeded with it
     traceparent: str = ""
     overrides: RoutingOverrides = NO_OVERRIDES
+    arrived: float | None = None  # by the frontend's monotonic clock
 
 
 class Completion:
@@ -89,6 +90,7 @@ class Completion:
             deterministic=admitted.group.engine != "openai" or _repeats_anywhere(parsed.sampling),
             names=names,
             tier=admitted.tier,
+            arrived=admitted.arrived,
             cache_salt=parsed.cache_salt,
             overrides=admitted.overrides,
             traceparent=admitted.traceparent,

@@ -75,7 +75,7 @@ class OpenAiEndpoints:
     ) -> web.Response | None:
         """Answer a request, of which the body is given, or is still to be read. Return what is to be written; None: it was
         streamed."""
-        headers = answer_headers(head)
+        headers, arrived = answer_headers(head), self._director.now()
         model, kind = "", "unary"
         error: ApiError | None = None
         try:
@@ -95,7 +95,7 @@ class OpenAiEndpoints:
             model = parsed.model
             self._requests.active.add(1, model)
             self.answering += 1
-            response, error = await self._answer(head, parsed, headers, overrides, transport)
+            response, error = await self._answer(head, parsed, headers, overrides, transport, arrived)
             return response
         except ApiError as raised:
             error = raised
@@ -120,12 +120,13 @@ class OpenAiEndpoints:
         headers: dict[str, str],
         overrides: RoutingOverrides,
         transport: asyncio.Transport | None,
+        arrived: float,
     ) -> tuple[web.Response | None, ApiError | None]:
         """Return the response if it is still to be written, and what ended the stream, if it did not end well."""
         id = headers["X-Request-Id"]
         reservation = await self._admission.admit(parsed.model, head.tier)
         try:
-            admitted, tokens = await self._admitted(head, parsed, id, reservation.lineage, overrides)
+            admitted, tokens = await self._admitted(head, parsed, id, reservation.lineage, overrides, arrived)
         finally:
             reservation.free()  # for the generations, which are launched before anybody else's turn comes
         format = ResponseFormat(
@@ -170,7 +171,13 @@ class OpenAiEndpoints:
         )
 
     async def _admitted(
-        self, head: Head, parsed: ParsedRequest, id: str, lineage: Lineage, overrides: RoutingOverrides
+        self,
+        head: Head,
+        parsed: ParsedRequest,
+        id: str,
+        lineage: Lineage,
+        overrides: RoutingOverrides,
+        arrived: float,
     ) -> tuple[AdmittedRequest, Tokens]:
         director = self._director
         began = director.now()
@@ -192,7 +199,7 @@ class OpenAiEndpoints:
         self._tokenizer_ms.of("encode").note((director.now() - began) * 1000)
         serial = next(self._serial)
         return AdmittedRequest(
-            parsed, id, head.tier, lineage, prompts, group, serial, head.trace, overrides
+            parsed, id, head.tier, lineage, prompts, group, serial, head.trace, overrides, arrived
         ), tokens
 
     async def _run(

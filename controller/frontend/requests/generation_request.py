@@ -29,6 +29,9 @@ class GenerationRequest(
     deterministic: bool
     names: BlockNames  # of the prompt's blocks
     tier: str = "standard"
+    arrived: float | None = (
+        None  # when, by the frontend's monotonic clock; None: when it was sent to a worker first
+    )
     cache_salt: str = ""
     overrides: RoutingOverrides = NO_OVERRIDES
     traceparent: str = (

@@ -246,3 +246,22 @@ async def test_to_be_turned_away_costs_no_budget_and_is_no_attempt() -> None:
 def test_canaries_are_nobodys_requests() -> None:
     assert without(Load(running=2, waiting=3, canaries=2), 1).running == 2
     assert without(Load(running=1, canaries=1, active_tokens=8), 0) == Load()
+
+
+async def test_the_time_to_the_first_token_counts_from_the_arrival_and_with_it_the_wait_in_line() -> None:
+    hold = asyncio.Event()
+    worker = ScriptedWorker(
+        "w1", acts=deque([Act(after=1, how="error", error="invalid_request: over", hold=hold)])
+    )
+    async with frontend() as kit:
+        await kit.add(worker, profile=replace(PROFILE, max_batch=1), waiting_max=0)
+        first = asyncio.create_task(kit.post("/v1/completions", model="m", prompt=PROMPT, max_tokens=12))
+        await until(lambda: len(worker.requests) == 1)
+        second = asyncio.create_task(kit.complete(PROMPT, 12))
+        await until(lambda: kit.director.admission.queued("m") == 1)
+        await asyncio.sleep(0.2)
+        hold.set()
+        await first
+        assert (await second)[0] == EXACT
+        waited = kit.counted("dynamo_frontend_time_to_first_token_seconds_sum", "model")
+        assert waited["m",] > 0.2
