@@ -10,7 +10,7 @@ from roads import Road
 
 from events.observations import Profile
 
-KNOWN = Profile(kv_blocks=1, block_tokens=32, max_batch=1, prefill_tokens_per_s=1.0, tpot_ms=((1, 1.0),))
+KNOWN = Profile(kv_blocks=1, block_tokens=32, max_batch=32, prefill_tokens_per_s=1.0, tpot_ms=((1, 1.0),))
 MakeEngine = Callable[..., Any]
 
 
