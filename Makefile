@@ -54,7 +54,7 @@ LOSSES := $(addprefix tests/attacks/,test_lost_stores.py test_bounds_of_a_fleet.
 
 test-attacks: install  ## what strangers, clients and machines may do to a whole fleet: a minute
 	$(BIN)/python -m pytest -n $(TESTERS) --dist loadgroup $(addprefix --ignore ,$(LOSSES)) -m attack \
-		tests/attacks tests/e2e/test_survival.py
+		tests/attacks tests/e2e/test_survival.py tests/e2e/test_overload.py
 
 test-losses: install  ## what becomes of a fleet that loses its journal's past, its database, or whom to believe: a minute
 	$(BIN)/python -m pytest -n 3 --dist loadgroup $(LOSSES)

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
+import pytest
 from fleet import client, holdfast, running, undisturbed
 from prometheus_client.parser import text_string_to_metric_families
 
@@ -104,6 +105,7 @@ ONE = SimulatedEngine(
 ).identity.profile
 
 
+@pytest.mark.attack
 async def test_a_level_reaches_the_workers_schedulers_and_is_taken_back(tmp_path: Path) -> None:
     """Two workers carry what is promised with something to spare; one of them, a little more than half of it: level 2."""
     promised = 1.8 * worker_capacity(ONE, Slo()).effective_capacity_rps
