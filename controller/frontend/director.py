@@ -205,7 +205,8 @@ class Director:
         return self.admission.refusal(error, request.model, request.tier)
 
     def set_thresholds(self, fact: BusyThresholdsSet) -> None:
-        """Say on the journal from where on a model's workers are busy: all frontends heed it, this one too."""
+        """Heed from where on a model's workers are busy, and say it on the journal: all frontends do, then."""
+        self.table.set_thresholds(fact)
         self._world.observe(replace(fact, frontend=self._world.name))
 
     def _freed(self, model: str) -> None:

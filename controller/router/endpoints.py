@@ -9,12 +9,13 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+from controller.deciders import thresholds
 from controller.deciders.degradation import Degradation
 from controller.deciders.fleet import AwaitedWorker, Fleet, Worker
-from controller.deciders.thresholds import BusyThresholds
+from controller.deciders.thresholds import NEVER, BusyThresholds
 from controller.deciders.tiers import Tiers
 from events.decisions import HealthStatus, Knobs
-from events.observations import WorkerJoined
+from events.observations import BusyThresholdsSet, WorkerJoined
 from events.wire import Load
 
 Key = tuple[str, str]  # worker, instance
@@ -170,6 +171,7 @@ class EndpointTable:
         self._awaited: Mapping[str, AwaitedWorker] = {}
         self._models: Mapping[str, Degradation] = {}
         self._policy: Mapping[str, Any] | None = None
+        self._thresholds: Mapping[str, BusyThresholds] = {}
         self._knobs: dict[str, Knobs] = {}
         self._group: dict[tuple[str, Lineage], EndpointGroup | None] = {}
         self._limits: dict[str, int | None] = {}
@@ -186,7 +188,8 @@ class EndpointTable:
             change.knobs, self._knobs, self._models = knobs != self._knobs, knobs, fleet.models
         if fleet.policy is not self._policy:
             self._policy, self.tiers = fleet.policy, Tiers.of(fleet.policy)
-        self.thresholds = fleet.thresholds
+        if fleet.thresholds is not self._thresholds:
+            self._thresholds = self.thresholds = fleet.thresholds
         self._departed = fleet.departed
         if fleet.awaited is not self._awaited:
             self._awaited = fleet.awaited
@@ -258,6 +261,11 @@ class EndpointTable:
 
     def _lives(self, endpoint: Endpoint) -> bool:
         return self.worker(endpoint) is not None
+
+    def set_thresholds(self, fact: BusyThresholdsSet) -> None:
+        """Heed at once what somebody has set here. The fold brings it back, where there is one, with what others have set."""
+        before = self.thresholds.get(fact.model, NEVER)
+        self.thresholds = {**self.thresholds, fact.model: thresholds.evolve(before, fact)}
 
     def set_static(self, joined: Iterable[WorkerJoined]) -> None:
         """Make the table of workers that were given directly: all of them HEALTHY."""

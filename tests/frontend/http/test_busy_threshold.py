@@ -59,6 +59,19 @@ async def test_what_is_set_holds_for_the_next_request() -> None:
         assert (await kit.post("/v1/completions", **ask))[0] == 503
 
 
+async def test_what_is_set_holds_here_before_the_journal_has_brought_it_back_and_where_there_is_none() -> (
+    None
+):
+    async with frontend(ScriptedWorker("w1"), admission_control="token-capacity") as kit:
+        await post(kit, model="m", active_decode_blocks_threshold=0.5)
+        await post(kit, model="m", active_prefill_tokens_threshold=7)
+        kit.tell(*())
+        (now,) = await listed(kit)
+        assert (now["active_decode_blocks_threshold"], now["active_prefill_tokens_threshold"]) == (0.5, 7)
+        fold(kit)
+        assert await listed(kit) == [now]
+
+
 async def test_without_admission_control_nobody_is_refused_whatever_is_set() -> None:
     worker = ScriptedWorker("w1", kv_used=60)
     async with frontend(worker) as kit:
