@@ -211,7 +211,6 @@ class Director:
 
     def _freed(self, model: str) -> None:
         """A worker of this model may have room: for those that have begun before those who wait to."""
-        self.admission.ended(model)
         if self.pending.parked:
             self.pending.wake_one(model)
         self.admission.wake(model)

@@ -136,6 +136,8 @@ class PendingGenerations(Generic[W]):
         """An answer is over: it waits for nothing."""
         if generation.stats.first_at is None:
             self._begun.pop(generation, None)
+        else:
+            self._admission.ended(generation.request.model)
         if self._in_line and (turn := self._in_line.pop(generation, None)) is not None:
             turn.cancel()
         if generation.progress.disturbed:  # else it has never waited for another worker

@@ -107,7 +107,7 @@ class Admission:
             raise self.refusal(error, model, tier) from error
 
     def ended(self, model: str) -> None:
-        """Take in that a request of a model has left its worker: what waits is told of by that."""
+        """Take in that an answer of a model that had begun is over: by how many are, who is refused is told when to come back."""
         self._answers.ended(model)
 
     def send_away(self) -> None:

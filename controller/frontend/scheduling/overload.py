@@ -31,7 +31,7 @@ class OverloadAnswers:
         self._ends: dict[str, deque[float]] = {}
 
     def ended(self, model: str) -> None:
-        """Take in that a request of a model has left its worker, so that its place is free."""
+        """Take in that an answer of a model that had begun is over, so that its place is free."""
         ends = self._ends.get(model)
         if ends is None:
             ends = self._ends[model] = deque(maxlen=ENDS_MAX)

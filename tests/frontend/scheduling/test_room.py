@@ -55,7 +55,7 @@ async def test_who_waits_too_long_for_room_is_refused_as_any_other_that_waits() 
     async with frontend(ScriptedWorker("w1", always=FULL), admission=AdmissionSettings(queue_s=0.3)) as kit:
         status, body, headers = await kit.post("/v1/completions", model="m", prompt=PROMPT, max_tokens=12)
         assert (status, body["error"]["code"]) == (503, "queue_timeout")
-        assert headers["Retry-After"]
+        assert headers["Retry-After"] == "30", "nothing has ended: who was turned away had not begun"
         kit.director.report()
         (rejected,) = kit.said(RequestsRejected)
         assert (rejected.count, rejected.reason, rejected.tier) == (1, "queue_timeout", "standard")
