@@ -47,14 +47,14 @@ test: install  ## all tests that need no torch; real NATS and Postgres servers
 	$(BIN)/python -m pytest -n $(TESTERS) --dist loadgroup -m "not engines and not llamacpp and not vllm and not attack and not seeds"
 
 test-seeds: install  ## 200 seeds of the simulator, an hour of virtual time each: a minute
-	$(BIN)/python -m pytest -n $(CORES) --dist loadgroup -m seeds tests/simulator/test_seeds.py
+	$(BIN)/python -m pytest -n $(CORES) --dist loadgroup -m seeds tests/simulator/test_seeds.py tests/simulator/test_planted.py
 
 # Those whose fleet loses what it knows, and learns it again.
 LOSSES := $(addprefix tests/attacks/,test_lost_stores.py test_bounds_of_a_fleet.py test_start_out_of_turn.py)
 
 test-attacks: install  ## what strangers, clients and machines may do to a whole fleet: a minute
 	$(BIN)/python -m pytest -n $(TESTERS) --dist loadgroup $(addprefix --ignore ,$(LOSSES)) -m attack \
-		tests/attacks tests/e2e/test_survival.py tests/e2e/test_overload.py
+		tests/attacks $(addprefix tests/e2e/,test_survival.py test_overload.py test_retry_matrix.py test_leaving.py)
 
 test-losses: install  ## what becomes of a fleet that loses its journal's past, its database, or whom to believe: a minute
 	$(BIN)/python -m pytest -n 3 --dist loadgroup $(LOSSES)

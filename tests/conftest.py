@@ -17,6 +17,8 @@ import structlog
 from xdist.scheduler import LoadScopeScheduling
 
 from controller.adapters.embedded.servers import EmbeddedServer, start_nats, start_postgres
+from events.journal import broker
+from events.nats import connection
 
 TOGETHER = (  # on one tester: they share a fleet, what was parsed, or another fixture of their module
     *("test_operating.py", "test_survival.py", "test_up.py", "test_upstream_faults.py"),
@@ -31,6 +33,8 @@ POLL_S_MAX = 0.02  # after 0.2 s: to look may be most of the work
 os.environ.setdefault("SSL_CERT_FILE", str(Path(__file__).with_name("no_authority.pem")))
 # What rich makes of a traceback, with the sources and all variables in colours, costs 100 ms and nobody reads it.
 structlog.dev.ConsoleRenderer.get_active().exception_formatter = structlog.dev.plain_traceback
+# A busy machine may keep a server waiting for seconds: who means to find one away says how long he waits.
+connection.CONNECT_TIMEOUT_S = broker.API_DEADLINE_S = 10
 # These take a core for ten seconds each; most others wait for servers. Spread among them, they use the time for which those wait.
 COMPUTING = ("test_every_invariant_holds_in_", "test_mypy_finds_nothing")
 T = TypeVar("T")

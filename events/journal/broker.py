@@ -54,16 +54,17 @@ async def ask(
     connection: BrokerConnection,
     verb: str,
     body: dict[str, Any] | None = None,
-    deadline_s: float = API_DEADLINE_S,
+    deadline_s: float | None = None,
 ) -> dict[str, Any]:
-    """Ask JetStream's API and return its answer. Raise BrokerRefused or JournalUnavailable."""
+    """Ask JetStream's API and return its answer, within 2 s. Raise BrokerRefused or JournalUnavailable."""
     if not connection.connected:
         raise JournalUnavailable(
             f"the journal at {masked(connection.url)} cannot be reached (NATS is not connected)"
         )
     payload = msgspec.json.encode(body) if body is not None else b""
     try:
-        message = await connection.request(f"{API}.{verb}", payload, deadline_s)
+        limit_s = API_DEADLINE_S if deadline_s is None else deadline_s
+        message = await connection.request(f"{API}.{verb}", payload, limit_s)
     except NoRespondersError as error:
         raise JournalUnavailable(
             f"NATS at {masked(connection.url)} runs without JetStream, or is starting"

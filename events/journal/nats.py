@@ -26,7 +26,7 @@ from events.journal.publisher import Publisher
 from events.journal.reading import JournalReading
 from events.journal.spool import BYTES_MAX, OutboxMessage, Spool, SpoolUnusable
 from events.journal.stream import StreamRefused
-from events.nats.connection import CONNECT_TIMEOUT_S, DISCONNECTED, BrokerConnection
+from events.nats.connection import DISCONNECTED, BrokerConnection
 
 APPEND_DEADLINE_S = 2.0
 APPEND_MAX = 1000  # decisions in one atomic batch: the server's own limit
@@ -74,7 +74,7 @@ class NatsJournal(JournalReading):
         source: str,
         spool_dir: Path | None = None,
         *,
-        wait_s: float = CONNECT_TIMEOUT_S,
+        wait_s: float | None = None,
         replicas: int | None = None,
         spool_bytes_max: int = BYTES_MAX,
         append_deadline_s: float = APPEND_DEADLINE_S,
@@ -82,7 +82,7 @@ class NatsJournal(JournalReading):
     ) -> "NatsJournal":
         """Return a journal that says facts as `source` ("<role>:<name>"; the life's own id is added).
 
-        If the broker is away for longer than `wait_s` it goes on trying: facts are spooled under `spool_dir`
+        If the broker is away for longer than `wait_s` (2 s) it goes on trying: facts are spooled under `spool_dir`
         meanwhile (None: kept in memory only). So are they while it has no stream, which is made only with `make`, and
         where nothing is remembered of an earlier one. Raise StreamRefused or JournalChanged if the stream cannot be trusted,
         SpoolUnusable if `spool_dir` cannot be written.

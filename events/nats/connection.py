@@ -114,10 +114,10 @@ class BrokerConnection:
 
     @classmethod
     async def open(
-        cls, url: str, name: str, *, wait_s: float = CONNECT_TIMEOUT_S, echo: bool = True
+        cls, url: str, name: str, *, wait_s: float | None = None, echo: bool = True
     ) -> "BrokerConnection":
-        """Start connecting; return once connected, or after `wait_s` and go on trying in the background. Without `echo`, what
-        is said on it is not heard on it. Raise BadBrokerUrl.
+        """Start connecting; return once connected, or after `wait_s` (2 s) and go on trying in the background. Without `echo`,
+        what is said on it is not heard on it. Raise BadBrokerUrl.
         """
         check_url(url)
         load_web_sockets(url)
@@ -125,7 +125,7 @@ class BrokerConnection:
         await connection.subscribe_raw(f"{connection._inbox}.*", connection._answered)
         connection._task = asyncio.create_task(connection._connect(), name=f"nats-connect-{name}")
         try:
-            async with asyncio.timeout(wait_s):
+            async with asyncio.timeout(CONNECT_TIMEOUT_S if wait_s is None else wait_s):
                 await connection.up.wait()
         except TimeoutError:
             log.warning(

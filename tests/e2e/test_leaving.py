@@ -3,12 +3,14 @@
 from pathlib import Path
 
 import first_database
+import pytest
 
 from benchmarks.serving.leaving import STREAMS, two_frontends
 from events.decisions import DrainStarted
 from events.observations import DrainFinished, RequestMigrated, ShutdownBegan, WorkerLeft
 
 
+@pytest.mark.attack
 async def test_no_frontend_sends_a_leaving_worker_anything_after_a_second(tmp_path: Path) -> None:
     first_database.lay_in_fleet(tmp_path / "data")
     async with two_frontends(tmp_path, pause_s=0.05) as both:

@@ -133,6 +133,7 @@ FORMS = list(itertools.product((True, False), (True, False)))  # chat or not, st
 ASKS = [(number, *FORMS[number % 4]) for number in range(12)]
 
 
+@pytest.mark.attack
 async def test_a_killed_and_a_leaving_worker_cost_what_the_limits_say(rig: Rig) -> None:
     workers = {f"static-{n}": process for n, process in enumerate(await rig.fleet(3))}
     expected = [

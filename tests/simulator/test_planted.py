@@ -5,6 +5,8 @@ from planted import PLANTED
 
 from controller.simulator.simulation import Violation, simulate
 
+pytestmark = pytest.mark.seeds
+
 SEEDS = 200
 WORKERS = 5
 MINUTES = 60.0
