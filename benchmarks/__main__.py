@@ -53,6 +53,7 @@ WITH_TORCH = {
 WITH_A_TRACE = {  # of real chats: see benchmarks/README.md
     "routing": "benchmarks.router.routing",
     "virtual_fleet": "benchmarks.router.virtual_fleet",
+    "overload": "benchmarks.overload.overload",
 }
 
 

@@ -8,7 +8,7 @@ What a reader would get wrong: blocks are counted in total, never free ones. Wit
 load rises, and the ladder would degrade a fleet for being used.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from math import inf
@@ -37,6 +37,15 @@ class Slo:
         at_least(0, slo_throughput_rps=self.slo_throughput_rps, slo_ttft_ms=self.slo_ttft_ms)
         at_least(0, slo_tpot_ms=self.slo_tpot_ms, max_batch_size=self.max_batch_size)
         at_least(0, mean_prompt_tokens=self.mean_prompt_tokens, mean_output_tokens=self.mean_output_tokens)
+
+
+def objective_ttft_ms(policy: Mapping[str, Any] | None, model: str) -> float | None:
+    """Return the milliseconds to the first token that a policy, as `PolicyAdopted` carries it, promises of a model; None: none.
+    Where it says nothing of the model they are the usual ones."""
+    slos = ((policy or {}).get("degradation") or {}).get("slos") or {}
+    slo = slos.get(model) or slos.get("*") or {}
+    found = slo.get("slo_ttft_ms", Slo().slo_ttft_ms)
+    return None if found is None else float(found)
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,6 +27,7 @@ from controller.frontend.requests.generation_request import GenerationRequest
 from controller.frontend.scheduling.admission import Admission
 from controller.frontend.scheduling.overload import OverloadAnswers
 from controller.frontend.scheduling.peers import Peers
+from controller.frontend.scheduling.pools import Pools
 from controller.frontend.scheduling.router import RequestRouter
 from controller.frontend.scheduling.running import RunningRequests
 from controller.frontend.scheduling.scheduler import KvScheduler
@@ -88,15 +89,17 @@ class Director:
         panic = Panic(
             world.name, settings.breaker.panic_share, self.breakers, world.observe, self.metrics.faults.panic
         )
-        scheduler = KvScheduler(settings.router, table, world.plane, self.request_metrics, now, world.dice)
+        pools = Pools(now, self.peers.frontends) if settings.by_deadline else None
+        scheduler = KvScheduler(
+            settings.router, table, world.plane, self.request_metrics, now, world.dice, pools
+        )
         self.routing = RequestRouter(
             self.peers, table, world.plane, settings, self.breakers, panic, scheduler,
             lambda: self.live,
         )  # fmt: skip
-        answers = OverloadAnswers(now, world.dice, settings.retry_after_s, settings.overload_status_code)
+        answers = OverloadAnswers(now, world.dice, settings.retry_after_s, settings.overload_status)
         self.admission = Admission(
-            world.name, settings.admission, table, self.routing.room, world.observe, answers,
-            self.request_metrics.waited, self.routing.overloaded,
+            world.name, settings, table, self.routing, world.observe, answers, self.request_metrics.waited, pools
         )  # fmt: skip
         self.running: RunningRequests[Generation] = RunningRequests()
         self.rescheduler = Rescheduler(
@@ -197,6 +200,8 @@ class Director:
         self.breakers.keep(keys)
         self.exposures.keep(keys)
         self.routing.forget(keys)
+        if self.admission.deadlines is not None:
+            self.admission.deadlines.keep()
 
     # --- what generations say -----------------------------------------------------------------------------
 

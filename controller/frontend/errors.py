@@ -1,6 +1,7 @@
 """What a client is told when a request cannot be served: OpenAI's shape, one clear sentence."""
 
 import json
+from math import ceil
 from typing import Any
 
 from events.errors import HoldfastError
@@ -50,11 +51,16 @@ CODES = frozenset(  # what a program may rely on: each stands in docs/api.md
         "upstream_lost",
         "request_poisonous",
         "cancelled",
+        "deadline",
+        "deadline_unattainable",
+        "retry_budget",
     )
 )
 
 
-OVERLOAD = frozenset(("queue_full", "queue_timeout", "all_workers_busy"))  # there are workers, and no room
+OVERLOAD = frozenset(  # there are workers, and no room
+    ("queue_full", "queue_timeout", "all_workers_busy", "deadline", "retry_budget")
+)
 NOBODY = frozenset(("no_worker", "no_routable_worker", "no_reachable_worker"))
 REFUSALS = frozenset(  # of requests that were not begun anywhere, for another reason than want of room
     (
@@ -64,6 +70,7 @@ REFUSALS = frozenset(  # of requests that were not begun anywhere, for another r
         "starting",
         "tokenizer_missing",
         "request_poisonous",
+        "deadline_unattainable",
         *NOBODY,
     )
 )
@@ -91,8 +98,9 @@ class ApiError(HoldfastError):
         code: str,
         param: str | None = None,
         kind: str = "",
-        retry_after_s: int | None = None,
+        retry_after_s: float | None = None,
         allow: str = "",
+        should_retry: bool = True,
     ) -> None:
         super().__init__(message)
         assert code.partition(":")[0] in CODES, code
@@ -101,6 +109,7 @@ class ApiError(HoldfastError):
         self.param = param
         self.kind = kind or _kind(status)
         self.retry_after_s = retry_after_s
+        self.should_retry = should_retry  # False: a repeat cannot succeed
         self.allow = allow  # the methods that the path takes
 
     def body(self) -> dict[str, Any]:
@@ -130,8 +139,19 @@ class ApiError(HoldfastError):
 
     @property
     def headers(self) -> dict[str, str]:
-        headers = {} if self.retry_after_s is None else {"Retry-After": str(self.retry_after_s)}
-        return headers | ({"Allow": self.allow} if self.allow else {})
+        headers: dict[str, str] = {}
+        if (
+            self.retry_after_s is not None
+        ):  # whole seconds for whoever reads them; OpenAI's client reads the other one first
+            headers["Retry-After"] = str(max(1, ceil(self.retry_after_s)))
+            headers["retry-after-ms"] = str(ceil(self.retry_after_s * 1000))
+        if self.refusal:
+            headers["X-Holdfast-Refused"] = self.code.partition(":")[0]
+        if not self.should_retry:
+            headers["x-should-retry"] = "false"
+        if self.allow:
+            headers["Allow"] = self.allow
+        return headers
 
 
 def _kind(status: int) -> str:

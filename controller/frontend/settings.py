@@ -12,17 +12,24 @@ from controller.setting_types import NotNegative, Positive, Share, Strict
 
 Mode = Literal["kv", "round-robin", "random", "least-loaded", "power-of-two"]
 OnCorruption = Literal["continue", "restart", "error"]
-AdmissionControl = Literal["none", "token-capacity"]
+AdmissionControl = Literal["none", "token-capacity", "deadline"]
 OverloadStatus = Literal[503, 429, 529]
+FairnessKey = Literal["header", "api_key", "user"]
+INFLIGHT_PER_BATCH = 4.0
 
 
 class AdmissionSettings(Strict):
     """Who is let in, and how long he may wait. A degradation level's knobs scale these."""
 
-    inflight_per_batch: Positive = 4.0  # requests in flight per worker, of all frontends, times its max_batch
+    inflight_per_batch: Positive | None = Field(
+        default=None,
+        description="requests in flight per worker, of all frontends, times its max_batch; none: 4, or 1 with deadlines",
+    )
     inflight_max: int | None = Field(default=None, ge=1)  # the same per worker, as a plain number
     queue_max: int = Field(default=1024, ge=0)  # requests that wait for a free worker, per model
-    queue_s: Positive = 10.0  # in line for a free worker
+    queue_s: Positive = 10.0  # in line for a free worker; with deadlines, only for who has none
+    fairness_by: tuple[FairnessKey, ...] = ("header", "api_key", "user")  # with deadlines: whose a request is
+    retry_budget: Share = 0.2  # with deadlines: repeats of refused requests, of what is none
     first_token_s: Positive = 120.0  # from then to the first token
     body_mb_max: int = Field(default=45, ge=1)  # of one body, inflated
     bodies_mb_max: int = Field(default=512, ge=1)  # of all that are being read
@@ -187,7 +194,13 @@ class FrontendSettings(Strict):
     retry_after_s: int = Field(default=30, ge=1, description="what a rejected client is told to wait")
     admission_control: AdmissionControl = Field(
         default="none",
-        description="token-capacity: a request is refused while every worker is over a threshold; none: none is for load alone",
+        description="token-capacity: a request is refused while every worker is over a threshold; deadline: while its first "
+        "token would come too late; none: none is for load alone",
+    )
+    ttft_deadlines: dict[str, Positive] = Field(
+        default={},
+        description="with deadline: tier=milliseconds,...: to the first token, of requests that say none; else the model's "
+        "objective",
     )
     active_decode_blocks_threshold: Annotated[float, Field(ge=0, le=1)] | None = Field(
         default=0.85, description="share of its KV blocks in use, above which a worker is busy; none: never"
@@ -199,8 +212,9 @@ class FrontendSettings(Strict):
         default=None,
         description="the same as a multiple of the tokens of one step of its engine; none: never",
     )
-    overload_status_code: OverloadStatus = Field(
-        default=503, description="of a refusal for want of room: 503, 429 or 529"
+    overload_status_code: OverloadStatus | None = Field(
+        default=None,
+        description="of a refusal for want of room: 503, 429 or 529; none: 503, and 429 with deadline",
     )
     request_plane: Literal["tcp", "nats"] = Field(
         default="tcp", description="nats: also reach workers that are behind the broker"
@@ -216,6 +230,21 @@ class FrontendSettings(Strict):
     poison: PoisonSettings = PoisonSettings()
     facts: FactSettings = FactSettings()
     moving: MovingPolicy = MovingPolicy()
+
+    @property
+    def by_deadline(self) -> bool:
+        """Whether requests are let in by their deadlines."""
+        return self.admission_control == "deadline"
+
+    @property
+    def overload_status(self) -> int:
+        """The status of a refusal for want of room."""
+        return self.overload_status_code or (429 if self.by_deadline else 503)
+
+    @property
+    def inflight_per_batch(self) -> float:
+        """Requests in flight at a worker, of all frontends, times its batch. Who goes by deadlines lets nobody wait there."""
+        return self.admission.inflight_per_batch or (1.0 if self.by_deadline else INFLIGHT_PER_BATCH)
 
     @property
     def thresholds(self) -> BusyThresholds:
@@ -240,7 +269,20 @@ class FrontendSettings(Strict):
     @field_validator("overload_status_code", mode="before")
     @classmethod
     def _as_a_number(cls, value: Any) -> Any:
+        if isinstance(value, str) and value.strip().lower() in ("", "none"):
+            return None
         return int(value) if isinstance(value, str) and value.isdigit() else value
+
+    @field_validator("ttft_deadlines", mode="before")
+    @classmethod
+    def _by_tier(cls, value: Any) -> Any:
+        """Let flags and variables say it as `premium=500,standard=2000`."""
+        if not isinstance(value, str):
+            return value
+        pairs = [part.partition("=") for part in value.split(",") if part.strip()]
+        if not all(tier.strip() and equals for tier, equals, _ in pairs):
+            raise ValueError("tier=milliseconds,... is wanted, such as premium=500,standard=2000")
+        return {tier.strip(): milliseconds.strip() for tier, _, milliseconds in pairs}
 
     @model_validator(mode="after")
     def _a_broker_for_the_plane(self) -> "FrontendSettings":

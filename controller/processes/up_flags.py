@@ -22,7 +22,7 @@ PER_PROCESS_MAX = 1_000
 ROUTER = "router"  # the section of a frontend's settings that `up` has flags for
 OWN = (
     "migration_limit", "migration_max_seq_len", "on_corruption", "admission_control", "active_decode_blocks_threshold",
-    "active_prefill_tokens_threshold", "active_prefill_tokens_threshold_frac", "overload_status_code",
+    "active_prefill_tokens_threshold", "active_prefill_tokens_threshold_frac", "overload_status_code", "ttft_deadlines",
 )  # and these, of the frontend itself  # fmt: skip
 ENGINES = ("simulated", "transformers", "openai")
 PATIENT = ("openai", "transformers")  # engines that wait for a server, or load a model

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from controller.deciders import thresholds
+from controller.deciders.capacity import objective_ttft_ms
 from controller.deciders.degradation import Degradation
 from controller.deciders.fleet import AwaitedWorker, Fleet, Worker
 from controller.deciders.thresholds import NEVER, BusyThresholds
@@ -47,6 +48,7 @@ class Endpoint:
     expected: bool = False  # in service, or should be: it counts when a frontend asks whether there is panic
     active: int = 0  # requests of this frontend in flight there
     promised: int = 0  # requests that room is kept for: let in, and not sent there yet
+    promised_tokens: int = 0  # of their prompts, that have to be read, as far as that is known
     tokens: int = 0  # of those in flight: their prompts', and what they may generate
     refused_at: Load | None = None  # what others had there when it refused a request for want of room
     worker: str = field(init=False)
@@ -79,13 +81,15 @@ class Endpoint:
 
     # --- what this frontend has there: the only writers of its counters
 
-    def admit(self) -> None:
-        """Keep room for one request, until `release`."""
+    def admit(self, tokens: int = 0) -> None:
+        """Keep room for one request, until `release`. `tokens`: of its prompt, that have to be read."""
         self.promised += 1
+        self.promised_tokens += tokens
 
-    def release(self) -> None:
-        """Give the room back that `admit` has kept."""
+    def release(self, tokens: int = 0) -> None:
+        """Give the room back that `admit` has kept, with the same `tokens`."""
         self.promised -= 1
+        self.promised_tokens -= tokens
 
     def begin(self, tokens: int = 0, *, requests: int = 1) -> None:
         """Count requests that are sent there. `tokens`: of all of their prompts, and what they may generate."""
@@ -266,6 +270,10 @@ class EndpointTable:
         """Heed at once what somebody has set here. The fold brings it back, where there is one, with what others have set."""
         before = self.thresholds.get(fact.model, NEVER)
         self.thresholds = {**self.thresholds, fact.model: thresholds.evolve(before, fact)}
+
+    def ttft_objective_ms(self, model: str) -> float | None:
+        """Return within what time a model's first tokens are promised; None: nothing is."""
+        return objective_ttft_ms(self._policy, model)
 
     def set_static(self, joined: Iterable[WorkerJoined]) -> None:
         """Make the table of workers that were given directly: all of them HEALTHY."""

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from virtual_loop import VirtualLoop
 
+from benchmarks.virtual_loop import VirtualLoop
 from controller.processes.children import Child
 from controller.processes.losses.store_mending import FINDING, OFTEN, StoreMending
 from events.errors import Finding

@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 import pytest
 from lawful import LawfulServer
-from virtual_loop import VirtualLoop
 
+from benchmarks.virtual_loop import VirtualLoop
 from controller.profiler.openai_target import OpenAITarget
 from controller.profiler.points import DecodePoint, PrefillPoint, arrays
 from controller.profiler.sweep import BESIDE, Measuring, Sweep

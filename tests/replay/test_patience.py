@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 from made_history import History
-from virtual_loop import VirtualLoop
 
+from benchmarks.virtual_loop import VirtualLoop
 from controller.adapters.memory_store import MemoryStore
 from controller.replay import travel
 from controller.replay.find import find

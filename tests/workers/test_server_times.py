@@ -8,8 +8,8 @@ import pytest
 from engine_contract import prompt
 from line import Line
 from plain_frontend import PlainFrontend
-from virtual_loop import VirtualLoop
 
+from benchmarks.virtual_loop import VirtualLoop
 from events.wire import Beat, Chunk, Hello, Splitter, Step, to_frontend
 from workers.connection import FrontendConnection, Patience
 from workers.engines.simulated.engine import SimulatedEngine

@@ -108,7 +108,9 @@ class PendingGenerations(Generic[W]):
     def line_up(self, generation: W) -> None:
         """This answer was let in, and no worker has room for it after all: it waits for room, before those who came later."""
         request, now = generation.request, self._now()
-        until = generation.stats.began_at + self._queue_s * self._table.knobs(request.model).latency
+        until = request.first_token_by
+        if until is None:
+            until = generation.stats.began_at + self._queue_s * self._table.knobs(request.model).latency
         turn = self._admission.again(request.model, request.lineage, max(0.0, until - now))
         self._in_line[generation] = turn
         turn.add_done_callback(partial(self._leave_line, generation))
@@ -137,7 +139,7 @@ class PendingGenerations(Generic[W]):
         if generation.stats.first_at is None:
             self._begun.pop(generation, None)
         else:
-            self._admission.ended(generation.request.model)
+            self._admission.ended(generation.request.model, len(generation.accepted))
         if self._in_line and (turn := self._in_line.pop(generation, None)) is not None:
             turn.cancel()
         if generation.progress.disturbed:  # else it has never waited for another worker

@@ -25,7 +25,6 @@ from controller.frontend.responses.sse import DONE, SseStream
 from controller.frontend.responses.writers import BufferedWriter, ResponseWriter, StreamingWriter
 from controller.frontend.scheduling.admission import Reservation
 from controller.router.endpoints import EndpointGroup, Lineage
-from events.blocks import seed
 from events.wire import Sampling
 
 COMPLETION_TOKENS_DEFAULT = 16  # what OpenAI's completions endpoint does without max_tokens
@@ -41,12 +40,15 @@ class AdmittedRequest(msgspec.Struct, frozen=True):
     request: str  # its id
     tier: str
     lineage: Lineage
-    prompts: Sequence[tuple[list[int], str]]  # tokens, and the text if it was one
+    prompts: Sequence[
+        tuple[list[int], str, BlockNames]
+    ]  # tokens, the text if it was one, and its blocks' names
     group: EndpointGroup  # the workers of its lineage, as it was let in
     serial: int  # of this frontend's requests: unseeded sampling is seeded with it
     traceparent: str = ""
     overrides: RoutingOverrides = NO_OVERRIDES
     arrived: float | None = None  # by the frontend's monotonic clock
+    first_token_by: float | None = None  # by the same, where it was let in by a deadline
 
 
 class Completion:
@@ -67,9 +69,7 @@ class Completion:
         self.over: asyncio.Future[ApiError | None] = asyncio.get_running_loop().create_future()
         self.generations: list[Generation] = []
         self._left = len(admitted.prompts) * admitted.parsed.n
-        salt = seed(namespace=admitted.parsed.cache_salt)
-        for prompt, text in admitted.prompts:
-            names = BlockNames(prompt, salt)
+        for prompt, text, names in admitted.prompts:
             for choice in range(admitted.parsed.n):
                 self._add(admitted, prompt, text, names, choice)
 
@@ -91,6 +91,7 @@ class Completion:
             names=names,
             tier=admitted.tier,
             arrived=admitted.arrived,
+            first_token_by=admitted.first_token_by,
             cache_salt=parsed.cache_salt,
             overrides=admitted.overrides,
             traceparent=admitted.traceparent,

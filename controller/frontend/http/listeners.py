@@ -41,7 +41,9 @@ class Listeners:
         )  # its own: who fills the one does not close the other
         self._admin = _runner(ClientServer(api.admin, others, body_mb_max))  # `holdfast route` sends prompts
         self._shared: asyncio.Server | None = None
-        self._heads = cached_heads(settings.router, lambda: api.director.table.tiers)
+        self._heads = cached_heads(
+            settings.router, lambda: api.director.table.tiers, by_deadline=settings.by_deadline
+        )
         self._connections: set[FastPathConnection] = set()
 
     async def open(self) -> None:

@@ -7,13 +7,16 @@ import time
 from collections.abc import Awaitable, Callable
 from functools import partial
 
+import msgspec
 import structlog
 from aiohttp import web
 
 from controller.frontend.director import Director
 from controller.frontend.errors import ApiError, internal, invalid, unavailable
-from controller.frontend.http.completion import AdmittedRequest, Completion, refuse_unsupported
+from controller.frontend.http.completion import AdmittedRequest, Completion, refuse_unsupported, sampling
 from controller.frontend.http.served_models import not_served
+from controller.frontend.requests.admission_headers import read_admission
+from controller.frontend.requests.block_hashes import BlockNames
 from controller.frontend.requests.head import Head, read_head
 from controller.frontend.requests.intake import Intake
 from controller.frontend.requests.overrides import RoutingOverrides, read_overrides
@@ -22,10 +25,12 @@ from controller.frontend.requests.schema import ParsedRequest, read_chat, read_c
 from controller.frontend.responses.response_format import ResponseFormat
 from controller.frontend.responses.sse import SseStream, StreamedResponse, response_head
 from controller.frontend.scheduling.admission import Reservation
+from controller.frontend.scheduling.deadlines import Deadlines, Wanted, WantedTokens
 from controller.frontend.text.chat_templates import BadTemplate
 from controller.frontend.text.tokenizer import TokenizerMissing, Tokens, ready_tokens
 from controller.router.endpoints import Lineage
 from controller.router.selection.filter import NoWorker
+from events.blocks import seed
 
 log = structlog.get_logger(__name__)
 READERS: dict[str, Callable[[bytes], ParsedRequest]] = {
@@ -84,6 +89,8 @@ class OpenAiEndpoints:
                 self.intake.check(body)
             else:
                 overrides = read_overrides(given.raw_headers, self._director.settings.router)
+                if self._admission.deadlines is not None:
+                    head = msgspec.structs.replace(head, asked=read_admission(given.raw_headers))
                 body = await self.intake.body(given)
             parsed = READERS[head.endpoint](body)
             if parsed.unknown:
@@ -124,11 +131,18 @@ class OpenAiEndpoints:
     ) -> tuple[web.Response | None, ApiError | None]:
         """Return the response if it is still to be written, and what ended the stream, if it did not end well."""
         id = headers["X-Request-Id"]
-        reservation = await self._admission.admit(parsed.model, head.tier)
-        try:
-            admitted, tokens = await self._admitted(head, parsed, id, reservation.lineage, overrides, arrived)
-        finally:
-            reservation.free()  # for the generations, which are launched before anybody else's turn comes
+        if (deadlines := self._admission.deadlines) is not None:
+            admitted, tokens, reservation = await self._in_time(
+                deadlines, head, parsed, id, overrides, arrived
+            )
+        else:
+            reservation = await self._admission.admit(parsed.model, head.tier)
+            try:
+                admitted, tokens = await self._admitted(
+                    head, parsed, id, reservation.lineage, overrides, arrived
+                )
+            finally:
+                reservation.free()  # for the generations, which are launched before anybody else's turn comes
         format = ResponseFormat(
             id=("chatcmpl-" if parsed.chat else "cmpl-") + id,
             model=parsed.model,
@@ -157,6 +171,29 @@ class OpenAiEndpoints:
             raise error
         body = json.dumps(completion.body(), ensure_ascii=False).encode()
         return web.Response(body=body, content_type="application/json", headers=headers), None
+
+    async def _in_time(
+        self,
+        deadlines: Deadlines[Reservation],
+        head: Head,
+        parsed: ParsedRequest,
+        id: str,
+        overrides: RoutingOverrides,
+        arrived: float,
+    ) -> tuple[AdmittedRequest, Tokens, Reservation]:
+        """Return a request that is let in by its deadline, and its room, given back for the generations. Raise ApiError."""
+        director = self._director
+        client = head.asked.client(director.settings.admission.fairness_by, parsed.user)
+        wanted = Wanted(parsed.model, head.tier, head.asked, client, arrived, head.id)
+        lineage = self._admission.look(deadlines, wanted)
+        admitted, tokens = await self._admitted(head, parsed, id, lineage, overrides, arrived)
+        most = 0
+        for prompt, _, _ in admitted.prompts:  # what is mistaken does not stand in line
+            most = max(most, sampling(parsed, len(prompt), admitted.group.context_tokens, 0, 0).max_tokens)
+        asked = WantedTokens([(len(prompt), names) for prompt, _, names in admitted.prompts], parsed.n, most)
+        reservation, until = await self._admission.enter(deadlines, wanted, lineage, asked)
+        reservation.free()
+        return msgspec.structs.replace(admitted, first_token_by=until), tokens, reservation
 
     def _stream(
         self, transport: asyncio.Transport, head: Head, headers: dict[str, str], completion: Completion
@@ -198,8 +235,10 @@ class OpenAiEndpoints:
             raise self._admission.refusal(error, parsed.model, head.tier) from error
         self._tokenizer_ms.of("encode").note((director.now() - began) * 1000)
         serial = next(self._serial)
+        salt = seed(namespace=parsed.cache_salt)
+        named = [(prompt, text, BlockNames(prompt, salt)) for prompt, text in prompts]
         return AdmittedRequest(
-            parsed, id, head.tier, lineage, prompts, group, serial, head.trace, overrides, arrived
+            parsed, id, head.tier, lineage, named, group, serial, head.trace, overrides, arrived
         ), tokens
 
     async def _run(

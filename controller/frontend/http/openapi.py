@@ -37,6 +37,9 @@ _HEADERS = {
     "X-Request-Id": "the client's own name for the request",
     "X-Priority": "premium, standard or best_effort",
     "traceparent": "the trace that the request belongs to (W3C Trace Context)",
+    "X-Holdfast-TTFT-Deadline-Ms": "milliseconds to the first token; heeded with admission by deadlines, as the next two",
+    "X-Holdfast-Queue-TTL-Ms": "milliseconds that the request may stand in line",
+    "X-Holdfast-Client": "whose the request is: those of a tier share workers fairly",
     EXPLAIN: "1: say in the header of the same name why this worker was chosen",
     **{header(name): "how the worker is chosen, for this request" for name in OVERRIDABLE},
 }

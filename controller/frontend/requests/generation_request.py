@@ -32,6 +32,7 @@ class GenerationRequest(
     arrived: float | None = (
         None  # when, by the frontend's monotonic clock; None: when it was sent to a worker first
     )
+    first_token_by: float | None = None  # by the same clock, where it was let in by a deadline
     cache_salt: str = ""
     overrides: RoutingOverrides = NO_OVERRIDES
     traceparent: str = (

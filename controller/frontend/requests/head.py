@@ -13,6 +13,7 @@ from aiohttp.http import HttpRequestParser
 from multidict import CIMultiDictProxy
 
 from controller.deciders.tiers import Tiers
+from controller.frontend.requests.admission_headers import NOTHING, AdmissionHeaders, read_admission
 from controller.frontend.requests.overrides import NO_OVERRIDES, RoutingOverrides, read_overrides
 from controller.frontend.requests.reading import own_id, traceparent
 from controller.frontend.settings import RouterSettings
@@ -34,6 +35,7 @@ class Head(msgspec.Struct, frozen=True):
     keep: bool = True  # the connection, when it is answered
     chunked: bool = True  # so can a stream's answer be
     overrides: RoutingOverrides = NO_OVERRIDES
+    asked: AdmissionHeaders = NOTHING  # of how it is let in, where that is by deadlines
     end: int = 0  # how many bytes it takes, with the empty line
     whole: int = 0  # and with the body
 
@@ -41,28 +43,30 @@ class Head(msgspec.Struct, frozen=True):
 def read_head(
     endpoint: str, headers: "CIMultiDictProxy[str]", version: tuple[int, int], tiers: Tiers, *, keep: bool
 ) -> Head:
-    """Return what these headers say, but for overrides, which may be wrong."""
+    """Return what these headers say, but for what may be wrong: overrides, and how it wants to be let in."""
     tier, warning = tier_asked(tiers, headers.get("X-Priority"))
     given = own_id(headers.get("X-Request-Id"))
     chunked = version >= (1, 1)
     return Head(endpoint, given, tier, warning, traceparent(headers), version, keep and chunked, chunked)
 
 
-def cached_heads(ours: RouterSettings, tiers: Callable[[], Tiers]) -> Callable[[bytes], Head | None]:
+def cached_heads(
+    ours: RouterSettings, tiers: Callable[[], Tiers], *, by_deadline: bool = False
+) -> Callable[[bytes], Head | None]:
     """Return `read_plain` with a memory of the last `KEPT_MAX` heads, by the tiers that there are."""
     known = tiers()
-    read = lru_cache(KEPT_MAX)(partial(read_plain, ours, known))
+    read = lru_cache(KEPT_MAX)(partial(read_plain, ours, known, by_deadline))
 
     def cached(raw: bytes) -> Head | None:
         nonlocal known, read
         if (now := tiers()) is not known:
-            known, read = now, lru_cache(KEPT_MAX)(partial(read_plain, ours, now))
+            known, read = now, lru_cache(KEPT_MAX)(partial(read_plain, ours, now, by_deadline))
         return read(raw)
 
     return cached
 
 
-def read_plain(ours: RouterSettings, tiers: Tiers, raw: bytes) -> Head | None:
+def read_plain(ours: RouterSettings, tiers: Tiers, by_deadline: bool, raw: bytes) -> Head | None:
     """Return what a head up to its empty line says; None if there is anything unusual or wrong about the request."""
     if raw.count(b"\n") != raw.count(b"\r\n"):
         return None  # where it ends may be a matter of opinion
@@ -73,6 +77,7 @@ def read_plain(ours: RouterSettings, tiers: Tiers, raw: bytes) -> Head | None:
         headers = message.headers
         length = int(headers["Content-Length"])
         overrides = read_overrides(message.raw_headers, ours)
+        asked = read_admission(message.raw_headers) if by_deadline else NOTHING
     except Exception:  # whatever it is, aiohttp finds it too, and answers
         return None
     endpoint = ENDPOINTS.get(message.path) if message.method == "POST" else None
@@ -86,7 +91,8 @@ def read_plain(ours: RouterSettings, tiers: Tiers, raw: bytes) -> Head | None:
     if endpoint is None or odd or length < 1 or message.chunked or message.compression:
         return None
     plain = read_head(endpoint, headers, (1, 1), tiers, keep=True)
-    return msgspec.structs.replace(plain, overrides=overrides, end=len(raw), whole=len(raw) + length)
+    end = len(raw)
+    return msgspec.structs.replace(plain, overrides=overrides, asked=asked, end=end, whole=end + length)
 
 
 def tier_asked(tiers: Tiers, priority: str | None) -> tuple[str, str]:

@@ -75,8 +75,10 @@ class ParsedRequest(Struct, kw_only=True, frozen=True):
     template_reads: str = ""  # the field that its template must read, or else be refused
     unknown: tuple[str, ...] = ()  # fields of its body that nobody knows
     prompts: list[str | list[int]] | None = None  # of a completion: one answer each
+    user: str = ""  # of the client's, whose request it is
 
 
+USER_CHARS_MAX = 128
 GUIDED = ("guided_json", "guided_regex", "guided_choice", "guided_grammar", "structured_outputs")
 FORMS = ("text", "json_object", "json_schema")
 
@@ -206,7 +208,14 @@ def _parsed(
         template_reads=template_reads,
         unknown=unknown,
         prompts=prompts,
+        user=_user(body),
     )
+
+
+def _user(body: RequestBody) -> str:
+    """Return whose request it is, as far as its body says."""
+    user = (body.model_extra or {}).get("user")
+    return user[:USER_CHARS_MAX] if isinstance(user, str) else ""
 
 
 def _usage_with_each(body: RequestBody) -> bool:

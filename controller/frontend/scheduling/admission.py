@@ -10,9 +10,12 @@ from collections.abc import Callable
 
 from controller.frontend.errors import ApiError, shed, unavailable, unknown_model
 from controller.frontend.health.poison import Poisonous
+from controller.frontend.scheduling.deadlines import Deadlines, TooLate, Wanted, WantedTokens
 from controller.frontend.scheduling.overload import ALL_BUSY, OverloadAnswers
+from controller.frontend.scheduling.pools import Pools
 from controller.frontend.scheduling.queue import Outcome, Queue, QueueFull, WaitedTooLong
-from controller.frontend.settings import AdmissionSettings
+from controller.frontend.scheduling.router import RequestRouter
+from controller.frontend.settings import FrontendSettings
 from controller.router.endpoints import Endpoint, EndpointTable, Lineage
 from controller.router.selection.filter import AllBusy, NoneRoutable, NotServed, NoWorker
 from events.fact import Observation
@@ -22,21 +25,23 @@ from events.observations import RequestsRejected
 class Reservation:
     """Room for one request, from its admission until it is launched: its prompt may take a while to be read."""
 
-    __slots__ = ("_endpoint", "_freed", "lineage")
+    __slots__ = ("_endpoint", "_freed", "_tokens", "lineage")
 
-    def __init__(self, endpoint: Endpoint, freed: Callable[[str], None]) -> None:
+    def __init__(self, endpoint: Endpoint, freed: Callable[[str], None], tokens: int = 0) -> None:
+        """Keep room at an endpoint. `tokens`: that have to be read there, if that is known already."""
         self._endpoint = endpoint
         self._freed = freed
+        self._tokens = tokens
         self.lineage = endpoint.lineage  # what the request is bound to from now on
-        endpoint.admit()
+        endpoint.admit(tokens)
 
     def again(self) -> "Reservation":
         """Keep the room that was given back, for a generation that could not be sent yet."""
-        return Reservation(self._endpoint, self._freed)
+        return Reservation(self._endpoint, self._freed, self._tokens)
 
     def free(self) -> None:
         """Give the room to the request's generations; whoever waits may look for what they do not take."""
-        self._endpoint.release()
+        self._endpoint.release(self._tokens)
         self._freed(self._endpoint.joined.model)
 
 
@@ -46,30 +51,34 @@ class Admission:
     def __init__(
         self,
         frontend: str,
-        settings: AdmissionSettings,
+        settings: FrontendSettings,
         table: EndpointTable,
-        find: Callable[[str, Lineage | None], Endpoint],
+        routing: RequestRouter,
         observe: Callable[[Observation], object],
         answers: OverloadAnswers,
         waited: Callable[[str, Outcome, float], object],
-        overloaded: Callable[[str], bool],
+        pools: Pools | None,
     ) -> None:
-        """Let requests in from now on. `find` returns a worker with room, of any lineage or of one, or raises NoWorker; `waited`
-        is told how each wait for one ended, and after how many seconds; `overloaded` says whether every worker of a model is busy
-        by the thresholds that are set."""
+        """Let requests in from now on. `waited` is told how each wait for a worker ended, and after how many seconds; with
+        `pools` requests are let in by their deadlines."""
         self._frontend = frontend
-        self._settings = settings
+        self._settings = settings.admission
         self._table = table
-        self._find = find
-        self._queue = Queue(
-            lambda model: Reservation(find(model, None), self.wake), settings.queue_max, waited
-        )
+        self._routing = routing
+        self._queue = Queue(self._room, settings.admission.queue_max, waited)
+        self.deadlines: Deadlines[Reservation] | None = None
+        if pools is not None:
+            self.deadlines = Deadlines(settings, table, routing, pools, self._queue, self._room)
         self.wake = self._queue.wake  # a worker may have become free: let those who wait look
         self._observe = observe
         self._answers = answers
-        self._overloaded = overloaded
         self._rejected: dict[tuple[str, str, str], int] = {}
         self.open = True
+
+    def _room(self, model: str, lineage: Lineage | None = None, tokens: int = 0) -> Reservation:
+        """Return room at a worker, of any lineage or of this one, for a request of which so many tokens have to be read. Raise
+        NoWorker."""
+        return Reservation(self._routing.room(model, lineage), self.wake, tokens)
 
     def queued(self, model: str) -> int:
         """Return how many requests wait for a free worker of this model."""
@@ -81,12 +90,41 @@ class Admission:
 
     def again(self, model: str, lineage: Lineage, deadline_s: float) -> "asyncio.Future[Reservation]":
         """Let a request that was let in and found no room after all wait for it once more, before all others: see `Queue`."""
-        return self._queue.again(
-            model, deadline_s, lambda: Reservation(self._find(model, lineage), self.wake)
-        )
+        return self._queue.again(model, deadline_s, lambda: self._room(model, lineage))
 
     async def admit(self, model: str, tier: str) -> Reservation:
         """Return room for a request, which its caller frees. Raise ApiError if it is not let in."""
+        self._check(model, tier)
+        if self._routing.overloaded(model):
+            raise self._overload(model, tier, ALL_BUSY, AllBusy.code)
+        try:
+            return await self._queue.enter(model, self._settings.queue_s * self._table.knobs(model).latency)
+        except (QueueFull, WaitedTooLong) as error:
+            raise self.refusal(error, model, tier) from None
+        except NoWorker as error:
+            raise self.refusal(error, model, tier) from error
+
+    def look(self, deadlines: "Deadlines[Reservation]", wanted: Wanted) -> Lineage:
+        """Return the lineage that a request is bound to, whose texts are still to be read. Raise ApiError if it is not let in."""
+        model, tier = wanted.model, wanted.tier
+        self._check(model, tier)
+        try:
+            return deadlines.look(wanted)
+        except (TooLate, NoWorker) as error:
+            raise self.refusal(error, model, tier) from None
+
+    async def enter(
+        self, deadlines: "Deadlines[Reservation]", wanted: Wanted, lineage: Lineage, tokens: WantedTokens
+    ) -> tuple[Reservation, float]:
+        """Return room for such a request, which its caller frees, and until when its first token is wanted. Raise ApiError if it
+        is not let in."""
+        try:
+            return await deadlines.enter(wanted, lineage, tokens)
+        except (TooLate, QueueFull, WaitedTooLong, NoWorker) as error:
+            raise self.refusal(error, wanted.model, wanted.tier) from None
+
+    def _check(self, model: str, tier: str) -> None:
+        """Raise ApiError where nobody is let in, or nobody of this tier."""
         if not self.open:
             raise self._refused(
                 model, tier, "draining", unavailable("this frontend is shutting down", "draining", 1)
@@ -97,18 +135,12 @@ class Admission:
             raise self._refused(model, tier, "not_accepting", self._unavailable(why, "not_accepting"))
         if self._table.sheds(model, tier):
             raise self._refused(model, tier, "capacity_shed", shed(tier))
-        if self._overloaded(model):
-            raise self._overload(model, tier, ALL_BUSY, AllBusy.code)
-        try:
-            return await self._queue.enter(model, self._settings.queue_s * knobs.latency)
-        except (QueueFull, WaitedTooLong) as error:
-            raise self.refusal(error, model, tier) from None
-        except NoWorker as error:
-            raise self.refusal(error, model, tier) from error
 
-    def ended(self, model: str) -> None:
+    def ended(self, model: str, tokens: int) -> None:
         """Take in that an answer of a model that had begun is over: by how many are, who is refused is told when to come back."""
         self._answers.ended(model)
+        if self.deadlines is not None:
+            self.deadlines.ended(model, tokens)
 
     def send_away(self) -> None:
         """Refuse those who wait: this frontend ends."""
@@ -116,8 +148,12 @@ class Admission:
 
     # --- refusals -----------------------------------------------------------------------------------------
 
-    def refusal(self, error: QueueFull | WaitedTooLong | NoWorker, model: str, tier: str) -> ApiError:
+    def refusal(
+        self, error: TooLate | QueueFull | WaitedTooLong | NoWorker, model: str, tier: str
+    ) -> ApiError:
         """Return what a client is told when nobody can take his request."""
+        if isinstance(error, TooLate):
+            return self._refused(model, tier, error.reason, self._too_late(error))
         if isinstance(error, QueueFull | WaitedTooLong):
             code = "queue_full" if isinstance(error, QueueFull) else "queue_timeout"
             return self._overload(model, tier, str(error), code)
@@ -131,6 +167,11 @@ class Admission:
             return self._refused(model, tier, error.code, ApiError(422, str(error), code=error.code))
         retry = 1 if error.code == "no_reachable_worker" else self._answers.longest_s
         return self._refused(model, tier, error.code, unavailable(str(error), error.code, retry))
+
+    def _too_late(self, error: TooLate) -> ApiError:
+        if error.reason == "deadline_unattainable":
+            return ApiError(422, str(error), code=error.reason, should_retry=False)
+        return self._answers.error_in(str(error), error.reason, error.wait_s, should_retry=error.should_retry)
 
     def _unavailable(self, message: str, code: str) -> ApiError:
         return unavailable(message, code, self._answers.longest_s)

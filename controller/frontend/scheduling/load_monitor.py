@@ -13,6 +13,8 @@ from controller.ports import RequestPlane
 from controller.router.endpoints import Endpoint, EndpointTable, WorkerRank
 from controller.router.load.busy import RankLoadSeen, worker_is_busy
 
+AHEAD_S = 0.1  # with deadlines: a worker gets nothing new while it has more to read than that
+NEARLY_FULL = BusyThresholds(0.95)  # with deadlines: nor with more of its KV blocks in use
 HOLDS_S = 0.0002  # for each worker that was looked at: twenty times as long as the look took
 
 
@@ -32,7 +34,10 @@ class LoadMonitor:
         self._unread_s = settings.router.queue_prefill_s  # the most that a worker may have to read
         self._full_until: dict[str, float] = {}  # models of which all workers were busy a moment ago
         self._by_thresholds = settings.admission_control == "token-capacity"
+        self._by_deadline = settings.by_deadline
         self._usual = settings.thresholds
+        if settings.by_deadline and self._unread_s is None:
+            self._unread_s = AHEAD_S
         self.decides = self._by_thresholds or self._unread_s is not None  # else nobody need ask
 
     def thresholds(self, model: str) -> BusyThresholds:
@@ -51,8 +56,13 @@ class LoadMonitor:
 
     def busy(self, endpoint: Endpoint) -> bool:
         """Say whether a worker is over a threshold with all of its DP ranks."""
-        thresholds = self.thresholds(endpoint.model) if self._by_thresholds else NEVER
+        thresholds = self._in_force(endpoint.model)
         return bool(thresholds) and worker_is_busy(thresholds, self.ranks(endpoint))
+
+    def _in_force(self, model: str) -> BusyThresholds:
+        if self._by_deadline:
+            return NEARLY_FULL
+        return self.thresholds(model) if self._by_thresholds else NEVER
 
     def overloaded(self, model: str, endpoints: Sequence[Endpoint]) -> bool:
         """Say whether all of a model's workers that could take a request are busy, of which there is at least one. Where a
@@ -84,5 +94,6 @@ class LoadMonitor:
             )
 
     def _reads_too_long(self, endpoint: Endpoint, limit_s: float) -> bool:
-        rate = endpoint.joined.profile.prefill_tokens_per_s
-        return rate > 0 and self._scheduler.unread(endpoint) > limit_s * rate * endpoint.ranks
+        limit = limit_s * endpoint.joined.profile.prefill_tokens_per_s
+        unread = self._scheduler.unread(endpoint) + endpoint.promised_tokens
+        return limit > 0 and unread > limit * endpoint.ranks

@@ -14,6 +14,7 @@ ALL_BUSY = "Service temporarily unavailable: All workers are busy, please retry 
 WINDOW_S = 10.0
 ENDS_MAX = 512  # remembered per model: at a higher rate the window is shorter
 JITTER = 0.25  # either way
+SHORTEST_S = 0.1  # that is told where it is known to the millisecond
 
 
 class OverloadAnswers:
@@ -47,6 +48,13 @@ class OverloadAnswers:
         took_s = max(now - ends[0], 1.0) if len(ends) == ENDS_MAX else WINDOW_S
         wait_s = (before + 1) * took_s / len(ends) * (1 + JITTER * (2 * self._dice() - 1))
         return min(self.longest_s, max(1, ceil(wait_s)))
+
+    def error_in(self, message: str, code: str, wait_s: float, *, should_retry: bool) -> ApiError:
+        """Return what a client is told who would be let in after `wait_s`, a little less or more; inf: nobody knows when."""
+        told_s = max(SHORTEST_S, wait_s) * (1 + JITTER * (2 * self._dice() - 1))
+        told_s = min(float(self.longest_s), told_s)
+        again = should_retry and told_s < self.longest_s
+        return ApiError(self._status, message, code=code, retry_after_s=told_s, should_retry=again)
 
     def error(self, model: str, message: str, code: str, before: int) -> ApiError:
         """Return what a client is told, where so many wait before him."""

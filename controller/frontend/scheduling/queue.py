@@ -1,14 +1,14 @@
 """Who waits for a worker while all of a model's are busy?
 
     enter ── nobody waits, and a worker has room ──▶ in
-      └────▶ in line ── the first, and a worker has room ──▶ in ── none at the worker after all ──▶ before all in line
+      └────▶ in line ── its turn, and a worker has room ──▶ in ── none at the worker after all ──▶ before all in line
                ├── the line is full, or the deadline has passed, or all are sent away ──▶ refused
                ├── nobody can serve the model any more ──▶ refused
                └── its client has gone ──▶ out of the line
 
-First come, first served; each model has a line of its own, so who waits for one holds up nobody who wants another. Who was in
-already and was sent back for want of room comes before the others; since he is bound to some of the workers, he holds up nobody
-who would go to another one.
+First come, first served; each model has a line of its own, so who waits for one holds up nobody who wants another. Where requests
+are let in by their deadlines, the lines are those of `deadlines`. Who was in already and was sent back for want of room comes
+before the others; since he is bound to some of the workers, he holds up nobody who would go to another one.
 
 What a reader would get wrong: room that becomes free is given away at the end of the turn of the loop, never at once. A
 request that has just been let in launches its generations in that turn, and they take its room over.
@@ -16,7 +16,7 @@ request that has just been let in launches its generations in that turn, and the
 
 import asyncio
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Hashable, Iterator
 from functools import partial
 from itertools import chain
 from typing import Generic, Literal, Protocol, TypeAlias, TypeVar
@@ -47,6 +47,51 @@ class WaitedTooLong(HoldfastError):
     """No worker became free in time."""
 
 
+class Turns(Protocol[R]):
+    """A line, and how whoever is next finds room."""
+
+    def __len__(self) -> int: ...
+    def __iter__(self) -> "Iterator[asyncio.Future[R]]": ...
+
+    def head(self) -> "asyncio.Future[R] | None":
+        """Return whose turn it is; None: nobody waits."""
+        ...
+
+    def take(self, turn: "asyncio.Future[R]") -> R:
+        """Return room for it. Raise NoWorker."""
+        ...
+
+    def remove(self, turn: "asyncio.Future[R]") -> None:
+        """Take one out: it has its room, or does not wait any more. Whoever is not in line is ignored."""
+        ...
+
+
+class _ByArrival(Generic[R]):
+    """First come, first served."""
+
+    def __init__(self, take: Callable[[], R]) -> None:
+        self._take = take
+        self._turns: OrderedDict[asyncio.Future[R], None] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._turns)
+
+    def __iter__(self) -> "Iterator[asyncio.Future[R]]":
+        return iter(self._turns)
+
+    def push(self, turn: "asyncio.Future[R]") -> None:
+        self._turns[turn] = None
+
+    def head(self) -> "asyncio.Future[R] | None":
+        return next(iter(self._turns), None)
+
+    def take(self, turn: "asyncio.Future[R]") -> R:
+        return self._take()
+
+    def remove(self, turn: "asyncio.Future[R]") -> None:
+        self._turns.pop(turn, None)
+
+
 class Queue(Generic[R]):
     """The lines before the workers of each model."""
 
@@ -58,31 +103,50 @@ class Queue(Generic[R]):
         self._take = take
         self._max = requests_max
         self._ended = ended
-        self._lines: dict[str, OrderedDict[asyncio.Future[R], None]] = {}  # in the order of their arrival
+        self._lines: dict[str, dict[Hashable, Turns[R]]] = {}  # each model's, by what they are lines for
         self._back: dict[
             str, OrderedDict[asyncio.Future[R], Callable[[], R]]
         ] = {}  # before them: how each finds room
-        self._due: set[str] = set()  # models whose line moves on when this turn of the loop is over
+        self._due: set[str] = set()  # models whose lines move on when this turn of the loop is over
 
     def length(self, model: str) -> int:
         """Return how many requests wait for a worker of this model."""
-        return len(self._lines.get(model, ())) + len(self._back.get(model, ()))
+        return self._in_line(model) + len(self._back.get(model, ()))
+
+    def _in_line(self, model: str) -> int:
+        lines = self._lines.get(model)
+        return sum(map(len, lines.values())) if lines else 0
 
     def waiting(self) -> dict[str, int]:
         """Return the models for which requests wait, and how many."""
         return {model: count for model in self._lines | self._back if (count := self.length(model))}
 
+    def sent_back(self, model: str) -> bool:
+        """Say whether some wait who were in already; let them look."""
+        if not self._back.get(model):
+            return False
+        self.wake(model)
+        return True
+
+    def line(self, model: str, name: Hashable, make: Callable[[], Turns[R]]) -> Turns[R]:
+        """Return a line of a model's by its name; made, if there is none."""
+        lines = self._lines.setdefault(model, {})
+        found = lines.get(name)
+        if found is None:
+            found = lines[name] = make()
+        return found
+
     async def enter(self, model: str, deadline_s: float) -> R:
         """Return room for a request, at once or when its turn has come. Raise QueueFull, WaitedTooLong, or NoWorker for
         another reason than that all are busy."""
-        if self._back.get(model):
-            self.wake(model)
-        elif not self._lines.get(model):
+        if not self.sent_back(model) and not self._in_line(model):
             try:
                 return self._take(model)
             except AllBusy:
                 pass
-        return await self._wait(model, deadline_s)
+        line = self.line(model, None, lambda: _ByArrival(lambda: self._take(model)))
+        assert isinstance(line, _ByArrival)
+        return await self.stand(model, line, line.push, deadline_s)
 
     def again(self, model: str, deadline_s: float, take: Callable[[], R]) -> "asyncio.Future[R]":
         """Let a request that was in wait once more, before all others: `take` finds room for it, or raises NoWorker. The future
@@ -109,13 +173,20 @@ class Queue(Generic[R]):
             outcome = "timeout" if isinstance(error, WaitedTooLong) else "no_worker"
         self._ended(model, outcome, asyncio.get_running_loop().time() - began)
 
-    async def _wait(self, model: str, deadline_s: float) -> R:
-        line = self._lines.setdefault(model, OrderedDict())
-        if len(line) >= self._max:
-            raise QueueFull(f"{len(line)} requests wait for a worker already")
+    async def stand(
+        self,
+        model: str,
+        line: Turns[R],
+        push: "Callable[[asyncio.Future[R]], object]",
+        deadline_s: float,
+    ) -> R:
+        """Wait in a line, into which `push` puts the turn. Return the room. Raise QueueFull, WaitedTooLong, or NoWorker for
+        another reason than that all are busy."""
+        if (waiting := self._in_line(model)) >= self._max:
+            raise QueueFull(f"{waiting} requests wait for a worker already")
         loop = asyncio.get_running_loop()
         turn: asyncio.Future[R] = loop.create_future()
-        line[turn] = None
+        push(turn)
         late = loop.call_later(deadline_s, _refuse, turn, deadline_s)
         began = loop.time()
         outcome: Outcome = "gone"
@@ -131,7 +202,7 @@ class Queue(Generic[R]):
             raise
         finally:
             late.cancel()
-            line.pop(turn, None)
+            line.remove(turn)
             if outcome == "gone":
                 self._withdraw(model, turn)
             self._ended(model, outcome, loop.time() - began)
@@ -145,33 +216,36 @@ class Queue(Generic[R]):
 
     def send_away(self, why: str) -> None:
         """Refuse everybody who waits."""
-        for turn in chain(*self._lines.values(), *self._back.values()):
+        lines = chain.from_iterable(lines.values() for lines in self._lines.values())
+        for turn in [*chain.from_iterable(lines), *chain(*self._back.values())]:
             if not turn.done():
                 turn.set_exception(WaitedTooLong(why))
 
     def wake(self, model: str | None = None) -> None:
         """A worker may have become free: let those who wait look, when this turn of the loop is over."""
         for name in (model,) if model is not None else (*self._lines, *self._back):
-            if (self._lines.get(name) or self._back.get(name)) and name not in self._due:
+            if (self._in_line(name) or self._back.get(name)) and name not in self._due:
                 self._due.add(name)
                 asyncio.get_running_loop().call_soon(self._move_on, name)
 
     def _move_on(self, model: str) -> None:
-        """Let as many in as there is room for, in the order of their arrival."""
+        """Let as many in as there is room for, each line in its own order."""
         self._due.discard(model)
         if model in self._back:
             self._let_back_in(self._back[model])
-        line = self._lines.get(model)
-        while line:
-            turn = next(iter(line))
+        for line in self._lines.get(model, {}).values():
+            self._let_in(line)
+
+    def _let_in(self, line: Turns[R]) -> None:
+        while (turn := line.head()) is not None:
             if not turn.done():  # else its time is over, or its client has gone
                 try:
-                    turn.set_result(self._take(model))
+                    turn.set_result(line.take(turn))
                 except AllBusy:
                     return
                 except NoWorker as error:
                     turn.set_exception(error)
-            del line[turn]
+            line.remove(turn)
 
     def _let_back_in(self, line: "OrderedDict[asyncio.Future[R], Callable[[], R]]") -> None:
         refused = 0

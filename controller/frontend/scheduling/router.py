@@ -38,7 +38,7 @@ class RequestRouter:
         self._plane = plane
         self._settings = settings
         self._inflight_max = settings.admission.inflight_max
-        self._inflight_per_batch = settings.admission.inflight_per_batch
+        self._inflight_per_batch = settings.inflight_per_batch
         self._breakers = breakers
         self._open = breakers.open
         self._panic = panic
@@ -103,6 +103,12 @@ class RequestRouter:
             group = self._table.group(model, lineage)
             endpoints = group.endpoints if group is not None else ()
         return self._picker.room(endpoints, self._rules)
+
+    def weight(self, model: str, lineage: Lineage) -> float:
+        """Return what those of a model's workers of this lineage weigh together that can get requests."""
+        group, reachable = self._table.group(model, lineage), self._plane.reachable
+        endpoints = group.endpoints if group is not None else ()
+        return sum(e.weight for e in endpoints if e.routable and reachable(e.worker, e.instance))
 
     def route(
         self,

@@ -16,10 +16,12 @@ from typing import Any
 import structlog
 
 from controller.frontend.request_metrics import RequestMetrics
+from controller.frontend.requests.block_hashes import BlockNames
 from controller.frontend.requests.generation_request import GenerationRequest
+from controller.frontend.scheduling.pools import Pools
 from controller.frontend.settings import RouterSettings
 from controller.ports import RequestPlane
-from controller.router.endpoints import Endpoint, EndpointTable, Key, WorkerRank
+from controller.router.endpoints import Endpoint, EndpointGroup, EndpointTable, Key, WorkerRank
 from controller.router.index.approximate import ApproximateCache, better
 from controller.router.index.index import Matches
 from controller.router.index.view import KvView
@@ -42,11 +44,14 @@ class KvScheduler:
         meter: RequestMetrics,
         now: Callable[[], float],
         dice: Callable[[], float],
+        pools: Pools | None = None,
     ) -> None:
+        """Choose by these settings. `pools`, if there are any, are told what is sent and read."""
         self._table = table
         self._meter = meter
         self.now = now
         self._dice = dice
+        self._pools = pools
         self._external_load = (
             None if settings.replica_sync else plane.external_load
         )  # else they tell our tracker
@@ -103,6 +108,14 @@ class KvScheduler:
         found = self.view.find(blocks)
         return better(found, self._guesses.find(blocks, now=now)) if self._guesses else found
 
+    def uncached(self, group: EndpointGroup, names: BlockNames, tokens: int) -> int:
+        """Return how many of a prompt's tokens none of these workers has on its device."""
+        size = group.block_sizes[0]
+        found = self._cached(names.of(size), self.now()).device
+        keys = {endpoint.key for endpoint in group.endpoints} if found else ()
+        deepest = max((depth for holder, depth in found.items() if holder[:2] in keys), default=0)
+        return max(0, tokens - deepest * size)
+
     # --- what there is to do --------------------------------------------------------------------------------
 
     def begin(self, choice: Selection, plan: GenerationRequest, output: Sequence[int]) -> int:
@@ -110,9 +123,15 @@ class KvScheduler:
         request = choice.request
         prompt = request.prompt
         self._meter.chosen(plan.model, choice.mode, choice.overlap_blocks, prompt.required_blocks)
-        return self._add(
+        pools, ahead = self._pools, 0.0
+        if pools is not None:
+            ahead = self.work(choice.holder).prefill_tokens
+        slot = self._add(
             choice.endpoint, choice.holder, plan, output, choice.prefill_tokens, request.now, prompt
         )
+        if pools is not None:
+            pools.sent(slot, choice.endpoint, ahead, choice.prefill_tokens)
+        return slot
 
     def carry(self, endpoint: Endpoint, rank: int, plan: GenerationRequest, output: Sequence[int]) -> int:
         """A request has come there with its KV cache: nothing of it has to be read. Return its number there."""
@@ -189,6 +208,8 @@ class KvScheduler:
 
     def read(self, slot: int) -> None:
         """Its first token is here."""
+        if self._pools is not None:
+            self._pools.read(slot)
         self.slots.prefill_done(slot, now=self.now())
 
     def output(self, slot: int, tokens: int) -> None:
@@ -197,6 +218,8 @@ class KvScheduler:
 
     def end(self, slot: int) -> None:
         """It is over there, however it ended."""
+        if self._pools is not None:
+            self._pools.end(slot)
         self.slots.free(slot, now=self.now())
 
     def expire(self) -> None:

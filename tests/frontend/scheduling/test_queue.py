@@ -7,8 +7,8 @@ from contextlib import contextmanager
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from virtual_loop import VirtualLoop
 
+from benchmarks.virtual_loop import VirtualLoop
 from controller.frontend.scheduling.queue import LOOKS_MAX, Queue, QueueFull, WaitedTooLong
 from controller.router.selection.filter import AllBusy, NoneRoutable
 

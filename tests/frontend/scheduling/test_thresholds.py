@@ -166,7 +166,7 @@ async def test_who_waits_in_line_is_told_a_wait_by_how_many_have_ended() -> None
 
 def test_thresholds_come_from_flags_and_variables_and_may_be_switched_off_one_by_one() -> None:
     usual = FrontendSettings()
-    assert (usual.admission_control, usual.overload_status_code) == ("none", 503)
+    assert (usual.admission_control, usual.overload_status) == ("none", 503)
     assert usual.thresholds == BusyThresholds(0.85, 10_000, None)
     flags = {"active_decode_blocks_threshold": "None", "active_prefill_tokens_threshold": "none"}
     assert gather(FrontendSettings, "frontend", flags, {}).thresholds == NEVER

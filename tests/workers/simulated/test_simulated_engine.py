@@ -12,8 +12,8 @@ from engine_contract import EngineContract, Rig, asked, prompt
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from simulated_kit import Listener, generate, run
-from virtual_loop import VirtualLoop
 
+from benchmarks.virtual_loop import VirtualLoop
 from events import blocks
 from events.kv import Tier
 from events.wire import Generate, Load, Sampling

@@ -49,7 +49,7 @@ class VirtualLoop(asyncio.SelectorEventLoop):
         """Say that it is here: a thread would be asked."""
         return ASKS_NOBODY
 
-    async def create_server(self, protocol_factory: Any, *where: Any, **options: Any) -> Any:  # type: ignore[override]
+    async def create_server(self, protocol_factory: Any, *where: Any, **options: Any) -> Any:
         server = await super().create_server(protocol_factory, *where, **options)
         for sock in server.sockets:
             self._serving[sock.getsockname()[1]] = protocol_factory

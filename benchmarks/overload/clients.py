@@ -1,0 +1,148 @@
+"""Clients of a virtual frontend: when each request comes, what it wants, and how often it is asked again if it is refused."""
+
+import asyncio
+import json
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from random import Random
+from time import perf_counter
+
+from benchmarks.overload.world import VirtualFrontend
+from controller.frontend.requests.admission_headers import AdmissionHeaders
+from controller.frontend.requests.head import Head
+
+RETRIES_MAX = 2  # of OpenAI's client, by default
+RETRY_AFTER_MAX_S = 60.0
+BACKOFF_S, BACKOFF_MAX_S = 0.5, 8.0
+AGAIN = (408, 409, 429)
+
+
+@dataclass(frozen=True, slots=True)
+class Coming:
+    """One request that is to come."""
+
+    key: int
+    at_s: float
+    prompt: Sequence[int]
+    answer: int
+    tier: str
+    client: str
+    deadline_s: float
+
+
+@dataclass(slots=True)
+class Attempt:
+    """What became of one attempt of it. Seconds, from when it was sent."""
+
+    coming: Coming
+    number: int  # 0: the first
+    at_s: float
+    status: int = 0
+    refused: str = ""  # by which reason
+    first_s: float | None = None  # until its first token
+    ended_s: float = 0.0
+    cpu_s: float = 0.0  # that a refusal at once took the frontend: real time
+    note: str = ""  # what a refusal said
+    failed: bool = False  # it ended with an error after its first token
+
+    @property
+    def good(self) -> bool:
+        """Whether it was answered whole, and in time."""
+        return not self.failed and self.first_s is not None and self.first_s <= self.coming.deadline_s
+
+
+class _Client(asyncio.Transport):
+    """A client that reads at once, and notes when the first token came."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first_at: float | None = None
+        self.failed = False
+
+    def write(self, data: bytes | bytearray | memoryview) -> None:
+        if self.first_at is None:
+            self.first_at = asyncio.get_running_loop().time()
+        if b'data: {"error"' in data:
+            self.failed = True
+
+    def is_closing(self) -> bool:
+        return False
+
+    def get_write_buffer_size(self) -> int:
+        return 0
+
+    def abort(self) -> None:
+        self.failed = True
+
+
+@dataclass
+class Clients:
+    """All of them, and what became of their requests."""
+
+    frontends: Sequence[VirtualFrontend]
+    retries: int = 0
+    seed: int = 1
+    attempts: list[Attempt] = field(default_factory=list)
+
+    async def run(self, coming: Iterable[Coming]) -> None:
+        """Let all requests come, and wait until the last one is over."""
+        loop, dice = asyncio.get_running_loop(), Random(self.seed)
+        began = loop.time()
+        asked: set[asyncio.Task[None]] = set()
+        for one in coming:
+            await asyncio.sleep(max(0.0, began + one.at_s - loop.time()))
+            task = asyncio.create_task(self._ask(one, began, dice))
+            asked.add(task)
+            task.add_done_callback(asked.discard)
+        while asked:
+            await asyncio.gather(*asked)
+
+    async def _ask(self, coming: Coming, began: float, dice: Random) -> None:
+        frontend = self.frontends[coming.key % len(self.frontends)]
+        body = json.dumps(
+            {
+                "model": "sim",
+                "prompt": list(coming.prompt),
+                "max_tokens": coming.answer,
+                "stream": True,
+                "ignore_eos": True,
+                "temperature": 0,
+            }
+        ).encode()
+        for number in range(self.retries + 1):
+            wait_s = await self._attempt(frontend, coming, body, number, began, dice)
+            if wait_s is None:
+                return
+            await asyncio.sleep(wait_s)
+
+    async def _attempt(
+        self, frontend: VirtualFrontend, coming: Coming, body: bytes, number: int, began: float, dice: Random
+    ) -> float | None:
+        """Ask once. Return after how long to ask again, were there attempts left; None: not at all."""
+        loop, client = asyncio.get_running_loop(), _Client()
+        sent = loop.time()
+        attempt = Attempt(coming, number, sent - began)
+        self.attempts.append(attempt)
+        asked = AdmissionHeaders(header=coming.client, deadline_s=coming.deadline_s, retries=number)
+        head = Head("completions", f"r{coming.key}", coming.tier, "", "", asked=asked)
+        real = perf_counter()
+        response = await frontend.endpoints.answer(head, body, client)
+        attempt.ended_s = loop.time() - sent
+        if response is None:
+            attempt.status = 200
+            attempt.failed = client.failed
+            attempt.first_s = None if client.first_at is None else client.first_at - sent
+            return None
+        attempt.status = response.status
+        attempt.refused = response.headers.get("X-Holdfast-Refused", "")
+        if isinstance(response.body, bytes):
+            attempt.note = json.loads(response.body)["error"]["message"]
+        if attempt.ended_s == 0.0:
+            attempt.cpu_s = perf_counter() - real
+        again = response.status in AGAIN or response.status >= 500
+        if not again or response.headers.get("x-should-retry") == "false":
+            return None
+        told_s = float(response.headers.get("retry-after-ms", "0")) / 1000
+        if 0 < told_s <= RETRY_AFTER_MAX_S:
+            return told_s
+        return float(min(BACKOFF_MAX_S, BACKOFF_S * 2**number) * (1 - 0.25 * dice.random()))

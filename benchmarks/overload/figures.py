@@ -1,0 +1,46 @@
+"""What a run under so much load comes to."""
+
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+from benchmarks.overload.clients import Attempt
+from benchmarks.router.virtual.figures import percentile
+
+WARM_S = 5.0  # at the beginning, while the fleet fills: not counted
+LATE = 1.1  # times the deadline, for the 99th percentile
+
+Row = dict[str, Any]
+
+
+def figures(attempts: Sequence[Attempt], seconds: float) -> Row:
+    """Return the figures of the requests that came in full seconds after the warm-up.
+
+    `goodput`: answers within their deadline, a second. `admitted_p99`: the 99th percentile of the time to the first token of
+    what was answered, over its deadline. `refused_at_once`: the share of the refusals that came in no time but the computer's.
+    """
+    seen = [one for one in attempts if WARM_S <= one.coming.at_s < seconds]
+    span = seconds - WARM_S
+    answered = [one for one in seen if one.status == 200]
+    refused = [one for one in seen if one.status != 200]
+    ratios = sorted(
+        one.first_s / one.coming.deadline_s if one.first_s is not None else float("inf") for one in answered
+    )
+    cpu = sorted(one.cpu_s for one in refused if one.ended_s == 0.0)
+    first = [one for one in seen if one.number == 0]
+    good = {one.coming.key for one in seen if one.good}
+    premium = [one for one in first if one.coming.tier == "premium"]
+    return {
+        "offered": len(first) / span,
+        "attempts": len(seen) / span,
+        "goodput": len(good) / span,
+        "answered": len(answered) / span,
+        "failed": sum(one.failed for one in answered),
+        "admitted_p50": percentile(ratios, 0.5),
+        "admitted_p99": percentile(ratios, 0.99),
+        "refused_at_once": sum(one.ended_s == 0.0 for one in refused) / max(1, len(refused)),
+        "refusal_ms_p50": percentile(cpu, 0.5) * 1e3,
+        "refusal_ms_p99": percentile(cpu, 0.99) * 1e3,
+        "premium_good": sum(one.coming.key in good for one in premium) / max(1, len(premium)),
+        "reasons": dict(Counter(f"{one.status} {one.refused}" for one in refused)),
+    }

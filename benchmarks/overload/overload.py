@@ -1,0 +1,295 @@
+"""How many requests are answered in time when more come than there is room for? Three ways to let them in, in virtual time.
+
+    python -m benchmarks overload [--trace FILE] [--workers 8] [--loads 0.5 1 1.5 2 3 4] [--controls none token-capacity deadline]
+                                  [--seconds 40] [--frontends 1] [--retries 0] [--batch 64] [--block-tokens 64] [--seed 1]
+                                  [--plot overload.svg]
+
+The product's own frontend before simulated engines (`world`). Requests are those of the trace (Mooncake's, with so many tokens
+a block in place of 512), at its own arrivals, so many times as fast; a load is a share of what the fleet completes a second when
+all come at once. 7.5 % are premium, with a deadline to the first token of 1 s, 60 % standard with 2 s, the rest best_effort with
+4 s, or twice what reading the whole prompt takes, if that is more; 16 clients.
+`--retries 2` asks again as OpenAI's client does. Prints one JSON object a row:
+
+    capacity   requests a second that the fleet completes when all come at once
+    run        one control at one load (`figures` says what the columns are); `idle`: of the moments in which somebody waited, the
+               share in which a worker had nothing to do
+    step       from 4 times the capacity to half of it: seconds until the last refusal after that
+    result     what was to be reached, and whether it was
+"""
+
+import argparse
+import asyncio
+import itertools
+import json
+import sys
+import time
+from collections.abc import Coroutine, Iterator, Sequence
+from pathlib import Path
+from random import Random
+from typing import Any, TypeVar
+
+import msgspec
+
+from benchmarks.overload.clients import Clients, Coming
+from benchmarks.overload.figures import Row, figures
+from benchmarks.overload.world import Machines, VirtualFrontend, world
+from benchmarks.plots import figure, needed, plot_file
+from benchmarks.router.routing import FIRST, KV_TOKENS, SPEEDS, TRACE
+from benchmarks.router.virtual.trace import positive, read, whole
+from benchmarks.virtual_loop import VirtualLoop
+from controller.frontend.settings import AdmissionSettings, FrontendSettings
+from controller.router.admission.pool import ALONE_TIMES
+from controller.trace.prompts import tokens
+from controller.trace.rows import BLOCK_TOKENS, BadTrace, TraceRow
+from workers.engines.simulated.language import VOCABULARY
+from workers.engines.simulated.sequence import EngineShape
+
+CONTROLS = ("none", "token-capacity", "deadline")
+TIERS = (
+    ("premium", 0.075, 1.0),
+    ("standard", 0.6, 2.0),
+    ("best_effort", 0.325, 4.0),
+)  # share, deadline in seconds
+CLIENTS = 16
+VOCABULARY_USED = range(300, VOCABULARY)
+LOOK_S = 0.05
+KEPT_OF_PEAK = 0.9  # of the goodput at capacity, at twice and four times as much load
+PREMIUM_KEPT = 0.99
+REFUSAL_MS = 5.0
+RECOVERS_S = 5.0
+T = TypeVar("T")
+
+
+def virtual(work: Coroutine[Any, Any, T]) -> T:
+    """Run in virtual time, and return the result."""
+    loop = VirtualLoop()
+    asyncio.set_event_loop(loop)
+    try:
+        return loop.run_until_complete(work)
+    finally:
+        asyncio.set_event_loop(None)
+        loop.close()
+
+
+class Trial:
+    """The fleet, and what it is tried with."""
+
+    def __init__(self, rows: Sequence[TraceRow], args: argparse.Namespace) -> None:
+        self._rows = [_scaled(row, args.block_tokens) for row in rows]
+        self._args = args
+        self._shape = EngineShape(
+            context_tokens=131_072,
+            block_tokens=args.block_tokens,
+            kv_blocks=KV_TOKENS // args.block_tokens,
+            batch_max=args.batch,
+            waiting_max=1_000_000,
+        )
+        self._rate = SPEEDS[args.speed].profile(self._shape).prefill_tokens_per_s
+
+    def _machines(self) -> Machines:
+        return Machines(self._shape, SPEEDS[self._args.speed], self._args.workers)
+
+    def coming(self, rate: float, seconds: float, seed: int, since_s: float = 0.0) -> Iterator[Coming]:
+        """Yield requests of the trace at so many a second, for so long: at its own arrivals, so many times as fast."""
+        dice, rows, size = Random(seed), self._rows, self._args.block_tokens
+        span = rows[-1].timestamp / 1e3
+        speed = rate / (len(rows) / span)
+        for key in itertools.count():
+            turn, place = divmod(key, len(rows))
+            row = rows[place]
+            at = (row.timestamp / 1e3 + turn * span) / speed
+            if at >= seconds:
+                return
+            tier, deadline_s = _tier(dice.random())
+            prompt = tokens(row, size, VOCABULARY_USED) or [VOCABULARY_USED.start]
+            deadline_s = max(deadline_s, ALONE_TIMES * len(prompt) / self._rate)
+            client = f"c{dice.randrange(CLIENTS)}"
+            yield Coming(key, since_s + at, prompt, max(1, row.output_length), tier, client, deadline_s)
+
+    def capacity(self) -> float:
+        """Return how many requests a second are completed while there are always more."""
+
+        async def flood() -> float:
+            settings = FrontendSettings(
+                admission=AdmissionSettings(queue_max=1_000_000, queue_s=1e5, first_token_s=1e5)
+            )
+            machines = self._machines()
+            async with world(machines, settings) as (one,):
+                clients = Clients([one])
+                count = self._args.workers * self._args.batch * 3  # the middle of them fills all places
+                rows = [self._rows[n % len(self._rows)] for n in range(count)]
+                prompts = [tokens(row, self._args.block_tokens, VOCABULARY_USED) or [300] for row in rows]
+                await clients.run(
+                    Coming(n, 0.0, prompts[n], max(1, row.output_length), "standard", "c", 1e5)
+                    for n, row in enumerate(rows)
+                )
+                ends = sorted(one.at_s + one.ended_s for one in clients.attempts)
+                low, high = ends[len(ends) // 5], ends[len(ends) * 4 // 5]
+                return len(ends) * 0.6 / (high - low)
+
+        return virtual(flood())
+
+    def settings(self, control: str) -> FrontendSettings:
+        """Return a frontend's settings with this control; queues are as they come."""
+        return FrontendSettings.model_validate({"admission_control": control})
+
+    def run(self, control: str, load: float, capacity: float) -> Row:
+        """Let so much load come, and return the figures."""
+        args, began = self._args, time.perf_counter()
+
+        async def go() -> tuple[Clients, float, int]:
+            async with world(self._machines(), self.settings(control), args.frontends) as frontends:
+                clients = Clients(frontends, args.retries, args.seed)
+                watching = asyncio.create_task(_idle(frontends))
+                await clients.run(self.coming(load * capacity, args.seconds, args.seed))
+                watching.cancel()
+                idle, looks = await watching
+                return clients, idle / max(1, looks), looks
+
+        clients, idle, looks = virtual(go())
+        row = {"row": "run", "control": control, "load": load, **figures(clients.attempts, args.seconds)}
+        return row | {"idle": idle, "contended_looks": looks, "wall_s": time.perf_counter() - began}
+
+    def step(self, control: str, capacity: float) -> Row:
+        """Let the load fall from four times the capacity to half of it."""
+        args = self._args
+
+        async def go() -> Clients:
+            async with world(self._machines(), self.settings(control), args.frontends) as frontends:
+                clients = Clients(frontends, args.retries, args.seed)
+                half = args.seconds / 2
+                high = self.coming(4 * capacity, half, args.seed)
+                low = self.coming(capacity / 2, half, args.seed + 1, half)
+                await clients.run(_both(high, low))
+                return clients
+
+        attempts = virtual(go()).attempts
+        fell = args.seconds / 2
+        late = [one.at_s for one in attempts if one.at_s >= fell and one.status != 200]
+        last_s = max(late, default=fell) - fell
+        return {"row": "step", "control": control, "refusals": len(late), "last_refusal_s": last_s}
+
+
+def _tier(draw: float) -> tuple[str, float]:
+    """Return a tier and its deadline, by a number from 0 to 1."""
+    for name, share, deadline_s in TIERS:
+        if draw < share:
+            return name, deadline_s
+        draw -= share
+    return TIERS[-1][0], TIERS[-1][2]
+
+
+def _scaled(row: TraceRow, block_tokens: int) -> TraceRow:
+    """Return a request with blocks of another size: as many of them, and the same ones."""
+    length = max(1, row.input_length * block_tokens // BLOCK_TOKENS)
+    return msgspec.structs.replace(row, input_length=length)
+
+
+def _both(first: Iterator[Coming], then: Iterator[Coming]) -> Iterator[Coming]:
+    count = 0
+    for one in first:
+        count += 1
+        yield one
+    for one in then:
+        yield Coming(count + one.key, one.at_s, one.prompt, one.answer, one.tier, one.client, one.deadline_s)
+
+
+async def _idle(frontends: Sequence[VirtualFrontend]) -> tuple[int, int]:
+    """Look until cancelled. Return in how many moments in which somebody waited a worker was idle, and how many there were."""
+    idle = looks = 0
+    try:
+        while True:
+            await asyncio.sleep(LOOK_S)
+            if any(one.waiting() for one in frontends):
+                looks += 1
+                loads = [one.plane.load(name) for one in frontends for name in one.plane.own]
+                idle += any(load is not None and load.running + load.waiting == 0 for load in loads)
+    except asyncio.CancelledError:
+        return idle, looks
+
+
+def result(rows: Sequence[Row]) -> Row:
+    """Return what was to be reached with deadlines, and whether it was."""
+    runs = {row["load"]: row for row in rows if row["row"] == "run" and row["control"] == "deadline"}
+    steps = [row["last_refusal_s"] for row in rows if row["row"] == "step" and row["control"] == "deadline"]
+    found: Row = {"row": "result"}
+    if 1.0 in runs:
+        peak = runs[1.0]["goodput"]
+        for load in (2.0, 4.0):
+            if load in runs:
+                found[f"goodput_at_{load:g}_of_peak"] = runs[load]["goodput"] / peak
+    if 4.0 in runs:
+        found["premium_good_at_4"] = runs[4.0]["premium_good"]
+    found["admitted_p99_of_deadline"] = max((row["admitted_p99"] for row in runs.values()), default=None)
+    found["refusal_ms_p99"] = max((row["refusal_ms_p99"] for row in runs.values()), default=None)
+    found["idle"] = max((row["idle"] for row in runs.values()), default=None)
+    found["last_refusal_s"] = max(steps, default=None)
+    return found
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run all."""
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks overload",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--trace", type=Path, default=TRACE)
+    parser.add_argument("--workers", type=whole, default=8)
+    parser.add_argument("--loads", type=positive, nargs="+", default=[0.5, 1.0, 1.5, 2.0, 3.0, 4.0])
+    parser.add_argument("--controls", choices=CONTROLS, nargs="+", default=list(CONTROLS))
+    parser.add_argument("--seconds", type=positive, default=40.0)
+    parser.add_argument("--frontends", type=whole, default=1)
+    parser.add_argument("--retries", type=int, choices=range(6), default=0)
+    parser.add_argument("--batch", type=whole, default=64)
+    parser.add_argument("--block-tokens", type=int, choices=[16, 32, 64, 128, 256, 512], default=64)
+    parser.add_argument("--speed", choices=list(SPEEDS), default=FIRST)
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--plot", type=plot_file)
+    args = parser.parse_args(argv)
+    if args.plot:
+        needed()
+    try:
+        rows = read(args.trace)
+    except BadTrace as error:
+        parser.error(f"{error} (--trace names another)")
+    trial = Trial(rows, args)
+    capacity = trial.capacity()
+    said = [_say({"row": "capacity", "workers": args.workers, "requests_per_s": capacity})]
+    for control in args.controls:
+        said += [_say(trial.run(control, load, capacity)) for load in args.loads]
+        said.append(_say(trial.step(control, capacity)))
+    _say(result(said))
+    if args.plot:
+        _draw(args.plot, said)
+    return 0
+
+
+def _say(row: Row) -> Row:
+    print(
+        json.dumps({k: float(f"{v:.4g}") if isinstance(v, float) else v for k, v in row.items()}), flush=True
+    )
+    return row
+
+
+def _draw(path: Path, rows: Sequence[Row]) -> None:
+    with figure(path, 2, "Answers within their deadline under overload") as ((goodput, late),):
+        for control in dict.fromkeys(row["control"] for row in rows if row["row"] == "run"):
+            runs = [row for row in rows if row["row"] == "run" and row["control"] == control]
+            loads = [row["load"] for row in runs]
+            goodput.plot(loads, [row["goodput"] for row in runs], marker="o", label=control)
+            late.plot(loads, [row["admitted_p99"] for row in runs], marker="o", label=control)
+        goodput.set(
+            xlabel="offered load, times the capacity", ylabel="answers in time, a second", ylim=(0, None)
+        )
+        late.set(
+            xlabel="offered load, times the capacity",
+            ylabel="p99 of the first token, over its deadline",
+            yscale="log",
+        )
+        late.axhline(1.0, color="grey", linewidth=0.8)
+        goodput.legend()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,346 @@
+"""Who is let in by the time to his first token, who waits, and who is refused at once?
+
+    look      before its texts are read: those in line already take longer than it has ──▶ refused, at the cost of a look
+    enter     a worker has room ──▶ in
+              it would be served in time ──▶ in line: its tier's, fairly between clients (`line`) ── in time ──▶ in
+              │                                                                    └── its time is over ──▶ refused
+              └── else ──▶ refused at once, with the wait that it would have had
+
+What is ahead is counted as work: prompt tokens that are cached nowhere, and places in batches for as long as answers take. How
+fast it is taken is what was measured while somebody waited (`pools`). A repeat of what was refused is refused first, where there
+are too many of them.
+"""
+
+import asyncio
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from math import inf, isfinite
+from typing import Generic, TypeVar
+
+from controller.frontend.requests.admission_headers import AdmissionHeaders
+from controller.frontend.requests.block_hashes import BlockNames
+from controller.frontend.scheduling.pools import Pools, step_s
+from controller.frontend.scheduling.queue import Queue, Room, WaitedTooLong
+from controller.frontend.scheduling.router import RequestRouter
+from controller.frontend.settings import FrontendSettings
+from controller.router.admission.line import Place
+from controller.router.admission.pool import Asked, Pool, Verdict
+from controller.router.admission.retries import RefusedIds, RetryBudget
+from controller.router.admission.work import AnswerLengths, Demand, reading_s, work_s
+from controller.router.endpoints import Endpoint, EndpointTable, Lineage
+from controller.router.selection.filter import AllBusy, NotServed
+from events.errors import HoldfastError
+
+CAPACITY_S = 0.05  # what a pool's workers weigh is as good as new for so long
+LATEST_S = 86_400.0  # no timer is set for later
+CLOCK_S = 0.005  # by which a timer may be early
+
+
+class TooLate(HoldfastError):
+    """A request is refused because of its deadline, or as a repeat. `reason` is the code of its answer."""
+
+    def __init__(self, reason: str, message: str, wait_s: float, *, should_retry: bool = True) -> None:
+        """`wait_s`: in so long it would be let in, if nobody else came; inf: nobody knows."""
+        super().__init__(message)
+        self.reason = reason
+        self.wait_s = wait_s
+        self.should_retry = should_retry
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """One request, as it comes."""
+
+    model: str
+    tier: str
+    asked: AdmissionHeaders
+    client: str
+    arrived: float  # by the frontend's monotonic clock
+    id: str = ""  # that its client has given it
+
+
+@dataclass(frozen=True, slots=True)
+class WantedTokens:
+    """What it asks for, once its texts are read."""
+
+    prompts: Sequence[tuple[int, BlockNames]]  # tokens, and what their blocks are called
+    answers: int  # to each
+    answer_tokens: int  # of each, at most
+
+
+R = TypeVar("R", bound=Room)
+
+
+class _ByDeadline(Generic[R]):
+    """One pool's line, as the queue asks it."""
+
+    def __init__(
+        self,
+        pool: "Callable[[], Pool[asyncio.Future[R]]]",
+        now: Callable[[], float],
+        capacity: Callable[[], float],
+        find: Callable[[int], R],
+    ) -> None:
+        self._pool = pool
+        self._now = now
+        self._capacity = capacity
+        self._find = find
+        self._places: dict[asyncio.Future[R], tuple[Place[asyncio.Future[R]], int]] = {}
+
+    def __len__(self) -> int:
+        return len(self._places)
+
+    def __iter__(self) -> "Iterator[asyncio.Future[R]]":
+        return iter(self._places)
+
+    def push(self, place: "Place[asyncio.Future[R]]", tokens: int) -> None:
+        """Let one wait of whose prompts so many tokens have to be read."""
+        now = self._now()
+        self._pool().pass_time(now, self._capacity())
+        self._places[place.who] = place, tokens
+        self._pool().push(place, now)
+
+    def head(self) -> "asyncio.Future[R] | None":
+        place = self._pool().line.head(self._now())
+        return place.who if place is not None else None
+
+    def take(self, turn: "asyncio.Future[R]") -> R:
+        return self._find(self._places[turn][1])
+
+    def remove(self, turn: "asyncio.Future[R]") -> None:
+        found = self._places.pop(turn, None)
+        if found is None:
+            return
+        place = found[0]
+        now, pool = self._now(), self._pool()
+        pool.pass_time(now, self._capacity())
+        if not turn.done() or turn.cancelled():
+            pool.line.remove(place)
+        elif turn.exception() is None:
+            pool.served(place)
+        elif now >= place.latest - CLOCK_S:
+            pool.late(place)
+        else:
+            pool.line.remove(place)
+
+
+class Deadlines(Generic[R]):
+    """One frontend's lines by deadlines."""
+
+    def __init__(
+        self,
+        settings: FrontendSettings,
+        table: EndpointTable,
+        routing: RequestRouter,
+        pools: Pools,
+        queue: Queue[R],
+        find: Callable[[str, Lineage, int], R],
+    ) -> None:
+        """Begin with nobody. `find` finds room at a worker of a pool for a request of which so many tokens have to be read, or
+        raises NoWorker."""
+        self._settings = settings
+        self._table = table
+        self._routing = routing
+        self._pools = pools
+        self._queue = queue
+        self._find = find
+        self._now = pools.now
+        self._lengths = AnswerLengths()
+        self._budgets: dict[str, RetryBudget] = {}
+        self._refused = RefusedIds()
+        self._lineages: dict[str, tuple[Lineage, ...]] = {}
+        self._of: object = None  # the table's endpoints by model, of which these are the lineages
+        self._capacities: dict[tuple[str, Lineage], tuple[float, float]] = {}  # until when, how much
+
+    # --- what is known
+
+    def ended(self, model: str, tokens: int) -> None:
+        """An answer is over: the next ones are expected to be as long."""
+        self._lengths.ended(model, tokens)
+
+    def keep(self) -> None:
+        """Forget what endpoints are gone were known by."""
+        endpoints = self._table.endpoints.values()
+        self._pools.keep({(e.model, e.lineage) for e in endpoints}, {e.worker for e in endpoints})
+        self._capacities.clear()
+
+    def _lineage(self, model: str) -> Lineage:
+        """Return the lineage that a new request is bound to. Raise NoWorker."""
+        if self._of is not self._table.models:
+            self._of = self._table.models
+            self._lineages = {
+                name: tuple(dict.fromkeys(e.lineage for e in endpoints))
+                for name, endpoints in self._table.models.items()
+            }
+        lineages = self._lineages.get(model, ())
+        if not lineages:
+            raise NotServed
+        return lineages[0] if len(lineages) == 1 else self._routing.lineage(model)
+
+    def _capacity(self, model: str, lineage: Lineage) -> float:
+        """Return what a pool's workers weigh together."""
+        now = self._now()
+        until, capacity = self._capacities.get((model, lineage), (0.0, 0.0))
+        if now >= until:
+            capacity = self._routing.weight(model, lineage)
+            self._capacities[model, lineage] = now + CAPACITY_S, capacity
+        return capacity
+
+    def _deadline(self, wanted: Wanted) -> tuple[float, bool]:
+        """Return until when the first token is wanted, from the arrival, and whether the client has said so himself."""
+        if wanted.asked.deadline_s is not None:
+            return wanted.asked.deadline_s, True
+        usual_ms = self._settings.ttft_deadlines.get(wanted.tier)
+        if usual_ms is None:
+            usual_ms = self._table.ttft_objective_ms(wanted.model)
+        if usual_ms is None:
+            return inf, False
+        return usual_ms / 1000 * self._table.knobs(wanted.model).latency, False
+
+    # --- the way in
+
+    def look(self, wanted: Wanted) -> Lineage:
+        """Return the lineage that a request is bound to from now on, if it may still be let in. Raise TooLate, or NoWorker."""
+        model, now = wanted.model, self._now()
+        lineage = self._lineage(model)
+        pool = self._pools.of(model, lineage)
+        contended = len(pool.line) > 0
+        budget = self._budgets.setdefault(model, RetryBudget(self._settings.admission.retry_budget))
+        repeat = wanted.asked.retries > 0 or (wanted.id, now) in self._refused
+        if repeat and contended and budget.used_up(now):
+            self._refused.add(wanted.id, now)
+            why = "too many requests are repeats of refused ones: please retry later"
+            raise TooLate("retry_budget", why, inf, should_retry=False)
+        budget.note(now, repeat=repeat)
+        if contended:
+            self._judge(pool, wanted, lineage, Asked(self._urgency(wanted), wanted.client, inf))
+        return lineage
+
+    async def enter(self, wanted: Wanted, lineage: Lineage, tokens: WantedTokens) -> tuple[R, float]:
+        """Return room for a request, at once or when its turn has come, and until when its first token is wanted. Raise TooLate,
+        QueueFull, or NoWorker for another reason than that all are busy."""
+        model = wanted.model
+        pool, turns = self._pools.of(model, lineage), self._turns(model, lineage)
+        unread = self._unread(wanted, lineage, tokens)
+        asked = self._asked(wanted, lineage, tokens, unread)
+        room: R | None = None
+        if len(pool.line) == 0 and not self._queue.sent_back(model):
+            with suppress(AllBusy):
+                room = self._find(model, lineage, unread)
+        try:
+            verdict = self._judge(pool, wanted, lineage, asked, room=room is not None)
+        except BaseException:
+            if room is not None:
+                room.free()
+            raise
+        until = wanted.arrived + verdict.deadline_s
+        if room is not None:
+            pool.came(asked.tier, asked.work, self._now())
+            return room, until
+        latest = wanted.arrived + verdict.latest_s
+
+        def push(turn: "asyncio.Future[R]") -> None:
+            place = Place(turn, asked.tier, asked.client, asked.work, wanted.arrived, latest)
+            turns.push(place, unread)
+
+        try:
+            return await self._queue.stand(model, turns, push, min(LATEST_S, latest - self._now())), until
+        except WaitedTooLong:
+            if self._now() < latest - CLOCK_S:
+                raise  # all are sent away
+            raise self._late(pool, wanted, lineage, asked, verdict) from None
+
+    def _turns(self, model: str, lineage: Lineage) -> "_ByDeadline[R]":
+        turns = self._queue.line(
+            model,
+            lineage,
+            lambda: _ByDeadline(
+                lambda: self._pools.of(model, lineage),
+                self._now,
+                lambda: self._capacity(model, lineage),
+                lambda unread: self._find(model, lineage, unread),
+            ),
+        )
+        assert isinstance(turns, _ByDeadline)
+        return turns
+
+    def _urgency(self, wanted: Wanted) -> int:
+        return self._table.urgency(wanted.tier)
+
+    def _unread(self, wanted: Wanted, lineage: Lineage, tokens: WantedTokens) -> int:
+        """Return how many tokens of a request's prompts have to be read. Raise NoWorker."""
+        group, scheduler = self._routing.group(wanted.model, lineage), self._routing.scheduler
+        return sum(scheduler.uncached(group, names, count) for count, names in tokens.prompts)
+
+    def _asked(self, wanted: Wanted, lineage: Lineage, tokens: WantedTokens, unread: int) -> Asked:
+        """Return what a request asks of its pool, in seconds of its workers. Raise NoWorker."""
+        example = self._routing.group(wanted.model, lineage).endpoints[0]
+        expected = self._lengths.expected(wanted.model, tokens.answer_tokens)
+        prompt = sum(count for count, _ in tokens.prompts)
+        demand = Demand(unread, prompt, tokens.answers * len(tokens.prompts), expected)
+        profile = example.joined.profile
+        work = work_s(demand, profile, self._batch(example))
+        return Asked(self._urgency(wanted), wanted.client, inf, work=work, own_s=reading_s(unread, profile))
+
+    def _batch(self, endpoint: Endpoint) -> int:
+        return max(1, int(endpoint.max_batch * self._table.knobs(endpoint.model).batch_size))
+
+    def _judge(
+        self,
+        pool: "Pool[asyncio.Future[R]]",
+        wanted: Wanted,
+        lineage: Lineage,
+        asked: Asked,
+        *,
+        room: bool = False,
+    ) -> Verdict:
+        """Return the verdict on a request that may be let in. Raise TooLate if it may not, or NoWorker where there is nobody."""
+        capacity = self._capacity(wanted.model, lineage)
+        if capacity <= 0:
+            self._find(wanted.model, lineage, 0).free()  # which says why, nearly always
+        now = self._now()
+        deadline_s, own = self._deadline(wanted)
+        line_s = wanted.asked.line_s
+        if line_s is None:
+            line_s = inf if isfinite(deadline_s) else self._settings.admission.queue_s
+        asked = Asked(
+            asked.tier, asked.client, deadline_s, own, asked.work, asked.own_s, now - wanted.arrived, line_s
+        )
+        example = self._routing.group(wanted.model, lineage).endpoints[0]
+        pool.pass_time(now, capacity)
+        verdict = pool.judge(asked, now, capacity, step_s(example), room=room)
+        if verdict.reason:
+            raise self._refusal(wanted, verdict, pool.margin(asked.tier))
+        return verdict
+
+    # --- refusals
+
+    def _refusal(self, wanted: Wanted, verdict: Verdict, margin: float) -> TooLate:
+        now, deadline_s = self._now(), verdict.deadline_s
+        self._refused.add(wanted.id, now)
+        if verdict.reason == "deadline_unattainable":
+            why = f"the first token cannot come within the deadline of {deadline_s:g} s: reading this prompt takes longer"
+            return TooLate(verdict.reason, why, inf, should_retry=False)
+        shown = f"{verdict.first_s:.3g} s" if isfinite(verdict.first_s) else "too long"
+        why = f"the first token would take {shown}, with a deadline of {deadline_s:g} s: please retry later"
+        again = not self._budgets[wanted.model].used_up(now)
+        return TooLate(verdict.reason, why, verdict.first_s - margin * deadline_s, should_retry=again)
+
+    def _late(
+        self,
+        pool: "Pool[asyncio.Future[R]]",
+        wanted: Wanted,
+        lineage: Lineage,
+        asked: Asked,
+        verdict: Verdict,
+    ) -> TooLate:
+        """Return why one is refused who has waited in vain, or is sent away."""
+        now = self._now()
+        self._refused.add(wanted.id, now)
+        wait_s = pool.wait_s(asked, now, self._capacity(wanted.model, lineage))
+        why = (
+            f"no worker became free in time for the deadline of {verdict.deadline_s:g} s: please retry later"
+        )
+        again = not self._budgets[wanted.model].used_up(now)
+        return TooLate("deadline", why, wait_s, should_retry=again)

@@ -1,0 +1,33 @@
+"""What a policy, as the journal carries it, promises of a model's first tokens."""
+
+from typing import Any
+
+import pytest
+
+from controller.deciders.capacity import Slo, objective_ttft_ms
+from controller.deciders.degradation import DegradationPolicy
+from controller.deciders.policy import FleetPolicy
+
+
+def adopted(**slos: Slo) -> Any:
+    named = {name.replace("any", "*"): slo for name, slo in slos.items()}
+    return FleetPolicy(degradation=DegradationPolicy(slos=named)).adopted
+
+
+@pytest.mark.parametrize(
+    ("policy", "objective"),
+    [
+        (None, 500.0),
+        ({}, 500.0),
+        (adopted(), 500.0),
+        (adopted(m=Slo(slo_ttft_ms=200)), 200.0),
+        (adopted(any=Slo(slo_ttft_ms=300)), 300.0),
+        (adopted(any=Slo(slo_ttft_ms=300), m=Slo(slo_ttft_ms=200)), 200.0),
+        (adopted(m=Slo(slo_ttft_ms=None)), None),
+        (adopted(other=Slo(slo_ttft_ms=200)), 500.0),
+    ],
+)
+def test_the_models_own_objective_then_everybodys_then_the_usual(
+    policy: Any, objective: float | None
+) -> None:
+    assert objective_ttft_ms(policy, "m") == objective

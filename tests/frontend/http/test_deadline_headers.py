@@ -1,0 +1,88 @@
+"""Admission by deadlines as a client meets it: through both ways in, and with OpenAI's own client."""
+
+import asyncio
+from typing import Any
+
+import pytest
+from frontend_kit import TOKENS, Kit, frontend, until
+from openai import AsyncOpenAI, DefaultAsyncHttpxClient
+from scripted_worker import ScriptedWorker, undisturbed
+
+PROMPT = [300, 301, 302]
+EXACT = TOKENS.decode(undisturbed(PROMPT, 12))
+ON: dict[str, Any] = {"admission_control": "deadline"}
+WAYS = pytest.mark.parametrize("way", [{}, {"Expect": "100-continue"}], ids=["fast path", "aiohttp"])
+
+
+async def ask(kit: Kit, headers: dict[str, str], count: int = 12) -> tuple[int, Any, Any]:
+    return await kit.post("/v1/completions", headers, model="m", prompt=PROMPT, max_tokens=count)
+
+
+async def seen_full(kit: Kit, worker: ScriptedWorker) -> None:
+    """Wait until the frontend has heard that others fill the worker."""
+    await until(
+        lambda: (load := kit.plane.external_load(worker.name)) is not None and load.running == worker.others
+    )
+
+
+@WAYS
+async def test_a_deadline_that_can_be_kept_is_heeded_and_nobody_notices(way: dict[str, str]) -> None:
+    async with frontend(ScriptedWorker("w1"), **ON) as kit:
+        code, body, headers = await ask(kit, way | {"X-Holdfast-TTFT-Deadline-Ms": "5000"})
+        assert (code, body["choices"][0]["text"]) == (200, EXACT)
+        assert "X-Holdfast-Refused" not in headers
+
+
+@WAYS
+async def test_who_is_refused_is_told_why_and_when_to_come_back(way: dict[str, str]) -> None:
+    worker = ScriptedWorker("w1", others=8)
+    async with frontend(worker, **ON) as kit:
+        await seen_full(kit, worker)
+        asked = way | {"X-Holdfast-TTFT-Deadline-Ms": "5000", "X-Holdfast-Queue-TTL-Ms": "0.001"}
+        code, body, headers = await ask(kit, asked, 2000)
+        assert (code, body["error"]["code"]) == (429, "deadline")
+        assert headers["X-Holdfast-Refused"] == "deadline"
+        assert int(headers["Retry-After"]) >= 1 and 0 < int(headers["retry-after-ms"]) <= 30_000
+        assert not worker.requests
+        counted = kit.counted("dynamo_frontend_model_rejection_total", "model", "endpoint")
+        assert counted == {("m", "completions"): 1}
+
+
+@WAYS
+async def test_a_header_that_makes_no_sense_is_named(way: dict[str, str]) -> None:
+    async with frontend(ScriptedWorker("w1"), **ON) as kit:
+        code, body, _ = await ask(kit, way | {"X-Holdfast-TTFT-Deadline-Ms": "soon"})
+        assert (code, body["error"]["param"]) == (400, "X-Holdfast-TTFT-Deadline-Ms")
+
+
+@WAYS
+async def test_without_admission_by_deadlines_nothing_of_it_is_read(way: dict[str, str]) -> None:
+    async with frontend(ScriptedWorker("w1")) as kit:
+        assert (await ask(kit, way | {"X-Holdfast-TTFT-Deadline-Ms": "soon"}))[0] == 200
+
+
+async def test_the_official_client_comes_back_when_it_is_told_to_and_is_served() -> None:
+    loop, asked, answered = asyncio.get_running_loop(), list[float](), list[float]()
+    worker = ScriptedWorker("w1", others=8)
+
+    async def asks(request: object) -> None:
+        asked.append(loop.time())
+
+    async def is_answered(response: object) -> None:
+        answered.append(loop.time())
+        worker.others = 0
+
+    async with frontend(worker, **ON) as kit:
+        await seen_full(kit, worker)
+        http = DefaultAsyncHttpxClient(event_hooks={"request": [asks], "response": [is_answered]})
+        async with AsyncOpenAI(
+            base_url=f"{kit.url}/v1", api_key="none", http_client=http, max_retries=9
+        ) as api:
+            answer = await api.completions.create(
+                model="m",
+                prompt=PROMPT,
+                max_tokens=12,
+                extra_headers={"X-Holdfast-TTFT-Deadline-Ms": "300", "X-Holdfast-Queue-TTL-Ms": "50"},
+            )
+        assert answer.choices[0].text == EXACT
+        assert len(asked) == len(answered) >= 2 and asked[1] - answered[0] > 0.05

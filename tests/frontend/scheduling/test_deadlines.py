@@ -1,0 +1,293 @@
+"""Admission by deadlines, through a whole frontend before simulated engines, in virtual time.
+
+A worker runs two requests at once, reads 10,000 prompt tokens a second and says a token each 10 ms: 100 tokens take a second.
+"""
+
+import asyncio
+import json
+from typing import Any
+
+import pytest
+from aiohttp import web
+
+from benchmarks.overload.clients import Attempt, Clients, Coming
+from benchmarks.overload.world import Machines, VirtualFrontend, world
+from benchmarks.virtual_loop import VirtualLoop
+from controller.config.flags import gather
+from controller.frontend.requests.admission_headers import AdmissionHeaders
+from controller.frontend.requests.head import Head
+from controller.frontend.scheduling.load_monitor import AHEAD_S
+from controller.frontend.settings import FrontendSettings
+from controller.router.admission.retries import REPEATS_LEAST
+from events.errors import BadSetting
+from events.observations import RequestAbandoned, RequestMigrated, RequestsRejected
+from workers.engines.simulated.sequence import EngineShape
+from workers.engines.simulated.timing import ConstantTiming
+
+LOOP = VirtualLoop
+SHAPE = EngineShape(context_tokens=16_384, kv_blocks=4096, batch_max=2, waiting_max=64)
+TIMING = ConstantTiming(itl_s=0.01, prefill_tokens_per_s=10_000)
+SECOND = 100  # tokens that take one
+LONG = [300 + n * n % 1700 for n in range(12_000)]
+CONTROL: dict[str, Any] = {"admission_control": "deadline"}
+
+
+def machines(count: int = 1) -> Machines:
+    return Machines(SHAPE, TIMING, count)
+
+
+def settings(**changes: Any) -> FrontendSettings:
+    return FrontendSettings.model_validate(CONTROL | changes)
+
+
+def coming(
+    key: int,
+    at_s: float = 0.0,
+    answer: int = SECOND,
+    tier: str = "standard",
+    client: str = "c",
+    deadline_s: float = 60.0,
+) -> Coming:
+    return Coming(key, at_s, [300 + key] * 8, answer, tier, client, deadline_s)
+
+
+async def asked(one: VirtualFrontend, *requests: Coming, retries: int = 0) -> list[Attempt]:
+    """Let requests come, and return what became of each, in the order of their coming."""
+    clients = Clients([one], retries)
+    await clients.run(requests)
+    return sorted(clients.attempts, key=lambda attempt: (attempt.coming.key, attempt.number))
+
+
+async def answer(one: VirtualFrontend, **asked: Any) -> web.Response:
+    """Return the answer to one request that is not streamed."""
+    body = {"model": "sim", "prompt": [300, 301], "max_tokens": 4, "ignore_eos": True}
+    body |= {name: asked.pop(name) for name in list(asked) if name in ("prompt", "max_tokens", "user")}
+    id, tier = asked.pop("id", ""), asked.pop("tier", "standard")
+    head = Head("completions", id, tier, "", "", asked=AdmissionHeaders(**asked))
+    response = await one.endpoints.answer(head, json.dumps(body).encode(), asyncio.Transport())
+    assert response is not None
+    return response
+
+
+async def busy(
+    one: VirtualFrontend, places: int = 2, seconds: float = 100.0
+) -> list["asyncio.Task[web.Response]"]:
+    """Fill a worker's places for so long."""
+    tasks = [
+        asyncio.create_task(answer(one, max_tokens=int(seconds * SECOND), deadline_s=60.0))
+        for _ in range(places)
+    ]
+    await asyncio.sleep(0.05)
+    return tasks
+
+
+async def ended(tasks: "list[asyncio.Task[web.Response]]") -> None:
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def test_where_there_is_room_a_request_is_answered_at_once() -> None:
+    async with world(machines(), settings()) as (one,):
+        (attempt,) = await asked(one, coming(0, deadline_s=0.5))
+        assert attempt.status == 200 and attempt.good
+        assert attempt.first_s is not None and attempt.first_s < 0.01
+
+
+async def test_who_would_be_served_in_time_waits_and_is() -> None:
+    async with world(machines(), settings()) as (one,):
+        attempts = await asked(one, *(coming(key, deadline_s=10.0) for key in range(6)))
+        assert [attempt.status for attempt in attempts] == [200] * 6
+        assert all(attempt.good for attempt in attempts)
+        waited = [round(attempt.first_s or 0.0) for attempt in attempts]
+        assert waited == [0, 0, 1, 1, 2, 2]
+
+
+async def test_who_would_not_be_is_refused_at_once_and_told_when_to_come_back() -> None:
+    async with world(machines(), settings()) as (one,):
+        places = await busy(one)
+        response = await answer(one, max_tokens=SECOND, deadline_s=0.2)
+        error = json.loads(response.body)["error"]  # type: ignore[arg-type]
+        assert (response.status, error["code"]) == (429, "deadline")
+        assert "with a deadline of 0.2 s: please retry later" in error["message"]
+        assert response.headers["X-Holdfast-Refused"] == "deadline"
+        told_ms = int(response.headers["retry-after-ms"])
+        assert told_ms > 0 and int(response.headers["Retry-After"]) == max(1, -(-told_ms // 1000))
+        one.director.report()
+        (rejected,) = [fact for fact in one.facts if isinstance(fact, RequestsRejected)]
+        assert (rejected.count, rejected.reason, rejected.tier) == (1, "deadline", "standard")
+        assert not [fact for fact in one.facts if isinstance(fact, RequestMigrated | RequestAbandoned)]
+        await ended(places)
+
+
+async def test_nothing_more_than_its_batch_is_ever_at_a_worker() -> None:
+    async with world(machines(2), settings()) as (one,):
+        clients = asyncio.create_task(asked(one, *(coming(key, deadline_s=50.0) for key in range(20))))
+        for _ in range(50):
+            await asyncio.sleep(0.05)
+            assert all(endpoint.active <= 2 for endpoint in one.director.table.endpoints.values())
+        assert [attempt.status for attempt in await clients] == [200] * 20
+
+
+async def test_premium_goes_before_all_others_and_the_others_by_their_tier() -> None:
+    async with world(machines(), settings()) as (one,):
+        tiers = ("best_effort", "standard", "premium")
+        first = [coming(key, deadline_s=30.0) for key in range(2)]
+        line = [coming(2 + n, 0.1, tier=tier, deadline_s=30.0) for n, tier in enumerate(tiers * 2)]
+        attempts = await asked(one, *first, *line)
+        waited = {tier: [a.first_s or 0.0 for a in attempts[2:] if a.coming.tier == tier] for tier in tiers}
+        assert max(waited["premium"]) < min(waited["standard"])
+        assert max(waited["standard"]) < min(waited["best_effort"])
+
+
+async def test_within_a_tier_clients_share_whoever_has_more_requests() -> None:
+    async with world(machines(), settings()) as (one,):
+        greedy = [coming(key, client="greedy", deadline_s=30.0) for key in range(10)]
+        modest = [coming(10 + n, 0.1, client="modest", deadline_s=30.0) for n in range(2)]
+        attempts = await asked(one, *greedy, *modest)
+        assert all(attempt.first_s is not None and attempt.first_s < 2.1 for attempt in attempts[10:])
+        assert attempts[9].first_s == pytest.approx(5.0, abs=0.2)
+
+
+async def test_a_cancelled_request_costs_no_prefill() -> None:
+    async with world(machines(), settings()) as (one,):
+        places = await busy(one, seconds=1.0)
+        waiting = await busy(one, 1)
+        assert one.waiting() == 1
+        await ended(waiting)
+        assert one.waiting() == 0
+        await asyncio.gather(*places)
+        await asyncio.sleep(1.0)
+        assert one.plane.own == {"w0": 0}
+
+
+async def test_who_becomes_late_in_line_is_refused_then_and_costs_no_prefill() -> None:
+    async with world(machines(), settings()) as (one,):
+        loop = asyncio.get_running_loop()
+        places = await busy(one, seconds=5.0)
+        began = loop.time()
+        response = await answer(one, max_tokens=SECOND, deadline_s=3.0)
+        assert (response.status, response.headers["X-Holdfast-Refused"]) == (429, "deadline")
+        assert loop.time() - began == pytest.approx(3.0, abs=0.05)
+        assert one.plane.own == {"w0": 2} and one.waiting() == 0
+        await ended(places)
+
+
+async def test_a_deadline_that_reading_the_prompt_alone_exceeds_is_refused_and_not_to_be_repeated() -> None:
+    async with world(machines(), settings()) as (one,):
+        response = await answer(one, prompt=LONG[:8000], deadline_s=0.3)
+        assert (response.status, response.headers["X-Holdfast-Refused"]) == (422, "deadline_unattainable")
+        assert response.headers["x-should-retry"] == "false" and "Retry-After" not in response.headers
+        usual = await answer(one, prompt=LONG[:8000])
+        assert usual.status == 200, "the model's objective of 500 ms is no promise to a prompt that takes 800"
+
+
+async def test_the_tiers_own_deadline_holds_where_the_request_says_none() -> None:
+    given = settings(ttft_deadlines="premium=100,standard=30000")
+    async with world(machines(), given) as (one,):
+        places = await busy(one, seconds=3.0)
+        assert (await answer(one, tier="premium")).status == 429
+        assert (await answer(one, tier="best_effort")).status == 429, "the model's objective: 500 ms"
+        assert (await answer(one, tier="standard")).status == 200
+        await ended(places)
+
+
+async def test_who_does_not_want_to_stand_in_line_does_not() -> None:
+    async with world(machines(), settings()) as (one,):
+        places = await busy(one, seconds=3.0)
+        assert (await answer(one, deadline_s=30.0, line_s=0.01)).status == 429
+        assert (await answer(one, deadline_s=30.0)).status == 200
+        await ended(places)
+
+
+async def test_repeats_are_refused_first_where_there_are_too_many_and_told_not_to_come_back() -> None:
+    async with world(machines(), settings()) as (one,):
+        places = await busy(one)
+        waiting = await busy(one, 1)
+        refused = [await answer(one, deadline_s=0.1, id=f"r{n}") for n in range(8)]
+        assert {response.headers["X-Holdfast-Refused"] for response in refused} == {"deadline"}
+        repeats = []
+        for n in range(int(REPEATS_LEAST) + 2):
+            task = asyncio.create_task(answer(one, deadline_s=500.0, id=f"r{n}"))
+            await asyncio.sleep(0.01)
+            repeats.append(task)
+        over = [task.result() for task in repeats if task.done()]
+        assert len(over) == 2
+        assert {(r.status, r.headers["X-Holdfast-Refused"]) for r in over} == {(429, "retry_budget")}
+        assert all(response.headers["x-should-retry"] == "false" for response in over)
+        await ended([*places, *waiting, *repeats])
+
+
+async def test_the_retry_count_of_openais_client_makes_a_repeat() -> None:
+    async with world(machines(), settings()) as (one,):
+        places = await busy(one)
+        waiting = await busy(one, 1)
+        repeats = [
+            asyncio.create_task(answer(one, deadline_s=500.0, retries=1))
+            for _ in range(int(REPEATS_LEAST) + 1)
+        ]
+        await asyncio.sleep(0.05)
+        assert [task.done() for task in repeats].count(True) == 1
+        await ended([*places, *waiting, *repeats])
+
+
+async def test_nobody_there_is_503_and_no_overload() -> None:
+    async with world(machines(), settings()) as (one,):
+        for endpoint in one.director.table.endpoints.values():
+            endpoint.weight = 0.0
+        response = await answer(one)
+        assert (response.status, response.headers["X-Holdfast-Refused"]) == (503, "no_routable_worker")
+
+
+async def test_a_worker_is_not_given_more_prompts_than_it_reads_in_a_moment() -> None:
+    async with world(Machines(SHAPE, TIMING, 1), settings()) as (one,):
+        long = Coming(0, 0.0, LONG, 4, "standard", "a", 60.0)
+        short = Coming(1, 0.01, [5] * 8, 4, "standard", "b", 60.0)
+        first, second = await asked(one, long, short)
+        assert first.status == second.status == 200
+        assert AHEAD_S < 12_000 / 10_000 and (second.first_s or 0.0) > 0.5, "it waited here, and not there"
+
+
+async def test_a_worker_that_dies_costs_no_admitted_stream() -> None:
+    kit = machines(3)
+    async with world(kit, settings()) as (one,):
+        clients = asyncio.create_task(
+            asked(one, *(coming(key, key * 0.1, deadline_s=20.0) for key in range(30)))
+        )
+        await asyncio.sleep(1.5)
+        kit.kill("w1")
+        one.director.changed()
+        attempts = await clients
+        assert not any(attempt.failed for attempt in attempts)
+        assert {attempt.status for attempt in attempts} == {200}
+        for fact in one.facts:
+            assert not isinstance(fact, RequestAbandoned)
+
+
+async def test_two_frontends_share_the_workers_and_lose_nothing() -> None:
+    async with world(machines(2), settings(), frontends=2) as both:
+        clients = Clients(both)
+        await clients.run([coming(key, key * 0.05, deadline_s=30.0) for key in range(24)])
+        assert {attempt.status for attempt in clients.attempts} == {200}
+        assert not any(attempt.failed for attempt in clients.attempts)
+
+
+@pytest.mark.parametrize("text", ["premium", "=5", "premium=soon", "premium=0", "premium=-1"])
+def test_deadlines_of_tiers_that_make_no_sense_are_refused(text: str) -> None:
+    with pytest.raises(BadSetting, match=r"frontend\.ttft_deadlines"):
+        gather(FrontendSettings, "frontend", {"ttft_deadlines": text}, {})
+
+
+def test_deadlines_come_from_flags_and_variables_and_change_what_goes_with_them() -> None:
+    environment = {
+        "HOLDFAST_FRONTEND__ADMISSION_CONTROL": "deadline",
+        "HOLDFAST_FRONTEND__TTFT_DEADLINES": '{"premium": 250}',
+        "HOLDFAST_FRONTEND__ADMISSION__FAIRNESS_BY": "user,header",
+    }
+    found = gather(FrontendSettings, "frontend", {"ttft_deadlines": "premium=500, standard=2e3"}, environment)
+    assert found.ttft_deadlines == {"premium": 500.0, "standard": 2000.0}
+    assert found.admission.fairness_by == ("user", "header")
+    assert (found.overload_status, found.inflight_per_batch) == (429, 1.0)
+    usual = FrontendSettings()
+    assert (usual.overload_status, usual.inflight_per_batch) == (503, 4.0)
+    assert FrontendSettings(admission_control="deadline", overload_status_code=529).overload_status == 529

@@ -1,0 +1,228 @@
+"""Who is let in by a deadline: what is predicted, and what follows from it."""
+
+from dataclasses import replace
+
+import pytest
+
+from controller.router.admission.line import Place
+from controller.router.admission.pool import ALONE_TIMES, MARGIN, MARGIN_MAX, MARGIN_MIN, Asked, Pool, Verdict
+from controller.router.admission.retries import IDS_MAX, IDS_S, REPEATS_LEAST, RefusedIds, RetryBudget
+from controller.router.admission.ttft import EXTRA_MAX_S, FACTOR_MAX, FirstTokens
+from controller.router.admission.work import AnswerLengths, Demand, reading_s, work_s
+from events.observations import Profile
+
+PROFILE = Profile(
+    kv_blocks=1000,
+    block_tokens=16,
+    max_batch=10,
+    prefill_tokens_per_s=10_000,
+    tpot_ms=((1, 10.0), (10, 20.0)),
+)
+WANTED = Asked(tier=1, client="b", deadline_s=1.0, work=1.0, own_s=0.1)
+
+
+def pool_with(work: float, tier: int = 1, client: str = "b") -> Pool[str]:
+    """Return a pool in whose line so much work waits."""
+    pool: Pool[str] = Pool(0.0)
+    for _ in range(int(work * 10)):
+        pool.line.push(Place("x", tier, client, 0.1, 0.0, 99.0))
+    return pool
+
+
+def judged(pool: Pool[str], asked: Asked, *, room: bool = False, capacity: float = 10.0) -> Verdict:
+    return pool.judge(asked, 0.0, capacity, 0.0, room=room)
+
+
+# --- work
+
+
+def test_work_is_the_reading_and_a_place_in_the_batch() -> None:
+    demand = Demand(unread=1000, prompt=1000, answer=100)
+    assert reading_s(1000, PROFILE) == pytest.approx(0.1)
+    assert work_s(demand, PROFILE, 10) == pytest.approx(0.1 + 100 * 0.020 / 10)
+
+
+def test_what_is_cached_is_no_work() -> None:
+    cold = Demand(unread=1000, prompt=1000, answer=10)
+    assert work_s(cold, PROFILE, 10) - work_s(replace(cold, unread=0), PROFILE, 10) == pytest.approx(0.1)
+
+
+def test_one_that_holds_half_of_the_cache_is_half_of_the_worker() -> None:
+    demand = Demand(unread=0, prompt=8000, answer=100)
+    share = (8000 + 50) / 16_000
+    assert work_s(demand, PROFILE, 10) == pytest.approx(100 * 0.020 * share)
+
+
+def test_several_answers_take_a_place_each() -> None:
+    one = Demand(unread=0, prompt=10, answer=100)
+    assert work_s(replace(one, answers=4), PROFILE, 10) == pytest.approx(4 * work_s(one, PROFILE, 10))
+
+
+def test_a_worker_that_says_nothing_of_its_speed_is_reckoned_with_nothing() -> None:
+    silent = Profile(kv_blocks=0, block_tokens=0, max_batch=0, prefill_tokens_per_s=0, tpot_ms=())
+    assert work_s(Demand(unread=1000, prompt=1000), silent, 0) == 0.0
+
+
+def test_answers_are_expected_as_long_as_the_last_ones_were_and_no_longer_than_they_may_be() -> None:
+    lengths = AnswerLengths()
+    assert lengths.expected("m", 64) == 64
+    for _ in range(400):
+        lengths.ended("m", 100)
+    assert lengths.expected("m", 4096) == pytest.approx(100, rel=0.01)
+    assert lengths.expected("m", 20) == 20
+    assert lengths.expected("other", 4096) == 512
+
+
+# --- first tokens
+
+
+def test_a_worker_twice_as_slow_as_it_says_is_reckoned_with_so() -> None:
+    first = FirstTokens()
+    for _ in range(100):
+        first.came("slow", 0.0, 0.1, 0.01, 0.21)
+        first.came("right", 0.0, 0.1, 0.01, 0.11)
+    assert first.predicted_s("slow", 0.1, 0.1, 0.01) == pytest.approx(0.41, rel=0.02)
+    assert first.predicted_s("right", 0.1, 0.1, 0.01) == pytest.approx(0.21, rel=0.02)
+    unknown = first.predicted_s("new", 0.0, 0.1, 0.01)
+    assert 0.11 < unknown < 0.21, "of whom nothing is known is as all are"
+    assert first.alone_s(0.1, 0.01) == pytest.approx(0.11, rel=0.02), "somebody could do it so fast"
+    first.forget({"right"})
+    assert first.predicted_s("slow", 0.0, 0.1, 0.01) == pytest.approx(unknown)
+
+
+def test_what_short_prompts_wait_for_says_nothing_of_long_ones() -> None:
+    first = FirstTokens()
+    for _ in range(100):
+        first.came("w", 0.0, 0.001, 0.02, 0.08)
+    assert first.predicted_s("w", 0.0, 0.001, 0.02) == pytest.approx(0.08, rel=0.02)
+    assert first.predicted_s("w", 0.0, 1.0, 0.02) == pytest.approx(1.08, rel=0.02)
+    assert first.alone_s(1.0, 0.02) == pytest.approx(1.02)
+
+
+def test_what_was_ahead_is_a_mean() -> None:
+    first = FirstTokens()
+    for _ in range(100):
+        first.sent(0.2)
+    assert first.usual_s(0.1, 0.01) == pytest.approx(0.31, rel=0.01)
+
+
+@pytest.mark.parametrize("took_s", [0.0, 1e9])
+@pytest.mark.parametrize("own_s", [0.001, 0.1])
+def test_no_measurement_is_taken_beyond_bounds(own_s: float, took_s: float) -> None:
+    first = FirstTokens()
+    for _ in range(1000):
+        first.came("w", 0.0, own_s, 0.0, took_s)
+    predicted = first.predicted_s("w", 0.0, 1.0, 0.0)
+    assert 0.999 / FACTOR_MAX < predicted < 1.001 * FACTOR_MAX + EXTRA_MAX_S
+
+
+# --- the verdict
+
+
+def test_where_there_is_room_nobody_waits() -> None:
+    found = judged(pool_with(0), WANTED, room=True)
+    assert (found.reason, found.wait_s) == ("", 0.0)
+
+
+def test_who_would_be_served_in_time_may_wait() -> None:
+    found = judged(pool_with(4), WANTED)  # 4 before, and half of its own, at 10 a second
+    assert found.reason == ""
+    assert found.wait_s == pytest.approx(0.45)
+    assert found.first_s == pytest.approx(0.55)
+    assert found.latest_s == pytest.approx(0.9)
+
+
+def test_who_would_not_be_is_refused_at_once_and_told_the_wait() -> None:
+    found = judged(pool_with(10), WANTED)
+    assert found.reason == "deadline"
+    assert found.wait_s == pytest.approx(1.05)
+
+
+def test_a_little_is_left_of_the_deadline_because_what_comes_is_not_what_was_predicted() -> None:
+    just, beyond = MARGIN - 0.1 - 0.06, MARGIN - 0.1 + 0.06
+    assert judged(pool_with(10 * just), replace(WANTED, work=0.0)).reason == ""
+    assert judged(pool_with(10 * beyond), replace(WANTED, work=0.0)).reason == "deadline"
+
+
+def test_about_one_of_a_hundred_becomes_late_and_no_more_in_each_tier_by_itself() -> None:
+    pool: Pool[str] = Pool(0.0)
+    late = served = 0
+    for number in range(20_000):
+        one = Place(str(number), 1, "b", 0.1, 0.0, 99.0)
+        pool.push(one, 0.0)
+        if number * 0.618034 % 1 < pool.margin(1) ** 6:  # the nearer to its deadline, the likelier
+            late += 1
+            pool.late(one)
+        else:
+            served += 1
+            pool.served(one)
+    assert 0.005 < late / served < 0.02
+    assert MARGIN_MIN < pool.margin(1) < MARGIN_MAX == pool.margin(0)
+    assert pool.margin(2) == MARGIN, "each tier by itself"
+    assert len(pool.line) == 0
+
+
+def test_the_time_since_it_arrived_counts() -> None:
+    assert judged(pool_with(4), replace(WANTED, waited_s=0.3)).reason == "deadline"
+
+
+def test_worse_tiers_are_not_in_its_way_and_better_ones_are() -> None:
+    assert judged(pool_with(50, tier=2), WANTED).reason == ""
+    assert judged(pool_with(50, tier=0), WANTED).reason == "deadline"
+
+
+def test_what_comes_for_better_tiers_meanwhile_is_in_its_way() -> None:
+    pool = pool_with(3)
+    assert judged(pool, WANTED).reason == ""
+    for step in range(1000):
+        pool.came(0, 0.08, step / 100)  # 8 a second, of 10
+    assert pool.judge(WANTED, 10.0, 10.0, 0.0, room=False).reason == "deadline"
+
+
+def test_a_deadline_that_nobody_could_keep_is_refused_where_the_client_has_set_it() -> None:
+    long = replace(WANTED, own_s=3.0)
+    assert judged(pool_with(0), replace(long, own_deadline=True), room=True).reason == "deadline_unattainable"
+    usual = judged(pool_with(0), long, room=True)
+    assert usual.reason == "" and usual.deadline_s == pytest.approx(ALONE_TIMES * 3.0)
+
+
+def test_who_does_not_want_to_stand_so_long_in_line_does_not() -> None:
+    assert judged(pool_with(4), replace(WANTED, line_s=0.4)).reason == "deadline"
+    assert judged(pool_with(4), replace(WANTED, line_s=0.5)).latest_s == pytest.approx(0.5)
+
+
+def test_without_workers_nobody_is_let_wait() -> None:
+    assert judged(pool_with(1), WANTED, capacity=0.0).reason == "deadline"
+
+
+# --- repeats
+
+
+def test_repeats_are_refused_beyond_a_fifth_of_what_is_none() -> None:
+    budget, passed = RetryBudget(), 0
+    for step in range(1000):
+        now = step / 100
+        budget.note(now, repeat=False)
+        if not budget.used_up(now):
+            budget.note(now, repeat=True)
+            passed += 1
+    assert passed == pytest.approx(200, abs=10)
+
+
+def test_a_few_repeats_are_taken_however_little_else_there_is() -> None:
+    budget, passed = RetryBudget(), 0
+    while not budget.used_up(0.0):
+        budget.note(0.0, repeat=True)
+        passed += 1
+    assert passed == REPEATS_LEAST
+
+
+def test_the_ids_of_the_refused_are_known_for_a_while_and_bounded() -> None:
+    ids = RefusedIds()
+    ids.add("one", 0.0)
+    ids.add("", 0.0)
+    assert ("one", IDS_S) in ids and ("one", IDS_S + 1) not in ids
+    assert ("", 0.0) not in ids and ("two", 0.0) not in ids
+    for n in range(IDS_MAX):
+        ids.add(str(n), 1.0)
+    assert ("one", 1.0) not in ids and ("0", 1.0) in ids
