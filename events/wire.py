@@ -79,6 +79,7 @@ class Generate(msgspec.Struct, tag="gen", array_like=True):
     rank: int = 0  # the DP rank that was chosen
     # Which of its worker's prefix caches may be used, where it outlives the worker: a new one with every conviction.
     cache_epoch: int = 0
+    priority: int = 0  # of those that wait at a worker the least goes first: how urgent its tier is
 
 
 class Cancel(msgspec.Struct, tag="cancel", array_like=True):

@@ -1,4 +1,4 @@
-"""How many requests may be inside an engine at once? N; Q more wait here, those that have begun elsewhere first.
+"""How many requests may be inside an engine at once? N; Q more wait here, those that have begun elsewhere first; by priority.
 
     submit ──▶ fewer than N inside ──▶ engine ──▶ its last chunk, cancelled, moved away ──▶ the next that waits
          ├───▶ fewer than Q waiting ─▶ wait
@@ -87,7 +87,7 @@ class RequestLimit:
         line = self._begun or self._fresh
         if not line or len(self.inside) >= self.limit:
             return None
-        key = next(iter(line))
+        key = min(line, key=lambda one: line[one].priority)  # among equals the first
         self.inside.add(key)
         return key, line.pop(key)
 

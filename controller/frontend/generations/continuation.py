@@ -48,6 +48,7 @@ class Continuation(msgspec.Struct):
             cache_salt=asked.cache_salt,
             rank=rank,
             cache_epoch=endpoint.cache_epoch,
+            priority=asked.priority,
         )
 
     def take_text(self, text: str) -> int:

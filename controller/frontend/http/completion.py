@@ -90,6 +90,7 @@ class Completion:
             deterministic=admitted.group.engine != "openai" or _repeats_anywhere(parsed.sampling),
             names=names,
             tier=admitted.tier,
+            priority=0 if admitted.first_token_by is None else director.routing.urgency(admitted.tier),
             arrived=admitted.arrived,
             first_token_by=admitted.first_token_by,
             cache_salt=parsed.cache_salt,

@@ -29,6 +29,9 @@ class GenerationRequest(
     deterministic: bool
     names: BlockNames  # of the prompt's blocks
     tier: str = "standard"
+    priority: int = (
+        0  # at the worker; 0 is the best, and everybody's where requests are not let in by deadlines
+    )
     arrived: float | None = (
         None  # when, by the frontend's monotonic clock; None: when it was sent to a worker first
     )

@@ -75,10 +75,12 @@ class Admission:
         self._rejected: dict[tuple[str, str, str], int] = {}
         self.open = True
 
-    def _room(self, model: str, lineage: Lineage | None = None, tokens: int = 0) -> Reservation:
-        """Return room at a worker, of any lineage or of this one, for a request of which so many tokens have to be read. Raise
-        NoWorker."""
-        return Reservation(self._routing.room(model, lineage), self.wake, tokens)
+    def _room(
+        self, model: str, lineage: Lineage | None = None, tokens: int = 0, beyond: float = 0.0
+    ) -> Reservation:
+        """Return room at a worker, of any lineage or of this one, for a request of which so many tokens have to be read, and that
+        may wait there, `beyond` a full batch by so much of one. Raise NoWorker."""
+        return Reservation(self._routing.room(model, lineage, beyond), self.wake, tokens)
 
     def queued(self, model: str) -> int:
         """Return how many requests wait for a free worker of this model."""

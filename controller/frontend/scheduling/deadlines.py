@@ -32,6 +32,8 @@ from controller.router.endpoints import Endpoint, EndpointTable, Lineage
 from controller.router.selection.filter import AllBusy, NotServed
 from events.errors import HoldfastError
 
+BEYOND = 0.125  # of a batch, for each tier that is worse
+SPILLS = 0.25  # of the time that a request may wait, after which it may do so at a worker
 CAPACITY_S = 0.05  # what a pool's workers weigh is as good as new for so long
 LATEST_S = 86_400.0  # no timer is set for later
 CLOCK_S = 0.005  # by which a timer may be early
@@ -80,7 +82,7 @@ class _ByDeadline(Generic[R]):
         pool: "Callable[[], Pool[asyncio.Future[R]]]",
         now: Callable[[], float],
         capacity: Callable[[], float],
-        find: Callable[[int], R],
+        find: "Callable[[Place[asyncio.Future[R]], int], R]",
     ) -> None:
         self._pool = pool
         self._now = now
@@ -106,7 +108,7 @@ class _ByDeadline(Generic[R]):
         return place.who if place is not None else None
 
     def take(self, turn: "asyncio.Future[R]") -> R:
-        return self._find(self._places[turn][1])
+        return self._find(*self._places[turn])
 
     def remove(self, turn: "asyncio.Future[R]") -> None:
         found = self._places.pop(turn, None)
@@ -135,10 +137,10 @@ class Deadlines(Generic[R]):
         routing: RequestRouter,
         pools: Pools,
         queue: Queue[R],
-        find: Callable[[str, Lineage, int], R],
+        find: Callable[[str, Lineage, int, float], R],
     ) -> None:
-        """Begin with nobody. `find` finds room at a worker of a pool for a request of which so many tokens have to be read, or
-        raises NoWorker."""
+        """Begin with nobody. `find` finds room at a worker of a pool for a request of which so many tokens have to be read, and
+        that may wait at the worker, beyond a full batch by such a part of one; or raises NoWorker."""
         self._settings = settings
         self._table = table
         self._routing = routing
@@ -227,7 +229,7 @@ class Deadlines(Generic[R]):
         room: R | None = None
         if len(pool.line) == 0 and not self._queue.sent_back(model):
             with suppress(AllBusy):
-                room = self._find(model, lineage, unread)
+                room = self._find(model, lineage, unread, 0.0)
         try:
             verdict = self._judge(pool, wanted, lineage, asked, room=room is not None)
         except BaseException:
@@ -259,11 +261,21 @@ class Deadlines(Generic[R]):
                 lambda: self._pools.of(model, lineage),
                 self._now,
                 lambda: self._capacity(model, lineage),
-                lambda unread: self._find(model, lineage, unread),
+                lambda place, unread: self._find(model, lineage, unread, self._beyond(place)),
             ),
         )
         assert isinstance(turns, _ByDeadline)
         return turns
+
+    def _beyond(self, place: "Place[asyncio.Future[R]]") -> float:
+        """Return how much more than a worker's batch there may be for a request, as a part of it. Where several frontends share
+        the workers, a better tier that has waited for a while goes into the workers' own lines, which are by tier: there it gets
+        the next place, whichever frontend's request leaves it."""
+        worse = len(self._table.tiers.names) - 1 - place.tier
+        if worse <= 0 or self._routing.frontends() == 1:
+            return 0.0
+        waited, most = self._now() - place.since, place.latest - place.since
+        return BEYOND * worse if waited >= SPILLS * most else 0.0
 
     def _urgency(self, wanted: Wanted) -> int:
         return self._table.urgency(wanted.tier)
@@ -298,7 +310,7 @@ class Deadlines(Generic[R]):
         """Return the verdict on a request that may be let in. Raise TooLate if it may not, or NoWorker where there is nobody."""
         capacity = self._capacity(wanted.model, lineage)
         if capacity <= 0:
-            self._find(wanted.model, lineage, 0).free()  # which says why, nearly always
+            self._find(wanted.model, lineage, 0, 0.0).free()  # which says why, nearly always
         now = self._now()
         deadline_s, own = self._deadline(wanted)
         line_s = wanted.asked.line_s

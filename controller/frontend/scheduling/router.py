@@ -57,6 +57,9 @@ class RequestRouter:
             peers.contenders,
         )
         self._ignoring = False  # own breakers, for the pick that is made now
+        self._beyond = (
+            0.0  # the batch, times it: places of the worker's own line, for the pick that is made now
+        )
 
     # --- the choice ---------------------------------------------------------------------------------------
 
@@ -66,6 +69,8 @@ class RequestRouter:
             return 0
         whole = self._inflight_max or endpoint.max_batch * self._inflight_per_batch
         cap = int(whole * self._table.knobs(endpoint.model).batch_size)
+        if self._beyond:
+            cap += max(1, int(endpoint.max_batch * self._beyond))
         return cap if cap > 1 else 1
 
     def overloaded(self, model: str) -> bool:
@@ -96,13 +101,24 @@ class RequestRouter:
             for model in self._table.known:
                 self._panic.look(model, self._table.models.get(model, ()))
 
-    def room(self, model: str, lineage: Lineage | None = None) -> Endpoint:
-        """Return an endpoint that has room for a new request, of any lineage or of this one. Raise NoWorker."""
+    def room(self, model: str, lineage: Lineage | None = None, beyond: float = 0.0) -> Endpoint:
+        """Return an endpoint that has room for a new request, of any lineage or of this one. `beyond`: for one that may wait at
+        the worker, so much more than its batch, as a part of it. Raise NoWorker."""
+        if beyond:
+            try:
+                self._beyond = beyond
+                return self.room(model, lineage)
+            finally:
+                self._beyond = 0.0
         endpoints = self._endpoints(model)
         if lineage is not None:
             group = self._table.group(model, lineage)
             endpoints = group.endpoints if group is not None else ()
         return self._picker.room(endpoints, self._rules)
+
+    def frontends(self) -> int:
+        """Return how many frontends share the workers, this one included."""
+        return self._rules.frontends()
 
     def weight(self, model: str, lineage: Lineage) -> float:
         """Return what those of a model's workers of this lineage weigh together that can get requests."""

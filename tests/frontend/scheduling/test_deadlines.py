@@ -272,6 +272,24 @@ async def test_two_frontends_share_the_workers_and_lose_nothing() -> None:
         assert not any(attempt.failed for attempt in clients.attempts)
 
 
+async def test_premium_of_one_frontend_goes_before_everybody_of_the_other() -> None:
+    """Four places, of which premium wants three; the other frontend's clients would fill all of them twice."""
+    async with world(machines(2), settings(), frontends=2) as both:
+        clients = Clients(both)
+        others = [
+            coming(2 * n, n * 0.125, tier="best_effort", client=f"c{n % 4}", deadline_s=4.0)
+            for n in range(160)
+        ]
+        premium = [
+            coming(2 * n + 1, 2.0 + n / 3, tier="premium", client="p", deadline_s=2.0) for n in range(50)
+        ]
+        await clients.run(sorted([*others, *premium], key=lambda one: one.at_s))
+        good = [one.good for one in clients.attempts if one.coming.tier == "premium"]
+        assert len(good) == 50 and sum(good) >= 44, "37, where each frontend's tiers are its own"
+        served = [one for one in clients.attempts if one.coming.tier == "best_effort" and one.good]
+        assert served, "what premium leaves is theirs"
+
+
 @pytest.mark.parametrize("text", ["premium", "=5", "premium=soon", "premium=0", "premium=-1"])
 def test_deadlines_of_tiers_that_make_no_sense_are_refused(text: str) -> None:
     with pytest.raises(BadSetting, match=r"frontend\.ttft_deadlines"):

@@ -164,7 +164,9 @@ class OpenAIEngine(Unbreakable):
     async def _serve(self, key: int, request: Generate, handle: dict[str, Any] | None) -> None:
         """Have the upstream answer a request, once it has a place there. A canary takes nobody's, and who comes with a KV cache
         does not wait: it is kept for him only so long."""
-        async with contextlib.nullcontext() if request.canary or handle else self._places.one():
+        async with (
+            contextlib.nullcontext() if request.canary or handle else self._places.one(request.priority)
+        ):
             await self._answer(key, request, handle)
 
     async def _answer(self, key: int, request: Generate, handle: dict[str, Any] | None) -> None:

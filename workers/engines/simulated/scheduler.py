@@ -78,7 +78,9 @@ class Scheduler:
             )
         if self.mute:
             names = sequence.name_blocks(self.shape.block_tokens) if self.prefill.names(sequence) else []
-            self.waiting.add(Silent(key, prompt, sequence.end - prompt, names, canary=request.canary))
+            silent = Silent(key, prompt, sequence.end - prompt, names, canary=request.canary)
+            silent.priority = request.priority
+            self.waiting.add(silent)
         else:
             self.waiting.add(sequence)
         return None

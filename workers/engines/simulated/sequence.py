@@ -79,7 +79,7 @@ class SimulatedSequence:
 
     __slots__ = (
         "batch", "before", "blocks", "cached", "canary", "computed", "due", "end", "fresh", "key", "last", "named", "names",
-        "prompt", "since", "start",
+        "priority", "prompt", "since", "start",
     )  # fmt: skip
 
     def __init__(self, key: int, prompt: int, end: int, *, length: int = 0, canary: bool = False) -> None:
@@ -88,6 +88,7 @@ class SimulatedSequence:
         self.start = length or prompt
         self.end = end  # its length when its answer is complete
         self.canary = canary
+        self.priority = 0  # of those that wait the least goes first
         self.since = self.due = 0
         self.last = False  # its answer ends when it is due
         self.batch: Passing | None = None
@@ -178,6 +179,7 @@ class Spoken(SimulatedSequence):
         end = min(prompt + sampling.max_tokens, shape.context_tokens)
         super().__init__(key, prompt, end, length=len(tokens), canary=request.canary)
         self.request = request
+        self.priority = request.priority
         self.listen(language.open_sequence(shape.model, tokens))
         # A KV cache that has come lacks that of the last token, so that a block which it fills is not full yet.
         self.full = (len(tokens) - (came is not None)) // shape.block_tokens  # blocks that it came with

@@ -34,11 +34,18 @@ class Schedule:
         self._prefill_tokens_max = prefill_tokens_max
 
     def add(self, sequence: TorchSequence, *, first: bool = False) -> None:
-        """Let a sequence wait for its turn; `first`: before all others."""
+        """Let a sequence wait for its turn, by its priority; `first`: before all others."""
         if first:
             self.waiting.appendleft(sequence)
-        else:
-            self.waiting.append(sequence)
+            return
+        place = len(self.waiting)
+        while place and self._yields(self.waiting[place - 1], sequence):
+            place -= 1
+        self.waiting.insert(place, sequence)
+
+    def _yields(self, before: TorchSequence, newcomer: TorchSequence) -> bool:
+        """Say whether one that waits lets a newcomer go first: no canary, and none that has said something."""
+        return before.priority > newcomer.priority and not before.canary and not before.generated
 
     def remove(self, sequence: TorchSequence) -> None:
         """Forget a sequence and free its blocks, unless they are about to leave."""

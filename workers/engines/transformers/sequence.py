@@ -19,6 +19,7 @@ class TorchSequence:
     ends: frozenset[int] = frozenset()
     barred: frozenset[int] = frozenset()  # not before `min_tokens`
     canary: bool = False
+    priority: int = 0  # of those that wait the least goes first
     submitted: int = -1  # tokens that it came with; -1: those that it has
     moved: bool = False  # it came with its KV cache
     cached: int = 0

@@ -221,6 +221,7 @@ class Stepper:
             ends=stops if request.sampling.ignore_eos else stops | self._eos,
             barred=stops | self._eos,
             canary=request.canary,
+            priority=request.priority,
             submitted=len(request.tokens),
             salt=blocks.seed(namespace=request.cache_salt),
             shares=self._prefix_caching

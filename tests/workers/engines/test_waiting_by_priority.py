@@ -1,0 +1,119 @@
+"""Who waits in an engine, or before one, is taken in by priority: the best first, and among equals who came first."""
+
+import asyncio
+from random import Random
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from events.wire import Generate, Sampling
+from workers.engines.admission import RequestLimit
+from workers.engines.openai.places import Places
+from workers.engines.simulated.sequence import SimulatedSequence
+from workers.engines.simulated.waiting import WaitingQueue
+
+PRIORITIES = st.lists(st.integers(0, 3), max_size=20)
+
+
+def by_priority(priorities: list[int]) -> list[int]:
+    return sorted(range(len(priorities)), key=lambda key: priorities[key])
+
+
+def sequence(key: int, priority: int = 0, *, canary: bool = False) -> SimulatedSequence:
+    made = SimulatedSequence(key, 1, 2, canary=canary)
+    made.priority = priority
+    return made
+
+
+def taken(queue: WaitingQueue) -> list[int]:
+    order = []
+    while queue:
+        order.append(queue.first.key)
+        queue.remove(order[-1])
+    return order
+
+
+@given(PRIORITIES)
+def test_the_simulated_engine_admits_by_priority(priorities: list[int]) -> None:
+    queue = WaitingQueue()
+    for key, priority in enumerate(priorities):
+        queue.add(sequence(key, priority))
+    assert list(queue) == by_priority(priorities)
+    assert len(queue) == len(priorities)
+    assert taken(queue) == by_priority(priorities)
+
+
+def test_canaries_and_who_was_preempted_go_before_the_best() -> None:
+    queue = WaitingQueue()
+    queue.add(sequence(1, 0))
+    queue.add(sequence(2, 3))
+    queue.put_back(sequence(3, 2))
+    queue.add(sequence(4, 3, canary=True))
+    assert taken(queue) == [4, 3, 1, 2]
+    queue.add(sequence(5, 1))
+    queue.clear()
+    assert not queue and 5 not in queue and list(queue) == []
+
+
+@given(PRIORITIES)
+def test_who_waits_before_an_engine_with_a_bound_goes_in_by_priority(priorities: list[int]) -> None:
+    bound = RequestLimit(1, len(priorities))
+    assert bound.take(99, request(0)) == "inside"
+    for key, priority in enumerate(priorities):
+        assert bound.take(key, request(priority)) == "waits"
+    bound.forget(99)
+    order = []
+    while (entered := bound.next()) is not None:
+        order.append(entered[0])
+        bound.forget(entered[0])
+    assert order == by_priority(priorities)
+
+
+def test_what_has_begun_elsewhere_goes_before_the_best_there_too() -> None:
+    bound = RequestLimit(1, 3)
+    bound.take(0, request(0))
+    bound.take(1, request(0))
+    bound.take(2, Generate(0, "r", [1, 2, 3], 2, Sampling(4), priority=3))
+    bound.forget(0)
+    entered = bound.next()
+    assert entered is not None and entered[0] == 2
+
+
+def request(priority: int) -> Generate:
+    return Generate(0, "r", [1, 2], 2, Sampling(4), priority=priority)
+
+
+async def test_who_waits_for_a_place_at_a_server_gets_it_by_priority_and_who_gives_up_loses_none() -> None:
+    places, order, dice = Places(), list[int](), Random(3)
+    places.limit(1)
+    priorities = [dice.randrange(4) for _ in range(12)]
+
+    async def use(key: int, priority: int) -> None:
+        async with places.one(priority):
+            order.append(key)
+            await asyncio.sleep(0)
+
+    async with places.one():
+        tasks = [asyncio.create_task(use(key, priority)) for key, priority in enumerate(priorities)]
+        await asyncio.sleep(0)
+        tasks[5].cancel()
+        await asyncio.sleep(0)
+    await asyncio.gather(*tasks, return_exceptions=True)
+    assert order == [key for key in by_priority(priorities) if key != 5]
+    async with asyncio.timeout(1):
+        async with places.one():
+            pass
+
+
+@pytest.mark.engines
+def test_the_transformers_engine_does_so_too() -> None:
+    from workers.engines.transformers.blocks import Blocks
+    from workers.engines.transformers.schedule import Schedule
+    from workers.engines.transformers.sequence import TorchSequence
+
+    schedule = Schedule(Blocks.__new__(Blocks), batch_max=1, prefill_tokens_max=8)
+    for key, priority in enumerate((2, 0, 1, 0)):
+        schedule.add(TorchSequence(key, [1], 1, Sampling(4), 0, priority=priority))
+    schedule.add(TorchSequence(9, [1], 1, Sampling(4), 0, canary=True), first=True)
+    assert [one.key for one in schedule.waiting] == [9, 1, 3, 2, 0]
