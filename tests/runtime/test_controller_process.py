@@ -291,16 +291,24 @@ async def test_a_controller_that_stops_is_not_ready_at_once_and_lives_until_the_
     data = tmp_path / "fleet"
     data.mkdir()
     async with fleet(own_nats.url, data) as processes:
-        controller = processes.start("one", "controller")
-        await eventually(lambda: present(data), 30)
-        (shown,) = present(data)
-        await eventually(lambda: "lease_taken" in (data / "one.log").read_text(), 20)
-        try:
-            seen = await stopped(controller, shown.url, own_nats.pid)  # its lease cannot be handed over
-        finally:
-            os.kill(own_nats.pid, signal.SIGCONT)
+        for name in (
+            "one",
+            "two",
+            "three",
+            "four",
+        ):  # it lives for half a second: a busy machine may miss that
+            controller = processes.start(name, "controller")
+            await eventually(lambda: present(data), 30)
+            (shown,) = present(data)
+            await eventually(lambda log=data / f"{name}.log": "lease_taken" in log.read_text(), 20)
+            try:
+                seen = await stopped(controller, shown.url, own_nats.pid)  # its lease cannot be handed over
+            finally:
+                os.kill(own_nats.pid, signal.SIGCONT)
+            ready = [code for path, code in seen if path == "/ready"]
+            if len(ready) > 1:
+                break
         assert {code for path, code in seen if path == "/live"} == {200}
-        ready = [code for path, code in seen if path == "/ready"]
         assert ready == sorted(ready) and ready[-1] == 503
 
 
