@@ -200,8 +200,7 @@ class Director:
         self.breakers.keep(keys)
         self.exposures.keep(keys)
         self.routing.forget(keys)
-        if self.admission.deadlines is not None:
-            self.admission.deadlines.keep()
+        self.admission.forget()
 
     # --- what generations say -----------------------------------------------------------------------------
 

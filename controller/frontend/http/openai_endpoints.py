@@ -25,7 +25,7 @@ from controller.frontend.requests.schema import ParsedRequest, read_chat, read_c
 from controller.frontend.responses.response_format import ResponseFormat
 from controller.frontend.responses.sse import SseStream, StreamedResponse, response_head
 from controller.frontend.scheduling.admission import Reservation
-from controller.frontend.scheduling.deadlines import Deadlines, Wanted, WantedTokens
+from controller.frontend.scheduling.deadlines import Deadlines, WantedRequest, WantedTokens
 from controller.frontend.text.chat_templates import BadTemplate
 from controller.frontend.text.tokenizer import TokenizerMissing, Tokens, ready_tokens
 from controller.router.endpoints import Lineage
@@ -184,7 +184,7 @@ class OpenAiEndpoints:
         """Return a request that is let in by its deadline, and its room, given back for the generations. Raise ApiError."""
         director = self._director
         client = head.asked.client(director.settings.admission.fairness_by, parsed.user)
-        wanted = Wanted(parsed.model, head.tier, head.asked, client, arrived, head.id)
+        wanted = WantedRequest(parsed.model, head.tier, head.asked, client, arrived, head.id)
         lineage = self._admission.look(deadlines, wanted)
         admitted, tokens = await self._admitted(head, parsed, id, lineage, overrides, arrived)
         most = 0

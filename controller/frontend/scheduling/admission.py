@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 from controller.frontend.errors import ApiError, shed, unavailable, unknown_model
 from controller.frontend.health.poison import Poisonous
-from controller.frontend.scheduling.deadlines import Deadlines, TooLate, Wanted, WantedTokens
+from controller.frontend.scheduling.deadlines import Deadlines, TooLate, WantedRequest, WantedTokens
 from controller.frontend.scheduling.overload import ALL_BUSY, OverloadAnswers
 from controller.frontend.scheduling.pools import Pools
 from controller.frontend.scheduling.queue import Outcome, Queue, QueueFull, WaitedTooLong
@@ -106,7 +106,7 @@ class Admission:
         except NoWorker as error:
             raise self.refusal(error, model, tier) from error
 
-    def look(self, deadlines: "Deadlines[Reservation]", wanted: Wanted) -> Lineage:
+    def look(self, deadlines: "Deadlines[Reservation]", wanted: WantedRequest) -> Lineage:
         """Return the lineage that a request is bound to, whose texts are still to be read. Raise ApiError if it is not let in."""
         model, tier = wanted.model, wanted.tier
         self._check(model, tier)
@@ -116,7 +116,11 @@ class Admission:
             raise self.refusal(error, model, tier) from None
 
     async def enter(
-        self, deadlines: "Deadlines[Reservation]", wanted: Wanted, lineage: Lineage, tokens: WantedTokens
+        self,
+        deadlines: "Deadlines[Reservation]",
+        wanted: WantedRequest,
+        lineage: Lineage,
+        tokens: WantedTokens,
     ) -> tuple[Reservation, float]:
         """Return room for such a request, which its caller frees, and until when its first token is wanted. Raise ApiError if it
         is not let in."""
@@ -143,6 +147,11 @@ class Admission:
         self._answers.ended(model)
         if self.deadlines is not None:
             self.deadlines.ended(model, tokens)
+
+    def forget(self) -> None:
+        """Forget what endpoints that are gone were known by."""
+        if self.deadlines is not None:
+            self.deadlines.keep()
 
     def send_away(self) -> None:
         """Refuse those who wait: this frontend ends."""

@@ -24,8 +24,8 @@ from controller.frontend.scheduling.pools import Pools, step_s
 from controller.frontend.scheduling.queue import Queue, Room, WaitedTooLong
 from controller.frontend.scheduling.router import RequestRouter
 from controller.frontend.settings import FrontendSettings
-from controller.router.admission.line import Place
-from controller.router.admission.pool import Asked, Pool, Verdict
+from controller.router.admission.line import PlaceInLine
+from controller.router.admission.pool import AdmissionVerdict, Asked, WorkerPool
 from controller.router.admission.retries import RefusedIds, RetryBudget
 from controller.router.admission.work import AnswerLengths, Demand, reading_s, work_s
 from controller.router.endpoints import Endpoint, EndpointTable, Lineage
@@ -51,7 +51,7 @@ class TooLate(HoldfastError):
 
 
 @dataclass(frozen=True, slots=True)
-class Wanted:
+class WantedRequest:
     """One request, as it comes."""
 
     model: str
@@ -79,16 +79,16 @@ class _ByDeadline(Generic[R]):
 
     def __init__(
         self,
-        pool: "Callable[[], Pool[asyncio.Future[R]]]",
+        pool: "Callable[[], WorkerPool[asyncio.Future[R]]]",
         now: Callable[[], float],
         capacity: Callable[[], float],
-        find: "Callable[[Place[asyncio.Future[R]], int], R]",
+        find: "Callable[[PlaceInLine[asyncio.Future[R]], int], R]",
     ) -> None:
         self._pool = pool
         self._now = now
         self._capacity = capacity
         self._find = find
-        self._places: dict[asyncio.Future[R], tuple[Place[asyncio.Future[R]], int]] = {}
+        self._places: dict[asyncio.Future[R], tuple[PlaceInLine[asyncio.Future[R]], int]] = {}
 
     def __len__(self) -> int:
         return len(self._places)
@@ -96,7 +96,7 @@ class _ByDeadline(Generic[R]):
     def __iter__(self) -> "Iterator[asyncio.Future[R]]":
         return iter(self._places)
 
-    def push(self, place: "Place[asyncio.Future[R]]", tokens: int) -> None:
+    def push(self, place: "PlaceInLine[asyncio.Future[R]]", tokens: int) -> None:
         """Let one wait of whose prompts so many tokens have to be read."""
         now = self._now()
         self._pool().pass_time(now, self._capacity())
@@ -144,6 +144,7 @@ class Deadlines(Generic[R]):
         self._settings = settings
         self._table = table
         self._routing = routing
+        self._monitor = routing.monitor
         self._pools = pools
         self._queue = queue
         self._find = find
@@ -185,11 +186,11 @@ class Deadlines(Generic[R]):
         now = self._now()
         until, capacity = self._capacities.get((model, lineage), (0.0, 0.0))
         if now >= until:
-            capacity = self._routing.weight(model, lineage)
+            capacity = self._monitor.weight(model, lineage)
             self._capacities[model, lineage] = now + CAPACITY_S, capacity
         return capacity
 
-    def _deadline(self, wanted: Wanted) -> tuple[float, bool]:
+    def _deadline(self, wanted: WantedRequest) -> tuple[float, bool]:
         """Return until when the first token is wanted, from the arrival, and whether the client has said so himself."""
         if wanted.asked.deadline_s is not None:
             return wanted.asked.deadline_s, True
@@ -202,7 +203,7 @@ class Deadlines(Generic[R]):
 
     # --- the way in
 
-    def look(self, wanted: Wanted) -> Lineage:
+    def look(self, wanted: WantedRequest) -> Lineage:
         """Return the lineage that a request is bound to from now on, if it may still be let in. Raise TooLate, or NoWorker."""
         model, now = wanted.model, self._now()
         lineage = self._lineage(model)
@@ -219,7 +220,7 @@ class Deadlines(Generic[R]):
             self._judge(pool, wanted, lineage, Asked(self._urgency(wanted), wanted.client, inf))
         return lineage
 
-    async def enter(self, wanted: Wanted, lineage: Lineage, tokens: WantedTokens) -> tuple[R, float]:
+    async def enter(self, wanted: WantedRequest, lineage: Lineage, tokens: WantedTokens) -> tuple[R, float]:
         """Return room for a request, at once or when its turn has come, and until when its first token is wanted. Raise TooLate,
         QueueFull, or NoWorker for another reason than that all are busy."""
         model = wanted.model
@@ -243,7 +244,7 @@ class Deadlines(Generic[R]):
         latest = wanted.arrived + verdict.latest_s
 
         def push(turn: "asyncio.Future[R]") -> None:
-            place = Place(turn, asked.tier, asked.client, asked.work, wanted.arrived, latest)
+            place = PlaceInLine(turn, asked.tier, asked.client, asked.work, wanted.arrived, latest)
             turns.push(place, unread)
 
         try:
@@ -267,7 +268,7 @@ class Deadlines(Generic[R]):
         assert isinstance(turns, _ByDeadline)
         return turns
 
-    def _beyond(self, place: "Place[asyncio.Future[R]]") -> float:
+    def _beyond(self, place: "PlaceInLine[asyncio.Future[R]]") -> float:
         """Return how much more than a worker's batch there may be for a request, as a part of it. Where several frontends share
         the workers, a better tier that has waited for a while goes into the workers' own lines, which are by tier: there it gets
         the next place, whichever frontend's request leaves it."""
@@ -277,15 +278,15 @@ class Deadlines(Generic[R]):
         waited, most = self._now() - place.since, place.latest - place.since
         return BEYOND * worse if waited >= SPILLS * most else 0.0
 
-    def _urgency(self, wanted: Wanted) -> int:
+    def _urgency(self, wanted: WantedRequest) -> int:
         return self._table.urgency(wanted.tier)
 
-    def _unread(self, wanted: Wanted, lineage: Lineage, tokens: WantedTokens) -> int:
+    def _unread(self, wanted: WantedRequest, lineage: Lineage, tokens: WantedTokens) -> int:
         """Return how many tokens of a request's prompts have to be read. Raise NoWorker."""
         group, scheduler = self._routing.group(wanted.model, lineage), self._routing.scheduler
         return sum(scheduler.uncached(group, names, count) for count, names in tokens.prompts)
 
-    def _asked(self, wanted: Wanted, lineage: Lineage, tokens: WantedTokens, unread: int) -> Asked:
+    def _asked(self, wanted: WantedRequest, lineage: Lineage, tokens: WantedTokens, unread: int) -> Asked:
         """Return what a request asks of its pool, in seconds of its workers. Raise NoWorker."""
         example = self._routing.group(wanted.model, lineage).endpoints[0]
         expected = self._lengths.expected(wanted.model, tokens.answer_tokens)
@@ -300,13 +301,13 @@ class Deadlines(Generic[R]):
 
     def _judge(
         self,
-        pool: "Pool[asyncio.Future[R]]",
-        wanted: Wanted,
+        pool: "WorkerPool[asyncio.Future[R]]",
+        wanted: WantedRequest,
         lineage: Lineage,
         asked: Asked,
         *,
         room: bool = False,
-    ) -> Verdict:
+    ) -> AdmissionVerdict:
         """Return the verdict on a request that may be let in. Raise TooLate if it may not, or NoWorker where there is nobody."""
         capacity = self._capacity(wanted.model, lineage)
         if capacity <= 0:
@@ -328,7 +329,7 @@ class Deadlines(Generic[R]):
 
     # --- refusals
 
-    def _refusal(self, wanted: Wanted, verdict: Verdict, margin: float) -> TooLate:
+    def _refusal(self, wanted: WantedRequest, verdict: AdmissionVerdict, margin: float) -> TooLate:
         now, deadline_s = self._now(), verdict.deadline_s
         self._refused.add(wanted.id, now)
         if verdict.reason == "deadline_unattainable":
@@ -341,11 +342,11 @@ class Deadlines(Generic[R]):
 
     def _late(
         self,
-        pool: "Pool[asyncio.Future[R]]",
-        wanted: Wanted,
+        pool: "WorkerPool[asyncio.Future[R]]",
+        wanted: WantedRequest,
         lineage: Lineage,
         asked: Asked,
-        verdict: Verdict,
+        verdict: AdmissionVerdict,
     ) -> TooLate:
         """Return why one is refused who has waited in vain, or is sent away."""
         now = self._now()

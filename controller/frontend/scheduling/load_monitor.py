@@ -10,7 +10,7 @@ from controller.deciders.thresholds import NEVER, BusyThresholds
 from controller.frontend.scheduling.scheduler import KvScheduler
 from controller.frontend.settings import FrontendSettings
 from controller.ports import RequestPlane
-from controller.router.endpoints import Endpoint, EndpointTable, WorkerRank
+from controller.router.endpoints import Endpoint, EndpointTable, Lineage, WorkerRank
 from controller.router.load.busy import RankLoadSeen, worker_is_busy
 
 AHEAD_S = 0.1  # with deadlines: a worker gets nothing new while it has more to read than that
@@ -75,6 +75,12 @@ class LoadMonitor:
         if full:
             self._full_until[model] = now + len(there) * HOLDS_S
         return full
+
+    def weight(self, model: str, lineage: Lineage) -> float:
+        """Return what those of a model's workers of this lineage weigh together that can get requests."""
+        group, reachable = self._table.group(model, lineage), self._plane.reachable
+        endpoints = group.endpoints if group is not None else ()
+        return sum(e.weight for e in endpoints if e.routable and reachable(e.worker, e.instance))
 
     def ranks(self, endpoint: Endpoint) -> Iterator[RankLoadSeen | None]:
         """Yield what is known of each of the DP ranks that a worker has declared."""

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from controller.deciders.capacity import tpot_ms
-from controller.router.admission.pool import Pool
+from controller.router.admission.pool import WorkerPool
 from controller.router.admission.work import reading_s
 from controller.router.endpoints import Endpoint, Lineage
 
@@ -34,14 +34,14 @@ class Pools:
         """`frontends` returns how many share the workers: each reckons with its part of them until it has seen what it gets."""
         self.now = now
         self._frontends = frontends
-        self._pools: dict[PoolName, Pool[asyncio.Future[Any]]] = {}
+        self._pools: dict[PoolName, WorkerPool[asyncio.Future[Any]]] = {}
         self._sent: dict[int, _Sent] = {}  # by the router's number
 
-    def of(self, model: str, lineage: Lineage) -> Pool[asyncio.Future[Any]]:
+    def of(self, model: str, lineage: Lineage) -> WorkerPool[asyncio.Future[Any]]:
         """Return the pool of a model's workers of this lineage."""
         pool = self._pools.get((model, lineage))
         if pool is None:
-            pool = self._pools[model, lineage] = Pool(self.now(), 1.0 / max(1, self._frontends()))
+            pool = self._pools[model, lineage] = WorkerPool(self.now(), 1.0 / max(1, self._frontends()))
         return pool
 
     def sent(self, slot: int, endpoint: Endpoint, ahead_tokens: float, own_tokens: float) -> None:

@@ -47,7 +47,7 @@ class WaitedTooLong(HoldfastError):
     """No worker became free in time."""
 
 
-class Turns(Protocol[R]):
+class QueueLine(Protocol[R]):
     """A line, and how whoever is next finds room."""
 
     def __len__(self) -> int: ...
@@ -103,7 +103,7 @@ class Queue(Generic[R]):
         self._take = take
         self._max = requests_max
         self._ended = ended
-        self._lines: dict[str, dict[Hashable, Turns[R]]] = {}  # each model's, by what they are lines for
+        self._lines: dict[str, dict[Hashable, QueueLine[R]]] = {}  # each model's, by what they are lines for
         self._back: dict[
             str, OrderedDict[asyncio.Future[R], Callable[[], R]]
         ] = {}  # before them: how each finds room
@@ -128,7 +128,7 @@ class Queue(Generic[R]):
         self.wake(model)
         return True
 
-    def line(self, model: str, name: Hashable, make: Callable[[], Turns[R]]) -> Turns[R]:
+    def line(self, model: str, name: Hashable, make: Callable[[], QueueLine[R]]) -> QueueLine[R]:
         """Return a line of a model's by its name; made, if there is none."""
         lines = self._lines.setdefault(model, {})
         found = lines.get(name)
@@ -176,7 +176,7 @@ class Queue(Generic[R]):
     async def stand(
         self,
         model: str,
-        line: Turns[R],
+        line: QueueLine[R],
         push: "Callable[[asyncio.Future[R]], object]",
         deadline_s: float,
     ) -> R:
@@ -236,7 +236,7 @@ class Queue(Generic[R]):
         for line in self._lines.get(model, {}).values():
             self._let_in(line)
 
-    def _let_in(self, line: Turns[R]) -> None:
+    def _let_in(self, line: QueueLine[R]) -> None:
         while (turn := line.head()) is not None:
             if not turn.done():  # else its time is over, or its client has gone
                 try:

@@ -43,6 +43,7 @@ class RequestRouter:
         self._open = breakers.open
         self._panic = panic
         self.scheduler = scheduler
+        self.frontends = peers.frontends  # how many share the workers, this one included
         self.monitor = LoadMonitor(settings, table, plane, scheduler)
         self._live = live  # before, the fold is history, and no reason for panic
         self._picker = Picker()
@@ -115,16 +116,6 @@ class RequestRouter:
             group = self._table.group(model, lineage)
             endpoints = group.endpoints if group is not None else ()
         return self._picker.room(endpoints, self._rules)
-
-    def frontends(self) -> int:
-        """Return how many frontends share the workers, this one included."""
-        return self._rules.frontends()
-
-    def weight(self, model: str, lineage: Lineage) -> float:
-        """Return what those of a model's workers of this lineage weigh together that can get requests."""
-        group, reachable = self._table.group(model, lineage), self._plane.reachable
-        endpoints = group.endpoints if group is not None else ()
-        return sum(e.weight for e in endpoints if e.routable and reachable(e.worker, e.instance))
 
     def route(
         self,

@@ -25,7 +25,7 @@ INTERVAL_S = 0.1
 OWED_MAX = 4096  # clients that wait for nothing now, and had more than the others
 
 
-class Place(Generic[T]):
+class PlaceInLine(Generic[T]):
     """One request's place in the line."""
 
     __slots__ = ("client", "latest", "since", "tier", "who", "work")
@@ -48,7 +48,7 @@ class _Client(Generic[T]):
     def __init__(self, had: float) -> None:
         self.had = had  # the work that was taken for him, on the tier's account
         self.work = 0.0  # of all of these
-        self.places: OrderedDict[Place[T], None] = OrderedDict()
+        self.places: OrderedDict[PlaceInLine[T], None] = OrderedDict()
 
 
 class _Tier(Generic[T]):
@@ -56,7 +56,7 @@ class _Tier(Generic[T]):
 
     def __init__(self) -> None:
         self.work = 0.0
-        self.places: OrderedDict[Place[T], None] = OrderedDict()  # in the order of their arrival
+        self.places: OrderedDict[PlaceInLine[T], None] = OrderedDict()  # in the order of their arrival
         self._clients: dict[str, _Client[T]] = {}  # those who wait
         self._owed: dict[str, float] = {}  # accounts of others that are ahead of this one
         self._stands = 0.0  # the account of the client who was served last
@@ -64,7 +64,7 @@ class _Tier(Generic[T]):
         self._numbered = 0
         self._over_since: float | None = None
 
-    def push(self, place: Place[T]) -> None:
+    def push(self, place: PlaceInLine[T]) -> None:
         client = self._clients.get(place.client)
         if client is None:
             had = max(self._owed.pop(place.client, 0.0), self._stands)
@@ -75,7 +75,7 @@ class _Tier(Generic[T]):
         self.places[place] = None
         self.work += place.work
 
-    def head(self, now: float) -> Place[T]:
+    def head(self, now: float) -> PlaceInLine[T]:
         """Return who is next, of whom there is at least one."""
         newest = self._over(now)
         while True:
@@ -85,14 +85,14 @@ class _Tier(Generic[T]):
                 return next(reversed(client.places) if newest else iter(client.places))
             heappop(self._turns)
 
-    def served(self, place: Place[T]) -> None:
+    def served(self, place: PlaceInLine[T]) -> None:
         client = self._clients[place.client]
         self._stands = max(self._stands, client.had)
         client.had += place.work
         self._turn(place.client, client.had)
         self.remove(place)
 
-    def remove(self, place: Place[T]) -> None:
+    def remove(self, place: PlaceInLine[T]) -> None:
         client = self._clients[place.client]
         del client.places[place], self.places[place]
         client.work -= place.work
@@ -150,28 +150,28 @@ class Line(Generic[T]):
     def __len__(self) -> int:
         return self._length
 
-    def __iter__(self) -> Iterator[Place[T]]:
+    def __iter__(self) -> Iterator[PlaceInLine[T]]:
         for rank in sorted(self._tiers):
             yield from self._tiers[rank].places
 
-    def push(self, place: Place[T]) -> None:
+    def push(self, place: PlaceInLine[T]) -> None:
         """Let a request wait."""
         self._tiers.setdefault(place.tier, _Tier()).push(place)
         self._length += 1
 
-    def head(self, now: float) -> Place[T] | None:
+    def head(self, now: float) -> PlaceInLine[T] | None:
         """Return who is next; None: nobody waits."""
         for rank in sorted(self._tiers):
             if (tier := self._tiers[rank]).places:
                 return tier.head(now)
         return None
 
-    def served(self, place: Place[T]) -> None:
+    def served(self, place: PlaceInLine[T]) -> None:
         """Take one out that is served: it goes onto its client's account."""
         self._tiers[place.tier].served(place)
         self._length -= 1
 
-    def remove(self, place: Place[T]) -> bool:
+    def remove(self, place: PlaceInLine[T]) -> bool:
         """Take one out that is not. False: it does not wait."""
         tier = self._tiers.get(place.tier)
         if tier is None or place not in tier.places:

@@ -16,7 +16,7 @@ from math import inf
 from typing import Generic, TypeVar
 
 from controller.router.admission.drain import DrainRate, Inflow
-from controller.router.admission.line import Line, Place
+from controller.router.admission.line import Line, PlaceInLine
 from controller.router.admission.ttft import FirstTokens
 
 T = TypeVar("T")
@@ -45,7 +45,7 @@ class Asked:
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
+class AdmissionVerdict:
     """What becomes of it."""
 
     reason: str  # why it is refused at once; empty: it may wait
@@ -55,7 +55,7 @@ class Verdict:
     latest_s: float  # from its arrival: sent later, its first token comes too late
 
 
-class Pool(Generic[T]):
+class WorkerPool(Generic[T]):
     """One pool's line, and what is known of how fast it is served."""
 
     def __init__(self, now: float, efficiency: float = 1.0) -> None:
@@ -77,7 +77,9 @@ class Pool(Generic[T]):
         before = self.line.before(asked.tier, asked.client) + asked.work / 2
         return before / left if left > 0 else inf
 
-    def judge(self, asked: Asked, now: float, capacity: float, step_s: float, *, room: bool) -> Verdict:
+    def judge(
+        self, asked: Asked, now: float, capacity: float, step_s: float, *, room: bool
+    ) -> AdmissionVerdict:
         """Return what becomes of a request. `room`: some worker would take it at once, and nobody waits."""
         first = self.first
         alone_s = first.alone_s(asked.own_s, step_s)
@@ -92,13 +94,13 @@ class Pool(Generic[T]):
             reason = "deadline"
         else:
             reason = ""
-        return Verdict(reason, wait_s, first_s, deadline_s, latest_s)
+        return AdmissionVerdict(reason, wait_s, first_s, deadline_s, latest_s)
 
     def margin(self, tier: int) -> float:
         """Return within what part of its deadline a first token must be predicted in this tier."""
         return self._margins.get(tier, MARGIN_MAX if tier == 0 else MARGIN)
 
-    def push(self, place: Place[T], now: float) -> None:
+    def push(self, place: PlaceInLine[T], now: float) -> None:
         """Let a request wait."""
         place.work = max(place.work, WORK_LEAST)
         self.line.push(place)
@@ -111,13 +113,13 @@ class Pool(Generic[T]):
             flow = self._inflow[tier] = Inflow()
         flow.add(work, now)
 
-    def served(self, place: Place[T]) -> None:
+    def served(self, place: PlaceInLine[T]) -> None:
         """The head of the line goes to a worker."""
         self.line.served(place)
         self.drain.take(place.work)
         self._margins[place.tier] = min(MARGIN_MAX, self.margin(place.tier) + SERVED_MORE)
 
-    def late(self, place: Place[T]) -> None:
+    def late(self, place: PlaceInLine[T]) -> None:
         """One has stood in line until it was too late: it leaves."""
         self.line.remove(place)
         self._margins[place.tier] = max(MARGIN_MIN, self.margin(place.tier) * LATE_TIMES)

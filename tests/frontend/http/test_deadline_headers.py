@@ -1,6 +1,8 @@
 """Admission by deadlines as a client meets it: through both ways in, and with OpenAI's own client."""
 
 import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from typing import Any
 
 import pytest
@@ -18,11 +20,20 @@ async def ask(kit: Kit, headers: dict[str, str], count: int = 12) -> tuple[int, 
     return await kit.post("/v1/completions", headers, model="m", prompt=PROMPT, max_tokens=count)
 
 
-async def seen_full(kit: Kit, worker: ScriptedWorker) -> None:
-    """Wait until the frontend has heard that others fill the worker."""
-    await until(
-        lambda: (load := kit.plane.external_load(worker.name)) is not None and load.running == worker.others
-    )
+@asynccontextmanager
+async def full(**settings: Any) -> AsyncIterator[tuple[Kit, ScriptedWorker, Callable[[], None]]]:
+    """Run a frontend before a worker whose eight places are taken, until what is yielded with it is called."""
+    worker = ScriptedWorker("w1", step_s=0.05)
+    async with frontend(worker, **ON, **settings) as kit:
+        taken = [asyncio.create_task(ask(kit, {}, 4000)) for _ in range(8)]
+        await until(lambda: worker.active == 8)
+        try:
+            yield kit, worker, lambda: [task.cancel() for task in taken] and None
+        finally:
+            for task in taken:
+                task.cancel()
+            await asyncio.gather(*taken, return_exceptions=True)
+            await until(lambda: not worker.active)
 
 
 @WAYS
@@ -35,15 +46,13 @@ async def test_a_deadline_that_can_be_kept_is_heeded_and_nobody_notices(way: dic
 
 @WAYS
 async def test_who_is_refused_is_told_why_and_when_to_come_back(way: dict[str, str]) -> None:
-    worker = ScriptedWorker("w1", others=8)
-    async with frontend(worker, **ON) as kit:
-        await seen_full(kit, worker)
+    async with full() as (kit, worker, _):
         asked = way | {"X-Holdfast-TTFT-Deadline-Ms": "5000", "X-Holdfast-Queue-TTL-Ms": "0.001"}
         code, body, headers = await ask(kit, asked, 2000)
         assert (code, body["error"]["code"]) == (429, "deadline")
         assert headers["X-Holdfast-Refused"] == "deadline"
         assert int(headers["Retry-After"]) >= 1 and 0 < int(headers["retry-after-ms"]) <= 30_000
-        assert not worker.requests
+        assert len(worker.requests) == 8
         counted = kit.counted("dynamo_frontend_model_rejection_total", "model", "endpoint")
         assert counted == {("m", "completions"): 1}
 
@@ -63,17 +72,15 @@ async def test_without_admission_by_deadlines_nothing_of_it_is_read(way: dict[st
 
 async def test_the_official_client_comes_back_when_it_is_told_to_and_is_served() -> None:
     loop, asked, answered = asyncio.get_running_loop(), list[float](), list[float]()
-    worker = ScriptedWorker("w1", others=8)
+    async with full() as (kit, _, free):
 
-    async def asks(request: object) -> None:
-        asked.append(loop.time())
+        async def asks(request: object) -> None:
+            asked.append(loop.time())
 
-    async def is_answered(response: object) -> None:
-        answered.append(loop.time())
-        worker.others = 0
+        async def is_answered(response: object) -> None:
+            answered.append(loop.time())
+            free()
 
-    async with frontend(worker, **ON) as kit:
-        await seen_full(kit, worker)
         http = DefaultAsyncHttpxClient(event_hooks={"request": [asks], "response": [is_answered]})
         async with AsyncOpenAI(
             base_url=f"{kit.url}/v1", api_key="none", http_client=http, max_retries=9
@@ -82,7 +89,7 @@ async def test_the_official_client_comes_back_when_it_is_told_to_and_is_served()
                 model="m",
                 prompt=PROMPT,
                 max_tokens=12,
-                extra_headers={"X-Holdfast-TTFT-Deadline-Ms": "300", "X-Holdfast-Queue-TTL-Ms": "50"},
+                extra_headers={"X-Holdfast-TTFT-Deadline-Ms": "30000", "X-Holdfast-Queue-TTL-Ms": "1"},
             )
         assert answer.choices[0].text == EXACT
         assert len(asked) == len(answered) >= 2 and asked[1] - answered[0] > 0.05

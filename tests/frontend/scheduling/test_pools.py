@@ -8,7 +8,7 @@ from frontend_kit import PROFILE, joined
 from scripted_worker import ScriptedWorker
 
 from controller.frontend.scheduling.pools import Pools, step_s
-from controller.router.admission.line import Place
+from controller.router.admission.line import PlaceInLine
 from controller.router.endpoints import Endpoint
 
 
@@ -43,7 +43,7 @@ def test_a_pool_is_forgotten_with_its_workers_but_not_while_somebody_waits() -> 
     async def go() -> None:
         pools = Pools(lambda: 0.0, lambda: 1)
         one, other = pools.of("m", ("r1", "t")), pools.of("m", ("r2", "t"))
-        other.push(Place(asyncio.get_running_loop().create_future(), 0, "", 1.0, 0.0, 1.0), 0.0)
+        other.push(PlaceInLine(asyncio.get_running_loop().create_future(), 0, "", 1.0, 0.0, 1.0), 0.0)
         pools.keep(set(), set())
         assert pools.of("m", ("r2", "t")) is other
         assert pools.of("m", ("r1", "t")) is not one

@@ -4,18 +4,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from controller.router.admission.line import INTERVAL_S, OWED_MAX, USED_UP, Line, Place
+from controller.router.admission.line import INTERVAL_S, OWED_MAX, USED_UP, Line, PlaceInLine
 
 CLIENTS = ("a", "b", "c")
 
 
 def place(
     who: str, tier: int = 0, client: str = "a", work: float = 1.0, since: float = 0.0, latest: float = 10.0
-) -> Place[str]:
-    return Place(who, tier, client, work, since, latest)
+) -> PlaceInLine[str]:
+    return PlaceInLine(who, tier, client, work, since, latest)
 
 
-def line_of(*places: Place[str]) -> Line[str]:
+def line_of(*places: PlaceInLine[str]) -> Line[str]:
     line: Line[str] = Line()
     for one in places:
         line.push(one)
@@ -150,7 +150,7 @@ STEPS = st.lists(
 @given(STEPS)
 def test_nobody_is_lost_or_served_twice_and_work_adds_up(steps: list[Step]) -> None:
     line: Line[str] = Line()
-    waiting: dict[Place[str], None] = {}
+    waiting: dict[PlaceInLine[str], None] = {}
     for number, (what, tier, client, work) in enumerate(steps):
         now = number * 0.01
         if what == "push":

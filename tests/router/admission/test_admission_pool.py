@@ -4,8 +4,16 @@ from dataclasses import replace
 
 import pytest
 
-from controller.router.admission.line import Place
-from controller.router.admission.pool import ALONE_TIMES, MARGIN, MARGIN_MAX, MARGIN_MIN, Asked, Pool, Verdict
+from controller.router.admission.line import PlaceInLine
+from controller.router.admission.pool import (
+    ALONE_TIMES,
+    MARGIN,
+    MARGIN_MAX,
+    MARGIN_MIN,
+    AdmissionVerdict,
+    Asked,
+    WorkerPool,
+)
 from controller.router.admission.retries import IDS_MAX, IDS_S, REPEATS_LEAST, RefusedIds, RetryBudget
 from controller.router.admission.ttft import EXTRA_MAX_S, FACTOR_MAX, FirstTokens
 from controller.router.admission.work import AnswerLengths, Demand, reading_s, work_s
@@ -21,15 +29,17 @@ PROFILE = Profile(
 WANTED = Asked(tier=1, client="b", deadline_s=1.0, work=1.0, own_s=0.1)
 
 
-def pool_with(work: float, tier: int = 1, client: str = "b") -> Pool[str]:
+def pool_with(work: float, tier: int = 1, client: str = "b") -> WorkerPool[str]:
     """Return a pool in whose line so much work waits."""
-    pool: Pool[str] = Pool(0.0)
+    pool: WorkerPool[str] = WorkerPool(0.0)
     for _ in range(int(work * 10)):
-        pool.line.push(Place("x", tier, client, 0.1, 0.0, 99.0))
+        pool.line.push(PlaceInLine("x", tier, client, 0.1, 0.0, 99.0))
     return pool
 
 
-def judged(pool: Pool[str], asked: Asked, *, room: bool = False, capacity: float = 10.0) -> Verdict:
+def judged(
+    pool: WorkerPool[str], asked: Asked, *, room: bool = False, capacity: float = 10.0
+) -> AdmissionVerdict:
     return pool.judge(asked, 0.0, capacity, 0.0, room=room)
 
 
@@ -145,10 +155,10 @@ def test_a_little_is_left_of_the_deadline_because_what_comes_is_not_what_was_pre
 
 
 def test_about_one_of_a_hundred_becomes_late_and_no_more_in_each_tier_by_itself() -> None:
-    pool: Pool[str] = Pool(0.0)
+    pool: WorkerPool[str] = WorkerPool(0.0)
     late = served = 0
     for number in range(20_000):
-        one = Place(str(number), 1, "b", 0.1, 0.0, 99.0)
+        one = PlaceInLine(str(number), 1, "b", 0.1, 0.0, 99.0)
         pool.push(one, 0.0)
         if number * 0.618034 % 1 < pool.margin(1) ** 6:  # the nearer to its deadline, the likelier
             late += 1

@@ -3,7 +3,6 @@
 import asyncio
 from random import Random
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -104,16 +103,3 @@ async def test_who_waits_for_a_place_at_a_server_gets_it_by_priority_and_who_giv
     async with asyncio.timeout(1):
         async with places.one():
             pass
-
-
-@pytest.mark.engines
-def test_the_transformers_engine_does_so_too() -> None:
-    from workers.engines.transformers.blocks import Blocks
-    from workers.engines.transformers.schedule import Schedule
-    from workers.engines.transformers.sequence import TorchSequence
-
-    schedule = Schedule(Blocks.__new__(Blocks), batch_max=1, prefill_tokens_max=8)
-    for key, priority in enumerate((2, 0, 1, 0)):
-        schedule.add(TorchSequence(key, [1], 1, Sampling(4), 0, priority=priority))
-    schedule.add(TorchSequence(9, [1], 1, Sampling(4), 0, canary=True), first=True)
-    assert [one.key for one in schedule.waiting] == [9, 1, 3, 2, 0]

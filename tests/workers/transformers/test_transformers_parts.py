@@ -33,6 +33,21 @@ def run(schedule: Schedule, works: Any) -> None:
             work.sequence.tokens.append(1)
 
 
+def test_who_waits_is_taken_in_by_priority_behind_canaries_and_who_has_said_something() -> None:
+    schedule = Schedule(Blocks(100, 16), batch_max=1, prefill_tokens_max=32)
+    preempted = sequence(8, 4)
+    preempted.priority, preempted.submitted = 3, 3
+    schedule.add(preempted)
+    for key, priority in enumerate((2, 0, 1, 0)):
+        one = sequence(key, 4)
+        one.priority = priority
+        schedule.add(one)
+    canary = sequence(9, 4)
+    canary.canary = True
+    schedule.add(canary, first=True)
+    assert [one.key for one in schedule.waiting] == [9, 8, 1, 3, 2, 0]
+
+
 def test_a_long_prompt_is_read_in_pieces_while_others_decode() -> None:
     schedule = Schedule(Blocks(100, 16), batch_max=8, prefill_tokens_max=32)
     schedule.add(sequence(1, 10))

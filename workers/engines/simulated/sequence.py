@@ -82,13 +82,15 @@ class SimulatedSequence:
         "priority", "prompt", "since", "start",
     )  # fmt: skip
 
-    def __init__(self, key: int, prompt: int, end: int, *, length: int = 0, canary: bool = False) -> None:
+    def __init__(
+        self, key: int, prompt: int, end: int, *, length: int = 0, canary: bool = False, priority: int = 0
+    ) -> None:
         self.key = key
         self.prompt = prompt  # tokens of the request, replayed ones included
         self.start = length or prompt
         self.end = end  # its length when its answer is complete
         self.canary = canary
-        self.priority = 0  # of those that wait the least goes first
+        self.priority = priority  # of those that wait the least goes first
         self.since = self.due = 0
         self.last = False  # its answer ends when it is due
         self.batch: Passing | None = None
@@ -177,9 +179,10 @@ class Spoken(SimulatedSequence):
         sampling, prompt = request.sampling, len(request.tokens)
         self.tokens = tokens = request.tokens if came is None else came
         end = min(prompt + sampling.max_tokens, shape.context_tokens)
-        super().__init__(key, prompt, end, length=len(tokens), canary=request.canary)
+        super().__init__(
+            key, prompt, end, length=len(tokens), canary=request.canary, priority=request.priority
+        )
         self.request = request
-        self.priority = request.priority
         self.listen(language.open_sequence(shape.model, tokens))
         # A KV cache that has come lacks that of the last token, so that a block which it fills is not full yet.
         self.full = (len(tokens) - (came is not None)) // shape.block_tokens  # blocks that it came with
