@@ -210,6 +210,7 @@ class Load(msgspec.Struct, array_like=True, frozen=True):
     kv_total: int = 0
     active_tokens: int = 0
     canaries: int = 0  # of those that run or wait: they take nobody's room
+    batch: int = 0  # that it runs at once now, where that adapts; 0: what it has registered
 
 
 class Step(msgspec.Struct, tag="step", array_like=True):

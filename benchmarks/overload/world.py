@@ -22,6 +22,8 @@ from controller.router.trust import TrustedSource
 from events.fact import Observation
 from events.observations import WorkerJoined
 from events.wire import Chunk, Generate, Load, Reserved, Why
+from workers.engines.adaptive import AdaptiveEngine
+from workers.engines.engine import Engine
 from workers.engines.simulated.engine import SimulatedEngine
 from workers.engines.simulated.sequence import EngineShape
 from workers.engines.simulated.timing import Timing
@@ -55,7 +57,8 @@ class Machines:
     shape: EngineShape
     timing: Timing
     count: int
-    engines: dict[str, SimulatedEngine] = field(default_factory=dict)
+    adaptive: bool = False  # they run fewer at once while their steps are late
+    engines: dict[str, Engine] = field(default_factory=dict)
     sinks: dict[int, tuple[str, "Plane", Sink]] = field(default_factory=dict)  # by stream
     dead: set[str] = field(default_factory=set)
     numbers: "itertools.count[int]" = field(default_factory=lambda: itertools.count(1))
@@ -64,7 +67,10 @@ class Machines:
         """Start the engines."""
         for number in range(self.count):
             name = f"w{number}"
-            engine = self.engines[name] = SimulatedEngine(self.shape, self.timing)
+            engine: Engine = SimulatedEngine(self.shape, self.timing)
+            if self.adaptive:
+                engine = AdaptiveEngine(engine)
+            self.engines[name] = engine
             await engine.start(self._said)
 
     def joined(self) -> list[WorkerJoined]:

@@ -53,7 +53,9 @@ async def test_a_worker_beats_every_second_with_its_load(begin: Begin, eventuall
     first, second = life.beats[:2]
     assert {**first, "at": "", "seq": 0} == {
         **ABOUT, "at": "", "seq": 0, "draining": False, "convicted": False, "batch": 1.0,
-        "load": {"running": 0, "waiting": 0, "kv_used": 0, "kv_total": 32768, "active_tokens": 0, "canaries": 0},
+        "load": {
+            "running": 0, "waiting": 0, "kv_used": 0, "kv_total": 32768, "active_tokens": 0, "canaries": 0, "batch": 0,
+        },
     }  # fmt: skip
     assert (first["seq"], second["seq"]) == (1, 2)
 

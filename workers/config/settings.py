@@ -166,6 +166,12 @@ class WorkerSettings(SimulatedSettings, frozen=True, kw_only=True):
             description="with --engine-request-limit: so many more wait, and what comes then is refused",
         ),
     ] = 16
+    adaptive_batch: Annotated[
+        bool,
+        Meta(
+            description="run fewer requests at once while steps take longer than the profile says they should"
+        ),
+    ] = False
     prefill_tokens_max: Annotated[Count | None, Meta(description="tokens per step")] = None
     device: Annotated[str | None, Meta(description="transformers: cpu, cuda or cuda:N")] = None
     gpus: Annotated[

@@ -13,23 +13,20 @@ import contextlib
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any
 
 import msgspec
 
 from events.wire import Chunk, Generate, Load
 from workers.engines.engine import (
     Announce,
-    Awaits,
     Deliver,
     Engine,
     EngineIdentity,
-    Export,
     Import,
-    Phase,
     unheard,
 )
-from workers.kv_transfer.messages import Buffer, Description
+from workers.engines.wrapped import WrappedEngine
+from workers.kv_transfer.messages import Buffer
 
 AT_CAPACITY = "overloaded: Server overloaded: worker at capacity"
 
@@ -98,20 +95,17 @@ class RequestLimit:
         self._fresh.clear()
 
 
-class LimitedEngine:
+class LimitedEngine(WrappedEngine):
     """An engine that is never given more requests than it may have at once."""
 
     def __init__(self, engine: Engine, limit: int, queue: int) -> None:
+        super().__init__(engine)
         self.requests = RequestLimit(limit, queue)
-        self._engine = engine
         self._deliver: Deliver = _nowhere
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread = 0  # the loop's
         self._own: EngineIdentity | None = None
         self._seen: EngineIdentity | None = None  # of which that was made
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._engine, name)  # what only some engines have: stats, counters
 
     @property
     def identity(self) -> EngineIdentity:
@@ -155,10 +149,6 @@ class LimitedEngine:
             self._over([key])
             return room
         return _LimitedImport(room, lambda: self._over([key]))
-
-    def export(self, key: int) -> Export | None:
-        """Prepare to move a request that decodes."""
-        return self._engine.export(key)
 
     def load(self) -> Load:
         """Return the engine's load, and with it who waits here."""
@@ -206,46 +196,6 @@ class LimitedEngine:
     def _let_in(self) -> None:
         while (entered := self.requests.next()) is not None:
             self._engine.submit(*entered)
-
-    # --- what is the engine's alone
-
-    @property
-    def kv(self) -> tuple[Description, ...]:
-        """What its KV blocks mean."""
-        return self._engine.kv
-
-    @property
-    def announces(self) -> bool:
-        """Whether it announces all that its prefix cache stores and removes."""
-        return self._engine.announces
-
-    def awaits(self) -> Awaits | None:
-        """Return what it waits for while it starts."""
-        return self._engine.awaits()
-
-    def trust(self, trusted: bool) -> None:
-        """Let no request find what was computed up to now."""
-        self._engine.trust(trusted)
-
-    def limit_batch(self, share: float) -> None:
-        """Run no more than this share of the batch at once."""
-        self._engine.limit_batch(share)
-
-    def phase(self) -> Phase:
-        """Return what the engine is doing."""
-        return self._engine.phase()
-
-    async def check(self) -> None:
-        """Raise EngineDead if the engine cannot go on."""
-        await self._engine.check()
-
-    def chaos(self, fault: str, argument: float, rank: int = 0) -> bool:
-        """Play a fault."""
-        return self._engine.chaos(fault, argument, rank)
-
-    def heal(self, fault: str, rank: int = 0) -> None:
-        """End a fault."""
-        self._engine.heal(fault, rank)
 
 
 class _LimitedImport:

@@ -10,6 +10,10 @@ from workers.engines.engine import Engine
 def build_engine(settings: WorkerSettings) -> Engine:
     """Return the engine that the settings ask for, not yet started. Raise HoldfastError if it cannot be had."""
     engine = _engine(settings)
+    if settings.adaptive_batch:
+        from workers.engines.adaptive import AdaptiveEngine
+
+        engine = AdaptiveEngine(engine)
     if settings.engine_request_limit is None:
         return engine
     from workers.engines.admission import LimitedEngine

@@ -59,6 +59,11 @@ class LoadMonitor:
         thresholds = self._in_force(endpoint.model)
         return bool(thresholds) and worker_is_busy(thresholds, self.ranks(endpoint))
 
+    def batch(self, endpoint: Endpoint) -> int | None:
+        """Return how many requests a worker runs at once now, where it has said so and that is heeded: with deadlines."""
+        load = self._plane.load(endpoint.worker) if self._by_deadline else None
+        return load.batch if load is not None and load.batch > 0 else None
+
     def _in_force(self, model: str) -> BusyThresholds:
         if self._by_deadline:
             return NEARLY_FULL

@@ -70,6 +70,8 @@ class RequestRouter:
             return 0
         whole = self._inflight_max or endpoint.max_batch * self._inflight_per_batch
         cap = int(whole * self._table.knobs(endpoint.model).batch_size)
+        if self.monitor.decides and (batch := self.monitor.batch(endpoint)) is not None:
+            cap = min(cap, batch)
         if self._beyond:
             cap += max(1, int(endpoint.max_batch * self._beyond))
         return cap if cap > 1 else 1

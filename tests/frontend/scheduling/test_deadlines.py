@@ -5,6 +5,7 @@ A worker runs two requests at once, reads 10,000 prompt tokens a second and says
 
 import asyncio
 import json
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -20,7 +21,8 @@ from controller.frontend.scheduling.load_monitor import AHEAD_S
 from controller.frontend.settings import FrontendSettings
 from controller.router.admission.retries import REPEATS_LEAST
 from events.errors import BadSetting
-from events.observations import RequestAbandoned, RequestMigrated, RequestsRejected
+from events.observations import Profile, RequestAbandoned, RequestMigrated, RequestsRejected
+from workers.engines.simulated.plan import StepPlan
 from workers.engines.simulated.sequence import EngineShape
 from workers.engines.simulated.timing import ConstantTiming
 
@@ -270,6 +272,32 @@ async def test_two_frontends_share_the_workers_and_lose_nothing() -> None:
         await clients.run([coming(key, key * 0.05, deadline_s=30.0) for key in range(24)])
         assert {attempt.status for attempt in clients.attempts} == {200}
         assert not any(attempt.failed for attempt in clients.attempts)
+
+
+class _FourTimesAsSlow(ConstantTiming):
+    """Steps take four times as long as it says, and in proportion to those that share them."""
+
+    def step_s(self, plan: StepPlan) -> float:
+        return 0.001 * plan.decodes
+
+    def profile(self, shape: EngineShape) -> Profile:
+        batch = shape.batch_max
+        return replace(super().profile(shape), tpot_ms=((1, 0.25), (batch, batch / 4)))
+
+
+async def test_a_worker_whose_steps_are_late_gets_no_more_than_it_says_now() -> None:
+    shape = replace(SHAPE, batch_max=64)
+    async with world(Machines(shape, _FourTimesAsSlow(), 1, adaptive=True), settings()) as (one,):
+        requests = [coming(key, key * 0.05, answer=200, deadline_s=300.0) for key in range(400)]
+        clients = asyncio.create_task(asked(one, *requests))
+        await asyncio.sleep(40.0)
+        (endpoint,) = one.director.table.endpoints.values()
+        seen = []
+        for _ in range(20):
+            await asyncio.sleep(0.5)
+            seen.append(endpoint.active)
+        assert one.waiting() > 0 and max(seen) <= 32, "of 64"
+        assert [attempt.status for attempt in await clients] == [200] * 400
 
 
 async def test_premium_of_one_frontend_goes_before_everybody_of_the_other() -> None:
