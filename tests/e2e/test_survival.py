@@ -183,10 +183,15 @@ async def test_every_stream_survives_intact(
 ) -> None:
     await fleet.healthy(WORKERS)
     expected = await answers(fleet)
-    victim, streams = await under_fault(fleet, verb, argument)
-    assert [s.pieces for s in streams] == expected
+    for _ in range(3):  # on a busy machine streams may be over before the fault is there
+        victim, streams = await under_fault(fleet, verb, argument)
+        assert [s.pieces for s in streams] == expected
+        if verb == "drain" or (moves := await migrated(fleet, streams)):
+            break
+        if after:
+            await fleet.act(after, victim)
+        await fleet.healthy(WORKERS)
     if verb != "drain":  # a drained worker finishes what it has
-        moves = await migrated(fleet, streams)
         assert victim in {m.source for m in moves}  # others move too where the machine itself stands still
     if after:
         await fleet.act(after, victim)
