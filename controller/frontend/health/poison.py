@@ -204,6 +204,9 @@ class PoisonWatch:
             others = any(one.at is endpoint for one in self._records.values() if one is not record and one.at)
             record.at, record.slot, record.alone, record.held_since = endpoint, slot, not others, None
         elif sketch not in self._proven:
+            for record in self._records.values() if self._watched else ():
+                if record.at is endpoint:
+                    record.alone = False  # if it falls now, nobody can say with whose prompt
             flight = self._flights.get(sketch)
             if flight is not None and flight.endpoint is endpoint:
                 flight.slots.add(slot)

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from frontend_kit import frontend, joined
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from scripted_worker import Act, ScriptedWorker
 
@@ -338,6 +338,9 @@ ACTIONS = st.tuples(
 )
 
 
+@example(
+    [("send", 0, 0), ("send", 1, 0), ("send", 0, 2), ("send", 2, 2), ("send", 0, 0)], {1, 2}
+)  # a newcomer goes where a suspect is tried
 @settings(max_examples=300)
 @given(st.lists(ACTIONS, max_size=60), st.sets(st.integers(0, 3), max_size=2))
 def test_whatever_happens_an_innocent_is_never_condemned_and_a_poisonous_one_takes_two(
