@@ -145,7 +145,7 @@ class Deadlines(Generic[R]):
         self._table = table
         self._routing = routing
         self._monitor = routing.monitor
-        self._pools = pools
+        self.pools = pools
         self._queue = queue
         self._find = find
         self._now = pools.now
@@ -165,7 +165,7 @@ class Deadlines(Generic[R]):
     def keep(self) -> None:
         """Forget what endpoints are gone were known by."""
         endpoints = self._table.endpoints.values()
-        self._pools.keep({(e.model, e.lineage) for e in endpoints}, {e.worker for e in endpoints})
+        self.pools.keep({(e.model, e.lineage) for e in endpoints}, {e.worker for e in endpoints})
         self._capacities.clear()
 
     def _lineage(self, model: str) -> Lineage:
@@ -201,13 +201,19 @@ class Deadlines(Generic[R]):
             return inf, False
         return usual_ms / 1000 * self._table.knobs(wanted.model).latency, False
 
+    def _stands_s(self, wanted: WantedRequest) -> float:
+        """Return the longest that a request stands in line, whatever its deadline."""
+        if wanted.asked.line_s is not None:
+            return wanted.asked.line_s
+        return inf if isfinite(self._deadline(wanted)[0]) else self._settings.admission.queue_s
+
     # --- the way in
 
     def look(self, wanted: WantedRequest) -> Lineage:
         """Return the lineage that a request is bound to from now on, if it may still be let in. Raise TooLate, or NoWorker."""
         model, now = wanted.model, self._now()
         lineage = self._lineage(model)
-        pool = self._pools.of(model, lineage)
+        pool = self.pools.of(model, lineage)
         contended = len(pool.line) > 0
         budget = self._budgets.setdefault(model, RetryBudget(self._settings.admission.retry_budget))
         repeat = wanted.asked.retries > 0 or (wanted.id, now) in self._refused
@@ -224,7 +230,7 @@ class Deadlines(Generic[R]):
         """Return room for a request, at once or when its turn has come, and until when its first token is wanted. Raise TooLate,
         QueueFull, or NoWorker for another reason than that all are busy."""
         model = wanted.model
-        pool, turns = self._pools.of(model, lineage), self._turns(model, lineage)
+        pool, turns = self.pools.of(model, lineage), self._turns(model, lineage)
         unread = self._unread(wanted, lineage, tokens)
         asked = self._asked(wanted, lineage, tokens, unread)
         room: R | None = None
@@ -242,15 +248,16 @@ class Deadlines(Generic[R]):
             pool.came(asked.tier, asked.work, self._now())
             return room, until
         latest = wanted.arrived + verdict.latest_s
+        leaves = min(latest, self._now() + self._stands_s(wanted))
 
         def push(turn: "asyncio.Future[R]") -> None:
             place = PlaceInLine(turn, asked.tier, asked.client, asked.work, wanted.arrived, latest)
             turns.push(place, unread)
 
         try:
-            return await self._queue.stand(model, turns, push, min(LATEST_S, latest - self._now())), until
+            return await self._queue.stand(model, turns, push, min(LATEST_S, leaves - self._now())), until
         except WaitedTooLong:
-            if self._now() < latest - CLOCK_S:
+            if self._now() < leaves - CLOCK_S:
                 raise  # all are sent away
             raise self._late(pool, wanted, lineage, asked, verdict) from None
 
@@ -259,7 +266,7 @@ class Deadlines(Generic[R]):
             model,
             lineage,
             lambda: _ByDeadline(
-                lambda: self._pools.of(model, lineage),
+                lambda: self.pools.of(model, lineage),
                 self._now,
                 lambda: self._capacity(model, lineage),
                 lambda place, unread: self._find(model, lineage, unread, self._beyond(place)),
@@ -313,9 +320,7 @@ class Deadlines(Generic[R]):
             self._find(wanted.model, lineage, 0, 0.0).free()  # which says why, nearly always
         now = self._now()
         deadline_s, own = self._deadline(wanted)
-        line_s = wanted.asked.line_s
-        if line_s is None:
-            line_s = inf if isfinite(deadline_s) else self._settings.admission.queue_s
+        line_s = self._stands_s(wanted)
         asked = Asked(
             asked.tier, asked.client, deadline_s, own, asked.work, asked.own_s, now - wanted.arrived, line_s
         )

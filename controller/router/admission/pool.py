@@ -22,10 +22,8 @@ from controller.router.admission.ttft import FirstTokens
 T = TypeVar("T")
 
 MARGIN, MARGIN_MIN, MARGIN_MAX = 0.8, 0.2, 1.0  # parts of the deadline
-LATE_TIMES, SERVED_MORE = (
-    0.9,
-    0.001,
-)  # what the part becomes after one that was late; that it grows by after another
+LATE_TIMES = 0.9  # what the part becomes after one that was late
+SERVED_MORE = 0.001  # that it grows by after one that was not
 ALONE_TIMES = 2.0  # what reading a prompt takes a worker that has nothing else to do
 WORK_LEAST = 1e-6
 
@@ -87,7 +85,7 @@ class WorkerPool(Generic[T]):
         wait_s = 0.0 if room else self.wait_s(asked, now, capacity)
         usual_s = alone_s if room else first.usual_s(asked.own_s, step_s)
         first_s = asked.waited_s + wait_s + usual_s
-        latest_s = min(deadline_s - usual_s, asked.waited_s + asked.line_s)
+        latest_s = deadline_s - usual_s
         if asked.waited_s + alone_s > deadline_s:
             reason = "deadline_unattainable" if alone_s > asked.deadline_s else "deadline"
         elif not room and (first_s > self.margin(asked.tier) * deadline_s or wait_s > asked.line_s):

@@ -202,6 +202,23 @@ async def test_who_does_not_want_to_stand_in_line_does_not() -> None:
         await ended(places)
 
 
+async def test_who_leaves_the_line_by_his_own_wish_makes_nobody_else_s_prediction_stricter() -> None:
+    async with world(machines(), settings()) as (one,):
+        places = await busy(one)
+        (endpoint,) = one.director.table.endpoints.values()
+        deadlines = one.director.admission.deadlines
+        assert deadlines is not None
+        pools = deadlines.pools
+        pool = pools.of(endpoint.model, endpoint.lineage)
+        before = pool.margin(1)
+        for _ in range(5):
+            assert (await answer(one, deadline_s=60.0, line_s=0.5, max_tokens=1)).status == 429
+        assert pool.margin(1) == before
+        assert (await answer(one, deadline_s=0.5, max_tokens=1)).status == 429, "this one was late"
+        assert pool.margin(1) < before
+        await ended(places)
+
+
 async def test_repeats_are_refused_first_where_there_are_too_many_and_told_not_to_come_back() -> None:
     async with world(machines(), settings()) as (one,):
         places = await busy(one)
