@@ -84,7 +84,11 @@ class RealWorker:
     async def stop(self) -> None:
         await self._worker.server.close(0.0)
         self._worker.fail(EngineDead("the test is over"))
-        await self._running
+        await asyncio.wait([self._running])
+        if (
+            not self._running.cancelled()
+        ):  # else the test has failed, and the other workers are to be stopped, too
+            self._running.result()
 
     def observe(self, fact: Fact, **_: Any) -> str:
         if isinstance(fact, WorkerJoined):

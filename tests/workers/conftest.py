@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import AsyncIterator, Callable, Mapping
 
 import pytest
-import uvloop
+from closing_loop import ClosingLoop
 from listening import ROUTES, FrontendRoute, through
 from worker_life import begin as begin
 from worker_process import spawn as spawn
@@ -14,7 +14,7 @@ def pytest_asyncio_loop_factories(
     config: pytest.Config, item: pytest.Item
 ) -> Mapping[str, Callable[[], asyncio.AbstractEventLoop]]:
     """Run every asynchronous test here on uvloop, but for files that name another loop."""
-    return {"uvloop": getattr(item.module, "LOOP", uvloop.new_event_loop)}  # type: ignore[attr-defined]
+    return {"uvloop": getattr(item.module, "LOOP", ClosingLoop)}  # type: ignore[attr-defined]
 
 
 @pytest.fixture(params=ROUTES)

@@ -1,0 +1,22 @@
+"""uvloop, which says what a test has left open instead of waiting for it.
+
+As its loop closes it warns of what is open, and closes it. Where warnings are errors it comes no further than the warning, and
+waits for the rest to be closed: for ever, and in C, where no timeout of a test reaches it.
+"""
+
+import warnings
+
+import uvloop
+
+
+class ClosingLoop(uvloop.Loop):
+    """One loop."""
+
+    def close(self) -> None:
+        """Close all that is open. Raise ResourceWarning if there was anything."""
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always")
+            super().close()
+        for one in said:
+            if issubclass(one.category, ResourceWarning):
+                raise ResourceWarning(str(one.message))

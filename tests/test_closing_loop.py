@@ -1,0 +1,23 @@
+"""A test that leaves something open is told so, and the next one begins."""
+
+import asyncio
+
+import pytest
+from closing_loop import ClosingLoop
+
+
+def test_a_server_that_was_left_open_is_closed_and_told_of() -> None:
+    loop = ClosingLoop()
+    server = loop.run_until_complete(loop.create_server(asyncio.Protocol, "127.0.0.1", 0))
+    port = server.sockets[0].getsockname()[1]
+    with pytest.raises(ResourceWarning, match="TCPServer"):
+        loop.close()
+    with pytest.raises(ConnectionRefusedError):
+        asyncio.run(asyncio.open_connection("127.0.0.1", port))
+
+
+def test_a_loop_of_which_nothing_is_left_closes_in_peace() -> None:
+    loop = ClosingLoop()
+    loop.run_until_complete(asyncio.sleep(0))
+    loop.close()
+    assert loop.is_closed()
