@@ -50,6 +50,8 @@ EMITTERS: Mapping[str, str] = {
     "worker_slow": "a frontend, while it lasts",
     "worker_slow_cleared": "a frontend, once per recovery",
     "request_migrated": "a frontend, once per migration",
+    "request_preempted": "a frontend, with --park, each time",
+    "request_resumed": "a frontend, once per answer that was put off and has gone on",
     "request_abandoned": "a frontend, once per request",
     "requests_rejected": "a frontend, per window with rejections",
     "busy_thresholds_set": "a frontend, for whoever has posted to its /busy_threshold",

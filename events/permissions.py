@@ -63,6 +63,8 @@ SAYS: Mapping[str, tuple[type[Observation], ...]] = {
         seen.WorkerSlow,
         seen.WorkerSlowCleared,
         seen.RequestMigrated,
+        seen.RequestPreempted,
+        seen.RequestResumed,
         seen.RequestAbandoned,
         seen.RequestsRejected,
         seen.BusyThresholdsSet,

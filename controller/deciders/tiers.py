@@ -37,6 +37,10 @@ class Tiers:
         """Return how urgent a tier is: 0 is the best; one that is none any more comes after all others."""
         return self.names.index(tier) if tier in self.names else len(self.names)
 
+    def is_last(self, tier: str) -> bool:
+        """Return whether a tier comes after all others: it is shed, and put off, before them."""
+        return len(self.names) > 1 and self.rank(tier) >= len(self.names) - 1
+
     def sheds(self, knobs: Knobs, tier: str) -> bool:
         """Return whether these knobs shed a request of this tier: the shed tier, and all below it.
 

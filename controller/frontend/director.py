@@ -6,6 +6,7 @@ ones. Who may get a request is `routing`'s question; what becomes of one answer 
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from random import random
 
 from controller.deciders.fleet import Fleet
@@ -14,6 +15,7 @@ from controller.frontend.generations.dispatcher import Dispatcher
 from controller.frontend.generations.generation import Generation
 from controller.frontend.generations.pending import PendingGenerations
 from controller.frontend.generations.planned_migrations import PlannedMigrations
+from controller.frontend.generations.preemption import Preemption
 from controller.frontend.generations.reports import MigrationReports
 from controller.frontend.generations.rescheduler import Rescheduler
 from controller.frontend.health.corruption import Convictions, Served
@@ -24,7 +26,8 @@ from controller.frontend.health.poison import PoisonWatch
 from controller.frontend.metrics import FrontendMetrics
 from controller.frontend.request_metrics import RequestMetrics, gauge_model, gauge_worker
 from controller.frontend.requests.generation_request import GenerationRequest
-from controller.frontend.scheduling.admission import Admission
+from controller.frontend.scheduling.admission import Admission, Reservation
+from controller.frontend.scheduling.deadlines import Deadlines
 from controller.frontend.scheduling.overload import OverloadAnswers
 from controller.frontend.scheduling.peers import Peers
 from controller.frontend.scheduling.pools import Pools
@@ -65,12 +68,8 @@ class Director:
 
     def __init__(self, world: World, settings: FrontendSettings) -> None:
         self.settings = settings
-        self.now = now = (
-            world.clock.monotonic
-        )  # uvloop's own time stands still within a turn, and counts milliseconds
-        self._live_at: float | None = (
-            None  # until the fold has caught up, what it shows is history and nothing to act on
-        )
+        self.now = now = world.clock.monotonic  # uvloop's own time stands still within a turn, and counts ms
+        self._live_at: float | None = None  # until the fold has caught up, what it shows is history
         self._world = world
         self.table = table = EndpointTable()
         self.metrics = FrontendMetrics()
@@ -98,10 +97,16 @@ class Director:
             lambda: self.live,
         )  # fmt: skip
         answers = OverloadAnswers(now, world.dice, settings.retry_after_s, settings.overload_status)
-        self.admission = Admission(
-            world.name, settings, table, self.routing, world.observe, answers, self.request_metrics.waited, pools
-        )  # fmt: skip
         self.running: RunningRequests[Generation] = RunningRequests()
+        self.reports = MigrationReports(world.name, world.observe, self.request_metrics)
+        preemption: Preemption[Generation] = Preemption(
+            table, self.routing, self.running.at, self.reports, now, settings.parks_s
+        )
+        deadlines = partial(Deadlines[Reservation], settings, table, self.routing)
+        self.admission = Admission(
+            world.name, settings, table, self.routing, world.observe, answers, self.request_metrics.waited,
+            partial(deadlines, pools, preemption) if pools is not None else None,
+        )  # fmt: skip
         self.rescheduler = Rescheduler(
             world.name, settings.moving, self.routing, world.plane, self.running.at, self.peers.names
         )
@@ -116,9 +121,8 @@ class Director:
             table, self.routing, world.plane, poison, self.running, self.request_metrics, now, self._freed
         )  # fmt: skip
         self.pending: PendingGenerations[Generation] = PendingGenerations(
-            table, settings, self.rescheduler, now, self.admission, world.ended
+            table, settings, self.rescheduler, now, self.admission, preemption, world.ended
         )
-        self.reports = MigrationReports(world.name, world.observe, self.request_metrics)
         self._reported_at = now()
 
     # --- the fold -----------------------------------------------------------------------------------------
@@ -217,6 +221,7 @@ class Director:
         """A worker of this model may have room: for those that have begun before those who wait to."""
         if self.pending.parked:
             self.pending.wake_one(model)
+        self.pending.resume(model)
         self.admission.wake(model)
 
     # --- time ---------------------------------------------------------------------------------------------
@@ -261,6 +266,7 @@ class Director:
         self.request_metrics.settle()
         faults = self.metrics.faults
         faults.parked.set(self.pending.parked)
+        faults.put_off.set(self.pending.put_off)
         for model in self.table.known:
             endpoints = self.table.models.get(model, ())
             gauge_model(

@@ -54,6 +54,11 @@ class RequestCounts(MetricTable):
         "Attempts that failed, whether or not another one was made: `ongoing_request` if they had brought tokens.",
         "model", "migration_type",
     )  # fmt: skip
+    preempted = counter(
+        "holdfast_preempted_requests",
+        "Running answers that were put off for more urgent requests (`--park`).",
+        "model", "tier",
+    )  # fmt: skip
     over_cap = counter(
         "dynamo_frontend_model_migration_max_seq_len_exceeded",
         "Requests that could have migrated until they grew too long.",
@@ -217,6 +222,7 @@ class FaultMetrics(MetricTable):
     late_chunks = gauge("holdfast_late_chunks", "Chunks of attempts that had been left, dropped.")
     slow_clients = counter("holdfast_slow_clients", "Clients cut off because they did not read.")
     parked = gauge("holdfast_parked_requests", "Requests that wait for a worker to go on with.")
+    put_off = gauge("holdfast_put_off_requests", "Answers that are put off now, and go on later (`--park`).")
     breakers = gauge(
         "holdfast_local_breaker_state",
         "This frontend's own breaker: 0 closed, 1 open, 2 half-open.",

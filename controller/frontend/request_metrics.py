@@ -101,6 +101,10 @@ class RequestMetrics:
         """A client's stream goes on after a gap."""
         self._histograms.resume.of(cause).add(gap_s)
 
+    def preempted(self, model: str, tier: str) -> None:
+        """A running answer was put off for a more urgent request."""
+        self._requests.preempted.labels(model, tier).inc()
+
     def exposed(self, fact: FrontendObservation) -> None:
         """A request was found to have been fed by a convicted worker."""
         if isinstance(fact, RequestExposed):

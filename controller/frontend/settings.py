@@ -202,6 +202,11 @@ class FrontendSettings(Strict):
         description="with deadline: tier=milliseconds,...: to the first token, of requests that say none; else the model's "
         "objective",
     )
+    park: bool = Field(
+        default=False,
+        description="with deadline: running answers of the last tier are put off where the best tier would wait too long",
+    )
+    park_s: Positive = Field(default=30.0, description="the longest that one answer is put off, in all")
     active_decode_blocks_threshold: Annotated[float, Field(ge=0, le=1)] | None = Field(
         default=0.85, description="share of its KV blocks in use, above which a worker is busy; none: never"
     )
@@ -235,6 +240,11 @@ class FrontendSettings(Strict):
     def by_deadline(self) -> bool:
         """Whether requests are let in by their deadlines."""
         return self.admission_control == "deadline"
+
+    @property
+    def parks_s(self) -> float | None:
+        """The longest that one running answer is put off; None: none ever is."""
+        return self.park_s if self.park else None
 
     @property
     def overload_status(self) -> int:
@@ -290,6 +300,12 @@ class FrontendSettings(Strict):
             raise ValueError(
                 "static names workers that are reached without a broker: request_plane must be tcp"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _deadlines_to_park_for(self) -> "FrontendSettings":
+        if self.park and not self.by_deadline:
+            raise ValueError("park needs deadlines to keep: admission_control must be deadline")
         return self
 
     @field_validator("moving", mode="before")

@@ -276,6 +276,12 @@ SENTENCES: dict[type[Fact], str | Callable[[Any], str]] = {
     o.WorkerSlow: "{f.worker} is slow at {f.frontend}: {f.latency_ms:.0f} ms against {f.baseline_ms:.0f} ms",
     o.WorkerSlowCleared: "{f.worker} keeps up again at {f.frontend}",
     o.RequestMigrated: _migrated,
+    o.RequestPreempted: lambda f: (
+        f"{f.request} ({f.tier}) left {f.worker} after {count(f.tokens, 'token')} for a more urgent one, and goes on later"
+    ),
+    o.RequestResumed: lambda f: (
+        f"{f.request} goes on at {f.target} after {span(f.gap_ms / 1000)}{'' if f.exact else ', approximate'}"
+    ),
     o.RequestAbandoned: lambda f: (
         f"{f.request} was lost on {f.worker} after {count(f.tokens, 'token')}: {f.reason}"
     ),

@@ -132,6 +132,33 @@ class RequestMigrated(FrontendObservation):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class RequestPreempted(FrontendObservation):
+    """A running answer was put off, because a request of a better tier would have missed its deadline: its worker has freed
+    it, and it goes on later. Nothing has failed."""
+
+    request: str
+    model: str
+    tier: str
+    worker: str
+    instance: str
+    tokens: int  # accepted until then
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RequestResumed(FrontendObservation):
+    """An answer that was put off goes on: its next token has come."""
+
+    request: str
+    model: str
+    source: str  # the worker that it was with before
+    target: str
+    target_instance: str
+    tokens: int  # accepted before, and not computed anew
+    gap_ms: float  # what the client saw: from the last token before to the next
+    exact: bool  # False: the answer is approximate, it may differ from an undisturbed one from here on
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RequestAbandoned(FrontendObservation):
     """A request could not be continued; the client got the original error."""
 

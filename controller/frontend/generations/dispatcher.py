@@ -83,7 +83,7 @@ class Dispatcher(Generic[G]):
             planned = None
             if (found := self._guarded(generation, where, missed)) is not None:
                 return found
-        if planned is not None and routing.holds_one_more(planned):
+        if planned is not None and routing.has_room(planned, _HELD):
             return routing.at(planned, request, output)
         try:
             first = generation.last_attempt is None
@@ -180,13 +180,14 @@ class Dispatcher(Generic[G]):
         self._freed(generation.request.model)
 
     def served(
-        self, request: GenerationRequest, attempt: Attempt, first: Endpoint | None, stats: OutputStats
+        self, request: GenerationRequest, attempt: Attempt, stats: OutputStats, *, alone: bool
     ) -> None:
-        """An answer was completed by this attempt. `first`: where it had begun; elsewhere its times say nothing of this one."""
+        """An answer was completed by this attempt. `alone`: no other has brought any of it; else its times say nothing of this
+        worker, also where the others were with the same one."""
         self._poison.served(request)
         endpoint, count, first_at = attempt.endpoint, stats.counted, stats.first_at
         ttft = itl = None
-        if first is endpoint and first_at is not None:
+        if alone and first_at is not None:
             ttft = first_at - stats.began_at
             itl = (self._now() - first_at) / (count - 1) if count > 1 else None
             self._metrics.served(endpoint.worker, len(request.prompt), ttft, itl)

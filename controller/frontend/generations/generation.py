@@ -58,13 +58,10 @@ class Generation:
         """Prepare an answer, of which nobody has been asked anything yet. Raise TokenizerMissing."""
         metrics, now = host.request_metrics.of(request.model), host.now
         self._host, self._dispatcher = host, host.dispatcher
-        self._pending = host.pending
-        self._reports = host.reports
+        self._pending, self._reports = host.pending, host.reports
         self._metrics = metrics
         self._ended: Callable[[Generation], None] | None = ended
-        self.request = request
-        self.writer = writer
-        self.budget = budget
+        self.request, self.writer, self.budget = request, writer, budget
         self.accepted: list[int] = []
         self.continuation = Continuation(request, self.accepted, load_tokens(request.lineage[1]))
         self._provenance = Provenance(host.exposures, request, self)
@@ -170,8 +167,7 @@ class Generation:
             self._arrived(well=True)
         self._leave()
         if attempt is not None:
-            began_at = first.endpoint if first is not None else None
-            self._dispatcher.served(self.request, attempt, began_at, self.stats)
+            self._dispatcher.served(self.request, attempt, self.stats, alone=attempt is first)
         self.finish = reason
         self.writer.finish(reason)
         self._end()
@@ -200,12 +196,13 @@ class Generation:
         self.progress.began(move)
         self._begin(self._dispatcher.adopt(self, target, rank, stream))
 
-    def compute_again(self, target: Endpoint, move: Move) -> None:
-        """Leave a worker that has not failed, and go on elsewhere by the tokens alone."""
+    def compute_again(self, target: Endpoint | None, move: Move) -> None:
+        """Leave a worker that has not failed, and go on by the tokens alone, at `target`; None: when it is told to."""
         self._part()
         self._leave()
         self.progress.began(move)
-        self._send(target, free=True)
+        if target is not None:
+            self._send(target, free=True)
 
     def _part(self) -> Attempt | None:
         """Take all that this worker has said, and cancel the stream there."""
@@ -267,8 +264,10 @@ class Generation:
         """Go on elsewhere, after a failure or after having been parked: where it was planned, else where there is room."""
         if self.done or self.output.attempt is not None:
             return
+        move = self.progress.move
+        free = move is not None and move.failure.planned
         try:
-            self._send(planned, room=self._pending.give_back(self))
+            self._send(planned, free=free, room=self._pending.give_back(self))
         except Exception:  # it must not keep those that were planned with it from going on
             self.mistaken()
 

@@ -14,7 +14,7 @@ from controller.frontend.settings import FrontendSettings
 from controller.router.selection.filter import NoWorker
 
 
-class Hosted(Dispatched, Waiting, Protocol):
+class Hosted(Waiting, Dispatched, Protocol):
     """What is sent, and waits: a generation."""
 
 

@@ -22,6 +22,7 @@ class MigrationProgress(msgspec.Struct, eq=False):  # made for each answer, and 
     move: Move | None = None  # begun, and its first token has not come yet
     spoilt: bool = False  # some of what was accepted may be wrong
     not_before: float = 0.0  # when it may be sent again, while it is parked
+    put_off_s: float = 0.0  # so long, in all, more urgent ones went before it
     refused: str = ""  # why the last transfer that was wanted of this attempt did not come off
 
     def interrupted(self, *, begun: bool) -> None:

@@ -1,6 +1,7 @@
 """Which answers wait, for what, and how long? For their first token, or for a worker that goes on with them.
 
 begun ── its first token ──▶ heard                    too late: given up, `first_token_timeout`
+put off for a more urgent one ── room, or long enough ──▶ sent            see `preemption`
 lost ──▶ rescheduled with all that were lost in this turn ──▶ sent elsewhere
   └────▶ parked ── a worker may have come ──▶ rescheduled       too late: given up, `no_worker`
 held, and never sent: parked, and its room kept ──▶ sent        too late: given up, `first_token_timeout`
@@ -15,7 +16,8 @@ from typing import Generic, Literal, Protocol, TypeAlias, TypeVar
 from controller.frontend.errors import ApiError
 from controller.frontend.generations.migration_progress import MigrationProgress
 from controller.frontend.generations.output_stats import OutputStats
-from controller.frontend.generations.rescheduler import Reschedulable, Rescheduler
+from controller.frontend.generations.preemption import Preemptible, Preemption
+from controller.frontend.generations.rescheduler import Rescheduler
 from controller.frontend.scheduling.admission import Admission, Reservation
 from controller.frontend.scheduling.queue import WaitedTooLong
 from controller.frontend.settings import FrontendSettings
@@ -25,7 +27,7 @@ from controller.router.selection.filter import NoWorker
 GivenUp: TypeAlias = Literal["no_worker", "first_token_timeout"]
 
 
-class Waiting(Reschedulable, Protocol):
+class Waiting(Preemptible, Protocol):
     """What waits: a generation."""
 
     @property
@@ -55,6 +57,7 @@ class PendingGenerations(Generic[W]):
         rescheduler: Rescheduler,
         now: Callable[[], float],
         admission: Admission,
+        preemption: Preemption[W],
         ended: Callable[[W], object] | None = None,
     ) -> None:
         """Begin with none. `ended` is told of each answer that is over."""
@@ -65,6 +68,7 @@ class PendingGenerations(Generic[W]):
         self._now = now
         self._queue_s = settings.admission.queue_s
         self._admission = admission
+        self._preemption = preemption
         self._in_line: dict[W, asyncio.Future[Reservation]] = {}
         self._ended = ended
         self._parked: dict[W, float] = {}  # until when
@@ -75,6 +79,11 @@ class PendingGenerations(Generic[W]):
     def parked(self) -> int:
         """How many wait for a worker to go on with."""
         return len(self._parked)
+
+    @property
+    def put_off(self) -> int:
+        """How many go on when more urgent ones have been served."""
+        return len(self._preemption)
 
     @property
     def begun(self) -> int:
@@ -173,9 +182,17 @@ class PendingGenerations(Generic[W]):
             del self._parked[first]
             self._rescheduler.add(first)
 
+    def resume(self, model: str | None = None) -> None:
+        """A worker of this model, or of any, may have room: let those go on that were put off, where nobody better waits."""
+        if self._preemption:
+            for generation in self._preemption.resume(self._admission.best_waiting, model):
+                self.park(generation, self._now())
+
     def tick(self) -> None:
         """Give up what has waited too long."""
         now = self._now()
+        self._preemption.comment()
+        self.resume()
         for generation, until in list(self._parked.items()):
             if now > until and generation in self._parked:
                 del self._parked[generation]

@@ -57,8 +57,8 @@ class Movable(Migratable, Reschedulable, Protocol):
     @property
     def endpoint(self) -> Endpoint | None: ...
 
-    def compute_again(self, target: Endpoint, move: Move) -> None:
-        """Leave a worker that has not failed, and go on elsewhere by the tokens alone."""
+    def compute_again(self, target: Endpoint | None, move: Move) -> None:
+        """Leave a worker that has not failed, and go on by the tokens alone, at `target`; None: when it is told to."""
         ...
 
 
@@ -159,7 +159,7 @@ class PlannedMigrations:
         if cause == "drain" and self._policy.on_drain == "finish":
             return
         wanted_by = {wanted.generation: wanted for wanted in self._wanted.get(endpoint.key, ())}
-        generations = [generation for generation in self._running(endpoint) if not _stays(generation)]
+        generations = [generation for generation in self._running(endpoint) if not stays(generation)]
         planned = self._plan_group(generations, endpoint, to)
         news = {
             generation: MigrationRequest(generation, endpoint, cause, to, planned.get(generation, ""))
@@ -223,7 +223,7 @@ class PlannedMigrations:
 
     def _begin(self, wanted: MigrationRequest) -> bool:
         """Let one request move; False if it has to wait, for others on the same link or for room, and goes on decoding."""
-        if _stays(wanted.generation):
+        if stays(wanted.generation):
             return True
         placement, endpoint = self._plan(wanted)
         if endpoint is None or placement.method != "transfer" or placement.cost is None:
@@ -359,7 +359,7 @@ class PlannedMigrations:
             self._pump(wanted.source.key)  # else a tick does: the answer is on its way out, or waits
 
 
-def _stays(generation: Movable) -> bool:
+def stays(generation: Movable) -> bool:
     """Say whether an answer is not to be moved on purpose: where some of it came as text, who goes on would read it anew."""
     continuation = generation.continuation
     return generation.done or bool(continuation.texts) or generation.budget.stays(continuation.length)

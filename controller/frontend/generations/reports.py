@@ -4,7 +4,8 @@ from controller.frontend.generations.attempt import Attempt
 from controller.frontend.request_metrics import RequestMetrics
 from controller.frontend.requests.generation_request import GenerationRequest, Move
 from controller.ports import Observe
-from events.observations import RequestAbandoned, RequestMigrated
+from controller.router.endpoints import Endpoint
+from events.observations import RequestAbandoned, RequestMigrated, RequestPreempted, RequestResumed
 
 
 class MigrationReports:
@@ -26,9 +27,13 @@ class MigrationReports:
         well: bool,
     ) -> None:
         """An answer went on elsewhere, by this attempt: `well` if its next token has come, or that attempt failed too."""
-        carried, target = move.carried, attempt.endpoint
+        carried, target, cause = move.carried, attempt.endpoint, move.failure.kind.cause
+        if cause == "preempted":
+            if well:
+                self._resumed(request, move, target, gap_s, exact=exact)
+            return
         if well:
-            self._metrics.resumed(move.failure.kind.cause, gap_s)
+            self._metrics.resumed(cause, gap_s)
         self._observe(
             RequestMigrated(
                 frontend=self._frontend,
@@ -38,7 +43,7 @@ class MigrationReports:
                 source_instance=move.source.instance,
                 target=target.worker,
                 target_instance=target.instance,
-                cause=move.failure.kind.cause,
+                cause=cause,
                 method="transfer" if carried else "reprefill",
                 tokens=move.tokens,
                 gap_ms=gap_s * 1000,
@@ -53,6 +58,37 @@ class MigrationReports:
             ),
             traceparent=request.traceparent,
         )
+
+    def preempted(self, request: GenerationRequest, source: Endpoint, tokens: int) -> None:
+        """An answer of so many tokens is put off for one that is more urgent."""
+        self._metrics.preempted(request.model, request.tier)
+        fact = RequestPreempted(
+            frontend=self._frontend,
+            request=request.id,
+            model=request.model,
+            tier=request.tier,
+            worker=source.worker,
+            instance=source.instance,
+            tokens=tokens,
+        )
+        self._observe(fact, traceparent=request.traceparent)
+
+    def _resumed(
+        self, request: GenerationRequest, move: Move, target: Endpoint, gap_s: float, *, exact: bool
+    ) -> None:
+        """One that was put off goes on."""
+        fact = RequestResumed(
+            frontend=self._frontend,
+            request=request.id,
+            model=request.model,
+            source=move.source.worker,
+            target=target.worker,
+            target_instance=target.instance,
+            tokens=move.tokens,
+            gap_ms=gap_s * 1000,
+            exact=exact,
+        )
+        self._observe(fact, traceparent=request.traceparent)
 
     def abandoned(self, request: GenerationRequest, last: Attempt | None, tokens: int, reason: str) -> None:
         """An answer of so many tokens could not be continued; `last`: its last attempt."""

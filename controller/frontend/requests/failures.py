@@ -16,7 +16,8 @@ from controller.frontend.errors import ApiError
 from controller.router.endpoints import Key
 from events.observations import MigrationCause
 
-PlannedCause = Literal["drain", "device_fault", "throttled", "operator"]
+PlannedCause = Literal["drain", "device_fault", "throttled", "operator", "preempted"]
+PREEMPTED: PlannedCause = "preempted"
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +28,7 @@ class Kind:
     that asking the same worker once more is better than asking nobody.
     """
 
-    cause: MigrationCause
+    cause: MigrationCause | Literal["preempted"]
     status: int
     message: str
     blames: bool = True  # it speaks against the worker
@@ -66,6 +67,7 @@ PLANNED: dict[
     "device_fault": Kind("device_fault", 503, "a device of the worker is broken", blames=False),
     "throttled": Kind("throttled", 503, "a device of the worker is throttled", blames=False),
     "operator": Kind("operator", 503, "the request was moved", blames=False),
+    PREEMPTED: Kind("preempted", 503, "more urgent requests went before this one", blames=False),
 }
 
 

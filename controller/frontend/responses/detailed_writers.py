@@ -143,6 +143,9 @@ class DetailedStreamingWriter:
         self._written += len(hidden)
         self._event({} if self._format.chat else {"text": ""}, None, reason, hidden)
 
+    def keep_alive(self) -> None:
+        self._stream.keep_alive()
+
     def rewind(self, count: int) -> None:
         assert count >= self._written, "what a client has seen cannot be taken back"
         self._before_it.rewind(count)

@@ -19,6 +19,7 @@ from controller.frontend.requests.head import Head
 from controller.frontend.settings import StreamSettings
 
 DONE = b"data: [DONE]\n\n"
+KEEP_ALIVE = b": waiting for a worker\n\n"
 
 
 class SseStream:
@@ -85,6 +86,11 @@ class SseStream:
         self._written += len(payload)
         if transport.get_write_buffer_size() > self._limits.buffer_bytes_max:
             self._overflow(self, "the client does not read what it asked for")
+
+    def keep_alive(self) -> None:
+        """Send a comment, which clients ignore, where nothing else may come for a while."""
+        self.parts.append(KEEP_ALIVE)
+        self.flush()
 
     def check(self, now: float) -> None:
         """Cancel the client if bytes have waited for `write_deadline_s`, none of them moving. `now`: monotonic seconds."""

@@ -50,6 +50,10 @@ class ResponseWriter(Protocol):
         """Send what one turn of the loop has brought."""
         ...
 
+    def keep_alive(self) -> None:
+        """Let the client, if he can hear anything yet, know that more will come."""
+        ...
+
     def rewind(self, count: int) -> None:
         """Forget all tokens after the first `count`, none of which the client has seen."""
         ...
@@ -163,6 +167,9 @@ class StreamingWriter:
         format = self._format
         self._stream.parts += (format.before, ending(format.chat, self._index, reason), format.after)
 
+    def keep_alive(self) -> None:
+        self._stream.keep_alive()
+
     def rewind(self, count: int) -> None:
         assert count >= self._written, "what a client has seen cannot be taken back"
 
@@ -210,6 +217,9 @@ class BufferedWriter:
         self._text.append(self._detokenizer.end())
 
     def flush(self) -> None:
+        pass
+
+    def keep_alive(self) -> None:
         pass
 
     def rewind(self, count: int) -> None:

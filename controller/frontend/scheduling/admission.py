@@ -7,12 +7,12 @@ when to come back, and is counted into `RequestsRejected`.
 
 import asyncio
 from collections.abc import Callable
+from typing import TypeAlias
 
 from controller.frontend.errors import ApiError, shed, unavailable, unknown_model
 from controller.frontend.health.poison import Poisonous
 from controller.frontend.scheduling.deadlines import Deadlines, TooLate, WantedRequest, WantedTokens
 from controller.frontend.scheduling.overload import ALL_BUSY, OverloadAnswers
-from controller.frontend.scheduling.pools import Pools
 from controller.frontend.scheduling.queue import Outcome, Queue, QueueFull, WaitedTooLong
 from controller.frontend.scheduling.router import RequestRouter
 from controller.frontend.settings import FrontendSettings
@@ -45,6 +45,9 @@ class Reservation:
         self._freed(self._endpoint.joined.model)
 
 
+FindsRoom: TypeAlias = Callable[[str, Lineage, int, float], Reservation]
+
+
 class Admission:
     """Lets requests into one frontend, or refuses them."""
 
@@ -57,18 +60,18 @@ class Admission:
         observe: Callable[[Observation], object],
         answers: OverloadAnswers,
         waited: Callable[[str, Outcome, float], object],
-        pools: Pools | None,
+        by_deadline: "Callable[[Queue[Reservation], FindsRoom], Deadlines[Reservation]] | None",
     ) -> None:
-        """Let requests in from now on. `waited` is told how each wait for a worker ended, and after how many seconds; with
-        `pools` requests are let in by their deadlines."""
+        """Let requests in from now on. `waited` is told how each wait for a worker ended, and after how many seconds;
+        `by_deadline` makes what lets requests in by their deadlines, where that is wanted."""
         self._frontend = frontend
         self._settings = settings.admission
         self._table = table
         self._routing = routing
         self._queue = Queue(self._room, settings.admission.queue_max, waited)
         self.deadlines: Deadlines[Reservation] | None = None
-        if pools is not None:
-            self.deadlines = Deadlines(settings, table, routing, pools, self._queue, self._room)
+        if by_deadline is not None:
+            self.deadlines = by_deadline(self._queue, self._room)
         self.wake = self._queue.wake  # a worker may have become free: let those who wait look
         self._observe = observe
         self._answers = answers
@@ -81,6 +84,11 @@ class Admission:
         """Return room at a worker, of any lineage or of this one, for a request of which so many tokens have to be read, and that
         may wait there, `beyond` a full batch by so much of one. Raise NoWorker."""
         return Reservation(self._routing.room(model, lineage, beyond), self.wake, tokens)
+
+    def best_waiting(self, model: str, lineage: Lineage) -> int | None:
+        """Return the best tier of which anybody waits for a worker of this lineage, where there are lines by tier; None: nobody
+        does."""
+        return self.deadlines.best_waiting(model, lineage) if self.deadlines is not None else None
 
     def queued(self, model: str) -> int:
         """Return how many requests wait for a free worker of this model."""

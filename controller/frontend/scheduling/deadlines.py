@@ -2,6 +2,7 @@
 
     look      before its texts are read: those in line already take longer than it has ──▶ refused, at the cost of a look
     enter     a worker has room ──▶ in
+              a running answer of the last tier may be put off for it (`park`) ──▶ in
               it would be served in time ──▶ in line: its tier's, fairly between clients (`line`) ── in time ──▶ in
               │                                                                    └── its time is over ──▶ refused
               └── else ──▶ refused at once, with the wait that it would have had
@@ -12,14 +13,15 @@ are too many of them.
 """
 
 import asyncio
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from math import inf, isfinite
-from typing import Generic, TypeVar
+from typing import Generic, Protocol, TypeVar
 
 from controller.frontend.requests.admission_headers import AdmissionHeaders
 from controller.frontend.requests.block_hashes import BlockNames
+from controller.frontend.scheduling.deadline_line import CLOCK_S, DeadlineLine
 from controller.frontend.scheduling.pools import Pools, step_s
 from controller.frontend.scheduling.queue import Queue, Room, WaitedTooLong
 from controller.frontend.scheduling.router import RequestRouter
@@ -33,10 +35,10 @@ from controller.router.selection.filter import AllBusy, NotServed
 from events.errors import HoldfastError
 
 BEYOND = 0.125  # of a batch
+PREEMPTS = 0.5  # of the time that a request of the best tier may wait, after which running answers are put off for it
 SPILLS = 0.7  # of the time that a request may wait, after which it may do so at a worker
 CAPACITY_S = 0.05  # what a pool's workers weigh is as good as new for so long
 LATEST_S = 86_400.0  # no timer is set for later
-CLOCK_S = 0.005  # by which a timer may be early
 
 
 class TooLate(HoldfastError):
@@ -74,57 +76,24 @@ class WantedTokens:
 R = TypeVar("R", bound=Room)
 
 
-class _ByDeadline(Generic[R]):
-    """One pool's line, as the queue asks it."""
+class RoomMaker(Protocol):
+    """Puts running answers off for more urgent requests: see `Preemption`."""
 
-    def __init__(
-        self,
-        pool: "Callable[[], WorkerPool[asyncio.Future[R]]]",
-        now: Callable[[], float],
-        capacity: Callable[[], float],
-        find: "Callable[[PlaceInLine[asyncio.Future[R]], int], R]",
-    ) -> None:
-        self._pool = pool
-        self._now = now
-        self._capacity = capacity
-        self._find = find
-        self._places: dict[asyncio.Future[R], tuple[PlaceInLine[asyncio.Future[R]], int]] = {}
+    def may(self, model: str, lineage: Lineage, tier: int) -> bool:
+        """Say whether room can be made for a request of this tier."""
+        ...
 
-    def __len__(self) -> int:
-        return len(self._places)
+    def make_room(self, model: str, lineage: Lineage) -> bool:
+        """Put one answer off. False: there is none that may be."""
+        ...
 
-    def __iter__(self) -> "Iterator[asyncio.Future[R]]":
-        return iter(self._places)
+    def in_vain(self, model: str, lineage: Lineage) -> None:
+        """What was tried has brought no room."""
+        ...
 
-    def push(self, place: "PlaceInLine[asyncio.Future[R]]", tokens: int) -> None:
-        """Let one wait of whose prompts so many tokens have to be read."""
-        now = self._now()
-        self._pool().pass_time(now, self._capacity())
-        self._places[place.who] = place, tokens
-        self._pool().push(place, now)
-
-    def head(self) -> "asyncio.Future[R] | None":
-        place = self._pool().line.head(self._now())
-        return place.who if place is not None else None
-
-    def take(self, turn: "asyncio.Future[R]") -> R:
-        return self._find(*self._places[turn])
-
-    def remove(self, turn: "asyncio.Future[R]") -> None:
-        found = self._places.pop(turn, None)
-        if found is None:
-            return
-        place = found[0]
-        now, pool = self._now(), self._pool()
-        pool.pass_time(now, self._capacity())
-        if not turn.done() or turn.cancelled():
-            pool.line.remove(place)
-        elif turn.exception() is None:
-            pool.served(place)
-        elif now >= place.latest - CLOCK_S:
-            pool.late(place)
-        else:
-            pool.line.remove(place)
+    def waits(self, model: str, lineage: Lineage, tier: int) -> bool:
+        """Say whether an answer is put off that comes before requests of this tier."""
+        ...
 
 
 class Deadlines(Generic[R]):
@@ -136,6 +105,7 @@ class Deadlines(Generic[R]):
         table: EndpointTable,
         routing: RequestRouter,
         pools: Pools,
+        preemption: RoomMaker,
         queue: Queue[R],
         find: Callable[[str, Lineage, int, float], R],
     ) -> None:
@@ -146,6 +116,7 @@ class Deadlines(Generic[R]):
         self._routing = routing
         self._monitor = routing.monitor
         self.pools = pools
+        self._preemption = preemption
         self._queue = queue
         self._find = find
         self._now = pools.now
@@ -236,7 +207,7 @@ class Deadlines(Generic[R]):
         room: R | None = None
         if len(pool.line) == 0 and not self._queue.sent_back(model):
             with suppress(AllBusy):
-                room = self._find(model, lineage, unread, 0.0)
+                room = self._room(model, lineage, asked.tier, unread, 0.0)
         try:
             verdict = self._judge(pool, wanted, lineage, asked, room=room is not None)
         except BaseException:
@@ -244,6 +215,8 @@ class Deadlines(Generic[R]):
                 room.free()
             raise
         until = wanted.arrived + verdict.deadline_s
+        if verdict.reason:  # nobody has room in time, but it can be made
+            room = self._made_room(pool, model, lineage, unread)
         if room is not None:
             pool.came(asked.tier, asked.work, self._now())
             return room, until
@@ -261,19 +234,62 @@ class Deadlines(Generic[R]):
                 raise  # all are sent away
             raise self._late(pool, wanted, lineage, asked, verdict) from None
 
-    def _turns(self, model: str, lineage: Lineage) -> "_ByDeadline[R]":
+    def _turns(self, model: str, lineage: Lineage) -> "DeadlineLine[R]":
         turns = self._queue.line(
             model,
             lineage,
-            lambda: _ByDeadline(
+            lambda: DeadlineLine(
                 lambda: self.pools.of(model, lineage),
                 self._now,
                 lambda: self._capacity(model, lineage),
-                lambda place, unread: self._find(model, lineage, unread, self._beyond(place)),
+                lambda place, unread: self._take(model, lineage, place, unread),
             ),
         )
-        assert isinstance(turns, _ByDeadline)
+        assert isinstance(turns, DeadlineLine)
         return turns
+
+    def _room(self, model: str, lineage: Lineage, tier: int, unread: int, beyond: float) -> R:
+        """Return room for a request, unless it is wanted for an answer that was put off. Raise NoWorker."""
+        if self._preemption.waits(model, lineage, tier):
+            raise AllBusy
+        return self._find(model, lineage, unread, beyond)
+
+    def _made_room(
+        self, pool: "WorkerPool[asyncio.Future[R]]", model: str, lineage: Lineage, unread: int
+    ) -> R | None:
+        """Put an answer off. Return the room that this has made; None: those in line get it, or it is to be seen yet."""
+        if not self._preemption.make_room(model, lineage) or len(pool.line) > 0:
+            return None
+        return self._find_made(model, lineage, unread)
+
+    def _find_made(self, model: str, lineage: Lineage, unread: int) -> R | None:
+        try:
+            return self._find(model, lineage, unread, 0.0)
+        except AllBusy:
+            self._preemption.in_vain(model, lineage)
+            return None
+
+    def _take(self, model: str, lineage: Lineage, place: "PlaceInLine[asyncio.Future[R]]", unread: int) -> R:
+        """Return room for the head of the line. Raise NoWorker."""
+        try:
+            return self._room(model, lineage, place.tier, unread, self._beyond(place))
+        except AllBusy:
+            late = self._used_up(place) >= PREEMPTS and self._preemption.may(model, lineage, place.tier)
+            if not late or not self._preemption.make_room(model, lineage):
+                raise
+            room = self._find_made(model, lineage, unread)
+            if room is None:
+                raise
+            return room
+
+    def best_waiting(self, model: str, lineage: Lineage) -> int | None:
+        """Return the best tier of which anybody waits; None: nobody does."""
+        head = self.pools.of(model, lineage).line.head(self._now())
+        return head.tier if head is not None else None
+
+    def _used_up(self, place: "PlaceInLine[asyncio.Future[R]]") -> float:
+        """Return which part of the time that it may wait a request has waited."""
+        return (self._now() - place.since) / max(place.latest - place.since, 1e-9)
 
     def _beyond(self, place: "PlaceInLine[asyncio.Future[R]]") -> float:
         """Return how much more than a worker's batch there may be for a request, as a part of it. Where several frontends share
@@ -281,8 +297,7 @@ class Deadlines(Generic[R]):
         gets the next place, whichever frontend's request leaves it."""
         if place.tier > 0 or self._routing.frontends() == 1:
             return 0.0
-        waited, most = self._now() - place.since, place.latest - place.since
-        return BEYOND if waited >= SPILLS * most else 0.0
+        return BEYOND if self._used_up(place) >= SPILLS else 0.0
 
     def _urgency(self, wanted: WantedRequest) -> int:
         return self._table.urgency(wanted.tier)
@@ -314,7 +329,8 @@ class Deadlines(Generic[R]):
         *,
         room: bool = False,
     ) -> AdmissionVerdict:
-        """Return the verdict on a request that may be let in. Raise TooLate if it may not, or NoWorker where there is nobody."""
+        """Return the verdict on a request that may be let in, with a reason against it where room has to be made. Raise TooLate
+        if it may not, or NoWorker where there is nobody."""
         capacity = self._capacity(wanted.model, lineage)
         if capacity <= 0:
             self._find(wanted.model, lineage, 0, 0.0).free()  # which says why, nearly always
@@ -327,7 +343,8 @@ class Deadlines(Generic[R]):
         example = self._routing.group(wanted.model, lineage).endpoints[0]
         pool.pass_time(now, capacity)
         verdict = pool.judge(asked, now, capacity, step_s(example), room=room)
-        if verdict.reason:
+        makes_room = not room and verdict.in_time_with_room and bool(verdict.reason)
+        if verdict.reason and not (makes_room and self._preemption.may(wanted.model, lineage, asked.tier)):
             raise self._refusal(wanted, verdict, pool.margin(asked.tier))
         return verdict
 

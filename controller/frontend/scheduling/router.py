@@ -173,9 +173,9 @@ class RequestRouter:
         except NoWorker:
             return []
 
-    def holds_one_more(self, endpoint: Endpoint) -> bool:
-        """Say whether an endpoint can hold one request more that has begun elsewhere."""
-        return Filter((endpoint,), self._rules, room=Headroom.HELD).has_room(endpoint)
+    def has_room(self, endpoint: Endpoint, room: Headroom) -> bool:
+        """Say whether an endpoint has so much room for one request more."""
+        return Filter((endpoint,), self._rules, room=room).has_room(endpoint)
 
     def refused(self, endpoint: Endpoint) -> None:
         """An endpoint has refused a request for want of room: it gets none until it next reports its load."""

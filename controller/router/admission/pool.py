@@ -51,6 +51,7 @@ class AdmissionVerdict:
     first_s: float  # from its arrival to its first token
     deadline_s: float  # that holds for it
     latest_s: float  # from its arrival: sent later, its first token comes too late
+    in_time_with_room: bool = True  # if a worker took it now, its first token would come in time
 
 
 class WorkerPool(Generic[T]):
@@ -86,13 +87,14 @@ class WorkerPool(Generic[T]):
         usual_s = alone_s if room else first.usual_s(asked.own_s, step_s)
         first_s = asked.waited_s + wait_s + usual_s
         latest_s = deadline_s - usual_s
-        if asked.waited_s + alone_s > deadline_s:
+        in_time = asked.waited_s + alone_s <= deadline_s
+        if not in_time:
             reason = "deadline_unattainable" if alone_s > asked.deadline_s else "deadline"
         elif not room and (first_s > self.margin(asked.tier) * deadline_s or wait_s > asked.line_s):
             reason = "deadline"
         else:
             reason = ""
-        return AdmissionVerdict(reason, wait_s, first_s, deadline_s, latest_s)
+        return AdmissionVerdict(reason, wait_s, first_s, deadline_s, latest_s, in_time)
 
     def margin(self, tier: int) -> float:
         """Return within what part of its deadline a first token must be predicted in this tier."""
