@@ -21,6 +21,7 @@ from events.fact import Recorded
 from events.wire import Chunk, Committed, Generate, Reserved, Sampling
 
 PROMPT = [300, 301, 302]
+SLOW_S = 0.05  # for a token: nothing that a test does takes as long as an answer
 
 
 class Ear:
@@ -69,7 +70,7 @@ def trusted(worker: ScriptedWorker) -> TrustedSource:
 @asynccontextmanager
 async def pair(road: Road) -> AsyncIterator[tuple[RequestPlaneClient, MovingWorker, MovingWorker]]:
     """A source that streams, and a target, both connected."""
-    source, target = MovingWorker("w1", step_s=0.002), MovingWorker("w2")
+    source, target = MovingWorker("w1", step_s=SLOW_S), MovingWorker("w2")
     plane = road.plane("f1")
     for worker in (source, target):
         await road.lay(worker).start()
@@ -131,6 +132,7 @@ async def test_who_declines_is_heard_once_and_a_late_word_by_nobody(road: Road) 
         await until(lambda: carrier.heard[1:] == [f"declined {stream}"])
         plane.stay("w1", stream)
         await until(lambda: source.stays == [stream])
+        source.step_s = 0.0
         await until(lambda: old.tokens == undisturbed(PROMPT, 60))
         plane.stay("w1", stream)  # it is over
         with pytest.raises(WorkerUnreachable):
@@ -162,6 +164,7 @@ async def test_a_source_whose_only_stream_has_stopped_is_not_stuck(road: Road) -
         assert (plane.watch.hangs, old.heard) == (0, [])
         plane.cancel("w2", there)
         plane.stay("w1", stream)
+        source.step_s = 0.0
         await until(lambda: old.tokens == undisturbed(PROMPT, 100))
 
 
