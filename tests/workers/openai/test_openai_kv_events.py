@@ -436,7 +436,7 @@ async def test_nonsense_is_counted_and_nothing_breaks(
     publisher.send_frames(b"", (0).to_bytes(8, "big"), b"", b"one too many")
     publisher.send(b"\xc1 no msgpack")
     publisher.publish(["BlockEaten", [1]], block(2))
-    await eventually(lambda: index.blocks.get(0) == names(2))  # perhaps by a replay, before it has heard the rest
+    await eventually(lambda: index.blocks.get(0) == names(2))  # perhaps by a replay: the rest comes later
     await eventually(lambda: listening.counters["bad_frames"] == 3)
     counters = listening.counters
     assert (counters["malformed"], counters["unknown"], counters["mistakes"]) == (1, 1, 0)
