@@ -30,13 +30,13 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 	@test -n "$(PYTHON)" || { echo "Holdfast needs Python 3.11 or newer: set PYTHON=/path/to/python3.11"; exit 1; }
 	@echo "Installing Holdfast into $(VENV) (once) …"
 	$(PYTHON) -m venv $(VENV)
-	$(PIP) -e '.[dev]'
+	$(PIP) -e '.[dev,planner]'
 	@touch $@
 
 $(VENV)/.engines: $(VENV)/.installed
 	@echo "Installing torch and transformers into $(VENV) (once) …"
 	$(PIP) torch==2.13.0
-	$(PIP) -e '.[dev,transformers]'
+	$(PIP) -e '.[dev,planner,transformers]'
 	@touch $@
 
 demo: install  ## a fleet under load, broken in every way we know, and the table of what its users noticed

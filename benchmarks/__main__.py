@@ -54,6 +54,7 @@ WITH_A_TRACE = {  # of real chats: see benchmarks/README.md
     "routing": "benchmarks.router.routing",
     "virtual_fleet": "benchmarks.router.virtual_fleet",
     "overload": "benchmarks.overload.overload",
+    "planner": "benchmarks.simulation.planner",
 }
 
 

@@ -242,6 +242,12 @@ def _trace(parser: argparse.ArgumentParser) -> Run:
     return trace.run_cli
 
 
+def _plan(parser: argparse.ArgumentParser) -> Run:
+    from controller.commands import plan
+
+    return plan.prepare(parser)
+
+
 def _profile(parser: argparse.ArgumentParser) -> Run:
     from controller.profiler import cli as profiler
 
@@ -295,6 +301,7 @@ COMMANDS: dict[str, tuple[str, Callable[[argparse.ArgumentParser], Run]]] = {
     "nats": ("who may say and hear what at a broker of one's own", _nats),
     "simulate": ("drive the deciders through faults in virtual time", _simulate),
     "trace": ("analyze recorded requests, make more like them, and send them as load", _trace),
+    "plan": ("how many workers there should be: rehearse the planner on a recorded day", _plan),
     "profile": ("measure how fast a running engine is, for simulated ones to be as fast", _profile),
     "model": ("make a model to run", _model),
     "settings": ("print every setting and its effective value", _settings),

@@ -1,0 +1,263 @@
+"""`holdfast plan`: how many workers there should be, and what planning so would have cost on a recorded day."""
+
+import argparse
+import json
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from controller.planner.fleet_model import DayFigures
+from controller.planner.plan import Change, PlannerPolicy
+from controller.planner.rehearsal import (
+    EPOCH,
+    Arrival,
+    RehearsedFleet,
+    by_minute,
+    most_needed,
+    scale_for,
+    scaled,
+    with_fixed,
+    with_perfect_knowledge,
+    with_planner,
+)
+from controller.planner.sizing import WORKERS_MAX, Objectives
+from controller.trace.rows import TraceReader, TraceRow
+from events.errors import UsageError
+from events.observations import Profile
+
+FIT = "fit"
+FIRST_MINUTES = 5  # a rehearsal begins with what these need
+ARRIVALS_MAX = 5_000_000
+
+
+BOUNDS = {
+    "start_s": "seconds until one more worker serves",
+    "workers_min": "the fewest workers",
+    "workers_max": "the most",
+    "changes_per_hour": "changes within an hour, at most",
+    "step_max": "workers in one change, at most, or a quarter of them",
+    "missed": "part of the answers that may be late",
+}
+
+
+def _whole(text: str) -> int:
+    if not text.isdigit() or not 1 <= int(text) <= 10_000_000:
+        raise argparse.ArgumentTypeError(f"{text!r} is no number above 0")
+    return int(text)
+
+
+def _positive(text: str) -> float:
+    try:
+        found = float(text)
+    except ValueError:
+        found = 0.0
+    if not 0 < found < 1e12:
+        raise argparse.ArgumentTypeError(f"{text!r} is no number above 0")
+    return found
+
+
+def _scale(text: str) -> float | str:
+    return FIT if text == FIT else _positive(text)
+
+
+def _curve(text: str) -> tuple[tuple[int, float], ...]:
+    try:
+        pairs = [part.split("=") for part in text.split(",")]
+        found = tuple((int(n), float(ms)) for n, ms in pairs)
+    except ValueError:
+        found = ()
+    rising = all(a[0] < b[0] for a, b in pairwise(found))
+    if not found or not rising or found[0][0] < 1 or any(not 0 < ms < 1e6 for _, ms in found):
+        raise argparse.ArgumentTypeError(
+            f"{text!r}: sequences=milliseconds,… is wanted, rising, such as 1=25,32=40"
+        )
+    return found
+
+
+FLAGS: Mapping[str, Mapping[str, Any]] = {
+    "--trace": {"type": Path, "required": True, "metavar": "FILE",
+                "help": "a recorded day to rehearse: Mooncake JSONL or Azure CSV"},
+    "--fleet": {"type": _whole, "metavar": "N",
+                "help": "workers of the fixed fleet beside it (default: as many as are needed)"},
+    "--scale": {"type": _scale, "default": 1.0, "metavar": "F|fit",
+                "help": "so many times as many requests; fit: as many as --fleet serves"},
+    "--profile": {"type": Path, "metavar": "FILE",
+                  "help": "how fast a worker is, as `holdfast profile` has measured it (.npz)"},
+    "--prefill-tokens-per-s": {"type": _positive, "metavar": "N",
+                               "help": "prompt tokens that a worker reads in a second (4000)"},
+    "--tpot-curve": {"type": _curve, "metavar": "N=MS,…",
+                     "help": "milliseconds per token with N sequences (1=25,32=40)"},
+    "--max-batch": {"type": _whole, "default": 32, "metavar": "N",
+                    "help": "sequences that a worker runs at once (32)"},
+    "--kv-blocks": {"type": _whole, "default": 40_000, "metavar": "N", "help": "KV blocks of a worker (40000)"},
+    "--block-tokens": {"type": _whole, "default": 16, "metavar": "N", "help": "tokens of a block (16)"},
+    "--gpus": {"type": _whole, "default": 1, "metavar": "N", "help": "GPUs of a worker (1)"},
+    "--slo-ttft-ms": {"type": _positive, "default": 500.0, "metavar": "MS",
+                      "help": "objective: to the first token (500)"},
+    "--slo-tpot-ms": {"type": _positive, "default": 30.0, "metavar": "MS",
+                      "help": "objective: for each of the others (30)"},
+}  # fmt: skip
+
+
+def prepare(parser: argparse.ArgumentParser) -> Callable[[argparse.Namespace], int]:
+    """Add the flags, and return what runs the command."""
+    for flag, says in FLAGS.items():
+        parser.add_argument(flag, **says)
+    usual = PlannerPolicy()
+    for name, text in BOUNDS.items():
+        value, flag = getattr(usual, name), f"--{name.replace('_', '-')}"
+        parser.add_argument(flag, type=type(value), default=value, metavar="N", help=f"{text} ({value:g})")
+    parser.add_argument("-o", "--output", choices=("text", "json"), default="text", help="how to print it")
+    return run
+
+
+def run(args: argparse.Namespace) -> int:
+    """Rehearse a recorded day. Raise UsageError or BadTrace."""
+    try:
+        policy = PlannerPolicy(**{name: getattr(args, name) for name in BOUNDS})
+    except ValueError as error:
+        raise UsageError(str(error)) from error
+    objectives = Objectives(ttft_ms=args.slo_ttft_ms, tpot_ms=args.slo_tpot_ms, missed=policy.missed)
+    fleet = RehearsedFleet(profile=_profile(args), objectives=objectives, policy=policy)
+    rows = list(TraceReader(args.trace))
+    if not rows:
+        raise UsageError(f"{args.trace} has no requests")
+    arrivals, fixed = _arrivals(args, fleet, rows)
+    told = rehearse(fleet, arrivals, fixed, args.gpus, _progress)
+    if args.output == "json":
+        print(json.dumps(told, indent=2))
+    else:
+        for line in _lines(told, args):
+            print(line)
+    return 0
+
+
+def _profile(args: argparse.Namespace) -> Profile:
+    if args.profile is not None:
+        if args.prefill_tokens_per_s or args.tpot_curve:
+            raise UsageError(
+                "--profile says how fast a worker is: leave --prefill-tokens-per-s and --tpot-curve out"
+            )
+        return measured(args.profile, args)
+    return Profile(
+        kv_blocks=args.kv_blocks,
+        block_tokens=args.block_tokens,
+        max_batch=args.max_batch,
+        prefill_tokens_per_s=args.prefill_tokens_per_s or 4000.0,
+        tpot_ms=args.tpot_curve or ((1, 25.0), (32, 40.0)),
+    )
+
+
+def measured(path: Path, args: argparse.Namespace) -> Profile:
+    """Return what a worker would register that is as fast as was measured. Raise BadProfile."""
+    from workers.engines.simulated.perf_model import Interpolated
+    from workers.engines.simulated.sequence import EngineShape
+    from workers.engines.simulated.timing import ModelTiming
+
+    tokens = args.kv_blocks * args.block_tokens
+    shape = EngineShape(
+        context_tokens=tokens,
+        kv_blocks=args.kv_blocks,
+        block_tokens=args.block_tokens,
+        batch_max=args.max_batch,
+    )
+    return ModelTiming(Interpolated.load(path)).profile(shape)
+
+
+def _arrivals(
+    args: argparse.Namespace, fleet: RehearsedFleet, rows: list[TraceRow]
+) -> tuple[list[Arrival], int]:
+    factor = args.scale
+    if factor == FIT:
+        if args.fleet is None:
+            raise UsageError("--scale fit needs --fleet: how many workers the busiest minute is to need")
+        factor = scale_for(fleet, rows, args.fleet)
+    if len(rows) * factor > ARRIVALS_MAX:
+        raise UsageError(
+            f"{len(rows) * factor:.0f} requests are more than {ARRIVALS_MAX}: take a smaller --scale, or slower workers"
+        )
+    arrivals = scaled(rows, factor)
+    most = most_needed(fleet, arrivals)
+    if most >= WORKERS_MAX:
+        raise UsageError(
+            f"no number of such workers keeps the objectives: the busiest minute needs {most} and more"
+        )
+    return arrivals, args.fleet or most
+
+
+def _progress(what: str) -> None:
+    if sys.stderr.isatty():
+        print(f"\r\033[Krehearsing: {what}", end="" if what else "\r", file=sys.stderr, flush=True)
+
+
+def rehearse(
+    fleet: RehearsedFleet, arrivals: list[Arrival], fixed: int, gpus: int, told: Callable[[str], object]
+) -> dict[str, Any]:
+    """Return how a day went with the planner, with a fixed fleet and with perfect knowledge. Hours are of GPUs."""
+    first = most_needed(fleet, [one for one in arrivals if one.at < FIRST_MINUTES * 60]) or 1
+    told("perfect knowledge")
+    perfect = with_perfect_knowledge(fleet, arrivals)
+    told(f"{fixed} workers all day")
+    always = with_fixed(fleet, arrivals, fixed)
+    told("the planner")
+    planned, changes = with_planner(fleet, arrivals, first)
+    told("")
+    minutes = len(by_minute(arrivals))
+    return {
+        "requests": len(arrivals),
+        "minutes": minutes,
+        "gpus_per_worker": gpus,
+        "most_needed": most_needed(fleet, arrivals),
+        "planner": _figures(planned, perfect, gpus, minutes)
+        | {"changes_made": [_change(c) for c in changes]},
+        "fixed": _figures(always, perfect, gpus, minutes) | {"workers": fixed},
+        "perfect": _figures(perfect, perfect, gpus, minutes),
+    }
+
+
+def _change(change: Change) -> dict[str, Any]:
+    at_s = (change.at - EPOCH).total_seconds()
+    return {"at_s": at_s, "from": change.before, "to": change.after}
+
+
+def _figures(day: DayFigures, perfect: DayFigures, gpus: int, minutes: int) -> dict[str, Any]:
+    hours = day.worker_s * gpus / 3600
+    return {
+        "gpu_hours": round(hours, 3),
+        "of_perfect": round(day.worker_s / perfect.worker_s, 4) if perfect.worker_s else None,
+        "late": day.missed,
+        "late_share": round(day.missed_share, 6),
+        "late_first_tokens": day.late_first,
+        "late_tokens": day.late_tokens,
+        "changes": day.changes,
+        "changes_per_hour": round(day.changes / max(1, minutes) * 60, 2),
+        "most_workers": day.most,
+    }
+
+
+def _lines(told: dict[str, Any], args: argparse.Namespace) -> Iterator[str]:
+    yield (
+        f"{told['requests']:,} requests within {told['minutes']} minutes; the busiest minute needs {told['most_needed']} workers "
+        f"for a first token within {args.slo_ttft_ms:g} ms and {args.slo_tpot_ms:g} ms for each other"
+    )
+    yield ""
+    yield f"{'':24}{'GPU-hours':>10}{'of perfect':>12}{'late':>9}{'changes':>9}{'most':>6}"
+    names = {
+        "planner": "planner",
+        "fixed": f"{told['fixed']['workers']} workers all day",
+        "perfect": "perfect knowledge",
+    }
+    for key, name in names.items():
+        one = told[key]
+        yield (
+            f"{name:24}{one['gpu_hours']:>10.1f}{one['of_perfect']:>12.2f}{one['late_share']:>9.2%}"
+            f"{one['changes']:>9}{one['most_workers']:>6}"
+        )
+    made = told["planner"]["changes_made"]
+    if made:
+        yield ""
+        yield "the planner's changes: " + ", ".join(
+            f"{change['at_s'] / 60:.0f} min {change['from']} → {change['to']}" for change in made
+        )

@@ -1,0 +1,186 @@
+"""How would workers have fared with these requests? A model of a fleet, in virtual time, for what would take days to try.
+
+    a request ─▶ the worker that begins it first ─▶ its prompt is read, one after the other ─▶ a place in the batch ─▶ its tokens
+
+A step takes longer the more sequences run, and while prompts are read. Requests wait at workers without a bound: what comes too
+late is a miss.
+"""
+
+from dataclasses import dataclass
+from heapq import heappop, heappush
+from math import exp
+
+import numpy as np
+
+from controller.deciders.capacity import tpot_ms
+from controller.planner.sizing import BUSY_MAX, Objectives
+from events.observations import Profile
+
+REMEMBERS_S = 10.0  # how much of a worker's time goes into reading is what it was over about so long
+ALL_REMEMBERS_S = 60.0
+GONE = 1e18
+
+
+@dataclass(slots=True)
+class DayFigures:
+    """How it went."""
+
+    requests: int = 0
+    missed: int = 0  # began or went on too late
+    late_first: int = 0
+    late_tokens: int = 0
+    worker_s: float = 0.0  # for which workers were there, from when each was started
+    changes: int = 0
+    most: int = 0
+
+    @property
+    def missed_share(self) -> float:
+        """Which part of the requests was missed."""
+        return self.missed / self.requests if self.requests else 0.0
+
+
+class FleetModel:
+    """One model's workers. Seconds; requests must come in the order of their times."""
+
+    def __init__(
+        self, profile: Profile, objectives: Objectives, workers: int, start_s: float, workers_max: int
+    ) -> None:
+        """Begin with so many workers, ready. One more takes `start_s` until it serves."""
+        self._profile = profile
+        self._objectives = objectives
+        self._start_s = start_s
+        self._free_at = np.full(workers_max, GONE)  # when each has read what it has; GONE: gets nothing
+        self._running = np.zeros(workers_max, dtype=np.int64)
+        self._reading = np.zeros(workers_max)  # share of its time, as it was when it was last looked at
+        self._looked_at = np.zeros(workers_max)
+        self._all_reading, self._last_at = 0.0, 0.0  # of all together
+        self._ends: list[tuple[float, int]] = []
+        self._ready: list[tuple[float, int]] = []  # those that are starting
+        self._there: dict[int, float] = {}  # since when each costs
+        self._idle = list(range(workers_max - 1, -1, -1))
+        self._leaving: set[int] = set()
+        self._late: list[float] = []  # when it was seen that an answer is late
+        self.figures = DayFigures()
+        self._tpot = [tpot_ms(profile, n) / 1000 for n in range(profile.max_batch + 1)]
+        for _ in range(workers):
+            self._free_at[self._take(0.0)] = 0.0
+
+    @property
+    def workers(self) -> int:
+        """How many there are that serve or start."""
+        return len(self._there) - len(self._leaving)
+
+    def _take(self, now: float) -> int:
+        index = self._idle.pop()
+        self._there[index] = now
+        self.figures.most = max(self.figures.most, self.workers)
+        return index
+
+    def scale(self, workers: int, now: float) -> None:
+        """Start or drain as many as it takes."""
+        self._pass(now)
+        if workers != self.workers:
+            self.figures.changes += 1
+        for _ in range(workers - self.workers):
+            heappush(self._ready, (now + self._start_s, self._take(now)))
+        starting = {index for _, index in self._ready}
+        for _ in range(self.workers - workers):
+            serving = [n for n in self._there if n not in self._leaving]
+            leaves = min(serving, key=lambda n: (n not in starting, self._running[n]))
+            if leaves in starting:
+                self._ready = [one for one in self._ready if one[1] != leaves]
+                self._gone(leaves, now)
+                continue
+            self._leaving.add(leaves)
+            busy_until = max(now, float(self._free_at[leaves]))
+            self._free_at[leaves] = GONE
+            heappush(self._ends, (busy_until, -1 - leaves))
+
+    def _gone(self, index: int, now: float) -> None:
+        self.figures.worker_s += now - self._there.pop(index)
+        self._leaving.discard(index)
+        self._idle.append(index)
+
+    def _pass(self, now: float) -> None:
+        """Let what ends until then end."""
+        while self._ready and self._ready[0][0] <= now:
+            at, index = heappop(self._ready)
+            self._free_at[index] = at
+        ends = self._ends
+        while ends and ends[0][0] <= now:
+            at, index = heappop(ends)
+            if index >= 0:
+                self._running[index] -= 1
+            else:
+                index = -1 - index
+            if index in self._leaving and self._running[index] == 0 and at <= now:
+                self._gone(index, at)
+
+    def come(self, now: float, prompt: int, answer: int) -> None:
+        """Let a request come."""
+        self._pass(now)
+        begins = np.maximum(self._free_at, now)
+        full = self._running >= self._profile.max_batch
+        if full.any():
+            begins = np.where(full & (begins < GONE), begins + 60.0, begins)
+        index = int(np.argmin(begins + self._running * 1e-6))
+        reading_s = prompt / self._profile.prefill_tokens_per_s
+        begin = max(now, float(self._free_at[index]))
+        if self._running[index] >= self._profile.max_batch:
+            begin = max(begin, self._next_end(index))
+        first = begin + reading_s
+        kept = exp((float(self._looked_at[index]) - now) / REMEMBERS_S)
+        share = float(self._reading[index]) * kept
+        self._reading[index] = min(
+            BUSY_MAX, share + reading_s / REMEMBERS_S
+        )  # its own is read before its tokens
+        self._looked_at[index] = now
+        running = min(int(self._running[index]) + 1, self._profile.max_batch)
+        token_s = self._tpot[running] / (
+            1 - self._while_it_lasts(now, share, answer * self._tpot[running], reading_s)
+        )
+        self._free_at[index] = first
+        self._running[index] += 1
+        heappush(self._ends, (first + answer * token_s, index))
+        late_first = first + self._tpot[running] - now > self._objectives.ttft_of_s(reading_s)
+        late_tokens = answer > 1 and token_s * 1000 > self._objectives.tpot_ms
+        figures = self.figures
+        figures.requests += 1
+        figures.late_first += late_first
+        figures.late_tokens += late_tokens
+        figures.missed += late_first or late_tokens
+        if late_first or late_tokens:
+            heappush(self._late, first if late_first else first + answer * token_s)
+
+    def _while_it_lasts(self, now: float, share: float, answer_s: float, reading_s: float) -> float:
+        """Return which part of its time a worker reads while an answer is said: as now at first, later as they all do."""
+        self._all_reading *= exp((self._last_at - now) / ALL_REMEMBERS_S)
+        usual = min(BUSY_MAX, self._all_reading / max(1, self.serving))
+        self._all_reading += reading_s / ALL_REMEMBERS_S
+        self._last_at = now
+        later = answer_s / (answer_s + REMEMBERS_S)
+        return (1 - later) * share + later * usual
+
+    @property
+    def serving(self) -> int:
+        """How many serve now."""
+        return self.workers - len(self._ready)
+
+    def late_until(self, now: float) -> int:
+        """Return how many answers were seen to be late since it was last asked."""
+        count = 0
+        while self._late and self._late[0] <= now:
+            heappop(self._late)
+            count += 1
+        return count
+
+    def _next_end(self, index: int) -> float:
+        return min((at for at, which in self._ends if which == index), default=0.0)
+
+    def end(self, now: float) -> DayFigures:
+        """Return how it went, until then."""
+        self._pass(now)
+        for since in self._there.values():
+            self.figures.worker_s += now - since
+        self._there.clear()
+        return self.figures

@@ -1,0 +1,176 @@
+"""What would the planner have done on a recorded day, what would it have cost, and who would have waited too long?
+
+Beside it: a fleet of a fixed size, and perfect knowledge, which knows the traffic of each five minutes before they begin, and
+whose fleet is as small as it can be without missing more than the planner may.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime, timedelta
+from math import ceil
+
+from controller.planner.fleet_model import DayFigures, FleetModel
+from controller.planner.plan import Change, ModelView, PlannerPolicy, plan
+from controller.planner.pressure import needed
+from controller.planner.sizing import Objectives, size
+from controller.planner.traffic import BIN_S, Minute, Traffic
+from controller.trace.rows import TraceRow
+from events.observations import Profile
+
+EPOCH = datetime(2026, 1, 1, tzinfo=UTC)
+STEP_BINS = 5  # of perfect knowledge
+GOLDEN = 0.6180339887498949
+SPREAD_S = 30.0  # over which copies of a request are spread
+SCALE_MAX, SCALE_STEPS = 1e6, 24
+MARGINS = tuple(n / 100 for n in range(-60, 200, 2))  # that perfect knowledge tries
+
+Scale = Callable[[float, Sequence[Minute]], int | None]
+
+
+@dataclass(frozen=True, slots=True)
+class Arrival:
+    """One request of a day."""
+
+    at: float  # seconds
+    prompt: int
+    answer: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RehearsedFleet:
+    """What the day is played on."""
+
+    profile: Profile
+    objectives: Objectives
+    policy: PlannerPolicy
+
+
+def scaled(rows: Iterable[TraceRow], factor: float) -> list[Arrival]:
+    """Return a trace with `factor` times as many requests: each comes so often, within half a minute."""
+    found = []
+    for number, row in enumerate(rows):
+        copies = int(factor) + ((number * GOLDEN) % 1.0 < factor % 1.0)
+        for copy in range(copies):
+            later = ((number + copy * 7919) * GOLDEN) % 1.0 * SPREAD_S if copies > 1 else 0.0
+            found.append(Arrival(row.timestamp / 1000 + later, row.input_length, max(1, row.output_length)))
+    return sorted(found, key=lambda one: one.at)
+
+
+def most_needed(fleet: RehearsedFleet, arrivals: Sequence[Arrival]) -> int:
+    """Return how many workers the busiest minute needs."""
+    return max((needed(minute, fleet.profile, fleet.objectives) for minute in by_minute(arrivals)), default=0)
+
+
+def scale_for(fleet: RehearsedFleet, rows: Sequence[TraceRow], workers: int) -> float:
+    """Return how many times as many requests the busiest minute needs so many workers for."""
+    minutes = by_minute(scaled(rows, 1.0))
+    low, high = 0.0, 1.0
+    while high < SCALE_MAX and _most(fleet, minutes, high) <= workers:
+        high *= 2
+    for _ in range(SCALE_STEPS):
+        middle = (low + high) / 2
+        if _most(fleet, minutes, middle) > workers:
+            high = middle
+        else:
+            low = middle
+    return low
+
+
+def _most(fleet: RehearsedFleet, minutes: Sequence[Traffic], factor: float) -> int:
+    return max(
+        size(minute.times(factor), BIN_S, fleet.profile, fleet.objectives).workers for minute in minutes
+    )
+
+
+def by_minute(arrivals: Sequence[Arrival]) -> list[Traffic]:
+    """Return what came in each minute."""
+    if not arrivals:
+        return []
+    bins: list[list[tuple[int, int]]] = [[] for _ in range(int(arrivals[-1].at // BIN_S) + 1)]
+    for one in arrivals:
+        bins[int(one.at // BIN_S)].append((one.prompt, one.answer))
+    return [Traffic.of(each) for each in bins]
+
+
+def played(fleet: RehearsedFleet, arrivals: Sequence[Arrival], first: int, scale: Scale) -> DayFigures:
+    """Return how a day went that began with so many workers. `scale` is asked each minute how many there should be; it is given
+    the seconds and what has come in the minutes before."""
+    minutes = by_minute(arrivals)
+    model = FleetModel(
+        fleet.profile, fleet.objectives, first, fleet.policy.start_s, 2 * fleet.policy.workers_max
+    )
+    seen: list[Minute] = []
+    for one in arrivals:
+        while one.at >= len(seen) * BIN_S:
+            now = len(seen) * BIN_S
+            wanted = scale(now, seen)
+            if wanted is not None and wanted != model.workers:
+                model.scale(wanted, now)
+            if seen:  # what was late is known as the minute is over
+                last = seen[-1]
+                seen[-1] = Minute(last.traffic, model.late_until(now), last.workers)
+            seen.append(Minute(minutes[len(seen)], 0.0, model.serving))
+        model.come(one.at, one.prompt, one.answer)
+    return model.end(max(len(minutes) * BIN_S, arrivals[-1].at if arrivals else 0.0))
+
+
+def with_planner(
+    fleet: RehearsedFleet, arrivals: Sequence[Arrival], first: int
+) -> tuple[DayFigures, list[Change]]:
+    """Return how the day went with the planner, and its changes. `first`: workers at the beginning."""
+    changes: list[Change] = []
+    there = first
+
+    def scale(seconds: float, minutes: Sequence[Minute]) -> int | None:
+        nonlocal there
+        now = EPOCH + timedelta(seconds=seconds)
+        view = ModelView(
+            model="m",
+            provisioned=there,
+            profile=fleet.profile,
+            objectives=fleet.objectives,
+            minutes=list(minutes),
+            changes=changes,
+        )
+        (proposal,) = plan(fleet.policy, [view], now, 0.0)
+        if proposal.after != there:
+            changes.append(Change(now, there, proposal.after))
+            there = proposal.after
+        return there
+
+    return played(fleet, arrivals, first, scale), changes
+
+
+def with_fixed(fleet: RehearsedFleet, arrivals: Sequence[Arrival], workers: int) -> DayFigures:
+    """Return how the day went with so many workers."""
+    return played(fleet, arrivals, workers, lambda seconds, minutes: None)
+
+
+def with_perfect_knowledge(fleet: RehearsedFleet, arrivals: Sequence[Arrival]) -> DayFigures:
+    """Return how the day went with as few workers as it takes, for five minutes at a time, known before."""
+    minutes = by_minute(arrivals)
+    each = [needed(minute, fleet.profile, fleet.objectives) for minute in minutes]
+    steps = [max(each[n : n + STEP_BINS]) for n in range(0, len(each), STEP_BINS)]
+    low, high = 0, len(MARGINS) - 1
+    best: DayFigures | None = None
+    while low <= high:
+        middle = (low + high) // 2
+        figures = _known_before(fleet, arrivals, steps, MARGINS[middle])
+        if figures.missed_share <= fleet.policy.missed:
+            best, high = figures, middle - 1
+        else:
+            low = middle + 1
+    return best if best is not None else _known_before(fleet, arrivals, steps, MARGINS[-1])
+
+
+def _known_before(
+    fleet: RehearsedFleet, arrivals: Sequence[Arrival], steps: Sequence[int], margin: float
+) -> DayFigures:
+    planned = [max(fleet.policy.workers_min, ceil(step * (1 + margin))) for step in steps]
+
+    def scale(seconds: float, minutes: Sequence[Minute]) -> int:
+        now, soon = seconds / BIN_S / STEP_BINS, (seconds + fleet.policy.start_s) / BIN_S / STEP_BINS
+        last = len(planned) - 1
+        return max(planned[min(int(now), last)], planned[min(int(soon), last)])
+
+    return played(fleet, arrivals, planned[0], scale)
