@@ -103,7 +103,8 @@ class Dispatcher(Generic[G]):
         output, only = generation.continuation.accepted, where.endpoint
         try:
             if only is None:
-                return routing.route(request, tried | where.avoid, output)
+                room = _FRESH if generation.last_attempt is None and not where.waits else _HELD
+                return routing.route(request, tried | where.avoid, output, room=room)
             if only.key not in tried:
                 routing.room_at(only, request.lineage)
                 return routing.at(only, request, output)

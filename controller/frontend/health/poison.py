@@ -1,6 +1,7 @@
 """Which requests bring workers down, or fail in the same way wherever they are sent?
 
     unknown ── its first copy is on its way: others go where it went, or wait ── its first token ──▶ proven
+       │ where suspects are tried it does not go, if it can go elsewhere
        │ the worker fell before any token (`fell`)
        ▼
     suspect ── tried with no other suspect beside it ── its first token ──▶ proven
@@ -159,9 +160,16 @@ class PoisonWatch:
         sketch = request.names.sketch
         if sketch in self._watched and (record := self._record(request)) is not None:
             return self._doubted(request, record)
-        if sketch in self._proven or (flight := self._flights.get(sketch)) is None:
+        if sketch in self._proven:
             return None
-        return Where(flight.endpoint, waits=True)
+        if (flight := self._flights.get(sketch)) is not None:
+            return Where(flight.endpoint, waits=True)
+        tried = self._tried() if self._watched else None
+        return Where(avoid=tried) if tried else None  # its own first tokens would tell nothing of a suspect's
+
+    def _tried(self) -> frozenset[Key]:
+        """Return at whom suspects are being tried."""
+        return frozenset(one.at.key for one in self._records.values() if one.at is not None)
 
     def _doubted(self, request: GenerationRequest, record: Record) -> Where | None:
         now = self._now()
@@ -178,9 +186,8 @@ class PoisonWatch:
             return Where(avoid=avoid) if avoid else None
         if record.at is not None:  # a copy of it is being tried
             raise self._hold(record, now)
-        others = frozenset(one.at.key for one in self._records.values() if one.at is not None)
         late = record.held_since is not None and now - record.held_since > self._settings.alone_s
-        return Where(avoid=others, waits=not late or record.together)
+        return Where(avoid=self._tried(), waits=not late or record.together)
 
     def hold(self, request: GenerationRequest) -> Held:
         """Return the error of a request for which there is no worker now that it may go to."""

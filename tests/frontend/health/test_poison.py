@@ -144,6 +144,27 @@ def test_innocents_that_were_there_are_tried_one_by_one_and_answered(bench: Benc
     assert [fact.prompt_tokens for fact in bench.said(RequestPoisonous)] == [4, 4]
 
 
+def test_a_newcomer_goes_to_others_while_a_suspect_is_tried(bench: Bench) -> None:
+    first, second, *_ = endpoints()
+    suspect, newcomer = request_of(PROMPT), request_of([900, 901])
+    bench.fall(first, (suspect, bench.send(suspect, first)))
+    bench.send(suspect, second)
+    where = bench.it.where(newcomer)
+    assert where is not None and (where.avoid, where.endpoint, where.waits) == ({second.key}, None, False)
+    bench.it.read(suspect)
+    assert bench.it.where(newcomer) is None, "it is none any more"
+
+
+def test_a_newcomer_that_has_nowhere_else_to_go_goes_there(bench: Bench) -> None:
+    """Nobody can say then with whose prompt its worker falls."""
+    first, second, *_ = endpoints()
+    suspect, newcomer = request_of(PROMPT), request_of([900, 901])
+    bench.fall(first, (suspect, bench.send(suspect, first)))
+    sent = bench.send(suspect, second)
+    bench.fall(second, (suspect, sent), (newcomer, bench.send(newcomer, second)))
+    assert bench.it.where(suspect) is not None and bench.said(RequestPoisonous) == []
+
+
 def test_a_suspect_that_waits_too_long_goes_anywhere_and_is_not_condemned_for_it(bench: Bench) -> None:
     first, second, third, *_ = endpoints()
     one, other = request_of([1, 2]), request_of([3, 4])
@@ -370,7 +391,7 @@ def test_whatever_happens_an_innocent_is_never_condemned_and_a_poisonous_one_tak
                 w = next((at for at, one in enumerate(workers) if one is where.endpoint), -1)
                 if w < 0:
                     continue
-            elif where is not None and workers[w].key in where.avoid:
+            elif where is not None and where.waits and workers[w].key in where.avoid:
                 continue
             there[w].setdefault(n, []).append(bench.send(request, workers[w]))
             bench.it.where(request_of([99, w]))
