@@ -65,6 +65,7 @@ class Preemption(Generic[P]):
         """Begin with none. `park_s`: the longest that one answer is put off, in all; None: none ever is."""
         self._table = table
         self._routing = routing
+        self._monitor = routing.monitor
         self._running = running
         self._reports = reports
         self._now = now
@@ -86,6 +87,7 @@ class Preemption(Generic[P]):
             return False
         if self._victim(model, lineage) is not None:
             return True
+        self._looked_at += LOOKS_MAX  # at others the next time, where there are so many
         self.in_vain(model, lineage)
         return False
 
@@ -99,8 +101,10 @@ class Preemption(Generic[P]):
         move = Move(why, why, source, now, len(found.accepted))
         self._reports.preempted(found.request, source, len(found.accepted))
         self._making_room = True
-        found.compute_again(None, move)
-        self._making_room = False
+        try:
+            found.compute_again(None, move)
+        finally:
+            self._making_room = False
         self._put_off[found] = _PutOff(move, now + self._park_s - found.progress.put_off_s, now + COMMENTS_S)
         return True
 
@@ -116,24 +120,22 @@ class Preemption(Generic[P]):
             return None
         cheapest = largest = None
         endpoints = group.endpoints
-        if len(endpoints) > LOOKS_MAX:
-            self._looked_at = (self._looked_at + LOOKS_MAX) % len(endpoints)
         for n in range(min(LOOKS_MAX, len(endpoints))):
             endpoint = endpoints[(self._looked_at + n) % len(endpoints)]
-            by_count = self._has_room_without_one(endpoint)
+            if not (endpoint.routable and endpoint.active > 0 and self._routing.takes(endpoint)):
+                continue
+            by_count, by_blocks = self._has_room_without_one(endpoint), self._monitor.busy(endpoint)
             for one in self._running(endpoint):
                 if not self._may_be_put_off(one, endpoint):
                     continue
                 if by_count and (cheapest is None or _size(one) < _size(cheapest)):
                     cheapest = one
-                elif largest is None or _size(one) > _size(largest):
+                elif by_blocks and (largest is None or _size(one) > _size(largest)):
                     largest = one
         return cheapest or largest
 
     def _has_room_without_one(self, endpoint: Endpoint) -> bool:
         """Say whether a worker would take a new request, if one of ours were not there."""
-        if not (endpoint.routable and endpoint.active > 0 and self._routing.takes(endpoint)):
-            return False
         endpoint.end()
         try:
             return self._routing.has_room(endpoint, Headroom.FRESH)

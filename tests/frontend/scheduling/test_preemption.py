@@ -314,6 +314,20 @@ async def test_where_kv_blocks_are_what_is_missing_they_are_freed() -> None:
         assert all(len(client.ids) == 400 for client in clients)
 
 
+async def test_nobody_leaves_a_worker_that_would_take_nobody_else() -> None:
+    async with world(Machines(SHAPE, TIMING, 2), settings()) as (one,):
+        running = [
+            stream(one, Reader(), tier) for tier in ("best_effort", "best_effort", "standard", "standard")
+        ]
+        await asyncio.sleep(1.0)
+        for endpoint in one.director.table.endpoints.values():
+            if any(g.request.tier == "best_effort" for g in one.director.running.at(endpoint)):
+                endpoint.weight = 0.0
+        done = await asked(one, coming(0, 0.0, "premium", deadline_s=0.3))
+        assert done[0].status == 429 and not said(one, RequestPreempted)
+        await asyncio.gather(*running)
+
+
 def test_it_needs_deadlines_to_keep() -> None:
     with pytest.raises(ValueError, match="admission_control must be deadline"):
         FrontendSettings(park=True)
