@@ -30,6 +30,7 @@ from events.observations import Profile
 FIT = "fit"
 FIRST_MINUTES = 5  # a rehearsal begins with what these need
 ARRIVALS_MAX = 5_000_000
+DAYS_MAX = 31
 
 
 BOUNDS = {
@@ -124,6 +125,8 @@ def run(args: argparse.Namespace) -> int:
     rows = list(TraceReader(args.trace))
     if not rows:
         raise UsageError(f"{args.trace} has no requests")
+    if (days := max(row.timestamp for row in rows) / 86_400_000) > DAYS_MAX:
+        raise UsageError(f"{args.trace} is of {days:.0f} days: no more than {DAYS_MAX} are rehearsed at once")
     arrivals, fixed = _arrivals(args, fleet, rows)
     told = rehearse(fleet, arrivals, fixed, args.gpus, _progress)
     if args.output == "json":

@@ -19,6 +19,7 @@ from events.observations import Profile
 REMEMBERS_S = 10.0  # how much of a worker's time goes into reading is what it was over about so long
 ALL_REMEMBERS_S = 60.0
 GONE = 1e18
+ROOM = 64  # workers at first
 
 
 @dataclass(slots=True)
@@ -42,28 +43,27 @@ class DayFigures:
 class FleetModel:
     """One model's workers. Seconds; requests must come in the order of their times."""
 
-    def __init__(
-        self, profile: Profile, objectives: Objectives, workers: int, start_s: float, workers_max: int
-    ) -> None:
+    def __init__(self, profile: Profile, objectives: Objectives, workers: int, start_s: float) -> None:
         """Begin with so many workers, ready. One more takes `start_s` until it serves."""
         self._profile = profile
         self._objectives = objectives
         self._start_s = start_s
-        self._free_at = np.full(workers_max, GONE)  # when each has read what it has; GONE: gets nothing
-        self._running = np.zeros(workers_max, dtype=np.int64)
-        self._reading = np.zeros(workers_max)  # share of its time, as it was when it was last looked at
-        self._looked_at = np.zeros(workers_max)
+        self._free_at = np.full(ROOM, GONE)  # when each has read what it has; GONE: gets nothing
+        self._running = np.zeros(ROOM, dtype=np.int64)
+        self._reading = np.zeros(ROOM)  # share of its time, as it was when it was last looked at
+        self._looked_at = np.zeros(ROOM)
         self._all_reading, self._last_at = 0.0, 0.0  # of all together
         self._ends: list[tuple[float, int]] = []
         self._ready: list[tuple[float, int]] = []  # those that are starting
         self._there: dict[int, float] = {}  # since when each costs
-        self._idle = list(range(workers_max - 1, -1, -1))
+        self._idle = list(range(ROOM - 1, -1, -1))
         self._leaving: set[int] = set()
         self._late: list[float] = []  # when it was seen that an answer is late
         self.figures = DayFigures()
         self._tpot = [tpot_ms(profile, n) / 1000 for n in range(profile.max_batch + 1)]
         for _ in range(workers):
-            self._free_at[self._take(0.0)] = 0.0
+            index = self._take(0.0)  # first: it may make the array anew
+            self._free_at[index] = 0.0
 
     @property
     def workers(self) -> int:
@@ -71,10 +71,21 @@ class FleetModel:
         return len(self._there) - len(self._leaving)
 
     def _take(self, now: float) -> int:
+        if not self._idle:
+            self._grow()
         index = self._idle.pop()
         self._there[index] = now
         self.figures.most = max(self.figures.most, self.workers)
         return index
+
+    def _grow(self) -> None:
+        """Have room for twice as many."""
+        there = len(self._running)
+        self._free_at = np.append(self._free_at, np.full(there, GONE))
+        self._running = np.append(self._running, np.zeros(there, dtype=np.int64))
+        self._reading = np.append(self._reading, np.zeros(there))
+        self._looked_at = np.append(self._looked_at, np.zeros(there))
+        self._idle = list(range(2 * there - 1, there - 1, -1))
 
     def scale(self, workers: int, now: float) -> None:
         """Start or drain as many as it takes."""
@@ -113,7 +124,7 @@ class FleetModel:
                 self._running[index] -= 1
             else:
                 index = -1 - index
-            if index in self._leaving and self._running[index] == 0 and at <= now:
+            if index in self._leaving and self._running[index] == 0:
                 self._gone(index, at)
 
     def come(self, now: float, prompt: int, answer: int) -> None:

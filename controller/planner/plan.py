@@ -11,8 +11,9 @@ Nothing is remembered but what the journal says was decided: two planners that r
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import datetime, timedelta
+from itertools import pairwise
 from math import ceil
 
 from controller.deciders.validation import STRICT, at_least, demand
@@ -27,6 +28,7 @@ KNOWN_LEAST = 2  # bins
 DOWN_LEAST = 10  # the same, for fewer workers
 PERIOD_S = 86_400.0
 HOUR = timedelta(hours=1)
+MISTAKEN = timedelta(minutes=3)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,7 +57,13 @@ class PlannerPolicy:
     __pydantic_config__ = STRICT
 
     def __post_init__(self) -> None:
-        at_least(0, workers_min=self.workers_min, step_max=self.step_max, start_s=self.start_s)
+        at_least(0, start_s=self.start_s)
+        at_least(
+            1, workers_min=self.workers_min, step_max=self.step_max, changes_per_hour=self.changes_per_hour
+        )
+        demand(
+            0 < self.missed < 1, f"missed is {self.missed}: a part of the answers, between 0 and 1, is wanted"
+        )
         demand(
             self.workers_max >= self.workers_min,
             f"workers_max is {self.workers_max}, which is less than workers_min {self.workers_min}",
@@ -123,8 +131,8 @@ def plan(
     return _within_budget(policy, models, proposals)
 
 
-def _hold(view: ModelView, why: str, needed: int = 0) -> Proposal:
-    return Proposal(view.model, view.provisioned, view.provisioned, "hold", needed, held=why)
+def _hold(view: ModelView, why: str) -> Proposal:
+    return Proposal(view.model, view.provisioned, view.provisioned, "hold", 0, held=why)
 
 
 def _of(policy: PlannerPolicy, view: ModelView, now: datetime) -> Proposal:
@@ -208,11 +216,16 @@ def _too_soon(policy: PlannerPolicy, view: ModelView, now: datetime, *, up: bool
     if not changes:
         return None
     since_s = (now - changes[-1].at).total_seconds()
-    last_up = changes[-1].after > changes[-1].before
-    cooldown_s = policy.up_cooldown_s if up and last_up else policy.down_cooldown_s
-    if up and not last_up:
-        cooldown_s = policy.up_cooldown_s
+    cooldown_s = policy.up_cooldown_s if up else policy.down_cooldown_s * 2 ** _mistaken(changes)
     return f"the last change was {since_s:.0f} s ago" if since_s < cooldown_s else None
+
+
+def _mistaken(changes: Sequence[Change]) -> int:
+    """Return how often fewer workers were soon found to be too few: each time the next ones stay for twice as long."""
+    return sum(
+        one.after < one.before and other.after > other.before and other.at - one.at <= MISTAKEN
+        for one, other in pairwise(changes)
+    )
 
 
 def _told(view: ModelView, after: int, why: str, wanted: _Wanted | None, held: str) -> Proposal:
@@ -257,13 +270,4 @@ def _cut(proposal: Proposal, granted: int, gpus_max: int) -> Proposal:
         return proposal
     held = f"the budget of {gpus_max} GPUs is used up"
     why = proposal.why if granted > proposal.before else "hold"
-    return Proposal(
-        proposal.model,
-        proposal.before,
-        granted,
-        why,
-        proposal.needed,
-        proposal.forecast,
-        proposal.bound,
-        held,
-    )
+    return replace(proposal, after=granted, why=why, held=held)

@@ -96,9 +96,7 @@ def played(fleet: RehearsedFleet, arrivals: Sequence[Arrival], first: int, scale
     """Return how a day went that began with so many workers. `scale` is asked each minute how many there should be; it is given
     the seconds and what has come in the minutes before."""
     minutes = by_minute(arrivals)
-    model = FleetModel(
-        fleet.profile, fleet.objectives, first, fleet.policy.start_s, 2 * fleet.policy.workers_max
-    )
+    model = FleetModel(fleet.profile, fleet.objectives, first, fleet.policy.start_s)
     seen: list[Minute] = []
     for one in arrivals:
         while one.at >= len(seen) * BIN_S:

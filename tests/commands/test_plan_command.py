@@ -73,6 +73,17 @@ def test_it_is_told_as_a_table(wave: Path, capsys: pytest.CaptureFixture[str]) -
     assert "1.00" in lines[5]
 
 
+def test_a_bound_below_what_is_needed_costs_late_answers_and_no_traceback(
+    wave: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code, out, _ = ran(
+        capsys, "--trace", str(wave), *FAST, "--workers-max", "2", "--scale", "2", "-o", "json"
+    )
+    told = json.loads(out)
+    assert code == 0 and told["most_needed"] > 4
+    assert told["planner"]["late_share"] > 0.1
+
+
 def test_as_many_requests_as_a_fleet_serves(wave: Path, capsys: pytest.CaptureFixture[str]) -> None:
     _, out, _ = ran(capsys, "--trace", str(wave), *FAST, "--fleet", "5", "--scale", "fit", "-o", "json")
     assert json.loads(out)["most_needed"] == pytest.approx(5, abs=1)
@@ -86,6 +97,9 @@ def test_as_many_requests_as_a_fleet_serves(wave: Path, capsys: pytest.CaptureFi
         (["--tpot-curve", "32=40,1=25"], "sequences=milliseconds,… is wanted, rising"),
         (["--tpot-curve", "fast"], "sequences=milliseconds,… is wanted"),
         (["--scale", "1000000"], "are more than 5000000"),
+        (["--missed", "2"], "between 0 and 1"),
+        (["--step-max", "0"], "step_max is 0: it must be at least 1"),
+        (["--changes-per-hour", "-3"], "changes_per_hour is -3: it must be at least 1"),
         (["--workers-max", "0"], "workers_max is 0, which is less than workers_min 1"),
         (
             ["--profile", "none.npz", "--tpot-curve", "1=2"],

@@ -121,6 +121,18 @@ def test_nobody_goes_whose_traffic_the_others_could_not_bear() -> None:
         assert len(changes) <= 1, (requests, seen)
 
 
+def test_who_was_missed_soon_after_he_went_stays_for_longer_the_next_time() -> None:
+    """Traffic that needs one worker now and two then would have one come and go for ever."""
+    more = NEEDED + 4
+    once = [ago(9, more, NEEDED), ago(7, NEEDED, more)]
+    twice = [ago(40, more, NEEDED), ago(38, NEEDED, more), *once]
+    late = [ago(20, more, NEEDED), ago(7, NEEDED, more)]
+    assert planned(view(more, changes=late)).after == NEEDED, "that was another load"
+    assert planned(view(more, changes=once)).after == NEEDED, "6 minutes are over"
+    assert planned(view(more, changes=twice)).held == "the last change was 420 s ago", "12 are not"
+    assert planned(view(NEEDED - 1, changes=twice)).why == "up", "it keeps nobody from coming"
+
+
 def test_all_models_together_stay_within_their_gpus() -> None:
     views = [view(3, model="a", gpus=2), view(3, model="b", gpus=4), view(3, 10, model="c", gpus=1)]
     policy = PlannerPolicy(gpus_max=30)

@@ -103,10 +103,18 @@ def test_it_is_near_what_a_fleet_that_is_played_through_needs(
 
 
 def _missed(came: list[tuple[float, int, int]], workers: int, objectives: Objectives) -> float:
-    fleet = FleetModel(PROFILE, objectives, workers, 60.0, workers)
+    fleet = FleetModel(PROFILE, objectives, workers, 60.0)
     for at, asked, answered in came:
         fleet.come(at, asked, answered)
     return fleet.figures.missed_share
+
+
+def test_a_fleet_may_grow_beyond_what_it_began_with() -> None:
+    fleet = FleetModel(PROFILE, OBJECTIVES, 100, 60.0)
+    fleet.scale(300, 0.0)
+    assert (fleet.workers, fleet.serving) == (300, 100)
+    fleet.come(61.0, 100, 10)
+    assert fleet.serving == 300
 
 
 @given(requests)
