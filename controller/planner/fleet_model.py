@@ -54,6 +54,7 @@ class FleetModel:
         self._looked_at = np.zeros(ROOM)
         self._all_reading, self._last_at = 0.0, 0.0  # of all together
         self._ends: list[tuple[float, int]] = []
+        self._ends_of: dict[int, list[float]] = {}  # of one worker's answers
         self._ready: list[tuple[float, int]] = []  # those that are starting
         self._there: dict[int, float] = {}  # since when each costs
         self._idle = list(range(ROOM - 1, -1, -1))
@@ -122,6 +123,7 @@ class FleetModel:
             at, index = heappop(ends)
             if index >= 0:
                 self._running[index] -= 1
+                heappop(self._ends_of[index])
             else:
                 index = -1 - index
             if index in self._leaving and self._running[index] == 0:
@@ -153,6 +155,7 @@ class FleetModel:
         self._free_at[index] = first
         self._running[index] += 1
         heappush(self._ends, (first + answer * token_s, index))
+        heappush(self._ends_of.setdefault(index, []), first + answer * token_s)
         late_first = first + self._tpot[running] - now > self._objectives.ttft_of_s(reading_s)
         late_tokens = answer > 1 and token_s * 1000 > self._objectives.tpot_ms
         figures = self.figures
@@ -186,7 +189,8 @@ class FleetModel:
         return count
 
     def _next_end(self, index: int) -> float:
-        return min((at for at, which in self._ends if which == index), default=0.0)
+        ends = self._ends_of.get(index)
+        return ends[0] if ends else 0.0
 
     def end(self, now: float) -> DayFigures:
         """Return how it went, until then."""

@@ -28,7 +28,7 @@ SPEEDS = {
 }
 CONVERSATIONS, TURNS, BLOCK = 8, 5, 64
 
-pytestmark = pytest.mark.asyncio(loop_scope="module")
+pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.attack]
 
 
 @pytest_asyncio.fixture(loop_scope="module", scope="module")

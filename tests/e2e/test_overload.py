@@ -51,6 +51,7 @@ async def counted(fleet: DemoFleet) -> tuple[float, float]:
     )
 
 
+@pytest.mark.attack
 async def test_forty_at_once_for_eight_places_wait_in_line_and_are_all_served(tmp_path: Path) -> None:
     async with (
         running(tmp_path / "fleet", *FLAGS, environment=SMALL, stops=True) as fleet,
