@@ -26,7 +26,7 @@ from events import decisions
 from events.errors import HoldfastError
 from events.fact import Decision, Fact, Observation, Recorded
 from events.narrow import narrowed
-from events.observations import canaries, journal, requests, workers
+from events.observations import canaries, journal, planning, requests, workers
 
 TYPE_PREFIX = "holdfast."
 BODY_BYTES_MAX = 1024 * 1024  # of one event; the largest of ours have some ten thousand
@@ -45,7 +45,7 @@ class BadEvent(HoldfastError):
 def _all_kinds() -> dict[str, type[Fact]]:
     found: dict[str, type[Fact]] = {}
     bases = {Fact, Observation, Decision}
-    for module in (workers, canaries, requests, journal, decisions):
+    for module in (workers, canaries, requests, planning, journal, decisions):
         for value in vars(module).values():
             if isinstance(value, type) and issubclass(value, Fact) and value not in bases:
                 found[value.kind()] = value

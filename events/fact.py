@@ -27,7 +27,7 @@ class Fact:
 class Observation(Fact):
     """What the world reported. `entity` names the subject's second token, and the field that fills its third."""
 
-    entity: ClassVar[str] = "worker"  # one of worker, frontend, fleet, event
+    entity: ClassVar[str] = "worker"  # one of worker, frontend, model, fleet, event
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -5,6 +5,7 @@
     controller   decisions, and what it observes; requests to workers; answers to operators
     supervisor   which worker has ended, and what the broker has refused (`holdfast up`); the stream's bounds
     projector    nothing; it reads
+    planner      what models can carry, and how many workers they should have; it reads the state store alone
     operator     control.*, and which place of the journal does not count; it reads
 
 Nobody deletes or purges the stream: no role has a word for it; only `holdfast up` may change its bounds. What is asked is
@@ -36,7 +37,8 @@ SAYS: Mapping[str, tuple[type[Observation], ...]] = {
         seen.DeviceRecovered,
         seen.EngineFaulted,
     ),
-    "supervisor": (seen.WorkerLeft, seen.IntrusionRefused),
+    "supervisor": (seen.WorkerLeft, seen.IntrusionRefused, seen.ScaleApplied),
+    "planner": (seen.CapacityReported, seen.ScaleProposed, seen.ScaleApplied),
     "controller": (
         seen.WorkerSilent,
         seen.WorkerHeard,
@@ -46,6 +48,7 @@ SAYS: Mapping[str, tuple[type[Observation], ...]] = {
         seen.ResumeRequested,
         seen.MoveRequested,
         seen.RestartRequested,
+        seen.ScaleSet,
         seen.CommandRefused,
         seen.ChaosInjected,
         seen.CanaryPassed,
@@ -67,6 +70,7 @@ SAYS: Mapping[str, tuple[type[Observation], ...]] = {
         seen.RequestResumed,
         seen.RequestAbandoned,
         seen.RequestsRejected,
+        seen.TrafficReported,
         seen.BusyThresholdsSet,
         seen.RequestExposed,
         seen.ExposureUnknown,

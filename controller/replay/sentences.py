@@ -187,6 +187,19 @@ def _health(f: d.HealthChanged) -> str:
     return f"{f.worker} went from {f.before} to {f.after}, weight {f.weight:g} ({f.reason})"
 
 
+def _proposed(f: o.ScaleProposed) -> str:
+    reasons = {
+        "up": f"{f.needed} are needed soon ({f.bound or 'traffic'}, as {f.method} foresees)",
+        "down": f"{f.needed} are enough ({f.bound or 'traffic'}, as {f.method} foresees)",
+        "lost": "lost ones are replaced",
+        "floor": "fewer than there must be",
+        "operator": "an operator wants it",
+    }
+    held = f"; {f.held}" if f.held else ""
+    wants = "scales" if f.act else "would scale"
+    return f"{f.planner} {wants} {f.model} from {f.before} to {count(f.after, 'worker')}: {reasons.get(f.why, f.why)}{held}"
+
+
 def _busy_from(f: o.BusyThresholdsSet) -> str:
     said = {
         "KV blocks": f.active_decode_blocks,
@@ -289,6 +302,21 @@ SENTENCES: dict[type[Fact], str | Callable[[Any], str]] = {
         f"{f.frontend} rejected {count(f.count, 'request')} of {f.model} ({f.tier}): {f.reason}"
     ),
     o.BusyThresholdsSet: _busy_from,
+    o.TrafficReported: lambda f: (
+        f"{count(f.requests, 'request')} of {f.model} came to {f.frontend} within a minute ({f.rejected} rejected, {f.late} late)"
+    ),
+    o.CapacityReported: lambda f: (
+        f"{f.healthy} of {count(f.provisioned, 'worker')} of {f.model} carry {f.achievable_rps:.1f} requests a second"
+    ),
+    o.ScaleProposed: _proposed,
+    o.ScaleSet: lambda f: (
+        f"{f.by} wants {count(f.workers, 'worker')} of {f.model} ({f.reason})"
+        if f.workers is not None
+        else f"{f.by} leaves the number of {f.model}'s workers to the planner again ({f.reason})"
+    ),
+    o.ScaleApplied: lambda f: (
+        f"{f.by} {'has' if f.ok else 'could not make it'} {count(f.after, 'worker')} of {f.model}: {f.says}"
+    ),
     o.RequestExposed: _exposed,
     o.ExposureUnknown: _unknown,
     o.PanicBegan: "{f.frontend} ignores its own breakers for {f.model}: {f.routable_share:.0%} of its weight is routable",

@@ -20,6 +20,14 @@ from events.observations.canaries import (
     canary_key,
 )
 from events.observations.journal import EventQuarantined, SnapshotKept
+from events.observations.planning import (
+    CapacityReported,
+    ModelObservation,
+    ScaleApplied,
+    ScaleProposed,
+    ScaleSet,
+    TrafficReported,
+)
 from events.observations.requests import (
     BusyThresholdsSet,
     ExposureUnknown,
@@ -74,6 +82,7 @@ __all__ = [
     "CanaryReason",
     "CanaryResult",
     "CanarySlow",
+    "CapacityReported",
     "ChaosInjected",
     "CheckType",
     "CommandRefused",
@@ -91,6 +100,7 @@ __all__ = [
     "IntrusionRefused",
     "KvLayout",
     "MigrationCause",
+    "ModelObservation",
     "MoveRequested",
     "ObserverBlind",
     "PanicBegan",
@@ -108,10 +118,14 @@ __all__ = [
     "RequestsServed",
     "RestartRequested",
     "ResumeRequested",
+    "ScaleApplied",
+    "ScaleProposed",
+    "ScaleSet",
     "ShutdownBegan",
     "SnapshotKept",
     "TopK",
     "Topology",
+    "TrafficReported",
     "WorkerAwaited",
     "WorkerHeard",
     "WorkerJoined",
