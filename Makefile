@@ -52,8 +52,8 @@ test-seeds: install  ## 200 seeds of the simulator, an hour of virtual time each
 # Those whose fleet loses what it knows, and learns it again.
 LOSSES := $(addprefix tests/attacks/,test_lost_stores.py test_bounds_of_a_fleet.py test_start_out_of_turn.py)
 
-test-attacks: install  ## what strangers, clients and machines may do to a whole fleet: a minute
-	$(BIN)/python -m pytest -n $(TESTERS) --dist loadgroup $(addprefix --ignore ,$(LOSSES)) -m attack \
+test-attacks: install  ## what strangers, clients and machines may do to a whole fleet: three minutes
+	$(BIN)/python -m pytest -n $(TESTERS) --dist loadgroup $(addprefix --ignore ,$(LOSSES)) -m "attack and not engines" \
 		tests/attacks $(addprefix tests/e2e/,test_survival.py test_overload.py test_operating.py test_retry_matrix.py test_leaving.py)
 
 test-losses: install  ## what becomes of a fleet that loses its journal's past, its database, or whom to believe: a minute

@@ -1,7 +1,7 @@
 """Streams survive what befalls their workers. Every answer is compared with the undisturbed one, piece by piece.
 
-The same tests run on simulated workers, with `make test-attacks` with tokens that pass the broker, and with
-`make test-engines` on a real model.
+The same tests run on simulated workers, and with tokens that pass the broker, with `make test-attacks`; on a real model with
+`make test-engines`.
 """
 
 import asyncio
@@ -150,7 +150,7 @@ async def verdicts(fleet: DemoFleet, worker: str, since: int) -> list[HealthChan
 @pytest_asyncio.fixture(
     loop_scope="module",
     scope="module",
-    params=[*ENGINES, pytest.param(BEHIND_THE_BROKER, marks=pytest.mark.attack)],
+    params=[*ENGINES, BEHIND_THE_BROKER],
 )
 async def fleet(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
@@ -167,7 +167,7 @@ async def fleet(
         yield one
 
 
-pytestmark = pytest.mark.asyncio(loop_scope="module")
+pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.attack]
 
 FAULTS = [
     ("kill", None, None),

@@ -15,7 +15,7 @@ from typing import Any, ClassVar
 
 import pytest
 from frontend_kit import Kit, first_goes_to, frontend, keep_busy, until
-from real_worker import RealWorker
+from real_worker import SLOW_S, RealWorker
 from roads import Road
 from scripted_worker import Act, ScriptedWorker
 
@@ -26,7 +26,8 @@ from workers.engines.engine import Engine
 
 PROMPT = [300 + (i * 37 + i * i) % 1500 for i in range(40)]
 COUNT = 24
-ATTEMPTS = 5
+ATTEMPTS = 8
+SLOWER_MAX = 4  # times: what is slower still is held for hung
 BUSY = 8  # so busy the second worker looks to the router
 CHANCE = {"temperature": 0.9, "top_p": 0.95, "top_k": 40, "seed": 7}
 COUNTED = {"max_tokens": 96, "presence_penalty": 1.5, "frequency_penalty": 0.5}  # by what the answer has said
@@ -118,7 +119,7 @@ class Pair:
         await first_goes_to(self.kit, self.first, self.other, **facts)
         self.kit.director.table.endpoints[("w2", "i1")].begin(requests=BUSY)
 
-    def cut(self, after: int) -> None:
+    def cut(self, after: int, attempt: int = 1) -> None:
         """Let the next answer move when it has so many tokens."""
         self.first.acts.append(Act(after=after, how="error", error="engine_shutdown"))
 
@@ -144,8 +145,8 @@ class TransferPair(Pair):
             await self.kit.add(worker, **worker.facts)
         keep_busy(self.kit, "w2", self.other.instance, BUSY)
 
-    def cut(self, after: int) -> None:
-        self.first.cut(after)
+    def cut(self, after: int, attempt: int = 1) -> None:
+        self.first.cut(after, SLOW_S * min(attempt, SLOWER_MAX))
         self._moves = len(self.kit.said(RequestMigrated))
         self._moving = asyncio.ensure_future(self._move(after))
 
@@ -217,8 +218,9 @@ class Moving:
             plain = await self.answer(kit, False, max_tokens=len(await self.tokens(kit, **ask)))
             assert plain != answers[0], "the feature changes nothing here"
         for stream, cut in itertools.product((False, True), cuts):
-            for _ in range(ATTEMPTS):  # on a busy machine an answer may be over before it has moved
-                pair.cut(cut)
+            # on a busy machine an answer may be over before it has moved
+            for attempt in range(1, ATTEMPTS + 1):
+                pair.cut(cut, attempt)
                 assert await self.answer(kit, stream, **ask) == answers[stream], f"cut after {cut}"
                 if (moved := await pair.moved(cut)) is not None:
                     pair.cuts.append(moved)
@@ -247,7 +249,7 @@ class MoveContract(Moving):
 
     async def test_an_unseeded_answer_goes_on_with_the_seed_that_it_was_given(self, pair: Pair) -> None:
         kit = pair.kit
-        pair.cut(9)
+        pair.cut(9, SLOWER_MAX)
         moved = await self.answer(kit, False, temperature=0.9)
         await pair.moved(9)
         seed = pair.first.requests[-1].sampling.seed
@@ -279,7 +281,7 @@ class MoveContract(Moving):
         ask = {"model": "m", "messages": messages, "max_tokens": COUNT, "temperature": 0, "ignore_eos": True}
         for cut in (0, 9):
             if cut:
-                pair.cut(cut)
+                pair.cut(cut, SLOWER_MAX)
             events = await kit.stream("/v1/chat/completions", logprobs=True, **ask)
             seen.append([unnamed(e) for e in events])
         await pair.moved(9)

@@ -45,7 +45,7 @@ class RealWorker:
     drained: list[Fact] = field(default_factory=list)  # what it has said of its drains
 
     def __post_init__(self) -> None:
-        self._said = 0
+        self._said, self._slow_s = 0, SLOW_S
         self._joined: WorkerJoined | None = None
         self._loop, self._thread = asyncio.get_running_loop(), threading.get_ident()
 
@@ -101,9 +101,9 @@ class RealWorker:
         """Tell it to drain, as the controller does."""
         self._worker.commands.on_drain("", {"instance": self.instance})
 
-    def cut(self, after: int) -> None:
+    def cut(self, after: int, slow_s: float = SLOW_S) -> None:
         """Slow down after so many tokens from now on."""
-        self._said, self.cut_after = 0, after
+        self._said, self._slow_s, self.cut_after = 0, slow_s, after
         self.due.clear()
 
     def heal(self) -> None:
@@ -124,9 +124,9 @@ class RealWorker:
             return
         self._loop.call_soon_threadsafe(self.due.set)
         if threading.get_ident() == self._thread:
-            self.engine.chaos("slow", SLOW_S / SLOWED_STEP_S)
+            self.engine.chaos("slow", self._slow_s / SLOWED_STEP_S)
         else:  # on a thread of its own; to slow it by a factor would be a hang on a busy machine
-            time.sleep(SLOW_S)
+            time.sleep(self._slow_s)
 
     def _asked(self, connection: FrontendConnection, request: Generate) -> None:
         self.requests.append(request)
