@@ -35,6 +35,7 @@ class MemoryStream:
     _places: dict[int, str] = field(
         default_factory=dict, init=False
     )  # ids of what would be skipped, by sequence
+    _last_of: dict[str, int] = field(default_factory=dict, init=False)  # sequence, by subject
     _reachable: bool = True
     _ids: dict[str, int] = field(default_factory=dict)
     _waiting: set[asyncio.Future[None]] = field(default_factory=set)
@@ -42,6 +43,9 @@ class MemoryStream:
 
     def __post_init__(self) -> None:
         self._ids.update((event.id, event.seq) for event in self.events)
+        self._last_of.update(
+            (subjects.subject(e.fact), e.seq) for e in self.events if not isinstance(e.fact, Skipped)
+        )
         self.decided = max((e.seq for e in self.events if isinstance(e.fact, Decision)), default=0)
 
     @property
@@ -69,7 +73,8 @@ class MemoryStream:
         id = named.get("Nats-Msg-Id", "")
         if known := self._ids.get(id):
             return known
-        if FENCE in named and named[FENCE] != str(self.decided):
+        last = self.decided if f"{FENCE}-Subject" in named else self.last_of(subject)
+        if FENCE in named and named[FENCE] != str(last):
             return 0
         seq = len(self.events) + 1
         if id:
@@ -77,11 +82,17 @@ class MemoryStream:
         event = messages.read(seq, self.clock(), subject.encode(), headers, body)
         self.events.append(event)
         self._places[seq] = messages.place_id(subject.encode(), body)
+        self._last_of[subject] = seq
         if subject.startswith(f"{subjects.DECIDED}."):
             self.decided = seq
         if place := messages.quarantines(event):
             self.quarantined.setdefault(place, event)
         return seq
+
+    def last_of(self, subject: str) -> int:
+        """Return the sequence of the newest message of a subject that is still there; 0: none is."""
+        last = self._last_of.get(subject, 0)
+        return last if last >= self.first else 0
 
     def drop(self, through: int) -> None:
         """Let go of the oldest events, up to this sequence, as a broker does at its bounds."""
@@ -194,6 +205,17 @@ class MemoryJournal:
             stream.add(decision, headers)
         stream.wake()
         return stream.decided
+
+    async def observe_next(self, fact: Observation, *, after: int) -> str:
+        if not self._stream.reachable:
+            raise JournalUnavailable
+        id = codec.new_id()
+        said_at = self._stream.clock()
+        headers = codec.encode_headers(fact, id=id, source=self.source, source_number=0, said_at=said_at)
+        if not self._stream.add(fact, {**headers, FENCE: str(after)}):
+            raise Fenced(f"the last one is not at {after}. {Fenced.__doc__}")
+        self._stream.wake()
+        return id
 
     def read(self, after: int, *, until: int | None = None) -> AsyncIterator[Sequence[Recorded]]:
         return self._read(after, until, unknown=False)

@@ -228,6 +228,36 @@ class NatsJournal(JournalReading):
         self._acknowledged_position.note(ack.seq, id)
         return ack.seq
 
+    async def observe_next(self, fact: Observation, *, after: int) -> str:
+        if self.fault is not None:
+            raise self.fault
+        if not self.connection.connected:
+            raise JournalUnavailable
+        id = codec.new_id()
+        named = codec.encode_headers(
+            fact,
+            id=id,
+            source=self.source,
+            source_number=0,  # it is in no order with what goes through the spool
+            said_at=datetime.now(UTC),
+        )
+        try:
+            with self.connection.expect() as (address, future):
+                async with asyncio.timeout(self._append_deadline_s):
+                    body, headers = codec.encode_body(fact), {**named, messages.FENCE: str(after)}
+                    client = self.connection.client
+                    await client.publish(subjects.subject(fact), body, address, headers)
+                    answer = await future
+            ack = broker.NOBODY if answer.nobody else broker.decode_ack(answer.body)
+        except DISCONNECTED as error:
+            raise JournalUnavailable(f"{error!r}: {JournalUnavailable.__doc__}") from error
+        if ack.code in broker.WRONG_LAST_SEQUENCE:
+            raise Fenced(f"{ack.error}: the last one is not at {after}. {Fenced.__doc__}")
+        if ack.error:
+            raise JournalUnavailable(f"the journal refused a {fact.kind()}: {ack.error}")
+        self._acknowledged_position.note(ack.seq, id)
+        return id
+
     async def _write(self, decisions: Sequence[Decision], through: int, after: int) -> tuple[Ack, str]:
         """Publish a fenced message or atomic batch; return the broker's answer and the last id. Raise JournalUnavailable."""
         batch = codec.new_id() if len(decisions) > 1 else ""

@@ -25,7 +25,7 @@ class JournalGone(JournalUnavailable):
 
 
 class Fenced(HoldfastError):
-    """Another controller has decided since: drop what you believe and read again."""
+    """Another one has written since: drop what you believe and read again."""
 
 
 class JournalChanged(HoldfastError):
@@ -67,6 +67,14 @@ class Journal(Protocol):
         """Write decisions as one unit and return the stream sequence of the last.
 
         `after` is the stream sequence of the last decision that the caller has folded (0: none).
+        Raise Fenced if there is a newer one, JournalUnavailable if the outcome is unknown.
+        """
+        ...
+
+    async def observe_next(self, fact: Observation, *, after: int) -> str:
+        """Write one fact, only if it follows the one at `after` on its subject (0: if nothing is there), and return its id. It is
+        for what two may say of the same thing at once: never spooled, and never sent twice.
+
         Raise Fenced if there is a newer one, JournalUnavailable if the outcome is unknown.
         """
         ...

@@ -12,7 +12,7 @@ from events.fact import Decision, Observation, Recorded
 from events.journal.memory import MemoryJournal, MemoryStream
 from events.journal.nats import NatsJournal
 from events.journal.port import Fenced, Journal, JournalChanged
-from events.observations import DrainRequested, ObserverBlind, ResumeRequested
+from events.observations import DrainRequested, ObserverBlind, ResumeRequested, ScaleProposed
 
 Eventually = Callable[..., Awaitable[None]]
 NOW = datetime(2026, 1, 1, tzinfo=UTC)
@@ -179,6 +179,36 @@ async def test_observations_do_not_move_the_fence(make: Make) -> None:
     journal.observe(ObserverBlind(observer="c1", silent=3, known=4))
     await journal.flush(5)
     assert await journal.append([absorbed(2)], through=last, after=last) == last + 2
+
+
+def proposed(after: int, model: str = "m") -> Observation:
+    return ScaleProposed(
+        planner="p", model=model, before=2, after=after, why="up", needed=after, method="constant", error=None, bound="batch",
+        held="", act=True, position=7,
+    )  # fmt: skip
+
+
+async def test_of_two_that_say_what_comes_next_only_one_is_heard(make: Make) -> None:
+    first, second = await make("planner:p1"), await make("planner:p2")
+    id = await first.observe_next(proposed(3), after=0)
+    with pytest.raises(Fenced, match="read again"):
+        await second.observe_next(proposed(4), after=0)
+    (event,) = await read(first, 0, await first.last_seq())
+    assert (event.id, event.fact, event.source) == (id, proposed(3), first.source)
+    await second.observe_next(proposed(5), after=event.seq)
+    with pytest.raises(Fenced):
+        await first.observe_next(proposed(6), after=event.seq)
+
+
+async def test_what_comes_next_has_a_place_of_its_own_for_each_subject(make: Make) -> None:
+    journal = await make("planner:p1")
+    journal.observe(drain())
+    assert await journal.flush(5)
+    await journal.observe_next(proposed(3), after=0)
+    await journal.observe_next(proposed(3, "other"), after=0)
+    await journal.append([absorbed(1)], through=0, after=0)
+    await journal.observe_next(proposed(4), after=2)
+    assert [event.seq for event in await read(journal, 0, 5)] == [1, 2, 3, 4, 5]
 
 
 async def test_of_many_controllers_at_once_exactly_one_writes(make: Make) -> None:
