@@ -22,7 +22,16 @@ async def test_a_broker_takes_what_is_printed_and_a_second_printing_is_the_same(
     seeds = tmp_path / "seeds"
     code, printed, _ = typed("--keys", str(seeds), "--worker", "w0", "--worker", "x0+3")
     assert code == 0 and keys.users(seeds) == sorted(
-        ["controller", "frontend", "operator", "projector", "supervisor", "worker-w0", "worker-x0+3"]
+        [
+            "controller",
+            "frontend",
+            "operator",
+            "planner",
+            "projector",
+            "supervisor",
+            "worker-w0",
+            "worker-x0+3",
+        ]
     )
     assert typed("--keys", str(seeds))[1] == printed
     assert not any(keys.seed_file(seeds, name).read_text().strip() in printed for name in keys.users(seeds))
