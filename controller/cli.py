@@ -18,7 +18,7 @@ Run = Callable[[argparse.Namespace], int]
 USAGE = 2
 FINDING = 3
 INTERRUPTED = 130
-ROLES = ("controller", "projector", "frontend", "worker")
+ROLES = ("controller", "projector", "planner", "frontend", "worker")
 CLOSED = (*ROLES, "up", "demo")  # who write into a fleet's directory
 
 
@@ -308,6 +308,7 @@ COMMANDS: dict[str, tuple[str, Callable[[argparse.ArgumentParser], Run]]] = {
     "completion": ("print what lets a shell complete commands and flags", _completion),
     "controller": ("run the controller alone", _role("controller")),
     "projector": ("run the projector alone", _role("projector")),
+    "planner": ("run the planner alone: how many workers each model should have", _role("planner")),
     "frontend": ("run a frontend alone", _role("frontend")),
     "worker": ("run a worker alone", _worker),
 }

@@ -13,8 +13,10 @@ from controller.read_model.errors import StoreForbidden as StoreForbidden
 from controller.read_model.errors import StoreRefused as StoreRefused
 from controller.read_model.errors import StoreUnavailable as StoreUnavailable
 from controller.router.trust import TrustedSource
+from events.decisions import PolicyAdopted
 from events.errors import Finding, HoldfastError
 from events.fact import Observation, Recorded
+from events.observations import CapacityReported, ScaleApplied, ScaleProposed, ScaleSet, TrafficReported
 from events.order import Last, Position
 from events.wire import Chunk, Committed, Generate, Load, Reserved, Why
 
@@ -162,6 +164,30 @@ class RowsRead:
 
     position: ReadPosition
     rows: Mapping[str, Sequence[Mapping[str, Any]]]
+
+
+class PlanningStore(Protocol):
+    """What the planner reads of the state store."""
+
+    async def read_planning(self, after: int, since: datetime, limit: int) -> "PlanningRead":
+        """Return, as of one instant, all workers, and the events that are planned by: those above `after` and not before
+        `since`, the oldest first, `limit` at most; and of what holds until something else is said, the latest. Raise
+        StoreUnavailable."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class PlanningRead:
+    """What is planned by, as of one instant."""
+
+    position: ReadPosition
+    workers: Sequence[Mapping[str, Any]]  # rows
+    events: Sequence[Recorded]  # of PLANNED_BY
+    latest: Sequence[Recorded]  # of LATEST: of each kind, and of each model where it is said of one, the last
+
+
+PLANNED_BY = (TrafficReported, CapacityReported, ScaleProposed, ScaleApplied)
+LATEST = (ScaleSet, ScaleProposed, PolicyAdopted)
 
 
 # --- workers, over the request plane ----------------------------------------------------------------------------------
@@ -332,4 +358,38 @@ class Control(Protocol):
 
     async def status(self) -> dict[str, Any]:
         """Return the fleet as it is, as plain JSON values."""
+        ...
+
+
+# --- who carries a planner's proposals out ----------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WantedScale:
+    """Another number of workers for one model, as a planner has proposed it."""
+
+    model: str
+    before: int  # workers that there were when it was proposed
+    after: int  # that there should be
+    why: str  # up, down, lost, floor, operator
+    proposal: str  # id of the ScaleProposed
+    planner: str
+
+
+@dataclass(frozen=True, slots=True)
+class HookResult:
+    """What came of it, as `ScaleApplied` tells it."""
+
+    ok: bool
+    says: str  # one line of printable characters, 300 at most: what was done, or why not
+
+
+class ScaleHook(Protocol):
+    """Who can start and stop workers, and is no `holdfast up`."""
+
+    by: str  # as `ScaleApplied` names it: command, http
+
+    async def scale(self, wanted: WantedScale) -> HookResult:
+        """Have the workers of a model become so many. It ends within the hook's deadline, and raises nothing for what the
+        other side does. That it is done says nothing of when those workers serve. To repeat it does no harm."""
         ...

@@ -11,8 +11,11 @@ from typing import Any
 
 from controller.deciders.fleet import DECIDERS_VERSION, Fleet
 from controller.ports import (
+    LATEST,
+    PLANNED_BY,
     AnotherProjector,
     CatchUp,
+    PlanningRead,
     ReadPosition,
     RowsRead,
     Snapshot,
@@ -148,6 +151,14 @@ class MemoryStore:
         """Give the store as it is now, for as long as the caller likes."""
         events = sorted(self._reach().events.values(), key=lambda row: int(row[0]))
         yield MemoryFrozen(self._all(), events)
+
+    async def read_planning(self, after: int, since: datetime, limit: int) -> PlanningRead:
+        found = self._all()
+        kept = sorted(map(projection.recorded, self.tables.events.values()), key=lambda event: event.seq)
+        events = [e for e in kept if isinstance(e.fact, PLANNED_BY) and e.seq > after and e.at >= since]
+        latest = {(type(e.fact), getattr(e.fact, "model", "")): e for e in kept if isinstance(e.fact, LATEST)}
+        by_place = sorted(latest.values(), key=lambda event: event.seq)
+        return PlanningRead(found.position, found.rows["workers"], events[:limit], by_place)
 
     async def locate(self, reference: str) -> int | None:
         number = reference.removeprefix("decision:")

@@ -29,6 +29,10 @@ def section(role: str) -> type[BaseModel]:
             from controller.runtime.projection.settings import ProjectorSettings
 
             return ProjectorSettings
+        case "planner":
+            from controller.runtime.planning.settings import PlannerSettings
+
+            return PlannerSettings
     raise KeyError(role)
 
 

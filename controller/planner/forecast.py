@@ -12,6 +12,7 @@ with the least error is taken, and nine tenths of what it had underestimated is 
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cache
 from math import ceil, isfinite
 from typing import Any
 
@@ -29,7 +30,7 @@ Method = Callable[[Sequence[float], int], "list[float] | None"]
 
 
 class ForecastsMissing(HoldfastError):
-    """Forecasts need statsmodels, which is not installed: pip install -e '.[planner]'."""
+    """Trends and seasons need statsmodels, which is not installed: pip install -e '.[planner]'."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +84,8 @@ def seasonal(period: int) -> Method:
 def _fitted(history: list[float], ahead: int, **model: object) -> list[float] | None:
     if max(history) == min(history):
         return [history[-1]] * ahead
-    smoothing = _smoothing()
+    if (smoothing := _smoothing()) is None:
+        return None
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # that it has not converged shows in its error
         try:
@@ -94,13 +96,20 @@ def _fitted(history: list[float], ahead: int, **model: object) -> list[float] | 
     return [max(0.0, value) for value in values] if all(map(isfinite, values)) else None
 
 
+@cache
 def _smoothing() -> Any:
-    """Return statsmodels' exponential smoothing, which takes a second to load. Raise ForecastsMissing."""
+    """Return statsmodels' exponential smoothing, which takes a second to load; None: it is not installed."""
     try:
         from statsmodels.tsa.holtwinters import ExponentialSmoothing
-    except ImportError as error:
-        raise ForecastsMissing(str(ForecastsMissing.__doc__)) from error
+    except ImportError:
+        return None
     return ExponentialSmoothing
+
+
+def check_installed() -> None:
+    """Raise ForecastsMissing where trends and seasons cannot be foreseen."""
+    if _smoothing() is None:
+        raise ForecastsMissing(str(ForecastsMissing.__doc__))
 
 
 def methods(period: int | None) -> dict[str, Method]:

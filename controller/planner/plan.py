@@ -13,6 +13,7 @@ Nothing is remembered but what the journal says was decided: two planners that r
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime, timedelta
+from functools import lru_cache
 from itertools import pairwise
 from math import ceil
 
@@ -177,7 +178,7 @@ def needs(policy: PlannerPolicy, view: ModelView) -> _Wanted:
     history = [work(minute.traffic, view.profile) for minute in minutes]
     pressure = bearable(minutes, view.profile, view.objectives)
     ahead, starts = ceil((policy.start_s + policy.ahead_s) / BIN_S), ceil(policy.start_s / BIN_S)
-    expected = forecast(history, ahead, methods(round(PERIOD_S / BIN_S)))
+    expected = _expected(tuple(history), ahead)
     shape = total(minutes[-SHAPE_BINS:])
     one = work(shape, view.profile)
 
@@ -194,6 +195,11 @@ def needs(policy: PlannerPolicy, view: ModelView) -> _Wanted:
     for minute in minutes[-max(1, round(policy.down_after_s / BIN_S)) :]:
         lately = max(lately, sized(work(minute.traffic, view.profile)).workers)
     return _Wanted(soon.workers, now.workers, lately, expected, now)
+
+
+@lru_cache(maxsize=1024)  # models: it is asked every few seconds, and something new comes every minute
+def _expected(history: tuple[float, ...], ahead: int) -> LoadForecast:
+    return forecast(history, ahead, methods(round(PERIOD_S / BIN_S)))
 
 
 def _stepped(

@@ -1,4 +1,4 @@
-"""`holdfast controller | projector | frontend`: one role alone, for production. `up` starts them the same way."""
+"""`holdfast controller | projector | planner | frontend`: one role alone, for production. `up` starts them the same way."""
 
 import argparse
 import asyncio
@@ -20,6 +20,8 @@ from workers.exits import LINGER_S, exit_within
 
 Run = Callable[[argparse.Namespace], int]
 MEETS_WORKERS = ("controller", "frontend")
+READS_THE_STORE = ("projector", "planner")  # and cannot do without it
+MODULES = {"planner": "planning.planner"}  # where it is not called as the role
 
 
 def prepare(role: str, parser: argparse.ArgumentParser) -> Run:
@@ -39,15 +41,15 @@ def prepare(role: str, parser: argparse.ArgumentParser) -> Run:
     def run(args: argparse.Namespace) -> int:
         logs.configure()
         settings = gather(model, role, vars(args))
-        if role == "projector" and not args.database_url:
-            raise BadSetting("the projector needs --database-url or HOLDFAST_DATABASE_URL")
+        if role in READS_THE_STORE and not args.database_url:
+            raise BadSetting(f"the {role} needs --database-url or HOLDFAST_DATABASE_URL")
         if not args.nats_url and not getattr(settings, "static", None):
             raise BadSetting(f"the {role} needs --nats-url or HOLDFAST_NATS_URL")
         key = FleetKey.read(Path(args.fleet_key_file)) if getattr(args, "fleet_key_file", "") else None
         # NumPy starts a thread for each core, to multiply matrices: routing has none (a tenth of a frontend's start)
         os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
         with trusting_nobody():  # aiohttp, with which these roles serve, and ask one another over HTTP
-            module = importlib.import_module(f"controller.processes.{role}")
+            module = importlib.import_module(f"controller.processes.{MODULES.get(role, role)}")
         start = getattr(module, f"run_{role}")
         work = start(
             settings,

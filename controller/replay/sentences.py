@@ -196,7 +196,7 @@ def _proposed(f: o.ScaleProposed) -> str:
         "operator": "an operator wants it",
     }
     held = f"; {f.held}" if f.held else ""
-    wants = "scales" if f.act else "would scale"
+    wants = "scales" if f.by else "would scale"
     return f"{f.planner} {wants} {f.model} from {f.before} to {count(f.after, 'worker')}: {reasons.get(f.why, f.why)}{held}"
 
 

@@ -61,7 +61,7 @@ class ScaleProposed(ModelObservation):
     error: float | None  # of this method lately: what it was off by, over what came
     bound: str  # what needs them: first_token, token_time, batch, kv
     held: str  # what keeps more from being changed at once; empty: nothing
-    act: bool  # it is to be carried out; else somebody may
+    by: str  # who is to carry it out: supervisor, command, http; empty: whoever likes
     position: int  # stream sequence up to which the state store was read
 
 

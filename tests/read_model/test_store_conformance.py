@@ -13,6 +13,7 @@ from controller.ports import AnotherProjector, ReadPosition, RowsRead, Snapshot,
 from controller.read_model import rows as projection
 from events.decisions import IncidentClosed, IncidentOpened
 from events.fact import Recorded
+from events.observations import ScaleSet, TrafficReported
 from events.order import Order
 
 
@@ -195,6 +196,35 @@ async def test_an_incident_is_opened_and_closed(open_store: OpenStore) -> None:
     assert (await store.read_status()).rows["incidents"] == []
     (row,) = (await everything(store)).rows["incidents"]
     assert (row["incident"], row["symptom"], row["outcome"]) == ("i1", "timeout", "recovered")
+
+
+async def test_what_is_planned_by_is_read_as_of_one_instant(open_store: OpenStore) -> None:
+    history = History().start()
+    store = open_store()
+    fed = feeder(history, store)
+    traffic = [
+        TrafficReported(
+            frontend="f0", model="m", minute=history.now, requests=n, prompt_tokens=n, prompt_tokens_squared=n,
+            output_tokens=n, late=0, rejected=0,
+        )
+        for n in range(3)
+    ]  # fmt: skip
+    wanted = [ScaleSet(model=model, workers=n, by="op", reason="") for n, model in enumerate("mnm", 1)]
+    for fact in (*traffic, *wanted):
+        history.say(fact)
+    await fed.feed()
+    last = history.events[-1].seq
+    read = await store.read_planning(0, history.events[0].at, 100)
+    assert read.position.seq == last
+    assert {row["worker"] for row in read.workers} == set(fed.order.shown.workers)
+    assert [event.fact for event in read.events] == traffic
+    assert [e.fact for e in read.latest if isinstance(e.fact, ScaleSet)] == [wanted[1], wanted[2]]
+    first = await store.read_planning(0, history.events[0].at, 2)
+    assert [event.fact for event in first.events] == traffic[:2]
+    rest = await store.read_planning(first.events[-1].seq, history.events[0].at, 2)
+    assert [event.fact for event in rest.events] == traffic[2:]
+    late = history.events[-1].at + timedelta(seconds=1)
+    assert (await store.read_planning(0, late, 100)).events == []
 
 
 def fed_number(history: History) -> int:

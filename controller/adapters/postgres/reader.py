@@ -13,10 +13,10 @@ from controller.adapters.postgres import losses
 from controller.adapters.postgres.link import Connection, Link
 from controller.adapters.postgres.schema import SCHEMA
 from controller.deciders.fleet import DECIDERS_VERSION
-from controller.ports import ReadPosition, RowsRead, Snapshot, StoreLook
+from controller.ports import LATEST, PLANNED_BY, PlanningRead, ReadPosition, RowsRead, Snapshot, StoreLook
 from controller.read_model import rows as projection
 from controller.read_model import snapshot as fleet_codec
-from events.fact import Recorded
+from events.fact import Fact, Recorded
 from events.order import Last, Position
 
 SELECT_BATCH = 1_000
@@ -25,6 +25,8 @@ log = structlog.get_logger(__name__)
 _PLACE = "SELECT * FROM projection WHERE name = 'fleet'"
 _SNAPSHOT = "SELECT * FROM snapshots WHERE deciders_version = $1 AND codec_version = $2"
 _EVENTS = f"SELECT {', '.join(projection.EVENT_COLUMNS)} FROM fleet_events"
+_PLANNED_BY = f"{_EVENTS} WHERE kind = ANY($1) AND seq > $2 AND at >= $3 ORDER BY seq LIMIT $4"
+_LATEST = f"{_EVENTS} WHERE seq IN (SELECT max(seq) FROM fleet_events WHERE kind = ANY($1) GROUP BY kind, model) ORDER BY seq"
 _INCIDENTS = ", ".join(f"'{kind}'" for kind in projection.INCIDENT_KINDS)
 _CONCERNS = (  # as `projection.concerns`, a part of `projection.matches`
     f"(worker = ${{0}}::text OR kind IN ({_INCIDENTS}) AND body->>'subject' = 'worker:' || ${{0}}::text)"
@@ -90,6 +92,17 @@ class RowReader:
                 yield PostgresSnapshot(await _reading(connection, _all(projection.COLUMNS)), connection)
         finally:
             await link.close()
+
+    async def read_planning(self, after: int, since: datetime, limit: int) -> PlanningRead:
+        """Return what is planned by, as of one instant."""
+        async with self._reader.use() as connection, _frozen(connection):
+            read = await _reading(connection, {"workers": "SELECT * FROM workers"})
+            events = await connection.fetch(_PLANNED_BY, _kinds(PLANNED_BY), after, since, limit)
+            latest = await connection.fetch(_LATEST, _kinds(LATEST))
+        recorded = projection.recorded
+        return PlanningRead(
+            read.position, read.rows["workers"], [*map(recorded, events)], [*map(recorded, latest)]
+        )
 
     async def locate(self, reference: str) -> int | None:
         """Return the sequence of an event, by ce-id or `decision:N`."""
@@ -160,6 +173,10 @@ async def read_position(connection: Connection) -> ReadPosition:
         return ReadPosition()
     position = Position(row["through"], row["decided"], row["number"])
     return ReadPosition(row["shown_seq"], row["shown_id"], row["shown_at"], position, row["deciders_version"])
+
+
+def _kinds(facts: Iterable[type[Fact]]) -> list[str]:
+    return [fact.kind() for fact in facts]
 
 
 def _all(tables: Iterable[str]) -> dict[str, str]:

@@ -57,7 +57,10 @@ class FleetDatabase:
 
     def environment(self, role: str) -> dict[str, str]:
         """Return what a process of a role is told. What it is not told it does not inherit from us either."""
-        told = {"projector": self.urls.writer, "controller": self.urls.reader, "frontend": self.urls.reader}
+        told = {
+            "projector": self.urls.writer,
+            **dict.fromkeys(("controller", "frontend", "planner"), self.urls.reader),
+        }
         return {VARIABLE: told.get(role, "")}
 
     async def migrate(self) -> tuple[int, str] | None:

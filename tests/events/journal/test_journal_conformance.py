@@ -184,7 +184,7 @@ async def test_observations_do_not_move_the_fence(make: Make) -> None:
 def proposed(after: int, model: str = "m") -> Observation:
     return ScaleProposed(
         planner="p", model=model, before=2, after=after, why="up", needed=after, method="constant", error=None, bound="batch",
-        held="", act=True, position=7,
+        held="", by="", position=7,
     )  # fmt: skip
 
 

@@ -1,0 +1,105 @@
+"""The planner as a process: the state store and the journal, the planning between them, and a small admin port."""
+
+import asyncio
+import shlex
+import signal
+from pathlib import Path
+
+from aiohttp import web
+from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
+
+from controller.adapters.clock import SystemClock
+from controller.adapters.postgres.reader import RowReader
+from controller.ports import ScaleHook
+from controller.processes import collector
+from controller.processes.controller_admin import listen, url_of
+from controller.runtime.planning.metrics import PlannerMetrics
+from controller.runtime.planning.planning import Planning
+from controller.runtime.planning.settings import PlannerSettings
+from events.errors import BadSetting
+from events.journal.nats import NatsJournal
+from events.process import presence
+
+
+async def run_planner(
+    settings: PlannerSettings, *, nats_url: str, database_url: str | None, data: Path, name: str
+) -> int:
+    """Plan until SIGTERM (exit 0). Raise HoldfastError where a person must look, with the reason."""
+    assert database_url, "its role has asked for it"
+    hook = hook_of(settings)
+    stop = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stop.set)
+    journal = await NatsJournal.connect(nats_url, f"planner:{name}", data / "spool" / name, make=False)
+    store = RowReader(database_url)
+    metrics = PlannerMetrics(CollectorRegistry())
+    planning = Planning(store, journal, SystemClock(), settings, name, hook, metrics)
+    runner = await _serve(planning, metrics, settings)
+    working = asyncio.create_task(planning.run())
+    stopping = asyncio.create_task(stop.wait())
+    try:
+        presence.announce(data, "planner", name, url_of(runner))
+        collector.calm()
+        await asyncio.wait({working, stopping}, return_when=asyncio.FIRST_COMPLETED)
+        if working.done():
+            working.result()  # raises what has ended it
+        return 0
+    finally:
+        for task in (working, stopping):
+            task.cancel()
+        await asyncio.wait({working, stopping})
+        await runner.cleanup()
+        await store.close()
+        await journal.close()
+
+
+def hook_of(settings: PlannerSettings) -> ScaleHook | None:
+    """Return who carries proposals out, if it is no supervisor. Raise BadSetting."""
+    if settings.by == "command":
+        from controller.adapters.scaling.command_hook import CommandHook
+
+        try:
+            words = shlex.split(settings.hook_command)
+        except ValueError as error:
+            raise BadSetting(f"hook_command {settings.hook_command!r} cannot be split: {error}") from error
+        return CommandHook(words, settings.hook_timeout_s)
+    if settings.by == "http":
+        from controller.adapters.scaling.http_hook import HttpHook
+
+        token, authority = settings.hook_token_file, settings.hook_ca_file
+        return HttpHook(
+            settings.hook_url,
+            token_file=Path(token) if token else None,
+            ca_file=Path(authority) if authority else None,
+            timeout_s=settings.hook_timeout_s,
+        )
+    return None
+
+
+async def _serve(planning: Planning, metrics: PlannerMetrics, settings: PlannerSettings) -> web.AppRunner:
+    def report() -> dict[str, object]:
+        why = planning.why_not
+        return {"ready": not why, "reason": why}
+
+    async def scrape(request: web.Request) -> web.Response:
+        return web.Response(
+            body=generate_latest(metrics.registry), headers={"Content-Type": CONTENT_TYPE_LATEST}
+        )
+
+    async def health(request: web.Request) -> web.Response:
+        return web.json_response(report())
+
+    async def ready(request: web.Request) -> web.Response:
+        return web.json_response(report(), status=503 if planning.why_not else 200)
+
+    async def shown(request: web.Request) -> web.Response:
+        return web.json_response(planning.report())
+
+    app = web.Application()
+    app.add_routes([web.get("/metrics", scrape), web.get("/health", health), web.get("/ready", ready)])
+    app.add_routes([web.get("/plan", shown)])
+    runner = web.AppRunner(app, access_log=None)
+    await runner.setup()
+    await listen(runner, settings.admin_host, settings.admin_port)
+    return runner

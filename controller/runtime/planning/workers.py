@@ -1,0 +1,51 @@
+"""The workers' rows of the state store, and for how long each of them has been out of service."""
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from controller.planner.reading import PlannedWorker
+from events import codec
+from events.observations import WorkerJoined
+
+LEFT = "left: graceful"  # as `reason` tells it of a worker that will not come back by itself
+
+
+class WorkersSeen:
+    """Remembers since when nothing is sent to a worker: the rows do not tell."""
+
+    def __init__(self) -> None:
+        """Begin without having seen any."""
+        self._out_since: dict[str, float] = {}
+        self._joined: dict[str, tuple[str, WorkerJoined]] = {}  # by worker: the text, and what it says
+
+    def by_model(self, rows: Sequence[Mapping[str, Any]], now: float) -> dict[str, list[PlannedWorker]]:
+        """Return the workers of each model. `now`: seconds of a clock that never goes back."""
+        found: dict[str, list[PlannedWorker]] = defaultdict(list)
+        names = {row["worker"] for row in rows}
+        for known in (self._out_since, self._joined):
+            for gone in known.keys() - names:
+                del known[gone]
+        for row in rows:
+            worker = self._worker(row, now)
+            found[worker.model].append(worker)
+        return dict(found)
+
+    def _worker(self, row: Mapping[str, Any], now: float) -> PlannedWorker:
+        name, joined = row["worker"], self._read(row["worker"], row["joined"])
+        leaving = bool(row["drain"]) or row["health"] == "DRAINING" or LEFT in row["reason"]
+        if row["weight"] > 0:
+            self._out_since.pop(name, None)
+            out_s = 0.0
+        else:
+            out_s = now - self._out_since.setdefault(name, now)
+        gpus = max(1, joined.tp) * max(1, joined.dp)
+        return PlannedWorker(name, row["model"], joined.profile, gpus, row["weight"], leaving, out_s)
+
+    def _read(self, worker: str, text: str) -> WorkerJoined:
+        known = self._joined.get(worker)
+        if known is None or known[0] != text:
+            fact = codec.decode_body(WorkerJoined.kind(), text.encode())
+            assert isinstance(fact, WorkerJoined)
+            known = self._joined[worker] = (text, fact)
+        return known[1]

@@ -1,0 +1,158 @@
+"""What a model's events tell: known and unknown minutes, who served, what was changed."""
+
+from datetime import UTC, datetime, timedelta
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from controller.planner.history import ModelHistory
+from controller.planner.traffic import Minute, Seen, Traffic
+from events.fact import Observation, Recorded
+from events.observations import CapacityReported, ScaleProposed, ScaleSet, TrafficReported
+
+NOON = datetime(2026, 1, 1, 12, tzinfo=UTC)
+MINUTE = timedelta(minutes=1)
+
+
+class Told:
+    """A model's history, and the journal that it is made of."""
+
+    def __init__(self) -> None:
+        self.history = ModelHistory("m")
+        self.seq = 0
+
+    def say(self, fact: Observation, at: datetime, source: str = "") -> None:
+        self.seq += 1
+        source = source or getattr(fact, "frontend", "planner")
+        self.history.take(Recorded(self.seq, at, fact, f"e{self.seq}", source, self.seq))
+
+    def traffic(self, number: int, frontend: str = "f0", requests: int = 10, **more: Any) -> None:
+        """Tell of the minute of this number after noon, at its end."""
+        begin = NOON + number * MINUTE
+        source = more.pop("source", "")
+        body = {
+            "prompt_tokens": 100 * requests,
+            "prompt_tokens_squared": 10_000 * requests,
+            "output_tokens": 50 * requests,
+        }
+        body |= {"late": 0, "rejected": 0, **more}
+        fact = TrafficReported(frontend=frontend, model="m", minute=begin, requests=requests, **body)
+        self.say(fact, begin + MINUTE, source)
+
+    def capacity(self, at: datetime, healthy: int) -> None:
+        self.say(
+            CapacityReported(
+                planner="p", model="m", provisioned=healthy, healthy=healthy, lost=0, gpus=1, achievable_rps=1.0, ratio=1.0,
+                position=1,
+            ),
+            at,
+        )  # fmt: skip
+
+    def seen(self, minutes: float) -> list[Seen]:
+        """Return what is known so many minutes after noon."""
+        return self.history.minutes(NOON + minutes * MINUTE)
+
+
+def requests(seen: list[Seen]) -> list[float | None]:
+    return [None if minute is None else minute.traffic.requests for minute in seen]
+
+
+def test_a_minute_is_what_all_frontends_tell_of_it() -> None:
+    told = Told()
+    told.traffic(0, "f0", 10, late=1)
+    told.traffic(0, "f1", 5, late=2)
+    assert told.seen(1) == [], "somebody may still be about to tell"
+    assert told.seen(1.2) == [Minute(Traffic(15, 1500, 150_000, 750), 3)]
+
+
+def test_a_minute_in_which_nothing_came_is_known() -> None:
+    told = Told()
+    told.traffic(0)
+    told.traffic(1, requests=0)
+    assert requests(told.seen(2.2)) == [10, 0]
+
+
+def test_a_minute_of_which_nobody_tells_is_not_one_without_traffic() -> None:
+    told = Told()
+    told.traffic(0)
+    told.traffic(2)
+    assert requests(told.seen(4.2)) == [10, None, 10, None]
+
+
+def test_what_the_others_tell_is_not_all_that_came_while_a_frontend_is_missing() -> None:
+    told = Told()
+    for number in range(6):
+        told.traffic(number, "f0")
+        if number < 2:
+            told.traffic(number, "f1")
+    assert requests(told.seen(6.2)) == [20, 20, None, None, None, 10], "then it is held for gone"
+
+
+def test_a_frontend_that_stops_says_so_and_nobody_waits_for_it() -> None:
+    told = Told()
+    told.traffic(0, "f0")
+    told.traffic(0, "f1")
+    told.traffic(1, "f0")
+    told.traffic(1, "f1", 3, last=True)
+    told.traffic(2, "f0")
+    assert requests(told.seen(3.2)) == [20, 13, 10]
+
+
+def test_of_a_frontend_that_is_started_again_within_a_minute_both_lives_count() -> None:
+    told = Told()
+    told.traffic(0, "f0", 4, last=True, source="f0:first")
+    told.traffic(0, "f0", 3, source="f0:second")
+    told.traffic(0, "f0", 3, source="f0:second")
+    assert requests(told.seen(2.2)) == [7, None], "its second life is waited for"
+
+
+def test_the_rejected_would_have_been_answered_as_the_others_were() -> None:
+    told = Told()
+    told.traffic(0, requests=10, rejected=5, output_tokens=500)
+    (minute,) = told.seen(1.2)
+    assert minute is not None and minute.traffic.output_tokens == 1000
+
+
+def test_who_served_is_the_mean_over_the_minute() -> None:
+    told = Told()
+    told.traffic(0)
+    told.traffic(1)
+    told.capacity(NOON - MINUTE, 4)
+    told.capacity(NOON + 0.5 * MINUTE, 8)
+    assert [minute and minute.workers for minute in told.seen(2.2)] == [pytest.approx(6), pytest.approx(8)]
+
+
+def test_changes_are_of_the_last_hour_and_a_wish_holds_until_it_is_released() -> None:
+    told = Told()
+    for ago in (70, 50, 10):
+        told.say(proposed(ago), NOON - ago * MINUTE)
+    assert [change.after for change in told.history.changes(NOON)] == [50, 10]
+    assert told.history.set_by_operator is None
+    told.say(ScaleSet(model="m", workers=7, by="op", reason="a launch"), NOON)
+    assert told.history.set_by_operator == 7
+    told.say(ScaleSet(model="m", workers=None, by="op", reason="it is over"), NOON)
+    assert told.history.set_by_operator is None
+
+
+def proposed(after: int) -> ScaleProposed:
+    return ScaleProposed(
+        planner="p", model="m", before=1, after=after, why="up", needed=after, method="constant", error=None, bound="batch",
+        held="", by="", position=1,
+    )  # fmt: skip
+
+
+@given(st.lists(st.tuples(st.integers(0, 30), st.sampled_from("abc"), st.integers(0, 9)), max_size=60))
+def test_nothing_that_was_told_of_a_known_minute_is_lost(lines: list[tuple[int, str, int]]) -> None:
+    told, sums = Told(), dict[int, float]()
+    heard = set()
+    for number, frontend, count in sorted(lines):
+        told.traffic(number, frontend, count)
+        if (number, frontend) not in heard:
+            heard.add((number, frontend))
+            sums[number] = sums.get(number, 0) + count
+    seen = requests(told.seen(40))
+    first = min(sums, default=0)
+    for place, count in enumerate(seen):
+        assert count is None or count == sums[first + place]
