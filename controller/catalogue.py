@@ -30,7 +30,7 @@ EMITTERS: Mapping[str, str] = {
     "move_requested": "a controller, for an operator",
     "restart_requested": "a controller, for an operator",
     "command_refused": "the controller that refused it, once per command; two that both read it late may both say so",
-    "scale_set": "a controller, for an operator",
+    "scale_set": "an operator, by `holdfast scale`",
     "event_quarantined": "an operator, by `holdfast journal quarantine`",
     "snapshot_kept": "the leading controller, once per part of a snapshot: one each eighth of the journal's bounds",
     "shutdown_began": "the worker, once per instance",

@@ -245,7 +245,16 @@ def _trace(parser: argparse.ArgumentParser) -> Run:
 def _plan(parser: argparse.ArgumentParser) -> Run:
     from controller.commands import plan
 
+    data_flag(parser)
     return plan.prepare(parser)
+
+
+def _scale(parser: argparse.ArgumentParser) -> Run:
+    with without("aiohttp"):
+        from controller.commands import scale
+
+    data_flag(parser)
+    return scale.prepare(parser)
 
 
 def _profile(parser: argparse.ArgumentParser) -> Run:
@@ -301,7 +310,11 @@ COMMANDS: dict[str, tuple[str, Callable[[argparse.ArgumentParser], Run]]] = {
     "nats": ("who may say and hear what at a broker of one's own", _nats),
     "simulate": ("drive the deciders through faults in virtual time", _simulate),
     "trace": ("analyze recorded requests, make more like them, and send them as load", _trace),
-    "plan": ("how many workers there should be: rehearse the planner on a recorded day", _plan),
+    "plan": ("how many workers there should be, now or on a recorded day", _plan),
+    "scale": (
+        "set how many workers a model has, whatever the planner says, or leave it to him again",
+        _scale,
+    ),
     "profile": ("measure how fast a running engine is, for simulated ones to be as fast", _profile),
     "model": ("make a model to run", _model),
     "settings": ("print every setting and its effective value", _settings),

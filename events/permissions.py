@@ -6,7 +6,7 @@
     supervisor   which worker has ended, and what the broker has refused (`holdfast up`); the stream's bounds
     projector    nothing; it reads
     planner      what models can carry, and how many workers they should have; it reads the state store alone
-    operator     control.*, and which place of the journal does not count; it reads
+    operator     control.*, which place of the journal does not count, and how many workers he wants; it reads
 
 Nobody deletes or purges the stream: no role has a word for it; only `holdfast up` may change its bounds. What is asked is
 answered below the asker's own inbox, or, by a worker, below its own name: nobody can read or give another's answers.
@@ -48,7 +48,6 @@ SAYS: Mapping[str, tuple[type[Observation], ...]] = {
         seen.ResumeRequested,
         seen.MoveRequested,
         seen.RestartRequested,
-        seen.ScaleSet,
         seen.CommandRefused,
         seen.ChaosInjected,
         seen.CanaryPassed,
@@ -77,7 +76,7 @@ SAYS: Mapping[str, tuple[type[Observation], ...]] = {
         seen.PanicBegan,
         seen.PanicEnded,
     ),
-    "operator": (seen.EventQuarantined,),
+    "operator": (seen.EventQuarantined, seen.ScaleSet),
 }
 """Which observations each role says."""
 
@@ -133,6 +132,8 @@ def _role(name: str) -> BrokerUser:
             return BrokerUser(name, (*_READS, *_MAKES, *_BOUNDS, *facts), inbox)
         case "operator":
             return BrokerUser(name, (*_READS, *facts, f"{subjects.CONTROL}.*"), inbox)
+        case "planner":
+            return BrokerUser(name, (*_JOURNAL, *facts), inbox)
         case _:
             return BrokerUser(name, _READS, inbox)
 

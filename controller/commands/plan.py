@@ -1,4 +1,4 @@
-"""`holdfast plan`: how many workers there should be, and what planning so would have cost on a recorded day."""
+"""`holdfast plan`: how many workers the planner holds for right now, or what planning would have cost on a recorded day."""
 
 import argparse
 import json
@@ -8,7 +8,9 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+from controller.commands.plan_now import show
 from controller.planner.fleet_model import DayFigures
+from controller.planner.forecast import check_installed
 from controller.planner.plan import Change, PlannerPolicy
 from controller.planner.rehearsal import (
     EPOCH,
@@ -78,8 +80,8 @@ def _curve(text: str) -> tuple[tuple[int, float], ...]:
 
 
 FLAGS: Mapping[str, Mapping[str, Any]] = {
-    "--trace": {"type": Path, "required": True, "metavar": "FILE",
-                "help": "a recorded day to rehearse: Mooncake JSONL or Azure CSV"},
+    "--trace": {"type": Path, "metavar": "FILE",
+                "help": "a recorded day to rehearse: Mooncake JSONL or Azure CSV (default: ask the planner that runs)"},
     "--fleet": {"type": _whole, "metavar": "N",
                 "help": "workers of the fixed fleet beside it (default: as many as are needed)"},
     "--scale": {"type": _scale, "default": 1.0, "metavar": "F|fit",
@@ -115,7 +117,10 @@ def prepare(parser: argparse.ArgumentParser) -> Callable[[argparse.Namespace], i
 
 
 def run(args: argparse.Namespace) -> int:
-    """Rehearse a recorded day. Raise UsageError or BadTrace."""
+    """Ask the planner that runs, or rehearse a recorded day. Raise UsageError, BadTrace, ForecastsMissing or HoldfastError."""
+    if args.trace is None:
+        return show(args.data, args.output)
+    check_installed()
     try:
         policy = PlannerPolicy(**{name: getattr(args, name) for name in BOUNDS})
     except ValueError as error:

@@ -45,9 +45,11 @@ def names(args: argparse.Namespace) -> list[str]:
     return [f"w{n}" for n in range(len(args.upstream) if args.engine == "openai" else args.workers)]
 
 
-def projector(directory: FleetDir) -> Child:
-    """Return the one process that needs the database."""
-    return _child(directory, "projector", "projector", {})
+def beside_the_database(args: argparse.Namespace, directory: FleetDir) -> Iterator[Child]:
+    """Yield the processes that need the database."""
+    yield _child(directory, "projector", "projector", {})
+    if args.planner_mode != "off":
+        yield _child(directory, "planner", "planner", {"HOLDFAST_PLANNER__MODE": args.planner_mode})
 
 
 def _child(directory: FleetDir, role: str, name: str, environment: dict[str, str], workers: int = 1) -> Child:

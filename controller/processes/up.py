@@ -26,7 +26,7 @@ from controller.processes.losses.store_mending import StoreMending
 from controller.processes.operator_client import http_ok
 from controller.processes.port import hold
 from controller.processes.readiness.watch import ReadinessWatch, asking
-from controller.processes.restart_plan import frontend_grace_s, names, plan, projector
+from controller.processes.restart_plan import beside_the_database, frontend_grace_s, names, plan
 from controller.processes.servers.fleet_broker import FleetBroker
 from controller.processes.servers.fleet_database import FleetDatabase
 from controller.processes.up_flags import PATIENT, check, journal_bounds, ready_timeout_s
@@ -152,7 +152,9 @@ class FleetSupervisor:
             with contextlib.suppress(BaseException):
                 await database
             raise
-        self._spawn_projector()
+        for child in beside_the_database(self.args, self.dir):
+            self.children.append(child)
+            self._spawn(child)
 
     def _remember(self) -> None:
         """Write down how the fleet is reached, as soon as each part of it is known."""
@@ -184,10 +186,6 @@ class FleetSupervisor:
 
     def _present(self, server: EmbeddedServer) -> None:
         announce(self.dir.path, server.role, server.role, server.url, server.pid)
-
-    def _spawn_projector(self) -> None:
-        self.children.append(projector(self.dir))
-        self._spawn(self.children[-1])
 
     def _spawn(self, child: Child) -> None:
         servers = {"HOLDFAST_NATS_URL": self.broker.url, fleet_key.VARIABLE: self.key}
@@ -310,7 +308,7 @@ class FleetSupervisor:
         if self.ready:
             say(f"Stopping; open streams may finish for up to {frontend_grace_s():g} s")
         await self.mending.stop()
-        for role in ("frontend", "worker", "controller", "projector"):
+        for role in ("planner", "frontend", "worker", "controller", "projector"):
             within_s = frontend_grace_s() + CLOSE_S if role == "frontend" else STOP_GRACE_S
             await end([child for child in self.children if child.role == role], within_s, self.exits.ended)
         if self._following is not None:

@@ -95,6 +95,12 @@ FLAGS: Mapping[str, Mapping[str, Any]] = {
         "default": "tcp",
         "help": "how frontends reach workers: tcp (their ports), or nats (through the broker) (default: tcp)",
     },
+    "--planner-mode": {
+        "choices": ("off", "observe", "propose", "act"),
+        "default": "propose",
+        "help": "what the planner may do: nothing, say what models carry, propose another number of workers, or have that "
+        "many (default: propose)",
+    },
     "--nats-monitor": {
         "type": port,
         "metavar": "PORT",

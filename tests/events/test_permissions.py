@@ -17,6 +17,7 @@ SPOKEN = {
     "controller": "controller",
     "frontend": "a frontend",
     "supervisor": "the supervisor",
+    "planner": "the planner",
     "operator": "an operator, by",
 }
 
@@ -38,6 +39,14 @@ def test_whoever_says_a_fact_may_and_nobody_else() -> None:
     for kind, roles in said.items():
         for role, words in SPOKEN.items():
             assert (role in roles) is (words in EMITTERS[kind]), (kind, role)
+
+
+@pytest.mark.parametrize("role", SAYS)
+def test_the_broker_lets_each_role_say_what_it_says(role: str) -> None:
+    user = USERS["worker-w1" if role == "worker" else role]
+    for kind in SAYS[role]:
+        about = {"fleet": "all", "worker": "w1"}.get(kind.entity, "x")
+        assert may(user.publish, f"{subjects.OBSERVED}.{kind.entity}.{about}.{kind.kind()}"), kind
 
 
 @pytest.mark.parametrize(

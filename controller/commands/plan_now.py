@@ -1,0 +1,82 @@
+"""What does the planner that runs hold for right, and why?"""
+
+import json
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from http.client import HTTPException
+from pathlib import Path
+from typing import Any
+
+from events.errors import HoldfastError
+from events.process.presence import present
+
+ANSWER_S = 10.0
+
+
+def show(data: Path, output: str) -> int:
+    """Print it. Raise HoldfastError if no planner answers."""
+    told = asked(data)
+    if output == "json":
+        print(json.dumps(told, indent=2))
+        return 0
+    for line in lines(told):
+        print(line)
+    return 0
+
+
+def asked(data: Path) -> dict[str, Any]:
+    """Return what a planner of this host shows. Raise HoldfastError if none answers."""
+    planners = [one for one in present(data) if one.role == "planner" and one.url]
+    if not planners:
+        raise HoldfastError(
+            f"no planner of the fleet in {data} runs on this host: start one with `holdfast planner`, or rehearse a recorded "
+            "day with --trace"
+        )
+    why: Exception | None = None
+    for one in planners:
+        try:
+            with urllib.request.urlopen(f"{one.url}/plan", timeout=ANSWER_S) as answer:
+                found: dict[str, Any] = json.load(answer)
+                return found
+        except (urllib.error.URLError, HTTPException, OSError, ValueError) as error:
+            why = error
+    raise HoldfastError(f"the planner at {planners[-1].url} does not answer: {why}")
+
+
+def lines(told: dict[str, Any]) -> Iterator[str]:
+    """Yield a report as text: a line for each model, and below it why."""
+    yield f"{told['planner']} ({told['mode']})" + (f", which waits: {told['waits']}" if told["waits"] else "")
+    if "at" not in told:
+        return
+    behind = told["projection_age_s"]
+    yield f"as of {told['at'][:19]}Z, event {told['position']}" + (
+        f", {behind:.0f} s behind" if behind else ""
+    )
+    for model in told["models"]:
+        yield ""
+        yield from _of(model)
+    if not told["models"]:
+        yield "no worker of any model is known yet"
+
+
+def _of(model: dict[str, Any]) -> Iterator[str]:
+    now, then = model["workers"], model["proposed"]
+    lost = f", {model['lost']} of them lost" if model["lost"] else ""
+    change = (
+        f"{now} → {then} ({model['why']})"
+        if then != now
+        else f"{now}{'' if model['held'] else ', as it should'}"
+    )
+    yield f"{model['model']}: workers {change}{lost}"
+    if model["set_by_operator"] is not None:
+        release = f"`holdfast scale {model['model']} --release`"
+        yield f"  an operator wants {model['set_by_operator']}: {release} leaves it to the planner"
+    if (foreseen := model["forecast"]) is not None:
+        bound = f", for {model['bound'].replace('_', ' ')}" if model["bound"] else ""
+        error = "" if foreseen["error"] is None else f", {foreseen['error']:.0%} off lately"
+        most = max(foreseen["work_s_per_minute"], default=0.0) * (1 + foreseen["margin"])
+        yield f"  needed: {model['needed']}{bound}; expected: {most:.1f} s of work a minute ({foreseen['method']}{error})"
+    yield f"  known: {model['minutes_known']} minutes of traffic"
+    if model["held"]:
+        yield f"  held: {model['held']}"
