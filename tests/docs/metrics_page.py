@@ -13,6 +13,7 @@ from prometheus_client.registry import Collector
 from controller.deciders.fleet import Fleet
 from controller.frontend.metrics import FrontendMetrics
 from controller.metrics import ControllerMetrics, FleetCollector
+from controller.runtime.planning.metrics import PlannerMetrics
 from controller.runtime.projection.metrics import ProjectorMetrics
 from workers.admin.server import WorkerMetrics
 
@@ -41,6 +42,7 @@ def roles() -> dict[str, list[Entry]]:
     registries = {
         "Controller": controller.registry,
         "Frontend": FrontendMetrics().registry,
+        "Planner": PlannerMetrics(CollectorRegistry()).registry,
         "Projector": projector.registry,
         "Worker": worker,
     }
