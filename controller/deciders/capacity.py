@@ -9,7 +9,7 @@ load rises, and the ladder would degrade a fleet for being used.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import lru_cache
 from math import inf
 from typing import Any
@@ -39,13 +39,13 @@ class Slo:
         at_least(0, mean_prompt_tokens=self.mean_prompt_tokens, mean_output_tokens=self.mean_output_tokens)
 
 
-def objective_ttft_ms(policy: Mapping[str, Any] | None, model: str) -> float | None:
-    """Return the milliseconds to the first token that a policy, as `PolicyAdopted` carries it, promises of a model; None: none.
-    Where it says nothing of the model they are the usual ones."""
+def slo_of(policy: Mapping[str, Any] | None, model: str) -> Slo:
+    """Return what a policy, as `PolicyAdopted` carries it, promises of a model. Where it says nothing of the model it is the
+    usual."""
     slos = ((policy or {}).get("degradation") or {}).get("slos") or {}
-    slo = slos.get(model) or slos.get("*") or {}
-    found = slo.get("slo_ttft_ms", Slo().slo_ttft_ms)
-    return None if found is None else float(found)
+    said = slos.get(model) or slos.get("*") or {}
+    names = {one.name for one in fields(Slo)}
+    return Slo(**{name: value for name, value in said.items() if name in names})
 
 
 @dataclass(frozen=True, slots=True)

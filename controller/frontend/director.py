@@ -34,6 +34,7 @@ from controller.frontend.scheduling.pools import Pools
 from controller.frontend.scheduling.router import RequestRouter
 from controller.frontend.scheduling.running import RunningRequests
 from controller.frontend.scheduling.scheduler import KvScheduler
+from controller.frontend.scheduling.traffic import TrafficReporter
 from controller.frontend.settings import FrontendSettings
 from controller.ports import Clock, Observe, RequestPlane
 from controller.router.endpoints import Endpoint, EndpointTable
@@ -103,8 +104,11 @@ class Director:
             table, self.routing, self.running.at, self.reports, now, settings.parks_s
         )
         deadlines = partial(Deadlines[Reservation], settings, table, self.routing)
+        self.traffic = TrafficReporter(
+            world.name, world.observe, world.clock, table, self.request_metrics, settings.facts
+        )
         self.admission = Admission(
-            world.name, settings, table, self.routing, world.observe, answers, self.request_metrics.waited,
+            world.name, settings, table, self.routing, self.traffic.rejected, answers, self.request_metrics.waited,
             partial(deadlines, pools, preemption) if pools is not None else None,
         )  # fmt: skip
         self.rescheduler = Rescheduler(
@@ -123,7 +127,6 @@ class Director:
         self.pending: PendingGenerations[Generation] = PendingGenerations(
             table, settings, self.rescheduler, now, self.admission, preemption, world.ended
         )
-        self._reported_at = now()
 
     # --- the fold -----------------------------------------------------------------------------------------
 
@@ -228,7 +231,6 @@ class Director:
 
     def tick(self) -> None:
         """Do what is due: breakers, deadlines, reports. Called ten times a second."""
-        now = self.now()
         service = [endpoint.key for endpoint in self.table.endpoints.values() if endpoint.routable]
         if self.breakers.any_open:
             self._pass_trials()
@@ -238,8 +240,7 @@ class Director:
         self.peers.names()  # who is silent is forgotten, and waits for nothing
         self.metrics.settle()
         self.pending.tick()
-        if now - self._reported_at >= self.settings.facts.rejected_window_s:
-            self._reported_at = now
+        if self.traffic.tick():
             self.admission.report()
             self.routing.look_for_panic()
         if self.pending.parked:
@@ -260,6 +261,7 @@ class Director:
         """Say what has not been said yet, at the process's end."""
         self.breakers.report()
         self.admission.report()
+        self.traffic.stop()
 
     def render_metrics(self) -> bytes:
         """Return the metrics as they stand now."""

@@ -1,8 +1,9 @@
 """Counting, close to the token path: per model, with everything looked up once."""
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from math import inf
 
 from controller.frontend.metric_kinds import Buckets
 from controller.frontend.metrics import WORKER_TYPE, FrontendMetrics
@@ -15,18 +16,54 @@ from events.wire import Load
 POSITIONS = {"closed": 0, "open": 1, "half_open": 2}
 
 
+class ModelTraffic:
+    """What came for one model since it was last told of, and what is promised of it."""
+
+    __slots__ = (
+        "late", "output_tokens", "prompt_tokens", "prompt_tokens_squared", "reading_s", "rejected", "requests", "tpot_s",
+        "ttft_s",
+    )  # fmt: skip
+
+    def __init__(self) -> None:
+        self.ttft_s = self.tpot_s = inf
+        self.reading_s = 0.0  # that a worker takes to read one token of a prompt
+        self.clear()
+
+    def clear(self) -> None:
+        """Begin to count anew."""
+        self.requests = self.prompt_tokens = self.prompt_tokens_squared = self.output_tokens = 0
+        self.late = self.rejected = 0
+
+    def began(self, prompt_tokens: int) -> None:
+        """A request is sent to its first worker."""
+        self.requests += 1
+        self.prompt_tokens += prompt_tokens
+        self.prompt_tokens_squared += prompt_tokens * prompt_tokens
+
+    def ended(
+        self, prompt_tokens: int, tokens: int, ttft_s: float, tpot_s: float, by_s: float | None
+    ) -> None:
+        """An answer has ended well. `by_s`: within which its first token was wanted; None: as of any request of this model, a
+        long prompt twice as long as reading it takes."""
+        self.output_tokens += tokens
+        if by_s is None:
+            by_s = max(self.ttft_s, 2 * prompt_tokens * self.reading_s)
+        self.late += ttft_s > by_s or tpot_s > self.tpot_s
+
+
 class ModelMetrics:
     """What is counted for one model."""
 
     __slots__ = (
         "_histograms", "_model", "_requests", "cached", "decisions", "duration", "hit_rate", "inputs", "itl", "outputs",
-        "overlap", "rendered", "tokens", "ttft",
+        "overlap", "rendered", "tokens", "traffic", "ttft",
     )  # fmt: skip
 
     def __init__(self, metrics: FrontendMetrics, model: str) -> None:
         self._model = model
         self._requests = metrics.requests
         self._histograms = metrics.histograms
+        self.traffic = ModelTraffic()
         self.tokens = 0
         self.rendered = 0  # of them, already in the counter
         self.decisions: Counter[str] = Counter()  # not yet in the counters, by mode
@@ -39,6 +76,11 @@ class ModelMetrics:
         self.inputs: Buckets = histograms.input_tokens.of(model)
         self.outputs: Buckets = histograms.output_tokens.of(model)
         self.cached: Buckets = histograms.cached_tokens.of(model)
+
+    def began(self, prompt_tokens: int) -> None:
+        """A request is sent to its first worker."""
+        self.inputs.note(prompt_tokens)
+        self.traffic.began(prompt_tokens)
 
     def ended(self, duration_s: float, tokens: int, cached_tokens: int | None) -> None:
         """An answer is over. `cached_tokens`: of its prompt, if its worker has said so."""
@@ -77,6 +119,11 @@ class RequestMetrics:
         if found is None:
             found = self._models[model] = ModelMetrics(self._metrics, model)
         return found
+
+    def traffic(self) -> Iterator[tuple[str, ModelTraffic]]:
+        """Yield what came for each model."""
+        for model, metrics in self._models.items():
+            yield model, metrics.traffic
 
     def chosen(self, model: str, mode: str, overlap_blocks: float, required_blocks: int) -> None:
         """A worker was chosen that has so many of a prompt's blocks cached, as far as is known."""

@@ -43,6 +43,9 @@ class ModelHistory:
         self._minutes: dict[int, _Told] = {}  # by its number since the epoch
         self._capacities: list[tuple[float, int]] = []  # when, and how many served
         self._proposals: list[Recorded] = []
+        self._usual = Traffic(
+            1.0
+        )  # a request as the last ones were: those that were rejected had been like them
         self.last_capacity: Recorded | None = None
         self.last_applied: Recorded | None = None
         self.set_by_operator: int | None = None
@@ -74,18 +77,14 @@ class ModelHistory:
             return
         told.lives.add(event.source)
         told.frontends.add(fact.frontend)
-        (told.stopped.add if fact.last else told.stopped.discard)(
-            fact.frontend
-        )  # it may have been started again
-        answered = max(1, fact.requests - fact.rejected)
-        told.traffic = told.traffic + Traffic(
-            fact.requests,
-            fact.prompt_tokens,
-            fact.prompt_tokens_squared,
-            fact.output_tokens
-            * fact.requests
-            / answered,  # the rejected would have been answered as the others
-        )
+        if fact.last:
+            told.stopped.add(fact.frontend)
+        else:
+            told.stopped.discard(fact.frontend)  # it has been started again
+        came = Traffic(fact.requests, fact.prompt_tokens, fact.prompt_tokens_squared, fact.output_tokens)
+        if fact.requests:
+            self._usual = came.times(1 / fact.requests)
+        told.traffic = told.traffic + came + self._usual.times(fact.rejected)
         told.late += fact.late
         for old in [n for n in self._minutes if n < newest - MINUTES_MAX]:
             del self._minutes[old]

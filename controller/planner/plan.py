@@ -37,20 +37,18 @@ class PlannerPolicy:
     """How carefully the planner goes about it."""
 
     workers_min: int = 1  # of each model, besides spares
-    workers_max: int = 1000
+    workers_max: int = 1000  # of each model
     gpus_max: int | None = None  # of all models together; None: no bound
     start_s: float = 60.0  # until one more worker serves
     ahead_s: float = 240.0  # for so long a change is to be enough
     step_max: int = 8  # workers in one change (Dynamo's), or
     step_share: float = 0.34  # so large a part of them, if that is more
-    up_cooldown_s: float = 60.0
-    down_cooldown_s: float = 180.0
+    up_cooldown_s: float = 60.0  # after any change, until there are more workers
+    down_cooldown_s: float = 180.0  # after any change, until there are fewer
     down_after_s: float = 120.0  # fewer must have been enough for so long
-    trigger: float = (
-        0.2  # of the forecast's margin, by which what is expected soon is exceeded before there are more
-    )
+    trigger: float = 0.2  # share of the forecast's margin that what is expected soon is raised by
     slack: float = 0.08  # of what is needed: that many more than needed are not worth a change
-    changes_per_hour: int = 12
+    changes_per_hour: int = 12  # at most
     changes_for_up: int = 3  # of them, that are kept for more workers
     missed: float = 0.01  # so many answers may be late
     stale_s: float = 10.0  # an older projection is none to plan by

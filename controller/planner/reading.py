@@ -1,11 +1,10 @@
 """How does what is read of the state store become what the planner decides by? And what can a model's workers carry?"""
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Sequence
+from dataclasses import dataclass
 from datetime import datetime, timedelta
 from math import inf
-from typing import Any
 
 from controller.deciders.capacity import Slo, attainable, fleet_capacity
 from controller.planner.history import ModelHistory
@@ -13,7 +12,6 @@ from controller.planner.plan import ModelView, PlannerPolicy
 from controller.planner.sizing import Objectives
 from events.observations import Profile, ScaleApplied, ScaleProposed
 
-ANY_MODEL = "*"
 NO_BOUND_MS = 1e9
 
 
@@ -45,14 +43,6 @@ class ModelCapacity:
     gpus: int  # of one worker
     achievable_rps: float  # requests per second, of the healthy ones
     ratio: float  # of what all that are provisioned would carry
-
-
-def slo_of(policy: Mapping[str, Any] | None, model: str) -> Slo:
-    """Return what a policy, as `PolicyAdopted` carries it, promises of a model; the usual ones where it says nothing."""
-    slos = ((policy or {}).get("degradation") or {}).get("slos") or {}
-    said = slos.get(model) or slos.get(ANY_MODEL) or {}
-    names = {one.name for one in fields(Slo)}
-    return Slo(**{name: value for name, value in said.items() if name in names})
 
 
 def capacity_of(workers: Sequence[PlannedWorker], slo: Slo, lost_after_s: float) -> ModelCapacity:

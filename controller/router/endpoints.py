@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from controller.deciders import thresholds
-from controller.deciders.capacity import objective_ttft_ms
+from controller.deciders.capacity import Slo, slo_of
 from controller.deciders.degradation import Degradation
 from controller.deciders.fleet import AwaitedWorker, Fleet, Worker
 from controller.deciders.thresholds import NEVER, BusyThresholds
@@ -175,6 +175,9 @@ class EndpointTable:
         self._awaited: Mapping[str, AwaitedWorker] = {}
         self._models: Mapping[str, Degradation] = {}
         self._policy: Mapping[str, Any] | None = None
+        self._slos: dict[
+            str, Slo
+        ] = {}  # as that policy promises them, by model that somebody has asked about
         self._thresholds: Mapping[str, BusyThresholds] = {}
         self._knobs: dict[str, Knobs] = {}
         self._group: dict[tuple[str, Lineage], EndpointGroup | None] = {}
@@ -192,6 +195,7 @@ class EndpointTable:
             change.knobs, self._knobs, self._models = knobs != self._knobs, knobs, fleet.models
         if fleet.policy is not self._policy:
             self._policy, self.tiers = fleet.policy, Tiers.of(fleet.policy)
+            self._slos.clear()
         if fleet.thresholds is not self._thresholds:
             self._thresholds = self.thresholds = fleet.thresholds
         self._departed = fleet.departed
@@ -271,9 +275,11 @@ class EndpointTable:
         before = self.thresholds.get(fact.model, NEVER)
         self.thresholds = {**self.thresholds, fact.model: thresholds.evolve(before, fact)}
 
-    def ttft_objective_ms(self, model: str) -> float | None:
-        """Return within what time a model's first tokens are promised; None: nothing is."""
-        return objective_ttft_ms(self._policy, model)
+    def slo(self, model: str) -> Slo:
+        """Return what is promised of a model."""
+        if (found := self._slos.get(model)) is None:
+            found = self._slos[model] = slo_of(self._policy, model)
+        return found
 
     def set_static(self, joined: Iterable[WorkerJoined]) -> None:
         """Make the table of workers that were given directly: all of them HEALTHY."""

@@ -10,17 +10,17 @@ from events.observations.requests import FrontendObservation
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrafficReported(FrontendObservation):
-    """What came to one frontend for one model within one minute, served or not. It is said of every minute, also where nothing
+    """What came to one frontend for one model within one minute. It is said of every minute, also where nothing
     came: a minute of which nobody tells is not one without traffic."""
 
     model: str
     minute: datetime  # when it began, by the frontend's clock
-    requests: int  # that came
+    requests: int  # that were sent to a worker, each once
     prompt_tokens: int
     prompt_tokens_squared: int  # each prompt's, added up
     output_tokens: int  # of the answers that ended within it
     late: int  # answers that ended within it, and had begun or gone on later than the objectives allow
-    rejected: int  # of the requests: turned away
+    rejected: int  # requests besides: turned away, though one more worker might have served them
     last: bool = False  # this frontend stops: it tells of no minute after this one
 
 

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from controller.deciders.capacity import Slo, objective_ttft_ms
+from controller.deciders.capacity import Slo, slo_of
 from controller.deciders.degradation import DegradationPolicy
 from controller.deciders.policy import FleetPolicy
 
@@ -30,4 +30,4 @@ def adopted(**slos: Slo) -> Any:
 def test_the_models_own_objective_then_everybodys_then_the_usual(
     policy: Any, objective: float | None
 ) -> None:
-    assert objective_ttft_ms(policy, "m") == objective
+    assert slo_of(policy, "m").slo_ttft_ms == objective

@@ -108,11 +108,13 @@ def test_of_a_frontend_that_is_started_again_within_a_minute_both_lives_count() 
     assert requests(told.seen(2.2)) == [7, None], "its second life is waited for"
 
 
-def test_the_rejected_would_have_been_answered_as_the_others_were() -> None:
+def test_the_rejected_would_have_been_as_the_others_were() -> None:
     told = Told()
-    told.traffic(0, requests=10, rejected=5, output_tokens=500)
-    (minute,) = told.seen(1.2)
-    assert minute is not None and minute.traffic.output_tokens == 1000
+    told.traffic(0, requests=10, rejected=5)
+    told.traffic(1, requests=0, rejected=20)
+    some, all_of_them = told.seen(2.2)
+    assert some is not None and some.traffic == Traffic(15, 1500, 150_000, 750)
+    assert all_of_them is not None and all_of_them.traffic == Traffic(20, 2000, 200_000, 1000)
 
 
 def test_who_served_is_the_mean_over_the_minute() -> None:

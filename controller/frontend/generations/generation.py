@@ -80,7 +80,7 @@ class Generation:
     def start(self, planned: Endpoint | None = None, *, room: Reservation | None = None) -> None:
         """Send the request to the best worker, or where it is planned to go. If it must wait, it keeps the `room` that was given
         back for it."""
-        self._metrics.inputs.note(len(self.request.prompt))
+        self._metrics.began(len(self.request.prompt))
         self._send(planned, room=room)
 
     def _send(
@@ -383,8 +383,8 @@ class Generation:
         self._provenance.end()
         if self.progress.disturbed:
             self.progress.ended("cancelled" if self.finish == "cancelled" else "failure")
-        stats = self.stats
-        self._metrics.ended(self._host.now() - stats.arrived_at, len(self.accepted), stats.cached_tokens)
+        well = error is None and self.finish != "cancelled"
+        self.stats.ended(self.request, len(self.accepted), well=well)
         self._pending.end(self)
         ended, self._ended = self._ended, None  # no cycle: what is over is freed at once
         if ended is not None:

@@ -76,6 +76,20 @@ class OutputStats:
             self.movable_max = inf
             self._metrics.outgrown()
 
+    def ended(self, request: GenerationRequest, accepted: int, *, well: bool) -> None:
+        """The answer is over: as its client wanted it, or not."""
+        self._metrics.ended(self._now() - self.arrived_at, accepted, self.cached_tokens)
+        if not well or self.first_at is None:
+            return
+        by, arrived_at, traffic = request.first_token_by, self.arrived_at, self._metrics.traffic
+        traffic.ended(
+            len(request.prompt),
+            accepted,
+            self.first_at - arrived_at,
+            (self.last_at - self.first_at) / (accepted - 1) if accepted > 1 else 0.0,
+            None if by is None else by - arrived_at,
+        )
+
     def rewind(self, count: int) -> None:
         """Count what comes after the first `count` tokens anew."""
         self.counted = min(self.counted, count)

@@ -18,7 +18,6 @@ from controller.frontend.scheduling.router import RequestRouter
 from controller.frontend.settings import FrontendSettings
 from controller.router.endpoints import Endpoint, EndpointTable, Lineage
 from controller.router.selection.filter import AllBusy, NoneRoutable, NotServed, NoWorker
-from events.fact import Observation
 from events.observations import RequestsRejected
 
 
@@ -57,7 +56,7 @@ class Admission:
         settings: FrontendSettings,
         table: EndpointTable,
         routing: RequestRouter,
-        observe: Callable[[Observation], object],
+        observe: Callable[[RequestsRejected], object],
         answers: OverloadAnswers,
         waited: Callable[[str, Outcome, float], object],
         by_deadline: "Callable[[Queue[Reservation], FindsRoom], Deadlines[Reservation]] | None",

@@ -167,7 +167,7 @@ class Deadlines(Generic[R]):
             return wanted.asked.deadline_s, True
         usual_ms = self._settings.ttft_deadlines.get(wanted.tier)
         if usual_ms is None:
-            usual_ms = self._table.ttft_objective_ms(wanted.model)
+            usual_ms = self._table.slo(wanted.model).slo_ttft_ms
         if usual_ms is None:
             return inf, False
         return usual_ms / 1000 * self._table.knobs(wanted.model).latency, False

@@ -14,9 +14,10 @@ from typing import Any
 
 import structlog
 
+from controller.deciders.capacity import slo_of
 from controller.planner.history import DAYS, ModelHistory
 from controller.planner.plan import ModelView, Proposal, plan
-from controller.planner.reading import ModelCapacity, PlannedWorker, capacity_of, slo_of, view_of
+from controller.planner.reading import ModelCapacity, PlannedWorker, capacity_of, view_of
 from controller.ports import Clock, PlanningRead, PlanningStore, ScaleHook, WantedScale
 from controller.runtime.planning.lag import ProjectionAge
 from controller.runtime.planning.metrics import PlannerMetrics
