@@ -57,18 +57,18 @@ async def run_planner(
 def hook_of(settings: PlannerSettings) -> ScaleHook | None:
     """Return who carries proposals out, if it is no supervisor. Raise BadSetting."""
     if settings.by == "command":
-        from controller.adapters.scaling.command_hook import CommandHook
+        from controller.adapters.scaling.command_hook import CommandScaleHook
 
         try:
             words = shlex.split(settings.hook_command)
         except ValueError as error:
             raise BadSetting(f"hook_command {settings.hook_command!r} cannot be split: {error}") from error
-        return CommandHook(words, settings.hook_timeout_s)
+        return CommandScaleHook(words, settings.hook_timeout_s)
     if settings.by == "http":
-        from controller.adapters.scaling.http_hook import HttpHook
+        from controller.adapters.scaling.http_hook import HttpScaleHook
 
         token, authority = settings.hook_token_file, settings.hook_ca_file
-        return HttpHook(
+        return HttpScaleHook(
             settings.hook_url,
             token_file=Path(token) if token else None,
             ca_file=Path(authority) if authority else None,

@@ -1,0 +1,179 @@
+"""A Kubernetes scale subresource, or who answers as it does: it is read, and told how many replicas there should be.
+
+    GET   …/deployments/llama/scale  ─▶ {"kind": "Scale", "metadata": {"resourceVersion": "7"}, "spec": {"replicas": 2}}
+    PATCH …/deployments/llama/scale  ◀─ {"metadata": {"resourceVersion": "7"}, "spec": {"replicas": 4}}
+
+With the version that was read, a change that somebody else has made in between is not undone unseen: it is 409 then, and who
+proposes sees the new number before he proposes again.
+"""
+
+import asyncio
+import contextlib
+import json
+import ssl
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+from urllib.parse import quote, urlsplit
+
+import aiohttp
+from yarl import URL
+
+from controller.adapters.scaling.says import one_line
+from controller.ports import HookResult, WantedScale
+from events.errors import BadSetting, HoldfastError
+
+TIMEOUT_S = 10.0  # for both requests
+BODY_MAX = 256 * 1024  # bytes; a Scale has a thousand
+TOKEN_MAX = 64 * 1024  # bytes
+MERGE = "application/merge-patch+json"
+PLACE = "{model}"
+
+
+class ScaleRefused(HoldfastError):
+    """The other side did not do what it was asked; the text says why."""
+
+
+class ScaleSeen(NamedTuple):
+    """What a scale subresource shows."""
+
+    replicas: int
+    version: str  # its resourceVersion; empty: it has none
+
+
+class HttpScaleHook:
+    """One scale subresource, or one for each model."""
+
+    by = "http"
+
+    def __init__(
+        self,
+        url: str,
+        *,
+        token_file: Path | None = None,
+        ca_file: Path | None = None,
+        timeout_s: float = TIMEOUT_S,
+    ) -> None:
+        """`url` may have `{model}` in it, which becomes the model's name, percent-encoded. Both files are read at each call:
+        whoever issues them may change them. Raise BadSetting for what is no URL, or without time."""
+        try:
+            parts = urlsplit(url)
+            good = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+        except ValueError:  # a port that is no number
+            good = False
+        if not good or PLACE in parts.netloc or parts.username is not None:
+            raise BadSetting(
+                f"{url!r} is not the URL of a scale subresource, such as https://host/apis/apps/v1/…/{PLACE}/scale"
+            )
+        if not timeout_s > 0:
+            raise BadSetting(f"a scale subresource needs more time than {timeout_s:g} s")
+        self._url = url
+        self._token_file = token_file
+        self._ca_file = ca_file
+        self._timeout_s = timeout_s
+
+    async def scale(self, wanted: WantedScale) -> HookResult:
+        """Read how many replicas there should be, and set the number where it is another."""
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                return await self._scaled(wanted)
+        except TimeoutError:
+            return HookResult(False, f"no answer within {self._timeout_s:g} s")
+        except ScaleRefused as error:
+            return HookResult(False, one_line(str(error)))
+        except (
+            aiohttp.ClientError,
+            OSError,
+            ValueError,
+        ) as error:  # ValueError: what cannot be put into a header
+            return HookResult(False, one_line(f"cannot be asked: {error or type(error).__name__}"))
+
+    async def _scaled(self, wanted: WantedScale) -> HookResult:
+        url = URL(self._url.replace(PLACE, quote(wanted.model, safe="")), encoded=True)
+        headers = await asyncio.to_thread(self._headers)
+        trust = await asyncio.to_thread(self._trust) if url.scheme == "https" else True
+        async with aiohttp.ClientSession(
+            connector=aiohttp.TCPConnector(ssl=trust, force_close=True),
+            cookie_jar=aiohttp.DummyCookieJar(),
+            headers=headers,
+            timeout=aiohttp.ClientTimeout(total=None),  # ours is over both requests
+            auto_decompress=False,  # a small answer must not become a large one
+        ) as session:
+            seen = _scale(await _asked(session, "GET", url))
+            if seen.replicas == wanted.after:
+                return HookResult(True, f"already {_replicas(wanted.after)}")
+            change: dict[str, Any] = {"spec": {"replicas": wanted.after}}
+            if seen.version:
+                change["metadata"] = {"resourceVersion": seen.version}
+            await _asked(session, "PATCH", url, change)
+        return HookResult(True, f"{seen.replicas} → {_replicas(wanted.after)}")
+
+    def _headers(self) -> dict[str, str]:
+        headers = {"Accept": "application/json", "Accept-Encoding": "identity"}
+        if self._token_file is not None:
+            try:
+                with self._token_file.open("rb") as file:
+                    token = file.read(TOKEN_MAX).strip().decode("ascii")
+            except (OSError, UnicodeDecodeError) as error:
+                why = getattr(error, "strerror", None) or "it is no token"
+                raise ScaleRefused(f"the token file {self._token_file} cannot be read: {why}") from error
+            if not token or not token.isprintable():
+                raise ScaleRefused(f"the token file {self._token_file} holds no token")
+            headers["Authorization"] = f"Bearer {token}"
+        return headers
+
+    def _trust(self) -> ssl.SSLContext:
+        """Return whom to believe. aiohttp's own context is made at its import, and may trust nobody."""
+        try:
+            return ssl.create_default_context(cafile=self._ca_file)
+        except OSError as error:  # as SSLError is
+            raise ScaleRefused(f"the CA file {self._ca_file} cannot be read: {error.strerror}") from error
+
+
+async def _asked(session: aiohttp.ClientSession, method: str, url: URL, change: object = None) -> bytes:
+    """Return the body of an answer that is good. Raise ScaleRefused for any other, and what aiohttp raises."""
+    body = None if change is None else json.dumps(change).encode()
+    headers = {} if change is None else {"Content-Type": MERGE}
+    async with session.request(method, url, data=body, headers=headers, allow_redirects=False) as answer:
+        found = bytearray()
+        async for piece in answer.content.iter_any():
+            found += piece
+            if len(found) > BODY_MAX:
+                raise ScaleRefused(f"HTTP {answer.status}: an answer of more than {BODY_MAX // 1024} KiB")
+        if not 200 <= answer.status < 300:
+            why = (
+                _message(bytes(found)) or answer.headers.get("Location") or answer.reason or "no reason given"
+            )
+            raise ScaleRefused(f"HTTP {answer.status}: {why}")
+        return bytes(found)
+
+
+def _parsed(body: bytes) -> Mapping[str, Any] | None:
+    """Return the JSON object that a body is; None where it is none."""
+    with contextlib.suppress(ValueError, RecursionError):  # RecursionError: brackets in brackets in brackets
+        found = json.loads(body)
+        return found if isinstance(found, dict) else None
+    return None
+
+
+def _message(body: bytes) -> str:
+    """Return what a Status object says, if it is one."""
+    said = (_parsed(body) or {}).get("message")
+    return said if isinstance(said, str) else ""
+
+
+def _scale(body: bytes) -> ScaleSeen:
+    """Return what a Scale object says. Raise ScaleRefused for what is none."""
+    found = _parsed(body) or {}
+    spec, metadata = found.get("spec") or {}, found.get("metadata") or {}
+    if found.get("kind") != "Scale" or not isinstance(spec, dict) or not isinstance(metadata, dict):
+        raise ScaleRefused("what answers there is no Scale (autoscaling/v1)")
+    replicas = spec.get("replicas", 0)  # Kubernetes leaves a zero out
+    version = metadata.get("resourceVersion", "")
+    if not isinstance(replicas, int) or isinstance(replicas, bool) or not isinstance(version, str):
+        raise ScaleRefused(f"a Scale with {replicas!r} replicas of the version {version!r}")
+    return ScaleSeen(replicas, version)
+
+
+def _replicas(count: int) -> str:
+    return f"{count} replica{'' if count == 1 else 's'}"
