@@ -294,7 +294,7 @@ def _completion(parser: argparse.ArgumentParser) -> Run:
 
 
 COMMANDS: dict[str, tuple[str, Callable[[argparse.ArgumentParser], Run]]] = {
-    "up": ("run a whole fleet: broker, database, controller, projector, frontends, workers", _up),
+    "up": ("run a whole fleet: broker, database, controller, projector, planner, frontends, workers", _up),
     "demo": ("break a fleet under load in every way we know, and show what its users noticed", _demo),
     "status": ("show the fleet as it is", _operator("status")),
     "events": ("show the facts on the journal", _operator("events")),

@@ -36,8 +36,13 @@ def plan(args: argparse.Namespace, directory: FleetDir) -> Iterator[Child]:
     workers, share = len(names(args)), args.workers_per_process
     for n in range(0, workers, share):
         count = min(share, workers - n)
-        own = {**_worker(args, n), "HOLDFAST_WORKER_COUNT": str(count)}
-        yield _child(directory, "worker", f"w{n}", own, count)
+        yield worker(args, directory, n, count)
+
+
+def worker(args: argparse.Namespace, directory: FleetDir, number: int, count: int = 1) -> Child:
+    """Return the process of `count` workers, of which the first has this number."""
+    own = {**_worker(args, number), "HOLDFAST_WORKER_COUNT": str(count)}
+    return _child(directory, "worker", f"w{number}", own, count)
 
 
 def names(args: argparse.Namespace) -> list[str]:

@@ -27,6 +27,7 @@ from controller.processes.operator_client import http_ok
 from controller.processes.port import hold
 from controller.processes.readiness.watch import ReadinessWatch, asking
 from controller.processes.restart_plan import beside_the_database, frontend_grace_s, names, plan
+from controller.processes.scaling.worker_scaling import WorkerScaling
 from controller.processes.servers.fleet_broker import FleetBroker
 from controller.processes.servers.fleet_database import FleetDatabase
 from controller.processes.up_flags import PATIENT, check, journal_bounds, ready_timeout_s
@@ -73,6 +74,7 @@ class FleetSupervisor:
             asking(self.dir.path), names(args), ready_timeout_s(args), patient=args.engine in PATIENT
         )
         self.mending = StoreMending(args.data)
+        self.scaling = WorkerScaling(args, self.dir, self.children, self._add, self._observe)
         self.stopping = asyncio.Event()
         self.ready = False
         self.journal: Any = None
@@ -153,8 +155,7 @@ class FleetSupervisor:
                 await database
             raise
         for child in beside_the_database(self.args, self.dir):
-            self.children.append(child)
-            self._spawn(child)
+            self._add(child)
 
     def _remember(self) -> None:
         """Write down how the fleet is reached, as soon as each part of it is known."""
@@ -187,6 +188,13 @@ class FleetSupervisor:
     def _present(self, server: EmbeddedServer) -> None:
         announce(self.dir.path, server.role, server.role, server.url, server.pid)
 
+    def _add(self, child: Child) -> None:
+        """Start one more process, which is kept alive from now on."""
+        if child.role == "worker":
+            self.broker.admit(worker_user(child.name, child.workers))
+        self.children.append(child)
+        self._spawn(child)
+
     def _spawn(self, child: Child) -> None:
         servers = {"HOLDFAST_NATS_URL": self.broker.url, fleet_key.VARIABLE: self.key}
         servers |= self.database.environment(child.role)
@@ -215,6 +223,7 @@ class FleetSupervisor:
                     children = {child.pid: child.name for child in self.children if child.pid is not None}
                     for recorded in batch:
                         self.exits.hear(recorded.fact, children)
+                        self.scaling.hear(recorded)
                     after, why = batch[-1].seq, ""
             except JournalUnavailable:
                 pass  # it is on its way back
@@ -258,7 +267,8 @@ class FleetSupervisor:
 
     def _tend(self) -> None:
         """Notice what has ended, and start again what is due."""
-        for child in self.children:
+        self.scaling.tend(time.monotonic())
+        for child in list(self.children):
             status = child.ended()
             if status is not None:
                 self._ended(child, status)
@@ -277,6 +287,9 @@ class FleetSupervisor:
             trim(log)
 
     def _ended(self, child: Child, status: int) -> None:
+        if not child.restart:  # it was told to leave
+            say(self.scaling.left(child, status))
+            return self.exits.ended(child, status)
         self._check_start(child, status)
         warn(f"{child.name} ended with status {shell_status(status)}; starting it again")
         self.exits.ended(child, status)

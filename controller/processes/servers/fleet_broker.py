@@ -60,6 +60,12 @@ class FleetBroker:
         self._users.make(processes)
         self.url = with_keys((await self._server.begin()).url, self._users.folder)
 
+    def admit(self, process: str) -> None:
+        """Let one more process of workers in, before it is started. Raise OSError or what `written` raises."""
+        if self._embedded:
+            self._users.make((process,))
+            self._let_in()
+
     async def _start(self, port: int) -> EmbeddedServer:
         return await start_nats(
             self._directory.nats, port=port, users=self._users.written(), monitor=self._monitor
@@ -76,12 +82,16 @@ class FleetBroker:
         self._server.check()
         if self._running is None or not self._running.running:
             return
-        if self._users.changed():
-            reload_users(self._running, self._users.written())
-            self._users.admitted()
+        self._let_in()
         if time.monotonic() >= self._look_at:
             self._look_at = time.monotonic() + LOOK_EVERY_S
             self._tell_refusals(self._running)
+
+    def _let_in(self) -> None:
+        """Let in whoever has come since the last look."""
+        if self._running is not None and self._users.changed():
+            reload_users(self._running, self._users.written())
+            self._users.admitted()
 
     def _tell_refusals(self, server: EmbeddedServer) -> None:
         with contextlib.suppress(OSError):  # a full disk: the log stays

@@ -1,0 +1,127 @@
+"""How many worker processes does a fleet of `up` have? As many as the planner's last proposal says.
+
+    ScaleProposed ─▶ more: start w3, w4 …               ─▶ ScaleApplied
+                  └▶ fewer: SIGTERM, the newest first   ─▶ ScaleApplied; the worker drains, its streams go on, and it leaves
+
+A name is never given twice: what is told of a worker that left stays its own. One worker stays, whatever is proposed.
+"""
+
+import argparse
+import os
+import signal
+from collections.abc import Callable, Sequence
+
+from controller.processes.children import Child, shell_status
+from controller.processes.fleet_dir import FleetDir
+from controller.processes.restart_plan import worker
+from controller.processes.up_flags import WORKERS_MAX
+from events.fact import Recorded
+from events.observations import ScaleApplied, ScaleProposed, WorkerJoined
+
+SUPERVISOR = "supervisor"
+GRACE = "HOLDFAST_WORKER_GRACE_S"
+GRACE_S = 60.0  # a worker's own, until its streams must have ended or moved
+CLEANUP_S = 15.0  # beyond it, until its process is killed
+
+
+def change(serving: Sequence[int], used: int, after: int) -> tuple[list[int], list[int]]:
+    """Return the numbers of the workers to start, and of those to let go, the newest first.
+
+    `serving`: of those that are there and not on their way out; `used`: the highest number that was ever given.
+    """
+    after = max(1, min(after, WORKERS_MAX))
+    if after >= len(serving):
+        return [used + n for n in range(1, after - len(serving) + 1)], []
+    return [], sorted(serving, reverse=True)[: len(serving) - after]
+
+
+class WorkerScaling:
+    """Carries proposals out, the last one last. Times are monotonic seconds."""
+
+    def __init__(
+        self,
+        args: argparse.Namespace,
+        directory: FleetDir,
+        children: list[Child],
+        start: Callable[[Child], object],
+        say: Callable[[ScaleApplied], object],
+    ) -> None:
+        """`children`: all processes of the fleet, now and later; `start` is given those to be added to them."""
+        self._args, self._directory = args, directory
+        self._children, self._start, self._say = children, start, say
+        self._model = ""  # of our workers, once one has joined
+        self._used = -1
+        self._wanted: Recorded | None = None
+        self._until: dict[str, float] = {}  # until when a worker that was told to leave may take, by name
+
+    def hear(self, recorded: Recorded) -> None:
+        """Take in an event of the journal."""
+        fact = recorded.fact
+        if isinstance(fact, ScaleProposed) and fact.by == SUPERVISOR:
+            self._wanted = recorded
+        elif isinstance(fact, WorkerJoined) and any(child.name == fact.worker for child in self._workers()):
+            self._model = fact.model
+
+    def _workers(self) -> list[Child]:
+        return [child for child in self._children if child.role == "worker"]
+
+    def tend(self, now: float) -> None:
+        """Do what is due: carry the last proposal out, and end who should have left long ago."""
+        wanted, self._wanted = self._wanted, None
+        if wanted is not None and isinstance(wanted.fact, ScaleProposed):
+            ok, says = self._carry_out(wanted.fact, now)
+            applied = ScaleApplied(
+                model=wanted.fact.model, proposal=wanted.id, after=wanted.fact.after, by=SUPERVISOR, ok=ok, says=says
+            )  # fmt: skip
+            self._say(applied)
+        for child in self._workers():
+            if now > self._until.get(child.name, now):
+                child.signal(signal.SIGKILL)
+
+    def left(self, child: Child, status: int) -> str:
+        """A worker that was told to leave has left: it is no process of the fleet any more. Return what is said of it."""
+        self._until.pop(child.name, None)
+        self._children.remove(child)
+        return f"{child.name} has left" + (f", with status {shell_status(status)}" if status else "")
+
+    def _carry_out(self, fact: ScaleProposed, now: float) -> tuple[bool, str]:
+        """Return whether it could be, and what was done or why not."""
+        if self._args.engine == "openai" or self._args.workers_per_process > 1:
+            return False, (
+                "`holdfast up` starts and stops workers of --engine simulated and transformers only, one in each process: "
+                "give the planner a hook"
+            )
+        if fact.model != self._model:
+            return False, f"the workers of this `holdfast up` serve {self._model or 'no model yet'}"
+        numbers = {int(child.name.removeprefix("w")): child for child in self._workers()}
+        self._used = max([self._used, *numbers])
+        serving = [number for number, child in numbers.items() if child.restart]
+        more, fewer = change(serving, self._used, fact.after)
+        for number in more:
+            self._used = number
+            self._start(worker(self._args, self._directory, number))
+        for number in fewer:
+            self._let_go(numbers[number], now)
+        return True, _said(more, fewer)
+
+    def _let_go(self, child: Child, now: float) -> None:
+        child.restart = False
+        if child.process is None:  # it fell, and has not been started again
+            self._children.remove(child)
+            return
+        self._until[child.name] = now + _grace_s() + CLEANUP_S
+        for number in (signal.SIGTERM, signal.SIGCONT):
+            child.signal(number)
+
+
+def _grace_s() -> float:
+    try:
+        return float(os.environ.get(GRACE) or GRACE_S)
+    except ValueError:  # the workers refuse to start with it, and say why
+        return GRACE_S
+
+
+def _said(more: Sequence[int], fewer: Sequence[int]) -> str:
+    started = "starts " + ", ".join(f"w{n}" for n in more) if more else ""
+    ended = "lets go " + ", ".join(f"w{n}" for n in fewer) if fewer else ""
+    return started or ended or "there are as many"

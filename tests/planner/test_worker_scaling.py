@@ -1,0 +1,193 @@
+"""How `holdfast up` carries out a planner's proposals: which workers it starts, and which it lets go."""
+
+import signal
+from argparse import Namespace
+from dataclasses import replace
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from controller.processes.children import Child
+from controller.processes.fleet_dir import FleetDir
+from controller.processes.scaling.worker_scaling import CLEANUP_S, GRACE_S, WorkerScaling, change
+from events.fact import Fact, Recorded
+from events.observations import Profile, ScaleApplied, ScaleProposed, WorkerJoined
+
+PROFILE = Profile(kv_blocks=1, block_tokens=16, max_batch=1, prefill_tokens_per_s=1.0, tpot_ms=((1, 1.0),))
+
+
+def joined(worker: str, model: str = "sim") -> WorkerJoined:
+    return WorkerJoined(
+        worker=worker, instance=f"{worker}-a", url="tcp://h:1", model=model, revision="r", tokenizer="t", engine="simulated",
+        engine_version="1", dtype="f32", tp=1, device="cpu", profile=PROFILE, canary_key="k", pid=1,
+    )  # fmt: skip
+
+
+def proposed(after: int, **changes: Any) -> ScaleProposed:
+    fact = ScaleProposed(
+        planner="p", model="sim", before=2, after=after, why="up", needed=after, method="", error=None, bound="", held="",
+        by="supervisor", position=1,
+    )  # fmt: skip
+    return replace(fact, **changes)
+
+
+class PlayedProcess:
+    """A process that does as it is told only when the test lets it."""
+
+    def __init__(self) -> None:
+        self.signals: list[int] = []
+        self.pid, self.returncode = 1, None
+
+    def send_signal(self, number: int) -> None:
+        self.signals.append(number)
+
+    def poll(self) -> int | None:
+        return self.returncode
+
+
+class PlayedFleet:
+    """The workers of a fleet, as their supervisor keeps them."""
+
+    def __init__(self, tmp_path: Path, workers: int = 2, **args: Any) -> None:
+        self.said: list[ScaleApplied] = []
+        self.children: list[Child] = [Child("controller", "controller", [], tmp_path / "log")]
+        given = {
+            "engine": "simulated",
+            "workers_per_process": 1,
+            "request_plane": "tcp",
+            "ready_timeout": None,
+        }
+        self.args = Namespace(**given | {"model": None, "itl_ms": None} | args)
+        self.scaling = WorkerScaling(
+            self.args, FleetDir(tmp_path), self.children, self.start, self.said.append
+        )
+        self.seq = 0
+        for n in range(workers):
+            self.start(Child(f"w{n}", "worker", [], tmp_path / "log"))
+            self.hear(joined(f"w{n}"))
+
+    def start(self, child: Child) -> None:
+        child.process = PlayedProcess()  # type: ignore[assignment]
+        self.children.append(child)
+
+    def hear(self, fact: Fact) -> None:
+        self.seq += 1
+        self.scaling.hear(Recorded(self.seq, datetime(2026, 1, 1, tzinfo=UTC), fact, f"e{self.seq}"))
+
+    def told(self, after: int, now: float = 0.0, **changes: Any) -> ScaleApplied:
+        self.hear(proposed(after, **changes))
+        self.scaling.tend(now)
+        return self.said[-1]
+
+    def left(self, name: str) -> None:
+        """Let a worker's process have ended."""
+        assert self.scaling.left(self.child(name), 0) == f"{name} has left"
+
+    def child(self, name: str) -> Child:
+        return next(child for child in self.children if child.name == name)
+
+    def signals(self, name: str) -> list[int]:
+        process: Any = self.child(name).process
+        return list(process.signals)
+
+    @property
+    def names(self) -> list[str]:
+        return [child.name for child in self.children if child.role == "worker"]
+
+
+def test_more_are_started_as_the_others_were(tmp_path: Path) -> None:
+    fleet = PlayedFleet(tmp_path, itl_ms=12.0)
+    applied = fleet.told(4)
+    assert (applied.ok, applied.says, applied.by, applied.proposal) == (
+        True,
+        "starts w2, w3",
+        "supervisor",
+        "e3",
+    )
+    assert fleet.names == ["w0", "w1", "w2", "w3"]
+    started = fleet.child("w3")
+    assert (
+        started.command[-2:] == ["--name", "w3"] and started.environment["HOLDFAST_WORKER_ITL_MS"] == "12.0"
+    )
+
+
+def test_the_newest_are_let_go_and_not_started_again(tmp_path: Path) -> None:
+    fleet = PlayedFleet(tmp_path, workers=4)
+    assert fleet.told(2).says == "lets go w3, w2"
+    for name in ("w2", "w3"):
+        assert fleet.signals(name) == [signal.SIGTERM, signal.SIGCONT] and not fleet.child(name).restart
+    assert fleet.signals("w1") == [] and fleet.child("w1").restart
+
+
+def test_a_name_is_never_given_twice(tmp_path: Path) -> None:
+    fleet = PlayedFleet(tmp_path, workers=3)
+    fleet.told(2)
+    assert fleet.told(3).says == "starts w3", "w2 is still on its way out"
+    fleet.left("w2")
+    fleet.told(2)
+    fleet.left("w3")
+    assert fleet.told(3).says == "starts w4"
+
+
+def test_one_worker_stays_whatever_is_proposed(tmp_path: Path) -> None:
+    fleet = PlayedFleet(tmp_path, workers=2)
+    assert fleet.told(0).says == "lets go w1" and fleet.told(0).says == "there are as many"
+
+
+def test_the_last_proposal_holds_and_one_for_another_to_carry_out_is_left_alone(tmp_path: Path) -> None:
+    fleet = PlayedFleet(tmp_path)
+    fleet.hear(proposed(9))
+    fleet.hear(proposed(5, by="command"))
+    fleet.told(3)
+    assert [applied.after for applied in fleet.said] == [3] and fleet.names == ["w0", "w1", "w2"]
+    fleet.hear(proposed(7, by=""))
+    fleet.scaling.tend(1.0)
+    assert len(fleet.said) == 1
+
+
+def test_a_worker_that_does_not_leave_is_killed_in_the_end(tmp_path: Path) -> None:
+    fleet = PlayedFleet(tmp_path)
+    fleet.told(1, now=100.0)
+    fleet.scaling.tend(100.0 + GRACE_S + CLEANUP_S)
+    assert signal.SIGKILL not in fleet.signals("w1")
+    fleet.scaling.tend(100.1 + GRACE_S + CLEANUP_S)
+    assert fleet.signals("w1")[-1] == signal.SIGKILL
+
+
+def test_a_worker_that_has_fallen_goes_at_once(tmp_path: Path) -> None:
+    fleet = PlayedFleet(tmp_path)
+    fleet.child("w1").process = None
+    fleet.told(1)
+    assert fleet.names == ["w0"]
+
+
+@pytest.mark.parametrize(
+    ("args", "changes", "why"),
+    [
+        ({}, {"model": "other"}, "the workers of this `holdfast up` serve sim"),
+        ({"engine": "openai"}, {}, "give the planner a hook"),
+        ({"workers_per_process": 4}, {}, "give the planner a hook"),
+    ],
+)
+def test_what_it_cannot_do_it_says(
+    tmp_path: Path, args: dict[str, Any], changes: dict[str, Any], why: str
+) -> None:
+    fleet = PlayedFleet(tmp_path, **args)
+    applied = fleet.told(4, **changes)
+    assert not applied.ok and why in applied.says and fleet.names == ["w0", "w1"]
+
+
+@given(st.sets(st.integers(0, 30), min_size=1), st.integers(0, 10), st.integers(-3, 60))
+def test_as_many_serve_as_are_wanted_and_no_name_comes_again(
+    serving: set[int], beyond: int, after: int
+) -> None:
+    used = max(serving) + beyond
+    more, fewer = change(sorted(serving), used, after)
+    assert len(serving) + len(more) - len(fewer) == max(1, after)
+    assert not (more and fewer) and set(fewer) <= serving
+    assert len(set(more)) == len(more) and all(number > used for number in more)
+    assert all(number > left for number in fewer for left in serving - set(fewer))
