@@ -13,6 +13,7 @@ from events.fact import Decision, Fact, Recorded
 from events.journal.port import Journal
 from events.observations import (
     CanaryPassed,
+    CapacityReported,
     ChaosInjected,
     DrainRequested,
     MoveRequested,
@@ -23,6 +24,7 @@ from events.observations import (
     RequestsServed,
     RestartRequested,
     ShutdownBegan,
+    TrafficReported,
 )
 
 CHAOS_BEFORE = timedelta(
@@ -42,7 +44,7 @@ _NEXT = (
     RestartRequested,
     ShutdownBegan,
 )  # another story begins
-_ROUTINE = (RequestsServed, Absorbed)
+_ROUTINE = (RequestsServed, TrafficReported, Absorbed)
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +82,13 @@ class Story:
 
 def is_routine(fact: Fact) -> bool:
     """Return whether a fact says only that all goes on as it should."""
-    return isinstance(fact, _ROUTINE) or (isinstance(fact, CanaryPassed) and fact.check_type == "scheduled")
+    match fact:
+        case CanaryPassed(check_type=check):
+            return check == "scheduled"
+        case CapacityReported(provisioned=provisioned, healthy=healthy):
+            return healthy == provisioned
+        case _:
+            return isinstance(fact, _ROUTINE)
 
 
 async def events(
