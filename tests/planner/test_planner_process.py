@@ -1,0 +1,118 @@
+"""`holdfast planner` before a real broker and a real database, with a command that scales; and what it is told wrongly."""
+
+import asyncio
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from made_history import History, publish
+from typed_commands import run_command
+
+from controller.adapters.embedded.servers import EmbeddedServer
+from controller.adapters.postgres.store import PostgresStore
+from controller.runtime.projection.projector import Projector
+from events.journal.nats import NatsJournal
+from events.observations import CapacityReported, ScaleApplied, ScaleProposed, ScaleSet
+
+Eventually = Callable[..., Awaitable[None]]
+SCRIPT = """
+import json, os, sys
+asked = json.load(sys.stdin)
+asked["secrets"] = sorted(name for name in os.environ if "DATABASE" in name or "NATS" in name)
+with open(sys.argv[1], "a") as file:
+    file.write(json.dumps(asked) + "\\n")
+print(asked["after"], "it is")
+"""
+
+
+def typed(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return run_command(arguments, {k: v for k, v in os.environ.items() if not k.startswith("HOLDFAST_")})
+
+
+@pytest.mark.servers
+async def test_a_planner_of_its_own_reads_the_database_and_calls_the_command(
+    own_nats: EmbeddedServer, database_url: str, tmp_path: Path, eventually: Eventually
+) -> None:
+    script, asked = tmp_path / "scale.py", tmp_path / "asked.jsonl"
+    script.write_text(SCRIPT)
+    history = History().start()
+    history.say(ScaleSet(model="llama", workers=5, by="op", reason="a launch"))
+    journal = await NatsJournal.connect(own_nats.url, "test:planner")
+    last = await publish(own_nats.url, history.events)
+    store = PostgresStore(database_url)
+    projecting = asyncio.create_task(Projector(journal, store).run())
+    command = [sys.executable, "-m", "controller.cli", "planner", "--data", str(tmp_path / "data")]
+    command += ["--nats-url", own_nats.url, "--database-url", database_url, "--mode", "act"]
+    command += ["--every-s", "0.2", "--hook-command", f"{sys.executable} {script} {asked}"]
+    pipe = asyncio.subprocess.PIPE
+    planner = await asyncio.create_subprocess_exec(*command, stdout=pipe, stderr=asyncio.subprocess.STDOUT)
+    found: list[Any] = []
+
+    async def applied() -> bool:
+        end = await journal.last_seq()
+        found[:] = (
+            [event async for batch in journal.read(last, until=end) for event in batch] if end > last else []
+        )
+        return any(isinstance(event.fact, ScaleApplied) for event in found)
+
+    try:
+        await eventually(applied, 60)
+        shown = await asyncio.to_thread(typed, "plan", "--data", str(tmp_path / "data"))
+    finally:
+        planner.send_signal(signal.SIGTERM)
+        async with asyncio.timeout(30):
+            said = (await planner.communicate())[0].decode()
+        projecting.cancel()
+        await asyncio.wait({projecting})
+        await journal.close()
+        await store.close()
+    assert planner.returncode == 0, said
+    (proposed,) = [event for event in found if isinstance(event.fact, ScaleProposed)]
+    (result,) = [event for event in found if isinstance(event.fact, ScaleApplied)]
+    assert (proposed.fact.before, proposed.fact.after, proposed.fact.by) == (3, 5, "command")
+    assert (result.fact.ok, result.fact.says, result.causation) == (True, "5 it is", proposed.id)
+    assert any(isinstance(event.fact, CapacityReported) for event in found)
+    (told,) = map(json.loads, asked.read_text().splitlines())
+    assert told == {
+        "model": "llama", "before": 3, "after": 5, "why": "operator", "proposal": proposed.id, "planner": "planner",
+        "secrets": [],
+    }  # fmt: skip
+    assert shown.returncode == 0 and "an operator wants 5" in shown.stdout, shown.stderr
+
+
+@pytest.mark.parametrize(
+    ("flags", "says"),
+    [
+        ([], "the planner needs --database-url or HOLDFAST_DATABASE_URL"),
+        (["--database-url", "postgresql://h/x"], "the planner needs --nats-url or HOLDFAST_NATS_URL"),
+        (["--mode", "sometimes"], "'observe', 'propose' or 'act'"),
+        (["--hook-command", "a", "--hook-url", "http://h/scale"], "one of them can scale a model"),
+    ],
+)
+def test_what_makes_no_sense_is_one_sentence(flags: list[str], says: str, tmp_path: Path) -> None:
+    done = typed("planner", "--data", str(tmp_path), *flags)
+    assert done.returncode == 2 and says in done.stderr and "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("hook", "says"),
+    [
+        (["--hook-command", "'half"], 'hook_command "\'half" cannot be split'),
+        (["--hook-url", "nonsense"], "'nonsense' is not the URL of a scale subresource"),
+    ],
+)
+def test_a_hook_that_is_none_is_refused_at_once(hook: list[str], says: str, tmp_path: Path) -> None:
+    servers = ["--nats-url", "nats://127.0.0.1:1", "--database-url", "postgresql://127.0.0.1:1/x"]
+    done = typed("planner", "--data", str(tmp_path), *servers, "--mode", "act", *hook)
+    assert done.returncode == 2 and says in done.stderr and "Traceback" not in done.stderr
+
+
+def test_without_a_planner_the_command_says_how_to_have_one(tmp_path: Path) -> None:
+    done = typed("plan", "--data", str(tmp_path))
+    assert done.returncode == 1 and "start one with `holdfast planner`" in done.stderr
