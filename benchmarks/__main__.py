@@ -55,6 +55,7 @@ WITH_A_TRACE = {  # of real chats: see benchmarks/README.md
     "virtual_fleet": "benchmarks.router.virtual_fleet",
     "overload": "benchmarks.overload.overload",
     "planner": "benchmarks.simulation.planner",
+    "spares": "benchmarks.simulation.spares",
 }
 
 
