@@ -18,6 +18,7 @@ DAYS = 7  # that are remembered
 MINUTES_MAX = DAYS * 24 * 60
 AHEAD_MAX = 60  # minutes: a frontend whose clock is further ahead of the stream's is not believed
 EXPECTED_FOR = 3  # minutes after its last one for which a frontend's word is waited for
+SETTLED_AFTER = 5  # minutes
 LATE_S = 10.0  # after a minute's end, until all who tell of it have been heard
 CAPACITIES_MAX = 4096
 PROPOSALS_MAX = 256
@@ -41,6 +42,7 @@ class ModelHistory:
         """Begin with nothing."""
         self.model = model
         self._minutes: dict[int, _Told] = {}  # by its number since the epoch
+        self._settled: dict[int, Seen] = {}  # what is known of those that are long over
         self._capacities: list[tuple[float, int]] = []  # when, and how many served
         self._proposals: list[Recorded] = []
         self._usual = Traffic(
@@ -86,8 +88,15 @@ class ModelHistory:
             self._usual = came.times(1 / fact.requests)
         told.traffic = told.traffic + came + self._usual.times(fact.rejected)
         told.late += fact.late
-        for old in [n for n in self._minutes if n < newest - MINUTES_MAX]:
-            del self._minutes[old]
+        for later in range(number, number + EXPECTED_FOR + 1):
+            self._settled.pop(later, None)
+        if len(self._minutes) > MINUTES_MAX + AHEAD_MAX:
+            self._forget(newest - MINUTES_MAX)
+
+    def _forget(self, before: int) -> None:
+        for known in (self._minutes, self._settled):
+            for number in [number for number in known if number < before]:
+                del known[number]
 
     @property
     def last_proposal(self) -> Recorded | None:
@@ -100,7 +109,15 @@ class ModelHistory:
             return []
         last = _number(now - timedelta(seconds=LATE_S)) - 1
         first = max(min(self._minutes), last - MINUTES_MAX + 1)
-        return [self._seen(number) for number in range(first, last + 1)]
+        found = []
+        for number in range(first, last + 1):
+            if number in self._settled:
+                found.append(self._settled[number])
+                continue
+            found.append(self._seen(number))
+            if number <= last - SETTLED_AFTER:
+                self._settled[number] = found[-1]
+        return found
 
     def _seen(self, number: int) -> Seen:
         told = self._minutes.get(number)

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from controller.planner.history import ModelHistory
+from controller.planner.history import MINUTES_MAX, ModelHistory
 from controller.planner.traffic import Minute, Seen, Traffic
 from events.fact import Observation, Recorded
 from events.observations import CapacityReported, ScaleProposed, ScaleSet, TrafficReported
@@ -136,6 +136,26 @@ def test_changes_are_of_the_last_hour_and_a_wish_holds_until_it_is_released() ->
     assert told.history.set_by_operator == 7
     told.say(ScaleSet(model="m", workers=None, by="op", reason="it is over"), NOON)
     assert told.history.set_by_operator is None
+
+
+def test_what_is_told_late_still_counts() -> None:
+    told = Told()
+    for number in range(20):
+        if number != 7:
+            told.traffic(number)
+    assert requests(told.seen(20.2))[7] is None
+    told.traffic(7)
+    assert requests(told.seen(20.2)) == [10] * 20
+    told.traffic(7, "f1", 5)
+    assert requests(told.seen(20.2))[7:12] == [15, None, None, None, 10], "that one was expected to go on"
+
+
+def test_a_week_is_remembered_and_not_more() -> None:
+    told = Told()
+    for number in range(MINUTES_MAX + 200):
+        told.traffic(number)
+    seen = told.seen(MINUTES_MAX + 200.2)
+    assert requests(seen) == [10] * MINUTES_MAX
 
 
 def proposed(after: int) -> ScaleProposed:
