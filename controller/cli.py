@@ -312,7 +312,7 @@ COMMANDS: dict[str, tuple[str, Callable[[argparse.ArgumentParser], Run]]] = {
     "trace": ("analyze recorded requests, make more like them, and send them as load", _trace),
     "plan": ("how many workers there should be, now or on a recorded day", _plan),
     "scale": (
-        "set how many workers a model has, whatever the planner says, or leave it to him again",
+        "set how many workers a model has, whatever the planner says, or leave that to it again",
         _scale,
     ),
     "profile": ("measure how fast a running engine is, for simulated ones to be as fast", _profile),
