@@ -6,7 +6,7 @@ raised.
 
 import ast
 import re
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
@@ -323,3 +323,9 @@ if __name__ == "__main__":  # what there is now
     for limit, bound in LIMITS.items():
         largest = max(MEASURES[limit]())
         print(f"{limit}: {largest.size} (bound {bound}): {largest.where[:200]}")
+
+
+def test_no_two_files_of_tests_have_one_name() -> None:
+    """pytest imports them by their names alone."""
+    counts = Counter(path.name for path in (ROOT / "tests").rglob("test_*.py"))
+    assert [name for name, count in counts.items() if count > 1] == []

@@ -221,7 +221,7 @@ async def test_max_seq_len_at_and_over_the_boundary(cap: int, after: int, moves:
     async with frontend(migration_max_seq_len=cap) as kit:
         await first_goes_to(kit, first, other)
         status, body, _ = await kit.post("/v1/completions", model="m", prompt=PROMPT, max_tokens=COUNT)
-        assert (status == 200, len(other.requests) == 1) == (moves, moves)
+        assert (status == 200, len(other.requests) == 1) == (moves, moves), body
         if not moves:
             assert body["error"]["message"] == ENDED
             assert [fact.reason for fact in kit.said(RequestAbandoned)] == ["over_cap"]

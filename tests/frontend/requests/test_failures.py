@@ -158,7 +158,7 @@ async def test_budget_exhausted_the_client_gets_the_original_error() -> None:
 async def test_the_original_error_is_that_of_the_answer_and_not_of_the_attempts_to_save_it() -> None:
     first = failing("w1", "error", error="engine_error: E")
     full = ScriptedWorker("w2", always=Act(after=0, how="error", error="overloaded: full"))
-    async with frontend() as kit:
+    async with frontend(reroute_s=1.0) as kit:
         events = await migrate(kit, first, full)
         assert events[-1]["error"]["message"] == "the engine failed: E"
         assert kit.said(RequestMigrated) == [], "it was never begun at the other one"
