@@ -12,6 +12,7 @@ from store_databases import execute
 
 from controller.demo.fleet import DemoFleet
 from controller.processes.operator_client import read_all
+from events.broker_users import ROLES
 from events.nats.bus import NatsBus
 from events.observations import WorkerJoined
 from events.wire import Challenge, Generate, Hello, Sampling, Splitter, encode, to_frontend
@@ -86,7 +87,7 @@ async def no_worker_talks_to_a_stranger(data: Path) -> None:
 def secrets_of(data: Path) -> list[str]:
     passwords = json.loads((data / "secrets" / "postgres.json").read_text())
     seeds = [path.read_text().strip() for path in (data / "secrets" / "nats").glob("*.nk")]
-    assert len(seeds) == 5 + 2  # one for each role, and for each worker
+    assert len(seeds) == len(ROLES) + 2  # one for each role, and for each worker
     return [*passwords.values(), (data / "secrets" / "fleet.key").read_text().strip(), *seeds]
 
 
