@@ -1,7 +1,7 @@
-"""The controller's admin port: /metrics, /health and /live (200: the process lives), /ready (503 with the reason)."""
+"""The admin port of controllers and planners: /metrics, /health and /live (200: it lives), /ready (503 with the reason)."""
 
 import asyncio
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from aiohttp import web
@@ -11,9 +11,13 @@ from events.errors import HoldfastError
 
 
 async def serve(
-    render: Callable[[], bytes], report: Callable[[], Mapping[str, Any]], host: str, port: int
+    render: Callable[[], bytes],
+    report: Callable[[], Mapping[str, Any]],
+    host: str,
+    port: int,
+    more: Iterable[web.RouteDef] = (),
 ) -> web.AppRunner:
-    """Open the port. Raise HoldfastError if it cannot be had."""
+    """Open the port, with `more` routes than everybody has. Raise HoldfastError if it cannot be had."""
 
     async def metrics(request: web.Request) -> web.Response:
         text = await asyncio.to_thread(render)  # half a second of work for a thousand workers
@@ -26,6 +30,7 @@ async def serve(
     app = web.Application()
     app.add_routes([web.get("/metrics", metrics)])
     app.add_routes([web.get(path, health) for path in ("/health", "/live", "/ready")])
+    app.add_routes(more)
     runner = web.AppRunner(app, access_log=None)
     await runner.setup()
     await listen(runner, host, port)

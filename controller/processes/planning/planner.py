@@ -6,13 +6,13 @@ import signal
 from pathlib import Path
 
 from aiohttp import web
-from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
+from prometheus_client import CollectorRegistry, generate_latest
 
 from controller.adapters.clock import SystemClock
 from controller.adapters.postgres.reader import RowReader
 from controller.ports import ScaleHook
 from controller.processes import collector
-from controller.processes.controller_admin import listen, url_of
+from controller.processes.controller_admin import serve, url_of
 from controller.runtime.planning.metrics import PlannerMetrics
 from controller.runtime.planning.planning import Planning
 from controller.runtime.planning.settings import PlannerSettings
@@ -82,24 +82,10 @@ async def _serve(planning: Planning, metrics: PlannerMetrics, settings: PlannerS
         why = planning.why_not
         return {"ready": not why, "reason": why}
 
-    async def scrape(request: web.Request) -> web.Response:
-        return web.Response(
-            body=generate_latest(metrics.registry), headers={"Content-Type": CONTENT_TYPE_LATEST}
-        )
-
-    async def health(request: web.Request) -> web.Response:
-        return web.json_response(report())
-
-    async def ready(request: web.Request) -> web.Response:
-        return web.json_response(report(), status=503 if planning.why_not else 200)
-
     async def shown(request: web.Request) -> web.Response:
         return web.json_response(planning.report())
 
-    app = web.Application()
-    app.add_routes([web.get("/metrics", scrape), web.get("/health", health), web.get("/ready", ready)])
-    app.add_routes([web.get("/plan", shown)])
-    runner = web.AppRunner(app, access_log=None)
-    await runner.setup()
-    await listen(runner, settings.admin_host, settings.admin_port)
-    return runner
+    def render() -> bytes:
+        return generate_latest(metrics.registry)
+
+    return await serve(render, report, settings.admin_host, settings.admin_port, [web.get("/plan", shown)])
