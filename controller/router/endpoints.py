@@ -175,9 +175,7 @@ class EndpointTable:
         self._awaited: Mapping[str, AwaitedWorker] = {}
         self._models: Mapping[str, Degradation] = {}
         self._policy: Mapping[str, Any] | None = None
-        self._slos: dict[
-            str, Slo
-        ] = {}  # as that policy promises them, by model that somebody has asked about
+        self._slos: dict[str, Slo] = {}  # as that policy promises them, by model
         self._thresholds: Mapping[str, BusyThresholds] = {}
         self._knobs: dict[str, Knobs] = {}
         self._group: dict[tuple[str, Lineage], EndpointGroup | None] = {}
@@ -278,7 +276,9 @@ class EndpointTable:
     def slo(self, model: str) -> Slo:
         """Return what is promised of a model."""
         if (found := self._slos.get(model)) is None:
-            found = self._slos[model] = slo_of(self._policy, model)
+            found = slo_of(self._policy, model)
+            if model in self.models:  # clients name what they like
+                self._slos[model] = found
         return found
 
     def set_static(self, joined: Iterable[WorkerJoined]) -> None:

@@ -9,7 +9,10 @@ import pytest
 from frontend_kit import joined
 from scripted_worker import ScriptedWorker
 
+from controller.deciders.capacity import Slo
+from controller.deciders.degradation import DegradationPolicy
 from controller.deciders.fleet import Fleet, evolve
+from controller.deciders.policy import FleetPolicy
 from controller.router.endpoints import Endpoint, EndpointGroup, EndpointTable
 from controller.router.selection.filter import (
     ROOM_LOOKS,
@@ -205,6 +208,16 @@ def fleet_of(*workers: ScriptedWorker) -> Fleet:
     for seq, worker in enumerate(workers, 1):
         fleet = evolve(fleet, Recorded(seq, datetime.now(UTC), joined(worker), f"e{seq}"))
     return fleet
+
+
+def test_what_is_promised_follows_the_policy_and_no_made_up_name_is_remembered() -> None:
+    table, fleet = EndpointTable(), serving(fleet_of(ScriptedWorker("w1")))
+    table.absorb(fleet)
+    assert table.slo("m") is table.slo("m") and table.slo("m").slo_ttft_ms == 500
+    assert table.slo("made up") is not table.slo("made up")
+    policy = FleetPolicy(degradation=DegradationPolicy(slos={"*": Slo(slo_ttft_ms=300)})).adopted
+    table.absorb(replace(fleet, policy=policy))
+    assert (table.slo("m").slo_ttft_ms, table.slo("made up").slo_ttft_ms) == (300, 300)
 
 
 def test_what_a_models_workers_have_in_common_follows_who_is_there() -> None:
