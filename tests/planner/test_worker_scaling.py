@@ -14,8 +14,10 @@ from hypothesis import strategies as st
 from controller.processes.children import Child
 from controller.processes.fleet_dir import FleetDir
 from controller.processes.scaling.worker_scaling import CLEANUP_S, GRACE_S, WorkerScaling, change
+from events.errors import BadSetting
 from events.fact import Fact, Recorded
 from events.observations import Profile, ScaleApplied, ScaleProposed, WorkerJoined
+from events.process import descriptors
 
 PROFILE = Profile(kv_blocks=1, block_tokens=16, max_batch=1, prefill_tokens_per_s=1.0, tpot_ms=((1, 1.0),))
 
@@ -131,6 +133,45 @@ def test_a_name_is_never_given_twice(tmp_path: Path) -> None:
     fleet.told(2)
     fleet.left("w3")
     assert fleet.told(3).says == "starts w4"
+
+
+def test_the_name_of_one_that_somebody_else_started_is_left_to_it(tmp_path: Path) -> None:
+    fleet = PlayedFleet(tmp_path)
+    fleet.hear(joined("w5", model="another"))
+    fleet.hear(joined("gpu-7"))
+    assert fleet.told(3).says == "starts w6"
+
+
+def test_of_two_models_each_is_answered(tmp_path: Path) -> None:
+    fleet = PlayedFleet(tmp_path)
+    fleet.hear(proposed(3))
+    fleet.hear(proposed(4, model="other"))
+    fleet.scaling.tend(0.0)
+    assert [(one.model, one.ok) for one in fleet.said] == [("sim", True), ("other", False)]
+
+
+@pytest.mark.parametrize("error", [OSError(28, "No space left on device"), BadSetting("a seed is damaged")])
+def test_a_worker_that_cannot_be_let_in_is_told_and_the_fleet_goes_on(
+    tmp_path: Path, error: Exception
+) -> None:
+    fleet = PlayedFleet(tmp_path)
+
+    def refuse(child: Child) -> None:
+        raise error
+
+    fleet.scaling = WorkerScaling(fleet.args, FleetDir(tmp_path), fleet.children, refuse, fleet.said.append)
+    fleet.hear(joined("w0"))
+    applied = fleet.told(3)
+    assert not applied.ok and str(error) in applied.says and fleet.names == ["w0", "w1"]
+
+
+def test_more_than_this_process_may_open_are_not_begun(
+    tmp_path: Path,
+) -> None:
+    fleet = PlayedFleet(tmp_path)
+    hard = descriptors.require(0, "") - descriptors.SPARE
+    applied = fleet.told(hard + 1)
+    assert not applied.ok and "open files are needed" in applied.says and fleet.names == ["w0", "w1"]
 
 
 def test_one_worker_stays_whatever_is_proposed(tmp_path: Path) -> None:

@@ -86,7 +86,7 @@ class HttpScaleHook:
             OSError,
             ValueError,
         ) as error:  # ValueError: what cannot be put into a header
-            return HookResult(False, one_line(f"cannot be asked: {error or type(error).__name__}"))
+            return HookResult(False, one_line(f"cannot be asked: {str(error) or type(error).__name__}"))
 
     async def _scaled(self, wanted: WantedScale) -> HookResult:
         url = URL(self._url.replace(PLACE, quote(wanted.model, safe="")), encoded=True)
