@@ -45,9 +45,7 @@ class ModelHistory:
         self._settled: dict[int, Seen] = {}  # what is known of those that are long over
         self._capacities: list[tuple[float, int]] = []  # when, and how many served
         self._proposals: list[Recorded] = []
-        self._usual = Traffic(
-            1.0
-        )  # a request as the last ones were: those that were rejected had been like them
+        self._usual = Traffic(1.0)  # a request as the last ones were: the rejected are taken to be like them
         self.last_capacity: Recorded | None = None
         self.last_applied: Recorded | None = None
         self.set_by_operator: int | None = None
@@ -102,6 +100,11 @@ class ModelHistory:
     def last_proposal(self) -> Recorded | None:
         """The latest proposal, whoever made it."""
         return self._proposals[-1] if self._proposals else None
+
+    def carried_out(self, proposal: Recorded) -> bool:
+        """Return whether somebody has told that he has carried this proposal out."""
+        told = self.last_applied.fact if self.last_applied is not None else None
+        return isinstance(told, ScaleApplied) and told.proposal == proposal.id and told.ok
 
     def minutes(self, now: datetime) -> list[Seen]:
         """Return what is known of each minute that is over, the latest last."""

@@ -10,9 +10,7 @@ from controller.deciders.capacity import Slo, attainable, fleet_capacity
 from controller.planner.history import ModelHistory
 from controller.planner.plan import ModelView, PlannerPolicy
 from controller.planner.sizing import Objectives
-from events.observations import Profile, ScaleApplied, ScaleProposed
-
-NO_BOUND_MS = 1e9
+from events.observations import Profile, ScaleProposed
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +76,7 @@ def view_of(
     profile = Counter(worker.profile for worker in workers).most_common(1)[0][0]
     within = attainable(slo, [(profile, 1.0)])
     objectives = Objectives(
-        ttft_ms=NO_BOUND_MS if within.slo_ttft_ms is None else within.slo_ttft_ms,
+        ttft_ms=inf if within.slo_ttft_ms is None else within.slo_ttft_ms,
         tpot_ms=inf if within.slo_tpot_ms is None else within.slo_tpot_ms,
         missed=policy.missed,
     )
@@ -100,6 +98,5 @@ def _provisioned(capacity: ModelCapacity, history: ModelHistory, policy: Planner
     applied, proposed = history.last_applied, history.last_proposal
     if applied is None or proposed is None or now - applied.at > timedelta(seconds=policy.start_s):
         return capacity.provisioned
-    fact, said = applied.fact, proposed.fact
-    assert isinstance(fact, ScaleApplied) and isinstance(said, ScaleProposed)
-    return fact.after if fact.ok and fact.proposal == proposed.id else capacity.provisioned
+    assert isinstance(proposed.fact, ScaleProposed)
+    return proposed.fact.after if history.carried_out(proposed) else capacity.provisioned

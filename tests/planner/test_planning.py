@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from made_history import History
-from prometheus_client import CollectorRegistry
+from prometheus_client import CollectorRegistry, generate_latest
 
 from controller.adapters.memory_store import MemoryStore
 from controller.deciders.fleet import Fleet, evolve
@@ -232,6 +232,56 @@ async def test_a_hook_that_fails_is_called_again_after_the_cooldown_and_not_befo
     await fleet.minutes(BUSY, 1)
     await looks(fleet, [planner], 1)
     assert len(hook.asked) == 2
+
+
+async def test_an_operators_number_that_cannot_be_had_is_not_asked_for_all_the_time() -> None:
+    fleet, hook = PlannedFleet(3), PlayedHook(ok=False)
+    planner = fleet.planner(hook=hook, mode="act", hook_command="scale")
+    fleet.history.say(ScaleSet(model="llama", workers=5, by="op", reason=""))
+    await fleet.project()
+    await looks(fleet, [planner], 36)  # three minutes
+    assert len(hook.asked) == 3
+
+
+async def test_a_supervisor_that_does_not_answer_is_asked_again() -> None:
+    fleet = PlannedFleet(3)
+    planner = fleet.planner(mode="act")
+    fleet.history.say(ScaleSet(model="llama", workers=5, by="op", reason=""))
+    await fleet.project()
+    await looks(fleet, [planner], 11)
+    (proposed,) = [event for event in fleet.history.events if isinstance(event.fact, ScaleProposed)]
+    assert proposed.fact.by == "supervisor"
+    await looks(fleet, [planner], 3)
+    assert len(fleet.proposals()) == 2
+    last = next(e for e in reversed(fleet.history.events) if isinstance(e.fact, ScaleProposed))
+    fleet.history.say(
+        ScaleApplied(model="llama", proposal=last.id, after=5, by="supervisor", ok=True, says="")
+    )
+    await fleet.project()
+    await looks(fleet, [planner], 11)
+    assert len(fleet.proposals()) == 2, "they are starting"
+
+
+async def test_what_models_carry_is_not_told_from_a_store_that_is_behind() -> None:
+    fleet = PlannedFleet(2)
+    planner = fleet.planner(mode="observe")
+    await fleet.project()
+    for _ in range(30):
+        await planner.look()
+        fleet.history.now += timedelta(seconds=5)
+    assert 1 <= len(fleet.said(CapacityReported)) <= 4
+
+
+async def test_a_model_that_is_gone_has_no_gauges_any_more() -> None:
+    fleet = PlannedFleet(2)
+    planner = fleet.planner(mode="observe")
+    await fleet.project()
+    await planner.look()
+    shown = generate_latest(planner.metrics.registry).decode()
+    assert 'holdfast_planner_workers{model="llama"} 2.0' in shown
+    fleet.store.tables.rows["workers"].clear()
+    await planner.look()
+    assert 'model="llama"' not in generate_latest(planner.metrics.registry).decode()
 
 
 async def test_those_that_are_starting_count_until_they_should_have_started() -> None:

@@ -1,5 +1,8 @@
 """What the planner counts."""
 
+from collections.abc import Collection
+from contextlib import suppress
+
 from prometheus_client import CollectorRegistry
 
 from controller.metric_table import MetricTable, counter, gauge
@@ -27,3 +30,15 @@ class PlannerMetrics(MetricTable):
         """Register with the process's registry."""
         super().__init__(registry)
         self.registry = registry
+        self._shown: set[str] = set()  # models
+
+    def keep(self, models: Collection[str]) -> None:
+        """Show no gauges of models that are gone."""
+        of_models = (
+            self.provisioned, self.wanted, self.needed, self.expected, self.error, self.held, self.achievable,
+        )  # fmt: skip
+        for model in self._shown.difference(models):
+            for one in of_models:
+                with suppress(KeyError):  # nothing was foreseen for it yet
+                    one.remove(model)
+        self._shown = set(models)

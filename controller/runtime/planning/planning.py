@@ -19,8 +19,8 @@ from controller.planner.history import DAYS, ModelHistory
 from controller.planner.plan import ModelView, Proposal, plan
 from controller.planner.reading import ModelCapacity, PlannedWorker, capacity_of, view_of
 from controller.ports import Clock, PlanningRead, PlanningStore, ScaleHook, WantedScale
-from controller.runtime.planning.lag import ProjectionAge
 from controller.runtime.planning.metrics import PlannerMetrics
+from controller.runtime.planning.projection_age import ProjectionAge
 from controller.runtime.planning.settings import PlannerSettings
 from controller.runtime.planning.workers import WorkersSeen
 from events.decisions import PolicyAdopted
@@ -65,7 +65,7 @@ class Planning:
     ) -> None:
         """`hook`: who carries out what is proposed, if that is no supervisor that hears of it on the journal."""
         self._store, self._journal, self._clock = store, journal, clock
-        self._settings, self._name, self._hook, self._metrics = settings, name, hook, metrics
+        self._settings, self._name, self._hook, self.metrics = settings, name, hook, metrics
         self._age = ProjectionAge()
         self._workers = WorkersSeen()
         self._histories: dict[str, ModelHistory] = {}
@@ -78,14 +78,18 @@ class Planning:
         """Look for ever."""
         while True:
             try:
-                await self.look()
-                self.why_not = ""
+                outlook = await self.look()
+                stale = outlook.projection_age_s > self._settings.policy.stale_s
+                self._waits("the state store is behind the journal" if stale else "")
             except (HoldfastError, TimeoutError) as error:
-                why = str(error) or "the journal or the state store does not answer in time"
-                if why != self.why_not:
-                    log.warning("planner_waits", why=why)
-                self.why_not = why
+                self._waits(str(error) or "the journal or the state store does not answer in time")
             await self._clock.sleep(self._settings.every_s)
+
+    def _waits(self, why: str) -> None:
+        """Say for what the planner waits, once; empty: for nothing."""
+        if why and why != self.why_not:
+            log.warning("planner_waits", why=why)
+        self.why_not = why
 
     async def look(self) -> PlannerOutlook:
         """Look once, and do what is due. Raise StoreUnavailable, JournalUnavailable or TimeoutError."""
@@ -102,8 +106,9 @@ class Planning:
         proposals = await asyncio.to_thread(plan, self._settings.policy, list(views.values()), now, age_s)
         self.outlook = PlannerOutlook(now, position, age_s, views, proposals)
         self._measure(self.outlook)
-        for model, workers in by_model.items():
-            self._tell_capacity(model, workers, position, now)
+        if age_s <= self._settings.policy.stale_s:  # what is older is not what models carry now
+            for model, workers in by_model.items():
+                self._tell_capacity(model, workers, position, now)
         for proposal in proposals:
             if self._due(proposal, now):
                 await self._propose(proposal, position)
@@ -159,7 +164,7 @@ class Planning:
         """Say what a model's workers carry: where that is another than was said last, and each minute."""
         history = self._history(model)
         found = capacity_of(workers, slo_of(self._policy, model), self._settings.lost_after_s)
-        self._metrics.achievable.labels(model).set(found.achievable_rps)
+        self.metrics.achievable.labels(model).set(found.achievable_rps)
         last = history.last_capacity if history is not None else None
         if last is not None and now - last.at < CAPACITY_EVERY and not _differs(last, found):
             return
@@ -174,16 +179,16 @@ class Planning:
         if self._settings.mode == "observe" or proposal.after == proposal.before:
             return False
         history = self._histories[proposal.model]
-        last, applied = history.last_proposal, history.last_applied
-        if last is None or now - last.at > timedelta(seconds=self._settings.repeat_s):
+        last, by = history.last_proposal, self._settings.by
+        if last is None:
             return True
         fact = last.fact
         assert isinstance(fact, ScaleProposed)
-        if (fact.before, fact.after) != (proposal.before, proposal.after) or fact.by != self._settings.by:
+        if (fact.before, fact.after, fact.by) != (proposal.before, proposal.after, by):
             return True
-        if applied is None or not isinstance(applied.fact, ScaleApplied) or applied.fact.proposal != last.id:
-            return bool(self._hook)  # nobody has told what came of it: whoever had the hook fell
-        return not applied.fact.ok
+        undone = by and not history.carried_out(last)  # it failed, or whoever was to do it fell
+        wait_s = self._settings.policy.up_cooldown_s if undone else self._settings.repeat_s
+        return now - last.at >= timedelta(seconds=wait_s)
 
     async def _propose(self, proposal: Proposal, position: int) -> None:
         """Say a proposal, if nobody else was quicker, and have it carried out. Raise JournalUnavailable."""
@@ -198,9 +203,9 @@ class Planning:
         try:
             id = await self._journal.observe_next(fact, after=after)
         except Fenced:
-            self._metrics.fenced.inc()
+            self.metrics.fenced.inc()
             return
-        self._metrics.proposals.labels(proposal.model, proposal.why).inc()
+        self.metrics.proposals.labels(proposal.model, proposal.why).inc()
         log.info("scale_proposed", model=fact.model, before=fact.before, after=fact.after, why=fact.why)
         if self._hook is not None:
             await self._apply(self._hook, fact, id)
@@ -210,7 +215,7 @@ class Planning:
             model=fact.model, before=fact.before, after=fact.after, why=fact.why, proposal=id, planner=self._name
         )  # fmt: skip
         result = await hook.scale(wanted)
-        self._metrics.applied.labels("ok" if result.ok else "failed").inc()
+        self.metrics.applied.labels("ok" if result.ok else "failed").inc()
         if not result.ok:
             log.warning("scale_failed", model=fact.model, after=fact.after, by=hook.by, why=result.says)
         self._journal.observe(
@@ -223,9 +228,10 @@ class Planning:
     # --- showing ----------------------------------------------------------------------------------------------------
 
     def _measure(self, outlook: PlannerOutlook) -> None:
-        metrics = self._metrics
+        metrics = self.metrics
         metrics.position.set(outlook.position)
         metrics.age.set(outlook.projection_age_s)
+        metrics.keep(outlook.views.keys())
         for proposal in outlook.proposals:
             model = proposal.model
             metrics.provisioned.labels(model).set(proposal.before)

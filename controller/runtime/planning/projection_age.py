@@ -10,9 +10,8 @@ class ProjectionAge:
 
     def __init__(self) -> None:
         """Begin without having looked."""
-        self._ends: deque[tuple[float, int]] = deque(
-            maxlen=LOOKS_MAX
-        )  # when, and the journal's last sequence
+        # when, and the journal's last sequence
+        self._ends: deque[tuple[float, int]] = deque(maxlen=LOOKS_MAX)
 
     def seen(self, now: float, last: int) -> None:
         """Take in where the journal ends."""
