@@ -113,7 +113,16 @@ def prepare(parser: argparse.ArgumentParser) -> Callable[[argparse.Namespace], i
         value, flag = getattr(usual, name), f"--{name.replace('_', '-')}"
         parser.add_argument(flag, type=type(value), default=value, metavar="N", help=f"{text} ({value:g})")
     parser.add_argument("-o", "--output", choices=("text", "json"), default="text", help="how to print it")
-    return run
+    flags = (*FLAGS, *(f"--{name.replace('_', '-')}" for name in BOUNDS))
+    usually = {flag: parser.get_default(flag[2:].replace("-", "_")) for flag in flags}
+
+    def checked(args: argparse.Namespace) -> int:
+        given = [flag for flag in usually if getattr(args, flag[2:].replace("-", "_")) != usually[flag]]
+        if given and args.trace is None:
+            raise UsageError(f"{', '.join(given)}: of a recorded day, which --trace FILE names")
+        return run(args)
+
+    return checked
 
 
 def run(args: argparse.Namespace) -> int:

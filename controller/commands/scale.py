@@ -18,8 +18,8 @@ WORKERS_MAX = 10_000
 
 
 def _workers(text: str) -> int:
-    if not text.isdecimal() or int(text) > WORKERS_MAX:
-        raise argparse.ArgumentTypeError(f"{text!r} is no number of workers, 0 to {WORKERS_MAX}")
+    if not text.isdecimal() or not 1 <= int(text) <= WORKERS_MAX:
+        raise argparse.ArgumentTypeError(f"{text!r} is no number of workers, 1 to {WORKERS_MAX}")
     return int(text)
 
 
