@@ -104,9 +104,7 @@ class Director:
             table, self.routing, self.running.at, self.reports, now, settings.parks_s
         )
         deadlines = partial(Deadlines[Reservation], settings, table, self.routing)
-        self.traffic = TrafficReporter(
-            world.name, world.observe, world.clock, table, self.request_metrics, settings.facts
-        )
+        self.traffic = TrafficReporter(world.name, world.observe, world.clock, table, self.request_metrics)
         self.admission = Admission(
             world.name, settings, table, self.routing, self.traffic.rejected, answers, self.request_metrics.waited,
             partial(deadlines, pools, preemption) if pools is not None else None,
@@ -240,8 +238,8 @@ class Director:
         self.peers.names()  # who is silent is forgotten, and waits for nothing
         self.metrics.settle()
         self.pending.tick()
-        if self.traffic.tick():
-            self.admission.report()
+        self.traffic.tick()
+        if self.admission.tick(self.now()):
             self.routing.look_for_panic()
         if self.pending.parked:
             self.changed()

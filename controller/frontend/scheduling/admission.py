@@ -7,6 +7,7 @@ when to come back, and is counted into `RequestsRejected`.
 
 import asyncio
 from collections.abc import Callable
+from math import inf
 from typing import TypeAlias
 
 from controller.frontend.errors import ApiError, shed, unavailable, unknown_model
@@ -75,6 +76,8 @@ class Admission:
         self._observe = observe
         self._answers = answers
         self._rejected: dict[tuple[str, str, str], int] = {}
+        self._window_s = settings.facts.rejected_window_s
+        self._reported_at = -inf
         self.open = True
 
     def _room(
@@ -201,6 +204,14 @@ class Admission:
         key = (model, reason, tier)
         self._rejected[key] = self._rejected.get(key, 0) + 1
         return error
+
+    def tick(self, now: float) -> bool:
+        """Say how many were rejected, where that is due. Return whether it was."""
+        if now - self._reported_at < self._window_s:
+            return False
+        self._reported_at = now
+        self.report()
+        return True
 
     def report(self) -> None:
         """Say how many were rejected since the last time."""

@@ -10,7 +10,6 @@ from math import inf
 
 from controller.deciders.capacity import attainable
 from controller.frontend.request_metrics import RequestMetrics
-from controller.frontend.settings import FactSettings
 from controller.ports import Clock
 from controller.router.endpoints import EndpointTable
 from events.fact import Observation
@@ -36,14 +35,13 @@ class TrafficReporter:
         clock: Clock,
         table: EndpointTable,
         metrics: RequestMetrics,
-        facts: FactSettings,
     ) -> None:
-        """`facts` says for how long rejections are counted before they are said together."""
+        """Tell of each minute from this one on."""
         self._frontend, self._observe, self._clock = frontend, observe, clock
-        self._table, self._metrics, self._window_s = table, metrics, facts.rejected_window_s
+        self._table, self._metrics = table, metrics
         self._minute = self._number()
         self._idle: dict[str, int] = {}  # minutes in which nobody served or wanted it, by model
-        self._windows_at = clock.monotonic()
+        self._promised = set[str]()  # in this minute: see `_promise`
 
     def _number(self) -> int:
         return int(self._clock.now().timestamp() // MINUTE_S)
@@ -54,17 +52,14 @@ class TrafficReporter:
             self._metrics.of(fact.model).traffic.rejected += fact.count
         self._observe(fact)
 
-    def tick(self) -> bool:
-        """Say what is due. Return whether a window of rejections is over."""
+    def tick(self) -> None:
+        """Say what is due."""
         if (number := self._number()) > self._minute:
             self._tell(number)
-        now = self._clock.monotonic()
-        if now - self._windows_at < self._window_s:
-            return False
-        self._windows_at = now
-        for model in self._table.models:
+            self._promised.clear()
+        for model in self._table.models.keys() - self._promised:
             self._promise(model)
-        return True
+            self._promised.add(model)
 
     def stop(self) -> None:
         """Say what has come of the minute that is running, and that no more follows."""
@@ -117,7 +112,7 @@ class TrafficReporter:
         traffic.clear()
 
     def _promise(self, model: str) -> None:
-        """Have what is promised of a model at hand where its answers end."""
+        """Have what is promised of a model at hand where its answers end: reckoned once a minute, from all its workers."""
         traffic, endpoints = self._metrics.of(model).traffic, self._table.models.get(model, ())
         slo = attainable(self._table.slo(model), [(endpoint.joined.profile, 1.0) for endpoint in endpoints])
         traffic.ttft_s = inf if slo.slo_ttft_ms is None else slo.slo_ttft_ms / 1000

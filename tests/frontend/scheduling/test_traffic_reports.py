@@ -13,7 +13,6 @@ from scripted_worker import Act, ScriptedWorker
 from controller.frontend.metrics import FrontendMetrics
 from controller.frontend.request_metrics import RequestMetrics
 from controller.frontend.scheduling.traffic import FORGOTTEN_AFTER, MISSED_MAX, TrafficReporter
-from controller.frontend.settings import FactSettings
 from controller.router.endpoints import EndpointTable
 from events.fact import Observation
 from events.observations import RequestsRejected, TrafficReported
@@ -29,9 +28,7 @@ class Told:
         self.at, self.facts = NOON, list[Observation]()
         self.table, self.metrics = EndpointTable(), RequestMetrics(FrontendMetrics())
         self.serve(*models)
-        self.reporter = TrafficReporter(
-            "f0", self.facts.append, self, self.table, self.metrics, FactSettings()
-        )
+        self.reporter = TrafficReporter("f0", self.facts.append, self, self.table, self.metrics)
 
     def serve(self, *models: str) -> None:
         workers = [joined(ScriptedWorker(f"w-{model}"), model=model, url="tcp://h:1") for model in models]
