@@ -110,6 +110,21 @@ class WeightCapped(WorkerDecision):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class SpareActivated(WorkerDecision):
+    """This spare serves from now on, in the place of a worker that is lost. That one is a spare when it comes back."""
+
+    replaces: str  # the worker that is lost
+    reason: str  # why it is
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SpareReleased(WorkerDecision):
+    """This worker is a spare again: the one in whose place it served is well, and serves."""
+
+    returned: str  # the worker that has its place again
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class GoldenAgreed(Decision):
     """Two instances on different workers gave this answer (or it was configured): from now on it convicts."""
 

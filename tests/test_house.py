@@ -30,7 +30,8 @@ RECORDS = (
     "Settings",
     "Struct",
     "NamedTuple",
-)  # settings, wire structs, named tuples: no behaviour
+    "Observation",
+)  # settings, wire structs, named tuples, facts: no behaviour
 
 LIMITS = {
     "lines_of_a_function": 60,

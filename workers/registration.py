@@ -41,4 +41,5 @@ def registration(
         dp=i.dp,
         kv_events=kv_events,
         waiting_max=i.waiting_max,
+        spare=config.spare,
     )

@@ -194,6 +194,7 @@ def _configs(settings: WorkerSettings, instance: str, key: FleetKey | None) -> l
             grace_s=budget_s(settings.grace_s, settings.orchestrator_grace_s, settings.pre_stop),
             graceful_shutdown=settings.graceful_shutdown,
             migration_limit=settings.migration_limit,
+            spare=settings.spare,
             chaos=settings.chaos,
             shares_process=settings.count > 1,
             computes_on_gpus=settings.engine != "openai",

@@ -1,12 +1,11 @@
 """The fleet: every machine wired together. What the shell needs of the deciders is here.
 
     fold.py           Fleet, evolve     what one recorded fact makes of the fleet
-    settle.py         settle            what is due now, stratum by stratum
-    settle_cache.py   Asking            the same, for whom asks often
+    settle.py         settle, Asking    what is due now, stratum by stratum; and for whom asks often
     worker.py         Worker            one worker: its machines, its weight
     policy.py         FleetPolicy       everything that can be set
 
-Only these know the machines (health, breaker, drain, budget, golden, degradation, incident, awaiting, forgetting); the
+Only these know the machines (health, breaker, drain, budget, golden, degradation, incident, awaiting, forgetting, spares); the
 machines do not know one another.
 """
 
@@ -17,12 +16,12 @@ from controller.deciders.settle import (
     ABSORB_AFTER,
     ABSORB_FACTS_MAX,
     DECIDERS_VERSION,
+    Asking,
     absorbed,
     absorption_due,
     next_due,
     settle,
 )
-from controller.deciders.settle_cache import Asking
 from controller.deciders.worker import Conviction, LastCanary, Worker
 
 __all__ = [

@@ -10,12 +10,22 @@ from dataclasses import dataclass, field
 from datetime import datetime
 from typing import Any, TypeAlias, TypeVar
 
-from controller.deciders import awaiting, degradation, forgetting, golden, health, incident, thresholds
+from controller.deciders import (
+    awaiting,
+    degradation,
+    forgetting,
+    golden,
+    health,
+    incident,
+    spares,
+    thresholds,
+)
 from controller.deciders import worker as one
 from controller.deciders.awaiting import AwaitedWorker
 from controller.deciders.degradation import Degradation
 from controller.deciders.golden import Golden
 from controller.deciders.incident import Incident
+from controller.deciders.spares import NO_SPARE
 from controller.deciders.thresholds import NEVER, BusyThresholds
 from controller.deciders.worker import Worker
 from events.decisions import (
@@ -27,6 +37,8 @@ from events.decisions import (
     IncidentClosed,
     IncidentOpened,
     PolicyAdopted,
+    SpareActivated,
+    SpareReleased,
     WorkerDecision,
     WorkerForgotten,
 )
@@ -211,12 +223,28 @@ def _forgotten(fleet: Fleet, worker: Worker) -> Fleet:
     return replace(fleet, workers=workers, models=models, departed=departed)
 
 
+def _placed(fleet: Fleet, worker: Worker, fact: SpareActivated | SpareReleased) -> Fleet:
+    """Give a spare the place of another worker, or that one its place again."""
+    name = fact.replaces if isinstance(fact, SpareActivated) else fact.returned
+    other = fleet.remembered(name)
+    if isinstance(fact, SpareActivated):
+        role, others = spares.activated(fact.worker, other.spare if other is not None else NO_SPARE, name)
+    else:
+        role, others = spares.released()
+    fleet = _with_worker(fleet, replace(worker, spare=role))
+    if name in fleet.workers:
+        return _with_worker(fleet, replace(fleet.workers[name], spare=others))
+    return fleet
+
+
 def _worker_decided(fleet: Fleet, fact: WorkerDecision, recorded: Recorded, cause: str) -> Fleet:
     worker = fleet.workers.get(fact.worker)
     if worker is None or worker.joined.instance != fact.instance:
         return replace(fleet, number=fact.number)
     if isinstance(fact, WorkerForgotten):
         return _forgotten(replace(fleet, number=fact.number), worker)
+    if isinstance(fact, SpareActivated | SpareReleased):
+        return _placed(replace(fleet, number=fact.number), worker, fact)
     model = worker.joined.model
     state = degradation.evolve(fleet.models.get(model, Degradation(model)), fact, cause)
     workers = dict(fleet.workers)

@@ -15,6 +15,7 @@ from controller.deciders.health_state import (
     ENGINE,
     HEALTHY,
     LIMITED,
+    RELAPSE,
     SILENT,
     SUSPICIOUS,
     TRIALS_FAILED,
@@ -115,7 +116,7 @@ def _due(policy: HealthPolicy, state: Health, now: datetime) -> Move | None:
 def _from_healthy(policy: HealthPolicy, state: Health) -> Move | None:
     if state.canaries.failures:
         if state.ramp < 1:
-            return UNHEALTHY, 0.0, f"relapse: {state.canaries.failure}"
+            return UNHEALTHY, 0.0, f"{RELAPSE}: {state.canaries.failure}"
         return SUSPICIOUS, policy.suspicious_weight, state.canaries.failure
     if state.slowness.reports >= policy.slows_max:
         return SUSPICIOUS, min(state.unlimited, policy.suspicious_weight), "slow"
@@ -157,7 +158,7 @@ def _blocked(policy: HealthPolicy, state: Health) -> bool:
 
 def _from_unhealthy(policy: HealthPolicy, state: Health, now: datetime) -> Move | None:
     if state.trials.passed and state.canaries.failures:
-        return UNHEALTHY, 0.0, f"relapse: {state.canaries.failure}"
+        return UNHEALTHY, 0.0, f"{RELAPSE}: {state.canaries.failure}"
     if state.trials.passed and not _blocked(policy, state):
         if state.exit.draining:
             return DRAINING, 0.0, "still_draining"

@@ -14,6 +14,7 @@ HEALTHY, SUSPICIOUS, UNHEALTHY, DRAINING, DEAD = HealthStatus
 CORRUPT, SILENT, ENGINE, DEVICE = "corrupt", "silent", "engine", "device"  # convictions; a device's names it
 CORRUPT_REASONS = ("token_mismatch", "logit_drift", "non_finite")  # reasons of a HealthChanged for corruption
 TRIALS_FAILED = "trials_failed"
+RELAPSE = "relapse"  # a HealthChanged's reason begins so that tells of a worker which failed on its way back
 LIMITED = "device_limit"  # reason of a HealthChanged that only a device's limit has moved
 
 

@@ -18,6 +18,7 @@ from controller.deciders.forgetting import ForgettingPolicy
 from controller.deciders.golden import GoldenPolicy
 from controller.deciders.health_moves import HealthPolicy
 from controller.deciders.incident import IncidentPolicy
+from controller.deciders.spares import SparesPolicy
 from controller.deciders.validation import STRICT
 
 T = TypeVar("T")
@@ -35,6 +36,7 @@ class FleetPolicy:
     golden: GoldenPolicy = field(default_factory=GoldenPolicy)
     incident: IncidentPolicy = field(default_factory=IncidentPolicy)
     forgetting: ForgettingPolicy = field(default_factory=ForgettingPolicy)
+    spares: SparesPolicy = field(default_factory=SparesPolicy)
     __pydantic_config__ = STRICT
 
     @cached_property
@@ -45,7 +47,7 @@ class FleetPolicy:
         return {name: part for name, part in written.items() if part != BEFORE.get(name)}
 
 
-BEFORE: Mapping[str, Any] = {"forgetting": {"forget_after": None}}
+BEFORE: Mapping[str, Any] = {"forgetting": {"forget_after": None}, "spares": {"on_return": "swap"}}
 """What was done before there was a policy for it: it is not written down, so that an old policy is what it was."""
 
 

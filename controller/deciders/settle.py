@@ -1,6 +1,7 @@
 """What is due now? Every machine is asked in turn, and each answer is absorbed before the next is asked.
 
-    policy → goldens → health → budget → breaker → drain → degradation → incidents → forgetting, and again until nothing is due
+    policy → goldens → health → budget → breaker → drain → spares → degradation → incidents → forgetting, and again until
+    nothing is due
 
 Machines that decided on the same stale state would together exceed a budget that each of them respects.
 """
@@ -9,6 +10,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from datetime import datetime, timedelta
 from operator import attrgetter
+from typing import TypeAlias
 
 from controller.deciders import (
     breaker,
@@ -19,11 +21,13 @@ from controller.deciders import (
     golden,
     health_moves,
     incident,
+    spares,
 )
 from controller.deciders.budget import BudgetRank
 from controller.deciders.fold import Fleet, evolve
 from controller.deciders.incident import Incident
 from controller.deciders.policy import FleetPolicy
+from controller.deciders.spares import SpareView
 from controller.deciders.worker import Worker
 from events.decisions import (
     Absorbed,
@@ -45,6 +49,8 @@ DECISIONS_MAX = (
 DECISIONS_PER_WORKER_MAX = 50
 ABSORB_FACTS_MAX = 1000  # pending at most, in a calm fleet
 ABSORB_AFTER = timedelta(seconds=10)
+
+Settle: TypeAlias = Callable[[FleetPolicy, Fleet, datetime], tuple[Decision, ...]]
 
 
 def settle(policy: FleetPolicy, fleet: Fleet, now: datetime) -> tuple[Decision, ...]:
@@ -83,6 +89,31 @@ def absorption_due(pending: int, waited: timedelta) -> bool:
 def absorbed(fleet: Fleet, now: datetime) -> Absorbed:
     """Return the decision that says only how far the controller has read."""
     return Absorbed(number=fleet.number + 1, decided_at=now)
+
+
+class Asking:
+    """One decider's questions, under one policy: a fleet that was calm is not settled again before it could be otherwise.
+
+    Nothing is due in a calm fleet until a fact changes it, or until a time that its own machines name. A fleet is frozen,
+    so that the same object is the same fleet: nothing that is remembered here can be out of date.
+    """
+
+    def __init__(self, policy: FleetPolicy, settle: Settle = settle) -> None:
+        self._policy = policy
+        self._settle = settle
+        self._calm: Fleet | None = None  # in which nothing was due when it was asked about last
+        self._until: datetime | None = None  # nor will be until then
+
+    def due(self, fleet: Fleet, now: datetime) -> tuple[Decision, ...]:
+        """Return what `settle` returns."""
+        if fleet is self._calm and (self._until is None or now < self._until):
+            return ()
+        decisions = self._settle(self._policy, fleet, now)
+        if decisions:
+            self._calm = None
+        else:
+            self._calm, self._until = fleet, next_due(self._policy, fleet, now)
+        return decisions
 
 
 @dataclass(slots=True)
@@ -186,6 +217,22 @@ def _standing(worker: Worker) -> BudgetRank:
     return BudgetRank(worker.budget, worker.in_doubt, worker.counts, badness, cause)
 
 
+def _spares(s: _Settling) -> None:
+    workers = [s.fleet.workers[name] for name in s.names]
+    if not any(worker.spare.kept for worker in workers):
+        return
+    for decision in spares.decide(s.policy.spares, [_spare_view(worker) for worker in workers], s.now):
+        s.keep(decision)
+
+
+def _spare_view(worker: Worker) -> SpareView:
+    joined, moved = worker.joined, max(worker.health.moved_by, worker.breaker.moved_by)
+    return SpareView(
+        joined.worker, joined.instance, worker.spare, worker.kind, joined.topology.host, worker.lost, worker.well,
+        worker.incident, f"decision:{moved}" if moved else worker.health.cause,
+    )  # fmt: skip
+
+
 def _levels(s: _Settling) -> None:
     promised = s.policy.degradation.slo
     models = s.fleet.models
@@ -239,6 +286,7 @@ STRATA: Iterable[Callable[[_Settling], None]] = (
     _budgets,
     _breakers,
     _drains,
+    _spares,
     _levels,
     _incidents,
     _forget,

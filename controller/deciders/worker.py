@@ -1,6 +1,6 @@
 """One worker as the fleet knows it: its present life, and what all machines say about it."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from operator import itemgetter
@@ -10,7 +10,8 @@ from controller.deciders import breaker, budget, drain, health
 from controller.deciders.breaker import Breaker
 from controller.deciders.budget import Budget
 from controller.deciders.drain import Drain
-from controller.deciders.health_state import Health
+from controller.deciders.health_state import RELAPSE, Health
+from controller.deciders.spares import NO_SPARE, Kind, Spare
 from events.decisions import HealthStatus
 from events.fact import Fact, Recorded
 from events.frozen import quickly_made, replace
@@ -29,6 +30,7 @@ from events.observations import (
 RequestOutcome: TypeAlias = RequestsServed | RequestFailed | RequestPoisonous | RequestSuspected
 CanaryGood: TypeAlias = CanaryPassed | CanarySlow
 LONG_AGO = datetime(1970, 1, 1, tzinfo=UTC)
+SPARE = "spare"  # of a worker's reasons, where it is kept back
 PASSES_MAX = 64  # canaries remembered per worker
 CONVICTIONS_KEPT = 16  # per worker, over all of its lives
 PAST_MAX = 16  # former instances remembered per worker: a late join of one of them is no new life
@@ -73,11 +75,12 @@ class Worker:
     past: tuple[str, ...] = ()  # former instances
     joined_at: datetime = LONG_AGO  # by the journal's time
     convictions: tuple[Conviction, ...] = ()  # for wrong answers, of all lives; nothing undoes them
+    spare: Spare = NO_SPARE  # of all lives as well
 
     @property
     def natural_weight(self) -> float:
-        """The minimum of all reasons but the ejection budget: 0 while the breaker is not closed or it drains."""
-        if self.breaker.position != "closed" or self.drain.deadline is not None:
+        """The minimum of all reasons but the ejection budget: 0 while the breaker is not closed, it drains, or is a spare."""
+        if self.spare.kept or self.breaker.position != "closed" or self.drain.deadline is not None:
             return 0.0
         return self.health.weight
 
@@ -102,10 +105,10 @@ class Worker:
 
     @property
     def expected(self) -> bool:
-        """Whether it is in service, or should be: it has joined, and nobody wants it to leave."""
+        """Whether it is in service, or should be: it has joined, is no spare, and nobody wants it to leave."""
         h = self.health
         gone = h.status is HealthStatus.DEAD or h.status is HealthStatus.DRAINING or h.exit.draining
-        return not (gone or h.joining or self.drain.active)
+        return not (gone or h.joining or self.drain.active or self.spare.kept)
 
     @property
     def counts(self) -> bool:
@@ -137,6 +140,26 @@ class Worker:
         )
 
     @property
+    def kind(self) -> Kind:
+        """What it serves, and on how many ranks: who has the same can serve in its place."""
+        joined = self.joined
+        return joined.model, joined.revision, joined.tokenizer, joined.dtype, joined.tp, joined.dp
+
+    @property
+    def lost(self) -> str:
+        """Why it does not come back soon, if at all; empty: it serves, may do so in a moment, or has left in good order."""
+        h, status = self.health, self.health.status
+        if status is HealthStatus.DEAD:
+            wished = h.exit.left == "left: graceful" or (h.exit.draining and not h.exit.given_up)
+            return "" if wished else h.reason
+        if status is HealthStatus.DRAINING:
+            return h.reason if h.exit.given_up else ""
+        if status is HealthStatus.UNHEALTHY:
+            beyond_doubt = h.convicted or h.joining or h.trials.failed or h.reason.startswith(RELAPSE)
+            return h.reason if beyond_doubt else ""
+        return min(h.limits)[0] if h.limits and h.weight == h.limit == 0.0 else ""
+
+    @property
     def cache_epoch(self) -> int:
         """When a canary convicted a life of it last, in microseconds; 0: never. What an engine that outlives its worker
         has cached belongs to the epoch in which it was computed, and is of no use in a later one."""
@@ -158,6 +181,8 @@ class Worker:
             found.append(f"draining: {self.drain.reason}")
         if self.budget.kept is not None and self.natural_weight == 0.0:
             found.append("kept by the ejection budget")
+        if self.spare.kept:
+            found.append(SPARE)
         return tuple(found)
 
 
@@ -165,13 +190,14 @@ def join(previous: Worker | None, fact: WorkerJoined, cause: str, at: datetime) 
     """Return a worker in its next life. The same instance again, or a former one, changes nothing.
 
     The machines are of one life: each begins as it does for a new worker, but for what `health.rejoin` carries over. Of the
-    last life's canaries nothing is remembered; the open incident and the convictions of all lives are the worker's own.
+    last life's canaries nothing is remembered; the open incident, the convictions of all lives and its place are the worker's
+    own: only who registers otherwise than his last life did takes or gives up a place by joining.
     """
     name, instance = fact.worker, fact.instance
     if previous is not None and (instance == previous.joined.instance or instance in previous.past):
         return previous
     machines = Breaker(name, instance), Drain(name, instance), Budget(name, instance)
-    new = Worker(fact, Health(name, instance, cause=cause), *machines, joined_at=at)
+    new = Worker(fact, Health(name, instance, cause=cause), *machines, joined_at=at, spare=Spare(fact.spare))
     if previous is None:
         return new
     return replace(
@@ -185,6 +211,7 @@ def join(previous: Worker | None, fact: WorkerJoined, cause: str, at: datetime) 
         passes={},
         past=(*previous.past, previous.joined.instance)[-PAST_MAX:],
         joined_at=at,
+        spare=previous.spare if previous.joined.spare == fact.spare else new.spare,
     )
 
 
@@ -234,3 +261,14 @@ def _outcome(fact: CanaryResult) -> tuple[str, str]:
             return "slow", ""
         case _:
             return "passed", ""
+
+
+def spare_awaited(lost: Worker, workers: Iterable[Worker]) -> bool:
+    """Return whether a spare is about to take a lost worker's place: one is ready, and the controller has not said so yet."""
+    ready = (one for one in workers if one.spare.kept and one.well and one.kind == lost.kind)
+    return not lost.spare.kept and any(ready)
+
+
+def replacement(name: str, workers: Iterable[Worker]) -> str:
+    """Return the worker that serves in the place of the one of this name; empty: none."""
+    return next((one.joined.worker for one in workers if one.spare.place == name and one.routable), "")

@@ -24,6 +24,7 @@ class PlannedWorker:
     weight: float  # of its share of the traffic, 0 to 1
     leaving: bool  # it drains, or has left in good order: it is not counted
     out_s: float = 0.0  # for so long nothing has been sent to it
+    spare: bool = False  # it is kept back, and not counted: another serves in its place, or it has none
 
     @property
     def serves(self) -> bool:
@@ -45,7 +46,7 @@ class ModelCapacity:
 
 def capacity_of(workers: Sequence[PlannedWorker], slo: Slo, lost_after_s: float) -> ModelCapacity:
     """Return what one model's workers can carry within its objectives."""
-    counted = [worker for worker in workers if not worker.leaving]
+    counted = [worker for worker in workers if not (worker.leaving or worker.spare)]
     whole = [(worker.profile, 1.0) for worker in counted]
     within = attainable(slo, whole)
     serving = [(worker.profile, worker.weight) for worker in counted if worker.serves]

@@ -28,7 +28,7 @@ COLUMNS: dict[str, tuple[str, ...]] = {
     "workers": (
         "worker", "instance", "model", "revision", "url", "engine", "engine_version", "device", "canary_key", "pid",
         "health", "health_value", "weight", "routable", "reason", "drain", "drain_deadline", "incident", "joined",
-        "last_canary",
+        "last_canary", "spare", "place",
     ),
     "breakers": ("worker", "instance", "position", "position_value", "failures", "trials_failed", "retry_at", "deadline"),
     "goldens": ("canary_key", "canary", "status", "agreed", "golden"),
@@ -276,6 +276,7 @@ def worker_row(worker: Worker) -> Row:
         joined.device, joined.canary_key, joined.pid, health.status.value, health.status.metric, worker.weight,
         worker.routable, "; ".join(worker.reasons), drain.reason if drain.active else "", drain.deadline,
         worker.incident, codec.encode_body(joined).decode(), codec.to_json(canary) if canary else None,
+        worker.spare.kept, worker.spare.place,
     ))  # fmt: skip
 
 

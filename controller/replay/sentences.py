@@ -328,6 +328,8 @@ SENTENCES: dict[type[Fact], str | Callable[[Any], str]] = {
     d.DrainStarted: "{f.worker} drains until {f.deadline:%H:%M:%S} ({f.reason})",
     d.DrainEnded: "the drain of {f.worker} ended ({f.outcome})",
     d.WeightCapped: _cap,
+    d.SpareActivated: "{f.worker}, a spare, serves from now on in the place of {f.replaces} ({f.reason})",
+    d.SpareReleased: "{f.worker} is a spare again: {f.returned} has its place back",
     d.WorkerForgotten: "{f.worker} has left for good, and is forgotten",
     d.GoldenAgreed: lambda f: (
         f"the answer to {f.canary} is agreed by {', '.join(f.by)}: from now on it convicts"

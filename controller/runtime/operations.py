@@ -269,6 +269,8 @@ class ControlOperations:
             "breaker": worker.breaker.position,
             "weight": worker.weight,
             "reasons": list(worker.reasons),
+            "spare": worker.spare.kept,
+            "place": worker.spare.place or None,
             "lingers": not worker.alive and self._processes.live(worker),
             "in_flight": beat.in_flight if beat is not None and worker.alive else None,
             "last_canary": None

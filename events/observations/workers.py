@@ -75,6 +75,7 @@ class WorkerJoined(WorkerObservation):
     dp: int = 1  # DP ranks, 0 to dp - 1: each has a KV cache and a queue of its own
     kv_events: bool = False  # it says which KV blocks it stores and removes, and answers questions about them
     waiting_max: int | None = None  # requests that it lets wait beside `max_batch`; None: it does not say
+    spare: bool = False  # it begins as a spare: it gets no traffic until it takes a lost worker's place
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -24,6 +24,7 @@ from controller.deciders.fleet import Fleet, Worker
 from controller.deciders.golden import Golden
 from controller.deciders.health_state import Canaries, Charges, Exit, Health, Slowness, Trials
 from controller.deciders.incident import Incident
+from controller.deciders.spares import Spare
 from controller.deciders.thresholds import BusyThresholds
 from controller.deciders.worker import Conviction, LastCanary
 from events.codec import KINDS
@@ -145,7 +146,7 @@ def test_a_part_that_is_rebuilt_is_caught_and_one_that_is_forgotten_is_not() -> 
 
 def test_every_state_of_a_fleet_is_tried() -> None:
     """A state that is new belongs into `STATES`, or here: what one fact says and the next replaces."""
-    said_once = {LastCanary, Conviction, golden.Vote, AwaitedWorker, BusyThresholds}
+    said_once = {LastCanary, Conviction, golden.Vote, AwaitedWorker, BusyThresholds, Spare}
     assert _dataclasses(Fleet) == {*STATES, *PARTS, *said_once}
 
 

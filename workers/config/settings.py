@@ -129,6 +129,9 @@ class WorkerSettings(SimulatedSettings, frozen=True, kw_only=True):
     migration_limit: Annotated[
         Annotated[int, Meta(ge=0)] | None, Meta(description="how often a request of this model may move")
     ] = None
+    spare: Annotated[
+        bool, Meta(description="begin as a spare: serve nobody until a worker of the same kind is lost")
+    ] = False
     chaos: Annotated[bool, Meta(description="obey the rehearsed faults that the controller passes on")] = True
     die_with_parent: Annotated[bool, Meta(description="end when the process that started this one ends")] = (
         False

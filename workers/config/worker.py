@@ -22,6 +22,7 @@ class WorkerConfig:
     grace_s: float = 60.0  # for a graceful shutdown, cleanup not included
     graceful_shutdown: bool = True  # such a shutdown waits for streams that decode, too
     migration_limit: int | None = None
+    spare: bool = False  # it begins as a spare of the fleet's
     chaos: bool = True
     shares_process: bool = False  # with other workers: what ends this one must not end the process
     key: FleetKey | None = None  # the fleet's: who does not know it is not let in

@@ -56,6 +56,8 @@ workers = Table(
     _text("incident"),
     Column("joined", JSONB, nullable=False),  # the whole registration: profile, topology, tokenizer …
     Column("last_canary", JSONB),
+    Column("spare", Boolean, nullable=False),  # kept back: it gets nothing, and is not counted
+    _text("place"),  # the worker in whose place it serves; "" in its own
 )
 
 breakers = Table(

@@ -40,7 +40,8 @@ class WorkersSeen:
         else:
             out_s = now - self._out_since.setdefault(name, now)
         gpus = max(1, joined.tp) * max(1, joined.dp)
-        return PlannedWorker(name, row["model"], joined.profile, gpus, row["weight"], leaving, out_s)
+        kept = row["spare"]
+        return PlannedWorker(name, row["model"], joined.profile, gpus, row["weight"], leaving, out_s, kept)
 
     def _read(self, worker: str, text: str) -> WorkerJoined:
         known = self._joined.get(worker)

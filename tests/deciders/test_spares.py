@@ -1,0 +1,276 @@
+"""Spares: they wait with their weights loaded, and take the places of those that are lost."""
+
+from dataclasses import replace
+
+import pytest
+from fleet_story import (
+    Story,
+    awaited,
+    device_faulted,
+    drain_requested,
+    failed,
+    heard,
+    joined,
+    kinds,
+    left,
+    passed,
+    resume,
+    silent,
+)
+from hypothesis import given
+from hypothesis import strategies as st
+
+from controller.deciders.fleet import FleetPolicy, evolve
+from controller.deciders.spares import SparesPolicy
+from events.decisions import HealthStatus, SpareActivated, SpareReleased
+from events.fact import Decision
+from events.observations import Topology, WorkerJoined
+
+RELEASE = FleetPolicy(spares=SparesPolicy(on_return="release"))
+
+
+def spare(worker: str, instance: str = "i1", **changes: object) -> WorkerJoined:
+    return replace(joined(worker, instance), spare=True, **changes)  # type: ignore[arg-type]
+
+
+def fleet(*spares: str, policy: FleetPolicy | None = None) -> Story:
+    """Two workers that serve, and spares that have passed their first canary."""
+    story = Story(policy).up("w0", "w1")
+    for name in spares:
+        story.tell(spare(name))
+        story.tell(passed(name))
+    return story
+
+
+def serving(story: Story) -> set[str]:
+    return {name for name, worker in story.fleet.workers.items() if worker.routable}
+
+
+def kept(story: Story) -> set[str]:
+    return {name for name, worker in story.fleet.workers.items() if worker.spare.kept}
+
+
+def test_a_spare_is_healthy_and_gets_nothing() -> None:
+    story = fleet("s0")
+    one = story.worker("s0")
+    assert (one.health.status, one.health.weight, one.weight) == (HealthStatus.HEALTHY, 1.0, 0.0)
+    assert not one.expected and one.carries == 0.0 and one.reasons == ("spare",) and one.well
+
+
+def test_whoever_falls_silent_is_replaced_at_once_at_full_weight() -> None:
+    story = fleet("s0")
+    decisions = story.tell(silent("w0"))
+    (activated,) = [one for one in decisions if isinstance(one, SpareActivated)]
+    assert (activated.worker, activated.replaces, activated.reason) == ("s0", "w0", "silent")
+    assert activated.incident == story.worker("w0").incident != ""
+    assert story.worker("s0").weight == 1.0 and serving(story) == {"w1", "s0"}
+    assert story.worker("w0").spare.kept and story.worker("s0").spare.place == "w0"
+
+
+@pytest.mark.parametrize(
+    "loss",
+    [
+        lambda story: story.tell(left("w0", mode="self_initiated")),
+        lambda story: story.tell(left("w0", mode="immediate")),
+        lambda story: story.tell(device_faulted("w0")),
+        lambda story: story.tell(failed("w0", reason="non_finite")),
+        lambda story: story.tell(failed("w0", reason="token_mismatch", confirmed=True, golden="agreed")),
+    ],
+    ids=["ended by itself", "killed", "device", "non-finite", "corrupt"],
+)
+def test_what_is_beyond_doubt_is_a_loss(loss: object) -> None:
+    story = fleet("s0")
+    assert callable(loss)
+    assert "SpareActivated" in kinds(loss(story))
+
+
+def test_doubt_is_a_loss_only_after_a_trial_has_failed() -> None:
+    story = fleet("s0")
+    for _ in range(3):
+        decisions = story.tell(failed("w0"))
+    assert story.status("w0") is HealthStatus.UNHEALTHY and "SpareActivated" not in kinds(decisions)
+    retry_at = story.worker("w0").breaker.retry_at
+    assert retry_at is not None
+    story.wait((retry_at - story.now).total_seconds())
+    assert "SpareActivated" in kinds(story.tell(failed("w0")))
+
+
+def test_who_leaves_in_good_order_leaves_no_place() -> None:
+    story = fleet("s0")
+    decisions = [*story.tell(drain_requested("w0")), *story.tell(left("w0")), *story.tell(left("w1"))]
+    assert "SpareActivated" not in kinds(decisions) and kept(story) == {"s0"}
+
+
+def test_a_spare_that_is_not_well_takes_no_place_until_it_is() -> None:
+    story = Story().up("w0", "w1")
+    story.tell(spare("s0"))
+    assert "SpareActivated" not in kinds(story.tell(silent("w0")))
+    assert "SpareActivated" in kinds(story.tell(passed("s0")))
+
+
+@pytest.mark.parametrize(
+    "changes", [{"revision": "r2"}, {"tp": 8}, {"dp": 2}, {"model": "mistral"}, {"dtype": "fp8"}]
+)
+def test_a_spare_of_another_kind_takes_no_place(changes: dict[str, object]) -> None:
+    story = Story().up("w0", "w1")
+    story.tell(spare("s0", **changes))
+    story.tell(passed("s0"))
+    assert "SpareActivated" not in kinds(story.tell(silent("w0")))
+
+
+def test_a_spare_of_another_host_is_preferred() -> None:
+    story = Story()
+    for name, host, is_spare in (("w0", "a", False), ("s0", "a", True), ("s1", "b", True)):
+        story.tell(replace(joined(name), spare=is_spare, topology=Topology(host=host)))
+        story.tell(passed(name))
+    story.tell(silent("w0"))
+    assert serving(story) == {"s1"}
+
+
+def test_who_comes_back_is_the_spare() -> None:
+    story = fleet("s0")
+    story.tell(silent("w0"))
+    story.tell(joined("w0", "i2"))
+    decisions = story.tell(passed("w0", "i2"))
+    assert story.status("w0") is HealthStatus.HEALTHY and not {"SpareActivated", "SpareReleased"} & {
+        *kinds(decisions)
+    }
+    assert serving(story) == {"w1", "s0"} and kept(story) == {"w0"}
+    story.tell(silent("s0"))
+    assert serving(story) == {"w1", "w0"} and story.worker("w0").spare.place == ""
+
+
+def test_or_it_has_its_place_again_and_the_spare_is_released() -> None:
+    story = fleet("s0", policy=RELEASE)
+    story.tell(silent("w0"))
+    story.tell(joined("w0", "i2"))
+    decisions = story.tell(passed("w0", "i2"))
+    (released,) = [one for one in decisions if isinstance(one, SpareReleased)]
+    assert (released.worker, released.returned) == ("s0", "w0")
+    assert serving(story) == {"w0", "w1"} and kept(story) == {"s0"}
+
+
+def test_it_has_its_place_again_only_at_full_weight() -> None:
+    story = fleet("s0", policy=RELEASE)
+    story.tell(device_faulted("w0"))
+    assert kept(story) == {"w0"}
+    story.tell(resume("w0"))
+    for _ in range(6):
+        retry_at = story.worker("w0").breaker.retry_at
+        if retry_at is not None and retry_at > story.now:
+            story.wait((retry_at - story.now).total_seconds())
+        story.tell(passed("w0"))
+        full = story.worker("w0").health.weight == 1.0
+        assert kept(story) == ({"s0"} if full else {"w0"})
+    assert kept(story) == {"s0"}
+
+
+def test_a_spare_that_is_lost_in_a_place_is_replaced_by_the_next_for_the_same_place() -> None:
+    story = fleet("s0", "s1", policy=RELEASE)
+    story.tell(silent("w0"))
+    story.tell(silent("s0"))
+    assert serving(story) == {"w1", "s1"} and story.worker("s1").spare.place == "w0"
+    story.tell(joined("w0", "i2"))
+    story.tell(passed("w0", "i2"))
+    assert serving(story) == {"w0", "w1"} and kept(story) == {"s0", "s1"}
+
+
+def test_a_lost_one_that_is_heard_again_stays_a_spare() -> None:
+    story = fleet("s0")
+    story.tell(silent("w0"))
+    story.tell(heard("w0"))
+    retry_at = story.worker("w0").breaker.retry_at
+    assert retry_at is not None
+    story.wait((retry_at - story.now).total_seconds())
+    for _ in range(4):
+        story.tell(passed("w0"))
+    assert story.worker("w0").well and serving(story) == {"w1", "s0"}
+
+
+def test_its_place_outlives_its_life_and_that_it_is_forgotten() -> None:
+    story = fleet("s0")
+    story.tell(left("w0", mode="immediate"))
+    story.wait(700)
+    assert "w0" not in story.fleet.workers
+    story.tell(joined("w0", "i2"))
+    story.tell(passed("w0", "i2"))
+    assert kept(story) == {"w0"}
+
+
+def test_who_registers_otherwise_than_before_begins_as_he_says() -> None:
+    story = fleet("s0")
+    story.tell(left("s0"))
+    story.tell(joined("s0", "i2"))
+    story.tell(passed("s0", "i2"))
+    assert serving(story) == {"w0", "w1", "s0"}
+
+
+def test_without_a_spare_nothing_is_said_of_places() -> None:
+    story = Story().up("w0", "w1")
+    assert not {"SpareActivated", "SpareReleased"} & {*kinds(story.tell(silent("w0")))}
+    assert "spares" not in FleetPolicy().adopted and "spares" in RELEASE.adopted
+
+
+def test_a_decision_about_a_former_life_gives_no_place() -> None:
+    story = fleet("s0")
+    before = story.fleet
+    said = SpareActivated(
+        worker="s0",
+        instance="i0",
+        replaces="w0",
+        reason="silent",
+        decided_at=story.now,
+        number=before.number + 1,
+    )
+    event = story.record(awaited("other"))
+    assert evolve(before, replace(event, fact=said)).workers == before.workers
+
+
+EVENTS = st.lists(
+    st.tuples(
+        st.sampled_from(["silent", "killed", "device", "back", "good", "bad", "wait", "resumed", "drain"]),
+        st.integers(0, 4),
+    ),
+    max_size=40,
+)
+
+
+@pytest.mark.parametrize("policy", [FleetPolicy(), RELEASE], ids=["swap", "release"])
+@given(events=EVENTS)
+def test_no_spare_has_traffic_and_no_place_is_taken_twice(
+    policy: FleetPolicy, events: list[tuple[str, int]]
+) -> None:
+    names = ("w0", "w1", "w2", "s0", "s1")
+    story = Story(policy).up("w0", "w1", "w2")
+    for name in ("s0", "s1"):
+        story.tell(spare(name))
+        story.tell(passed(name))
+    lives = dict.fromkeys(names, 1)
+    for what, number in events:
+        name = names[number]
+        life = f"i{lives[name]}"
+        if what == "wait":
+            decisions = story.wait(20)
+        elif what == "back":
+            lives[name] += 1
+            decisions = story.tell(replace(joined(name, f"i{lives[name]}"), spare=name.startswith("s")))
+        else:
+            fact = {
+                "silent": silent, "killed": lambda n, i: left(n, i, mode="immediate"), "device": device_faulted,
+                "good": passed, "bad": lambda n, i: failed(n, i), "resumed": resume, "drain": drain_requested,
+            }[what](name, life)  # fmt: skip
+            decisions = story.tell(fact)
+        _check(story, decisions)
+
+
+def _check(story: Story, decisions: tuple[Decision, ...]) -> None:
+    workers = story.fleet.workers
+    places = [worker.spare.place or name for name, worker in workers.items() if not worker.spare.kept]
+    assert len(places) == len(set(places)), places
+    assert not any(worker.routable for worker in workers.values() if worker.spare.kept)
+    for one in decisions:
+        if isinstance(one, SpareActivated):
+            assert one.worker != one.replaces
+    waiting = [w for w in workers.values() if w.spare.kept and w.well]
+    lost = [w for w in workers.values() if not w.spare.kept and w.lost]
+    assert not (waiting and lost), "somebody waits beside an empty place"
