@@ -24,6 +24,7 @@ from typing import Protocol, TypeAlias
 
 import structlog
 
+from controller.deciders.worker import replacement, spare_awaited
 from controller.frontend.generations.live_migration import LiveMigration, Migratable
 from controller.frontend.generations.migration_progress import MigrationProgress
 from controller.frontend.generations.rescheduler import Reschedulable, Rescheduler
@@ -144,7 +145,8 @@ class PlannedMigrations:
         if worker is not None and worker.health.limits:
             limit = worker.health.limit
             if limit == 0.0:
-                found.add("device_fault")
+                if not spare_awaited(worker, self._table.workers):
+                    found.add("device_fault")
             elif limit < THROTTLED_BELOW:
                 found.add("throttled")
         return frozenset(found)
@@ -271,10 +273,12 @@ class PlannedMigrations:
     def _plan_group(
         self, generations: Sequence[Movable], source: Endpoint, to: str
     ) -> dict[Reschedulable, str]:
-        """Return where the requests of a group of several ranks are sent: to one group that takes all, else to several."""
-        if len(generations) < 2 or source.joined.tp == 1:
+        """Return where the requests of a group of several ranks are sent: to one group that takes all, else to several. A spare
+        in their worker's place takes those of a lone worker as well."""
+        spare = "" if to else replacement(source.worker, self._table.workers)
+        if not generations or (not spare and (len(generations) < 2 or source.joined.tp == 1)):
             return {}
-        plan = self._rescheduler.plan(generations, source, to)
+        plan = self._rescheduler.plan(generations, source, to or spare)
         return {
             generation: p.target
             for generation, p, endpoint in plan
