@@ -5,6 +5,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from controller.columns import USUAL, columns, fitted
+from controller.deciders.worker import SPARE
 from events import codec
 from events.fact import Recorded
 from events.process.presence import Presence
@@ -27,7 +28,7 @@ def print_status(status: dict[str, Any]) -> None:
         # nothing is cut: what somebody has named at length goes on below
         table.add_column(column, overflow="fold", no_wrap=column not in ("worker", "model", "last canary"))
     for w in _shown(status["workers"]):
-        weight = None if w["weight"] is None else f"{w['weight']:g}"
+        weight = SPARE if w.get("spare") else None if w["weight"] is None else f"{w['weight']:g}"
         cells = (w["id"], w["health"], weight, w["breaker"], w["in_flight"], w["model"])
         table.add_row(*("–" if c is None else str(c) for c in cells), _canary(w.get("last_canary")))
     with console.capture() as written:  # the console would take a closed pipe for its own business
@@ -46,19 +47,21 @@ def _shown(workers: Sequence[dict[str, Any]]) -> Sequence[dict[str, Any]]:
 
 
 def _well(worker: dict[str, Any]) -> bool:
-    return worker["health"] == "HEALTHY" and not worker.get("reasons")
+    return worker["health"] == "HEALTHY" and set(worker.get("reasons") or ()) <= {SPARE}
 
 
 def _rest(workers: Sequence[dict[str, Any]]) -> Iterator[str]:
     """Yield what those that are not shown one by one have in common."""
     shown = {id(worker) for worker in _shown(workers)}
     rest = [worker for worker in workers if id(worker) not in shown]
-    alike: dict[tuple[str, str, bool], list[dict[str, Any]]] = {}
+    alike: dict[tuple[str, str, bool, bool], list[dict[str, Any]]] = {}
     for worker in rest:
-        alike.setdefault((worker["model"], worker["health"], _well(worker)), []).append(worker)
-    for (model, health, well), group in alike.items():
+        alike.setdefault(
+            (worker["model"], worker["health"], _well(worker), bool(worker.get("spare"))), []
+        ).append(worker)
+    for (model, health, well, spare), group in alike.items():
         busy = sum(worker["in_flight"] or 0 for worker in group)
-        share = "with their full share" if well else "not with their full share"
+        share = "as spares" if spare else "with their full share" if well else "not with their full share"
         count = f"{len(group)} more" if shown else f"{len(group)}"
         yield f"{count} workers of {model} are {health}, {share}, {busy} in flight; -o json has each"
 
@@ -67,8 +70,14 @@ def _lines(status: dict[str, Any]) -> Iterator[str]:
     """Yield what stands below the workers: levels, positions, the leader, the processes of this host."""
     yield from _rest(status["workers"])
     for w in _shown(status["workers"]):
-        if w.get("reasons"):
+        if w.get("spare") and not _well(w):
+            others = [reason for reason in w["reasons"] if reason != SPARE]
+            yield f"{w['id']} is a spare that could take no place: {'; '.join(others)}"
+        elif w.get("reasons") and not w.get("spare"):
             yield f"{w['id']} has not its full share: {'; '.join(w['reasons'])}"
+        if w.get("place"):
+            yield f"{w['id']} serves in the place of {w['place']}"
+    yield from _spares(status["workers"])
     yield from _awaited(status.get("awaited", ()))
     levels = ", ".join(f"{model} level {level}" for model, level in status["levels"].items())
     position, lag = status["projector"]["position"], status["projector"]["lag"]
@@ -80,6 +89,13 @@ def _lines(status: dict[str, Any]) -> Iterator[str]:
     yield "processes"
     for p in status["processes"]:
         yield f"  {p['name']:<11} {p['role']:<11} pid {p['pid']:<8} {p['url']}"
+
+
+def _spares(workers: Sequence[dict[str, Any]]) -> Iterator[str]:
+    """Yield how many spares are ready, by model, where there are any."""
+    for model in sorted({w["model"] for w in workers if w.get("spare")}):
+        spares = [w for w in workers if w["model"] == model and w.get("spare")]
+        yield f"spares       {sum(map(_well, spares))} of {len(spares)} ready for {model}"
 
 
 def _awaited(waiting: Sequence[dict[str, Any]]) -> Iterator[str]:

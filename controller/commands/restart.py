@@ -1,6 +1,7 @@
 """`holdfast restart`: workers end in good order, one after another, and their supervisor starts them again.
 
     others routable? ──▶ stop (drains by itself) ──▶ a new instance has joined ──▶ it is routable ──▶ the next one
+                                                                                 (a spare: healthy)
 
 Whoever takes no requests as it is (hung, dead, drained) is first, and needs no other to stand in for it. The next worker is
 not touched before the successor of the last takes requests, so that a fleet of two never stands without one. What starts a
@@ -67,11 +68,16 @@ def _found(status: Status, name: str) -> Status:
 
 def _successor(name: str, old: str, status: Status) -> Status | None:
     worker = _found(status, name)
-    return worker if worker["instance"] != old and _routable(worker) else None
+    back = _routable(worker) or (worker.get("spare") and _healthy(worker))
+    return worker if worker["instance"] != old and back else None
 
 
 def _routable(worker: Status) -> bool:
-    return bool(worker["health"] == "HEALTHY" and worker["weight"] > 0 and worker["breaker"] == "closed")
+    return bool(_healthy(worker) and worker["weight"] > 0)
+
+
+def _healthy(worker: Status) -> bool:
+    return bool(worker["health"] == "HEALTHY" and worker["breaker"] == "closed")
 
 
 async def _until(

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from controller.processes.children import Child
 from controller.processes.fleet_dir import FleetDir
-from controller.processes.up_flags import controller_variables, frontend_variables
+from controller.processes.up_flags import controller_variables, frontend_variables, spares
 
 GRACE = "HOLDFAST_FRONTEND__GRACE_S"
 GRACE_S = 10.0  # a terminal is not kept waiting for longer, unless it is asked for
@@ -37,6 +37,8 @@ def plan(args: argparse.Namespace, directory: FleetDir) -> Iterator[Child]:
     for n in range(0, workers, share):
         count = min(share, workers - n)
         yield worker(args, directory, n, count)
+    for n in range(len(spare_names(args))):
+        yield spare(args, directory, n)
 
 
 def worker(args: argparse.Namespace, directory: FleetDir, number: int, count: int = 1) -> Child:
@@ -45,9 +47,21 @@ def worker(args: argparse.Namespace, directory: FleetDir, number: int, count: in
     return _child(directory, "worker", f"w{number}", own, count)
 
 
+def spare(args: argparse.Namespace, directory: FleetDir, number: int) -> Child:
+    """Return the process of the spare of this number."""
+    own = {**_worker(args, len(names(args)) + number), "HOLDFAST_WORKER_SPARE": "true"}
+    return _child(directory, "worker", f"s{number}", own)
+
+
 def names(args: argparse.Namespace) -> list[str]:
-    """Return what the fleet's workers are called."""
-    return [f"w{n}" for n in range(len(args.upstream) if args.engine == "openai" else args.workers)]
+    """Return what the fleet's workers are called, without its spares."""
+    servers = len(args.upstream) - spares(args, 0) if args.engine == "openai" else args.workers
+    return [f"w{n}" for n in range(servers)]
+
+
+def spare_names(args: argparse.Namespace) -> list[str]:
+    """Return what its spares are called."""
+    return [f"s{n}" for n in range(spares(args, len(names(args))))]
 
 
 def beside_the_database(args: argparse.Namespace, directory: FleetDir) -> Iterator[Child]:
@@ -68,6 +82,7 @@ def _controller(args: argparse.Namespace) -> dict[str, str]:
         "CANARY__INTERVAL_S": args.canary_interval,
         "POLICY__BREAKER__WAIT_MIN": args.breaker_wait,
         "POLICY__BREAKER__BACKOFF": args.breaker_backoff,
+        "POLICY__SPARES__ON_RETURN": args.spares_on_return if args.spares else None,
     }
     own = {f"HOLDFAST_CONTROLLER__{name}": str(value) for name, value in given.items() if value is not None}
     own |= controller_variables(args)

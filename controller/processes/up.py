@@ -26,7 +26,7 @@ from controller.processes.losses.store_mending import StoreMending
 from controller.processes.operator_client import http_ok
 from controller.processes.port import hold
 from controller.processes.readiness.watch import ReadinessWatch, asking
-from controller.processes.restart_plan import beside_the_database, frontend_grace_s, names, plan
+from controller.processes.restart_plan import beside_the_database, frontend_grace_s, names, plan, spare_names
 from controller.processes.scaling.worker_scaling import WorkerScaling
 from controller.processes.servers.fleet_broker import FleetBroker
 from controller.processes.servers.fleet_database import FleetDatabase
@@ -54,7 +54,7 @@ LIVES_BEFORE_GIVING_UP = 5  # of one part, before the fleet was ever ready
 def run_cli(args: argparse.Namespace) -> int:
     """Run a fleet until it is told to stop."""
     check(args)
-    descriptors.require(args.workers + descriptors.SPARE, "start fewer workers")
+    descriptors.require(len(names(args) + spare_names(args)) + descriptors.SPARE, "start fewer workers")
     return asyncio.run(FleetSupervisor(args).run())
 
 
@@ -71,7 +71,11 @@ class FleetSupervisor:
         self.children: list[Child] = []
         self.exits = WorkerExits(self._observe)
         self.readiness = ReadinessWatch(
-            asking(self.dir.path), names(args), ready_timeout_s(args), patient=args.engine in PATIENT
+            asking(self.dir.path),
+            names(args),
+            ready_timeout_s(args),
+            patient=args.engine in PATIENT,
+            spares=spare_names(args),
         )
         self.mending = StoreMending(args.data)
         self.scaling = WorkerScaling(args, self.dir, self.children, self._add, self._observe)
@@ -243,6 +247,7 @@ class FleetSupervisor:
                 )
             await asyncio.sleep(POLL_S)
         self.ready = True
+        self.scaling.begin(watch.kept)
         say(f"Holdfast is ready after {time.monotonic() - began:.1f} s: {url}/v1 with {watch.there}")
         say(f"  data and logs in {self.dir.path}; `holdfast status` shows the fleet, Ctrl-C stops it")
 

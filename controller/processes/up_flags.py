@@ -11,6 +11,7 @@ from controller.config.flags import add_flags, as_variables, gather
 from controller.config.variables import PREFIX
 from controller.frontend.settings import FrontendSettings, RouterSettings
 from controller.journal_settings import JournalSection
+from controller.planner.spares import SparePolicy, spares_for
 from controller.processes.flag_types import not_negative, port, positive
 from controller.processes.ladder_flags import add_ladder_flags, ladder_variables
 from events.errors import UsageError
@@ -29,6 +30,7 @@ ENGINES = ("simulated", "transformers", "openai")
 PATIENT = ("openai", "transformers")  # engines that wait for a server, or load a model
 PATIENT_S, READY_S = 1800.0, 60.0
 PLANES = ("tcp", "nats")
+AUTO = "auto"
 EACH: Mapping[str, Any] = {"action": "append", "default": []}  # a flag that may be given more than once
 
 
@@ -38,8 +40,43 @@ def _count(text: str) -> int:
     return int(text)
 
 
+def _spares(text: str) -> int | str:
+    if text == AUTO:
+        return text
+    if not text.isdigit() or int(text) > WORKERS_MAX:
+        raise argparse.ArgumentTypeError(f"{text!r} is neither {AUTO} nor a number from 0 to {WORKERS_MAX}")
+    return int(text)
+
+
+def spares(args: argparse.Namespace, workers: int) -> int:
+    """Return how many spares a fleet has besides so many workers."""
+    if args.spares != AUTO:
+        return int(args.spares)
+    return spares_for(SparePolicy(spare_threshold=args.spare_threshold), workers)
+
+
 FLAGS: Mapping[str, Mapping[str, Any]] = {
     "--workers": {"type": _count, "default": 3, "metavar": "N", "help": "workers (default: 3)"},
+    "--spares": {
+        "type": _spares,
+        "default": 0,
+        "metavar": "N|auto",
+        "help": "workers besides that wait with the model loaded, and take the places of those that are lost; auto: as many as "
+        "failures make necessary, from --spare-threshold workers on. With --engine openai they are the last N of --upstream "
+        "(default: 0)",
+    },
+    "--spare-threshold": {
+        "type": _count,
+        "default": SparePolicy().spare_threshold,
+        "metavar": "N",
+        "help": f"workers from which on --spares auto keeps any (default: {SparePolicy().spare_threshold})",
+    },
+    "--spares-on-return": {
+        "choices": ("swap", "release"),
+        "default": "swap",
+        "help": "when a lost worker is well again: swap: it is the spare from now on; release: it has its place back "
+        "(default: swap)",
+    },
     "--workers-per-process": {
         "type": _count,
         "default": 1,
@@ -197,6 +234,11 @@ def check(args: argparse.Namespace) -> None:
         raise UsageError(f"the model folder {args.model} does not exist")
     if args.model is not None and args.engine == "simulated":
         raise UsageError("--model is for --engine transformers or openai; the simulated engine needs none")
+    if args.engine == "openai" and (args.spares == AUTO or args.spares >= len(args.upstream)):
+        servers = len(args.upstream)
+        raise UsageError(
+            f"--spares {args.spares}: with --engine openai so many of the {servers} servers are spares, and one has to serve"
+        )
     if args.upstream and args.engine != "openai":
         raise UsageError(f"--upstream is for --engine openai, not for --engine {args.engine}")
     if wrong := [url for url in args.upstream if not _is_http(url)]:

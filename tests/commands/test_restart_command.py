@@ -26,9 +26,17 @@ class ScriptedOperator(Operator):
 
     def _worker(self, name: str) -> dict[str, Any]:
         health, lingers = self.healths[name].partition(" ")[::2]
-        weight = 1.0 if health == "HEALTHY" else 0.0
+        spare = name.startswith("s")
+        weight = 1.0 if health == "HEALTHY" and not spare else 0.0
         about = {"id": name, "instance": f"{name}-{self.lives[name]}", "pid": self.lives[name], "model": "m"}
-        return {**about, "health": health, "weight": weight, "breaker": "closed", "lingers": bool(lingers)}
+        return {
+            **about,
+            "health": health,
+            "weight": weight,
+            "breaker": "closed",
+            "lingers": bool(lingers),
+            "spare": spare,
+        }
 
 
 async def test_who_takes_no_requests_is_first_and_who_is_gone_is_left_out() -> None:
@@ -37,6 +45,13 @@ async def test_who_takes_no_requests_is_first_and_who_is_gone_is_left_out() -> N
     assert names == ["w2", "w3", "w0", "w4"]
     await restart(operator, names, 20)
     assert operator.asked == names
+
+
+async def test_a_spare_is_back_when_it_is_healthy_though_it_takes_no_requests() -> None:
+    operator = ScriptedOperator(w0="HEALTHY", w1="HEALTHY", s0="HEALTHY")
+    names = await all_of(operator)
+    await restart(operator, names, 20)
+    assert operator.asked == ["s0", "w0", "w1"]
 
 
 async def test_the_only_one_that_takes_requests_is_not_spared_but_one_that_takes_none_is() -> None:

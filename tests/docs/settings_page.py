@@ -29,6 +29,7 @@ UP = {  # flags of `up` that set several settings, or are named otherwise
     "controller.canary.interval_s": "--canary-interval",
     "controller.policy.breaker.wait_min": "--breaker-wait",
     "controller.policy.breaker.backoff": "--breaker-backoff",
+    "controller.policy.spares.on_return": "--spares-on-return",
     "controller.policy.degradation.slos": "--slo-throughput, --slo-ttft-ms, --slo-tpot-ms, --max-batch-size",
     "controller.policy.degradation.priority_tiers": "--priority-tiers",
     "controller.policy.degradation.tier_default": "--tier-default",

@@ -58,6 +58,8 @@ async def test_status_events_and_chaos_as_an_operator_types_them(fleet: DemoFlee
         "health",
         "breaker",
         "weight",
+        "spare",
+        "place",
         "in_flight",
         "last_canary",
     }

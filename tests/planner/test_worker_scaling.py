@@ -14,11 +14,13 @@ from hypothesis import strategies as st
 from controller.processes.children import Child
 from controller.processes.fleet_dir import FleetDir
 from controller.processes.scaling.worker_scaling import CLEANUP_S, GRACE_S, WorkerScaling, change
+from events.decisions import SpareActivated, SpareReleased
 from events.errors import BadSetting
 from events.fact import Fact, Recorded
 from events.observations import Profile, ScaleApplied, ScaleProposed, WorkerJoined
 from events.process import descriptors
 
+AT = datetime(2026, 1, 1, tzinfo=UTC)
 PROFILE = Profile(kv_blocks=1, block_tokens=16, max_batch=1, prefill_tokens_per_s=1.0, tpot_ms=((1, 1.0),))
 
 
@@ -35,6 +37,16 @@ def proposed(after: int, **changes: Any) -> ScaleProposed:
         by="supervisor", position=1,
     )  # fmt: skip
     return replace(fact, **changes)
+
+
+def activated(spare: str, lost: str) -> SpareActivated:
+    return SpareActivated(
+        worker=spare, instance=f"{spare}-a", replaces=lost, reason="silent", decided_at=AT, number=1
+    )
+
+
+def released(spare: str, returned: str) -> SpareReleased:
+    return SpareReleased(worker=spare, instance=f"{spare}-a", returned=returned, decided_at=AT, number=1)
 
 
 class PlayedProcess:
@@ -63,7 +75,8 @@ class PlayedFleet:
             "request_plane": "tcp",
             "ready_timeout": None,
         }
-        self.args = Namespace(**given | {"model": None, "itl_ms": None} | args)
+        given |= {"model": None, "itl_ms": None, "spares": 0, "spare_threshold": 16, "workers": workers}
+        self.args = Namespace(**given | args)
         self.scaling = WorkerScaling(
             self.args, FleetDir(tmp_path), self.children, self.start, self.said.append
         )
@@ -78,7 +91,7 @@ class PlayedFleet:
 
     def hear(self, fact: Fact) -> None:
         self.seq += 1
-        self.scaling.hear(Recorded(self.seq, datetime(2026, 1, 1, tzinfo=UTC), fact, f"e{self.seq}"))
+        self.scaling.hear(Recorded(self.seq, AT, fact, f"e{self.seq}"))
 
     def told(self, after: int, now: float = 0.0, **changes: Any) -> ScaleApplied:
         self.hear(proposed(after, **changes))
@@ -222,13 +235,43 @@ def test_what_it_cannot_do_it_says(
     assert not applied.ok and why in applied.says and fleet.names == ["w0", "w1"]
 
 
-@given(st.sets(st.integers(0, 30), min_size=1), st.integers(0, 10), st.integers(-3, 60))
+@given(st.sets(st.integers(0, 30), min_size=1), st.integers(0, 10), st.integers(0, 60))
 def test_as_many_serve_as_are_wanted_and_no_name_comes_again(
     serving: set[int], beyond: int, after: int
 ) -> None:
     used = max(serving) + beyond
-    more, fewer = change(sorted(serving), used, after)
-    assert len(serving) + len(more) - len(fewer) == max(1, after)
-    assert not (more and fewer) and set(fewer) <= serving
+    more, fewer = change([f"w{number}" for number in sorted(serving)], used, after)
+    gone = {int(name[1:]) for name in fewer}
+    assert len(serving) + len(more) - len(fewer) == after
+    assert not (more and fewer) and gone <= serving and len(gone) == len(fewer)
     assert len(set(more)) == len(more) and all(number > used for number in more)
-    assert all(number > left for number in fewer for left in serving - set(fewer))
+    assert all(number > left for number in gone for left in serving - gone)
+
+
+def test_spares_are_not_counted_and_the_lost_one_is_a_spare_from_then_on(tmp_path: Path) -> None:
+    fleet = PlayedFleet(tmp_path, workers=3)
+    fleet.start(Child("s0", "worker", [], tmp_path / "log"))
+    fleet.hear(replace(joined("s0"), spare=True))
+    assert fleet.told(3).says == "there are as many"
+    fleet.hear(activated("s0", "w2"))
+    assert fleet.told(3).says == "there are as many"
+    assert fleet.told(1).says == "lets go w1, w0" and fleet.signals("w2") == [] == fleet.signals("s0")
+
+
+def test_who_was_a_spare_before_this_up_began_is_one_still(tmp_path: Path) -> None:
+    fleet = PlayedFleet(tmp_path, workers=2)
+    fleet.start(Child("s0", "worker", [], tmp_path / "log"))
+    fleet.hear(replace(joined("s0"), spare=True))
+    fleet.hear(released("w1", "s0"))
+    fleet.scaling.begin(["w1"])
+    assert fleet.told(2).says == "there are as many"
+    assert fleet.told(1).says == "lets go w0"
+
+
+def test_with_auto_there_are_more_and_fewer_spares_with_the_workers(tmp_path: Path) -> None:
+    fleet = PlayedFleet(tmp_path, workers=2, spares="auto", spare_threshold=4)
+    assert fleet.told(40).says.endswith("w39, starts s0, s1, s2, s3")
+    assert fleet.child("s1").environment["HOLDFAST_WORKER_SPARE"] == "true"
+    for name in ("s0", "s1", "s2", "s3"):
+        fleet.hear(replace(joined(name), spare=True))
+    assert fleet.told(3).says.endswith("lets go s3, s2, s1, s0")

@@ -3,12 +3,14 @@
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from controller.deciders.worker import SPARE
+
 NAMED_MAX = 3  # workers that a line names; more that wait for the same are counted
 
 
 def absent(names: Sequence[str], status: Mapping[str, Any], *, outside: bool) -> dict[str, str]:
-    """Return which of these workers take no requests, and why. `outside`: only who waits for something outside of the fleet,
-    which deals with all else itself."""
+    """Return which of these workers neither take requests nor are spares that are ready to, and why. `outside`: only who waits
+    for something outside of the fleet, which deals with all else itself."""
     known = {worker["id"]: worker for worker in status["workers"]}
     waiting = {one["id"]: str(one["reason"]) for one in status.get("awaited", ())}
     found: dict[str, str] = {}
@@ -24,9 +26,10 @@ def _why_not(worker: Mapping[str, Any] | None) -> str:
     """Return why a worker takes no requests; nothing if it does."""
     if worker is None:
         return "its process has not been heard of yet"
-    if worker["weight"]:
+    why = [reason for reason in worker.get("reasons") or () if reason != SPARE]
+    if worker["weight"] or (worker.get("spare") and not why):
         return ""
-    return "; ".join(worker.get("reasons") or ()) or "it takes no requests yet"
+    return "; ".join(why) or "it takes no requests yet"
 
 
 def lines(missing: Mapping[str, str]) -> Iterator[str]:

@@ -59,13 +59,16 @@ class ReadinessWatch:
         timeout_s: float,
         *,
         patient: bool,
+        spares: Sequence[str] = (),
         times: ReadinessTimes = ReadinessTimes(),
     ) -> None:
-        """Follow the start of these workers, which may take `timeout_s`. `patient`: they wait for something outside of the fleet,
-        and go on being looked at when it serves."""
+        """Follow the start of these workers and `spares`, which may take `timeout_s`. `patient`: they wait for something outside
+        of the fleet, and go on being looked at when it serves."""
         self.timeout_s = timeout_s
         self._ask = ask
-        self._names = names
+        self._names = [*names, *spares]
+        self._spares = len(spares)
+        self.kept: frozenset[str] = frozenset()  # workers that are spares, as the fleet said last
         self._patient = patient
         self._times = times
         self._until = time.monotonic() + timeout_s
@@ -93,7 +96,8 @@ class ReadinessWatch:
         """How many workers are there, as one says it."""
         total, missing = len(self._names), len(self._missing)
         counted = f"{total - missing} of {total}" if missing else f"{total}"
-        return f"{counted} worker{'s' if total != 1 else ''}"
+        spares = f", {self._spares} of them spare" if self._spares else ""
+        return f"{counted} worker{'s' if total != 1 else ''}{spares}"
 
     def begin(self) -> None:
         """Tell from now on who is awaited."""
@@ -147,6 +151,7 @@ class ReadinessWatch:
     def _take(self, status: Mapping[str, Any]) -> None:
         outside = self._complete or self.late or (not self._patient and self._serving_since is not None)
         self._missing = absent(self._names, status, outside=outside)
+        self.kept = frozenset(worker["id"] for worker in status["workers"] if worker.get("spare"))
         self._complete = self._complete or not self._missing
 
     async def _tell_for_ever(self) -> None:
