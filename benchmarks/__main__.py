@@ -37,6 +37,7 @@ BENCHMARKS = {
     "choice": "benchmarks.router.choice",
     "synthesizer": "benchmarks.simulation.synthesizer",
     "replay": "benchmarks.simulation.replay",
+    "spare": "benchmarks.failures.spare",
     "chaos": "benchmarks.failures.chaos",
     "walk": "benchmarks.failures.walk",
     "many": "benchmarks.serving.many",

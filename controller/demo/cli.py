@@ -18,7 +18,7 @@ from controller.columns import fitted
 from controller.demo import incidents, profile, report, view
 from controller.demo.clients import Users
 from controller.demo.fleet import DemoFleet, NotAsExpected
-from controller.demo.script import SCRIPT, WORKERS, Act
+from controller.demo.script import SCRIPT, SPARES, WORKERS, Act
 from controller.processes.children import shell_status
 from controller.processes.flag_types import positive
 from controller.processes.operator_client import Operator, find
@@ -104,6 +104,8 @@ def _flags(args: argparse.Namespace) -> list[str]:
         "--chaos",
         "--workers",
         str(WORKERS),
+        "--spares",
+        str(SPARES),
         "--canary-interval",
         "1",
         "--itl-ms",
@@ -136,7 +138,7 @@ class Demo:
 
     async def run(self) -> int:
         """Run it all and return the exit code. Raise NotAsExpected if the fleet does not start, or ends."""
-        self.console.print(f"Starting a fleet of {WORKERS} workers …")
+        self.console.print(f"Starting a fleet of {WORKERS} workers and {SPARES} spare …")
         began = time.monotonic()
         await self.fleet.ready()
         self.console.print(
@@ -152,7 +154,7 @@ class Demo:
 
     async def _rehearse(self, operator: Operator) -> int:
         self.status = await operator.ask("status", {})
-        workers = sorted(w["id"] for w in self.status["workers"])
+        workers = sorted(w["id"] for w in self.status["workers"] if w["id"].startswith("w"))
         users = Users(self.fleet.url, self.status["workers"][0]["model"], self.load.prompts)
         async with users.session() as session:
             self.console.print(f"Asking for the undisturbed answer to {len(self.load.prompts)} prompts …")
@@ -274,6 +276,7 @@ def _as_json(result: report.DemoReport) -> dict[str, Any]:
                 "lost": r.lost,
                 "p50_ms": r.p50_ms,
                 "p99_ms": r.p99_ms,
+                "capacity_back_ms": r.back_ms,
             }
             for r in result.rows
         ],

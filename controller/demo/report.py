@@ -8,6 +8,7 @@ from datetime import datetime, timedelta
 from rich.table import Table
 
 from controller.demo.clients import Received, TokenDifference, compare
+from events.decisions import SpareActivated
 from events.fact import Recorded
 from events.observations import ExposureUnknown, RequestExposed, RequestMigrated
 
@@ -25,6 +26,7 @@ class Injected:
     ended: datetime | None = None
     hit: dict[str, float] = field(default_factory=dict)  # request -> gap in ms
     exposed: set[str] = field(default_factory=set)
+    back_ms: float | None = None  # until a spare served in its place; None: none took it
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +40,7 @@ class ReportRow:
     difference: TokenDifference
     p50_ms: float | None
     p99_ms: float | None
+    back_ms: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +83,9 @@ def attribute(events: Iterable[Recorded], injected: Sequence[Injected]) -> int:
             for one in injected:
                 if one.worker == fact.worker and one.began <= event.at:
                     one.exposed.add(fact.request)
+        elif isinstance(fact, SpareActivated):
+            for one in _at(injected, fact.replaces, event.at):
+                one.back_ms = (event.at - one.began).total_seconds() * 1000
     return len(others)
 
 
@@ -131,6 +137,7 @@ def _row(one: Injected, differences: dict[str, TokenDifference], broken: set[str
         difference=_sum(differences.get(r, TokenDifference()) for r in hit),
         p50_ms=statistics.median(gaps) if gaps else None,
         p99_ms=gaps[min(len(gaps) - 1, round(0.99 * (len(gaps) - 1)))] if gaps else None,
+        back_ms=one.back_ms,
     )
 
 
@@ -158,15 +165,17 @@ def table(report: DemoReport) -> Table:
         "\naltered",
         "resume\np50 ms",
         "\np99 ms",
+        "spare\nin ms",
     ):
         shown.add_column(heading, justify="right", no_wrap=True)
     for row in report.rows:
         d = row.difference
-        numbers = (row.hit, row.lost, d.lost, d.doubled, d.altered, _ms(row.p50_ms), _ms(row.p99_ms))
-        shown.add_row(f"{row.fault} ({row.worker})", *(str(n) for n in numbers))
+        times = (_ms(row.p50_ms), _ms(row.p99_ms), _ms(row.back_ms))
+        numbers = (row.hit, row.lost, d.lost, d.doubled, d.altered, *times)
+        shown.add_row(f"{row.fault} {row.worker}", *(str(n) for n in numbers))
     t = report.total
     shown.add_section()
-    rest = (report.others_hit, len(report.failed), t.lost, t.doubled, t.altered, "", "")
+    rest = (report.others_hit, len(report.failed), t.lost, t.doubled, t.altered, "", "", "")
     shown.add_row("all others", *(str(n) for n in rest))
     return shown
 

@@ -28,4 +28,4 @@ SCRIPT = (
     Act(0.80, 0, "drain", None, "drain", "an operator empties it"),
     Act(0.90, 0, "resume", None, None, "and takes it back"),
 )
-WORKERS = 4
+WORKERS, SPARES = 4, 1

@@ -9,6 +9,7 @@ from typing import Any
 from controller.simulator.rates import PRESETS
 
 WORKERS_MAX = 1000
+SPARES_MAX = 16
 MINUTES_MAX = 7 * 24 * 60
 RUNS_MAX = 100_000
 PROCESSES_MAX = 256
@@ -53,6 +54,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="X",
         help=f"capacity over the SLO, for --scenario (default: {PROVISIONED})",
     )
+    parser.add_argument(
+        "--spares", type=int, default=0, metavar="N", help="spare groups besides, for --scenario (default: 0)"
+    )
     parser.add_argument("-o", dest="output", choices=("text", "json"), default="text", help="how to report")
 
 
@@ -83,7 +87,7 @@ def run_cli(args: argparse.Namespace) -> int:
 def _tell(args: argparse.Namespace) -> int:
     from controller.simulator.stories import group_failure
 
-    print(group_failure.transcript(args.provisioned), end="")
+    print(group_failure.transcript(args.provisioned, args.spares), end="")
     return EXIT_OK
 
 
@@ -122,6 +126,10 @@ def _wrong(args: argparse.Namespace) -> str:
         return "--scenario is told in words: leave -o json away"
     if not 0.1 <= args.provisioned <= 10:
         return f"--provisioned {args.provisioned:g}: give a number from 0.1 to 10"
+    if not 0 <= args.spares <= SPARES_MAX:
+        return f"--spares {args.spares}: give a number from 0 to {SPARES_MAX}"
+    if args.spares and args.scenario is None:
+        return "--spares is for --scenario: a seed draws its own"
     return f"--tp {args.tp}: a worker has at least one GPU" if args.tp < 1 else ""
 
 

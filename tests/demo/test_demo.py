@@ -16,7 +16,8 @@ from rich.console import Console
 from controller.demo import cli as demo
 from controller.demo import incidents, profile, report, view
 from controller.demo.clients import Received, TokenDifference, compare
-from events.fact import Recorded
+from events.decisions import SpareActivated
+from events.fact import Fact, Recorded
 from events.observations import RequestExposed, RequestMigrated, WorkerHeard, WorkerSilent
 
 NOW = datetime(2026, 1, 1, tzinfo=UTC)
@@ -46,7 +47,7 @@ def received(name: str, pieces: list[str], error: str = "") -> Received:
     )
 
 
-def recorded(fact: RequestMigrated | RequestExposed, after_s: float) -> Recorded:
+def recorded(fact: Fact, after_s: float) -> Recorded:
     return Recorded(seq=1, at=NOW + timedelta(seconds=after_s), fact=fact, id="x")
 
 
@@ -80,6 +81,16 @@ def test_a_migration_belongs_to_the_last_fault_of_its_source() -> None:
     events = [recorded(migration("a", "w1", 12.0), 1), recorded(migration("b", "w1", 420.0), 11)]
     report.attribute(events, [kill, hang, other])
     assert (kill.hit, hang.hit, other.hit) == ({"a": 12.0}, {"b": 420.0}, {})
+
+
+def test_the_time_until_a_spare_serves_is_the_faults() -> None:
+    kill, drain = report.Injected("kill -9", "w1", NOW), report.Injected("drain", "w2", NOW)
+    spare = SpareActivated(
+        worker="s0", instance="i", replaces="w1", reason="silent", decided_at=NOW, number=3
+    )
+    report.attribute([recorded(spare, 0.45)], [kill, drain])
+    result = report.assess([], [], [kill, drain])
+    assert [row.back_ms for row in result.rows] == [450.0, None]
 
 
 def test_a_migration_long_after_a_fault_is_not_due_to_it() -> None:

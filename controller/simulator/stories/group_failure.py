@@ -26,7 +26,7 @@ from controller.simulator.world.machines import Hardware, Machine
 from controller.simulator.world.outbox import SimulatedOutbox
 from controller.simulator.world.replica import Replica
 from controller.simulator.world.scenario import Scenario
-from events.decisions import Absorbed
+from events.decisions import Absorbed, HealthChanged, SpareActivated, WorkerDecision
 from events.fact import Fact, Observation, Recorded
 from events.observations import (
     CanaryFailed,
@@ -44,6 +44,7 @@ FAILED_GPU, XID = 47, "48"
 FAILED = f"g{FAILED_GPU // TP + 1}"
 FAILS_AT, NEW_GROUP_AFTER, ENDS_AFTER = 5 * MINUTE, 60 * SECOND, 6 * MINUTE
 STEP = 20 * MS
+FIRST_DOCUMENT = ("t0 + 2 ms", "t0 + 10 ms", "t0 + 61 s")  # its timeline's word on each of the same
 ACQUITTED_BY = HealthPolicy().good_to_acquit
 SEVENTY_B = Profile(
     kv_blocks=40_000,
@@ -127,9 +128,9 @@ class PlayedPlane:
 class GroupFailure(Simulation):
     """The fleet, one frontend's director before it, and what strikes it."""
 
-    def __init__(self, provisioned: float) -> None:
-        super().__init__(_scenario(provisioned))
-        self.provisioned = provisioned
+    def __init__(self, provisioned: float, spares: int = 0) -> None:
+        super().__init__(_scenario(provisioned, spares))
+        self.provisioned, self.spares = provisioned, spares
         self.generations: list[Generation] = []
         self.load: Counter[str] = Counter()  # tokens to compute again, by group
         self._levels: list[int] = []  # before, after the failure, and at the end
@@ -151,7 +152,8 @@ class GroupFailure(Simulation):
     def _machine(self, name: str, index: int) -> Machine:
         first = index * TP
         chance, model = self.kernel.chance(name), self.scenario.models[0]
-        hardware = Hardware(SEVENTY_B, tuple(f"GPU {first + rank}" for rank in range(TP)))
+        gpus = tuple(f"GPU {first + rank}" for rank in range(TP))
+        hardware = Hardware(SEVENTY_B, gpus, spare=index >= GROUPS)
         return Group(
             name, model, self.kernel, self.broker, self.acknowledged, chance, self._broken, hardware=hardware
         )
@@ -166,7 +168,7 @@ class GroupFailure(Simulation):
     @property
     def most_over_even(self) -> float:
         """How many times the even spread that group has to compute which has most."""
-        return most_over_even(self.load, GROUPS - 1)
+        return most_over_even(self.load, GROUPS - 1 + min(self.spares, 1))
 
     async def tell(self) -> str:
         """Play it, and return the transcript."""
@@ -181,7 +183,8 @@ class GroupFailure(Simulation):
             self._look_at_level()
             await self._until(self.scenario.end_at)
             self._look_at_level()
-        return "\n".join([*_heading(self.provisioned), *self._lines(), "", *self._spread()]) + "\n"
+        told = [*_heading(self.provisioned, self.spares), *self._lines(), "", *self._spread()]
+        return "\n".join([*told, *(["", *self._beside_the_seeds()] if self.spares else [])]) + "\n"
 
     async def _until(self, until: int, step: int = 100 * MS) -> None:
         """Let time pass. The director sends what has lost its worker at the end of the loop's turn."""
@@ -226,6 +229,27 @@ class GroupFailure(Simulation):
 
     # --- the transcript
 
+    def first(self, kind: type[WorkerDecision], about: str) -> int:
+        """Return how long after the failure a decision of this kind about a worker was on the journal for the first time, in
+        microseconds. Raise LookupError if it never was."""
+        for event in self.broker.events:
+            fact, at = event.fact, since_start(event.at) - FAILS_AT
+            if at >= 0 and isinstance(fact, kind) and about in (fact.worker, getattr(fact, "replaces", "")):
+                return at
+        raise LookupError(f"nothing of this kind was decided about {about}")
+
+    def _beside_the_seeds(self) -> list[str]:
+        gaps = [e.fact.gap_ms for e in self.broker.events if isinstance(e.fact, RequestMigrated)]
+        here = (
+            ("its group is out of service", self.first(HealthChanged, FAILED)),
+            ("its requests go on elsewhere", int(max(gaps) * MS)),
+            (f"{GROUPS} of {GROUPS} groups serve again", self.first(SpareActivated, FAILED)),
+        )
+        lines = [f"{'':32}{'here':>12}{'first document':>18}"]
+        for (what, at), theirs in zip(here, FIRST_DOCUMENT, strict=True):
+            lines.append(f"{what:32}{_moment(at).strip():>12}{theirs:>18}")
+        return lines
+
     def _lines(self) -> list[str]:
         moved: list[RequestMigrated] = []
         lines: list[tuple[int, str]] = []
@@ -258,13 +282,15 @@ class GroupFailure(Simulation):
             f"On one group alone they would take {span(alone_s)}, evenly spread {span(alone_s / (GROUPS - 1))}.",
             "Level: {}, after the failure {}, at the end {}.".format(*map(_level, self._levels)),
             "No KV cache was sent: each GPU of the group held one of its eight heads.",
-            f"{FAILED} was convicted: it serves again after {ACQUITTED_BY} good canaries in a row, a little at first.",
+            f"{FAILED} was convicted: it is well again after {ACQUITTED_BY} good canaries in a row, and a spare then."
+            if self.spares
+            else f"{FAILED} was convicted: it serves again after {ACQUITTED_BY} good canaries in a row, a little at first.",
         ]
 
 
-def transcript(provisioned: float) -> str:
-    """Return what happens in a fleet that was provisioned at this multiple of its SLO."""
-    return asyncio.run(GroupFailure(provisioned).tell())
+def transcript(provisioned: float, spares: int = 0) -> str:
+    """Return what happens in a fleet that was provisioned at this multiple of its SLO, with so many spare groups besides."""
+    return asyncio.run(GroupFailure(provisioned, spares).tell())
 
 
 def _matters(fact: Fact) -> bool:
@@ -280,22 +306,24 @@ def _moment(at: int) -> str:
     return f"t0 + {at // MS:,} ms".rjust(18) if at < 10 * SECOND else f"t0 + {at / SECOND:.1f} s".rjust(18)
 
 
-def _heading(provisioned: float) -> list[str]:
+def _heading(provisioned: float, spares: int) -> list[str]:
+    kept = [f"{spares} more {'group is a spare' if spares == 1 else 'groups are spares'}."] if spares else []
     return [
         f"{GROUPS} groups of {TP} GPUs serve a 70B model, provisioned at {provisioned:.1%} of its SLO.",
         f"{REQUESTS} requests of {TOKENS:,} tokens run on {FAILED} when GPU {FAILED_GPU} raises Xid {XID}.",
+        *kept,
         "",
     ]
 
 
-def _scenario(provisioned: float) -> Scenario:
+def _scenario(provisioned: float, spares: int) -> Scenario:
     slo = Slo()
     carried = fleet_capacity([(SEVENTY_B, 1.0)] * GROUPS, slo).effective_capacity_rps
     policy = FleetPolicy()
     slos = {"llama-70b": replace(slo, slo_throughput_rps=carried / provisioned)}
     policy = replace(policy, degradation=replace(policy.degradation, slos=slos))
     return Scenario(
-        seed=SEED, workers=GROUPS, minutes=(FAILS_AT + ENDS_AFTER) / MINUTE, models=("llama-70b",), controllers=1,
+        seed=SEED, workers=GROUPS + spares, minutes=(FAILS_AT + ENDS_AFTER) / MINUTE, models=("llama-70b",), controllers=1,
         frontends=1, requests_per_second=1e-9, interval=30 * SECOND, tick=SECOND, skew=0, late=SECOND,
         corrupt_from_start=0, policies=(policy,), change_at=0, worker_faults={}, fleet_faults={}, heal_at=1,
         end_at=FAILS_AT + ENDS_AFTER, settles=False,

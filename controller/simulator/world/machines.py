@@ -56,10 +56,11 @@ class Condition:
 
 @dataclass(frozen=True, slots=True)
 class Hardware:
-    """What a worker computes on."""
+    """What a worker computes on, and whether it is kept back."""
 
     profile: Profile = PROFILE
     gpus: tuple[str, ...] = ()  # of its ranks, where it is a group
+    spare: bool = False  # it begins as one
 
 
 @dataclass(slots=True)
@@ -248,6 +249,7 @@ def _joined(machine: Machine) -> WorkerJoined:
         canary_key=key_of(machine.model, machine.version),
         pid=machine.life,
         topology=Topology(host=machine.name, gpus=machine.hardware.gpus),
+        spare=machine.hardware.spare,
     )
 
 

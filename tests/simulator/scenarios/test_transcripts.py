@@ -1,6 +1,7 @@
 """Scenarios as people read them. The texts are checked in: a change of what happens shows as a change of the text.
 
-`holdfast simulate --scenario group-failure --provisioned 1.0` writes one anew (`> …/scenarios/group_failure_100.0.txt`).
+`holdfast simulate --scenario group-failure --provisioned 1.0` writes one anew (`> …/scenarios/group_failure_100.0.txt`), with
+`--spares 1` that of a fleet with a spare.
 """
 
 import asyncio
@@ -10,6 +11,8 @@ import pytest
 
 from controller.cli import main
 from controller.simulator.stories.group_failure import GroupFailure, transcript
+from controller.simulator.world.kernel import SECOND
+from events.decisions import SpareActivated
 
 HERE = Path(__file__).parent
 
@@ -25,6 +28,15 @@ def test_n21_the_level_is_none_where_fifteen_groups_carry_the_slo_and_level_1_wh
     assert "after the failure LEVEL_1" in (HERE / "group_failure_100.0.txt").read_text()
 
 
+def test_with_a_spare_all_sixteen_groups_serve_again_at_once_and_the_level_stays() -> None:
+    expected = (HERE / "group_failure_100.0_spare.txt").read_text()
+    assert transcript(1.0, spares=1) == expected
+    assert "after the failure NONE" in expected
+    failure = GroupFailure(1.0, spares=1)
+    asyncio.run(failure.tell())
+    assert failure.first(SpareActivated, "g6") < SECOND, "the first document has it back after 61 s"
+
+
 def test_n15_what_is_computed_again_lies_within_one_and_a_half_times_the_even_spread() -> None:
     failure = GroupFailure(1.067)
     asyncio.run(failure.tell())
@@ -36,5 +48,9 @@ def test_the_command_tells_it(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out == (HERE / "group_failure_106.7.txt").read_text()
     assert main(["simulate", "--scenario", "group-failure", "--provisioned", "0"]) == 2
     assert "--provisioned 0: give a number" in capsys.readouterr().err
+    assert main(["simulate", "--scenario", "group-failure", "--spares", "17"]) == 2
+    assert "--spares 17: give a number" in capsys.readouterr().err
+    assert main(["simulate", "--spares", "1"]) == 2
+    assert "--spares is for --scenario" in capsys.readouterr().err
     assert main(["simulate", "--scenario", "group-failure", "-o", "json"]) == 2
     assert "--scenario is told in words" in capsys.readouterr().err

@@ -1,0 +1,131 @@
+"""How long after a worker's failure does a spare serve its first request?
+
+    python -m benchmarks spare [kill hang xid] [--trials N] [--tp 8]
+
+A fleet of real processes (`holdfast up`, two simulated workers of eight ranks each, and one spare), with a new short request
+every 10 ms. A worker that serves is killed (SIGKILL), stopped (SIGSTOP), or raises a fatal Xid, at which it ends itself.
+Measured: until the first byte of the first answer that names the spare as its worker. The next trial begins once the lost one is
+back, and the spare. Every answer has to be complete. One JSON line for each fault.
+"""
+
+import argparse
+import asyncio
+import json
+import os
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+
+from controller.demo.fleet import DemoFleet, NotAsExpected
+
+FAULTS = ("kill", "hang", "xid")
+EVERY_S = 0.01
+WITHIN_S = 60.0  # of one trial, until the lost worker is well again
+FLAGS = ("--workers", "2", "--spares", "1", "--itl-ms", "5", "--canary-interval", "1", "--chaos", "--planner-mode", "off",
+         "--breaker-wait", "1", "--breaker-backoff", "1")  # fmt: skip
+
+
+class Clients:
+    """Asks for two tokens again and again, and remembers when which worker answered first."""
+
+    def __init__(self, url: str) -> None:
+        self._url = f"{url}/v1/completions"
+        self.began: dict[str, float] = {}  # by worker: when its first answer came, since this was cleared
+        self.answers = self.failed = 0
+        self._number = 0
+
+    async def run(self) -> None:
+        """Ask until cancelled."""
+        async with aiohttp.ClientSession() as session, asyncio.TaskGroup() as group:
+            while True:
+                group.create_task(self._ask(session))
+                await asyncio.sleep(EVERY_S)
+
+    async def _ask(self, session: aiohttp.ClientSession) -> None:
+        self._number += 1
+        body = {"model": "sim", "prompt": [300 + self._number % 1000] * 8, "max_tokens": 2, "stream": True}
+        async with session.post(self._url, json=body, timeout=aiohttp.ClientTimeout(30)) as answer:
+            worker = answer.headers.get("X-Holdfast-Worker", "")
+            text = b""
+            async for part in answer.content.iter_any():
+                self.began.setdefault(worker, time.monotonic())
+                text += part
+        self.answers += 1
+        self.failed += answer.status != 200 or b"data: [DONE]" not in text or b'"error"' in text
+
+
+def _spares(status: dict[str, Any]) -> list[str]:
+    """Return the spares that are ready, if everybody else serves."""
+    well = [w for w in status["workers"] if w["health"] == "HEALTHY" and w["breaker"] == "closed"]
+    ready = [w["id"] for w in well if w["spare"] and w["reasons"] == ["spare"]]
+    return ready if len(well) == 3 and sum(w["weight"] == 1 for w in well) == 2 else []
+
+
+async def trial(fleet: DemoFleet, clients: Clients, fault: str, number: int) -> float:
+    """Break a worker that serves; return the milliseconds until the spare's first answer. Raise NotAsExpected."""
+    status = await fleet.until(lambda one: bool(_spares(one)), WITHIN_S)
+    (spare,) = _spares(status)
+    serving = sorted((w for w in status["workers"] if w["id"] != spare), key=lambda w: str(w["id"]))
+    lost = serving[number % 2]
+    clients.began.clear()
+    began = time.monotonic()
+    if fault == "xid":
+        await fleet.act("xid", lost["id"], 48)
+    else:
+        os.kill(lost["pid"], signal.SIGKILL if fault == "kill" else signal.SIGSTOP)
+    while spare not in clients.began:
+        if time.monotonic() - began > WITHIN_S:
+            raise NotAsExpected(f"{spare} has served nobody after {WITHIN_S:g} s")
+        await asyncio.sleep(0.002)
+    if fault == "hang":
+        os.kill(lost["pid"], signal.SIGCONT)
+    return (clients.began[spare] - began) * 1000
+
+
+async def measured(fault: str, trials: int, tp: int) -> dict[str, Any]:
+    """Return the figures of one fault."""
+    with tempfile.TemporaryDirectory(prefix="holdfast-spare-") as folder:
+        fleet = DemoFleet.start(Path(folder) / "data", *FLAGS, environment={"HOLDFAST_WORKER_TP": str(tp)})
+        try:
+            await fleet.ready()
+            clients = Clients(fleet.url)
+            asking = asyncio.create_task(clients.run())
+            took = sorted([await trial(fleet, clients, fault, n) for n in range(trials)])
+            asking.cancel()
+            await asyncio.wait({asking})
+        finally:
+            fleet.stop()
+    return {
+        "fault": fault,
+        "trials": trials,
+        "tp": tp,
+        "p50_ms": round(took[trials // 2], 1),
+        "p99_ms": round(took[min(trials - 1, round(0.99 * (trials - 1)))], 1),
+        "max_ms": round(took[-1], 1),
+        "answers": clients.answers,
+        "failed": clients.failed,
+    }
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Print the figures of each fault."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks spare", description=__doc__.splitlines()[0])
+    parser.add_argument("faults", nargs="*", metavar="FAULT", help=f"{', '.join(FAULTS)} (default: all)")
+    parser.add_argument("--trials", type=int, default=30, metavar="N", help="of each (default: 30)")
+    parser.add_argument("--tp", type=int, default=8, metavar="T", help="ranks of a worker (default: 8)")
+    args = parser.parse_args(argv)
+    if unknown := [fault for fault in args.faults if fault not in FAULTS]:
+        parser.error(f"{unknown[0]!r} is none of {', '.join(FAULTS)}")
+    for fault in args.faults or FAULTS:
+        print(json.dumps(asyncio.run(measured(fault, args.trials, args.tp))), flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
