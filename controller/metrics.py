@@ -8,6 +8,7 @@ arrive after the start, so that a restart does not count history again.
 the two ends of a migration. Who needs the pairs reads the journal.
 """
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Literal, get_args
 
@@ -215,6 +216,10 @@ class FleetGauges(MetricTable):
     capacity = scraped(
         "holdfast_model_routable_weight", "The sum of the weights of a model's workers", "model"
     )
+    spares = scraped("holdfast_spares_ready", "A model's spares that could take a place now", "model")
+    empty = scraped(
+        "holdfast_places_empty", "Workers of a model that are lost and that no spare has replaced", "model"
+    )
     incidents = scraped("holdfast_incidents_open", "Incidents that are not over")
 
 
@@ -271,7 +276,12 @@ def _fill_models(gauges: FleetGauges, fleet: Fleet) -> None:
     for worker in fleet.workers.values():
         weights[worker.joined.model] += worker.weight
     levels = {model: state.level for model, state in fleet.models.items()}
+    workers = fleet.workers.values()
+    ready = Counter(one.joined.model for one in workers if one.spare.kept and one.well)
+    empty = Counter(one.joined.model for one in workers if one.lost and not one.spare.kept)
     for model, weight in weights.items():
+        gauges.spares.add_metric([model], ready[model])
+        gauges.empty.add_metric([model], empty[model])
         gauges.capacity.add_metric([model], weight)
         gauges.level.add_metric([model], levels.get(model, 0))
     gauges.worst_level.add_metric([], max(levels.values(), default=0))

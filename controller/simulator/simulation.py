@@ -20,7 +20,7 @@ from controller.simulator.world.controllers import SimulatedController
 from controller.simulator.world.faults import FaultInjector
 from controller.simulator.world.frontends import SimulatedFrontend
 from controller.simulator.world.kernel import SECOND, Kernel
-from controller.simulator.world.machines import Machine
+from controller.simulator.world.machines import Hardware, Machine
 from controller.simulator.world.operators import Operators, SimulatedSupervisor
 from controller.simulator.world.outbox import AcknowledgedNumbers, SimulatedOutbox
 from controller.simulator.world.projector import SimulatedProjector
@@ -152,7 +152,10 @@ class Simulation:
         models = self.scenario.models
         chance = self.kernel.chance(name)
         model = models[index % len(models)]
-        return Machine(name, model, self.kernel, self.broker, self.acknowledged, chance, self._broken)
+        hardware = Hardware(spare=index >= self.scenario.workers - self.scenario.spares)
+        return Machine(
+            name, model, self.kernel, self.broker, self.acknowledged, chance, self._broken, hardware=hardware
+        )
 
     def _surroundings(self) -> Surroundings:
         return Surroundings(

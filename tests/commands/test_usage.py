@@ -421,7 +421,7 @@ def test_a_directory_completes_the_broker_of_the_environment_only_if_it_is_the_s
 
 @pytest.mark.parametrize(("host", "url"), [("127.0.0.1", "http://127.0.0.1:80"), ("::1", "http://[::1]:80")])
 def test_the_address_that_up_prints_can_be_typed(host: str, url: str, tmp_path: Path) -> None:
-    more = {"engine": "simulated", "workers": 1, "ready_timeout": None, "nats_monitor": None}
+    more = {"engine": "simulated", "workers": 1, "spares": 0, "ready_timeout": None, "nats_monitor": None}
     args = argparse.Namespace(host=host, port=80, data=tmp_path, **more)
     assert FleetSupervisor(args).url == url
 

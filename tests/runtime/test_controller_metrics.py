@@ -135,6 +135,24 @@ async def test_the_health_of_a_probed_fleet_is_exposed() -> None:
     assert s.value("holdfast_degradation_level", model="m") == 0.0
 
 
+async def test_spares_that_are_ready_and_places_that_are_empty_are_counted() -> None:
+    s = Scraped()
+    s.world.join("w1")
+    s.world.join("w2")
+    s.world.join("s1", spare=True)
+    async with s.world.running():
+        await s.world.pass_time(3)
+        assert s.value("holdfast_spares_ready", model="m") == 1.0
+        assert s.value("holdfast_places_empty", model="m") == 0.0
+        assert s.value("holdfast_model_routable_weight", model="m") == 2.0
+        for worker in ("w1", "w2"):
+            s.say(WorkerLeft(worker=worker, instance=f"{worker}-1", mode="immediate", exit=-9))
+        await s.world.pass_time(3)
+    assert s.value("holdfast_spares_ready", model="m") == 0.0
+    assert s.value("holdfast_places_empty", model="m") == 1.0
+    assert s.value("holdfast_model_routable_weight", model="m") == 1.0
+
+
 def test_n07_the_cost_of_canaries_is_published() -> None:
     s = Scraped()
     s.metrics.asked("w1", "join", 0.2)

@@ -11,9 +11,11 @@ from typing import Any
 
 from controller.deciders import fleet as deciders
 from controller.deciders.fleet import Fleet, FleetPolicy
-from controller.router.endpoints import Endpoint, EndpointTable
+from controller.deciders.spares import Spare
+from controller.deciders.worker import Worker
+from controller.router.endpoints import Endpoint, EndpointTable, TableChange
 from controller.simulator.world.seams import Seams, Stored
-from events.decisions import DegradationChanged, HealthChanged, WeightCapped
+from events.decisions import DegradationChanged, HealthChanged, HealthStatus, SpareActivated, WeightCapped
 from events.fact import Decision, Observation, Recorded
 from events.observations import (
     CanaryPassed,
@@ -170,6 +172,88 @@ class HealthAlone(EndpointTable):
         return convicted
 
 
+class SparesServe(EndpointTable):
+    """Lets requests go to spares that are well."""
+
+    def absorb(self, fleet: Fleet) -> TableChange:
+        change = super().absorb(fleet)
+        for endpoint in self.endpoints.values():
+            worker = fleet.workers.get(endpoint.worker)
+            if worker is not None and worker.spare.kept and worker.well:
+                endpoint.weight = 1.0
+        return change
+
+
+def _one_more(
+    decided: tuple[Decision, ...], fleet: Fleet, now: datetime, wrong: Callable[[Worker, Worker], bool]
+) -> tuple[Decision, ...]:
+    """Add to what is decided that a spare takes the place of another worker of its kind, if the two are as `wrong` says."""
+    after = fleet
+    for one in decided:
+        after = deciders.evolve(after, Recorded(seq=0, at=now, fact=one, id=f"decision:{one.number}"))
+    workers = [worker for worker in after.workers.values() if worker.alive]
+    for lost in after.workers.values():
+        for spare in workers:
+            fit = spare.spare.kept and not lost.spare.kept and spare.kind == lost.kind
+            if fit and wrong(spare, lost):
+                activated = SpareActivated(
+                    worker=spare.joined.worker,
+                    instance=spare.joined.instance,
+                    replaces=lost.joined.worker,
+                    reason="planted",
+                    decided_at=now,
+                    cause=f"decision:{lost.health.moved_by}",
+                )
+                return _numbered(fleet, [*decided, activated])
+    return decided
+
+
+def _hasty_spare(policy: FleetPolicy, fleet: Fleet, now: datetime) -> tuple[Decision, ...]:
+    """Give a worker's place away as soon as there is any doubt about it."""
+    return _one_more(
+        deciders.settle(policy, fleet, now),
+        fleet,
+        now,
+        lambda spare, lost: (
+            spare.well and lost.health.status is HealthStatus.SUSPICIOUS and not lost.health.joining
+        ),
+    )
+
+
+def _unready_spare(policy: FleetPolicy, fleet: Fleet, now: datetime) -> tuple[Decision, ...]:
+    """Take any spare that lives, well or not."""
+    return _one_more(
+        deciders.settle(policy, fleet, now),
+        fleet,
+        now,
+        lambda spare, lost: bool(lost.lost) and not spare.well,
+    )
+
+
+def _no_spare(policy: FleetPolicy, fleet: Fleet, now: datetime) -> tuple[Decision, ...]:
+    """Never let a spare serve."""
+    decided = deciders.settle(policy, fleet, now)
+    return _numbered(fleet, [d for d in decided if not isinstance(d, SpareActivated)])
+
+
+def _keeps_its_place(fleet: Fleet, recorded: Recorded) -> Fleet:
+    """Leave the lost worker its place, as if the spare were one more."""
+    after, fact = deciders.evolve(fleet, recorded), recorded.fact
+    if not isinstance(fact, SpareActivated) or fact.replaces not in fleet.workers:
+        return after
+    lost = replace(after.workers[fact.replaces], spare=fleet.workers[fact.replaces].spare)
+    return replace(after, workers={**after.workers, fact.replaces: lost})
+
+
+def _role_of_a_life(fleet: Fleet, recorded: Recorded) -> Fleet:
+    """Let each life begin as it registers: who has lost his place serves beside the one who has it."""
+    after, fact = deciders.evolve(fleet, recorded), recorded.fact
+    if not isinstance(fact, WorkerJoined) or fact.worker not in after.workers:
+        return after
+    joined = replace(after.workers[fact.worker], spare=Spare(fact.spare))
+    return replace(after, workers={**after.workers, fact.worker: joined})
+
+
 PLANTED: dict[str, Planted] = {
     "raw_order": Planted(
         "frontends fold in stream order instead of absorption order",
@@ -250,6 +334,36 @@ PLANTED: dict[str, Planted] = {
         "the state store keeps the shown fold at the settled position",
         Seams(snapshot=_shown_as_settled),
         ("folds_agree", "snapshot_equals_replay"),
+    ),
+    "spares_serve": Planted(
+        "frontends send requests to spares that have no place",
+        Seams(table=SparesServe),
+        ("spares_wait",),
+    ),
+    "hasty_spare": Planted(
+        "a worker's place is given away for mere doubt",
+        Seams(settle=_hasty_spare),
+        ("places_fit",),
+    ),
+    "unready_spare": Planted(
+        "a spare takes a place that is not well itself",
+        Seams(settle=_unready_spare),
+        ("places_fit",),
+    ),
+    "no_spare": Planted(
+        "no spare ever takes a place",
+        Seams(settle=_no_spare),
+        ("places_filled",),
+    ),
+    "keeps_its_place": Planted(
+        "the lost worker keeps its place beside the spare",
+        Seams(evolve=_keeps_its_place),
+        ("places_once", "places_fit"),
+    ),
+    "role_of_a_life": Planted(
+        "a worker that has lost its place has it again with its next life",
+        Seams(evolve=_role_of_a_life),
+        ("places_once",),
     ),
     "health_alone": Planted(
         "frontends route to whatever is not dead",

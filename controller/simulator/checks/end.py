@@ -90,8 +90,9 @@ def all_well(watch: InvariantWatch) -> str | None:
         shown = watch.shown[-1].workers.get(machine.name)
         if entry is None or shown is None:
             return f"{machine.instance} is not known"
-        if entry.status is not HealthStatus.HEALTHY or entry.position != "closed" or shown.weight < 1.0:
-            return f"{machine.instance} is {entry.status} ({entry.reason}), breaker {entry.position}, weight {shown.weight}"
+        weight = shown.health.weight if shown.spare.kept else shown.weight
+        if entry.status is not HealthStatus.HEALTHY or entry.position != "closed" or weight < 1.0:
+            return f"{machine.instance} is {entry.status} ({entry.reason}), breaker {entry.position}, weight {weight}"
     return None
 
 

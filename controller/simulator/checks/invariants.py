@@ -12,6 +12,7 @@ from typing import Any
 from controller.simulator.checks import decisions as checks_decisions
 from controller.simulator.checks import end as checks_end
 from controller.simulator.checks import folds as checks_folds
+from controller.simulator.checks import spares as checks_spares
 from controller.simulator.checks import world as checks_world
 from controller.simulator.checks.watch import Invariant, On
 
@@ -20,7 +21,7 @@ def _all(*found: tuple[str, On, Callable[..., Any], str]) -> Mapping[str, Invari
     return {name: Invariant(name, on, sentence, check) for name, on, check, sentence in found}
 
 
-d, f, w, e = checks_decisions, checks_folds, checks_world, checks_end
+d, f, w, e, s = checks_decisions, checks_folds, checks_world, checks_end, checks_spares
 
 INVARIANTS: Mapping[str, Invariant] = _all(
     # The journal and its one writer.
@@ -98,6 +99,11 @@ INVARIANTS: Mapping[str, Invariant] = _all(
         d.budget,
         "Doubt takes no more workers of a model out of service than the budget allows.",
     ),
+    # Spares.
+    ("places_fit", "before", s.fits, "Only a spare that is well takes a place, and only a lost worker's."),
+    ("places_once", "recorded", s.places, "No place is taken twice, and there are as many as there were."),
+    ("spares_wait", "routed", s.waits, "No request goes to a worker that its frontend knows to be a spare."),
+    ("places_filled", "tick", s.filled, "No place stays empty beside a spare while a leader lives."),
     # Folds.
     ("folds_agree", "absorbed", f.agree, "Every fold at the same position is the same."),
     (

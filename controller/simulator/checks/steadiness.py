@@ -11,6 +11,7 @@ class Steadiness:
     def __init__(self, world: SimulatedWorld) -> None:
         self.since = 0  # of the leader and the broker together
         self.leader: SimulatedController | None = None
+        self.empty_since: dict[str, int] = {}  # places of lost workers, beside a spare that could take them
         self._world = world
         self._probed_since: dict[str, int] = {}  # by worker
 

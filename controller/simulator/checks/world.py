@@ -96,7 +96,7 @@ def trials(watch: InvariantWatch) -> str | None:
         if entry.position == "closed" or entry.status in AT_REST or entry.draining_until is not None:
             continue
         due = entry.retry_at if entry.position == "open" else entry.deadline
-        if due is not None and _overdue(watch, since_start(due)):
+        if due is not None and overdue(watch, since_start(due)):
             return f"{entry.instance}'s breaker is {entry.position} still, due was {due}"
     return None
 
@@ -108,7 +108,7 @@ def limits(watch: InvariantWatch) -> str | None:
         if entry.limited_at is None or entry.status not in IN_SERVICE:
             continue
         left = entry.limit(last)
-        if entry.weight > left and _overdue(watch, since_start(entry.limited_at)):
+        if entry.weight > left and overdue(watch, since_start(entry.limited_at)):
             return f"{entry.instance} has {entry.weight} still, its devices leave it {left} since {entry.limited_at}"
     return None
 
@@ -118,7 +118,7 @@ def drains(watch: InvariantWatch) -> str | None:
     margin = micros(watch.policy.drain.margin)
     for entry in watch.entries():
         until = entry.draining_until
-        if until is not None and not _over(entry) and _overdue(watch, since_start(until) + margin):
+        if until is not None and not _over(entry) and overdue(watch, since_start(until) + margin):
             return f"{entry.instance} is draining still, the deadline was {until}"
     return None
 
@@ -127,7 +127,7 @@ def _over(entry: LedgerEntry) -> bool:
     return entry.status is HealthStatus.DEAD
 
 
-def _overdue(watch: InvariantWatch, due: int) -> bool:
+def overdue(watch: InvariantWatch, due: int) -> bool:
     """Return whether a steady leader has had time to see that something is due."""
     steady = watch.steadiness
     if steady.leader is None:

@@ -10,6 +10,7 @@ from random import Random
 
 from controller.deciders.capacity import Slo, fleet_capacity
 from controller.deciders.fleet import FleetPolicy
+from controller.deciders.spares import SparesPolicy
 from controller.simulator.rates import PRESETS
 from controller.simulator.world.kernel import MINUTE, SECOND, Kernel, micros
 from controller.simulator.world.machines import PROFILE
@@ -48,6 +49,7 @@ class Scenario:
     fleet_faults: dict[str, float]  # per hour
     heal_at: int
     end_at: int
+    spares: int = 0  # of the workers: the last ones
     settles: bool  # whether there is time enough after `heal_at` for everything to be well again
 
 
@@ -56,9 +58,12 @@ def draw(seed: int, workers: int, minutes: float, rates: str | None = None) -> S
     chance = Kernel(seed).chance("scenario")
     interval = chance.choice((5, 10, 30) if minutes >= 30 else (5,)) * SECOND
     models = ("llama", "qwen")[: 2 if workers >= 4 and chance.random() < 0.3 else 1]
-    policies = [draw_policy(chance, workers, minutes, models)]
+    spares = _spares(seed, workers, len(models))
+    policies = [draw_policy(chance, workers - spares, minutes, models)]
     if chance.random() < 0.25:
-        policies.append(draw_policy(chance, workers, minutes, models))
+        policies.append(draw_policy(chance, workers - spares, minutes, models))
+    if spares:
+        policies = [replace(policy, spares=_on_return(seed)) for policy in policies]
     end = int(minutes * MINUTE)
     calm = max(settling_time(policy, interval) for policy in policies)
     heal_at = max(end - calm, end // 4)
@@ -91,8 +96,20 @@ def draw(seed: int, workers: int, minutes: float, rates: str | None = None) -> S
         fleet_faults=fleet_faults,
         heal_at=heal_at,
         end_at=end,
+        spares=spares,
         settles=end - heal_at >= calm,
     )
+
+
+def _spares(seed: int, workers: int, models: int) -> int:
+    """Return how many of the workers are spares: of two seeds in three none. Each model has as many."""
+    chance = Kernel(seed).chance("waiting")
+    many = chance.choice((0, 0, 1)) * chance.choice((1, 1, 2))
+    return models * many if workers >= 4 * models * many else 0
+
+
+def _on_return(seed: int) -> SparesPolicy:
+    return SparesPolicy(on_return=Kernel(seed).chance("spares return").choice(("swap", "release")))
 
 
 _NAMES = {"network": "cut"}
