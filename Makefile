@@ -54,7 +54,8 @@ LOSSES := $(addprefix tests/attacks/,test_lost_stores.py test_bounds_of_a_fleet.
 
 test-attacks: install  ## what strangers, clients and machines may do to a whole fleet: three minutes
 	$(BIN)/python -m pytest -n $(TESTERS) --dist loadgroup $(addprefix --ignore ,$(LOSSES)) -m "attack and not engines" \
-		tests/attacks $(addprefix tests/e2e/,test_survival.py test_overload.py test_operating.py test_retry_matrix.py test_leaving.py test_scaling.py)
+		tests/attacks $(addprefix tests/e2e/,test_survival.py test_overload.py test_operating.py test_retry_matrix.py test_leaving.py test_scaling.py \
+		test_spare_fleet.py test_overload_storm.py)
 
 test-losses: install  ## what becomes of a fleet that loses its journal's past, its database, or whom to believe: a minute
 	$(BIN)/python -m pytest -n 3 --dist loadgroup $(LOSSES)

@@ -70,16 +70,17 @@ def released() -> tuple[Spare, Spare]:
 
 def decide(policy: SparesPolicy, views: Sequence[SpareView], now: datetime) -> Iterator[Decision]:
     """Say which spares are to serve from now on, and which are not any more."""
-    spares = [view for view in views if view.spare.kept and view.ready]
+    spares, gone = [view for view in views if view.spare.kept and view.ready], set[str]()
     if policy.on_return == "release":
         returned = {view.worker: view for view in spares}
         for view in views:
             back = returned.get(view.spare.place)
             if back is not None and not view.spare.kept:
                 spares.remove(back)
+                gone.add(view.worker)
                 yield _released(view, back, now)
     for lost in views:
-        if not lost.lost or lost.spare.kept:
+        if not lost.lost or lost.spare.kept or lost.worker in gone:
             continue
         able = [spare for spare in spares if spare.kind == lost.kind]
         if able:

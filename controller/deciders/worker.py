@@ -30,6 +30,7 @@ from events.observations import (
 RequestOutcome: TypeAlias = RequestsServed | RequestFailed | RequestPoisonous | RequestSuspected
 CanaryGood: TypeAlias = CanaryPassed | CanarySlow
 LONG_AGO = datetime(1970, 1, 1, tzinfo=UTC)
+BY_ITSELF, ENDS_ITSELF = "left: self_initiated", "shutdown: self_initiated"  # reasons: nobody has wished it
 SPARE = "spare"  # of a worker's reasons, where it is kept back
 PASSES_MAX = 64  # canaries remembered per worker
 CONVICTIONS_KEPT = 16  # per worker, over all of its lives
@@ -150,10 +151,10 @@ class Worker:
         """Why it does not come back soon, if at all; empty: it serves, may do so in a moment, or has left in good order."""
         h, status = self.health, self.health.status
         if status is HealthStatus.DEAD:
-            wished = h.exit.left == "left: graceful" or (h.exit.draining and not h.exit.given_up)
-            return "" if wished else h.reason
+            drained = h.exit.draining and not h.exit.given_up and h.exit.left != BY_ITSELF
+            return "" if drained or h.exit.left == "left: graceful" else h.reason
         if status is HealthStatus.DRAINING:
-            return h.reason if h.exit.given_up else ""
+            return h.reason if h.exit.given_up or h.reason == ENDS_ITSELF else ""
         if status is HealthStatus.UNHEALTHY:
             beyond_doubt = h.convicted or h.joining or h.trials.failed or h.reason.startswith(RELAPSE)
             return h.reason if beyond_doubt else ""
