@@ -176,23 +176,26 @@ async def main():
 asyncio.run(main())
 """
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    before = _segments()
     parent = await asyncio.create_subprocess_exec(
         sys.executable, "-c", script, stdout=subprocess.PIPE, env=environment
     )
     assert parent.stdout is not None
     pids = [int(pid) for pid in (await asyncio.wait_for(parent.stdout.readline(), 30)).split()]
     assert len(pids) == 2
-    assert _segments(pids)
+    made = {segment for segment, pid in (_segments() - before) if pid in pids}
+    assert made
     parent.send_signal(signal.SIGKILL)
     await parent.wait()
     await eventually(lambda: not any(_alive(pid) for pid in pids))
-    assert not _segments(pids)
+    assert not made & {segment for segment, _ in _segments()}
 
 
-def _segments(pids: list[int]) -> list[str]:
-    """Return the segments of System V shared memory that these processes made."""
+def _segments() -> set[tuple[int, int]]:
+    """Return the segments of System V shared memory, and which process has made each. That of one that was killed long ago stays,
+    and another process may have its pid by now."""
     lines = Path("/proc/sysvipc/shm").read_text().splitlines()[1:]
-    return [line for line in lines if int(line.split()[4]) in pids]
+    return {(int(line.split()[1]), int(line.split()[4])) for line in lines}
 
 
 def _alive(pid: int) -> bool:
