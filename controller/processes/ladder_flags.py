@@ -88,13 +88,7 @@ def ladder_variables(args: argparse.Namespace, environment: Mapping[str, str]) -
     found = {}
     if given:
         slos = _slos(environment)
-        ours = {**slos.get(ANY_MODEL, {}), **given}
-        if "slo_throughput_rps" not in ours:
-            flag = next(flag for flag in OBJECTIVES if _of(args, flag) is not None)
-            raise UsageError(
-                f"{flag} without --slo-throughput RPS: nothing is promised that it could bound, and no level ever taken"
-            )
-        found[SLOS] = json.dumps({**slos, ANY_MODEL: ours})
+        found[SLOS] = json.dumps({**slos, ANY_MODEL: {**slos.get(ANY_MODEL, {}), **given}})
     tiers, default = _of(args, "--priority-tiers"), _of(args, "--tier-default")
     if tiers is not None:
         found[f"{POLICY}PRIORITY_TIERS"] = tiers

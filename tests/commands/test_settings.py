@@ -181,6 +181,12 @@ def test_a_fleet_is_told_its_objectives_and_tiers_by_flags(
     assert policy.tiers == Tiers(("gold", "lead"), "lead")
 
 
+def test_latencies_may_be_promised_without_a_throughput(tmp_path: Path) -> None:
+    told = _up(tmp_path, "controller", "--slo-ttft-ms", "700")
+    policy = gather(ControllerSettings, "controller", {}, told).policy.degradation
+    assert policy.slo("any") == Slo(slo_ttft_ms=700)
+
+
 def test_a_fleet_is_told_how_often_requests_may_move(tmp_path: Path) -> None:
     told = _up(tmp_path, "frontend", "--migration-limit", "0", "--on-corruption", "error")
     settings = gather(FrontendSettings, "frontend", {}, told)
@@ -190,7 +196,6 @@ def test_a_fleet_is_told_how_often_requests_may_move(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("flags", "says"),
     [
-        (("--slo-ttft-ms", "500"), "--slo-ttft-ms without --slo-throughput"),
         (("--priority-tiers", "gold"), "two different ones at least"),
         (("--tier-default", "gold"), "none of the priority_tiers"),
         (("--migration-limit", "-1"), "frontend.migration_limit = '-1'"),
