@@ -26,6 +26,7 @@ from controller.demo.fleet import DemoFleet, NotAsExpected
 
 FAULTS = ("kill", "hang", "xid")
 EVERY_S = 0.01
+SETTLES_S = 3.0  # that a fleet's supervisor is busy for after it has begun
 WITHIN_S = 60.0  # of one trial, until the lost worker is well again
 FLAGS = ("--workers", "2", "--spares", "1", "--itl-ms", "5", "--canary-interval", "1", "--chaos", "--planner-mode", "off",
          "--breaker-wait", "1", "--breaker-backoff", "1")  # fmt: skip
@@ -94,6 +95,7 @@ async def measured(fault: str, trials: int, tp: int) -> dict[str, Any]:
         fleet = DemoFleet.start(Path(folder) / "data", *FLAGS, environment={"HOLDFAST_WORKER_TP": str(tp)})
         try:
             await fleet.ready()
+            await asyncio.sleep(SETTLES_S)
             clients = Clients(fleet.url)
             asking = asyncio.create_task(clients.run())
             took = sorted([await trial(fleet, clients, fault, n) for n in range(trials)])
