@@ -196,7 +196,12 @@ async def until_said(url: str, holds: Callable[[list[Fact]], bool]) -> list[Fact
 
 @pytest.mark.servers
 async def test_a_process_watches_and_its_end_is_nobodys_silence(
-    gpus: shim.State, library: Path, spawn: Spawn, own_nats: EmbeddedServer, eventually: Eventually
+    gpus: shim.State,
+    library: Path,
+    spawn: Spawn,
+    own_nats: EmbeddedServer,
+    tmp_path: Path,
+    eventually: Eventually,
 ) -> None:
     url, driver = own_nats.url, {"LD_LIBRARY_PATH": str(library.parent)}
     worker = await spawn("--name", "w0", nats_url=url, HOLDFAST_WORKER_INSTANCE="i1")
@@ -214,6 +219,7 @@ async def test_a_process_watches_and_its_end_is_nobodys_silence(
     gpus.gpu[0].raise_xid(79)
     said = await until_said(url, lambda facts: any(isinstance(f, DeviceFaulted) for f in facts))
     assert said[-1] == DeviceFaulted(worker="w0", instance="i1", **XID, fatal=True, weight=None)
+    await eventually(lambda: any(tmp_path.glob("devices/*.json")))  # said first, kept for the next one then
     first.inner.kill()
     assert await first.ended() == -signal.SIGKILL
     heard.clear()
