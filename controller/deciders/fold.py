@@ -243,13 +243,13 @@ def _worker_decided(fleet: Fleet, fact: WorkerDecision, recorded: Recorded, caus
         return replace(fleet, number=fact.number)
     if isinstance(fact, WorkerForgotten):
         return _forgotten(replace(fleet, number=fact.number), worker)
-    if isinstance(fact, SpareActivated | SpareReleased):
-        return _placed(replace(fleet, number=fact.number), worker, fact)
     model = worker.joined.model
     state = degradation.evolve(fleet.models.get(model, Degradation(model)), fact, cause)
     workers = dict(fleet.workers)
     workers[fact.worker] = one.evolve(worker, fact, recorded, cause)
     fleet = replace(fleet, workers=workers, models={**fleet.models, model: state}, number=fact.number)
+    if isinstance(fact, SpareActivated | SpareReleased):
+        return _placed(fleet, fleet.workers[fact.worker], fact)
     if isinstance(fact, HealthChanged) and fact.after is HealthStatus.DEAD:
         return _at_odds(fleet, {worker.joined.canary_key}, cause)
     return fleet

@@ -158,7 +158,7 @@ class Worker:
         if status is HealthStatus.UNHEALTHY:
             beyond_doubt = h.convicted or h.joining or h.trials.failed or h.reason.startswith(RELAPSE)
             return h.reason if beyond_doubt else ""
-        return min(h.limits)[0] if h.limits and h.weight == h.limit == 0.0 else ""
+        return min(h.limits, key=itemgetter(1))[0] if h.limits and h.weight == h.limit == 0.0 else ""
 
     @property
     def cache_epoch(self) -> int:

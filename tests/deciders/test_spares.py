@@ -7,6 +7,7 @@ from fleet_story import (
     Story,
     awaited,
     device_faulted,
+    device_limited,
     drain_requested,
     failed,
     heard,
@@ -23,7 +24,8 @@ from hypothesis import strategies as st
 
 from controller.deciders.fleet import FleetPolicy, evolve
 from controller.deciders.spares import SparesPolicy
-from events.decisions import HealthStatus, SpareActivated, SpareReleased
+from controller.read_model.rows import COLUMNS, worker_row
+from events.decisions import HealthStatus, SpareActivated, SpareReleased, WorkerDecision
 from events.fact import Decision
 from events.observations import Topology, WorkerJoined
 
@@ -83,6 +85,34 @@ def test_what_is_beyond_doubt_is_a_loss(loss: object) -> None:
     story = fleet("s0")
     assert callable(loss)
     assert "SpareActivated" in kinds(loss(story))
+
+
+def test_a_device_that_leaves_no_weight_is_a_loss_and_is_named() -> None:
+    story = fleet("s0")
+    assert "SpareActivated" not in kinds(story.tell(device_limited("w0", 0.3, device="gpu0")))
+    decisions = story.tell(device_limited("w0", 0.0, device="gpu1"))
+    (activated,) = [one for one in decisions if isinstance(one, SpareActivated)]
+    assert activated.reason == "device gpu1 throttle"
+
+
+def test_what_a_spare_gives_back_is_the_last_that_has_moved_a_models_capacity() -> None:
+    story = fleet("s0")
+    (activated,) = [one for one in story.tell(silent("w0")) if isinstance(one, SpareActivated)]
+    after = [e.fact for e in story.events if isinstance(e.fact, WorkerDecision)]
+    assert after[-1] == activated and story.fleet.models["llama"].cause == f"decision:{activated.number}"
+
+
+def test_the_state_store_shows_who_is_kept_and_in_whose_place_others_serve() -> None:
+    story = fleet("s0", "s1")
+    story.tell(silent("w0"))
+    rows = {
+        name: dict(zip(COLUMNS["workers"], worker_row(w), strict=True))
+        for name, w in story.fleet.workers.items()
+    }
+    shown = {name: (row["spare"], row["place"], row["routable"]) for name, row in rows.items()}
+    assert shown == {
+        "w0": (True, "", False), "w1": (False, "", True), "s0": (False, "w0", True), "s1": (True, "", False),
+    }  # fmt: skip
 
 
 def test_doubt_is_a_loss_only_after_a_trial_has_failed() -> None:
