@@ -82,7 +82,7 @@ def _controller(args: argparse.Namespace) -> dict[str, str]:
         "CANARY__INTERVAL_S": args.canary_interval,
         "POLICY__BREAKER__WAIT_MIN": args.breaker_wait,
         "POLICY__BREAKER__BACKOFF": args.breaker_backoff,
-        "POLICY__SPARES__ON_RETURN": args.spares_on_return if args.spares else None,
+        "POLICY__SPARES__ON_RETURN": args.spares_on_return,
     }
     own = {f"HOLDFAST_CONTROLLER__{name}": str(value) for name, value in given.items() if value is not None}
     own |= controller_variables(args)

@@ -52,7 +52,8 @@ def spares(args: argparse.Namespace, workers: int) -> int:
     """Return how many spares a fleet has besides so many workers."""
     if args.spares != AUTO:
         return int(args.spares)
-    return spares_for(SparePolicy(spare_threshold=args.spare_threshold), workers)
+    given = args.spare_threshold
+    return spares_for(SparePolicy() if given is None else SparePolicy(spare_threshold=given), workers)
 
 
 FLAGS: Mapping[str, Mapping[str, Any]] = {
@@ -67,13 +68,11 @@ FLAGS: Mapping[str, Mapping[str, Any]] = {
     },
     "--spare-threshold": {
         "type": _count,
-        "default": SparePolicy().spare_threshold,
         "metavar": "N",
         "help": f"workers from which on --spares auto keeps any (default: {SparePolicy().spare_threshold})",
     },
     "--spares-on-return": {
         "choices": ("swap", "release"),
-        "default": "swap",
         "help": "when a lost worker is well again: swap: it is the spare from now on; release: it has its place back "
         "(default: swap)",
     },
@@ -234,6 +233,8 @@ def check(args: argparse.Namespace) -> None:
         raise UsageError(f"the model folder {args.model} does not exist")
     if args.model is not None and args.engine == "simulated":
         raise UsageError("--model is for --engine transformers or openai; the simulated engine needs none")
+    if args.spare_threshold is not None and args.spares != AUTO:
+        raise UsageError("--spare-threshold is for --spares auto")
     if args.engine == "openai" and (args.spares == AUTO or args.spares >= len(args.upstream)):
         servers = len(args.upstream)
         raise UsageError(

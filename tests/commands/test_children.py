@@ -18,7 +18,7 @@ from events.observations import WorkerLeft
 ARGS = argparse.Namespace(
     host="127.0.0.1", port=80, frontends=1, workers=1, request_plane="tcp", canary_interval=None, breaker_wait=None,
     breaker_backoff=None, chaos=False, engine="simulated", model=None, itl_ms=None, workers_per_process=1,
-    ready_timeout=None, spares=0, spare_threshold=16, spares_on_return="swap", upstream=[],
+    ready_timeout=None, spares=0, spare_threshold=None, spares_on_return=None, upstream=[],
 )  # fmt: skip
 STUBBORN = "import signal, time; signal.signal(15, signal.SIG_IGN); print(flush=True); time.sleep(60)"
 FIRST_PROCESS = """

@@ -187,6 +187,32 @@ def test_latencies_may_be_promised_without_a_throughput(tmp_path: Path) -> None:
     assert policy.slo("any") == Slo(slo_ttft_ms=700)
 
 
+def test_spares_are_workers_besides_that_are_told_so(tmp_path: Path) -> None:
+    parser = argparse.ArgumentParser()
+    up_flags.add_arguments(parser)
+    servers = [part for n in range(3) for part in ("--upstream", f"http://h:{n + 1}")]
+    for flags, workers, spare in (
+        (["--workers", "2", "--spares", "1"], ["w0", "w1", "s0"], {}),
+        (["--workers", "16", "--spares", "auto"], [f"w{n}" for n in range(16)] + ["s0"], {}),
+        (["--workers", "15", "--spares", "auto"], [f"w{n}" for n in range(15)], {}),
+        (["--engine", "openai", "--model", str(tmp_path), *servers, "--spares", "1"], ["w0", "w1", "s0"],
+         {"HOLDFAST_WORKER_UPSTREAM": "http://h:3"}),
+    ):  # fmt: skip
+        args = parser.parse_args(flags)
+        up_flags.check(args)
+        children = {c.name: c.environment for c in plan(args, FleetDir(tmp_path)) if c.role == "worker"}
+        assert list(children) == workers
+        told = {name for name, given in children.items() if given.get("HOLDFAST_WORKER_SPARE") == "true"}
+        assert told == {name for name in workers if name.startswith("s")}
+        assert not told or spare.items() <= children["s0"].items()
+
+
+def test_what_becomes_of_a_spare_is_told_also_where_all_of_them_come_from_elsewhere(tmp_path: Path) -> None:
+    told = _up(tmp_path, "controller", "--spares-on-return", "release")
+    assert gather(ControllerSettings, "controller", {}, told).policy.spares.on_return == "release"
+    assert not [name for name in _up(tmp_path, "controller") if "SPARES" in name]
+
+
 def test_a_fleet_is_told_how_often_requests_may_move(tmp_path: Path) -> None:
     told = _up(tmp_path, "frontend", "--migration-limit", "0", "--on-corruption", "error")
     settings = gather(FrontendSettings, "frontend", {}, told)
@@ -196,6 +222,8 @@ def test_a_fleet_is_told_how_often_requests_may_move(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("flags", "says"),
     [
+        (("--spare-threshold", "4"), "--spare-threshold is for --spares auto"),
+        (("--spares", "2", "--spare-threshold", "4"), "--spare-threshold is for --spares auto"),
         (("--priority-tiers", "gold"), "two different ones at least"),
         (("--tier-default", "gold"), "none of the priority_tiers"),
         (("--migration-limit", "-1"), "frontend.migration_limit = '-1'"),
