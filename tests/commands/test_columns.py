@@ -93,6 +93,22 @@ def test_a_narrower_terminal_loses_no_part_of_the_status(
     assert all(word in squeezed(text) for word in ("w-in-rack-17", "SUSPICIOUS", "half_open", squeezed(WHY)))
 
 
+def test_spares_are_told_and_not_taken_for_workers_in_trouble(capsys: pytest.CaptureFixture[str]) -> None:
+    shown = status("w0")
+    (about,) = shown["workers"]
+    waits = {**about, "weight": 0.0, "health": "HEALTHY", "spare": True, "place": None}
+    shown["workers"] = [
+        {**waits, "weight": 1.0, "id": "s0", "reasons": [], "spare": False, "place": "w0"},
+        {**waits, "id": "s1", "reasons": ["spare"]},
+        {**waits, "id": "w0", "health": "DEAD", "reasons": ["health DEAD: silent", "spare"]},
+    ]
+    print_status(shown)
+    said = capsys.readouterr().out
+    assert "s0 serves in the place of w0" in said and "1 of 2 ready for sim" in said
+    assert "w0 is a spare that could take no place: health DEAD: silent" in said
+    assert "s1 has not" not in said and "s1 is a spare" not in said
+
+
 def test_the_processes_fit(capsys: pytest.CaptureFixture[str]) -> None:
     print_processes([Presence("frontend", LONG, 123456, f"http://{LONG}:41234")], "text")
     text = capsys.readouterr().out

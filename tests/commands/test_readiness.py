@@ -56,6 +56,13 @@ def test_a_line_for_each_reason_names_three_and_counts_the_rest() -> None:
     assert list(absent(names, said, outside=True)) == names[1:5]
 
 
+def test_a_spare_that_is_well_is_there_and_one_that_is_not_is_awaited() -> None:
+    said = status("w0")
+    for name, reasons in (("s0", ["spare"]), ("s1", ["health SUSPICIOUS: joined", "spare"])):
+        said["workers"].append({"id": name, "weight": 0.0, "spare": True, "reasons": reasons})
+    assert absent(["w0", "s0", "s1"], said, outside=False) == {"s1": "health SUSPICIOUS: joined"}
+
+
 async def test_a_fleet_is_ready_with_those_that_are_there_and_awaits_the_others(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
