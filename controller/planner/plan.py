@@ -10,12 +10,13 @@
 Nothing is remembered but what the journal says was decided: two planners that read the same decide the same.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime, timedelta
 from functools import lru_cache
 from itertools import pairwise
 from math import ceil
+from typing import TypeAlias
 
 from controller.deciders.validation import STRICT, at_least, demand
 from controller.planner.forecast import LoadForecast, forecast, methods
@@ -119,14 +120,28 @@ class _Wanted:
     sizing: Sizing
 
 
+Expecting: TypeAlias = Callable[[tuple[float, ...], int], LoadForecast]
+"""Foresees the next bins, of which there are so many, from those that are known: the latest last."""
+
+
+@lru_cache(maxsize=1024)  # models: it is asked every few seconds, and something new comes every minute
+def expected(history: tuple[float, ...], ahead: int) -> LoadForecast:
+    """Return what the best of all methods foresees."""
+    return forecast(history, ahead, methods(round(PERIOD_S / BIN_S)))
+
+
 def plan(
-    policy: PlannerPolicy, models: Sequence[ModelView], now: datetime, projection_age_s: float
+    policy: PlannerPolicy,
+    models: Sequence[ModelView],
+    now: datetime,
+    projection_age_s: float,
+    expecting: Expecting = expected,
 ) -> list[Proposal]:
     """Return what each model should have from now on."""
     if projection_age_s > policy.stale_s:
         why = f"the state store is {projection_age_s:.0f} s behind"
         return [_hold(view, why) for view in models]
-    proposals = [_of(policy, view, now) for view in models]
+    proposals = [_of(policy, view, now, expecting) for view in models]
     return _within_budget(policy, models, proposals)
 
 
@@ -134,21 +149,22 @@ def _hold(view: ModelView, why: str) -> Proposal:
     return Proposal(view.model, view.provisioned, view.provisioned, "hold", 0, held=why)
 
 
-def _of(policy: PlannerPolicy, view: ModelView, now: datetime) -> Proposal:
+def _of(policy: PlannerPolicy, view: ModelView, now: datetime, expecting: Expecting) -> Proposal:
     floor = max(policy.workers_min, view.floor)
     if view.set_by_operator is not None:
         wanted = max(0, min(policy.workers_max, view.set_by_operator))
         return Proposal(view.model, view.provisioned, wanted, "operator", wanted)
+    short = view.provisioned - view.lost < floor
     if (why := unknown(policy, view)) is not None:
-        if view.provisioned - view.lost < floor:
+        if short:
             return _stepped(policy, view, min(floor + view.lost, policy.workers_max), "floor", None, now)
         return _hold(view, why)
-    wanted_now = needs(policy, view)
+    wanted_now = needs(policy, view, expecting)
     soon = _bounded(policy, floor, wanted_now.soon) + view.lost
     target = _bounded(policy, floor, wanted_now.now) + view.lost
     lately = _bounded(policy, floor, wanted_now.lately) + view.lost
     if soon > view.provisioned:
-        why = "lost" if target - view.lost <= view.provisioned else "up"
+        why = "floor" if short else "lost" if target - view.lost <= view.provisioned else "up"
         return _stepped(policy, view, min(target, policy.workers_max), why, wanted_now, now)
     seen = len(known(view.minutes)) >= DOWN_LEAST
     if seen and lately < view.provisioned and view.provisioned - lately > policy.slack * lately:
@@ -170,13 +186,13 @@ def unknown(policy: PlannerPolicy, view: ModelView) -> str | None:
     return None
 
 
-def needs(policy: PlannerPolicy, view: ModelView) -> _Wanted:
+def needs(policy: PlannerPolicy, view: ModelView, expecting: Expecting = expected) -> _Wanted:
     """Return how many workers a model needs for what is expected, and for the most of the last while as well."""
     minutes = known(view.minutes)
     history = [work(minute.traffic, view.profile) for minute in minutes]
     pressure = bearable(minutes, view.profile, view.objectives)
     ahead, starts = ceil((policy.start_s + policy.ahead_s) / BIN_S), ceil(policy.start_s / BIN_S)
-    expected = _expected(tuple(history), ahead)
+    foreseen = expecting(tuple(history), ahead)
     shape = total(minutes[-SHAPE_BINS:])
     one = work(shape, view.profile)
 
@@ -186,18 +202,13 @@ def needs(policy: PlannerPolicy, view: ModelView) -> _Wanted:
         return Sizing(ceil(found.workers / pressure), found.bound)
 
     now, soon = (
-        sized(expected.peak),
-        sized(max(expected.values[: starts + 1]) * (1 + expected.margin * policy.trigger)),
+        sized(foreseen.peak),
+        sized(max(foreseen.values[: starts + 1]) * (1 + foreseen.margin * policy.trigger)),
     )
     lately = now.workers
     for minute in minutes[-max(1, round(policy.down_after_s / BIN_S)) :]:
         lately = max(lately, sized(work(minute.traffic, view.profile)).workers)
-    return _Wanted(soon.workers, now.workers, lately, expected, now)
-
-
-@lru_cache(maxsize=1024)  # models: it is asked every few seconds, and something new comes every minute
-def _expected(history: tuple[float, ...], ahead: int) -> LoadForecast:
-    return forecast(history, ahead, methods(round(PERIOD_S / BIN_S)))
+    return _Wanted(soon.workers, now.workers, lately, foreseen, now)
 
 
 def _stepped(
@@ -205,17 +216,18 @@ def _stepped(
 ) -> Proposal:
     """Return the next step to a target, if it may be taken now."""
     up = target > view.provisioned
-    if (held := _too_soon(policy, view, now, up=up)) is not None:
+    if (held := _too_soon(policy, view, now, up=up, short=why == "floor")) is not None:
         return _told(view, view.provisioned, "hold", wanted, held)
     most = max(policy.step_max, int(policy.step_share * view.provisioned))
     step = min(abs(target - view.provisioned), most)
     return _told(view, view.provisioned + (step if up else -step), why, wanted, "")
 
 
-def _too_soon(policy: PlannerPolicy, view: ModelView, now: datetime, *, up: bool) -> str | None:
+def _too_soon(policy: PlannerPolicy, view: ModelView, now: datetime, *, up: bool, short: bool) -> str | None:
+    """`short`: there are fewer than there must be, which no number of changes excuses."""
     changes = [change for change in view.changes if now - change.at < HOUR]
     allowed = policy.changes_per_hour - (0 if up else policy.changes_for_up)
-    if len(changes) >= allowed:
+    if len(changes) >= allowed and not short:
         return f"{len(changes)} changes within the hour"
     if not changes:
         return None

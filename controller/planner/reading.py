@@ -4,7 +4,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import datetime, timedelta
-from math import inf
+from math import ceil, inf
 
 from controller.deciders.capacity import Slo, attainable, fleet_capacity
 from controller.planner.history import ModelHistory
@@ -30,6 +30,14 @@ class PlannedWorker:
     def serves(self) -> bool:
         """Whether requests are sent to it."""
         return self.weight > 0 and not self.leaving
+
+
+@dataclass(frozen=True, slots=True)
+class Promised:
+    """What a model has promised, and how much of its throughput there must be so that nothing of it is given up."""
+
+    slo: Slo
+    share: float  # of `slo_throughput_rps`: with less the degradation ladder takes or keeps a level
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +73,7 @@ def capacity_of(workers: Sequence[PlannedWorker], slo: Slo, lost_after_s: float)
 def view_of(
     workers: Sequence[PlannedWorker],
     history: ModelHistory,
-    slo: Slo,
+    promised: Promised,
     policy: PlannerPolicy,
     lost_after_s: float,
     now: datetime,
@@ -73,9 +81,9 @@ def view_of(
     """Return one model as the decider wants it; None: none of its workers is known, so that nobody knows what one can do."""
     if not workers:
         return None
-    capacity = capacity_of(workers, slo, lost_after_s)
+    capacity = capacity_of(workers, promised.slo, lost_after_s)
     profile = Counter(worker.profile for worker in workers).most_common(1)[0][0]
-    within = attainable(slo, [(profile, 1.0)])
+    within = attainable(promised.slo, [(profile, 1.0)])
     objectives = Objectives(
         ttft_ms=inf if within.slo_ttft_ms is None else within.slo_ttft_ms,
         tpot_ms=inf if within.slo_tpot_ms is None else within.slo_tpot_ms,
@@ -90,8 +98,16 @@ def view_of(
         objectives=objectives,
         minutes=history.minutes(now),
         set_by_operator=history.set_by_operator,
+        floor=_floor(profile, within, promised.share),
         changes=history.changes(now),
     )
+
+
+def _floor(profile: Profile, slo: Slo, share: float) -> int:
+    """Return how many workers carry this share of the throughput that is promised; 0: none is."""
+    one = fleet_capacity([(profile, 1.0)], slo).effective_capacity_rps
+    wanted = (slo.slo_throughput_rps or 0.0) * share
+    return ceil(wanted / one - 1e-9) if wanted > 0 and one > 0 else 0
 
 
 def _provisioned(capacity: ModelCapacity, history: ModelHistory, policy: PlannerPolicy, now: datetime) -> int:

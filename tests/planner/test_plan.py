@@ -95,6 +95,13 @@ def test_below_its_floor_a_model_is_filled_up_whatever_is_known() -> None:
     assert (proposal.after, proposal.why) == (3, "floor")
 
 
+def test_below_its_floor_no_number_of_changes_keeps_a_model() -> None:
+    """Found by `holdfast simulate --seed 136 --workers 4`: an operator's trials had used the hour's changes up."""
+    used_up = [ago(60 - n, 3, 1) for n in range(2, 14)]
+    for minutes in ([None] * 5, [minute(TEN)] * 30):
+        assert planned(view(1, minutes, floor=3, changes=used_up)).why == "floor"
+
+
 def test_a_model_without_any_traffic_keeps_its_floor() -> None:
     assert planned(view(4, [minute(0)] * 30), PlannerPolicy(workers_min=2)).after == 2
     assert planned(view(4, [minute(0)] * 30, floor=3)).after == 3

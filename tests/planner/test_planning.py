@@ -7,11 +7,13 @@ from datetime import datetime, timedelta
 from typing import Any
 
 import pytest
-from made_history import History
+from made_history import PROFILE, History
 from prometheus_client import CollectorRegistry, generate_latest
 
 from controller.adapters.memory_store import MemoryStore
-from controller.deciders.fleet import Fleet, evolve
+from controller.deciders.capacity import Slo, fleet_capacity
+from controller.deciders.degradation import DegradationPolicy
+from controller.deciders.fleet import Fleet, FleetPolicy, evolve
 from controller.planner.plan import PlannerPolicy
 from controller.ports import HookResult, Snapshot, StoreUnavailable, WantedScale
 from controller.runtime.planning.metrics import PlannerMetrics
@@ -50,8 +52,8 @@ class PlayedHook:
 class PlannedFleet:
     """A fleet whose time the test drives, its state store, and what its frontend tells of each minute."""
 
-    def __init__(self, workers: int = 3) -> None:
-        self.history = History().start(workers)
+    def __init__(self, workers: int = 3, policy: FleetPolicy | None = None) -> None:
+        self.history = History(policy=policy or FleetPolicy()).start(workers)
         self.store = MemoryStore()
         self.order: Order[Fleet] = Order(evolve, Fleet())
 
@@ -155,6 +157,21 @@ async def test_a_proposal_that_nobody_heeds_is_made_again_after_a_while() -> Non
         await fleet.minutes(BUSY, 1)
         await looks(fleet, [planner], 2)
     assert len(fleet.proposals()) == 3
+
+
+@pytest.mark.parametrize(("promised", "left"), [(None, 1), (0.5, 2), (0.9, 3)])
+async def test_so_many_stay_as_carry_the_throughput_that_is_promised(
+    promised: float | None, left: int
+) -> None:
+    """Fewer would do for the traffic, and would be answered by the degradation ladder."""
+    three = fleet_capacity([(PROFILE, 1.0)] * 3, Slo()).effective_capacity_rps
+    slos = {} if promised is None else {"llama": Slo(slo_throughput_rps=promised * three)}
+    fleet = PlannedFleet(3, FleetPolicy(degradation=DegradationPolicy(slos=slos)))
+    planner = fleet.planner()
+    await fleet.minutes(QUIET, 15)
+    await planner.look()
+    (shown,) = planner.report()["models"]
+    assert shown["proposed"] == left
 
 
 async def test_an_observer_proposes_nothing() -> None:

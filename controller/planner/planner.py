@@ -1,0 +1,181 @@
+"""What does one planner know, what does it hold for right, and what of it is due to be said? It waits for nothing and writes
+nothing: whoever runs it reads the state store and the journal for it, and says what it returns.
+
+    events, rows ─▶ histories, workers ─▶ views ─▶ plan ─▶ CapacityReported, ScaleProposed
+                                                    ▲ age of the projection: journal's end, against how far the store is
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from datetime import datetime, timedelta
+from typing import Any
+
+from controller.deciders.capacity import Slo
+from controller.deciders.degradation import DegradationPolicy
+from controller.deciders.policy import load
+from controller.planner.history import ModelHistory
+from controller.planner.plan import Expecting, ModelView, PlannerPolicy, Proposal, expected, plan
+from controller.planner.projection_age import ProjectionAge
+from controller.planner.reading import ModelCapacity, PlannedWorker, Promised, capacity_of, view_of
+from controller.planner.workers import WorkersSeen
+from events.decisions import PolicyAdopted
+from events.fact import Recorded
+from events.observations import CapacityReported, ScaleProposed
+
+MODELS_MAX = 1_000
+CAPACITY_EVERY = timedelta(seconds=60)
+RATIO_CHANGE = 0.02  # of a model's capacity, that is told at once
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlannerDuties:
+    """What is asked of a planner besides its policy."""
+
+    proposes: bool = True  # else it only says what models carry
+    by: str = ""  # who carries proposals out; empty: nobody
+    lost_after_s: float = 120.0  # without service, after which a worker counts as lost
+    repeat_s: float = 600.0  # until a proposal that nobody heeds is made again
+
+
+@dataclass(frozen=True, slots=True)
+class PlannerOutlook:
+    """What was found at one look, and then what was decided."""
+
+    at: datetime
+    position: int  # sequence up to which the state store was read
+    projection_age_s: float
+    workers: Mapping[str, Sequence[PlannedWorker]]  # by model
+    views: Mapping[str, ModelView]
+    proposals: Sequence[Proposal] = ()
+
+
+class Planner:
+    """One planner."""
+
+    def __init__(
+        self, name: str, policy: PlannerPolicy, duties: PlannerDuties, expecting: Expecting = expected
+    ) -> None:
+        """Begin without knowing anything. `expecting` foresees the load."""
+        self.policy = policy
+        self.age = ProjectionAge()
+        self.read = 0  # sequence of the last event that was taken in
+        self._name, self._duties, self._expecting = name, duties, expecting
+        self._workers = WorkersSeen()
+        self._histories: dict[str, ModelHistory] = {}
+        self._ladder = DegradationPolicy()
+
+    # --- reading ----------------------------------------------------------------------------------------------------
+
+    def forget(self) -> None:
+        """Begin anew: the journal is another one, or was made anew."""
+        self.read = 0
+        self._histories.clear()
+        self.age.forget()
+
+    def take(self, events: Iterable[Recorded]) -> None:
+        """Take in events that are planned by, in the journal's order; one that was taken in already changes nothing."""
+        for event in events:
+            if isinstance(event.fact, PolicyAdopted):
+                with suppress(ValueError):  # another version may know of values that make no sense here
+                    self._ladder = load(event.fact.policy).degradation
+            elif (history := self._history(getattr(event.fact, "model", ""))) is not None:
+                history.take(event)
+
+    def _history(self, model: str) -> ModelHistory | None:
+        known = self._histories.get(model)
+        if known is None and model and len(self._histories) < MODELS_MAX:
+            known = self._histories[model] = ModelHistory(model)
+        return known
+
+    def _slo(self, model: str) -> Slo:
+        return self._ladder.slo(model) or Slo()
+
+    # --- deciding ---------------------------------------------------------------------------------------------------
+
+    def look(
+        self, rows: Sequence[Mapping[str, Any]], position: int, now: datetime, monotonic: float
+    ) -> PlannerOutlook:
+        """Return what is the case by the workers' rows as of `position`. `monotonic`: seconds of a clock that never goes back."""
+        age_s = self.age.of(position, monotonic)
+        by_model = self._workers.by_model(rows, monotonic)
+        return PlannerOutlook(now, position, age_s, by_model, self._views(by_model, now))
+
+    def _views(self, by_model: Mapping[str, Sequence[PlannedWorker]], now: datetime) -> dict[str, ModelView]:
+        views = {}
+        for model, workers in sorted(by_model.items()):
+            if (history := self._history(model)) is None:
+                continue
+            promised = Promised(self._slo(model), self._ladder.entries[0] + self._ladder.margin)
+            lost_after_s = self._duties.lost_after_s
+            view = view_of(workers, history, promised, self.policy, lost_after_s, now)
+            if view is not None:
+                views[model] = view
+        return views
+
+    def decide(self, seen: PlannerOutlook) -> list[Proposal]:
+        """Return what each model should have. It may take a second where a season is fitted, and may run in another thread."""
+        return plan(self.policy, [*seen.views.values()], seen.at, seen.projection_age_s, self._expecting)
+
+    # --- saying -----------------------------------------------------------------------------------------------------
+
+    def capacities(self, seen: PlannerOutlook) -> dict[str, ModelCapacity]:
+        """Return what each model's workers carry; nothing where that is too old to be what they carry now."""
+        if seen.projection_age_s > self.policy.stale_s:
+            return {}
+        lost_after_s = self._duties.lost_after_s
+        return {
+            model: capacity_of(workers, self._slo(model), lost_after_s)
+            for model, workers in seen.workers.items()
+        }
+
+    def tells(self, model: str, found: ModelCapacity, seen: PlannerOutlook) -> CapacityReported | None:
+        """Return what is to be said of a model's capacity: where it is another than was said last, and each minute."""
+        history = self._history(model)
+        last = history.last_capacity if history is not None else None
+        if last is not None and seen.at - last.at < CAPACITY_EVERY and not _differs(last, found):
+            return None
+        return CapacityReported(
+            planner=self._name, model=model, provisioned=found.provisioned, healthy=found.healthy, lost=found.lost,
+            gpus=found.gpus, achievable_rps=found.achievable_rps, ratio=found.ratio, position=seen.position,
+        )  # fmt: skip
+
+    def due(self, seen: PlannerOutlook) -> list[tuple[Proposal, ScaleProposed]]:
+        """Return the proposals that are to be made, and how they are said."""
+        return [(one, self._said(one, seen.position)) for one in seen.proposals if self._is_due(one, seen.at)]
+
+    def _is_due(self, proposal: Proposal, now: datetime) -> bool:
+        """Say whether a proposal is to be made: it changes something, and is not the one that everybody knows."""
+        if not self._duties.proposes or proposal.after == proposal.before:
+            return False
+        history, by = self._histories[proposal.model], self._duties.by
+        last = history.last_proposal
+        if last is None:
+            return True
+        fact = last.fact
+        assert isinstance(fact, ScaleProposed)
+        if (fact.before, fact.after, fact.by) != (proposal.before, proposal.after, by):
+            return True
+        undone = by and not history.carried_out(last)  # it failed, or whoever was to do it fell
+        wait_s = self.policy.up_cooldown_s if undone else self._duties.repeat_s
+        return now - last.at >= timedelta(seconds=wait_s)
+
+    def last_proposed(self, model: str) -> int:
+        """Return the sequence of the last proposal about a model, whoever made it; 0: there was none."""
+        last = self._histories[model].last_proposal
+        return last.seq if last is not None else 0
+
+    def _said(self, proposal: Proposal, position: int) -> ScaleProposed:
+        foreseen = proposal.forecast
+        return ScaleProposed(
+            planner=self._name, model=proposal.model, before=proposal.before, after=proposal.after, why=proposal.why,
+            needed=proposal.needed, method=foreseen.method if foreseen else "", error=foreseen.error if foreseen else None,
+            bound=proposal.bound, held=proposal.held, by=self._duties.by, position=position,
+        )  # fmt: skip
+
+
+def _differs(last: Recorded, found: ModelCapacity) -> bool:
+    said = last.fact
+    assert isinstance(said, CapacityReported)
+    counts = (said.provisioned, said.healthy, said.lost) != (found.provisioned, found.healthy, found.lost)
+    return counts or abs(said.ratio - found.ratio) > RATIO_CHANGE
