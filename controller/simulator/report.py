@@ -6,6 +6,7 @@ from typing import Any
 from controller.simulator.checks.invariants import INVARIANTS
 from controller.simulator.rates import PRESETS, Forecast
 from controller.simulator.simulation import Result
+from controller.simulator.world.scenario import Scenario
 
 
 def forecast(rates: str | None, workers: int, tp: int) -> Forecast | None:
@@ -46,6 +47,11 @@ def as_plain(result: Result, again: str, expected: Forecast | None) -> dict[str,
         "models": list(scenario.models),
         "controllers": scenario.controllers,
         "frontends": scenario.frontends,
+        "spares": scenario.besides.spares,
+        "planners": scenario.besides.planning.planners if scenario.besides.planning is not None else 0,
+        "room": scenario.besides.crowd.batch + scenario.besides.crowd.waiting
+        if scenario.besides.crowd is not None
+        else None,
         "canary_interval_s": scenario.interval / 1e6,
         "healed_at_s": scenario.heal_at / 1e6,
         "events": result.events,
@@ -70,10 +76,24 @@ def _head(result: Result) -> str:
     scenario = result.scenario
     return (
         f"seed {scenario.seed}: {scenario.workers} workers ({', '.join(scenario.models)}), "
-        f"{scenario.controllers} controllers, {scenario.frontends} frontends, a canary every "
+        f"{scenario.controllers} controllers, {scenario.frontends} frontends{_besides(scenario)}, a canary every "
         f"{scenario.interval / 1e6:g} s\n{scenario.minutes:g} virtual minutes in {result.wall_s:.2f} s: "
         f"{result.speed:,.0f} x real time, {result.happened:,} steps\nhistory {result.digest[:16]}"
     )
+
+
+def _besides(scenario: Scenario) -> str:
+    """Return what else there is in this world."""
+    planners = scenario.besides.planning.planners if scenario.besides.planning is not None else 0
+    found = [
+        f"{scenario.besides.spares} spares" if scenario.besides.spares else "",
+        f"{planners} planners" if planners else "",
+    ]
+    if scenario.besides.crowd is not None:
+        found.append(
+            f"room for {scenario.besides.crowd.batch} + {scenario.besides.crowd.waiting} requests at each worker"
+        )
+    return "".join(f", {one}" for one in found if one)
 
 
 def _happened(result: Result) -> str:

@@ -18,17 +18,22 @@ from controller.simulator.checks.watch import InvariantWatch, Violated, Violatio
 from controller.simulator.world.broker import Broker, Network
 from controller.simulator.world.controllers import SimulatedController
 from controller.simulator.world.faults import FaultInjector
-from controller.simulator.world.frontends import SimulatedFrontend
 from controller.simulator.world.kernel import SECOND, Kernel
-from controller.simulator.world.machines import Hardware, Machine
+from controller.simulator.world.machines import Hardware, Machine, Standing
 from controller.simulator.world.operators import Operators, SimulatedSupervisor
 from controller.simulator.world.outbox import AcknowledgedNumbers, SimulatedOutbox
+from controller.simulator.world.planner import SimulatedPlanner
+from controller.simulator.world.planning.scaling import SimulatedScaling
 from controller.simulator.world.projector import SimulatedProjector
 from controller.simulator.world.replica import Remembered, Replica
-from controller.simulator.world.scenario import Scenario, draw
+from controller.simulator.world.requests.crowd import CrowdedRequests
+from controller.simulator.world.requests.demand import SimulatedDemand
+from controller.simulator.world.requests.frontends import SimulatedFrontend
+from controller.simulator.world.requests.traffic import ClientTally, SimulatedTraffic
+from controller.simulator.world.requests.underway import RequestsUnderWay
+from controller.simulator.world.scenario import Scenario, draw, profile_of
 from controller.simulator.world.seams import Seams
 from controller.simulator.world.surroundings import Surroundings
-from controller.simulator.world.traffic import ClientTally, SimulatedTraffic
 from events import codec
 from events.fact import Recorded
 from events.order import OutOfOrder
@@ -74,11 +79,14 @@ class Simulation:
         self.machines = {name: self._machine(name, i) for i, name in enumerate(self._names())}
         self.surroundings = self._surroundings()
         self.projector = SimulatedProjector(self.surroundings, kernel.chance("projector"))
+        self.planners = [*self._planners()]
         self.controllers = [self._controller(i) for i in range(scenario.controllers)]
         self.tally = ClientTally()
+        self.demand = SimulatedDemand(scenario, kernel)
         self.frontends = [self._frontend(i) for i in range(scenario.frontends)]
         self.operators = Operators(self, kernel.chance("operators"))
         self.supervisor = SimulatedSupervisor(self, kernel.chance("supervisor"))
+        self.scaling = self._scaling()
         self.faults = FaultInjector(
             self, self.operators, self.supervisor, kernel.chance("faults"), self._note
         )
@@ -128,7 +136,10 @@ class Simulation:
     def outboxes(self) -> list[SimulatedOutbox]:
         """Return what all processes that are up have still to say."""
         boxes = [c.outbox for c in self.controllers if c.up] + [f.outbox for f in self.frontends if f.up]
-        return boxes + [m.outbox for m in self.machines.values() if m.up]
+        boxes += [p.outbox for p in self.planners if p.up] + [
+            m.outbox for m in self.machines.values() if m.up
+        ]
+        return [*boxes, self.scaling.outbox] if self.scaling is not None else boxes
 
     def history(self) -> Iterator[str]:
         """Yield everything that happened as JSON lines: every event of the journal, and every fault between them."""
@@ -152,10 +163,38 @@ class Simulation:
         models = self.scenario.models
         chance = self.kernel.chance(name)
         model = models[index % len(models)]
-        hardware = Hardware(spare=index >= self.scenario.workers - self.scenario.spares)
+        spare = self.scenario.workers - self.scenario.besides.spares <= index < self.scenario.workers
+        crowd = self.scenario.besides.crowd
+        waiting = crowd.waiting if crowd is not None else None
+        hardware = Hardware(profile=profile_of(crowd), spare=spare, waiting=waiting)
         return Machine(
-            name, model, self.kernel, self.broker, self.acknowledged, chance, self._broken, hardware=hardware
-        )
+            name, model, self.kernel, self.broker, self.acknowledged, chance, self._broken, hardware=hardware,
+            standing=Standing(created=self.kernel.now),
+        )  # fmt: skip
+
+    def _one_more(self, model: str) -> Machine:
+        """Make the place of one worker more."""
+        models, index = self.scenario.models, len(self.machines)
+        while models[index % len(models)] != model:
+            index += 1
+        while (name := f"w{index + 1}") in self.machines:
+            index += len(models)
+        machine = self.machines[name] = self._machine(name, index)
+        return machine
+
+    def _planners(self) -> Iterator[SimulatedPlanner]:
+        planning = self.scenario.besides.planning
+        for index in range(planning.planners if planning is not None else 0):
+            assert planning is not None
+            name = f"planner{index + 1}"
+            yield SimulatedPlanner(
+                name, self.surroundings, self.projector, planning, self.kernel.chance(name)
+            )
+
+    def _scaling(self) -> SimulatedScaling | None:
+        if self.scenario.besides.planning is None:
+            return None
+        return SimulatedScaling(self, self.supervisor, self._one_more, self.kernel.chance("scaling"))
 
     def _surroundings(self) -> Surroundings:
         return Surroundings(
@@ -172,6 +211,7 @@ class Simulation:
             listen=self.watch.absorbed,
             decided=self.watch.appended,
             accused=self.watch.accused,
+            proposed=self.watch.proposed,
         )
 
     def _controller(self, index: int) -> SimulatedController:
@@ -183,16 +223,18 @@ class Simulation:
 
     def _frontend(self, index: int) -> SimulatedFrontend:
         name = f"frontend{index + 1}"
+        underway = RequestsUnderWay if self.scenario.besides.crowd is None else CrowdedRequests
         traffic = SimulatedTraffic(
-            per_second=self.scenario.requests_per_second,
+            per_second=self.demand.per_second,
             machines=self.machines,
             models=self.scenario.models,
             tally=self.tally,
             routed=self.watch.routed,
             judged=self.watch.judged,
             stored=lambda: self.projector.stored,
+            told=self.demand.told,
         )
-        return SimulatedFrontend(name, self.surroundings, traffic, self.kernel.chance(name))
+        return SimulatedFrontend(name, self.surroundings, traffic, self.kernel.chance(name), underway)
 
     # --- playing ------------------------------------------------------------------------------------------------
 
@@ -211,6 +253,7 @@ class Simulation:
         ):
             self.faults.corrupt_from_start(machine)
         starts = [c.start for c in self.controllers] + [f.start for f in self.frontends]
+        starts += [planner.start for planner in self.planners]
         for start in (*starts, self.projector.start):
             kernel.after(int(chance.random() * 2 * SECOND), start)
         kernel.after(SECOND, self.watch.tick)

@@ -13,6 +13,10 @@ from controller.deciders import fleet as deciders
 from controller.deciders.fleet import Fleet, FleetPolicy
 from controller.deciders.spares import Spare
 from controller.deciders.worker import Worker
+from controller.planner.plan import PlannerPolicy, Proposal
+from controller.planner.planner import Planner, PlannerOutlook
+from controller.planner.traffic import Minute, Traffic
+from controller.router.admission.line import Line, PlaceInLine
 from controller.router.endpoints import Endpoint, EndpointTable, TableChange
 from controller.simulator.world.seams import Seams, Stored
 from events.decisions import DegradationChanged, HealthChanged, HealthStatus, SpareActivated, WeightCapped
@@ -254,6 +258,51 @@ def _role_of_a_life(fleet: Fleet, recorded: Recorded) -> Fleet:
     return replace(after, workers={**after.workers, fact.worker: joined})
 
 
+class OneLine(Line[Any]):
+    """First come, first served, whatever the tier."""
+
+    def head(self, now: float) -> PlaceInLine[Any] | None:
+        return min(self, key=lambda place: place.since, default=None)
+
+
+def _planning(**changed: Any) -> Callable[..., Planner]:
+    """Return what makes planners of a policy that is changed so."""
+
+    def make(name: str, policy: PlannerPolicy, *others: Any) -> Planner:
+        return Planner(name, replace(policy, **changed), *others)
+
+    return make
+
+
+class ToNothing(Planner):
+    """Lets all go where nothing is told of, or nothing comes."""
+
+    def decide(self, seen: PlannerOutlook) -> list[Proposal]:
+        return [
+            replace(one, after=0, why="down") if one.after < one.before and one.why == "down" else one
+            for one in super().decide(seen)
+        ]
+
+
+class Untroubled(Planner):
+    """Takes minutes of which nobody tells for such in which nothing came."""
+
+    def decide(self, seen: PlannerOutlook) -> list[Proposal]:
+        views = {
+            model: replace(view, minutes=[minute or Minute(Traffic(), 0.0, 1.0) for minute in view.minutes])
+            for model, view in seen.views.items()
+        }
+        return super().decide(replace(seen, views=views))
+
+
+class SelfWilled(Planner):
+    """Plans on, whatever an operator has set."""
+
+    def decide(self, seen: PlannerOutlook) -> list[Proposal]:
+        views = {model: replace(view, set_by_operator=None) for model, view in seen.views.items()}
+        return super().decide(replace(seen, views=views))
+
+
 PLANTED: dict[str, Planted] = {
     "raw_order": Planted(
         "frontends fold in stream order instead of absorption order",
@@ -364,6 +413,61 @@ PLANTED: dict[str, Planted] = {
         "a worker that has lost its place has it again with its next life",
         Seams(evolve=_role_of_a_life),
         ("places_once",),
+    ),
+    "nobody_wakes": Planted(
+        "those who wait look only when somebody comes",
+        Seams(wakes=lambda: False),
+        ("room_is_used",),
+    ),
+    "one_line": Planted(
+        "all tiers wait in one line",
+        Seams(lines=OneLine),
+        ("tiers_ordered",),
+    ),
+    "never_late": Planted(
+        "whose time is over stays in line",
+        Seams(leaves_late=lambda: False),
+        ("late_is_not_sent",),
+    ),
+    "refusal_fails": Planted(
+        "a refusal for want of room counts against the worker",
+        Seams(refusal=lambda: "failed"),
+        ("refusal_is_no_fault",),
+    ),
+    "refusal_moves": Planted(
+        "a refusal for want of room is told as a migration",
+        Seams(refusal=lambda: "moved"),
+        ("refusal_is_no_failure",),
+    ),
+    "to_nothing": Planted(
+        "a planner lets the last worker go",
+        Seams(planner=ToNothing),
+        ("planner_floor",),
+    ),
+    "stale_planner": Planted(
+        "a planner does not ask how old the state store is",
+        Seams(planner=_planning(stale_s=100_000.0)),
+        ("planner_fresh",),
+    ),
+    "untroubled": Planted(
+        "a planner takes silence for little traffic",
+        Seams(planner=Untroubled),
+        ("planner_knows",),
+    ),
+    "self_willed": Planted(
+        "a planner plans on against an operator",
+        Seams(planner=SelfWilled),
+        ("planner_heeds",),
+    ),
+    "two_voices": Planted(
+        "the journal takes the proposals of two planners at once",
+        Seams(follows=lambda after, last: True),
+        ("planner_in_turn", "planner_steady"),
+    ),
+    "restless": Planted(
+        "a planner proposes something else at each look",
+        Seams(planner=_planning(up_cooldown_s=0.0, down_cooldown_s=0.0, changes_per_hour=10_000)),
+        ("planner_steady",),
     ),
     "health_alone": Planted(
         "frontends route to whatever is not dead",

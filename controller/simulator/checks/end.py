@@ -84,8 +84,10 @@ def all_well(watch: InvariantWatch) -> str | None:
     """Look at every worker: healthy, closed, at full weight. Only where there was time enough."""
     if not watch.world.scenario.settles:
         return None
-    machines = watch.world.machines
+    machines, heal_at = watch.world.machines, watch.world.scenario.heal_at
     for machine in machines.values():
+        if machine.standing.retired or machine.standing.created >= heal_at:
+            continue
         entry = watch.ledger.of(machine.name, machine.instance)
         shown = watch.shown[-1].workers.get(machine.name)
         if entry is None or shown is None:

@@ -2,8 +2,8 @@
 
 `on` says when it is checked: before a decision is written into the ledger, after an event was recorded, after an
 append, after a process folded a batch, when a request was routed, when its outcome is in, when a worker was accused
-of silence, once a second, and at the end. A check returns what it saw if the sentence is false, and nothing if it
-holds. Each raises nothing: the watch ends the run.
+of silence, when a planner is about to propose, once a second, and at the end. A check returns what it saw if the
+sentence is false, and nothing if it holds. Each raises nothing: the watch ends the run.
 """
 
 from collections.abc import Callable, Mapping
@@ -12,6 +12,8 @@ from typing import Any
 from controller.simulator.checks import decisions as checks_decisions
 from controller.simulator.checks import end as checks_end
 from controller.simulator.checks import folds as checks_folds
+from controller.simulator.checks import overload as checks_overload
+from controller.simulator.checks import planner as checks_planner
 from controller.simulator.checks import spares as checks_spares
 from controller.simulator.checks import world as checks_world
 from controller.simulator.checks.watch import Invariant, On
@@ -22,6 +24,7 @@ def _all(*found: tuple[str, On, Callable[..., Any], str]) -> Mapping[str, Invari
 
 
 d, f, w, e, s = checks_decisions, checks_folds, checks_world, checks_end, checks_spares
+o, p = checks_overload, checks_planner
 
 INVARIANTS: Mapping[str, Invariant] = _all(
     # The journal and its one writer.
@@ -104,6 +107,40 @@ INVARIANTS: Mapping[str, Invariant] = _all(
     ("places_once", "recorded", s.places, "No place is taken twice, and there are as many as there were."),
     ("spares_wait", "routed", s.waits, "No request goes to a worker that its frontend knows to be a spare."),
     ("places_filled", "tick", s.filled, "No place stays empty beside a spare while a leader lives."),
+    # Overload.
+    ("room_is_used", "tick", o.idle, "No worker has room while somebody waits for one that it could serve."),
+    (
+        "tiers_ordered",
+        "routed",
+        o.ordered,
+        "Nobody is let in while one of a better tier waits in line.",
+    ),
+    ("late_is_not_sent", "routed", o.in_time, "No worker gets a request whose time in line is over."),
+    ("refusal_is_no_fault", "judged", o.harmless, "That a worker has no room moves no breaker."),
+    (
+        "refusal_is_no_failure",
+        "recorded",
+        o.untold,
+        "That a worker has no room is told neither as a migration nor as a loss.",
+    ),
+    ("everybody_answered", "end", o.answered, "Each request is answered, refused or lost once."),
+    # Planners.
+    ("planner_floor", "proposed", p.floor, "No planner proposes fewer workers than there must be."),
+    ("planner_fresh", "proposed", p.fresh, "No planner proposes anything by a state store that is behind."),
+    (
+        "planner_knows",
+        "proposed",
+        p.knows,
+        "No planner takes it for little traffic that nobody tells of any.",
+    ),
+    ("planner_heeds", "proposed", p.heeds, "What an operator has set holds until he releases it."),
+    ("planner_in_turn", "recorded", p.in_turn, "Whoever proposes has read the proposal before."),
+    (
+        "planner_steady",
+        "recorded",
+        p.steady,
+        "Proposals keep the cool-down, and their number within an hour.",
+    ),
     # Folds.
     ("folds_agree", "absorbed", f.agree, "Every fold at the same position is the same."),
     (

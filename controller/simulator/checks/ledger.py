@@ -5,7 +5,7 @@ contradict a fold that drifted away from them.
 """
 
 from dataclasses import dataclass, field
-from datetime import datetime
+from datetime import datetime, timedelta
 
 from events.decisions import (
     BreakerClosed,
@@ -31,6 +31,9 @@ from events.observations import (
     DeviceRecovered,
     RequestFailed,
     ResumeRequested,
+    ScaleProposed,
+    ScaleSet,
+    TrafficReported,
     WorkerJoined,
     WorkerObservation,
 )
@@ -101,6 +104,13 @@ class CheckLedger:
     agreed: set[tuple[str, str]] = field(default_factory=set)
     observed: dict[str, tuple[int, WorkerObservation]] = field(default_factory=dict)  # id: sequence, fact
     numbers: dict[str, int] = field(default_factory=dict)  # of each source's last fact
+    told: dict[str, datetime] = field(
+        default_factory=dict
+    )  # by model: the end of the last minute that is told of
+    scales_set: dict[str, list[tuple[int, int | None]]] = field(
+        default_factory=dict
+    )  # by model: sequence, number
+    proposals: dict[str, list[Recorded]] = field(default_factory=dict)  # by model
 
     def write(self, event: Recorded) -> None:
         """Write one event down."""
@@ -116,6 +126,18 @@ class CheckLedger:
         elif isinstance(fact, Decision):
             self.number = fact.number
             self._decide(fact)
+        elif isinstance(fact, TrafficReported | ScaleSet | ScaleProposed):
+            self._plan(event, fact)
+
+    def _plan(self, event: Recorded, fact: TrafficReported | ScaleSet | ScaleProposed) -> None:
+        match fact:
+            case TrafficReported():
+                end = fact.minute + timedelta(minutes=1)
+                self.told[fact.model] = max(end, self.told.get(fact.model, end))
+            case ScaleSet():
+                self.scales_set.setdefault(fact.model, []).append((event.seq, fact.workers))
+            case ScaleProposed():
+                self.proposals.setdefault(fact.model, []).append(event)
 
     def of(self, worker: str, instance: str) -> LedgerEntry | None:
         """Return an instance's entry, if it is the current one."""

@@ -5,7 +5,7 @@ from collections import Counter
 from controller.deciders.worker import Worker
 from controller.simulator.checks.watch import InvariantWatch
 from controller.simulator.checks.world import OUT, overdue
-from controller.simulator.world.traffic import RequestSender, SimulatedRequest
+from controller.simulator.world.requests.traffic import RequestSender, SimulatedRequest
 from events.decisions import HealthStatus, SpareActivated, SpareReleased
 from events.fact import Decision, Recorded
 from events.observations import WorkerJoined

@@ -12,6 +12,9 @@ class Steadiness:
         self.since = 0  # of the leader and the broker together
         self.leader: SimulatedController | None = None
         self.empty_since: dict[str, int] = {}  # places of lost workers, beside a spare that could take them
+        self.idle_since: dict[
+            tuple[str, str], int
+        ] = {}  # workers with room, beside somebody who waits at a frontend
         self._world = world
         self._probed_since: dict[str, int] = {}  # by worker
 

@@ -15,7 +15,7 @@ from controller.simulator.checks.ledger import CheckLedger, LedgerEntry
 from controller.simulator.checks.steadiness import Steadiness
 from controller.simulator.world.kernel import SECOND
 from controller.simulator.world.replica import Replica
-from controller.simulator.world.traffic import RequestSender, SimulatedRequest
+from controller.simulator.world.requests.traffic import RequestSender, SimulatedRequest
 from controller.simulator.world.world import SimulatedWorld
 from events.decisions import (
     DegradationChanged,
@@ -26,10 +26,12 @@ from events.decisions import (
     PolicyAdopted,
 )
 from events.fact import Decision, Recorded
-from events.observations import GoldenDisputed, GoldenProposed
+from events.observations import GoldenDisputed, GoldenProposed, ScaleProposed
 from events.order import Order, OutOfOrder
 
-On = Literal["before", "recorded", "appended", "absorbed", "routed", "judged", "accused", "tick", "end"]
+On = Literal[
+    "before", "recorded", "appended", "absorbed", "routed", "judged", "accused", "proposed", "tick", "end"
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,6 +152,10 @@ class InvariantWatch:
     def accused(self, worker: str, instance: str) -> None:
         """An observer has called a worker silent."""
         self._run("accused", self.world.machines[worker], instance)
+
+    def proposed(self, fact: ScaleProposed) -> None:
+        """A planner is about to propose another number of workers."""
+        self._run("proposed", fact)
 
     def tick(self) -> None:
         """A second has passed."""

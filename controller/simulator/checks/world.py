@@ -6,7 +6,7 @@ from controller.simulator.checks.watch import InvariantWatch
 from controller.simulator.world.kernel import SECOND, micros, since_start
 from controller.simulator.world.machines import CANARIES, Machine
 from controller.simulator.world.prober import DEADLINE, RETRIES
-from controller.simulator.world.traffic import RequestSender, SimulatedRequest
+from controller.simulator.world.requests.traffic import RequestSender, SimulatedRequest
 from events.decisions import HealthStatus
 
 OUT = (HealthStatus.UNHEALTHY, HealthStatus.DRAINING, HealthStatus.DEAD)
@@ -34,8 +34,11 @@ def _kept(watch: InvariantWatch, request: SimulatedRequest, seq: int) -> bool:
 
 
 def shedding(watch: InvariantWatch, frontend: RequestSender, request: SimulatedRequest) -> str | None:
-    """Look whether a new request was sent at the last level."""
+    """Look whether a new request was sent at the last level, that had not been let in before."""
     level = watch.shown[frontend.replica.seq].models.get(request.model)
+    let_in_before = request.waited is not None and request.waited.since < watch.kernel.now
+    if let_in_before:
+        return None
     if request.attempt == 1 and level is not None and level.level >= 4 and frontend.replica.whole:
         return f"{frontend.name} sent {request.request} while {request.model} is at level {level.level}"
     return None

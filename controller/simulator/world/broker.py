@@ -13,6 +13,7 @@ from controller.simulator.world.kernel import MS, SECOND, Kernel
 from controller.simulator.world.seams import Seams
 from events.fact import Decision, Fact, Observation, Recorded
 from events.frozen import quickly_made
+from events.observations import ScaleProposed
 
 DUPLICATES_REMEMBERED = 120 * SECOND
 LEASE_TTL = 3 * SECOND
@@ -68,6 +69,7 @@ class Broker:
         self.fenced = 0
         self._known: dict[str, tuple[int, int]] = {}  # id: (sequence, when)
         self._lease: tuple[str, int] = ("", 0)  # holder, until
+        self._proposed: dict[str, int] = {}  # model: sequence of the last proposal
 
     @property
     def last_seq(self) -> int:
@@ -95,6 +97,16 @@ class Broker:
         seq = self._add(message.fact, message.id, message.source, message.number, 0, message.causation)
         self._known[message.id] = (seq, now)
         self._announce()
+
+    def store_next(self, fact: ScaleProposed, *, source: str, after: int) -> bool:
+        """Store a proposal if the last one about its model is at `after` (0: if there is none), or refuse it."""
+        last = self._proposed.get(fact.model, 0)
+        if not self.seams.follows(after, last):
+            self.fenced += 1
+            return False
+        self._proposed[fact.model] = self._add(fact, f"{source}/p{self.last_seq + 1}", source, 0, 0, "")
+        self._announce()
+        return True
 
     def append(self, batch: Sequence[Decision], *, source: str, through: int, after: int) -> bool:
         """Store decisions as one unit, or refuse them all because somebody has decided since `after`."""

@@ -11,6 +11,7 @@ from controller.simulator.world.fleet_faults import FleetFaults
 from controller.simulator.world.kernel import MINUTE
 from controller.simulator.world.machines import Condition, Machine
 from controller.simulator.world.operators import Operators, SimulatedSupervisor
+from controller.simulator.world.planning.planner_faults import PlannerFaults
 from controller.simulator.world.worker_faults import WorkerFaults
 from controller.simulator.world.world import SimulatedWorld
 
@@ -36,6 +37,8 @@ class FaultInjector:
         self._worker_faults = WorkerFaults(world, supervisor, chance, note)
         self._device_faults = SimulatedDeviceFaults(world.kernel, chance)
         self._fleet_faults = FleetFaults(world, self._worker_faults, operators, chance)
+        planner_faults = PlannerFaults(world, operators, chance)
+        self._of_fleet = self._fleet_faults.kinds | planner_faults.kinds
         self._of_workers = self._worker_faults.kinds | self._device_faults.kinds
 
     def begin(self) -> None:
@@ -67,7 +70,7 @@ class FaultInjector:
             self._of_workers[kind](machine)
         else:
             self._note(kind)
-            self._fleet_faults.kinds[kind]()
+            self._of_fleet[kind]()
 
     def heal(self) -> None:
         """End every fault."""
@@ -86,6 +89,9 @@ class FaultInjector:
             frontend.start()
             frontend.slow_down(0)
         world.projector.start()
+        for planner in world.planners:
+            planner.start()
+        world.demand.keep_quiet(0)
 
     def _make_well(self, machine: Machine) -> None:
         self._repair_now(machine)

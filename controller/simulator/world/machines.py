@@ -61,6 +61,21 @@ class Hardware:
     profile: Profile = PROFILE
     gpus: tuple[str, ...] = ()  # of its ranks, where it is a group
     spare: bool = False  # it begins as one
+    waiting: int | None = None  # requests beyond its batch that it takes; None: as many as come
+
+
+@dataclass(slots=True)
+class Standing:
+    """Since when a place is there, whether it is to stay, and what its process holds."""
+
+    created: int = 0
+    retired: bool = False  # nothing is started here any more
+    drained: bool = False
+    held: set[object] = field(default_factory=set)  # requests, where their number is bounded
+
+    def leave(self, request: object) -> None:
+        """Hold a request no longer."""
+        self.held.discard(request)
 
 
 @dataclass(slots=True)
@@ -77,7 +92,6 @@ class Machine:
     life: int = 0
     up: bool = False
     draining: bool = False
-    drained: bool = False
     condition: Condition = field(default_factory=Condition)
     corrupt_lives: set[str] = field(default_factory=set)  # instances that ever were corrupt
     outbox: SimulatedOutbox = field(init=False)
@@ -87,6 +101,7 @@ class Machine:
     joined: WorkerJoined = field(init=False)
     hardware: Hardware = Hardware()
     instance: str = field(init=False)  # the current process's name
+    standing: Standing = field(default_factory=Standing)
 
     def __post_init__(self) -> None:
         self._name_instance()
@@ -103,12 +118,14 @@ class Machine:
 
     def start(self) -> None:
         """Start a new process here."""
-        if self.up:
+        standing = self.standing
+        if self.up or standing.retired:
             return
+        standing.held.clear()
         self.life += 1
         self._name_instance()
         self.version = self.next_version
-        self.up, self.draining, self.drained = True, False, False
+        self.up, self.draining, standing.drained = True, False, False
         self.condition.hung = False
         self.condition.erring = False
         if not self.condition.in_hardware:
@@ -136,8 +153,19 @@ class Machine:
         """End without a word."""
         if self.up:
             self.up = False
+            self.standing.held.clear()
             self.spool = self.outbox.crash()
             self.broken(self)
+
+    def takes(self, request: object) -> bool:
+        """Take a request, or refuse it for want of room."""
+        hardware, held = self.hardware, self.standing.held
+        if hardware.waiting is None:
+            return True
+        if len(held) >= hardware.profile.max_batch + hardware.waiting:
+            return False
+        held.add(request)
+        return True
 
     def stop(self) -> None:
         """Stop in order, as on SIGTERM: say so, drain, leave."""
@@ -176,7 +204,7 @@ class Machine:
     def drain(self) -> None:
         """Be told to take no new request."""
         if self.up and not self.condition.hung and not self.draining:
-            self.draining, self.drained = True, False
+            self.draining, self.standing.drained = True, False
             self.kernel.after(self.chance.randrange(1, 20) * SECOND, self._empty, self.life)
 
     def resume(self) -> None:
@@ -206,8 +234,9 @@ class Machine:
         return right
 
     def _empty(self, life: int) -> None:
-        if self.life == life and self.up and self.draining and not self.drained and not self.condition.hung:
-            self.drained = True
+        standing, condition = self.standing, self.condition
+        if self.life == life and self.up and self.draining and not (standing.drained or condition.hung):
+            standing.drained = True
             self.outbox.observe(
                 DrainFinished(worker=self.name, instance=self.instance, completed=0, migrated=0)
             )
@@ -224,6 +253,7 @@ class Machine:
     def _left(self, fact: WorkerLeft) -> None:
         self.outbox.observe(fact)
         self.up = False
+        self.standing.held.clear()
         self.broken(self)
         self.kernel.after(2 * SECOND, self._gone, self.outbox)
 
@@ -250,6 +280,7 @@ def _joined(machine: Machine) -> WorkerJoined:
         pid=machine.life,
         topology=Topology(host=machine.name, gpus=machine.hardware.gpus),
         spare=machine.hardware.spare,
+        waiting_max=machine.hardware.waiting,
     )
 
 

@@ -8,7 +8,8 @@ from controller.simulator.world.machines import Machine
 from controller.simulator.world.outbox import SimulatedOutbox
 from controller.simulator.world.world import SimulatedWorld
 from events.decisions import HealthStatus
-from events.observations import DrainRequested, ResumeRequested, WorkerLeft
+from events.fact import Observation
+from events.observations import DrainRequested, ResumeRequested, ScaleSet, WorkerLeft
 
 PATROL = 5 * SECOND
 
@@ -50,15 +51,28 @@ class Operators:
         """
         for name, instance in self.drained.items():
             self.resume(self._world.machines[name], instance)
+        for model in self._world.scenario.models if self._world.planners else ():
+            self.release(model)
         for name, worker in self._world.believed().workers.items():
             if worker.health.disputed:
                 self._world.machines[name].stop()
+
+    def scale(self, model: str) -> None:
+        """Set the number of a model's workers, and leave it to the planner again some time later."""
+        workers = self._chance.randint(1, self._world.scenario.workers)
+        self._say(lambda: ScaleSet(model=model, workers=workers, by="operator", reason="a trial"), 5)
+        later = self._chance.randrange(60, 600) * SECOND
+        self._kernel.after(later, self.release, model)
+
+    def release(self, model: str) -> None:
+        """Leave it to the planner."""
+        self._say(lambda: ScaleSet(model=model, workers=None, by="operator", reason="it is over"), 5)
 
     def _stop(self, machine: Machine, instance: str) -> None:
         if machine.instance == instance:
             machine.stop()
 
-    def _say(self, fact: Callable[[], DrainRequested | ResumeRequested], tries: int) -> None:
+    def _say(self, fact: Callable[[], Observation], tries: int) -> None:
         for controller in self._world.controllers:
             if controller.up and not controller.paused:
                 controller.outbox.observe(fact())

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from random import Random
 
+from controller.deciders.fleet import Fleet
 from controller.simulator.world.kernel import MS
 from controller.simulator.world.replica import Replica
 from controller.simulator.world.seams import Stored
@@ -19,6 +20,7 @@ class SimulatedProjector:
         self.life = 0
         self.stored: Stored | None = None  # settled, its position, the sources
         self.stored_seq = 0  # how far the shown rows reach
+        self.rows: Fleet | None = None  # as they are shown
         self.audit: dict[str, int] = {}  # id: sequence; unique on the id
         self._chance = chance
         self._waiting: list[Recorded] = []
@@ -60,13 +62,14 @@ class SimulatedProjector:
         rows, self._waiting = self._waiting, []
         delay = MS + int(self._chance.random() * 10 * MS)
         kernel = self.surroundings.kernel
-        kernel.after(delay, self._committed, self.life, rows, self.replica.store(), self.replica.seq)
+        replica = self.replica
+        kernel.after(delay, self._committed, self.life, rows, replica.store(), (replica.seq, replica.fleet))
 
-    def _committed(self, life: int, rows: list[Recorded], stored: Stored, seq: int) -> None:
+    def _committed(self, life: int, events: list[Recorded], stored: Stored, shown: tuple[int, Fleet]) -> None:
         if not self.up or self.life != life:
             return
-        for event in rows:
+        for event in events:
             self.audit.setdefault(event.id, event.seq)
-        self.stored, self.stored_seq = stored, seq
+        self.stored, (self.stored_seq, self.rows) = stored, shown
         self._committing = False
         self._commit()

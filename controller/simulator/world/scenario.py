@@ -11,9 +11,12 @@ from random import Random
 from controller.deciders.capacity import Slo, fleet_capacity
 from controller.deciders.fleet import FleetPolicy
 from controller.deciders.spares import SparesPolicy
+from controller.planner.plan import PlannerPolicy
 from controller.simulator.rates import PRESETS
 from controller.simulator.world.kernel import MINUTE, SECOND, Kernel, micros
 from controller.simulator.world.machines import PROFILE
+from controller.simulator.world.steps import Steps, drawn
+from events.observations import Profile
 
 # Faults per hour: of one worker, and of the fleet as a whole. A seed multiplies them and switches some off.
 WORKER_FAULTS = {
@@ -25,6 +28,40 @@ FLEET_FAULTS = {
     "frontend_crash": 3.0, "frontend_lag": 4.0, "projector_crash": 4.0, "drain": 5.0, "together": 3.0, "deaf": 1.0,
     "upgrade": 0.7,
 }  # fmt: skip
+
+
+PLANNER_FAULTS = {"planner_crash": 4.0, "planner_pause": 6.0, "untold": 3.0, "scale_set": 3.0}  # per hour
+
+PLANNED_MINUTES = 15
+REQUESTS = 120.0  # a minute, that one worker serves well
+CALM = 0.3  # of what all workers serve, once every fault is healed
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SimulatedPlanning:
+    """Planners, and what they hear of."""
+
+    planners: int
+    policy: PlannerPolicy
+    load: Steps  # requests a minute that come to each model
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Crowd:
+    """Workers that take only so many requests at once, and more of them at times."""
+
+    batch: int  # of each worker
+    waiting: int  # that it takes besides
+    times: Steps  # of what all workers serve
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Besides:
+    """What only some worlds have."""
+
+    spares: int = 0  # of the workers: the last ones
+    planning: SimulatedPlanning | None = None
+    crowd: Crowd | None = None  # None: there is always room
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,8 +86,16 @@ class Scenario:
     fleet_faults: dict[str, float]  # per hour
     heal_at: int
     end_at: int
-    spares: int = 0  # of the workers: the last ones
+    besides: Besides = Besides()
     settles: bool  # whether there is time enough after `heal_at` for everything to be well again
+
+
+def profile_of(crowd: Crowd | None) -> Profile:
+    """Return what each worker registers."""
+    if crowd is None:
+        return PROFILE
+    slowest = PROFILE.tpot_ms[-1][1]
+    return replace(PROFILE, max_batch=crowd.batch, tpot_ms=((1, slowest), (crowd.batch + 1, slowest)))
 
 
 def draw(seed: int, workers: int, minutes: float, rates: str | None = None) -> Scenario:
@@ -59,9 +104,11 @@ def draw(seed: int, workers: int, minutes: float, rates: str | None = None) -> S
     interval = chance.choice((5, 10, 30) if minutes >= 30 else (5,)) * SECOND
     models = ("llama", "qwen")[: 2 if workers >= 4 and chance.random() < 0.3 else 1]
     spares = _spares(seed, workers, len(models))
-    policies = [draw_policy(chance, workers - spares, minutes, models)]
+    crowd = _crowd(seed, minutes)
+    profile = profile_of(crowd)
+    policies = [draw_policy(chance, workers - spares, minutes, models, profile)]
     if chance.random() < 0.25:
-        policies.append(draw_policy(chance, workers - spares, minutes, models))
+        policies.append(draw_policy(chance, workers - spares, minutes, models, profile))
     if spares:
         policies = [replace(policy, spares=_on_return(seed)) for policy in policies]
     end = int(minutes * MINUTE)
@@ -70,6 +117,9 @@ def draw(seed: int, workers: int, minutes: float, rates: str | None = None) -> S
     heavy = chance.choice((0.5, 1.0, 1.0, 2.0))
     worker_faults = {k: v * heavy for k, v in WORKER_FAULTS.items() if chance.random() < 0.65}
     fleet_faults = {k: v * heavy for k, v in FLEET_FAULTS.items() if chance.random() < 0.65}
+    planning = _planning(seed, (workers - spares) // len(models), minutes, heal_at)
+    if planning is not None:
+        fleet_faults |= PLANNER_FAULTS
     if rates is not None:
         total = sum(WORKER_FAULTS.values()) * heavy
         worker_faults = {_NAMES.get(k, k): share * total for k, share in PRESETS[rates].mix.items() if share}
@@ -96,7 +146,11 @@ def draw(seed: int, workers: int, minutes: float, rates: str | None = None) -> S
         fleet_faults=fleet_faults,
         heal_at=heal_at,
         end_at=end,
-        spares=spares,
+        besides=Besides(
+            spares=spares,
+            planning=planning,
+            crowd=crowd and replace(crowd, times=crowd.times.then(heal_at, CALM)),
+        ),
         settles=end - heal_at >= calm,
     )
 
@@ -108,6 +162,34 @@ def _spares(seed: int, workers: int, models: int) -> int:
     return models * many if workers >= 4 * models * many else 0
 
 
+def _planning(seed: int, workers: int, minutes: float, heal_at: int) -> SimulatedPlanning | None:
+    """Return the planners of a seed: of two seeds in three none. `workers`: of each model; from `heal_at` on as many requests
+    come as they serve."""
+    chance = Kernel(seed).chance("planners")
+    if minutes < PLANNED_MINUTES or chance.random() < 0.67:
+        return None
+    policy = PlannerPolicy(
+        workers_min=chance.choice((1, 2)),
+        workers_max=2 * workers + 1,
+        start_s=30.0,
+        ahead_s=chance.choice((60.0, 240.0)),
+        step_max=chance.choice((1, 8)),
+    )
+    parts = (0.0, 0.2, 0.5, 1.0, 1.5)
+    usual = REQUESTS * workers
+    load = drawn(chance, heal_at, (4, 12), tuple(usual * part for part in parts)).then(heal_at, usual)
+    return SimulatedPlanning(planners=chance.choice((1, 2, 2)), policy=policy, load=load)
+
+
+def _crowd(seed: int, minutes: float) -> Crowd | None:
+    """Return the crowd of a seed, of two seeds in three none."""
+    chance = Kernel(seed).chance("rush")
+    if chance.random() < 0.67:
+        return None
+    times = drawn(chance, int(minutes * MINUTE), (1, 3), (0.2, 0.6, 1.5, 4.0))
+    return Crowd(batch=chance.choice((1, 2)), waiting=chance.choice((0, 1)), times=times)
+
+
 def _on_return(seed: int) -> SparesPolicy:
     return SparesPolicy(on_return=Kernel(seed).chance("spares return").choice(("swap", "release")))
 
@@ -115,7 +197,9 @@ def _on_return(seed: int) -> SparesPolicy:
 _NAMES = {"network": "cut"}
 
 
-def draw_policy(chance: Random, workers: int, minutes: float, models: tuple[str, ...]) -> FleetPolicy:
+def draw_policy(
+    chance: Random, workers: int, minutes: float, models: tuple[str, ...], profile: Profile = PROFILE
+) -> FleetPolicy:
     """Return production's default policy, or one with shorter waits, in which more happens in an hour.
 
     With an SLO it is one that the whole fleet carries with something to spare, so that every level can be left.
@@ -129,7 +213,7 @@ def draw_policy(chance: Random, workers: int, minutes: float, models: tuple[str,
         policy = replace(policy, breaker=breaker, forgetting=forgetting)
     if chance.random() < 0.6:
         share = chance.choice((0.5, 0.7, 0.9))
-        slos = {m: Slo(slo_throughput_rps=share * _capacity(workers // len(models))) for m in models}
+        slos = {m: Slo(slo_throughput_rps=share * _capacity(workers // len(models), profile)) for m in models}
         policy = replace(policy, degradation=replace(policy.degradation, slos=slos))
     if chance.random() < 0.3:
         policy = replace(
@@ -138,8 +222,8 @@ def draw_policy(chance: Random, workers: int, minutes: float, models: tuple[str,
     return policy
 
 
-def _capacity(workers: int) -> float:
-    return fleet_capacity([(PROFILE, 1.0)] * workers, Slo()).effective_capacity_rps
+def _capacity(workers: int, profile: Profile) -> float:
+    return fleet_capacity([(profile, 1.0)] * workers, Slo()).effective_capacity_rps
 
 
 def settling_time(policy: FleetPolicy, interval: int) -> int:

@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from controller.deciders import fleet
+from controller.planner.planner import Planner
+from controller.router.admission.line import Line
 from controller.router.endpoints import EndpointTable
 from events.fact import Decision, Observation
 from events.order import Last, Order, Position
@@ -47,6 +49,21 @@ def knobs(fleet: fleet.Fleet, model: str) -> Any:
     return None if level is None else level.knobs
 
 
+def refusal() -> str:
+    """Return for what a refusal for want of room is taken: for nothing, and not for `failed` or `moved`."""
+    return ""
+
+
+def leaves_late() -> bool:
+    """Return whether a request leaves the line when its time is over."""
+    return True
+
+
+def wakes() -> bool:
+    """Return whether those who wait look again when there may be room."""
+    return True
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Seams:
     """One field per piece. `frontend_order` is apart so that one kind of process can be wrong alone."""
@@ -56,9 +73,15 @@ class Seams:
     order: Callable[..., Order[Any]] = Order
     frontend_order: Callable[..., Order[Any]] | None = None
     fence: Callable[[int, int], bool] = fence
+    follows: Callable[[int, int], bool] = fence  # the same, of planners' proposals
     lands: Callable[[Sequence[Decision]], Sequence[Decision]] = lands
     vetoed: Callable[[bool], bool] = vetoed
     gives_up: Callable[[Observation], bool] = gives_up
     snapshot: Callable[[Order[Any]], Stored] = snapshot
     table: Callable[[], EndpointTable] = EndpointTable
     knobs: Callable[..., Any] = knobs
+    planner: Callable[..., Planner] = Planner
+    lines: Callable[[], Line[Any]] = Line
+    refusal: Callable[[], str] = refusal
+    leaves_late: Callable[[], bool] = leaves_late
+    wakes: Callable[[], bool] = wakes

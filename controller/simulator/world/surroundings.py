@@ -12,6 +12,7 @@ from controller.simulator.world.outbox import AcknowledgedNumbers
 from controller.simulator.world.replica import Replica
 from controller.simulator.world.seams import Seams
 from events.fact import Recorded
+from events.observations import ScaleProposed
 
 
 class Linked(Protocol):
@@ -41,3 +42,4 @@ class Surroundings:
     listen: Callable[[Replica, Sequence[Recorded]], None]
     decided: Callable[[str], None]  # an append has reached the broker
     accused: Callable[[str, str], None]  # an observer calls a worker silent
+    proposed: Callable[[ScaleProposed], None]  # a planner is about to say so

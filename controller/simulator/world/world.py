@@ -6,12 +6,15 @@ from typing import Protocol
 from controller.deciders.fleet import Fleet
 from controller.simulator.world.broker import Broker
 from controller.simulator.world.controllers import SimulatedController
-from controller.simulator.world.frontends import SimulatedFrontend
 from controller.simulator.world.kernel import Kernel
 from controller.simulator.world.machines import Machine
 from controller.simulator.world.outbox import AcknowledgedNumbers, SimulatedOutbox
+from controller.simulator.world.planner import SimulatedPlanner
 from controller.simulator.world.projector import SimulatedProjector
 from controller.simulator.world.replica import Replica
+from controller.simulator.world.requests.demand import SimulatedDemand
+from controller.simulator.world.requests.frontends import SimulatedFrontend
+from controller.simulator.world.requests.traffic import ClientTally
 from controller.simulator.world.scenario import Scenario
 from controller.simulator.world.seams import Seams
 
@@ -28,6 +31,9 @@ class SimulatedWorld(Protocol):
     controllers: list[SimulatedController]
     frontends: list[SimulatedFrontend]
     projector: SimulatedProjector
+    planners: list[SimulatedPlanner]
+    demand: SimulatedDemand
+    tally: ClientTally
 
     def believed(self) -> Fleet:
         """Return the fleet as the leader sees it, or else as everybody who read everything would."""

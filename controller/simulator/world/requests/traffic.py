@@ -1,6 +1,6 @@
 """What clients ask for and what they get: requests on their way, and the tally of what became of them."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -9,6 +9,7 @@ from controller.router.endpoints import Endpoint, Key
 from controller.simulator.world.machines import Machine
 from controller.simulator.world.replica import Replica
 from controller.simulator.world.seams import Stored
+from events.observations import TrafficReported
 
 
 class RequestSender(Protocol):
@@ -16,6 +17,26 @@ class RequestSender(Protocol):
 
     name: str
     replica: Replica
+
+    def best_waiting(self, model: str) -> int | None:
+        """Return the best tier of which anybody waits for a worker, 0 being the best; None: nobody waits here."""
+        ...
+
+
+@dataclass(slots=True, eq=False)
+class WaitingRequest:
+    """A request that wants a worker. Microseconds of virtual time."""
+
+    request: str
+    model: str
+    tier: str
+    rank: int  # of its tier: 0 is the best
+    since: int
+    latest: int  # sent later, its answer begins too late
+    let_in: bool = False  # it was sent once, and its worker had no room
+    attempt: int = 1
+    tokens: int = 0
+    avoid: tuple[Key, ...] = ()
 
 
 @dataclass(slots=True, eq=False)
@@ -30,6 +51,8 @@ class SimulatedRequest:
     attempt: int = 1
     tokens: int = 0
     avoid: tuple[Key, ...] = ()
+    refused: bool = False  # its worker had no room, and that was taken for a failure
+    waited: WaitingRequest | None = None  # as what it has come, where requests may have to wait
 
     @property
     def worker(self) -> str:
@@ -59,7 +82,7 @@ class ClientTally:
 class SimulatedTraffic:
     """What a frontend has to do, and whom it tells."""
 
-    per_second: float
+    per_second: Callable[[int], float]  # now
     machines: Mapping[str, Machine]
     models: tuple[str, ...]
     tally: ClientTally
@@ -68,3 +91,4 @@ class SimulatedTraffic:
         [RequestSender, SimulatedRequest, Breaker, Breaker], None
     ]  # own breaker before and after an outcome
     stored: Callable[[], Stored | None]
+    told: Callable[[str, int], Iterable[TrafficReported]]  # of a minute, by its number

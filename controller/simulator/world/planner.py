@@ -1,0 +1,112 @@
+"""A planner process: production's planner over the played state store, and the fence that lets one of several be heard.
+
+It reads what the projector has committed, as late as that is; it may stop between deciding and sending, and what it sends then
+arrives when another may have spoken. What it foresees by needs no library: every seed is the same wherever it is played.
+"""
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import lru_cache
+from random import Random
+
+from controller.planner.forecast import LoadForecast, constant, forecast, moving_average
+from controller.planner.planner import Planner, PlannerDuties
+from controller.ports import LATEST, PLANNED_BY
+from controller.read_model.rows import COLUMNS, worker_row
+from controller.simulator.world.kernel import SECOND, KernelClock
+from controller.simulator.world.outbox import SimulatedOutbox
+from controller.simulator.world.projector import SimulatedProjector
+from controller.simulator.world.scenario import SimulatedPlanning
+from controller.simulator.world.surroundings import Surroundings
+from events.observations import ScaleProposed
+
+EVERY = 5 * SECOND
+SUPERVISOR = "supervisor"
+KINDS = (*PLANNED_BY, *LATEST)
+
+
+@lru_cache(maxsize=256)  # planners ask for the same again and again
+def foresee(history: tuple[float, ...], ahead: int) -> LoadForecast:
+    """Return what the better of the two plain methods foresees."""
+    return forecast(history, ahead, {"constant": constant, "moving_average": moving_average})
+
+
+class SimulatedPlanner:
+    """One place that runs planner processes, one after another."""
+
+    def __init__(
+        self,
+        name: str,
+        surroundings: Surroundings,
+        projector: SimulatedProjector,
+        planning: SimulatedPlanning,
+        chance: Random,
+    ) -> None:
+        self.name = name
+        self.up = False
+        self.life = 0
+        self.hold = 0  # microseconds that it stops for between deciding and sending, once
+        self._surroundings, self._projector, self._planning = surroundings, projector, planning
+        self._clock = KernelClock(surroundings.kernel)
+        self._chance = chance
+
+    def start(self) -> None:
+        """Start a process, which knows what the state store tells it."""
+        if self.up:
+            return
+        surroundings, planning = self._surroundings, self._planning
+        self.life += 1
+        self.up = True
+        duties = PlannerDuties(by=SUPERVISOR, lost_after_s=60.0, repeat_s=300.0)
+        make: Callable[..., Planner] = surroundings.seams.planner
+        self.planner = make(self.name, planning.policy, duties, foresee)
+        self.outbox = SimulatedOutbox(
+            surroundings.broker, f"{self.name}.{self.life}", surroundings.acknowledged
+        )
+        surroundings.kernel.after(self._chance.randrange(EVERY), self._tick, self.life)
+
+    def crash(self) -> None:
+        """End without a word. What it had not been able to say is lost: the next one says what is the case then."""
+        if self.up:
+            self.up = False
+            self.outbox.crash()
+
+    def _tick(self, life: int) -> None:
+        if not self.up or self.life != life:
+            return
+        kernel, broker = self._surroundings.kernel, self._surroundings.broker
+        kernel.after(EVERY, self._tick, life)
+        if broker.up and not broker.network.loses() and self._projector.rows is not None:
+            self._look()
+
+    def _look(self) -> None:
+        surroundings, planner, projector = self._surroundings, self.planner, self._projector
+        now_s = self._clock.monotonic()
+        planner.age.seen(now_s, surroundings.broker.last_seq)
+        known = surroundings.broker.events[planner.read : projector.stored_seq]
+        planner.take(event for event in known if isinstance(event.fact, KINDS))
+        planner.read = max(planner.read, projector.stored_seq)
+        assert projector.rows is not None
+        workers, names = projector.rows.workers, COLUMNS["workers"]
+        rows = [dict(zip(names, worker_row(worker), strict=True)) for worker in workers.values()]
+        seen = planner.look(rows, projector.stored_seq, self._clock.now(), now_s)
+        seen = replace(seen, proposals=planner.decide(seen))
+        for model, found in planner.capacities(seen).items():
+            if (fact := planner.tells(model, found, seen)) is not None:
+                self.outbox.observe(fact)
+        for _, proposed in planner.due(seen):
+            surroundings.proposed(proposed)
+            self._propose(proposed, planner.last_proposed(proposed.model))
+
+    def _propose(self, fact: ScaleProposed, after: int) -> None:
+        held, self.hold = self.hold, 0
+        kernel, network = self._surroundings.kernel, self._surroundings.broker.network
+        if not network.loses():
+            source = f"{self.name}.{self.life}"
+            kernel.after(held + network.delay(), self._arrive, fact, source, after)
+
+    def _arrive(self, fact: ScaleProposed, source: str, after: int) -> None:
+        """The proposal reaches the broker, whether or not its sender still lives."""
+        broker = self._surroundings.broker
+        if broker.up:
+            broker.store_next(fact, source=source, after=after)

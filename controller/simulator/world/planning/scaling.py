@@ -1,0 +1,80 @@
+"""Who carries a planner's proposals out: the supervisor of `up`, which starts workers and lets the newest of them go."""
+
+from collections.abc import Callable, Sequence
+from random import Random
+
+from controller.simulator.world.broker import Follower
+from controller.simulator.world.kernel import SECOND
+from controller.simulator.world.machines import Machine
+from controller.simulator.world.operators import SimulatedSupervisor
+from controller.simulator.world.outbox import SimulatedOutbox
+from controller.simulator.world.planner import SUPERVISOR
+from controller.simulator.world.world import SimulatedWorld
+from events.fact import Recorded
+from events.observations import ScaleApplied, ScaleProposed
+
+GRACE = 30 * SECOND  # until a worker that was told to leave is killed
+FAILS = 0.1  # of the proposals: there is no room
+
+
+class SimulatedScaling:
+    """Hears proposals on the journal. `make` makes the place of one more worker of a model."""
+
+    def __init__(
+        self,
+        world: SimulatedWorld,
+        supervisor: SimulatedSupervisor,
+        make: Callable[[str], Machine],
+        chance: Random,
+    ) -> None:
+        self.outbox = SimulatedOutbox(world.broker, "scaling.1", world.acknowledged)
+        self._world, self._kernel, self._supervisor = world, world.kernel, supervisor
+        self._make, self._chance = make, chance
+        self._follower = Follower(world.broker, world.broker.network, 0, self._hear)
+
+    def _hear(self, batch: Sequence[Recorded]) -> None:
+        wanted: dict[str, Recorded] = {}
+        for event in batch:
+            if isinstance(event.fact, ScaleProposed) and event.fact.by == SUPERVISOR:
+                wanted[event.fact.model] = event
+        for event in wanted.values():
+            self._carry_out(event)
+
+    def _carry_out(self, proposal: Recorded) -> None:
+        fact = proposal.fact
+        assert isinstance(fact, ScaleProposed)
+        ok = self._chance.random() >= FAILS
+        if ok:
+            self._scale(fact.model, fact.after)
+        says = "done" if ok else "there is no room"
+        self.outbox.observe(
+            ScaleApplied(
+                model=fact.model, proposal=proposal.id, after=fact.after, by=SUPERVISOR, ok=ok, says=says
+            )
+        )
+
+    def _scale(self, model: str, after: int) -> None:
+        workers = self._world.believed().workers
+        kept = {name for name, worker in workers.items() if worker.spare.kept}
+        there = [
+            machine
+            for machine in self._world.machines.values()
+            if machine.model == model and not machine.standing.retired and machine.name not in kept
+            and (machine.name in workers or not machine.hardware.spare)
+        ]  # fmt: skip
+        for _ in range(after - len(there)):
+            machine = self._make(model)
+            self._kernel.after(self._chance.randrange(1, 20) * SECOND, machine.start)
+        for machine in there[after:]:  # the newest
+            self._let_go(machine)
+
+    def _let_go(self, machine: Machine) -> None:
+        machine.standing.retired = True
+        machine.stop()
+        self._kernel.after(GRACE, self._end, machine)
+
+    def _end(self, machine: Machine) -> None:
+        """It should have left long ago."""
+        if machine.up:
+            machine.crash()
+            self._supervisor.soon(machine)

@@ -1,0 +1,1 @@
+"""Requests on their way, and the frontends that send them."""

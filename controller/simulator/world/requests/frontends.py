@@ -1,0 +1,165 @@
+"""A frontend: it routes by its own late fold and its own breakers, and moves streams that cannot go on where they are."""
+
+from collections.abc import Callable, Sequence
+from random import Random
+
+from controller.deciders.tiers import TIERS, Tiers
+from controller.frontend.health.local_breakers import LocalBreakers
+from controller.frontend.settings import FactSettings, LocalBreakerSettings
+from controller.simulator.world.broker import BrokerMessage
+from controller.simulator.world.kernel import MINUTE, MS, SECOND
+from controller.simulator.world.machines import Machine
+from controller.simulator.world.outbox import SimulatedOutbox
+from controller.simulator.world.replica import Replica
+from controller.simulator.world.requests.traffic import SimulatedTraffic
+from controller.simulator.world.requests.underway import RequestsUnderWay
+from controller.simulator.world.surroundings import Surroundings
+from events.decisions import BreakerClosed, HealthStatus
+from events.fact import Recorded
+from events.observations import RequestsRejected
+
+TICK = 2 * SECOND
+WINDOW_S = 30.0  # of what is reported
+
+
+class SimulatedFrontend:
+    """One place that runs frontend processes, one after another."""
+
+    def __init__(
+        self,
+        name: str,
+        surroundings: Surroundings,
+        traffic: SimulatedTraffic,
+        chance: Random,
+        underway: Callable[["SimulatedFrontend", Random], RequestsUnderWay] = RequestsUnderWay,
+    ) -> None:
+        """`underway` makes what a process does with requests."""
+        self.name = name
+        self.surroundings, self._kernel = surroundings, surroundings.kernel
+        self.traffic = traffic
+        self.up = False
+        self.life = 0
+        self.lag = 0
+        self._chance = chance
+        self._make_underway = underway
+        self._spool: list[BrokerMessage] = []
+
+    def start(self) -> None:
+        """Start a process, from the state store's rows if there are any, else from the journal's beginning."""
+        if self.up:
+            return
+        surroundings, kernel = self.surroundings, self._kernel
+        self.life += 1
+        self.up = True
+        self.outbox = SimulatedOutbox(
+            surroundings.broker, f"{self.name}.{self.life}", surroundings.acknowledged
+        )
+        self.outbox.inherit(self._spool)
+        self._spool = []
+        self._arrived = 0
+        self.table = surroundings.seams.table()
+        self.breakers = LocalBreakers(
+            self.name, LocalBreakerSettings(), FactSettings(window_s=WINDOW_S), self.outbox.observe, self._now
+        )
+        self.underway = self._make_underway(self, self._chance)
+        self.replica = Replica(
+            f"{self.name}.{self.life}", surroundings.broker, surroundings.network, surroundings.seams, self._absorbed,
+            self.traffic.stored() if self._chance.random() < 0.7 else None,
+            surroundings.seams.frontend_order,
+        )  # fmt: skip
+        self.replica.follower.lag = self.lag
+        kernel.after(self._chance.randrange(TICK), self._tick, self.life)
+        kernel.after(self._gap(), self._arrive, self.life)
+        kernel.after(MINUTE - kernel.now % MINUTE, self._tell, self.life, kernel.now // MINUTE)
+
+    def crash(self) -> None:
+        """End without a word; its streams break with it."""
+        if self.up:
+            self.up = False
+            self._spool = self.outbox.crash()
+            self.replica.close()
+            self.underway.close()
+
+    def slow_down(self, lag: int) -> None:
+        """Read the journal `lag` microseconds later from now on."""
+        self.lag = self.replica.follower.lag = lag
+
+    def linked(self, machine: Machine) -> bool:
+        """Return whether it has said lately that its connection to this worker lives."""
+        return self.up and self.surroundings.broker.up and machine.reachable(self.name)
+
+    def broken(self, machine: Machine) -> None:
+        """A connection broke: every stream on it fails at once."""
+        if self.up and self.name not in machine.condition.dark:
+            self.underway.fail_all(machine.name, "disconnected")
+
+    def stalled(self, machine: Machine) -> None:
+        """Nothing comes from this worker any more."""
+        if self.up and not machine.reachable(self.name):
+            self.underway.fail_all(machine.name, "stalled")
+
+    def best_waiting(self, model: str) -> int | None:
+        """Return the best tier of which anybody waits for a worker, 0 being the best; None: nobody waits here."""
+        return self.underway.best_waiting(model)
+
+    # --- what comes ---------------------------------------------------------------------------------------------
+
+    def _gap(self) -> int:
+        return int(self._chance.expovariate(self.traffic.per_second(self._kernel.now)) * SECOND) + MS
+
+    def _arrive(self, life: int) -> None:
+        if not self.up or self.life != life:
+            return
+        self._kernel.after(self._gap(), self._arrive, life)
+        self._arrived += 1
+        tally = self.traffic.tally
+        tally.requests += 1
+        model = self.traffic.models[int(self._chance.random() * len(self.traffic.models))]
+        tier = TIERS[int(self._chance.random() * 3)]
+        if reason := self._sheds(model, tier):
+            tally.rejected += 1
+            self.outbox.observe(
+                RequestsRejected(frontend=self.name, model=model, count=1, reason=reason, tier=tier)
+            )
+            return
+        self.underway.take_in(f"{self.name}.{self.life}-{self._arrived}", model, tier)
+
+    def _sheds(self, model: str, tier: str) -> str:
+        seams = self.surroundings.seams
+        knobs = seams.knobs(self.replica.fleet, model)
+        if knobs is None:
+            return ""
+        if not knobs.accept_new:
+            return "not_accepting"
+        return "capacity_shed" if Tiers().sheds(knobs, tier) else ""
+
+    # --- the journal --------------------------------------------------------------------------------------------
+
+    def _absorbed(self, replica: Replica, batch: Sequence[Recorded]) -> None:
+        self.surroundings.listen(replica, batch)
+        for event in batch:
+            if isinstance(event.fact, BreakerClosed):
+                self.breakers.reset((event.fact.worker, event.fact.instance))
+        change = self.table.absorb(replica.fleet)
+        if change.joined or change.left:
+            self.breakers.keep(self.table.endpoints)
+        for request in list(self.underway.requests):
+            endpoint = self.table.endpoints.get(request.endpoint.key)
+            if endpoint is None or endpoint.corrupt or endpoint.status is HealthStatus.UNHEALTHY:
+                self.underway.moved_on(request, "unhealthy")
+
+    def _tick(self, life: int) -> None:
+        """Let the breakers that are due move, and say what each worker has served."""
+        if self.up and self.life == life:
+            self._kernel.after(TICK, self._tick, life)
+            self.breakers.tick([key for key, endpoint in self.table.endpoints.items() if endpoint.routable])
+
+    def _tell(self, life: int, minute: int) -> None:
+        """Say what has come in the minute that is over."""
+        if self.up and self.life == life:
+            self._kernel.after(MINUTE, self._tell, life, minute + 1)
+            for fact in self.traffic.told(self.name, minute):
+                self.outbox.observe(fact)
+
+    def _now(self) -> float:
+        return self._kernel.now / SECOND

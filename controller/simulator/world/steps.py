@@ -1,0 +1,34 @@
+"""A quantity that stays for a while and then is another: how much comes."""
+
+from bisect import bisect_right
+from dataclasses import dataclass
+from random import Random
+
+from controller.simulator.world.kernel import MINUTE
+
+
+@dataclass(frozen=True, slots=True)
+class Steps:
+    """A quantity that stays for a while and then is another. Microseconds of virtual time."""
+
+    since: tuple[int, ...]
+    values: tuple[float, ...]
+
+    def at(self, now: int) -> float:
+        """Return what it is now."""
+        return self.values[max(0, bisect_right(self.since, now) - 1)]
+
+    def then(self, at: int, value: float) -> "Steps":
+        """Return the same, but from `at` on one value."""
+        kept = bisect_right(self.since, at - 1)
+        return Steps((*self.since[:kept], at), (*self.values[:kept], value))
+
+
+def drawn(chance: Random, until: int, lasts: tuple[int, int], values: tuple[float, ...]) -> Steps:
+    """Return a quantity that is one of `values`, each for so many minutes."""
+    since, drawn_values, at = list[int](), list[float](), 0
+    while at < until:
+        since.append(at)
+        drawn_values.append(chance.choice(values))
+        at += chance.randint(*lasts) * MINUTE
+    return Steps(tuple(since), tuple(drawn_values))
