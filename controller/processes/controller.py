@@ -35,6 +35,7 @@ from controller.runtime.canary.goldens import Vocabulary
 from controller.runtime.canary.loop import CanaryLoop
 from controller.runtime.canary.tools import Tools
 from controller.runtime.commands import OperatorCommands
+from controller.runtime.hang_check import HangCheck
 from controller.runtime.host_processes import HostProcesses
 from controller.runtime.keeping import SnapshotKeeper
 from controller.runtime.lease import Lease
@@ -215,6 +216,7 @@ class ControllerProcess:
                     ("plane", self.plane.run()),
                     ("canary", self.canary.run()),
                     ("liveness", self.liveness.run()),
+                    ("hang_check", self._hang_check().run()),
                     ("actuator", self.actuator.run()),
                     ("lingering", self.lingering.run()),
                     ("snapshots", self._snapshots().run()),
@@ -228,6 +230,10 @@ class ControllerProcess:
             log.info("controller_stops")
             for service in services:
                 service.cancel()
+
+    def _hang_check(self) -> HangCheck:
+        settings, leads = self._settings.liveness, lambda: self.leading
+        return HangCheck(self.view, self.liveness, self.beats, self._bus, SystemClock(), settings, leads)
 
     def _snapshots(self) -> SnapshotKeeper:
         journal = self._settings.journal

@@ -78,6 +78,7 @@ class Liveness:
         self._awake_since = clock.monotonic()  # our own loop has not lagged since then
         self._met: dict[Life, float] = {}  # when we first knew of an instance
         self._said: dict[Life, Literal["silent", "heard"]] = {}
+        self._accused: dict[Life, float] = {}  # when: a beat from before does not acquit
         self.blind = False
 
     async def run(self) -> None:
@@ -114,6 +115,7 @@ class Liveness:
             for life in self._met.keys() - living.keys():
                 del self._met[life]
                 self._said.pop(life, None)
+                self._accused.pop(life, None)
         self._beats.forget(living, FORGET_AFTER_S)
 
     def _last(self, life: Life) -> float:
@@ -126,7 +128,9 @@ class Liveness:
             if SILENT not in worker.health.convictions:
                 continue
             beat = self._beats.fresh(*life, self._settings.beat_s + self._settings.tick_s)
-            if beat is not None and self._said.get(life) != "heard" and self._leading():
+            if beat is None or beat.at <= self._accused.get(life, beat.at - 1):
+                continue
+            if self._said.get(life) != "heard" and self._leading():
                 self._said[life] = "heard"
                 self._journal.observe(
                     WorkerHeard(worker=life[0], instance=life[1], observer=self._journal.source)
@@ -160,11 +164,23 @@ class Liveness:
         if self._leading():
             self._journal.observe(ObserverBlind(observer=self._journal.source, silent=silent, known=known))
 
+    def accuse(self, life: Life) -> None:
+        """Call an instance silent that somebody else has found out not to be there."""
+        workers, now = self._view.fleet.workers, self._clock.monotonic()
+        worker = workers.get(life[0])
+        if worker is None or worker.joined.instance != life[1] or self._known_silent(life, worker):
+            return
+        if life in self._met and self._leading():
+            self._say(life, now - self._last(life))
+
     def _say_silent(self, life: Life, seconds: float) -> None:
         name, instance = life
-        if not self._leading() or self._beats.linked(name, instance, self._settings.silent_after_s):
-            return
-        self._said[life] = "silent"
+        if self._leading() and not self._beats.linked(name, instance, self._settings.silent_after_s):
+            self._say(life, seconds)
+
+    def _say(self, life: Life, seconds: float) -> None:
+        name, instance = life
+        self._said[life], self._accused[life] = "silent", self._clock.monotonic()
         log.warning("worker_silent", worker=name, silent_s=round(seconds, 3))
         self._journal.observe(
             WorkerSilent(

@@ -81,6 +81,7 @@ class LivenessSettings(Strict):
     silent_after_s: Positive = 3.0  # without a beat, a link or an answer
     beat_s: Positive = 1.0  # how often a worker says that it lives
     tick_s: Positive = 0.25  # how often it is looked at
+    answer_s: Positive = 0.3  # for one that has stalled to answer, where a spare is ready
     lag_max_s: Positive = 0.5  # an observer later than this was not listening
     blind_share: float = Field(default=0.5, gt=0, le=1)  # so many silent at once: it is we who hear nothing
 

@@ -1,5 +1,8 @@
 """Who has fallen silent, and who only looks as if."""
 
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from datetime import timedelta
 from typing import Any
 
@@ -7,11 +10,13 @@ import pytest
 from canary_world import World
 
 from controller.runtime.beats import Beats
+from controller.runtime.hang_check import HangCheck
 from controller.runtime.liveness import Liveness
 from controller.runtime.settings import LivenessSettings
 from events import subjects
+from events.decisions import SpareActivated
 from events.nats.bus import MemoryBus
-from events.observations import ObserverBlind, WorkerHeard, WorkerLeft, WorkerSilent
+from events.observations import ObserverBlind, RequestFailed, WorkerHeard, WorkerLeft, WorkerSilent
 
 
 class Watched:
@@ -278,3 +283,129 @@ async def test_a_beat_that_makes_no_sense_is_counted_and_dropped(body: dict[str,
     await w.bus.publish(subjects.links("f"), {"frontend": "f", "workers": 3})
     assert w.beats.bad == 2
     assert not w.beats.lives
+
+
+# --- called stalled, where a spare is ready ---------------------------------------------------------------------------
+
+
+class Asked(Watched):
+    """Workers of whom some are called stalled, and a spare that is well."""
+
+    def __init__(self, *names: str, spares: int = 1) -> None:
+        super().__init__(*names)
+        self.spares = [f"s{n}" for n in range(spares)]
+        for name in self.spares:
+            self.world.join(name, spare=True)
+        self.answering = {*names, *self.spares}
+        self.beating = {*self.answering}
+        self.asked: list[str] = []
+        self.check = HangCheck(
+            self.world,
+            self.liveness,
+            self.beats,
+            self.bus,
+            self.world.clock,
+            LivenessSettings(),
+            lambda: self.world.leads,
+        )
+
+    @asynccontextmanager
+    async def running(self) -> AsyncIterator["Asked"]:
+        await self.start()
+        await self.bus.subscribe("live.batch.*", self._answer)
+        async with self.world.running():
+            checking = asyncio.create_task(self.check.run())
+            await self.pass_time(60)
+            assert all(worker.well for worker in self.world.fleet.workers.values())
+            yield self
+            checking.cancel()
+            await asyncio.gather(checking, return_exceptions=True)
+
+    async def _answer(self, subject: str, body: Any) -> dict[str, Any] | None:
+        name = subject.rpartition(".")[2]
+        self.asked.append(name)
+        return {"batch": body["share"]} if name in self.answering else None
+
+    def hang(self, *names: str) -> None:
+        """Let workers say nothing more, and a frontend say that they have stalled."""
+        self.beating -= {*names}
+        self.answering -= {*names}
+        for name in names:
+            self.stalled(name)
+
+    def stalled(self, name: str) -> None:
+        worker = self.world.fleet.workers[name]
+        self.world.journal.observe(
+            RequestFailed(
+                worker=name, instance=worker.joined.instance, frontend="f", failures_in_a_row=1, reason="stalled",
+                routed_under=self.world.fleet.number,
+            )
+        )  # fmt: skip
+        self.world.turn()
+
+
+async def test_where_a_spare_is_ready_one_that_hangs_is_found_out_at_once() -> None:
+    async with Asked("w1", "w2", "w3").running() as w:
+        w.hang("w2")
+        await w.pass_time(0.75)
+        (silent,) = w.world.facts(WorkerSilent)
+        (activated,) = w.world.facts(SpareActivated)
+        assert (silent.worker, activated.worker, activated.replaces) == ("w2", "s0", "w2")
+        await w.pass_time(3)
+        assert not w.world.facts(WorkerHeard), "a beat from before does not acquit it"
+        w.beating.add("w2")
+        await w.pass_time(2)
+        assert [fact.worker for fact in w.world.facts(WorkerHeard)] == ["w2"]
+        assert len(w.world.facts(WorkerSilent)) == 1
+
+
+async def test_one_that_answers_keeps_its_place() -> None:
+    async with Asked("w1", "w2", "w3").running() as w:
+        w.stalled("w2")
+        await w.pass_time(2)
+        assert w.asked == ["w2"] and not w.world.facts(WorkerSilent)
+        w.stalled("w2")
+        await w.pass_time(2)
+        assert w.asked == ["w2", "w2"], "it is asked again, another time"
+
+
+async def test_without_a_spare_nobody_is_asked() -> None:
+    async with Asked("w1", "w2", "w3", spares=0).running() as w:
+        w.hang("w2")
+        await w.pass_time(1)
+        assert not w.asked and not w.world.facts(WorkerSilent)
+
+
+async def test_of_whom_anything_is_heard_meanwhile_it_is_not_believed() -> None:
+    async with Asked("w1", "w2", "w3").running() as w:
+        w.hang("w2")
+        await w.world.clock.advance(0.1)
+        await w.beat("w2")
+        await w.pass_time(1)
+        assert not w.world.facts(WorkerSilent), "it has beaten"
+        w.hang("w3")
+        await w.world.clock.advance(0.1)
+        workers = {"w3": w.world.fleet.workers["w3"].joined.instance}
+        await w.bus.publish(subjects.links("g"), {"frontend": "g", "at": "now", "workers": workers})
+        await w.pass_time(0.75)
+        assert not w.world.facts(WorkerSilent), "another frontend hears it"
+
+
+async def test_of_many_at_once_it_is_not_believed() -> None:
+    async with Asked("w1", "w2", "w3").running() as w:
+        w.hang("w1", "w2", "w3")
+        await w.pass_time(1)
+        assert not w.world.facts(WorkerSilent)
+
+
+async def test_who_does_not_lead_and_who_cannot_hear_asks_and_accuses_nobody() -> None:
+    async with Asked("w1", "w2", "w3").running() as w:
+        w.world.leads = False
+        w.hang("w2")
+        await w.pass_time(0.5)
+        assert not w.asked
+        w.world.leads = True
+        w.bus.reachable = False
+        w.stalled("w2")
+        await w.pass_time(0.5)
+        assert not w.world.facts(WorkerSilent)
