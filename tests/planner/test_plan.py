@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from controller.planner.plan import Change, ModelView, PlannerPolicy, Proposal, plan
-from controller.planner.pressure import bearable
+from controller.planner.pressure import LEAST, MOST, bearable
 from controller.planner.sizing import Objectives
 from controller.planner.traffic import Minute, Seen, Traffic
 from events.observations import Profile
@@ -260,3 +260,14 @@ def test_what_workers_bear_well_is_exceeded_a_little_and_what_they_do_not_never_
     assert bearable(at(1.0, 0.0, minutes=3), PROFILE, OBJECTIVES) == 1.0, "too short to be sure"
     assert bearable([*at(1.0, 0.0), *at(1.12, 0.002)], PROFILE, OBJECTIVES) == pytest.approx(1.25)
     assert bearable([*at(1.0, 0.0), *at(1.12, 0.05)], PROFILE, OBJECTIVES) == 1.0
+
+
+@given(st.lists(st.tuples(st.floats(0.3, 2.0), st.floats(0.0, 0.2)), max_size=40), st.floats(0.0, 1.0))
+def test_what_workers_bear_has_bounds_and_is_no_less_where_fewer_answers_were_late(
+    seen: list[tuple[float, float]], part: float
+) -> None:
+    def borne(factor: float) -> float:
+        minutes = [minute(TEN, late * TEN * factor, NEEDED / pressure) for pressure, late in seen]
+        return bearable(minutes, PROFILE, OBJECTIVES)
+
+    assert LEAST <= borne(1.0) <= borne(part) <= MOST

@@ -3,6 +3,8 @@
 from dataclasses import replace
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from controller.router.admission.line import PlaceInLine
 from controller.router.admission.pool import (
@@ -236,3 +238,63 @@ def test_the_ids_of_the_refused_are_known_for_a_while_and_bounded() -> None:
     for n in range(IDS_MAX):
         ids.add(str(n), 1.0)
     assert ("one", 1.0) not in ids and ("0", 1.0) in ids
+
+
+# --- whatever comes ---------------------------------------------------------------------------------------------------
+
+SECONDS = st.floats(0.0, 5.0)
+ASKED = st.builds(
+    Asked,
+    tier=st.integers(0, 2),
+    client=st.sampled_from("abc"),
+    deadline_s=st.floats(0.05, 10.0),
+    own_deadline=st.booleans(),
+    work=st.floats(0.0, 3.0),
+    own_s=st.floats(0.0, 2.0),
+    waited_s=SECONDS,
+    line_s=st.one_of(st.just(float("inf")), SECONDS),
+)
+STEPS = st.lists(
+    st.tuples(ASKED, st.floats(0.0, 2.0), st.sampled_from(["stays", "served", "late"])), max_size=40
+)
+
+
+@given(STEPS, st.floats(0.1, 20.0))
+def test_who_may_wait_is_predicted_to_be_in_time_and_who_may_not_has_a_reason(
+    steps: list[tuple[Asked, float, str]], capacity: float
+) -> None:
+    pool: WorkerPool[int] = WorkerPool(0.0)
+    now = 0.0
+    for number, (asked, passes, then) in enumerate(steps):
+        now += passes
+        pool.pass_time(now, capacity)
+        verdict = pool.judge(asked, now, capacity, 0.0, room=False)
+        assert verdict.wait_s >= 0.0 and verdict.first_s >= asked.waited_s
+        assert MARGIN_MIN <= pool.margin(asked.tier) <= MARGIN_MAX
+        better = pool.judge(replace(asked, tier=0), now, capacity, 0.0, room=False)
+        assert better.wait_s <= verdict.wait_s, "nobody waits longer for being in a better tier"
+        if verdict.reason:
+            assert (
+                not verdict.in_time_with_room
+                or verdict.first_s > pool.margin(asked.tier) * verdict.deadline_s
+                or verdict.wait_s > asked.line_s
+            )
+            continue
+        assert verdict.first_s <= pool.margin(asked.tier) * verdict.deadline_s
+        pool.push(PlaceInLine(number, asked.tier, asked.client, asked.work, now, now + verdict.latest_s), now)
+        head = pool.line.head(now)
+        assert head is not None and all(head.tier <= place.tier for place in pool.line)
+        if then != "stays":
+            (pool.served if then == "served" else pool.late)(head)
+
+
+@given(st.lists(st.tuples(st.booleans(), st.floats(0.0, 0.5)), max_size=200), st.floats(0.0, 1.0))
+def test_no_more_repeats_are_let_in_than_their_share(come: list[tuple[bool, float]], share: float) -> None:
+    budget, now, fresh, again = RetryBudget(share), 0.0, 0, 0
+    for repeat, passes in come:
+        now += passes
+        if repeat and budget.used_up(now):
+            continue
+        budget.note(now, repeat=repeat)
+        fresh, again = fresh + (not repeat), again + repeat
+    assert again <= max(REPEATS_LEAST * (1 + now / 5), share * fresh + REPEATS_LEAST * (1 + now / 5))
