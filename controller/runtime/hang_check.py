@@ -30,6 +30,7 @@ from events.observations import RequestFailed
 STALLED = "stalled"
 NEWS = timedelta(seconds=2)  # what is told later than this is no news: silence is seen by itself then
 DUE_MAX = 64  # lives that are to be asked
+LATE_S = 0.1  # by which our own loop may be late: else an answer may be there and not read yet
 
 log = structlog.get_logger(__name__)
 
@@ -120,8 +121,13 @@ class HangCheck:
             await self._clock.sleep(max(0.0, left))  # nobody listens there: it may be about to come back
         else:
             return True
-        lagged = self._clock.monotonic() - began - answer_s > self._settings.lag_max_s
-        return lagged or self._bus.unread > 0 or self._is_heard(life, began)
+        late = self._clock.monotonic() - began - answer_s > LATE_S
+        return late or not self._heard_all(began) or self._is_heard(life, began)
+
+    def _heard_all(self, since: float) -> bool:
+        """Say whether we have heard all that was said on the bus since then."""
+        connected = self._bus.since
+        return connected is not None and connected <= since and not self._bus.unread
 
     def _is_heard(self, life: Life, since: float) -> bool:
         """Say whether the worker, or a frontend that hears it, has said so after that."""

@@ -408,4 +408,17 @@ async def test_who_does_not_lead_and_who_cannot_hear_asks_and_accuses_nobody() -
         w.bus.reachable = False
         w.stalled("w2")
         await w.pass_time(0.5)
+        w.bus.reachable = True
+        w.stalled("w2")
+        await w.world.clock.advance(0.1)
+        await w.world.clock.advance(0.1)
+        w.bus.connected_since = w.world.clock.monotonic()  # an answer may have been lost
+        await w.pass_time(0.5)
+        w.stalled("w2")
+        w.bus.unread = 1
+        await w.pass_time(0.5)
         assert not w.world.facts(WorkerSilent)
+        w.bus.unread = 0
+        w.stalled("w2")
+        await w.pass_time(0.5)
+        assert w.world.facts(WorkerSilent)
