@@ -281,6 +281,13 @@ def _settings(parser: argparse.ArgumentParser) -> Run:
     return show_settings.prepare(parser)
 
 
+def _scrape_config(parser: argparse.ArgumentParser) -> Run:
+    from controller.commands import scrape_config
+
+    data_flag(parser)
+    return scrape_config.prepare(parser)
+
+
 def _completion(parser: argparse.ArgumentParser) -> Run:
     parser.add_argument("shell", choices=("bash", "zsh"), help="for which shell")
 
@@ -318,6 +325,7 @@ COMMANDS: dict[str, tuple[str, Callable[[argparse.ArgumentParser], Run]]] = {
     "profile": ("measure how fast a running engine is, for simulated ones to be as fast", _profile),
     "model": ("make a model to run", _model),
     "settings": ("print every setting and its effective value", _settings),
+    "scrape-config": ("print a configuration of Prometheus for a fleet that runs", _scrape_config),
     "completion": ("print what lets a shell complete commands and flags", _completion),
     "controller": ("run the controller alone", _role("controller")),
     "projector": ("run the projector alone", _role("projector")),

@@ -29,6 +29,7 @@ from controller.metrics import ControllerMetrics, FleetCollector
 from controller.ports import StateStore
 from controller.processes import collector
 from controller.processes.controller_admin import serve, url_of
+from controller.processes.observability import scrape_targets
 from controller.runtime.actuator import Actuator
 from controller.runtime.beats import Beats
 from controller.runtime.canary.goldens import Vocabulary
@@ -204,7 +205,11 @@ class ControllerProcess:
         """Run every service until `stop`, or until one of them cannot go on."""
         await self.beats.start(self._bus)
         self._runner = await serve(
-            self.metrics.render, self._report, self._settings.admin_host, self._settings.admin_port
+            self.metrics.render,
+            self._report,
+            self._settings.admin_host,
+            self._settings.admin_port,
+            [web.get(scrape_targets.PATH, self._targets)],
         )
         async with asyncio.TaskGroup() as group:
             services = [
@@ -230,6 +235,11 @@ class ControllerProcess:
             log.info("controller_stops")
             for service in services:
                 service.cancel()
+
+    async def _targets(self, request: web.Request) -> web.Response:
+        """Tell Prometheus which processes of this host there are to measure."""
+        found = await asyncio.to_thread(presence.present, self._data)
+        return web.json_response(scrape_targets.target_groups(found))
 
     def _hang_check(self) -> HangCheck:
         settings, leads = self._settings.liveness, lambda: self.leading

@@ -175,6 +175,12 @@ async def scraped(status: dict[str, Any], worker: str) -> None:
         async with session.get(f"{url}/ready") as answer:
             assert answer.status == 200
             assert json.loads(await answer.text())["leading"] is True
+        async with session.get(f"{url}/sd") as answer:
+            targets = await answer.json()
+    found = {(one["labels"]["role"], f"http://{one['targets'][0]}") for one in targets}
+    assert found >= {
+        (p["role"], p["url"]) for p in status["processes"] if p["role"] in ("controller", "worker")
+    }
     assert f'dynamo_worker_state{{state="unhealthy",worker_id="{worker}"}} 1.0' in text
     assert f'dynamo_circuit_breaker_state{{worker_id="{worker}"}} 1.0' in text
     assert f'dynamo_canary_failures_total{{reason="timeout",worker_id="{worker}"}} 0.0' in text

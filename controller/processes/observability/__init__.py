@@ -1,0 +1,1 @@
+"""Who measures a fleet, and where he finds what to measure."""

@@ -1,0 +1,63 @@
+"""Which processes of a fleet answer with metrics, in the words of Prometheus: target groups, as http_sd and file_sd take them.
+
+Each process is one target, however many workers are in it; its labels are its role and its name. Only processes of this host are
+known: those of a fleet on several hosts are found where each of them runs.
+"""
+
+from collections.abc import Iterable
+from typing import TypedDict
+from urllib.parse import urlsplit
+
+from events.process.presence import Presence
+
+MEASURED = ("controller", "projector", "planner", "frontend", "worker")  # roles
+PATH = "/sd"  # of a controller's admin port
+JOB = "holdfast"
+
+
+class TargetGroup(TypedDict):
+    """Targets that have their labels in common."""
+
+    targets: list[str]  # host:port
+    labels: dict[str, str]
+
+
+def target_groups(present: Iterable[Presence]) -> list[TargetGroup]:
+    """Return the target groups of a fleet's processes, in the order of their roles and names."""
+    found = []
+    for one in sorted(present, key=lambda one: (one.role, one.name)):
+        address = urlsplit(one.url)
+        if one.role in MEASURED and address.scheme == "http" and address.netloc:
+            found.append(
+                TargetGroup(targets=[address.netloc], labels={"role": one.role, "process": one.name})
+            )
+    return found
+
+
+def http_sd(url: str) -> str:
+    """Return a Prometheus configuration by which it asks a controller's admin port, at `url`, for the targets."""
+    return _config(
+        f"""    http_sd_configs:
+      - url: {url}{PATH}
+        refresh_interval: 5s
+"""
+    )
+
+
+def file_sd(path: str) -> str:
+    """Return a Prometheus configuration by which it reads the targets from a file."""
+    return _config(
+        f"""    file_sd_configs:
+      - files: [{path}]
+        refresh_interval: 5s
+"""
+    )
+
+
+def _config(discovery: str) -> str:
+    return f"""global:
+  scrape_interval: 5s
+  scrape_timeout: 4s
+scrape_configs:
+  - job_name: {JOB}
+{discovery}"""
