@@ -22,7 +22,7 @@ LLAMACPP := .venv-llamacpp
 VLLM := .venv-vllm
 PEER := .venv-peer
 
-.PHONY: install demo test test-fast test-seeds test-attacks test-losses attack test-engines test-llamacpp test-nixl test-vllm lint bench recovery-table peer clean
+.PHONY: install demo test test-fast test-seeds test-attacks test-losses attack test-engines test-llamacpp test-nixl test-vllm lint dashboards bench recovery-table peer clean
 
 install: $(VENV)/.installed
 
@@ -105,6 +105,9 @@ lint: install
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+
+dashboards: install  ## write grafana/dashboards anew from their source
+	$(BIN)/python -m grafana.write
 
 bench: install  ## the figures of benchmarks/README.md
 	$(BIN)/python -m benchmarks

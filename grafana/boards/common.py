@@ -1,0 +1,46 @@
+"""What several dashboards ask for."""
+
+from grafana.model import GREEN, GREY, ORANGE, RED, YELLOW, Query
+
+STATES = {
+    "0": ("healthy", GREEN),
+    "1": ("suspicious", YELLOW),
+    "2": ("unhealthy", RED),
+    "3": ("draining", "blue"),
+    "4": ("dead", GREY),
+}
+BREAKER = {"0": ("closed", GREEN), "1": ("open", RED), "2": ("half open", YELLOW)}
+LEVELS = {
+    "0": ("0", GREEN),
+    "1": ("1", YELLOW),
+    "2": ("2", YELLOW),
+    "3": ("3", ORANGE),
+    "4": ("4", RED),
+}
+LEADER = "on() group_left() (max(holdfast_leader) == 1)"
+
+
+def rate(metric: str, labels: str = "", by: str = "", legend: str = "") -> Query:
+    """Ask for what a counter goes up by in a second, added up by some labels."""
+    grouped = f" by ({by})" if by else ""
+    return Query(ask=f"sum{grouped} (rate({metric}{{{labels}}}[$__rate_interval]))", legend=legend)
+
+
+def quantiles(
+    metric: str, labels: str = "", of: tuple[float, ...] = (0.5, 0.99), by: str = ""
+) -> list[Query]:
+    """Ask for quantiles of a histogram."""
+    grouped = f"le, {by}" if by else "le"
+    named = f" {{{{{by}}}}}" if by else ""
+    return [
+        Query(
+            ask=f"histogram_quantile({q:g}, sum by ({grouped}) (rate({metric}_bucket{{{labels}}}[$__rate_interval])))",
+            legend=f"p{100 * q:g}{named}",
+        )
+        for q in of
+    ]
+
+
+def history(sql: str) -> Query:
+    """Ask the state store."""
+    return Query(ask=" ".join(sql.split()), source="postgres")

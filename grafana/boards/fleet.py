@@ -1,0 +1,132 @@
+"""Fleet: one look. Is anybody hurt, and does the capacity do?"""
+
+from grafana.boards.common import LEVELS, STATES, history, quantiles, rate
+from grafana.model import GREEN, MODEL, ORANGE, RED, WORKER, YELLOW, Dashboard, Panel, Query, Row
+
+M = 'model=~"$model"'
+LOST = "request_abandoned"
+
+HURT = Row(
+    title="Is anybody hurt?",
+    panels=[
+        Panel(
+            title="Streams lost", says="Streams that had begun and could not go on anywhere, in the last five minutes",
+            asks=[history(f"""SELECT count(*) AS lost FROM holdfast.fleet_events
+                WHERE kind = '{LOST}' AND at > now() - interval '5 minutes'""")],
+            kind="stat", width=4, height=4, steps=((None, GREEN), (1, RED)),
+        ),
+        Panel(
+            title="Streams saved", says="Streams that went on at another worker, in the last five minutes",
+            asks=[Query(ask="sum(increase(dynamo_migration_total[5m])) or vector(0)", instant=True, legend="saved")],
+            kind="stat", width=4, height=4,
+        ),
+        Panel(
+            title="Exposed requests", says="Requests that a convicted worker had fed, in the last hour",
+            asks=[Query(ask="sum(increase(holdfast_requests_exposed_total[1h])) or vector(0)", instant=True, legend="exposed")],
+            kind="stat", width=4, height=4, steps=((None, GREEN), (1, RED)),
+        ),
+        Panel(
+            title="Refused for want of room", says="Requests a second that were turned away because nobody had room",
+            asks=[rate("dynamo_frontend_model_rejection_total", M, legend="refused")],
+            kind="stat", unit="reqps", width=4, height=4, steps=((None, GREEN), (0.1, YELLOW), (1, ORANGE)),
+        ),
+        Panel(
+            title="Open incidents", says="Incidents that are not over",
+            asks=[Query(ask="max(holdfast_incidents_open)", instant=True, legend="open")],
+            kind="stat", width=4, height=4, steps=((None, GREEN), (1, YELLOW)),
+        ),
+        Panel(
+            title="Errors", says="Share of the requests that ended with an error that was not the client's or an overload's",
+            asks=[Query(
+                ask=f'sum(rate(dynamo_frontend_requests_total{{{M},status="error",error_type!~"overload|validation|cancelled"}}[$__rate_interval]))'
+                f" / sum(rate(dynamo_frontend_requests_total{{{M}}}[$__rate_interval]))",
+                legend="errors",
+            )],
+            kind="stat", unit="percentunit", width=4, height=4, steps=((None, GREEN), (0.001, YELLOW), (0.01, RED)),
+        ),
+    ],
+)  # fmt: skip
+
+CAPACITY = Row(
+    title="Capacity",
+    panels=[
+        Panel(
+            title="What models carry", says="Requests a second within the objectives, as the planner reckons it",
+            asks=[Query(ask=f"max by (model) (holdfast_planner_achievable_rps{{{M}}})", legend="{{model}}")], unit="reqps",
+        ),
+        Panel(
+            title="Weight in service", says="The sum of the weights of a model's workers: 1 for each that serves in full",
+            asks=[Query(ask=f"max by (model) (holdfast_model_routable_weight{{{M}}})", legend="{{model}}")],
+        ),
+        Panel(
+            title="Degradation level", says="0: nothing is given up; 4: no new requests are let in",
+            asks=[Query(ask=f"max by (model) (holdfast_degradation_level{{{M}}})", legend="{{model}}")],
+            kind="state-timeline", mappings=LEVELS,
+        ),
+        Panel(
+            title="Spares", says="Spares that could take a place now, and places that are empty",
+            asks=[
+                Query(ask=f"max by (model) (holdfast_spares_ready{{{M}}})", legend="ready {{model}}"),
+                Query(ask=f"max by (model) (holdfast_places_empty{{{M}}})", legend="empty {{model}}"),
+            ],
+        ),
+        Panel(
+            title="Workers, and what the planner wants", says="There are, needed for what is expected, wanted by the planner",
+            asks=[
+                Query(ask=f"max by (model) (holdfast_planner_workers{{{M}}})", legend="there {{model}}"),
+                Query(ask=f"max by (model) (holdfast_planner_workers_needed{{{M}}})", legend="needed {{model}}"),
+                Query(ask=f"max by (model) (holdfast_planner_workers_wanted{{{M}}})", legend="wanted {{model}}"),
+            ],
+        ),
+        Panel(
+            title="Waiting", says="Requests that wait for a free worker, by model",
+            asks=[Query(ask=f"sum by (model) (dynamo_frontend_queued_requests{{{M}}})", legend="{{model}}")],
+        ),
+    ],
+)  # fmt: skip
+
+SPEED = Row(
+    title="Speed",
+    panels=[
+        Panel(
+            title="Tokens", says="Tokens a second that are relayed to clients",
+            asks=[rate("dynamo_frontend_output_tokens_total", M, "model", "{{model}}")], unit="short", stacked=True,
+        ),
+        Panel(
+            title="Time to first token", says="From a request's arrival to its first token",
+            asks=quantiles("dynamo_frontend_time_to_first_token_seconds", M), unit="s",
+        ),
+        Panel(
+            title="Between tokens", says="From one token to the next",
+            asks=quantiles("dynamo_frontend_inter_token_latency_seconds", M), unit="s",
+        ),
+    ],
+)  # fmt: skip
+
+WORKERS = Row(
+    title="Workers",
+    panels=[
+        Panel(
+            title="Health", says="Each worker's state",
+            asks=[Query(ask='max by (worker_id) (dynamo_worker_status{worker_id=~"$worker"})', legend="{{worker_id}}")],
+            kind="state-timeline", mappings=STATES, width=24, height=8,
+        ),
+        Panel(
+            title="Incidents", says="What happened, the latest first",
+            asks=[history("""SELECT incident, opened_at, closed_at, closed_at - opened_at AS lasted, subject, symptom, outcome
+                FROM holdfast.incidents WHERE $__timeFilter(opened_at) ORDER BY opened_at DESC LIMIT 100""")],
+            kind="table", width=14, height=9,
+        ),
+        Panel(
+            title="Workers now", says="Each worker as the router sees it",
+            asks=[history("""SELECT worker, model, health, weight, routable, breaker, reason FROM holdfast.fleet_now
+                ORDER BY worker""")],
+            kind="table", width=10, height=9,
+        ),
+    ],
+)  # fmt: skip
+
+BOARD = Dashboard(
+    uid="holdfast-fleet", title="Fleet", says="One look: is anybody hurt, and does the capacity do?",
+    rows=[HURT, CAPACITY, SPEED, WORKERS], variables=[MODEL, WORKER],
+)  # fmt: skip

@@ -1,0 +1,247 @@
+"""The words in which our dashboards are written, and the JSON that Grafana 11 reads.
+
+A dashboard is rows of panels from left to right; where each stands is reckoned here. A panel asks one of two data sources, of
+which neither is named: `$datasource` is the Prometheus and `$history` the Postgres that the viewer has chosen.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, TypeAlias
+
+Json: TypeAlias = dict[str, Any]
+Kind: TypeAlias = Literal["stat", "timeseries", "table", "state-timeline", "heatmap", "bargauge"]
+
+SCHEMA = 39  # of dashboards, Grafana 11's
+COLUMNS = 24
+TAG = "holdfast"
+PROMETHEUS: Json = {"type": "prometheus", "uid": "${datasource}"}
+POSTGRES: Json = {"type": "grafana-postgresql-datasource", "uid": "${history}"}
+GREEN, YELLOW, ORANGE, RED, GREY = "green", "yellow", "orange", "red", "#8e8e8e"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Query:
+    """What one target of a panel asks. `legend` names its series by their labels."""
+
+    ask: str  # PromQL, or SQL
+    legend: str = ""
+    source: Literal["prometheus", "postgres"] = "prometheus"
+    instant: bool = False
+    heatmap: bool = False  # its series are a histogram's buckets
+
+    def json(self, ref: str) -> Json:
+        """Return the target."""
+        if self.source == "postgres":
+            return {
+                "refId": ref, "datasource": POSTGRES, "format": "table", "rawQuery": True, "rawSql": self.ask,
+                "editorMode": "code",
+            }  # fmt: skip
+        return {
+            "refId": ref, "datasource": PROMETHEUS, "expr": self.ask, "legendFormat": self.legend or "__auto",
+            "editorMode": "code", "instant": self.instant, "range": not self.instant,
+            "format": "heatmap" if self.heatmap else "table" if self.instant and not self.legend else "time_series",
+        }  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Panel:
+    """One panel. `steps`: from which value on it has which colour, the first from the beginning."""
+
+    title: str
+    says: str  # its description
+    asks: Sequence[Query]
+    kind: Kind = "timeseries"
+    unit: str = "short"
+    width: int = 8  # of 24 columns
+    height: int = 7
+    steps: Sequence[tuple[float | None, str]] = ((None, GREEN),)
+    stacked: bool = False
+    least: float | None = 0.0
+    most: float | None = None
+    mappings: Mapping[str, tuple[str, str]] = field(default_factory=dict)  # value: text and colour
+    links: Sequence[Json] = ()
+    overrides: Sequence[Json] = ()
+
+    def json(self, number: int, x: int, y: int) -> Json:
+        """Return the panel at its place."""
+        sources = {query.source for query in self.asks}
+        return {
+            "id": number,
+            "type": self.kind,
+            "title": self.title,
+            "description": self.says,
+            "gridPos": {"h": self.height, "w": self.width, "x": x, "y": y},
+            "datasource": POSTGRES if sources == {"postgres"} else PROMETHEUS,
+            "targets": [query.json(chr(ord("A") + n)) for n, query in enumerate(self.asks)],
+            "fieldConfig": {"defaults": self._defaults(), "overrides": list(self.overrides)},
+            "options": _options(self.kind),
+            "links": list(self.links),
+        }
+
+    def _defaults(self) -> Json:
+        found: Json = {
+            "unit": self.unit,
+            "color": {"mode": "palette-classic" if self.kind == "timeseries" else "thresholds"},
+            "thresholds": {
+                "mode": "absolute",
+                "steps": [{"color": color, "value": value} for value, color in self.steps],
+            },
+            "mappings": _mappings(self.mappings),
+            "custom": _custom(self.kind, stacked=self.stacked),
+        }
+        bounds = {"min": self.least, "max": self.most}
+        return found | {name: value for name, value in bounds.items() if value is not None}
+
+
+def _mappings(values: Mapping[str, tuple[str, str]]) -> list[Json]:
+    if not values:
+        return []
+    options = {
+        value: {"index": n, "text": text, "color": color}
+        for n, (value, (text, color)) in enumerate(values.items())
+    }
+    return [{"type": "value", "options": options}]
+
+
+def _custom(kind: Kind, *, stacked: bool) -> Json:
+    if kind == "timeseries":
+        return {
+            "drawStyle": "line", "lineWidth": 1, "fillOpacity": 20 if stacked else 5, "showPoints": "never",
+            "spanNulls": False, "stacking": {"mode": "normal" if stacked else "none", "group": "A"},
+        }  # fmt: skip
+    return {"fillOpacity": 80, "lineWidth": 0} if kind == "state-timeline" else {}
+
+
+def _options(kind: Kind) -> Json:
+    reduce: Json = {"calcs": ["lastNotNull"], "fields": "", "values": False}
+    match kind:
+        case "stat":
+            return {
+                "reduceOptions": reduce, "colorMode": "background", "graphMode": "none", "textMode": "auto",
+                "justifyMode": "auto", "orientation": "auto",
+            }  # fmt: skip
+        case "bargauge":
+            return {"reduceOptions": reduce, "orientation": "horizontal", "displayMode": "basic"}
+        case "timeseries":
+            legend: Json = {"displayMode": "list", "placement": "bottom", "showLegend": True, "calcs": []}
+            return {"legend": legend, "tooltip": {"mode": "multi", "sort": "desc"}}
+        case "state-timeline":
+            return {"mergeValues": True, "showValue": "never", "alignValue": "left", "rowHeight": 0.8}
+        case "heatmap":
+            return {
+                "calculate": False,
+                "yAxis": {"unit": "s"},
+                "color": {"scheme": "Oranges", "mode": "scheme"},
+            }
+        case _:
+            return {"showHeader": True, "cellHeight": "sm"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """Panels that belong together, from left to right."""
+
+    title: str
+    panels: Sequence[Panel]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Variable:
+    """What the viewer chooses, of what a label has."""
+
+    name: str
+    asks: str  # label_values(metric, label)
+    label: str = ""
+
+    def json(self) -> Json:
+        """Return the variable: any number of values, all of them at first."""
+        return {
+            "name": self.name, "label": self.label or self.name, "type": "query", "datasource": PROMETHEUS,
+            "query": {"query": self.asks, "refId": "values"}, "definition": self.asks, "refresh": 2, "sort": 1,
+            "multi": True, "includeAll": True, "allValue": ".*", "current": {"text": ["All"], "value": ["$__all"]},
+        }  # fmt: skip
+
+
+MODEL = Variable(name="model", asks="label_values(holdfast_degradation_level, model)")
+WORKER = Variable(name="worker", asks="label_values(dynamo_worker_status, worker_id)")
+FRONTEND = Variable(name="frontend", asks='label_values(up{role="frontend"}, process)')
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Dashboard:
+    """One dashboard. Its `uid` is part of its address, and never changes."""
+
+    uid: str
+    title: str
+    says: str
+    rows: Sequence[Row]
+    variables: Sequence[Variable] = ()
+
+    def panels(self) -> Iterator[Panel]:
+        """Yield all panels."""
+        for row in self.rows:
+            yield from row.panels
+
+    def json(self) -> Json:
+        """Return what Grafana reads."""
+        sources = [
+            _source("datasource", "Prometheus", "prometheus"),
+            _source("history", "Postgres", "grafana-postgresql-datasource"),
+        ]
+        return {
+            "uid": self.uid,
+            "title": f"Holdfast / {self.title}",
+            "description": self.says,
+            "tags": [TAG],
+            "schemaVersion": SCHEMA,
+            "version": 1,
+            "editable": True,
+            "graphTooltip": 1,
+            "timezone": "utc",
+            "refresh": "10s",
+            "time": {"from": "now-1h", "to": "now"},
+            "timepicker": {},
+            "annotations": {"list": []},
+            "templating": {"list": [*sources, *(variable.json() for variable in self.variables)]},
+            "links": [
+                {
+                    "title": "Holdfast", "type": "dashboards", "tags": [TAG], "asDropdown": True, "includeVars": True,
+                    "keepTime": True, "targetBlank": False, "icon": "external link", "tooltip": "", "url": "",
+                }
+            ],
+            "panels": list(self._placed()),
+        }  # fmt: skip
+
+    def _placed(self) -> Iterator[Json]:
+        number = y = 0
+        for row in self.rows:
+            number += 1
+            place = {"h": 1, "w": COLUMNS, "x": 0, "y": y}
+            yield {
+                "id": number,
+                "type": "row",
+                "title": row.title,
+                "collapsed": False,
+                "gridPos": place,
+                "panels": [],
+            }
+            x, y, high = 0, y + 1, 0
+            for panel in row.panels:
+                if x + panel.width > COLUMNS:
+                    x, y, high = 0, y + high, 0
+                number += 1
+                yield panel.json(number, x, y)
+                x, high = x + panel.width, max(high, panel.height)
+            y += high
+
+
+def _source(name: str, label: str, kind: str) -> Json:
+    return {
+        "name": name,
+        "label": label,
+        "type": "datasource",
+        "query": kind,
+        "refresh": 1,
+        "current": {},
+        "regex": "",
+    }

@@ -1,0 +1,35 @@
+"""`make dashboards`: write all dashboards as Grafana reads them."""
+
+import json
+import sys
+from pathlib import Path
+
+from grafana.boards import control_plane, corruption, fleet, requests, router, worker
+from grafana.model import Dashboard
+
+FOLDER = Path(__file__).parent / "dashboards"
+BOARDS: tuple[Dashboard, ...] = (
+    fleet.BOARD,
+    worker.BOARD,
+    corruption.BOARD,
+    requests.BOARD,
+    router.BOARD,
+    control_plane.BOARD,
+)
+
+
+def text(board: Dashboard) -> str:
+    """Return a dashboard as its file has it."""
+    return json.dumps(board.json(), indent=1, ensure_ascii=False) + "\n"
+
+
+def main() -> int:
+    """Write all."""
+    FOLDER.mkdir(exist_ok=True)
+    for board in BOARDS:
+        (FOLDER / f"{board.uid}.json").write_text(text(board), encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
