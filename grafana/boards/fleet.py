@@ -5,6 +5,8 @@ from grafana.model import GREEN, MODEL, ORANGE, RED, WORKER, YELLOW, Dashboard, 
 
 M = 'model=~"$model"'
 LOST = "request_abandoned"
+NOT_OURS = "overload|validation|not_found|cancelled|capacity_shed|not_accepting|deadline_unattainable|request_poisonous"
+OURS = f'status="error",error_type!~"{NOT_OURS}"'
 
 HURT = Row(
     title="Is anybody hurt?",
@@ -38,7 +40,7 @@ HURT = Row(
         Panel(
             title="Errors", says="Share of the requests that ended with an error that was not the client's or an overload's",
             asks=[Query(
-                ask=f'sum(rate(dynamo_frontend_requests_total{{{M},status="error",error_type!~"overload|validation|cancelled"}}[$__rate_interval]))'
+                ask=f'(sum(rate(dynamo_frontend_requests_total{{{M},{OURS}}}[$__rate_interval])) or vector(0))'
                 f" / sum(rate(dynamo_frontend_requests_total{{{M}}}[$__rate_interval]))",
                 legend="errors",
             )],

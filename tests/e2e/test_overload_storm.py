@@ -30,7 +30,11 @@ FLAGS = (
     "--slo-ttft-ms",
     "2000",
 )
-SMALL = {"HOLDFAST_WORKER_BATCH_MAX": "2", "HOLDFAST_WORKER_WAITING_MAX": "2"}
+SMALL = {
+    "HOLDFAST_CONTROLLER__LIVENESS__ANSWER_S": "5",  # one that a busy machine has paused keeps its place
+    "HOLDFAST_WORKER_BATCH_MAX": "2",
+    "HOLDFAST_WORKER_WAITING_MAX": "2",
+}
 TOKENS = 20  # 0.6 s: two workers that run two at once answer 6 to 7 requests a second
 RATE, SECONDS = 33.0, 60.0
 PROMPTS = [[300 + n] * 8 for n in range(16)]

@@ -13,7 +13,8 @@ from events.decisions import SpareActivated
 from events.observations import RequestAbandoned, RequestMigrated
 
 FLAGS = ("--workers", "2", "--spares", "1", "--itl-ms", "40", "--planner-mode", "off")
-GROUPS = {"HOLDFAST_WORKER_TP": "8"}
+# workers are killed here: one that a busy machine has paused for a while keeps its place
+GROUPS = {"HOLDFAST_WORKER_TP": "8", "HOLDFAST_CONTROLLER__LIVENESS__ANSWER_S": "5"}
 STREAMS, TOKENS = 6, 200
 
 

@@ -1,0 +1,116 @@
+"""What dashboards ask for is answered: by a real Prometheus that scrapes a real fleet while it is broken, and by its Postgres."""
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import asyncpg
+import pytest
+from fleet import holdfast, running, streamed
+from prometheus_server import PrometheusServer, binary, prometheus
+
+from controller.demo.fleet import DemoFleet
+from controller.processes.fleet_dir import FleetDir
+from grafana.model import Panel, Query
+from grafana.write import BOARDS
+
+FLAGS = ("--workers", "3", "--spares", "1", "--itl-ms", "20", "--chaos", "--canary-interval", "1", "--breaker-wait", "1",
+         "--breaker-backoff", "1", "--planner-mode", "propose")  # fmt: skip
+BROKEN_S = 24.0
+STREAMS, TOKENS = 8, 60
+QUIET = {  # panels that show nothing unless something happens that is not rehearsed here
+    "For want of room", "For another reason", "At a bound", "Put off", "Given up by clients", "Refused at the broker",
+    "What is no event", "Lost on the way", "Lost and recovered", "Refused connections", "Streams", "Bytes", "Stopped for",
+    "Facts said again, and dropped", "Panic", "Sent back to wait", "Errors by kind", "Planners", "Disputes",
+    "Requests taken, refused, failed", "The pause by cause", "The pause that clients saw", "Which", "Exposed requests",
+    "Attempts that failed", "Refused for want of room", "The wait for a worker", "Requests", "What models carry",
+}  # fmt: skip
+
+
+def filled(ask: str) -> str:
+    """Return a query with what a viewer's choices and Grafana put in its place."""
+    for name, value in (
+        ("$__rate_interval", "20s"), ("$model", ".*"), ("$worker", ".*"), ("$frontend", ".*"),
+        ("${worker:singlequote}", "'w0','w1','w2','s0'"),
+    ):  # fmt: skip
+        ask = ask.replace(name, value)
+    return ask
+
+
+def asked(source: str) -> list[tuple[Panel, Query]]:
+    """Return what all dashboards ask of one source."""
+    panels = [panel for board in BOARDS for panel in board.panels()]
+    return [(panel, query) for panel in panels for query in panel.asks if query.source == source]
+
+
+@contextlib.asynccontextmanager
+async def users(fleet: DemoFleet) -> AsyncIterator[None]:
+    """Let people ask all the while."""
+
+    async def ask(number: int) -> None:
+        while True:
+            with contextlib.suppress(Exception):
+                await streamed(fleet, [300 + number] * 40, TOKENS)
+
+    tasks = [asyncio.create_task(ask(n)) for n in range(STREAMS)]
+    try:
+        yield
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def broken(fleet: DemoFleet) -> None:
+    """Break the fleet in three ways, one after another."""
+    for verb, worker, argument in (("corrupt", "w0", 2.0), ("error", "w1", 6.0), ("kill", "w2", None)):
+        with contextlib.suppress(Exception):
+            await fleet.act(verb, worker, argument)
+        await asyncio.sleep(BROKEN_S / 3)
+
+
+def empty(server: PrometheusServer) -> list[str]:
+    """Return the panels of which Prometheus shows nothing, though something has happened. Each query is understood."""
+    return [
+        f"{panel.title}: {query.ask}"
+        for panel, query in asked("prometheus")
+        if not server.ask(filled(query.ask)) and panel.title not in QUIET
+    ]
+
+
+async def rows(url: str, ask: str) -> list[Any]:
+    """Return what the state store answers, with Grafana's macro filled in."""
+    for column in ("at", "opened_at"):
+        ask = ask.replace(f"$__timeFilter({column})", f"{column} > now() - interval '1 hour'")
+    connection = await asyncpg.connect(url.replace("postgresql+asyncpg", "postgresql"))
+    try:
+        return list(await connection.fetch(ask))
+    finally:
+        await connection.close()
+
+
+@pytest.mark.attack
+async def test_every_panel_is_answered_while_a_fleet_is_broken(tmp_path: Path) -> None:
+    binary()
+    async with running(tmp_path / "fleet", *FLAGS) as fleet:
+        await fleet.healthy(3)
+        printed = await asyncio.to_thread(holdfast, "scrape-config", "--data", str(fleet.data))
+        config = printed.stdout.replace("scrape_interval: 5s", "scrape_interval: 1s").replace(
+            "scrape_timeout: 4s", "scrape_timeout: 1s"
+        )
+        with prometheus(tmp_path / "prometheus", config) as server:
+            async with users(fleet):
+                await broken(fleet)
+                found = await asyncio.to_thread(empty, server)
+            up = {one["metric"]["role"] for one in server.ask("up == 1")}
+        assert not found, "\n".join(found)
+        assert up == {"controller", "projector", "planner", "frontend", "worker"}
+        url = str(FleetDir(fleet.data).recall()["database_url"])
+        for panel, query in asked("postgres"):
+            answer = await rows(url, filled(query.ask))
+            assert answer or panel.title in QUIET, panel.title
+        incidents = await rows(url, "SELECT opened_at FROM holdfast.incidents")
+        assert all(isinstance(row["opened_at"], datetime) for row in incidents)
