@@ -147,18 +147,29 @@ class Row:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Variable:
-    """What the viewer chooses, of what a label has."""
+    """What the viewer chooses: of what a label has, or the state store says, or of a few values."""
 
     name: str
-    asks: str  # label_values(metric, label)
-    label: str = ""
+    asks: str = ""  # label_values(metric, label), or SQL
+    source: Literal["prometheus", "postgres"] = "prometheus"
+    values: Sequence[str] = ()  # in place of asking: the first is chosen
+    many: bool = True  # any number of them, all at first
 
     def json(self) -> Json:
-        """Return the variable: any number of values, all of them at first."""
+        """Return the variable."""
+        if self.values:
+            first = {"text": self.values[0], "value": self.values[0], "selected": True}
+            return {
+                "name": self.name, "label": self.name, "type": "custom", "query": ",".join(self.values), "multi": False,
+                "includeAll": False, "current": first,
+            }  # fmt: skip
+        asks: Any = {"query": self.asks, "refId": "values"} if self.source == "prometheus" else self.asks
+        chosen = {"text": ["All"], "value": ["$__all"]} if self.many else {}
         return {
-            "name": self.name, "label": self.label or self.name, "type": "query", "datasource": PROMETHEUS,
-            "query": {"query": self.asks, "refId": "values"}, "definition": self.asks, "refresh": 2, "sort": 1,
-            "multi": True, "includeAll": True, "allValue": ".*", "current": {"text": ["All"], "value": ["$__all"]},
+            "name": self.name, "label": self.name, "type": "query", "query": asks, "definition": self.asks,
+            "datasource": PROMETHEUS if self.source == "prometheus" else POSTGRES,
+            "refresh": 2, "sort": 1 if self.source == "prometheus" else 0, "multi": self.many, "includeAll": self.many,
+            "allValue": ".*" if self.many else None, "current": chosen,
         }  # fmt: skip
 
 
@@ -176,6 +187,7 @@ class Dashboard:
     says: str
     rows: Sequence[Row]
     variables: Sequence[Variable] = ()
+    events: str = ""  # SQL: time, text and tags of what is marked in every picture
 
     def panels(self) -> Iterator[Panel]:
         """Yield all panels."""
@@ -201,7 +213,7 @@ class Dashboard:
             "refresh": "10s",
             "time": {"from": "now-1h", "to": "now"},
             "timepicker": {},
-            "annotations": {"list": []},
+            "annotations": {"list": [_marked(self.events)] if self.events else []},
             "templating": {"list": [*sources, *(variable.json() for variable in self.variables)]},
             "links": [
                 {
@@ -233,6 +245,13 @@ class Dashboard:
                 yield panel.json(number, x, y)
                 x, high = x + panel.width, max(high, panel.height)
             y += high
+
+
+def _marked(sql: str) -> Json:
+    return {
+        "name": "events", "enable": True, "iconColor": ORANGE, "datasource": POSTGRES,
+        "target": {"refId": "marks", "format": "table", "rawQuery": True, "rawSql": sql, "editorMode": "code"},
+    }  # fmt: skip
 
 
 def _source(name: str, label: str, kind: str) -> Json:

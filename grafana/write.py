@@ -4,17 +4,19 @@ import json
 import sys
 from pathlib import Path
 
-from grafana.boards import control_plane, corruption, fleet, requests, router, worker
+from grafana.boards import control_plane, corruption, fleet, incident, requests, router, slo, worker
 from grafana.model import Dashboard
 
 FOLDER = Path(__file__).parent / "dashboards"
 BOARDS: tuple[Dashboard, ...] = (
     fleet.BOARD,
+    incident.BOARD,
     worker.BOARD,
     corruption.BOARD,
     requests.BOARD,
     router.BOARD,
     control_plane.BOARD,
+    slo.BOARD,
 )
 
 

@@ -1,6 +1,6 @@
 """What several dashboards ask for."""
 
-from grafana.model import GREEN, GREY, ORANGE, RED, YELLOW, Query
+from grafana.model import GREEN, GREY, ORANGE, RED, YELLOW, Json, Query
 
 STATES = {
     "0": ("healthy", GREEN),
@@ -44,3 +44,10 @@ def quantiles(
 def history(sql: str) -> Query:
     """Ask the state store."""
     return Query(ask=" ".join(sql.split()), source="postgres")
+
+
+def link(board: str, variable: str) -> Json:
+    """Return an override by which a table's values lead to another dashboard."""
+    url = f"/d/{board}?var-{variable}=${{__value.raw}}&${{__url_time_range}}"
+    links = [{"title": "Look at it", "url": url}]
+    return {"matcher": {"id": "byName", "options": variable}, "properties": [{"id": "links", "value": links}]}

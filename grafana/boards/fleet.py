@@ -1,6 +1,6 @@
 """Fleet: one look. Is anybody hurt, and does the capacity do?"""
 
-from grafana.boards.common import LEVELS, STATES, history, quantiles, rate
+from grafana.boards.common import LEVELS, STATES, history, link, quantiles, rate
 from grafana.model import GREEN, MODEL, ORANGE, RED, WORKER, YELLOW, Dashboard, Panel, Query, Row
 
 M = 'model=~"$model"'
@@ -117,13 +117,13 @@ WORKERS = Row(
             title="Incidents", says="What happened, the latest first",
             asks=[history("""SELECT incident, opened_at, closed_at, closed_at - opened_at AS lasted, subject, symptom, outcome
                 FROM holdfast.incidents WHERE $__timeFilter(opened_at) ORDER BY opened_at DESC LIMIT 100""")],
-            kind="table", width=14, height=9,
+            kind="table", width=14, height=9, overrides=[link("holdfast-incident", "incident")],
         ),
         Panel(
             title="Workers now", says="Each worker as the router sees it",
             asks=[history("""SELECT worker, model, health, weight, routable, breaker, reason FROM holdfast.fleet_now
                 ORDER BY worker""")],
-            kind="table", width=10, height=9,
+            kind="table", width=10, height=9, overrides=[link("holdfast-worker", "worker")],
         ),
     ],
 )  # fmt: skip

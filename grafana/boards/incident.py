@@ -1,0 +1,78 @@
+"""Incident: one, from its first symptom until all is well again."""
+
+from grafana.boards.common import STATES, history
+from grafana.model import Dashboard, Panel, Row, Variable
+
+ID = "${incident:singlequote}"
+SPAN = f"""(SELECT opened_at, coalesce(closed_at, now()) AS until, split_part(subject, ':', 2) AS subject
+    FROM holdfast.incidents WHERE incident = {ID})"""
+CHOSEN = Variable(
+    name="incident", source="postgres", many=False,
+    asks="SELECT incident FROM holdfast.incidents ORDER BY opened_at DESC LIMIT 200",
+)  # fmt: skip
+MARKS = f"""SELECT at AS time, kind AS text, coalesce(worker, '') AS tags FROM holdfast.fleet_events
+    WHERE incident = {ID} AND $__timeFilter(at) ORDER BY at"""
+
+
+BOARD = Dashboard(
+    uid="holdfast-incident",
+    title="Incident",
+    says="One incident, from its first symptom until all is well again",
+    variables=[CHOSEN],
+    events=" ".join(MARKS.split()),
+    rows=[
+        Row(
+            title="What it was",
+            panels=[
+                Panel(
+                    title="The incident", says="Whom it is about, how it began, how it ended",
+                    asks=[history(f"""SELECT incident, subject, symptom, opened_at, closed_at, outcome FROM holdfast.incidents
+                        WHERE incident = {ID}""")],
+                    kind="table", width=24, height=4,
+                ),
+                Panel(
+                    title="Seconds until", says="From the first symptom: out of service, streams moved, all well again",
+                    asks=[history(f"""SELECT extract(epoch FROM min(at) FILTER (WHERE kind = 'health_changed'
+                        AND (body->>'weight')::float = 0) - min(at)) AS out_of_service,
+                        extract(epoch FROM min(at) FILTER (WHERE kind = 'spare_activated') - min(at)) AS spare,
+                        extract(epoch FROM max(at) FILTER (WHERE kind = 'incident_closed') - min(at)) AS closed
+                        FROM holdfast.fleet_events WHERE incident = {ID}""")],
+                    kind="stat", unit="s", width=8,
+                ),
+                Panel(
+                    title="Health", says="What was decided about the worker meanwhile, 0 healthy to 4 dead",
+                    asks=[history(f"""SELECT at AS time, worker AS metric, CASE body->>'after' WHEN 'HEALTHY' THEN 0
+                        WHEN 'SUSPICIOUS' THEN 1 WHEN 'UNHEALTHY' THEN 2 WHEN 'DRAINING' THEN 3 ELSE 4 END AS value
+                        FROM holdfast.fleet_events WHERE kind = 'health_changed' AND incident = {ID} ORDER BY at""")],
+                    kind="state-timeline", mappings=STATES, width=16,
+                ),
+                Panel(
+                    title="Step by step", says="What was decided under this incident, and why",
+                    asks=[history(f"""SELECT at, kind, worker, body->>'before' AS before, body->>'after' AS after,
+                        body->>'reason' AS reason FROM holdfast.fleet_events WHERE incident = {ID} ORDER BY seq LIMIT 500""")],
+                    kind="table", width=24, height=10,
+                ),
+            ],
+        ),
+        Row(
+            title="Who was hurt",
+            panels=[
+                Panel(
+                    title="Streams that left the worker", says="By cause, how they moved, and how long their clients waited",
+                    asks=[history(f"""SELECT cause, method, count(*) AS streams,
+                        percentile_cont(0.5) WITHIN GROUP (ORDER BY gap_ms) AS p50_ms, max(gap_ms) AS most_ms
+                        FROM holdfast.migrations, {SPAN} AS span WHERE source = span.subject
+                        AND at BETWEEN span.opened_at - interval '5 seconds' AND span.until GROUP BY cause, method""")],
+                    kind="table", width=12,
+                ),
+                Panel(
+                    title="Exposed", says="Tokens of this worker that reached clients, and what was done with their streams",
+                    asks=[history(f"""SELECT at, request, model, first, last, finished, action FROM holdfast.exposures,
+                        {SPAN} AS span WHERE worker = span.subject AND at BETWEEN span.opened_at
+                        AND span.until + interval '1 minute' ORDER BY at LIMIT 200""")],
+                    kind="table", width=12,
+                ),
+            ],
+        ),
+    ],
+)  # fmt: skip
