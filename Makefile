@@ -45,6 +45,7 @@ demo: install  ## a fleet under load, broken in every way we know, and the table
 
 # loadgroup: as tests/conftest.py hands them out, one after another
 test: install  ## all tests that need no torch; real NATS and Postgres servers
+	@$(MAKE) --no-print-directory prometheus || echo "Prometheus cannot be had here: the tests that want it are skipped"
 	$(BIN)/python -m pytest -n $(TESTERS) --dist loadgroup -m "not engines and not llamacpp and not vllm and not attack and not seeds"
 
 test-seeds: install  ## 200 seeds of the simulator, an hour of virtual time each: a minute

@@ -1,13 +1,15 @@
-"""`make dashboards`: write all dashboards as Grafana reads them."""
+"""`make dashboards`: write all dashboards as Grafana reads them, and the rules as Prometheus does."""
 
 import json
 import sys
 from pathlib import Path
 
+from grafana import rules
 from grafana.boards import control_plane, corruption, fleet, incident, requests, router, slo, worker
 from grafana.model import Dashboard
 
 FOLDER = Path(__file__).parent / "dashboards"
+RULES = Path(__file__).parent / "alerts" / "holdfast.rules.yaml"
 BOARDS: tuple[Dashboard, ...] = (
     fleet.BOARD,
     incident.BOARD,
@@ -30,6 +32,8 @@ def main() -> int:
     FOLDER.mkdir(exist_ok=True)
     for board in BOARDS:
         (FOLDER / f"{board.uid}.json").write_text(text(board), encoding="utf-8")
+    RULES.parent.mkdir(exist_ok=True)
+    RULES.write_text(rules.text(), encoding="utf-8")
     return 0
 
 

@@ -3,19 +3,16 @@
 import json
 import re
 from collections.abc import Iterator
-from pathlib import Path
-from typing import Any
 
 import promql_parser as promql
 import pytest
+from asked_metrics import KNOWN, OF_TARGETS, base, nodes, parsed, selectors
 
 from controller.read_model.rows import COLUMNS
 from grafana.model import COLUMNS as GRID
 from grafana.model import Dashboard
 from grafana.write import BOARDS, FOLDER, text
 
-METRICS = Path(__file__).parents[2] / "docs" / "metrics.md"
-OF_TARGETS = {"role", "process", "instance", "job", "le"}
 VIEWS = {"fleet_now", "model_capacity"}
 NOT_SHOWN = {  # why a metric is on no dashboard
     "dynamo_degradation_level": "holdfast_degradation_level says it of each model",
@@ -68,20 +65,6 @@ NOT_SHOWN = {  # why a metric is on no dashboard
 }
 
 
-def documented() -> dict[str, tuple[str, set[str]]]:
-    """Return each metric of docs/metrics.md: its kind and its labels, of all roles that have it."""
-    found: dict[str, tuple[str, set[str]]] = {}
-    for name, kind, labels in re.findall(
-        r"^\| `(\w+)` \| (\w+) \| ([^|]*) \|", METRICS.read_text(), re.MULTILINE
-    ):
-        known = found.get(name, (kind, set()))[1]
-        found[name] = kind, known | set(re.findall(r"`(\w+)`", labels))
-    return found
-
-
-KNOWN = documented()
-
-
 def queries(source: str) -> Iterator[tuple[str, str]]:
     """Yield what panels ask of one source, each with its panel's name."""
     for board in BOARDS:
@@ -89,34 +72,6 @@ def queries(source: str) -> Iterator[tuple[str, str]]:
             for query in panel.asks:
                 if query.source == source:
                     yield f"{board.uid}: {panel.title}", query.ask
-
-
-def base(name: str) -> str:
-    """Return the metric that a series belongs to."""
-    for suffix in ("_bucket", "_sum", "_count"):
-        stem = name.removesuffix(suffix)
-        if stem != name and KNOWN.get(stem, ("", set()))[0] == "histogram":
-            return stem
-    return name
-
-
-def parsed(ask: str) -> Any:
-    return promql.parse(ask.replace("$__rate_interval", "1m").replace("$objective", "0.999"))
-
-
-def nodes(node: Any) -> Iterator[Any]:
-    """Yield a query's parts, itself first."""
-    yield node
-    for name in ("expr", "lhs", "rhs", "vector_selector", "vs", "param"):
-        inner = getattr(node, name, None)
-        if inner is not None:
-            yield from nodes(inner)
-    for one in getattr(node, "args", None) or ():
-        yield from nodes(one)
-
-
-def selectors(ask: str) -> list[Any]:
-    return [node for node in nodes(parsed(ask)) if isinstance(node, promql.VectorSelector)]
 
 
 PROMQL = list(queries("prometheus"))

@@ -1,0 +1,227 @@
+"""Alerts: each fires when it should, and does not when it should not, by Prometheus' own unit tests of rules."""
+
+import json
+import re
+import subprocess
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+from asked_metrics import KNOWN, OF_TARGETS, base, selectors
+from prometheus_server import binary
+
+from grafana.rules import ALERTS, FIRST_TOKEN_LE, RECORDED, text
+from grafana.write import BOARDS, RULES
+
+EVERY_S = 15
+AT = "40m"  # when it is looked
+RECORDED_NAMES = {one.name for one in RECORDED}
+MODEL, WORKER = {"model": "m"}, {"worker_id": "w1"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Case:
+    """What an alert makes of two histories, in Prometheus' notation: from 0, so often, each 15 s."""
+
+    fires: Mapping[str, str]  # by series
+    calm: Mapping[str, str]
+    labels: Mapping[str, str] = field(default_factory=dict)
+
+
+def grows(series: str, rate: float) -> dict[str, str]:
+    """Return a counter that goes up by so much with each scrape, one of which is missed."""
+    return {series: f"0+{rate:g}x100 _ {rate * 102:g}+{rate:g}x100"}
+
+
+def stays(series: str, value: float, calm: float = 0) -> dict[str, str]:
+    """Return a gauge that is calm for 20 minutes and then is something else."""
+    return {series: f"{calm:g}x80 {value:g}x20 _ {value:g}x100"}
+
+
+REQUESTS = "dynamo_frontend_requests_total"
+ASKED = REQUESTS + '{model="m",status="success",error_type=""}'
+FAILED = REQUESTS + '{model="m",status="error",error_type="internal"}'
+BAD = REQUESTS + '{model="m",status="error",error_type="validation"}'
+COUNT = 'dynamo_frontend_time_to_first_token_seconds_count{model="m"}'
+BUCKET = f'dynamo_frontend_time_to_first_token_seconds_bucket{{model="m",le="{FIRST_TOKEN_LE}"}}'
+STATUS = 'dynamo_worker_status{worker_id="w%d"}'
+
+
+def states(*values: int) -> dict[str, str]:
+    """Return workers in these states, one of them in each."""
+    return {STATUS % n: f"{value}x200" for n, value in enumerate(values)}
+
+
+CASES = {
+    "HoldfastSilentCorruption": Case(
+        fires={'dynamo_canary_failures_total{worker_id="w1",reason="token_mismatch"}': "0x150 1x60"},
+        calm=grows('dynamo_canary_failures_total{worker_id="w1",reason="timeout"}', 1),
+        labels=WORKER,
+    ),
+    "HoldfastWorkersFailing": Case(fires=states(0, 0, 0, 4), calm=states(*[0] * 9, 3, 3)),
+    "HoldfastCapacityDegraded": Case(
+        fires=stays('holdfast_degradation_level{model="m"}', 2),
+        calm={'holdfast_degradation_level{model="m"}': "0x155 1x6 0x60"},
+        labels=MODEL,
+    ),
+    "HoldfastCapacityCritical": Case(
+        fires=stays('holdfast_degradation_level{model="m"}', 3),
+        calm=stays('holdfast_degradation_level{model="m"}', 2),
+        labels=MODEL,
+    ),
+    "HoldfastNoRoutableWorker": Case(
+        fires=stays('holdfast_model_routable_weight{model="m"}', 0, 3),
+        calm=stays('holdfast_model_routable_weight{model="m"}', 0.5, 3),
+        labels=MODEL,
+    ),
+    "HoldfastPanic": Case(
+        fires=stays('holdfast_panic{model="m"}', 1), calm=stays('holdfast_panic{model="m"}', 0), labels=MODEL
+    ),
+    "HoldfastGoldenDisputed": Case(
+        fires={'holdfast_golden_disputes_total{worker_id="w1"}': "0x150 1x60"},
+        calm={'holdfast_golden_disputes_total{worker_id="w1"}': "1x200"},
+    ),
+    "HoldfastStreamsLost": Case(
+        fires=grows('dynamo_frontend_model_migration_duration_seconds_count{model="m",outcome="failure"}', 1),
+        calm=grows('dynamo_frontend_model_migration_duration_seconds_count{model="m",outcome="success"}', 1),
+        labels=MODEL,
+    ),
+    "HoldfastRefusals": Case(
+        fires=grows('dynamo_frontend_model_rejection_total{model="m",endpoint="completions"}', 1)
+        | grows(ASKED, 9),
+        calm=grows('dynamo_frontend_model_rejection_total{model="m",endpoint="completions"}', 1)
+        | grows(ASKED, 99),
+        labels=MODEL,
+    ),
+    "HoldfastNoLeader": Case(
+        fires={'holdfast_leader{process="a"}': "0x200", 'holdfast_leader{process="b"}': "0x200"},
+        calm={'holdfast_leader{process="a"}': "0x200", 'holdfast_leader{process="b"}': "1x159 _ 1x40"},
+    ),
+    "HoldfastObserverBlind": Case(
+        fires=stays("holdfast_observer_blind", 1), calm={"holdfast_observer_blind": "0x157 1x3 0x60"}
+    ),
+    "HoldfastJournalUnreachable": Case(
+        fires={f'holdfast_spool_depth{{process="{n}"}}': f"{n}+{n}x200" for n in range(4)},
+        calm={f'holdfast_spool_depth{{process="{n}"}}': f"{n // 3}x200" for n in range(4)},
+    ),
+    "HoldfastSpoolGrowing": Case(
+        fires=grows('holdfast_spool_depth{process="a",role="worker"}', 2),
+        calm=stays('holdfast_spool_depth{process="a",role="worker"}', 100),
+        labels={"process": "a", "role": "worker"},
+    ),
+    "HoldfastFactsDropped": Case(
+        fires={'holdfast_facts_dropped_total{process="a",role="worker"}': "0x150 1x60"},
+        calm={'holdfast_facts_dropped_total{process="a",role="worker"}': "1x200"},
+        labels={"process": "a", "role": "worker"},
+    ),
+    "HoldfastStateStoreStuck": Case(
+        fires=stays("holdfast_projector_lag", 7) | {"holdfast_projector_events_total": "500x200"},
+        calm=stays("holdfast_projector_lag", 7) | grows("holdfast_projector_events_total", 5),
+    ),
+    "HoldfastStateStoreBehind": Case(
+        fires=stays("holdfast_projector_lag", 1001), calm=stays("holdfast_projector_lag", 1000)
+    ),
+    "HoldfastWorkersMissing": Case(
+        fires=stays("holdfast_workers_reporting", 2, 3) | {"holdfast_workers_registered": "3x200"},
+        calm={"holdfast_workers_reporting": "3x157 2x3 3x60", "holdfast_workers_registered": "3x200"},
+    ),
+    "HoldfastBreakerFlapping": Case(
+        fires={'dynamo_circuit_breaker_state{worker_id="w1"}': "0x4 " + "1x1 2x1 0x4 " * 30},
+        calm={'dynamo_circuit_breaker_state{worker_id="w1"}': "0x120 1x1 2x1 0x100"},
+        labels=WORKER,
+    ),
+    "HoldfastPlaceEmpty": Case(
+        fires=stays('holdfast_places_empty{model="m"}', 1),
+        calm={'holdfast_places_empty{model="m"}': "0x145 1x10 0x60"},
+        labels=MODEL,
+    ),
+    "HoldfastWorkersLingering": Case(
+        fires=stays("holdfast_workers_lingering", 1), calm={"holdfast_workers_lingering": "0x145 1x10 0x60"}
+    ),
+    "HoldfastTargetDown": Case(
+        fires=stays('up{job="holdfast",role="worker",process="w1"}', 0, 1),
+        calm={'up{job="holdfast",role="worker",process="w1"}': "1x158 0 1x60"},
+        labels={"job": "holdfast", "role": "worker", "process": "w1"},
+    ),
+    "HoldfastErrorBudgetBurnFast": Case(
+        fires=grows(ASKED, 95) | grows(FAILED, 5), calm=grows(ASKED, 95) | grows(BAD, 5), labels=MODEL
+    ),
+    "HoldfastErrorBudgetBurnSlow": Case(
+        fires=grows(ASKED, 990) | grows(FAILED, 10), calm=grows(ASKED, 999) | grows(FAILED, 1), labels=MODEL
+    ),
+    "HoldfastFirstTokensLateFast": Case(
+        fires=grows(COUNT, 100) | grows(BUCKET, 95), calm=grows(COUNT, 100) | grows(BUCKET, 99), labels=MODEL
+    ),
+    "HoldfastFirstTokensLateSlow": Case(
+        fires=grows(COUNT, 100) | grows(BUCKET, 99),
+        calm=grows(COUNT, 1000) | grows(BUCKET, 999),
+        labels=MODEL,
+    ),
+}
+BY_NAME = {alert.name: alert for alert in ALERTS}
+
+
+def unit_test(name: str, series: Mapping[str, str], fires: bool) -> dict[str, object]:
+    """Return one of Prometheus' unit tests: what is firing of one alert."""
+    labels = {
+        "alertname": name,
+        "alertstate": "firing",
+        "severity": BY_NAME[name].severity,
+        **CASES[name].labels,
+    }
+    shown = "ALERTS{" + ",".join(f'{label}="{value}"' for label, value in labels.items()) + "}"
+    return {
+        "interval": f"{EVERY_S}s",
+        "input_series": [{"series": one, "values": values} for one, values in series.items()],
+        "promql_expr_test": [
+            {
+                "expr": f'ALERTS{{alertname="{name}",alertstate="firing"}}',
+                "eval_time": AT,
+                "exp_samples": [{"labels": shown, "value": 1}] if fires else [],
+            }
+        ],
+    }
+
+
+def promtool(*words: str) -> None:
+    done = subprocess.run([binary("promtool"), *words], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_the_rules_are_what_their_source_says() -> None:
+    assert RULES.read_text() == text(), "`make dashboards` writes them anew"
+
+
+def test_prometheus_takes_the_rules() -> None:
+    promtool("check", "rules", str(RULES))
+
+
+def test_each_alert_has_a_case() -> None:
+    assert CASES.keys() == BY_NAME.keys()
+    assert {alert.board for alert in ALERTS} <= {board.uid for board in BOARDS}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_an_alert_fires_when_it_should_and_else_does_not(name: str, tmp_path: Path) -> None:
+    case = CASES[name]
+    tests = {
+        "rule_files": [str(RULES)],
+        "evaluation_interval": f"{EVERY_S}s",
+        "tests": [unit_test(name, case.fires, True), unit_test(name, case.calm, False)],
+    }
+    file = tmp_path / "tests.yaml"
+    file.write_text(json.dumps(tests))
+    promtool("test", "rules", str(file))
+
+
+@pytest.mark.parametrize("rule", [*ALERTS, *RECORDED], ids=lambda rule: rule.name)
+def test_every_metric_and_label_of_a_rule_exists(rule: object) -> None:
+    expr = rule.expr  # type: ignore[attr-defined]
+    for selector in selectors(re.sub(r"holdfast:[\w:]+", "up", expr)):
+        metric = base(selector.name)
+        if metric == "up":
+            continue
+        labels = {matcher.name for matcher in selector.matchers.matchers}
+        assert metric in KNOWN and labels <= KNOWN[metric][1] | OF_TARGETS
+    assert set(re.findall(r"holdfast:[\w:]+", expr)) <= RECORDED_NAMES
