@@ -112,7 +112,7 @@ lint: install
 $(PROMETHEUS)/.installed:
 	@echo "Unpacking Debian's Prometheus into $(PROMETHEUS) (once, 19 MB to fetch; no root is wanted) …"
 	mkdir -p $(PROMETHEUS)
-	cd $(PROMETHEUS) && apt-get download --quiet --quiet prometheus && dpkg -x prometheus_*.deb . && rm prometheus_*.deb
+	cd $(PROMETHEUS) && apt-get download -qq -o Acquire::Retries=0 -o Acquire::http::Timeout=10 prometheus && dpkg -x prometheus_*.deb . && rm prometheus_*.deb
 	@touch $@
 
 prometheus: $(PROMETHEUS)/.installed  ## Debian's Prometheus, for the tests that want one

@@ -55,6 +55,7 @@ WITH_A_TRACE = {  # of real chats: see benchmarks/README.md
     "routing": "benchmarks.router.routing",
     "virtual_fleet": "benchmarks.router.virtual_fleet",
     "overload": "benchmarks.overload.overload",
+    "overload_fleet": "benchmarks.overload.fleet",
     "planner": "benchmarks.simulation.planner",
     "spares": "benchmarks.simulation.spares",
 }

@@ -41,7 +41,8 @@ class Attempt:
     refused: str = ""  # by which reason
     first_s: float | None = None  # until its first token
     ended_s: float = 0.0
-    cpu_s: float = 0.0  # that a refusal at once took the frontend: real time
+    at_once: bool = False  # it was refused without a wait in line
+    took_s: float = 0.0  # real time that such a refusal took: the frontend, or until it was with the client
     note: str = ""  # what a refusal said
     failed: bool = False  # it ended with an error after its first token
 
@@ -138,7 +139,7 @@ class Clients:
         if isinstance(response.body, bytes):
             attempt.note = json.loads(response.body)["error"]["message"]
         if attempt.ended_s == 0.0:
-            attempt.cpu_s = perf_counter() - real
+            attempt.at_once, attempt.took_s = True, perf_counter() - real
         again = response.status in AGAIN or response.status >= 500
         if not again or response.headers.get("x-should-retry") == "false":
             return None

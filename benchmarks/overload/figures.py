@@ -26,7 +26,7 @@ def figures(attempts: Sequence[Attempt], seconds: float) -> Row:
     ratios = sorted(
         one.first_s / one.coming.deadline_s if one.first_s is not None else float("inf") for one in answered
     )
-    cpu = sorted(one.cpu_s for one in refused if one.ended_s == 0.0)
+    took = sorted(one.took_s for one in refused if one.at_once)
     first = [one for one in seen if one.number == 0]
     good = {one.coming.key for one in seen if one.good}
     premium = [one for one in first if one.coming.tier == "premium"]
@@ -38,9 +38,9 @@ def figures(attempts: Sequence[Attempt], seconds: float) -> Row:
         "failed": sum(one.failed for one in answered),
         "admitted_p50": percentile(ratios, 0.5),
         "admitted_p99": percentile(ratios, 0.99),
-        "refused_at_once": sum(one.ended_s == 0.0 for one in refused) / max(1, len(refused)),
-        "refusal_ms_p50": percentile(cpu, 0.5) * 1e3,
-        "refusal_ms_p99": percentile(cpu, 0.99) * 1e3,
+        "refused_at_once": sum(one.at_once for one in refused) / max(1, len(refused)),
+        "refusal_ms_p50": percentile(took, 0.5) * 1e3,
+        "refusal_ms_p99": percentile(took, 0.99) * 1e3,
         "premium_good": sum(one.coming.key in good for one in premium) / max(1, len(premium)),
         "reasons": dict(Counter(f"{one.status} {one.refused}" for one in refused)),
     }

@@ -19,17 +19,14 @@ all come at once. 7.5 % are premium, with a deadline to the first token of 1 s, 
 
 import argparse
 import asyncio
-import itertools
 import json
 import sys
 import time
-from collections.abc import Coroutine, Iterator, Sequence
+from collections.abc import Coroutine, Sequence
 from pathlib import Path
-from random import Random
 from typing import Any, TypeVar
 
-import msgspec
-
+from benchmarks.overload.arrivals import Arrivals, both
 from benchmarks.overload.clients import Clients, Coming
 from benchmarks.overload.figures import Row, figures
 from benchmarks.overload.world import Machines, VirtualFrontend, world
@@ -38,20 +35,10 @@ from benchmarks.router.routing import FIRST, KV_TOKENS, SPEEDS, TRACE
 from benchmarks.router.virtual.trace import positive, read, whole
 from benchmarks.virtual_loop import VirtualLoop
 from controller.frontend.settings import AdmissionSettings, FrontendSettings
-from controller.router.admission.pool import ALONE_TIMES
-from controller.trace.prompts import tokens
-from controller.trace.rows import BLOCK_TOKENS, BadTrace, TraceRow
-from workers.engines.simulated.language import VOCABULARY
+from controller.trace.rows import BadTrace, TraceRow
 from workers.engines.simulated.sequence import EngineShape
 
 CONTROLS = ("none", "token-capacity", "deadline")
-TIERS = (
-    ("premium", 0.075, 1.0),
-    ("standard", 0.6, 2.0),
-    ("best_effort", 0.325, 4.0),
-)  # share, deadline in seconds
-CLIENTS = 16
-VOCABULARY_USED = range(300, VOCABULARY)
 LOOK_S = 0.05
 KEPT_OF_PEAK = 0.9  # of the goodput at capacity, at twice and four times as much load
 PREMIUM_KEPT = 0.99
@@ -75,7 +62,6 @@ class Trial:
     """The fleet, and what it is tried with."""
 
     def __init__(self, rows: Sequence[TraceRow], args: argparse.Namespace) -> None:
-        self._rows = [_scaled(row, args.block_tokens) for row in rows]
         self._args = args
         self._shape = EngineShape(
             context_tokens=131_072,
@@ -84,27 +70,11 @@ class Trial:
             batch_max=args.batch,
             waiting_max=1_000_000,
         )
-        self._rate = SPEEDS[args.speed].profile(self._shape).prefill_tokens_per_s
+        reads_per_s = SPEEDS[args.speed].profile(self._shape).prefill_tokens_per_s
+        self._arrivals = Arrivals(rows, args.block_tokens, reads_per_s)
 
     def _machines(self) -> Machines:
         return Machines(self._shape, SPEEDS[self._args.speed], self._args.workers)
-
-    def coming(self, rate: float, seconds: float, seed: int, since_s: float = 0.0) -> Iterator[Coming]:
-        """Yield requests of the trace at so many a second, for so long: at its own arrivals, so many times as fast."""
-        dice, rows, size = Random(seed), self._rows, self._args.block_tokens
-        span = rows[-1].timestamp / 1e3
-        speed = rate / (len(rows) / span)
-        for key in itertools.count():
-            turn, place = divmod(key, len(rows))
-            row = rows[place]
-            at = (row.timestamp / 1e3 + turn * span) / speed
-            if at >= seconds:
-                return
-            tier, deadline_s = _tier(dice.random())
-            prompt = tokens(row, size, VOCABULARY_USED) or [VOCABULARY_USED.start]
-            deadline_s = max(deadline_s, ALONE_TIMES * len(prompt) / self._rate)
-            client = f"c{dice.randrange(CLIENTS)}"
-            yield Coming(key, since_s + at, prompt, max(1, row.output_length), tier, client, deadline_s)
 
     def capacity(self) -> float:
         """Return how many requests a second are completed while there are always more."""
@@ -117,11 +87,10 @@ class Trial:
             async with world(machines, settings) as (one,):
                 clients = Clients([one])
                 count = self._args.workers * self._args.batch * 3  # the middle of them fills all places
-                rows = [self._rows[n % len(self._rows)] for n in range(count)]
-                prompts = [tokens(row, self._args.block_tokens, VOCABULARY_USED) or [300] for row in rows]
+                arrivals = self._arrivals
                 await clients.run(
-                    Coming(n, 0.0, prompts[n], max(1, row.output_length), "standard", "c", 1e5)
-                    for n, row in enumerate(rows)
+                    Coming(n, 0.0, arrivals.prompt(n), arrivals.answer(n), "standard", "c", 1e5)
+                    for n in range(count)
                 )
                 ends = sorted(one.at_s + one.ended_s for one in clients.attempts)
                 low, high = ends[len(ends) // 5], ends[len(ends) * 4 // 5]
@@ -141,7 +110,7 @@ class Trial:
             async with world(self._machines(), self.settings(control), args.frontends) as frontends:
                 clients = Clients(frontends, args.retries, args.seed)
                 watching = asyncio.create_task(_idle(frontends))
-                await clients.run(self.coming(load * capacity, args.seconds, args.seed))
+                await clients.run(self._arrivals.coming(load * capacity, args.seconds, args.seed))
                 watching.cancel()
                 idle, looks = await watching
                 return clients, idle / max(1, looks), looks
@@ -158,9 +127,9 @@ class Trial:
             async with world(self._machines(), self.settings(control), args.frontends) as frontends:
                 clients = Clients(frontends, args.retries, args.seed)
                 half = args.seconds / 2
-                high = self.coming(4 * capacity, half, args.seed)
-                low = self.coming(capacity / 2, half, args.seed + 1, half)
-                await clients.run(_both(high, low))
+                high = self._arrivals.coming(4 * capacity, half, args.seed)
+                low = self._arrivals.coming(capacity / 2, half, args.seed + 1, half)
+                await clients.run(both(high, low))
                 return clients
 
         attempts = virtual(go()).attempts
@@ -168,30 +137,6 @@ class Trial:
         late = [one.at_s for one in attempts if one.at_s >= fell and one.status != 200]
         last_s = max(late, default=fell) - fell
         return {"row": "step", "control": control, "refusals": len(late), "last_refusal_s": last_s}
-
-
-def _tier(draw: float) -> tuple[str, float]:
-    """Return a tier and its deadline, by a number from 0 to 1."""
-    for name, share, deadline_s in TIERS:
-        if draw < share:
-            return name, deadline_s
-        draw -= share
-    return TIERS[-1][0], TIERS[-1][2]
-
-
-def _scaled(row: TraceRow, block_tokens: int) -> TraceRow:
-    """Return a request with blocks of another size: as many of them, and the same ones."""
-    length = max(1, row.input_length * block_tokens // BLOCK_TOKENS)
-    return msgspec.structs.replace(row, input_length=length)
-
-
-def _both(first: Iterator[Coming], then: Iterator[Coming]) -> Iterator[Coming]:
-    count = 0
-    for one in first:
-        count += 1
-        yield one
-    for one in then:
-        yield Coming(count + one.key, one.at_s, one.prompt, one.answer, one.tier, one.client, one.deadline_s)
 
 
 async def _idle(frontends: Sequence[VirtualFrontend]) -> tuple[int, int]:
