@@ -150,10 +150,12 @@ class Archive(Protocol):
         since: datetime | None = None,
         worker: str | None = None,
         incident: str | None = None,
+        request: str | None = None,
     ) -> AsyncIterator[Sequence[Recorded]]:
         """Yield, in order, the events that match everything given.
 
-        `incident` finds what carries the incident's id, `worker` what `projection.concerns` the worker.
+        `incident` finds what carries the incident's id, `worker` what `projection.concerns` the worker, `request` what is said of
+        one request.
         """
         ...
 

@@ -175,11 +175,14 @@ class MemoryStore:
         since: datetime | None = None,
         worker: str | None = None,
         incident: str | None = None,
+        request: str | None = None,
     ) -> AsyncIterator[Sequence[Recorded]]:
         rows = sorted(self._reach().events.values(), key=lambda row: int(row[0]))
         events = [projection.recorded(row) for row in rows if row[0] > after]
         if found := [
-            e for e in events if projection.matches(e, since=since, worker=worker, incident=incident)
+            event
+            for event in events
+            if projection.matches(event, since=since, worker=worker, incident=incident, request=request)
         ]:
             yield found
 

@@ -94,7 +94,14 @@ def incident_of(event: Recorded) -> str | None:
     return own or event.correlation or None
 
 
-def matches(event: Recorded, *, since: datetime | None, worker: str | None, incident: str | None) -> bool:
+def matches(
+    event: Recorded,
+    *,
+    since: datetime | None,
+    worker: str | None,
+    incident: str | None,
+    request: str | None = None,
+) -> bool:
     """Say whether an event is one that `Archive.select` is asked for; what is None was not asked. The store in Postgres says
     the same in SQL (`adapters.postgres.reader`)."""
     return (
@@ -102,6 +109,7 @@ def matches(event: Recorded, *, since: datetime | None, worker: str | None, inci
         and (since is None or event.at >= since)
         and (worker is None or concerns(event.fact, worker))
         and (incident is None or incident_of(event) == incident)
+        and (request is None or getattr(event.fact, "request", None) == request)
     )
 
 

@@ -39,6 +39,7 @@ def add_arguments(commands: Any) -> None:
     command = _command(commands, "timeline", "what happened, in words and times")
     command.add_argument("--incident", metavar="ID", help="one incident, from its first symptom to recovery")
     command.add_argument("--worker", metavar="W", help="only what concerns this worker")
+    command.add_argument("--request", metavar="ID", help="only what is said of this request")
     command.add_argument("--since", metavar="WHEN", help=MOMENT)
     command.add_argument(
         "--all", action="store_true", help="also what is routine: good canaries, served requests"
@@ -88,14 +89,17 @@ async def _timeline(args: argparse.Namespace, journal: Journal, store: HistorySt
         return await _story(args, journal, archive, say)
     since = moment.parse(args.since, _now()) if args.since else None
     day = None
-    async for event in timeline.events(archive, worker=args.worker, since=since, routine=args.all):
+    async for event in timeline.events(
+        archive, worker=args.worker, request=args.request, since=since, routine=args.all
+    ):
         if args.output == "json":
             say(json.dumps(as_json(event)))
         else:
             say(sentences.line(event, date=event.at.date() != day))
         day = event.at.date()
     if day is None and args.output == "text":
-        say(f"nothing happened{f' to {args.worker}' if args.worker else ''}{' since then' if since else ''}")
+        whom = args.request or args.worker
+        say(f"nothing happened{f' to {whom}' if whom else ''}{' since then' if since else ''}")
     return 0
 
 

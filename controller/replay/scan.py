@@ -31,10 +31,16 @@ class JournalArchive:
         since: datetime | None = None,
         worker: str | None = None,
         incident: str | None = None,
+        request: str | None = None,
     ) -> AsyncIterator[Sequence[Recorded]]:
         """Yield the events that match, in order, in batches."""
         async for batch in self._all(after):
-            if found := [e for e in batch if matches(e, since=since, worker=worker, incident=incident)]:
+            found = [
+                event
+                for event in batch
+                if matches(event, since=since, worker=worker, incident=incident, request=request)
+            ]
+            if found:
                 yield found
 
     async def _all(self, after: int) -> AsyncIterator[Sequence[Recorded]]:

@@ -95,13 +95,14 @@ async def events(
     archive: Archive,
     *,
     worker: str | None = None,
+    request: str | None = None,
     since: int | datetime | None = None,
     routine: bool = False,
 ) -> AsyncIterator[Recorded]:
     """Yield what happened, in order; without what is routine unless it is asked for."""
     after = since - 1 if isinstance(since, int) else 0
     start = since if isinstance(since, datetime) else None
-    async for batch in archive.select(after=max(0, after), since=start, worker=worker):
+    async for batch in archive.select(after=max(0, after), since=start, worker=worker, request=request):
         for event in batch:
             if routine or not is_routine(event.fact):
                 yield event

@@ -105,6 +105,15 @@ async def test_the_timeline_of_one_worker_and_since(history: History, store: Any
     assert "w2 failed a canary" in late[0]
 
 
+async def test_the_timeline_of_one_request(history: History, store: AnyStore) -> None:
+    (request, *_) = [e.fact.request for e in history.events if hasattr(e.fact, "request")]
+    _, said = await typed(history, store, "timeline", "--request", request)
+    told = [e for e in history.events if getattr(e.fact, "request", None) == request]
+    assert len(said) == len(told) > 0 and all(request in line for line in said)
+    _, nothing = await typed(history, store, "timeline", "--request", "nobody")
+    assert nothing == ["nothing happened to nobody"]
+
+
 async def test_the_timeline_of_a_worker_has_the_opening_and_the_closing_of_its_incidents(
     history: History, store: AnyStore
 ) -> None:

@@ -122,9 +122,15 @@ class RowReader:
         since: datetime | None = None,
         worker: str | None = None,
         incident: str | None = None,
+        request: str | None = None,
     ) -> AsyncIterator[Sequence[Recorded]]:
         """Yield the events that match, in order, in batches."""
-        tests = {_CONCERNS: worker, "incident = ${0}": incident, "at >= ${0}": since}
+        tests = {
+            _CONCERNS: worker,
+            "incident = ${0}": incident,
+            "at >= ${0}": since,
+            "request = ${0}": request,
+        }
         given = [(test, value) for test, value in tests.items() if value is not None]
         where = "".join(f" AND {test.format(n)}" for n, (test, _) in enumerate(given, start=2))
         query = f"{_EVENTS} WHERE seq > $1{where} ORDER BY seq LIMIT {SELECT_BATCH}"
