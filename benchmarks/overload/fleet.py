@@ -1,0 +1,280 @@
+"""The same as `overload`, of real fleets: processes, sockets, and a client that does not wait.
+
+    python -m benchmarks overload_fleet [--trace FILE] [--workers 64] [--loads 0.5 1 2 4] [--seconds 30] [--seed 1]
+                                        [--controls none token-capacity deadline] [--dynamo] [--dynamo-python PATH]
+
+Each fleet is started anew for each way to let requests in: `holdfast up` with so many simulated workers in one process, and one
+frontend; with `--dynamo` NVIDIA Dynamo as well, without and with its thresholds (`make peer` installs it). Requests are those of
+the trace (Mooncake's, with 16 tokens in place of each block's 512, answers of 32 tokens at most, and none that no worker could
+hold), at its own arrivals, so many times as fast; tiers, deadlines and clients are those of `overload`. A client gives up who
+has no first token after 20 s. A load is a share of what that fleet completes a second while there are always more requests.
+Prints one JSON object a row:
+
+    capacity   requests a second that the fleet completes, without control
+    run        one load (`figures` says what the columns are); refusals are timed by the client
+    step       from 4 times the capacity to half of it: seconds until the last refusal after that (Holdfast)
+    result     by fleet: goodput at 2 and 4 times the capacity, of that at 1
+"""
+
+import argparse
+import asyncio
+import itertools
+import json
+import sys
+import tempfile
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+
+import msgspec
+
+from benchmarks.overload.arrivals import Arrivals, both
+from benchmarks.overload.clients import Attempt, Coming
+from benchmarks.overload.figures import Row, figures
+from benchmarks.overload.systems import (
+    BATCH,
+    BLOCK_TOKENS,
+    CONTROLS,
+    KV_BLOCKS,
+    SPEED,
+    DynamoFleet,
+    HoldfastFleet,
+    OverloadedSystem,
+)
+from benchmarks.peers.peer import MISSING, PYTHON
+from benchmarks.router.routing import TRACE
+from benchmarks.router.virtual.trace import positive, read, whole
+from controller.trace.replay.endpoint import ReplayTarget
+from controller.trace.rows import BadTrace, TraceRow
+from events.errors import HoldfastError
+
+PATIENCE_S = 20.0
+ANSWER_S = 120.0  # the longest that any answer takes
+ANSWER_MAX = 32
+READS_PER_S = 1000.0 / 0.015 * SPEED  # prompt tokens, by the polynomial's linear part
+FLOOD_S, FLOOD_WARM_S = 24.0, 8.0
+REST_S = 2.0
+WAITED = "no worker became free"  # as who was not refused at once is told
+
+
+class RealClients:
+    """Clients of one fleet."""
+
+    def __init__(self, system: OverloadedSystem) -> None:
+        self._system = system
+        self._session = ReplayTarget(system.url)
+        self.attempts: list[Attempt] = []
+
+    async def run(self, coming: Iterable[Coming]) -> None:
+        """Let all requests come, and wait until the last one is over."""
+        loop = asyncio.get_running_loop()
+        began, asked = loop.time(), set[asyncio.Task[None]]()
+        for one in coming:
+            await asyncio.sleep(max(0.0, began + one.at_s - loop.time()))
+            task = asyncio.create_task(self.ask(one, began))
+            asked.add(task)
+            task.add_done_callback(asked.discard)
+        await asyncio.gather(*asked)
+
+    async def ask(self, coming: Coming, began: float) -> None:
+        """Ask once."""
+        sent = asyncio.get_running_loop().time()
+        attempt = Attempt(coming, 0, sent - began)
+        self.attempts.append(attempt)
+        body = {
+            "model": self._system.serves,
+            "prompt": list(coming.prompt),
+            "max_tokens": coming.answer,
+            "stream": True,
+            "ignore_eos": True,
+            "temperature": 0,
+        }
+
+        def take(event: bytes, at: float) -> None:
+            if attempt.first_s is None:
+                attempt.first_s = asyncio.get_running_loop().time() - sent
+            if event.startswith(b'{"error"'):
+                attempt.failed = True
+
+        asking = asyncio.ensure_future(
+            self._session.ask(
+                "POST",
+                "/v1/completions",
+                json.dumps(body).encode(),
+                take=take,
+                deadline_s=ANSWER_S,
+                headers={
+                    "X-Request-Id": f"r{coming.key}",
+                    "X-Priority": coming.tier,
+                    "X-Holdfast-Client": coming.client,
+                    "X-Holdfast-TTFT-Deadline-Ms": f"{1000 * coming.deadline_s:.0f}",
+                },
+            )
+        )
+        await asyncio.wait({asking}, timeout=PATIENCE_S)
+        if not asking.done() and attempt.first_s is None:
+            asking.cancel()
+            await asyncio.wait({asking})
+            attempt.ended_s, attempt.refused = asyncio.get_running_loop().time() - sent, "gave up"
+            return
+        reply = await asking
+        attempt.ended_s = asyncio.get_running_loop().time() - sent
+        attempt.status = reply.status
+        attempt.failed |= bool(reply.fault)
+        if reply.status == 200:
+            return
+        attempt.refused = reply.header("X-Holdfast-Refused") or reply.fault
+        attempt.note = reply.body[:200].decode("utf-8", "replace")
+        attempt.at_once = bool(reply.status) and WAITED not in attempt.note
+        attempt.took_s = attempt.ended_s
+
+
+class FleetTrial:
+    """What fleets are tried with."""
+
+    def __init__(self, rows: Sequence[TraceRow], args: argparse.Namespace) -> None:
+        self._args = args
+        self._arrivals = Arrivals([*_held(rows)], BLOCK_TOKENS, READS_PER_S)
+
+    async def of(self, system: OverloadedSystem, capacity: float, loads: Sequence[float]) -> list[Row]:
+        """Return the rows of one fleet, each printed as soon as it is known. `capacity` 0: it is measured."""
+        try:
+            await system.start()
+            said = [] if capacity else [say(await self._flood(system))]
+            capacity = capacity or said[0]["requests_per_s"]
+            said += [say(await self._run(system, load, capacity)) for load in loads]
+            if loads and system.name.startswith("holdfast"):
+                said.append(say(await self._step(system, capacity)))
+        finally:
+            await system.stop()
+        return said
+
+    async def _flood(self, system: OverloadedSystem) -> Row:
+        """Let there always be more requests than places."""
+        clients, arrivals, numbers = RealClients(system), self._arrivals, itertools.count()
+        loop = asyncio.get_running_loop()
+        began = loop.time()
+
+        async def user() -> None:
+            while loop.time() < began + FLOOD_S:
+                n = next(numbers)
+                one = Coming(
+                    n,
+                    loop.time() - began,
+                    arrivals.prompt(n),
+                    arrivals.answer(n),
+                    "standard",
+                    "c",
+                    PATIENCE_S,
+                )
+                await clients.ask(one, began)
+
+        await asyncio.gather(*(user() for _ in range(self._args.workers * (BATCH + 1))))
+        ends = [one.at_s + one.ended_s for one in clients.attempts if one.status == 200 and not one.failed]
+        rate = sum(FLOOD_WARM_S <= end < FLOOD_S for end in ends) / (FLOOD_S - FLOOD_WARM_S)
+        return {
+            "row": "capacity",
+            "system": system.name,
+            "workers": self._args.workers,
+            "requests_per_s": rate,
+        }
+
+    async def _run(self, system: OverloadedSystem, load: float, capacity: float) -> Row:
+        args, began = self._args, time.perf_counter()
+        await asyncio.sleep(REST_S)
+        clients = RealClients(system)
+        await clients.run(self._arrivals.coming(load * capacity, args.seconds, args.seed))
+        row = {"row": "run", "system": system.name, "load": load, **figures(clients.attempts, args.seconds)}
+        return row | {"wall_s": time.perf_counter() - began}
+
+    async def _step(self, system: OverloadedSystem, capacity: float) -> Row:
+        """Let the load fall from four times the capacity to half of it."""
+        await asyncio.sleep(REST_S)
+        clients, half, seed = RealClients(system), self._args.seconds / 2, self._args.seed
+        high = self._arrivals.coming(4 * capacity, half, seed)
+        await clients.run(both(high, self._arrivals.coming(capacity / 2, half, seed + 1, half)))
+        late = [one.at_s for one in clients.attempts if one.at_s >= half and one.status != 200]
+        last_s = max(late, default=half) - half
+        return {"row": "step", "system": system.name, "refusals": len(late), "last_refusal_s": last_s}
+
+
+def _held(rows: Sequence[TraceRow]) -> Iterator[TraceRow]:
+    """Yield the requests that a worker can hold several of, with answers that are not too long."""
+    for row in rows:
+        answer = min(row.output_length, ANSWER_MAX)
+        if row.input_length * BLOCK_TOKENS // 512 + answer <= KV_BLOCKS * BLOCK_TOKENS // 2:
+            yield msgspec.structs.replace(row, output_length=answer)
+
+
+def result(rows: Sequence[Row]) -> Row:
+    """Return what is left of each fleet's goodput when more comes."""
+    found: Row = {"row": "result"}
+    for name in dict.fromkeys(row["system"] for row in rows):
+        runs = {row["load"]: row for row in rows if row["row"] == "run" and row["system"] == name}
+        if 1.0 in runs and runs[1.0]["goodput"] > 0:
+            found[name] = {
+                f"{load:g}": runs[load]["goodput"] / runs[1.0]["goodput"] for load in runs if load > 1
+            }
+    return found
+
+
+def say(row: Row) -> Row:
+    """Print a row, and return it."""
+    shown = {k: float(f"{v:.4g}") if isinstance(v, float) else v for k, v in row.items()}
+    print(json.dumps(shown), flush=True)
+    return row
+
+
+async def run(rows: Sequence[TraceRow], args: argparse.Namespace, folder: Path) -> None:
+    """Try all."""
+    trial, said = FleetTrial(rows, args), list[Row]()
+    capacities: dict[str, float] = {}
+    for control in ("none", *(one for one in args.controls if one != "none")):
+        loads = args.loads if control in args.controls else ()
+        fleets: dict[str, OverloadedSystem] = {
+            "holdfast": HoldfastFleet(folder / control, args.workers, control)
+        }
+        if args.dynamo and control != "deadline":
+            peer = DynamoFleet(folder / f"dynamo-{control}", args.dynamo_python, args.workers, control)
+            fleets["dynamo"] = peer
+        for kind, fleet in fleets.items():
+            found = await trial.of(fleet, capacities.get(kind, 0.0), loads)
+            if kind not in capacities:
+                capacities[kind] = found[0]["requests_per_s"]
+            said += found
+    say(result(said))
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run all."""
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks overload_fleet",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--trace", type=Path, default=TRACE)
+    parser.add_argument("--workers", type=whole, default=64)
+    parser.add_argument("--loads", type=positive, nargs="+", default=[0.5, 1.0, 2.0, 4.0])
+    parser.add_argument("--controls", choices=CONTROLS, nargs="+", default=list(CONTROLS))
+    parser.add_argument("--seconds", type=positive, default=30.0)
+    parser.add_argument("--dynamo", action="store_true")
+    parser.add_argument("--dynamo-python", type=Path, default=PYTHON)
+    parser.add_argument("--seed", type=int, default=1)
+    args = parser.parse_args(argv)
+    if args.dynamo and not args.dynamo_python.exists():
+        parser.error(MISSING)
+    try:
+        rows = read(args.trace)
+    except BadTrace as error:
+        parser.error(f"{error} (--trace names another)")
+    try:
+        with tempfile.TemporaryDirectory() as folder:
+            asyncio.run(run(rows, args, Path(folder)))
+    except HoldfastError as error:
+        print(f"overload_fleet: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
