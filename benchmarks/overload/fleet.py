@@ -54,6 +54,7 @@ ANSWER_MAX = 32
 READS_PER_S = 1000.0 / 0.015 * SPEED  # prompt tokens, by the polynomial's linear part
 FLOOD_S, FLOOD_WARM_S = 24.0, 8.0
 REST_S = 2.0
+WARM_UP_S = 15.0  # of a fleet, with as much as it takes: caches fill, and what is learnt is learnt
 WAITED = "no worker became free"  # as who was not refused at once is told
 
 
@@ -142,6 +143,7 @@ class FleetTrial:
             await system.start()
             said = [] if capacity else [say(await self._flood(system))]
             capacity = capacity or said[0]["requests_per_s"]
+            await RealClients(system).run(self._arrivals.coming(capacity, WARM_UP_S, self._args.seed + 1))
             said += [say(await self._run(system, load, capacity)) for load in loads]
             if loads and system.name.startswith("holdfast"):
                 said.append(say(await self._step(system, capacity)))
