@@ -2,12 +2,12 @@
 
 import argparse
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from controller.processes.observability.scrape_targets import file_sd, http_sd, target_groups
 from events.errors import HoldfastError
-from events.process.presence import present
+from events.process.presence import Presence, present
 
 Run = Callable[[argparse.Namespace], int]
 
@@ -41,7 +41,7 @@ def _run(args: argparse.Namespace) -> int:
     elif args.file_sd is not None:
         print(file_sd(str(args.file_sd.resolve())), end="")
     else:
-        print(http_sd(_controller(args.data, [one.url for one in found if one.role == "controller"])), end="")
+        print(http_sd(_controllers(args.data, found)), end="")
     return 0
 
 
@@ -52,10 +52,11 @@ def _write(path: Path, text: str) -> None:
         raise HoldfastError(f"--file-sd {path} cannot be written: {error.strerror}") from error
 
 
-def _controller(data: Path, urls: list[str]) -> str:
-    """Return where a controller answers. Raise HoldfastError where none does."""
+def _controllers(data: Path, found: Sequence[Presence]) -> list[str]:
+    """Return where controllers answer. Raise HoldfastError where none does."""
+    urls = [one.url for one in found if one.role == "controller"]
     if not urls:
         raise HoldfastError(
             f"no controller of {data} runs on this host, which could be asked for targets: give --file-sd FILE"
         )
-    return urls[0]
+    return urls

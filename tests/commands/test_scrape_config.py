@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 from pathlib import Path
 
 import pytest
@@ -41,15 +42,24 @@ def test_targets_are_the_processes_that_have_metrics(tmp_path: Path) -> None:
 def test_the_configuration_asks_the_controller(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(fleet(tmp_path)) == 0
     said = capsys.readouterr().out
-    assert "http_sd_configs:\n      - url: http://127.0.0.1:4000/sd\n" in said
+    assert 'http_sd_configs:\n      - url: "http://127.0.0.1:4000/sd"\n' in said
+
+
+def test_all_controllers_are_asked(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    presence.announce(fleet(tmp_path), "controller", "c2", "http://127.0.0.1:4009", os.getpid())
+    assert run(tmp_path) == 0
+    assert re.findall(r'url: "(.*)"', capsys.readouterr().out) == [
+        "http://127.0.0.1:4000/sd",
+        "http://127.0.0.1:4009/sd",
+    ]
 
 
 def test_the_configuration_reads_a_file_that_was_written(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    written = tmp_path / "targets.json"
+    written = tmp_path / "the targets, all.json"
     assert run(fleet(tmp_path / "fleet"), "--file-sd", str(written)) == 0
-    assert f"- files: [{written}]" in capsys.readouterr().out
+    assert f'- files: ["{written}"]' in capsys.readouterr().out
     assert [one["targets"] for one in json.loads(written.read_text())] == [
         ["127.0.0.1:4000"], ["127.0.0.1:4001"], ["127.0.0.1:4002"],
     ]  # fmt: skip

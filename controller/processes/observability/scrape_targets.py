@@ -4,6 +4,7 @@ Each process is one target, however many workers are in it; its labels are its r
 known: those of a fleet on several hosts are found where each of them runs.
 """
 
+import json
 from collections.abc import Iterable
 from typing import TypedDict
 from urllib.parse import urlsplit
@@ -34,23 +35,17 @@ def target_groups(present: Iterable[Presence]) -> list[TargetGroup]:
     return found
 
 
-def http_sd(url: str) -> str:
-    """Return a Prometheus configuration by which it asks a controller's admin port, at `url`, for the targets."""
-    return _config(
-        f"""    http_sd_configs:
-      - url: {url}{PATH}
-        refresh_interval: 5s
-"""
-    )
+def http_sd(urls: Iterable[str]) -> str:
+    """Return a Prometheus configuration by which it asks controllers' admin ports, at `urls`, for the targets. What
+    several of them name is one target."""
+    asked = "".join(f"      - url: {json.dumps(url + PATH)}\n        refresh_interval: 5s\n" for url in urls)
+    return _config(f"    http_sd_configs:\n{asked}")
 
 
 def file_sd(path: str) -> str:
     """Return a Prometheus configuration by which it reads the targets from a file."""
     return _config(
-        f"""    file_sd_configs:
-      - files: [{path}]
-        refresh_interval: 5s
-"""
+        f"    file_sd_configs:\n      - files: [{json.dumps(path, ensure_ascii=False)}]\n        refresh_interval: 5s\n"
     )
 
 
