@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, TypeAlias
 
 Json: TypeAlias = dict[str, Any]
-Kind: TypeAlias = Literal["stat", "timeseries", "table", "state-timeline", "heatmap", "bargauge"]
+Kind: TypeAlias = Literal["stat", "timeseries", "table", "state-timeline", "heatmap"]
 
 SCHEMA = 39  # of dashboards, Grafana 11's
 COLUMNS = 24
@@ -59,7 +59,6 @@ class Panel:
     least: float | None = 0.0
     most: float | None = None
     mappings: Mapping[str, tuple[str, str]] = field(default_factory=dict)  # value: text and colour
-    links: Sequence[Json] = ()
     overrides: Sequence[Json] = ()
 
     def json(self, number: int, x: int, y: int) -> Json:
@@ -75,7 +74,6 @@ class Panel:
             "targets": [query.json(chr(ord("A") + n)) for n, query in enumerate(self.asks)],
             "fieldConfig": {"defaults": self._defaults(), "overrides": list(self.overrides)},
             "options": _options(self.kind),
-            "links": list(self.links),
         }
 
     def _defaults(self) -> Json:
@@ -120,8 +118,6 @@ def _options(kind: Kind) -> Json:
                 "reduceOptions": reduce, "colorMode": "background", "graphMode": "none", "textMode": "auto",
                 "justifyMode": "auto", "orientation": "auto",
             }  # fmt: skip
-        case "bargauge":
-            return {"reduceOptions": reduce, "orientation": "horizontal", "displayMode": "basic"}
         case "timeseries":
             legend: Json = {"displayMode": "list", "placement": "bottom", "showLegend": True, "calcs": []}
             return {"legend": legend, "tooltip": {"mode": "multi", "sort": "desc"}}

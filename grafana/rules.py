@@ -8,9 +8,8 @@ a long and a short window together: the long one says that it matters, the short
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Literal
 
-from grafana.boards.fleet import NOT_OURS
+from grafana.boards.common import OURS
 
 OBJECTIVE = 0.999  # of the requests, that do not fail by a fault of ours
 FIRST_TOKEN_LE = "2.2"  # seconds: a bucket of the histogram
@@ -18,7 +17,6 @@ BURNS = (("1h", "5m", 14.4, "critical"), ("6h", "30m", 6.0, "warning"))  # windo
 WRONG = 'reason=~"token_mismatch|logit_drift|non_finite"'
 REQUESTS, FIRST = "dynamo_frontend_requests_total", "dynamo_frontend_time_to_first_token_seconds"
 STATUS = "max by (worker_id) (dynamo_worker_status)"
-Severity = Literal["critical", "warning"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,9 +41,8 @@ class Alert:
 
 
 def _errors(window: str) -> str:
-    ours = f'status="error",error_type!~"{NOT_OURS}"'
     return (
-        f"(sum by (model) (rate({REQUESTS}{{{ours}}}[{window}])) or 0 * sum by (model) (rate({REQUESTS}[{window}])))"
+        f"(sum by (model) (rate({REQUESTS}{{{OURS}}}[{window}])) or 0 * sum by (model) (rate({REQUESTS}[{window}])))"
         f" / sum by (model) (rate({REQUESTS}[{window}]))"
     )
 

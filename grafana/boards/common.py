@@ -17,7 +17,9 @@ LEVELS = {
     "3": ("3", ORANGE),
     "4": ("4", RED),
 }
-LEADER = "on() group_left() (max(holdfast_leader) == 1)"
+# What is no fault of ours: the client's own mistakes, and what was refused on purpose.
+NOT_OURS = "overload|validation|not_found|cancelled|capacity_shed|not_accepting|deadline_unattainable|request_poisonous"
+OURS = f'status="error",error_type!~"{NOT_OURS}"'
 
 
 def rate(metric: str, labels: str = "", by: str = "", legend: str = "") -> Query:

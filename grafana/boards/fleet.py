@@ -1,12 +1,10 @@
 """Fleet: one look. Is anybody hurt, and does the capacity do?"""
 
-from grafana.boards.common import LEVELS, STATES, history, link, quantiles, rate
+from grafana.boards.common import LEVELS, OURS, STATES, history, link, quantiles, rate
 from grafana.model import GREEN, MODEL, ORANGE, RED, WORKER, YELLOW, Dashboard, Panel, Query, Row
 
 M = 'model=~"$model"'
 LOST = "request_abandoned"
-NOT_OURS = "overload|validation|not_found|cancelled|capacity_shed|not_accepting|deadline_unattainable|request_poisonous"
-OURS = f'status="error",error_type!~"{NOT_OURS}"'
 
 HURT = Row(
     title="Is anybody hurt?",

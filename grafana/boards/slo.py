@@ -1,6 +1,6 @@
 """SLO: is what was promised kept, and how fast is what may go wrong used up?"""
 
-from grafana.boards.fleet import OURS
+from grafana.boards.common import OURS
 from grafana.model import GREEN, MODEL, ORANGE, RED, YELLOW, Dashboard, Panel, Query, Row, Variable
 
 M = 'model=~"$model"'
