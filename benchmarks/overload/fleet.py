@@ -18,6 +18,7 @@ Prints one JSON object a row:
 
 import argparse
 import asyncio
+import gc
 import itertools
 import json
 import sys
@@ -27,6 +28,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 import msgspec
+import uvloop
 
 from benchmarks.overload.arrivals import Arrivals, both
 from benchmarks.overload.clients import Attempt, Coming
@@ -127,7 +129,7 @@ class RealClients:
         attempt.refused = reply.header("X-Holdfast-Refused") or reply.fault
         attempt.note = reply.body[:200].decode("utf-8", "replace")
         attempt.at_once = bool(reply.status) and WAITED not in attempt.note
-        attempt.took_s = attempt.ended_s
+        attempt.took_s = reply.ended - reply.began
 
 
 class FleetTrial:
@@ -185,7 +187,10 @@ class FleetTrial:
         args, began = self._args, time.perf_counter()
         await asyncio.sleep(REST_S)
         clients = RealClients(system)
+        gc.collect()
+        gc.disable()  # what its own collector takes is not the fleet's
         await clients.run(self._arrivals.coming(load * capacity, args.seconds, args.seed))
+        gc.enable()
         row = {"row": "run", "system": system.name, "load": load, **figures(clients.attempts, args.seconds)}
         return row | {"wall_s": time.perf_counter() - began}
 
@@ -270,8 +275,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BadTrace as error:
         parser.error(f"{error} (--trace names another)")
     try:
-        with tempfile.TemporaryDirectory() as folder:
-            asyncio.run(run(rows, args, Path(folder)))
+        with (
+            tempfile.TemporaryDirectory() as folder,
+            asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner,
+        ):
+            runner.run(run(rows, args, Path(folder)))
     except HoldfastError as error:
         print(f"overload_fleet: {error}", file=sys.stderr)
         return 1

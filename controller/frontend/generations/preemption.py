@@ -124,7 +124,8 @@ class Preemption(Generic[P]):
             endpoint = endpoints[(self._looked_at + n) % len(endpoints)]
             if not (endpoint.routable and endpoint.active > 0 and self._routing.takes(endpoint)):
                 continue
-            by_count, by_blocks = self._has_room_without_one(endpoint), self._monitor.busy(endpoint)
+            by_count = self._has_room_without_one(endpoint)
+            by_blocks = self._monitor.busy(endpoint) or self._routing.lacks_blocks(endpoint)
             for one in self._running(endpoint):
                 if not self._may_be_put_off(one, endpoint):
                     continue

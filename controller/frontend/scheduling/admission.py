@@ -13,6 +13,7 @@ from typing import TypeAlias
 from controller.frontend.errors import ApiError, shed, unavailable, unknown_model
 from controller.frontend.health.poison import Poisonous
 from controller.frontend.scheduling.deadlines import Deadlines, TooLate, WantedRequest, WantedTokens
+from controller.frontend.scheduling.load_monitor import NOTHING, WantedRoom
 from controller.frontend.scheduling.overload import ALL_BUSY, OverloadAnswers
 from controller.frontend.scheduling.queue import Outcome, Queue, QueueFull, WaitedTooLong
 from controller.frontend.scheduling.router import RequestRouter
@@ -25,27 +26,30 @@ from events.observations import RequestsRejected
 class Reservation:
     """Room for one request, from its admission until it is launched: its prompt may take a while to be read."""
 
-    __slots__ = ("_endpoint", "_freed", "_tokens", "lineage")
+    __slots__ = ("_blocks", "_endpoint", "_freed", "_wanted", "lineage")
 
-    def __init__(self, endpoint: Endpoint, freed: Callable[[str], None], tokens: int = 0) -> None:
-        """Keep room at an endpoint. `tokens`: that have to be read there, if that is known already."""
+    def __init__(
+        self, endpoint: Endpoint, freed: Callable[[str], None], wanted: WantedRoom = NOTHING
+    ) -> None:
+        """Keep room at an endpoint. `wanted`: how much, if that is known already."""
         self._endpoint = endpoint
         self._freed = freed
-        self._tokens = tokens
+        self._wanted = wanted
+        self._blocks = wanted.held / endpoint.block_tokens
         self.lineage = endpoint.lineage  # what the request is bound to from now on
-        endpoint.admit(tokens)
+        endpoint.admit(wanted.unread, self._blocks)
 
     def again(self) -> "Reservation":
         """Keep the room that was given back, for a generation that could not be sent yet."""
-        return Reservation(self._endpoint, self._freed, self._tokens)
+        return Reservation(self._endpoint, self._freed, self._wanted)
 
     def free(self) -> None:
         """Give the room to the request's generations; whoever waits may look for what they do not take."""
-        self._endpoint.release(self._tokens)
+        self._endpoint.release(self._wanted.unread, self._blocks)
         self._freed(self._endpoint.joined.model)
 
 
-FindsRoom: TypeAlias = Callable[[str, Lineage, int, float], Reservation]
+FindsRoom: TypeAlias = Callable[[str, Lineage, WantedRoom, float], Reservation]
 
 
 class Admission:
@@ -81,11 +85,14 @@ class Admission:
         self.open = True
 
     def _room(
-        self, model: str, lineage: Lineage | None = None, tokens: int = 0, beyond: float = 0.0
+        self, model: str, lineage: Lineage | None = None, wanted: WantedRoom = NOTHING, beyond: float = 0.0
     ) -> Reservation:
-        """Return room at a worker, of any lineage or of this one, for a request of which so many tokens have to be read, and that
-        may wait there, `beyond` a full batch by so much of one. Raise NoWorker."""
-        return Reservation(self._routing.room(model, lineage, beyond), self.wake, tokens)
+        """Return room at a worker, of any lineage or of this one, for a request that takes so much, and that may wait there,
+        `beyond` a full batch by so much of one. Raise NoWorker."""
+        if wanted is NOTHING and not beyond:
+            return Reservation(self._routing.room(model, lineage), self.wake)
+        with self._routing.asking(wanted, beyond):
+            return Reservation(self._routing.room(model, lineage), self.wake, wanted)
 
     def best_waiting(self, model: str, lineage: Lineage) -> int | None:
         """Return the best tier of which anybody waits for a worker of this lineage, where there are lines by tier; None: nobody

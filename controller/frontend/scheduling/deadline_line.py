@@ -4,6 +4,7 @@ import asyncio
 from collections.abc import Callable, Iterator
 from typing import Generic, TypeVar
 
+from controller.frontend.scheduling.load_monitor import WantedRoom
 from controller.frontend.scheduling.queue import Room
 from controller.router.admission.line import PlaceInLine
 from controller.router.admission.pool import WorkerPool
@@ -21,13 +22,13 @@ class DeadlineLine(Generic[R]):
         pool: "Callable[[], WorkerPool[asyncio.Future[R]]]",
         now: Callable[[], float],
         capacity: Callable[[], float],
-        find: "Callable[[PlaceInLine[asyncio.Future[R]], int], R]",
+        find: "Callable[[PlaceInLine[asyncio.Future[R]], WantedRoom], R]",
     ) -> None:
         self._pool = pool
         self._now = now
         self._capacity = capacity
         self._find = find
-        self._places: dict[asyncio.Future[R], tuple[PlaceInLine[asyncio.Future[R]], int]] = {}
+        self._places: dict[asyncio.Future[R], tuple[PlaceInLine[asyncio.Future[R]], WantedRoom]] = {}
 
     def __len__(self) -> int:
         return len(self._places)
@@ -35,11 +36,11 @@ class DeadlineLine(Generic[R]):
     def __iter__(self) -> "Iterator[asyncio.Future[R]]":
         return iter(self._places)
 
-    def push(self, place: "PlaceInLine[asyncio.Future[R]]", tokens: int) -> None:
-        """Let one wait of whose prompts so many tokens have to be read."""
+    def push(self, place: "PlaceInLine[asyncio.Future[R]]", wanted: WantedRoom) -> None:
+        """Let one wait that takes so much of a worker."""
         now = self._now()
         self._pool().pass_time(now, self._capacity())
-        self._places[place.who] = place, tokens
+        self._places[place.who] = place, wanted
         self._pool().push(place, now)
 
     def head(self) -> "asyncio.Future[R] | None":

@@ -17,11 +17,13 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from math import inf, isfinite
+from operator import itemgetter
 from typing import Generic, Protocol, TypeVar
 
 from controller.frontend.requests.admission_headers import AdmissionHeaders
 from controller.frontend.requests.block_hashes import BlockNames
 from controller.frontend.scheduling.deadline_line import CLOCK_S, DeadlineLine
+from controller.frontend.scheduling.load_monitor import NOTHING, WantedRoom
 from controller.frontend.scheduling.pools import Pools, step_s
 from controller.frontend.scheduling.queue import Queue, Room, WaitedTooLong
 from controller.frontend.scheduling.router import RequestRouter
@@ -29,7 +31,7 @@ from controller.frontend.settings import FrontendSettings
 from controller.router.admission.line import PlaceInLine
 from controller.router.admission.pool import AdmissionVerdict, Asked, WorkerPool
 from controller.router.admission.retries import RefusedIds, RetryBudget
-from controller.router.admission.work import AnswerLengths, Demand, reading_s, work_s
+from controller.router.admission.work import Demand, reading_s, work_s
 from controller.router.endpoints import Endpoint, EndpointTable, Lineage
 from controller.router.selection.filter import AllBusy, NotServed
 from events.errors import HoldfastError
@@ -107,10 +109,10 @@ class Deadlines(Generic[R]):
         pools: Pools,
         preemption: RoomMaker,
         queue: Queue[R],
-        find: Callable[[str, Lineage, int, float], R],
+        find: Callable[[str, Lineage, WantedRoom, float], R],
     ) -> None:
-        """Begin with nobody. `find` finds room at a worker of a pool for a request of which so many tokens have to be read, and
-        that may wait at the worker, beyond a full batch by such a part of one; or raises NoWorker."""
+        """Begin with nobody. `find` finds room at a worker of a pool for a request that takes so much, and that may wait at the
+        worker, beyond a full batch by such a part of one; or raises NoWorker."""
         self._settings = settings
         self._table = table
         self._routing = routing
@@ -120,7 +122,6 @@ class Deadlines(Generic[R]):
         self._queue = queue
         self._find = find
         self._now = pools.now
-        self._lengths = AnswerLengths()
         self._budgets: dict[str, RetryBudget] = {}
         self._refused = RefusedIds()
         self._lineages: dict[str, tuple[Lineage, ...]] = {}
@@ -131,7 +132,7 @@ class Deadlines(Generic[R]):
 
     def ended(self, model: str, tokens: int) -> None:
         """An answer is over: the next ones are expected to be as long."""
-        self._lengths.ended(model, tokens)
+        self._monitor.lengths.ended(model, tokens)
 
     def keep(self) -> None:
         """Forget what endpoints are gone were known by."""
@@ -202,12 +203,12 @@ class Deadlines(Generic[R]):
         QueueFull, or NoWorker for another reason than that all are busy."""
         model = wanted.model
         pool, turns = self.pools.of(model, lineage), self._turns(model, lineage)
-        unread = self._unread(wanted, lineage, tokens)
-        asked = self._asked(wanted, lineage, tokens, unread)
+        takes = self._takes(wanted, lineage, tokens)
+        asked = self._asked(wanted, lineage, tokens, takes.unread)
         room: R | None = None
         if len(pool.line) == 0 and not self._queue.sent_back(model):
             with suppress(AllBusy):
-                room = self._room(model, lineage, asked.tier, unread, 0.0)
+                room = self._room(model, lineage, asked.tier, takes, 0.0)
         try:
             verdict = self._judge(pool, wanted, lineage, asked, room=room is not None)
         except BaseException:
@@ -216,7 +217,7 @@ class Deadlines(Generic[R]):
             raise
         until = wanted.arrived + verdict.deadline_s
         if verdict.reason:  # nobody has room in time, but it can be made
-            room = self._made_room(pool, model, lineage, unread)
+            room = self._made_room(pool, model, lineage, takes)
         if room is not None:
             pool.came(asked.tier, asked.work, self._now())
             return room, until
@@ -225,7 +226,7 @@ class Deadlines(Generic[R]):
 
         def push(turn: "asyncio.Future[R]") -> None:
             place = PlaceInLine(turn, asked.tier, asked.client, asked.work, wanted.arrived, latest)
-            turns.push(place, unread)
+            turns.push(place, takes)
 
         try:
             return await self._queue.stand(model, turns, push, min(LATEST_S, leaves - self._now())), until
@@ -242,42 +243,48 @@ class Deadlines(Generic[R]):
                 lambda: self.pools.of(model, lineage),
                 self._now,
                 lambda: self._capacity(model, lineage),
-                lambda place, unread: self._take(model, lineage, place, unread),
+                lambda place, takes: self._take(model, lineage, place, takes),
             ),
         )
         assert isinstance(turns, DeadlineLine)
         return turns
 
-    def _room(self, model: str, lineage: Lineage, tier: int, unread: int, beyond: float) -> R:
+    def _room(self, model: str, lineage: Lineage, tier: int, takes: WantedRoom, beyond: float) -> R:
         """Return room for a request, unless it is wanted for an answer that was put off. Raise NoWorker."""
         if self._preemption.waits(model, lineage, tier):
             raise AllBusy
-        return self._find(model, lineage, unread, beyond)
+        return self._find(model, lineage, takes, beyond)
 
     def _made_room(
-        self, pool: "WorkerPool[asyncio.Future[R]]", model: str, lineage: Lineage, unread: int
+        self, pool: "WorkerPool[asyncio.Future[R]]", model: str, lineage: Lineage, takes: WantedRoom
     ) -> R | None:
         """Put an answer off. Return the room that this has made; None: those in line get it, or it is to be seen yet."""
-        if not self._preemption.make_room(model, lineage) or len(pool.line) > 0:
+        if not self._make_room(model, lineage, takes) or len(pool.line) > 0:
             return None
-        return self._find_made(model, lineage, unread)
+        return self._find_made(model, lineage, takes)
 
-    def _find_made(self, model: str, lineage: Lineage, unread: int) -> R | None:
+    def _make_room(self, model: str, lineage: Lineage, takes: WantedRoom) -> bool:
+        with self._routing.asking(takes):
+            return self._preemption.make_room(model, lineage)
+
+    def _find_made(self, model: str, lineage: Lineage, takes: WantedRoom) -> R | None:
         try:
-            return self._find(model, lineage, unread, 0.0)
+            return self._find(model, lineage, takes, 0.0)
         except AllBusy:
             self._preemption.in_vain(model, lineage)
             return None
 
-    def _take(self, model: str, lineage: Lineage, place: "PlaceInLine[asyncio.Future[R]]", unread: int) -> R:
+    def _take(
+        self, model: str, lineage: Lineage, place: "PlaceInLine[asyncio.Future[R]]", takes: WantedRoom
+    ) -> R:
         """Return room for the head of the line. Raise NoWorker."""
         try:
-            return self._room(model, lineage, place.tier, unread, self._beyond(place))
+            return self._room(model, lineage, place.tier, takes, self._beyond(place))
         except AllBusy:
             late = self._used_up(place) >= PREEMPTS and self._preemption.may(model, lineage, place.tier)
-            if not late or not self._preemption.make_room(model, lineage):
+            if not late or not self._make_room(model, lineage, takes):
                 raise
-            room = self._find_made(model, lineage, unread)
+            room = self._find_made(model, lineage, takes)
             if room is None:
                 raise
             return room
@@ -302,15 +309,17 @@ class Deadlines(Generic[R]):
     def _urgency(self, wanted: WantedRequest) -> int:
         return self._table.urgency(wanted.tier)
 
-    def _unread(self, wanted: WantedRequest, lineage: Lineage, tokens: WantedTokens) -> int:
-        """Return how many tokens of a request's prompts have to be read. Raise NoWorker."""
+    def _takes(self, wanted: WantedRequest, lineage: Lineage, tokens: WantedTokens) -> WantedRoom:
+        """Return what a request takes of a worker. Raise NoWorker."""
         group, scheduler = self._routing.group(wanted.model, lineage), self._routing.scheduler
-        return sum(scheduler.uncached(group, names, count) for count, names in tokens.prompts)
+        unread = sum(scheduler.uncached(group, names, count) for count, names in tokens.prompts)
+        longest, names = max(tokens.prompts, key=itemgetter(0))
+        return self._monitor.wanted(wanted.model, longest, tokens.answer_tokens, names, unread)
 
     def _asked(self, wanted: WantedRequest, lineage: Lineage, tokens: WantedTokens, unread: int) -> Asked:
         """Return what a request asks of its pool, in seconds of its workers. Raise NoWorker."""
         example = self._routing.group(wanted.model, lineage).endpoints[0]
-        expected = self._lengths.expected(wanted.model, tokens.answer_tokens)
+        expected = self._monitor.lengths.expected(wanted.model, tokens.answer_tokens)
         prompt = sum(count for count, _ in tokens.prompts)
         demand = Demand(unread, prompt, tokens.answers * len(tokens.prompts), expected)
         profile = example.joined.profile
@@ -333,7 +342,7 @@ class Deadlines(Generic[R]):
         if it may not, or NoWorker where there is nobody."""
         capacity = self._capacity(wanted.model, lineage)
         if capacity <= 0:
-            self._find(wanted.model, lineage, 0, 0.0).free()  # which says why, nearly always
+            self._find(wanted.model, lineage, NOTHING, 0.0).free()  # which says why, nearly always
         now = self._now()
         deadline_s, own = self._deadline(wanted)
         line_s = self._stands_s(wanted)

@@ -5,17 +5,33 @@ not heard from counts with what we know ourselves: silence is a matter of health
 """
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 from controller.deciders.thresholds import NEVER, BusyThresholds
+from controller.frontend.requests.block_hashes import BlockNames
 from controller.frontend.scheduling.scheduler import KvScheduler
 from controller.frontend.settings import FrontendSettings
 from controller.ports import RequestPlane
+from controller.router.admission.work import AnswerLengths
 from controller.router.endpoints import Endpoint, EndpointTable, Lineage, WorkerRank
 from controller.router.load.busy import RankLoadSeen, worker_is_busy
 
 AHEAD_S = 0.1  # with deadlines: a worker gets nothing new while it has more to read than that
 NEARLY_FULL = BusyThresholds(0.95)  # with deadlines: nor with more of its KV blocks in use
+FILLED_MAX = 0.98  # of its KV blocks, with what is sent: engines keep some that no new prompt may take (vLLM's watermark is 1 %)
 HOLDS_S = 0.0002  # for each worker that was looked at: twenty times as long as the look took
+
+
+@dataclass(frozen=True, slots=True)
+class WantedRoom:
+    """What a request that begins takes of a worker. Tokens."""
+
+    unread: int = 0  # of all its prompts, cached nowhere
+    held: float = 0.0  # in a KV cache, by its longest prompt and the answer to it, as expected on the way
+    names: BlockNames | None = None  # what the blocks of that prompt are called
+
+
+NOTHING = WantedRoom()
 
 
 class LoadMonitor:
@@ -36,6 +52,8 @@ class LoadMonitor:
         self._by_thresholds = settings.admission_control == "token-capacity"
         self._by_deadline = settings.by_deadline
         self._usual = settings.thresholds
+        self._grows = not settings.router.track_output_blocks  # what is in flight, beyond what is counted
+        self.lengths = AnswerLengths()
         if settings.by_deadline and self._unread_s is None:
             self._unread_s = AHEAD_S
         self.decides = self._by_thresholds or self._unread_s is not None  # else nobody need ask
@@ -54,15 +72,53 @@ class LoadMonitor:
             self._unread_s is not None and self._reads_too_long(endpoint, self._unread_s)
         )
 
+    def wanted(
+        self, model: str, prompt_tokens: int, answer_max: int, names: BlockNames, unread: int = 0
+    ) -> WantedRoom:
+        """Return what a request takes whose longest prompt has so many tokens, and whose answer may have so many."""
+        return WantedRoom(unread, prompt_tokens + min(answer_max, self.lengths.known(model)) / 2, names)
+
+    def holds(self, endpoint: Endpoint, wanted: WantedRoom) -> bool:
+        """Say whether some DP rank of a worker has the KV blocks for a request, beside those that it has, which grow. One that
+        has none gets it in any case. Where others have requests there, or a canary is, what it reported last counts, if that is
+        more."""
+        need, ranks = -(-wanted.held // endpoint.block_tokens), endpoint.ranks
+        reported, external = (
+            self._plane.load_by_rank(endpoint.worker),
+            self._plane.external_load(endpoint.worker),
+        )
+        shared = external is not None and external.running + external.waiting > 0
+        answer = self.lengths.known(endpoint.model) if self._grows else 0.0
+        growth = 1 + answer / 2 / endpoint.block_tokens  # the first: the block that is not full yet
+        for rank in range(ranks):
+            load = reported[rank] if rank < len(reported) else None
+            total = load.kv_total if load is not None else endpoint.joined.profile.kv_blocks // ranks
+            holder = WorkerRank(endpoint.worker, endpoint.instance, rank)
+            ours = self._scheduler.work(holder)
+            used = ours.blocks + ours.requests * growth + endpoint.promised_blocks / ranks
+            if load is not None and (shared or load.canaries):
+                used = max(used, load.kv_used)
+            left = FILLED_MAX * total - used
+            if total <= 0 or used <= 0 or need <= left:
+                return True
+            if wanted.names is not None:
+                names = wanted.names.of(endpoint.block_tokens)
+                if need - self._scheduler.in_use(holder, names) <= left:
+                    return True
+        return False
+
     def busy(self, endpoint: Endpoint) -> bool:
         """Say whether a worker is over a threshold with all of its DP ranks."""
         thresholds = self._in_force(endpoint.model)
         return bool(thresholds) and worker_is_busy(thresholds, self.ranks(endpoint))
 
-    def batch(self, endpoint: Endpoint) -> int | None:
-        """Return how many requests a worker runs at once now, where it has said so and that is heeded: with deadlines."""
+    def places(self, endpoint: Endpoint, batch: int) -> int:
+        """Return how many of `batch` requests a worker runs at once now: with deadlines what it has said counts, and canaries
+        that are there have their places."""
         load = self._plane.load(endpoint.worker) if self._by_deadline else None
-        return load.batch if load is not None and load.batch > 0 else None
+        if load is None:
+            return batch
+        return (min(batch, load.batch) if load.batch > 0 else batch) - load.canaries
 
     def _in_force(self, model: str) -> BusyThresholds:
         if self._by_deadline:

@@ -4,14 +4,15 @@ connected, how it fared with us, and how much of ours it has to do.
 Where panic has begun, what we know of failures is ignored for as long as it lasts.
 """
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 
 from controller.frontend.health.local_breakers import LocalBreakers
 from controller.frontend.health.panic import Panic
 from controller.frontend.requests.failures import smallest_limit
 from controller.frontend.requests.generation_request import GenerationRequest
-from controller.frontend.scheduling.load_monitor import LoadMonitor
+from controller.frontend.scheduling.load_monitor import NOTHING, LoadMonitor, WantedRoom
 from controller.frontend.scheduling.peers import Peers
 from controller.frontend.scheduling.scheduler import KvScheduler
 from controller.frontend.settings import FrontendSettings
@@ -67,6 +68,7 @@ class RequestRouter:
             peers.contenders,
         )
         self._ignoring = False  # own breakers, for the pick that is made now
+        self._wanted: WantedRoom | None = None  # what that asks of a worker, where it is known
         self._beyond = (
             0.0  # the batch, times it: places of the worker's own line, for the pick that is made now
         )
@@ -77,10 +79,12 @@ class RequestRouter:
         """Return how many requests may be in flight there; none more where it has enough to do."""
         if self.monitor.decides and self.monitor.has_enough(endpoint):
             return 0
+        if self.lacks_blocks(endpoint):
+            return 0
         whole = self._inflight_max or endpoint.max_batch * self._inflight_per_batch
         cap = int(whole * self._table.knobs(endpoint.model).batch_size)
-        if self.monitor.decides and (batch := self.monitor.batch(endpoint)) is not None:
-            cap = min(cap, batch)
+        if self.monitor.decides:
+            cap = self.monitor.places(endpoint, cap)
         if self._beyond:
             cap += max(1, int(endpoint.max_batch * self._beyond))
         return cap if cap > 1 else 1
@@ -113,15 +117,18 @@ class RequestRouter:
             for model in self._table.known:
                 self._panic.look(model, self._table.models.get(model, ()))
 
-    def room(self, model: str, lineage: Lineage | None = None, beyond: float = 0.0) -> Endpoint:
-        """Return an endpoint that has room for a new request, of any lineage or of this one. `beyond`: for one that may wait at
-        the worker, so much more than its batch, as a part of it. Raise NoWorker."""
-        if beyond:
-            try:
-                self._beyond = beyond
-                return self.room(model, lineage)
-            finally:
-                self._beyond = 0.0
+    @contextmanager
+    def asking(self, wanted: WantedRoom, beyond: float = 0.0) -> Iterator[None]:
+        """Look for room for this. `beyond`: for one that may wait at the worker, so much more than its batch, as a part of it."""
+        before = self._wanted, self._beyond
+        self._wanted, self._beyond = wanted if wanted is not NOTHING else None, beyond
+        try:
+            yield
+        finally:
+            self._wanted, self._beyond = before
+
+    def room(self, model: str, lineage: Lineage | None = None) -> Endpoint:
+        """Return an endpoint that has room for a new request, of any lineage or of this one. Raise NoWorker."""
         endpoints = self._endpoints(model)
         if lineage is not None:
             group = self._table.group(model, lineage)
@@ -138,6 +145,11 @@ class RequestRouter:
     ) -> Selection:
         """Return where a request's next attempt goes, none of `tried`, with so much room. `output` was accepted of its answer.
         Raise NoWorker."""
+        if room is Headroom.FRESH and self._settings.by_deadline and self._wanted is None:
+            answer_max = plan.sampling.max_tokens
+            wanted = self.monitor.wanted(plan.model, len(plan.prompt) + len(output), answer_max, plan.names)
+            with self.asking(wanted):
+                return self.route(plan, tried, output, room=room)
         among = Filter(self._siblings(plan), self._rules, tried, room)
         if plan.overrides.explain:  # among those that could have it
             return self.scheduler.choose(among.left(), plan, output)
@@ -176,6 +188,10 @@ class RequestRouter:
     def has_room(self, endpoint: Endpoint, room: Headroom) -> bool:
         """Say whether an endpoint has so much room for one request more."""
         return Filter((endpoint,), self._rules, room=room).has_room(endpoint)
+
+    def lacks_blocks(self, endpoint: Endpoint) -> bool:
+        """Say whether an endpoint has not the KV blocks for what is looked for now."""
+        return self._wanted is not None and not self.monitor.holds(endpoint, self._wanted)
 
     def refused(self, endpoint: Endpoint) -> None:
         """An endpoint has refused a request for want of room: it gets none until it next reports its load."""

@@ -183,6 +183,11 @@ class KvScheduler:
         (load,) = self.slots.rank_loads((holder,))
         return RankWork(load.reading_tokens, load.blocks, len(load.requests))
 
+    def in_use(self, holder: WorkerRank, blocks: Sequence[int]) -> int:
+        """Return how many of these blocks, from the first on, requests at a DP rank have in use."""
+        depths, _ = self.slots.shared(blocks, self.slots.rows((holder,)))
+        return int(depths[0])
+
     def unread(self, endpoint: Endpoint) -> float:
         """Return how many prompt tokens of requests at a worker are still to be read, over all of its ranks."""
         holders = [WorkerRank(endpoint.worker, endpoint.instance, rank) for rank in range(endpoint.ranks)]

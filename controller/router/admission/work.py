@@ -60,3 +60,7 @@ class AnswerLengths:
     def expected(self, model: str, most: int) -> float:
         """Return how many tokens to expect of an answer that may have `most`."""
         return min(float(most), self._mean.get(model, ANSWER_TOKENS))
+
+    def known(self, model: str) -> float:
+        """Return how many tokens its answers have had; 0: none has ended."""
+        return self._mean.get(model, 0.0)
