@@ -5,7 +5,8 @@
 A fleet of real processes (`holdfast up`, two simulated workers of eight ranks each, and one spare), with a new short request
 every 10 ms. A worker that serves is killed (SIGKILL), stopped (SIGSTOP), or raises a fatal Xid, at which it ends itself.
 Measured: until the first byte of the first answer that names the spare as its worker. The next trial begins once the lost one is
-back, and the spare. Every answer has to be complete. One JSON line for each fault.
+back, and the spare. Every answer has to be complete. One JSON line for each fault; of a trial that takes more than a second the
+journal's lines are shown, too (on stderr).
 """
 
 import argparse
@@ -23,10 +24,12 @@ from typing import Any
 import aiohttp
 
 from controller.demo.fleet import DemoFleet, NotAsExpected
+from controller.replay.sentences import line
 
 FAULTS = ("kill", "hang", "xid")
 EVERY_S = 0.01
 SETTLES_S = 3.0  # that a fleet's supervisor is busy for after it has begun
+SLOW_MS = 1000.0  # a trial that takes longer is told
 WITHIN_S = 60.0  # of one trial, until the lost worker is well again
 FLAGS = ("--workers", "2", "--spares", "1", "--itl-ms", "5", "--canary-interval", "1", "--chaos", "--planner-mode", "off",
          "--breaker-wait", "1", "--breaker-backoff", "1")  # fmt: skip
@@ -89,6 +92,17 @@ async def trial(fleet: DemoFleet, clients: Clients, fault: str, number: int) -> 
     return (clients.began[spare] - began) * 1000
 
 
+async def told(fleet: DemoFleet, clients: Clients, fault: str, number: int) -> float:
+    """Return what `trial` does, and say what happened in one that took long."""
+    before = (await fleet.events())[-1].seq
+    took_ms = await trial(fleet, clients, fault, number)
+    if took_ms > SLOW_MS:
+        print(f"{fault}, trial {number}: {took_ms:.0f} ms", file=sys.stderr)
+        for event in await fleet.events(before):
+            print(f"  {line(event)}", file=sys.stderr)
+    return took_ms
+
+
 async def measured(fault: str, trials: int, tp: int) -> dict[str, Any]:
     """Return the figures of one fault."""
     with tempfile.TemporaryDirectory(prefix="holdfast-spare-") as folder:
@@ -98,7 +112,7 @@ async def measured(fault: str, trials: int, tp: int) -> dict[str, Any]:
             await asyncio.sleep(SETTLES_S)
             clients = Clients(fleet.url)
             asking = asyncio.create_task(clients.run())
-            took = sorted([await trial(fleet, clients, fault, n) for n in range(trials)])
+            took = sorted([await told(fleet, clients, fault, n) for n in range(trials)])
             asking.cancel()
             await asyncio.wait({asking})
         finally:

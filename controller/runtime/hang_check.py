@@ -1,7 +1,8 @@
 """A frontend says that a worker has stalled, and a spare is ready to serve in its place: is it there still?
 
     RequestFailed, stalled ─▶ asked ── an answer, a beat, a frontend that hears it ──▶ it lives
-                                └── nothing of that within `answer_s` ──▶ WorkerSilent, at once
+                               ▲└── nothing of that within `answer_s` ── the spare is ready ──▶ WorkerSilent, at once
+                               └─────────────────────────────────────── not yet, for as long as this is news
 
 Without a spare haste would gain nothing: then its silence is waited for (`Liveness`), and a worker that was only slow for a
 moment keeps its place. With one a mistake costs little: the worker is the spare when it is heard again.
@@ -28,7 +29,7 @@ from events.nats.bus import Bus, BusUnavailable, NoAnswer
 from events.observations import RequestFailed
 
 STALLED = "stalled"
-NEWS = timedelta(seconds=2)  # what is told later than this is no news: silence is seen by itself then
+NEWS = timedelta(seconds=2)  # what is told later than this is no news: silence is seen by itself soon after
 DUE_MAX = 64  # lives that are to be asked
 LATE_S = 0.1  # by which our own loop may be late: else an answer may be there and not read yet
 
@@ -67,7 +68,7 @@ class HangCheck:
                 continue
             life = (fact.worker, fact.instance)
             news = self._clock.now() - recorded.at < NEWS
-            if news and life not in self._asked and not self._due.full() and self._replaceable(life):
+            if news and life not in self._asked and not self._due.full() and self._has_spare(life):
                 self._asked.add(life)
                 self._unanswered[life] = self._clock.monotonic()
                 self._due.put_nowait(life)
@@ -77,12 +78,15 @@ class HangCheck:
         worker = workers.get(life[0])
         return worker if worker is not None and worker.joined.instance == life[1] and worker.alive else None
 
-    def _replaceable(self, life: Life) -> bool:
-        """Say whether a spare could serve in its place at once."""
+    def _has_spare(self, life: Life, *, ready: bool = False) -> bool:
+        """Say whether there is a spare for its place, or one that could serve there at once."""
         worker, workers = self._worker(life), self._view.fleet.workers
         if worker is None or worker.spare.kept:
             return False
-        return any(one.spare.kept and one.well and one.kind == worker.kind for one in workers.values())
+        return any(
+            one.spare.kept and one.kind == worker.kind and one.alive and (one.well or not ready)
+            for one in workers.values()
+        )
 
     async def run(self) -> None:
         """Ask until cancelled."""
@@ -91,14 +95,15 @@ class HangCheck:
                 group.create_task(self._check(await self._due.get()))
 
     async def _check(self, life: Life) -> None:
+        until = self._clock.monotonic() + NEWS.total_seconds()
         try:
-            if await self._answers(life):
-                self._unanswered.pop(life, None)
-                return
-            if self._many():
-                return
-            if self._leading() and self._replaceable(life):
-                self._liveness.accuse(life)
+            while self._clock.monotonic() < until and self._leading() and self._has_spare(life):
+                if await self._answers(life):
+                    self._unanswered.pop(life, None)
+                    return
+                if not self._many() and self._leading() and self._has_spare(life, ready=True):
+                    self._liveness.accuse(life)
+                    return
         finally:
             self._asked.discard(life)
 
@@ -141,6 +146,8 @@ class HangCheck:
     def _many(self) -> bool:
         """Say whether so many are called stalled at once that it may be we who hear nothing."""
         since, workers = self._clock.monotonic() - NEWS.total_seconds(), self._view.fleet.workers
-        self._unanswered = {life: at for life, at in self._unanswered.items() if at >= since}
+        self._unanswered = {
+            life: at for life, at in self._unanswered.items() if at >= since and not self._is_heard(life, at)
+        }
         living = sum(worker.alive for worker in workers.values())
         return len(self._unanswered) > self._settings.blind_share * living

@@ -4,19 +4,28 @@ import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from datetime import timedelta
+from math import inf
 from typing import Any
 
 import pytest
 from canary_world import World
 
 from controller.runtime.beats import Beats
-from controller.runtime.hang_check import HangCheck
+from controller.runtime.hang_check import NEWS, HangCheck
 from controller.runtime.liveness import Liveness
 from controller.runtime.settings import LivenessSettings
 from events import subjects
 from events.decisions import SpareActivated
 from events.nats.bus import MemoryBus
-from events.observations import ObserverBlind, RequestFailed, WorkerHeard, WorkerLeft, WorkerSilent
+from events.observations import (
+    DrainRequested,
+    ObserverBlind,
+    RequestFailed,
+    ResumeRequested,
+    WorkerHeard,
+    WorkerLeft,
+    WorkerSilent,
+)
 
 
 class Watched:
@@ -333,7 +342,28 @@ class Asked(Watched):
         for name in names:
             self.stalled(name)
 
+    def wish(self, fact: type[DrainRequested] | type[ResumeRequested], name: str, **more: Any) -> None:
+        """Let an operator ask for something."""
+        instance = self.world.fleet.workers[name].joined.instance
+        self.world.journal.observe(fact(worker=name, instance=instance, **more))
+        self.world.turn()
+
+    async def returns(self, name: str, most_s: float) -> float:
+        """Have a worker drained and come back. Return after how long nothing is wrong with it any more, or `most_s`."""
+        self.wish(DrainRequested, name, deadline_s=300)
+        await self.pass_time(2)
+        self.wish(ResumeRequested, name)
+        began = self.world.clock.monotonic()
+        while not self.world.fleet.workers[name].well and self.world.clock.monotonic() < began + most_s:
+            await self.pass_time(0.25)
+        return self.world.clock.monotonic() - began
+
     def stalled(self, name: str) -> None:
+        self.said(name)
+        self.world.turn()
+
+    def said(self, name: str) -> None:
+        """Let a frontend say that a worker has stalled, and nobody have read it yet."""
         worker = self.world.fleet.workers[name]
         self.world.journal.observe(
             RequestFailed(
@@ -341,7 +371,6 @@ class Asked(Watched):
                 routed_under=self.world.fleet.number,
             )
         )  # fmt: skip
-        self.world.turn()
 
 
 async def test_where_a_spare_is_ready_one_that_hangs_is_found_out_at_once() -> None:
@@ -367,6 +396,45 @@ async def test_one_that_answers_keeps_its_place() -> None:
         w.stalled("w2")
         await w.pass_time(2)
         assert w.asked == ["w2", "w2"], "it is asked again, another time"
+
+
+async def test_where_the_spare_is_ready_a_moment_later_that_is_early_enough() -> None:
+    async with Asked("w1", "w2", "w3").running() as w:
+        back_s = await w.returns("s0", inf)
+        assert 2 < back_s < inf
+        await w.returns("s0", back_s - 1)
+        w.hang("w2")
+        await w.pass_time(0.75)
+        assert not w.world.facts(WorkerSilent) and len(w.asked) > 1
+        await w.pass_time(1)
+        assert [fact.worker for fact in w.world.facts(WorkerSilent)] == ["w2"]
+
+
+async def test_who_is_heard_again_is_none_of_the_many_any_more() -> None:
+    async with Asked("w1", spares=2).running() as w:
+        w.hang("w1")
+        await w.pass_time(0.75)
+        assert [fact.worker for fact in w.world.facts(WorkerSilent)] == ["w1"]
+        w.answering.add("w1")
+        w.beating.add("w1")
+        await w.beat("w1")
+        w.hang("s0")
+        await w.pass_time(0.75)
+        assert [fact.worker for fact in w.world.facts(WorkerSilent)] == ["w1", "s0"]
+
+
+async def test_old_news_have_nobody_asked() -> None:
+    async with Asked("w1", "w2", "w3").running() as w:
+        w.said("w2")
+        await w.world.clock.advance(NEWS.total_seconds())
+        w.world.turn()
+        await w.pass_time(0.5)
+        assert not w.asked
+        w.said("w2")
+        await w.world.clock.advance(NEWS.total_seconds() / 2)
+        w.world.turn()
+        await w.pass_time(0.5)
+        assert w.asked == ["w2"]
 
 
 async def test_without_a_spare_nobody_is_asked() -> None:
