@@ -26,7 +26,7 @@ def rows(environment: Mapping[str, str]) -> Iterator[tuple[str, Any, str]]:
     """Yield (setting, effective value, variable). Raise BadSetting for a name or a value that makes no sense."""
     for name, value in effective(environment).items():
         yield name, value, PREFIX + name.upper().replace(".", "__")
-    worker = load_settings({}, environment)
+    worker = load_settings({}, environment, to_show=True)
     for field in WorkerSettings.__struct_fields__:
         value = getattr(worker, field)
         if field in SECRETS:

@@ -32,8 +32,11 @@ WILDCARDS = ("0.0.0.0", "::", "")
 PORT_MAX = 65_535
 
 
-def load_settings(flags: Mapping[str, Any], environment: Mapping[str, str] | None = None) -> WorkerSettings:
-    """Return the settings of this process. Raise BadSetting, naming the setting, its value and what is expected."""
+def load_settings(
+    flags: Mapping[str, Any], environment: Mapping[str, str] | None = None, *, to_show: bool = False
+) -> WorkerSettings:
+    """Return the settings of this process. Raise BadSetting, naming the setting, its value and what is expected. `to_show`: no
+    worker starts with them, so that its name may be another's."""
     known = os.environ if environment is None else environment
     given: dict[str, Any] = {}
     for name in ("nats_url", "data", "fleet_key_file"):  # of the whole fleet
@@ -56,7 +59,7 @@ def load_settings(flags: Mapping[str, Any], environment: Mapping[str, str] | Non
     called = {name: f"extra_engine_args: {their_name(name)}" for name in extra}
     settings = WorkerSettings(**_read(given, called))
     check(settings)
-    if joins and not settings.watch_only:
+    if joins and not settings.watch_only and not to_show:
         _check_name(settings)
     return settings
 

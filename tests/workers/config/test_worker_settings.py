@@ -49,6 +49,9 @@ def test_who_joins_a_fleet_needs_a_name_of_its_own(tmp_path: Path) -> None:
     with pytest.raises(BadSetting, match=rf"name = 'w0': a worker of .* has it \(pid {os.getpid()}\)"):
         load_settings({"data": str(tmp_path)}, {})
     assert load_settings({"data": str(tmp_path), "name": "x0"}, {}).name == "x0"
+    assert load_settings({"data": str(tmp_path)}, {}, to_show=True).name == "w0", (
+        "`holdfast settings` starts none"
+    )
     assert load_settings({"data": str(tmp_path)}, {"HOLDFAST_NATS_URL": "nats://c:1"}).name == "w0", (
         "as `up` does"
     )
