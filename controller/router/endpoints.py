@@ -35,6 +35,14 @@ class WorkerRank(NamedTuple):
     rank: int = 0
 
 
+@dataclass(slots=True)
+class KeptRoom:
+    """What requests that room is kept for will take."""
+
+    tokens: int = 0  # of their prompts, that have to be read
+    blocks: float = 0.0  # of the KV cache
+
+
 @dataclass(slots=True, eq=False)
 class Endpoint:
     """One life of a worker, where requests can go. Its counters (`active`, `promised`, `tokens`) are only read elsewhere:
@@ -48,8 +56,7 @@ class Endpoint:
     expected: bool = False  # in service, or should be: it counts when a frontend asks whether there is panic
     active: int = 0  # requests of this frontend in flight there
     promised: int = 0  # requests that room is kept for: let in, and not sent there yet
-    promised_tokens: int = 0  # of their prompts, that have to be read, as far as that is known
-    promised_blocks: float = 0.0  # KV blocks that they will hold there, as far as that is known
+    kept: KeptRoom = field(default_factory=KeptRoom)  # what those take there, as far as that is known
     tokens: int = 0  # of those in flight: their prompts', and what they may generate
     refused_at: Load | None = None  # what others had there when it refused a request for want of room
     worker: str = field(init=False)
@@ -85,14 +92,14 @@ class Endpoint:
     def admit(self, tokens: int = 0, blocks: float = 0.0) -> None:
         """Keep room for one request, until `release`. `tokens`: of its prompt, to be read; `blocks`: that it will hold."""
         self.promised += 1
-        self.promised_tokens += tokens
-        self.promised_blocks += blocks
+        self.kept.tokens += tokens
+        self.kept.blocks += blocks
 
     def release(self, tokens: int = 0, blocks: float = 0.0) -> None:
         """Give the room back that `admit` has kept, with the same `tokens` and `blocks`."""
         self.promised -= 1
-        self.promised_tokens -= tokens
-        self.promised_blocks = self.promised_blocks - blocks if self.promised else 0.0
+        self.kept.tokens -= tokens
+        self.kept.blocks = self.kept.blocks - blocks if self.promised else 0.0
 
     def begin(self, tokens: int = 0, *, requests: int = 1) -> None:
         """Count requests that are sent there. `tokens`: of all of their prompts, and what they may generate."""

@@ -125,7 +125,7 @@ class Preemption(Generic[P]):
             if not (endpoint.routable and endpoint.active > 0 and self._routing.takes(endpoint)):
                 continue
             by_count = self._has_room_without_one(endpoint)
-            by_blocks = self._monitor.busy(endpoint) or self._routing.lacks_blocks(endpoint)
+            by_blocks = self._monitor.busy(endpoint) or self._monitor.lacks_blocks(endpoint)
             for one in self._running(endpoint):
                 if not self._may_be_put_off(one, endpoint):
                     continue

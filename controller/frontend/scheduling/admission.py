@@ -72,6 +72,7 @@ class Admission:
         self._settings = settings.admission
         self._table = table
         self._routing = routing
+        self._monitor = routing.monitor
         self._queue = Queue(self._room, settings.admission.queue_max, waited)
         self.deadlines: Deadlines[Reservation] | None = None
         if by_deadline is not None:
@@ -114,7 +115,7 @@ class Admission:
     async def admit(self, model: str, tier: str) -> Reservation:
         """Return room for a request, which its caller frees. Raise ApiError if it is not let in."""
         self._check(model, tier)
-        if self._routing.overloaded(model):
+        if self._monitor.overloaded(model):
             raise self._overload(model, tier, ALL_BUSY, AllBusy.code)
         try:
             return await self._queue.enter(model, self._settings.queue_s * self._table.knobs(model).latency)

@@ -117,6 +117,7 @@ class Deadlines(Generic[R]):
         self._table = table
         self._routing = routing
         self._monitor = routing.monitor
+        self._lengths = routing.monitor.lengths
         self.pools = pools
         self._preemption = preemption
         self._queue = queue
@@ -132,7 +133,7 @@ class Deadlines(Generic[R]):
 
     def ended(self, model: str, tokens: int) -> None:
         """An answer is over: the next ones are expected to be as long."""
-        self._monitor.lengths.ended(model, tokens)
+        self._lengths.ended(model, tokens)
 
     def keep(self) -> None:
         """Forget what endpoints are gone were known by."""
@@ -319,7 +320,7 @@ class Deadlines(Generic[R]):
     def _asked(self, wanted: WantedRequest, lineage: Lineage, tokens: WantedTokens, unread: int) -> Asked:
         """Return what a request asks of its pool, in seconds of its workers. Raise NoWorker."""
         example = self._routing.group(wanted.model, lineage).endpoints[0]
-        expected = self._monitor.lengths.expected(wanted.model, tokens.answer_tokens)
+        expected = self._lengths.expected(wanted.model, tokens.answer_tokens)
         prompt = sum(count for count, _ in tokens.prompts)
         demand = Demand(unread, prompt, tokens.answers * len(tokens.prompts), expected)
         profile = example.joined.profile

@@ -4,7 +4,7 @@ Looked at when a request asks, from what workers have reported last and from wha
 not heard from counts with what we know ourselves: silence is a matter of health, and not of load.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from controller.deciders.thresholds import NEVER, BusyThresholds
@@ -54,6 +54,7 @@ class LoadMonitor:
         self._usual = settings.thresholds
         self._grows = not settings.router.track_output_blocks  # what is in flight, beyond what is counted
         self.lengths = AnswerLengths()
+        self.asked = NOTHING  # for which room is looked for now: see `RequestRouter.asking`
         if settings.by_deadline and self._unread_s is None:
             self._unread_s = AHEAD_S
         self.decides = self._by_thresholds or self._unread_s is not None  # else nobody need ask
@@ -66,11 +67,17 @@ class LoadMonitor:
         return usual if given is None else given.over(usual)
 
     def has_enough(self, endpoint: Endpoint) -> bool:
-        """Say whether a worker has so much to do that it should get no new request: it is busy, or the prompts that it has take
-        too long to be read."""
-        return self.busy(endpoint) or (
-            self._unread_s is not None and self._reads_too_long(endpoint, self._unread_s)
+        """Say whether a worker has so much to do that it should get no new request: it is busy, the prompts that it has take too
+        long to be read, or what is asked for now does not fit into its KV cache."""
+        return (
+            self.busy(endpoint)
+            or (self._unread_s is not None and self._reads_too_long(endpoint, self._unread_s))
+            or self.lacks_blocks(endpoint)
         )
+
+    def lacks_blocks(self, endpoint: Endpoint) -> bool:
+        """Say whether a worker has not the KV blocks for what is asked for now, where that is known."""
+        return self.asked is not NOTHING and not self.holds(endpoint, self.asked)
 
     def wanted(
         self, model: str, prompt_tokens: int, answer_max: int, names: BlockNames, unread: int = 0
@@ -95,7 +102,7 @@ class LoadMonitor:
             total = load.kv_total if load is not None else endpoint.joined.profile.kv_blocks // ranks
             holder = WorkerRank(endpoint.worker, endpoint.instance, rank)
             ours = self._scheduler.work(holder)
-            used = ours.blocks + ours.requests * growth + endpoint.promised_blocks / ranks
+            used = ours.blocks + ours.requests * growth + endpoint.kept.blocks / ranks
             if load is not None and (shared or load.canaries):
                 used = max(used, load.kv_used)
             left = FILLED_MAX * total - used
@@ -125,10 +132,17 @@ class LoadMonitor:
             return NEARLY_FULL
         return self.thresholds(model) if self._by_thresholds else NEVER
 
-    def overloaded(self, model: str, endpoints: Sequence[Endpoint]) -> bool:
-        """Say whether all of a model's workers that could take a request are busy, of which there is at least one. Where a
-        thousand are, that takes 10 ms to see, and holds for a fifth of a second: a storm of requests is not to wait for it."""
-        now, reachable = self._scheduler.now(), self._plane.reachable
+    def overloaded(self, model: str) -> bool:
+        """Say whether all of a model's workers that could take a request are busy by the thresholds that are set, of which there
+        is at least one. Where a thousand are, that takes 10 ms to see, and holds for a fifth of a second: a storm of requests is
+        not to wait for it."""
+        if not self.decides:
+            return False
+        now, reachable, endpoints = (
+            self._scheduler.now(),
+            self._plane.reachable,
+            self._table.models.get(model, ()),
+        )
         if now < self._full_until.get(model, 0.0):
             return True
         there = [e for e in endpoints if e.routable and reachable(e.worker, e.instance)]
@@ -162,5 +176,5 @@ class LoadMonitor:
 
     def _reads_too_long(self, endpoint: Endpoint, limit_s: float) -> bool:
         limit = limit_s * endpoint.joined.profile.prefill_tokens_per_s
-        unread = self._scheduler.unread(endpoint) + endpoint.promised_tokens
+        unread = self._scheduler.unread(endpoint) + endpoint.kept.tokens
         return limit > 0 and unread > limit * endpoint.ranks

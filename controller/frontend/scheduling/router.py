@@ -68,7 +68,6 @@ class RequestRouter:
             peers.contenders,
         )
         self._ignoring = False  # own breakers, for the pick that is made now
-        self._wanted: WantedRoom | None = None  # what that asks of a worker, where it is known
         self._beyond = (
             0.0  # the batch, times it: places of the worker's own line, for the pick that is made now
         )
@@ -79,8 +78,6 @@ class RequestRouter:
         """Return how many requests may be in flight there; none more where it has enough to do."""
         if self.monitor.decides and self.monitor.has_enough(endpoint):
             return 0
-        if self.lacks_blocks(endpoint):
-            return 0
         whole = self._inflight_max or endpoint.max_batch * self._inflight_per_batch
         cap = int(whole * self._table.knobs(endpoint.model).batch_size)
         if self.monitor.decides:
@@ -88,10 +85,6 @@ class RequestRouter:
         if self._beyond:
             cap += max(1, int(endpoint.max_batch * self._beyond))
         return cap if cap > 1 else 1
-
-    def overloaded(self, model: str) -> bool:
-        """Say whether every worker of a model that could take a request is busy by the thresholds that are set."""
-        return self.monitor.decides and self.monitor.overloaded(model, self._table.models.get(model, ()))
 
     def _allowed(self, endpoint: Endpoint) -> bool:
         return self._ignoring or self._breakers.allowed(endpoint)
@@ -120,12 +113,13 @@ class RequestRouter:
     @contextmanager
     def asking(self, wanted: WantedRoom, beyond: float = 0.0) -> Iterator[None]:
         """Look for room for this. `beyond`: for one that may wait at the worker, so much more than its batch, as a part of it."""
-        before = self._wanted, self._beyond
-        self._wanted, self._beyond = wanted if wanted is not NOTHING else None, beyond
+        monitor = self.monitor
+        before = monitor.asked, self._beyond
+        monitor.asked, self._beyond = wanted, beyond
         try:
             yield
         finally:
-            self._wanted, self._beyond = before
+            monitor.asked, self._beyond = before
 
     def room(self, model: str, lineage: Lineage | None = None) -> Endpoint:
         """Return an endpoint that has room for a new request, of any lineage or of this one. Raise NoWorker."""
@@ -145,7 +139,7 @@ class RequestRouter:
     ) -> Selection:
         """Return where a request's next attempt goes, none of `tried`, with so much room. `output` was accepted of its answer.
         Raise NoWorker."""
-        if room is Headroom.FRESH and self._settings.by_deadline and self._wanted is None:
+        if room is Headroom.FRESH and self._settings.by_deadline and self.monitor.asked is NOTHING:
             answer_max = plan.sampling.max_tokens
             wanted = self.monitor.wanted(plan.model, len(plan.prompt) + len(output), answer_max, plan.names)
             with self.asking(wanted):
@@ -188,10 +182,6 @@ class RequestRouter:
     def has_room(self, endpoint: Endpoint, room: Headroom) -> bool:
         """Say whether an endpoint has so much room for one request more."""
         return Filter((endpoint,), self._rules, room=room).has_room(endpoint)
-
-    def lacks_blocks(self, endpoint: Endpoint) -> bool:
-        """Say whether an endpoint has not the KV blocks for what is looked for now."""
-        return self._wanted is not None and not self.monitor.holds(endpoint, self._wanted)
 
     def refused(self, endpoint: Endpoint) -> None:
         """An endpoint has refused a request for want of room: it gets none until it next reports its load."""

@@ -225,12 +225,11 @@ async def test_that_all_are_busy_holds_for_a_moment_and_not_longer() -> None:
         scheduler = kit.director.routing.scheduler
         scheduler.now = lambda: now[0]
         monitor = LoadMonitor(kit.director.settings, kit.director.table, kit.plane, scheduler)
-        endpoints = kit.director.table.models["m"]
         for worker in workers:
-            assert monitor.overloaded("m", endpoints), worker
+            assert monitor.overloaded("m"), worker
             worker.kv_used = 1
         await seen_full(kit, *workers)
-        assert monitor.overloaded("m", endpoints), "it holds for a moment"
+        assert monitor.overloaded("m"), "it holds for a moment"
         now[0] += len(workers) * HOLDS_S
-        assert not monitor.overloaded("m", endpoints)
-        assert not monitor.overloaded("other", [])
+        assert not monitor.overloaded("m")
+        assert not monitor.overloaded("other")
