@@ -39,6 +39,21 @@ class Alert:
     lasts: str = "0s"
     board: str = "holdfast-fleet"
 
+    @property
+    def runbook(self) -> str:
+        """The name of its page in docs/runbooks: one for both rates at which a budget burns."""
+        return self.name.removesuffix("Fast").removesuffix("Slow")
+
+    @property
+    def runbook_url(self) -> str:
+        """Where that is, below the project's own address."""
+        return f"docs/runbooks/{self.runbook}.md"
+
+    @property
+    def dashboard_url(self) -> str:
+        """Where its dashboard is, below Grafana's own address."""
+        return f"/d/{self.board}"
+
 
 def _errors(window: str) -> str:
     return (
@@ -213,20 +228,22 @@ ALERTS = (
 )  # fmt: skip
 
 
-def text() -> str:
-    """Return the rules as Prometheus reads them."""
-    return "".join(_lines())
+def text(*, rehearsed: bool = False) -> str:
+    """Return the rules as Prometheus reads them. `rehearsed`: looked at each second, and fired at once."""
+    return "".join(_lines(rehearsed))
 
 
-def _lines() -> Iterator[str]:
+def _lines(rehearsed: bool) -> Iterator[str]:
     yield "# Made by `make dashboards` from grafana/rules.py.\n"
-    yield "groups:\n  - name: holdfast.recorded\n    interval: 15s\n    rules:\n"
+    yield f"groups:\n  - name: holdfast.recorded\n    interval: {'1s' if rehearsed else '15s'}\n    rules:\n"
     for one in RECORDED:
         yield f"      - record: {one.name}\n        expr: {json.dumps(one.expr)}\n"
     yield "  - name: holdfast\n    rules:\n"
     for alert in ALERTS:
-        yield f"      - alert: {alert.name}\n        expr: {json.dumps(alert.expr)}\n        for: {alert.lasts}\n"
+        lasts = "0s" if rehearsed else alert.lasts
+        yield f"      - alert: {alert.name}\n        expr: {json.dumps(alert.expr)}\n        for: {lasts}\n"
         yield f"        labels:\n          severity: {alert.severity}\n        annotations:\n"
         yield f"          summary: {json.dumps(alert.summary, ensure_ascii=False)}\n"
         yield f"          description: {json.dumps(alert.says, ensure_ascii=False)}\n"
-        yield f"          dashboard_url: /d/{alert.board}\n"
+        yield f"          dashboard_url: {alert.dashboard_url}\n"
+        yield f"          runbook_url: {alert.runbook_url}\n"

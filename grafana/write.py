@@ -1,15 +1,16 @@
-"""`make dashboards`: write all dashboards as Grafana reads them, and the rules as Prometheus does."""
+"""`make dashboards`: write all dashboards and alerts as Grafana reads them, and the rules as Prometheus does."""
 
 import json
 import sys
 from pathlib import Path
 
-from grafana import rules
+from grafana import managed_rules, rules
 from grafana.boards import control_plane, corruption, fleet, incident, requests, router, slo, worker
 from grafana.model import Dashboard
 
 FOLDER = Path(__file__).parent / "dashboards"
 RULES = Path(__file__).parent / "alerts" / "holdfast.rules.yaml"
+MANAGED = Path(__file__).parent / "provisioning" / "alerting" / "holdfast.json"
 BOARDS: tuple[Dashboard, ...] = (
     fleet.BOARD,
     incident.BOARD,
@@ -32,8 +33,9 @@ def main() -> int:
     FOLDER.mkdir(exist_ok=True)
     for board in BOARDS:
         (FOLDER / f"{board.uid}.json").write_text(text(board), encoding="utf-8")
-    RULES.parent.mkdir(exist_ok=True)
-    RULES.write_text(rules.text(), encoding="utf-8")
+    for path, said in ((RULES, rules.text()), (MANAGED, managed_rules.text())):
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(said, encoding="utf-8")
     return 0
 
 

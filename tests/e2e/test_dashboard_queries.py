@@ -1,26 +1,27 @@
-"""What dashboards ask for is answered: by a real Prometheus that scrapes a real fleet while it is broken, and by its Postgres."""
+"""What dashboards ask for is answered: by a real Prometheus that scrapes a real fleet while it is broken, and by its Postgres.
+
+And what runbooks tell their readers to run says something about it.
+"""
 
 import asyncio
-import contextlib
-from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
 import asyncpg
 import pytest
-from fleet import holdfast, running, streamed
+from fleet import holdfast, running
 from prometheus_server import PrometheusServer, binary, prometheus
+from rehearsal import FLAGS, broken, users
+from runbooks import all_named, all_shown, first_incident, printed
 
-from controller.demo.fleet import DemoFleet
 from controller.processes.fleet_dir import FleetDir
 from grafana.boards import incident, slo
 from grafana.model import Query
+from grafana.rules import text
 from grafana.write import BOARDS
 
-FLAGS = ("--workers", "3", "--spares", "1", "--itl-ms", "20", "--chaos", "--canary-interval", "1", "--breaker-wait", "1",
-         "--breaker-backoff", "1", "--planner-mode", "propose")  # fmt: skip
-BROKEN_S = 24.0
-STREAMS, TOKENS = 8, 60
+CALM_S = 5.0
+ALARMS = {"HoldfastSilentCorruption", "HoldfastTargetDown", "HoldfastWorkersFailing"}
 QUIET = {  # panels that may show nothing, since nothing of that kind is rehearsed here: nobody is refused, nobody scales
     "Control plane: Planners", "Fleet: Refused for want of room", "Incident: Exposed", "Incident: Streams that left the worker",
     "Requests and migrations: At a bound", "Requests and migrations: Errors by kind",
@@ -47,30 +48,10 @@ def asked(source: str) -> list[tuple[str, Query]]:
     return [(name, query) for name, panel in panels for query in panel.asks if query.source == source]
 
 
-@contextlib.asynccontextmanager
-async def users(fleet: DemoFleet) -> AsyncIterator[None]:
-    """Let people ask all the while."""
-
-    async def ask(number: int) -> None:
-        while True:
-            with contextlib.suppress(Exception):
-                await streamed(fleet, [300 + number] * 40, TOKENS)
-
-    tasks = [asyncio.create_task(ask(n)) for n in range(STREAMS)]
-    try:
-        yield
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-
-
-async def broken(fleet: DemoFleet) -> None:
-    """Break the fleet in three ways, one after another."""
-    for verb, worker, argument in (("corrupt", "w0", 2.0), ("error", "w1", 6.0), ("kill", "w2", None)):
-        with contextlib.suppress(Exception):
-            await fleet.act(verb, worker, argument)
-        await asyncio.sleep(BROKEN_S / 3)
+def fired(server: PrometheusServer, within: str = "10m") -> set[str]:
+    """Return the alerts that have fired lately."""
+    ever = server.ask(f'count by (alertname) (max_over_time(ALERTS{{alertstate="firing"}}[{within}]))')
+    return {one["metric"]["alertname"] for one in ever}
 
 
 def empty(server: PrometheusServer) -> list[str]:
@@ -100,15 +81,23 @@ async def test_every_panel_is_answered_while_a_fleet_is_broken(tmp_path: Path) -
     binary()
     async with running(tmp_path / "fleet", *FLAGS) as fleet:
         await fleet.healthy(3)
-        printed = await asyncio.to_thread(holdfast, "scrape-config", "--data", str(fleet.data))
-        config = printed.stdout.replace("scrape_interval: 5s", "scrape_interval: 1s").replace(
-            "scrape_timeout: 4s", "scrape_timeout: 1s"
+        said = await asyncio.to_thread(holdfast, "scrape-config", "--data", str(fleet.data))
+        config = said.stdout.replace("scrape_interval: 5s", "scrape_interval: 1s").replace(
+            "scrape_timeout: 4s", "scrape_timeout: 1s\n  evaluation_interval: 1s"
         )
+        (rules := tmp_path / "rules.yaml").write_text(text(rehearsed=True))
+        config += f"rule_files: ['{rules}']\n"
         with prometheus(tmp_path / "prometheus", config) as server:
             async with users(fleet):
+                await asyncio.to_thread(server.wait_for, "holdfast_leader")
+                await asyncio.sleep(CALM_S)
+                false = fired(server, "3s")  # before, nothing had been measured
                 await broken(fleet)
                 found = await asyncio.to_thread(empty, server)
+                alarms = fired(server)
             up = {one["metric"]["role"] for one in server.ask("up == 1")}
+        assert not false, "a healthy fleet wakes nobody up"
+        assert alarms >= ALARMS, ALARMS - alarms
         assert {*found} <= QUIET, {*found} - QUIET
         assert up == {"controller", "projector", "planner", "frontend", "worker"}
         url = str(FleetDir(fleet.data).recall()["database_url"])
@@ -118,4 +107,10 @@ async def test_every_panel_is_answered_while_a_fleet_is_broken(tmp_path: Path) -
             name for name, query in asked("postgres") if not await rows(url, filled(query.ask, **chosen))
         }
         assert nothing <= QUIET, nothing - QUIET
+        told = await printed(fleet.data, all_shown(), await first_incident(fleet.data))
+        for command, (code, output, errors) in told.items():
+            assert code == 0 and output.strip() and not errors, (command, code, output, errors)
+        for command in all_named():  # one after another: some move workers
+            ((code, output, errors),) = (await printed(fleet.data, [command], "")).values()
+            assert code == 0 and "Traceback" not in errors, (command, code, output, errors)
         assert await rows(url, filled(incident.BOARD.events, **chosen))

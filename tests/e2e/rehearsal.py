@@ -1,0 +1,40 @@
+"""A fleet that is broken in three ways while people ask, for whatever is to be seen then."""
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator
+
+from fleet import streamed
+
+from controller.demo.fleet import DemoFleet
+
+FLAGS = ("--workers", "3", "--spares", "1", "--itl-ms", "20", "--chaos", "--canary-interval", "1", "--breaker-wait", "1",
+         "--breaker-backoff", "1", "--planner-mode", "propose")  # fmt: skip
+BROKEN_S = 24.0
+STREAMS, TOKENS = 8, 60
+
+
+@contextlib.asynccontextmanager
+async def users(fleet: DemoFleet) -> AsyncIterator[None]:
+    """Let people ask all the while."""
+
+    async def ask(number: int) -> None:
+        while True:
+            with contextlib.suppress(Exception):
+                await streamed(fleet, [300 + number] * 40, TOKENS)
+
+    tasks = [asyncio.create_task(ask(n)) for n in range(STREAMS)]
+    try:
+        yield
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def broken(fleet: DemoFleet) -> None:
+    """Break the fleet in three ways, one after another: w0 is corrupt, w1 fails requests, w2 is killed."""
+    for verb, worker, argument in (("corrupt", "w0", 2.0), ("error", "w1", 6.0), ("kill", "w2", None)):
+        with contextlib.suppress(Exception):
+            await fleet.act(verb, worker, argument)
+        await asyncio.sleep(BROKEN_S / 3)
