@@ -382,11 +382,16 @@ async def test_a_start_that_is_broken_off_leaves_nothing_running(
     assert "upstream-kv-events" not in {thread.name for thread in threading.enumerate()}
 
 
-async def test_what_was_heard_is_a_metric(upstream: Upstream, publisher: Publisher) -> None:
+async def test_what_was_heard_is_a_metric(
+    upstream: Upstream, publisher: Publisher, eventually: Eventually
+) -> None:
     rig = await started(upstream, Heard(), kv_events=[publisher.endpoint])
-    counts = rig.engine.kv_event_counts
-    assert counts["batches"] >= 1 and not counts["malformed"]
-    await rig.engine.stop()
+    try:
+        publisher.publish(removed([1]))
+        await eventually(lambda: rig.engine.kv_event_counts["batches"] >= 1)
+        assert not rig.engine.kv_event_counts["malformed"]
+    finally:
+        await rig.engine.stop()
     assert {family.name for family in WorkerMetrics([]).collect()} >= {"holdfast_worker_upstream_kv_events"}
 
 
