@@ -30,6 +30,7 @@ from controller.processes.restart_plan import beside_the_database, frontend_grac
 from controller.processes.scaling.worker_scaling import WorkerScaling
 from controller.processes.servers.fleet_broker import FleetBroker
 from controller.processes.servers.fleet_database import FleetDatabase
+from controller.processes.servers.fleet_prometheus import FleetPrometheus
 from controller.processes.up_flags import PATIENT, check, journal_bounds, ready_timeout_s
 from controller.processes.worker_exits import WorkerExits
 from events import fleet_key
@@ -67,6 +68,7 @@ class FleetSupervisor:
         named = os.environ.get("HOLDFAST_NATS_URL", "")
         self.broker = FleetBroker(self.dir, named, self._present, self._observe, args.nats_monitor)
         self.database = FleetDatabase(self.dir, os.environ.get("HOLDFAST_DATABASE_URL", ""), self._present)
+        self.prometheus = FleetPrometheus(args.data, self._present)
         self.key = os.environ.get(fleet_key.VARIABLE, "")
         self.children: list[Child] = []
         self.exits = WorkerExits(self._observe)
@@ -250,6 +252,8 @@ class FleetSupervisor:
         self.scaling.begin(watch.kept)
         say(f"Holdfast is ready after {time.monotonic() - began:.1f} s: {url}/v1 with {watch.there}")
         say(f"  data and logs in {self.dir.path}; `holdfast status` shows the fleet, Ctrl-C stops it")
+        if self.args.observability:
+            await self.prometheus.begin()
 
     # --- watching ---------------------------------------------------------------------------------------------------
 
@@ -283,11 +287,13 @@ class FleetSupervisor:
                 self._spawn(child)
         self.broker.check()
         self.database.check()
+        self.prometheus.tend()
         self.readiness.check()
 
     def _trim(self) -> None:
         """Keep the logs of all processes within their bound."""
-        servers = [log for server in (self.broker, self.database) if (log := server.log) is not None]
+        kept = (self.broker, self.database, self.prometheus)
+        servers = [log for server in kept if (log := server.log) is not None]
         for log in (*(child.log for child in list(self.children)), *servers):
             trim(log)
 
@@ -326,6 +332,7 @@ class FleetSupervisor:
         if self.ready:
             say(f"Stopping; open streams may finish for up to {frontend_grace_s():g} s")
         await self.mending.stop()
+        await self.prometheus.stop()
         for role in ("planner", "frontend", "worker", "controller", "projector"):
             within_s = frontend_grace_s() + CLOSE_S if role == "frontend" else STOP_GRACE_S
             await end([child for child in self.children if child.role == role], within_s, self.exits.ended)

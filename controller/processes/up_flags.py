@@ -137,6 +137,10 @@ FLAGS: Mapping[str, Mapping[str, Any]] = {
         "help": "what the planner may do: nothing, say what models carry, propose another number of workers, or have that "
         "many (default: propose)",
     },
+    "--observability": {
+        "action": "store_true",
+        "help": "start Prometheus beside the fleet, where it is installed, with everything to measure and all alerts",
+    },
     "--nats-monitor": {
         "type": port,
         "metavar": "PORT",

@@ -49,6 +49,12 @@ def file_sd(path: str) -> str:
     )
 
 
+def rule_files(paths: Iterable[str]) -> str:
+    """Return what is added to a configuration by which Prometheus knows alerts; nothing without any."""
+    quoted = ", ".join(json.dumps(path, ensure_ascii=False) for path in paths)
+    return f"rule_files: [{quoted}]\n" if quoted else ""
+
+
 def _config(discovery: str) -> str:
     return f"""global:
   scrape_interval: 5s

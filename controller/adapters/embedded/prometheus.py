@@ -1,0 +1,72 @@
+"""A Prometheus beside a fleet: the one that this machine has, or that `make prometheus` has unpacked. It is in no wheel."""
+
+import shutil
+import socket
+from functools import partial
+from pathlib import Path
+
+from controller.adapters.embedded.server import (
+    EmbeddedServer,
+    ServerFailed,
+    check_port,
+    somewhere,
+    spawn,
+    until,
+    using,
+)
+
+ROOT = Path(__file__).parents[3]
+UNPACKED = ROOT / ".prometheus" / "usr" / "bin" / "prometheus"
+RULES = ROOT / "grafana" / "alerts" / "holdfast.rules.yaml"  # in a checkout: a wheel has none
+KEEPS = ("--storage.tsdb.retention.time=7d", "--storage.tsdb.retention.size=1GB")
+LOOPBACK = "127.0.0.1"
+
+
+def prometheus_binary() -> Path:
+    """Return the program. Raise ServerFailed where there is none."""
+    found = shutil.which("prometheus") or (str(UNPACKED) if UNPACKED.exists() else None)
+    if found is None:
+        raise ServerFailed(
+            "Prometheus is not installed: put `prometheus` into the PATH, or unpack Debian's with `make prometheus`"
+        )
+    return Path(found)
+
+
+def alert_rules() -> tuple[Path, ...]:
+    """Return the files of alerts that there are."""
+    return (RULES,) if RULES.exists() else ()
+
+
+async def start_prometheus(directory: Path, config: str, *, port: int = 0) -> EmbeddedServer:
+    """Start Prometheus in `directory` with this configuration, and return once it takes connections. `port` 0 is any that
+    is free. Raise PortInUse, ServerDirectoryInUse, ServerFailed."""
+    return await somewhere(port, partial(_start, directory, config))
+
+
+async def _start(directory: Path, config: str, port: int) -> EmbeddedServer:
+    program = prometheus_binary()
+    check_port(port, "prometheus")
+    written, log = directory.resolve() / "prometheus.yml", directory / "prometheus.log"
+    with using(directory):
+        directory.mkdir(parents=True, exist_ok=True)
+        written.write_text(config)
+        process = await spawn(
+            [
+                str(program), f"--config.file={written}", f"--storage.tsdb.path={directory.resolve() / 'data'}",
+                f"--web.listen-address={LOOPBACK}:{port}", "--log.level=warn", *KEEPS,
+            ],
+            directory,
+            log,
+        )  # fmt: skip
+    try:
+        await until(lambda: _listens(port), process, log, "prometheus")
+    except BaseException:
+        process.kill()
+        process.wait()
+        raise
+    return EmbeddedServer("prometheus", f"http://{LOOPBACK}:{port}", port, directory, log, process)
+
+
+def _listens(port: int) -> bool:
+    with socket.socket() as probe:
+        return probe.connect_ex((LOOPBACK, port)) == 0

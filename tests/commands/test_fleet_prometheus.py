@@ -1,0 +1,93 @@
+"""The Prometheus beside a fleet: it knows who is there now, comes back when it ends, and nobody misses it where there is none."""
+
+import asyncio
+import json
+import os
+import urllib.request
+from pathlib import Path
+
+import pytest
+from prometheus_server import binary
+
+from controller.adapters.embedded import prometheus as embedded
+from controller.adapters.embedded.servers import EmbeddedServer
+from controller.processes.observability.scrape_targets import rule_files
+from controller.processes.servers import fleet_prometheus
+from controller.processes.servers.fleet_prometheus import FleetPrometheus
+from events.process.presence import announce, withdraw
+
+
+class Beside:
+    """One in a folder of its own, and what it says of itself."""
+
+    def __init__(self, data: Path) -> None:
+        self.data, self.lives = data, list[EmbeddedServer]()
+        self.prometheus = FleetPrometheus(data, self.lives.append)
+
+    def targets(self) -> set[str]:
+        """Return the processes whose metrics it asks for."""
+        try:
+            with urllib.request.urlopen(
+                f"{self.lives[-1].url}/api/v1/targets?state=active", timeout=5
+            ) as answer:
+                return {one["labels"]["process"] for one in json.load(answer)["data"]["activeTargets"]}
+        except OSError:  # it reads what it has kept, or is about to start
+            return set()
+
+    async def until(self, names: set[str]) -> None:
+        async with asyncio.timeout(30):
+            while await asyncio.to_thread(self.targets) != names:
+                self.prometheus.tend()
+                await asyncio.sleep(0.1)
+
+
+async def test_it_measures_who_is_there_and_comes_back_when_it_ends(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PATH", str(Path(binary()).parent), prepend=os.pathsep)
+    monkeypatch.setattr(fleet_prometheus, "WRITE_EVERY_S", 0.1)
+    announce(tmp_path, "worker", "w0", "http://127.0.0.1:9")
+    beside = Beside(tmp_path)
+    await beside.prometheus.begin()
+    try:
+        await beside.until({"w0"})
+        gone = announce(tmp_path, "worker", "w1", "http://127.0.0.1:9")
+        announce(tmp_path, "nats", "nats", "nats://127.0.0.1:9")  # which has no metrics
+        await beside.until({"w0", "w1"})
+        withdraw(gone)
+        beside.lives[0].process.kill()
+        async with asyncio.timeout(30):
+            while len(beside.lives) < 2:  # noqa: ASYNC110
+                await asyncio.sleep(0.1)
+        assert beside.lives[0].url == beside.lives[1].url
+        await beside.until({"w0"})
+        found = json.loads((tmp_path / "prometheus" / "targets.json").read_text())
+        assert [group["labels"] for group in found] == [{"role": "worker", "process": "w0"}]
+    finally:
+        await beside.prometheus.stop()
+    assert not beside.lives[-1].running
+
+
+async def test_it_knows_the_alerts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(Path(binary()).parent), prepend=os.pathsep)
+    beside = Beside(tmp_path)
+    await beside.prometheus.begin()
+    try:
+        written = (tmp_path / "prometheus" / "prometheus.yml").read_text()
+        assert written.endswith(rule_files([str(embedded.RULES)]))
+    finally:
+        await beside.prometheus.stop()
+
+
+async def test_where_there_is_none_the_fleet_goes_on_and_says_how_to_get_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("PATH", "/nowhere")
+    monkeypatch.setattr(embedded, "UNPACKED", tmp_path / "none")
+    beside = Beside(tmp_path)
+    await beside.prometheus.begin()
+    beside.prometheus.tend()
+    await beside.prometheus.stop()
+    said = "".join(capsys.readouterr())
+    assert "nothing measures the fleet" in said and "make prometheus" in said
+    assert beside.prometheus.log is None and not beside.lives
