@@ -197,6 +197,14 @@ def _replay(parser: argparse.ArgumentParser) -> Run:
     return operator_commands.prepare_replay(parser)
 
 
+def _request(parser: argparse.ArgumentParser) -> Run:
+    with without("aiohttp"):
+        from controller.commands import operator_commands
+
+    data_flag(parser)
+    return operator_commands.prepare_request(parser)
+
+
 def _journal(parser: argparse.ArgumentParser) -> Run:
     with without("aiohttp"):
         from controller.commands import journal
@@ -289,7 +297,7 @@ def _scrape_config(parser: argparse.ArgumentParser) -> Run:
 
 
 def _completion(parser: argparse.ArgumentParser) -> Run:
-    parser.add_argument("shell", choices=("bash", "zsh"), help="for which shell")
+    parser.add_argument("shell", choices=("bash", "zsh", "fish"), help="for which shell")
 
     def run(args: argparse.Namespace) -> int:
         import shtab
@@ -312,6 +320,7 @@ COMMANDS: dict[str, tuple[str, Callable[[argparse.ArgumentParser], Run]]] = {
     "restart": ("let workers end in good order, one after another, and come back", _operator("restart")),
     "chaos": ("break a worker on purpose, or heal it", _operator("chaos")),
     "replay": ("what happened, how it was, and why: read the journal", _replay),
+    "request": ("what became of one request: where it was, how it moved, whose tokens it holds", _request),
     "journal": ("what on the journal is no event, and what shall not count as one", _journal),
     "database": ("who may read and write the database, and how", _database),
     "nats": ("who may say and hear what at a broker of one's own", _nats),

@@ -2,22 +2,19 @@
 
 import argparse
 import asyncio
-import json
-import os
 import sys
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from pathlib import Path
 from typing import Any
 
-from controller.commands import restart
-from controller.commands.printing import event_line, print_processes, print_status
+from controller.commands import restart, status
+from controller.commands.printing import event_line
 from controller.processes.flag_types import positive
 from controller.processes.operator_client import Operator, Unreachable, find, who
 from controller.runtime.history import held
 from events import codec
-from events.errors import HoldfastError, UsageError
+from events.errors import UsageError
 from events.fact import Recorded, Skipped
-from events.process.presence import present
 
 Run = Callable[[argparse.Namespace], int]
 FAULTS = ("kill", "hang", "unhang", "error", "corrupt", "drift", "slow", "xid", "nvlink", "blackhole", "heal")
@@ -32,6 +29,8 @@ def prepare(name: str, parser: argparse.ArgumentParser) -> Run:
     add = parser.add_argument
     if name in ("status", "events"):
         add("-o", "--output", choices=("text", "json"), default="text", help="how to print (default: text)")
+    if name == "status":
+        status.add_arguments(parser)
     if name in ("drain", "resume", "move"):
         add("worker", metavar="WORKER")
     if name == "drain":
@@ -95,21 +94,6 @@ async def _with(args: argparse.Namespace, verb: str, body: dict[str, Any]) -> di
         return await operator.ask(verb, body)
     finally:
         await operator.close()
-
-
-async def _status(args: argparse.Namespace) -> int:
-    try:
-        status = await _with(args, "status", {})
-    except HoldfastError:
-        if os.environ.get("HOLDFAST_NATS_URL") or not present(args.data):
-            raise
-        print_processes(present(args.data), args.output)
-        return 1
-    if args.output == "json":
-        print(json.dumps(status, indent=1))
-    else:
-        print_status(status)
-    return 0
 
 
 async def _events(args: argparse.Namespace) -> int:
@@ -218,7 +202,7 @@ async def _restart(args: argparse.Namespace) -> int:
 
 
 COMMANDS = {
-    "status": _status,
+    "status": status.run,
     "events": _events,
     "drain": _drain,
     "resume": _resume,
@@ -226,6 +210,20 @@ COMMANDS = {
     "restart": _restart,
     "chaos": _chaos,
 }
+
+
+def prepare_request(parser: argparse.ArgumentParser) -> Run:
+    """Add the flags of `holdfast request`, which reads what `replay` does."""
+    from controller.replay import cli
+
+    cli.add_request_arguments(parser)
+
+    def run(args: argparse.Namespace) -> int:
+        from controller.commands import replay
+
+        return replay.run_cli(args, find(args.data))
+
+    return run
 
 
 def prepare_replay(parser: argparse.ArgumentParser) -> Run:

@@ -12,7 +12,7 @@ from typing import Any
 
 from controller.columns import fitted
 from controller.ports import Archive
-from controller.replay import moment, sentences, timeline, travel
+from controller.replay import moment, request_story, sentences, timeline, travel
 from controller.replay.rebuild import rebuild
 from controller.replay.scan import JournalArchive
 from controller.replay.store import HistoryStore
@@ -25,6 +25,10 @@ from events.journal.port import Journal
 FINDING = 3
 MOMENT = (
     "a sequence, an instant (2026-03-01T12:00:03Z), a time of day in UTC (12:00:03), or how long ago (10m)"
+)
+NOTHING_SAID = (
+    "the journal says nothing of request {}: "
+    "it was answered where it was sent to, by nobody who was convicted; or it never came"
 )
 Say = Callable[[str], None]
 Command = Callable[[argparse.Namespace, Journal, HistoryStore | None, Say], Awaitable[int]]
@@ -53,6 +57,15 @@ def add_arguments(commands: Any) -> None:
     )
     command.add_argument("--since", metavar="WHEN", help=f"from the last snapshot before: {MOMENT}")
     _command(commands, "rebuild", "project the journal anew beside the old projection, and swap the two")
+
+
+def add_request_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the flags of `holdfast request`."""
+    parser.add_argument("request", metavar="ID", help="as its answer's X-Request-Id says")
+    parser.add_argument(
+        "-o", "--output", choices=("text", "json"), default="text", help="how to print (default: text)"
+    )
+    parser.set_defaults(replay="request")
 
 
 def _command(commands: Any, name: str, text: str) -> argparse.ArgumentParser:
@@ -100,6 +113,23 @@ async def _timeline(args: argparse.Namespace, journal: Journal, store: HistorySt
     if day is None and args.output == "text":
         whom = args.request or args.worker
         say(f"nothing happened{f' to {whom}' if whom else ''}{' since then' if since else ''}")
+    return 0
+
+
+async def _request(args: argparse.Namespace, journal: Journal, store: HistoryStore | None, say: Say) -> int:
+    archive = _archive(journal, store)
+    found = [one async for one in timeline.events(archive, request=args.request, routine=True)]
+    story = request_story.told(args.request, found)
+    if args.output == "json":
+        say(json.dumps({"request": story.request, "model": story.model, "workers": story.workers,
+                        "gaps_ms": story.gaps_ms, "put_off": story.put_off, "exact": story.exact,
+                        "exposed": [asdict(one) for one in story.exposed], "lost": story.lost,
+                        "lost_tokens": story.lost_tokens, "events": [as_json(one) for one in found]}, indent=1))  # fmt: skip
+        return 0
+    for line in story.lines() or [NOTHING_SAID.format(args.request)]:
+        say(line)
+    for n, event in enumerate(found):
+        say(f"  {sentences.line(event, date=n == 0)}")
     return 0
 
 
@@ -182,4 +212,5 @@ async def _rebuild(args: argparse.Namespace, journal: Journal, store: HistorySto
 
 _COMMANDS: dict[str, Command] = {
     "timeline": _timeline, "at": _at, "why": _why, "verify": _verify, "rebuild": _rebuild,
+    "request": _request,
 }  # fmt: skip

@@ -1,0 +1,85 @@
+"""`holdfast status --watch`: again and again, also while nobody answers; and what lets shells complete commands."""
+
+import argparse
+import asyncio
+import json
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from controller.cli import COMMANDS, main, parser_for
+from controller.commands import status
+from events.errors import HoldfastError
+
+WORKER = {"id": "w0", "health": "HEALTHY", "weight": 1.0, "breaker": "closed", "in_flight": 3, "model": "m"}
+
+
+class Answers:
+    """What a controller answers to the first, the second … question, and that the watching ends then."""
+
+    def __init__(self, *answers: dict[str, Any] | HoldfastError) -> None:
+        self._answers = [*answers]
+
+    async def __call__(self, args: argparse.Namespace) -> dict[str, Any]:
+        if not self._answers:
+            raise asyncio.CancelledError
+        answer = self._answers.pop(0)
+        if isinstance(answer, HoldfastError):
+            raise answer
+        return answer
+
+
+def shown(*workers: dict[str, Any]) -> dict[str, Any]:
+    return {"workers": [*workers], "processes": [], "levels": {}, "number": 1, "leader": "c"}
+
+
+async def watched(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, *answers: dict[str, Any] | HoldfastError, output: str
+) -> None:
+    monkeypatch.setattr(status, "_asked", Answers(*answers))
+    parser = parser_for({"status"})
+    args = parser.parse_args(["status", "--data", str(tmp_path), "--watch", "0.001", "-o", output])
+    with pytest.raises(asyncio.CancelledError):
+        await status.run(args)
+
+
+def test_it_is_asked_again_after_two_seconds_unless_something_else_is_said() -> None:
+    parser = parser_for({"status"})
+    assert parser.parse_args(["status"]).watch is None
+    assert parser.parse_args(["status", "-w"]).watch == status.WATCH_S
+    assert parser.parse_args(["status", "--watch", "0.5"]).watch == 0.5
+
+
+async def test_each_time_is_a_line_of_json_and_an_error_is_one_too(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    busy = WORKER | {"in_flight": 4}
+    away = HoldfastError("no controller answers")
+    await watched(monkeypatch, tmp_path, shown(WORKER), away, shown(busy), output="json")
+    first, second, third = (json.loads(line) for line in capsys.readouterr().out.splitlines())
+    assert (first["workers"], third["workers"]) == ([WORKER], [busy])
+    assert second == {"error": "no controller answers"}
+
+
+async def test_for_people_it_goes_on_when_a_controller_is_back(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(status, "print_status", lambda status: print(status["workers"][0]["in_flight"]))
+    away = HoldfastError("no controller answers")
+    await watched(monkeypatch, tmp_path, shown(WORKER), away, shown(WORKER), output="text")
+    assert capsys.readouterr().out == "3\nholdfast: no controller answers\n3\n"
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_what_completes_knows_every_command_and_is_understood(
+    shell: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    assert main(["completion", shell]) == 0
+    text = capsys.readouterr().out
+    assert all(command in text for command in COMMANDS)
+    if shutil.which(shell) is not None:
+        (script := tmp_path / "completion").write_text(text)
+        assert subprocess.run([shell, "-n", script], check=False).returncode == 0

@@ -1,0 +1,131 @@
+"""What became of one request, from what the journal has of it."""
+
+import argparse
+import json
+from typing import Any
+
+import pytest
+from made_history import History
+from test_replay_commands import journal
+
+from controller.replay import cli
+from controller.replay.request_story import ExposedSpan, told
+from events.fact import Observation
+from events.observations import (
+    RequestAbandoned,
+    RequestExposed,
+    RequestMigrated,
+    RequestPreempted,
+    RequestResumed,
+)
+
+OF: dict[str, Any] = {"frontend": "f1", "request": "r", "model": "llama"}
+
+
+def moved(source: str, target: str, gap_ms: float, **more: Any) -> RequestMigrated:
+    about: dict[str, Any] = {
+        "cause": "stalled",
+        "method": "reprefill",
+        "tokens": 7,
+        "attempt": 2,
+        "exact": True,
+    }
+    return RequestMigrated(
+        **OF, source=source, source_instance=f"{source}-1", target=target, target_instance=f"{target}-1",
+        gap_ms=gap_ms, **about | more,
+    )  # fmt: skip
+
+
+def exposed(worker: str, first: int, last: int) -> RequestExposed:
+    return RequestExposed(
+        **OF, worker=worker, instance=f"{worker}-1", first=first, last=last, finished=False, action="continue"
+    )
+
+
+PREEMPTED = RequestPreempted(**OF, tier="best_effort", worker="w2", instance="w2-1", tokens=9)
+RESUMED = RequestResumed(
+    **OF, source="w2", target="w0", target_instance="w0-1", tokens=9, gap_ms=1500.0, exact=True
+)
+LOST = RequestAbandoned(**OF, worker="w1", instance="w1-1", reason="no_worker", tokens=12)
+
+
+def history(*facts: Observation) -> History:
+    made = History()
+    made.say(*facts, source="frontend:f1")
+    return made
+
+
+@pytest.mark.parametrize(
+    ("facts", "said"),
+    [
+        ((), []),
+        (
+            (moved("w0", "w1", 120), moved("w1", "w2", 80)),
+            [
+                "request r (llama)",
+                "  was with w0, then w1, then w2",
+                "  went on elsewhere 2 times, token for token; longest gap 120 ms",
+            ],
+        ),
+        (
+            (moved("w0", "w1", 50, exact=False), LOST),
+            [
+                "request r (llama)",
+                "  was with w0, then w1",
+                "  went on elsewhere 1 time, not exactly as it would have; longest gap 50 ms",
+                "  was lost after 12 tokens: no_worker",
+            ],
+        ),
+        (
+            (exposed("w0", 0, 59),),
+            ["request r (llama)", "  was with w0", "  holds tokens 0–59 from w0, which was convicted"],
+        ),
+        (
+            (PREEMPTED, RESUMED),
+            [
+                "request r (llama)",
+                "  was with w2, then w0",
+                "  went on elsewhere 1 time, token for token; longest gap 1.5 s",
+                "  was put off for others 1 time",
+            ],
+        ),
+    ],
+    ids=["nothing", "moved", "lost", "exposed", "put off"],
+)
+def test_a_story_says_what_matters_first(facts: tuple[Observation, ...], said: list[str]) -> None:
+    assert told("r", history(*facts).events).lines() == said
+
+
+async def typed(made: History, *words: str) -> str:
+    parser = argparse.ArgumentParser()
+    cli.add_request_arguments(parser)
+    said: list[str] = []
+    assert await cli.execute(parser.parse_args(words), journal(made), None, said.append) == 0
+    return "\n".join(said)
+
+
+async def test_it_is_told_with_its_events_and_without_those_of_others() -> None:
+    made = history(moved("w0", "w1", 120), exposed("w0", 0, 6))
+    others = {"frontend": "f1", "request": "other", "model": "llama"}
+    made.say(
+        RequestAbandoned(**others, worker="w1", instance="w1-1", reason="no_worker", tokens=1),
+        source="frontend:f1",
+    )
+    text = await typed(made, "r")
+    assert text.startswith("request r (llama)\n") and "other" not in text
+    assert text.count("r moved from w0 to w1") <= 1 and len(text.splitlines()) >= 5
+    found = json.loads(await typed(made, "r", "-o", "json"))
+    assert (found["workers"], found["gaps_ms"], found["lost"]) == (["w0", "w1"], [120], "")
+    assert found["exposed"] == [{"worker": "w0", "first": 0, "last": 6}]
+    assert [event["kind"] for event in found["events"]] == ["request_migrated", "request_exposed"]
+
+
+async def test_of_one_to_which_nothing_happened_it_is_said_why_nothing_is_known() -> None:
+    text = await typed(History(), "r")
+    assert "says nothing of request r" in text and "convicted" in text
+    assert json.loads(await typed(History(), "r", "-o", "json"))["events"] == []
+
+
+def test_spans_are_kept_apart() -> None:
+    story = told("r", history(exposed("w0", 0, 3), exposed("w1", 8, 9)).events)
+    assert story.exposed == [ExposedSpan("w0", 0, 3), ExposedSpan("w1", 8, 9)]
