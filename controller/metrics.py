@@ -26,6 +26,7 @@ from events.observations import (
     CanaryReason,
     CanarySlow,
     CheckType,
+    ExposureUnknown,
     GoldenDisputed,
     IntrusionRefused,
     RequestMigrated,
@@ -99,6 +100,11 @@ class ControllerMetrics(MetricTable):
         "Confirmed answers that contradict another worker's provisional golden, or a configured one: one of the two is wrong",
         "worker_id",
     )
+    exposures_unknown = counter(
+        "holdfast_exposure_unknown",
+        "Spans of a convicted worker of which a frontend cannot say whom it served: it has restarted, or its memory was full",
+        "worker_id",
+    )
     gpu_seconds = counter(
         "holdfast_canary_gpu_seconds",
         "Device time taken by canaries: answering time × devices of the worker ÷ sequences in its batch",
@@ -153,6 +159,7 @@ class ControllerMetrics(MetricTable):
     def _begin(self, worker: str) -> None:
         self._known.add(worker)
         self.disputes.labels(worker)
+        self.exposures_unknown.labels(worker)
         for reason in REASONS:
             self.canary_failures.labels(worker, reason)
 
@@ -160,7 +167,7 @@ class ControllerMetrics(MetricTable):
         """Count facts. Call it for what arrives, not for history."""
         for recorded in batch:
             fact = recorded.fact
-            if isinstance(fact, CanaryFailed | CanarySlow | GoldenDisputed):
+            if isinstance(fact, CanaryFailed | CanarySlow | GoldenDisputed | ExposureUnknown):
                 if fact.worker in self._known:  # else it is late: its series have ended
                     self._found(fact)
             elif isinstance(fact, RequestMigrated):
@@ -172,7 +179,7 @@ class ControllerMetrics(MetricTable):
             elif isinstance(fact, WorkerJoined) and fact.worker not in self._known:
                 self._begin(fact.worker)
 
-    def _found(self, fact: CanaryFailed | CanarySlow | GoldenDisputed) -> None:
+    def _found(self, fact: CanaryFailed | CanarySlow | GoldenDisputed | ExposureUnknown) -> None:
         match fact:
             case CanaryFailed():
                 self.canary_failures.labels(fact.worker, fact.reason).inc()
@@ -180,6 +187,8 @@ class ControllerMetrics(MetricTable):
                 self.canary_failures.labels(fact.worker, "latency_spike").inc()
             case GoldenDisputed():
                 self.disputes.labels(fact.worker).inc()
+            case ExposureUnknown():
+                self.exposures_unknown.labels(fact.worker).inc()
 
     def render(self) -> bytes:
         """Return everything in Prometheus' text form."""

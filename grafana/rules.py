@@ -134,6 +134,12 @@ ALERTS = (
         says="Less than half of its weight would be routable: most of its workers fail requests.",
     ),
     Alert(
+        name="HoldfastExposureUnknown", severity="warning", board="holdfast-corruption",
+        expr="sum by (worker_id) (increase(holdfast_exposure_unknown_total[10m])) > 0",
+        summary="Nobody can say all whom {{ $labels.worker_id }} has answered wrongly",
+        says="It was convicted, and of {{ $value | humanize }} spans frontends do not know which requests it served.",
+    ),
+    Alert(
         name="HoldfastGoldenDisputed", severity="warning", board="holdfast-corruption",
         expr="sum(increase(holdfast_golden_disputes_total[10m])) > 0",
         summary="Workers do not agree on a canary's right answer",

@@ -58,6 +58,10 @@ BOARD = Dashboard(
                     asks=[rate("holdfast_requests_exposed_total", by="action", legend="{{action}}")],
                 ),
                 Panel(
+                    title="Unknown", says="Spans of convicted workers of which a frontend cannot say whom they served",
+                    asks=[rate("holdfast_exposure_unknown_total", W, "worker_id", "{{worker_id}}")],
+                ),
+                Panel(
                     title="Which", says="Ranges of tokens that a convicted worker produced",
                     asks=[history("""SELECT at, worker, request, model, first, last, finished, action FROM holdfast.exposures
                         WHERE $__timeFilter(at) ORDER BY at DESC LIMIT 200""")],

@@ -27,7 +27,7 @@ QUIET = {  # panels that may show nothing, since nothing of that kind is rehears
     "Requests and migrations: At a bound", "Requests and migrations: Errors by kind",
     "Requests and migrations: For another reason", "Requests and migrations: For want of room",
     "Requests and migrations: Given up by clients", "Requests and migrations: Panic", "Requests and migrations: Put off",
-    "Requests and migrations: The wait for a worker", "Silent corruption: Which",
+    "Requests and migrations: The wait for a worker", "Silent corruption: Unknown", "Silent corruption: Which",
 }  # fmt: skip
 
 

@@ -78,6 +78,11 @@ CASES = {
     "HoldfastPanic": Case(
         fires=stays('holdfast_panic{model="m"}', 1), calm=stays('holdfast_panic{model="m"}', 0), labels=MODEL
     ),
+    "HoldfastExposureUnknown": Case(
+        fires={'holdfast_exposure_unknown_total{worker_id="w1"}': "0x150 1x60"},
+        calm={'holdfast_exposure_unknown_total{worker_id="w1"}': "1x200"},
+        labels=WORKER,
+    ),
     "HoldfastGoldenDisputed": Case(
         fires={'holdfast_golden_disputes_total{worker_id="w1"}': "0x150 1x60"},
         calm={'holdfast_golden_disputes_total{worker_id="w1"}': "1x200"},
