@@ -217,13 +217,7 @@ def prepare_request(parser: argparse.ArgumentParser) -> Run:
     from controller.replay import cli
 
     cli.add_request_arguments(parser)
-
-    def run(args: argparse.Namespace) -> int:
-        from controller.commands import replay
-
-        return replay.run_cli(args, find(args.data))
-
-    return run
+    return _replay
 
 
 def prepare_replay(parser: argparse.ArgumentParser) -> Run:
@@ -234,10 +228,10 @@ def prepare_replay(parser: argparse.ArgumentParser) -> Run:
     cli.add_arguments(commands)
     for command in commands.choices.values():  # --data is understood before and after the command
         command.add_argument("--data", type=Path, default=argparse.SUPPRESS, help=argparse.SUPPRESS)
+    return _replay
 
-    def run(args: argparse.Namespace) -> int:
-        from controller.commands import replay
 
-        return replay.run_cli(args, find(args.data))
+def _replay(args: argparse.Namespace) -> int:
+    from controller.commands import replay
 
-    return run
+    return replay.run_cli(args, find(args.data))

@@ -90,8 +90,8 @@ class Admission:
     ) -> Reservation:
         """Return room at a worker, of any lineage or of this one, for a request that takes so much, and that may wait there,
         `beyond` a full batch by so much of one. Raise NoWorker."""
-        if wanted is NOTHING and not beyond:
-            return Reservation(self._routing.room(model, lineage), self.wake)
+        if wanted is self._monitor.asked and not beyond:  # nothing is, nearly always
+            return Reservation(self._routing.room(model, lineage), self.wake, wanted)
         with self._routing.asking(wanted, beyond):
             return Reservation(self._routing.room(model, lineage), self.wake, wanted)
 

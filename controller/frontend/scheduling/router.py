@@ -5,14 +5,14 @@ Where panic has begun, what we know of failures is ignored for as long as it las
 """
 
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 
 from controller.frontend.health.local_breakers import LocalBreakers
 from controller.frontend.health.panic import Panic
 from controller.frontend.requests.failures import smallest_limit
 from controller.frontend.requests.generation_request import GenerationRequest
-from controller.frontend.scheduling.load_monitor import NOTHING, LoadMonitor, WantedRoom
+from controller.frontend.scheduling.load_monitor import LoadMonitor, WantedRoom
 from controller.frontend.scheduling.peers import Peers
 from controller.frontend.scheduling.scheduler import KvScheduler
 from controller.frontend.settings import FrontendSettings
@@ -22,6 +22,7 @@ from controller.router.selection.filter import AllBusy, Filter, Headroom, NotSer
 from controller.router.selection.selector import Selection
 
 MANY = 1 << 30
+_AS_IT_IS = nullcontext()
 
 
 def _sharing(frontends: Callable[[], int]) -> int:
@@ -139,15 +140,17 @@ class RequestRouter:
     ) -> Selection:
         """Return where a request's next attempt goes, none of `tried`, with so much room. `output` was accepted of its answer.
         Raise NoWorker."""
-        if room is Headroom.FRESH and self._settings.by_deadline and self.monitor.asked is NOTHING:
-            answer_max = plan.sampling.max_tokens
-            wanted = self.monitor.wanted(plan.model, len(plan.prompt) + len(output), answer_max, plan.names)
-            with self.asking(wanted):
-                return self.route(plan, tried, output, room=room)
-        among = Filter(self._siblings(plan), self._rules, tried, room)
-        if plan.overrides.explain:  # among those that could have it
-            return self.scheduler.choose(among.left(), plan, output)
-        return self.scheduler.choose(among, plan, output)
+        asking: AbstractContextManager[None] = _AS_IT_IS
+        if room is Headroom.FRESH and self._settings.by_deadline:
+            tokens, answer_max = len(plan.prompt) + len(output), plan.sampling.max_tokens
+            asking = self.asking(
+                self.monitor.wanted(plan.model, tokens, answer_max, plan.names), self._beyond
+            )
+        with asking:
+            among = Filter(self._siblings(plan), self._rules, tried, room)
+            if plan.overrides.explain:  # among those that could have it
+                return self.scheduler.choose(among.left(), plan, output)
+            return self.scheduler.choose(among, plan, output)
 
     def at(self, endpoint: Endpoint, plan: GenerationRequest, output: Sequence[int] = ()) -> Selection:
         """Return where at this endpoint a request goes: to which of its DP ranks."""

@@ -11,8 +11,9 @@ import pytest
 from benchmarks.overload.clients import Attempt, Clients, Coming
 from benchmarks.overload.world import Machines, VirtualFrontend, world
 from benchmarks.virtual_loop import VirtualLoop
-from controller.frontend.scheduling.load_monitor import FILLED_MAX
+from controller.frontend.scheduling.load_monitor import FILLED_MAX, WantedRoom
 from controller.frontend.settings import FrontendSettings
+from controller.router.selection.filter import AllBusy
 from events.wire import Load
 from workers.engines.simulated.sequence import EngineShape
 from workers.engines.simulated.timing import ConstantTiming
@@ -112,4 +113,19 @@ async def test_a_canary_has_its_place(canaries: int, sent: int) -> None:
         asking = asyncio.create_task(asked(one, *(coming(key, 1) for key in range(10))))
         await asyncio.sleep(0.5)
         assert (plane.own["w0"], one.waiting()) == (sent, 10 - sent)
+        assert all(attempt.good for attempt in await asking)
+
+
+async def test_what_is_looked_for_within_another_look_is_its_own() -> None:
+    async with fleet() as (one,):
+        asking = asyncio.create_task(asked(one, coming(0, 40)))
+        await asyncio.sleep(0.1)
+        routing = one.director.routing
+        (endpoint,) = one.director.table.endpoints.values()
+        with routing.asking(WantedRoom(held=40 * TOKENS)):
+            with routing.asking(WantedRoom(held=TOKENS)):
+                assert routing.room(endpoint.model, endpoint.lineage) is endpoint
+            with pytest.raises(AllBusy):
+                routing.room(endpoint.model, endpoint.lineage)
+        assert routing.room(endpoint.model, endpoint.lineage) is endpoint
         assert all(attempt.good for attempt in await asking)
