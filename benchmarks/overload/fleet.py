@@ -11,7 +11,8 @@ has no first token after 20 s. A load is a share of what that fleet completes a 
 Prints one JSON object a row:
 
     capacity   requests a second that the fleet completes, without control
-    run        one load (`figures` says what the columns are); refusals are timed by the client
+    run        one load (`figures` says what the columns are); refusals are timed by the client, who has hundreds of requests to
+               look after, and by one who has nothing else to do (`alone_…`: benchmarks/overload/refusal_client.py)
     step       from 4 times the capacity to half of it: seconds until the last refusal after that (Holdfast)
     result     by fleet: goodput at 2 and 4 times the capacity, of that at 1
 """
@@ -32,7 +33,8 @@ import uvloop
 
 from benchmarks.overload.arrivals import Arrivals, both
 from benchmarks.overload.clients import Attempt, Coming
-from benchmarks.overload.figures import Row, figures
+from benchmarks.overload.figures import WARM_S, Row, figures
+from benchmarks.overload.refusal_client import RefusalClient
 from benchmarks.overload.systems import (
     BATCH,
     BLOCK_TOKENS,
@@ -45,6 +47,7 @@ from benchmarks.overload.systems import (
 )
 from benchmarks.peers.peer import MISSING, PYTHON
 from benchmarks.router.routing import TRACE
+from benchmarks.router.virtual.figures import percentile
 from benchmarks.router.virtual.trace import positive, read, whole
 from controller.trace.replay.endpoint import ReplayTarget
 from controller.trace.rows import BadTrace, TraceRow
@@ -57,6 +60,7 @@ READS_PER_S = 1000.0 / 0.015 * SPEED  # prompt tokens, by the polynomial's linea
 FLOOD_S, FLOOD_WARM_S = 24.0, 8.0
 REST_S = 2.0
 WARM_UP_S = 15.0  # of a fleet, with as much as it takes: caches fill, and what is learnt is learnt
+RUNS = itertools.count()  # an id that was refused in an earlier run is no repeat in this one
 WAITED = "no worker became free"  # as who was not refused at once is told
 
 
@@ -67,6 +71,7 @@ class RealClients:
         self._system = system
         self._session = ReplayTarget(system.url)
         self.attempts: list[Attempt] = []
+        self._number = next(RUNS)
 
     async def run(self, coming: Iterable[Coming]) -> None:
         """Let all requests come, and wait until the last one is over."""
@@ -107,7 +112,7 @@ class RealClients:
                 take=take,
                 deadline_s=ANSWER_S,
                 headers={
-                    "X-Request-Id": f"r{coming.key}",
+                    "X-Request-Id": f"r{self._number}-{coming.key}",
                     "X-Priority": coming.tier,
                     "X-Holdfast-Client": coming.client,
                     "X-Holdfast-TTFT-Deadline-Ms": f"{1000 * coming.deadline_s:.0f}",
@@ -187,11 +192,17 @@ class FleetTrial:
         args, began = self._args, time.perf_counter()
         await asyncio.sleep(REST_S)
         clients = RealClients(system)
+        coming = [*self._arrivals.coming(load * capacity, args.seconds, args.seed)]
+        moments = sorted({one.at_s for one in coming if one.at_s >= WARM_S})
         gc.collect()
         gc.disable()  # what its own collector takes is not the fleet's
-        await clients.run(self._arrivals.coming(load * capacity, args.seconds, args.seed))
+        alone = await RefusalClient.start(system.url, system.serves, moments)
+        await clients.run(coming)
         gc.enable()
+        took = sorted(await alone.took_s())
         row = {"row": "run", "system": system.name, "load": load, **figures(clients.attempts, args.seconds)}
+        row |= {"alone_refusals": len(took)}
+        row |= {f"alone_ms_p{100 * at:.0f}": percentile(took, at) * 1e3 for at in (0.5, 0.99)}
         return row | {"wall_s": time.perf_counter() - began}
 
     async def _step(self, system: OverloadedSystem, capacity: float) -> Row:

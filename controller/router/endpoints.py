@@ -7,6 +7,7 @@ Lineage is what must stay the same over a request's life: the revision of the we
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, NamedTuple
 
 from controller.deciders import thresholds
@@ -129,7 +130,7 @@ class Endpoint:
         }
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class EndpointGroup:
     """The workers of one model and lineage, of which there is at least one, and what they have in common."""
 
@@ -138,6 +139,11 @@ class EndpointGroup:
     engine: str
     text_only: bool  # some of them give text and no tokens
     block_sizes: tuple[int, ...]  # tokens of their KV blocks, the size of most of them first
+
+    @cached_property
+    def keys(self) -> frozenset[Key]:
+        """By what they are known."""
+        return frozenset(endpoint.key for endpoint in self.endpoints)
 
     @classmethod
     def of(cls, endpoints: Sequence[Endpoint]) -> "EndpointGroup":

@@ -43,6 +43,7 @@ class Made:
     blocks: int = 0  # in use there
     waiting_max: int | None = None  # beside a batch of one
     refused: bool = False  # a request, since it last reported its load
+    enough: bool = False  # to do, by its KV blocks or what it has to read
 
 
 MADE = st.builds(
@@ -57,6 +58,7 @@ MADE = st.builds(
     blocks=st.integers(0, 4),
     waiting_max=st.none() | st.integers(0, CAP),
     refused=st.integers(0, 4).map(lambda n: n == 0),
+    enough=st.integers(0, 4).map(lambda n: n == 0),
 )
 FLEETS = st.lists(MADE, max_size=14)
 
@@ -87,7 +89,7 @@ def takes_a_fresh_one(one: Made, asked: Asked) -> bool:
         or one.active * asked.contenders < 1 + one.waiting_max
         or asked.contenders == 1
     )
-    return one.active < CAP and modest and (share or one.active + one.others < CAP)
+    return one.active < CAP and modest and (share or one.active + one.others < CAP) and not one.enough
 
 
 def plainly(fleet: list[Made], asked: Asked) -> list[int]:
@@ -132,6 +134,7 @@ def filter_of(fleet: list[Made], asked: Asked) -> tuple[Filter, list[Endpoint]]:
         cap=lambda one: CAP,
         frontends=lambda: asked.frontends,
         contenders={"m": asked.contenders} if asked.contenders > 1 else {},
+        has_enough=lambda one: fleet[int(one.worker)].enough,
         recently_heard=lambda worker, instance: (
             fleet[int(worker)].reachable and fleet[int(worker)].recently_heard
         ),
@@ -166,6 +169,15 @@ def test_the_best_of_those_that_are_left(fleet: list[Made], asked: Asked, draw: 
     assert chooser.choose(among.left(), prompt, pricing=Pricing(), now=0.0, draw=draw).endpoint.worker in best
     for mode in Mode:
         assert int(chooser.choose(among, prompt, mode=mode, now=0.0, draw=draw).endpoint.worker) in left
+
+
+def test_where_all_are_full_by_the_counts_nobody_is_looked_at_more_closely() -> None:
+    """In an overload each refusal looks at all of them: at 64 workers' KV blocks that took a third of a frontend's time."""
+    among, endpoints = filter_of([Made(active=CAP)] * 3 + [Made(others=CAP)], Asked())
+    looked: list[Endpoint] = []
+    among.rules = replace(among.rules, has_enough=lambda one: bool(looked.append(one)))
+    assert among.left() == [endpoints[3]], "others have its batch full, but a frontend alone may fill its own"
+    assert looked == [endpoints[3]]
 
 
 @pytest.mark.parametrize("mode", list(Mode))

@@ -7,7 +7,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
+from controller.router.endpoints import WorkerRank
 from controller.router.index.index import KvIndex, Misplaced
+from controller.router.index.matches import Depths
 from controller.router.index.runs import NOBODY
 from events.blocks import sequence_hashes
 from events.kv import Tier
@@ -232,3 +234,17 @@ def test_what_comes_after_two_runs_that_are_joined_stays_where_it_is() -> None:
     assert index.remove("a", [10]) == 0
     assert index.find([1, 2, 3, 20]).device == {"a": 4}
     assert index.find([1, 2, 3, 10]).device == {"a": 3}
+
+
+@given(st.lists(st.integers(0, 6), min_size=1, max_size=8), st.sets(st.integers(0, 7)))
+def test_the_most_that_some_workers_have_is_known_without_naming_them(
+    depths: list[int], wanted: set[int]
+) -> None:
+    index, blocks = KvIndex(), named((1, 2, 3, 4, 5, 6))
+    for number, depth in enumerate(depths):
+        index.store(WorkerRank(f"w{number}", "i", 0), None, blocks[:depth])
+    keys = {(f"w{number}", "i") for number in wanted}
+    most = max((depth for number, depth in enumerate(depths) if number in wanted), default=0)
+    found = index.find(blocks).device
+    assert isinstance(found, Depths)
+    assert found.deepest(keys) == most

@@ -31,6 +31,10 @@ def _sharing(frontends: Callable[[], int]) -> int:
     return 1 if frontends() == 1 else MANY
 
 
+def _never(endpoint: Endpoint) -> bool:
+    return False
+
+
 class RequestRouter:
     """The choice of a worker, and what the workers of a model have in common."""
 
@@ -67,6 +71,7 @@ class RequestRouter:
             plane.recently_heard,
             self._open,
             peers.contenders,
+            self.monitor.has_enough if self.monitor.decides else _never,
         )
         self._ignoring = False  # own breakers, for the pick that is made now
         self._beyond = (
@@ -76,9 +81,7 @@ class RequestRouter:
     # --- the choice ---------------------------------------------------------------------------------------
 
     def cap(self, endpoint: Endpoint) -> int:
-        """Return how many requests may be in flight there; none more where it has enough to do."""
-        if self.monitor.decides and self.monitor.has_enough(endpoint):
-            return 0
+        """Return how many requests may be in flight there, however little else it may have to do."""
         whole = self._inflight_max or endpoint.max_batch * self._inflight_per_batch
         cap = int(whole * self._table.knobs(endpoint.model).batch_size)
         if self.monitor.decides:

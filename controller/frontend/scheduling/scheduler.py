@@ -23,7 +23,7 @@ from controller.frontend.settings import RouterSettings
 from controller.ports import RequestPlane
 from controller.router.endpoints import Endpoint, EndpointGroup, EndpointTable, Key, WorkerRank
 from controller.router.index.approximate import ApproximateCache, better
-from controller.router.index.index import Matches
+from controller.router.index.matches import Depths, Matches
 from controller.router.index.view import KvView
 from controller.router.load.active_sequences import ActiveSequences, RankWork
 from controller.router.selection.filter import Filter
@@ -111,9 +111,11 @@ class KvScheduler:
     def uncached(self, group: EndpointGroup, names: BlockNames, tokens: int) -> int:
         """Return how many of a prompt's tokens none of these workers has on its device."""
         size = group.block_sizes[0]
-        found = self._cached(names.of(size), self.now()).device
-        keys = {endpoint.key for endpoint in group.endpoints} if found else ()
-        deepest = max((depth for holder, depth in found.items() if holder[:2] in keys), default=0)
+        found, keys = self._cached(names.of(size), self.now()).device, group.keys
+        if isinstance(found, Depths):
+            deepest = found.deepest(keys)
+        else:
+            deepest = max((depth for holder, depth in found.items() if holder[:2] in keys), default=0)
         return max(0, tokens - deepest * size)
 
     # --- what there is to do --------------------------------------------------------------------------------

@@ -43,6 +43,7 @@ class FirstTokens:
     def __init__(self) -> None:
         self._workers: dict[str, _Seen] = {}
         self._all = _Seen()
+        self._fastest: float | None = None  # the least factor of all, while it is known: each request asks
         self.ahead_s = 0.0  # how much there was to read before a request, on average, when it was sent
 
     def predicted_s(self, worker: str, ahead_s: float, own_s: float, step_s: float) -> float:
@@ -56,7 +57,9 @@ class FirstTokens:
 
     def alone_s(self, own_s: float, step_s: float) -> float:
         """Return how long it takes at the fastest worker, if that has nothing else to do."""
-        fastest = min((seen.factor_log for seen in self._workers.values()), default=self._all.factor_log)
+        if (fastest := self._fastest) is None:
+            factors = (seen.factor_log for seen in self._workers.values())
+            fastest = self._fastest = min(factors, default=self._all.factor_log)
         return own_s * exp(fastest) + step_s
 
     def sent(self, ahead_s: float) -> None:
@@ -68,9 +71,11 @@ class FirstTokens:
         seen = self._workers.get(worker)
         if seen is None:
             seen = self._workers[worker] = _Seen(self._all.factor_log, self._all.extra_s)
+        self._fastest = None
         for one in (self._all, seen):
             one.learn(ahead_s + own_s, took_s - step_s)
 
     def forget(self, workers: set[str]) -> None:
         """Keep what is known of these workers only."""
         self._workers = {name: seen for name, seen in self._workers.items() if name in workers}
+        self._fastest = None

@@ -4,11 +4,11 @@ Among a thousand workers most have the same: the beginning that all prompts shar
 by one only for those who ask for it by name.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 
 import msgspec
 
-from controller.router.endpoints import WorkerRank
+from controller.router.endpoints import Key, WorkerRank
 
 
 class Depths(Mapping[WorkerRank, int]):
@@ -17,7 +17,9 @@ class Depths(Mapping[WorkerRank, int]):
     __slots__ = ("_made", "groups")
 
     def __init__(self, groups: Sequence[tuple[tuple[WorkerRank, ...], int]]) -> None:
-        self.groups = groups  # who has how much; where somebody is in several, the last one holds
+        self.groups = (
+            groups  # who has how much, the deepest last; where somebody is in several, the last one holds
+        )
         self._made: dict[WorkerRank, int] | None = None
 
     def named(self) -> dict[WorkerRank, int]:
@@ -29,6 +31,13 @@ class Depths(Mapping[WorkerRank, int]):
             for group, depth in groups[1:]:
                 made.update(dict.fromkeys(group, depth))
         return made
+
+    def deepest(self, keys: Container[Key]) -> int:
+        """Return the most that any DP rank of these workers has. Nobody is named for it."""
+        for group, depth in reversed(self.groups):
+            if any(holder[:2] in keys for holder in group):
+                return depth
+        return 0
 
     def __getitem__(self, holder: WorkerRank) -> int:
         return self.named()[holder]

@@ -99,6 +99,7 @@ class Rules:
     contenders: Mapping[str, int] = field(
         default_factory=dict
     )  # of models for which others' requests wait: who shares
+    has_enough: Callable[[Endpoint], bool] = lambda endpoint: False  # to do, with fewer requests than the cap
 
 
 class Picker:
@@ -204,7 +205,8 @@ class Filter(msgspec.Struct, eq=False):  # each request makes two
 
         What the worker can hold is never passed. Below that each frontend may always fill its own share of the cap, and where
         others' requests wait, too, none takes more than its share of the worker: one that came late would else wait for the
-        others, who see first that something has ended.
+        others, who see first that something has ended. Whether so few are enough is asked last: in an overload nearly all are
+        full by the counts, and a look at each one's KV blocks would take most of a frontend's time.
         """
         own, rules, holds = endpoint.active + endpoint.promised, self.rules, endpoint.holds
         external = rules.external_load(endpoint.worker)
@@ -218,10 +220,11 @@ class Filter(msgspec.Struct, eq=False):  # each request makes two
             return False
         if rules.contenders and own * rules.contenders.get(endpoint.model, 1) >= holds:
             return False
-        if there < cap:
-            return True
-        among = self.among = self.among or rules.frontends()
-        return among == 1 or own * among < cap
+        if there >= cap:
+            among = self.among = self.among or rules.frontends()
+            if among > 1 and own * among >= cap:
+                return False
+        return not rules.has_enough(endpoint)
 
     def _why_nobody(self) -> NoWorker:
         """Return what is in the way of the last of them: so far they would have come."""

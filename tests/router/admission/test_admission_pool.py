@@ -98,8 +98,13 @@ def test_a_worker_twice_as_slow_as_it_says_is_reckoned_with_so() -> None:
     unknown = first.predicted_s("new", 0.0, 0.1, 0.01)
     assert 0.11 < unknown < 0.21, "of whom nothing is known is as all are"
     assert first.alone_s(0.1, 0.01) == pytest.approx(0.11, rel=0.02), "somebody could do it so fast"
+    for _ in range(100):
+        first.came("right", 0.0, 0.1, 0.01, 0.16)
+    assert first.alone_s(0.1, 0.01) == pytest.approx(0.16, rel=0.02), "and then nobody could any more"
+    first.forget({"slow"})
+    assert first.alone_s(0.1, 0.01) == pytest.approx(0.21, rel=0.02)
     first.forget({"right"})
-    assert first.predicted_s("slow", 0.0, 0.1, 0.01) == pytest.approx(unknown)
+    assert first.predicted_s("slow", 0.0, 0.1, 0.01) == first.predicted_s("new", 0.0, 0.1, 0.01)
 
 
 def test_what_short_prompts_wait_for_says_nothing_of_long_ones() -> None:

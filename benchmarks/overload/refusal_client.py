@@ -1,0 +1,112 @@
+"""A client that does nothing but be refused: how long does that take, where the client itself is not what is waited for?
+
+A process of its own with one kept connection. At each moment at which requests of the trace come it sends one more, the bytes of
+which are ready, and waits for the answer. What is let in is given up at its first byte, and is not counted.
+"""
+
+import asyncio
+import json
+import socket
+import sys
+import time
+from collections.abc import Sequence
+from urllib.parse import urlsplit
+
+from controller.demo.fleet import NotAsExpected
+
+ANSWER_S = 10.0
+ENDS_WITHIN_S = 30.0  # after the last moment
+PROMPT_TOKENS = 64
+TIER, DEADLINE_MS = "best_effort", 4000
+
+
+class RefusalClient:
+    """The process, as the benchmark sees it."""
+
+    def __init__(self, process: asyncio.subprocess.Process, seconds: float) -> None:
+        self._process, self._seconds = process, seconds
+
+    @classmethod
+    async def start(cls, url: str, model: str, moments: Sequence[float]) -> "RefusalClient":
+        """Start it; the moments, in seconds, count from now on."""
+        process = await asyncio.create_subprocess_exec(
+            sys.executable,
+            "-m",
+            __name__,
+            stdin=asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.PIPE,
+        )
+        assert process.stdin is not None, "it is piped"
+        task = {"url": url, "model": model, "moments": list(moments), "began": time.time()}
+        process.stdin.write(json.dumps(task).encode())
+        process.stdin.close()
+        return cls(process, moments[-1] if moments else 0.0)
+
+    async def took_s(self) -> list[float]:
+        """Return how long each refusal took, when all are over. Raise NotAsExpected where the process does not end."""
+        try:
+            async with asyncio.timeout(self._seconds + ENDS_WITHIN_S):
+                said, _ = await self._process.communicate()
+        except TimeoutError:
+            self._process.kill()
+            raise NotAsExpected("the client that is to be refused does not end") from None
+        if self._process.returncode:
+            raise NotAsExpected(f"the client that is to be refused ended with {self._process.returncode}")
+        return list(json.loads(said))
+
+
+def _request(host: str, model: str, number: int) -> bytes:
+    """Return a request's bytes."""
+    prompt = [300 + (number * PROMPT_TOKENS + n) % 5000 for n in range(PROMPT_TOKENS)]
+    body = json.dumps({"model": model, "prompt": prompt, "max_tokens": 1, "stream": True}).encode()
+    head = (
+        f"POST /v1/completions HTTP/1.1\r\nHost: {host}\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n"
+        f"X-Request-Id: alone-{time.time_ns()}-{number}\r\nX-Priority: {TIER}\r\nX-Holdfast-Client: alone\r\n"
+        f"X-Holdfast-TTFT-Deadline-Ms: {DEADLINE_MS}\r\n\r\n"
+    )
+    return head.encode() + body
+
+
+def _refused(connection: socket.socket, request: bytes) -> bool:
+    """Send a request and read its refusal to the end; False: it was let in, and the connection is of no more use."""
+    connection.sendall(request)
+    got = b""
+    while b"\r\n\r\n" not in got:
+        got += _some(connection)
+    head, _, body = got.partition(b"\r\n\r\n")
+    if head.startswith(b"HTTP/1.1 200"):
+        return False
+    lines = (line.partition(b":") for line in head.lower().split(b"\r\n")[1:])
+    length = int(next(value for name, _, value in lines if name == b"content-length"))
+    while len(body) < length:
+        body += _some(connection)
+    return True
+
+
+def _some(connection: socket.socket) -> bytes:
+    if not (data := connection.recv(1 << 16)):
+        raise ConnectionError("the frontend closed the connection")
+    return data
+
+
+def main() -> int:
+    """Be refused at the moments that the standard input tells, and print how many seconds each time took."""
+    task = json.load(sys.stdin)
+    url = urlsplit(task["url"])
+    where, took = (url.hostname or "", url.port or 80), list[float]()
+    requests = [_request(url.netloc, task["model"], n) for n in range(len(task["moments"]))]
+    connection = socket.create_connection(where, ANSWER_S)
+    for moment, request in zip(task["moments"], requests, strict=True):
+        time.sleep(max(0.0, task["began"] + moment - time.time()))
+        began = time.perf_counter()
+        if _refused(connection, request):
+            took.append(time.perf_counter() - began)
+        else:
+            connection.close()
+            connection = socket.create_connection(where, ANSWER_S)
+    print(json.dumps(took))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
