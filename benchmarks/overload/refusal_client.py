@@ -1,7 +1,8 @@
 """A client that does nothing but be refused: how long does that take, where the client itself is not what is waited for?
 
 A process of its own with one kept connection. At each moment at which requests of the trace come it sends one more, the bytes of
-which are ready, and waits for the answer. What is let in is given up at its first byte, and is not counted.
+which are ready, and waits for the answer, unless it is still waiting for the last one. What is let in, or has no answer within a
+second (it stands in line), is given up and not counted.
 """
 
 import asyncio
@@ -14,9 +15,11 @@ from urllib.parse import urlsplit
 
 from controller.demo.fleet import NotAsExpected
 
-ANSWER_S = 10.0
+AT_ONCE_S = 1.0
+LATE_S = 0.05  # a moment is over then
 ENDS_WITHIN_S = 30.0  # after the last moment
-PROMPT_TOKENS = 64
+PROMPT_TOKENS, FIRST_TOKEN, TOKENS = 64, 300, 1700
+REFUSED = (429, 503, 529)
 TIER, DEADLINE_MS = "best_effort", 4000
 
 
@@ -57,7 +60,7 @@ class RefusalClient:
 
 def _request(host: str, model: str, number: int) -> bytes:
     """Return a request's bytes."""
-    prompt = [300 + (number * PROMPT_TOKENS + n) % 5000 for n in range(PROMPT_TOKENS)]
+    prompt = [FIRST_TOKEN + (number * PROMPT_TOKENS + n) % TOKENS for n in range(PROMPT_TOKENS)]
     body = json.dumps({"model": model, "prompt": prompt, "max_tokens": 1, "stream": True}).encode()
     head = (
         f"POST /v1/completions HTTP/1.1\r\nHost: {host}\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n"
@@ -68,18 +71,24 @@ def _request(host: str, model: str, number: int) -> bytes:
 
 
 def _refused(connection: socket.socket, request: bytes) -> bool:
-    """Send a request and read its refusal to the end; False: it was let in, and the connection is of no more use."""
+    """Send a request and read its refusal to the end; False: it was not refused at once, and the connection is of no more use."""
     connection.sendall(request)
     got = b""
-    while b"\r\n\r\n" not in got:
-        got += _some(connection)
-    head, _, body = got.partition(b"\r\n\r\n")
-    if head.startswith(b"HTTP/1.1 200"):
+    try:
+        while b"\r\n\r\n" not in got:
+            got += _some(connection)
+        head, _, body = got.partition(b"\r\n\r\n")
+        lines = (line.partition(b":") for line in head.lower().split(b"\r\n")[1:])
+        length = next((int(value) for name, _, value in lines if name == b"content-length"), None)
+        status = int(head.split(b" ", 2)[1])
+        if status == 200 or length is None:
+            return False
+        while len(body) < length:
+            body += _some(connection)
+        if status not in REFUSED:
+            raise SystemExit(f"{status} is no refusal: {body[:200]!r}")
+    except TimeoutError:
         return False
-    lines = (line.partition(b":") for line in head.lower().split(b"\r\n")[1:])
-    length = int(next(value for name, _, value in lines if name == b"content-length"))
-    while len(body) < length:
-        body += _some(connection)
     return True
 
 
@@ -95,15 +104,18 @@ def main() -> int:
     url = urlsplit(task["url"])
     where, took = (url.hostname or "", url.port or 80), list[float]()
     requests = [_request(url.netloc, task["model"], n) for n in range(len(task["moments"]))]
-    connection = socket.create_connection(where, ANSWER_S)
+    connection = socket.create_connection(where, AT_ONCE_S)
     for moment, request in zip(task["moments"], requests, strict=True):
-        time.sleep(max(0.0, task["began"] + moment - time.time()))
+        ahead_s = task["began"] + moment - time.time()
+        if ahead_s < -LATE_S:
+            continue
+        time.sleep(max(0.0, ahead_s))
         began = time.perf_counter()
         if _refused(connection, request):
             took.append(time.perf_counter() - began)
         else:
             connection.close()
-            connection = socket.create_connection(where, ANSWER_S)
+            connection = socket.create_connection(where, AT_ONCE_S)
     print(json.dumps(took))
     return 0
 
