@@ -1,19 +1,24 @@
 """What do the generated documents of the events say? Made from the catalogue, so never stale.
 
-    python -m controller.commands.write_docs    rewrites docs/asyncapi.yaml and the generated part of docs/events.md
+    python -m controller.commands.write_docs    rewrites docs/asyncapi.yaml, docs/schemas and the generated part of docs/events.md
 
-A test compares both files with what this module makes.
+A test compares all files with what this module makes.
 """
 
 import inspect
+import json
 from pathlib import Path
+from typing import Any
+
+import msgspec
 
 from controller.adapters.asyncapi import document
-from controller.catalogue import SHAPES, FieldEntry, entries, fields_of
+from controller.catalogue import SHAPES, CatalogueEntry, FieldEntry, entries, fields_of
 from events.decisions import HealthStatus
 
 BEGIN = "<!-- generated: kinds (python -m controller.commands.write_docs) -->"
 END = "<!-- end of generated -->"
+VERSION = "v1"
 
 
 def markdown() -> str:
@@ -33,6 +38,49 @@ def markdown() -> str:
     lines += ["#### HealthStatus", "", "One of " + ", ".join(f"`{s}`" for s in HealthStatus) + ".", ""]
     lines += ["#### TopK", "", "`[[token, logprob], …]`, best first, of one position.", ""]
     return "\n".join(lines)
+
+
+def schemas() -> dict[str, str]:
+    """Return the JSON Schema of every kind's body, by the name of its file: a version's folder, and the kind.
+
+    There is one version. Within it fields are only added, and with a default; a body of an older release passes a newer schema,
+    and one of a newer release an older schema, which allows fields that it does not know.
+    """
+    return {f"{VERSION}/{entry.kind}.json": _written(_schema(entry)) for entry in entries()}
+
+
+def _schema(entry: CatalogueEntry) -> dict[str, Any]:
+    (made,), shapes = msgspec.json.schema_components([entry.fact], ref_template="#/$defs/{name}")
+    name = made["$ref"].rpartition("/")[2]
+    for shape in SHAPES:
+        if shape.__name__ in shapes:
+            _noted(shapes[shape.__name__], tuple(fields_of(shape)))
+    body = _noted(shapes.pop(name), entry.fields)
+    body.pop("description", None)
+    return {
+        "$schema": "https://json-schema.org/draft/2020-12/schema",
+        "$id": f"urn:holdfast:event:{VERSION}:{entry.kind}",
+        "title": entry.kind,
+        "description": f"{entry.promise} Said by {entry.emitter}.",
+        **{key: value for key, value in body.items() if key != "title"},
+        **({"$defs": dict(sorted(shapes.items()))} if shapes else {}),
+    }
+
+
+def _noted(schema: dict[str, Any], fields: tuple[FieldEntry, ...]) -> dict[str, Any]:
+    """Give each field what is said of it, and instants their format, which msgspec leaves out where a zone may lack."""
+    for field in fields:
+        described = schema["properties"][field.name]
+        if field.type.partition(" ")[0] == "datetime":
+            for one in described.get("anyOf", [described]):
+                one |= {"format": "date-time"} if one.get("type") == "string" else {}
+        if field.note:
+            described["description"] = field.note
+    return schema
+
+
+def _written(schema: dict[str, Any]) -> str:
+    return json.dumps(schema, indent=1, ensure_ascii=False) + "\n"
 
 
 def _table(fields: tuple[FieldEntry, ...]) -> list[str]:
@@ -60,6 +108,10 @@ def main() -> None:
     """Rewrite the generated documents."""
     docs = Path(__file__).resolve().parents[2] / "docs"
     (docs / "asyncapi.yaml").write_text(document())
+    for name, text in schemas().items():
+        where = docs / "schemas" / name
+        where.parent.mkdir(parents=True, exist_ok=True)
+        where.write_text(text)
     page = docs / "events.md"
     page.write_text(renewed(page.read_text()))
 

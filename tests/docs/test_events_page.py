@@ -1,6 +1,7 @@
 """docs/events.md and docs/asyncapi.yaml are what the code says, and the consumer on the page runs."""
 
 import asyncio
+import gzip
 import json
 import os
 import re
@@ -9,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from jsonschema import Draft202012Validator
 
 from controller import catalogue
 from controller.adapters.asyncapi import document
@@ -17,7 +19,8 @@ from events import codec
 from events.journal.nats import NatsJournal
 from events.observations import WorkerHeard
 
-DOCS = Path(__file__).parents[2] / "docs"
+ROOT = Path(__file__).parents[2]
+DOCS, RELEASES, SAMPLES = ROOT / "docs", ROOT / "tests/fixtures", ROOT / "tests/events/facts/samples"
 AGAIN = "run `python -m controller.commands.write_docs`"
 UNIT = re.compile(r"_(ms|s|rps|tokens)$|^pid$")
 
@@ -29,6 +32,38 @@ def test_the_asyncapi_document_is_the_generated_one() -> None:
 def test_the_catalogue_is_the_generated_one() -> None:
     page = (DOCS / "events.md").read_text()
     assert write_docs.renewed(page) == page, AGAIN
+
+
+def test_the_schemas_are_the_generated_ones() -> None:
+    folder = DOCS / "schemas"
+    kept = {str(page.relative_to(folder)): page.read_text() for page in folder.rglob("*.json")}
+    assert kept == write_docs.schemas(), AGAIN
+
+
+@pytest.mark.parametrize("kind", list(codec.KINDS))
+def test_a_recorded_sample_of_each_kind_passes_its_schema_and_nothing_else_does(kind: str) -> None:
+    sample = json.loads((SAMPLES / f"{kind}.json").read_text())["body"]
+    schema = json.loads(write_docs.schemas()[f"v1/{kind}.json"])
+    Draft202012Validator.check_schema(schema)
+    validator = Draft202012Validator(schema, format_checker=Draft202012Validator.FORMAT_CHECKER)
+    validator.validate(sample | {"a_field_of_a_newer_release": 1})
+    for field in schema["required"]:
+        assert not validator.is_valid({name: value for name, value in sample.items() if name != field}), field
+        assert not validator.is_valid(sample | {field: [{"no": "such thing"}]}), field
+
+
+@pytest.mark.parametrize(
+    "release", sorted(RELEASES.glob("*/journal.jsonl.gz")), ids=lambda one: one.parent.name
+)
+def test_what_a_release_has_written_passes_the_schemas_of_today(release: Path) -> None:
+    with gzip.open(release, "rt") as lines:
+        messages = [json.loads(line) for line in lines]
+    schemas = {name: Draft202012Validator(json.loads(text)) for name, text in write_docs.schemas().items()}
+    for message in messages:
+        kind = message["headers"]["ce-type"].removeprefix("holdfast.")
+        body = message["body"]
+        schemas[f"v1/{kind}.json"].validate(json.loads(body) if isinstance(body, str) else body)
+    assert len(messages) > 100
 
 
 def test_every_kind_is_on_both_pages_with_every_field() -> None:
