@@ -22,8 +22,9 @@ LLAMACPP := .venv-llamacpp
 VLLM := .venv-vllm
 PEER := .venv-peer
 PROMETHEUS := .prometheus
+CHROMIUM := .chromium
 
-.PHONY: install demo test test-fast test-seeds test-attacks test-losses attack test-engines test-llamacpp test-nixl test-vllm lint dashboards prometheus bench recovery-table peer clean
+.PHONY: install demo test test-fast test-seeds test-attacks test-losses attack test-engines test-llamacpp test-nixl test-vllm lint dashboards prometheus chromium bench recovery-table peer clean
 
 install: $(VENV)/.installed
 
@@ -31,13 +32,13 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 	@test -n "$(PYTHON)" || { echo "Holdfast needs Python 3.11 or newer: set PYTHON=/path/to/python3.11"; exit 1; }
 	@echo "Installing Holdfast into $(VENV) (once) …"
 	$(PYTHON) -m venv $(VENV)
-	$(PIP) -e '.[dev,planner]'
+	$(PIP) -e '.[dev,planner,report]'
 	@touch $@
 
 $(VENV)/.engines: $(VENV)/.installed
 	@echo "Installing torch and transformers into $(VENV) (once) …"
 	$(PIP) torch==2.13.0
-	$(PIP) -e '.[dev,planner,transformers]'
+	$(PIP) -e '.[dev,planner,report,transformers]'
 	@touch $@
 
 demo: install  ## a fleet under load, broken in every way we know, and the table of what its users noticed
@@ -46,6 +47,7 @@ demo: install  ## a fleet under load, broken in every way we know, and the table
 # loadgroup: as tests/conftest.py hands them out, one after another
 test: install  ## all tests that need no torch; real NATS and Postgres servers
 	@$(MAKE) --no-print-directory prometheus || echo "Prometheus cannot be had here: the tests that want it are skipped"
+	@$(MAKE) --no-print-directory chromium || echo "Chromium cannot be had here: the tests that want it are skipped"
 	$(BIN)/python -m pytest -n $(TESTERS) --dist loadgroup -m "not engines and not llamacpp and not vllm and not attack and not seeds"
 
 test-seeds: install  ## 200 seeds of the simulator, an hour of virtual time each: a minute
@@ -116,6 +118,16 @@ $(PROMETHEUS)/.installed:
 	@touch $@
 
 prometheus: $(PROMETHEUS)/.installed  ## Debian's Prometheus, for the tests that want one
+
+$(CHROMIUM)/.installed:
+	@echo "Unpacking Debian's chromium into $(CHROMIUM) (once, 100 MB to fetch; no root is wanted) …"
+	mkdir -p $(CHROMIUM)
+	cd $(CHROMIUM) && apt-get download -qq -o Acquire::Retries=0 -o Acquire::http::Timeout=10 \
+		$$(apt-get -s install --no-install-recommends chromium fonts-dejavu-core | awk '/^Inst/{print $$2}') \
+		&& for one in *.deb; do dpkg -x $$one . || exit 1; done && rm *.deb
+	@touch $@
+
+chromium: $(CHROMIUM)/.installed  ## Debian's chromium, for the tests of pages
 
 dashboards: install  ## write grafana/dashboards anew from their source
 	$(BIN)/python -m grafana.write

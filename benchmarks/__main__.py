@@ -27,6 +27,7 @@ BENCHMARKS = {
     "fuzz": "benchmarks.attack.fuzz",
     "store": "benchmarks.store.store",
     "fold": "benchmarks.store.fold",
+    "report": "benchmarks.store.post_mortem",
     "kv": "benchmarks.failures.kv",
     "contention": "benchmarks.failures.contention",
     "exact": "benchmarks.failures.exact",

@@ -1,4 +1,4 @@
-"""`holdfast replay timeline | at | why | verify | rebuild`: arguments in, text or JSON out.
+"""`holdfast replay timeline | at | why | report | verify | rebuild`: arguments in, text, JSON or a file out.
 
 What it needs of the world, a journal and a store, is handed to it: see `controller.commands.replay`.
 """
@@ -14,6 +14,7 @@ from controller.columns import fitted
 from controller.ports import Archive
 from controller.replay import moment, request_story, sentences, timeline, travel
 from controller.replay.rebuild import rebuild
+from controller.replay.report import report_cli
 from controller.replay.scan import JournalArchive
 from controller.replay.store import HistoryStore
 from controller.replay.verify import verify
@@ -52,6 +53,7 @@ def add_arguments(commands: Any) -> None:
     command.add_argument("when", metavar="TIME|SEQ", help=MOMENT)
     command = _command(commands, "why", "what led to an event, back to what the world reported")
     command.add_argument("event", metavar="EVENT", help="its sequence, its ce-id, or decision:N")
+    report_cli.add_arguments(commands)
     command = _command(
         commands, "verify", "fold and decide everything again, and compare (exit 3: a difference)"
     )
@@ -169,6 +171,11 @@ async def _why(args: argparse.Namespace, journal: Journal, store: HistoryStore |
     return 0
 
 
+async def _report(args: argparse.Namespace, journal: Journal, store: HistoryStore | None, say: Say) -> int:
+    await report_cli.execute(args, journal, store, _archive(journal, store), _now(), say)
+    return 0
+
+
 async def _verify(args: argparse.Namespace, journal: Journal, store: HistoryStore | None, say: Say) -> int:
     if store is None:
         raise NeedsStore
@@ -212,5 +219,5 @@ async def _rebuild(args: argparse.Namespace, journal: Journal, store: HistorySto
 
 _COMMANDS: dict[str, Command] = {
     "timeline": _timeline, "at": _at, "why": _why, "verify": _verify, "rebuild": _rebuild,
-    "request": _request,
+    "report": _report, "request": _request,
 }  # fmt: skip

@@ -38,17 +38,30 @@ class Moment:
 async def at(journal: Journal, store: StateStore | None, when: int | datetime) -> Moment:
     """Return the fleet as it was at a sequence or an instant. Raise NotYet if the journal ends before a sequence,
     NoLonger if neither journal nor store tell of it any more."""
+    order, reached, folded = await _folded(journal, store, when)
+    return Moment(order.last_seq, reached, order.position.number, order.shown, folded)
+
+
+async def order_at(journal: Journal, store: StateStore | None, seq: int) -> Order[Fleet]:
+    """Return the fold up to a sequence, to go on from. Raise NotYet or NoLonger, as `at` does."""
+    return (await _folded(journal, store, seq))[0]
+
+
+async def _folded(
+    journal: Journal, store: StateStore | None, when: int | datetime
+) -> tuple[Order[Fleet], datetime | None, int]:
+    """Return the fold up to a place, the time of its last event, and how many were folded."""
     last = await journal.last_seq()
     if isinstance(when, int) and when > last:
         raise NotYet(f"the journal ends at {last}, not {when}. {NotYet.__doc__}")
     order = await _order(journal, store, when)
     start, reached = order.last_seq, None
-    async for event in _events(journal, start, when if isinstance(when, int) else last):
+    async for event in events(journal, start, when if isinstance(when, int) else last):
         if isinstance(when, datetime) and event.at > when:
             break
         order.take(event)
         reached = event.at
-    return Moment(order.last_seq, reached, order.position.number, order.shown, order.last_seq - start)
+    return order, reached, order.last_seq - start
 
 
 async def _order(journal: Journal, store: StateStore | None, when: int | datetime) -> Order[Fleet]:
@@ -68,7 +81,8 @@ async def _order(journal: Journal, store: StateStore | None, when: int | datetim
     return order_from(found)
 
 
-async def _events(journal: Journal, after: int, until: int) -> AsyncIterator[Recorded]:
+async def events(journal: Journal, after: int, until: int) -> AsyncIterator[Recorded]:
+    """Yield every event above a sequence, up to another one. Raise JournalUnavailable."""
     async for batch in history(journal, after, until):
         for event in batch:
             yield event

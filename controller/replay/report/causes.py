@@ -1,0 +1,43 @@
+"""What led to what: events as trees, each below its cause."""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from controller.replay.find import cause, name
+from events.fact import Recorded
+
+NODES_MAX = 400  # shown: what comes beyond is counted
+
+
+class CauseNode(NamedTuple):
+    """An event in its tree."""
+
+    depth: int  # causes above it
+    event: Recorded
+
+
+class Causes(NamedTuple):
+    """The trees, one after another, each from its top down."""
+
+    nodes: Sequence[CauseNode]
+    left_out: int  # events that belong there, too
+
+
+def causes(events: Sequence[Recorded]) -> Causes:
+    """Return the trees of all events that led to another one of them, or came of one."""
+    named = {name(event): event for event in events}
+    below: dict[str, list[Recorded]] = {}
+    tops: list[Recorded] = []
+    for event in events:
+        before = named.get(cause(event))
+        if before is not None and before.seq < event.seq:
+            below.setdefault(name(before), []).append(event)
+        else:
+            tops.append(event)
+    nodes: list[CauseNode] = []
+    waiting = [CauseNode(0, event) for event in reversed(tops) if name(event) in below]
+    while waiting:
+        node = waiting.pop()
+        nodes.append(node)
+        waiting += [CauseNode(node.depth + 1, event) for event in reversed(below.get(name(node.event), []))]
+    return Causes(nodes[:NODES_MAX], max(0, len(nodes) - NODES_MAX))

@@ -1,0 +1,205 @@
+"""What a report says, before it is a page: everything is here, as JSON has it."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from typing import Any
+
+from controller.deciders.fleet import FleetPolicy, dump
+from controller.replay import sentences, timeline
+from controller.replay.find import name
+from controller.replay.report.causes import Causes, causes
+from controller.replay.report.frames import Frame, Stretch, frames, stretches
+from controller.replay.report.hurt import Hurt, hurt
+from controller.replay.report.phases import Phases, PhaseTimes, compared
+from controller.replay.report.window import ReportWindow
+from controller.replay.sentences import about, count, span
+from controller.replay.timeline import Story
+from controller.replay.why import as_json
+from events.decisions import IncidentOpened
+from events.fact import Recorded
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """One post-mortem."""
+
+    story: Story | None
+    events: Sequence[Recorded]
+    frames: Sequence[Frame]
+    states: Sequence[Stretch]
+    breakers: Sequence[Stretch]
+    causes: Causes
+    hurt: Hurt
+    phases: Sequence[PhaseTimes]  # of an incident; else none
+    policy: dict[str, Any] | None  # in force at the end
+    unusual: Sequence[tuple[str, Any, Any]]  # of it: setting, value, default
+
+    @property
+    def start(self) -> datetime:
+        return self.events[0].at
+
+    @property
+    def end(self) -> datetime:
+        return self.events[-1].at
+
+    @property
+    def title(self) -> str:
+        if self.story is not None:
+            return f"Incident {self.story.incident}: {about(self.story.subject)}, {self.story.symptom}"
+        return f"The fleet from {self.start:%Y-%m-%d %H:%M:%S} to {self.end:%H:%M:%S} UTC"
+
+    def summary(self) -> list[str]:
+        """Return three sentences: what happened, to whom, and how it was met."""
+        return [self._what(), _to_whom(self.hurt), self._how()]
+
+    def _what(self) -> str:
+        if (story := self.story) is not None:
+            end = (
+                f"ended after {span(story.lasted_s)}: {story.outcome}" if story.closed else "is not over yet"
+            )
+            begun = f"{story.events[0].at:%Y-%m-%d %H:%M:%S} UTC"
+            return f"At {begun} {about(story.subject)} came into trouble ({story.symptom}), which {end}."
+        opened = sum(isinstance(event.fact, IncidentOpened) for event in self.events)
+        took = span((self.end - self.start).total_seconds())
+        return f"In these {took} the journal took {count(len(self.events), 'event')}, and {count(opened, 'incident')} opened."
+
+    def _how(self) -> str:
+        found = self.hurt
+        took = [f"{one.phase} after {span(one.here_s)}" for one in self.phases if one.here_s is not None]
+        said = f"It was {', '.join(took)}; " if took else ""
+        share = f"{100 * found.least_capacity:.0f} %"
+        lacked = f"{found.gpu_s:.1f} GPU-seconds were missing, and at the least {share} of the fleet served."
+        return said + lacked if said else lacked[0].upper() + lacked[1:]
+
+
+def report(window: ReportWindow, others: Sequence[Phases]) -> Report:
+    """Make the report of a part of history; `others`: the phases of the fleet's incidents, with which its own are compared."""
+    found = frames(window.order, window.events, window.start)
+    story = window.story
+    policy = window.order.shown.policy
+    return Report(
+        story,
+        window.events,
+        found,
+        stretches(found, window.end, "state"),
+        stretches(found, window.end, "breaker"),
+        causes(story.events if story is not None else window.events),
+        hurt(_told(window), found, window.end),
+        compared(story, others) if story is not None else (),
+        dict(policy) if policy is not None else None,
+        _unusual(dict(policy)) if policy is not None else (),
+    )
+
+
+def _told(window: ReportWindow) -> Sequence[Recorded]:
+    """Return the events that tell of users: all of the window's, or for an incident those that are about it."""
+    return window.story.events if window.story is not None else window.events
+
+
+def _unusual(policy: dict[str, Any]) -> list[tuple[str, Any, Any]]:
+    usual = _flat(dump(FleetPolicy()))
+    return [(key, value, usual.get(key)) for key, value in _flat(policy).items() if value != usual.get(key)]
+
+
+def _flat(value: Any, path: str = "") -> dict[str, Any]:
+    if isinstance(value, dict) and value:
+        found: dict[str, Any] = {}
+        for key, item in value.items():
+            found |= _flat(item, f"{path}.{key}" if path else str(key))
+        return found
+    return {path: value}
+
+
+def _to_whom(found: Hurt) -> str:
+    moved, exposed, lost = found.moved(), found.exposed(), found.lost()
+    said = []
+    if moved:
+        gap = span(max(max(one.gaps_ms) for one in moved) / 1000)
+        said.append(f"{count(len(moved), 'request')} went on elsewhere (longest gap {gap})")
+    if exposed:
+        tokens = count(found.tokens_exposed, "token")
+        said.append(
+            f"{count(len(exposed), 'request')} {_be(len(exposed))} exposed to {tokens} of a convicted worker"
+        )
+    if lost:
+        said.append(f"{count(len(lost), 'request')} {_be(len(lost))} lost")
+    if rejected := sum(found.rejected.values()):
+        said.append(f"{count(rejected, 'request')} {_be(rejected)} turned away")
+    if not said:
+        return "No request moved, none was lost, and nobody got a token of a convicted worker."
+    nobody = "" if lost else "; none was lost"
+    return f"{'; '.join(said)}{nobody}."
+
+
+def _be(number: int) -> str:
+    return "was" if number == 1 else "were"
+
+
+def _node(depth: int, event: Recorded) -> dict[str, Any]:
+    text = sentences.sentence(event.fact)
+    return {"depth": depth, "event": name(event), "seq": event.seq, "at": event.at.isoformat(), "text": text}
+
+
+def _first(found: Report) -> int:
+    """Return the number of the frame at which an incident opened; 0 where there is none."""
+    if found.story is None:
+        return 0
+    opened = next(event.seq for event in found.story.events if isinstance(event.fact, IncidentOpened))
+    return next((n for n, frame in enumerate(found.frames) if frame.seq >= opened), 0)
+
+
+def plain(found: Report) -> dict[str, Any]:
+    """Return a report as plain JSON types."""
+    hurt_, story = found.hurt, found.story
+    return {
+        "title": found.title,
+        "summary": found.summary(),
+        "incident": None
+        if story is None
+        else {
+            "incident": story.incident,
+            "subject": story.subject,
+            "symptom": story.symptom,
+            "closed": story.closed,
+            "outcome": story.outcome,
+            "lasted_s": story.lasted_s,
+        },
+        "from": found.start.isoformat(),
+        "to": found.end.isoformat(),
+        "phases": [
+            {"phase": one.phase, "seconds": one.here_s, "median_s": one.median_s, "mean_s": one.mean_s,
+             "of": len(one.others)}
+            for one in found.phases
+        ],
+        "cost": {
+            "gpu_seconds_missing": hurt_.gpu_s,
+            "least_capacity": hurt_.least_capacity,
+            "tokens_read_again": hurt_.tokens_again,
+            "tokens_exposed": hurt_.tokens_exposed,
+            "kv_bytes_moved": hurt_.bytes_moved,
+            "rejected": dict(hurt_.rejected),
+        },
+        "requests": [
+            {"request": one.request, "model": one.model, "workers": one.workers, "gaps_ms": one.gaps_ms,
+             "put_off": one.put_off, "exact": one.exact, "lost": one.lost, "lost_tokens": one.lost_tokens,
+             "exposed": [{"worker": e.worker, "first": e.first, "last": e.last} for e in one.exposed]}
+            for one in hurt_.requests
+        ],
+        "unknown_exposure": [
+            {"worker": one.worker, "frontend": one.frontend, "since": one.since.isoformat(),
+             "until": one.until.isoformat()}
+            for one in hurt_.unknown
+        ],
+        "causes": [_node(node.depth, node.event) for node in found.causes.nodes],
+        "causes_left_out": found.causes.left_out,
+        "frames": [
+            {"seq": one.seq, "at": one.at.isoformat(), "capacity": one.capacity, "levels": dict(one.levels),
+             "workers": {who: shown._asdict() if shown is not None else None for who, shown in one.workers.items()}}
+            for one in found.frames
+        ],
+        "first_frame": _first(found),
+        "policy": found.policy,
+        "policy_unusual": [{"setting": key, "value": value, "default": usual} for key, value, usual in found.unusual],
+        "events": [as_json(event) | {"routine": timeline.is_routine(event.fact)} for event in found.events],
+    }  # fmt: skip

@@ -1,0 +1,160 @@
+"""The lane picture, as Plotly draws it: traces and a layout, plain JSON types."""
+
+from typing import Any
+
+COLORS = {  # Okabe and Ito's, which also those tell apart who see no red or green
+    "HEALTHY": "#009e73",
+    "RAMPING": "#94d3bd",
+    "CAPPED": "#56b4e9",
+    "SPARE": "#b0b0b0",
+    "SUSPICIOUS": "#f0e442",
+    "UNHEALTHY": "#d55e00",
+    "DRAINING": "#cc79a7",
+    "DEAD": "#404040",
+}
+BREAKERS = {"open": "#d55e00", "half_open": "#e69f00"}
+CANARIES = {
+    "passed": ("circle", "#009e73", 4),
+    "slow": ("diamond", "#e69f00", 8),
+    "failed": ("x", "#d55e00", 9),
+}
+CONTROL = "control plane"
+LANE_PX, LANES_LEAST_PX, CAPACITY_PX = 26, 120, 90
+
+
+def figure(lanes: dict[str, Any]) -> dict[str, Any]:
+    """Return `data` and `layout` for `Plotly.newPlot`."""
+    names = [*reversed(lanes["workers"]), CONTROL]
+    height = max(LANES_LEAST_PX, LANE_PX * len(names)) + CAPACITY_PX + 110
+    upper = 1 - (CAPACITY_PX + 40) / (height - 110)
+    data = [
+        *_states(lanes),
+        *_breakers(lanes),
+        *_canaries(lanes),
+        *_moves(lanes),
+        _control(lanes),
+        _capacity(lanes),
+    ]
+    axis = {"showgrid": True, "zeroline": False, "automargin": True}
+    layout = {
+        "height": height,
+        "barmode": "overlay",
+        "bargap": 0.25,
+        "hovermode": "closest",
+        "dragmode": "zoom",
+        "margin": {"l": 90, "r": 20, "t": 20, "b": 50},
+        "legend": {"orientation": "h", "y": -0.12},
+        "paper_bgcolor": "rgba(0,0,0,0)",
+        "plot_bgcolor": "rgba(0,0,0,0)",
+        "xaxis": axis | {"type": "date", "range": [lanes["start"], lanes["end"]], "anchor": "y2"},
+        "yaxis": axis
+        | {"type": "category", "categoryorder": "array", "categoryarray": names, "fixedrange": True,
+           "domain": [1 - upper, 1], "range": [-0.6, len(names) - 0.4]},
+        "yaxis2": axis
+        | {"fixedrange": True, "domain": [0, 1 - upper - 40 / (height - 110)], "range": [-0.05, 1.05],
+           "tickformat": ".0%", "nticks": 3},
+    }  # fmt: skip
+    return {"data": data, "layout": layout}
+
+
+def _states(lanes: dict[str, Any]) -> list[dict[str, Any]]:
+    found = []
+    for state, color in COLORS.items():
+        mine = [one for one in lanes["states"] if one[1] == state]
+        if mine:
+            found.append(_bars(state, color, mine, 0.75))
+    return found
+
+
+def _breakers(lanes: dict[str, Any]) -> list[dict[str, Any]]:
+    found = []
+    for position, color in BREAKERS.items():
+        mine = [one for one in lanes["breakers"] if one[1] == position]
+        if mine:
+            found.append(_bars(f"breaker {position.replace('_', ' ')}", color, mine, 0.2))
+    return found
+
+
+def _bars(name: str, color: str, mine: list[list[Any]], width: float) -> dict[str, Any]:
+    return {
+        "type": "bar",
+        "orientation": "h",
+        "name": name,
+        "y": [one[0] for one in mine],
+        "base": [one[2] for one in mine],
+        "x": [one[3] - one[2] for one in mine],
+        "width": width,
+        "marker": {"color": color, "line": {"width": 0}},
+        "customdata": [(one[3] - one[2]) / 1000 for one in mine],
+        "hovertemplate": f"%{{y}}: {name} for %{{customdata:.3g}} s<extra></extra>",
+    }
+
+
+def _canaries(lanes: dict[str, Any]) -> list[dict[str, Any]]:
+    found = []
+    for outcome, (symbol, color, size) in CANARIES.items():
+        mine = [one for one in lanes["canaries"] if one[1] == outcome]
+        if mine:
+            found.append({
+                "type": "scatter",
+                "mode": "markers",
+                "name": f"canary {outcome}",
+                "x": [one[2] for one in mine],
+                "y": [one[0] for one in mine],
+                "text": [one[3] for one in mine],
+                "marker": {"symbol": symbol, "color": color, "size": size, "line": {"width": 1, "color": "#ffffff"}},
+                "hovertemplate": "%{text}<extra></extra>",
+            })  # fmt: skip
+    return found
+
+
+def _moves(lanes: dict[str, Any]) -> list[dict[str, Any]]:
+    if not lanes["moves"]:
+        return []
+    x: list[float | None] = []
+    y: list[str | None] = []
+    text: list[str | None] = []
+    for at, source, target, count in lanes["moves"]:
+        said = f"{count} stream{'' if count == 1 else 's'} from {source} to {target}"
+        x, y, text = [*x, at, at, None], [*y, source, target, None], [*text, said, said, None]
+    return [{
+        "type": "scatter",
+        "mode": "lines+markers",
+        "name": "streams moved",
+        "x": x,
+        "y": y,
+        "text": text,
+        "line": {"width": 1.5, "color": "#0072b2"},
+        "marker": {"symbol": "arrow", "angleref": "previous", "size": 9, "color": "#0072b2"},
+        "hovertemplate": "%{text}<extra></extra>",
+    }]  # fmt: skip
+
+
+def _control(lanes: dict[str, Any]) -> dict[str, Any]:
+    return {
+        "type": "scatter",
+        "mode": "markers",
+        "name": CONTROL,
+        "x": [one[0] for one in lanes["control"]],
+        "y": [CONTROL for _ in lanes["control"]],
+        "text": [one[1] for one in lanes["control"]],
+        "marker": {"symbol": "square", "size": 7, "color": "#0072b2"},
+        "hovertemplate": "%{text}<extra></extra>",
+        "showlegend": False,
+    }
+
+
+def _capacity(lanes: dict[str, Any]) -> dict[str, Any]:
+    steps = lanes["capacity"]
+    return {
+        "type": "scatter",
+        "mode": "lines",
+        "name": "share of the fleet that serves",
+        "x": [one[0] for one in steps] + [lanes["end"]],
+        "y": [one[1] for one in steps] + [steps[-1][1]],
+        "yaxis": "y2",
+        "line": {"shape": "hv", "color": "#0072b2", "width": 2},
+        "fill": "tozeroy",
+        "fillcolor": "rgba(0,114,178,0.2)",
+        "hovertemplate": "%{y:.0%} serves<extra></extra>",
+    }

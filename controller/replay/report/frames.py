@@ -1,0 +1,131 @@
+"""The fleet as it was, at every event that changed what is shown of it: the fold itself, precomputed for a slider."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from typing import NamedTuple
+
+from controller.deciders.fleet import Fleet, Worker
+from events.decisions import HealthStatus
+from events.fact import Recorded
+from events.order import Order
+
+SPARE, RAMPING, CAPPED = "SPARE", "RAMPING", "CAPPED"
+WELL = (HealthStatus.HEALTHY.value, SPARE)
+
+
+class WorkerShown(NamedTuple):
+    """What is shown of a worker, as the state store had it (`holdfast replay at`)."""
+
+    health: str
+    weight: float  # share of the traffic, 0 to 1
+    breaker: str
+    reason: str
+    incident: str
+    state: str  # its lane's colour: the health, or where that is well SPARE, RAMPING (on its way to its full weight), CAPPED
+    spare: bool  # it waits, and is to serve nobody
+    gpus: int  # that it runs on
+    model: str
+
+
+@dataclass(frozen=True, slots=True)
+class Frame:
+    """What one event changed."""
+
+    seq: int
+    at: datetime
+    workers: Mapping[str, WorkerShown | None]  # None: it is no part of the fleet any more
+    levels: Mapping[str, int]  # degradation, by model
+    capacity: float  # of all workers that are no spares, the share that serves: weights, by their GPUs
+
+
+def frames(order: Order[Fleet], events: Iterable[Recorded], at: datetime) -> list[Frame]:
+    """Fold events, and return what is shown before the first of them, at the time `at`, and whatever changes that."""
+    fleet = order.shown
+    shown = {name: _shown(worker) for name, worker in fleet.workers.items()}
+    levels = _levels(fleet)
+    found = [Frame(order.last_seq, at, dict(shown), levels, _capacity(shown.values()))]
+    for event in events:
+        before, fleet = fleet, order.absorb(event)
+        changed = dict(_changed(before, fleet, shown))
+        moved = _levels(fleet) if fleet.models is not before.models else levels
+        if not changed and moved == levels:
+            continue
+        for name, one in changed.items():
+            if one is None:
+                del shown[name]
+            else:
+                shown[name] = one
+        found.append(Frame(event.seq, event.at, changed, moved, _capacity(shown.values())))
+        levels = moved
+    return found
+
+
+def _changed(
+    before: Fleet, after: Fleet, shown: Mapping[str, WorkerShown]
+) -> Iterable[tuple[str, WorkerShown | None]]:
+    if after.workers is before.workers:
+        return
+    for name, worker in after.workers.items():
+        if worker is not before.workers.get(name) and (one := _shown(worker)) != shown.get(name):
+            yield name, one
+    for name in shown:
+        if name not in after.workers:
+            yield name, None
+
+
+def _levels(fleet: Fleet) -> dict[str, int]:
+    return {name: model.level for name, model in fleet.models.items()}
+
+
+def _capacity(shown: Iterable[WorkerShown]) -> float:
+    places = [(one.gpus, one.weight) for one in shown if not one.spare]
+    whole = sum(gpus for gpus, _ in places)
+    return sum(gpus * weight for gpus, weight in places) / whole if whole else 0.0
+
+
+def _shown(worker: Worker) -> WorkerShown:
+    health, joined = worker.health, worker.joined
+    state = health.status.value
+    if health.status is HealthStatus.HEALTHY and worker.spare.kept:
+        state = SPARE
+    elif health.status is HealthStatus.HEALTHY and worker.weight < 1.0:
+        state = CAPPED if health.weight < health.unlimited else RAMPING
+    return WorkerShown(
+        health.status.value,
+        worker.weight,
+        worker.breaker.position,
+        "; ".join(worker.reasons),
+        worker.incident,
+        state,
+        worker.spare.kept,
+        len(joined.topology.gpus) or joined.tp * joined.dp,
+        joined.model,
+    )
+
+
+class Stretch(NamedTuple):
+    """So long something was so."""
+
+    worker: str
+    what: str
+    start: datetime
+    end: datetime
+
+
+def stretches(found: Sequence[Frame], end: datetime, field: str) -> list[Stretch]:
+    """Return for how long each worker had each value of a field of `WorkerShown`."""
+    begun: dict[str, tuple[str, datetime]] = {}
+    told: list[Stretch] = []
+    for frame in found:
+        for name, one in frame.workers.items():
+            value = getattr(one, field) if one is not None else None
+            before = begun.get(name)
+            if before is not None and before[0] == value:
+                continue
+            if before is not None:
+                told.append(Stretch(name, before[0], before[1], frame.at))
+                del begun[name]
+            if value is not None:
+                begun[name] = (value, frame.at)
+    return told + [Stretch(name, value, start, end) for name, (value, start) in begun.items()]

@@ -1,0 +1,92 @@
+"""Who was hurt, and what did it cost?"""
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from datetime import datetime
+
+from controller.replay import request_story
+from controller.replay.report.frames import Frame, WorkerShown
+from controller.replay.request_story import RequestStory
+from events.fact import Recorded
+from events.observations import (
+    ExposureUnknown,
+    RequestExposed,
+    RequestMigrated,
+    RequestsRejected,
+    RequestsServed,
+)
+
+
+@dataclass(slots=True)
+class Hurt:
+    """Users, and what they or the fleet paid."""
+
+    requests: list[RequestStory] = field(default_factory=list)  # to which something happened, in order
+    rejected: Counter[str] = field(default_factory=Counter)  # by reason
+    unknown: list[ExposureUnknown] = field(default_factory=list)  # who was answered by whom cannot be said
+    served: int = 0  # answers, of all workers
+    tokens_served: int = 0
+    tokens_again: int = 0  # of answers, read again as a prompt elsewhere; prompts come on top, and the journal does not know them
+    tokens_exposed: int = 0
+    bytes_moved: int = 0  # of KV caches
+    gpu_s: float = 0.0  # in which GPUs that should have served did not, or not fully; spares do not count
+    least_capacity: float = 1.0  # share
+
+    def moved(self) -> list[RequestStory]:
+        """Return those that went on elsewhere."""
+        return [one for one in self.requests if one.gaps_ms]
+
+    def exposed(self) -> list[RequestStory]:
+        """Return those that hold tokens of a convicted worker."""
+        return [one for one in self.requests if one.exposed]
+
+    def lost(self) -> list[RequestStory]:
+        """Return those that could not be continued."""
+        return [one for one in self.requests if one.lost]
+
+
+def hurt(events: Sequence[Recorded], frames: Sequence[Frame], end: datetime) -> Hurt:
+    """Return who was hurt in these events (at least one), and what the fleet lacked from the first of them on."""
+    found, by_request = Hurt(), dict[str, list[Recorded]]()
+    for event in events:
+        fact = event.fact
+        match fact:
+            case RequestsRejected():
+                found.rejected[fact.reason] += fact.count
+            case ExposureUnknown():
+                found.unknown.append(fact)
+            case RequestsServed():
+                found.served += fact.count
+                found.tokens_served += fact.tokens
+            case RequestMigrated():
+                found.bytes_moved += fact.bytes
+                found.tokens_again += fact.tokens if fact.method == "reprefill" else 0
+            case RequestExposed():
+                found.tokens_exposed += fact.last - fact.first + 1
+            case _:
+                pass
+        if request := getattr(fact, "request", ""):
+            by_request.setdefault(request, []).append(event)
+    told = (request_story.told(request, its) for request, its in by_request.items())
+    found.requests = [one for one in told if one.gaps_ms or one.exposed or one.lost or one.put_off]
+    found.gpu_s, found.least_capacity = _missing(frames, events[0].at, end)
+    return found
+
+
+def _missing(frames: Sequence[Frame], start: datetime, end: datetime) -> tuple[float, float]:
+    """Return GPU-seconds out of service, and the smallest share of the fleet that served."""
+    shown: dict[str, WorkerShown] = {}
+    gpu_s, least = 0.0, 1.0
+    ends = [frame.at for frame in frames[1:]] + [end]
+    for frame, until in zip(frames, ends, strict=True):
+        for name, one in frame.workers.items():
+            if one is None:
+                shown.pop(name, None)
+            else:
+                shown[name] = one
+        lacks = sum(one.gpus * (1.0 - one.weight) for one in shown.values() if not one.spare)
+        gpu_s += lacks * max(0.0, (until - max(frame.at, start)).total_seconds())
+        if until > start and shown:
+            least = min(least, frame.capacity)
+    return gpu_s, least

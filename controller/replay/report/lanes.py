@@ -1,0 +1,121 @@
+"""What the picture of a report is drawn from: a lane for each worker to which something happened, one for the control plane,
+one for capacity. Times are milliseconds since 1970, by the stream's clock."""
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from datetime import datetime
+from typing import Any
+
+from controller.replay import sentences, timeline
+from controller.replay.report.document import Report
+from controller.replay.report.frames import WELL, Stretch
+from events.fact import Recorded
+from events.observations import (
+    CanaryFailed,
+    CanaryPassed,
+    CanaryResult,
+    CanarySlow,
+    RequestMigrated,
+    RequestResumed,
+    RequestsRejected,
+    SnapshotKept,
+)
+
+LANES_MAX = 60  # what has more is no picture
+PASSED_MAX = 1500  # canaries that passed: beyond that every second, third, … of them is drawn
+MOVES_TOGETHER_MS = 200  # streams that go from one worker to another within that are one arrow
+
+
+def lanes(found: Report) -> dict[str, Any]:
+    """Return all of it as plain JSON types."""
+    workers = concerned(found)
+    shown = set(workers[:LANES_MAX])
+    return {
+        "workers": workers[:LANES_MAX],
+        "left_out": workers[LANES_MAX:],
+        "start": millis(found.start),
+        "end": millis(found.end),
+        "states": _stretches(found.states, shown),
+        "breakers": [one for one in _stretches(found.breakers, shown) if one[1] != "closed"],
+        "canaries": _canaries(found.events, shown),
+        "moves": _moves(found.events, shown),
+        "control": [
+            [millis(event.at), sentences.sentence(event.fact)]
+            for event in found.events
+            if _is_of_the_control_plane(event)
+        ],
+        "capacity": [[millis(frame.at), round(frame.capacity, 4)] for frame in found.frames],
+        "levels": [
+            [millis(frame.at), model, level]
+            for before, frame in zip([None, *found.frames], found.frames, strict=False)
+            for model, level in frame.levels.items()
+            if before is None or before.levels.get(model) != level
+        ],
+    }
+
+
+def millis(at: datetime) -> float:
+    """Return a time as browsers count it."""
+    return round(at.timestamp() * 1e3, 3)
+
+
+def concerned(found: Report) -> list[str]:
+    """Return the workers to which something happened, by name."""
+    lives = Counter(one.worker for one in found.states)
+    told = {one.worker for one in found.states if one.what not in WELL or lives[one.worker] > 1}
+    told |= {one.worker for one in found.breakers if one.what != "closed"}
+    told |= {event.fact.worker for event in found.events if isinstance(event.fact, CanaryFailed)}
+    for one in found.hurt.requests:
+        told.update(one.workers)
+    return sorted(told, key=_natural)
+
+
+def _natural(text: str) -> tuple[str, int, str]:
+    """Sort w2 before w10."""
+    letters = text.rstrip("0123456789")
+    return letters, int(text[len(letters) :] or 0), text
+
+
+def _stretches(found: Iterable[Stretch], shown: set[str]) -> list[list[Any]]:
+    return [
+        [one.worker, one.what, millis(one.start), millis(one.end)]
+        for one in found
+        if one.worker in shown and one.end > one.start
+    ]
+
+
+def _canaries(events: Sequence[Recorded], shown: set[str]) -> list[list[Any]]:
+    passed = [e for e in events if isinstance(e.fact, CanaryPassed) and e.fact.worker in shown]
+    every = -(-len(passed) // PASSED_MAX) if passed else 1
+    told = [event for event in events if isinstance(event.fact, CanarySlow | CanaryFailed)]
+    found = sorted([*passed[::every], *told], key=lambda event: event.seq)
+    return [
+        [event.fact.worker, _outcome(event.fact), millis(event.at), sentences.sentence(event.fact)]
+        for event in found
+        if isinstance(event.fact, CanaryResult) and event.fact.worker in shown
+    ]
+
+
+def _outcome(fact: CanaryResult) -> str:
+    if isinstance(fact, CanaryFailed):
+        return "failed"
+    return "slow" if isinstance(fact, CanarySlow) else "passed"
+
+
+def _moves(events: Iterable[Recorded], shown: set[str]) -> list[list[Any]]:
+    together: Counter[tuple[int, str, str]] = Counter()
+    for event in events:
+        fact = event.fact
+        if isinstance(fact, RequestMigrated | RequestResumed) and {fact.source, fact.target} <= shown:
+            together[int(millis(event.at) // MOVES_TOGETHER_MS), fact.source, fact.target] += 1
+    return [
+        [turn * MOVES_TOGETHER_MS, source, target, count]
+        for (turn, source, target), count in together.items()
+    ]
+
+
+def _is_of_the_control_plane(event: Recorded) -> bool:
+    fact = event.fact
+    elsewhere = hasattr(fact, "worker") or hasattr(fact, "request") or isinstance(fact, RequestsRejected)
+    about_a_worker = getattr(fact, "subject", "").startswith("worker:")
+    return not (elsewhere or about_a_worker or isinstance(fact, SnapshotKept) or timeline.is_routine(fact))

@@ -1,0 +1,119 @@
+"""How long did it take: to notice, to fence, to recover? Of one incident, and of the fleet's others beside it.
+
+    noticed     from the first symptom (a fault that was played, or the event that the incident was opened for) to its opening
+    fenced      from the opening to the first decision by which nothing goes there any more
+    recovered   from the opening to the closing
+
+MTTD is the mean of the first, MTTR of the third.
+"""
+
+from collections import OrderedDict
+from collections.abc import AsyncIterator, Iterable, Sequence
+from dataclasses import dataclass, field
+from datetime import datetime
+from statistics import mean, median
+
+from controller.replay.find import cause, name
+from controller.replay.timeline import Story
+from events.decisions import BreakerOpened, DrainStarted, HealthChanged, IncidentClosed, IncidentOpened
+from events.fact import Decision, Recorded
+from events.observations import ChaosInjected
+
+REMEMBERED = 20_000  # events whose times are at hand for who names them as a cause
+NAMES = ("noticed", "fenced", "recovered")
+
+
+@dataclass(slots=True)
+class Phases:
+    """One incident's. Times are the stream's; None: not yet, or not known."""
+
+    incident: str
+    subject: str
+    symptom_at: datetime | None
+    opened_at: datetime
+    fenced_at: datetime | None = None
+    closed_at: datetime | None = None
+
+    def seconds(self, phase: str) -> float | None:
+        """Return how long a phase took."""
+        start, end = {
+            "noticed": (self.symptom_at, self.opened_at),
+            "fenced": (self.opened_at, self.fenced_at),
+            "recovered": (self.opened_at, self.closed_at),
+        }[phase]
+        return (end - start).total_seconds() if start is not None and end is not None else None
+
+
+@dataclass(slots=True)
+class PhaseTimes:
+    """How long one phase took here, and elsewhere."""
+
+    phase: str
+    here_s: float | None
+    others: Sequence[float] = field(default_factory=tuple)
+
+    @property
+    def median_s(self) -> float | None:
+        return median(self.others) if self.others else None
+
+    @property
+    def mean_s(self) -> float | None:
+        return mean(self.others) if self.others else None
+
+
+async def all_phases(batches: AsyncIterator[Sequence[Recorded]]) -> dict[str, Phases]:
+    """Return the phases of every incident that opens in these events, by its id."""
+    times: OrderedDict[str, datetime] = OrderedDict()
+    found: dict[str, Phases] = {}
+    async for batch in batches:
+        for event in batch:
+            times[name(event)] = event.at
+            if len(times) > REMEMBERED:
+                times.popitem(last=False)
+            if isinstance(event.fact, Decision):
+                _take(found, event, times)
+    return found
+
+
+def _take(found: dict[str, Phases], event: Recorded, times: "OrderedDict[str, datetime]") -> None:
+    fact = event.fact
+    assert isinstance(fact, Decision)
+    if isinstance(fact, IncidentOpened):
+        found[fact.incident] = Phases(fact.incident, fact.subject, times.get(cause(event)), event.at)
+        return
+    phases = found.get(fact.incident)
+    if phases is None:
+        return
+    if isinstance(fact, IncidentClosed):
+        phases.closed_at = event.at
+    elif phases.fenced_at is None and fences(fact):
+        phases.fenced_at = event.at
+
+
+def fences(fact: Decision) -> bool:
+    """Say whether by this decision nothing new goes to a worker any more."""
+    return isinstance(fact, BreakerOpened | DrainStarted) or (
+        isinstance(fact, HealthChanged) and fact.weight == 0.0
+    )
+
+
+def compared(story: Story, others: Iterable[Phases]) -> list[PhaseTimes]:
+    """Return each phase of one incident, beside those of all others."""
+    found: dict[str, Phases] = {}
+    times: OrderedDict[str, datetime] = OrderedDict((name(event), event.at) for event in story.events)
+    for event in story.events:
+        if isinstance(event.fact, Decision):
+            _take(found, event, times)
+    played = [event.at for event in story.events if isinstance(event.fact, ChaosInjected)]
+    here = found.get(story.incident)
+    if here is not None and played and played[0] <= here.opened_at:
+        here.symptom_at = played[0]
+    rest = [one for one in others if one.incident != story.incident]
+    return [
+        PhaseTimes(
+            phase,
+            here.seconds(phase) if here is not None else None,
+            tuple(took for one in rest if (took := one.seconds(phase)) is not None),
+        )
+        for phase in NAMES
+    ]

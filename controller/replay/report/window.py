@@ -1,0 +1,108 @@
+"""Which part of history does a report tell? All events of it, in order, and the fleet as it was before the first of them."""
+
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from datetime import datetime, timedelta
+
+from controller.deciders.fleet import Fleet
+from controller.ports import Archive, StateStore
+from controller.replay import timeline, travel
+from controller.replay.timeline import Story
+from events.decisions import IncidentOpened
+from events.errors import HoldfastError
+from events.fact import Recorded
+from events.journal.port import Journal
+from events.order import Order
+
+EVENTS_MAX = 100_000  # of one report: a page that tells more is read by nobody
+HISTORY_EVENTS = (
+    200_000  # back from the end of the journal: among them the last incident is looked for, and its like
+)
+AROUND = timedelta(seconds=5)  # before an incident's first event, and behind its last one
+LATELY = timedelta(minutes=10)  # what is told where nothing is asked for and no incident is known
+
+
+class TooMuch(HoldfastError):
+    """A report tells at most 100,000 events: narrow it with --since and --until."""
+
+
+class NothingToTell(HoldfastError):
+    """The journal holds no event of that time."""
+
+
+@dataclass(slots=True)
+class ReportWindow:
+    """The part that is told."""
+
+    events: list[Recorded]  # at least one, without a gap
+    order: Order[Fleet]  # folded to right before the first of them
+    story: Story | None  # of the incident that it is about, if it is about one
+
+    @property
+    def start(self) -> datetime:
+        return self.events[0].at
+
+    @property
+    def end(self) -> datetime:
+        return self.events[-1].at
+
+
+async def of_incident(
+    journal: Journal, store: StateStore | None, archive: Archive, incident: str
+) -> ReportWindow:
+    """Return the window of one incident, by its id or any name of one of its events. Raise NoSuchEvent, TooMuch, NoLonger."""
+    story = await timeline.story(journal, archive, await timeline.incident_of(archive, journal, incident))
+    since, until = story.events[0].at - AROUND, story.events[-1].at + AROUND
+    return await between(journal, store, archive, since, until, story)
+
+
+async def latest(journal: Journal, store: StateStore | None, archive: Archive, now: datetime) -> ReportWindow:
+    """Return the window of the last incident, or of the last minutes if none is known. Raise NothingToTell, TooMuch, NoLonger."""
+    found, last = "", await journal.last_seq()
+    async for batch in archive.select(after=max(0, last - HISTORY_EVENTS)):
+        found = next((e.fact.incident for e in reversed(batch) if isinstance(e.fact, IncidentOpened)), found)
+    if found:
+        return await of_incident(journal, store, archive, found)
+    return await between(journal, store, archive, now - LATELY, now)
+
+
+async def between(
+    journal: Journal,
+    store: StateStore | None,
+    archive: Archive,
+    since: int | datetime,
+    until: int | datetime | None,
+    story: Story | None = None,
+) -> ReportWindow:
+    """Return the window from one place in history to another, both included; None: to its end. Raise NothingToTell, TooMuch,
+    NoLonger, NotYet."""
+    last = await journal.last_seq()
+    first = await _first_since(archive, since) if isinstance(since, datetime) else since
+    if first is None or first > last:
+        raise NothingToTell(f"nothing has happened since {since}. {NothingToTell.__doc__}")
+    first = max(1, first)
+    order = await travel.order_at(journal, store, first - 1)
+    events: list[Recorded] = []
+    async for event in _until(journal, order.last_seq, last, until):
+        events.append(event)
+        if len(events) > EVENTS_MAX:
+            raise TooMuch(f"from {since} on that is more. {TooMuch.__doc__}")
+    if not events:
+        raise NothingToTell(f"nothing happened between {since} and {until}. {NothingToTell.__doc__}")
+    return ReportWindow(events, order, story)
+
+
+async def _until(
+    journal: Journal, after: int, last: int, until: int | datetime | None
+) -> AsyncIterator[Recorded]:
+    end = min(last, until) if isinstance(until, int) else last
+    async for event in travel.events(journal, after, end):
+        if isinstance(until, datetime) and event.at > until:
+            return
+        yield event
+
+
+async def _first_since(archive: Archive, since: datetime) -> int | None:
+    async for batch in archive.select(since=since):
+        return batch[0].seq
+    return None

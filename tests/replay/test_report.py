@@ -1,0 +1,253 @@
+"""A post-mortem says what the journal has: who, when, at what cost; as a page, as Markdown, as JSON, and without names."""
+
+import argparse
+import json
+import re
+from datetime import timedelta
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+from made_history import EPOCH, History
+
+from controller.replay import cli, travel
+from controller.replay.find import NoSuchEvent
+from controller.replay.report import page, window
+from controller.replay.report.page import NoPlotly
+from controller.replay.report.report_cli import CannotWrite
+from controller.replay.report.window import NothingToTell, TooMuch
+from controller.replay.scan import JournalArchive
+from controller.replay.travel import NotYet
+from events.errors import UsageError
+from events.journal.memory import MemoryJournal
+from events.observations import ChaosInjected, RequestAbandoned, RequestsRejected
+
+
+def journal(history: History) -> MemoryJournal:
+    return MemoryJournal(history.stream, "replay-1")
+
+
+async def reported(history: History, *words: str) -> list[str]:
+    """Run the command as it would be typed, and return what it printed."""
+    parser = argparse.ArgumentParser()
+    cli.add_arguments(parser.add_subparsers(required=True))
+    said: list[str] = []
+    args = parser.parse_args(["report", *words])
+    assert await cli.execute(args, journal(history), None, said.append) == 0
+    return said
+
+
+async def told(history: History, *words: str) -> dict[str, Any]:
+    (text,) = await reported(history, *words, "-o", "json")
+    document: dict[str, Any] = json.loads(text)
+    return document
+
+
+@pytest.fixture
+def history() -> History:
+    """Three workers; w2 is convicted, a request leaves it with altered tokens, and it recovers."""
+    return History().start().corruption().recovery()
+
+
+async def test_three_sentences_say_what_happened_to_whom_and_how_it_was_met(history: History) -> None:
+    what, whom, how = (await told(history))["summary"]
+    assert (
+        what
+        == "At 2026-03-01 12:00:07 UTC worker w2 came into trouble (token_mismatch), which ended after 0:03:43: recovered."
+    )
+    assert whom == (
+        "1 request went on elsewhere (longest gap 32 ms); "
+        "1 request was exposed to 17 tokens of a convicted worker; none was lost."
+    )
+    assert how == (
+        "It was noticed after 0 ms, fenced after 0 ms, recovered after 0:03:43; "
+        "199.8 GPU-seconds were missing, and at the least 67 % of the fleet served."
+    )
+
+
+async def test_the_last_incident_is_told_and_any_event_of_another_names_it(history: History) -> None:
+    first = (await told(history))["incident"]["incident"]
+    history.corruption("w1").recovery("w1")
+    last = (await told(history))["incident"]
+    assert last["subject"] == "worker:w1" and last["incident"] != first
+    opened = next(e for e in history.events if e.fact.kind() == "incident_opened")
+    for name in (first, str(opened.seq), opened.id):
+        assert (await told(history, "--incident", name))["incident"]["incident"] == first
+    with pytest.raises(NoSuchEvent):
+        await told(history, "--incident", "incident-4711")
+
+
+async def test_who_was_hurt_and_at_what_cost(history: History) -> None:
+    document = await told(history)
+    (request,) = document["requests"]
+    assert request["workers"] == ["w2", "w0"] and request["gaps_ms"] == [31.5] and request["exact"]
+    assert request["exposed"] == [{"worker": "w2", "first": 3, "last": 19}]
+    cost = document["cost"]
+    assert (cost["tokens_read_again"], cost["tokens_exposed"]) == (17, 17)
+    # out of service from the conviction to the trial's ramp: a quarter, a half and all of it, 31 s apart
+    steps = [
+        (e.at, e.fact.weight)
+        for e in history.events
+        if e.fact.kind() == "health_changed" and e.fact.worker == "w2"
+    ]
+    steps = [one for one in steps if one[0] >= EPOCH + timedelta(seconds=7)]
+    lacked = sum((1 - weight) * (until - at).total_seconds() for (at, weight), (until, _) in pairwise(steps))
+    assert cost["gpu_seconds_missing"] == pytest.approx(lacked)
+    assert cost["least_capacity"] == pytest.approx(2 / 3)
+
+
+async def test_lost_and_refused_requests_are_told_where_they_belong(history: History) -> None:
+    history.say(
+        RequestAbandoned(
+            frontend="frontend-0", request="req-9", model="llama", worker="w0", instance="w0-a", reason="no_worker", tokens=4
+        ),
+        RequestsRejected(frontend="frontend-0", model="llama", count=7, reason="queue_full", tier="standard"),
+        source="frontend-0",
+    )  # fmt: skip
+    document = await told(history, "--since", "1")
+    assert "1 request was lost; 7 requests were turned away." in document["summary"][1]
+    assert document["cost"]["rejected"] == {"queue_full": 7}
+    assert [
+        (one["lost"], one["lost_tokens"]) for one in document["requests"] if one["request"] == "req-9"
+    ] == [("no_worker", 4)]
+
+
+async def test_each_frame_is_the_fleet_as_replay_at_shows_it(history: History) -> None:
+    document = await told(history, "--since", "1")
+    state: dict[str, Any] = {}
+    frames = {frame["seq"]: frame for frame in document["frames"]}
+    assert len(frames) > 10
+    for seq in range(len(history.events) + 1):
+        for worker, shown in frames.get(seq, {"workers": {}})["workers"].items():
+            state[worker] = shown
+            if shown is None:
+                del state[worker]
+        moment = travel.describe(await travel.at(journal(history), None, seq))
+        breakers = {row["worker"]: row["position"] for row in moment["breakers"]}
+        wanted = {
+            row["worker"]: (row["health"], row["weight"], row["reason"], breakers[row["worker"]])
+            for row in moment["workers"]
+        }
+        assert {
+            w: (s["health"], s["weight"], s["reason"], s["breaker"]) for w, s in state.items()
+        } == wanted, seq
+
+
+async def test_each_cause_lies_above_what_it_led_to(history: History) -> None:
+    nodes = (await told(history))["causes"]
+    texts = [(node["depth"], node["text"].split(" (")[0]) for node in nodes[:4]]
+    assert texts == [
+        (0, "w2 failed a canary: token_mismatch, confirmed"),
+        (1, "incident-5 opened for worker w2: token_mismatch"),
+        (1, "w2 went from HEALTHY to UNHEALTHY, weight 0"),
+        (2, "the breaker of w2 opened for 60 s"),
+    ]
+
+
+async def test_phases_begin_with_a_played_fault_and_stand_beside_the_fleets_others(history: History) -> None:
+    history.now += timedelta(minutes=5)
+    history.say(
+        ChaosInjected(worker="w1", instance="w1-a", fault="corrupt", by="ann", command="c1"), seconds=10.0
+    )
+    history.now += timedelta(seconds=2.5)
+    history.corruption("w1").recovery("w1")
+    phases = {one["phase"]: one for one in (await told(history))["phases"]}
+    assert phases["noticed"]["seconds"] == pytest.approx(3.5), "from the fault to the opening"
+    assert phases["noticed"]["of"] == 1 and phases["noticed"]["median_s"] == 0
+    assert phases["recovered"]["median_s"] == phases["recovered"]["mean_s"] == 223
+
+
+async def test_without_names(history: History) -> None:
+    history.say(
+        ChaosInjected(worker="w1", instance="w1-a", fault="hang", by="ann@example.org", command="c1"),
+    )
+    text = json.dumps(await told(history, "--since", "1", "--redact"))
+    plain = json.dumps(await told(history, "--since", "1"))
+    for name in (
+        "w0",
+        "w1",
+        "w2",
+        "w2-a",
+        "req-1",
+        "frontend-0",
+        "ann@example.org",
+        "tcp://127.0.0.1:1",
+        "4242",
+    ):
+        word = re.compile(rf"(?<![\w.-]){re.escape(name)}(?![\w-])")
+        assert word.search(plain), name
+        assert not word.search(text), name
+    one, other = json.loads(text), json.loads(plain)
+    assert [frame["at"] for frame in one["frames"]] == [frame["at"] for frame in other["frames"]]
+    assert len(one["events"]) == len(other["events"]) and one["cost"] == other["cost"]
+
+
+async def test_a_page_is_one_file_that_asks_no_network_for_anything(history: History, tmp_path: Path) -> None:
+    where = tmp_path / "it.html"
+    said = await reported(history, "-o", str(where))
+    assert re.fullmatch(rf"{re.escape(str(where))}: 32 events, 4\.\d MB, in .+", said[0])
+    assert len(said) == 4 and said[1].startswith("  At 2026-03-01")
+    text = where.read_text()
+    ours = text.replace(page._plotly(), "")
+    assert not re.findall(r"(?:src|href)\s*=\s*[\"']?(?!#)[^\"' >]+", ours)
+    assert not re.findall(r"@import|url\(", ours)
+    assert [one.name for one in tmp_path.iterdir()] == ["it.html"]
+
+
+async def test_what_people_and_engines_wrote_is_text_in_a_page_and_in_markdown(tmp_path: Path) -> None:
+    history, where = History().start(), tmp_path / "it.html"
+    history.say(history.migrated("<script>alert(1)</script>|", "w2", "w0"), source="frontend-0")
+    await reported(history, "--since", "1", "-o", str(where))
+    assert "<script>alert" not in where.read_text()
+    assert "&lt;script&gt;alert(1)&lt;/script&gt;|" in where.read_text()
+    (text,) = await reported(history, "--since", "1", "-o", "md")
+    assert "| &lt;script>alert(1)&lt;/script>\\| |" in text
+
+
+async def test_markdown_has_what_the_page_has(history: History, tmp_path: Path) -> None:
+    (text,) = await reported(history, "-o", "md")
+    headings = [line.removeprefix("## ") for line in text.splitlines() if line.startswith("#")]
+    assert headings == [
+        "# Incident incident-5: worker w2, token_mismatch",
+        "How long it took", "Who was hurt", "What it cost", "What led to what", "The policy in force",
+    ]  # fmt: skip
+    await reported(history, "-o", str(tmp_path / "it.md"))
+    assert (tmp_path / "it.md").read_text().strip() == text.strip()
+    assert "| req-1 | llama | w2, then w0 | 32 ms | 3–19 of w2 |  |" in text
+
+
+async def test_what_cannot_be_told_or_written_is_said(
+    history: History, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for words in (["-o", "it.pdf"], ["-o", "html"], ["--incident", "1", "--since", "1"], ["--until", "3"]):
+        with pytest.raises(UsageError):
+            await reported(history, *words)
+    with pytest.raises(NothingToTell):
+        await reported(history, "--since", "2026-03-02", "-o", "md")
+    with pytest.raises(NothingToTell):
+        await reported(history, "--since", "4711", "-o", "md")
+    with pytest.raises(NothingToTell):
+        await reported(History(), "-o", "md")
+    with pytest.raises(CannotWrite, match="No such file"):
+        await reported(history, "-o", str(tmp_path / "nowhere" / "it.md"))
+    monkeypatch.setattr(page, "PLOTLY", "no_such_package_as_this")
+    with pytest.raises(NoPlotly, match="pip install"):
+        await reported(history, "-o", str(tmp_path / "it.html"))
+    monkeypatch.setattr(window, "EVENTS_MAX", 10)
+    with pytest.raises(TooMuch):
+        await reported(history, "--since", "1", "-o", "md")
+
+
+async def test_a_part_of_history_begins_and_ends_where_it_is_told_to(history: History) -> None:
+    document = await told(history, "--since", "8", "--until", "20")
+    assert [event["seq"] for event in document["events"]] == list(range(8, 21))
+    assert document["title"].startswith("The fleet from 2026-03-01 12:00:06 to 12:01:12 UTC")
+    assert set(document["frames"][0]["workers"]) == {"w0", "w1", "w2"}, "who was there before is there"
+    late = await told(history, "--since", "2026-03-01T12:02:00Z")
+    assert {event["at"] >= "2026-03-01T12:02:00" for event in late["events"]} == {True}
+    with pytest.raises(NotYet):
+        await travel.order_at(journal(history), None, 4711)
+    assert (await window.between(journal(history), None, JournalArchive(journal(history)), 0, 3)).events[
+        0
+    ].seq == 1
