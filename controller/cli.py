@@ -296,6 +296,14 @@ def _scrape_config(parser: argparse.ArgumentParser) -> Run:
     return scrape_config.prepare(parser)
 
 
+def _top(parser: argparse.ArgumentParser) -> Run:
+    with without("aiohttp"):
+        from controller.commands import top
+
+    data_flag(parser)
+    return top.prepare(parser)
+
+
 def _completion(parser: argparse.ArgumentParser) -> Run:
     parser.add_argument("shell", choices=("bash", "zsh", "fish"), help="for which shell")
 
@@ -312,6 +320,7 @@ COMMANDS: dict[str, tuple[str, Callable[[argparse.ArgumentParser], Run]]] = {
     "up": ("run a whole fleet: broker, database, controller, projector, planner, frontends, workers", _up),
     "demo": ("break a fleet under load in every way we know, and show what its users noticed", _demo),
     "status": ("show the fleet as it is", _operator("status")),
+    "top": ("watch the fleet and what happens in it, on a terminal", _top),
     "events": ("show the facts on the journal", _operator("events")),
     "drain": ("give a worker nothing new; what it runs moves on, or finishes there", _operator("drain")),
     "resume": ("take a drained worker back into service", _operator("resume")),

@@ -1,0 +1,132 @@
+"""`holdfast top`: the fleet as it is and what happens in it, on a terminal, until q or Ctrl-C."""
+
+import argparse
+import asyncio
+import contextlib
+import sys
+from collections.abc import AsyncIterator, Callable, Iterator
+from typing import Any
+
+from rich.console import Console
+from rich.live import Live
+
+from controller.columns import columns
+from controller.commands.top_view import TOLD_MAX, FleetSeen, picture
+from controller.processes.flag_types import positive
+from controller.processes.operator_client import Operator, find
+from events.errors import HoldfastError
+from events.journal.nats import NatsJournal
+
+EVERY_S = 1.0
+AGAIN_S = 2.0  # until a fleet that is not there is looked for again
+ONCE_LINES = 40  # of a picture that is printed once
+CATCH_UP_S = 0.5  # what lies on the journal already comes within that
+
+
+def prepare(parser: argparse.ArgumentParser) -> Callable[[argparse.Namespace], int]:
+    """Add the command's own flags, and return what runs it."""
+    parser.add_argument(
+        "--every",
+        type=positive,
+        default=EVERY_S,
+        metavar="S",
+        help=f"how often it is drawn (default: {EVERY_S:g} s)",
+    )
+    parser.add_argument("--once", action="store_true", help="print one picture (also where no terminal is)")
+    return lambda args: asyncio.run(run(args))
+
+
+async def run(args: argparse.Namespace) -> int:
+    """Draw until somebody has seen enough. 1: there is no fleet, where one picture was wanted."""
+    seen = FleetSeen()
+    if args.once or not sys.stdout.isatty():
+        return await _once(args, seen)
+    find(args.data)  # raises at once where nothing was ever there
+    console = Console(highlight=False)
+    watching = [asyncio.create_task(one(args, seen)) for one in (_ask, _follow)]
+    try:
+        with _keys() as enough, Live(console=console, screen=True, auto_refresh=False) as live:
+            while not enough.is_set():
+                live.update(picture(seen, console.height - 1), refresh=True)
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(enough.wait(), args.every)
+    finally:
+        for task in watching:
+            task.cancel()
+        await asyncio.gather(*watching, return_exceptions=True)
+    return 0
+
+
+async def _once(args: argparse.Namespace, seen: FleetSeen) -> int:
+    seen.status = await _status(args)
+    async with _journal(args) as journal:
+        last = await journal.last_seq()
+        async for batch in journal.read(max(await journal.first_seq() - 1, last - TOLD_MAX), until=last):
+            seen.take(batch)
+    Console(highlight=False, width=columns()).print(picture(seen, ONCE_LINES))
+    return 0
+
+
+async def _status(args: argparse.Namespace) -> dict[str, Any]:
+    operator = await Operator.connect(args.data)
+    try:
+        return await operator.ask("status", {})
+    finally:
+        await operator.close()
+
+
+async def _ask(args: argparse.Namespace, seen: FleetSeen) -> None:
+    """Ask again and again how the fleet is."""
+    while True:
+        try:
+            operator = await Operator.connect(args.data)
+            try:
+                while True:
+                    seen.status, seen.fault = await operator.ask("status", {}), ""
+                    await asyncio.sleep(args.every)
+            finally:
+                await operator.close()
+        except HoldfastError as error:
+            seen.fault = str(error)
+            await asyncio.sleep(AGAIN_S)
+
+
+async def _follow(args: argparse.Namespace, seen: FleetSeen) -> None:
+    """Take in what happens; what has happened last comes first."""
+    while True:
+        with contextlib.suppress(HoldfastError):
+            async with _journal(args) as journal:
+                last = await journal.last_seq()
+                async for batch in journal.read(max(await journal.first_seq() - 1, last - TOLD_MAX)):
+                    seen.take(batch)
+        await asyncio.sleep(AGAIN_S)
+
+
+@contextlib.asynccontextmanager
+async def _journal(args: argparse.Namespace) -> AsyncIterator[NatsJournal]:
+    journal = await NatsJournal.connect(find(args.data)["nats_url"], "reader", None, make=False)
+    try:
+        yield journal
+    finally:
+        await journal.close()
+
+
+@contextlib.contextmanager
+def _keys() -> Iterator[asyncio.Event]:
+    """Yield what is set when somebody presses q."""
+    enough, loop = asyncio.Event(), asyncio.get_running_loop()
+    if not sys.stdin.isatty():
+        yield enough
+        return
+    import termios
+    import tty
+
+    terminal = sys.stdin.fileno()
+    before = termios.tcgetattr(terminal)
+    tty.setcbreak(terminal)
+    loop.add_reader(terminal, lambda: enough.set() if sys.stdin.read(1) in ("q", "Q", "") else None)
+    try:
+        yield enough
+    finally:
+        loop.remove_reader(terminal)
+        termios.tcsetattr(terminal, termios.TCSADRAIN, before)
