@@ -41,7 +41,7 @@ $(VENV)/.engines: $(VENV)/.installed
 	$(PIP) -e '.[dev,planner,report,transformers]'
 	@touch $@
 
-demo: install  ## a fleet under load, broken in every way we know, and the table of what its users noticed
+demo: install  ## a fleet under load, broken in every way we know; what its users noticed, and its post-mortem
 	$(BIN)/holdfast demo
 
 # loadgroup: as tests/conftest.py hands them out, one after another

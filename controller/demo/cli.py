@@ -242,6 +242,9 @@ class Demo:
         async for line in incidents.tell(find(self.fleet.data)["nats_url"], events):
             told = fitted(line, self.console.width)
             self.console.print(told, highlight=False, markup=False, soft_wrap=True)
+        where = (self.fleet.data if self.kept else HOME) / "demo.html"
+        async for line in incidents.written(find(self.fleet.data)["nats_url"], where):
+            self.console.print(line, highlight=False, markup=False, soft_wrap=True)
         (self.fleet.data / "demo.json").write_text(json.dumps(_as_json(result)))
         return 0 if result.clean else 1
 

@@ -1,8 +1,13 @@
 """The demo's incidents as the journal tells them: a headline each, and the steps from first symptom to recovery."""
 
+import argparse
 from collections.abc import AsyncIterator, Sequence
+from datetime import UTC, datetime
+from pathlib import Path
 
 from controller.replay import sentences, timeline
+from controller.replay.report import report_cli
+from controller.replay.report.page import NoPlotly
 from controller.replay.scan import JournalArchive
 from events.decisions import IncidentOpened
 from events.fact import Recorded
@@ -26,6 +31,23 @@ async def tell(nats_url: str, events: Sequence[Recorded]) -> AsyncIterator[str]:
                     yield f"    {line}"
     finally:
         await journal.close()
+
+
+async def written(nats_url: str, where: Path) -> AsyncIterator[str]:
+    """Write a report of all that has happened, as a page, or as Markdown where plotly is not installed. Yield where it is."""
+    journal = await NatsJournal.connect(nats_url, "demo", None, make=False)
+    wanted = argparse.Namespace(incident=None, since="1", until=None, redact=False, output=str(where))
+    said: list[str] = []
+    try:
+        now, archive = datetime.now(UTC), JournalArchive(journal)
+        try:
+            await report_cli.execute(wanted, journal, None, archive, now, said.append)
+        except NoPlotly:
+            wanted.output = str(where.with_suffix(".md"))
+            await report_cli.execute(wanted, journal, None, archive, now, said.append)
+    finally:
+        await journal.close()
+    yield f"\nThe post-mortem, with pictures: {said[0]}"
 
 
 def steps(events: Sequence[Recorded]) -> list[str]:

@@ -97,6 +97,15 @@ async def test_who_was_hurt_and_at_what_cost(history: History) -> None:
     assert cost["least_capacity"] == pytest.approx(2 / 3)
 
 
+async def test_a_fleet_that_begins_lacks_nothing_before_somebody_serves(history: History) -> None:
+    cost = (await told(History().start(), "--since", "1"))["cost"]
+    assert (cost["gpu_seconds_missing"], cost["least_capacity"]) == (0.0, 1 / 3), (
+        "its workers become ready one after another"
+    )
+    whole = (await told(history, "--since", "1"))["cost"]["gpu_seconds_missing"]
+    assert whole == pytest.approx((await told(history))["cost"]["gpu_seconds_missing"])
+
+
 async def test_lost_and_refused_requests_are_told_where_they_belong(history: History) -> None:
     history.say(
         RequestAbandoned(

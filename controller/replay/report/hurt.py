@@ -75,9 +75,10 @@ def hurt(events: Sequence[Recorded], frames: Sequence[Frame], end: datetime) -> 
 
 
 def _missing(frames: Sequence[Frame], start: datetime, end: datetime) -> tuple[float, float]:
-    """Return GPU-seconds out of service, and the smallest share of the fleet that served."""
+    """Return GPU-seconds out of service, and the least share of the fleet that served. A fleet that begins lacks nothing before
+    somebody serves."""
     shown: dict[str, WorkerShown] = {}
-    gpu_s, least = 0.0, 1.0
+    gpu_s, least, begun = 0.0, 1.0, bool(frames[0].workers)
     ends = [frame.at for frame in frames[1:]] + [end]
     for frame, until in zip(frames, ends, strict=True):
         for name, one in frame.workers.items():
@@ -85,6 +86,9 @@ def _missing(frames: Sequence[Frame], start: datetime, end: datetime) -> tuple[f
                 shown.pop(name, None)
             else:
                 shown[name] = one
+        if not begun and frame.capacity == 0.0:
+            continue
+        begun = True
         lacks = sum(one.gpus * (1.0 - one.weight) for one in shown.values() if not one.spare)
         gpu_s += lacks * max(0.0, (until - max(frame.at, start)).total_seconds())
         if until > start and shown:
