@@ -7,6 +7,7 @@
     projector    nothing; it reads
     planner      what models can carry, and how many workers they should have; it reads the state store alone
     operator     control.*, which place of the journal does not count, and how many workers he wants; it reads
+    reader       nothing; programs of yours read with it, and the broker remembers how far they have come
 
 Nobody deletes or purges the stream: no role has a word for it; only `holdfast up` may change its bounds. What is asked is
 answered below the asker's own inbox, or, by a worker, below its own name: nobody can read or give another's answers.
@@ -87,6 +88,12 @@ _READS = (
     f"{API}.CONSUMER.MSG.NEXT.{STREAM}.*",
     f"{API}.CONSUMER.DELETE.{STREAM}.*",
 )
+_REMEMBERED = (  # durable consumers, with filters in their names or not, and their acknowledgements
+    f"{API}.CONSUMER.CREATE.{STREAM}.*.>",
+    f"{API}.CONSUMER.INFO.{STREAM}.*",
+    f"{API}.CONSUMER.DURABLE.CREATE.{STREAM}.*",
+    f"$JS.ACK.{STREAM}.>",
+)
 _MAKES = (f"{API}.STREAM.CREATE.{STREAM}",)
 _BOUNDS = (f"{API}.STREAM.UPDATE.{STREAM}",)
 _LEASE = (f"{API}.STREAM.CREATE.KV_{BUCKET}", f"{API}.STREAM.MSG.GET.KV_{BUCKET}", f"$KV.{BUCKET}.>")
@@ -134,6 +141,8 @@ def _role(name: str) -> BrokerUser:
             return BrokerUser(name, (*_READS, *facts, f"{subjects.CONTROL}.*"), inbox)
         case "planner":
             return BrokerUser(name, (*_JOURNAL, *facts), inbox)
+        case "reader":
+            return BrokerUser(name, (*_READS, *_REMEMBERED), inbox)
         case _:
             return BrokerUser(name, _READS, inbox)
 

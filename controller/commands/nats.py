@@ -1,4 +1,5 @@
-"""`holdfast nats permissions`: who may say and hear what at a broker of one's own, as nats-server's configuration reads it."""
+"""`holdfast nats permissions`: who may say and hear what at a broker of one's own, as nats-server's configuration reads it.
+`holdfast nats reader`: how a program of one's own comes to the events."""
 
 import argparse
 import json
@@ -9,11 +10,13 @@ from pathlib import Path
 
 from controller.adapters.embedded.nats_users import BrokerUsers, configuration
 from controller.processes.fleet_dir import FleetDir
+from controller.processes.operator_client import find
 from events import permissions
 from events.broker_users import worker_user, workers_of
 from events.errors import UsageError
-from events.nats import keys
+from events.nats import keys, urls
 
+READER = "reader"
 Run = Callable[[argparse.Namespace], int]
 _WORKERS = re.compile(r"([^+]+?)(?:\+([1-9][0-9]{0,4}))?")
 HEAD = """# Users of a Holdfast fleet: what each may publish and subscribe to, and nothing else.
@@ -49,7 +52,33 @@ def prepare(parser: argparse.ArgumentParser, kind: type[argparse.ArgumentParser]
         default="conf",
         help="conf: the block authorization, with nkeys; json: names and subjects alone, for `nsc` or passwords",
     )
-    return _permissions
+    text = "print how a program of yours comes to the broker, to read events: see docs/consumers.md"
+    reader = kinds.add_parser("reader", help=text, description=text, allow_abbrev=False)
+    reader.add_argument("--data", type=Path, default=argparse.SUPPRESS, help=argparse.SUPPRESS)
+    reader.add_argument(
+        "-o", dest="output", choices=("text", "json"), default="text", help="how to print (default: text)"
+    )
+    command.set_defaults(run_nats=_permissions)
+    reader.set_defaults(run_nats=_reader)
+    return lambda args: int(args.run_nats(args))
+
+
+def _reader(args: argparse.Namespace) -> int:
+    own = str(find(args.data, READER)["nats_url"])
+    said = {
+        "url": own,
+        "server": ",".join(urls.addresses(own)),
+        "nkey": urls.account(own).get("nkeys_seed", ""),
+        "inbox": urls.inbox(own),
+    }
+    if args.output == "json":
+        print(json.dumps(said, indent=1))
+        return 0
+    print(f"HOLDFAST_NATS_URL={said['url']}")
+    print(f"\nserver  {said['server']}")
+    print(f"nkey    {said['nkey'] or '(none: this broker asks nobody who he is, or the URL says it)'}")
+    print(f"inbox   {said['inbox']}")
+    return 0
 
 
 def _user(text: str) -> str:

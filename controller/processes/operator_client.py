@@ -41,8 +41,9 @@ async def http_ok(url: str, deadline_s: float = 1.0) -> bool:
     return await asyncio.to_thread(get)
 
 
-def find(data: Path) -> dict[str, Any]:
-    """Return how the fleet is reached: from the environment, or from the data directory. Raise NoFleet or BadBrokerUrl.
+def find(data: Path, user: str = "operator") -> dict[str, Any]:
+    """Return how the fleet is reached by one of the broker's users: from the environment, or from the data directory. Raise
+    NoFleet or BadBrokerUrl.
 
     `database_url` reads, `database_owner_url` makes tables.
     """
@@ -58,7 +59,7 @@ def find(data: Path) -> dict[str, Any]:
     for key in ("nats_url", "database_url"):
         known[key] = os.environ.get(f"HOLDFAST_{key.upper()}") or known.get(key, "")
     owner = os.environ.get("HOLDFAST_DATABASE_URL") or known.get("database_owner_url")
-    known["nats_url"] = as_user(known["nats_url"], "operator")
+    known["nats_url"] = as_user(known["nats_url"], user)
     known["database_owner_url"] = (
         owner or known["database_url"]
     )  # a fleet of a release before has only the one

@@ -28,6 +28,7 @@ async def test_a_broker_takes_what_is_printed_and_a_second_printing_is_the_same(
             "operator",
             "planner",
             "projector",
+            "reader",
             "supervisor",
             "worker-w0",
             "worker-x0+3",

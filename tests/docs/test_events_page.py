@@ -1,11 +1,8 @@
-"""docs/events.md and docs/asyncapi.yaml are what the code says, and the consumer on the page runs."""
+"""docs/events.md, docs/asyncapi.yaml and docs/schemas are what the code says."""
 
-import asyncio
 import gzip
 import json
-import os
 import re
-import sys
 from pathlib import Path
 
 import pytest
@@ -16,8 +13,6 @@ from controller import catalogue
 from controller.adapters.asyncapi import document
 from controller.commands import write_docs
 from events import codec
-from events.journal.nats import NatsJournal
-from events.observations import WorkerHeard
 
 ROOT = Path(__file__).parents[2]
 DOCS, RELEASES, SAMPLES = ROOT / "docs", ROOT / "tests/fixtures", ROOT / "tests/events/facts/samples"
@@ -114,66 +109,6 @@ def test_the_operators_subjects_are_in_the_document() -> None:
 def test_a_page_without_its_marks_is_refused() -> None:
     with pytest.raises(ValueError, match="lacks"):
         write_docs.renewed("# Events\n")
-
-
-# --- the consumer -----------------------------------------------------------------------------------------
-
-
-def program() -> str:
-    """Return the consumer that the page shows."""
-    (found,) = re.findall(
-        r"^```python\n(.*?)^```", (DOCS / "events.md").read_text(), re.DOTALL | re.MULTILINE
-    )
-    return str(found)
-
-
-def test_the_consumer_has_twenty_lines() -> None:
-    assert len([line for line in program().splitlines() if line.strip()]) <= 20
-
-
-async def follow(file: Path, url: str, wanted: int) -> list[dict[str, object]]:
-    """Run the program until it has printed so many lines, then kill it as a crash would."""
-    process = await asyncio.create_subprocess_exec(
-        sys.executable,
-        str(file),
-        "audit",
-        "fleet.observed.>",
-        env={**os.environ, "HOLDFAST_NATS_URL": url},
-        stdout=asyncio.subprocess.PIPE,
-    )
-    assert process.stdout is not None
-    rows = []
-    try:
-        async with asyncio.timeout(20):
-            while len(rows) < wanted:
-                rows.append(json.loads(await process.stdout.readline()))
-    finally:
-        process.kill()
-        await process.communicate()
-    return rows
-
-
-@pytest.mark.servers
-async def test_the_consumer_goes_on_where_it_stopped(nats_url: str, tmp_path: Path) -> None:
-    file = tmp_path / "consumer.py"
-    file.write_text(program())
-    journal = await NatsJournal.connect(nats_url, "test:docs", tmp_path / "spool")
-    try:
-        said = [journal.observe(WorkerHeard(worker="w1", instance=f"i{n}", observer="o")) for n in range(5)]
-        assert await journal.flush(5)
-        first = await follow(file, nats_url, 5)
-        assert [row["id"] for row in first] == said
-        assert first[0]["kind"] == "holdfast.worker_heard"
-        assert first[0]["instance"] == "i0"
-        later = [
-            journal.observe(WorkerHeard(worker="w1", instance=f"i{n}", observer="o")) for n in range(5, 8)
-        ]
-        assert await journal.flush(5)
-        second = await follow(file, nats_url, 3)
-    finally:
-        await journal.close()
-    fresh = [row["id"] for row in second if row["id"] not in said]
-    assert fresh == later[: len(fresh)] and fresh
 
 
 def test_every_kind_can_be_decoded() -> None:

@@ -90,6 +90,8 @@ def test_nobody_can_take_history_away(subject: str) -> None:
         ("_INBOX.controller.x.1", set()),
         ("$KV.HOLDFAST.lease", {"controller"}),
         ("$JS.API.STREAM.CREATE.FLEET", {"controller", "supervisor"}),
+        ("$JS.ACK.FLEET.audit.1.2.3.4.5", {"reader"}),
+        ("$JS.API.CONSUMER.CREATE.FLEET.audit.fleet.decided.>", {"reader"}),
     ],
 )
 def test_who_may_say_it(subject: str, who: set[str]) -> None:

@@ -1,0 +1,259 @@
+"""Follow a fleet's events from a program of your own: typed, in order, at least once.
+
+    async for event in follow(url, kinds=["canary_failed"], durable="my-app"):
+        print(event.at, event.fact.worker, event.fact.reason)
+
+With `durable` the broker remembers how far the program of that name has come: an event counts as taken when the loop asks for the
+next one, and after a crash the loop goes on with the one that it was at. Make what you do with an event idempotent by its `id`.
+Without, nothing is remembered: the loop begins where `since` says.
+
+What is no event of this version's kinds (docs/events.md) is stepped over. While the broker is away the loop waits.
+"""
+
+import asyncio
+import contextlib
+import re
+from collections.abc import AsyncIterator, Iterable
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from typing import Any, Literal, TypeAlias
+
+import nats
+from nats.aio.client import Client
+from nats.aio.msg import Msg
+from nats.errors import Error as NatsError
+from nats.js import JetStreamContext
+from nats.js.api import AckPolicy, ConsumerConfig, DeliverPolicy
+from nats.js.errors import NotFoundError
+
+from events import codec, subjects
+from events.errors import HoldfastError, UsageError
+from events.fact import Decision, Fact, Skipped
+from events.journal import messages
+from events.nats.urls import account, addresses, check_url, inbox, masked
+
+Since: TypeAlias = int | datetime | Literal["now"] | None
+
+CONNECT_S = 5.0
+ASK_S = 5.0
+FETCH_S = 5.0  # that one question for more may wait
+GATHER_S = 0.05  # that many may wait for one another, where many come
+AGAIN_S = 0.5  # after an error of the connection
+ACK_WAIT_S = 5.0  # after a crash the event that it was at comes again within that
+STILL_S = 2.0  # how often the broker is told that an event is still being worked on
+BATCH = 200  # events on the way at once, where nothing is remembered
+GONE_S = 60.0  # after which the broker forgets a reader that remembers nothing
+_NAME = re.compile(r"[A-Za-z0-9_\-]{1,64}")
+
+
+class CannotFollow(HoldfastError):
+    """The events cannot be followed: the broker cannot be reached, refuses it, or has no stream FLEET."""
+
+
+@dataclass(frozen=True, slots=True)
+class FollowedEvent:
+    """One event: CloudEvents' attributes, its place on the stream, and what it says."""
+
+    id: str  # CloudEvents: the same for every repetition
+    type: str  # CloudEvents: holdfast. and the kind
+    source: str  # CloudEvents: the process instance that said it
+    subject: str  # on which it lies
+    time: datetime | None  # CloudEvents: by the clock of who said it
+    seq: int  # its place on the stream
+    at: datetime  # when the stream took it, by the broker's clock
+    correlation: str  # the incident that it belongs to; empty: to none
+    causation: str  # the event that led to it: an id, or decision:N; empty: none is known
+    fact: Fact  # one of `events.observations` or `events.decisions`
+
+    @property
+    def data(self) -> dict[str, Any]:
+        """What it says as plain JSON types: the body as docs/schemas has it."""
+        found: dict[str, Any] = codec.to_builtins(self.fact)
+        return found
+
+
+async def follow(
+    url: str, *, kinds: Iterable[type[Fact] | str] = (), since: Since = None, durable: str = ""
+) -> AsyncIterator[FollowedEvent]:
+    """Yield events, the oldest first, for ever.
+
+    `url`: as `holdfast nats reader` prints it. `kinds`: classes or names, such as CanaryFailed or "canary_failed"; none: all.
+    `since`: a sequence, an instant with a time zone, or "now"; None: from the oldest that is kept. For a durable name it counts
+    the first time only. Raise UsageError for what makes no sense, CannotFollow.
+    """
+    check_url(url)
+    filters = _filters(kinds)
+    if durable and not _NAME.fullmatch(durable):
+        raise UsageError(f"durable={durable!r}: letters, digits, _ and -, 64 at most")
+    if isinstance(since, datetime) and since.tzinfo is None:
+        raise UsageError("since is an instant without a time zone")
+    client = await _connected(url)
+    try:
+        reader = _Consumer(client.jetstream(timeout=ASK_S), filters, since, durable)
+        async for event in reader.events():
+            yield event
+    finally:
+        with contextlib.suppress(NatsError, OSError, TimeoutError):
+            await client.close()
+
+
+def _filters(kinds: Iterable[type[Fact] | str]) -> list[str]:
+    found = []
+    for kind in kinds:
+        name = kind if isinstance(kind, str) else kind.kind()
+        fact = codec.KINDS.get(name)
+        if fact is None:
+            raise UsageError(f"there is no kind {name!r}; the kinds are {', '.join(sorted(codec.KINDS))}")
+        found.append(
+            f"{subjects.DECIDED}.{name}" if issubclass(fact, Decision) else f"{subjects.OBSERVED}.*.*.{name}"
+        )
+    return sorted(set(found) or subjects.STREAM_SUBJECTS)
+
+
+async def _connected(url: str) -> Client:
+    try:
+        async with asyncio.timeout(CONNECT_S):
+            return await nats.connect(
+                addresses(url),
+                inbox_prefix=inbox(url).encode(),
+                max_reconnect_attempts=-1,
+                error_cb=_silent,
+                **account(url),
+            )
+    except (NatsError, OSError, TimeoutError) as error:
+        raise CannotFollow(f"{masked(url)} does not answer ({error!r}). {CannotFollow.__doc__}") from error
+
+
+async def _silent(error: Exception) -> None:
+    """What fails is raised, or tried again."""
+
+
+class _Consumer:
+    """One consumer at the broker."""
+
+    def __init__(self, stream: JetStreamContext, filters: list[str], since: Since, durable: str) -> None:
+        self._stream, self._filters, self._since, self._durable = stream, filters, since, durable
+        self._last = 0  # sequence that was yielded last
+        self._more_waits = False  # at the broker, perhaps
+
+    async def events(self) -> AsyncIterator[FollowedEvent]:
+        subscription = await self._subscribed()
+        while True:
+            try:
+                got = await self._more(subscription)
+            except (NatsError, OSError, TimeoutError) as error:  # the broker is away, or nothing is new
+                if not isinstance(error, TimeoutError):
+                    await asyncio.sleep(AGAIN_S)
+                if await self._is_gone(subscription):
+                    subscription = await self._subscribed()
+                continue
+            for message in got:
+                event = _event(message)
+                self._last = message.metadata.sequence.stream
+                if event is not None:
+                    async with _under_way(message) if self._durable else contextlib.nullcontext():
+                        yield event
+                if self._durable:
+                    await message.ack()
+
+    async def _more(self, subscription: JetStreamContext.PullSubscription) -> list[Msg]:
+        """Return what is there, at least one message. Raise TimeoutError if none comes in time."""
+        if self._more_waits:  # nats-py waits for the whole of a batch, once one has come
+            self._more_waits = False
+            with contextlib.suppress(TimeoutError):
+                got = await subscription.fetch(BATCH, timeout=GATHER_S)
+                self._more_waits = True
+                return got
+        got = await subscription.fetch(1, timeout=FETCH_S)
+        self._more_waits = not self._durable
+        return got
+
+    async def _is_gone(self, subscription: JetStreamContext.PullSubscription) -> bool:
+        """Say whether the broker has forgotten this reader: it was away for too long."""
+        try:
+            await subscription.consumer_info()
+        except NotFoundError:
+            return True
+        except (NatsError, OSError, TimeoutError):
+            await asyncio.sleep(AGAIN_S)
+        return False
+
+    async def _subscribed(self) -> JetStreamContext.PullSubscription:
+        try:
+            name = await self._consumer()
+            return await self._stream.pull_subscribe_bind(consumer=name, stream=subjects.STREAM)
+        except (NatsError, OSError, TimeoutError) as error:
+            raise CannotFollow(f"{error!r}. {CannotFollow.__doc__}") from error
+
+    async def _consumer(self) -> str:
+        """Make the consumer, or find the one of that name. Return what it is called."""
+        if self._durable:
+            with contextlib.suppress(NotFoundError):
+                found = await self._stream.consumer_info(subjects.STREAM, self._durable)
+                if sorted(found.config.filter_subjects or []) != self._filters:
+                    raise UsageError(
+                        f"{self._durable!r} follows other kinds: give another name, or delete that consumer"
+                    )
+                return self._durable
+        made = await self._stream.add_consumer(subjects.STREAM, self._config())
+        return made.name
+
+    def _config(self) -> ConsumerConfig:
+        config = ConsumerConfig(filter_subjects=self._filters)
+        if self._durable:
+            config.durable_name, config.ack_policy = self._durable, AckPolicy.EXPLICIT
+            config.ack_wait, config.max_ack_pending = (
+                ACK_WAIT_S,
+                1,
+            )  # one at a time: so a crash changes no order
+        else:
+            config.ack_policy, config.inactive_threshold = AckPolicy.NONE, GONE_S
+        since = self._last + 1 if self._last else self._since
+        if isinstance(since, datetime):
+            config.deliver_policy, config.opt_start_time = DeliverPolicy.BY_START_TIME, since.astimezone(UTC)
+        elif isinstance(since, int):
+            config.deliver_policy, config.opt_start_seq = DeliverPolicy.BY_START_SEQUENCE, max(1, since)
+        elif since == "now":
+            config.deliver_policy = DeliverPolicy.NEW
+        return config
+
+
+@contextlib.asynccontextmanager
+async def _under_way(message: Msg) -> AsyncIterator[None]:
+    """Tell the broker again and again that somebody is at this event, so that it does not come a second time."""
+
+    async def tell() -> None:
+        while True:
+            await asyncio.sleep(STILL_S)
+            with contextlib.suppress(NatsError, OSError):
+                await message.in_progress()
+
+    telling = asyncio.create_task(tell())
+    try:
+        yield
+    finally:
+        telling.cancel()
+
+
+def _event(message: Msg) -> FollowedEvent | None:
+    """Return what a message says; None: it is no event, or one of a kind that this version does not know."""
+    place = message.metadata
+    lines = "".join(f"{name}: {value}\r\n" for name, value in (message.headers or {}).items())
+    headers = f"NATS/1.0\r\n{lines}\r\n".encode()
+    found = messages.read(
+        place.sequence.stream, place.timestamp, message.subject.encode(), headers, message.data
+    )
+    if isinstance(found.fact, Skipped):
+        return None
+    return FollowedEvent(
+        found.id,
+        f"{codec.TYPE_PREFIX}{found.fact.kind()}",
+        found.source,
+        message.subject,
+        found.said_at,
+        found.seq,
+        found.at,
+        found.correlation,
+        found.causation,
+        found.fact,
+    )

@@ -1,0 +1,166 @@
+"""`follow` yields what was said, typed and in order, and goes on where a program of that name has stopped."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import Any
+
+import nats
+import pytest
+
+from events import follow as module
+from events.errors import UsageError
+from events.follow import CannotFollow, FollowedEvent, follow
+from events.journal.nats import NatsJournal
+from events.observations import CanaryFailed, WorkerHeard
+
+WITHIN_S = 20.0
+
+pytestmark = pytest.mark.servers
+
+
+@pytest.fixture
+async def journal(nats_url: str, tmp_path: Path) -> AsyncIterator[NatsJournal]:
+    made = await NatsJournal.connect(nats_url, "test:follow", tmp_path / "spool")
+    yield made
+    await made.close()
+
+
+def heard(number: int) -> WorkerHeard:
+    return WorkerHeard(worker="w1", instance=f"i{number}", observer="o")
+
+
+def failed(worker: str) -> CanaryFailed:
+    return CanaryFailed(
+        worker=worker, instance="i", canary_key="k", canary="c", check_type="scheduled", sent_under=0,
+        sent_at=datetime(2026, 1, 1, tzinfo=UTC), latency_ms=5.0, reason="timeout", confirmed=False,
+    )  # fmt: skip
+
+
+async def said(journal: NatsJournal, *facts: Any) -> list[str]:
+    ids = [journal.observe(fact) for fact in facts]
+    assert await journal.flush(5)
+    return ids
+
+
+async def taken(url: str, count: int, **how: Any) -> list[FollowedEvent]:
+    """Follow until so many events were taken, and leave; the last one counts as taken only if the loop asked for one more."""
+    found: list[FollowedEvent] = []
+    following = follow(url, **how)
+    async with asyncio.timeout(WITHIN_S):
+        async for event in following:
+            found.append(event)
+            if len(found) == count:
+                break
+    await following.aclose()
+    return found
+
+
+async def test_an_event_has_what_cloudevents_has_and_its_fact(nats_url: str, journal: NatsJournal) -> None:
+    (id,) = await said(journal, failed("w2"))
+    (event,) = await taken(nats_url, 1)
+    assert (event.id, event.type, event.seq) == (id, "holdfast.canary_failed", 1)
+    assert event.subject == "fleet.observed.worker.w2.canary_failed" and event.source == journal.source
+    assert event.fact == failed("w2") and event.data["reason"] == "timeout"
+    assert event.time is not None and abs(event.at - event.time) < timedelta(minutes=1)
+
+
+async def test_kinds_are_chosen_by_class_or_name(nats_url: str, journal: NatsJournal) -> None:
+    await said(journal, heard(1), failed("w2"), heard(2), failed("w3"))
+    for kinds in ([CanaryFailed], ["canary_failed"]):
+        assert [event.fact.worker for event in await taken(nats_url, 2, kinds=kinds)] == ["w2", "w3"]  # type: ignore[attr-defined]
+
+
+async def test_it_begins_where_it_is_told_to(nats_url: str, journal: NatsJournal) -> None:
+    await said(journal, *(heard(n) for n in range(3)))
+    (third,) = await taken(nats_url, 1, since=3)
+    assert third.fact == heard(2)
+    (since,) = await taken(nats_url, 1, since=third.at)
+    assert since.at >= third.at and since.seq <= 3
+    following = asyncio.create_task(taken(nats_url, 1, since="now"))
+    for number in range(100, 200):  # until it is there
+        await said(journal, heard(number))
+        await asyncio.wait({following}, timeout=0.05)
+        if following.done():
+            break
+    assert (await following)[0].seq > 3
+
+
+async def test_a_name_goes_on_with_the_event_that_it_was_at(
+    nats_url: str, journal: NatsJournal, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "ACK_WAIT_S", 0.5)
+    await said(journal, *(heard(n) for n in range(6)))
+    first = await taken(nats_url, 3, durable="app")
+    second = await taken(nats_url, 4, durable="app")
+    assert [event.fact for event in first] == [heard(0), heard(1), heard(2)]
+    assert [event.fact for event in second] == [heard(2), heard(3), heard(4), heard(5)], (
+        "it had not asked for the next"
+    )
+    assert [event.fact for event in await taken(nats_url, 1, durable="another")] == [heard(0)]
+
+
+async def test_what_takes_long_does_not_come_twice(
+    nats_url: str, journal: NatsJournal, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "ACK_WAIT_S", 0.6)
+    monkeypatch.setattr(module, "STILL_S", 0.1)
+    await said(journal, heard(0), heard(1))
+    found = []
+    following = follow(nats_url, durable="slow")
+    async with asyncio.timeout(WITHIN_S):
+        async for event in following:
+            found.append(event.fact)
+            await asyncio.sleep(1.5)
+            if len(found) == 2:
+                break
+    await following.aclose()
+    assert found == [heard(0), heard(1)]
+
+
+async def test_what_is_no_event_is_stepped_over(nats_url: str, journal: NatsJournal) -> None:
+    await said(journal, heard(0))
+    client = await nats.connect(nats_url)
+    await client.jetstream().publish("fleet.observed.worker.w1.worker_heard", b"no event")
+    await client.close()
+    await said(journal, heard(1))
+    for how in ({}, {"durable": "app"}):
+        assert [event.fact for event in await taken(nats_url, 2, **how)] == [heard(0), heard(1)]
+
+
+async def test_a_reader_whom_the_broker_has_forgotten_goes_on(
+    nats_url: str, journal: NatsJournal, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "FETCH_S", 0.2)
+    await said(journal, heard(0))
+    following, client = follow(nats_url), await nats.connect(nats_url)
+    async with asyncio.timeout(WITHIN_S):
+        assert (await anext(following)).fact == heard(0)
+        coming = asyncio.ensure_future(anext(following))
+        for consumer in await client.jetstream().consumers_info("FLEET"):
+            await client.jetstream().delete_consumer("FLEET", consumer.name)
+        await said(journal, heard(1))
+        assert (await coming).fact == heard(1)
+    await following.aclose()
+    await client.close()
+
+
+async def test_what_makes_no_sense_is_said(nats_url: str, journal: NatsJournal) -> None:
+    for how in ({"kinds": ["no_such_kind"]}, {"durable": "a b"}, {"since": datetime(2026, 1, 1)}):
+        with pytest.raises(UsageError):
+            await taken(nats_url, 1, **how)
+    await said(journal, heard(0))
+    await taken(nats_url, 1, durable="app")
+    with pytest.raises(UsageError, match="follows other kinds"):
+        await taken(nats_url, 1, durable="app", kinds=["canary_failed"])
+
+
+async def test_a_broker_that_is_not_there_or_has_no_stream_is_said(
+    nats_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "CONNECT_S", 0.5)
+    with pytest.raises(CannotFollow, match="does not answer"):
+        await taken("nats://127.0.0.1:1", 1)
+    with pytest.raises(CannotFollow):
+        await taken(nats_url, 1)
