@@ -44,10 +44,13 @@ async def browser(home: Path) -> AsyncIterator[Browser]:
 
 
 @contextlib.asynccontextmanager
-async def opened(found: Browser, page: Path, *, dark: bool = False) -> AsyncIterator[tuple[Page, list[str]]]:
+async def opened(
+    found: Browser, page: Path, *, dark: bool = False, zone: str = "UTC"
+) -> AsyncIterator[tuple[Page, list[str]]]:
     """Open a page without a network, and wait until it is ready. Yield it, and what it complained of so far."""
     context = await found.new_context(
-        viewport={"width": 1200, "height": 1000}, color_scheme="dark" if dark else "light", offline=True, accept_downloads=True
+        viewport={"width": 1200, "height": 1000}, color_scheme="dark" if dark else "light", timezone_id=zone,
+        offline=True, accept_downloads=True
     )  # fmt: skip
     try:
         shown, complaints = await context.new_page(), list[str]()

@@ -15,7 +15,7 @@ import contextlib
 import re
 from collections.abc import AsyncIterator, Iterable
 from dataclasses import dataclass
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 from typing import Any, Literal, TypeAlias
 
 import nats
@@ -30,6 +30,7 @@ from events import codec, subjects
 from events.errors import HoldfastError, UsageError
 from events.fact import Decision, Fact, Skipped
 from events.journal import messages
+from events.journal.broker import delivered
 from events.nats.urls import account, addresses, check_url, inbox, masked
 
 Since: TypeAlias = int | datetime | Literal["now"] | None
@@ -43,6 +44,7 @@ ACK_WAIT_S = 5.0  # after a crash the event that it was at comes again within th
 STILL_S = 2.0  # how often the broker is told that an event is still being worked on
 BATCH = 200  # events on the way at once, where nothing is remembered
 GONE_S = 60.0  # after which the broker forgets a reader that remembers nothing
+_EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 _NAME = re.compile(r"[A-Za-z0-9_\-]{1,64}")
 
 
@@ -87,9 +89,11 @@ async def follow(
         raise UsageError(f"durable={durable!r}: letters, digits, _ and -, 64 at most")
     if isinstance(since, datetime) and since.tzinfo is None:
         raise UsageError("since is an instant without a time zone")
+    if not (since is None or since == "now" or isinstance(since, int | datetime)):
+        raise UsageError(f"since={since!r}: a sequence, an instant with a time zone, or 'now'")
     client = await _connected(url)
     try:
-        reader = _Consumer(client.jetstream(timeout=ASK_S), filters, since, durable)
+        reader = _Consumer(client, filters, since, durable)
         async for event in reader.events():
             yield event
     finally:
@@ -131,30 +135,67 @@ async def _silent(error: Exception) -> None:
 class _Consumer:
     """One consumer at the broker."""
 
-    def __init__(self, stream: JetStreamContext, filters: list[str], since: Since, durable: str) -> None:
-        self._stream, self._filters, self._since, self._durable = stream, filters, since, durable
+    def __init__(self, client: Client, filters: list[str], since: Since, durable: str) -> None:
+        self._client, self._stream = client, client.jetstream(timeout=ASK_S)
+        self._filters, self._since, self._durable = filters, since, durable
         self._last = 0  # sequence that was yielded last
         self._more_waits = False  # at the broker, perhaps
+        self._place = 0  # of the last event among those that this consumer was sent
+        self._reconnects = 0
 
     async def events(self) -> AsyncIterator[FollowedEvent]:
         subscription = await self._subscribed()
         while True:
+            got: list[Msg] = []
             try:
                 got = await self._more(subscription)
             except (NatsError, OSError, TimeoutError) as error:  # the broker is away, or nothing is new
+                if self._client.is_closed:
+                    raise CannotFollow(
+                        f"the broker has ended the connection. {CannotFollow.__doc__}"
+                    ) from error
                 if not isinstance(error, TimeoutError):
                     await asyncio.sleep(AGAIN_S)
                 if await self._is_gone(subscription):
-                    subscription = await self._subscribed()
+                    subscription = await self._again(subscription)
                 continue
             for message in got:
+                if self._has_lost(message):
+                    subscription = await self._again(subscription)
+                    break
                 event = _event(message)
                 self._last = message.metadata.sequence.stream
                 if event is not None:
                     async with _under_way(message) if self._durable else contextlib.nullcontext():
                         yield event
                 if self._durable:
-                    await message.ack()
+                    with contextlib.suppress(NatsError, OSError):  # else it comes again
+                        await message.ack()
+
+    def _has_lost(self, message: Msg) -> bool:
+        """Say whether something before a message was on its way when the connection broke: where nothing is acknowledged, the
+        broker takes it for delivered."""
+        place = message.metadata.sequence.consumer
+        lost = not self._durable and place != self._place + 1
+        self._place = place
+        return lost
+
+    async def _again(self, before: JetStreamContext.PullSubscription) -> JetStreamContext.PullSubscription:
+        """Subscribe anew behind the last event, when the broker is there. Raise CannotFollow if its stream is another one."""
+        with contextlib.suppress(NatsError, OSError):
+            await before.unsubscribe()
+        while True:
+            if self._client.is_closed:
+                raise CannotFollow(f"the broker has ended the connection. {CannotFollow.__doc__}")
+            try:
+                found = await self._stream.stream_info(subjects.STREAM)
+                if found.state.last_seq < self._last:
+                    raise CannotFollow(
+                        f"the stream ends at {found.state.last_seq}, before {self._last}: it is another one"
+                    )
+                return await self._bound()
+            except (NatsError, OSError, TimeoutError):
+                await asyncio.sleep(AGAIN_S)
 
     async def _more(self, subscription: JetStreamContext.PullSubscription) -> list[Msg]:
         """Return what is there, at least one message. Raise TimeoutError if none comes in time."""
@@ -169,7 +210,11 @@ class _Consumer:
         return got
 
     async def _is_gone(self, subscription: JetStreamContext.PullSubscription) -> bool:
-        """Say whether the broker has forgotten this reader: it was away for too long."""
+        """Say whether to subscribe anew: the broker has forgotten this reader, or was away while events were on the way."""
+        broke = self._client.stats["reconnects"]
+        if not self._durable and broke != self._reconnects:
+            self._reconnects = broke
+            return True
         try:
             await subscription.consumer_info()
         except NotFoundError:
@@ -180,10 +225,14 @@ class _Consumer:
 
     async def _subscribed(self) -> JetStreamContext.PullSubscription:
         try:
-            name = await self._consumer()
-            return await self._stream.pull_subscribe_bind(consumer=name, stream=subjects.STREAM)
+            return await self._bound()
         except (NatsError, OSError, TimeoutError) as error:
             raise CannotFollow(f"{error!r}. {CannotFollow.__doc__}") from error
+
+    async def _bound(self) -> JetStreamContext.PullSubscription:
+        self._place = 0
+        name = await self._consumer()
+        return await self._stream.pull_subscribe_bind(consumer=name, stream=subjects.STREAM)
 
     async def _consumer(self) -> str:
         """Make the consumer, or find the one of that name. Return what it is called."""
@@ -208,6 +257,7 @@ class _Consumer:
             )  # one at a time: so a crash changes no order
         else:
             config.ack_policy, config.inactive_threshold = AckPolicy.NONE, GONE_S
+            config.name = f"follow-{codec.new_id()}"
         since = self._last + 1 if self._last else self._since
         if isinstance(since, datetime):
             config.deliver_policy, config.opt_start_time = DeliverPolicy.BY_START_TIME, since.astimezone(UTC)
@@ -237,12 +287,11 @@ async def _under_way(message: Msg) -> AsyncIterator[None]:
 
 def _event(message: Msg) -> FollowedEvent | None:
     """Return what a message says; None: it is no event, or one of a kind that this version does not know."""
-    place = message.metadata
+    seq, taken_ns = delivered(message.reply.encode())
+    at = _EPOCH + timedelta(microseconds=taken_ns // 1000)  # never later than it was: `since` takes it in
     lines = "".join(f"{name}: {value}\r\n" for name, value in (message.headers or {}).items())
     headers = f"NATS/1.0\r\n{lines}\r\n".encode()
-    found = messages.read(
-        place.sequence.stream, place.timestamp, message.subject.encode(), headers, message.data
-    )
+    found = messages.read(seq, at, message.subject.encode(), headers, message.data)
     if isinstance(found.fact, Skipped):
         return None
     return FollowedEvent(

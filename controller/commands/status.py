@@ -11,7 +11,7 @@ from typing import Any
 
 from controller.commands.printing import print_processes, print_status
 from controller.processes.flag_types import positive
-from controller.processes.operator_client import Operator
+from controller.processes.operator_client import Operator, find
 from events.errors import HoldfastError
 from events.process.presence import present
 
@@ -36,6 +36,7 @@ async def run(args: argparse.Namespace) -> int:
     """Show the status. 1 where no controller answers."""
     if args.watch is None:
         return await _show(args)
+    find(args.data)  # where nothing was ever there it is said once
     while True:
         with contextlib.redirect_stdout(io.StringIO()) as written:
             try:

@@ -3,6 +3,8 @@
 import argparse
 import asyncio
 import contextlib
+import os
+import signal
 import sys
 from collections.abc import AsyncIterator, Callable, Iterator
 from typing import Any
@@ -14,6 +16,7 @@ from controller.columns import columns
 from controller.commands.top_view import TOLD_MAX, FleetSeen, picture
 from controller.processes.flag_types import positive
 from controller.processes.operator_client import Operator, find
+from controller.runtime.history import held
 from events.errors import HoldfastError
 from events.journal.nats import NatsJournal
 
@@ -61,7 +64,7 @@ async def _once(args: argparse.Namespace, seen: FleetSeen) -> int:
     seen.status = await _status(args)
     async with _journal(args) as journal:
         last = await journal.last_seq()
-        async for batch in journal.read(max(await journal.first_seq() - 1, last - TOLD_MAX), until=last):
+        async for batch in held(journal, max(0, last - TOLD_MAX), last):
             seen.take(batch)
     Console(highlight=False, width=columns()).print(picture(seen, ONCE_LINES))
     return 0
@@ -94,11 +97,14 @@ async def _ask(args: argparse.Namespace, seen: FleetSeen) -> None:
 async def _follow(args: argparse.Namespace, seen: FleetSeen) -> None:
     """Take in what happens; what has happened last comes first."""
     while True:
-        with contextlib.suppress(HoldfastError):
+        try:
             async with _journal(args) as journal:
                 last = await journal.last_seq()
-                async for batch in journal.read(max(await journal.first_seq() - 1, last - TOLD_MAX)):
+                after = seen.last if seen.last <= last else 0  # else it is another journal
+                async for batch in journal.read(max(await journal.first_seq() - 1, last - TOLD_MAX, after)):
                     seen.take(batch)
+        except HoldfastError as error:
+            seen.fault = str(error)
         await asyncio.sleep(AGAIN_S)
 
 
@@ -111,10 +117,17 @@ async def _journal(args: argparse.Namespace) -> AsyncIterator[NatsJournal]:
         await journal.close()
 
 
+def _pressed(terminal: int, enough: asyncio.Event) -> None:
+    keys = os.read(terminal, 64)
+    if not keys or b"q" in keys.lower():
+        enough.set()
+
+
 @contextlib.contextmanager
 def _keys() -> Iterator[asyncio.Event]:
     """Yield what is set when somebody presses q."""
     enough, loop = asyncio.Event(), asyncio.get_running_loop()
+    loop.add_signal_handler(signal.SIGTERM, enough.set)  # the terminal is put back as it was
     if not sys.stdin.isatty():
         yield enough
         return
@@ -124,7 +137,7 @@ def _keys() -> Iterator[asyncio.Event]:
     terminal = sys.stdin.fileno()
     before = termios.tcgetattr(terminal)
     tty.setcbreak(terminal)
-    loop.add_reader(terminal, lambda: enough.set() if sys.stdin.read(1) in ("q", "Q", "") else None)
+    loop.add_reader(terminal, _pressed, terminal, enough)
     try:
         yield enough
     finally:

@@ -63,11 +63,12 @@ class FleetSeen:
     served: deque[tuple[datetime, RequestsServed]] = field(default_factory=deque)
     rejected: deque[tuple[datetime, int]] = field(default_factory=deque)
     now: datetime | None = None  # by the stream's clock, as of the last event
+    last: int = 0  # its sequence
 
     def take(self, events: Sequence[Recorded]) -> None:
         """Take events in, in order."""
         for event in events:
-            self.now = event.at
+            self.now, self.last = event.at, event.seq
             match event.fact:
                 case RequestsServed() as fact:
                     self.served.append((event.at, fact))
@@ -178,5 +179,6 @@ def _table(workers: Sequence[Mapping[str, Any]]) -> Table:
         health = str(worker.get("health"))
         weight = SPARE if worker.get("spare") else f"{worker.get('weight') or 0:.3g}"
         cells = (str(worker.get("breaker") or "–"), str(worker.get("in_flight") or 0), _why(worker))
-        table.add_row(str(worker.get("id")), Text(health, style=COLOURS.get(health, "")), weight, *cells)
+        row = [Text(str(worker.get("id"))), Text(health, style=COLOURS.get(health, "")), Text(weight)]
+        table.add_row(*row, *map(Text, cells))  # texts: what somebody has named or said is no markup
     return table

@@ -14,7 +14,7 @@ class NoSuchEvent(HoldfastError):
 async def find(journal: Journal, archive: Archive | None, reference: str) -> Recorded:
     """Return the event that `reference` names. Raise NoSuchEvent."""
     last = await journal.last_seq()
-    seq = int(reference) if reference.isdigit() else None
+    seq = int(reference) if reference.isdecimal() else None
     if seq is None and archive is not None:
         seq = await archive.locate(reference)
     if seq is not None and archive is not None and seq < await journal.first_seq():

@@ -16,15 +16,15 @@ class BadMoment(HoldfastError):
 
 def parse(text: str, now: datetime) -> int | datetime:
     """Return the sequence or the instant that `text` names. Raise BadMoment."""
-    if text.isdigit():
+    if text.isdecimal():
         return int(text)
-    if ago := _AGO.fullmatch(text):
-        return now - timedelta(seconds=float(ago[1]) * _UNITS[ago[2]])
     try:
+        if ago := _AGO.fullmatch(text):
+            return now - timedelta(seconds=float(ago[1]) * _UNITS[ago[2]])
         if re.fullmatch(r"\d\d:\d\d(:\d\d(\.\d+)?)?", text):
             return _time_of_day(text, now)
         found = datetime.fromisoformat(text)
-    except ValueError as error:
+    except (ValueError, OverflowError) as error:
         raise BadMoment(f"{text!r} is no place in history. {BadMoment.__doc__}") from error
     return found if found.tzinfo else found.replace(tzinfo=UTC)
 

@@ -30,12 +30,13 @@ from events.observations import (
 CHAOS_BEFORE = timedelta(
     seconds=60
 )  # a rehearsed fault this long before the first symptom is where the story begins
+LED_WITHIN = 5_000  # events: what is decided for an event is decided soon
 FELT_BEFORE = timedelta(seconds=5)  # a migration this long before the first symptom belongs to it
 FELT_AFTER = timedelta(
     seconds=5
 )  # and one this long after the end: a death is known before its streams go on
 _FELT = (RequestMigrated, RequestAbandoned, RequestExposed)
-_HEALING = ("heal", "unhang")
+HEALING = ("heal", "unhang")
 _NEXT = (
     ChaosInjected,
     IncidentOpened,
@@ -168,7 +169,7 @@ def _prelude(before: Sequence[Recorded], symptom: datetime) -> list[Recorded]:
     played: list[Recorded] = []
     for event in before:
         if isinstance(event.fact, ChaosInjected):
-            if event.fact.fault not in _HEALING:
+            if event.fact.fault not in HEALING:
                 played = [event]
             elif event.at < symptom - FELT_BEFORE:
                 played = []
@@ -189,4 +190,19 @@ async def incident_of(archive: Archive, journal: Journal, reference: str) -> str
         event = await find(journal, archive, reference)
     except NoSuchEvent:
         return reference
-    return event.fact.incident if isinstance(event.fact, Decision) else event.correlation or reference
+    if isinstance(event.fact, Decision):
+        return event.fact.incident
+    return event.correlation or await _led_to(archive, event) or reference
+
+
+async def _led_to(archive: Archive, before: Recorded) -> str:
+    """Return the incident to which a decision belongs that was made for an event; empty: there was none soon."""
+    looked = 0
+    async for batch in archive.select(after=before.seq):
+        for event in batch:
+            if isinstance(event.fact, Decision) and event.fact.incident and cause(event) == name(before):
+                return event.fact.incident
+        looked += len(batch)
+        if looked > LED_WITHIN:
+            break
+    return ""

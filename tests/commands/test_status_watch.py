@@ -12,6 +12,7 @@ import pytest
 
 from controller.cli import COMMANDS, main, parser_for
 from controller.commands import status
+from controller.processes.fleet_dir import NoFleet
 from events.errors import HoldfastError
 
 WORKER = {"id": "w0", "health": "HEALTHY", "weight": 1.0, "breaker": "closed", "in_flight": 3, "model": "m"}
@@ -40,6 +41,7 @@ async def watched(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, *answers: dict[str, Any] | HoldfastError, output: str
 ) -> None:
     monkeypatch.setattr(status, "_asked", Answers(*answers))
+    monkeypatch.setattr(status, "find", lambda data: {})
     parser = parser_for({"status"})
     args = parser.parse_args(["status", "--data", str(tmp_path), "--watch", "0.001", "-o", output])
     with pytest.raises(asyncio.CancelledError):
@@ -51,6 +53,12 @@ def test_it_is_asked_again_after_two_seconds_unless_something_else_is_said() -> 
     assert parser.parse_args(["status"]).watch is None
     assert parser.parse_args(["status", "-w"]).watch == status.WATCH_S
     assert parser.parse_args(["status", "--watch", "0.5"]).watch == 0.5
+
+
+async def test_a_folder_in_which_no_fleet_ever_was_is_said_once(tmp_path: Path) -> None:
+    args = parser_for({"status"}).parse_args(["status", "--data", str(tmp_path), "--watch", "0.001"])
+    with pytest.raises(NoFleet):
+        await status.run(args)
 
 
 async def test_each_time_is_a_line_of_json_and_an_error_is_one_too(

@@ -75,6 +75,14 @@ def test_workers_in_trouble_come_first() -> None:
     assert head[3].startswith("leader c-1   1,234 events   store 3 behind   no degradation")
 
 
+def test_what_somebody_has_named_is_no_markup() -> None:
+    seen = FleetSeen(status(worker("gpu[/0]", breaker="[red]", reasons=["cannot load [/models/x]"])))
+    assert any(
+        "gpu[/0]" in line and "[red]" in line and "cannot load [/models/x]" in line
+        for line in drawn(seen, 120)
+    )
+
+
 def test_what_is_served_is_of_the_last_ten_seconds() -> None:
     seen = FleetSeen(status(worker("w0")))
     seen.take([served(0, 1000, 50_000), served(20, 10, 400, 20.0), served(25, 30, 1600, 40.0)])

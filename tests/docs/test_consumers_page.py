@@ -16,6 +16,7 @@ from controller.adapters.embedded.nats_users import BrokerUsers, configuration
 from controller.adapters.embedded.servers import start_nats
 from events import permissions
 from events.decisions import BreakerOpened
+from events.follow import follow
 from events.journal.nats import NatsJournal
 from events.nats.urls import as_user, with_keys
 from events.observations import CanaryFailed, RequestExposed, WorkerHeard
@@ -127,6 +128,23 @@ async def test_the_typed_program_prints_what_it_was_asked_for(url: str, tmp_path
         "w2 answered wrong: token_mismatch",
         "r-7 holds tokens of w2",
     ]
+
+
+async def test_nothing_is_remembered_without_a_name_and_the_broker_lets_that_be(
+    url: str, tmp_path: Path
+) -> None:
+    journal = await NatsJournal.connect(as_user(url, "controller"), "test:docs", tmp_path / "spool")
+    try:
+        said = [journal.observe(heard(n)) for n in range(3)]
+        assert await journal.flush(5)
+        for _ in range(2):
+            following = follow(environment(url)["HOLDFAST_NATS_URL"])
+            async with asyncio.timeout(WITHIN_S):
+                found = [(await anext(following)).id for _ in said]
+            await following.aclose()
+            assert found == said
+    finally:
+        await journal.close()
 
 
 async def test_with_faststream(url: str, tmp_path: Path) -> None:

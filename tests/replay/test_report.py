@@ -3,6 +3,7 @@
 import argparse
 import json
 import re
+from dataclasses import replace
 from datetime import timedelta
 from itertools import pairwise
 from pathlib import Path
@@ -16,12 +17,22 @@ from controller.replay.find import NoSuchEvent
 from controller.replay.report import page, window
 from controller.replay.report.page import NoPlotly
 from controller.replay.report.report_cli import CannotWrite
-from controller.replay.report.window import NothingToTell, TooMuch
+from controller.replay.report.window import NothingToTell
 from controller.replay.scan import JournalArchive
 from controller.replay.travel import NotYet
-from events.errors import UsageError
+from events.decisions import DegradationChanged, IncidentOpened, Knobs
+from events.errors import HoldfastError, UsageError
 from events.journal.memory import MemoryJournal
-from events.observations import ChaosInjected, RequestAbandoned, RequestsRejected
+from events.observations import (
+    ChaosInjected,
+    EngineFaulted,
+    ExposureUnknown,
+    IntrusionRefused,
+    RequestAbandoned,
+    RequestsRejected,
+    SnapshotKept,
+    Topology,
+)
 
 
 def journal(history: History) -> MemoryJournal:
@@ -192,6 +203,43 @@ async def test_without_names(history: History) -> None:
     assert len(one["events"]) == len(other["events"]) and one["cost"] == other["cost"]
 
 
+async def test_no_name_gets_out_by_a_side_door(history: History) -> None:
+    """Who is named nowhere in that time, what is packed, what stands within a subject, and names that are everyday words."""
+    history.say(
+        replace(history.joined("12", "12-a"), topology=Topology(host="rack-7.example", gpus=("GPU-secret",))),
+        replace(history.joined("gpu/odd"), url="tcp://10.1.2.3:4000", tokenizer="/home/ann/models/llama"),
+    )
+    since = str(len(history.events) + 1)
+    history.say(
+        EngineFaulted(worker="w0", instance="w0-a", reason="lost 10.1.2.3:4000, see /home/ann/log.txt", fatal=False),
+        IntrusionRefused(who="worker-w1", tried="publish to fleet.observed.worker.w1.worker_left", times=1),
+        SnapshotKept(snapshot="s", part=1, parts=1, shape=1, through=1, decided=1, number=1, since=EPOCH, data="cGFja2Vk"),
+        ExposureUnknown(frontend="frontend", worker="w2", instance="w2-a", since=EPOCH, until=EPOCH, why="restarted"),
+    )  # fmt: skip
+    document = await told(history, "--since", since, "--redact")
+    text = json.dumps(document)
+    for name in (
+        "w0",
+        "w1",
+        "w2",
+        "gpu/odd",
+        "rack-7",
+        "GPU-secret",
+        "10.1.2.3",
+        "/home/ann",
+        "worker.w1.",
+        "cGFja2Vk",
+    ):
+        assert name not in re.sub(r"worker-\w+", "", text), name
+    assert len(document["frames"][0]["workers"]) == 5 and "12" not in document["frames"][0]["workers"]
+    assert document["unknown_exposure"][0]["frontend"] == "frontend", "that is everybody's name"
+    assert document["from"].startswith("2026-03-01T12:") and document["frames"][0]["at"].startswith(
+        "2026-03-01T12:"
+    )
+    for form in ("md", "json"):
+        await reported(history, "--since", since, "--redact", "-o", form)
+
+
 async def test_a_page_is_one_file_that_asks_no_network_for_anything(history: History, tmp_path: Path) -> None:
     where = tmp_path / "it.html"
     said = await reported(history, "-o", str(where))
@@ -210,8 +258,11 @@ async def test_what_people_and_engines_wrote_is_text_in_a_page_and_in_markdown(t
     await reported(history, "--since", "1", "-o", str(where))
     assert "<script>alert" not in where.read_text()
     assert "&lt;script&gt;alert(1)&lt;/script&gt;|" in where.read_text()
+    history.say(EngineFaulted(worker="w0", instance="w0-a", reason="<img src=x>\n# Hi", fatal=True))
+    history.decide()
     (text,) = await reported(history, "--since", "1", "-o", "md")
     assert "| &lt;script>alert(1)&lt;/script>\\| |" in text
+    assert "<img" not in text and "\n# Hi" not in text and "&lt;img src=x> \\# Hi" in text
 
 
 async def test_markdown_has_what_the_page_has(history: History, tmp_path: Path) -> None:
@@ -243,9 +294,49 @@ async def test_what_cannot_be_told_or_written_is_said(
     monkeypatch.setattr(page, "PLOTLY", "no_such_package_as_this")
     with pytest.raises(NoPlotly, match="pip install"):
         await reported(history, "-o", str(tmp_path / "it.html"))
+    for words in (["--since", "999999999d"], ["--since", "²"], ["--incident", "²"]):
+        with pytest.raises(HoldfastError):
+            await reported(history, *words, "-o", "md")
+
+
+async def test_of_more_than_a_report_tells_the_beginning_is_told_and_that_there_is_more(
+    history: History, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert not (await told(history, "--since", "1"))["cut"]
     monkeypatch.setattr(window, "EVENTS_MAX", 10)
-    with pytest.raises(TooMuch):
-        await reported(history, "--since", "1", "-o", "md")
+    document = await told(history, "--since", "1")
+    assert document["cut"] and [event["seq"] for event in document["events"]] == list(range(1, 11))
+    (text,) = await reported(history, "-o", "md")
+    assert ", 10 events, and more that is not told." in text
+
+
+async def test_what_came_twice_hurts_once(history: History) -> None:
+    before = await told(history, "--since", "1")
+    for kind in ("request_exposed", "request_migrated", "canary_failed"):
+        history.repeat(next(event for event in history.events if event.fact.kind() == kind))
+    document = await told(history, "--since", "1")
+    assert (document["cost"], document["causes"]) == (before["cost"], before["causes"])
+    assert document["requests"] == before["requests"]
+
+
+async def test_of_a_model_in_trouble_it_is_told_what_its_users_felt(history: History) -> None:
+    knobs = Knobs(accept_new=False)
+    number = history.latest.position.number
+    shared = {"decided_at": history.now, "incident": "incident-9"}
+    opened = IncidentOpened(number=number + 1, subject="model:llama", symptom="level 4", **shared)  # type: ignore[arg-type]
+    level = DegradationChanged(
+        number=number + 2, model="llama", before=0, after=4, ratio=0.1, knobs=knobs, capacity_rps=1.0, **shared  # type: ignore[arg-type]
+    )  # fmt: skip
+    history.append([opened, level], through=len(history.events))
+    history.say(
+        RequestAbandoned(
+            frontend="frontend-0", request="req-9", model="llama", worker="w0", instance="w0-a", reason="no_worker", tokens=4
+        ),
+        source="frontend-0",
+    )  # fmt: skip
+    document = await told(history, "--incident", "incident-9")
+    assert document["summary"][1] == "1 request was lost."
+    assert [one["request"] for one in document["requests"] if one["lost"]] == ["req-9"]
 
 
 async def test_a_part_of_history_begins_and_ends_where_it_is_told_to(history: History) -> None:

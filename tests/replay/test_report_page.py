@@ -54,6 +54,15 @@ async def test_the_slider_shows_the_fleet_as_replay_at_does(
         assert complaints == []
 
 
+async def test_the_picture_says_utc_wherever_it_is_looked_at(written: Path, tmp_path: Path) -> None:
+    places = []
+    for zone in ("UTC", "Asia/Tokyo"):
+        async with browser.browser(tmp_path) as found, browser.opened(found, written, zone=zone) as (page, _):
+            ticks = await page.locator("#chart .xtick text").all_text_contents()
+            places.append((ticks, await page.locator("#cursor").evaluate("one => one.style.left")))
+    assert places[0] == places[1] and any("12:0" in tick for tick in places[0][0])
+
+
 async def test_the_slider_goes_by_the_keyboard_and_moves_the_line_in_the_picture(
     written: Path, tmp_path: Path
 ) -> None:
@@ -77,6 +86,7 @@ async def test_the_slider_goes_by_the_keyboard_and_moves_the_line_in_the_picture
         await page.wait_for_function(
             "left => document.getElementById('cursor').style.left === left", arg=places[-1]
         )
+        assert await page.locator("#state .state").count() == await page.locator("#state tbody tr").count()
         assert places[0] != places[1] and complaints == []
 
 

@@ -25,10 +25,12 @@ class Causes(NamedTuple):
 
 def causes(events: Sequence[Recorded]) -> Causes:
     """Return the trees of all events that led to another one of them, or came of one."""
-    named = {name(event): event for event in events}
+    named: dict[str, Recorded] = {}
+    for event in events:
+        named.setdefault(name(event), event)  # a repetition is no other event
     below: dict[str, list[Recorded]] = {}
     tops: list[Recorded] = []
-    for event in events:
+    for event in named.values():
         before = named.get(cause(event))
         if before is not None and before.seq < event.seq:
             below.setdefault(name(before), []).append(event)

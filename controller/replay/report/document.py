@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from datetime import datetime
 from typing import Any
 
-from controller.deciders.fleet import FleetPolicy, dump
+from controller.deciders.fleet import FleetPolicy, dump, load
 from controller.replay import sentences, timeline
 from controller.replay.find import name
 from controller.replay.report.causes import Causes, causes
@@ -17,7 +17,8 @@ from controller.replay.sentences import about, count, span
 from controller.replay.timeline import Story
 from controller.replay.why import as_json
 from events.decisions import IncidentOpened
-from events.fact import Recorded
+from events.fact import Fact, Recorded
+from events.observations import RequestsRejected, SnapshotKept
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +35,7 @@ class Report:
     phases: Sequence[PhaseTimes]  # of an incident; else none
     policy: dict[str, Any] | None  # in force at the end
     unusual: Sequence[tuple[str, Any, Any]]  # of it: setting, value, default
+    cut: bool  # more has happened than is told
 
     @property
     def start(self) -> datetime:
@@ -88,13 +90,28 @@ def report(window: ReportWindow, others: Sequence[Phases]) -> Report:
         hurt(_told(window), found, window.end),
         compared(story, others) if story is not None else (),
         dict(policy) if policy is not None else None,
-        _unusual(dict(policy)) if policy is not None else (),
+        _unusual(dump(load(policy))) if policy is not None else (),
+        window.cut,
     )
 
 
 def _told(window: ReportWindow) -> Sequence[Recorded]:
-    """Return the events that tell of users: all of the window's, or for an incident those that are about it."""
-    return window.story.events if window.story is not None else window.events
+    """Return the events that tell of users: all of the window's, or for an incident those that are about it. What a model's
+    users felt is told beside its incident, which is about capacity alone."""
+    if (story := window.story) is None:
+        return window.events
+    subject = story.subject
+    kind, _, model = subject.partition(":")
+    if kind == "worker":
+        return story.events
+    told = {event.seq: event for event in story.events}
+    told |= {event.seq: event for event in window.events if _of_users(event.fact, model)}
+    return [told[seq] for seq in sorted(told)]
+
+
+def _of_users(fact: Fact, model: str) -> bool:
+    about = getattr(fact, "model", None) == model
+    return about and (hasattr(fact, "request") or isinstance(fact, RequestsRejected))
 
 
 def _unusual(policy: dict[str, Any]) -> list[tuple[str, Any, Any]]:
@@ -139,6 +156,14 @@ def _be(number: int) -> str:
 def _node(depth: int, event: Recorded) -> dict[str, Any]:
     text = sentences.sentence(event.fact)
     return {"depth": depth, "event": name(event), "seq": event.seq, "at": event.at.isoformat(), "text": text}
+
+
+def _event(event: Recorded) -> dict[str, Any]:
+    """Return an event; of a snapshot not its data, which is the whole fleet, packed."""
+    found = as_json(event) | {"routine": timeline.is_routine(event.fact)}
+    if isinstance(event.fact, SnapshotKept):
+        found["body"] = found["body"] | {"data": ""}
+    return found
 
 
 def _first(found: Report) -> int:
@@ -201,5 +226,6 @@ def plain(found: Report) -> dict[str, Any]:
         "first_frame": _first(found),
         "policy": found.policy,
         "policy_unusual": [{"setting": key, "value": value, "default": usual} for key, value, usual in found.unusual],
-        "events": [as_json(event) | {"routine": timeline.is_routine(event.fact)} for event in found.events],
+        "cut": found.cut,
+        "events": [_event(event) for event in found.events],
     }  # fmt: skip

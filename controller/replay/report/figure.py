@@ -1,5 +1,6 @@
 """The lane picture, as Plotly draws it: traces and a layout, plain JSON types."""
 
+from datetime import UTC, datetime
 from typing import Any
 
 COLORS = {  # Okabe and Ito's, which also those tell apart who see no red or green
@@ -22,8 +23,13 @@ CONTROL = "control plane"
 LANE_PX, LANES_LEAST_PX, CAPACITY_PX = 26, 120, 90
 
 
+def utc(millis: float) -> str:
+    """Return a time as Plotly shows it: it takes numbers for the viewer's own time of day, and text as it stands."""
+    return datetime.fromtimestamp(millis / 1e3, UTC).strftime("%Y-%m-%d %H:%M:%S.%f")
+
+
 def figure(lanes: dict[str, Any]) -> dict[str, Any]:
-    """Return `data` and `layout` for `Plotly.newPlot`."""
+    """Return `data` and `layout` for `Plotly.newPlot`. All times are UTC."""
     names = [*reversed(lanes["workers"]), CONTROL]
     height = max(LANES_LEAST_PX, LANE_PX * len(names)) + CAPACITY_PX + 110
     upper = 1 - (CAPACITY_PX + 40) / (height - 110)
@@ -46,7 +52,7 @@ def figure(lanes: dict[str, Any]) -> dict[str, Any]:
         "legend": {"orientation": "h", "y": -0.12},
         "paper_bgcolor": "rgba(0,0,0,0)",
         "plot_bgcolor": "rgba(0,0,0,0)",
-        "xaxis": axis | {"type": "date", "range": [lanes["start"], lanes["end"]], "anchor": "y2"},
+        "xaxis": axis | {"type": "date", "range": [utc(lanes["start"]), utc(lanes["end"])], "anchor": "y2"},
         "yaxis": axis
         | {"type": "category", "categoryorder": "array", "categoryarray": names, "fixedrange": True,
            "domain": [1 - upper, 1], "range": [-0.6, len(names) - 0.4]},
@@ -81,7 +87,7 @@ def _bars(name: str, color: str, mine: list[list[Any]], width: float) -> dict[st
         "orientation": "h",
         "name": name,
         "y": [one[0] for one in mine],
-        "base": [one[2] for one in mine],
+        "base": [utc(one[2]) for one in mine],
         "x": [one[3] - one[2] for one in mine],
         "width": width,
         "marker": {"color": color, "line": {"width": 0}},
@@ -99,7 +105,7 @@ def _canaries(lanes: dict[str, Any]) -> list[dict[str, Any]]:
                 "type": "scatter",
                 "mode": "markers",
                 "name": f"canary {outcome}",
-                "x": [one[2] for one in mine],
+                "x": [utc(one[2]) for one in mine],
                 "y": [one[0] for one in mine],
                 "text": [one[3] for one in mine],
                 "marker": {"symbol": symbol, "color": color, "size": size, "line": {"width": 1, "color": "#ffffff"}},
@@ -111,12 +117,14 @@ def _canaries(lanes: dict[str, Any]) -> list[dict[str, Any]]:
 def _moves(lanes: dict[str, Any]) -> list[dict[str, Any]]:
     if not lanes["moves"]:
         return []
-    x: list[float | None] = []
+    x: list[str | None] = []
     y: list[str | None] = []
     text: list[str | None] = []
     for at, source, target, count in lanes["moves"]:
         said = f"{count} stream{'' if count == 1 else 's'} from {source} to {target}"
-        x, y, text = [*x, at, at, None], [*y, source, target, None], [*text, said, said, None]
+        x += [utc(at), utc(at), None]
+        y += [source, target, None]
+        text += [said, said, None]
     return [{
         "type": "scatter",
         "mode": "lines+markers",
@@ -135,7 +143,7 @@ def _control(lanes: dict[str, Any]) -> dict[str, Any]:
         "type": "scatter",
         "mode": "markers",
         "name": CONTROL,
-        "x": [one[0] for one in lanes["control"]],
+        "x": [utc(one[0]) for one in lanes["control"]],
         "y": [CONTROL for _ in lanes["control"]],
         "text": [one[1] for one in lanes["control"]],
         "marker": {"symbol": "square", "size": 7, "color": "#0072b2"},
@@ -150,7 +158,7 @@ def _capacity(lanes: dict[str, Any]) -> dict[str, Any]:
         "type": "scatter",
         "mode": "lines",
         "name": "share of the fleet that serves",
-        "x": [one[0] for one in steps] + [lanes["end"]],
+        "x": [utc(one[0]) for one in steps] + [utc(lanes["end"])],
         "y": [one[1] for one in steps] + [steps[-1][1]],
         "yaxis": "y2",
         "line": {"shape": "hv", "color": "#0072b2", "width": 2},

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from controller.deciders.fleet import Fleet, Worker
 from events.decisions import HealthStatus
-from events.fact import Recorded
+from events.fact import Decision, Recorded
 from events.order import Order
 
 SPARE, RAMPING, CAPPED = "SPARE", "RAMPING", "CAPPED"
@@ -47,7 +47,8 @@ def frames(order: Order[Fleet], events: Iterable[Recorded], at: datetime) -> lis
     found = [Frame(order.last_seq, at, dict(shown), levels, _capacity(shown.values()))]
     for event in events:
         before, fleet = fleet, order.absorb(event)
-        changed = dict(_changed(before, fleet, shown))
+        only = None if isinstance(event.fact, Decision) else getattr(event.fact, "worker", None)
+        changed = dict(_changed(before, fleet, shown, only))
         moved = _levels(fleet) if fleet.models is not before.models else levels
         if not changed and moved == levels:
             continue
@@ -62,9 +63,14 @@ def frames(order: Order[Fleet], events: Iterable[Recorded], at: datetime) -> lis
 
 
 def _changed(
-    before: Fleet, after: Fleet, shown: Mapping[str, WorkerShown]
+    before: Fleet, after: Fleet, shown: Mapping[str, WorkerShown], only: str | None
 ) -> Iterable[tuple[str, WorkerShown | None]]:
+    """Yield the workers that are shown otherwise; `only`: nobody else can be, since an observation is of one."""
     if after.workers is before.workers:
+        return
+    if only is not None and only in after.workers:
+        if (one := _shown(after.workers[only])) != shown.get(only):
+            yield only, one
         return
     for name, worker in after.workers.items():
         if worker is not before.workers.get(name) and (one := _shown(worker)) != shown.get(name):

@@ -48,8 +48,11 @@ class Hurt:
 
 def hurt(events: Sequence[Recorded], frames: Sequence[Frame], end: datetime) -> Hurt:
     """Return who was hurt in these events (at least one), and what the fleet lacked from the first of them on."""
-    found, by_request = Hurt(), dict[str, list[Recorded]]()
+    found, by_request, seen = Hurt(), dict[str, list[Recorded]](), set[str]()
     for event in events:
+        if event.id in seen:
+            continue  # a repetition
+        seen.add(event.id)
         fact = event.fact
         match fact:
             case RequestsRejected():
@@ -91,6 +94,6 @@ def _missing(frames: Sequence[Frame], start: datetime, end: datetime) -> tuple[f
         begun = True
         lacks = sum(one.gpus * (1.0 - one.weight) for one in shown.values() if not one.spare)
         gpu_s += lacks * max(0.0, (until - max(frame.at, start)).total_seconds())
-        if until > start and shown:
+        if until >= start and shown:
             least = min(least, frame.capacity)
     return gpu_s, least

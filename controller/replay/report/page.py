@@ -3,6 +3,7 @@
 import base64
 import gzip
 import json
+import re
 from datetime import datetime
 from importlib.resources import files
 from typing import Any
@@ -60,7 +61,7 @@ def _environment(*, escape: bool) -> Environment:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    environment.filters |= {"span": _span, "clock": _clock, "cell": _cell}
+    environment.filters |= {"span": _span, "clock": _clock, "cell": _cell, "line": _line}
     return environment
 
 
@@ -75,7 +76,12 @@ def _clock(at: str) -> str:
 
 def _cell(text: str) -> str:
     """Return a text that a cell of a Markdown table holds."""
-    return text.replace("|", "\\|").replace("\n", " ").replace("<", "&lt;")
+    return _line(text).replace("|", "\\|")
+
+
+def _line(text: str) -> str:
+    """Return a text that stays on a line of Markdown, and says there what it says here."""
+    return re.sub(r"([\\`*\[\]#])", r"\\\1", " ".join(text.split())).replace("<", "&lt;")
 
 
 def _asset(name: str) -> str:

@@ -14,7 +14,7 @@ from datetime import datetime
 from statistics import mean, median
 
 from controller.replay.find import cause, name
-from controller.replay.timeline import Story
+from controller.replay.timeline import CHAOS_BEFORE, HEALING, Story
 from events.decisions import BreakerOpened, DrainStarted, HealthChanged, IncidentClosed, IncidentOpened
 from events.fact import Decision, Recorded
 from events.observations import ChaosInjected
@@ -63,24 +63,46 @@ class PhaseTimes:
 
 async def all_phases(batches: AsyncIterator[Sequence[Recorded]]) -> dict[str, Phases]:
     """Return the phases of every incident that opens in these events, by its id."""
-    times: OrderedDict[str, datetime] = OrderedDict()
-    found: dict[str, Phases] = {}
+    found = _Found()
     async for batch in batches:
         for event in batch:
-            times[name(event)] = event.at
-            if len(times) > REMEMBERED:
-                times.popitem(last=False)
-            if isinstance(event.fact, Decision):
-                _take(found, event, times)
-    return found
+            found.take(event)
+    return found.phases
 
 
-def _take(found: dict[str, Phases], event: Recorded, times: "OrderedDict[str, datetime]") -> None:
-    fact = event.fact
-    assert isinstance(fact, Decision)
-    if isinstance(fact, IncidentOpened):
-        found[fact.incident] = Phases(fact.incident, fact.subject, times.get(cause(event)), event.at)
-        return
+class _Found:
+    """What is found on the way."""
+
+    def __init__(self) -> None:
+        self.phases: dict[str, Phases] = {}
+        self._times: OrderedDict[str, datetime] = OrderedDict()  # of events, by how others name them
+        self._played: dict[str, datetime] = {}  # faults that were played last, by worker
+
+    def take(self, event: Recorded) -> None:
+        """Take an event in, in order."""
+        self._times[name(event)] = event.at
+        if len(self._times) > REMEMBERED:
+            self._times.popitem(last=False)
+        match event.fact:
+            case ChaosInjected(worker=worker, fault=fault):
+                if fault not in HEALING:
+                    self._played[worker] = event.at
+            case IncidentOpened(incident=incident, subject=subject):
+                self.phases[incident] = Phases(incident, subject, self._symptom(event, subject), event.at)
+            case Decision() as fact:
+                _take(self.phases, event, fact)
+            case _:
+                pass
+
+    def _symptom(self, event: Recorded, subject: str) -> datetime | None:
+        """Return when it began: when a fault was played shortly before, or with the event that it was opened for."""
+        played = self._played.pop(subject.partition("worker:")[2], None)
+        if played is not None and event.at - played <= CHAOS_BEFORE:
+            return played
+        return self._times.get(cause(event))
+
+
+def _take(found: dict[str, Phases], event: Recorded, fact: Decision) -> None:
     phases = found.get(fact.incident)
     if phases is None:
         return
@@ -99,15 +121,10 @@ def fences(fact: Decision) -> bool:
 
 def compared(story: Story, others: Iterable[Phases]) -> list[PhaseTimes]:
     """Return each phase of one incident, beside those of all others."""
-    found: dict[str, Phases] = {}
-    times: OrderedDict[str, datetime] = OrderedDict((name(event), event.at) for event in story.events)
+    found = _Found()
     for event in story.events:
-        if isinstance(event.fact, Decision):
-            _take(found, event, times)
-    played = [event.at for event in story.events if isinstance(event.fact, ChaosInjected)]
-    here = found.get(story.incident)
-    if here is not None and played and played[0] <= here.opened_at:
-        here.symptom_at = played[0]
+        found.take(event)
+    here = found.phases.get(story.incident)
     rest = [one for one in others if one.incident != story.incident]
     return [
         PhaseTimes(

@@ -1,18 +1,27 @@
-"""A report without names: who reads it learns what happened, and not to whom or where."""
+"""A report without names: who reads it learns what happened, and not to whom or where.
+
+Names are found in the fleet as it was before, and in all events; each has one word in its place, everywhere. What says how things
+are (kinds, states, instants, numbers) stays as it is, whatever somebody has called a worker.
+"""
 
 import re
 from collections.abc import Iterable
 from typing import Any
 
-from events.decisions import IncidentOpened
-from events.fact import Recorded
+from controller.deciders.fleet import Fleet, Worker
+from events.decisions import GoldenAgreed, IncidentClosed, IncidentOpened
+from events.fact import Fact, Recorded
 from events.observations import WorkerJoined
 
 _WORD = re.compile(r"[A-Za-z0-9_\-]+(?:\.[A-Za-z0-9_\-]+)*")
-_URL = re.compile(r"\b[a-z]+://[^\s\"']+|\bnats:[A-Za-z0-9_.\-]+")
-_PID = re.compile(r"\b(pid|process) \d+")
+_ADDRESS = re.compile(
+    r"\b[a-z]+://[^\s\"']+|\bnats:[A-Za-z0-9_.\-]+|\b\d{1,3}(?:\.\d{1,3}){3}(?::\d+)?\b|\[[0-9a-fA-F:]*:[0-9a-fA-F:]*\](?::\d+)?"
+)
+_PATH = re.compile(r"(?<![\w.])(?:/[\w.\-]+){2,}")
+_PID = re.compile(r"\b(pid|process|uid) \d+")
+_INSTANT = re.compile(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\S*")
 _FIELDS = {
-    "worker": ("worker", "source", "target", "replaces", "returned", "proposed_by"),
+    "worker": ("worker", "source", "target", "replaces", "returned", "proposed_by", "to"),
     "life": ("instance", "source_instance", "target_instance"),
     "request": ("request",),
     "frontend": ("frontend",),
@@ -21,37 +30,53 @@ _FIELDS = {
     "device": ("device",),
     "person": ("by", "who"),
 }
-OURS = ("controller", "planner", "configured", "cpu", "sim", "")  # names that are everybody's
+OURS = {  # names that are everybody's
+    *("controller", "planner", "projector", "frontend", "supervisor", "operator", "reader", "worker", "workers"),
+    *("configured", "cpu", "cuda", "simulated", "sim", "gpu", "canary", "user", ""),
+}  # fmt: skip
+AS_IT_IS = {  # fields that say how things are
+    *("kind", "health", "state", "breaker", "before", "after", "phase", "method", "cause", "check_type", "golden", "fault"),
+    *("position", "subject_kind", "outcome", "action", "tier", "mode", "engine", "id", "name", "event", "causation"),
+}  # fmt: skip
+GONE = ("pid", "url", "tokenizer")
+NAMED = ("workers",)  # mappings whose keys are workers
 
 
 class Redaction:
     """What is said in place of what."""
 
-    def __init__(self, events: Iterable[Recorded]) -> None:
-        """Find every name in these events."""
+    def __init__(self, fleet: Fleet, events: Iterable[Recorded]) -> None:
+        """Find every name: of a fleet as it was, and in what happened then."""
         self._words: dict[str, str] = {}
         self._counts: dict[str, int] = {}
-        self._odd: re.Pattern[str] | None = None
+        for worker in (*fleet.workers.values(), *fleet.departed.values()):
+            self._know(worker)
+        for one in fleet.incidents.values():
+            self._name("worker", one.subject.partition("worker:")[2])
         for event in events:
-            self._look(event)
+            self._look(event.fact)
+            for part in event.source.split(":")[1:]:
+                self._name("process", part)
         odd = sorted((name for name in self._words if not _WORD.fullmatch(name)), key=len, reverse=True)
-        if odd:
-            self._odd = re.compile("|".join(map(re.escape, odd)))
+        self._odd = re.compile("|".join(map(re.escape, odd))) if odd else None
 
-    def _look(self, event: Recorded) -> None:
-        fact = event.fact
+    def _know(self, worker: Worker) -> None:
+        self._look(worker.joined)
+        for device, _ in worker.health.limits:
+            self._name("device", device)
+
+    def _look(self, fact: Fact) -> None:
         for kind, fields in _FIELDS.items():
             for field in fields:
                 value = getattr(fact, field, None)
+                of = "worker" if field == "by" and isinstance(fact, GoldenAgreed) else kind
                 for name in value if isinstance(value, tuple) else (value,):
-                    self._name(kind, name)
-        for part in event.source.split(":")[1:]:
-            self._name("process", part)
+                    self._name(of, name)
         if isinstance(fact, WorkerJoined):
             self._name("host", fact.topology.host)
             for gpu in fact.topology.gpus:
                 self._name("device", gpu)
-        if isinstance(fact, IncidentOpened):
+        if isinstance(fact, IncidentOpened | IncidentClosed):
             self._name("worker", fact.subject.partition("worker:")[2])
 
     def _name(self, kind: str, name: Any) -> None:
@@ -60,21 +85,33 @@ class Redaction:
             self._words[name] = f"{kind}-{number}"
 
     def text(self, said: str) -> str:
-        """Return a text without names and addresses."""
-        said = _PID.sub(r"\1 (number)", _URL.sub("(address)", said))
+        """Return a text without names, addresses, paths and process numbers."""
+        if said in self._words:
+            return self._words[said]
+        said = _PID.sub(r"\1 (number)", _ADDRESS.sub("(address)", said))
         if self._odd is not None:
             said = self._odd.sub(lambda found: self._words[found[0]], said)
-        return _WORD.sub(lambda found: self._words.get(found[0], found[0]), said)
+        return _WORD.sub(self._word, _PATH.sub("(path)", said))
 
-    def of(self, value: Any) -> Any:
-        """Return plain JSON types without names and addresses; of numbers, processes' and ports' alone are left out."""
+    def _word(self, found: re.Match[str]) -> str:
+        """Return a word, or what stands in its place; of one with dots, such as a subject, each part."""
+        word = found[0]
+        if word in self._words and not word.isdecimal():
+            return self._words[word]
+        return ".".join(part if part.isdecimal() else self._words.get(part, part) for part in word.split("."))
+
+    def of(self, value: Any, field: str = "") -> Any:
+        """Return plain JSON types without them."""
         if isinstance(value, str):
-            return self.text(value)
+            return value if field in AS_IT_IS or _INSTANT.fullmatch(value) else self.text(value)
         if isinstance(value, dict):
+            envelope = "body" in value  # an event: its source is a process
             return {
-                self.text(key): None if key in ("pid", "source") else self.of(item)
+                (self.text(key) if field in NAMED else key): None
+                if key in GONE or (envelope and key == "source")
+                else self.of(item, key)
                 for key, item in value.items()
             }
         if isinstance(value, list | tuple):
-            return [self.of(item) for item in value]
+            return [self.of(item, field) for item in value]
         return value

@@ -4,6 +4,8 @@
 const SHOWN_MAX = 300; // events in the list at a time
 const byId = (id) => document.getElementById(id);
 
+const shownAt = (at) => new Date(at).toISOString().slice(0, 23).replace("T", " "); // as the picture has it: UTC, without a zone
+const readAt = (text) => new Date(`${String(text).replace(" ", "T")}Z`).getTime();
 const clock = (at) => new Date(at).toISOString().slice(11, 23);
 
 async function unpacked() {
@@ -34,9 +36,10 @@ async function draw(figure) {
     matchMedia(query).addEventListener("change", () => Plotly.relayout(chart, colors()));
   }
   const zoom = (factor) => {
-    const [from, to] = chart.layout.xaxis.range.map((at) => new Date(at).getTime());
+    const [from, to] = chart.layout.xaxis.range.map(readAt);
     const middle = (from + to) / 2, half = ((to - from) / 2) * factor;
-    Plotly.relayout(chart, { "xaxis.range": [Math.max(whole[0], middle - half), Math.min(whole[1], middle + half)] });
+    const range = [Math.max(readAt(whole[0]), middle - half), Math.min(readAt(whole[1]), middle + half)];
+    Plotly.relayout(chart, { "xaxis.range": range.map(shownAt) });
   };
   byId("zoom-in").addEventListener("click", () => zoom(0.5));
   byId("zoom-out").addEventListener("click", () => zoom(2));
@@ -46,7 +49,7 @@ async function draw(figure) {
 function place(at) {
   const full = byId("chart")._fullLayout, cursor = byId("cursor");
   if (!full) return;
-  const x = full.xaxis.d2p(at), inside = x >= 0 && x <= full.xaxis._length;
+  const x = full.xaxis.d2p(shownAt(at)), inside = x >= 0 && x <= full.xaxis._length;
   cursor.style.display = inside ? "block" : "none";
   cursor.style.left = `${full.xaxis._offset + x}px`;
   cursor.style.top = `${full._size.t}px`;
@@ -96,6 +99,7 @@ function slider(data) {
       const said = shown ? [shown.health, String(Number(shown.weight.toFixed(3))), shown.breaker, shown.reason]
         : ["not there", "", "", ""];
       said.forEach((text, n) => { if (row.cells[n + 1].textContent !== text) row.cells[n + 1].textContent = text; });
+      row.cells[1].querySelector(".state")?.remove();
       const mark = element("span", "", { className: "state" });
       mark.style.background = shown ? data.colors[shown.state] : "transparent";
       row.cells[1].prepend(mark);
@@ -107,7 +111,7 @@ function slider(data) {
     const said = `${clock(frame.at)} UTC, event ${frame.seq}`;
     byId("moment").textContent = said;
     time.setAttribute("aria-valuetext", said);
-    place(new Date(frame.at).getTime());
+    place(frame.at);
   };
   const step = (by) => { time.value = String(Number(time.value) + by); show(); };
   time.max = String(data.frames.length - 1);
@@ -116,9 +120,9 @@ function slider(data) {
   byId("back").addEventListener("click", () => step(-1));
   byId("on").addEventListener("click", () => step(1));
   const chart = byId("chart");
-  chart.on("plotly_relayout", () => place(new Date(data.frames[Number(time.value)].at).getTime()));
+  chart.on("plotly_relayout", () => place(data.frames[Number(time.value)].at));
   chart.on("plotly_click", (clicked) => {
-    const at = new Date(clicked.points[0].x).getTime();
+    const at = readAt(clicked.points[0].x);
     const later = data.frames.findIndex((frame) => new Date(frame.at).getTime() > at);
     time.value = String(later < 0 ? data.frames.length - 1 : Math.max(0, later - 1));
     show();

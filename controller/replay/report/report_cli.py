@@ -35,7 +35,9 @@ def add_arguments(commands: Any) -> None:
     text = "a post-mortem to look at: one page that needs no network, or Markdown, or JSON"
     command = commands.add_parser("report", help=text, description=text, allow_abbrev=False)
     command.add_argument(
-        "--incident", metavar="ID", help="one incident, by its id or any event of it (default: the last one)"
+        "--incident",
+        metavar="ID",
+        help="one incident, by its id or an event that led to it (default: the last one)",
     )
     command.add_argument("--since", metavar="WHEN", help=f"instead of an incident, all from here on: {WHEN}")
     command.add_argument("--until", metavar="WHEN", help="up to here (default: the end)")
@@ -68,12 +70,12 @@ async def execute(
             f"-o {args.output}: a file that ends in .html, .md or .json, or `md` or `json` alone"
         )
     told = await _window(args, journal, store, archive, now)
+    redaction = Redaction(told.order.shown, told.events) if args.redact else None
     last = await journal.last_seq()
     others = await all_phases(archive.select(after=max(0, last - HISTORY_EVENTS))) if told.story else {}
     made = report(told, list(others.values()))
     document, drawn = plain(made), lanes(made)
-    if args.redact:
-        redaction = Redaction(told.events)
+    if redaction is not None:
         document, drawn = redaction.of(document), redaction.of(drawn)
     text = _text(form, document, drawn)
     if args.output == form:

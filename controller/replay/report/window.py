@@ -14,16 +14,12 @@ from events.fact import Recorded
 from events.journal.port import Journal
 from events.order import Order
 
-EVENTS_MAX = 100_000  # of one report: a page that tells more is read by nobody
+EVENTS_MAX = 100_000  # of one report, from its beginning: a page that tells more is read by nobody
 HISTORY_EVENTS = (
     200_000  # back from the end of the journal: among them the last incident is looked for, and its like
 )
 AROUND = timedelta(seconds=5)  # before an incident's first event, and behind its last one
 LATELY = timedelta(minutes=10)  # what is told where nothing is asked for and no incident is known
-
-
-class TooMuch(HoldfastError):
-    """A report tells at most 100,000 events: narrow it with --since and --until."""
 
 
 class NothingToTell(HoldfastError):
@@ -37,6 +33,7 @@ class ReportWindow:
     events: list[Recorded]  # at least one, without a gap
     order: Order[Fleet]  # folded to right before the first of them
     story: Story | None  # of the incident that it is about, if it is about one
+    cut: bool = False  # more has happened in that time than one report tells
 
     @property
     def start(self) -> datetime:
@@ -50,14 +47,14 @@ class ReportWindow:
 async def of_incident(
     journal: Journal, store: StateStore | None, archive: Archive, incident: str
 ) -> ReportWindow:
-    """Return the window of one incident, by its id or any name of one of its events. Raise NoSuchEvent, TooMuch, NoLonger."""
+    """Return the window of one incident, by its id or any name of one of its events. Raise NoSuchEvent, NoLonger."""
     story = await timeline.story(journal, archive, await timeline.incident_of(archive, journal, incident))
     since, until = story.events[0].at - AROUND, story.events[-1].at + AROUND
     return await between(journal, store, archive, since, until, story)
 
 
 async def latest(journal: Journal, store: StateStore | None, archive: Archive, now: datetime) -> ReportWindow:
-    """Return the window of the last incident, or of the last minutes if none is known. Raise NothingToTell, TooMuch, NoLonger."""
+    """Return the window of the last incident, or of the last minutes if none is known. Raise NothingToTell, NoLonger."""
     found, last = "", await journal.last_seq()
     async for batch in archive.select(after=max(0, last - HISTORY_EVENTS)):
         found = next((e.fact.incident for e in reversed(batch) if isinstance(e.fact, IncidentOpened)), found)
@@ -74,7 +71,7 @@ async def between(
     until: int | datetime | None,
     story: Story | None = None,
 ) -> ReportWindow:
-    """Return the window from one place in history to another, both included; None: to its end. Raise NothingToTell, TooMuch,
+    """Return the window from one place in history to another, both included; None: to its end. Raise NothingToTell,
     NoLonger, NotYet."""
     last = await journal.last_seq()
     first = await _first_since(archive, since) if isinstance(since, datetime) else since
@@ -83,13 +80,14 @@ async def between(
     first = max(1, first)
     order = await travel.order_at(journal, store, first - 1)
     events: list[Recorded] = []
+    cut = False
     async for event in _until(journal, order.last_seq, last, until):
+        if cut := len(events) == EVENTS_MAX:
+            break
         events.append(event)
-        if len(events) > EVENTS_MAX:
-            raise TooMuch(f"from {since} on that is more. {TooMuch.__doc__}")
     if not events:
         raise NothingToTell(f"nothing happened between {since} and {until}. {NothingToTell.__doc__}")
-    return ReportWindow(events, order, story)
+    return ReportWindow(events, order, story, cut)
 
 
 async def _until(

@@ -9,6 +9,7 @@ from typing import Any
 import nats
 import pytest
 
+from controller.adapters.embedded.servers import EmbeddedServer, start_nats
 from events import follow as module
 from events.errors import UsageError
 from events.follow import CannotFollow, FollowedEvent, follow
@@ -144,6 +145,29 @@ async def test_a_reader_whom_the_broker_has_forgotten_goes_on(
         assert (await coming).fact == heard(1)
     await following.aclose()
     await client.close()
+
+
+@pytest.mark.parametrize("durable", ["", "app"])
+async def test_nothing_is_left_out_when_the_broker_dies_in_the_middle(
+    own_nats: EmbeddedServer, journal: NatsJournal, durable: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where nothing is acknowledged the broker takes what it has sent for delivered."""
+    monkeypatch.setattr(module, "FETCH_S", 0.5)
+    monkeypatch.setattr(module, "ACK_WAIT_S", 0.5)
+    await said(journal, *(heard(n) for n in range(40)))
+    following = follow(own_nats.url, durable=durable)
+    async with asyncio.timeout(4 * WITHIN_S):
+        found = [(await anext(following)).fact for _ in range(10)]
+        await own_nats.kill()
+        again = await start_nats(own_nats.directory, port=own_nats.port)
+        try:
+            journal.observe(heard(40))
+            while heard(40) not in found:
+                found.append((await anext(following)).fact)
+        finally:
+            await following.aclose()
+            await again.kill()
+    assert list(dict.fromkeys(found)) == [heard(n) for n in range(41)]
 
 
 async def test_what_makes_no_sense_is_said(nats_url: str, journal: NatsJournal) -> None:
