@@ -57,7 +57,7 @@ async def run(args: argparse.Namespace) -> int:
 
 async def _show(args: argparse.Namespace) -> int:
     try:
-        status = await _asked(args)
+        status = await asked(args)
     except HoldfastError:
         if os.environ.get("HOLDFAST_NATS_URL") or not present(args.data):
             raise
@@ -70,7 +70,8 @@ async def _show(args: argparse.Namespace) -> int:
     return 0
 
 
-async def _asked(args: argparse.Namespace) -> dict[str, Any]:
+async def asked(args: argparse.Namespace) -> dict[str, Any]:
+    """Return how the fleet is, as its controller says. Raise NoFleet, Unreachable, or what `Operator.ask` raises."""
     operator = await Operator.connect(args.data)
     try:
         return await operator.ask("status", {})

@@ -7,12 +7,12 @@ import os
 import signal
 import sys
 from collections.abc import AsyncIterator, Callable, Iterator
-from typing import Any
 
 from rich.console import Console
 from rich.live import Live
 
 from controller.columns import columns
+from controller.commands.status import asked
 from controller.commands.top_view import TOLD_MAX, FleetSeen, picture
 from controller.processes.flag_types import positive
 from controller.processes.operator_client import Operator, find
@@ -61,21 +61,13 @@ async def run(args: argparse.Namespace) -> int:
 
 
 async def _once(args: argparse.Namespace, seen: FleetSeen) -> int:
-    seen.status = await _status(args)
+    seen.status = await asked(args)
     async with _journal(args) as journal:
         last = await journal.last_seq()
         async for batch in held(journal, max(0, last - TOLD_MAX), last):
             seen.take(batch)
     Console(highlight=False, width=columns()).print(picture(seen, ONCE_LINES))
     return 0
-
-
-async def _status(args: argparse.Namespace) -> dict[str, Any]:
-    operator = await Operator.connect(args.data)
-    try:
-        return await operator.ask("status", {})
-    finally:
-        await operator.close()
 
 
 async def _ask(args: argparse.Namespace, seen: FleetSeen) -> None:

@@ -9,13 +9,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-COLOURS = {
-    "HEALTHY": "green",
-    "SUSPICIOUS": "yellow",
-    "UNHEALTHY": "red",
-    "DRAINING": "blue",
-    "DEAD": "bright_black",
-}
+from controller.commands.top_view import COLOURS
 
 
 def render(

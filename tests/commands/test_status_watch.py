@@ -40,7 +40,7 @@ def shown(*workers: dict[str, Any]) -> dict[str, Any]:
 async def watched(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, *answers: dict[str, Any] | HoldfastError, output: str
 ) -> None:
-    monkeypatch.setattr(status, "_asked", Answers(*answers))
+    monkeypatch.setattr(status, "asked", Answers(*answers))
     monkeypatch.setattr(status, "find", lambda data: {})
     parser = parser_for({"status"})
     args = parser.parse_args(["status", "--data", str(tmp_path), "--watch", "0.001", "-o", output])
