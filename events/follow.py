@@ -244,6 +244,9 @@ class _Consumer:
                         f"{self._durable!r} follows other kinds: give another name, or delete that consumer"
                     )
                 return self._durable
+        if self._since == "now":  # told once: a second consumer is not to begin later
+            found_now = await self._stream.stream_info(subjects.STREAM)
+            self._since = found_now.state.last_seq + 1
         made = await self._stream.add_consumer(subjects.STREAM, self._config())
         return made.name
 
@@ -251,10 +254,8 @@ class _Consumer:
         config = ConsumerConfig(filter_subjects=self._filters)
         if self._durable:
             config.durable_name, config.ack_policy = self._durable, AckPolicy.EXPLICIT
-            config.ack_wait, config.max_ack_pending = (
-                ACK_WAIT_S,
-                1,
-            )  # one at a time: so a crash changes no order
+            config.ack_wait = ACK_WAIT_S
+            config.max_ack_pending = 1  # one at a time: so a crash changes no order
         else:
             config.ack_policy, config.inactive_threshold = AckPolicy.NONE, GONE_S
             config.name = f"follow-{codec.new_id()}"
@@ -263,8 +264,6 @@ class _Consumer:
             config.deliver_policy, config.opt_start_time = DeliverPolicy.BY_START_TIME, since.astimezone(UTC)
         elif isinstance(since, int):
             config.deliver_policy, config.opt_start_seq = DeliverPolicy.BY_START_SEQUENCE, max(1, since)
-        elif since == "now":
-            config.deliver_policy = DeliverPolicy.NEW
         return config
 
 

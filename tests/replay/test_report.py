@@ -117,6 +117,17 @@ async def test_a_fleet_that_begins_lacks_nothing_before_somebody_serves(history:
     assert whole == pytest.approx((await told(history))["cost"]["gpu_seconds_missing"])
 
 
+async def test_a_spare_that_waits_is_not_missing(history: History) -> None:
+    history.say(replace(history.joined("s0"), spare=True))
+    history.say(history.passed("s0", check="join"))
+    history.decide()
+    since = str(len(history.events) + 1)
+    history.say(history.passed("s0"), history.passed("w0"), history.passed("w1"))
+    document = await told(history, "--since", since)
+    assert document["frames"][0]["workers"]["s0"]["state"] == "SPARE"
+    assert (document["cost"]["gpu_seconds_missing"], document["cost"]["least_capacity"]) == (0.0, 1.0)
+
+
 async def test_lost_and_refused_requests_are_told_where_they_belong(history: History) -> None:
     history.say(
         RequestAbandoned(

@@ -40,7 +40,7 @@ async def test_the_slider_shows_the_fleet_as_replay_at_does(
     async with browser.browser(tmp_path) as found, browser.opened(found, written) as (page, complaints):
         last = int(await page.locator("#time").get_attribute("max") or 0)
         assert last > 10
-        for step in (0, last // 2, last):
+        for step in range(last + 1):
             await page.locator("#time").fill(str(step))
             said = await page.locator("#moment").inner_text()
             moment = travel.describe(await travel.at(journal(history), None, int(said.rpartition(" ")[2])))

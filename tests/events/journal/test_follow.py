@@ -28,6 +28,13 @@ async def journal(nats_url: str, tmp_path: Path) -> AsyncIterator[NatsJournal]:
     await made.close()
 
 
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is lost comes again soon."""
+    for name, value in {"ACK_WAIT_S": 1.0, "STILL_S": 0.1, "FETCH_S": 0.5}.items():
+        monkeypatch.setattr(module, name, value)
+
+
 def heard(number: int) -> WorkerHeard:
     return WorkerHeard(worker="w1", instance=f"i{number}", observer="o")
 
@@ -88,10 +95,7 @@ async def test_it_begins_where_it_is_told_to(nats_url: str, journal: NatsJournal
     assert (await following)[0].seq > 3
 
 
-async def test_a_name_goes_on_with_the_event_that_it_was_at(
-    nats_url: str, journal: NatsJournal, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(module, "ACK_WAIT_S", 0.5)
+async def test_a_name_goes_on_with_the_event_that_it_was_at(nats_url: str, journal: NatsJournal) -> None:
     await said(journal, *(heard(n) for n in range(6)))
     first = await taken(nats_url, 3, durable="app")
     second = await taken(nats_url, 4, durable="app")
@@ -102,18 +106,14 @@ async def test_a_name_goes_on_with_the_event_that_it_was_at(
     assert [event.fact for event in await taken(nats_url, 1, durable="another")] == [heard(0)]
 
 
-async def test_what_takes_long_does_not_come_twice(
-    nats_url: str, journal: NatsJournal, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(module, "ACK_WAIT_S", 0.6)
-    monkeypatch.setattr(module, "STILL_S", 0.1)
+async def test_what_takes_long_does_not_come_twice(nats_url: str, journal: NatsJournal) -> None:
     await said(journal, heard(0), heard(1))
     found = []
     following = follow(nats_url, durable="slow")
     async with asyncio.timeout(WITHIN_S):
         async for event in following:
             found.append(event.fact)
-            await asyncio.sleep(1.5)
+            await asyncio.sleep(2 * module.ACK_WAIT_S)
             if len(found) == 2:
                 break
     await following.aclose()
@@ -130,10 +130,7 @@ async def test_what_is_no_event_is_stepped_over(nats_url: str, journal: NatsJour
         assert [event.fact for event in await taken(nats_url, 2, **how)] == [heard(0), heard(1)]
 
 
-async def test_a_reader_whom_the_broker_has_forgotten_goes_on(
-    nats_url: str, journal: NatsJournal, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(module, "FETCH_S", 0.2)
+async def test_a_reader_whom_the_broker_has_forgotten_goes_on(nats_url: str, journal: NatsJournal) -> None:
     await said(journal, heard(0))
     following, client = follow(nats_url), await nats.connect(nats_url)
     async with asyncio.timeout(WITHIN_S):
@@ -149,11 +146,9 @@ async def test_a_reader_whom_the_broker_has_forgotten_goes_on(
 
 @pytest.mark.parametrize("durable", ["", "app"])
 async def test_nothing_is_left_out_when_the_broker_dies_in_the_middle(
-    own_nats: EmbeddedServer, journal: NatsJournal, durable: str, monkeypatch: pytest.MonkeyPatch
+    own_nats: EmbeddedServer, journal: NatsJournal, durable: str
 ) -> None:
     """Where nothing is acknowledged the broker takes what it has sent for delivered."""
-    monkeypatch.setattr(module, "FETCH_S", 0.5)
-    monkeypatch.setattr(module, "ACK_WAIT_S", 0.5)
     await said(journal, *(heard(n) for n in range(40)))
     following = follow(own_nats.url, durable=durable)
     async with asyncio.timeout(4 * WITHIN_S):
@@ -170,6 +165,40 @@ async def test_nothing_is_left_out_when_the_broker_dies_in_the_middle(
     assert list(dict.fromkeys(found)) == [heard(n) for n in range(41)]
 
 
+@pytest.mark.parametrize("breaks", [False, True], ids=["more comes", "the connection breaks"])
+async def test_what_got_lost_on_its_way_is_read_again(
+    nats_url: str, journal: NatsJournal, breaks: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Somebody else takes what was meant for this reader: the broker holds it for delivered, as what a broken connection lost."""
+    connected, clients = module._connected, list[nats.NATS]()
+
+    async def noted(url: str) -> nats.NATS:
+        clients.append(await connected(url))
+        return clients[-1]
+
+    monkeypatch.setattr(module, "_connected", noted)
+    following, other = follow(nats_url, since="now"), await nats.connect(nats_url)
+    stream = other.jetstream()
+    await said(journal, heard(-1))
+    async with asyncio.timeout(4 * WITHIN_S):
+        coming = asyncio.ensure_future(anext(following))
+        while not (consumers := await stream.consumers_info("FLEET")):  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+        await said(journal, heard(0))
+        assert (await coming).fact == heard(0)
+        taker = await stream.pull_subscribe_bind(consumer=consumers[0].name, stream="FLEET")
+        await said(journal, *(heard(n) for n in range(1, 4)))
+        assert len(await taker.fetch(3, timeout=WITHIN_S)) == 3
+        if breaks:
+            clients[0]._transport.close()  # type: ignore[union-attr]
+        else:
+            await said(journal, heard(4))
+        wanted = [heard(n) for n in range(1, 4 if breaks else 5)]
+        assert [(await anext(following)).fact for _ in wanted] == wanted
+    await following.aclose()
+    await other.close()
+
+
 async def test_what_makes_no_sense_is_said(nats_url: str, journal: NatsJournal) -> None:
     for how in ({"kinds": ["no_such_kind"]}, {"durable": "a b"}, {"since": datetime(2026, 1, 1)}):
         with pytest.raises(UsageError):
@@ -183,8 +212,8 @@ async def test_what_makes_no_sense_is_said(nats_url: str, journal: NatsJournal) 
 async def test_a_broker_that_is_not_there_or_has_no_stream_is_said(
     nats_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    with pytest.raises(CannotFollow):
+        await taken(nats_url, 1)
     monkeypatch.setattr(module, "CONNECT_S", 0.5)
     with pytest.raises(CannotFollow, match="does not answer"):
         await taken("nats://127.0.0.1:1", 1)
-    with pytest.raises(CannotFollow):
-        await taken(nats_url, 1)
