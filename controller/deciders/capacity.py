@@ -78,7 +78,8 @@ def tpot_ms(profile: Profile, running: float) -> float:
 
 def attainable(slo: Slo, workers: Iterable[tuple[Profile, float]]) -> Slo:
     """Return `slo` without the latencies that none of these workers could keep with a single request, relaxed or not."""
-    profiles = {profile for profile, _ in workers if profile.tpot_ms and profile.prefill_tokens_per_s > 0}
+    distinct = {id(profile): profile for profile, _ in workers}.values()
+    profiles = [one for one in distinct if one.tpot_ms and one.prefill_tokens_per_s > 0]
     if not profiles:
         return slo
     prefill_ms = min(1000 * slo.mean_prompt_tokens / one.prefill_tokens_per_s for one in profiles)
@@ -122,16 +123,15 @@ def fleet_rps(
     if last is not None and last[0] == asked:
         return last[1]
     within = attainable(slo, workers)
-    carried = tuple(
-        sum(
-            worker_capacity(profile, within, latency).effective_capacity_rps * weight
-            for profile, weight in workers
-            if weight > 0
-        )
-        for latency in latencies
-    )
-    _LAST[model] = asked, carried
-    return carried
+    distinct = {id(profile): profile for profile, _ in workers}
+    carried = []
+    for latency in latencies:
+        each = {
+            key: worker_capacity(one, within, latency).effective_capacity_rps for key, one in distinct.items()
+        }
+        carried.append(sum(each[id(profile)] * weight for profile, weight in workers if weight > 0))
+    _LAST[model] = asked, tuple(carried)
+    return _LAST[model][1]
 
 
 _LAST: dict[str, tuple[tuple[Any, ...], tuple[float, ...]]] = {}  # by model: what was asked, and the answer

@@ -6,7 +6,7 @@
 Machines that decided on the same stale state would together exceed a budget that each of them respects.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from datetime import datetime, timedelta
 from operator import attrgetter
@@ -47,19 +47,28 @@ DECISIONS_MAX = (
     1000  # of one settle, beside those per worker: more is a mistake of ours, which must not run for ever
 )
 DECISIONS_PER_WORKER_MAX = 50
+PROFILES_MAX = 1024  # that are told apart quickly
 ABSORB_FACTS_MAX = 1000  # pending at most, in a calm fleet
 ABSORB_AFTER = timedelta(seconds=10)
 
 Settle: TypeAlias = Callable[[FleetPolicy, Fleet, datetime], tuple[Decision, ...]]
 
 
-def settle(policy: FleetPolicy, fleet: Fleet, now: datetime) -> tuple[Decision, ...]:
-    """Return everything that is due, in order, numbered from `fleet.number + 1`; nothing if nothing is.
+def settle(
+    policy: FleetPolicy,
+    fleet: Fleet,
+    now: datetime,
+    among: Collection[str] | None = None,
+    shares: "Shares | None" = None,
+) -> tuple[Decision, ...]:
+    """Return everything that is due, in order, numbered from `fleet.number + 1`; nothing if nothing is. `among`: the only
+    workers whose own machines can have something to say, and of whom any is in doubt, if that is known. `shares`: of who asks
+    again and again.
 
     Level-triggered: twice, late or after a crash, the same state and time give the same answer, and once the
     answer is absorbed there is nothing left to say.
     """
-    settling = _Settling(policy, fleet, now)
+    settling = _Settling(policy, fleet, now, among, shares or Shares())
     _adopt(settling)
     before = -1
     while len(settling.decided) != before:
@@ -116,6 +125,52 @@ class Asking:
         return decisions
 
 
+class Shares:
+    """What each model's workers could carry. Of who has not changed since it was asked last nothing is reckoned again."""
+
+    def __init__(self) -> None:
+        self._workers: Mapping[str, Worker] = {}
+        self._profiles: dict[
+            Profile, Profile
+        ] = {}  # one object for all that are equal: it is told apart quickly
+        self._places: dict[str, tuple[str, int]] = {}  # of each worker, its model and its place there
+        self._of: dict[str, list[tuple[Profile, float]]] = {}
+
+    def of(self, workers: Mapping[str, Worker]) -> Mapping[str, list[tuple[Profile, float]]]:
+        """Return, by model, each worker's profile and the share of it that it could carry, by the workers' names."""
+        before, self._workers = self._workers, workers
+        if workers is before:
+            return self._of
+        changed = [(name, worker) for name, worker in workers.items() if before.get(name) is not worker]
+        if len(workers) != len(before) or not all(self._known(name, worker) for name, worker in changed):
+            return self._anew(workers)
+        for name, worker in changed:
+            model, place = self._places[name]
+            share = self._share(worker)
+            if share != self._of[model][place]:
+                self._of[model] = [*self._of[model]]
+                self._of[model][place] = share
+        return self._of
+
+    def _known(self, name: str, worker: Worker) -> bool:
+        return name in self._places and self._places[name][0] == worker.joined.model
+
+    def _anew(self, workers: Mapping[str, Worker]) -> Mapping[str, list[tuple[Profile, float]]]:
+        self._of, self._places = {}, {}
+        for name in sorted(workers):
+            model = workers[name].joined.model
+            shares = self._of.setdefault(model, [])
+            self._places[name] = (model, len(shares))
+            shares.append(self._share(workers[name]))
+        return self._of
+
+    def _share(self, worker: Worker) -> tuple[Profile, float]:
+        profile = worker.joined.profile
+        if len(self._profiles) >= PROFILES_MAX:
+            self._profiles.clear()
+        return self._profiles.setdefault(profile, profile), worker.carries
+
+
 @dataclass(slots=True)
 class _Settling:
     """One settle in progress: the fleet as decided so far."""
@@ -123,11 +178,13 @@ class _Settling:
     policy: FleetPolicy
     fleet: Fleet
     now: datetime
+    among: Collection[str] | None
+    shares: Shares
     decided: list[Decision] = field(default_factory=list)
-    names: list[str] = field(init=False)
+    asked: list[str] = field(init=False)  # the workers whose machines are asked
 
     def __post_init__(self) -> None:
-        self.names = sorted(self.fleet.workers)
+        self.asked = sorted(self.fleet.workers if self.among is None else self.among)
 
     def keep(self, decision: Decision) -> None:
         """Number a decision, put it under its incident (opening one at a first symptom), and absorb it."""
@@ -141,7 +198,7 @@ class _Settling:
         self._absorb(replace(decision, incident=belongs))
 
     def _absorb(self, decision: Decision) -> None:
-        assert len(self.decided) < DECISIONS_MAX + DECISIONS_PER_WORKER_MAX * len(self.names), (
+        assert len(self.decided) < DECISIONS_MAX + DECISIONS_PER_WORKER_MAX * len(self.fleet.workers), (
             "settle runs on"
         )
         numbered = replace(decision, number=self.fleet.number + 1)
@@ -180,7 +237,7 @@ def _goldens(s: _Settling) -> None:
 def _each(s: _Settling, machine: str, decide: Callable[..., tuple[Decision, ...]]) -> None:
     """Ask a machine of every worker until it has nothing more to say."""
     policy, state_of, now = getattr(s.policy, machine), attrgetter(machine), s.now
-    for name in s.names:
+    for name in s.asked:
         moves = 0
         while moves < MOVES_MAX and (due := decide(policy, state_of(s.fleet.workers[name]), now)):
             s.keep(due[0])  # what else it would say may be over now
@@ -201,9 +258,12 @@ def _drains(s: _Settling) -> None:
 
 def _budgets(s: _Settling) -> None:
     workers = s.fleet.workers
-    concerned = {w.joined.model for w in workers.values() if w.budget.kept is not None or w.in_doubt}
+    asked = [workers[name] for name in s.asked]
+    concerned = {w.joined.model for w in asked if w.budget.kept is not None or w.in_doubt}
     for model in sorted(concerned):
-        standings = [_standing(workers[name]) for name in s.names if workers[name].joined.model == model]
+        standings = [
+            _standing(workers[name]) for name in sorted(workers) if workers[name].joined.model == model
+        ]
         for decision in budget.decide(s.policy.budget, standings, s.now):
             s.keep(decision)
 
@@ -218,9 +278,10 @@ def _standing(worker: Worker) -> BudgetRank:
 
 
 def _spares(s: _Settling) -> None:
-    workers = [s.fleet.workers[name] for name in s.names]
-    if not any(worker.spare.kept for worker in workers):
+    known = s.fleet.workers
+    if not any(worker.spare.kept for worker in known.values()):
         return
+    workers = [known[name] for name in sorted(known)]
     for decision in spares.decide(s.policy.spares, [_spare_view(worker) for worker in workers], s.now):
         s.keep(decision)
 
@@ -239,10 +300,7 @@ def _levels(s: _Settling) -> None:
     concerned = [model for model, state in models.items() if promised(model) is not None or state.level]
     if not concerned:
         return
-    weighted: dict[str, list[tuple[Profile, float]]] = {}
-    for name in s.names:
-        worker = s.fleet.workers[name]
-        weighted.setdefault(worker.joined.model, []).append((worker.joined.profile, worker.carries))
+    weighted = s.shares.of(s.fleet.workers)
     for model in sorted(concerned):
         state = s.fleet.models[model]
         for decision in degradation.decide(s.policy.degradation, state, weighted.get(model, ()), s.now):
@@ -258,11 +316,11 @@ def _incidents(s: _Settling) -> None:
 
 
 def _forget(s: _Settling) -> None:
-    for name in s.names:
+    for name in s.asked:
         worker = s.fleet.workers[name]
         for decision in forgetting.decide(s.policy.forgetting, worker, name in s.fleet.awaited, s.now):
             s.keep(decision)
-    s.names = [name for name in s.names if name in s.fleet.workers]
+    s.asked = [name for name in s.asked if name in s.fleet.workers]
 
 
 def _outcome(fleet: Fleet, state: Incident) -> tuple[str, str]:
