@@ -41,6 +41,7 @@ from controller.runtime.projection.projector import Projector
 from events import codec, subjects
 from events import observations as o
 from events.fact import Decision, Fact, Observation, Recorded
+from events.journal import messages
 from events.journal.nats import NatsJournal
 from events.order import Order
 
@@ -83,6 +84,7 @@ class Made:
     now: datetime = EPOCH
     seq: int = 0
     number: int = 0  # of the source's facts
+    decided: int = 0  # the last decision's place
 
     def facts(self) -> Iterator[tuple[Fact, dict[str, str]]]:
         """Yield facts and their headers, in stream order."""
@@ -112,6 +114,9 @@ class Made:
             fact, id=id, source=source, source_number=number, said_at=self.now, through=through,
             causation=getattr(fact, "cause", ""), correlation=getattr(fact, "incident", ""),
         )  # fmt: skip
+        if of_decision:
+            headers |= messages.fence(self.decided)
+            self.decided = self.seq
         order.take(Recorded(self.seq, self.now, fact, id, source, number, through or 0))
         return fact, headers
 
