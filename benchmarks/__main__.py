@@ -28,6 +28,7 @@ BENCHMARKS = {
     "store": "benchmarks.store.store",
     "fold": "benchmarks.store.fold",
     "report": "benchmarks.store.post_mortem",
+    "decided_again": "benchmarks.store.decided_again",
     "kv": "benchmarks.failures.kv",
     "contention": "benchmarks.failures.contention",
     "exact": "benchmarks.failures.exact",
@@ -59,6 +60,7 @@ WITH_A_TRACE = {  # of real chats: see benchmarks/README.md
     "overload_fleet": "benchmarks.overload.fleet",
     "planner": "benchmarks.simulation.planner",
     "spares": "benchmarks.simulation.spares",
+    "what_if": "benchmarks.simulation.what_if",
 }
 
 

@@ -14,7 +14,7 @@ from controller.replay import cli
 from events.journal.nats import NatsJournal
 
 REACH_S = 3.0
-ALL_OF_IT = ("verify", "rebuild")  # the commands that read the whole journal
+ALL_OF_IT = ("verify", "rebuild", "what-if")  # the commands that read the whole journal
 
 
 def run_cli(args: argparse.Namespace, found: dict[str, Any]) -> int:

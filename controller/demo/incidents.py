@@ -6,8 +6,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from controller.replay import sentences, timeline
+from controller.replay.pages import NoPlotly
 from controller.replay.report import report_cli
-from controller.replay.report.page import NoPlotly
 from controller.replay.scan import JournalArchive
 from events.decisions import IncidentOpened
 from events.fact import Recorded

@@ -1,4 +1,4 @@
-"""`holdfast replay timeline | at | why | report | verify | rebuild`: arguments in, text, JSON or a file out.
+"""`holdfast replay timeline | at | why | report | what-if | verify | rebuild`: arguments in, text, JSON or a file out.
 
 What it needs of the world, a journal and a store, is handed to it: see `controller.commands.replay`.
 """
@@ -18,6 +18,7 @@ from controller.replay.report import report_cli
 from controller.replay.scan import JournalArchive
 from controller.replay.store import HistoryStore
 from controller.replay.verify import verify
+from controller.replay.whatif import whatif_cli
 from controller.replay.why import as_json, why
 from controller.replay.why import lines as why_lines
 from events.errors import HoldfastError
@@ -54,6 +55,7 @@ def add_arguments(commands: Any) -> None:
     command = _command(commands, "why", "what led to an event, back to what the world reported")
     command.add_argument("event", metavar="EVENT", help="its sequence, its ce-id, or decision:N")
     report_cli.add_arguments(commands)
+    whatif_cli.add_arguments(commands)
     command = _command(
         commands, "verify", "fold and decide everything again, and compare (exit 3: a difference)"
     )
@@ -176,6 +178,11 @@ async def _report(args: argparse.Namespace, journal: Journal, store: HistoryStor
     return 0
 
 
+async def _what_if(args: argparse.Namespace, journal: Journal, store: HistoryStore | None, say: Say) -> int:
+    await whatif_cli.execute(args, journal, store, _archive(journal, store), _now(), say)
+    return 0
+
+
 async def _verify(args: argparse.Namespace, journal: Journal, store: HistoryStore | None, say: Say) -> int:
     if store is None:
         raise NeedsStore
@@ -219,5 +226,5 @@ async def _rebuild(args: argparse.Namespace, journal: Journal, store: HistorySto
 
 _COMMANDS: dict[str, Command] = {
     "timeline": _timeline, "at": _at, "why": _why, "verify": _verify, "rebuild": _rebuild,
-    "report": _report, "request": _request,
+    "report": _report, "what-if": _what_if, "request": _request,
 }  # fmt: skip

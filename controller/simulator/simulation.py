@@ -207,6 +207,7 @@ class Simulation:
             machines=self.machines,
             frontends=lambda: [f for f in self.frontends if f.up],
             interval=self.scenario.interval,
+            silent_after_s=self.scenario.besides.silent_after_s,
             tick=self.scenario.tick,
             listen=self.watch.absorbed,
             decided=self.watch.appended,

@@ -12,14 +12,14 @@ from typing import Any
 import pytest
 from made_history import EPOCH, History
 
-from controller.replay import cli, travel
+from controller.replay import cli, pages, travel
 from controller.replay.find import NoSuchEvent
-from controller.replay.report import page, window
-from controller.replay.report.page import NoPlotly
-from controller.replay.report.report_cli import CannotWrite
+from controller.replay.pages import NoPlotly, plotly
+from controller.replay.report import window
 from controller.replay.report.window import NothingToTell
 from controller.replay.scan import JournalArchive
 from controller.replay.travel import NotYet
+from controller.replay.written import CannotWrite
 from events.decisions import DegradationChanged, IncidentOpened, Knobs
 from events.errors import HoldfastError, UsageError
 from events.journal.memory import MemoryJournal
@@ -257,7 +257,7 @@ async def test_a_page_is_one_file_that_asks_no_network_for_anything(history: His
     assert re.fullmatch(rf"{re.escape(str(where))}: 32 events, 4\.\d MB, in .+", said[0])
     assert len(said) == 4 and said[1].startswith("  At 2026-03-01")
     text = where.read_text()
-    ours = text.replace(page._plotly(), "")
+    ours = text.replace(plotly(), "")
     assert not re.findall(r"(?:src|href)\s*=\s*[\"']?(?!#)[^\"' >]+", ours)
     assert not re.findall(r"@import|url\(", ours)
     assert [one.name for one in tmp_path.iterdir()] == ["it.html"]
@@ -282,6 +282,7 @@ async def test_markdown_has_what_the_page_has(history: History, tmp_path: Path) 
     assert headings == [
         "# Incident incident-5: worker w2, token_mismatch",
         "How long it took", "Who was hurt", "What it cost", "What led to what", "The policy in force",
+            "Under another policy",
     ]  # fmt: skip
     await reported(history, "-o", str(tmp_path / "it.md"))
     assert (tmp_path / "it.md").read_text().strip() == text.strip()
@@ -302,7 +303,7 @@ async def test_what_cannot_be_told_or_written_is_said(
         await reported(History(), "-o", "md")
     with pytest.raises(CannotWrite, match="No such file"):
         await reported(history, "-o", str(tmp_path / "nowhere" / "it.md"))
-    monkeypatch.setattr(page, "PLOTLY", "no_such_package_as_this")
+    monkeypatch.setattr(pages, "PLOTLY", "no_such_package_as_this")
     with pytest.raises(NoPlotly, match="pip install"):
         await reported(history, "-o", str(tmp_path / "it.html"))
     for words in (["--since", "999999999d"], ["--since", "²"], ["--incident", "²"]):

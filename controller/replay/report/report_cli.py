@@ -2,7 +2,6 @@
 
 import argparse
 import json
-import os
 import time
 from collections.abc import Callable
 from datetime import datetime
@@ -18,16 +17,15 @@ from controller.replay.report.phases import all_phases
 from controller.replay.report.redaction import Redaction
 from controller.replay.report.window import HISTORY_EVENTS, ReportWindow
 from controller.replay.sentences import count, span
-from events.errors import HoldfastError, UsageError
+from controller.replay.whatif.part import of_incident
+from controller.replay.whatif.usual import answers
+from controller.replay.written import written
+from events.errors import UsageError
 from events.journal.port import Journal
 
 FORMS = {".html": "html", ".md": "md", ".json": "json"}
 USUAL = "report.html"
 WHEN = "a sequence, an instant (2026-03-01T12:00:03Z), a time of day in UTC (12:00:03), or how long ago (10m)"
-
-
-class CannotWrite(HoldfastError):
-    """The report cannot be written there."""
 
 
 def add_arguments(commands: Any) -> None:
@@ -73,22 +71,31 @@ async def execute(
     redaction = Redaction(told.order.shown, told.events) if args.redact else None
     last = await journal.last_seq()
     others = await all_phases(archive.select(after=max(0, last - HISTORY_EVENTS))) if told.story else {}
+    otherwise = await _otherwise(told, journal, store, archive)
     made = report(told, list(others.values()))
-    document, drawn = plain(made), lanes(made)
+    document, drawn = plain(made) | {"otherwise": otherwise}, lanes(made)
     if redaction is not None:
         document, drawn = redaction.of(document), redaction.of(drawn)
     text = _text(form, document, drawn)
     if args.output == form:
         say(text.rstrip("\n"))
         return
-    _write(where, text)
-    size = (
-        f"{len(text.encode()) / 1e6:.1f} MB" if len(text) > 100_000 else f"{len(text.encode()) / 1e3:.1f} kB"
-    )
+    size = written(where, text)
     took = span(time.perf_counter() - began)
     say(f"{where}: {count(len(told.events), 'event')}, {size}, in {took}")
     for sentence in document["summary"]:
         say(f"  {sentence}")
+
+
+async def _otherwise(
+    told: ReportWindow, journal: Journal, store: StateStore | None, archive: Archive
+) -> list[dict[str, Any]]:
+    """Return what other policies would have made of an incident of a worker."""
+    story = told.story
+    if story is None or not story.subject.startswith("worker:"):
+        return []
+    recording = await of_incident(journal, store, archive, story)
+    return answers(recording, story.incident) if recording is not None else []
 
 
 def _text(form: str, document: dict[str, Any], drawn: dict[str, Any]) -> str:
@@ -112,13 +119,3 @@ async def _window(
     if args.until:
         raise UsageError("--until wants --since, too")
     return await window.latest(journal, store, archive, now)
-
-
-def _write(where: Path, text: str) -> None:
-    """Put a file in its place in one step."""
-    beside = where.with_name(f".{where.name}.{os.getpid()}")
-    try:
-        beside.write_text(text, encoding="utf-8")
-        beside.replace(where)
-    except OSError as error:
-        raise CannotWrite(f"{where}: {error.strerror or error}. {CannotWrite.__doc__}") from None

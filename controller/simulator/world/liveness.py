@@ -34,8 +34,9 @@ class SimulatedObserver:
         self._outbox = outbox
         self._clock = clock = KernelClock(surroundings.kernel)
         self._beats = Beats(clock)
+        settings = LivenessSettings(silent_after_s=surroundings.silent_after_s)
         # It plays the view, the journal and the bus.
-        self._liveness = Liveness(self, self._beats, self, self, clock, LivenessSettings(), lambda: True)
+        self._liveness = Liveness(self, self._beats, self, self, clock, settings, lambda: True)
 
     def disconnected(self) -> None:
         """Nothing could be heard: whoever was quiet now is not thereby silent."""

@@ -12,6 +12,7 @@ from controller.deciders.capacity import Slo, fleet_capacity
 from controller.deciders.fleet import FleetPolicy
 from controller.deciders.spares import SparesPolicy
 from controller.planner.plan import PlannerPolicy
+from controller.runtime.settings import LivenessSettings
 from controller.simulator.rates import PRESETS
 from controller.simulator.world.kernel import MINUTE, SECOND, Kernel, micros
 from controller.simulator.world.machines import PROFILE
@@ -62,6 +63,7 @@ class Besides:
     spares: int = 0  # of the workers: the last ones
     planning: SimulatedPlanning | None = None
     crowd: Crowd | None = None  # None: there is always room
+    silent_after_s: float = LivenessSettings().silent_after_s  # until a worker counts as silent
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

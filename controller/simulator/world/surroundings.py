@@ -38,6 +38,7 @@ class Surroundings:
     machines: Mapping[str, Machine]
     frontends: Callable[[], Iterable[Linked]]
     interval: int  # between canaries of one worker
+    silent_after_s: float  # until a worker counts as silent
     tick: int  # between looks at the clock, at heartbeats, and at who is to be probed
     listen: Callable[[Replica, Sequence[Recorded]], None]
     decided: Callable[[str], None]  # an append has reached the broker

@@ -1,0 +1,140 @@
+"""What is asked: which policy instead, on which terms."""
+
+import json
+import re
+import tomllib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from difflib import get_close_matches
+from functools import reduce
+from pathlib import Path
+from typing import Any
+
+from pydantic import TypeAdapter, ValidationError
+
+from controller.deciders.fleet import FleetPolicy, dump, load
+from controller.replay.whatif.course import CourseTerms
+from events.errors import UsageError
+
+INTERVAL, SILENCE = "canary.interval", "liveness.silent_after"
+NOT_ASKED = ("golden", "incident")  # parts of the policy that make no difference to whom is noticed when
+FILE_BYTES_MAX = 1_000_000
+_UNITS = {"ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
+_DURATION = re.compile(r"(\d+(?:\.\d+)?)(ms|s|m|h|d)")
+
+
+@dataclass(frozen=True, slots=True)
+class PolicyAsked:
+    """Other values for some settings, by their names: plain JSON values, durations in seconds."""
+
+    values: Mapping[str, Any] = field(default_factory=dict)
+
+    def terms(self, place: float = 0.5) -> CourseTerms:
+        """Return the terms on which history is decided."""
+        own = {name: value for name, value in self.values.items() if name not in (INTERVAL, SILENCE)}
+
+        def policy(adopted: Mapping[str, Any]) -> FleetPolicy:
+            return load(_with(dump(load(adopted)), own))
+
+        return CourseTerms(policy, self.values.get(INTERVAL), self.values.get(SILENCE), place)
+
+    def also(self, name: str, value: Any) -> "PolicyAsked":
+        """Return this with one value more."""
+        return PolicyAsked({**self.values, name: value})
+
+
+def _with(written: dict[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:
+    for name, value in values.items():
+        *parts, last = name.split(".")
+        reduce(lambda inside, part: inside.setdefault(part, {}), parts, written)[last] = value
+    return written
+
+
+def known() -> dict[str, Any]:
+    """Return everything that can be asked, by name, with its default; durations in seconds."""
+    found: dict[str, Any] = {INTERVAL: 30.0, SILENCE: 3.0}
+    for part, settings in dump(FleetPolicy()).items():
+        if part not in NOT_ASKED:
+            found |= {
+                f"{part}.{name}": value for name, value in settings.items() if not isinstance(value, dict)
+            }
+    return found
+
+
+def asked(sets: Sequence[str], file: str | None) -> PolicyAsked:
+    """Return what `--set NAME=VALUE` and `--policy FILE` ask for; the former wins. Raise UsageError."""
+    values = _file(Path(file)) if file else {}
+    for one in sets:
+        name, is_, value = one.partition("=")
+        if not is_ or not value:
+            raise UsageError(f"--set {one}: it is NAME=VALUE, as in --set canary.interval=10s")
+        values[_name(name.strip(), "--set")] = value_of(value.strip())
+    return checked(PolicyAsked(values))
+
+
+def checked(what: PolicyAsked) -> PolicyAsked:
+    """Return it, if it makes sense. Raise UsageError."""
+    for name in (INTERVAL, SILENCE):
+        value = what.values.get(name)
+        if value is not None and not (isinstance(value, int | float) and value > 0):
+            raise UsageError(f"{name} is {value!r}: it must be a time above 0, such as 10s")
+    own = {name: value for name, value in what.values.items() if name not in (INTERVAL, SILENCE)}
+    try:
+        TypeAdapter(FleetPolicy).validate_python(_with(dump(FleetPolicy()), own))
+    except ValidationError as error:
+        found = error.errors()[0]
+        where = ".".join(str(part) for part in found["loc"]) or "the policy"
+        given = "" if isinstance(found["input"], dict) else f", not {found['input']!r}"
+        raise UsageError(f"{where}: {found['msg'].removeprefix('Value error, ')}{given}") from None
+    return what
+
+
+def _name(given: str, where: str) -> str:
+    """Return the name of a setting, however it was written."""
+    name, names = given.removeprefix("controller.").removeprefix("policy."), known()
+    for one in (name, name.removesuffix("_s")):
+        if one in names or one.startswith("degradation.slos."):
+            return one
+    if name.partition(".")[0] in NOT_ASKED:
+        raise UsageError(
+            f"{where} {given}: what is right, and what is an incident, is taken as it was recorded"
+        )
+    near = get_close_matches(name, names, 3, 0.5) or sorted(names)
+    raise UsageError(f"{where} {given}: there is no such setting. There are {', '.join(near)}")
+
+
+def value_of(text: str) -> Any:
+    """Return a value as plain JSON, a duration in seconds. Raise UsageError."""
+    if duration := _DURATION.fullmatch(text):
+        return float(duration[1]) * _UNITS[duration[2]]
+    try:
+        return json.loads(text)
+    except ValueError:
+        return None if text.lower() in ("none", "never") else text
+
+
+def _file(path: Path) -> dict[str, Any]:
+    """Return the settings of a file: JSON or TOML, by parts, as `holdfast replay report -o json` has the policy."""
+    try:
+        if path.stat().st_size > FILE_BYTES_MAX:
+            raise UsageError(f"--policy {path}: larger than {FILE_BYTES_MAX:,} bytes: that is no policy")
+        text = path.read_text(encoding="utf-8")
+        written = tomllib.loads(text) if path.suffix.lower() == ".toml" else json.loads(text)
+    except OSError as error:
+        raise UsageError(f"--policy {path}: {error.strerror or error}") from None
+    except ValueError as error:
+        raise UsageError(f"--policy {path}: neither JSON nor (as .toml) TOML: {error}") from None
+    if not isinstance(written, dict):
+        raise UsageError(
+            f"--policy {path}: it is an object of parts, as in {{'breaker': {{'wait_min': 10}}}}"
+        )
+    found: dict[str, Any] = {}
+    for part, settings in written.items():
+        if part in NOT_ASKED:
+            continue  # a policy that was taken from a report has these as well
+        if not isinstance(settings, dict):
+            raise UsageError(f"--policy {path}: {part} is {settings!r}, and must be an object of settings")
+        for name, value in settings.items():
+            given = _name(f"{part}.{name}", f"--policy {path}:")
+            found[given] = value_of(value) if isinstance(value, str) else value
+    return found

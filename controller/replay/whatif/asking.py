@@ -1,0 +1,275 @@
+"""When is a worker asked again, and what does it say? The canaries of one life, as they were, or as often as one likes.
+
+As they were, each is what it was; where nobody was asked for long, and would be now, the spells tell what would have been said.
+As often as one likes, all is told by the spells. `place` is where in its gap each spell begins and ends, and where between two
+canaries that is: 0, it is noticed as soon as can be; 1, as late; 0.5, halfway.
+"""
+
+from bisect import bisect_left, bisect_right
+from dataclasses import dataclass
+
+from controller.deciders.fleet import Worker
+from controller.replay.whatif.recording import CHECKS, GOOD, MUTE, SLOW, WRONG, CanariesTold, instant
+from controller.replay.whatif.spells import Spell, spells
+from events.decisions import HealthStatus
+from events.frozen import replace
+from events.observations import CanaryFailed, CanaryPassed, CanaryResult, CanarySlow, CheckType
+
+TRIAL, JOIN = CHECKS.index("trial"), CHECKS.index("join")
+GAP = 3.0  # intervals without a canary: nobody asked
+JITTER = 0.1  # of an interval, either way
+NEAR_S = 2.0  # before a trial: one that was asked then is this one
+SOON_S = 6.0  # and behind it
+JOIN_AGAIN_S = 2.0  # until one that did not let it in is asked again
+LOOK_S = 1.0  # after a trial that was: whether it is tried here as well is known by then
+NOTHING = 255  # a canary says: none is asked yet, look again
+INFINITY = float("inf")
+
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    """One canary on its way."""
+
+    sent: float
+    at: float  # when the journal takes what came of it
+    canary: int
+    said: int
+    fact: CanaryFailed | CanarySlow | None  # what came of it; None: it was right
+    check: CheckType
+    guessed: bool  # nobody asked then
+
+
+class Asker:
+    """The canaries of one life of a worker, on one course."""
+
+    def __init__(
+        self, told: CanariesTold, start: float, recorded_s: float, interval_s: float | None, place: float
+    ) -> None:
+        self.told = told
+        self._found = spells(told) if told.facts else []
+        self._every = (interval_s or recorded_s) * (1.0 + JITTER * (2 * place - 1))
+        self._gap = GAP * recorded_s
+        self._anew = interval_s is not None
+        self._free = self._anew  # it is asked otherwise than it was
+        self._tried = set[int]()  # places of trials that are asked here as well
+        self._place = place
+        self._edges = sorted({spell.began(place) for spell in self._found})
+        self._bad = sorted(told.facts)
+        joined = told.at[0] if len(told) and told.check[0] == JOIN else start
+        self._later = max(0.0, start - joined)  # than it joined
+        self._next = 0  # of what was asked
+        self._last = start - (
+            JOIN_AGAIN_S if self._later else 0.0
+        )  # when it was asked last, or could have been
+        self._turn = 0
+        self._then = (0, start, 0)  # the same, after the one that is asked next
+
+    # --- when -------------------------------------------------------------------------------------------------------
+
+    def following(self, after: float, calm: bool, joining: bool) -> Question | None:
+        """Return the next canary that is asked after `after`; of a worker that is calm the next that is not simply right.
+        `joining`: none has let it in yet.
+
+        Nothing has been asked before `asked` says so."""
+        before = (self._next, self._last, self._turn)
+        self._free = self._anew or (self._free and not calm)
+        if joining and self._later:
+            found: Question | None = self._at_once(after)
+        elif self._free:
+            found = self._joining(after) or self._slot(after, calm)
+        else:
+            found = self._recorded(after, calm)
+        self._then = (self._next, self._last, self._turn)
+        self._next, self._last, self._turn = before
+        return found
+
+    def asked(self) -> None:
+        """Take the one that `following` has returned last for asked."""
+        self._next, self._last, self._turn = self._then
+
+    def _joining(self, after: float) -> Question | None:
+        """Return the next of those by which it was let in: these do not depend on the interval."""
+        told = self.told
+        while self._next < len(told) and told.check[self._next] == JOIN:
+            place, self._next = self._next, self._next + 1
+            self._last = told.sent[place]
+            self._turn = told.asked[place]
+            if told.at[place] > after:
+                return self._was(place)
+        return None
+
+    def _at_once(self, after: float) -> Question | None:
+        """Return a canary that lets it in, where it joins later than it did."""
+        sent = max(after, self._last + JOIN_AGAIN_S)
+        if sent >= self.told.end + self._later:
+            return None
+        self._last = sent
+        return self._ask(sent, "join")
+
+    def _slot(self, after: float, calm: bool) -> Question | None:
+        every, last = self._every, self._last
+        if after > last + every:
+            last += int((after - last) / every) * every
+        sent = max(last + every, after)
+        if calm and not self._there(sent):
+            edge = self._edge(last)
+            if edge == INFINITY:
+                return None
+            sent = max(edge + max(1e-6, self._place * every), after)
+            self._face(edge)
+        if sent >= self.told.end:
+            return None
+        self._last = sent
+        return self._ask(sent, "scheduled")
+
+    def _edge(self, after: float) -> float:
+        place = bisect_right(self._edges, after)
+        return self._edges[place] if place < len(self._edges) else INFINITY
+
+    def _face(self, edge: float) -> None:
+        """Turn to the canary that is asked first when wrong answers begin."""
+        spell = next((s for s in self._found if s.asked and s.began(self._place) == edge), None)
+        if spell is None:
+            return
+        names, wrong = len(self.told.names), len(spell.asked)
+        mean, most = (names - wrong) / (wrong + 1), names - wrong
+        twice = 2 * self._place
+        steps = round(mean * twice if twice <= 1 else mean + (most - mean) * (twice - 1))
+        self._turn = (min(spell.asked) - steps - 1) % names
+
+    def _recorded(self, after: float, calm: bool) -> Question | None:
+        told = self.told
+        place = max(self._next, bisect_left(told.at, after if calm else after - 2 * LOOK_S))
+        if calm:
+            bad = bisect_left(self._bad, place)
+            place = self._bad[bad] if bad < len(self._bad) else len(told)
+        while place < len(told) and (told.at[place] < after or told.check[place] == TRIAL):
+            if told.check[place] == TRIAL and not calm and place not in self._tried:
+                return self._untried(after, place)
+            place += 1
+        if not calm and (guess := self._unasked(after, place)):
+            return guess
+        if place == len(told):
+            self._next = place
+            return None
+        self._next = place + 1
+        self._last, self._turn = told.sent[place], told.asked[place]
+        return self._was(place)
+
+    def _untried(self, after: float, place: int) -> Question | None:
+        """Return what comes after a trial that was, and may not be here: then what followed it would not have been asked then."""
+        look_at = self.told.sent[place] + LOOK_S
+        if after < look_at:
+            return Question(look_at, look_at, 0, NOTHING, None, "scheduled", False)
+        self._free = True
+        return self._slot(after, False)
+
+    def _unasked(self, after: float, place: int) -> Question | None:
+        """Return a canary for a time in which nobody asked."""
+        told = self.told
+        before = told.sent[place - 1] if place else self._last
+        until = told.sent[place] if place < len(told) else told.end
+        if until - max(before, self._last) < self._gap:
+            return None
+        sent = max(self._last, before, after - self._every) + self._every
+        if sent + self._every > until:
+            return None
+        self._last = sent
+        return self._ask(sent, "scheduled")
+
+    # --- what -------------------------------------------------------------------------------------------------------
+
+    def trial(self, at: float) -> Question:
+        """Return a trial that is asked for at a time: the one that was, or what it would have said."""
+        told = self.told
+        near = bisect_left(told.sent, at - NEAR_S)
+        while near < len(told) and told.sent[near] <= at + SOON_S:
+            if told.check[near] == TRIAL and not self._anew:
+                self._tried.add(near)
+                was = self._was(near)
+                return Question(
+                    max(at, was.sent), max(at, was.at), was.canary, was.said, was.fact, "trial", False
+                )
+            near += 1
+        self._turn, self._last, self._free = self._chosen(at), at, True
+        return self._ask(at, "trial")
+
+    def _chosen(self, at: float) -> int:
+        """Return the canary before the one that a trial asks: where only some are answered wrongly, nobody knows which it is."""
+        some = {canary for s in self._there(at) for canary in s.asked}
+        rest = set(range(len(self.told.names))) - some
+        of = {0.0: rest, 1.0: some}.get(self._place, set())
+        return (min(of) - 1) % len(self.told.names) if some and of else self._turn
+
+    def _ask(self, sent: float, check: CheckType) -> Question:
+        told = self.told
+        self._turn = (self._turn + 1) % max(1, len(told.names))
+        spell = self._spell(sent, self._turn)
+        if spell is None:
+            latency = told.good.latency_ms if told.good is not None else 0.0
+            return Question(sent, sent + latency / 1000, self._turn, GOOD, None, check, True)
+        return Question(sent, sent + spell.took, self._turn, spell.said, spell.fact, check, True)
+
+    def _spell(self, at: float, canary: int) -> Spell | None:
+        there = [spell for spell in self._there(at) if spell.tells(canary)]
+        for said in (MUTE, WRONG, SLOW):
+            for one in there:
+                if one.said == said:
+                    return one
+        return None
+
+    def _there(self, at: float) -> list[Spell]:
+        return [one for one in self._found if one.began(self._place) <= at < one.ended(self._place)]
+
+    def _was(self, place: int) -> Question:
+        told = self.told
+        fact = told.facts.get(place)
+        return Question(
+            told.sent[place],
+            told.at[place],
+            told.asked[place],
+            told.said[place],
+            fact,
+            CHECKS[told.check[place]],
+            False,
+        )
+
+
+def result(worker: Worker, told: CanariesTold, question: Question, sent_under: int) -> CanaryResult:
+    """Return what a canary says."""
+    joined, took = worker.joined, (question.at - question.sent) * 1e3
+    like = question.fact or told.good
+    if like is None:  # of this life no canary has ever said anything else
+        like = CanaryPassed(
+            worker=joined.worker, instance=joined.instance, canary_key=joined.canary_key, canary="", check_type="scheduled",
+            sent_under=0, sent_at=instant(question.sent), latency_ms=took,
+        )  # fmt: skip
+    return replace(
+        like,
+        canary=told.names[question.canary] if told.names else "",
+        check_type=question.check,
+        sent_at=instant(question.sent),
+        sent_under=sent_under,
+    )
+
+
+def calm(worker: Worker) -> bool:
+    """Say whether right answers say nothing new of a worker, and time alone changes nothing about it."""
+    health, state = worker.health, worker.breaker
+    quiet = not (
+        health.canaries.failures or health.slowness.reports or health.disputed or health.charges.convictions
+    )
+    return (
+        quiet
+        and worker.well
+        and health.ramp >= 1
+        and not (state.canary_failures or state.request_failures)
+        and not worker.drain.wanted
+        and not health.exit.leaving
+        and not health.charges.accused
+    )
+
+
+def is_asked(worker: Worker) -> bool:
+    """Say whether canaries are put to it: one that drains is asked when somebody wants it back."""
+    return worker.health.status is not HealthStatus.DRAINING or worker.health.exit.resumed

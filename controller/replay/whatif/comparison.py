@@ -1,0 +1,322 @@
+"""What would have been different? Each fault, and all of them together: as recorded, decided again, and under what is asked.
+
+Decided again under the policy that was in force, history is nearly what it was; what differs there is what deciding again cannot
+tell. Under what is asked each time is a range where something had to be guessed: `PLACES` courses, from the shortest trouble that
+agrees with what was seen to the longest.
+"""
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from controller.deciders.fleet import DECIDERS_VERSION, dump, load
+from controller.replay.sentences import count
+from controller.replay.whatif.asked import INTERVAL, SILENCE, PolicyAsked
+from controller.replay.whatif.course import CourseTaken, CourseTerms
+from controller.replay.whatif.courses import take_all
+from controller.replay.whatif.faults import Fared, FaultSeen, ejections, false_ejections, fared, faults
+from controller.replay.whatif.recording import Recording
+from controller.replay.whatif.weights import Weights
+from events.decisions import (
+    Absorbed,
+    BreakerOpened,
+    DegradationChanged,
+    DrainEnded,
+    DrainStarted,
+    GoldenAgreed,
+    GoldenRetired,
+    HealthChanged,
+    IncidentClosed,
+    IncidentOpened,
+    WeightCapped,
+    WorkerDecision,
+)
+from events.fact import Decision
+
+PLACES = (0.0, 0.5, 1.0)  # the one in the middle is the likely one
+LIKELY = len(PLACES) // 2
+MEASURES = ("noticed", "fenced", "recovered")
+INFINITY = float("inf")
+
+
+@dataclass(frozen=True, slots=True)
+class Estimate:
+    """A figure of what would have been. Infinity: not before history ends, or the worker's next fault."""
+
+    low: float
+    likely: float
+    high: float
+
+    @property
+    def exact(self) -> bool:
+        """Whether nothing about it had to be guessed."""
+        return self.low == self.high
+
+    def as_json(self) -> dict[str, float | None]:
+        """Return it as plain JSON."""
+        low, likely, high = (None if one == INFINITY else one for one in (self.low, self.likely, self.high))
+        return {"low": low, "likely": likely, "high": high}
+
+
+@dataclass(frozen=True, slots=True)
+class FaultCompared:
+    """One fault: how many seconds after it began, as far as is known, what happened."""
+
+    fault: FaultSeen
+    recorded: dict[str, float]
+    again: dict[str, float]
+    would: dict[str, Estimate]
+
+
+@dataclass(frozen=True, slots=True)
+class TotalCompared:
+    """One figure of all that time."""
+
+    name: str
+    unit: str
+    recorded: float
+    again: float
+    would: Estimate
+
+
+@dataclass(frozen=True, slots=True)
+class DecisionsCompared:
+    """Decisions of one kind about one subject: how many there are decided again, and would be."""
+
+    kind: str
+    subject: str
+    what: str
+    again: int
+    would: int
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """The whole answer."""
+
+    recording: Recording
+    asked: PolicyAsked
+    changed: list[tuple[str, Any, Any]]  # setting, as it was, as is asked
+    faults: list[FaultCompared]
+    totals: list[TotalCompared]
+    decisions: list[DecisionsCompared]  # that differ
+    limits: list[str]
+
+    def as_json(self) -> dict[str, Any]:
+        """Return it as plain JSON. Times of faults are seconds since 1970, what became of them seconds since they began."""
+        return {
+            "from": self.recording.start,
+            "to": self.recording.end,
+            "events": self.recording.events,
+            "asked": [{"setting": name, "was": was, "asked": now} for name, was, now in self.changed],
+            "faults": [
+                {"worker": one.fault.worker, "what": one.fault.what, "incident": one.fault.incident,
+                 "began": list(one.fault.began), "first_sign": one.fault.first, "last_sign": one.fault.last,
+                 "recorded": _finite(one.recorded), "again": _finite(one.again),
+                 "would": {name: estimate.as_json() for name, estimate in one.would.items()}}
+                for one in self.faults
+            ],
+            "totals": [
+                {"name": one.name, "unit": one.unit, "recorded": one.recorded, "again": one.again, "would": one.would.as_json()}
+                for one in self.totals
+            ],
+            "decisions": [
+                {"kind": one.kind, "subject": one.subject, "what": one.what, "again": one.again, "would": one.would}
+                for one in self.decisions
+            ],
+            "limits": self.limits,
+        }  # fmt: skip
+
+
+def _finite(times: dict[str, float]) -> dict[str, float | None]:
+    return {name: None if value == INFINITY else value for name, value in times.items()}
+
+
+def compare(recording: Recording, asked: PolicyAsked, *, incident: str = "") -> Comparison:
+    """Return the answer. `incident`: only the fault for which this one was opened is told of, if it is known."""
+    found = faults(recording)
+    told = [one for one in found if one.incident == incident] if incident else found
+    again, *courses = take_all(recording, [CourseTerms(), *(asked.terms(place) for place in PLACES)])
+    return Comparison(
+        recording,
+        asked,
+        _changed(recording, asked),
+        [_fault(one, recording.weights, again, courses) for one in told or found],
+        totals(recording, asked, found, again, courses),
+        _decisions(again.decided, courses[LIKELY].decided),
+        limits(recording, asked, found, courses),
+    )
+
+
+def _changed(recording: Recording, asked: PolicyAsked) -> list[tuple[str, Any, Any]]:
+    written = dump(load(recording.policy))
+    was = {INTERVAL: round(recording.interval_s, 2), SILENCE: recording.silence_s}
+    for part, settings in written.items():
+        was |= {f"{part}.{name}": value for name, value in settings.items()}
+    return [(name, was.get(name), value) for name, value in asked.values.items()]
+
+
+def _fault(
+    fault: FaultSeen, weights: Weights, again: CourseTaken, courses: Sequence[CourseTaken]
+) -> FaultCompared:
+    would = [_seconds(fault, fared(fault, one.weights)) for one in courses]
+    return FaultCompared(
+        fault,
+        _seconds(fault, fared(fault, weights)),
+        _seconds(fault, fared(fault, again.weights)),
+        {name: estimate([one[name] for one in would]) for name in MEASURES},
+    )
+
+
+def _seconds(fault: FaultSeen, what: Fared) -> dict[str, float]:
+    times: dict[str, float] = {}
+    for name in MEASURES:
+        at = getattr(what, name)
+        times[name] = INFINITY if at is None else at - fault.likely
+    return times
+
+
+def estimate(figures: Sequence[float]) -> Estimate:
+    """Return what these courses come to."""
+    return Estimate(min(figures), figures[len(figures) // 2], max(figures))
+
+
+# --- all of it ------------------------------------------------------------------------------------------------------
+
+
+def totals(
+    recording: Recording,
+    asked: PolicyAsked,
+    found: list[FaultSeen],
+    again: CourseTaken,
+    courses: Sequence[CourseTaken],
+) -> list[TotalCompared]:
+    """Return the figures of the whole time."""
+    start, end = recording.start, recording.end
+    ways = (recording.weights, again.weights, *(one.weights for one in courses))
+    figures = [
+        ("ejections", "", [float(ejections(one, start, end)) for one in ways]),
+        ("of them false", "", [float(false_ejections(found, one, start, end)) for one in ways]),
+        ("capacity missing", "GPU s", [one.missing(start, end) for one in ways]),
+        ("answers exposed", "", [_exposed(recording, found, one) for one in ways]),
+        ("canaries asked", "", _canaries(recording, asked, len(courses))),
+    ]
+    return [
+        TotalCompared(name, unit, values[0], values[1], estimate(values[2:]))
+        for name, unit, values in figures
+    ]
+
+
+def _exposed(recording: Recording, found: Iterable[FaultSeen], weights: Weights) -> float:
+    """Return how many answers a worker began that answered wrongly, before nothing went there any more: as many a second as it
+    was found to have answered, or as it serves usually."""
+    total = 0.0
+    for fault in found:
+        if not fault.wrong:
+            continue
+        fenced = fared(fault, weights).fenced
+        seconds = max(0.0, (fenced if fenced is not None else fault.until) - fault.likely)
+        if weights is recording.weights:
+            total += _seen(recording, fault)
+        else:
+            total += _rate(recording, fault) * seconds
+    return total
+
+
+def _seen(recording: Recording, fault: FaultSeen) -> float:
+    return float(sum(fault.first <= at <= fault.until for at in recording.exposed.get(fault.worker, [])))
+
+
+def _rate(recording: Recording, fault: FaultSeen) -> float:
+    seen, fenced = _seen(recording, fault), fared(fault, recording.weights).fenced
+    if seen and fenced is not None and fenced > fault.likely:
+        return seen / (fenced - fault.likely)
+    answers, _ = recording.served.get(fault.worker, (0, 0.0))
+    serves = sum(
+        last - first
+        for first, last, step in recording.weights.stretches(fault.worker, recording.start, recording.end)
+        if step.weight
+    )
+    return answers / serves if serves else 0.0
+
+
+def _canaries(recording: Recording, asked: PolicyAsked, courses: int) -> list[float]:
+    put = float(sum(len(told) for told in recording.canaries.values()))
+    more = recording.interval_s / asked.values[INTERVAL] if asked.values.get(INTERVAL) else 1.0
+    return [put, put, *[put * more] * courses]
+
+
+def _decisions(again: Iterable[Decision], would: Iterable[Decision]) -> list[DecisionsCompared]:
+    """Return the decisions of which there would be more, or fewer."""
+    ours, theirs = Counter(map(_essence, again)), Counter(map(_essence, would))
+    differing = sorted(key for key in ours | theirs if ours[key] != theirs[key] and key is not None)
+    return [DecisionsCompared(*key, again=ours[key], would=theirs[key]) for key in differing]
+
+
+def _essence(decision: Decision) -> tuple[str, str, str] | None:
+    """Return what a decision comes to, wherever and whenever it is made."""
+    if isinstance(decision, Absorbed | IncidentClosed | GoldenAgreed | GoldenRetired):
+        return None
+    subject = decision.worker if isinstance(decision, WorkerDecision) else str(getattr(decision, "model", ""))
+    what = ""
+    match decision:
+        case HealthChanged():
+            what = f"{decision.after.value}: {decision.reason}"
+        case BreakerOpened() | DrainStarted():
+            what = decision.reason
+        case DrainEnded():
+            what = decision.outcome
+        case WeightCapped():
+            what = "lifted" if decision.weight is None else f"kept at {decision.weight:g}"
+        case DegradationChanged():
+            what = f"level {decision.after}"
+        case IncidentOpened():
+            subject, what = decision.subject.partition(":")[2], decision.symptom
+        case _:
+            pass
+    return decision.kind(), subject, what
+
+
+def limits(
+    recording: Recording, asked: PolicyAsked, found: Sequence[FaultSeen], courses: Sequence[CourseTaken]
+) -> list[str]:
+    """Return what has to be known of the answer."""
+    said = [
+        "requests went where they were sent then: what would have failed elsewhere is not known, and where nothing would have "
+        "been sent nothing fails"
+    ]
+    guessed = {name for one in courses for name in one.guessed}
+    if guessed:
+        who = ", ".join(sorted(guessed)[:4]) + (" and others" if len(guessed) > 4 else "")
+        said.append(
+            f"{count(len(guessed), 'worker')} would have been asked when nobody did ({who}): what was asked before and after "
+            "says what would have been answered; ranges go from the shortest trouble that agrees with it to the longest"
+        )
+    if INTERVAL in asked.values:
+        said.append(f"canaries came every {recording.interval_s:.3g} s or so, as the journal has them")
+        said.append(
+            "a worker that was wrong for less than a round of its canaries may have been missed; it is missed here as well"
+        )
+    silence = asked.values.get(SILENCE)
+    if silence is not None and silence < recording.silence_s:
+        said.append(
+            f"silences shorter than {recording.silence_s:g} s were not recorded: how many more workers would have been called "
+            f"silent after {silence:g} s is not known"
+        )
+    if any(one.wrong for one in found):
+        said.append(
+            "answers exposed would be as many a second as were found then, or as the worker serves usually"
+        )
+    version = recording.fleet.deciders_version or DECIDERS_VERSION
+    if version != DECIDERS_VERSION:
+        said.append(
+            f"deciders of version {version} have decided then, {DECIDERS_VERSION} decides now: compare with `again`"
+        )
+    if any(
+        value == INFINITY
+        for one in found
+        for value in _seconds(one, fared(one, courses[LIKELY].weights)).values()
+    ):
+        said.append("“–” is not before this part of history ends, or before the worker's next fault")
+    return said

@@ -1,0 +1,76 @@
+"""Which facts of the world follow from what was decided, or from how long somebody waited? On another course they come at
+another time."""
+
+from collections.abc import Iterator
+
+from controller.replay.whatif.recording import Happened, Recording
+from events.decisions import DrainStarted
+from events.frozen import replace
+from events.observations import DrainFinished, WorkerHeard, WorkerJoined, WorkerLeft, WorkerSilent
+
+Successions = dict[
+    tuple[str, str], list[tuple[float, Happened]]
+]  # by life; seconds after it was held for dead
+
+
+def shifted(recording: Recording, silence_s: float | None) -> Iterator[Happened]:
+    """Yield the facts of the world in their order, where a worker counts as silent after so many seconds."""
+    if silence_s is None:
+        yield from recording.happened
+        return
+    later = silence_s - recording.silence_s
+    back: dict[tuple[str, str], list[float]] = {}
+    for one in recording.happened:
+        if isinstance(one.fact, WorkerHeard | WorkerLeft):
+            back.setdefault((one.fact.worker, one.fact.instance), []).append(one.at)
+    moved: list[Happened] = []
+    for one in recording.happened:
+        fact = one.fact
+        if isinstance(fact, WorkerSilent) and fact.silent_s >= recording.silence_s:
+            at = max(recording.start, one.at + later)
+            heard = next((h for h in back.get((fact.worker, fact.instance), []) if h >= one.at), float("inf"))
+            if at < heard:
+                moved.append(Happened(at, replace(fact, silent_s=max(0.0, fact.silent_s + later)), one.id))
+        else:
+            moved.append(one)
+    yield from sorted(moved, key=lambda one: one.at)
+
+
+def successions(recording: Recording, facts: list[Happened]) -> tuple[list[Happened], Successions]:
+    """Return the facts without those that follow from somebody being held for dead, and these, by life: how many seconds after
+    that his process ended, and the next one joined."""
+    rest: list[Happened] = []
+    found: Successions = {}
+    ended: dict[str, tuple[str, str]] = {}  # by worker, the life that was
+    for one in facts:
+        fact = one.fact
+        if isinstance(fact, WorkerLeft | WorkerJoined):
+            life = (
+                ended.pop(fact.worker, None)
+                if isinstance(fact, WorkerJoined)
+                else (fact.worker, fact.instance)
+            )
+            dead = recording.dead.get(life) if life is not None else None
+            if life is not None and dead is not None and one.at >= dead:
+                found.setdefault(life, []).append((one.at - dead, one))
+                if isinstance(fact, WorkerLeft):
+                    ended[fact.worker] = life
+                continue
+        rest.append(one)
+    return rest, found
+
+
+def emptied(recording: Recording) -> dict[tuple[str, str], list[tuple[float, float]]]:
+    """Return of each life when its drains began, and when it was empty then."""
+    began: dict[tuple[str, str], list[float]] = {}
+    for decision in recording.decided:
+        if isinstance(decision, DrainStarted):
+            began.setdefault((decision.worker, decision.instance), []).append(decision.decided_at.timestamp())
+    found: dict[tuple[str, str], list[tuple[float, float]]] = {}
+    for one in recording.happened:
+        if isinstance(one.fact, DrainFinished):
+            life = (one.fact.worker, one.fact.instance)
+            started = [at for at in began.get(life, []) if at <= one.at]
+            if started:
+                found.setdefault(life, []).append((started[-1], one.at))
+    return found

@@ -1,0 +1,152 @@
+"""Which faults were there, and what became of each on a course: when was it noticed, fenced, over?
+
+A fault is what spoke against one worker (canaries, requests, silence, devices), until for a while nothing did. It is the same on
+every course: what differs is what was made of it.
+"""
+
+from dataclasses import dataclass
+
+from controller.replay.whatif.recording import WRONG, Adverse, CanariesTold, Recording
+from controller.replay.whatif.spells import Spell, spells
+from controller.replay.whatif.weights import Weights
+
+APART_S, APART_CANARIES = 30.0, 4.0  # without anything that speaks against it: the next is another fault
+BEFORE_S = 0.5  # by which a first sign may come onto the journal before what it is a sign of
+DOUBT_ONLY = "requests: "  # how what begins that requests alone have told
+
+
+@dataclass(frozen=True, slots=True)
+class FaultSeen:
+    """One fault of one worker. Seconds since 1970."""
+
+    worker: str
+    what: str  # the first thing that spoke against it
+    began: tuple[float, float]  # between these
+    first: float  # when the first thing spoke against it
+    last: float  # when the last one did
+    over: float  # when nothing does any more, at the latest
+    until: float  # the next fault of this worker begins, or history ends
+    wrong: bool  # it answered wrongly
+    certain: bool  # more than failed requests spoke against it
+    incident: str  # that was opened for it; empty: none was
+
+    @property
+    def likely(self) -> float:
+        """When it began, as far as is known."""
+        return (self.began[0] + self.began[1]) / 2
+
+
+@dataclass(frozen=True, slots=True)
+class Fared:
+    """What became of a fault on a course: seconds since 1970; None: not before history ends, or the worker's next fault."""
+
+    noticed: float | None
+    fenced: float | None
+    recovered: float | None
+
+
+def faults(recording: Recording) -> list[FaultSeen]:
+    """Return all faults, by when they began."""
+    apart = max(APART_S, APART_CANARIES * recording.interval_s)
+    found: list[FaultSeen] = []
+    for worker, adverse in recording.adverse.items():
+        lives = [told for (name, _), told in recording.canaries.items() if name == worker]
+        known = [spell for told in lives for spell in spells(told)]
+        groups = _groups(adverse, apart)
+        for n, group in enumerate(groups):
+            until = groups[n + 1][0].at if n + 1 < len(groups) else recording.end
+            found.append(_fault(recording, worker, group, until, known, lives))
+    return sorted(found, key=lambda one: (one.first, one.worker))
+
+
+def _groups(adverse: list[Adverse], apart: float) -> list[list[Adverse]]:
+    groups: list[list[Adverse]] = []
+    for one in sorted(adverse, key=lambda one: one.at):
+        if groups and one.at - groups[-1][-1].at <= apart:
+            groups[-1].append(one)
+        else:
+            groups.append([one])
+    return groups
+
+
+def _fault(
+    recording: Recording,
+    worker: str,
+    group: list[Adverse],
+    until: float,
+    known: list[Spell],
+    lives: list[CanariesTold],
+) -> FaultSeen:
+    first, last = group[0].at, group[-1].at
+    within = [
+        spell
+        for spell in known
+        if spell.first <= last and spell.last >= first - APART_S and spell.first >= first - APART_S
+    ]
+    after = min((spell.after for spell in within), default=first)
+    before = min((spell.first for spell in within), default=first)
+    if group[0].what == "silent":
+        after = before = first - recording.silence_s
+    incident = next(
+        (i for at, i in reversed(recording.incidents.get(worker, [])) if first - BEFORE_S <= at < until), ""
+    )
+    return FaultSeen(
+        worker,
+        next((one.what for one in group if not one.what.startswith(DOUBT_ONLY)), group[0].what),
+        (min(after, first), min(before, first)),
+        first,
+        last,
+        min(until, max([last, *(spell.before for spell in within if spell.before < float("inf"))])),
+        until,
+        any(spell.said == WRONG for spell in within),
+        any(not one.what.startswith(DOUBT_ONLY) for one in group),
+        incident,
+    )
+
+
+def fared(fault: FaultSeen, weights: Weights) -> Fared:
+    """Return what became of a fault."""
+    start = fault.began[0] - BEFORE_S
+    noticed = fenced = recovered = None
+    for step in weights.since(fault.worker, start):
+        at = max(step.at, start)
+        if at > fault.until:
+            break
+        if not step.well:
+            noticed = at if noticed is None else noticed
+            fenced = at if fenced is None and step.fenced else fenced
+            recovered = None if at <= fault.over else recovered  # what comes later is another matter
+        elif noticed is not None and recovered is None:
+            recovered = at
+    return Fared(noticed, fenced, recovered)
+
+
+def false_ejections(found: list[FaultSeen], weights: Weights, start: float, end: float) -> int:
+    """Return how often a worker was taken out of service though at most requests had failed there: no canary, no device and no
+    silence spoke against it."""
+    certain: dict[str, list[FaultSeen]] = {}
+    for fault in found:
+        if fault.certain:
+            certain.setdefault(fault.worker, []).append(fault)
+    count = 0
+    for name in weights.steps:
+        out = False
+        for first, _, step in weights.stretches(name, start, end):
+            if step.fenced and not out and step.status.value not in ("DRAINING", "DEAD"):
+                known = any(f.began[0] - BEFORE_S <= first <= f.until for f in certain.get(name, []))
+                joining = first == weights.steps[name][0].at
+                count += not known and not joining
+            out = step.fenced
+    return count
+
+
+def ejections(weights: Weights, start: float, end: float) -> int:
+    """Return how often a worker that served was taken out of service."""
+    count = 0
+    for name in weights.steps:
+        served = False
+        for _, _, step in weights.stretches(name, start, end):
+            if step.fenced and served:
+                count += 1
+            served = step.weight > 0
+    return count

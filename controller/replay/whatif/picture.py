@@ -1,0 +1,48 @@
+"""A sweep as a picture, as Plotly draws it: what it costs against what it saves."""
+
+from typing import Any
+
+from controller.replay.whatif.comparison import Estimate
+from controller.replay.whatif.sweep import SweepPoint, Swept
+
+PANELS = (
+    ("fenced after, s", "s until nothing goes to a faulty worker"),
+    ("recovered after, s", "s until it has its full share again"),
+    ("answers exposed", "answers of workers that answered wrongly"),
+    ("capacity missing", "GPU s that did not serve"),
+    ("ejections", "times that a worker was taken out"),
+    ("canaries asked", "canaries"),
+)
+COLOR, BAND = "#0072b2", "rgba(0,114,178,0.2)"
+COLUMNS = 2
+
+
+def figure(asked_for: Swept, points: list[SweepPoint]) -> dict[str, Any]:
+    """Return `data` and `layout` as Plotly takes them: a panel for each figure, the band from the least to the most."""
+    data: list[dict[str, Any]] = []
+    layout: dict[str, Any] = {
+        "showlegend": False, "height": 900,
+        "grid": {"rows": (len(PANELS) + 1) // COLUMNS, "columns": COLUMNS, "pattern": "independent"},
+        "margin": {"t": 20, "b": 60},
+    }  # fmt: skip
+    for n, (name, text) in enumerate(PANELS, 1):
+        number = "" if n == 1 else str(n)
+        values = [one.value for one in points]
+        data += _panel(values, [one.figures[name] for one in points], number, text)
+        layout[f"xaxis{number}"] = {"title": {"text": asked_for.name}, "type": "log"}
+        layout[f"yaxis{number}"] = {"title": {"text": text}, "rangemode": "tozero"}
+    return {"data": data, "layout": layout}
+
+
+def _panel(values: list[float], figures: list[Estimate], number: str, text: str) -> list[dict[str, Any]]:
+    there = {"xaxis": f"x{number}", "yaxis": f"y{number}", "type": "scatter"}
+    around = {
+        "x": [*values, *reversed(values)],
+        "y": [*(one.high for one in figures), *(one.low for one in reversed(figures))],
+        "fill": "toself", "fillcolor": BAND, "line": {"width": 0}, "hoverinfo": "skip", **there,
+    }  # fmt: skip
+    likely = {
+        "x": values, "y": [one.likely for one in figures], "mode": "lines+markers", "line": {"color": COLOR}, "name": text,
+        **there,
+    }  # fmt: skip
+    return [around, likely]

@@ -1,0 +1,113 @@
+"""How was a worker between the canaries that were put to it? A spell is a time in which it answered badly.
+
+    good ✓         ✗ ✗ ✗        ✓ good
+           └─ began ─┘   └─ ended ─┘       each anywhere in its gap: `place` says where, 0 the first that is possible, 1 the last
+
+A wrong answer belongs to its canary: others may be right all the while. No answer, or a slow one, belongs to all of them.
+"""
+
+from dataclasses import dataclass, replace
+
+from controller.replay.whatif.recording import GOOD, MUTE, SLOW, WRONG, CanariesTold
+from events.observations import CanaryFailed, CanarySlow
+
+
+@dataclass(frozen=True, slots=True)
+class Spell:
+    """One time in which a worker answered badly. Seconds since 1970."""
+
+    after: float  # it was well then, or had not been asked
+    first: float  # the first bad answer was asked for
+    last: float  # the last one
+    before: float  # it was well again; infinity: not before its life was over
+    said: int  # SLOW, WRONG or MUTE
+    asked: frozenset[int]  # the canaries that tell of it; empty: all
+    fact: CanaryFailed | CanarySlow  # the first bad answer
+    took: float  # seconds until the journal had it
+
+    def began(self, place: float) -> float:
+        """Return when it began."""
+        if self.momentary and place < 1:
+            return self.first
+        return self.after + (self.first - self.after) * place
+
+    def ended(self, place: float) -> float:
+        """Return when it was over. What has no end goes on for ever, but where the first moment is asked for."""
+        if self.momentary and place < 1:
+            return self.first + self.took
+        if self.before == float("inf"):
+            return self.last + 1e-6 if place == 0 else self.before
+        return max(self.last + 1e-6, self.last + (self.before - self.last) * place)
+
+    @property
+    def momentary(self) -> bool:
+        """Whether one slow answer among quick ones is all that is known of it: most likely no more than that was slow."""
+        return self.said == SLOW and self.first == self.last
+
+    def tells(self, canary: int) -> bool:
+        """Say whether this canary is answered badly."""
+        return not self.asked or canary in self.asked
+
+
+def spells(told: CanariesTold) -> list[Spell]:
+    """Return the spells of one life, by when they began."""
+    general = [*_runs(told, range(len(told)), MUTE), *_runs(told, range(len(told)), SLOW)]
+    wrong = [run for canary in range(len(told.names)) for run in _wrong(told, canary)]
+    return sorted([*general, *_joined(wrong)], key=lambda one: one.first)
+
+
+def _wrong(told: CanariesTold, canary: int) -> list[Spell]:
+    places = [n for n in range(len(told)) if told.asked[n] == canary and told.said[n] != MUTE]
+    return _runs(told, places, WRONG, frozenset({canary}))
+
+
+def _runs(
+    told: CanariesTold, places: range | list[int], said: int, asked: frozenset[int] = frozenset()
+) -> list[Spell]:
+    """Return the runs of one kind of answer among these canaries."""
+    found: list[Spell] = []
+    begun: int | None = None
+    well = told.sent[places[0]] if places else 0.0
+    last = well
+    for n in places:
+        if told.said[n] == said:
+            begun = n if begun is None else begun
+            last = told.sent[n]
+            continue
+        if begun is not None:
+            found.append(_spell(told, well, begun, last, told.sent[n], asked))
+            begun = None
+        well = told.sent[n]
+    if begun is not None:
+        found.append(_spell(told, well, begun, last, float("inf"), asked))
+    return found
+
+
+def _spell(
+    told: CanariesTold, after: float, begun: int, last: float, before: float, asked: frozenset[int]
+) -> Spell:
+    first = told.sent[begun]
+    return Spell(
+        after, first, last, before, told.said[begun], asked, told.facts[begun], told.at[begun] - first
+    )
+
+
+def _joined(wrong: list[Spell]) -> list[Spell]:
+    """Return spells of several canaries that overlap as one: one cause makes all of them wrong."""
+    found: list[Spell] = []
+    for one in sorted(wrong, key=lambda one: one.first):
+        if found and one.after < found[-1].before and one.first < found[-1].before:
+            last = found[-1]
+            found[-1] = replace(
+                last,
+                after=max(last.after, min(one.after, last.first)),
+                last=max(last.last, one.last),
+                before=max(min(last.before, one.before), max(last.last, one.last)),
+                asked=last.asked | one.asked,
+            )
+        else:
+            found.append(one)
+    return found
+
+
+__all__ = ["GOOD", "Spell", "spells"]

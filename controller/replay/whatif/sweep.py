@@ -1,0 +1,107 @@
+"""The same question for many values of one setting: what does it cost, and what does it save?"""
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from math import exp, log
+from typing import Any
+
+from controller.replay.whatif.asked import PolicyAsked, asked, checked, value_of
+from controller.replay.whatif.comparison import PLACES, Estimate, estimate, limits, totals
+from controller.replay.whatif.course import CourseTerms
+from controller.replay.whatif.courses import take_all
+from controller.replay.whatif.faults import FaultSeen, fared, faults
+from controller.replay.whatif.recording import Recording
+from events.errors import UsageError
+
+POINTS, POINTS_MAX = 12, 60
+SHOWN = ("fenced after, s", "recovered after, s", "answers exposed", "capacity missing", "canaries asked")
+_RANGE = re.compile(r"([^=]+)=(.+?)\.\.(.+)")
+
+
+@dataclass(frozen=True, slots=True)
+class Swept:
+    """A setting and the values that it is to have."""
+
+    name: str
+    values: list[float]
+    asked: PolicyAsked  # besides
+
+
+@dataclass(frozen=True, slots=True)
+class SweepPoint:
+    """What one value comes to."""
+
+    value: float
+    figures: dict[str, Estimate]  # of all that time, by name
+
+
+def swept(text: str, points: int, besides: PolicyAsked) -> Swept:
+    """Return what `--sweep NAME=A..B` asks for: values from A to B, each by the same factor above the last. Raise UsageError."""
+    parts = _RANGE.fullmatch(text)
+    if parts is None:
+        raise UsageError(f"--sweep {text}: it is NAME=A..B, as in --sweep canary.interval=1s..60s")
+    if not 2 <= points <= POINTS_MAX:
+        raise UsageError(f"--points {points}: from 2 to {POINTS_MAX}")
+    low, high = value_of(parts[2]), value_of(parts[3])
+    if not (isinstance(low, int | float) and isinstance(high, int | float) and 0 < low < high):
+        raise UsageError(f"--sweep {text}: from a number or time above 0 to a larger one")
+    (name,) = asked([f"{parts[1]}={parts[2]}"], None).values
+    whole = isinstance(low, int) and isinstance(high, int)
+    steps = [exp(log(low) + (log(high) - log(low)) * n / (points - 1)) for n in range(points)]
+    values = sorted({round(one) for one in steps} if whole else {float(f"{one:.4g}") for one in steps})
+    checked(besides.also(name, values[0]))
+    checked(besides.also(name, values[-1]))
+    return Swept(name, list(values), besides)
+
+
+def sweep(recording: Recording, asked_for: Swept) -> tuple[list[SweepPoint], list[str]]:
+    """Return what each value comes to, and what has to be known of that."""
+    found = faults(recording)
+    each = [asked_for.asked.also(asked_for.name, value) for value in asked_for.values]
+    again, *all_ = take_all(
+        recording, [CourseTerms(), *(one.terms(place) for one in each for place in PLACES)]
+    )
+    points: list[SweepPoint] = []
+    said: list[str] = []
+    for n, (value, asked_here) in enumerate(zip(asked_for.values, each, strict=True)):
+        courses = all_[n * len(PLACES) : (n + 1) * len(PLACES)]
+        figures = {one.name: one.would for one in totals(recording, asked_here, found, again, courses)}
+        for name in ("fenced", "recovered"):
+            figures[f"{name} after, s"] = estimate(
+                [_mean(found, recording, one.weights, name) for one in courses]
+            )
+        points.append(SweepPoint(value, figures))
+        said = said or limits(recording, asked_here, found, courses)
+    return points, said
+
+
+def _mean(found: list[FaultSeen], recording: Recording, weights: Any, name: str) -> float:
+    """Return the mean time from a fault's beginning, of those that were fenced then; who is not within this part, at its end."""
+    times = []
+    for fault in found:
+        if fared(fault, recording.weights).fenced is None:
+            continue
+        at = getattr(fared(fault, weights), name)
+        times.append((at if at is not None else fault.until) - fault.likely)
+    return sum(times) / len(times) if times else 0.0
+
+
+def as_json(asked_for: Swept, points: list[SweepPoint]) -> dict[str, Any]:
+    """Return it as plain JSON."""
+    return {
+        "setting": asked_for.name,
+        "besides": dict(asked_for.asked.values),
+        "points": [
+            {"value": one.value, **{name: figure.as_json() for name, figure in one.figures.items()}} for one in points
+        ],
+    }  # fmt: skip
+
+
+def lines(asked_for: Swept, points: list[SweepPoint]) -> Iterator[str]:
+    """Yield it as a table of 80 columns."""
+    yield f"  {asked_for.name:>20}{'fenced':>11}{'recovered':>11}{'exposed':>9}{'GPU s':>11}{'canaries':>11}"
+    yield f"  {'':>20}{'s':>11}{'s':>11}{'answers':>9}{'missing':>11}{'asked':>11}"
+    for one in points:
+        fenced, recovered, exposed, missing, canaries = (one.figures[name].likely for name in SHOWN)
+        yield f"  {one.value:>20g}{fenced:>11.1f}{recovered:>11.1f}{exposed:>9,.0f}{missing:>11,.0f}{canaries:>11,.0f}"

@@ -1,0 +1,83 @@
+"""Which share of the traffic had each worker, and when? What is asked of a course of history, whoever has decided it."""
+
+from bisect import bisect_right
+from collections import defaultdict
+from collections.abc import Iterator
+from operator import attrgetter
+from typing import NamedTuple
+
+from controller.deciders.fleet import Fleet, Worker
+from events.decisions import HealthStatus
+
+
+class WeightStep(NamedTuple):
+    """From here on a worker is so."""
+
+    at: float  # seconds since 1970
+    weight: float  # share of the traffic, 0 to 1
+    status: HealthStatus
+    spare: bool  # it waits, and is to serve nobody
+
+    @property
+    def well(self) -> bool:
+        """Whether nobody doubts it."""
+        return self.status is HealthStatus.HEALTHY and (self.weight >= 1.0 or self.spare)
+
+    @property
+    def fenced(self) -> bool:
+        """Whether nothing goes there that should."""
+        return self.weight == 0.0 and not self.spare
+
+
+AT = attrgetter("at")
+
+
+class Weights:
+    """The steps of every worker that has changed, oldest first."""
+
+    def __init__(self, fleet: Fleet) -> None:
+        self.steps: dict[str, list[WeightStep]] = defaultdict(list)
+        self.gpus: dict[str, int] = {}
+        for name, worker in fleet.workers.items():
+            self.note(float("-inf"), name, worker)
+
+    def note(self, at: float, name: str, worker: Worker | None) -> None:
+        """Take how a worker is now; None: it is no part of the fleet any more."""
+        steps = self.steps[name]
+        if worker is None:
+            steps.append(WeightStep(at, 0.0, HealthStatus.DEAD, True))
+            return
+        if name not in self.gpus:
+            self.gpus[name] = len(worker.joined.topology.gpus) or worker.joined.tp * worker.joined.dp
+        step = WeightStep(at, worker.weight, worker.health.status, worker.spare.kept)
+        if not steps or steps[-1][1:] != step[1:]:
+            steps.append(step)
+
+    def was(self, name: str, at: float) -> WeightStep | None:
+        """Return how a worker was; None: it was not there yet."""
+        steps = self.steps.get(name, [])
+        place = bisect_right(steps, at, key=AT)
+        return steps[place - 1] if place else None
+
+    def since(self, name: str, at: float) -> list[WeightStep]:
+        """Return how a worker was at a time, and all that followed."""
+        steps = self.steps.get(name, [])
+        return steps[max(0, bisect_right(steps, at, key=AT) - 1) :]
+
+    def stretches(self, name: str, start: float, end: float) -> Iterator[tuple[float, float, WeightStep]]:
+        """Yield from when to when a worker was how, between two times."""
+        steps = self.steps.get(name, [])
+        for place, step in enumerate(steps):
+            until = steps[place + 1].at if place + 1 < len(steps) else end
+            first, last = max(start, step.at), min(end, until)
+            if last > first:
+                yield first, last, step
+
+    def missing(self, start: float, end: float) -> float:
+        """Return how many GPU-seconds of those that were to serve did not, between two times. Whoever is dead has left."""
+        return sum(
+            (last - first) * (1.0 - step.weight) * self.gpus[name]
+            for name in self.steps
+            for first, last, step in self.stretches(name, start, end)
+            if not step.spare and step.status is not HealthStatus.DEAD
+        )

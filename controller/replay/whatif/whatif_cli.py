@@ -1,0 +1,174 @@
+"""`holdfast replay what-if`: which part of history, decided by which other policy."""
+
+import argparse
+import json
+from collections.abc import Callable, Sequence
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from controller.ports import Archive, StateStore
+from controller.replay import moment, timeline
+from controller.replay.whatif import part
+from controller.replay.whatif import sweep as sweeps
+from controller.replay.whatif.asked import INTERVAL, SILENCE, asked, value_of
+from controller.replay.whatif.comparison import compare
+from controller.replay.whatif.picture import figure
+from controller.replay.whatif.recording import Recording
+from controller.replay.whatif.text import lines, period
+from controller.replay.written import written
+from events.errors import HoldfastError, UsageError
+from events.journal.port import Journal
+
+WHEN = "a sequence, an instant (2026-03-01T12:00:03Z), a time of day in UTC (12:00:03), or how long ago (10m)"
+ABOUT = (
+    "what would have happened under another policy: the recorded observations are decided again, beside what was decided. "
+    "Settings are named as in docs/settings.md, such as breaker.wait_min, health.failures_max, canary.interval"
+)
+
+
+class NothingToAsk(HoldfastError):
+    """The journal holds no event of that time."""
+
+
+def add_arguments(commands: Any) -> None:
+    """Add the command to an argparse subparsers object."""
+    text = "what would have happened under another policy"
+    command = commands.add_parser("what-if", help=text, description=ABOUT, allow_abbrev=False)
+    command.add_argument(
+        "--set",
+        metavar="NAME=VALUE",
+        action="append",
+        default=[],
+        help="one setting, such as canary.interval=10s",
+    )
+    command.add_argument("--policy", metavar="FILE", help="several, by parts: JSON, or TOML as .toml")
+    command.add_argument(
+        "--incident", metavar="ID", help="of one incident, by its id or an event that led to it"
+    )
+    command.add_argument("--since", metavar="WHEN", help=f"from here on (default: all that is held): {WHEN}")
+    command.add_argument("--until", metavar="WHEN", help="up to here (default: the end)")
+    command.add_argument(
+        "--sweep", metavar="NAME=A..B", help="for many values of one setting, such as canary.interval=1s..60s"
+    )
+    command.add_argument(
+        "--points",
+        metavar="N",
+        type=int,
+        default=sweeps.POINTS,
+        help=f"of a sweep (default: {sweeps.POINTS})",
+    )
+    command.add_argument(
+        "--recorded",
+        metavar="NAME=VALUE",
+        action="append",
+        default=[],
+        help=f"how {INTERVAL} or {SILENCE} was set then, where the journal does not tell",
+    )
+    command.add_argument(
+        "-o", "--output", metavar="FORM", default="text",
+        help="text, json, or a file: .json, and of a sweep .html (default: text)",
+    )  # fmt: skip
+    command.set_defaults(replay="what-if")
+
+
+async def execute(
+    args: argparse.Namespace,
+    journal: Journal,
+    store: StateStore | None,
+    archive: Archive,
+    now: datetime,
+    say: Callable[[str], None],
+) -> None:
+    """Print or write one answer. Raise UsageError, NothingToAsk, TooMuch, CannotWrite, NoPlotly, and what
+    `controller.replay.travel` raises."""
+    what = asked(args.set, args.policy)
+    sweep = sweeps.swept(args.sweep, args.points, what) if args.sweep else None
+    if sweep is None and not what.values:
+        raise UsageError(
+            "what is to be otherwise? Say so with --set NAME=VALUE, --policy FILE, or --sweep NAME=A..B"
+        )
+    form = _form(args.output, sweep is not None)
+    recording, incident = await _recording(args, journal, store, archive, now)
+    _as_it_was(recording, args.recorded)
+    if sweep is not None:
+        _sweep(recording, sweep, args.output, form, say)
+        return
+    answer = compare(recording, what, incident=incident)
+    if form == "json":
+        _out(json.dumps(answer.as_json(), indent=1), args.output, form, say)
+        return
+    for line in lines(answer):
+        say(line)
+
+
+def _form(output: str, sweep: bool) -> str:
+    forms = ("text", "json", "html") if sweep else ("text", "json")
+    form = output if output in ("text", "json") else Path(output).suffix.lower().removeprefix(".")
+    if form not in forms or (form == "text" and output != "text"):
+        page = ", a file that ends in .html" if sweep else ""
+        raise UsageError(f"-o {output}: text, json, a file that ends in .json{page}")
+    return form
+
+
+def _out(text: str, output: str, form: str, say: Callable[[str], None]) -> None:
+    if output == form:
+        say(text)
+        return
+    say(f"{output}: {written(Path(output), text + chr(10))}")
+
+
+def _sweep(
+    recording: Recording, asked_for: sweeps.Swept, output: str, form: str, say: Callable[[str], None]
+) -> None:
+    points, said = sweeps.sweep(recording, asked_for)
+    document = sweeps.as_json(asked_for, points) | {"limits": said}
+    about = [period(recording)]
+    besides = asked_for.asked.values
+    if besides:
+        about.append(f"besides: {', '.join(f'{name} {value}' for name, value in besides.items())}")
+    if form == "json":
+        _out(json.dumps(document, indent=1), output, form, say)
+        return
+    if form == "html":
+        from controller.replay.whatif import sweep_page
+
+        _out(sweep_page.html(document, figure(asked_for, points), about), output, form, say)
+        return
+    for line in (*about, "", *sweeps.lines(asked_for, points), "", *(f"  * {one}" for one in said)):
+        say(line)
+
+
+async def _recording(
+    args: argparse.Namespace, journal: Journal, store: StateStore | None, archive: Archive, now: datetime
+) -> tuple[Recording, str]:
+    """Return the part of history that is asked about, and the incident, if it is one."""
+    if args.incident and (args.since or args.until):
+        raise UsageError("--incident is a part of history of its own: leave --since and --until out")
+    incident, found = "", None
+    if args.incident:
+        incident = await timeline.incident_of(archive, journal, args.incident)
+        story = await timeline.story(journal, archive, incident)
+        found = await part.of_incident(journal, store, archive, story)
+    else:
+        since = moment.parse(args.since, now) if args.since else await journal.first_seq()
+        until = moment.parse(args.until, now) if args.until else None
+        found = await part.between(journal, store, archive, since, until)
+    if found is None:
+        raise NothingToAsk(f"nothing has happened there. {NothingToAsk.__doc__}")
+    return found, incident
+
+
+def _as_it_was(recording: Recording, given: Sequence[str]) -> None:
+    """Take how it was set then from who knows it."""
+    for one in given:
+        name, _, text = one.partition("=")
+        value = value_of(text)
+        if name not in (INTERVAL, SILENCE) or not isinstance(value, int | float) or value <= 0:
+            raise UsageError(
+                f"--recorded {one}: {INTERVAL} or {SILENCE}, and a time above 0, such as {INTERVAL}=30s"
+            )
+        if name == INTERVAL:
+            recording.interval_s = float(value)
+        else:
+            recording.silence_s = float(value)

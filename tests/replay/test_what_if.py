@@ -1,0 +1,409 @@
+"""What if the policy had been another? The recorded observations, decided again."""
+
+import argparse
+import json
+from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import replace
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+from made_history import History
+
+from controller.deciders.fleet import Fleet, FleetPolicy
+from controller.replay import cli
+from controller.replay.whatif import sweep
+from controller.replay.whatif.asked import PolicyAsked, asked
+from controller.replay.whatif.comparison import INFINITY, Comparison, FaultCompared, compare
+from controller.replay.whatif.course import CourseTerms, take
+from controller.replay.whatif.faults import fared, faults
+from controller.replay.whatif.recording import Recording, recorded
+from controller.replay.whatif.whatif_cli import NothingToAsk
+from events.errors import UsageError
+from events.fact import Recorded
+from events.journal.memory import MemoryJournal
+from events.observations import (
+    RequestExposed,
+    RequestFailed,
+    WorkerHeard,
+    WorkerJoined,
+    WorkerLeft,
+    WorkerSilent,
+)
+
+INTERVAL_S = 10.0
+WORKERS = ("w0", "w1", "w2", "w3")
+Bad = Callable[
+    [str, float], str
+]  # of a worker, so many seconds after the start: why a canary fails; empty: it does not
+
+
+def well(worker: str, at: float) -> str:
+    return ""
+
+
+def between(worker: str, start: float, end: float, reason: str = "timeout") -> Bad:
+    return lambda name, at: reason if name == worker and start <= at < end else ""
+
+
+def lived(
+    bad: Bad = well,
+    *,
+    interval_s: float = INTERVAL_S,
+    seconds: int = 240,
+    policy: FleetPolicy | None = None,
+    also: Callable[[History, int], None] = lambda history, at: None,
+) -> History:
+    """Return a fleet's life: each worker is asked every so often, one second apart from the next, and a half-open one at once."""
+    history = History(policy=policy or brisk())
+    history.start(len(WORKERS))
+    began, tried, due = history.now, 0, dict.fromkeys(WORKERS, 0.0)
+    for n, name in enumerate(WORKERS):
+        due[name] = n + 1.0
+    for at in range(1, seconds):
+        history.now = began + timedelta(seconds=at)
+        also(history, at)
+        for name in WORKERS:
+            worker = history.fleet.workers.get(name)
+            if worker is None or not worker.alive:
+                continue
+            trial = worker.breaker.position == "half_open" and worker.breaker.moved_by > tried
+            if trial:
+                tried = worker.breaker.moved_by
+            if trial or at >= due[name]:
+                due[name] = at + interval_s
+                _asked(history, name, bad(name, at), "trial" if trial else "scheduled")
+                history.decide()
+        history.decide()
+    return history
+
+
+def _asked(history: History, name: str, reason: str, check: str) -> None:
+    instance = history.fleet.workers[name].joined.instance
+    if reason:
+        wrong = reason == "token_mismatch"
+        fact = history.failed(name, instance, confirmed=wrong, reason=reason)
+        history.say(replace(fact, check_type=check), seconds=0.0)  # type: ignore[arg-type]
+    else:
+        history.say(history.passed(name, instance, check=check), seconds=0.0)
+
+
+def brisk(wait_s: float = 20.0) -> FleetPolicy:
+    policy = FleetPolicy()
+    return replace(policy, breaker=replace(policy.breaker, wait_min=timedelta(seconds=wait_s), backoff=1.0))
+
+
+async def read(history: History) -> Recording:
+    async def events() -> AsyncIterator[Sequence[Recorded]]:
+        yield history.events
+
+    found = await recorded(Fleet(), events())
+    assert found is not None
+    return found
+
+
+async def answered(history: History, *sets: str) -> Comparison:
+    return compare(await read(history), asked(sets, None))
+
+
+def the_one(answer: Comparison) -> FaultCompared:
+    (fault,) = answer.faults
+    return fault
+
+
+# --- decided again --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("reason", ["timeout", "token_mismatch", "exception"])
+async def test_decided_again_under_the_policy_that_was_in_force_history_is_what_it_was(reason: str) -> None:
+    recording = await read(lived(between("w1", 40, 95, reason)))
+    again = take(recording, CourseTerms())
+    (fault,) = faults(recording)
+    assert fault.worker == "w1"
+    assert fault.what == reason
+    assert fared(fault, again.weights) == fared(fault, recording.weights)
+    assert fared(fault, recording.weights).recovered is not None
+    assert not again.guessed, "all that was asked again was asked then"
+
+
+async def test_a_fleet_that_was_well_would_have_been_well_under_any_policy() -> None:
+    answer = await answered(lived(), "health.failures_max=1", "breaker.failures_max=1", "canary.interval=2s")
+    assert not answer.faults
+    assert not answer.decisions
+
+
+# --- the breaker's threshold and wait -------------------------------------------------------------------------------
+
+
+async def test_one_failure_that_is_enough_is_known_exactly() -> None:
+    """Three failed canaries took two intervals longer than one does."""
+    one = the_one(await answered(lived(between("w1", 40, 95)), "health.failures_max=1"))
+    assert one.would["fenced"].exact
+    assert one.recorded["fenced"] - one.would["fenced"].likely == pytest.approx(2 * INTERVAL_S, abs=0.1)
+
+
+async def test_of_a_fault_that_is_over_before_five_canaries_nobody_would_have_been_fenced() -> None:
+    answer = await answered(lived(between("w1", 40, 75)), "health.failures_max=5", "breaker.failures_max=5")
+    one = the_one(answer)
+    assert one.recorded["fenced"] < INFINITY
+    assert one.would["fenced"].likely == INFINITY
+    ejections = next(total for total in answer.totals if total.name == "ejections")
+    assert (ejections.recorded, ejections.would.likely) == (1, 0)
+    assert any("before this part of history ends" in limit for limit in answer.limits)
+
+
+@pytest.mark.parametrize("wait_s", [12.0, 45.0])
+async def test_another_wait_means_other_trials_whose_outcome_the_canaries_around_them_tell(
+    wait_s: float,
+) -> None:
+    bad = between("w1", 40, 95)
+    told = the_one(await answered(lived(bad), f"breaker.wait_min={wait_s}s")).would["recovered"]
+    truly = await read(lived(bad, policy=brisk(wait_s)))
+    (fault,) = faults(truly)
+    recovered = fared(fault, truly.weights).recovered
+    assert recovered is not None
+    assert told.low - 2 <= recovered - fault.likely <= told.high + 2
+
+
+# --- the canaries' interval -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("interval_s", [2.0, 5.0, 30.0])
+@pytest.mark.parametrize("begins", [41, 47])
+@pytest.mark.parametrize("reason", ["timeout", "token_mismatch"])
+async def test_what_another_interval_would_have_meant_lies_in_the_range_that_is_told(
+    interval_s: float, begins: int, reason: str
+) -> None:
+    bad = between("w2", begins, begins + 100, reason)
+    told = the_one(await answered(lived(bad, seconds=400), f"canary.interval={interval_s}s"))
+    truly = await read(lived(bad, seconds=400, interval_s=interval_s))
+    (fault,) = faults(truly)
+    for measure in ("noticed", "fenced"):
+        at = getattr(fared(fault, truly.weights), measure)
+        assert at is not None
+        range_ = told.would[measure]
+        assert range_.low + told.fault.likely - 1 <= at <= range_.high + told.fault.likely + 1
+
+
+async def test_more_canaries_cost_what_they_cost() -> None:
+    totals = {one.name: one for one in (await answered(lived(), "canary.interval=5s")).totals}
+    asked_ = totals["canaries asked"]
+    assert asked_.would.likely == pytest.approx(2 * asked_.recorded)
+
+
+async def test_fewer_answers_are_exposed_when_a_wrong_worker_is_noticed_earlier() -> None:
+    def exposes(history: History, at: int) -> None:
+        if at == 55:
+            for n in range(10):
+                history.say(history.exposed(f"r{n}", "w2"), source="frontend-0", seconds=0.0)
+
+    history = lived(between("w2", 45, 140, "token_mismatch"), also=exposes)
+    assert sum(isinstance(event.fact, RequestExposed) for event in history.events) == 10
+    answer = await answered(history, "canary.interval=1s")
+    exposed = next(total for total in answer.totals if total.name == "answers exposed")
+    assert exposed.recorded == 10
+    assert exposed.would.low < exposed.would.likely < 10
+    assert any("as many a second as were found then" in limit for limit in answer.limits)
+
+
+# --- silence, and what follows from decisions -----------------------------------------------------------------------
+
+
+def silent(history: History, at: int) -> None:
+    life = {"worker": "w1", "instance": "w1-a"}
+    if at == 43:
+        history.say(WorkerSilent(**life, silent_s=3.2, observer="controller-1"), seconds=0.0)
+    if at == 51:
+        history.say(WorkerHeard(**life, observer="controller-1"), seconds=0.0)
+
+
+async def test_whoever_is_heard_again_sooner_than_he_counts_as_silent_is_not_called_so() -> None:
+    answer = await answered(lived(also=silent), "liveness.silent_after=15s")
+    one = the_one(answer)
+    assert one.recorded["fenced"] < INFINITY
+    assert one.would["noticed"].likely == INFINITY
+
+
+async def test_silence_is_noticed_by_so_much_later() -> None:
+    one = the_one(await answered(lived(also=silent), "liveness.silent_after=6s"))
+    assert one.would["fenced"].exact
+    assert one.would["fenced"].likely - one.again["fenced"] == pytest.approx(3.0, abs=0.01)
+
+
+async def test_silences_that_nobody_recorded_are_said_to_be_unknown() -> None:
+    answer = await answered(lived(also=silent), "liveness.silent_after=1s")
+    assert any("silences shorter than 3 s were not recorded" in limit for limit in answer.limits)
+
+
+async def test_a_process_that_was_ended_because_it_was_held_for_dead_is_ended_when_it_would_have_been() -> (
+    None
+):
+    def dies(history: History, at: int) -> None:
+        worker = history.fleet.workers["w1"]
+        if at == 43:
+            history.say(
+                WorkerSilent(worker="w1", instance="w1-a", silent_s=3.2, observer="controller-1"), seconds=0.0
+            )
+        if not worker.alive and worker.joined.instance == "w1-a" and not ended:
+            ended.append(at)
+        if ended and at == ended[0] + 2:
+            history.say(WorkerLeft(worker="w1", instance="w1-a", mode="immediate"), seconds=0.0)
+        if ended and at == ended[0] + 4:
+            history.say(history.joined("w1", "w1-b"), seconds=0.0)
+
+    ended: list[int] = []
+    history = lived(between("w1", 43, 80), also=dies)
+    assert ended
+    assert any(isinstance(e.fact, WorkerJoined) and e.fact.instance == "w1-b" for e in history.events)
+    one = the_one(await answered(history, "health.dead_after=50s"))
+    sooner = one.would["recovered"].likely - one.again["recovered"]
+    assert sooner == pytest.approx(20.0, abs=INTERVAL_S + 1), "it was held for dead after 30 s"
+
+
+async def test_where_nothing_would_have_been_sent_nothing_fails() -> None:
+    """Requests to a worker that canaries would have fenced at once do not open its breaker later."""
+
+    def fails(history: History, at: int) -> None:
+        if 62 <= at <= 64:
+            history.say(
+                RequestFailed(
+                    worker="w1", instance="w1-a", frontend="frontend-0", failures_in_a_row=at - 61, reason="engine_error",
+                    routed_under=history.latest.position.number,
+                ),
+                source="frontend-0",
+                seconds=0.0,
+            )  # fmt: skip
+
+    history = lived(between("w1", 42, 55), also=fails)
+    answer = await answered(history, "health.failures_max=1", "breaker.wait_min=30s")
+    opened = [one for one in answer.decisions if one.kind == "breaker_opened"]
+    assert [(one.what, one.again, one.would) for one in opened] == [
+        ("requests: engine_error", 1, 0),
+        ("unhealthy: timeout", 0, 1),
+    ]
+
+
+# --- as a command ---------------------------------------------------------------------------------------------------
+
+
+async def said(history: History, *words: str) -> list[str]:
+    """Run the command as it would be typed, and return what it printed."""
+    parser = argparse.ArgumentParser()
+    cli.add_arguments(parser.add_subparsers(required=True))
+    lines: list[str] = []
+    args = parser.parse_args(["what-if", *words])
+    assert await cli.execute(args, MemoryJournal(history.stream, "replay-1"), None, lines.append) == 0
+    return lines
+
+
+@pytest.fixture
+def history() -> History:
+    return lived(between("w1", 40, 95))
+
+
+async def test_the_answer_names_question_faults_and_limits_in_eighty_columns(
+    history: History, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    lines = await said(history, "--set", "health.failures_max=1")
+    assert lines[0] == "what if health.failures_max had been 1, and not 3?"
+    assert lines[1].startswith("1 fault, ")
+    text = "\n".join(lines)
+    assert "w1, 12:0" in text
+    assert "fenced after" in text
+    assert all(len(line) <= 80 for one in lines for line in one.splitlines())
+
+
+async def test_an_incident_is_a_part_of_history_of_its_own(history: History) -> None:
+    (text,) = await said(history, "--set", "health.failures_max=1", "--incident", "incident-6", "-o", "json")
+    document = json.loads(text)
+    assert [one["incident"] for one in document["faults"]] == ["incident-6"]
+    assert document["asked"] == [{"setting": "health.failures_max", "was": 3, "asked": 1}]
+
+
+async def test_a_policy_may_come_from_a_file_and_set_wins(history: History, tmp_path: Path) -> None:
+    for name, text in (
+        ("p.json", '{"health": {"failures_max": 2}, "breaker": {"wait_min": "7s"}, "golden": {}}'),
+        ("p.toml", '[health]\nfailures_max = 2\n[breaker]\nwait_min = "7s"\n'),
+    ):
+        (tmp_path / name).write_text(text)
+        what = asked(["health.failures_max=1"], str(tmp_path / name))
+        assert what.values == {"health.failures_max": 1, "breaker.wait_min": 7.0}
+    lines = await said(history, "--policy", str(tmp_path / "p.toml"))
+    assert lines[0] == "what if health.failures_max had been 2, and not 3?"
+
+
+async def test_a_sweep_is_a_table_json_or_a_page(history: History, tmp_path: Path) -> None:
+    lines = await said(history, "--sweep", "canary.interval=1s..60s", "--points", "3")
+    assert [line.split()[0] for line in lines if line.strip() and line.split()[0] in ("1", "7.746", "60")] == [
+        "1", "7.746", "60",
+    ]  # fmt: skip
+    (text,) = await said(history, "--sweep", "health.failures_max=1..4", "--points", "12", "-o", "json")
+    document = json.loads(text)
+    assert [point["value"] for point in document["points"]] == [1, 2, 3, 4]
+    fenced = [point["fenced after, s"]["likely"] for point in document["points"]]
+    assert fenced == sorted(fenced)
+    page = tmp_path / "sweep.html"
+    await said(history, "--sweep", "canary.interval=1s..60s", "--points", "3", "-o", str(page))
+    html = page.read_text()
+    assert "What if canary.interval were another?" in html
+    assert "http://" not in html.split("<script>")[0]
+
+
+@pytest.mark.parametrize(
+    ("words", "why"),
+    [
+        ([], "what is to be otherwise?"),
+        (
+            ["--set", "breaker.wait=3"],
+            "there is no such setting. There are breaker.wait_min, breaker.wait_max",
+        ),
+        (["--set", "breaker.wait_min"], "it is NAME=VALUE"),
+        (["--set", "breaker.wait_min=soon"], "breaker.wait_min: "),
+        (["--set", "health.failures_max=2.5"], "health.failures_max: "),
+        (["--set", "health.suspicious_weight=3"], "suspicious_weight is 3.0: it must be between 0 and 1"),
+        (["--set", "golden.votes=3"], "is taken as it was recorded"),
+        (["--set", "canary.interval=0s"], "it must be a time above 0"),
+        (
+            ["--set", "canary.interval=1s", "-o", "page.html"],
+            "-o page.html: text, json, a file that ends in .json",
+        ),
+        (
+            ["--set", "canary.interval=1s", "--incident", "incident-6", "--since", "1"],
+            "leave --since and --until out",
+        ),
+        (
+            ["--set", "canary.interval=1s", "--recorded", "health.failures_max=1"],
+            "canary.interval or liveness",
+        ),
+        (["--policy", "/nowhere.json"], "/nowhere.json: No such file"),
+        (["--sweep", "canary.interval=1s"], "it is NAME=A..B"),
+        (["--sweep", "canary.interval=9s..1s"], "to a larger one"),
+        (["--sweep", "canary.interval=1s..9s", "--points", "1"], "from 2 to 60"),
+        (["--sweep", "health.failures_max=none..3"], "from a number or time above 0"),
+    ],
+)
+async def test_a_question_that_makes_no_sense_is_told_so(
+    history: History, words: list[str], why: str
+) -> None:
+    with pytest.raises(UsageError) as refused:
+        await said(history, *words)
+    assert why in str(refused.value)
+
+
+@pytest.mark.parametrize("text", ["[1]", "{", '{"breaker": 3}', '{"breaker": {"wait": 3}}'])
+async def test_a_file_that_is_no_policy_is_named(tmp_path: Path, text: str) -> None:
+    (tmp_path / "p.json").write_text(text)
+    with pytest.raises(UsageError, match=r"p\.json"):
+        asked([], str(tmp_path / "p.json"))
+
+
+async def test_of_a_time_in_which_nothing_happened_there_is_nothing_to_ask(history: History) -> None:
+    with pytest.raises(NothingToAsk):
+        await said(history, "--set", "canary.interval=1s", "--since", "1s")
+
+
+def test_a_sweep_takes_each_value_once_and_both_ends() -> None:
+    assert sweep.swept("health.failures_max=1..3", 30, PolicyAsked()).values == [1, 2, 3]
+    values = sweep.swept("breaker.wait_min=1s..100s", 3, PolicyAsked()).values
+    assert values == [1.0, 10.0, 100.0]

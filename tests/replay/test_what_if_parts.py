@@ -1,0 +1,184 @@
+"""The parts of what-if: spells between canaries, who is asked when, what the deciders are spared, and the simulator's word."""
+
+import random
+from itertools import pairwise
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from made_history import EPOCH, History
+
+from benchmarks.simulation.what_if import QUESTIONS, Prediction, predictions, slack_s
+from controller.deciders.fleet import Shares, evolve, settle
+from controller.replay.whatif.asking import Asker
+from controller.replay.whatif.recording import CHECKS, GOOD, MUTE, WRONG, CanariesTold
+from controller.replay.whatif.spells import spells
+from events.observations import CanaryFailed, CanaryPassed
+
+NAMES = ("c0", "c1", "c2", "c3")
+SCHEDULED, TRIAL = CHECKS.index("scheduled"), CHECKS.index("trial")
+
+
+def told(answers: str, *, every: float = 10.0, trials: frozenset[int] = frozenset()) -> CanariesTold:
+    """Return what canaries said, in turn: `.` right, `x` wrong, `-` nothing."""
+    found = CanariesTold("w0", "w0-a", names=list(NAMES))
+    life = {
+        "worker": "w0",
+        "instance": "w0-a",
+        "canary_key": "key",
+        "check_type": "scheduled",
+        "sent_under": 0,
+    }
+    probe = {**life, "sent_at": EPOCH, "latency_ms": 50.0}
+    found.good = CanaryPassed(**probe, canary="c0")  # type: ignore[arg-type]
+    for n, answer in enumerate(answers):
+        found.sent.append(every * n)
+        found.at.append(every * n + 0.05)
+        found.check.append(TRIAL if n in trials else SCHEDULED)
+        found.asked.append(n % len(NAMES))
+        found.said.append({".": GOOD, "x": WRONG, "-": MUTE}[answer])
+        if answer != ".":
+            reason = "token_mismatch" if answer == "x" else "timeout"
+            found.facts[n] = CanaryFailed(
+                **probe, canary=NAMES[n % 4], reason=reason, confirmed=answer == "x"
+            )  # type: ignore[arg-type]
+    return found
+
+
+# --- spells ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_spell_begins_after_the_last_good_canary_and_ends_before_the_next() -> None:
+    (spell,) = spells(told("..--.."))
+    assert (spell.after, spell.first, spell.last, spell.before) == (10, 20, 30, 40)
+    assert [spell.began(place) for place in (0, 0.5, 1)] == [10, 15, 20]
+    assert [spell.ended(place) for place in (0.5, 1)] == [35, 40]
+    assert spell.ended(0) == pytest.approx(30)
+
+
+def test_a_wrong_answer_is_its_canarys_alone_and_between_it_and_its_last_right_one_are_others() -> None:
+    (spell,) = spells(told("......xx........"))  # c2, and then c3
+    assert spell.asked == {2, 3}
+    assert (spell.after, spell.first, spell.last, spell.before) == (30, 60, 70, 100), (
+        "c3 was right at 30, c2 is at 100"
+    )
+    assert spell.tells(2)
+    assert not spell.tells(1)
+
+
+def test_what_never_ends_goes_on_for_ever_but_where_the_shortest_is_asked_for() -> None:
+    (spell,) = spells(told("..--"))
+    assert spell.ended(1) == spell.ended(0.5) == float("inf")
+    assert spell.ended(0) == pytest.approx(30)
+
+
+@given(st.text(alphabet=".x-", min_size=1, max_size=30), st.sampled_from((0.0, 0.5, 1.0)))
+def test_every_bad_canary_lies_in_a_spell_and_no_good_one_where_nobody_answers(
+    answers: str, place: float
+) -> None:
+    canaries = told(answers)
+    found = spells(canaries)
+    for n, answer in enumerate(answers):
+        there = [
+            one.said
+            for one in found
+            if one.began(place) <= canaries.sent[n] < one.ended(place) and one.tells(n % len(NAMES))
+        ]
+        if answer != ".":
+            assert {"x": WRONG, "-": MUTE}[answer] in there
+        elif place > 0:
+            assert MUTE not in there
+
+
+# --- who is asked when ----------------------------------------------------------------------------------------------
+
+
+def asked(asker: Asker, *, calm: bool, until: float = 1000.0) -> list[tuple[float, int]]:
+    """Return when canaries are asked, and what each says."""
+    found, at = [], 0.0
+    while (question := asker.following(at, calm, False)) is not None and question.sent < until:
+        asker.asked()
+        at = question.at
+        found.append((round(question.sent, 3), question.said))
+    return found
+
+
+def test_as_they_were_canaries_are_asked_when_they_were_and_say_what_they_said() -> None:
+    asker = Asker(told("..-."), 0.0, 10.0, None, 0.5)
+    assert asked(asker, calm=False, until=40) == [(0, GOOD), (10, GOOD), (20, MUTE), (30, GOOD)]
+
+
+def test_of_a_calm_worker_only_what_is_not_right_is_looked_at() -> None:
+    assert asked(Asker(told("....-..."), 0.0, 10.0, None, 0.5), calm=True) == [(40, MUTE)]
+
+
+def test_asked_more_often_it_is_noticed_earlier_and_never_before_it_began() -> None:
+    canaries = told(".....-----...")
+    first = {
+        (every, place): next(at for at, said in asked(Asker(canaries, 0.0, 10.0, every, place), calm=True) if said == MUTE)
+        for every in (1.0, 10.0, 30.0)
+        for place in (0.0, 0.5, 1.0)
+    }  # fmt: skip
+    for every in (1.0, 10.0, 30.0):
+        assert 40 <= first[every, 0.0] <= first[every, 0.5] <= first[every, 1.0] <= 50 + 1.1 * every + 0.01
+    for lower, higher in pairwise((1.0, 10.0, 30.0)):
+        assert first[lower, 0.5] <= first[higher, 0.5]
+
+
+def test_a_trial_is_the_one_that_was_if_it_was_then() -> None:
+    asker = Asker(told("..-.", trials=frozenset({2})), 0.0, 10.0, None, 0.5)
+    question = asker.trial(19.5)
+    assert (question.sent, question.said, question.guessed) == (20, MUTE, False)
+
+
+def test_a_trial_that_was_not_is_answered_as_the_canaries_around_it_were() -> None:
+    for at, said in ((12.0, GOOD), (35.0, MUTE), (75.0, GOOD)):
+        question = Asker(told("..-----..."), 0.0, 10.0, None, 0.5).trial(at)
+        assert (question.said, question.guessed) == (said, True)
+
+
+def test_between_a_bad_canary_and_a_good_one_a_trial_passes_as_early_as_can_be_or_as_late() -> None:
+    answers = told("..---....")
+    assert [Asker(answers, 0.0, 10.0, None, place).trial(46.0).said for place in (0.0, 1.0)] == [GOOD, MUTE]
+
+
+# --- what the deciders are spared -----------------------------------------------------------------------------------
+
+
+def test_shares_of_the_same_fleet_are_reckoned_once_and_are_what_they_would_be_without() -> None:
+    history, shares, dice = History().start(5), Shares(), random.Random(1)
+    for n in range(200):
+        worker = f"w{dice.randrange(5)}"
+        history.say(history.failed(worker) if dice.random() < 0.3 else history.passed(worker))
+        now, fleet = history.now, history.fleet
+        decided = settle(history.policy, fleet, now)
+        assert settle(history.policy, fleet, now, None, shares) == decided, n
+        assert (
+            settle(history.policy, fleet, now, [worker, *_others_with_something_to_say(history)], shares)
+            == decided
+        ), n
+        history.append(decided, through=len(history.events))
+        names = sorted(history.fleet.workers)
+        expected = [
+            (one.joined.profile, one.carries) for one in (history.fleet.workers[name] for name in names)
+        ]
+        assert list(shares.of(history.fleet.workers).get("llama", [])) == expected
+    assert evolve(history.fleet, history.events[0]) is not None
+
+
+def _others_with_something_to_say(history: History) -> list[str]:
+    """Return workers for whom time alone may have made something due, or that are in doubt."""
+    return [name for name, one in history.fleet.workers.items() if not one.well]
+
+
+# --- the simulator's word -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("question", ["one failure", "wait 40 s", "canary every 3 s", "silent after 2 s"])
+def test_a_second_run_by_the_other_policy_lies_within_what_was_told_of_the_first(question: str) -> None:
+    """Four faults and three figures each: twelve of a seed. `python -m benchmarks what_if` says how many of 1,200 do."""
+    values = QUESTIONS[question]
+    found: list[Prediction] = predictions(0, values)
+    outside = [one for one in found if not one.within(slack_s(values))]
+    assert len(found) == 12
+    assert len(outside) <= 1, outside
