@@ -13,9 +13,10 @@ from rich.live import Live
 
 from controller.columns import columns
 from controller.commands.status import asked
-from controller.commands.top_view import TOLD_MAX, FleetSeen, picture
+from controller.commands.top_view import FleetSeen, picture
 from controller.processes.flag_types import positive
 from controller.processes.operator_client import Operator, find
+from controller.replay.recent import TOLD_MAX
 from controller.runtime.history import held
 from events.errors import HoldfastError
 from events.journal.nats import NatsJournal

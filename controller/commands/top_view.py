@@ -1,9 +1,7 @@
 """What `holdfast top` shows: the fleet, how busy it is, and what happened last, within the columns and lines that there are."""
 
-from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from datetime import datetime, timedelta
+from dataclasses import dataclass
 from typing import Any
 
 from rich.console import Group, JustifyMethod, RenderableType
@@ -11,12 +9,8 @@ from rich.table import Table
 from rich.text import Text
 
 from controller.deciders.worker import SPARE
-from controller.replay import sentences, timeline
-from events.fact import Recorded
-from events.observations import RequestsRejected, RequestsServed
+from controller.replay.recent import URGENCY, RecentEvents
 
-TOLD_MAX = 200  # events that are remembered
-RATES_OVER = timedelta(seconds=10)
 HEAD_LINES, EVENT_LINES_LEAST = 5, 5
 COLOURS = {
     "HEALTHY": "green",
@@ -25,83 +19,14 @@ COLOURS = {
     "DRAINING": "blue",
     "DEAD": "bright_black",
 }
-ORDER = ("UNHEALTHY", "SUSPICIOUS", "DRAINING", "DEAD", "HEALTHY")
 
 
 @dataclass(slots=True)
-class EventTold:
-    """An event, and how many came right behind it that say the same of other requests."""
-
-    event: Recorded
-    alike: tuple[object, ...] | None  # what those have in common; None: it is of no request
-    more: int = 0
-
-    def line(self) -> str:
-        """Return it as a line for people."""
-        return (f"[{self.more + 1} times] " if self.more else "") + sentences.line(self.event)
-
-
-def _alike(event: Recorded) -> tuple[object, ...] | None:
-    fact = event.fact
-    if not hasattr(fact, "request"):
-        return None
-    return (
-        type(fact),
-        getattr(fact, "worker", None),
-        getattr(fact, "source", None),
-        getattr(fact, "target", None),
-    )
-
-
-@dataclass(slots=True)
-class FleetSeen:
+class FleetSeen(RecentEvents):
     """What is known so far."""
 
     status: Mapping[str, Any] | None = None
     fault: str = ""  # why the last status is not there, or old
-    told: "deque[EventTold]" = field(default_factory=lambda: deque(maxlen=TOLD_MAX))
-    served: deque[tuple[datetime, RequestsServed]] = field(default_factory=deque)
-    rejected: deque[tuple[datetime, int]] = field(default_factory=deque)
-    now: datetime | None = None  # by the stream's clock, as of the last event
-    last: int = 0  # its sequence
-
-    def take(self, events: Sequence[Recorded]) -> None:
-        """Take events in, in order."""
-        for event in events:
-            self.now, self.last = event.at, event.seq
-            match event.fact:
-                case RequestsServed() as fact:
-                    self.served.append((event.at, fact))
-                case RequestsRejected(count=count):
-                    self.rejected.append((event.at, count))
-                case _:
-                    pass
-            if not timeline.is_routine(event.fact):
-                self._tell(event)
-        for rates in (self.served, self.rejected):
-            while rates and self.now is not None and rates[0][0] < self.now - RATES_OVER:
-                rates.popleft()
-
-    def _tell(self, event: Recorded) -> None:
-        """Remember an event, together with the last one where that says the same of another request."""
-        alike = _alike(event)
-        if self.told and alike is not None and self.told[-1].alike == alike:
-            self.told[-1].more += 1
-        else:
-            self.told.append(EventTold(event, alike))
-
-    def rates(self) -> str:
-        """Return how much is served, as a line for people."""
-        over = RATES_OVER.total_seconds()
-        facts = [fact for _, fact in self.served]
-        answers, tokens = sum(fact.count for fact in facts), sum(fact.tokens for fact in facts)
-        said = [f"{answers / over:.1f} answers/s", f"{tokens / over:,.0f} tokens/s"]
-        if answers:
-            ttft = sum(fact.ttft_ms * fact.count for fact in facts) / answers
-            said.append(f"first token {ttft:.0f} ms")
-        if refused := sum(count for _, count in self.rejected):
-            said.append(f"{refused / over:.1f} refused/s")
-        return "   ".join(said)
 
 
 def picture(seen: FleetSeen, lines: int) -> RenderableType:
@@ -123,7 +48,7 @@ def picture(seen: FleetSeen, lines: int) -> RenderableType:
 
 def _urgency(worker: Mapping[str, Any]) -> tuple[int, bool, str]:
     health = str(worker.get("health"))
-    place = ORDER.index(health) if health in ORDER else len(ORDER)
+    place = URGENCY.index(health) if health in URGENCY else len(URGENCY)
     return place, not _why(worker), str(worker.get("id"))
 
 
@@ -150,7 +75,7 @@ def _head(seen: FleetSeen, workers: Sequence[Mapping[str, Any]]) -> Iterator[Tex
 
 
 def _counts(workers: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, str]]:
-    for health in ORDER[-1:] + ORDER[:-1]:
+    for health in URGENCY[-1:] + URGENCY[:-1]:
         if count := sum(worker.get("health") == health for worker in workers):
             yield f"{count} {health}  ", COLOURS[health]
 

@@ -51,7 +51,9 @@ def served(at: float, count: int, tokens: int, ttft_ms: float = 30.0) -> Recorde
 @pytest.mark.parametrize("lines", [12, 23, 60])
 def test_it_fits_with_many_workers_and_long_names(columns: int, lines: int) -> None:
     seen = FleetSeen(
-        status(*(worker(f"a-worker-with-a-very-long-name-{n}", reasons=["x" * 90]) for n in range(500)))
+        status=status(
+            *(worker(f"a-worker-with-a-very-long-name-{n}", reasons=["x" * 90]) for n in range(500))
+        )
     )
     seen.take(History().start().corruption().recovery().events)
     found = drawn(seen, columns, lines)
@@ -64,7 +66,7 @@ def test_workers_in_trouble_come_first() -> None:
     bad = worker("w9", "UNHEALTHY", weight=0.0, breaker="open", reasons=["health UNHEALTHY: token_mismatch"])
     capped = worker("w5", weight=0.5, reasons=["gpu: leaves 0.5"])
     seen = FleetSeen(
-        status(worker("w1"), worker("w2", spare=True, weight=0.0, reasons=["spare"]), capped, bad)
+        status=status(worker("w1"), worker("w2", spare=True, weight=0.0, reasons=["spare"]), capped, bad)
     )
     rows = [line.split() for line in drawn(seen) if re.match(r"w\d", line)]
     assert [row[0] for row in rows] == ["w9", "w5", "w1", "w2"]
@@ -76,7 +78,7 @@ def test_workers_in_trouble_come_first() -> None:
 
 
 def test_what_somebody_has_named_is_no_markup() -> None:
-    seen = FleetSeen(status(worker("gpu[/0]", breaker="[red]", reasons=["cannot load [/models/x]"])))
+    seen = FleetSeen(status=status(worker("gpu[/0]", breaker="[red]", reasons=["cannot load [/models/x]"])))
     assert any(
         "gpu[/0]" in line and "[red]" in line and "cannot load [/models/x]" in line
         for line in drawn(seen, 120)
@@ -84,7 +86,7 @@ def test_what_somebody_has_named_is_no_markup() -> None:
 
 
 def test_what_is_served_is_of_the_last_ten_seconds() -> None:
-    seen = FleetSeen(status(worker("w0")))
+    seen = FleetSeen(status=status(worker("w0")))
     seen.take([served(0, 1000, 50_000), served(20, 10, 400, 20.0), served(25, 30, 1600, 40.0)])
     refused = RequestsRejected(frontend="f", model="llama", count=5, reason="queue_full", tier="standard")
     seen.take([Recorded(4, EPOCH + timedelta(seconds=26), refused, "id")])
@@ -92,7 +94,7 @@ def test_what_is_served_is_of_the_last_ten_seconds() -> None:
 
 
 def test_the_last_events_are_told_and_routine_is_not() -> None:
-    history, seen = History().start().corruption(), FleetSeen(status(worker("w0")))
+    history, seen = History().start().corruption(), FleetSeen(status=status(worker("w0")))
     seen.take(history.events)
     told = drawn(seen)
     assert any("w2 failed a canary: token_mismatch" in line for line in told)
@@ -100,7 +102,7 @@ def test_the_last_events_are_told_and_routine_is_not() -> None:
 
 
 def test_what_is_said_of_many_requests_at_once_is_one_line() -> None:
-    history, seen = History().start(), FleetSeen(status(worker("w0")))
+    history, seen = History().start(), FleetSeen(status=status(worker("w0")))
     history.say(
         *(history.exposed(f"r{n}", "w2") for n in range(40)), history.exposed("r", "w1"), source="frontend-0"
     )
@@ -116,5 +118,5 @@ def test_what_is_said_of_many_requests_at_once_is_one_line() -> None:
 
 def test_a_fleet_that_is_not_there_is_said_and_the_last_picture_stays() -> None:
     assert drawn(FleetSeen())[0] == "waiting for the fleet"
-    found = drawn(FleetSeen(status(worker("w0")), fault="no controller answers"))
+    found = drawn(FleetSeen(status=status(worker("w0")), fault="no controller answers"))
     assert found[0] == "no controller answers" and any(line.startswith("w0") for line in found)

@@ -42,9 +42,9 @@ class Frame:
 def frames(order: Order[Fleet], events: Iterable[Recorded], at: datetime) -> list[Frame]:
     """Fold events, and return what is shown before the first of them, at the time `at`, and whatever changes that."""
     fleet = order.shown
-    shown = {name: _shown(worker) for name, worker in fleet.workers.items()}
+    shown = {name: shown_of(worker) for name, worker in fleet.workers.items()}
     levels = _levels(fleet)
-    found = [Frame(order.last_seq, at, dict(shown), levels, _capacity(shown.values()))]
+    found = [Frame(order.last_seq, at, dict(shown), levels, capacity(shown.values()))]
     for event in events:
         before, fleet = fleet, order.absorb(event)
         only = None if isinstance(event.fact, Decision) else getattr(event.fact, "worker", None)
@@ -57,7 +57,7 @@ def frames(order: Order[Fleet], events: Iterable[Recorded], at: datetime) -> lis
                 del shown[name]
             else:
                 shown[name] = one
-        found.append(Frame(event.seq, event.at, changed, moved, _capacity(shown.values())))
+        found.append(Frame(event.seq, event.at, changed, moved, capacity(shown.values())))
         levels = moved
     return found
 
@@ -69,11 +69,11 @@ def _changed(
     if after.workers is before.workers:
         return
     if only is not None and only in after.workers:
-        if (one := _shown(after.workers[only])) != shown.get(only):
+        if (one := shown_of(after.workers[only])) != shown.get(only):
             yield only, one
         return
     for name, worker in after.workers.items():
-        if worker is not before.workers.get(name) and (one := _shown(worker)) != shown.get(name):
+        if worker is not before.workers.get(name) and (one := shown_of(worker)) != shown.get(name):
             yield name, one
     for name in shown:
         if name not in after.workers:
@@ -84,13 +84,15 @@ def _levels(fleet: Fleet) -> dict[str, int]:
     return {name: model.level for name, model in fleet.models.items()}
 
 
-def _capacity(shown: Iterable[WorkerShown]) -> float:
+def capacity(shown: Iterable[WorkerShown]) -> float:
+    """Return the share of these workers that serves: weights, by their GPUs; spares are left out."""
     places = [(one.gpus, one.weight) for one in shown if not one.spare]
     whole = sum(gpus for gpus, _ in places)
     return sum(gpus * weight for gpus, weight in places) / whole if whole else 0.0
 
 
-def _shown(worker: Worker) -> WorkerShown:
+def shown_of(worker: Worker) -> WorkerShown:
+    """Return what is shown of a worker."""
     health, joined = worker.health, worker.joined
     state = health.status.value
     if health.status is HealthStatus.HEALTHY and worker.spare.kept:
