@@ -43,6 +43,7 @@ BENCHMARKS = {
     "chaos": "benchmarks.failures.chaos",
     "walk": "benchmarks.failures.walk",
     "many": "benchmarks.serving.many",
+    "console": "benchmarks.serving.console",
     "evictors": "benchmarks.router.evictors",
 }
 WITH_TORCH = {

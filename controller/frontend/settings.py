@@ -179,6 +179,14 @@ class FrontendSettings(Strict):
     admin_api: bool = Field(
         default=False, description="answer /busy_threshold on the port of the API as well, for its clients"
     )
+    console: bool = Field(
+        default=True,
+        description="show the fleet to operators at /console on the admin port (docs/console.md)",
+    )
+    console_actions: bool = Field(
+        default=False,
+        description="let the console drain, resume, empty and restart workers, too; else it only shows them",
+    )
     migration_limit: int = Field(
         default=3, ge=0, le=2**32 - 1, description="how often a request may move to another worker; 0: never"
     )

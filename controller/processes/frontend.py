@@ -16,6 +16,7 @@ from controller.adapters.request_plane.client import RequestPlaneClient
 from controller.adapters.request_plane.dialers import Dialer
 from controller.adapters.request_plane.links import Address, PlaneLimits
 from controller.adapters.request_plane.nats_dialer import dialers
+from controller.console.console import Console
 from controller.frontend.director import Director, World
 from controller.frontend.health.corruption import SERVED_EVERY_S, Served
 from controller.frontend.http.api import Api
@@ -25,6 +26,7 @@ from controller.frontend.settings import FrontendSettings
 from controller.ports import Observe
 from controller.processes import collector
 from controller.processes import last_served as served
+from controller.processes.operating import frontend_console
 from controller.processes.router_feeds import RouterFeeds, Service
 from controller.runtime.view import FleetView
 from events import subjects
@@ -113,6 +115,14 @@ class FrontendProcess:
         feeds = await RouterFeeds.open(nats_url, self._name, self._settings.router, director, wait_s)
         view = FleetView(journal, store=store)
         view.listen(lambda view, batch: self._absorb(director, feeds, view, batch))
+        console = None
+        if self._settings.console:
+            history = frontend_console.history_reader(self._data, nats_url, database_url)
+            ended = store.ended_incidents if store is not None else None
+            acts_in = self._data if self._settings.console_actions else None
+            console = frontend_console.make(
+                self._name, view, journal, bus, self._plane, history, ended, acts_in
+            )
         services: list[Service] = [
             lambda: self._follow(director, view),
             lambda: self._report_links(bus, director),
@@ -124,8 +134,10 @@ class FrontendProcess:
             from controller.runtime.projection.row_watch import RowWatch
 
             services.append(RowWatch(view, store).run)
+        if console is not None:
+            services.append(console.run)
         try:
-            return await self._serve(director, services)
+            return await self._serve(director, services, console)
         finally:
             await journal.close()
             await bus.close()
@@ -158,9 +170,11 @@ class FrontendProcess:
 
     # --- services -----------------------------------------------------------------------------------------
 
-    async def _serve(self, director: Director, services: Sequence[Service]) -> int:
+    async def _serve(
+        self, director: Director, services: Sequence[Service], console: Console | None = None
+    ) -> int:
         api = Api(director)
-        listeners = Listeners(api, self._settings)
+        listeners = Listeners(api, self._settings, console.before(api.admin) if console is not None else None)
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._stop.set)

@@ -24,7 +24,7 @@ ROUTER = "router"  # the section of a frontend's settings that `up` has flags fo
 OWN = (
     "migration_limit", "migration_max_seq_len", "on_corruption", "admission_control", "active_decode_blocks_threshold",
     "active_prefill_tokens_threshold", "active_prefill_tokens_threshold_frac", "overload_status_code", "ttft_deadlines",
-    "park", "park_s",
+    "park", "park_s", "console_actions",
 )  # and these, of the frontend itself  # fmt: skip
 ENGINES = ("simulated", "transformers", "openai")
 PATIENT = ("openai", "transformers")  # engines that wait for a server, or load a model

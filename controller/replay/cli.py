@@ -124,13 +124,14 @@ async def _request(args: argparse.Namespace, journal: Journal, store: HistorySto
     archive = _archive(journal, store)
     found = [one async for one in timeline.events(archive, request=args.request, routine=True)]
     story = request_story.told(args.request, found)
+    said = story.lines() or [NOTHING_SAID.format(args.request)]
     if args.output == "json":
-        say(json.dumps({"request": story.request, "model": story.model, "workers": story.workers,
+        say(json.dumps({"request": story.request, "says": said, "model": story.model, "workers": story.workers,
                         "gaps_ms": story.gaps_ms, "put_off": story.put_off, "exact": story.exact,
                         "exposed": [asdict(one) for one in story.exposed], "lost": story.lost,
                         "lost_tokens": story.lost_tokens, "events": [as_json(one) for one in found]}, indent=1))  # fmt: skip
         return 0
-    for line in story.lines() or [NOTHING_SAID.format(args.request)]:
+    for line in said:
         say(line)
     for n, event in enumerate(found):
         say(f"  {sentences.line(event, date=n == 0)}")

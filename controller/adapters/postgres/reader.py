@@ -32,6 +32,7 @@ _CONCERNS = (  # as `projection.concerns`, a part of `projection.matches`
     f"(worker = ${{0}}::text OR kind IN ({_INCIDENTS}) AND body->>'subject' = 'worker:' || ${{0}}::text)"
 )
 _sources = msgspec.json.Decoder(dict[str, Last]).decode
+_ENDED = "SELECT * FROM incidents WHERE closed_at IS NOT NULL ORDER BY closed_at DESC LIMIT $1"
 _OPEN = "SELECT * FROM incidents WHERE closed_at IS NULL"
 
 
@@ -82,6 +83,11 @@ class RowReader:
         """Return the rows of the fleet's present state and the open incidents, as of one instant."""
         async with self._reader.use() as connection, _frozen(connection):
             return await _reading(connection, {**_all(projection.STATE), "incidents": _OPEN})
+
+    async def ended_incidents(self, limit: int) -> Sequence[Mapping[str, Any]]:
+        """Return the rows of the incidents that ended last, the latest first, `limit` at most. Raise StoreUnavailable."""
+        async with self._reader.use() as connection:
+            return [dict(row) for row in await connection.fetch(_ENDED, limit)]
 
     @asynccontextmanager
     async def reading(self) -> AsyncIterator["PostgresSnapshot"]:

@@ -9,7 +9,7 @@ from typing import Any
 
 from aiohttp import web
 
-from controller.frontend.http.api import Api
+from controller.frontend.http.api import Api, Handler
 from controller.frontend.http.client_handler import ClientServer
 from controller.frontend.http.fast_path import FastPathConnection
 from controller.frontend.http.open_connections import OpenConnections
@@ -29,8 +29,9 @@ class SharedPortTaken(HoldfastError):
 class Listeners:
     """Both ports of one frontend."""
 
-    def __init__(self, api: Api, settings: FrontendSettings) -> None:
-        """Answer with `api`, on the hosts and ports of the settings, once they are opened."""
+    def __init__(self, api: Api, settings: FrontendSettings, admin: Handler | None = None) -> None:
+        """Answer with `api`, on the hosts and ports of the settings, once they are opened; `admin`: what answers on the admin
+        port, if that is more than the api does there."""
         self._settings = settings
         self._api = api
         refused, body_mb_max = api.director.metrics.bounds.count, settings.admission.body_mb_max
@@ -39,7 +40,9 @@ class Listeners:
         others = OpenConnections(
             settings.connections, refused
         )  # its own: who fills the one does not close the other
-        self._admin = _runner(ClientServer(api.admin, others, body_mb_max))  # `holdfast route` sends prompts
+        self._admin = _runner(
+            ClientServer(admin or api.admin, others, body_mb_max)
+        )  # `holdfast route` sends prompts
         self._shared: asyncio.Server | None = None
         self._heads = cached_heads(
             settings.router, lambda: api.director.table.tiers, by_deadline=settings.by_deadline

@@ -1,0 +1,222 @@
+"""The fleet as the console shows it: rows made of the fold, the last events, and what frontends count.
+
+A worker that has not changed is the same object in the next fold, and keeps its row: of a thousand workers a refresh looks at
+each, and makes anew what one in thirty needs.
+"""
+
+from collections import Counter, defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from typing import Any
+
+from controller.console.memory import HARM_OVER, FlowMemory
+from controller.console.rows import (
+    EventRow,
+    Headline,
+    Level,
+    ModelRow,
+    WorkerRow,
+    awaited_row,
+    ended_incident,
+    event_row,
+    given_up,
+    open_incident,
+    worker_row,
+)
+from controller.console.sections import Sections
+from controller.deciders.capacity import fleet_rps, slo_of
+from controller.deciders.degradation import Degradation
+from controller.deciders.fleet import Fleet, Worker
+from controller.replay.recent import EventTold, RecentEvents, ServedRate
+from controller.replay.report.frames import WELL, WorkerShown, capacity, shown_of
+from controller.replay.sentences import count
+
+CRITICAL_LEVEL = 3  # of degradation: from there on users notice
+
+
+@dataclass(slots=True)
+class Moment:
+    """What a picture is made of besides the events."""
+
+    fleet: Fleet
+    seq: int  # of the last event that is folded
+    now: datetime  # by the stream's clock
+    streams: Mapping[str, int]  # that each worker has which this frontend reaches
+    fault: str = ""  # why all of this may be old
+
+
+class FleetPicture:
+    """One picture after another, each made of the last one as far as that is still true."""
+
+    def __init__(self, memory: FlowMemory) -> None:
+        """Show the events of a memory."""
+        self._memory = memory
+        self._recent = RecentEvents()
+        self._workers: dict[str, tuple[Worker, WorkerShown, WorkerRow]] = {}
+        self._rows: dict[str, WorkerRow] = {}
+        self._told: dict[int, tuple[EventTold, int, EventRow]] = {}  # by sequence
+        self._of: tuple[object, object] | None = None  # the workers and who is awaited, of which the rows are
+        self._shares: dict[str, float] = {}  # by model; "": of all
+
+    def taken(self, moment: Moment) -> Sections:
+        """Return what is shown at a moment. Moments come in the order of time."""
+        fleet = moment.fleet
+        self._recent.take(self._memory.since(self._recent.last))
+        self._recent.forget(moment.now)
+        self._look(fleet, moment.now)
+        models, lanes = self._models(moment), self._memory.lanes
+        return {
+            "head": self._head(moment, models),
+            "models": models,
+            "workers": self._rows,
+            "streams": {name: moment.streams.get(name, -1) for name in self._rows},
+            "lanes": lanes.lanes(moment.now),
+            "share": {"steps": lanes.share(moment.now)},
+            "incidents": {one.id: ended_incident(one) for one in self._memory.ended.values()}
+            | {one.id: open_incident(one) for one in fleet.incidents.values()},
+            "events": self._events(),
+        }
+
+    def _look(self, fleet: Fleet, now: datetime) -> None:
+        """Bring the workers' rows up to date."""
+        of = (fleet.workers, fleet.awaited)
+        if self._of is not None and all(one is known for one, known in zip(of, self._of, strict=True)):
+            return
+        known, self._of = self._workers, of
+        self._workers = {
+            name: found
+            if (found := known.get(name)) is not None and found[0] is worker
+            else (worker, shown := shown_of(worker), worker_row(worker, shown))
+            for name, worker in fleet.workers.items()
+        }
+        for name, (worker, shown, _) in self._workers.items():
+            if name not in known or known[name][0] is not worker:
+                self._memory.lanes.note_shown(now, name, shown)
+        for name in known.keys() - self._workers.keys():
+            self._memory.lanes.note(now, name, None)
+        self._rows = {name: row for name, (_, _, row) in self._workers.items()}
+        for one in fleet.waiting:
+            self._rows[one.worker] = awaited_row(one, self._rows.get(one.worker))
+        by_model: dict[str, list[WorkerShown]] = defaultdict(list)
+        for _, shown, _ in self._workers.values():
+            by_model[shown.model].append(shown)
+        self._shares = {model: capacity(some) for model, some in by_model.items()}
+        self._shares[""] = capacity(shown for _, shown, _ in self._workers.values())
+
+    def _models(self, moment: Moment) -> dict[str, ModelRow]:
+        fleet = moment.fleet
+        by_model: dict[str, list[Worker]] = {model: [] for model in fleet.models}
+        for worker in fleet.workers.values():
+            by_model.setdefault(worker.joined.model, []).append(worker)
+        model_of = {name: worker.joined.model for name, worker in fleet.workers.items()}
+        rates = self._recent.rate_by_model(model_of)
+        return {
+            model: _model(
+                moment, model, workers, self._shares.get(model, 0.0), rates.get(model, ServedRate())
+            )
+            for model, workers in sorted(by_model.items())
+        }
+
+    def _events(self) -> dict[str, EventRow]:
+        known, self._told = self._told, {}
+        for told in self._recent.told:
+            seq = told.event.seq
+            found = known.get(seq)
+            if found is None or found[:2] != (told, told.more):
+                found = (told, told.more, event_row(told))
+            self._told[seq] = found
+        return {str(seq): row for seq, (_, _, row) in self._told.items()}
+
+    def _head(self, moment: Moment, models: Mapping[str, ModelRow]) -> dict[str, Any]:
+        rate, states = self._recent.rate(), Counter(row.state for row in self._rows.values())
+        harm = self._memory.harm(moment.now)
+        return {
+            "headline": headline(moment, models, self._rows, harm),
+            "states": dict(sorted(states.items())),
+            "share": round(self._shares.get("", 0.0), 3),
+            "streams": sum(moment.streams.values()),
+            "answers": round(rate.answers, 1),
+            "tokens": round(rate.tokens),
+            "ttft_ms": -1 if rate.ttft_ms is None else round(rate.ttft_ms),
+            "refused": round(rate.refused, 1),
+            "moved": harm["moved"],
+            "seq": moment.seq,
+            "fault": moment.fault,
+        }
+
+
+def _model(moment: Moment, model: str, workers: Sequence[Worker], share: float, rate: ServedRate) -> ModelRow:
+    fleet = moment.fleet
+    state = fleet.models.get(model, Degradation(model))
+    slo = slo_of(fleet.policy, model)
+    promised = slo.slo_throughput_rps or None
+    carried = None
+    if promised is not None:
+        carrying = [(one.joined.profile, one.carries) for one in workers]
+        carried = round(fleet_rps(model, carrying, slo, (state.knobs.latency,))[0], 2)
+    return ModelRow(
+        serving=sum(one.routable for one in workers),
+        workers=sum(one.alive and not one.spare.kept for one in workers),
+        spares=sum(one.alive and one.spare.kept for one in workers),
+        share=round(share, 3),
+        level=state.level,
+        given_up=given_up(state),
+        capacity_rps=carried,
+        promised_rps=promised,
+        answers=round(rate.answers, 1),
+        tokens=round(rate.tokens),
+        refused=round(rate.refused, 1),
+        ttft_ms=None if rate.ttft_ms is None else round(rate.ttft_ms),
+        streams=sum(moment.streams.get(one.joined.worker, 0) for one in workers),
+    )
+
+
+def headline(
+    moment: Moment, models: Mapping[str, ModelRow], workers: Mapping[str, WorkerRow], harm: Counter[str]
+) -> Headline:
+    """Say in a few sentences whether anybody is hurt, whether the capacity does, and who is in trouble; and how bad that is."""
+    levels: list[Level] = ["ok"]
+    said = [_hurt(harm, levels)]
+    for model, row in models.items():
+        if not row.serving:
+            levels.append("bad")
+            said.append(f"nobody serves {model}")
+        elif row.level:
+            levels.append("bad" if row.level >= CRITICAL_LEVEL else "warn")
+            said.append(f"{model} is at degradation level {row.level}")
+    troubled = sum(row.health not in ("HEALTHY", "DEAD") or bool(row.why) for row in workers.values())
+    if not workers:
+        levels.append("warn")
+        said.append("no worker has joined yet")
+    elif troubled:
+        levels.append("warn")
+        share = "has not its full share" if troubled == 1 else "have not their full share"
+        said.append(f"{troubled} of {count(len(workers), 'worker')} {share}")
+    elif all(row.state in WELL for row in workers.values()):
+        said.append("all workers are well")
+    if moment.fleet.incidents:
+        levels.append("warn")
+        open_ones = len(moment.fleet.incidents)
+        said.append(f"{count(open_ones, 'incident')} {'is' if open_ones == 1 else 'are'} open")
+    if moment.fault:
+        levels.append("bad")
+        said.insert(0, f"what is shown may be old ({moment.fault})")
+    worst: Level = max(levels, key=("ok", "warn", "bad").index)
+    text = "; ".join(said)
+    return Headline(worst, f"{text[0].upper()}{text[1:]}.")
+
+
+def _hurt(harm: Counter[str], levels: list[Level]) -> str:
+    minutes = f"{HARM_OVER.total_seconds() / 60:g}"
+    found = []
+    if harm["lost"]:
+        found.append(f"{count(harm['lost'], 'answer')} lost")
+    if harm["exposed"]:
+        found.append(f"{count(harm['exposed'], 'answer')} with tokens of a convicted worker")
+    if harm["refused"]:
+        found.append(f"{count(harm['refused'], 'request')} turned away")
+    if not found:
+        return f"nobody was hurt in the last {minutes} minutes"
+    levels.append("bad" if harm["lost"] or harm["exposed"] else "warn")
+    return f"in the last {minutes} minutes: {', '.join(found)}"

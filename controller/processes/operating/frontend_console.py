@@ -1,0 +1,97 @@
+"""What a frontend's console has of its process: the fold, the last events, connections to workers, the commands of `holdfast`."""
+
+import socket
+import sys
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from controller.adapters.clock import SystemClock
+from controller.adapters.request_plane.client import RequestPlaneClient
+from controller.console.console import Console, ConsoleSources
+from controller.console.history import HistoryReader
+from controller.console.memory import ENDED_MAX, EndedIncident
+from controller.processes.operator_client import Operator
+from controller.replay.recent import TOLD_MAX
+from controller.runtime.history import held
+from controller.runtime.view import FleetView
+from events.fact import Recorded
+from events.journal.port import Journal
+from events.nats.bus import Bus
+
+EARLIER_EVENTS = 4 * TOLD_MAX  # most of them are routine
+ReadEnded = Callable[[int], Awaitable[Sequence[Mapping[str, Any]]]]
+"""Reads the rows of so many incidents that ended last."""
+
+
+def make(
+    name: str,
+    view: FleetView,
+    journal: Journal,
+    bus: Bus,
+    plane: RequestPlaneClient,
+    history: HistoryReader,
+    ended: ReadEnded | None,
+    acts_in: Path | None,
+) -> Console:
+    """Return the console of a frontend, which is told of all that its view is. `ended`: of the state store. `acts_in`: the
+    fleet's directory, by which operators' commands find it, if the console may give any."""
+    sources = ConsoleSources(
+        name=name,
+        names=frozenset({socket.gethostname().lower()}),
+        fleet=lambda: view.fleet,
+        seq=lambda: view.seq,
+        streams=lambda: {worker: _streams(plane, worker) for worker in plane.welcomes},
+        fault=lambda: _fault(view, bus),
+        earlier=partial(_earlier, journal),
+        ended=partial(_ended, ended),
+    )
+    act = None if acts_in is None else partial(_act, acts_in)
+    console = Console(sources, SystemClock(), history, act)
+    view.listen(lambda view, batch: console.absorb(view.fleet, batch))
+    return console
+
+
+def history_reader(data: Path, nats_url: str, database_url: str | None) -> HistoryReader:
+    """Return what runs `holdfast` beside this process, with its own way to journal and store."""
+    command, options = [sys.executable, "-m", "controller.cli"], ["--data", str(data)]
+    where = {"HOLDFAST_NATS_URL": nats_url, "HOLDFAST_DATABASE_URL": database_url or ""}
+    return HistoryReader(command, options, where)
+
+
+def _streams(plane: RequestPlaneClient, worker: str) -> int:
+    """Return how many streams a worker has, of all frontends; its canaries are none."""
+    return sum(load.running + load.waiting - load.canaries for load in plane.load_by_rank(worker))
+
+
+def _fault(view: FleetView, bus: Bus) -> str:
+    if view.fault is not None:
+        return str(view.fault)
+    return "" if bus.since is not None else "the broker cannot be reached"
+
+
+async def _earlier(journal: Journal, until: int) -> Sequence[Recorded]:
+    """Return the last events up to a sequence, as far as the journal holds them. Raise JournalUnavailable."""
+    after = max(0, until - EARLIER_EVENTS)
+    return [event async for batch in held(journal, after, until) for event in batch]
+
+
+async def _ended(read: ReadEnded | None) -> Sequence[EndedIncident]:
+    """Return the last incidents that are over, as far as the state store knows them. Raise StoreUnavailable."""
+    return [_incident(row) for row in await read(ENDED_MAX)] if read is not None else ()
+
+
+def _incident(row: Mapping[str, Any]) -> EndedIncident:
+    at, outcome = row["closed_at"], row["outcome"] or ""
+    return EndedIncident(row["incident"], row["subject"], row["symptom"], row["opened_at"], at, outcome)
+
+
+async def _act(data: Path, verb: str, body: dict[str, Any]) -> str:
+    """Do one thing as an operator's command does. Raise HoldfastError with why it was not done."""
+    operator = await Operator.connect(data)
+    try:
+        answer = await operator.ask(verb, body)
+    finally:
+        await operator.close()
+    return str(answer.get("says", f"{verb} {body['worker']}: done"))
