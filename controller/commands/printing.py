@@ -86,9 +86,17 @@ def _lines(status: dict[str, Any]) -> Iterator[str]:
     yield "projector    " + ("not heard of yet" if position is None else f"at {position}, {lag} behind")
     nobody = "nobody: nothing is decided or carried out until one leads"
     yield f"leader       {(status['leader'] or nobody).removeprefix('controller:')}"
+    yield from _console(status["processes"])
     yield "processes"
     for p in status["processes"]:
         yield f"  {p['name']:<11} {p['role']:<11} pid {p['pid']:<8} {p['url']}"
+
+
+def _console(processes: Sequence[dict[str, Any]]) -> Iterator[str]:
+    """Yield where a browser shows all this: every frontend does."""
+    frontends = [p["url"] for p in processes if p["role"] == "frontend"]
+    if frontends:
+        yield f"console      {frontends[0]}/console"
 
 
 def _spares(workers: Sequence[dict[str, Any]]) -> Iterator[str]:

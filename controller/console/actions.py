@@ -17,7 +17,7 @@ class ActionUnclear(HoldfastError):
     """What is asked for is nothing that the console can do."""
 
 
-class Act(Protocol):
+class WorkerAct(Protocol):
     """Does something to a worker, as an operator's command would."""
 
     async def __call__(self, verb: str, body: dict[str, Any]) -> str:

@@ -213,6 +213,16 @@ function drawLanes() {
     drawn.push(shape("path", { d: `M${x(steps[0][0])} ${lower + SHARE}${path}L${x(end)} ${lower + SHARE}Z` }),
       shape("text", { x: 0, y: lower + SHARE / 2 }, `${percent(steps.at(-1)[1])} serves`));
   }
+  const states = new Set(names.flatMap((name) => have.lanes.get(name).map(([, state]) => state))), legend = byId("colours");
+  const told = Object.keys(hello.colors).filter((state) => states.has(state));
+  if (legend.dataset.told !== told.join()) {
+    legend.dataset.told = told.join();
+    legend.replaceChildren(...told.map((state) => {
+      const one = element("span");
+      one.append(mark(state), state);
+      return one;
+    }));
+  }
   svg.setAttribute("height", height);
   svg.replaceChildren(...drawn);
 }

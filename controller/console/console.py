@@ -8,12 +8,12 @@ from datetime import datetime, timedelta
 import structlog
 from aiohttp import web
 
-from controller.console.actions import Act
+from controller.console.actions import WorkerAct
 from controller.console.endpoints import ConsoleEndpoints
 from controller.console.feed import ConsoleFeed, Times
 from controller.console.history import HistoryReader
 from controller.console.memory import EndedIncident, FlowMemory
-from controller.console.picture import FleetPicture, Moment
+from controller.console.picture import FleetMoment, FleetPicture
 from controller.console.sections import Sections
 from controller.deciders.fleet import Fleet
 from controller.ports import Clock
@@ -44,7 +44,7 @@ class Console:
     """One frontend's console."""
 
     def __init__(
-        self, sources: ConsoleSources, clock: Clock, history: HistoryReader, act: Act | None = None
+        self, sources: ConsoleSources, clock: Clock, history: HistoryReader, act: WorkerAct | None = None
     ) -> None:
         """`act`: what does what is asked for; without it the console only shows."""
         self._sources, self._clock = sources, clock
@@ -80,7 +80,7 @@ class Console:
     def _take(self) -> Sections:
         sources = self._sources
         return self._picture.taken(
-            Moment(sources.fleet(), sources.seq(), self._now(), sources.streams(), sources.fault())
+            FleetMoment(sources.fleet(), sources.seq(), self._now(), sources.streams(), sources.fault())
         )
 
     def _times(self) -> Times:

@@ -18,7 +18,7 @@ import structlog
 from aiohttp import web
 
 from controller.console import guard
-from controller.console.actions import READ_ONLY, Act, ActionUnclear, understood
+from controller.console.actions import READ_ONLY, ActionUnclear, WorkerAct, understood
 from controller.console.feed import ConsoleFeed, TooManyLook, event
 from controller.console.history import HistoryBusy, HistoryReader, HistorySilent
 from controller.replay.report.figure import COLORS
@@ -68,7 +68,7 @@ class ConsoleEndpoints:
     history: HistoryReader
     name: str  # of this frontend
     names: frozenset[str]  # of its host
-    act: Act | None = None  # None: it shows, and does nothing
+    act: WorkerAct | None = None  # None: it shows, and does nothing
     _token: str = field(default_factory=lambda: secrets.token_urlsafe(24))
 
     def serves(self, path: str) -> bool:

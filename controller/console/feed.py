@@ -60,10 +60,17 @@ class ConsoleFeed:
     """The pictures, and who looks at them."""
 
     def __init__(
-        self, take: Callable[[], Sections], times: Callable[[], Times], begin: Callable[[], Awaitable[None]]
+        self,
+        take: Callable[[], Sections],
+        times: Callable[[], Times],
+        begin: Callable[[], Awaitable[None]],
+        *,
+        beat_s: float = BEAT_S,
+        again_s: float = AGAIN_S,
     ) -> None:
         """`take` makes a picture, of the time that `times` says; `begin` is awaited before the first after nobody has looked."""
         self._take, self._times, self._begin = take, times, begin
+        self._beat_s, self._again_s = beat_s, again_s
         self._taken: Taken | None = None
         self._kept: deque[tuple[int, bytes]] = deque(maxlen=KEPT_MAX)
         self._numbers = 0
@@ -77,6 +84,11 @@ class ConsoleFeed:
         """How many look now."""
         return self._lookers
 
+    @property
+    def holds(self) -> bool:
+        """Whether a picture is kept, to tell what changes next."""
+        return self._taken is not None
+
     async def run(self) -> None:
         """Take pictures for as long as somebody looks. A mistake of ours ends no frontend: it is logged, and tried again."""
         try:
@@ -89,7 +101,7 @@ class ConsoleFeed:
                         await asyncio.sleep(EVERY_S)
                 except Exception:
                     log.exception("console_failed")
-                    await asyncio.sleep(AGAIN_S)
+                    await asyncio.sleep(self._again_s)
                 self._forget()
         finally:
             self._over = True
@@ -150,5 +162,5 @@ class ConsoleFeed:
         """Wait for the next picture, for `BEAT_S`; say whether it came."""
         if self._news is None:
             self._news = asyncio.get_running_loop().create_future()
-        done, _ = await asyncio.wait((self._news,), timeout=BEAT_S)
+        done, _ = await asyncio.wait((self._news,), timeout=self._beat_s)
         return bool(done)

@@ -11,6 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from threading import Lock
 from typing import Any
 
 from events.errors import HoldfastError
@@ -32,6 +33,47 @@ class HistorySilent(HoldfastError):
     """The journal cannot tell it."""
 
 
+class RunningCommand:
+    """One command: it runs in a thread, for a fork of a large process would keep the loop waiting, and is ended from the loop."""
+
+    def __init__(self, command: Sequence[str], environment: Mapping[str, str], within_s: float) -> None:
+        self._command, self._environment, self._within_s = command, environment, within_s
+        self._process: subprocess.Popen[bytes] | None = None
+        self._over = False
+        self._lock = Lock()
+
+    def run(self) -> tuple[int, bytes, bytes]:
+        """Run it to its end; return its status, and what it has printed and complained. Raise TimeoutExpired."""
+        process = subprocess.Popen(
+            self._command,
+            env=self._environment,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            start_new_session=True,  # a terminal's Ctrl-C is for the fleet's supervisor alone
+        )
+        with suppress(OSError):
+            os.setpriority(os.PRIO_PROCESS, process.pid, NICE)
+        with self._lock:
+            self._process = process
+            if self._over:
+                process.kill()
+        try:
+            said, error = process.communicate(timeout=self._within_s)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.communicate()
+            raise
+        return process.returncode, said, error
+
+    def end(self) -> None:
+        """End it, if it has not ended; if it has not begun, it will not last."""
+        with self._lock:
+            self._over = True
+            if self._process is not None:
+                self._process.kill()
+
+
 @dataclass(slots=True)
 class HistoryReader:
     """Runs commands that read the journal, few at a time."""
@@ -39,6 +81,7 @@ class HistoryReader:
     command: Sequence[str]  # `holdfast`, as this process can call it
     options: Sequence[str]  # of each command: which fleet
     environment: Mapping[str, str]  # that says where its journal and store are
+    within_s: float = WITHIN_S  # for one command
     _threads: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(AT_ONCE))
     _turns: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(AT_ONCE))
     _waiting: int = 0
@@ -59,35 +102,23 @@ class HistoryReader:
 
     async def _told(self, *words: str) -> str:
         """Run one command, and return what it prints."""
-        loop = asyncio.get_running_loop()
         async with self._turn():
-            process = await loop.run_in_executor(self._threads, self._begin, words)
+            running = RunningCommand(
+                [*self.command, *words], {**os.environ, **self.environment}, self.within_s
+            )
+            loop = asyncio.get_running_loop()
             try:
-                said, error = await loop.run_in_executor(self._threads, _ended, process)
+                status, said, error = await loop.run_in_executor(self._threads, running.run)
             except subprocess.TimeoutExpired:
                 raise HistorySilent(
-                    f"it took longer than {WITHIN_S:g} s; `holdfast {words[0]}` may take its time"
+                    f"it took longer than {self.within_s:g} s; `holdfast {words[0]}` may take its time"
                 ) from None
             finally:
-                process.kill()  # whoever has asked may have gone
-        if process.returncode:
+                running.end()  # whoever has asked may have gone
+        if status:
             why = error.decode(errors="replace").strip().rpartition("\n")[2].removeprefix("holdfast: ")
             raise HistorySilent(why[:ERROR_MAX] or HistorySilent.__doc__)
         return said.decode(errors="replace")
-
-    def _begin(self, words: Sequence[str]) -> subprocess.Popen[bytes]:
-        """Start it, in a thread: a fork of a large process would keep the loop waiting."""
-        process = subprocess.Popen(
-            [*self.command, *words],
-            env={**os.environ, **self.environment},
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            start_new_session=True,  # a terminal's Ctrl-C is for the fleet's supervisor alone
-        )
-        with suppress(OSError):
-            os.setpriority(os.PRIO_PROCESS, process.pid, NICE)
-        return process
 
     @asynccontextmanager
     async def _turn(self) -> AsyncIterator[None]:
@@ -105,16 +136,6 @@ class HistoryReader:
             yield
         finally:
             self._turns.release()
-
-
-def _ended(process: subprocess.Popen[bytes]) -> tuple[bytes, bytes]:
-    """Wait for its end. Raise TimeoutExpired, and it has ended."""
-    try:
-        return process.communicate(timeout=WITHIN_S)
-    except subprocess.TimeoutExpired:
-        process.kill()
-        process.communicate()
-        raise
 
 
 def _name(text: str) -> str:

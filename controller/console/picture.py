@@ -36,7 +36,7 @@ CRITICAL_LEVEL = 3  # of degradation: from there on users notice
 
 
 @dataclass(slots=True)
-class Moment:
+class FleetMoment:
     """What a picture is made of besides the events."""
 
     fleet: Fleet
@@ -59,7 +59,7 @@ class FleetPicture:
         self._of: tuple[object, object] | None = None  # the workers and who is awaited, of which the rows are
         self._shares: dict[str, float] = {}  # by model; "": of all
 
-    def taken(self, moment: Moment) -> Sections:
+    def taken(self, moment: FleetMoment) -> Sections:
         """Return what is shown at a moment. Moments come in the order of time."""
         fleet = moment.fleet
         self._recent.take(self._memory.since(self._recent.last))
@@ -90,11 +90,12 @@ class FleetPicture:
             else (worker, shown := shown_of(worker), worker_row(worker, shown))
             for name, worker in fleet.workers.items()
         }
+        lanes = self._memory.lanes
         for name, (worker, shown, _) in self._workers.items():
             if name not in known or known[name][0] is not worker:
-                self._memory.lanes.note_shown(now, name, shown)
+                lanes.note_shown(now, name, shown)
         for name in known.keys() - self._workers.keys():
-            self._memory.lanes.note(now, name, None)
+            lanes.note(now, name, None)
         self._rows = {name: row for name, (_, _, row) in self._workers.items()}
         for one in fleet.waiting:
             self._rows[one.worker] = awaited_row(one, self._rows.get(one.worker))
@@ -104,7 +105,7 @@ class FleetPicture:
         self._shares = {model: capacity(some) for model, some in by_model.items()}
         self._shares[""] = capacity(shown for _, shown, _ in self._workers.values())
 
-    def _models(self, moment: Moment) -> dict[str, ModelRow]:
+    def _models(self, moment: FleetMoment) -> dict[str, ModelRow]:
         fleet = moment.fleet
         by_model: dict[str, list[Worker]] = {model: [] for model in fleet.models}
         for worker in fleet.workers.values():
@@ -128,7 +129,7 @@ class FleetPicture:
             self._told[seq] = found
         return {str(seq): row for seq, (_, _, row) in self._told.items()}
 
-    def _head(self, moment: Moment, models: Mapping[str, ModelRow]) -> dict[str, Any]:
+    def _head(self, moment: FleetMoment, models: Mapping[str, ModelRow]) -> dict[str, Any]:
         rate, states = self._recent.rate(), Counter(row.state for row in self._rows.values())
         harm = self._memory.harm(moment.now)
         return {
@@ -146,7 +147,9 @@ class FleetPicture:
         }
 
 
-def _model(moment: Moment, model: str, workers: Sequence[Worker], share: float, rate: ServedRate) -> ModelRow:
+def _model(
+    moment: FleetMoment, model: str, workers: Sequence[Worker], share: float, rate: ServedRate
+) -> ModelRow:
     fleet = moment.fleet
     state = fleet.models.get(model, Degradation(model))
     slo = slo_of(fleet.policy, model)
@@ -173,7 +176,7 @@ def _model(moment: Moment, model: str, workers: Sequence[Worker], share: float, 
 
 
 def headline(
-    moment: Moment, models: Mapping[str, ModelRow], workers: Mapping[str, WorkerRow], harm: Counter[str]
+    moment: FleetMoment, models: Mapping[str, ModelRow], workers: Mapping[str, WorkerRow], harm: Counter[str]
 ) -> Headline:
     """Say in a few sentences whether anybody is hurt, whether the capacity does, and who is in trouble; and how bad that is."""
     levels: list[Level] = ["ok"]

@@ -21,11 +21,11 @@ TEXT_MAX = 400  # characters of what somebody has said at length
 Level = Literal["ok", "warn", "bad"]
 
 
-class Row(msgspec.Struct, frozen=True, omit_defaults=True):
+class PageRow(msgspec.Struct, frozen=True, omit_defaults=True):
     """The base of all of them. What has its default is left out."""
 
 
-class WorkerRow(Row, frozen=True):
+class WorkerRow(PageRow, frozen=True):
     """One worker."""
 
     state: str  # as the lanes of a post-mortem colour it
@@ -46,7 +46,7 @@ class WorkerRow(Row, frozen=True):
     since: str = ""  # when this life of it joined
 
 
-class ModelRow(Row, frozen=True):
+class ModelRow(PageRow, frozen=True):
     """One model: what its workers carry, and what was promised."""
 
     serving: int  # workers that get requests
@@ -64,7 +64,7 @@ class ModelRow(Row, frozen=True):
     streams: int = 0
 
 
-class IncidentRow(Row, frozen=True):
+class IncidentRow(PageRow, frozen=True):
     """One incident, open or over."""
 
     subject: str
@@ -74,7 +74,7 @@ class IncidentRow(Row, frozen=True):
     outcome: str = ""
 
 
-class EventRow(Row, frozen=True):
+class EventRow(PageRow, frozen=True):
     """One event in words."""
 
     at: str
@@ -83,7 +83,7 @@ class EventRow(Row, frozen=True):
     times: int = 1  # so many came together that say the same of other requests
 
 
-class Headline(Row, frozen=True):
+class Headline(PageRow, frozen=True):
     """Is anybody hurt?"""
 
     level: Level

@@ -252,6 +252,8 @@ class FleetSupervisor:
         self.scaling.begin(watch.kept)
         say(f"Holdfast is ready after {time.monotonic() - began:.1f} s: {url}/v1 with {watch.there}")
         say(f"  data and logs in {self.dir.path}; `holdfast status` shows the fleet, Ctrl-C stops it")
+        if consoles := self.dir.running("frontend"):
+            say(f"  in a browser: {consoles[0]}/console")
         if self.args.observability:
             await self.prometheus.begin()
 

@@ -1,6 +1,8 @@
-"""The pictures of docs/post-mortems.md: three faults, rehearsed, each with its report as a browser shows it.
+"""The pictures of docs/post-mortems.md: three faults, rehearsed, each with its report as a browser shows it; and that of
+docs/console.md.
 
-python tests/e2e/post_mortems.py     # two minutes; wants a chromium (make chromium)
+python tests/e2e/post_mortems.py             # three minutes; wants a chromium (make chromium)
+python tests/e2e/post_mortems.py console     # the console's alone
 """
 
 import asyncio
@@ -14,6 +16,8 @@ FOLDER = ROOT / "docs" / "post-mortems"
 FAULTS = {"corrupt": 2.0, "kill": None, "hang": None}
 WIDTH, HEIGHT = 1200, 1000
 CALM_S, ENDS_WITHIN_S = 3.0, 60.0
+CONSOLE = ROOT / "docs" / "console" / "fleet.png"
+CONSOLE_HEIGHT = 1250
 
 
 async def rehearsed(fault: str, argument: float | None, folder: Path) -> Path:
@@ -46,12 +50,47 @@ async def rehearsed(fault: str, argument: float | None, folder: Path) -> Path:
     return where
 
 
+async def console(folder: Path) -> None:
+    """Break a fleet under load, and draw what its console shows meanwhile."""
+    from rehearsal import FLAGS, users
+
+    from benchmarks import browser
+    from controller.demo.fleet import DemoFleet
+    from events.process.presence import present
+
+    fleet = DemoFleet.start(folder / "console", *FLAGS, "--slo-throughput", "40")
+    try:
+        await fleet.ready()
+        await fleet.healthy(3)
+        async with users(fleet):
+            await asyncio.sleep(5 * CALM_S)
+            await fleet.act("corrupt", "w0", 2.0)
+            await asyncio.sleep(5 * CALM_S)
+            await fleet.act("kill", "w1", None)
+            await asyncio.sleep(2 * CALM_S)
+            (url,) = (one.url for one in present(fleet.data) if one.role == "frontend")
+            async with browser.browser(folder) as found:
+                page = await found.new_page(viewport={"width": WIDTH, "height": HEIGHT})
+                await page.goto(f"{url}/console")
+                await page.wait_for_selector("html[data-ready=yes]", state="attached")
+                await asyncio.sleep(CALM_S)
+                CONSOLE.parent.mkdir(exist_ok=True)
+                clip = {"x": 0, "y": 0, "width": WIDTH, "height": CONSOLE_HEIGHT}
+                await page.screenshot(path=CONSOLE, clip=clip, full_page=True)  # type: ignore[arg-type]
+    finally:
+        await asyncio.to_thread(fleet.stop)
+
+
 async def main() -> None:
     """Rehearse all, and draw them."""
     from benchmarks import browser
 
     if browser.installed() is None:
         raise SystemExit(browser.NONE)
+    with tempfile.TemporaryDirectory() as folder:
+        await console(Path(folder))
+    if sys.argv[1:] == ["console"]:
+        return
     FOLDER.mkdir(exist_ok=True)
     with tempfile.TemporaryDirectory() as folder:
         pages = {fault: await rehearsed(fault, argument, Path(folder)) for fault, argument in FAULTS.items()}

@@ -1,0 +1,94 @@
+"""A console over a made history, on a port of its own."""
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import aiohttp
+from aiohttp import web
+from made_history import History
+
+from controller.adapters.clock import SystemClock
+from controller.console.console import Console, ConsoleSources
+from controller.console.history import HistoryReader
+from controller.console.memory import EndedIncident
+from events.errors import HoldfastError
+from events.fact import Recorded
+
+
+@dataclass
+class ConsoleKit:
+    """One console, and what it shows."""
+
+    history: History
+    console: Console
+    http: aiohttp.ClientSession
+    url: str = ""
+    streams: dict[str, int] = field(default_factory=dict)
+    fault: str = ""
+    done: list[tuple[str, dict[str, Any]]] = field(default_factory=list)
+    told: int = 0
+
+    def pass_on(self) -> None:
+        """Let the console hear what has happened since it last heard."""
+        batch = self.history.events[self.told :]
+        self.told = len(self.history.events)
+        self.console.absorb(self.history.fleet, batch)
+
+
+class Refused(HoldfastError):
+    """Somebody does not want it."""
+
+
+def reader(*command: str, **more: float) -> HistoryReader:
+    """Return what runs a command in the place of `holdfast`."""
+    return HistoryReader(command or ("false",), (), {}, **more)
+
+
+@asynccontextmanager
+async def console(
+    history: History,
+    *,
+    acts: bool = False,
+    command: Sequence[str] = (),
+    earlier: Sequence[Recorded] = (),
+    ended: Sequence[EndedIncident] = (),
+) -> AsyncIterator[ConsoleKit]:
+    """Serve the console of a history that it has heard so far."""
+
+    async def act(verb: str, body: dict[str, Any]) -> str:
+        if body["worker"] == "w9":
+            raise Refused("there is no worker w9")
+        kit.done.append((verb, body))
+        return f"{body['worker']}: {verb}"
+
+    async def before(until: int) -> Sequence[Recorded]:
+        return earlier
+
+    async def over() -> Sequence[EndedIncident]:
+        return ended
+
+    sources = ConsoleSources(
+        "frontend-0", frozenset({"gpu-host"}), lambda: history.fleet, lambda: history.latest.last_seq,
+        lambda: kit.streams, lambda: kit.fault, before, over,
+    )  # fmt: skip
+    made = Console(sources, SystemClock(), reader(*command), act if acts else None)
+
+    async def other(request: web.BaseRequest) -> web.StreamResponse:
+        return web.Response(text="another answers")
+
+    runner = web.ServerRunner(web.Server(made.before(other), handler_cancellation=True), shutdown_timeout=0.1)
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", 0).start()
+    running = asyncio.create_task(made.run())
+    async with aiohttp.ClientSession() as http:
+        kit = ConsoleKit(history, made, http, f"http://127.0.0.1:{runner.addresses[0][1]}")
+        kit.pass_on()
+        try:
+            yield kit
+        finally:
+            running.cancel()
+            await asyncio.gather(running, return_exceptions=True)
+            await runner.cleanup()

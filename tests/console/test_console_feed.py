@@ -1,0 +1,171 @@
+"""Who looks is sent all of it once and then what has changed; who is too slow begins anew; while nobody looks nothing is done."""
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import pytest
+
+from controller.console.feed import KEPT_MAX, LOOKERS_MAX, ConsoleFeed, TooManyLook
+from controller.console.sections import applied
+
+
+class World:
+    """A number that a feed shows, and how often it was looked at."""
+
+    def __init__(self, **more: float) -> None:
+        self.value = 0
+        self.taken = 0
+        self.begun = 0
+        self.broken = False
+        self.feed = ConsoleFeed(self.take, lambda: {"at": 1, "now": 2}, self.begin, **more)
+
+    def take(self) -> Any:
+        self.taken += 1
+        if self.broken:
+            raise RuntimeError("a mistake of ours")
+        return {"head": {"value": self.value}}
+
+    async def begin(self) -> None:
+        self.begun += 1
+
+    def moves(self, value: int) -> None:
+        self.value = value
+        self.feed.take()
+
+
+def told(event: bytes) -> list[tuple[str, Any]]:
+    parts = event.decode().strip().split("\n\n")
+    return [
+        (lines[0].removeprefix("event: "), json.loads(lines[1].removeprefix("data: ")))
+        for lines in (part.split("\n") for part in parts)
+    ]
+
+
+@contextmanager
+def running(world: World) -> Iterator[asyncio.Task[None]]:
+    task = asyncio.create_task(world.feed.run())
+    try:
+        yield task
+    finally:
+        task.cancel()
+
+
+async def soon(events: AsyncIterator[bytes]) -> list[tuple[str, Any]]:
+    async with asyncio.timeout(10):
+        return told(await anext(events))
+
+
+async def test_a_snapshot_comes_first_and_then_what_has_changed() -> None:
+    world = World()
+    with running(world), world.feed.looking() as events:
+        ((name, first),) = await soon(events)
+        assert name == "snapshot" and first == {"at": 1, "now": 2, "sections": {"head": {"value": 0}}}
+        world.moves(1)
+        ((name, second),) = await soon(events)
+        assert name == "changes" and second["sections"] == {"head": {"value": 1}}
+
+
+async def test_several_who_look_cost_one_picture() -> None:
+    world = World()
+    with running(world), ExitStack() as stack:
+        pages = [stack.enter_context(world.feed.looking()) for _ in range(10)]
+        for page in pages:
+            await soon(page)
+        taken = world.taken
+        world.moves(1)
+        found = [await soon(page) for page in pages]
+        assert world.taken == taken + 1 and all(one == found[0] for one in found)
+
+
+async def test_who_was_away_for_a_while_gets_all_that_he_missed() -> None:
+    world = World()
+    with running(world), world.feed.looking() as events:
+        await soon(events)
+        for value in range(1, 6):
+            world.moves(value)
+        found = await soon(events)
+        assert [one["sections"]["head"]["value"] for _, one in found] == [1, 2, 3, 4, 5]
+
+
+async def test_who_is_too_slow_begins_anew_and_nothing_queues_up() -> None:
+    world = World()
+    with running(world), world.feed.looking() as slow, world.feed.looking() as quick:
+        await soon(slow)
+        page = dict((await soon(quick))[0][1]["sections"])
+        for value in range(1, KEPT_MAX + 5):
+            world.moves(value)
+            for _, one in await soon(quick):
+                page = dict(applied(page, one["sections"]))
+        ((name, whole),) = await soon(slow)
+        assert name == "snapshot" and whole["sections"] == page == {"head": {"value": KEPT_MAX + 4}}
+
+
+async def test_what_has_not_changed_is_not_sent() -> None:
+    world = World()
+    with running(world), world.feed.looking() as events:
+        await soon(events)
+        world.feed.take()
+        world.feed.take()
+        world.moves(7)
+        assert [one["sections"] for _, one in await soon(events)] == [{"head": {"value": 7}}]
+
+
+async def test_while_nobody_looks_no_picture_is_taken() -> None:
+    world = World()
+    with running(world) as task:
+        await asyncio.sleep(0)
+        assert world.taken == 0
+        with world.feed.looking() as events:
+            await soon(events)
+        assert world.feed.lookers == 0
+        async with asyncio.timeout(10):
+            while world.feed.holds:  # noqa: ASYNC110 (until the next tick)
+                await asyncio.sleep(0.01)
+        taken = world.taken
+        await asyncio.sleep(0)
+        assert world.taken == taken and not task.done()
+        with world.feed.looking() as events:
+            assert (await soon(events))[0][0] == "snapshot"
+        assert world.begun == 2
+
+
+async def test_so_many_may_look_and_no_more() -> None:
+    world = World()
+    with ExitStack() as stack:
+        for _ in range(LOOKERS_MAX):
+            stack.enter_context(world.feed.looking())
+        with pytest.raises(TooManyLook, match="close a page"):
+            stack.enter_context(world.feed.looking())
+    with world.feed.looking():
+        assert world.feed.lookers == 1
+
+
+async def test_a_page_that_hears_nothing_new_hears_that_we_live() -> None:
+    world = World(beat_s=0.01)
+    with running(world), world.feed.looking() as events:
+        await soon(events)
+        assert (await soon(events))[0][0] == "beat"
+
+
+async def test_a_mistake_of_ours_ends_no_frontend_and_is_tried_again() -> None:
+    world = World(again_s=0.0)
+    world.broken = True
+    with running(world) as task, world.feed.looking() as events:
+        async with asyncio.timeout(10):
+            while world.taken < 3:  # noqa: ASYNC110
+                await asyncio.sleep(0)
+        assert not task.done()
+        world.broken = False
+        assert (await soon(events))[0][0] == "snapshot"
+
+
+async def test_pages_are_let_go_when_the_frontend_ends() -> None:
+    world = World()
+    with running(world) as task, world.feed.looking() as events:
+        await soon(events)
+        task.cancel()
+        async with asyncio.timeout(10):
+            assert [one async for one in events] == []

@@ -1,0 +1,51 @@
+"""Who may ask the console, and who may have it do something."""
+
+import pytest
+
+from controller.console.guard import TOKEN, refusal, refusal_to_act
+
+NAMES = frozenset({"gpu-host"})
+GOOD = {"Host": "127.0.0.1:9000", "Origin": "http://127.0.0.1:9000", TOKEN: "word"}
+
+
+@pytest.mark.parametrize(
+    "host", ["127.0.0.1:9000", "10.1.2.3", "[::1]:9000", "localhost:9000", "LOCALHOST", "gpu-host:9000", "localhost."]
+)  # fmt: skip
+def test_addresses_and_the_hosts_own_name_are_answered(host: str) -> None:
+    assert refusal({"Host": host}, NAMES) == ""
+
+
+@pytest.mark.parametrize(
+    "host", ["evil.example", "evil.example:9000", "127.0.0.1.evil.example", "", "[::1", "localhost.evil.example", "gpu-host.evil"]
+)  # fmt: skip
+def test_a_name_that_somebody_else_leads_here_is_not(host: str) -> None:
+    assert "localhost" in refusal({"Host": host}, NAMES)
+
+
+@pytest.mark.parametrize(
+    ("site", "good"), [("same-origin", True), ("none", True), ("cross-site", False), ("same-site", False)]
+)
+def test_a_page_of_another_origin_gets_nothing(site: str, good: bool) -> None:
+    assert (refusal({"Host": "localhost", "Sec-Fetch-Site": site}, NAMES) == "") is good
+
+
+def test_a_page_of_ours_may_act() -> None:
+    assert refusal_to_act(GOOD, NAMES, "word") == ""
+
+
+@pytest.mark.parametrize(
+    ("header", "value", "why"),
+    [
+        ("Host", "evil.example", "addresses"),
+        ("Origin", "http://evil.example", "Origin"),
+        ("Origin", "http://127.0.0.1:9001", "Origin"),
+        ("Origin", "null", "Origin"),
+        ("Origin", "", "Origin"),
+        (TOKEN, "another", TOKEN),
+        (TOKEN, "", TOKEN),
+        (TOKEN, "wörd", TOKEN),
+        ("Sec-Fetch-Site", "cross-site", "another origin"),
+    ],
+)
+def test_nobody_else_may(header: str, value: str, why: str) -> None:
+    assert why in refusal_to_act({**GOOD, header: value}, NAMES, "word")

@@ -1,0 +1,70 @@
+"""Commands that read the journal run beside the frontend: few at a time, not for ever, and not for who has gone."""
+
+import asyncio
+import os
+import sys
+from pathlib import Path
+
+import pytest
+from console_kit import reader
+
+from controller.console.history import AT_ONCE, WAITING_MAX, HistoryBusy, HistorySilent
+
+SLEEPS = "import os, sys, time; open(sys.argv[1], 'w').write(str(os.getpid())); time.sleep(600)"
+
+
+async def pid(place: Path) -> int:
+    async with asyncio.timeout(20):
+        while not (place.exists() and place.read_text()):  # noqa: ASYNC110 (another process)
+            await asyncio.sleep(0.01)
+    return int(place.read_text())
+
+
+async def ended(process: int) -> None:
+    async with asyncio.timeout(20):
+        while Path(f"/proc/{process}/stat").exists():  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+
+
+async def test_one_that_takes_too_long_is_ended(tmp_path: Path) -> None:
+    short = reader(sys.executable, "-c", SLEEPS, str(tmp_path / "pid"), within_s=0.5)
+    asked = asyncio.create_task(short.story("r"))
+    with pytest.raises(HistorySilent, match=r"longer than 0\.5 s"):
+        await asked
+    if (tmp_path / "pid").exists():
+        await ended(await pid(tmp_path / "pid"))
+
+
+async def test_one_whom_nobody_waits_for_any_more_is_ended(tmp_path: Path) -> None:
+    asked = asyncio.create_task(reader(sys.executable, "-c", SLEEPS, str(tmp_path / "pid")).story("r"))
+    process = await pid(tmp_path / "pid")
+    asked.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await asked
+    await ended(process)
+
+
+async def test_users_go_before_it(tmp_path: Path) -> None:
+    asked = asyncio.create_task(reader(sys.executable, "-c", SLEEPS, str(tmp_path / "pid")).story("r"))
+    process = await pid(tmp_path / "pid")
+    assert os.getpriority(os.PRIO_PROCESS, process) > os.getpriority(os.PRIO_PROCESS, os.getpid())
+    asked.cancel()
+    await asyncio.gather(asked, return_exceptions=True)
+
+
+async def test_only_so_many_run_and_wait(tmp_path: Path) -> None:
+    shared = reader(sys.executable, "-c", "import time; time.sleep(600)")
+    asked = [asyncio.create_task(shared.story(f"r{n}")) for n in range(AT_ONCE + WAITING_MAX)]
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    with pytest.raises(HistoryBusy, match="in a moment"):
+        await shared.story("one more")
+    for one in asked:
+        one.cancel()
+    results = await asyncio.gather(*asked, return_exceptions=True)
+    assert all(isinstance(one, asyncio.CancelledError) for one in results)
+
+
+async def test_what_has_said_nothing_is_said_to(tmp_path: Path) -> None:
+    with pytest.raises(HistorySilent, match="cannot tell"):
+        await reader("false").story("r")

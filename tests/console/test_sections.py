@@ -1,0 +1,39 @@
+"""What has changed, applied to what was, is what is."""
+
+from itertools import pairwise
+from typing import Any
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from controller.console.sections import applied, changes
+
+ROWS = st.dictionaries(st.sampled_from(["w0", "w1", "w2", "w3"]), st.integers(0, 3), max_size=4)
+SECTIONS = st.fixed_dictionaries({"workers": ROWS, "events": ROWS, "head": ROWS})
+
+
+@given(SECTIONS, SECTIONS)
+def test_changes_lead_from_one_picture_to_the_other(before: Any, after: Any) -> None:
+    assert applied(before, changes(before, after)) == after
+
+
+@given(st.lists(SECTIONS, min_size=2, max_size=6))
+def test_who_takes_every_change_has_what_a_newcomer_gets(pictures: list[Any]) -> None:
+    page = pictures[0]
+    for before, after in pairwise(pictures):
+        page = applied(page, changes(before, after))
+    assert page == pictures[-1]
+
+
+@given(SECTIONS, SECTIONS)
+def test_nothing_is_said_again(before: Any, after: Any) -> None:
+    new = changes(before, after)
+    assert all(rows for rows in new.values())
+    assert all(before[section].get(key) != row for section, rows in new.items() for key, row in rows.items())
+
+
+def test_of_a_thousand_rows_one_that_has_changed_is_said() -> None:
+    rows = {f"w{n}": n for n in range(1000)}
+    moved = {**rows, "w7": -1}
+    del moved["w8"]
+    assert changes({"workers": rows}, {"workers": moved}) == {"workers": {"w7": -1, "w8": None}}
