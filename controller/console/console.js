@@ -4,6 +4,7 @@
 const SILENT_MS = 12_000; // without even a beat: the connection is dead, whatever the browser believes
 const HIDDEN_MS = 30_000; // a page that nobody sees lets go
 const EVENTS_MAX = 300;
+const ROWS = 200; // workers that are laid out, and so many more each time that somebody scrolls on
 const byId = (id) => document.getElementById(id);
 const clock = (at) => (at ? at.slice(11, 19) : "");
 const number = (value) => value.toLocaleString("en", { maximumFractionDigits: 1 });
@@ -247,6 +248,8 @@ function drawIncidents() {
 
 const workers = {
   rows: new Map(),
+  sorted: [],
+  room: ROWS,
 
   begin() {
     this.rows.clear();
@@ -259,7 +262,7 @@ const workers = {
     for (const [name, row] of Object.entries(changed)) {
       if (row === null) {
         this.rows.get(name)?.node.remove();
-        this.rows.delete(name);
+        moved = this.rows.delete(name) || moved;
         continue;
       }
       const known = this.rows.get(name) ?? this.made(name);
@@ -313,9 +316,9 @@ const workers = {
   order() {
     const sorted = [...this.rows].sort(([a, one], [b, other]) => one.urgency - other.urgency || natural.compare(a, b));
     const body = byId("workers").tBodies[0];
-    if (!body.children.length) { body.append(...sorted.map(([, one]) => one.node)); return; }
+    this.sorted = sorted.map(([, one]) => one);
     let at = body.firstChild;
-    for (const [, { node }] of sorted) {
+    for (const { node } of this.sorted) {
       if (at === node) at = at.nextSibling;
       else body.insertBefore(node, at);
     }
@@ -324,15 +327,23 @@ const workers = {
   filter() {
     const words = byId("find").value.toLowerCase().split(/\s+/).filter(Boolean);
     let found = 0;
-    for (const one of this.rows.values()) {
+    for (const one of this.sorted) {
       const fits = words.every((word) => one.text.includes(word));
       found += fits;
-      if (one.node.hidden === fits) one.node.hidden = !fits;
+      const shown = fits && found <= this.room;
+      if (one.node.hidden === shown) one.node.hidden = !shown;
     }
+    byId("more").hidden = found <= this.room;
+    write(byId("more"), `Show ${Math.min(ROWS, found - this.room)} more`);
     write(byId("found"), words.length ? `${found} of ${this.rows.size}` : `${this.rows.size} in all`);
   },
 };
-byId("find").addEventListener("input", () => workers.filter());
+const showMore = () => { workers.room += ROWS; workers.filter(); };
+byId("find").addEventListener("input", () => { workers.room = ROWS; workers.filter(); });
+byId("more").addEventListener("click", showMore);
+byId("more").parentElement.addEventListener("scroll", ({ target }) => {
+  if (!byId("more").hidden && target.scrollTop + target.clientHeight > target.scrollHeight - target.clientHeight) showMore();
+});
 
 // --- one worker
 

@@ -72,9 +72,12 @@ class LaneMemory:
 
     def lanes(self, now: datetime) -> dict[str, Lane]:
         """Return the lanes of workers that were not simply well: those whose state changed last, `LANES_MAX` at most."""
-        begin = millis(now - OVER)
-        told = {name: _since(lane, begin) for name, lane in self._lanes.items()}
-        told = {name: lane for name, lane in told.items() if any(state not in WELL for _, state in lane)}
+        begin, told = millis(now - OVER), {}
+        for name, lane in self._lanes.items():
+            if lane[-1][0] > begin or lane[-1][1] not in WELL:
+                since = _since(lane, begin)
+                if any(state not in WELL for _, state in since):
+                    told[name] = since
         latest = sorted(told, key=lambda name: told[name][-1][0], reverse=True)[:LANES_MAX]
         return {name: told[name] for name in latest}
 

@@ -62,17 +62,16 @@ class FlowMemory:
 
     def take(self, fleet: Fleet, batch: Sequence[Recorded]) -> None:
         """Take in a batch of events; `fleet`: as it is after them."""
+        moved: dict[str, datetime] = {}
         if batch and not self.events:  # where it begins: all of them, once
-            for name, worker in fleet.workers.items():
-                self.lanes.note(batch[0].at, name, worker)
+            moved = dict.fromkeys(fleet.workers, batch[0].at)
         for event in batch:
             kind = type(event.fact)
             if kind is SnapshotKept:  # it holds a whole fleet
                 continue
             self.events.append(event)
             if isinstance(event.fact, ABOUT_A_STATE):
-                name = event.fact.worker
-                self.lanes.note(event.at, name, fleet.workers.get(name))
+                moved[event.fact.worker] = event.at
             if (harm := HARM.get(kind)) is not None:
                 self._spell(event.at)[harm] += getattr(event.fact, "count", 1)
             elif isinstance(event.fact, IncidentClosed):
@@ -82,6 +81,8 @@ class FlowMemory:
                 opened = Incident(one.incident, one.subject, one.symptom, one.decided_at, one.cause)
                 self._incidents = {**self._incidents, one.incident: opened}
         self._incidents = fleet.incidents
+        for name, at in moved.items():
+            self.lanes.note(at, name, fleet.workers.get(name))
 
     def _end(self, fact: IncidentClosed) -> None:
         known = self._incidents.get(fact.incident)

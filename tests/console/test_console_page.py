@@ -166,3 +166,27 @@ async def test_axe_finds_nothing_that_keeps_anybody_out_of_the_console(tmp_path:
                 await page.locator("#workers button").first.click()
             violations = (await Axe().run(page)).response["violations"]
             assert [(one["id"], [node["html"] for node in one["nodes"]]) for one in violations] == []
+
+
+async def test_of_a_thousand_workers_those_in_trouble_are_laid_out_first_and_the_rest_as_one_scrolls(
+    tmp_path: Path,
+) -> None:
+    history = History()
+    history.say(*(history.joined(f"w{n}") for n in range(1000)), seconds=0.01)
+    async with console(history) as kit, shown(kit, tmp_path) as (page, complaints):
+        assert len(await names(page)) == 200 and await page.locator("#workers tbody tr").count() == 1000
+        assert await page.locator("#found").inner_text() == "1000 in all"
+        await page.locator("#more").click()
+        assert len(await names(page)) >= 400
+        await page.locator("#more").evaluate("one => one.parentElement.scrollTo(0, 1e6)")
+        await page.wait_for_function(
+            "document.querySelectorAll('#workers tbody tr:not([hidden])').length >= 600"
+        )
+        await page.locator("#find").fill("w999")
+        assert await names(page) == ["w999"]
+        history.say(history.failed("w777", confirmed=True, reason="token_mismatch"))
+        history.decide()
+        kit.pass_on()
+        await page.locator("#find").fill("")
+        await until(page, "#workers tbody tr:first-child", "w777")
+        assert len(await names(page)) == 200 and complaints == []
