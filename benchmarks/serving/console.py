@@ -149,8 +149,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--turns", type=int, default=3)
     a = parser.parse_args(argv)
     if browser.installed() is None:
-        print(browser.NONE, file=sys.stderr)
-        return 1
+        print(json.dumps({"row": "console", "page": browser.NONE}))
+        return 0
     with tempfile.TemporaryDirectory() as folder:
         print(json.dumps({"row": "console", **vars(a), **asyncio.run(measure(a, Path(folder)))}))
     return 0

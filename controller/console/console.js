@@ -456,7 +456,8 @@ byId("ask").addEventListener("submit", async (event) => {
 
 function tell(story, told) {
   const box = element("div", "", { className: "story" }), list = element("ol", "", { className: "causes" });
-  for (const line of told.says) box.append(element("p", line));
+  const says = told.now.length && !told.events.length ? [`request ${told.request}`] : told.says; // the journal knows nothing yet
+  for (const line of [...says, ...told.now]) box.append(element("p", line));
   for (const one of told.events) {
     const item = element("li"), when = element("span", `${one.at.slice(0, 10)} ${one.at.slice(11, 23)} `, { className: "clock" });
     item.append(when, one.text);

@@ -36,6 +36,7 @@ class ConsoleSources:
     seq: Callable[[], int]  # of the last event that the fleet is the fold of
     streams: Callable[[], Mapping[str, int]]  # by worker that this frontend reaches
     fault: Callable[[], str]  # why all of this may be old; empty: it is not
+    running: Callable[[str], Sequence[str]]  # by which workers a request is answered here now, in words
     earlier: Callable[[int], Awaitable[Sequence[Recorded]]]  # the last events up to a sequence
     ended: Callable[[], Awaitable[Sequence[EndedIncident]]]  # the last incidents that are over
 
@@ -54,7 +55,9 @@ class Console:
         self._heard: tuple[datetime, float] | None = None  # the stream's time of the last one, and ours
         self._knows_earlier = False
         self._feed = ConsoleFeed(self._take, self._times, self._begin)
-        self._endpoints = ConsoleEndpoints(self._feed, history, sources.name, sources.names, act)
+        self._endpoints = ConsoleEndpoints(
+            self._feed, history, sources.running, sources.name, sources.names, act
+        )
 
     async def run(self) -> None:
         """Keep pages up to date, for as long as somebody looks at one."""

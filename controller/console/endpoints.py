@@ -9,7 +9,7 @@ POST /console/act                   drain, resume, move or restart a worker; onl
 
 import asyncio
 import secrets
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from importlib.resources import files
@@ -66,6 +66,7 @@ class ConsoleEndpoints:
 
     feed: ConsoleFeed
     history: HistoryReader
+    running: Callable[[str], Sequence[str]]  # by which workers a request is answered here now, in words
     name: str  # of this frontend
     names: frozenset[str]  # of its host
     act: WorkerAct | None = None  # None: it shows, and does nothing
@@ -138,8 +139,10 @@ class ConsoleEndpoints:
         return web.Response(body=page, content_type="text/html", charset="utf-8", headers=REPORT)
 
     async def _request(self, query: Mapping[str, str]) -> web.Response:
+        id = query.get("id", "")
         try:
-            return web.json_response(await self.history.story(query.get("id", "")), headers=USUAL)
+            story = await self.history.story(id)
+            return web.json_response(story | {"now": self.running(id.strip())}, headers=USUAL)
         except HistoryBusy as error:
             return _error(503, str(error))
         except HistorySilent as error:

@@ -121,7 +121,7 @@ class FrontendProcess:
             ended = store.ended_incidents if store is not None else None
             acts_in = self._data if self._settings.console_actions else None
             console = frontend_console.make(
-                self._name, view, journal, bus, self._plane, history, ended, acts_in
+                self._name, view, journal, bus, self._plane, director, history, ended, acts_in
             )
         services: list[Service] = [
             lambda: self._follow(director, view),

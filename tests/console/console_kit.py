@@ -28,6 +28,7 @@ class ConsoleKit:
     url: str = ""
     streams: dict[str, int] = field(default_factory=dict)
     fault: str = ""
+    running: dict[str, list[str]] = field(default_factory=dict)
     done: list[tuple[str, dict[str, Any]]] = field(default_factory=list)
     told: int = 0
 
@@ -72,7 +73,7 @@ async def console(
 
     sources = ConsoleSources(
         "frontend-0", frozenset({"gpu-host"}), lambda: history.fleet, lambda: history.latest.last_seq,
-        lambda: kit.streams, lambda: kit.fault, before, over,
+        lambda: kit.streams, lambda: kit.fault, lambda id: kit.running.get(id, []), before, over,
     )  # fmt: skip
     made = Console(sources, SystemClock(), reader(*command), act if acts else None)
 

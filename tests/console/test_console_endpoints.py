@@ -97,6 +97,14 @@ async def test_a_request_is_looked_up_by_a_command_that_takes_its_id_for_nothing
                 assert (await answer.json())["words"] == ["request", "-o", "json", "--", id]
 
 
+async def test_of_a_request_that_is_answered_now_that_is_said() -> None:
+    async with console(History().start(), command=ECHO) as kit:
+        kit.running = {"r1": ["is answered now, by w1: 7 tokens so far"]}
+        for id, said in (("r1", kit.running["r1"]), ("r2", [])):
+            async with kit.http.get(kit.url + "/console/request", params={"id": id}) as answer:
+                assert (await answer.json())["now"] == said
+
+
 @pytest.mark.parametrize("id", ["", "  ", "x" * 201, "a\nb", "a\0b"])
 async def test_what_can_name_no_request_is_refused_in_a_sentence(id: str) -> None:
     async with (

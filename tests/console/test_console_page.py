@@ -12,6 +12,7 @@ from playwright.async_api import Page
 
 from benchmarks import browser
 from controller.console.guard import TOKEN
+from controller.replay.recent import TOLD_MAX
 from events.observations import RequestAbandoned
 
 pytestmark = pytest.mark.skipif(browser.installed() is None, reason=browser.NONE)
@@ -83,6 +84,28 @@ async def test_it_follows_a_worker_into_trouble_and_out_of_it_without_being_load
         kit.pass_on()
         await until(page, "#events tbody", "passed")
         assert complaints == []
+
+
+async def test_a_page_that_took_every_change_has_what_a_new_one_gets(tmp_path: Path) -> None:
+    history = History().start()
+    async with console(history) as kit, shown(kit, tmp_path) as (page, complaints):
+        steps = (
+            lambda: history.corruption(),
+            lambda: history.say(*(lost(f"r{n}", worker=f"w{n}") for n in range(TOLD_MAX + 20))),
+            lambda: history.recovery(),
+        )
+        for n, step in enumerate(steps):
+            step()
+            kit.pass_on()
+            kit.streams = {"w0": n}
+            await page.wait_for_function("seq => have.head.get('seq') === seq", arg=len(history.events))
+        async with page.context.expect_page() as opened:
+            await page.evaluate("window.open(location.href)")
+        other = await opened.value
+        await other.wait_for_selector("html[data-ready=yes]", state="attached")
+        told = "JSON.stringify(Object.entries(have).sort().map(([name, rows]) => [name, [...rows].sort()]))"
+        assert await page.evaluate(told) == await other.evaluate(told)
+        assert await page.locator("#events tbody tr").count() == TOLD_MAX and complaints == []
 
 
 async def test_what_was_named_by_somebody_is_no_markup(tmp_path: Path) -> None:

@@ -79,6 +79,17 @@ async def test_who_looks_sees_a_worker_fail_its_post_mortem_and_what_became_of_a
             assert complaints == []
 
 
+async def until_answered(fleet: DemoFleet) -> None:
+    """Look a request up while it is answered."""
+    async with aiohttp.ClientSession() as http:
+        body = {"model": "sim", "prompt": [300] * 20, "max_tokens": 400, "stream": True, "ignore_eos": True}
+        async with http.post(f"{fleet.url}/v1/completions", json=body) as answer:
+            id = answer.headers["X-Request-Id"]
+            async with http.get(f"{console_of(fleet)}/request", params={"id": id}) as story:
+                (now,) = (await story.json())["now"]
+            assert now.startswith("is answered now, by w") and now.endswith(" so far")
+
+
 @pytest.mark.attack
 async def test_a_console_only_shows_unless_it_is_allowed_to_act(tmp_path: Path) -> None:
     flags = ("--workers", "2", "--itl-ms", "10", "--canary-interval", "1")
@@ -89,8 +100,9 @@ async def test_a_console_only_shows_unless_it_is_allowed_to_act(tmp_path: Path) 
         async with http.get(f"{fleet.url}/console") as answer:
             assert answer.status == 404, "the port of the API has no console"
 
-    async with running(tmp_path / "acts", *flags, "--console-actions") as fleet:
+    async with running(tmp_path / "acts", *flags, "--console-actions", stops=True) as fleet:
         await fleet.healthy(2)
+        await until_answered(fleet)
         async with looking(fleet, tmp_path) as (_, page, complaints):
             page.on("dialog", lambda dialog: asyncio.create_task(dialog.accept()))
             await page.locator("#workers button", has_text="w1").click()

@@ -12,8 +12,10 @@ from controller.adapters.request_plane.client import RequestPlaneClient
 from controller.console.console import Console, ConsoleSources
 from controller.console.history import HistoryReader
 from controller.console.memory import ENDED_MAX, EndedIncident
+from controller.frontend.director import Director
 from controller.processes.operator_client import Operator
 from controller.replay.recent import TOLD_MAX
+from controller.replay.sentences import count
 from controller.runtime.history import held
 from controller.runtime.view import FleetView
 from events.fact import Recorded
@@ -31,6 +33,7 @@ def make(
     journal: Journal,
     bus: Bus,
     plane: RequestPlaneClient,
+    director: Director,
     history: HistoryReader,
     ended: ReadEnded | None,
     acts_in: Path | None,
@@ -44,6 +47,7 @@ def make(
         seq=lambda: view.seq,
         streams=lambda: {worker: _streams(plane, worker) for worker in plane.welcomes},
         fault=lambda: _fault(view, bus),
+        running=partial(_running, director),
         earlier=partial(_earlier, journal),
         ended=partial(_ended, ended),
     )
@@ -63,6 +67,16 @@ def history_reader(data: Path, nats_url: str, database_url: str | None) -> Histo
 def _streams(plane: RequestPlaneClient, worker: str) -> int:
     """Return how many streams a worker has, of all frontends; its canaries are none."""
     return sum(load.running + load.waiting - load.canaries for load in plane.load_by_rank(worker))
+
+
+def _running(director: Director, request: str) -> Sequence[str]:
+    """Say by which workers a request is answered now, of those that this frontend has."""
+    return [
+        f"is answered now, by {endpoint.worker}: {count(len(one.accepted), 'token')} so far"
+        for endpoint in director.table.endpoints.values()
+        for one in director.running.at(endpoint)
+        if one.request.id == request
+    ]
 
 
 def _fault(view: FleetView, bus: Bus) -> str:
