@@ -62,7 +62,7 @@ let source, heard, hidden;
 
 function listen() {
   source?.close();
-  source = new EventSource("console/events");
+  const mine = source = new EventSource("console/events");
   const live = (text, lost) => {
     write(byId("live"), text);
     byId("live").className = lost ? "lost" : "";
@@ -76,14 +76,14 @@ function listen() {
   source.addEventListener("changes", (event) => { alive(); take(JSON.parse(event.data), false); });
   source.addEventListener("beat", alive);
   source.addEventListener("error", async () => {
+    if (source !== mine) return;
     live("no connection to this frontend; trying again …", true);
-    if (source.readyState !== EventSource.CLOSED) return; // the browser tries again by itself, but not after a refusal
-    const again = source;
+    if (mine.readyState !== EventSource.CLOSED) return; // the browser tries again by itself, but not after a refusal
     try {
       const answer = await fetch("console/events", { method: "HEAD" });
       if (!answer.ok) live(`this frontend answers ${answer.status}: too many may be looking`, true);
     } catch { /* it is said already */ }
-    setTimeout(() => { if (source === again) listen(); }, 5000);
+    setTimeout(() => { if (source === mine) listen(); }, 5000);
   });
   heard = Date.now();
 }

@@ -20,7 +20,7 @@ from controller.ports import Clock
 from events.errors import HoldfastError
 from events.fact import Recorded
 
-EARLIER_S = 3.0  # for what was before this frontend began, once
+EARLIER_S = 1.5  # for what was before this frontend began, once
 
 Handler = Callable[[web.BaseRequest], Awaitable[web.StreamResponse]]
 log = structlog.get_logger(__name__)
@@ -64,12 +64,16 @@ class Console:
         await self._feed.run()
 
     def absorb(self, fleet: Fleet, batch: Sequence[Recorded]) -> None:
-        """Take in what the journal tells; `fleet`: as it is by then."""
-        if batch:
-            if self._first is None:
-                self._first = batch[0].seq
-            self._heard = batch[-1].at, self._clock.monotonic()
+        """Take in what the journal tells; `fleet`: as it is by then. Never raises: who tells us has requests to route."""
+        if not batch:
+            return
+        if self._first is None:
+            self._first = batch[0].seq
+        self._heard = batch[-1].at, self._clock.monotonic()
+        try:
             self._memory.take(fleet, batch)
+        except Exception:
+            log.exception("console_failed")
 
     def before(self, other: Handler) -> Handler:
         """Return a handler that answers what is the console's, and leaves the rest to another one."""

@@ -83,7 +83,7 @@ class FleetPicture:
         of = (fleet.workers, fleet.awaited)
         if self._of is not None and all(one is known for one, known in zip(of, self._of, strict=True)):
             return
-        known, self._of = self._workers, of
+        known = self._workers
         self._workers = {
             name: found
             if (found := known.get(name)) is not None and found[0] is worker
@@ -104,6 +104,7 @@ class FleetPicture:
             by_model[shown.model].append(shown)
         self._shares = {model: capacity(some) for model, some in by_model.items()}
         self._shares[""] = capacity(shown for _, shown, _ in self._workers.values())
+        self._of = of
 
     def _models(self, moment: FleetMoment) -> dict[str, ModelRow]:
         fleet = moment.fleet

@@ -311,6 +311,12 @@ class FrontendSettings(Strict):
         return self
 
     @model_validator(mode="after")
+    def _a_console_to_act_from(self) -> "FrontendSettings":
+        if self.console_actions and not self.console:
+            raise ValueError("console_actions are taken at the console: console must not be false")
+        return self
+
+    @model_validator(mode="after")
     def _deadlines_to_park_for(self) -> "FrontendSettings":
         if self.park and not self.by_deadline:
             raise ValueError("park needs deadlines to keep: admission_control must be deadline")

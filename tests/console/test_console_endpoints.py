@@ -97,6 +97,13 @@ async def test_a_request_is_looked_up_by_a_command_that_takes_its_id_for_nothing
                 assert (await answer.json())["words"] == ["request", "-o", "json", "--", id]
 
 
+async def test_a_mistake_of_the_consoles_keeps_no_request_from_being_routed() -> None:
+    async with console(History().start()) as kit:
+        kit.console.absorb(object(), kit.history.events)  # type: ignore[arg-type]
+        async with kit.http.get(kit.url + "/console") as answer:
+            assert answer.status == 200
+
+
 async def test_of_a_request_that_is_answered_now_that_is_said() -> None:
     async with console(History().start(), command=ECHO) as kit:
         kit.running = {"r1": ["is answered now, by w1: 7 tokens so far"]}

@@ -71,10 +71,11 @@ def _streams(plane: RequestPlaneClient, worker: str) -> int:
 
 def _running(director: Director, request: str) -> Sequence[str]:
     """Say by which workers a request is answered now, of those that this frontend has."""
+    endpoints, at = director.table.endpoints, director.running.at
     return [
         f"is answered now, by {endpoint.worker}: {count(len(one.accepted), 'token')} so far"
-        for endpoint in director.table.endpoints.values()
-        for one in director.running.at(endpoint)
+        for endpoint in endpoints.values()
+        for one in at(endpoint)
         if one.request.id == request
     ]
 
