@@ -138,6 +138,10 @@ class MemoryStore:
         rows["incidents"] = [row for row in reading.rows["incidents"] if row["closed_at"] is None]
         return RowsRead(reading.position, rows)
 
+    async def ended_incidents(self, limit: int) -> Sequence[Mapping[str, Any]]:
+        ended = [row for row in self._all().rows["incidents"] if row["closed_at"] is not None]
+        return sorted(ended, key=lambda row: row["closed_at"], reverse=True)[:limit]
+
     def _all(self) -> RowsRead:
         tables = self._reach()
         rows = {

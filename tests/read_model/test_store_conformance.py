@@ -201,6 +201,28 @@ async def test_an_incident_is_opened_and_closed(open_store: OpenStore) -> None:
     assert (row["incident"], row["symptom"], row["outcome"]) == ("i1", "timeout", "recovered")
 
 
+async def test_the_incidents_that_ended_last_come_first_and_only_so_many(open_store: OpenStore) -> None:
+    history, store = History().start(), open_store()
+    fed = feeder(history, store)
+    assert await store.ended_incidents(9) == []
+    for n in range(4):
+        given = {
+            "subject": f"worker:w{n}",
+            "incident": f"i{n}",
+            "decided_at": history.now + timedelta(seconds=n),
+        }
+        history.append([IncidentOpened(symptom="timeout", number=fed_number(history), **given)], through=4)  # type: ignore[arg-type]
+        if n < 3:
+            history.append([IncidentClosed(outcome="dead", number=fed_number(history), **given)], through=4)  # type: ignore[arg-type]
+    await fed.feed()
+    found = await store.ended_incidents(2)
+    assert [(row["incident"], row["symptom"], row["outcome"]) for row in found] == [
+        ("i2", "timeout", "dead"),
+        ("i1", "timeout", "dead"),
+    ]
+    assert all(row["opened_at"] == row["closed_at"] for row in found)
+
+
 async def test_what_is_planned_by_is_read_as_of_one_instant(open_store: OpenStore) -> None:
     history = History().start()
     store = open_store()
