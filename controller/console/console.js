@@ -9,7 +9,10 @@ const byId = (id) => document.getElementById(id);
 const clock = (at) => (at ? at.slice(11, 19) : "");
 const number = (value) => value.toLocaleString("en", { maximumFractionDigits: 1 });
 const natural = new Intl.Collator("en", { numeric: true });
-const percent = (share) => `${(100 * share).toFixed(share > 0 && share < 0.1 ? 1 : 0)} %`;
+const percent = (share) => { // what is not quite all is never said to be
+  const exact = share > 0 && (share < 0.1 || (share > 0.99 && share < 1));
+  return `${exact ? (Math.floor(1000 * share) / 10).toFixed(1) : (100 * share).toFixed(0)} %`;
+};
 
 let offset = 0; // of the stream's clock, which the lanes are by
 let have = {}; // the sections, by name
