@@ -131,10 +131,6 @@ class StateStore(Protocol):
         """Return the latest kept snapshot that contains nothing after `when`, by the stream's time."""
         ...
 
-    async def ended_incidents(self, limit: int) -> Sequence[Mapping[str, Any]]:
-        """Return the rows of the incidents that ended last, the latest first, `limit` at most. Raise StoreUnavailable."""
-        ...
-
     async def read_status(self) -> "RowsRead":
         """Return the rows of the fleet's present state, the open incidents, and their position, as of one instant."""
         ...
