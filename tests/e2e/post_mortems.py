@@ -1,8 +1,9 @@
-"""The pictures of docs/post-mortems.md: three faults, rehearsed, each with its report as a browser shows it; and that of
-docs/console.md.
+"""The pictures of docs/post-mortems.md: three faults, rehearsed, each with its report as a browser shows it; and those of
+docs/console.md and docs/what-if.md.
 
-python tests/e2e/post_mortems.py             # three minutes; wants a chromium (make chromium)
+python tests/e2e/post_mortems.py             # four minutes; wants a chromium (make chromium)
 python tests/e2e/post_mortems.py console     # the console's alone
+python tests/e2e/post_mortems.py what-if     # a sweep's alone
 """
 
 import asyncio
@@ -18,6 +19,7 @@ WIDTH, HEIGHT = 1200, 1000
 CALM_S, ENDS_WITHIN_S = 3.0, 60.0
 CONSOLE = ROOT / "docs" / "console" / "fleet.png"
 CONSOLE_HEIGHT = 1250
+SWEEP = ROOT / "docs" / "what-if" / "sweep.png"
 
 
 async def rehearsed(fault: str, argument: float | None, folder: Path) -> Path:
@@ -81,15 +83,56 @@ async def console(folder: Path) -> None:
         await asyncio.to_thread(fleet.stop)
 
 
+async def sweep(folder: Path) -> Path:
+    """Let several workers be wrong for a while, one after another, and return what other intervals would have made of it."""
+    from rehearsal import FLAGS, users
+
+    from controller.demo.fleet import DemoFleet
+
+    fleet, where = DemoFleet.start(folder / "sweep", *FLAGS), folder / "sweep.html"
+    try:
+        await fleet.ready()
+        await fleet.healthy(3)
+        async with users(fleet):
+            for fault, worker, argument in (("corrupt", "w0", 2.0), ("error", "w1", 1.0), ("corrupt", "w2", 1.0)):
+                await asyncio.sleep(2 * CALM_S)
+                await fleet.act(fault, worker, argument)
+                await asyncio.sleep(6 * CALM_S)
+                await fleet.act("heal", worker, None)
+                await asyncio.sleep(6 * CALM_S)
+            command = [sys.executable, "-m", "controller.cli", "replay", "what-if", "--data", str(fleet.data)]
+            command += ["--sweep", "canary.interval=500ms..30s", "-o", str(where)]
+            await asyncio.to_thread(subprocess.run, command, check=True, timeout=ENDS_WITHIN_S)
+    finally:
+        await asyncio.to_thread(fleet.stop)
+    return where
+
+
+async def swept() -> None:
+    """Draw a sweep."""
+    from benchmarks import browser
+
+    with tempfile.TemporaryDirectory() as folder:
+        page = await sweep(Path(folder))
+        async with browser.browser(Path(folder)) as found, browser.opened(found, page) as (shown, complaints):
+            SWEEP.parent.mkdir(exist_ok=True)
+            clip = {"x": 0, "y": 0, "width": WIDTH, "height": CONSOLE_HEIGHT}
+            await shown.screenshot(path=SWEEP, clip=clip, full_page=True)  # type: ignore[arg-type]
+            assert not complaints, complaints
+
+
 async def main() -> None:
     """Rehearse all, and draw them."""
     from benchmarks import browser
 
     if browser.installed() is None:
         raise SystemExit(browser.NONE)
-    with tempfile.TemporaryDirectory() as folder:
-        await console(Path(folder))
-    if sys.argv[1:] == ["console"]:
+    if sys.argv[1:] != ["what-if"]:
+        with tempfile.TemporaryDirectory() as folder:
+            await console(Path(folder))
+    if sys.argv[1:] != ["console"]:
+        await swept()
+    if sys.argv[1:]:
         return
     FOLDER.mkdir(exist_ok=True)
     with tempfile.TemporaryDirectory() as folder:

@@ -14,7 +14,8 @@ function colors() {
 }
 
 Plotly.newPlot(chart, picture.data, picture.layout, { responsive: true, displaylogo: false })
-  .then(() => Plotly.relayout(chart, colors()));
+  .then(() => Plotly.relayout(chart, colors()))
+  .then(() => { document.documentElement.dataset.ready = "yes"; });
 for (const query of ["(prefers-color-scheme: dark)", "print"]) {
   matchMedia(query).addEventListener("change", () => Plotly.relayout(chart, colors()));
 }
