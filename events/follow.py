@@ -23,7 +23,7 @@ from nats.aio.client import Client
 from nats.aio.msg import Msg
 from nats.errors import Error as NatsError
 from nats.js import JetStreamContext
-from nats.js.api import AckPolicy, ConsumerConfig, DeliverPolicy
+from nats.js.api import AckPolicy, ConsumerConfig, ConsumerInfo, DeliverPolicy
 from nats.js.errors import NotFoundError
 
 from events import codec, subjects
@@ -139,6 +139,8 @@ class _Consumer:
         self._client, self._stream = client, client.jetstream(timeout=ASK_S)
         self._filters, self._since, self._durable = filters, since, durable
         self._last = 0  # sequence that was yielded last
+        self._created: datetime | None = None  # the stream, as it was found first
+        self._made: datetime | None = None  # the consumer
         self._more_waits = False  # at the broker, perhaps
         self._place = 0  # of the last event among those that this consumer was sent
         self._reconnects = 0
@@ -174,25 +176,21 @@ class _Consumer:
 
     def _has_lost(self, message: Msg) -> bool:
         """Say whether something before a message was on its way when the connection broke: where nothing is acknowledged, the
-        broker takes it for delivered."""
+        broker takes it for delivered. Of a durable name: whether it comes of another consumer, which counts anew."""
         place = message.metadata.sequence.consumer
-        lost = not self._durable and place != self._place + 1
+        lost = place <= self._place if self._durable else place != self._place + 1
         self._place = place
         return lost
 
     async def _again(self, before: JetStreamContext.PullSubscription) -> JetStreamContext.PullSubscription:
-        """Subscribe anew behind the last event, when the broker is there. Raise CannotFollow if its stream is another one."""
+        """Subscribe anew behind the last event, when the broker and its stream are there. Raise CannotFollow if that is another
+        one."""
         with contextlib.suppress(NatsError, OSError):
             await before.unsubscribe()
         while True:
             if self._client.is_closed:
                 raise CannotFollow(f"the broker has ended the connection. {CannotFollow.__doc__}")
             try:
-                found = await self._stream.stream_info(subjects.STREAM)
-                if found.state.last_seq < self._last:
-                    raise CannotFollow(
-                        f"the stream ends at {found.state.last_seq}, before {self._last}: it is another one"
-                    )
                 return await self._bound()
             except (NatsError, OSError, TimeoutError):
                 await asyncio.sleep(AGAIN_S)
@@ -216,7 +214,8 @@ class _Consumer:
             self._reconnects = broke
             return True
         try:
-            await subscription.consumer_info()
+            found = await subscription.consumer_info()
+            return found.created != self._made
         except NotFoundError:
             return True
         except (NatsError, OSError, TimeoutError):
@@ -231,24 +230,39 @@ class _Consumer:
 
     async def _bound(self) -> JetStreamContext.PullSubscription:
         self._place = 0
-        name = await self._consumer()
-        return await self._stream.pull_subscribe_bind(consumer=name, stream=subjects.STREAM)
+        last = await self._last_of_the_same()
+        found = await self._consumer(last)
+        self._made = found.created
+        return await self._stream.pull_subscribe_bind(consumer=found.name, stream=subjects.STREAM)
 
-    async def _consumer(self) -> str:
-        """Make the consumer, or find the one of that name. Return what it is called."""
+    async def _last_of_the_same(self) -> int:
+        """Return the stream's last sequence. Raise CannotFollow if it is not the stream that was followed so far: its numbers
+        mean other events."""
+        found = await self._stream.stream_info(subjects.STREAM)
+        self._created = self._created or found.created
+        if found.created != self._created:
+            raise CannotFollow(
+                f"the stream is another one: it was made {found.created}, the one that was followed {self._created}"
+            )
+        if found.state.last_seq < self._last:
+            raise CannotFollow(
+                f"the stream ends at {found.state.last_seq}, before {self._last}: it has lost what came behind"
+            )
+        return found.state.last_seq
+
+    async def _consumer(self, last: int) -> ConsumerInfo:
+        """Make the consumer, or find the one of that name. `last`: of the stream."""
         if self._durable:
             with contextlib.suppress(NotFoundError):
-                found = await self._stream.consumer_info(subjects.STREAM, self._durable)
+                found: ConsumerInfo = await self._stream.consumer_info(subjects.STREAM, self._durable)
                 if sorted(found.config.filter_subjects or []) != self._filters:
                     raise UsageError(
                         f"{self._durable!r} follows other kinds: give another name, or delete that consumer"
                     )
-                return self._durable
+                return found
         if self._since == "now":  # told once: a second consumer is not to begin later
-            found_now = await self._stream.stream_info(subjects.STREAM)
-            self._since = found_now.state.last_seq + 1
-        made = await self._stream.add_consumer(subjects.STREAM, self._config())
-        return made.name
+            self._since = last + 1
+        return await self._stream.add_consumer(subjects.STREAM, self._config())
 
     def _config(self) -> ConsumerConfig:
         config = ConsumerConfig(filter_subjects=self._filters)

@@ -217,3 +217,52 @@ async def test_a_broker_that_is_not_there_or_has_no_stream_is_said(
     monkeypatch.setattr(module, "CONNECT_S", 0.5)
     with pytest.raises(CannotFollow, match="does not answer"):
         await taken("nats://127.0.0.1:1", 1)
+
+
+async def made_anew(url: str, journal: NatsJournal, *facts: Any) -> None:
+    """Delete the stream, and make another one that has these facts."""
+    client = await nats.connect(url)
+    stream = client.jetstream()
+    config = (await stream.stream_info("FLEET")).config
+    await stream.delete_stream("FLEET")
+    await stream.add_stream(config)
+    await said(journal, *facts)
+    await client.close()
+
+
+@pytest.mark.parametrize("durable", ["", "app"])
+@pytest.mark.parametrize("others", [1, 9], ids=["with fewer events", "with more events"])
+async def test_a_stream_that_was_made_anew_is_not_gone_on_with(
+    nats_url: str, journal: NatsJournal, durable: str, others: int
+) -> None:
+    """Its numbers mean other events: whoever went on would leave some out, and not know it."""
+    await said(journal, *(heard(n) for n in range(3)))
+    following = follow(nats_url, durable=durable)
+    async with asyncio.timeout(WITHIN_S):
+        assert [(await anext(following)).fact for _ in range(3)] == [heard(n) for n in range(3)]
+        coming = asyncio.ensure_future(anext(following))
+        await made_anew(nats_url, journal, *(failed(f"w{n}") for n in range(others)))
+        with pytest.raises(CannotFollow, match="another one"):
+            await coming
+
+
+@pytest.mark.parametrize("taken_there", [0, 9], ids=["nothing", "everything"])
+async def test_nor_under_a_name_by_which_somebody_has_taken_something_of_it(
+    nats_url: str, journal: NatsJournal, taken_there: int
+) -> None:
+    await said(journal, *(heard(n) for n in range(3)))
+    following, client = follow(nats_url, durable="app"), await nats.connect(nats_url)
+    stream = client.jetstream()
+    async with asyncio.timeout(WITHIN_S):
+        for _ in range(3):
+            await anext(following)
+        config = (await stream.consumer_info("FLEET", "app")).config
+        await made_anew(nats_url, journal, *(failed(f"w{n}") for n in range(9)))
+        await stream.add_consumer("FLEET", config)
+        other = await stream.pull_subscribe_bind(consumer="app", stream="FLEET")
+        for _ in range(taken_there):
+            (message,) = await other.fetch(1)
+            await message.ack_sync()
+        with pytest.raises(CannotFollow, match="another one"):
+            await anext(following)
+    await client.close()
