@@ -23,8 +23,9 @@ VLLM := .venv-vllm
 PEER := .venv-peer
 PROMETHEUS := .prometheus
 CHROMIUM := .chromium
+ASYNCAPI := .asyncapi
 
-.PHONY: install demo test test-fast test-seeds test-attacks test-losses attack test-engines test-llamacpp test-nixl test-vllm lint dashboards prometheus chromium bench recovery-table peer clean
+.PHONY: install demo test test-fast test-seeds test-attacks test-losses attack test-engines test-llamacpp test-nixl test-vllm lint dashboards prometheus chromium asyncapi bench recovery-table peer clean
 
 install: $(VENV)/.installed
 
@@ -48,6 +49,7 @@ demo: install  ## a fleet under load, broken in every way we know; what its user
 test: install  ## all tests that need no torch; real NATS and Postgres servers
 	@$(MAKE) --no-print-directory prometheus || echo "Prometheus cannot be had here: the tests that want it are skipped"
 	@$(MAKE) --no-print-directory chromium || echo "Chromium cannot be had here: the tests that want it are skipped"
+	@$(MAKE) --no-print-directory asyncapi || echo "AsyncAPI's parser cannot be had here: the test that wants it is skipped"
 	$(BIN)/python -m pytest -n $(TESTERS) --dist loadgroup -m "not engines and not llamacpp and not vllm and not attack and not seeds"
 
 test-seeds: install  ## 200 seeds of the simulator, an hour of virtual time each: a minute
@@ -128,6 +130,15 @@ $(CHROMIUM)/.installed:
 	@touch $@
 
 chromium: $(CHROMIUM)/.installed  ## Debian's chromium, for the tests of pages
+
+$(ASYNCAPI)/.installed:
+	@echo "Installing AsyncAPI's parser into $(ASYNCAPI) (once, 54 MB; Node.js is wanted) …"
+	mkdir -p $(ASYNCAPI)
+	npm install --prefix $(ASYNCAPI) --no-save --no-package-lock --ignore-scripts --no-audit --no-fund --silent \
+		--fetch-retries=0 --fetch-timeout=20000 @asyncapi/parser@3.6.6
+	@touch $@
+
+asyncapi: $(ASYNCAPI)/.installed  ## AsyncAPI's own parser, for the test of docs/asyncapi.yaml
 
 dashboards: install  ## write grafana/dashboards anew from their source
 	$(BIN)/python -m grafana.write
