@@ -13,7 +13,7 @@ What is no event of this version's kinds (docs/events.md) is stepped over. While
 import asyncio
 import contextlib
 import re
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import AsyncGenerator, AsyncIterator, Iterable
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from typing import Any, Literal, TypeAlias
@@ -66,6 +66,7 @@ class FollowedEvent:
     correlation: str  # the incident that it belongs to; empty: to none
     causation: str  # the event that led to it: an id, or decision:N; empty: none is known
     fact: Fact  # one of `events.observations` or `events.decisions`
+    pending: int = 0  # events of the kinds that are followed, behind this one, when the broker sent it
 
     @property
     def data(self) -> dict[str, Any]:
@@ -75,13 +76,19 @@ class FollowedEvent:
 
 
 async def follow(
-    url: str, *, kinds: Iterable[type[Fact] | str] = (), since: Since = None, durable: str = ""
-) -> AsyncIterator[FollowedEvent]:
+    url: str,
+    *,
+    kinds: Iterable[type[Fact] | str] = (),
+    since: Since = None,
+    durable: str = "",
+    may_change_kinds: bool = False,
+) -> AsyncGenerator[FollowedEvent, None]:
     """Yield events, the oldest first, for ever.
 
     `url`: as `holdfast nats reader` prints it. `kinds`: classes or names, such as CanaryFailed or "canary_failed"; none: all.
     `since`: a sequence, an instant with a time zone, or "now"; None: from the oldest that is kept. For a durable name it counts
-    the first time only. Raise UsageError for what makes no sense, CannotFollow.
+    the first time only. A durable name goes with its kinds; with `may_change_kinds` it follows other ones from its place on.
+    Raise UsageError for what makes no sense, CannotFollow.
     """
     check_url(url)
     filters = _filters(kinds)
@@ -93,9 +100,10 @@ async def follow(
         raise UsageError(f"since={since!r}: a sequence, an instant with a time zone, or 'now'")
     client = await _connected(url)
     try:
-        reader = _Consumer(client, filters, since, durable)
-        async for event in reader.events():
-            yield event
+        reader = _Consumer(client, filters, since, durable, may_change_kinds)
+        async with contextlib.aclosing(reader.events()) as events:
+            async for event in events:
+                yield event
     finally:
         with contextlib.suppress(NatsError, OSError, TimeoutError):
             await client.close()
@@ -135,7 +143,10 @@ async def _silent(error: Exception) -> None:
 class _Consumer:
     """One consumer at the broker."""
 
-    def __init__(self, client: Client, filters: list[str], since: Since, durable: str) -> None:
+    def __init__(
+        self, client: Client, filters: list[str], since: Since, durable: str, may_change_kinds: bool
+    ) -> None:
+        self._may_change_kinds = may_change_kinds
         self._client, self._stream = client, client.jetstream(timeout=ASK_S)
         self._filters, self._since, self._durable = filters, since, durable
         self._last = 0  # sequence that was yielded last
@@ -145,7 +156,7 @@ class _Consumer:
         self._place = 0  # of the last event among those that this consumer was sent
         self._reconnects = 0
 
-    async def events(self) -> AsyncIterator[FollowedEvent]:
+    async def events(self) -> AsyncGenerator[FollowedEvent, None]:
         subscription = await self._subscribed()
         while True:
             got: list[Msg] = []
@@ -168,8 +179,14 @@ class _Consumer:
                 event = _event(message)
                 self._last = message.metadata.sequence.stream
                 if event is not None:
-                    async with _under_way(message) if self._durable else contextlib.nullcontext():
-                        yield event
+                    try:
+                        async with _under_way(message) if self._durable else contextlib.nullcontext():
+                            yield event
+                    except GeneratorExit:
+                        if self._durable:
+                            with contextlib.suppress(NatsError, OSError):
+                                await message.nak()  # whoever comes next has it at once
+                        raise
                 if self._durable:
                     with contextlib.suppress(NatsError, OSError):  # else it comes again
                         await message.ack()
@@ -256,6 +273,9 @@ class _Consumer:
             with contextlib.suppress(NotFoundError):
                 found: ConsumerInfo = await self._stream.consumer_info(subjects.STREAM, self._durable)
                 if sorted(found.config.filter_subjects or []) != self._filters:
+                    if self._may_change_kinds:
+                        changed = found.config.evolve(filter_subjects=self._filters)
+                        return await self._stream.add_consumer(subjects.STREAM, changed)
                     raise UsageError(
                         f"{self._durable!r} follows other kinds: give another name, or delete that consumer"
                     )
@@ -318,4 +338,5 @@ def _event(message: Msg) -> FollowedEvent | None:
         found.correlation,
         found.causation,
         found.fact,
+        message.metadata.num_pending,
     )

@@ -106,6 +106,24 @@ async def test_a_name_goes_on_with_the_event_that_it_was_at(nats_url: str, journ
     assert [event.fact for event in await taken(nats_url, 1, durable="another")] == [heard(0)]
 
 
+async def test_who_leaves_in_good_order_leaves_what_he_was_at_to_the_next_at_once(
+    nats_url: str, journal: NatsJournal, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "ACK_WAIT_S", 10 * WITHIN_S)
+    await said(journal, heard(0), heard(1))
+    for wanted in ([heard(0)], [heard(0), heard(1)]):
+        assert [event.fact for event in await taken(nats_url, len(wanted), durable="app")] == wanted
+
+
+async def test_a_name_may_follow_other_kinds_from_its_place_on(nats_url: str, journal: NatsJournal) -> None:
+    await said(journal, heard(0), failed("w0"), heard(1), failed("w1"), heard(2))
+    first = await taken(nats_url, 2, durable="app", kinds=[WorkerHeard])
+    assert [event.pending for event in first] == [2, 1]
+    how = {"durable": "app", "kinds": [WorkerHeard, CanaryFailed], "may_change_kinds": True}
+    second = await taken(nats_url, 3, **how)
+    assert [event.fact for event in second] == [heard(1), failed("w1"), heard(2)]
+
+
 async def test_what_takes_long_does_not_come_twice(nats_url: str, journal: NatsJournal) -> None:
     await said(journal, heard(0), heard(1))
     found = []
