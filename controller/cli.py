@@ -18,7 +18,7 @@ Run = Callable[[argparse.Namespace], int]
 USAGE = 2
 FINDING = 3
 INTERRUPTED = 130
-ROLES = ("controller", "projector", "planner", "frontend", "worker")
+ROLES = ("controller", "projector", "planner", "notifier", "frontend", "worker")
 CLOSED = (*ROLES, "up", "demo")  # who write into a fleet's directory
 
 
@@ -289,6 +289,14 @@ def _settings(parser: argparse.ArgumentParser) -> Run:
     return show_settings.prepare(parser)
 
 
+def _webhooks(parser: argparse.ArgumentParser) -> Run:
+    with without("aiohttp"):
+        from controller.commands import webhooks
+
+    data_flag(parser)
+    return webhooks.prepare(parser, Parser)
+
+
 def _scrape_config(parser: argparse.ArgumentParser) -> Run:
     from controller.commands import scrape_config
 
@@ -333,6 +341,7 @@ COMMANDS: dict[str, tuple[str, Callable[[argparse.ArgumentParser], Run]]] = {
     "journal": ("what on the journal is no event, and what shall not count as one", _journal),
     "database": ("who may read and write the database, and how", _database),
     "nats": ("who may say and hear what at a broker of one's own", _nats),
+    "webhooks": ("try a webhook, and see and send again what one has not taken", _webhooks),
     "simulate": ("drive the deciders through faults in virtual time", _simulate),
     "trace": ("analyze recorded requests, make more like them, and send them as load", _trace),
     "plan": ("how many workers there should be, now or on a recorded day", _plan),
@@ -348,6 +357,7 @@ COMMANDS: dict[str, tuple[str, Callable[[argparse.ArgumentParser], Run]]] = {
     "controller": ("run the controller alone", _role("controller")),
     "projector": ("run the projector alone", _role("projector")),
     "planner": ("run the planner alone: how many workers each model should have", _role("planner")),
+    "notifier": ("run the notifier alone: it tells webhooks what happens", _role("notifier")),
     "frontend": ("run a frontend alone", _role("frontend")),
     "worker": ("run a worker alone", _worker),
 }

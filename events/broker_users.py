@@ -2,7 +2,7 @@
 
 from events.subjects import token
 
-ROLES = ("controller", "frontend", "operator", "planner", "projector", "reader", "supervisor")
+ROLES = ("controller", "frontend", "notifier", "operator", "planner", "projector", "reader", "supervisor")
 WORKER = "worker-"
 
 

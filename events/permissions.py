@@ -6,7 +6,9 @@
     supervisor   which worker has ended, and what the broker has refused (`holdfast up`); the stream's bounds
     projector    nothing; it reads
     planner      what models can carry, and how many workers they should have; it reads the state store alone
-    operator     control.*, which place of the journal does not count, and how many workers he wants; it reads
+    notifier     what webhooks have not taken, into a stream beside the journal; the broker remembers how far each has come
+    operator     control.*, which place of the journal does not count, and how many workers he wants; it reads, and takes back
+                 what webhooks have not taken
     reader       nothing; programs of yours read with it, and the broker remembers how far they have come
 
 Nobody deletes or purges the stream: no role has a word for it; only `holdfast up` may change its bounds. What is asked is
@@ -23,7 +25,7 @@ from events import observations as seen
 from events import subjects
 from events.broker_users import ROLES, workers_of
 from events.fact import Observation
-from events.subjects import BUCKET, DECIDED, OBSERVED, STREAM
+from events.subjects import BUCKET, DEAD, DEAD_STREAM, DECIDED, OBSERVED, STREAM
 
 API = "$JS.API"
 
@@ -96,6 +98,9 @@ _REMEMBERED = (  # durable consumers, with filters in their names or not, and th
 )
 _MAKES = (f"{API}.STREAM.CREATE.{STREAM}",)
 _BOUNDS = (f"{API}.STREAM.UPDATE.{STREAM}",)
+_DEAD = f"{API}.STREAM.%s.{DEAD_STREAM}"
+_BURIES = (_DEAD % "CREATE", f"{DEAD}.*")
+_EXHUMES = (_DEAD % "MSG.GET", _DEAD % "MSG.DELETE")
 _LEASE = (f"{API}.STREAM.CREATE.KV_{BUCKET}", f"{API}.STREAM.MSG.GET.KV_{BUCKET}", f"$KV.{BUCKET}.>")
 _ASKED = ("drain", "resume", "retire", "distrust", "batch", "stop", "chaos")  # of a worker, by controllers
 
@@ -138,7 +143,9 @@ def _role(name: str) -> BrokerUser:
         case "supervisor":
             return BrokerUser(name, (*_READS, *_MAKES, *_BOUNDS, *facts), inbox)
         case "operator":
-            return BrokerUser(name, (*_READS, *facts, f"{subjects.CONTROL}.*"), inbox)
+            return BrokerUser(name, (*_READS, *_EXHUMES, *facts, f"{subjects.CONTROL}.*"), inbox)
+        case "notifier":
+            return BrokerUser(name, (*_READS, *_REMEMBERED, *_BURIES), inbox)
         case "planner":
             return BrokerUser(name, (*_JOURNAL, *facts), inbox)
         case "reader":

@@ -20,6 +20,8 @@ KV_SLOTS = "kv.slots"
 PLANE = "plane"
 PLANE_SCHEME = "nats"
 ANSWER = "answer"  # of a worker: it may answer below its own name, and nobody in another's
+DEAD_STREAM = "DEAD_LETTERS"  # a stream of its own, bounded: what a webhook has not taken
+DEAD = "dead.webhook"
 ANYBODY = "any"  # an asker whom the broker does not know by name
 
 
@@ -84,6 +86,11 @@ def answer(worker: str, asker: str, about: object) -> str:
 def answers(asker: str) -> str:
     """Return what covers everything that workers answer to one asker."""
     return f"{ANSWER}.*.{asker}.*"
+
+
+def dead(webhook: str) -> str:
+    """Return the subject on which what a webhook has not taken is kept."""
+    return f"{DEAD}.{token(webhook)}"
 
 
 def retire(worker: str) -> str:

@@ -224,6 +224,13 @@ ALERTS = (
         says="{{ $value | humanize }} of them hold their GPU, and nobody has ended them.",
     ),
     Alert(
+        name="HoldfastWebhooksFailing", severity="warning", lasts="1m", board="holdfast-control-plane",
+        expr="max by (webhook) (holdfast_webhook_failures_in_a_row) >= 5 or max by (webhook) (holdfast_webhook_stopped) > 0"
+        ' or sum by (webhook) (increase(holdfast_webhook_deliveries_total{outcome="dead_letter"}[10m])) > 0',
+        summary="The webhook {{ $labels.webhook }} does not take what it is told",
+        says="Its receiver fails or is away, has answered 410 Gone, or has refused events, which are among the dead letters.",
+    ),
+    Alert(
         name="HoldfastTargetDown", severity="warning", lasts="1m", board="holdfast-control-plane",
         expr='up{job="holdfast"} == 0',
         summary="{{ $labels.role }} {{ $labels.process }} cannot be measured",

@@ -8,6 +8,8 @@ from faststream.specification import AsyncAPI
 
 from controller.adapters.control_api import declare
 from controller.catalogue import entries
+from events import subjects
+from events.dead_letters import DeadLetter
 
 DESCRIPTION = """Every fact of a Holdfast fleet, and what an operator can ask for.
 
@@ -31,6 +33,12 @@ def document() -> str:
             title=entry.kind,
             description=f"{entry.promise} Said by {entry.emitter}.",
         )
+    broker.publisher(
+        f"{subjects.DEAD}.{{webhook}}",
+        schema=DeadLetter,
+        title="dead_letter",
+        description="What a webhook has not taken, on the stream DEAD_LETTERS: docs/webhooks.md. Said by the notifier.",
+    )
     made: Any = AsyncAPI(broker, title="Holdfast", version="1", description=DESCRIPTION).to_specification()
     parts = (
         (made, "channels"),

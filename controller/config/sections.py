@@ -33,6 +33,10 @@ def section(role: str) -> type[BaseModel]:
             from controller.runtime.planning.settings import PlannerSettings
 
             return PlannerSettings
+        case "notifier":
+            from controller.webhooks.settings import NotifierSettings
+
+            return NotifierSettings
     raise KeyError(role)
 
 

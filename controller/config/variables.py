@@ -7,7 +7,7 @@ from events.errors import BadSetting
 PREFIX = "HOLDFAST_"
 PLACES = ("HOLDFAST_NATS_URL", "HOLDFAST_DATABASE_URL", "HOLDFAST_DATA", "HOLDFAST_FLEET_KEY_FILE")
 WORKER_PREFIX = "HOLDFAST_WORKER_"  # read by the worker, which refuses what it does not know
-SECTIONS = ("controller", "frontend", "projector", "planner")
+SECTIONS = ("controller", "frontend", "projector", "planner", "notifier")
 
 
 def refuse_unknown(environment: Mapping[str, str]) -> None:

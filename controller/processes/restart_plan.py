@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 from controller.processes.children import Child
 from controller.processes.fleet_dir import FleetDir
+from controller.processes.notifying.webhook_flags import wanted, webhook_variables
 from controller.processes.up_flags import controller_variables, frontend_variables, spares
 
 GRACE = "HOLDFAST_FRONTEND__GRACE_S"
@@ -24,6 +25,8 @@ def frontend_grace_s() -> float:
 def plan(args: argparse.Namespace, directory: FleetDir) -> Iterator[Child]:
     """Yield every process that waits for the broker only."""
     yield _child(directory, "controller", "controller", _controller(args))
+    if wanted(args, os.environ):
+        yield _child(directory, "notifier", "notifier", webhook_variables(args))
     for n in range(args.frontends):
         own = {
             "HOLDFAST_FRONTEND__HOST": args.host,

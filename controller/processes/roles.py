@@ -1,4 +1,4 @@
-"""`holdfast controller | projector | planner | frontend`: one role alone, for production. `up` starts them the same way."""
+"""`holdfast controller | projector | planner | notifier | frontend`: one role alone. `up` starts them the same way."""
 
 import argparse
 import asyncio
@@ -21,7 +21,10 @@ from workers.exits import LINGER_S, exit_within
 Run = Callable[[argparse.Namespace], int]
 MEETS_WORKERS = ("controller", "frontend")
 READS_THE_STORE = ("projector", "planner")  # and cannot do without it
-MODULES = {"planner": "planning.planner"}  # where it is not called as the role
+MODULES = {
+    "planner": "planning.planner",
+    "notifier": "notifying.notifier",
+}  # where it is not called as the role
 
 
 def prepare(role: str, parser: argparse.ArgumentParser) -> Run:

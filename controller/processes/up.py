@@ -1,6 +1,6 @@
 """`holdfast up`: a whole fleet from one command. Starts every part in order, keeps it alive, stops it in order.
 
-    broker ─┬─▶ workers, frontends, controller          (none of them waits for the database)
+    broker ─┬─▶ workers, frontends, controller, notifier    (none of them waits for the database)
             └─▶ database ─▶ migrations ─▶ projector
 
 Everything that can start at the same time does. A part that dies is started again on the same address; its death,
@@ -335,7 +335,7 @@ class FleetSupervisor:
             say(f"Stopping; open streams may finish for up to {frontend_grace_s():g} s")
         await self.mending.stop()
         await self.prometheus.stop()
-        for role in ("planner", "frontend", "worker", "controller", "projector"):
+        for role in ("planner", "frontend", "worker", "controller", "notifier", "projector"):
             within_s = frontend_grace_s() + CLOSE_S if role == "frontend" else STOP_GRACE_S
             await end([child for child in self.children if child.role == role], within_s, self.exits.ended)
         if self._following is not None:

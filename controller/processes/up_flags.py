@@ -14,6 +14,7 @@ from controller.journal_settings import JournalSection
 from controller.planner.spares import SparePolicy, spares_for
 from controller.processes.flag_types import not_negative, port, positive
 from controller.processes.ladder_flags import add_ladder_flags, ladder_variables
+from controller.processes.notifying.webhook_flags import add_webhook_flags, check_webhooks
 from events.errors import UsageError
 from events.journal.bounds import JournalBounds
 from events.process.key_file import read_key
@@ -176,6 +177,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_ladder_flags(parser)
     add_router_flags(parser)
     add_flags(parser, JournalSection)
+    add_webhook_flags(parser)
     parser.add_argument("--accept-journal", action="store_true", help=ACCEPT)
     parser.add_argument("--chaos", action="store_true", help=CHAOS)
 
@@ -221,6 +223,7 @@ def check(args: argparse.Namespace) -> None:
     check_frontend_flags(args)
     journal_bounds(args)
     ladder_variables(args, os.environ)
+    check_webhooks(args, os.environ)
     if args.workers_per_process > 1 and args.engine != "simulated":
         raise UsageError(f"--workers-per-process is for --engine simulated, not for --engine {args.engine}")
     if args.workers_per_process > PER_PROCESS_MAX:

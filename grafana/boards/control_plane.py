@@ -78,6 +78,38 @@ BOARD = Dashboard(
             ],
         ),
         Row(
+            title="Webhooks",
+            panels=[
+                Panel(
+                    title="Deliveries", says="Tries by what came of them, in a second",
+                    asks=[rate("holdfast_webhook_deliveries_total", by="webhook, outcome", legend="{{webhook}} {{outcome}}")],
+                ),
+                Panel(
+                    title="Events that wait", says="For each webhook's receiver",
+                    asks=[Query(ask="max by (webhook) (holdfast_webhook_pending)", legend="{{webhook}}")],
+                ),
+                Panel(
+                    title="How late people hear of it", says="Age of the event that a webhook is at; 0: it has had all",
+                    asks=[Query(ask="max by (webhook) (holdfast_webhook_lag_seconds)", legend="{{webhook}}")], unit="s",
+                ),
+                Panel(
+                    title="Failures in a row", says="Tries since the last that did not fail; 410: it wants nothing more",
+                    asks=[
+                        Query(ask="max by (webhook) (holdfast_webhook_failures_in_a_row)", legend="{{webhook}}"),
+                        Query(ask="410 * max by (webhook) (holdfast_webhook_stopped)", legend="{{webhook}} stopped"),
+                    ],
+                ),
+                Panel(
+                    title="Since the last delivery", says="Seconds since a webhook took an event; none: it has not yet",
+                    asks=[Query(
+                        ask="time() - max by (webhook) (holdfast_webhook_last_success_timestamp_seconds > 0)",
+                        legend="{{webhook}}",
+                    )],
+                    unit="s",
+                ),
+            ],
+        ),
+        Row(
             title="Who is heard",
             panels=[
                 Panel(

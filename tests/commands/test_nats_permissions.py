@@ -25,6 +25,7 @@ async def test_a_broker_takes_what_is_printed_and_a_second_printing_is_the_same(
         [
             "controller",
             "frontend",
+            "notifier",
             "operator",
             "planner",
             "projector",

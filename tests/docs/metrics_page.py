@@ -15,6 +15,7 @@ from controller.frontend.metrics import FrontendMetrics
 from controller.metrics import ControllerMetrics, FleetCollector
 from controller.runtime.planning.metrics import PlannerMetrics
 from controller.runtime.projection.metrics import ProjectorMetrics
+from controller.webhooks.metrics import NotifierMetrics
 from workers.admin.server import WorkerMetrics
 
 PAGE = Path(__file__).parents[2] / "docs" / "metrics.md"
@@ -42,6 +43,7 @@ def roles() -> dict[str, list[Entry]]:
     registries = {
         "Controller": controller.registry,
         "Frontend": FrontendMetrics().registry,
+        "Notifier": NotifierMetrics(CollectorRegistry()).registry,
         "Planner": PlannerMetrics(CollectorRegistry()).registry,
         "Projector": projector.registry,
         "Worker": worker,

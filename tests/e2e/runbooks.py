@@ -22,7 +22,9 @@ AT_ONCE = 4
 NOT_RUN = {
     "holdfast controller",
     "holdfast journal quarantine",
-}  # it runs on; it wants an event that nobody can read
+    "holdfast webhooks resend URL",
+    "holdfast webhooks test URL",
+}  # it runs on; it wants an event that nobody can read; they want somebody who takes what they send
 
 
 def shown(text: str) -> list[str]:

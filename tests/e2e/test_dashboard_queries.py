@@ -13,6 +13,7 @@ from fleet import holdfast, running
 from prometheus_server import PrometheusServer, binary, prometheus
 from rehearsal import FLAGS, broken, users
 from runbooks import all_named, all_shown, first_incident, printed
+from webhook_receiver import receiving
 
 from controller.processes.fleet_dir import FleetDir
 from grafana.boards import incident, slo
@@ -79,7 +80,7 @@ async def rows(url: str, ask: str) -> list[Any]:
 @pytest.mark.attack
 async def test_every_panel_is_answered_while_a_fleet_is_broken(tmp_path: Path) -> None:
     binary()
-    async with running(tmp_path / "fleet", *FLAGS) as fleet:
+    async with receiving() as told, running(tmp_path / "fleet", *FLAGS, "--webhook", told.url) as fleet:
         await fleet.healthy(3)
         said = await asyncio.to_thread(holdfast, "scrape-config", "--data", str(fleet.data))
         config = said.stdout.replace("scrape_interval: 5s", "scrape_interval: 1s").replace(
@@ -99,7 +100,7 @@ async def test_every_panel_is_answered_while_a_fleet_is_broken(tmp_path: Path) -
         assert not false, "a healthy fleet wakes nobody up"
         assert alarms >= ALARMS, ALARMS - alarms
         assert {*found} <= QUIET, {*found} - QUIET
-        assert up == {"controller", "projector", "planner", "frontend", "worker"}
+        assert up == {"controller", "projector", "planner", "notifier", "frontend", "worker"}
         url = str(FleetDir(fleet.data).recall()["database_url"])
         (latest, *_) = await rows(url, incident.CHOSEN.asks)
         chosen = {"{incident:singlequote}": f"'{latest['incident']}'"}

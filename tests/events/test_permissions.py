@@ -90,8 +90,11 @@ def test_nobody_can_take_history_away(subject: str) -> None:
         ("_INBOX.controller.x.1", set()),
         ("$KV.HOLDFAST.lease", {"controller"}),
         ("$JS.API.STREAM.CREATE.FLEET", {"controller", "supervisor"}),
-        ("$JS.ACK.FLEET.audit.1.2.3.4.5", {"reader"}),
-        ("$JS.API.CONSUMER.CREATE.FLEET.audit.fleet.decided.>", {"reader"}),
+        ("$JS.ACK.FLEET.audit.1.2.3.4.5", {"reader", "notifier"}),
+        ("$JS.API.CONSUMER.CREATE.FLEET.audit.fleet.decided.>", {"reader", "notifier"}),
+        ("dead.webhook.ops", {"notifier"}),
+        ("$JS.API.STREAM.CREATE.DEAD_LETTERS", {"notifier"}),
+        ("$JS.API.STREAM.MSG.DELETE.DEAD_LETTERS", {"operator"}),
     ],
 )
 def test_who_may_say_it(subject: str, who: set[str]) -> None:

@@ -144,6 +144,13 @@ CASES = {
     "HoldfastWorkersLingering": Case(
         fires=stays("holdfast_workers_lingering", 1), calm={"holdfast_workers_lingering": "0x145 1x10 0x60"}
     ),
+    "HoldfastWebhooksFailing": Case(
+        fires=stays('holdfast_webhook_failures_in_a_row{webhook="ops"}', 5),
+        calm=stays('holdfast_webhook_failures_in_a_row{webhook="ops"}', 4)
+        | {'holdfast_webhook_stopped{webhook="ops"}': "0x200"}
+        | {'holdfast_webhook_deliveries_total{webhook="ops",outcome="dead_letter"}': "0x20 1x180"},
+        labels={"webhook": "ops"},
+    ),
     "HoldfastTargetDown": Case(
         fires=stays('up{job="holdfast",role="worker",process="w1"}', 0, 1),
         calm={'up{job="holdfast",role="worker",process="w1"}': "1x158 0 1x60"},

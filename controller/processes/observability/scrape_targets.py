@@ -11,7 +11,7 @@ from urllib.parse import urlsplit
 
 from events.process.presence import Presence
 
-MEASURED = ("controller", "projector", "planner", "frontend", "worker")  # roles
+MEASURED = ("controller", "projector", "planner", "notifier", "frontend", "worker")  # roles
 PATH = "/sd"  # of a controller's admin port
 JOB = "holdfast"
 

@@ -1,0 +1,238 @@
+"""`holdfast webhooks test | dead | resend`: try a webhook, see what one has not taken, and send that again.
+
+`resend` is told the URL: what was not taken was perhaps sent to the wrong one.
+"""
+
+import argparse
+import asyncio
+import json
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from datetime import datetime
+from pathlib import Path
+
+from pydantic import ValidationError
+
+from controller.adapters.clock import SystemClock
+from controller.columns import fitted
+from controller.config.flags import describe
+from controller.processes.operator_client import find
+from controller.replay.sentences import count
+from controller.webhooks import cloud_event, templates
+from controller.webhooks.answers import AWAY, Answer
+from controller.webhooks.settings import NotifierSettings, Webhook, named
+from controller.webhooks.wording import FleetWording
+from events import codec, subjects
+from events.dead_letters import DeadLetter, DeadLetters
+from events.decisions import IncidentClosed, IncidentOpened
+from events.errors import BadSetting, HoldfastError
+from events.follow import FollowedEvent
+from events.journal.broker import BrokerRefused
+from events.nats.connection import BrokerConnection
+from events.process.imports import trusting_nobody
+
+Run = Callable[[argparse.Namespace], int]
+REACH_S = 3.0
+TEMPLATES = ("cloudevents", "slack", "pagerduty")
+SAMPLE = "incident-0"
+
+
+def prepare(parser: argparse.ArgumentParser, of: type[argparse.ArgumentParser]) -> Run:
+    """Add the commands and their flags, and return what runs them."""
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True, parser_class=of)
+    text = "send a sample event (an incident that opens, and for PagerDuty closes again), and print what came back"
+    test = commands.add_parser("test", help=text, description=text, allow_abbrev=False)
+    _to(test)
+    test.set_defaults(run_webhooks=_test)
+    text = "list what webhooks have not taken, the oldest first, and why"
+    dead = commands.add_parser("dead", help=text, description=text, allow_abbrev=False)
+    dead.add_argument("--webhook", default="", metavar="NAME", help="of this one alone")
+    dead.add_argument(
+        "-o", "--output", choices=("text", "json"), default="text", help="how to print (default: text)"
+    )
+    dead.set_defaults(run_webhooks=_dead)
+    text = "send what webhooks have not taken once more, the oldest first; what is taken now is off the list"
+    resend = commands.add_parser("resend", help=text, description=text, allow_abbrev=False)
+    _to(resend)
+    resend.add_argument("--webhook", default="", metavar="NAME", help="what this one has not taken alone")
+    resend.set_defaults(run_webhooks=_resend)
+    for command in (test, dead, resend):
+        command.add_argument("--data", type=Path, default=argparse.SUPPRESS, help=argparse.SUPPRESS)
+    return lambda args: int(args.run_webhooks(args))
+
+
+def _to(command: argparse.ArgumentParser) -> None:
+    """Add what a request is made of."""
+    command.add_argument("url", metavar="URL", help="where to; @FILE: the file has the URL")
+    command.add_argument(
+        "--template", choices=TEMPLATES, default="cloudevents", help="(default: cloudevents)"
+    )
+    command.add_argument(
+        "--secret-file", default="", metavar="FILE", help="what signs it, or PagerDuty's routing key"
+    )
+
+
+def _webhook(args: argparse.Namespace) -> tuple[Webhook, str, FleetWording]:
+    """Return where to, the secret, and what is said besides. Raise BadSetting."""
+    from controller.config.flags import gather
+
+    try:
+        webhook = Webhook(url=named(args.url)[1], template=args.template, secret_file=args.secret_file)
+    except ValidationError as error:
+        raise BadSetting(describe(error, "webhook")) from error
+    try:
+        return webhook, webhook.secret(), gather(NotifierSettings, "notifier", {}).wording()
+    except ValueError as error:
+        raise BadSetting(f"the secret of the webhook: {error}") from error
+
+
+# --- try --------------------------------------------------------------------------------------------------------------
+
+
+def samples(template: str, now: datetime) -> list[FollowedEvent]:
+    """Return what a webhook is tried with. What PagerDuty is told to open is closed again."""
+    opened = IncidentOpened(
+        decided_at=now, incident=SAMPLE, subject="worker:w0", symptom="this is a test: nothing has happened"
+    )
+    closed = IncidentClosed(decided_at=now, incident=SAMPLE, subject="worker:w0", outcome="the test is over")
+    facts = [opened, closed] if template == "pagerduty" else [opened]
+    return [
+        FollowedEvent(
+            codec.new_id(), f"{codec.TYPE_PREFIX}{fact.kind()}", "holdfast:test", subjects.subject(fact), now, 0, now, SAMPLE, "",
+            fact,
+        )
+        for fact in facts
+    ]  # fmt: skip
+
+
+def _test(args: argparse.Namespace) -> int:
+    return asyncio.run(_tested(args))
+
+
+async def _tested(args: argparse.Namespace) -> int:
+    webhook, secret, wording = _webhook(args)
+    taken = True
+    async with _sender() as send:
+        for event in samples(args.template, SystemClock().now()):
+            began = time.monotonic()
+            answer = await send(webhook, secret, wording, event)
+            took_ms = (time.monotonic() - began) * 1000
+            good = _is_good(answer)
+            status = answer.status if answer.status is not None else "none"
+            print(f"{event.fact.kind()} {event.id}")
+            print(f"  answer  {status}, after {took_ms:.0f} ms: {'taken' if good else 'not taken'}")
+            if answer.says:
+                print(fitted(f"  says    {answer.says}"))
+            if answer.status is not None and 300 <= answer.status < 400:
+                print("  redirects are not followed: name the URL that it leads to")
+            taken &= good
+    return 0 if taken else 1
+
+
+# --- what was not taken -----------------------------------------------------------------------------------------------
+
+
+def _dead(args: argparse.Namespace) -> int:
+    return asyncio.run(_listed(args))
+
+
+async def _listed(args: argparse.Namespace) -> int:
+    letters = 0
+    async with _letters(args.data) as dead:
+        async for seq, letter in dead.all(args.webhook):
+            letters += 1
+            if args.output == "json":
+                print(json.dumps({"seq": seq, **codec.to_builtins(letter)}, ensure_ascii=False))
+            else:
+                _print(seq, letter)
+    if args.output == "text":
+        print(count(letters, "dead letter") if letters else "there are no dead letters")
+    return 0
+
+
+def _print(seq: int, letter: DeadLetter) -> None:
+    kind = str(letter.event.get("type", "")).removeprefix(codec.TYPE_PREFIX)
+    happened, given_up = letter.event.get("recordedtime", ""), letter.given_up_at
+    print(f"{seq}  {given_up:%Y-%m-%d %H:%M:%S} UTC  {letter.webhook}  {kind}")
+    print(fitted(f"  {letter.reason}"))
+    print(fitted(f"  event {letter.event.get('id')}, of {happened}"))
+
+
+def _resend(args: argparse.Namespace) -> int:
+    return asyncio.run(_sent_again(args))
+
+
+async def _sent_again(args: argparse.Namespace) -> int:
+    webhook, secret, wording = _webhook(args)
+    taken = kept = 0
+    async with _letters(args.data) as dead, _sender() as send:
+        async for seq, letter in dead.all(args.webhook):
+            try:
+                event = cloud_event.event_of(letter.event)
+            except ValueError as error:
+                answer = Answer(0, str(error))
+            else:
+                answer = await send(webhook, secret, wording, event)
+            if _is_good(answer):
+                await dead.forget(seq)
+                taken += 1
+                continue
+            kept += 1
+            said = answer.says if answer.status is None else f"{answer.status} {answer.says}"
+            print(fitted(f"{seq} was not taken: {said}"))
+            if answer.status is None or answer.status in AWAY:
+                print("the receiver is away: the others stay as they are")
+                break
+    print(f"{taken} taken, {kept} not taken")
+    return 1 if kept else 0
+
+
+# --- to the world -----------------------------------------------------------------------------------------------------
+
+
+def _is_good(answer: Answer) -> bool:
+    return answer.status is not None and 200 <= answer.status < 300
+
+
+@asynccontextmanager
+async def _letters(data: Path) -> AsyncIterator[DeadLetters]:
+    """Reach the dead letters. Raise HoldfastError where that fails."""
+    url = str(find(data)["nats_url"])
+    connection = await BrokerConnection.open(url, "operator", wait_s=REACH_S)
+    try:
+        if not connection.connected:
+            raise HoldfastError(f"the broker cannot be reached: {connection.why}")
+        yield DeadLetters(connection)
+    except BrokerRefused as error:
+        raise HoldfastError(f"the dead letters cannot be read: {error}") from error
+    finally:
+        await connection.close()
+
+
+Send = Callable[[Webhook, str, FleetWording, FollowedEvent], "asyncio.Future[Answer]"]
+
+
+@asynccontextmanager
+async def _sender() -> AsyncIterator[Send]:
+    """Yield what posts an event once."""
+    with trusting_nobody():
+        from controller.webhooks.sender import WebhookSender
+
+    clock = SystemClock()
+    sender = await WebhookSender.open(clock, NotifierSettings().timeout_s)
+
+    def send(
+        webhook: Webhook, secret: str, wording: FleetWording, event: FollowedEvent
+    ) -> "asyncio.Future[Answer]":
+        made = templates.request(webhook.template, event, wording, secret, int(clock.now().timestamp()))
+        if made is None:  # it neither begins nor ends anything
+            done: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
+            done.set_result(Answer(204, "nothing for this template"))
+            return done
+        return asyncio.ensure_future(sender.send(webhook.address, made))
+
+    try:
+        yield send
+    finally:
+        await sender.close()

@@ -1,0 +1,83 @@
+"""The notifier as a process: one delivery for each webhook, the broker behind them, and a small admin port."""
+
+import asyncio
+import signal
+from collections.abc import AsyncGenerator
+from functools import partial
+from pathlib import Path
+
+from prometheus_client import CollectorRegistry, generate_latest
+
+from controller.adapters.clock import SystemClock
+from controller.processes import collector
+from controller.processes.controller_admin import serve, url_of
+from controller.webhooks.delivery import Delivery
+from controller.webhooks.metrics import NotifierMetrics
+from controller.webhooks.sender import WebhookSender
+from controller.webhooks.settings import NotifierSettings, Webhook
+from events.dead_letters import DeadLetters
+from events.follow import FollowedEvent, Since, follow
+from events.nats.connection import BrokerConnection
+from events.process import presence
+
+
+async def run_notifier(
+    settings: NotifierSettings, *, nats_url: str, database_url: str | None, data: Path, name: str
+) -> int:
+    """Deliver until SIGTERM (exit 0). Raise HoldfastError where a person must look, with the reason."""
+    settings.check()
+    stop = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stop.set)
+    connection = await BrokerConnection.open(nats_url, f"notifier:{name}")
+    clock, metrics = SystemClock(), NotifierMetrics(CollectorRegistry())
+    sender, dead = await WebhookSender.open(clock, settings.timeout_s), DeadLetters(connection)
+    deliveries = [
+        Delivery(
+            webhook, settings.policy(), settings.wording(), partial(_followed, nats_url, webhook), sender, dead, clock, metrics
+        )
+        for webhook in settings.webhooks
+    ]  # fmt: skip
+    runner = await serve(
+        partial(_render, deliveries, metrics),
+        partial(report, deliveries, connection),
+        settings.admin_host,
+        settings.admin_port,
+    )
+    try:
+        presence.announce(data, "notifier", name, url_of(runner))
+        collector.calm()
+        await _until(stop, deliveries)
+        return 0
+    finally:
+        await runner.cleanup()
+        await sender.close()
+        await connection.close()
+
+
+def _followed(nats_url: str, webhook: Webhook, since: Since) -> AsyncGenerator[FollowedEvent, None]:
+    return follow(nats_url, kinds=webhook.kinds, since=since, durable=webhook.durable, may_change_kinds=True)
+
+
+def _render(deliveries: list[Delivery], metrics: NotifierMetrics) -> bytes:
+    for delivery in deliveries:
+        delivery.measure()
+    return generate_latest(metrics.registry)
+
+
+def report(deliveries: list[Delivery], connection: BrokerConnection) -> dict[str, object]:
+    """Return what /ready and /health say."""
+    away = "" if connection.connected else f"the broker cannot be reached: {connection.why}"
+    webhooks = {one.webhook.called: one.why_not or away for one in deliveries}
+    why = "; ".join(f"{name}: {reason}" for name, reason in webhooks.items() if reason)
+    return {"ready": not why, "reason": why, "webhooks": webhooks}
+
+
+async def _until(stop: asyncio.Event, deliveries: list[Delivery]) -> None:
+    """Deliver until told to stop. Raise what has ended a delivery."""
+    async with asyncio.TaskGroup() as group:
+        running = [group.create_task(delivery.run()) for delivery in deliveries]
+        await stop.wait()
+        for task in running:
+            task.cancel()

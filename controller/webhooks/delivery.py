@@ -1,0 +1,216 @@
+"""One webhook: every event of its kinds, in order, at least once.
+
+    journal ─▶ request ─▶ try ─┬─▶ delivered ───────────────▶ the next one
+                  ▲            ├─▶ wait ─┐
+                  └────────────┼─────────┘
+                               ├─▶ given up ─▶ dead letter ─▶ the next one
+                               └─▶ 410 ─▶ stopped
+
+The broker remembers the place: an event counts as taken when the next one is asked for. So an event that was delivered just
+before a crash comes again, with the same id.
+"""
+
+import asyncio
+import contextlib
+import random
+from collections.abc import AsyncGenerator, Callable
+from datetime import datetime
+from typing import Protocol
+
+import structlog
+
+from controller.ports import Clock
+from controller.webhooks import cloud_event, templates
+from controller.webhooks.answers import Again, Answer, ReceiverGone, RetryPolicy, Undeliverable, step
+from controller.webhooks.metrics import NotifierMetrics
+from controller.webhooks.settings import Webhook
+from controller.webhooks.wording import FleetWording
+from events.dead_letters import DeadLetter, NotBuried
+from events.follow import CannotFollow, FollowedEvent
+
+FOLLOW_AGAIN_S = 2.0
+SETTLED_S = 30.0  # for which the journal has been followed without an error: it can be
+BURY_AGAIN_S = 2.0
+LAST_S = 5.0  # that the try which is under way has when the process is told to stop
+TAKEN_S = 1.0  # that the broker has then to hear that it was taken
+
+log = structlog.get_logger(__name__)
+
+
+class Following(Protocol):
+    """How the journal is followed: `events.follow.follow`, for one webhook."""
+
+    def __call__(self, since: datetime) -> AsyncGenerator[FollowedEvent, None]: ...
+
+
+class Sending(Protocol):
+    """How it is posted: `WebhookSender`."""
+
+    async def send(self, url: str, request: templates.WebhookRequest) -> Answer: ...
+
+
+class Burying(Protocol):
+    """Where what is given up goes: `events.dead_letters.DeadLetters`."""
+
+    async def bury(self, letter: DeadLetter) -> None: ...
+
+
+class Delivery:
+    """Delivers to one webhook, for ever."""
+
+    def __init__(
+        self,
+        webhook: Webhook,
+        policy: RetryPolicy,
+        wording: FleetWording,
+        follow: Following,
+        sender: Sending,
+        dead: Burying,
+        clock: Clock,
+        metrics: NotifierMetrics,
+    ) -> None:
+        self.webhook, self._policy, self._wording = webhook, policy, wording
+        self._follow, self._sender, self._dead, self._clock = follow, sender, dead, clock
+        self._metrics = metrics
+        self.chance: Callable[[], float] = random.random
+        self.stopped = ""  # why nothing is sent any more
+        self._reason = ""  # why the journal could not be followed, the last time
+        self._began_s = 0.0  # when following it was begun
+        self._at: datetime | None = None  # of the event that it is at
+        self._last = ""  # id of the event that was taken last
+        self._since = clock.now()  # counts for a stream on which the broker knows no place of ours
+        self._answered = False  # the last try before the end was a good one
+        metrics.begin(webhook.called)
+
+    async def run(self) -> None:
+        """Deliver until the webhook is stopped, and until cancelled. Raise UsageError."""
+        while not self.stopped:
+            following, self._began_s = self._follow(self._since), self._clock.monotonic()
+            try:
+                await self._deliver_all(following)
+            except CannotFollow as error:
+                if str(error) != self._reason:
+                    log.warning("webhook_waits", webhook=self.webhook.called, reason=str(error))
+                self._reason = str(error)
+                await self._clock.sleep(FOLLOW_AGAIN_S)
+            except asyncio.CancelledError:
+                if self._answered:
+                    with contextlib.suppress(Exception):
+                        await asyncio.wait_for(anext(following), TAKEN_S)
+                raise
+            finally:
+                with contextlib.suppress(Exception):
+                    await following.aclose()
+        await asyncio.Event().wait()
+
+    async def _deliver_all(self, following: AsyncGenerator[FollowedEvent, None]) -> None:
+        name = self.webhook.called
+        async for event in following:
+            self._reason, self._at = "", event.at
+            self._metrics.pending.labels(name).set(event.pending + 1)
+            if event.id != self._last:  # else the broker has not heard that it was taken
+                await self._deliver(event)
+            if self.stopped:
+                return
+            self._last, self._since, self._at = event.id, event.at, None
+            self._metrics.pending.labels(name).set(event.pending)
+
+    @property
+    def why_not(self) -> str:
+        """Why nothing is delivered; empty where it is, or waits for its receiver or the next event."""
+        follows = self._clock.monotonic() - self._began_s > SETTLED_S
+        return self.stopped or ("" if follows else self._reason)
+
+    def measure(self) -> None:
+        """Bring the metrics that grow by themselves up to date."""
+        age_s = 0.0 if self._at is None else max(0.0, (self._clock.now() - self._at).total_seconds())
+        self._metrics.lag.labels(self.webhook.called).set(age_s)
+
+    # --- one event --------------------------------------------------------------------------------------------------
+
+    async def _deliver(self, event: FollowedEvent) -> None:
+        tries = 0
+        while True:
+            answer = await self._try(event)
+            if answer is None:
+                return self._count("left_out")
+            tries += 1
+            age_s = (self._clock.now() - event.at).total_seconds()
+            match step(self._policy, answer, tries, age_s, self.chance()):
+                case Again(wait_s=wait_s):
+                    self._failed(event, answer, tries, wait_s)
+                    await self._clock.sleep(wait_s)
+                case Undeliverable(reason=reason):
+                    self._failed(event, answer, tries)
+                    return await self._bury(event, answer, tries, reason)
+                case ReceiverGone(reason=reason):
+                    return self._stop(event, reason)
+                case _:
+                    return self._succeeded()
+
+    async def _try(self, event: FollowedEvent) -> Answer | None:
+        """Return what came of one try; None: there is nothing to be said of this event."""
+        now = int(self._clock.now().timestamp())
+        try:
+            secret = ""
+            if self.webhook.secret_file:
+                secret = await asyncio.to_thread(self.webhook.secret)  # it may have been changed
+            request = templates.request(self.webhook.template, event, self._wording, secret, now)
+        except ValueError as error:
+            return Answer(None, f"its secret cannot be had: {error}")
+        if request is None:
+            return None
+        trying = asyncio.ensure_future(self._sender.send(self.webhook.address, request))
+        try:
+            return await asyncio.shield(trying)
+        except asyncio.CancelledError:
+            done, _ = await asyncio.wait({trying}, timeout=LAST_S)
+            trying.cancel()
+            if done:
+                status = trying.result().status
+                self._answered = status is not None and 200 <= status < 300
+            raise
+
+    async def _bury(self, event: FollowedEvent, answer: Answer, tries: int, reason: str) -> None:
+        letter = DeadLetter(
+            webhook=self.webhook.called, reason=reason, tries=tries, status=answer.status,
+            event=cloud_event.attributes(event), given_up_at=self._clock.now(),
+        )  # fmt: skip
+        while True:
+            try:
+                await self._dead.bury(letter)
+                break
+            except NotBuried as error:
+                log.warning("dead_letter_waits", webhook=letter.webhook, reason=str(error))
+                await self._clock.sleep(BURY_AGAIN_S)
+        self._count("dead_letter")
+        log.error(
+            "webhook_gave_up",
+            webhook=letter.webhook,
+            event_id=event.id,
+            kind=event.fact.kind(),
+            reason=reason,
+        )
+
+    # --- what is told of it -----------------------------------------------------------------------------------------
+
+    def _count(self, outcome: str) -> None:
+        self._metrics.deliveries.labels(self.webhook.called, outcome).inc()
+
+    def _failed(self, event: FollowedEvent, answer: Answer, tries: int, wait_s: float | None = None) -> None:
+        self._count("failed")
+        self._metrics.in_a_row.labels(self.webhook.called).inc()
+        log.warning(
+            "webhook_failed", webhook=self.webhook.called, event_id=event.id, kind=event.fact.kind(), tries=tries,
+            status=answer.status, says=answer.says, wait_s=wait_s,
+        )  # fmt: skip
+
+    def _succeeded(self) -> None:
+        self._count("delivered")
+        self._metrics.in_a_row.labels(self.webhook.called).set(0)
+        self._metrics.last_success.labels(self.webhook.called).set(self._clock.now().timestamp())
+
+    def _stop(self, event: FollowedEvent, reason: str) -> None:
+        self.stopped, self._at = reason, None
+        self._metrics.stopped.labels(self.webhook.called).set(1)
+        log.error("webhook_stopped", webhook=self.webhook.called, event_id=event.id, reason=reason)

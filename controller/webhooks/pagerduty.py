@@ -1,0 +1,48 @@
+"""An event for PagerDuty's Events API v2: it triggers, or resolves what another one has triggered.
+
+    POST https://events.pagerduty.com/v2/enqueue    https://developer.pagerduty.com/docs/send-alert-event
+
+`dedup_key` is the fleet's name and the incident, or what else belongs together (`wording.Thread`). What neither begins nor ends
+anything, such as a breaker that closes while its incident is open, is not sent.
+"""
+
+import json
+from typing import Any
+
+from controller.replay.sentences import sentence
+from controller.webhooks.wording import FleetWording, severity, thread
+from events.follow import FollowedEvent
+
+SUMMARY_MAX, KEY_MAX = 1_024, 255  # characters
+TYPE = "application/json"
+
+
+def written(event: FollowedEvent, wording: FleetWording, key: str) -> bytes | None:
+    """Return the body of a request; None: it is nothing that PagerDuty is told."""
+    belongs = thread(event)
+    if belongs.action is None:
+        return None
+    said: dict[str, Any] = {
+        "routing_key": key,
+        "event_action": belongs.action,
+        "dedup_key": f"{wording.fleet}:{belongs.key}"[:KEY_MAX],
+    }
+    if belongs.action == "trigger":
+        links = {"Runbook": wording.runbook(event), "Console": wording.console_url}
+        said |= {
+            "payload": {
+                "summary": f"{wording.fleet}: {sentence(event.fact)}"[:SUMMARY_MAX],
+                "source": wording.fleet,
+                "severity": severity(event),
+                "timestamp": event.at.isoformat(),
+                "component": str(getattr(event.fact, "worker", "") or getattr(event.fact, "subject", ""))
+                or "fleet",
+                "class": event.fact.kind(),
+                "custom_details": {"event": event.id, "sequence": event.seq, **event.data},
+            },
+            "links": [{"href": url, "text": name} for name, url in links.items() if url],
+            "client": "Holdfast",
+        }
+        if wording.console_url:
+            said["client_url"] = wording.console_url
+    return json.dumps(said, ensure_ascii=False).encode()

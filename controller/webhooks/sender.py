@@ -1,0 +1,69 @@
+"""One try: a POST, and what was answered. Redirects are not followed, and little of an answer is read."""
+
+import asyncio
+import contextlib
+import ssl
+from importlib.metadata import version
+from typing import Any
+
+import aiohttp
+
+from controller.adapters.scaling.says import one_line
+from controller.ports import Clock
+from controller.webhooks.answers import Answer, retry_after_s
+from controller.webhooks.templates import WebhookRequest
+
+BODY_MAX = 4_096  # bytes of an answer
+SAYS_S = 1.0  # that they may take behind its status
+
+
+class WebhookSender:
+    """Posts to any URL."""
+
+    def __init__(self, session: aiohttp.ClientSession, clock: Clock, timeout_s: float) -> None:
+        self._session, self._clock, self._timeout_s = session, clock, timeout_s
+
+    @classmethod
+    async def open(cls, clock: Clock, timeout_s: float) -> "WebhookSender":
+        """Return one. aiohttp's own context is made at its import, and may trust nobody."""
+        trust: Any = await asyncio.to_thread(ssl.create_default_context)
+        session = aiohttp.ClientSession(
+            connector=aiohttp.TCPConnector(ssl=trust, force_close=True),
+            cookie_jar=aiohttp.DummyCookieJar(),
+            timeout=aiohttp.ClientTimeout(total=None),  # ours is over all of it
+            auto_decompress=False,
+            trust_env=True,  # HTTPS_PROXY
+        )
+        return cls(session, clock, timeout_s)
+
+    async def send(self, url: str, request: WebhookRequest) -> Answer:
+        """Post once, within the timeout. Never raises but for its cancellation."""
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                answer = await self._posted(url, request)
+        except TimeoutError:
+            return Answer(None, f"no answer within {self._timeout_s:g} s")
+        except (aiohttp.ClientError, OSError, ValueError) as error:
+            return Answer(None, one_line(f"cannot be reached: {str(error) or type(error).__name__}"))
+        try:
+            wait_s = retry_after_s(answer.headers, self._clock.now())
+            return Answer(answer.status, one_line(await _beginning(answer)), wait_s)
+        finally:
+            answer.close()
+
+    async def _posted(self, url: str, request: WebhookRequest) -> aiohttp.ClientResponse:
+        own = {"User-Agent": f"Holdfast/{version('holdfast')}", "Accept-Encoding": "identity"}
+        headers = {**own, **request.headers}
+        return await self._session.post(url, data=request.body, headers=headers, allow_redirects=False)
+
+    async def close(self) -> None:
+        """Let go of what is open."""
+        await self._session.close()
+
+
+async def _beginning(answer: aiohttp.ClientResponse) -> str:
+    """Return how an answer's body begins. Its status counts, whatever becomes of that."""
+    with contextlib.suppress(aiohttp.ClientError, OSError, TimeoutError):
+        async with asyncio.timeout(SAYS_S):
+            return (await answer.content.read(BODY_MAX)).decode(errors="replace")
+    return ""

@@ -1,0 +1,157 @@
+"""The settings of the notifier: where it tells what, and how long it insists."""
+
+import hashlib
+import re
+from collections.abc import Iterable
+from functools import cached_property
+from pathlib import Path
+from typing import Annotated, Literal, Self
+from urllib.parse import urlsplit
+
+from pydantic import Field, field_validator, model_validator
+
+from controller.setting_types import Positive, Strict
+from controller.webhooks import secrets
+from controller.webhooks.answers import RetryPolicy
+from controller.webhooks.kinds import checked
+from controller.webhooks.wording import FleetWording
+from events.errors import BadSetting
+
+TemplateName = Literal["cloudevents", "slack", "pagerduty"]
+WEBHOOKS_MAX = 32
+_NAMED = re.compile(r"([A-Za-z0-9_-]{1,40})=(.+)", re.DOTALL)
+_NAME = r"^[A-Za-z0-9_-]{0,40}$"
+
+
+class Webhook(Strict):
+    """One webhook. Its URL may be a secret itself: `@FILE` names a file that holds it."""
+
+    url: str = Field(repr=False)
+    name: Annotated[str, Field(pattern=_NAME)] = ""
+    kinds: tuple[str, ...] = Field((), validate_default=True)
+    template: TemplateName = "cloudevents"
+    secret_file: str = ""
+
+    @model_validator(mode="after")
+    def _is_complete(self) -> Self:
+        if self.template == "pagerduty" and not self.secret_file:
+            raise ValueError("the template pagerduty needs a secret file: the one with the routing key")
+        self.address  # noqa: B018 (what is no URL is refused here)
+        return self
+
+    @field_validator("kinds")
+    @classmethod
+    def _are_kinds(cls, kinds: tuple[str, ...]) -> tuple[str, ...]:
+        return checked(kinds)
+
+    @cached_property
+    def address(self) -> str:
+        """The URL itself. Raise ValueError if it is none, or its file cannot be read."""
+        url = secrets.read_secret(Path(self.url[1:])) if self.url.startswith("@") else self.url
+        try:
+            parts = urlsplit(url)
+            good = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+        except ValueError:  # a port that is no number
+            good = False
+        if not good or not url.isprintable() or " " in url:
+            shown = f"what {self.url[1:]} holds" if self.url.startswith("@") else repr(self.url)
+            raise ValueError(f"{shown} is no webhook's URL, such as https://host/path")
+        return url
+
+    @cached_property
+    def called(self) -> str:
+        """Its name: in metrics, logs, and as the broker remembers it. Without one, its host and a digest of its URL."""
+        host = re.sub(r"[^A-Za-z0-9-]", "-", urlsplit(self.address).hostname or "")[:30]
+        return self.name or f"{host}-{hashlib.sha256(self.address.encode()).hexdigest()[:8]}"
+
+    @property
+    def durable(self) -> str:
+        """What the broker remembers its place by."""
+        return f"webhook-{self.called}"
+
+    def secret(self) -> str:
+        """Return what the secret file holds, empty without one. Raise ValueError for what is no secret of its template's."""
+        text = secrets.read_secret(Path(self.secret_file)) if self.secret_file else ""
+        if text:
+            try:
+                _ = secrets.routing_key(text) if self.template == "pagerduty" else secrets.keys_of(text)
+            except ValueError as error:
+                raise ValueError(f"{self.secret_file}: {error}") from None
+        return text
+
+
+class NotifierSettings(Strict):
+    """Where what happens is told."""
+
+    webhooks: tuple[Webhook, ...] = Field(
+        (), description="JSON: a list of objects with url, and as wanted name, kinds, template, secret_file"
+    )
+    fleet: Annotated[str, Field(min_length=1, max_length=100)] = Field(
+        "holdfast", description="what this fleet is called in messages, and in PagerDuty's dedup_key"
+    )
+    runbooks_url: str = Field(
+        "", description="the folder docs/runbooks as people reach it, for links; empty: none"
+    )
+    console_url: str = Field(
+        "", description="what people look at first, such as a dashboard, for links; empty: none"
+    )
+    timeout_s: Positive = Field(10.0, description="seconds that a receiver has for its answer")
+    tries_max: Annotated[int, Field(ge=1, le=1_000)] = Field(
+        8, description="tries of an event that a receiver refuses, before it goes to the dead letters"
+    )
+    hold_s: Annotated[float, Field(ge=0, le=1e9)] = Field(
+        86_400.0, description="age in seconds up to which events wait for a receiver that is away"
+    )
+    wait_min_s: Positive = Field(
+        1.0, description="seconds before the second try; the wait doubles, with jitter"
+    )
+    wait_max_s: Positive = Field(
+        60.0, description="and is never longer than that, unless Retry-After says so"
+    )
+    admin_host: str = Field("127.0.0.1", description="where /metrics, /health and /ready are served")
+    admin_port: Annotated[int, Field(ge=0, le=65535)] = Field(0, description="its port; 0: any free one")
+
+    @model_validator(mode="after")
+    def _make_sense(self) -> Self:
+        if len(self.webhooks) > WEBHOOKS_MAX:
+            raise ValueError(f"{len(self.webhooks)} webhooks: {WEBHOOKS_MAX} at most")
+        if twice := _twice(webhook.called for webhook in self.webhooks):
+            raise ValueError(f"two webhooks are called {twice!r}: give each a name")
+        self.policy()
+        return self
+
+    def check(self) -> None:
+        """Raise BadSetting where there is no webhook, or a secret cannot be had: later it would be waited for."""
+        if not self.webhooks:
+            raise BadSetting(
+                "the notifier needs HOLDFAST_NOTIFIER__WEBHOOKS, or --webhooks: see docs/webhooks.md"
+            )
+        for webhook in self.webhooks:
+            try:
+                webhook.secret()
+            except ValueError as error:
+                raise BadSetting(f"the secret of the webhook {webhook.called}: {error}") from error
+
+    def policy(self) -> RetryPolicy:
+        """Return how long to insist."""
+        return RetryPolicy(
+            tries_max=self.tries_max,
+            hold_s=self.hold_s,
+            wait_min_s=self.wait_min_s,
+            wait_max_s=self.wait_max_s,
+        )
+
+    def wording(self) -> FleetWording:
+        """Return what people are told besides."""
+        return FleetWording(fleet=self.fleet, runbooks_url=self.runbooks_url, console_url=self.console_url)
+
+
+def named(text: str) -> tuple[str, str]:
+    """Return name and URL of `NAME=URL`; the name is empty for a URL alone."""
+    found = _NAMED.fullmatch(text)
+    return (found[1], found[2]) if found else ("", text)
+
+
+def _twice(names: Iterable[str]) -> str:
+    seen: set[str] = set()
+    return next((name for name in names if name in seen or seen.add(name)), "")  # type: ignore[func-returns-value]

@@ -1,0 +1,21 @@
+"""Who has sent this? Standard Webhooks (standardwebhooks.com): an HMAC-SHA256 of id, time and body, in three headers.
+
+webhook-id         the event's id: the same for every repetition
+webhook-timestamp  Unix seconds of this try
+webhook-signature  v1,BASE64 of hmac(key, "id.timestamp.body"); one for each key, with spaces between
+"""
+
+import base64
+import hashlib
+import hmac
+from collections.abc import Sequence
+
+
+def headers(keys: Sequence[bytes], id: str, timestamp: int, body: bytes) -> dict[str, str]:
+    """Return the headers of one try. Without keys it is not signed."""
+    signed = f"{id}.{timestamp}.".encode() + body
+    made = (base64.b64encode(hmac.digest(key, signed, hashlib.sha256)).decode() for key in keys)
+    found = {"webhook-id": id, "webhook-timestamp": str(timestamp)}
+    if keys:
+        found["webhook-signature"] = " ".join(f"v1,{one}" for one in made)
+    return found

@@ -1,0 +1,120 @@
+"""What becomes of an event that a webhook has not taken? It is kept on a small stream of its own, with the reason.
+
+    dead.webhook.<webhook>    one letter: which webhook, why, after how many tries, and the event as it was to be delivered
+
+The stream is bounded: of more than 10,000 letters, 64 MiB or 30 days the oldest go. An event that is buried twice, by a process
+that died in between, is one letter within two minutes.
+"""
+
+import base64
+import contextlib
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from datetime import datetime
+from typing import Any
+
+import msgspec
+
+from events import subjects
+from events.errors import HoldfastError
+from events.journal.broker import (
+    API_DEADLINE_S,
+    MESSAGE_NOT_FOUND,
+    STREAM_EXISTS,
+    STREAM_NOT_FOUND,
+    BrokerRefused,
+    ask,
+    decode_ack,
+)
+from events.journal.port import JournalUnavailable
+from events.nats.connection import DISCONNECTED, BrokerConnection
+
+LETTERS_MAX = 10_000
+BYTES_MAX = 64 << 20
+AGE_MAX_S = 30 * 86_400
+DUPLICATES_S = 120
+_NS = 1_000_000_000
+_AWAY: tuple[type[Exception], ...] = (*DISCONNECTED, JournalUnavailable, BrokerRefused)
+STREAM: dict[str, Any] = {
+    "name": subjects.DEAD_STREAM,
+    "subjects": [f"{subjects.DEAD}.*"],
+    "retention": "limits",
+    "storage": "file",
+    "discard": "old",
+    "max_msgs": LETTERS_MAX,
+    "max_bytes": BYTES_MAX,
+    "max_age": AGE_MAX_S * _NS,
+    "duplicate_window": DUPLICATES_S * _NS,
+}
+
+
+class NotBuried(HoldfastError):
+    """The broker has not taken a dead letter."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeadLetter:
+    """An event that a webhook has not taken, and why."""
+
+    webhook: str  # its name
+    reason: str  # in words
+    tries: int  # of its last process: an earlier one's are not counted
+    status: int | None  # of the last answer; None: there was none
+    event: dict[str, Any]  # CloudEvents 1.0 in structured mode, as JSON
+    given_up_at: datetime  # by the notifier's clock
+
+
+class DeadLetters:
+    """The stream of them, over one connection."""
+
+    def __init__(self, connection: BrokerConnection) -> None:
+        self._connection = connection
+        self._made = False
+
+    async def bury(self, letter: DeadLetter) -> None:
+        """Keep a letter. Raise NotBuried."""
+        headers = {"Nats-Msg-Id": f"{letter.webhook}:{letter.event['id']}"}
+        try:
+            await self._make()
+            answer = await self._connection.request(
+                subjects.dead(letter.webhook), msgspec.json.encode(letter), API_DEADLINE_S, headers
+            )
+        except _AWAY as error:
+            self._made = False  # somebody may have deleted it
+            raise NotBuried(f"{NotBuried.__doc__} ({error!r})") from error
+        if (ack := decode_ack(answer.body)).error:
+            raise NotBuried(f"{NotBuried.__doc__} ({ack.error})")
+
+    async def _make(self) -> None:
+        """Make the stream, where it is missing. One that somebody has made, with other bounds, stays as it is."""
+        if self._made:
+            return
+        try:
+            await ask(self._connection, f"STREAM.CREATE.{subjects.DEAD_STREAM}", STREAM)
+        except BrokerRefused as error:
+            if error.code != STREAM_EXISTS:
+                raise
+        self._made = True
+
+    async def all(self, webhook: str = "") -> AsyncIterator[tuple[int, DeadLetter]]:
+        """Yield letters with their places, the oldest first: of one webhook, or of all. Raise BrokerRefused or
+        JournalUnavailable."""
+        subject = subjects.dead(webhook) if webhook else f"{subjects.DEAD}.*"
+        after = 0
+        for _ in range(LETTERS_MAX):
+            try:
+                asked = {"seq": after + 1, "next_by_subj": subject}
+                found = await ask(self._connection, f"STREAM.MSG.GET.{subjects.DEAD_STREAM}", asked)
+            except BrokerRefused as error:
+                if error.code in (MESSAGE_NOT_FOUND, STREAM_NOT_FOUND):
+                    return
+                raise
+            after = int(found["message"]["seq"])
+            with contextlib.suppress(msgspec.MsgspecError):  # somebody else has written to the stream
+                body = base64.b64decode(found["message"].get("data", ""))
+                yield after, msgspec.json.decode(body, type=DeadLetter)
+
+    async def forget(self, seq: int) -> None:
+        """Take the letter at a place off the stream. Raise BrokerRefused or JournalUnavailable."""
+        asked = {"seq": seq, "no_erase": True}
+        await ask(self._connection, f"STREAM.MSG.DELETE.{subjects.DEAD_STREAM}", asked)

@@ -1,0 +1,86 @@
+"""What webhooks have not taken is kept beside the journal, within bounds, and taken off when it was sent again."""
+
+from collections.abc import AsyncIterator
+from datetime import UTC, datetime
+
+import nats
+import pytest
+
+from controller.adapters.embedded.servers import EmbeddedServer
+from events import dead_letters
+from events.dead_letters import DeadLetter, DeadLetters, NotBuried
+from events.nats.connection import BrokerConnection
+
+pytestmark = pytest.mark.servers
+
+
+@pytest.fixture
+async def letters(nats_url: str) -> AsyncIterator[DeadLetters]:
+    connection = await BrokerConnection.open(nats_url, "test")
+    yield DeadLetters(connection)
+    await connection.close()
+
+
+def letter(id: str, webhook: str = "ops") -> DeadLetter:
+    return DeadLetter(
+        webhook=webhook,
+        reason="it answered 500, 8 times",
+        tries=8,
+        status=500,
+        event={"id": id, "data": {"worker": "w1"}},
+        given_up_at=datetime(2026, 1, 1, tzinfo=UTC),
+    )
+
+
+async def ids(of: DeadLetters, webhook: str = "") -> list[str]:
+    return [found.event["id"] async for _, found in of.all(webhook)]
+
+
+async def test_what_is_buried_is_found_by_webhook_and_in_order(letters: DeadLetters) -> None:
+    assert await ids(letters) == []
+    for one in (letter("a"), letter("b", "chat"), letter("c")):
+        await letters.bury(one)
+    assert await ids(letters) == ["a", "b", "c"]
+    assert await ids(letters, "ops") == ["a", "c"] and await ids(letters, "none") == []
+    assert [found async for _, found in letters.all("chat")] == [letter("b", "chat")]
+
+
+async def test_what_is_buried_twice_is_there_once_but_for_another_webhook(letters: DeadLetters) -> None:
+    for one in (letter("a"), letter("a"), letter("a", "chat")):
+        await letters.bury(one)
+    assert await ids(letters) == ["a", "a"] and await ids(letters, "ops") == ["a"]
+
+
+async def test_what_is_forgotten_is_gone_and_the_others_are_not(letters: DeadLetters) -> None:
+    for id in "abc":
+        await letters.bury(letter(id))
+    places = [seq async for seq, _ in letters.all()]
+    await letters.forget(places[1])
+    assert await ids(letters) == ["a", "c"]
+
+
+async def test_the_stream_is_bounded_and_what_is_no_letter_is_stepped_over(
+    nats_url: str, letters: DeadLetters
+) -> None:
+    await letters.bury(letter("a"))
+    client = await nats.connect(nats_url)
+    stream = client.jetstream()
+    config = (await stream.stream_info("DEAD_LETTERS")).config
+    assert (config.max_msgs, config.max_bytes) == (dead_letters.LETTERS_MAX, dead_letters.BYTES_MAX)
+    assert config.max_age == dead_letters.AGE_MAX_S and config.discard == "old"
+    await stream.publish("dead.webhook.ops", b"no letter")
+    await letters.bury(letter("b"))
+    assert await ids(letters) == ["a", "b"]
+    await stream.delete_stream("DEAD_LETTERS")
+    with pytest.raises(NotBuried):
+        await letters.bury(letter("c"))
+    await letters.bury(letter("c"))  # who tries again makes the stream anew
+    assert await ids(letters) == ["c"]
+    await client.close()
+
+
+async def test_a_broker_that_is_away_has_not_taken_it(own_nats: EmbeddedServer, letters: DeadLetters) -> None:
+    await letters.bury(letter("a"))
+    await own_nats.kill()
+    with pytest.raises(NotBuried):
+        await letters.bury(letter("b"))

@@ -1,0 +1,156 @@
+"""A real notifier, broker and receiver: nothing is lost or out of order, however the receiver fails and whoever dies."""
+
+import asyncio
+import json
+import re
+import signal
+from collections.abc import AsyncIterator
+from itertools import groupby
+from pathlib import Path
+
+import pytest
+from notifier_world import KEY, NotifierWorld, notifying
+from standardwebhooks import Webhook as Verifier
+from typed_commands import run_command
+from webhook_receiver import Act, Received, Receiver, receiving
+
+pytestmark = pytest.mark.servers
+
+
+@pytest.fixture
+async def world(tmp_path: Path) -> AsyncIterator[NotifierWorld]:
+    async with notifying(tmp_path) as made:
+        yield made
+
+
+def verified(receiver: Receiver) -> list[str]:
+    """Return the ids of what was taken, each signed, without immediate repetitions: the same id again is the same event."""
+    for one in receiver.all:
+        said = Verifier(KEY).verify(one.body, one.headers)
+        assert said["id"] == one.id and one.headers["content-type"] == "application/cloudevents+json"
+    return [id for id, _ in groupby(receiver.ids)]
+
+
+async def test_a_receiver_that_fails_in_every_way_gets_all_in_order(world: NotifierWorld) -> None:
+    ways: list[Act] = [500, "stall", "drop", (429, {"Retry-After": "0"}), 503, 302, 404, "drop", 502]
+    async with receiving(*(act for way in ways for act in (way, 200))) as receiver:
+        await world.notify({"url": f"{receiver.url}/told"}, TIMEOUT_S="0.4")
+        ids = await world.say(*range(len(ways) + 3))
+        await receiver.until(lambda: set(ids) <= {*receiver.ids})
+        assert verified(receiver) == ids
+        assert {one.path for one in receiver.all} == {"/told"}
+
+
+async def test_nothing_is_lost_by_a_notifier_that_is_killed_again_and_again(world: NotifierWorld) -> None:
+    def act(received: Received) -> Act:
+        return 503 if len(receiver.all) % 3 == 1 else 200
+
+    async with receiving() as receiver:
+        receiver.act = act
+        await world.notify({"url": receiver.url})
+        ids = await world.say(*range(10))
+        for wanted in (2, 5, 8):
+            await receiver.until(lambda wanted=wanted: len(set(receiver.ids)) >= wanted)  # type: ignore[misc]
+            assert await world.end() == -signal.SIGKILL
+            ids += await world.say(100 + wanted)
+            await world.notify({"url": receiver.url})
+        await receiver.until(lambda: set(ids) <= {*receiver.ids})
+        assert verified(receiver) == ids
+
+
+async def test_who_is_told_to_stop_finishes_what_he_was_at_and_nothing_comes_twice(
+    world: NotifierWorld,
+) -> None:
+    async with receiving() as receiver:
+        going_on = asyncio.Event()
+
+        def act(received: Received) -> Act:
+            going_on.set()
+            return "half" if len(receiver.all) == 1 else 200
+
+        receiver.act = act
+        await world.notify({"url": receiver.url})
+        ids = await world.say(1, 2)
+        await going_on.wait()  # its status is there, and a body that does not come
+        assert await world.end(signal.SIGTERM) == 0
+        await world.notify({"url": receiver.url})
+        await receiver.until(lambda: set(ids) <= {*receiver.ids})
+        assert receiver.ids == ids
+
+
+async def test_a_broker_that_dies_is_waited_for(world: NotifierWorld) -> None:
+    async with receiving() as receiver:
+        await world.notify({"url": receiver.url})
+        ids = await world.say(1, 2)
+        await receiver.until(lambda: ids[0] in receiver.ids)
+        await world.broker_dies_and_comes_back()
+        ids += await world.say(3, 4)
+        await receiver.until(lambda: set(ids) <= {*receiver.ids})
+        assert verified(receiver) == ids
+
+
+async def test_what_is_refused_is_a_dead_letter_that_can_be_sent_again(world: NotifierWorld) -> None:
+    at_broker = {"HOLDFAST_NATS_URL": world.url, "HOLDFAST_DATA": str(world.data)}
+    async with receiving() as receiver:
+        refused: set[str] = set()
+
+        def act(received: Received) -> Act:
+            return 400 if json.loads(received.body)["data"]["instance"] in refused else 200
+
+        receiver.act, refused = act, {"i1", "i3"}
+        await world.notify({"url": receiver.url})
+        ids = await world.say(*range(5))
+        await receiver.until(lambda: ids[4] in receiver.ids)
+        assert receiver.ids == [ids[0], ids[2], ids[4]]
+        listed = await asyncio.to_thread(run_command, ("webhooks", "dead", "-o", "json"), at_broker)
+        letters = [json.loads(line) for line in listed.stdout.splitlines()]
+        assert [(one["event"]["id"], one["status"], one["tries"]) for one in letters] == [
+            (ids[1], 400, 3),
+            (ids[3], 400, 3),
+        ]
+        refused = {"i3"}
+        again = ("webhooks", "resend", receiver.url, "--secret-file", str(world.folder / "secret"))
+        done = await asyncio.to_thread(run_command, again, at_broker)
+        assert done.returncode == 1 and done.stdout.endswith("1 taken, 1 not taken\n"), done.stderr
+        assert receiver.ids[-1] == ids[1]
+        shown = await asyncio.to_thread(run_command, ("webhooks", "dead", "--webhook", "ops"), at_broker)
+        assert ids[3] in shown.stdout and "it answered 400, 3 times" in shown.stdout
+        assert shown.stdout.endswith("1 dead letter\n")
+        refused = set()
+        assert (await asyncio.to_thread(run_command, again, at_broker)).returncode == 0
+        none = await asyncio.to_thread(run_command, ("webhooks", "dead"), at_broker)
+        assert none.stdout == "there are no dead letters\n"
+        assert {*receiver.ids} == {*ids} and len(verified(receiver)) == 5
+
+
+async def test_who_answers_410_is_told_nothing_more_and_that_can_be_seen(world: NotifierWorld) -> None:
+    async with receiving(200, 410) as gone, receiving() as other:
+        await world.notify({"url": gone.url}, {"url": other.url, "name": "other"})
+        ids = await world.say(1, 2, 3)
+        await other.until(lambda: set(ids) <= {*other.ids})
+        await gone.until(lambda: len(gone.all) == 2)
+        for _ in range(200):
+            if "410" in (ready := await world.asked("/ready")):
+                break
+            await asyncio.sleep(0.05)
+        said = json.loads(ready)
+        assert not said["ready"] and "410 Gone" in said["webhooks"]["ops"] and said["webhooks"]["other"] == ""
+        metrics = await world.asked("/metrics")
+        assert 'holdfast_webhook_stopped{webhook="ops"} 1.0' in metrics
+        assert 'holdfast_webhook_deliveries_total{outcome="delivered",webhook="other"} 3.0' in metrics
+        assert re.search(
+            r'holdfast_webhook_last_success_timestamp_seconds{webhook="other"} 1\.[0-9]+e\+09', metrics
+        )
+        assert len(gone.all) == 2
+
+
+async def test_other_kinds_are_told_from_its_place_on(world: NotifierWorld) -> None:
+    async with receiving() as receiver:
+        await world.notify({"url": receiver.url})
+        (first,) = await world.say(1)
+        await receiver.until(lambda: first in receiver.ids)
+        await world.end(signal.SIGTERM)
+        (second,) = await world.say(2)
+        await world.notify({"url": receiver.url, "kinds": ["worker_heard", "worker_silent"]})
+        await receiver.until(lambda: second in receiver.ids)
+        assert receiver.ids == [first, second]

@@ -1,0 +1,115 @@
+"""What is done after which answer."""
+
+from datetime import UTC, datetime, timedelta
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from controller.webhooks.answers import (
+    AWAY,
+    Again,
+    Answer,
+    Delivered,
+    ReceiverGone,
+    RetryPolicy,
+    Undeliverable,
+    retry_after_s,
+    step,
+)
+
+POLICY = RetryPolicy(tries_max=3, hold_s=1_000, wait_min_s=1, wait_max_s=60, retry_after_max_s=600)
+NOW = datetime(2026, 1, 1, tzinfo=UTC)
+LAST, OLD = 3, 1_000.0  # the try, and the age in seconds, from which on nobody insists
+
+
+@pytest.mark.parametrize(
+    ("status", "first", "last_try", "old"),
+    [
+        (200, Delivered, Delivered, Delivered),
+        (202, Delivered, Delivered, Delivered),
+        (204, Delivered, Delivered, Delivered),
+        (301, Again, Undeliverable, Again),  # redirects are not followed
+        (400, Again, Undeliverable, Again),
+        (401, Again, Undeliverable, Again),
+        (404, Again, Undeliverable, Again),
+        (408, Again, Again, Undeliverable),
+        (410, ReceiverGone, ReceiverGone, ReceiverGone),
+        (425, Again, Again, Undeliverable),
+        (429, Again, Again, Undeliverable),
+        (500, Again, Undeliverable, Again),
+        (501, Again, Undeliverable, Again),
+        (502, Again, Again, Undeliverable),
+        (503, Again, Again, Undeliverable),
+        (504, Again, Again, Undeliverable),
+        (None, Again, Again, Undeliverable),
+    ],
+)
+def test_what_is_done_after_an_answer(status: int | None, first: type, last_try: type, old: type) -> None:
+    """At the first try; at the last of an event that is refused; and where the event is as old as any may become that waits."""
+    answer = Answer(status, "refused")
+    assert isinstance(step(POLICY, answer, 1, 0.0, 0.5), first)
+    assert isinstance(step(POLICY, answer, LAST, 0.0, 0.5), last_try)
+    assert isinstance(step(POLICY, answer, 1, OLD, 0.5), old)
+
+
+def test_why_it_was_given_up_is_said() -> None:
+    refused, away = Answer(403, "who are you"), Answer(None, "no answer within 10 s")
+    assert step(POLICY, refused, 3, 0.0, 0.5) == Undeliverable("it answered 403, 3 times")
+    assert step(POLICY, away, 9, OLD, 0.5) == Undeliverable(
+        "no answer within 10 s; the event is older than 1000 s"
+    )
+
+
+def test_waits_double_up_to_the_longest_with_jitter_below() -> None:
+    def wait_s(tries: int, chance: float) -> float:
+        done = step(POLICY, Answer(503), tries, 0.0, chance)
+        assert isinstance(done, Again)
+        return done.wait_s
+
+    assert [wait_s(tries, 1.0) for tries in range(1, 9)] == [1, 2, 4, 8, 16, 32, 60, 60]
+    assert [wait_s(tries, 0.0) for tries in range(1, 9)] == [0.5, 1, 2, 4, 8, 16, 30, 30]
+    assert wait_s(10_000, 1.0) == 60
+
+
+@pytest.mark.parametrize(("said", "waits"), [(0, 1), (90, 90), (1e9, 600)])
+def test_who_wants_to_be_left_alone_is_but_not_for_ever(said: float, waits: float) -> None:
+    assert step(POLICY, Answer(429, "", said), 1, 0.0, 1.0) == Again(waits)
+
+
+@pytest.mark.parametrize(
+    ("header", "seconds"),
+    [
+        ("120", 120.0),
+        ("0", 0.0),
+        ("Thu, 01 Jan 2026 00:01:30 GMT", 90.0),
+        ("Wed, 31 Dec 2025 23:59:00 GMT", 0.0),
+        ("-5", None),
+        ("9" * 400, None),
+        ("soon", None),
+        ("", None),
+    ],
+)
+def test_retry_after_is_seconds_or_an_instant(header: str, seconds: float | None) -> None:
+    assert retry_after_s({"Retry-After": header}, NOW) == seconds
+
+
+@given(
+    st.one_of(st.none(), st.integers(100, 599)), st.integers(1, 10_000), st.floats(0, 1), st.floats(0, 1e6)
+)
+def test_no_event_is_tried_for_ever(status: int | None, tries: int, chance: float, after_s: float) -> None:
+    """Whatever a receiver says, each try ends in a bounded wait, or in the end; and time or tries bring the end."""
+    answer = Answer(status, "", after_s)
+    found = step(POLICY, answer, tries, 0.0, chance)
+    if isinstance(found, Again):
+        assert 0 < found.wait_s <= POLICY.retry_after_max_s
+        held = status is None or status in AWAY
+        assert held or tries < POLICY.tries_max
+        age_s = timedelta(seconds=POLICY.hold_s).total_seconds()
+        assert not isinstance(step(POLICY, answer, POLICY.tries_max, age_s, chance), Again)
+
+
+def test_a_policy_that_makes_no_sense_is_refused() -> None:
+    for wrong in ({"tries_max": 0}, {"wait_min_s": 0}, {"wait_min_s": 2, "wait_max_s": 1}, {"hold_s": -1}):
+        with pytest.raises(ValueError, match="wait_max_s"):
+            RetryPolicy(**wrong)
