@@ -1,0 +1,97 @@
+"""People hear what happens in a fleet: all of it, in order, whoever is killed meanwhile, and over the fleet's own restart."""
+
+import asyncio
+import base64
+import json
+import os
+import signal
+from itertools import groupby
+from pathlib import Path
+
+from fleet import running
+from standardwebhooks import Webhook as Verifier
+from webhook_receiver import Act, Received, Receiver, receiving
+
+from controller.demo.fleet import DemoFleet
+from controller.webhooks.kinds import TOLD
+from events.observations import IntrusionRefused
+
+KEY = f"whsec_{base64.b64encode(bytes(32)).decode()}"
+FLAGS = ("--workers", "3", "--chaos", "--canary-interval", "0.5", "--breaker-wait", "1", "--itl-ms", "5")
+
+
+def heard(receiver: Receiver) -> list[str]:
+    """Return the ids of what a receiver has taken, without immediate repetitions, each verified."""
+    for one in receiver.all:
+        Verifier(KEY).verify(one.body, one.headers)
+    return [id for id, _ in groupby(receiver.ids)]
+
+
+def closed(receiver: Receiver, incidents: int) -> bool:
+    """Say whether so many incidents have been told from beginning to end."""
+    kinds = [one.headers["webhook-id"] for one in receiver.taken if b"incident_closed" in one.body]
+    return len({*kinds}) >= incidents
+
+
+async def said(fleet: DemoFleet) -> list[str]:
+    """Return the ids of what should have been told, as the journal has them."""
+    events = await fleet.events()
+    assert not [event for event in events if isinstance(event.fact, IntrusionRefused)]
+    return [event.id for event in events if event.fact.kind() in TOLD]
+
+
+async def all_is_told(receiver: Receiver, fleet: DemoFleet, incidents: int) -> None:
+    """Wait until so many incidents have been told to their end, and nothing that the journal has is missing."""
+    await receiver.until(lambda: closed(receiver, incidents), 60)
+    async with asyncio.timeout(60):
+        while heard(receiver) != await said(fleet):  # noqa: ASYNC110 (there is nothing that tells)
+            await asyncio.sleep(0.1)
+
+
+async def notifier_dies(fleet: DemoFleet) -> None:
+    (pid,) = (one["pid"] for one in (await fleet.status())["processes"] if one["role"] == "notifier")
+    os.kill(pid, signal.SIGKILL)
+
+
+async def test_all_that_happens_is_told_in_order_and_a_page_is_resolved(tmp_path: Path) -> None:
+    (signs := tmp_path / "signs").write_text(KEY)
+    (routes := tmp_path / "routes").write_text("R" * 32)
+
+    def moody(received: Received) -> Act:
+        return [503, 200, "drop"][len(ops.all) % 3] if len(ops.all) < 12 else 200
+
+    async with receiving() as ops, receiving() as page:
+        ops.act = moody
+        hooks = (
+            *(
+                "--webhook",
+                f"ops={ops.url}",
+                "--webhook-template",
+                "cloudevents",
+                "--webhook-secret-file",
+                str(signs),
+            ),
+            *(
+                "--webhook",
+                f"page={page.url}",
+                "--webhook-template",
+                "pagerduty",
+                "--webhook-secret-file",
+                str(routes),
+            ),
+        )
+        async with running(tmp_path / "fleet", *FLAGS, *hooks, stops=True) as fleet:
+            await fleet.healthy(3)
+            await fleet.act("kill", "w1")
+            await ops.until(lambda: len(ops.all) > 1)
+            await notifier_dies(fleet)
+            await fleet.healthy(3)
+            await all_is_told(ops, fleet, 1)
+        async with running(tmp_path / "fleet", *FLAGS, *hooks, stops=True) as fleet:
+            await fleet.healthy(3)
+            await fleet.act("kill", "w2")
+            await all_is_told(ops, fleet, 2)
+    pages = [json.loads(one.body) for one in page.taken]
+    triggered = {one["dedup_key"] for one in pages if one["event_action"] == "trigger"}
+    resolved = {one["dedup_key"] for one in pages if one["event_action"] == "resolve"}
+    assert len(resolved) >= 2 and resolved <= triggered
