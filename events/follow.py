@@ -37,6 +37,7 @@ Since: TypeAlias = int | datetime | Literal["now"] | None
 
 CONNECT_S = 5.0
 ASK_S = 5.0
+CLOSE_S = 2.0
 FETCH_S = 5.0  # that one question for more may wait
 GATHER_S = 0.05  # that many may wait for one another, where many come
 AGAIN_S = 0.5  # after an error of the connection
@@ -106,7 +107,8 @@ async def follow(
                 yield event
     finally:
         with contextlib.suppress(NatsError, OSError, TimeoutError):
-            await client.close()
+            async with asyncio.timeout(CLOSE_S):
+                await client.close()
 
 
 def _filters(kinds: Iterable[type[Fact] | str]) -> list[str]:
@@ -217,10 +219,10 @@ class _Consumer:
         if self._more_waits:  # nats-py waits for the whole of a batch, once one has come
             self._more_waits = False
             with contextlib.suppress(TimeoutError):
-                got = await subscription.fetch(BATCH, timeout=GATHER_S)
+                got = await _fetched(subscription, BATCH, GATHER_S)
                 self._more_waits = True
                 return got
-        got = await subscription.fetch(1, timeout=FETCH_S)
+        got = await _fetched(subscription, 1, FETCH_S)
         self._more_waits = not self._durable
         return got
 
@@ -299,6 +301,18 @@ class _Consumer:
         elif isinstance(since, int):
             config.deliver_policy, config.opt_start_seq = DeliverPolicy.BY_START_SEQUENCE, max(1, since)
         return config
+
+
+async def _fetched(subscription: JetStreamContext.PullSubscription, most: int, within_s: float) -> list[Msg]:
+    """Return what there is. In a task of its own: nats-py's `wait_for` (of Python 3.11) can swallow a cancellation, and whoever
+    wants to leave would stay."""
+    asking = asyncio.ensure_future(subscription.fetch(most, timeout=within_s))
+    asking.add_done_callback(lambda done: done.cancelled() or done.exception())
+    try:
+        await asyncio.wait({asking})
+    finally:
+        asking.cancel()
+    return asking.result()
 
 
 @contextlib.asynccontextmanager

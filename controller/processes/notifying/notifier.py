@@ -5,6 +5,7 @@ import signal
 from collections.abc import AsyncGenerator
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from prometheus_client import CollectorRegistry, generate_latest
 
@@ -19,6 +20,8 @@ from events.dead_letters import DeadLetters
 from events.follow import FollowedEvent, Since, follow
 from events.nats.connection import BrokerConnection
 from events.process import presence
+
+LEAVE_S = 9.0  # `up` waits for 10
 
 
 async def run_notifier(
@@ -75,9 +78,15 @@ def report(deliveries: list[Delivery], connection: BrokerConnection) -> dict[str
 
 
 async def _until(stop: asyncio.Event, deliveries: list[Delivery]) -> None:
-    """Deliver until told to stop. Raise what has ended a delivery."""
-    async with asyncio.TaskGroup() as group:
-        running = [group.create_task(delivery.run()) for delivery in deliveries]
-        await stop.wait()
+    """Deliver until told to stop, and then as long as it takes to finish what is under way. Raise what has ended a delivery."""
+    running = [asyncio.create_task(delivery.run()) for delivery in deliveries]
+    stopping: asyncio.Task[Any] = asyncio.create_task(stop.wait())
+    try:
+        await asyncio.wait({*running, stopping}, return_when=asyncio.FIRST_COMPLETED)
         for task in running:
+            if task.done():
+                task.result()
+    finally:
+        for task in (*running, stopping):
             task.cancel()
+        await asyncio.wait({*running, stopping}, timeout=LEAVE_S)
