@@ -20,7 +20,7 @@ from controller.config.flags import describe
 from controller.processes.operator_client import find
 from controller.replay.sentences import count
 from controller.webhooks import cloud_event, templates
-from controller.webhooks.answers import AWAY, Answer
+from controller.webhooks.answers import Answer, is_away
 from controller.webhooks.settings import NotifierSettings, Webhook, named
 from controller.webhooks.wording import FleetWording
 from events import codec, subjects
@@ -179,9 +179,9 @@ async def _sent_again(args: argparse.Namespace) -> int:
                 taken += 1
                 continue
             kept += 1
-            said = answer.says if answer.status is None else f"{answer.status} {answer.says}"
+            said = answer.says if not answer.status else f"{answer.status} {answer.says}"
             print(fitted(f"{seq} was not taken: {said}"))
-            if answer.status is None or answer.status in AWAY:
+            if is_away(answer.status):
                 print("the receiver is away: the others stay as they are")
                 break
     print(f"{taken} taken, {kept} not taken")

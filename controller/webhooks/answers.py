@@ -1,13 +1,13 @@
 """What is to be done after which answer of a receiver?
 
-    2xx                                    delivered: the next event
-    410                                    the webhook stops: its receiver wants nothing any more
-    none, 408, 425, 429, 502, 503, 504     away: the line is held, until the event is `hold_s` old
-    everything else                        refused: tried `tries_max` times, for it may be this event alone
+    2xx                            delivered: the next event
+    410                            the webhook stops: its receiver wants nothing any more
+    none, 3xx, 401, 403, 404 …     away (`is_away`): the line is held, until the event is `hold_s` old
+    everything else: 400, 500 …    refused: tried `tries_max` times, for it may be this event alone
 
 What a webhook gives up goes to the dead letters, and it goes on with the next event. Why not one bound for all? A receiver that
-is away takes nothing: whoever went on would bury all that happens meanwhile, out of order. One that answers with an error may
-choke on this event, and would never be told of another.
+is away, or does not know us, takes nothing: whoever went on would bury all that happens meanwhile. One that answers with an error
+may choke on this event, and would never be told of another.
 
 Waits double, with jitter. A receiver that says when to come again (Retry-After) is not asked before.
 """
@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from datetime import datetime
 from email.utils import parsedate_to_datetime
 
-AWAY = frozenset({408, 425, 429, 502, 503, 504})
+AWAY = frozenset({401, 403, 404, 405, 407, 408, 425, 429, 502, 503, 504})  # they say nothing of the event
 GONE = 410
 DOUBLINGS_MAX = 32
 
@@ -84,12 +84,17 @@ def step(policy: RetryPolicy, answer: Answer, tries: int, age_s: float, chance: 
         return Delivered()
     if status == GONE:
         return ReceiverGone("it answered 410 Gone: it wants nothing any more")
-    if status is None or status in AWAY:
+    if is_away(status):
         if age_s >= policy.hold_s:
             return Undeliverable(f"{_said(answer)}; the event is older than {policy.hold_s:g} s")
     elif tries >= policy.tries_max:
         return Undeliverable(f"{_said(answer)}, {tries} times")
     return Again(_wait_s(policy, answer, tries, chance))
+
+
+def is_away(status: int | None) -> bool:
+    """Say whether no event would be taken now: nobody answers, or who does knows neither us nor the place. A redirect is such."""
+    return status is None or 300 <= status < 400 or status in AWAY
 
 
 def _wait_s(policy: RetryPolicy, answer: Answer, tries: int, chance: float) -> float:

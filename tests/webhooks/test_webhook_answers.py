@@ -7,13 +7,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from controller.webhooks.answers import (
-    AWAY,
     Again,
     Answer,
     Delivered,
     ReceiverGone,
     RetryPolicy,
     Undeliverable,
+    is_away,
     retry_after_s,
     step,
 )
@@ -29,10 +29,13 @@ LAST, OLD = 3, 1_000.0  # the try, and the age in seconds, from which on nobody 
         (200, Delivered, Delivered, Delivered),
         (202, Delivered, Delivered, Delivered),
         (204, Delivered, Delivered, Delivered),
-        (301, Again, Undeliverable, Again),  # redirects are not followed
+        (301, Again, Again, Undeliverable),  # redirects are not followed
         (400, Again, Undeliverable, Again),
-        (401, Again, Undeliverable, Again),
-        (404, Again, Undeliverable, Again),
+        (401, Again, Again, Undeliverable),
+        (403, Again, Again, Undeliverable),
+        (404, Again, Again, Undeliverable),
+        (413, Again, Undeliverable, Again),
+        (422, Again, Undeliverable, Again),
         (408, Again, Again, Undeliverable),
         (410, ReceiverGone, ReceiverGone, ReceiverGone),
         (425, Again, Again, Undeliverable),
@@ -54,8 +57,8 @@ def test_what_is_done_after_an_answer(status: int | None, first: type, last_try:
 
 
 def test_why_it_was_given_up_is_said() -> None:
-    refused, away = Answer(403, "who are you"), Answer(None, "no answer within 10 s")
-    assert step(POLICY, refused, 3, 0.0, 0.5) == Undeliverable("it answered 403, 3 times")
+    refused, away = Answer(422, "what is this"), Answer(None, "no answer within 10 s")
+    assert step(POLICY, refused, 3, 0.0, 0.5) == Undeliverable("it answered 422, 3 times")
     assert step(POLICY, away, 9, OLD, 0.5) == Undeliverable(
         "no answer within 10 s; the event is older than 1000 s"
     )
@@ -103,8 +106,7 @@ def test_no_event_is_tried_for_ever(status: int | None, tries: int, chance: floa
     found = step(POLICY, answer, tries, 0.0, chance)
     if isinstance(found, Again):
         assert 0 < found.wait_s <= POLICY.retry_after_max_s
-        held = status is None or status in AWAY
-        assert held or tries < POLICY.tries_max
+        assert is_away(status) or tries < POLICY.tries_max
         age_s = timedelta(seconds=POLICY.hold_s).total_seconds()
         assert not isinstance(step(POLICY, answer, POLICY.tries_max, age_s, chance), Again)
 

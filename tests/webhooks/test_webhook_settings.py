@@ -114,6 +114,12 @@ def test_up_refuses_before_it_starts_anything(tmp_path: Path, flags: tuple[str, 
     assert done.returncode in (1, 2) and says in done.stderr and not (tmp_path / "fleet").exists()
 
 
+def test_up_refuses_what_the_environment_says_wrong_of_webhooks(tmp_path: Path) -> None:
+    said = {VARIABLE: json.dumps([{"url": "https://x", "kinds": ["breakers_opened"]}])}
+    done = run_command(("up", "--data", str(tmp_path / "fleet")), said)
+    assert done.returncode in (1, 2) and "did you mean breaker_opened" in done.stderr
+
+
 def test_settings_show_no_url() -> None:
     shown = {VARIABLE: json.dumps([{"url": "https://hooks/secret", "name": "pager"}])}
     for output in ("text", "json"):

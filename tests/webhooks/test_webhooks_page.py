@@ -64,7 +64,7 @@ def test_the_kinds_that_are_told_are_those_of_the_page() -> None:
 
 def test_what_is_promised_is_what_is_set() -> None:
     said, settings = section("What is promised"), NotifierSettings()
-    (away,) = re.findall(r"^\| none, (.*?) \|", said, re.MULTILINE)
+    (away,) = re.findall(r"^\| none, 3xx, (.*?) \|", said, re.MULTILINE)
     assert {int(status) for status in away.split(", ")} == AWAY
     assert settings.tries_max == 8 and "after 8 tries" in said
     assert settings.timeout_s == 10 and "within 10 s" in said

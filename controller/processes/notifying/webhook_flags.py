@@ -72,7 +72,8 @@ def webhook_variables(args: argparse.Namespace) -> dict[str, str]:
 
 def check_webhooks(args: argparse.Namespace, environment: Mapping[str, str]) -> None:
     """Raise UsageError or BadSetting for what the notifier would refuse."""
-    if variables := webhook_variables(args):
+    variables = webhook_variables(args)
+    if wanted(args, environment):
         gather(NotifierSettings, "notifier", {}, {**environment, **variables}).check()
 
 
