@@ -2,6 +2,7 @@
 
 import argparse
 import asyncio
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -18,7 +19,8 @@ from events.observations import WorkerLeft
 ARGS = argparse.Namespace(
     host="127.0.0.1", port=80, frontends=1, workers=1, request_plane="tcp", canary_interval=None, breaker_wait=None,
     breaker_backoff=None, chaos=False, engine="simulated", model=None, itl_ms=None, workers_per_process=1,
-    ready_timeout=None, spares=0, spare_threshold=None, spares_on_return=None, upstream=[],
+    ready_timeout=None, spares=0, spare_threshold=None, spares_on_return=None, upstream=[], webhook=[], webhook_kinds=[],
+    webhook_template=[], webhook_secret_file=[],
 )  # fmt: skip
 STUBBORN = "import signal, time; signal.signal(15, signal.SIG_IGN); print(flush=True); time.sleep(60)"
 FIRST_PROCESS = """
@@ -75,6 +77,18 @@ async def test_a_worker_that_must_be_killed_at_the_end_has_left(tmp_path: Path) 
     assert [event.fact for event in stream.events] == [
         WorkerLeft(worker="w0", instance=told["HOLDFAST_WORKER_INSTANCE"], mode="immediate", exit=137)
     ]
+
+
+def test_a_fleet_that_tells_nobody_anything_has_no_notifier(tmp_path: Path) -> None:
+    def notifiers(*webhooks: str) -> list[Child]:
+        args = argparse.Namespace(**vars(ARGS) | {"webhook": list(webhooks)})
+        return [child for child in plan(args, FleetDir(tmp_path)) if child.role == "notifier"]
+
+    assert notifiers() == []
+    (notifier,) = notifiers("ops=https://host/a", "@/etc/url")
+    said = json.loads(notifier.environment["HOLDFAST_NOTIFIER__WEBHOOKS"])
+    assert [(one["name"], one["url"]) for one in said] == [("ops", "https://host/a"), ("", "@/etc/url")]
+    assert not any("host" in word for word in notifier.command), "`ps` shows them to everybody"
 
 
 def test_workers_share_processes_as_far_as_they_go(tmp_path: Path) -> None:

@@ -237,3 +237,21 @@ def test_every_metric_and_label_of_a_rule_exists(rule: object) -> None:
         labels = {matcher.name for matcher in selector.matchers.matchers}
         assert metric in KNOWN and labels <= KNOWN[metric][1] | OF_TARGETS
     assert set(re.findall(r"holdfast:[\w:]+", expr)) <= RECORDED_NAMES
+
+
+@pytest.mark.parametrize(
+    "series",
+    [
+        {'holdfast_webhook_stopped{webhook="ops"}': "0x80 1x120"},
+        {'holdfast_webhook_deliveries_total{webhook="ops",outcome="dead_letter"}': "0x150 1x60"},
+    ],
+)
+def test_a_webhook_that_has_stopped_or_given_something_up_is_told_of(
+    series: Mapping[str, str], tmp_path: Path
+) -> None:
+    tests = [unit_test("HoldfastWebhooksFailing", series, True)]
+    file = tmp_path / "tests.yaml"
+    file.write_text(
+        json.dumps({"rule_files": [str(RULES)], "evaluation_interval": f"{EVERY_S}s", "tests": tests})
+    )
+    promtool("test", "rules", str(file))
