@@ -14,6 +14,7 @@ from controller.webhooks.answers import Answer, retry_after_s
 from controller.webhooks.templates import WebhookRequest
 
 BODY_MAX = 4_096  # bytes of an answer
+KEPT_S = 3.0  # that a connection waits for the next event: less than servers let one
 SAYS_S = 1.0  # that they may take behind its status
 
 
@@ -28,7 +29,7 @@ class WebhookSender:
         """Return one. aiohttp's own context is made at its import, and may trust nobody."""
         trust: Any = await asyncio.to_thread(ssl.create_default_context)
         session = aiohttp.ClientSession(
-            connector=aiohttp.TCPConnector(ssl=trust, force_close=True),
+            connector=aiohttp.TCPConnector(ssl=trust, keepalive_timeout=KEPT_S),
             cookie_jar=aiohttp.DummyCookieJar(),
             timeout=aiohttp.ClientTimeout(total=None),  # ours is over all of it
             auto_decompress=False,
