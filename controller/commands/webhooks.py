@@ -153,10 +153,11 @@ async def _listed(args: argparse.Namespace) -> int:
 
 def _print(seq: int, letter: DeadLetter) -> None:
     kind = str(letter.event.get("type", "")).removeprefix(codec.TYPE_PREFIX)
-    happened, given_up = letter.event.get("recordedtime", ""), letter.given_up_at
+    happened = str(letter.event.get("recordedtime", ""))[:19].replace("T", " ")
+    given_up = letter.given_up_at
     print(f"{seq}  {given_up:%Y-%m-%d %H:%M:%S} UTC  {letter.webhook}  {kind}")
     print(fitted(f"  {letter.reason}"))
-    print(fitted(f"  event {letter.event.get('id')}, of {happened}"))
+    print(fitted(f"  event {letter.event.get('id')}, of {happened} UTC"))
 
 
 def _resend(args: argparse.Namespace) -> int:
