@@ -94,7 +94,11 @@ async def sweep(folder: Path) -> Path:
         await fleet.ready()
         await fleet.healthy(3)
         async with users(fleet):
-            for fault, worker, argument in (("corrupt", "w0", 2.0), ("error", "w1", 1.0), ("corrupt", "w2", 1.0)):
+            for fault, worker, argument in (
+                ("corrupt", "w0", 2.0),
+                ("error", "w1", 1.0),
+                ("corrupt", "w2", 1.0),
+            ):
                 await asyncio.sleep(2 * CALM_S)
                 await fleet.act(fault, worker, argument)
                 await asyncio.sleep(6 * CALM_S)

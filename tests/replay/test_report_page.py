@@ -8,6 +8,8 @@ from axe_playwright_python.async_playwright import Axe
 from made_history import History
 from playwright.async_api import Page
 from test_report import journal, reported
+from test_what_if import between, lived
+from test_what_if import said as what_if_said
 
 from benchmarks import browser
 from controller.replay import travel
@@ -122,3 +124,17 @@ async def test_axe_finds_nothing_that_keeps_anybody_out(written: Path, tmp_path:
     async with browser.browser(tmp_path) as found, browser.opened(found, written, dark=dark) as (page, _):
         violations = (await Axe().run(page)).response["violations"]
         assert [(one["id"], [node["html"] for node in one["nodes"]]) for one in violations] == []
+
+
+async def test_a_sweep_is_drawn_without_network_or_complaint_for_everybody(tmp_path: Path) -> None:
+    """Six panels over twelve values, and a table that says the same; in light and dark."""
+    where = tmp_path / "sweep.html"
+    await what_if_said(lived(between("w1", 40, 95)), "--sweep", "canary.interval=1s..60s", "-o", str(where))
+    async with browser.browser(tmp_path) as found:
+        for dark in (False, True):
+            async with browser.opened(found, where, dark=dark) as (page, complaints):
+                assert await page.locator("#chart .cartesianlayer .subplot").count() == 6
+                assert await page.locator("tbody tr").count() == 12
+                violations = (await Axe().run(page)).response["violations"]
+                assert [(one["id"], [node["html"] for node in one["nodes"]]) for one in violations] == []
+                assert complaints == []

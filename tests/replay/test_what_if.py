@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from made_history import History
 
+from controller.deciders.budget import BudgetPolicy
 from controller.deciders.fleet import Fleet, FleetPolicy
 from controller.replay import cli
 from controller.replay.whatif import sweep
@@ -19,16 +20,19 @@ from controller.replay.whatif.course import CourseTerms, take
 from controller.replay.whatif.faults import fared, faults
 from controller.replay.whatif.recording import Recording, recorded
 from controller.replay.whatif.whatif_cli import NothingToAsk
+from events.decisions import SpareActivated
 from events.errors import UsageError
 from events.fact import Recorded
 from events.journal.memory import MemoryJournal
 from events.observations import (
     RequestExposed,
     RequestFailed,
+    ShutdownBegan,
     WorkerHeard,
     WorkerJoined,
     WorkerLeft,
     WorkerSilent,
+    WorkerSlow,
 )
 
 INTERVAL_S = 10.0
@@ -66,13 +70,15 @@ def lived(
         for name in WORKERS:
             worker = history.fleet.workers.get(name)
             if worker is None or not worker.alive:
+                due[name] = at  # its next life is asked at once
                 continue
             trial = worker.breaker.position == "half_open" and worker.breaker.moved_by > tried
             if trial:
                 tried = worker.breaker.moved_by
             if trial or at >= due[name]:
                 due[name] = at + interval_s
-                _asked(history, name, bad(name, at), "trial" if trial else "scheduled")
+                check = "trial" if trial else "join" if worker.health.joining else "scheduled"
+                _asked(history, name, bad(name, at), check)
                 history.decide()
         history.decide()
     return history
@@ -246,18 +252,80 @@ async def test_a_process_that_was_ended_because_it_was_held_for_dead_is_ended_wh
             )
         if not worker.alive and worker.joined.instance == "w1-a" and not ended:
             ended.append(at)
+        if ended and at == ended[0] + 1:
+            begun = ShutdownBegan(worker="w1", instance="w1-a", mode="self_initiated", grace_s=0.0)
+            history.say(begun, seconds=0.0)
         if ended and at == ended[0] + 2:
             history.say(WorkerLeft(worker="w1", instance="w1-a", mode="immediate"), seconds=0.0)
         if ended and at == ended[0] + 4:
             history.say(history.joined("w1", "w1-b"), seconds=0.0)
 
     ended: list[int] = []
-    history = lived(between("w1", 43, 80), also=dies)
+    history = lived(between("w1", 43, 70), also=dies)
     assert ended
     assert any(isinstance(e.fact, WorkerJoined) and e.fact.instance == "w1-b" for e in history.events)
     one = the_one(await answered(history, "health.dead_after=50s"))
     sooner = one.would["recovered"].likely - one.again["recovered"]
-    assert sooner == pytest.approx(20.0, abs=INTERVAL_S + 1), "it was held for dead after 30 s"
+    assert sooner == pytest.approx(20.0, abs=2.0), "it was held for dead after 30 s"
+
+
+async def test_whoever_has_lost_his_place_to_a_spare_is_fenced_all_the_same() -> None:
+    def joins(history: History, at: int) -> None:
+        if at == 1:
+            history.say(replace(history.joined("s0"), spare=True), seconds=0.0)
+            history.decide()
+            history.say(history.passed("s0", check="join"), seconds=0.0)
+
+    history = lived(between("w1", 40, 95, "token_mismatch"), also=joins)
+    assert any(isinstance(event.fact, SpareActivated) for event in history.events)
+    recording = await read(history)
+    (fault,) = faults(recording)
+    again = take(recording, CourseTerms())
+    assert fared(fault, again.weights) == fared(fault, recording.weights)
+    assert fared(fault, recording.weights).fenced is not None
+    assert [step[1:] for step in again.weights.steps["s0"]] == [
+        step[1:] for step in recording.weights.steps["s0"]
+    ]
+
+
+@pytest.mark.parametrize("share", [0.25, 1.0])
+async def test_another_ejection_budget_keeps_as_many_in_service_as_it_would_have(share: float) -> None:
+    def bad(worker: str, at: float) -> str:
+        return "timeout" if worker in ("w1", "w2", "w3") and 40 <= at < 120 else ""
+
+    def budget(of: float) -> FleetPolicy:
+        return replace(brisk(), budget=BudgetPolicy(max_ejection_share=of))
+
+    recording = await read(lived(bad, policy=budget(0.5)))
+    told = take(recording, PolicyAsked({"budget.max_ejection_share": share}).terms())
+    truly = await read(lived(bad, policy=budget(share)))
+    for at in (75, 90, 105):
+        out = [
+            sum(
+                (step := weights.was(name, recording.start + at)) is not None and step.weight == 0
+                for name in WORKERS
+            )
+            for weights in (told.weights, truly.weights, recording.weights)
+        ]
+        assert out == [int(share * 4) if share < 1 else 3, int(share * 4) if share < 1 else 3, 2]
+
+
+async def test_what_comes_after_a_fault_is_over_does_not_count_as_its_recovery() -> None:
+    """Minutes later the same worker is slow for a while: that is no sign of the fault, and another matter."""
+
+    def slows(history: History, at: int) -> None:
+        if at == 222:
+            slow = WorkerSlow(worker="w1", instance="w1-a", frontend="f0", latency_ms=90.0, baseline_ms=20.0)
+            history.say(slow, slow, slow, source="frontend-0", seconds=0.0)
+
+    recording = await read(lived(between("w1", 40, 75), also=slows))
+    (fault,) = faults(recording)
+    recovered = fared(fault, recording.weights).recovered
+    assert recovered is not None
+    assert recovered < recording.start + 200
+    assert any(not step.well for step in recording.weights.since("w1", recording.start + 215)), (
+        "it was suspected then"
+    )
 
 
 async def test_where_nothing_would_have_been_sent_nothing_fails() -> None:

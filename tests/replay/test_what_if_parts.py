@@ -10,17 +10,17 @@ from made_history import EPOCH, History
 
 from benchmarks.simulation.what_if import QUESTIONS, Prediction, predictions, slack_s
 from controller.deciders.fleet import Shares, evolve, settle
-from controller.replay.whatif.asking import Asker
-from controller.replay.whatif.recording import CHECKS, GOOD, MUTE, WRONG, CanariesTold
+from controller.replay.whatif.asking import NOTHING, Asker
+from controller.replay.whatif.recording import CHECKS, GOOD, MUTE, SLOW, WRONG, CanariesTold
 from controller.replay.whatif.spells import spells
-from events.observations import CanaryFailed, CanaryPassed
+from events.observations import CanaryFailed, CanaryPassed, CanarySlow
 
 NAMES = ("c0", "c1", "c2", "c3")
 SCHEDULED, TRIAL = CHECKS.index("scheduled"), CHECKS.index("trial")
 
 
 def told(answers: str, *, every: float = 10.0, trials: frozenset[int] = frozenset()) -> CanariesTold:
-    """Return what canaries said, in turn: `.` right, `x` wrong, `-` nothing."""
+    """Return what canaries said, in turn: `.` right, `~` right but slow, `x` wrong, `-` nothing."""
     found = CanariesTold("w0", "w0-a", names=list(NAMES))
     life = {
         "worker": "w0",
@@ -36,8 +36,10 @@ def told(answers: str, *, every: float = 10.0, trials: frozenset[int] = frozense
         found.at.append(every * n + 0.05)
         found.check.append(TRIAL if n in trials else SCHEDULED)
         found.asked.append(n % len(NAMES))
-        found.said.append({".": GOOD, "x": WRONG, "-": MUTE}[answer])
-        if answer != ".":
+        found.said.append({".": GOOD, "~": SLOW, "x": WRONG, "-": MUTE}[answer])
+        if answer == "~":
+            found.facts[n] = CanarySlow(**probe, canary=NAMES[n % 4], baseline_ms=10.0)  # type: ignore[arg-type]
+        elif answer != ".":
             reason = "token_mismatch" if answer == "x" else "timeout"
             found.facts[n] = CanaryFailed(
                 **probe, canary=NAMES[n % 4], reason=reason, confirmed=answer == "x"
@@ -72,6 +74,16 @@ def test_what_never_ends_goes_on_for_ever_but_where_the_shortest_is_asked_for() 
     assert spell.ended(0) == pytest.approx(30)
 
 
+def test_one_slow_answer_among_quick_ones_is_most_likely_no_more_than_that() -> None:
+    canaries = told("...~...")
+    (spell,) = spells(canaries)
+    assert spell.began(0.5) == canaries.sent[3]
+    assert spell.ended(0.5) == pytest.approx(canaries.at[3])
+    assert (spell.began(1), spell.ended(1)) == (30, 40)
+    (longer,) = spells(told("...~~.."))
+    assert (longer.began(0.5), longer.ended(0.5)) == (25, 45)
+
+
 @given(st.text(alphabet=".x-", min_size=1, max_size=30), st.sampled_from((0.0, 0.5, 1.0)))
 def test_every_bad_canary_lies_in_a_spell_and_no_good_one_where_nobody_answers(
     answers: str, place: float
@@ -97,7 +109,8 @@ def asked(asker: Asker, *, calm: bool, until: float = 1000.0) -> list[tuple[floa
     """Return when canaries are asked, and what each says."""
     found, at = [], 0.0
     while (question := asker.following(at, calm, False)) is not None and question.sent < until:
-        asker.asked()
+        if question.said != NOTHING:
+            asker.asked()
         at = question.at
         found.append((round(question.sent, 3), question.said))
     return found
@@ -123,6 +136,46 @@ def test_asked_more_often_it_is_noticed_earlier_and_never_before_it_began() -> N
         assert 40 <= first[every, 0.0] <= first[every, 0.5] <= first[every, 1.0] <= 50 + 1.1 * every + 0.01
     for lower, higher in pairwise((1.0, 10.0, 30.0)):
         assert first[lower, 0.5] <= first[higher, 0.5]
+
+
+def test_whoever_has_just_joined_is_asked_at_a_time_that_nobody_knows() -> None:
+    """Where a round of joining ended says nothing of when the next canary comes: later intervals, later noticed."""
+    canaries = told("....-----...", every=1.0)
+    canaries.check[:4] = bytes([CHECKS.index("join")]) * 4
+    first = [
+        next(at for at, said in asked(Asker(canaries, 0.0, 1.0, every, 0.5), calm=True) if said == MUTE)
+        for every in (2.0, 3.0, 4.0, 5.0)
+    ]
+    assert first == sorted(first)
+
+
+def test_while_nobody_asked_it_would_have_answered_as_before_and_after() -> None:
+    canaries = told("..--......")
+    for kept in (canaries.at, canaries.sent):
+        del kept[4:8]
+    del canaries.asked[4:8], canaries.said[4:8], canaries.check[4:8]  # it was drained from 40 to 80
+    asker = Asker(canaries, 0.0, 10.0, None, 0.5)
+    found = asked(asker, calm=False, until=85)
+    assert found[:4] == [(0, GOOD), (10, GOOD), (20, MUTE), (30, MUTE)]
+    between = [(at, said) for at, said in found if 30 < at < 80]
+    assert [said for _, said in between] == [MUTE, MUTE, GOOD, GOOD], (
+        "it was well again halfway, as far as is known"
+    )
+    assert found[-1] == (80, GOOD)
+
+
+def test_after_a_trial_that_is_not_asked_here_canaries_go_on_at_their_interval() -> None:
+    """The one at 50 was put off by the trial at 45: without that it comes at 40."""
+    canaries = told("..----")
+    canaries.sent[4], canaries.at[4] = 36.0, 36.05
+    canaries.sent[5], canaries.at[5] = 46.0, 46.05
+    canaries.check[4] = TRIAL
+    with_it = Asker(canaries, 0.0, 10.0, None, 0.5)
+    with_it.trial(36.0)
+    assert [at for at, _ in asked(with_it, calm=False, until=56)] == [0, 10, 20, 30, 46]
+    without = Asker(canaries, 0.0, 10.0, None, 0.5)
+    sent = [at for at, said in asked(without, calm=False, until=65) if said != NOTHING]
+    assert sent == [0, 10, 20, 30, 40, 50, 60]
 
 
 def test_a_trial_is_the_one_that_was_if_it_was_then() -> None:

@@ -111,7 +111,7 @@ class Asker:
         if after > last + every:
             last += int((after - last) / every) * every
         sent = max(last + every, after)
-        if calm and not self._there(sent):
+        if calm and not self._there(last):  # when it is asked next is not known better than that
             edge = self._edge(last)
             if edge == INFINITY:
                 return None
@@ -169,7 +169,7 @@ class Asker:
         told = self.told
         before = told.sent[place - 1] if place else self._last
         until = told.sent[place] if place < len(told) else told.end
-        if until - max(before, self._last) < self._gap:
+        if until - before < self._gap:
             return None
         sent = max(self._last, before, after - self._every) + self._every
         if sent + self._every > until:

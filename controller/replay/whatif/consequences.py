@@ -6,7 +6,14 @@ from collections.abc import Iterator
 from controller.replay.whatif.recording import Happened, Recording
 from events.decisions import DrainStarted
 from events.frozen import replace
-from events.observations import DrainFinished, WorkerHeard, WorkerJoined, WorkerLeft, WorkerSilent
+from events.observations import (
+    DrainFinished,
+    ShutdownBegan,
+    WorkerHeard,
+    WorkerJoined,
+    WorkerLeft,
+    WorkerSilent,
+)
 
 Successions = dict[
     tuple[str, str], list[tuple[float, Happened]]
@@ -38,25 +45,23 @@ def shifted(recording: Recording, silence_s: float | None) -> Iterator[Happened]
 
 def successions(recording: Recording, facts: list[Happened]) -> tuple[list[Happened], Successions]:
     """Return the facts without those that follow from somebody being held for dead, and these, by life: how many seconds after
-    that his process ended, and the next one joined."""
+    that his process began to end, was gone, and the next one joined."""
     rest: list[Happened] = []
     found: Successions = {}
-    ended: dict[str, tuple[str, str]] = {}  # by worker, the life that was
+    ended: dict[str, tuple[str, str]] = {}  # by worker, the life that was held for dead and is gone
     for one in facts:
-        fact = one.fact
-        if isinstance(fact, WorkerLeft | WorkerJoined):
-            life = (
-                ended.pop(fact.worker, None)
-                if isinstance(fact, WorkerJoined)
-                else (fact.worker, fact.instance)
-            )
-            dead = recording.dead.get(life) if life is not None else None
-            if life is not None and dead is not None and one.at >= dead:
-                found.setdefault(life, []).append((one.at - dead, one))
-                if isinstance(fact, WorkerLeft):
-                    ended[fact.worker] = life
-                continue
-        rest.append(one)
+        fact, life = one.fact, None
+        if isinstance(fact, WorkerJoined):
+            life = ended.pop(fact.worker, None)
+        elif isinstance(fact, WorkerLeft | ShutdownBegan):
+            life = (fact.worker, fact.instance)
+        dead = recording.dead.get(life) if life is not None else None
+        if life is None or dead is None or one.at < dead:
+            rest.append(one)
+            continue
+        found.setdefault(life, []).append((one.at - dead, one))
+        if isinstance(fact, WorkerLeft):
+            ended[fact.worker] = life
     return rest, found
 
 

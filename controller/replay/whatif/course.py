@@ -148,9 +148,8 @@ class _Course:
     def run(self) -> None:
         """Take the whole course."""
         recording = self._recording
-        facts, end = list(shifted(recording, self._terms.silence_s)), recording.end
-        if self._terms.place:
-            facts, self._successions = successions(recording, facts)
+        moved, end = list(shifted(recording, self._terms.silence_s)), recording.end
+        facts, self._successions = successions(recording, moved)
         for name in recording.fleet.workers:
             self._ask(name, recording.start)
         self._settle(instant(recording.start), None)
@@ -218,9 +217,6 @@ class _Course:
         elif isinstance(fact, DrainFinished):
             return  # it says so whenever it drains
         elif isinstance(fact, RequestFailed | RequestPoisonous | RequestsServed):
-            worker = self._living(fact.worker, fact.instance)
-            if worker is None or not worker.routable:
-                return
             fact = replace(fact, routed_under=self._number_here(fact.routed_under, at))
         self._absorb(at, fact, happened.id)
         if isinstance(fact, WorkerJoined):
@@ -250,6 +246,8 @@ class _Course:
         name = fact.worker if isinstance(fact, WorkerObservation) else ""
         was, worker = before.workers.get(name), self._fleet.workers.get(name)
         self._changed.add(name)
+        if isinstance(fact, WorkerJoined):
+            self.weights.note(at, name, worker)
         if isinstance(fact, ABOUT_GOLDENS):
             self._settle(now, None)
         elif not isinstance(fact, ROUTINE) or (

@@ -6,11 +6,11 @@ from controller.replay.whatif.comparison import Estimate
 from controller.replay.whatif.sweep import SweepPoint, Swept
 
 PANELS = (
-    ("fenced after, s", "s until nothing goes to a faulty worker"),
-    ("recovered after, s", "s until it has its full share again"),
-    ("answers exposed", "answers of workers that answered wrongly"),
-    ("capacity missing", "GPU s that did not serve"),
-    ("ejections", "times that a worker was taken out"),
+    ("fenced after, s", "s until fenced"),
+    ("recovered after, s", "s until recovered"),
+    ("answers exposed", "answers exposed"),
+    ("capacity missing", "GPU s missing"),
+    ("ejections", "ejections"),
     ("canaries asked", "canaries"),
 )
 COLOR, BAND = "#0072b2", "rgba(0,114,178,0.2)"

@@ -273,9 +273,9 @@ class _Reading:
                     self._adverse[fact.worker].append(Adverse(at, f"left: {fact.mode}"))
                 self._over(fact.worker, fact.instance, at)
             case WorkerJoined():
-                for (worker, instance), told in self._canaries.items():
+                for worker, instance in self._canaries:
                     if worker == fact.worker and instance != fact.instance:
-                        told.end = min(told.end, at)
+                        self._over(worker, instance, at)
             case _:
                 pass
 
@@ -289,8 +289,9 @@ class _Reading:
             self._weights.note(at, fact.worker, self._shown.workers.get(fact.worker))
 
     def _over(self, worker: str, instance: str, at: float) -> None:
+        """End a life, unless it has ended because it was held for dead: on another course it may go on."""
         told = self._canaries.get((worker, instance))
-        if told is not None:
+        if told is not None and (worker, instance) not in self._dead:
             told.end = min(told.end, at)
 
     def whole(self) -> Recording | None:

@@ -13,7 +13,7 @@ function colors() {
   return found;
 }
 
-Plotly.newPlot(chart, picture.data, picture.layout, { responsive: true, displaylogo: false })
+Plotly.newPlot(chart, picture.data, picture.layout, { responsive: true, displayModeBar: false })
   .then(() => Plotly.relayout(chart, colors()))
   .then(() => { document.documentElement.dataset.ready = "yes"; });
 for (const query of ["(prefers-color-scheme: dark)", "print"]) {

@@ -25,8 +25,8 @@ class WeightStep(NamedTuple):
 
     @property
     def fenced(self) -> bool:
-        """Whether nothing goes there that should."""
-        return self.weight == 0.0 and not self.spare
+        """Whether nothing goes there, for another reason than that it is a spare that is well."""
+        return self.weight == 0.0 and not (self.spare and self.status is HealthStatus.HEALTHY)
 
 
 AT = attrgetter("at")
