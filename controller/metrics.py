@@ -66,8 +66,24 @@ OWN: Mapping[str, tuple[str, Literal["gauge", "counter"]]] = {
     ),
     "spool_depth": ("Facts of this process that the journal has not taken yet", "gauge"),
     "spool_bytes": ("About how many bytes those take", "gauge"),
+    "journal_reachable": ("1 while this process can write to the journal", "gauge"),
+    "journal_bytes": ("What the journal takes on the broker's disk", "gauge"),
+    "journal_max_bytes": (
+        "The most that it may take, after which its oldest events go; none: no bound",
+        "gauge",
+    ),
+    "journal_free_bytes": ("What is free on the broker's disk, where that is on this host", "gauge"),
+    "journal_full_in_seconds": (
+        "Until the journal takes nothing more, if it grows as in the last day; none: it is too young to say, or its oldest "
+        "events go before",
+        "gauge",
+    ),
+    "broker_certificate_ends_timestamp_seconds": (
+        "When the certificate ends that the broker shows, since 1970; none: it shows none",
+        "gauge",
+    ),
 }
-"""What the process says of itself at a scrape, under holdfast_."""
+"""What the process says of itself at a scrape, under holdfast_. What is not known, None, is not shown."""
 
 
 class ControllerMetrics(MetricTable):
@@ -236,7 +252,7 @@ class FleetCollector(Collector):
     """The state half: the fold, the beats and the process's own numbers, read when somebody scrapes."""
 
     def __init__(
-        self, look: Callable[[], Fleet], beats: Beats | None, own: Callable[[], Mapping[str, float]]
+        self, look: Callable[[], Fleet], beats: Beats | None, own: Callable[[], Mapping[str, float | None]]
     ) -> None:
         """Read the fleet with `look`, and what the process says of itself (`OWN`) with `own`. Without `beats` nobody reports."""
         self._look = look
@@ -266,8 +282,11 @@ class FleetCollector(Collector):
     def _process(self) -> Iterable[Metric]:
         own = self._own()
         for name, (text, kind) in OWN.items():
-            family = CounterMetricFamily if kind == "counter" else GaugeMetricFamily
-            yield family(f"holdfast_{name}", text, value=own.get(name, 0.0))
+            kinds = CounterMetricFamily if kind == "counter" else GaugeMetricFamily
+            family, value = kinds(f"holdfast_{name}", text), own.get(name, 0.0)
+            if value is not None:
+                family.add_metric([], value)
+            yield family
 
 
 def _fill_workers(gauges: FleetGauges, fleet: Fleet) -> None:

@@ -16,6 +16,7 @@ FIRST_TOKEN_LE = "2.2"  # seconds: a bucket of the histogram
 BURNS = (("1h", "5m", 14.4, "critical"), ("6h", "30m", 6.0, "warning"))  # windows, rate, severity
 WRONG = 'reason=~"token_mismatch|logit_drift|non_finite"'
 REQUESTS, FIRST = "dynamo_frontend_requests_total", "dynamo_frontend_time_to_first_token_seconds"
+DAY_S, DISK_BYTES_MIN = 86_400, 1 << 30
 STATUS = "max by (worker_id) (dynamo_worker_status)"
 
 
@@ -38,11 +39,12 @@ class Alert:
     says: str  # with {{ $value }} and {{ $labels.… }}
     lasts: str = "0s"
     board: str = "holdfast-fleet"
+    page: str = ""  # where it has none of its own
 
     @property
     def runbook(self) -> str:
         """The name of its page in docs/runbooks: one for both rates at which a budget burns."""
-        return self.name.removesuffix("Fast").removesuffix("Slow")
+        return self.page or self.name.removesuffix("Fast").removesuffix("Slow")
 
     @property
     def runbook_url(self) -> str:
@@ -171,9 +173,10 @@ ALERTS = (
     ),
     Alert(
         name="HoldfastJournalUnreachable", severity="critical", lasts="30s", board="holdfast-control-plane",
-        expr="count(holdfast_spool_depth > 0) / count(holdfast_spool_depth) > 0.5",
+        expr="1 - avg(holdfast_journal_reachable) > 0.5",
         summary="Most processes cannot write to the journal",
-        says="{{ $value | humanizePercentage }} of them keep facts in their spools: NATS is away, or does not take any.",
+        says="{{ $value | humanizePercentage }} of them cannot reach NATS, or do not trust its stream. What they have to say "
+        "waits in their spools.",
     ),
     Alert(
         name="HoldfastSpoolGrowing", severity="warning", lasts="1m", board="holdfast-control-plane",
@@ -186,6 +189,32 @@ ALERTS = (
         expr="sum by (role, process) (increase(holdfast_facts_dropped_total[5m])) > 0",
         summary="{{ $labels.process }} has dropped facts",
         says="{{ $value | humanize }} facts within 5 minutes did not fit into its spool: the journal will not tell of them.",
+    ),
+    Alert(
+        name="HoldfastJournalFull", severity="critical", lasts="1m", board="holdfast-control-plane",
+        expr=f"min(holdfast_journal_full_in_seconds) < {DAY_S}",
+        summary="The journal is about to be full",
+        says="At the growth of the last day it takes nothing more in {{ $value | humanizeDuration }}.",
+    ),
+    Alert(
+        name="HoldfastJournalFullSoon", severity="warning", lasts="10m", board="holdfast-control-plane",
+        page="HoldfastJournalFull",
+        expr=f"min(holdfast_journal_full_in_seconds) < {7 * DAY_S}",
+        summary="The journal will be full within a week",
+        says="At the growth of the last day it takes nothing more in {{ $value | humanizeDuration }}.",
+    ),
+    Alert(
+        name="HoldfastJournalDiskLow", severity="critical", lasts="1m", board="holdfast-control-plane",
+        page="HoldfastJournalFull",
+        expr=f"min(holdfast_journal_free_bytes) < {DISK_BYTES_MIN}",
+        summary="The broker's disk is nearly full",
+        says="{{ $value | humanize1024 }}B are free where the journal lies, whoever has filled it.",
+    ),
+    Alert(
+        name="HoldfastCertificateExpiring", severity="warning", lasts="1m", board="holdfast-control-plane",
+        expr=f"clamp_min(min(holdfast_broker_certificate_ends_timestamp_seconds) - time(), 0) < {14 * DAY_S}",
+        summary="The broker's certificate ends soon",
+        says="It holds for {{ $value | humanizeDuration }} more: after that no process connects to NATS again.",
     ),
     Alert(
         name="HoldfastStateStoreStuck", severity="critical", lasts="1m", board="holdfast-control-plane",

@@ -73,6 +73,11 @@ class FleetLinks:
     bus: NatsBus | None
     channels: Channels | None = None  # of the request plane, where it goes through the broker
 
+    @property
+    def said(self) -> NatsJournal | None:
+        """The journal where it is the fleet's; None of one that only this process reads."""
+        return self.journal if isinstance(self.journal, NatsJournal) else None
+
     async def close(self) -> None:
         """Say what is left to say, and let go; what the broker does not take in time is in the spool."""
         with contextlib.suppress(TimeoutError):
@@ -101,7 +106,7 @@ async def run_worker(settings: WorkerSettings, kept: int | None = None) -> int:
         await asyncio.to_thread(_sweep)
         workers = _workers(settings, instance, links, stop)
         asyncio.get_running_loop().set_exception_handler(lambda _, context: end_after(context, workers))
-        code = await _serve(settings, workers, kept)
+        code = await _serve(settings, workers, kept, links)
     finally:
         await links.close()
     if code == 0:
@@ -244,10 +249,10 @@ class Alone:
         self.workers[0].fail(broken("a callback of the event loop", error))
 
 
-async def _serve(settings: WorkerSettings, workers: Workers, kept: int | None) -> int:
+async def _serve(settings: WorkerSettings, workers: Workers, kept: int | None, links: FleetLinks) -> int:
     """Run the workers, and beside them what looks after the process."""
     async with asyncio.TaskGroup() as group:
-        beside = [group.create_task(_administer(settings, workers))]
+        beside = [group.create_task(_administer(settings, workers, links.said))]
         if kept is not None:
             beside.append(group.create_task(_miss(kept)))
         code = await workers.run()
@@ -263,7 +268,7 @@ async def _miss(kept: int) -> None:
     log.warning("keeper_ended", pid=kept)
 
 
-async def _administer(settings: WorkerSettings, process: Workers) -> None:
+async def _administer(settings: WorkerSettings, process: Workers, said: NatsJournal | None) -> None:
     """Open the admin port and make this process findable, once it serves."""
     while waiting := [worker for worker in process.workers if not worker.serving.is_set()]:
         with contextlib.suppress(TimeoutError):  # of many, one may have ended meanwhile, and have a successor
@@ -276,7 +281,7 @@ async def _administer(settings: WorkerSettings, process: Workers) -> None:
         admin: Any = await asyncio.to_thread(__import__, "workers.admin.server", fromlist=["serve"])
         try:
             pages, url = await admin.serve(
-                process.workers, process.stopping, settings.host, settings.admin_port
+                process.workers, process.stopping, settings.host, settings.admin_port, journal=said
             )
         except OSError as error:
             log.error("admin_port_taken", port=settings.admin_port, error=error.strerror)

@@ -45,7 +45,7 @@ from controller.runtime.liveness import Liveness
 from controller.runtime.operations import ControlOperations, FleetSources
 from controller.runtime.reconciler import Reconciler
 from controller.runtime.settings import ControllerSettings
-from controller.runtime.stored import StoredStatus
+from controller.runtime.stored import JournalRoom, StoredStatus
 from controller.runtime.view import FleetView
 from events.decisions import HealthChanged, WorkerForgotten
 from events.fact import Recorded
@@ -172,7 +172,6 @@ class ControllerProcess:
             leading=lambda: self.leading,
             vacant=lambda: self.lease.vacant,
         )
-        self.metrics.registry.register(FleetCollector(lambda: self.view.fleet, self.beats, self._own))
         self.view.listen(self._heard)
         self.lease.listen(self._lease_changed)
         self._led_at = float("-inf")  # by the loop's clock
@@ -203,6 +202,10 @@ class ControllerProcess:
 
     async def run(self, stop: asyncio.Event, nats_url: str, name: str) -> None:
         """Run every service until `stop`, or until one of them cannot go on."""
+        room = JournalRoom(self._journal.usage, self._data, SystemClock())
+        self.metrics.registry.register(
+            FleetCollector(lambda: self.view.fleet, self.beats, lambda: {**self._own(), **room.known})
+        )
         await self.beats.start(self._bus)
         self._runner = await serve(
             self.metrics.render,
@@ -225,6 +228,7 @@ class ControllerProcess:
                     ("actuator", self.actuator.run()),
                     ("lingering", self.lingering.run()),
                     ("snapshots", self._snapshots().run()),
+                    ("room", room.run()),
                     ("control", self._control(nats_url)),
                     ("links", self._keep_connected()),
                     ("ready", self._announce(self._runner, name)),
@@ -322,7 +326,7 @@ class ControllerProcess:
 
     # --- what is shown --------------------------------------------------------------------------------------
 
-    def _own(self) -> Mapping[str, float]:
+    def _own(self) -> Mapping[str, float | None]:
         said, decided = self._journal.counters, self.reconciler.counters
         return {
             "leader": float(self.lease.held),
@@ -343,6 +347,8 @@ class ControllerProcess:
             "journal_skipped": said.skipped,
             "spool_depth": self._journal.spool_depth,
             "spool_bytes": self._journal.spool_bytes,
+            "journal_reachable": self._journal.reachable,
+            "broker_certificate_ends_timestamp_seconds": self._journal.certificate_ends,
         }
 
     async def _projected(self) -> int | None:

@@ -26,6 +26,7 @@ from controller.frontend.settings import FrontendSettings
 from controller.ports import Observe
 from controller.processes import collector
 from controller.processes import last_served as served
+from controller.processes.observability.said_facts import SaidFacts
 from controller.processes.operating import frontend_console
 from controller.processes.router_feeds import RouterFeeds, Service
 from controller.runtime.view import FleetView
@@ -111,6 +112,8 @@ class FrontendProcess:
 
             store = PostgresStore(database_url)
         director = self._director(journal.observe)
+        measured = director.metrics.registry
+        measured.register(SaidFacts(journal))
         wait_s = BROKER_S if bus.since is not None else 0.0  # one that is away is not waited for once more
         feeds = await RouterFeeds.open(nats_url, self._name, self._settings.router, director, wait_s)
         view = FleetView(journal, store=store)

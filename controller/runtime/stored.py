@@ -1,19 +1,25 @@
-"""What does the fleet's memory take, and for how long is there room? For `holdfast status`: the journal on the broker, and the
-spools of the processes on this host, where facts wait for it.
+"""What does the fleet's memory take, and for how long is there room? For `holdfast status` and the metrics: the journal on the
+broker, and the spools of the processes on this host, where facts wait for it.
+
+What a reader would get wrong: at its bound the journal is not full. Its oldest events go then, behind a snapshot. It is full
+where its disk is, or where the bound is another's, who has the broker refuse what is beyond it.
 """
 
 import asyncio
 import shutil
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from controller.ports import Clock
 from events.errors import HoldfastError
 from events.journal.port import JournalGone
 from events.journal.spool import BYTES_MAX, SUFFIX
 from events.journal.usage import JournalUsage
 
 ASK_S = 1.0
+LOOK_S = 15.0
+DAY_S = 86_400.0
 
 
 class StoredStatus:
@@ -41,8 +47,57 @@ class StoredStatus:
     def _disk(self) -> tuple[int, int | None]:
         """Return how much the spools hold, and what is free where the broker keeps its files, if that is here."""
         held = sum(path.stat().st_size for path in self._data.glob(f"spool/*/*{SUFFIX}"))
-        broker = self._data / "nats"
-        return held, shutil.disk_usage(broker).free if broker.is_dir() else None
+        return held, free_bytes(self._data)
+
+
+class JournalRoom:
+    """Looks now and then what the journal takes and has room for, for the metrics: asking takes longer than a scrape may."""
+
+    def __init__(
+        self,
+        usage: Callable[[], Awaitable[JournalUsage]],
+        data: Path,
+        clock: Clock,
+        look_s: float = LOOK_S,
+    ) -> None:
+        self._usage, self._data = usage, data
+        self._clock, self._look_s = clock, look_s
+        self.known: Mapping[str, float | None] = room(None, None)
+
+    async def run(self) -> None:
+        """Look until cancelled. While the broker is away nothing is known."""
+        while True:
+            free = await asyncio.to_thread(free_bytes, self._data)
+            try:
+                async with asyncio.timeout(ASK_S):
+                    self.known = room(await self._usage(), free)
+            except (HoldfastError, TimeoutError):
+                self.known = room(None, free)
+            await self._clock.sleep(self._look_s)
+
+
+def free_bytes(data: Path) -> int | None:
+    """Return what is free where the broker keeps its files; None where that is not on this host."""
+    broker = data / "nats"
+    return shutil.disk_usage(broker).free if broker.is_dir() else None
+
+
+def room(found: JournalUsage | None, free: int | None) -> dict[str, float | None]:
+    """Return a journal's figures by the names of their metrics; None: not known, or none. `free`: bytes on its disk."""
+    return {
+        "journal_bytes": None if found is None else found.bytes,
+        "journal_max_bytes": None if found is None else found.bytes_max,
+        "journal_free_bytes": free,
+        "journal_full_in_seconds": None if found is None else _full_in_s(found, free),
+    }
+
+
+def _full_in_s(found: JournalUsage, free: int | None) -> float | None:
+    left = None if found.bytes_max is None else max(0, found.bytes_max - found.bytes)
+    if left is not None and not found.refuses and (free is None or left <= free):
+        return None  # never: its oldest events go before
+    rooms = [one for one in (left if found.refuses else None, free) if one is not None]
+    return min(rooms) / found.bytes_a_day * DAY_S if rooms and found.bytes_a_day else None
 
 
 def _journal(found: JournalUsage | None, free: int | None) -> dict[str, Any]:

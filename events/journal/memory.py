@@ -145,6 +145,11 @@ class MemoryJournal:
         return self._stream.reachable
 
     @property
+    def reachable(self) -> bool:
+        """Whether it takes facts right now."""
+        return self.connected
+
+    @property
     def spool_depth(self) -> int:
         """How many facts the broker has not taken."""
         return len(self._outbox)

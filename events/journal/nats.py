@@ -160,6 +160,16 @@ class NatsJournal(JournalReading):
         return self.connection.connected
 
     @property
+    def reachable(self) -> bool:
+        """Whether the broker can be talked to right now, and has a stream that can be trusted."""
+        return self.connected and self.fault is None
+
+    @property
+    def certificate_ends(self) -> float | None:
+        """When the broker's certificate ends, in seconds since 1970; None where it shows none."""
+        return self.connection.certificate_ends
+
+    @property
     def spool_depth(self) -> int:
         """How many facts the broker has not acknowledged."""
         return len(self._publisher.outbox)

@@ -28,6 +28,7 @@ class JournalUsage:
     bytes_a_day: float | None  # None: it is too young to say
     age_max: timedelta | None = None  # None: no limit
     at: datetime = EPOCH  # when this was so, by the clock that stamps the events
+    refuses: bool = False  # at `bytes_max`: nothing more, instead of its oldest events
 
 
 async def usage(
@@ -52,8 +53,9 @@ async def usage(
             came = await _since(connection, now - window) if age > window else state["messages"]
             a_day = came * (held / state["messages"]) * (timedelta(days=1) / min(age, window))
     return JournalUsage(
-        state["first_seq"], state["last_seq"], held, most if most > 0 else None, a_day, oldest or None, now
-    )
+        state["first_seq"], state["last_seq"], held, most if most > 0 else None, a_day, oldest or None, now,
+        refuses=answer["config"].get("discard") == "new",
+    )  # fmt: skip
 
 
 async def _since(connection: BrokerConnection, when: datetime) -> int:

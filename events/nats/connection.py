@@ -139,6 +139,11 @@ class BrokerConnection:
         return self.since is not None and bool(self.client.is_connected)
 
     @property
+    def certificate_ends(self) -> float | None:
+        """When the broker's certificate ends, in seconds since 1970; None where it shows none."""
+        return self.client.certificate_ends if self.connected else None
+
+    @property
     def why(self) -> str:
         """Why there is no connection."""
         return str(self.last_error or "") or "it does not answer"

@@ -8,6 +8,7 @@
                            publisher's own task 190; it is acknowledged 50 us sooner
     forget_unwritten       nats-py writes what the last connection left unwritten first thing on the next one
     unsent, unread         no public way tells what lies in the socket
+    certificate_ends       nor what the broker has shown of itself
     clustered,             no public way tells whether the broker is in a cluster, nor the whole of its version
     server_version
     _connect_to_server     nats-py forgets a connection that broke while it was being made, open; and it may connect for ever
@@ -22,6 +23,7 @@ fails when nats-py changes any of what is named here: read its change, then corr
 import asyncio
 import fcntl
 import importlib
+import ssl
 import sys
 import termios
 from collections.abc import Callable, Mapping
@@ -221,6 +223,15 @@ class FastClient(Client):
             return None
         found: asyncio.WriteTransport = inner._io_writer.transport  # as above
         return found
+
+    @property
+    def certificate_ends(self) -> float | None:
+        """When the certificate ends that the broker has shown at this connection, in seconds since 1970; None without TLS, and
+        of a WebSocket."""
+        stream = self._stream()
+        tls = stream.get_extra_info("ssl_object") if stream is not None else None
+        shown = tls.getpeercert() if tls is not None else None  # empty where it was not looked at
+        return ssl.cert_time_to_seconds(shown["notAfter"]) if shown else None
 
     def connect_no_more(self) -> None:
         """Let no attempt to connect begin from now on: we are closed."""

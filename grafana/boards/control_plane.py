@@ -61,6 +61,34 @@ BOARD = Dashboard(
                     ],
                 ),
                 Panel(
+                    title="Can be written", says="Processes that can write to the journal, and those that cannot",
+                    asks=[
+                        Query(ask="sum(holdfast_journal_reachable)", legend="can"),
+                        Query(ask="count(holdfast_journal_reachable) - sum(holdfast_journal_reachable)", legend="cannot"),
+                    ],
+                ),
+                Panel(
+                    title="What it takes", says="Bytes on the broker's disk, the most that it may take, and what is free there",
+                    asks=[
+                        Query(ask="max(holdfast_journal_bytes)", legend="taken"),
+                        Query(ask="max(holdfast_journal_max_bytes)", legend="bound"),
+                        Query(ask="min(holdfast_journal_free_bytes)", legend="free on the disk"),
+                    ],
+                    unit="bytes",
+                ),
+                Panel(
+                    title="Full in", says="At the last day's growth. Nothing where its oldest events go before, or nobody knows",
+                    asks=[Query(ask="min(holdfast_journal_full_in_seconds)", instant=True, legend="full in")],
+                    kind="stat", unit="s", width=4, steps=((None, RED), (86_400, YELLOW), (604_800, GREEN)),
+                ),
+                Panel(
+                    title="Broker's certificate ends in", says="Nothing where the broker shows none",
+                    asks=[Query(
+                        ask="min(holdfast_broker_certificate_ends_timestamp_seconds) - time()", instant=True, legend="ends in",
+                    )],
+                    kind="stat", unit="s", width=4, steps=((None, RED), (604_800, YELLOW), (1_209_600, GREEN)),
+                ),
+                Panel(
                     title="Facts unsaid", says="Facts that the journal has not taken yet, by process",
                     asks=[Query(ask="max by (role, process) (holdfast_spool_depth)", legend="{{role}} {{process}}")],
                 ),

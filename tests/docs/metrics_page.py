@@ -13,9 +13,11 @@ from prometheus_client.registry import Collector
 from controller.deciders.fleet import Fleet
 from controller.frontend.metrics import FrontendMetrics
 from controller.metrics import ControllerMetrics, FleetCollector
+from controller.processes.observability.said_facts import SaidFacts
 from controller.runtime.planning.metrics import PlannerMetrics
 from controller.runtime.projection.metrics import ProjectorMetrics
 from controller.webhooks.metrics import NotifierMetrics
+from events.journal.memory import MemoryJournal, MemoryStream
 from workers.admin.server import WorkerMetrics
 
 PAGE = Path(__file__).parents[2] / "docs" / "metrics.md"
@@ -39,12 +41,16 @@ def roles() -> dict[str, list[Entry]]:
     controller.registry.register(FleetCollector(Fleet, None, dict))
     projector = ProjectorMetrics(CollectorRegistry())
     worker = CollectorRegistry()
-    worker.register(WorkerMetrics([]))
+    journal = MemoryJournal(MemoryStream(), "nobody")
+    worker.register(WorkerMetrics([], journal))
+    frontend, planner = FrontendMetrics().registry, PlannerMetrics(CollectorRegistry()).registry
+    for speaks in (frontend, planner):
+        speaks.register(SaidFacts(journal))
     registries = {
         "Controller": controller.registry,
-        "Frontend": FrontendMetrics().registry,
+        "Frontend": frontend,
         "Notifier": NotifierMetrics(CollectorRegistry()).registry,
-        "Planner": PlannerMetrics(CollectorRegistry()).registry,
+        "Planner": planner,
         "Projector": projector.registry,
         "Worker": worker,
     }

@@ -11,7 +11,7 @@ import pytest
 from asked_metrics import KNOWN, OF_TARGETS, base, selectors
 from prometheus_server import binary
 
-from grafana.rules import ALERTS, FIRST_TOKEN_LE, RECORDED, text
+from grafana.rules import ALERTS, DAY_S, FIRST_TOKEN_LE, RECORDED, text
 from grafana.write import BOARDS, RULES
 
 EVERY_S = 15
@@ -107,8 +107,27 @@ CASES = {
         fires=stays("holdfast_observer_blind", 1), calm={"holdfast_observer_blind": "0x157 1x3 0x60"}
     ),
     "HoldfastJournalUnreachable": Case(
-        fires={f'holdfast_spool_depth{{process="{n}"}}': f"{n}+{n}x200" for n in range(4)},
-        calm={f'holdfast_spool_depth{{process="{n}"}}': f"{n // 3}x200" for n in range(4)},
+        fires={
+            f'holdfast_journal_reachable{{process="{n}"}}': f"{n // 3}x100 _ {n // 3}x100" for n in range(4)
+        },
+        calm={f'holdfast_journal_reachable{{process="{n}"}}': f"{n // 2}x200" for n in range(4)}
+        | {'holdfast_journal_reachable{process="4"}': "1x159 _ 0 1x40"},
+    ),
+    "HoldfastJournalFull": Case(
+        fires=stays("holdfast_journal_full_in_seconds", DAY_S - 1, 3 * DAY_S),
+        calm=stays("holdfast_journal_full_in_seconds", DAY_S, 3 * DAY_S),
+    ),
+    "HoldfastJournalFullSoon": Case(
+        fires=stays("holdfast_journal_full_in_seconds", 7 * DAY_S - 1, 30 * DAY_S),
+        calm=stays("holdfast_journal_full_in_seconds", 7 * DAY_S, 30 * DAY_S),
+    ),
+    "HoldfastJournalDiskLow": Case(
+        fires=stays("holdfast_journal_free_bytes", 1e9, 1e12),
+        calm=stays("holdfast_journal_free_bytes", 1.1e9, 1e12),
+    ),
+    "HoldfastCertificateExpiring": Case(
+        fires=stays("holdfast_broker_certificate_ends_timestamp_seconds", 14 * DAY_S, 90 * DAY_S),
+        calm=stays("holdfast_broker_certificate_ends_timestamp_seconds", 15 * DAY_S, 90 * DAY_S),
     ),
     "HoldfastSpoolGrowing": Case(
         fires=grows('holdfast_spool_depth{process="a",role="worker"}', 2),

@@ -27,7 +27,7 @@ class Scraped:
         self.world = World()
         self.metrics = ControllerMetrics(cardinality)  # type: ignore[arg-type]
         self.beats = Beats(self.world.clock)
-        own = {"leader": 1.0, "spool_depth": 7.0, "appends": 3.0}
+        own = {"leader": 1.0, "spool_depth": 7.0, "appends": 3.0, "journal_full_in_seconds": None}
         self.metrics.registry.register(FleetCollector(lambda: self.world.fleet, self.beats, lambda: own))
         self.world.listen(lambda view, batch: self.metrics.count(batch))
 
@@ -219,4 +219,5 @@ def test_the_process_own_numbers_are_there_and_no_series_of_dates() -> None:
     assert s.value("holdfast_spool_depth") == 7.0
     assert s.value("holdfast_appends_total") == 3.0
     assert s.value("holdfast_facts_dropped_total") == 0.0
+    assert s.value("holdfast_journal_full_in_seconds") is None, "what is not known is not shown as 0"
     assert "_created" not in s.metrics.render().decode()

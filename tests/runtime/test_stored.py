@@ -1,13 +1,16 @@
 """What journal and spools take, as `holdfast status` tells it."""
 
+import asyncio
+from collections.abc import Awaitable, Callable
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from controller.adapters.clock import SystemClock
 from controller.commands.printing import print_status
-from controller.runtime.stored import StoredStatus
+from controller.runtime.stored import JournalRoom, StoredStatus, room
 from events.journal.port import JournalGone, JournalUnavailable
 from events.journal.usage import JournalUsage
 
@@ -15,6 +18,7 @@ EMPTY: dict[str, Any] = {
     "workers": [], "levels": {}, "leader": None, "processes": [], "projector": {"position": None, "lag": None},
 }  # fmt: skip
 GIB = 1024**3
+Eventually = Callable[..., Awaitable[None]]
 
 
 async def told(found: JournalUsage | Exception, data: Path) -> dict[str, dict[str, Any]]:
@@ -82,3 +86,49 @@ async def test_spools_are_summed_and_their_bound_is_told(
     stored = await told(JournalUsage(1, 900, 2048, None, None), tmp_path)
     assert stored["spool"]["bytes"] == 2048
     assert "spools       2.0 KiB on this host; at most 64.0 MiB of each process" in printed(stored, capsys)
+
+
+@pytest.mark.parametrize(
+    ("found", "free", "days"),
+    [
+        (JournalUsage(1, 900, 2 * GIB, 10 * GIB, GIB), 100 * GIB, None),  # the oldest events go
+        (JournalUsage(1, 900, 10 * GIB, 10 * GIB, GIB), 0, None),
+        (JournalUsage(1, 900, 2 * GIB, 10 * GIB, GIB), 4 * GIB, 4),  # the disk ends before
+        (JournalUsage(1, 900, 2 * GIB, None, GIB), 4 * GIB, 4),
+        (JournalUsage(1, 900, 2 * GIB, 10 * GIB, GIB, refuses=True), 100 * GIB, 8),
+        (JournalUsage(1, 900, 2 * GIB, 10 * GIB, GIB, refuses=True), 4 * GIB, 4),
+        (JournalUsage(1, 900, 11 * GIB, 10 * GIB, GIB, refuses=True), None, 0),
+        (JournalUsage(1, 900, 2 * GIB, None, GIB), None, None),  # its disk is elsewhere
+        (JournalUsage(1, 900, 2 * GIB, None, None), 4 * GIB, None),  # too young
+        (None, 4 * GIB, None),
+    ],
+)
+def test_when_it_is_full_is_when_it_takes_nothing_more(
+    found: JournalUsage | None, free: int | None, days: float | None
+) -> None:
+    told = room(found, free)
+    assert told["journal_full_in_seconds"] == (None if days is None else days * 86_400)
+    assert told["journal_free_bytes"] == free
+    assert told["journal_bytes"] == (found and found.bytes)
+
+
+async def test_the_figures_are_those_of_the_last_look_and_none_while_the_broker_is_away(
+    tmp_path: Path, eventually: Eventually
+) -> None:
+    (tmp_path / "nats").mkdir()
+    answers: list[JournalUsage | Exception] = [JournalUsage(1, 9, 2048, None, 1.0)]
+
+    async def usage() -> JournalUsage:
+        if isinstance(answers[-1], Exception):
+            raise answers[-1]
+        return answers[-1]
+
+    watched = JournalRoom(usage, tmp_path, SystemClock(), look_s=0.01)
+    assert set(watched.known.values()) == {None}, "nobody has looked"
+    running = asyncio.create_task(watched.run())
+    await eventually(lambda: watched.known["journal_bytes"] == 2048)
+    assert watched.known["journal_full_in_seconds"]
+    answers.append(JournalUnavailable())
+    await eventually(lambda: watched.known["journal_bytes"] is None)
+    assert watched.known["journal_free_bytes"], "the disk is there"
+    running.cancel()

@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from http import HTTPStatus
 from itertools import product
-from typing import Any
+from typing import Any, Protocol
 
 import msgspec
 from prometheus_client import generate_latest
@@ -12,6 +12,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
 from prometheus_client.registry import Collector
 
+from events.journal.counters import JournalCounters
 from events.wire import ERRORS, Load
 from workers.admin.pages import PageAnswer, Pages
 from workers.counters import CONNECTION_BOUNDS, DIRECTIONS, DURATION_BOUNDS_S, OUTCOMES, STOP_BOUNDS_S
@@ -100,11 +101,23 @@ RANKS = (
 )
 
 
+class ProcessJournal(Protocol):
+    """What is read of the process's journal."""
+
+    @property
+    def counters(self) -> JournalCounters: ...
+    @property
+    def reachable(self) -> bool: ...
+    @property
+    def spool_depth(self) -> int: ...
+
+
 class WorkerMetrics(Collector):
     """Reads the workers' plain counters when somebody scrapes; serving costs nothing for it."""
 
-    def __init__(self, workers: Sequence[InferenceWorker]) -> None:
+    def __init__(self, workers: Sequence[InferenceWorker], journal: ProcessJournal | None = None) -> None:
         self._workers = workers
+        self._journal = journal
 
     def collect(self) -> Iterable[Metric]:
         for name, text, read in COUNTERS:
@@ -122,6 +135,8 @@ class WorkerMetrics(Collector):
         yield self._durations()
         yield from self._moves()
         yield self._upstream_kv_events()
+        if self._journal is not None:
+            yield from _said(self._journal)
         yield from self.ranks()
 
     def _errors(self) -> Metric:
@@ -205,6 +220,18 @@ class WorkerMetrics(Collector):
         return family
 
 
+def _said(journal: ProcessJournal) -> Iterable[Metric]:
+    """Yield what the process cannot say; a process has one journal, however many workers are in it."""
+    reachable = "1 while this process can write to the journal."
+    yield GaugeMetricFamily("holdfast_journal_reachable", reachable, value=journal.reachable)
+    waiting = "Facts of this process that the journal has not taken yet."
+    yield GaugeMetricFamily("holdfast_spool_depth", waiting, value=journal.spool_depth)
+    dropped = (
+        "Facts that did not fit into the spool, lay there for a week, or that the broker will never take."
+    )
+    yield CounterMetricFamily("holdfast_facts_dropped", dropped, value=journal.counters.dropped)
+
+
 class _One(Collector):
     """A single family."""
 
@@ -267,6 +294,7 @@ async def serve(
     host: str,
     port: int,
     generate: Callable[[Collector], bytes] = generate_latest,
+    journal: ProcessJournal | None = None,
 ) -> tuple[Pages, str]:
     """Open the admin port; return what closes it, and its URL. Raise OSError if the port cannot be had.
 
@@ -278,7 +306,7 @@ async def serve(
 
     async def metrics() -> PageAnswer:
         # A family at a time, and in a thread: a thousand workers' would keep the loop from their streams for too long.
-        families = WorkerMetrics(workers).collect()
+        families = WorkerMetrics(workers, journal).collect()
         parts = [await asyncio.to_thread(generate, _One(family)) for family in families]
         return PageAnswer(b"".join(parts), CONTENT_TYPE_LATEST)
 

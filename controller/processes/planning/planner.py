@@ -13,6 +13,7 @@ from controller.adapters.postgres.reader import RowReader
 from controller.ports import ScaleHook
 from controller.processes import collector
 from controller.processes.controller_admin import serve, url_of
+from controller.processes.observability.said_facts import SaidFacts
 from controller.runtime.planning.metrics import PlannerMetrics
 from controller.runtime.planning.planning import Planning
 from controller.runtime.planning.settings import PlannerSettings
@@ -34,6 +35,7 @@ async def run_planner(
     journal = await NatsJournal.connect(nats_url, f"planner:{name}", data / "spool" / name, make=False)
     store = RowReader(database_url)
     metrics = PlannerMetrics(CollectorRegistry())
+    metrics.registry.register(SaidFacts(journal))
     planning = Planning(store, journal, SystemClock(), settings, name, hook, metrics)
     runner = await _serve(planning, metrics, settings)
     working = asyncio.create_task(planning.run())

@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import os
 import signal
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 
 import pytest
@@ -16,6 +17,7 @@ from controller.adapters.embedded.free_port import free_port
 from events.nats import connection
 from events.nats.bus import NatsBus
 from events.nats.channels import Channels
+from events.nats.connection import BrokerConnection
 from events.nats.windows import WINDOW_BYTES
 
 pytestmark = pytest.mark.servers
@@ -98,6 +100,15 @@ async def test_a_channel_under_tls(
         await made.far.close()
         await eventually(lambda: near.lost)
     assert not caplog.records, "the end of a connection is nothing to complain of"
+
+
+async def test_when_the_brokers_certificate_ends_is_known(start: Start, authority: str) -> None:
+    for config, scheme, days in ((authority, "tls", 2), ("", "nats", None)):
+        connection = await BrokerConnection.open((await start(config)).url(scheme=scheme), "near")
+        ends = connection.certificate_ends
+        assert (ends and round((ends - time.time()) / 86_400)) == days
+        await connection.close()
+        assert connection.certificate_ends is None
 
 
 async def cluster(start: Start) -> tuple[Broker, Broker]:

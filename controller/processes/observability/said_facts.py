@@ -1,0 +1,42 @@
+"""What a process's own journal handle has to say at a scrape: can it write, and what waits or was lost because it could not?
+
+Controllers say the same among their own numbers (`controller.metrics.OWN`), workers among theirs.
+"""
+
+from collections.abc import Iterable
+from typing import Protocol
+
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from controller.metrics import OWN
+from events.journal.counters import JournalCounters
+
+SAID = ("journal_reachable", "spool_depth", "facts_dropped")
+
+
+class Speaking(Protocol):
+    """What it needs of a journal."""
+
+    @property
+    def counters(self) -> JournalCounters: ...
+    @property
+    def reachable(self) -> bool: ...
+    @property
+    def spool_depth(self) -> int: ...
+
+
+class SaidFacts(Collector):
+    """Reads the journal's handle when somebody scrapes."""
+
+    def __init__(self, journal: Speaking) -> None:
+        self._journal = journal
+
+    def collect(self) -> Iterable[Metric]:
+        journal = self._journal
+        for name, value in zip(
+            SAID, (journal.reachable, journal.spool_depth, journal.counters.dropped), strict=True
+        ):
+            text, kind = OWN[name]
+            family = CounterMetricFamily if kind == "counter" else GaugeMetricFamily
+            yield family(f"holdfast_{name}", text, value=float(value))
