@@ -87,6 +87,10 @@ ERROR_TYPES = {
 }
 
 
+FAULTS = ("internal", "backend_error", "unavailable", "response_timeout", "first_token_timeout")
+"""The `error_type`s that are a fault of the fleet's: what a client's own mistakes and refusals are not."""
+
+
 class ApiError(HoldfastError):
     """A request that ends with an error. `code` is stable and for programs, `message` for people."""
 

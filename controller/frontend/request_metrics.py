@@ -3,8 +3,10 @@
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from itertools import product
 from math import inf
 
+from controller.frontend.errors import FAULTS
 from controller.frontend.metric_kinds import Buckets
 from controller.frontend.metrics import WORKER_TYPE, FrontendMetrics
 from controller.router.endpoints import Endpoint
@@ -13,6 +15,8 @@ from controller.router.index.view import KvView
 from events.observations import FrontendObservation, RequestExposed
 from events.wire import Load
 
+ENDPOINTS, KINDS = ("chat_completions", "completions"), ("stream", "unary")
+MIGRATION_TYPES = ("new_request", "ongoing_request")
 POSITIONS = {"closed": 0, "open": 1, "half_open": 2}
 
 
@@ -76,6 +80,16 @@ class ModelMetrics:
         self.inputs: Buckets = histograms.input_tokens.of(model)
         self.outputs: Buckets = histograms.output_tokens.of(model)
         self.cached: Buckets = histograms.cached_tokens.of(model)
+        self._begin_at_zero()
+
+    def _begin_at_zero(self) -> None:
+        """Show what wakes people up before it happens: the increase of a series that is born at 1 is lost (B26)."""
+        for endpoint in ENDPOINTS:
+            self._requests.rejections.labels(self._model, endpoint)
+            for kind, fault in product(KINDS, FAULTS):
+                self._requests.ended.add(0, self._model, endpoint, kind, "error", fault)
+        for begun in MIGRATION_TYPES:
+            self._histograms.migration_s.of(self._model, begun, "failure")
 
     def began(self, prompt_tokens: int) -> None:
         """A request is sent to its first worker."""

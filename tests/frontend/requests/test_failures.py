@@ -8,12 +8,14 @@ sequence.
 import asyncio
 import gc
 from collections.abc import Sequence
+from itertools import product
 from typing import Any
 
 import pytest
 from frontend_kit import TOKENS, Kit, failing, first_goes_to, frontend, text_of, until
 from scripted_worker import Act, ScriptedWorker, undisturbed
 
+from controller.frontend.errors import FAULTS
 from controller.frontend.generations.generation import Generation
 from controller.frontend.requests.failures import KINDS, MigrationBudget, classify, smallest_limit
 from events.decisions import HealthStatus
@@ -153,6 +155,23 @@ async def test_budget_exhausted_the_client_gets_the_original_error() -> None:
         labels = 'endpoint="completions",error_type="internal",model="m",request_type="stream",status="error"'
         assert f"dynamo_frontend_requests_total{{{labels}}} 1.0" in metrics
         assert 'dynamo_frontend_active_requests{model="m"} 0.0' in metrics
+
+
+async def test_what_alerts_go_by_is_there_at_0_with_a_models_first_request() -> None:
+    """The increase of a series that is born at 1 is lost (B26)."""
+    async with frontend(ScriptedWorker("w1")) as kit:
+        await kit.complete(PROMPT, 4)
+        shown = kit.director.render_metrics().decode()
+    for endpoint in ("chat_completions", "completions"):
+        assert f'dynamo_frontend_model_rejection_total{{endpoint="{endpoint}",model="m"}} 0.0' in shown
+        for kind, fault in product(("stream", "unary"), FAULTS):
+            labels = (
+                f'endpoint="{endpoint}",error_type="{fault}",model="m",request_type="{kind}",status="error"'
+            )
+            assert f"dynamo_frontend_requests_total{{{labels}}} 0.0" in shown
+    for begun in ("new_request", "ongoing_request"):
+        labels = f'migration_type="{begun}",model="m",outcome="failure"'
+        assert f"dynamo_frontend_model_migration_duration_seconds_count{{{labels}}} 0.0" in shown
 
 
 async def test_the_original_error_is_that_of_the_answer_and_not_of_the_attempts_to_save_it() -> None:
