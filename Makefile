@@ -24,8 +24,12 @@ PEER := .venv-peer
 PROMETHEUS := .prometheus
 CHROMIUM := .chromium
 ASYNCAPI := .asyncapi
+GRAFANA := .grafana
+# into one folder, with neither a lock file nor scripts of theirs
+NPM := npm install --prefix $(GRAFANA) --no-save --no-package-lock --ignore-scripts --no-audit --no-fund --loglevel error
+GRAFANA_TYPES := @grafana/schema@11.6.16 typescript@5.9.3
 
-.PHONY: install demo test test-fast test-seeds test-attacks test-losses attack test-engines test-llamacpp test-nixl test-vllm lint dashboards prometheus chromium asyncapi bench recovery-table peer clean
+.PHONY: install demo test test-fast test-seeds test-attacks test-losses attack test-engines test-llamacpp test-nixl test-vllm lint dashboards prometheus chromium asyncapi grafana-types bench recovery-table peer clean
 
 install: $(VENV)/.installed
 
@@ -50,6 +54,7 @@ test: install  ## all tests that need no torch; real NATS and Postgres servers
 	@$(MAKE) --no-print-directory prometheus || echo "Prometheus cannot be had here: the tests that want it are skipped"
 	@$(MAKE) --no-print-directory chromium || echo "Chromium cannot be had here: the tests that want it are skipped"
 	@$(MAKE) --no-print-directory asyncapi || echo "AsyncAPI's parser cannot be had here: the test that wants it is skipped"
+	@$(MAKE) --no-print-directory grafana-types || echo "Grafana's types cannot be had here: the tests that want them are skipped"
 	$(BIN)/python -m pytest -n $(TESTERS) --dist loadgroup -m "not engines and not llamacpp and not vllm and not attack and not seeds"
 
 test-seeds: install  ## 200 seeds of the simulator, an hour of virtual time each: a minute
@@ -139,6 +144,14 @@ $(ASYNCAPI)/.installed:
 	@touch $@
 
 asyncapi: $(ASYNCAPI)/.installed  ## AsyncAPI's own parser, for the test of docs/asyncapi.yaml
+
+$(GRAFANA)/.types:
+	@echo "Installing Grafana's published types into $(GRAFANA) (once, 30 MB) …"
+	mkdir -p $(GRAFANA)
+	$(NPM) $(GRAFANA_TYPES)
+	@touch $@
+
+grafana-types: $(GRAFANA)/.types  ## Grafana's published types, for the test that holds the dashboards against them (needs node)
 
 dashboards: install  ## write grafana/dashboards anew from their source
 	$(BIN)/python -m grafana.write

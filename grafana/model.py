@@ -112,25 +112,31 @@ def _custom(kind: Kind, *, stacked: bool) -> Json:
 
 def _options(kind: Kind) -> Json:
     reduce: Json = {"calcs": ["lastNotNull"], "fields": "", "values": False}
+    legend: Json = {"displayMode": "list", "placement": "bottom", "showLegend": True, "calcs": []}
     match kind:
         case "stat":
             return {
                 "reduceOptions": reduce, "colorMode": "background", "graphMode": "none", "textMode": "auto",
-                "justifyMode": "auto", "orientation": "auto",
+                "justifyMode": "auto", "orientation": "auto", "percentChangeColorMode": "standard", "showPercentChange": False,
+                "wideLayout": True,
             }  # fmt: skip
         case "timeseries":
-            legend: Json = {"displayMode": "list", "placement": "bottom", "showLegend": True, "calcs": []}
             return {"legend": legend, "tooltip": {"mode": "multi", "sort": "desc"}}
         case "state-timeline":
-            return {"mergeValues": True, "showValue": "never", "alignValue": "left", "rowHeight": 0.8}
+            return {
+                "mergeValues": True, "showValue": "never", "alignValue": "left", "rowHeight": 0.8, "legend": legend,
+                "tooltip": {"mode": "single", "sort": "none"},
+            }  # fmt: skip
         case "heatmap":
             return {
-                "calculate": False,
-                "yAxis": {"unit": "s"},
-                "color": {"scheme": "Oranges", "mode": "scheme"},
-            }
+                "calculate": False, "yAxis": {"unit": "s"}, "showValue": "never", "legend": {"show": True},
+                "color": {
+                    "scheme": "Oranges", "mode": "scheme", "exponent": 0.5, "fill": "dark-orange", "reverse": False, "steps": 64,
+                },
+                "exemplars": {"color": ORANGE}, "tooltip": {"mode": "single"},
+            }  # fmt: skip
         case _:
-            return {"showHeader": True, "cellHeight": "sm"}
+            return {"showHeader": True, "cellHeight": "sm", "frameIndex": 0}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -160,12 +166,12 @@ class Variable:
                 "includeAll": False, "current": first,
             }  # fmt: skip
         asks: Any = {"query": self.asks, "refId": "values"} if self.source == "prometheus" else self.asks
-        chosen = {"text": ["All"], "value": ["$__all"]} if self.many else {}
+        all: Json = {"allValue": ".*", "current": {"text": ["All"], "value": ["$__all"]}} if self.many else {}
         return {
-            "name": self.name, "label": self.name, "type": "query", "query": asks, "definition": self.asks,
+            "name": self.name, "label": self.name, "type": "query", "query": asks,
             "datasource": PROMETHEUS if self.source == "prometheus" else POSTGRES,
             "refresh": 2, "sort": 1 if self.source == "prometheus" else 0, "multi": self.many, "includeAll": self.many,
-            "allValue": ".*" if self.many else None, "current": chosen,
+            **all,
         }  # fmt: skip
 
 
@@ -257,6 +263,5 @@ def _source(name: str, label: str, kind: str) -> Json:
         "type": "datasource",
         "query": kind,
         "refresh": 1,
-        "current": {},
         "regex": "",
     }

@@ -49,5 +49,18 @@ def nodes(node: Any) -> Iterator[Any]:
         yield from nodes(one)
 
 
+def counted(ask: str) -> set[str]:
+    """Return the series of which a query asks how much they go up by."""
+    calls = [node for node in nodes(parsed(ask)) if isinstance(node, promql.Call)]
+    growth = [call for call in calls if call.func.name in ("rate", "increase", "irate")]
+    return {
+        one.name
+        for call in growth
+        for argument in call.args
+        for one in nodes(argument)
+        if isinstance(one, promql.VectorSelector)
+    }
+
+
 def selectors(ask: str) -> list[Any]:
     return [node for node in nodes(parsed(ask)) if isinstance(node, promql.VectorSelector)]

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import promql_parser as promql
 import pytest
-from asked_metrics import KNOWN, OF_TARGETS, base, nodes, parsed, selectors
+from asked_metrics import KNOWN, OF_TARGETS, base, counted, nodes, parsed, selectors
 
 from controller.read_model.rows import COLUMNS
 from grafana.model import COLUMNS as GRID
@@ -115,15 +115,26 @@ def test_every_metric_and_label_exists(where: str, ask: str) -> None:
             f"{metric} has no {labels - KNOWN[metric][1] - OF_TARGETS}"
         )
         if KNOWN[metric][0] == "counter":
-            assert re.search(rf"(rate|increase)\({re.escape(selector.name)}\b", ask), f"{metric} only grows"
+            assert selector.name in counted(ask), f"{metric} only grows"
 
 
 @pytest.mark.parametrize(("where", "ask"), PROMQL, ids=[where for where, _ in PROMQL])
-def test_what_is_added_up_by_and_what_legends_name_exists(where: str, ask: str) -> None:
+def test_what_is_added_up_by_exists(where: str, ask: str) -> None:
     labels = set().union(*(KNOWN[base(selector.name)][1] for selector in selectors(ask)), OF_TARGETS)
-    for node in nodes(parsed(ask)):
-        if isinstance(node, promql.AggregateExpr) and node.modifier is not None:
-            assert {*node.modifier.labels} <= labels, where
+    assert added_up_by(ask) <= labels, where
+
+
+def added_up_by(ask: str) -> set[str]:
+    aggregates = [node for node in nodes(parsed(ask)) if isinstance(node, promql.AggregateExpr)]
+    return {label for one in aggregates if one.modifier is not None for label in one.modifier.labels}
+
+
+def test_what_legends_name_is_left_of_what_is_added_up() -> None:
+    for board in BOARDS:
+        for query in (
+            query for panel in board.panels() for query in panel.asks if query.source == "prometheus"
+        ):
+            assert {*re.findall(r"{{(\w+)}}", query.legend)} <= added_up_by(query.ask), query
 
 
 def test_every_metric_is_on_a_dashboard_or_it_is_said_why_not() -> None:
