@@ -29,7 +29,9 @@ GRAFANA := .grafana
 NPM := npm install --prefix $(GRAFANA) --no-save --no-package-lock --ignore-scripts --no-audit --no-fund --loglevel error
 GRAFANA_TYPES := @grafana/schema@11.6.16 typescript@5.9.3
 
-.PHONY: install demo test test-fast test-seeds test-attacks test-losses attack test-engines test-llamacpp test-nixl test-vllm lint dashboards prometheus chromium asyncapi grafana-types bench recovery-table peer clean
+
+
+.PHONY: install demo test test-fast test-seeds test-attacks test-losses attack test-engines test-llamacpp test-nixl test-vllm lint dashboards prometheus chromium asyncapi grafana-types dashboards-draw bench recovery-table peer clean
 
 install: $(VENV)/.installed
 
@@ -152,6 +154,15 @@ $(GRAFANA)/.types:
 	@touch $@
 
 grafana-types: $(GRAFANA)/.types  ## Grafana's published types, for the test that holds the dashboards against them (needs node)
+
+$(GRAFANA)/.drawing:
+	@echo "Installing Grafana's own components into $(GRAFANA) (once, 620 MB) …"
+	mkdir -p $(GRAFANA)
+	$(NPM) $(GRAFANA_TYPES) @grafana/ui@11.6.16 @grafana/data@11.6.16 react@18.3.1 react-dom@18.3.1 esbuild@0.25.12 upng-js@2.1.0
+	@touch $@ $(GRAFANA)/.types
+
+dashboards-draw: install prometheus chromium $(GRAFANA)/.drawing  ## docs/dashboards/*.png anew: a rehearsed incident, drawn by Grafana's own components (two minutes)
+	$(BIN)/python tests/grafana/draw_dashboards.py
 
 dashboards: install  ## write grafana/dashboards anew from their source
 	$(BIN)/python -m grafana.write

@@ -28,12 +28,14 @@ class Query:
     source: Literal["prometheus", "postgres"] = "prometheus"
     instant: bool = False
     heatmap: bool = False  # its series are a histogram's buckets
+    series: bool = False  # of SQL whose columns are time, metric (whose series it is) and value
 
     def json(self, ref: str) -> Json:
         """Return the target."""
         if self.source == "postgres":
             return {
-                "refId": ref, "datasource": POSTGRES, "format": "table", "rawQuery": True, "rawSql": self.ask,
+                "refId": ref, "datasource": POSTGRES, "format": "time_series" if self.series else "table", "rawQuery": True,
+                "rawSql": self.ask,
                 "editorMode": "code",
             }  # fmt: skip
         return {

@@ -9,6 +9,7 @@ from math import inf
 from controller.frontend.errors import FAULTS
 from controller.frontend.metric_kinds import Buckets
 from controller.frontend.metrics import WORKER_TYPE, FrontendMetrics
+from controller.frontend.requests.failures import CAUSES
 from controller.router.endpoints import Endpoint
 from controller.router.index.feed import Counts
 from controller.router.index.view import KvView
@@ -17,6 +18,7 @@ from events.wire import Load
 
 ENDPOINTS, KINDS = ("chat_completions", "completions"), ("stream", "unary")
 MIGRATION_TYPES = ("new_request", "ongoing_request")
+ACTIONS = ("continue", "restart", "error", "none")  # of RequestExposed
 POSITIONS = {"closed": 0, "open": 1, "half_open": 2}
 
 
@@ -124,6 +126,11 @@ class RequestMetrics:
         self._requests = metrics.requests
         self._histograms = metrics.histograms
         self._models: dict[str, ModelMetrics] = {}
+        for cause in CAUSES:  # at 0, as what is shown of models
+            self._histograms.resume.of(cause)
+        exposed = metrics.faults.exposed
+        for action in ACTIONS:
+            exposed.labels(action)
         self._kv_counted = Counts()  # of KV events, already in the counters
         self._last: dict[str, tuple[int, float, float | None]] = {}  # each worker's, not yet in the gauges
 

@@ -19,6 +19,8 @@ LEVELS = {
 }
 # What is no fault of ours: the client's own mistakes, and what was refused on purpose.
 NOT_OURS = "overload|validation|not_found|cancelled|capacity_shed|not_accepting|deadline_unattainable|request_poisonous"
+# Of both methods, from 0 on: dynamo_migration_total has the ends of each move as well, and is born with the first between them.
+SAVED = "dynamo_migration_duration_seconds_count"
 OURS = f'status="error",error_type!~"{NOT_OURS}"'
 
 
@@ -43,9 +45,9 @@ def quantiles(
     ]
 
 
-def history(sql: str) -> Query:
-    """Ask the state store."""
-    return Query(ask=" ".join(sql.split()), source="postgres")
+def history(sql: str, *, series: bool = False) -> Query:
+    """Ask the state store, for a table, or for `series`."""
+    return Query(ask=" ".join(sql.split()), source="postgres", series=series)
 
 
 def link(board: str, variable: str) -> Json:

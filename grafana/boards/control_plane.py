@@ -18,7 +18,7 @@ BOARD = Dashboard(
                 ),
                 Panel(
                     title="Takeovers", says="Times that a controller took the lease over, in the last hour",
-                    asks=[Query(ask="sum(increase(holdfast_lease_takeovers_total[1h]))", instant=True, legend="takeovers")],
+                    asks=[Query(ask="round(sum(increase(holdfast_lease_takeovers_total[1h])))", instant=True, legend="times")],
                     kind="stat", width=4, height=5, steps=((None, GREEN), (3, YELLOW)),
                 ),
                 Panel(

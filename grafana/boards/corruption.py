@@ -18,7 +18,8 @@ BOARD = Dashboard(
                 Panel(
                     title="Wrong answers", says="Canaries that were answered wrongly, in the last hour",
                     asks=[Query(
-                        ask=f"sum(increase(dynamo_canary_failures_total{{{W},{WRONG}}}[1h])) or vector(0)",
+                        ask="round(sum(max by (worker_id, reason) (increase("
+                        f"dynamo_canary_failures_total{{{W},{WRONG}}}[1h])))) or vector(0)",
                         instant=True, legend="wrong",
                     )],
                     kind="stat", width=6, height=5, steps=((None, GREEN), (1, RED)),
@@ -26,7 +27,7 @@ BOARD = Dashboard(
                 Panel(
                     title="Disputes", says="Confirmed answers that contradict another worker's golden, in the last hour",
                     asks=[Query(
-                        ask=f"sum(increase(holdfast_golden_disputes_total{{{W}}}[1h])) or vector(0)",
+                        ask=f"round(sum(max by (worker_id) (increase(holdfast_golden_disputes_total{{{W}}}[1h])))) or vector(0)",
                         instant=True, legend="disputes",
                     )],
                     kind="stat", width=6, height=5, steps=((None, GREEN), (1, ORANGE)),
@@ -55,17 +56,17 @@ BOARD = Dashboard(
             panels=[
                 Panel(
                     title="Exposed requests", says="Requests that a convicted worker had fed, by what was done with them",
-                    asks=[rate("holdfast_requests_exposed_total", by="action", legend="{{action}}")],
+                    asks=[rate("holdfast_requests_exposed_total", by="action", legend="{{action}}")], width=12,
                 ),
                 Panel(
                     title="Unknown", says="Spans of convicted workers of which a frontend cannot say whom they served",
-                    asks=[rate("holdfast_exposure_unknown_total", W, "worker_id", "{{worker_id}}")],
+                    asks=[rate("holdfast_exposure_unknown_total", W, "worker_id", "{{worker_id}}")], width=12,
                 ),
                 Panel(
                     title="Which", says="Ranges of tokens that a convicted worker produced",
                     asks=[history("""SELECT at, worker, request, model, first, last, finished, action FROM holdfast.exposures
                         WHERE $__timeFilter(at) ORDER BY at DESC LIMIT 200""")],
-                    kind="table", width=16,
+                    kind="table", width=24,
                 ),
             ],
         ),

@@ -1,6 +1,6 @@
 """Fleet: one look. Is anybody hurt, and does the capacity do?"""
 
-from grafana.boards.common import LEVELS, OURS, STATES, history, link, quantiles, rate
+from grafana.boards.common import LEVELS, OURS, SAVED, STATES, history, link, quantiles, rate
 from grafana.model import GREEN, MODEL, ORANGE, RED, WORKER, YELLOW, Dashboard, Panel, Query, Row
 
 M = 'model=~"$model"'
@@ -17,12 +17,16 @@ HURT = Row(
         ),
         Panel(
             title="Streams saved", says="Streams that went on at another worker, in the last five minutes",
-            asks=[Query(ask="sum(increase(dynamo_migration_total[5m])) or vector(0)", instant=True, legend="saved")],
+            asks=[Query(
+                ask=f"round(sum(max by (method) (increase({SAVED}[5m])))) or vector(0)", instant=True, legend="saved",
+            )],
             kind="stat", width=4, height=4,
         ),
         Panel(
             title="Exposed requests", says="Requests that a convicted worker had fed, in the last hour",
-            asks=[Query(ask="sum(increase(holdfast_requests_exposed_total[1h])) or vector(0)", instant=True, legend="exposed")],
+            asks=[Query(
+                ask="round(sum(increase(holdfast_requests_exposed_total[1h]))) or vector(0)", instant=True, legend="exposed",
+            )],
             kind="stat", width=4, height=4, steps=((None, GREEN), (1, RED)),
         ),
         Panel(
@@ -113,7 +117,8 @@ WORKERS = Row(
         ),
         Panel(
             title="Incidents", says="What happened, the latest first",
-            asks=[history("""SELECT incident, opened_at, closed_at, closed_at - opened_at AS lasted, subject, symptom, outcome
+            asks=[history("""SELECT incident, opened_at, round(extract(epoch FROM closed_at - opened_at)::numeric, 1) AS lasted_s,
+                subject, symptom, outcome
                 FROM holdfast.incidents WHERE $__timeFilter(opened_at) ORDER BY opened_at DESC LIMIT 100""")],
             kind="table", width=14, height=9, overrides=[link("holdfast-incident", "incident")],
         ),

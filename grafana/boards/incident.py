@@ -10,6 +10,10 @@ CHOSEN = Variable(
     name="incident", source="postgres", many=False,
     asks="SELECT incident FROM holdfast.incidents ORDER BY opened_at DESC LIMIT 200",
 )  # fmt: skip
+FIRST = f"""(SELECT coalesce(min(at), min(span.opened_at)) FROM {SPAN} AS span LEFT JOIN holdfast.fleet_events
+    ON worker = span.subject AND at BETWEEN span.opened_at - interval '30 seconds' AND span.opened_at
+    AND kind IN ('canary_failed', 'request_failed', 'worker_silent', 'worker_slow', 'device_faulted', 'engine_faulted',
+    'worker_left'))"""
 MARKS = f"""SELECT at AS time, kind AS text, coalesce(worker, '') AS tags FROM holdfast.fleet_events
     WHERE incident = {ID} AND $__timeFilter(at) ORDER BY at"""
 
@@ -31,11 +35,11 @@ BOARD = Dashboard(
                     kind="table", width=24, height=4,
                 ),
                 Panel(
-                    title="Seconds until", says="From the first symptom: out of service, streams moved, all well again",
+                    title="Until", says="From the first symptom on: out of service, a spare in its place, all is well",
                     asks=[history(f"""SELECT extract(epoch FROM min(at) FILTER (WHERE kind = 'health_changed'
-                        AND (body->>'weight')::float = 0) - min(at)) AS out_of_service,
-                        extract(epoch FROM min(at) FILTER (WHERE kind = 'spare_activated') - min(at)) AS spare,
-                        extract(epoch FROM max(at) FILTER (WHERE kind = 'incident_closed') - min(at)) AS closed
+                        AND (body->>'weight')::float = 0) - {FIRST}) AS out_of_service,
+                        extract(epoch FROM min(at) FILTER (WHERE kind = 'spare_activated') - {FIRST}) AS spare,
+                        extract(epoch FROM max(at) FILTER (WHERE kind = 'incident_closed') - {FIRST}) AS closed
                         FROM holdfast.fleet_events WHERE incident = {ID}""")],
                     kind="stat", unit="s", width=8,
                 ),
@@ -43,7 +47,8 @@ BOARD = Dashboard(
                     title="Health", says="What was decided about the worker meanwhile, 0 healthy to 4 dead",
                     asks=[history(f"""SELECT at AS time, worker AS metric, CASE body->>'after' WHEN 'HEALTHY' THEN 0
                         WHEN 'SUSPICIOUS' THEN 1 WHEN 'UNHEALTHY' THEN 2 WHEN 'DRAINING' THEN 3 ELSE 4 END AS value
-                        FROM holdfast.fleet_events WHERE kind = 'health_changed' AND incident = {ID} ORDER BY at""")],
+                        FROM holdfast.fleet_events WHERE kind = 'health_changed' AND incident = {ID}
+                        ORDER BY at""", series=True)],
                     kind="state-timeline", mappings=STATES, width=16,
                 ),
                 Panel(
@@ -68,8 +73,9 @@ BOARD = Dashboard(
                 Panel(
                     title="Exposed", says="Tokens of this worker that reached clients, and what was done with their streams",
                     asks=[history(f"""SELECT at, request, model, first, last, finished, action FROM holdfast.exposures,
-                        {SPAN} AS span WHERE worker = span.subject AND at BETWEEN span.opened_at
-                        AND span.until + interval '1 minute' ORDER BY at LIMIT 200""")],
+                        {SPAN} AS span WHERE worker = span.subject
+                        AND at BETWEEN span.opened_at - interval '5 seconds' AND span.until + interval '1 minute'
+                        ORDER BY at LIMIT 200""")],
                     kind="table", width=12,
                 ),
             ],

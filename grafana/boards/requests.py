@@ -1,6 +1,6 @@
 """Requests and migrations: what came, what moved, and what was refused."""
 
-from grafana.boards.common import history, quantiles, rate
+from grafana.boards.common import SAVED, history, quantiles, rate
 from grafana.model import FRONTEND, MODEL, Dashboard, Panel, Query, Row
 
 M = 'model=~"$model"'
@@ -54,7 +54,7 @@ BOARD = Dashboard(
             panels=[
                 Panel(
                     title="Streams saved", says="Requests that went on elsewhere, by how: with their KV cache, or computed again",
-                    asks=[rate("dynamo_migration_total", by="method", legend="{{method}}")], stacked=True,
+                    asks=[Query(ask=f"max by (method) (rate({SAVED}[$__rate_interval]))", legend="{{method}}")], stacked=True,
                 ),
                 Panel(
                     title="The pause that clients saw", says="From a request's last token before a fault to the next",

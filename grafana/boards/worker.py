@@ -25,10 +25,11 @@ STATE = Row(
             title="Breaker", says="The fleet's circuit breaker", asks=[each("dynamo_circuit_breaker_state")],
             kind="state-timeline", mappings=BREAKER, width=12,
         ),
-        Panel(title="Weight", says="Its share of the traffic, 0 to 1", asks=[each("holdfast_worker_weight")], most=1.0),
+        Panel(title="Weight", says="Its share of the traffic, 0 to 1", asks=[each("holdfast_worker_weight")], most=1.0, width=6),
         Panel(
             title="Frontends' own breakers", says="At how many frontends it is not closed",
             asks=[Query(ask=f"sum by (worker_id) (holdfast_local_breaker_state{{{W}}} > bool 0)", legend="{{worker_id}}")],
+            width=6,
         ),
         Panel(
             title="What happened", says="What was decided about it, and what its devices and engine have said",
@@ -37,7 +38,7 @@ STATE = Row(
                 'health_changed', 'breaker_opened', 'breaker_half_opened', 'breaker_closed', 'drain_started', 'drain_ended',
                 'device_faulted', 'device_recovered', 'engine_faulted', 'worker_silent', 'worker_heard', 'spare_activated',
                 'spare_released', 'canary_failed') ORDER BY at DESC LIMIT 200""")],
-            kind="table",
+            kind="table", width=12,
         ),
     ],
 )  # fmt: skip

@@ -17,7 +17,7 @@ VIEWS = {"fleet_now", "model_capacity"}
 NOT_SHOWN = {  # why a metric is on no dashboard
     "dynamo_degradation_level": "holdfast_degradation_level says it of each model",
     "dynamo_worker_state": "dynamo_worker_status says the same, as a number that a timeline can draw",
-    "dynamo_migration_duration_seconds": "holdfast_resume_seconds is what clients saw",
+    "dynamo_migration_total": "dynamo_migration_duration_seconds counts the same, from 0 on",
     "dynamo_frontend_model_migration_duration_seconds": "holdfast_resume_seconds is what clients saw",
     "dynamo_frontend_disconnected_clients": "dynamo_frontend_model_cancellation_total counts them by model",
     "dynamo_frontend_model_context_length": "what a model is, and not how it fares",

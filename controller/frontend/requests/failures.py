@@ -71,6 +71,9 @@ PLANNED: dict[
 }
 
 
+CAUSES = sorted({kind.cause for kind in (*KINDS.values(), *PLANNED.values())})
+
+
 @dataclass(frozen=True, slots=True)
 class Failure:
     """Why an attempt ended, in the worker's or the connection's own words."""

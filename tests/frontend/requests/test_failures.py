@@ -9,7 +9,7 @@ import asyncio
 import gc
 from collections.abc import Sequence
 from itertools import product
-from typing import Any
+from typing import Any, get_args, get_type_hints
 
 import pytest
 from frontend_kit import TOKENS, Kit, failing, first_goes_to, frontend, text_of, until
@@ -19,7 +19,7 @@ from controller.frontend.errors import FAULTS
 from controller.frontend.generations.generation import Generation
 from controller.frontend.requests.failures import KINDS, MigrationBudget, classify, smallest_limit
 from events.decisions import HealthStatus
-from events.observations import RequestAbandoned, RequestMigrated
+from events.observations import RequestAbandoned, RequestExposed, RequestMigrated
 from events.refusal import RequestRefusal
 
 pytestmark = pytest.mark.usefixtures("both_roads")
@@ -169,6 +169,10 @@ async def test_what_alerts_go_by_is_there_at_0_with_a_models_first_request() -> 
                 f'endpoint="{endpoint}",error_type="{fault}",model="m",request_type="{kind}",status="error"'
             )
             assert f"dynamo_frontend_requests_total{{{labels}}} 0.0" in shown
+    for action in get_args(get_type_hints(RequestExposed)["action"]):
+        assert f'holdfast_requests_exposed_total{{action="{action}"}} 0.0' in shown
+    for cause in ("disconnected", "stalled", "unhealthy", "drain"):
+        assert f'holdfast_resume_seconds_count{{cause="{cause}"}} 0.0' in shown
     for begun in ("new_request", "ongoing_request"):
         labels = f'migration_type="{begun}",model="m",outcome="failure"'
         assert f"dynamo_frontend_model_migration_duration_seconds_count{{{labels}}} 0.0" in shown
