@@ -44,6 +44,7 @@ BENCHMARKS = {
     "walk": "benchmarks.failures.walk",
     "many": "benchmarks.serving.many",
     "console": "benchmarks.serving.console",
+    "scrape": "benchmarks.serving.scrape",
     "evictors": "benchmarks.router.evictors",
 }
 WITH_TORCH = {

@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Literal, get_args
 
-from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
+from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
@@ -32,6 +32,7 @@ from events.observations import (
     RequestMigrated,
     WorkerJoined,
 )
+from events.process.exposition import written
 
 Cardinality = Literal["full", "compact"]
 CONTENT_TYPE = CONTENT_TYPE_LATEST
@@ -208,7 +209,7 @@ class ControllerMetrics(MetricTable):
 
     def render(self) -> bytes:
         """Return everything in Prometheus' text form."""
-        return generate_latest(self.registry)
+        return written(self.registry.collect())
 
 
 class FleetGauges(MetricTable):

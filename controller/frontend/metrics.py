@@ -4,7 +4,7 @@ One table per question, in the order of a scrape. A new metric is one row here; 
 then writes it into docs/metrics.md.
 """
 
-from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client import CollectorRegistry
 
 from controller.frontend.metric_kinds import (
     LabelledHistogram,
@@ -14,6 +14,7 @@ from controller.frontend.metric_kinds import (
     token_histogram,
 )
 from controller.metric_table import MetricTable, counter, gauge
+from events.process.exposition import written
 
 MIGRATION_S = log_spaced(0.001, 30, 15)
 PROMPT_TOKENS = log_spaced(50, 128_000, 12)
@@ -294,4 +295,4 @@ class FrontendMetrics:
 
     def render(self) -> bytes:
         """Return the exposition text."""
-        return generate_latest(self.registry)
+        return written(self.registry.collect())

@@ -8,6 +8,7 @@ from aiohttp import web
 
 from controller.metrics import CONTENT_TYPE
 from events.errors import HoldfastError
+from events.process.exposition import packed
 
 
 async def serve(
@@ -20,8 +21,10 @@ async def serve(
     """Open the port, with `more` routes than everybody has. Raise HoldfastError if it cannot be had."""
 
     async def metrics(request: web.Request) -> web.Response:
-        text = await asyncio.to_thread(render)  # half a second of work for a thousand workers
-        return web.Response(body=text, headers={"Content-Type": CONTENT_TYPE})
+        # in a thread: a quarter of a second of work for a thousand workers
+        accepts = ",".join(request.headers.getall("Accept-Encoding", ()))
+        body, coded = await asyncio.to_thread(lambda: packed(render(), accepts))
+        return web.Response(body=body, headers={"Content-Type": CONTENT_TYPE, **coded})
 
     async def health(request: web.Request) -> web.Response:
         said = dict(report())

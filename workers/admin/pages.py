@@ -6,6 +6,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from http import HTTPStatus
 
+from events.process.exposition import LARGE_BYTES, packed
 from workers.listening import listening
 
 REQUEST_BYTES_MAX = 16 * 1024
@@ -20,6 +21,11 @@ class PageAnswer:
     body: bytes
     type: str = "application/json; charset=utf-8"
     status: HTTPStatus = HTTPStatus.OK
+
+    @property
+    def large(self) -> bool:
+        """Whether it is worth packing it."""
+        return len(self.body) >= LARGE_BYTES
 
 
 Page = Callable[[], PageAnswer | Awaitable[PageAnswer]]
@@ -57,7 +63,13 @@ class Pages:
                 async with asyncio.timeout(self._request_s_max):
                     head = await reader.readuntil(b"\r\n\r\n")
                     self._silent.pop(writer, None)
-                    writer.write(_encode(await self._answer(head), head.startswith(b"HEAD ")))
+                    answer = await self._answer(head)
+                    body, coded = (
+                        await asyncio.to_thread(packed, answer.body, _accepts(head))
+                        if answer.large
+                        else (answer.body, {})
+                    )
+                    writer.write(_encode(answer, body, coded, head.startswith(b"HEAD ")))
                     await writer.drain()
             writer.close()
         except (TimeoutError, OSError, asyncio.IncompleteReadError, asyncio.LimitOverrunError):
@@ -90,9 +102,18 @@ def _error(status: HTTPStatus) -> PageAnswer:
     return PageAnswer(f"{status.phrase}\n".encode(), "text/plain; charset=utf-8", status)
 
 
-def _encode(answer: PageAnswer, head_only: bool) -> bytes:
+def _accepts(head: bytes) -> str:
+    """Return which encodings a request accepts."""
+    names = (line.partition(b":") for line in head.split(b"\r\n")[1:])
+    return ",".join(
+        value.decode("latin-1") for name, _, value in names if name.strip().lower() == b"accept-encoding"
+    )
+
+
+def _encode(answer: PageAnswer, body: bytes, coded: Mapping[str, str], head_only: bool) -> bytes:
+    more = "".join(f"{name}: {value}\r\n" for name, value in coded.items())
     head = (
         f"HTTP/1.1 {answer.status.value} {answer.status.phrase}\r\n"
-        f"Content-Type: {answer.type}\r\nContent-Length: {len(answer.body)}\r\nConnection: close\r\n\r\n"
+        f"Content-Type: {answer.type}\r\n{more}Content-Length: {len(body)}\r\nConnection: close\r\n\r\n"
     )
-    return head.encode() + (b"" if head_only else answer.body)
+    return head.encode() + (b"" if head_only else body)

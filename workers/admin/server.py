@@ -7,12 +7,12 @@ from itertools import product
 from typing import Any, Protocol
 
 import msgspec
-from prometheus_client import generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
 from prometheus_client.registry import Collector
 
 from events.journal.counters import JournalCounters
+from events.process.exposition import written
 from events.wire import ERRORS, Load
 from workers.admin.pages import PageAnswer, Pages
 from workers.counters import CONNECTION_BOUNDS, DIRECTIONS, DURATION_BOUNDS_S, OUTCOMES, STOP_BOUNDS_S
@@ -232,16 +232,6 @@ def _said(journal: ProcessJournal) -> Iterable[Metric]:
     yield CounterMetricFamily("holdfast_facts_dropped", dropped, value=journal.counters.dropped)
 
 
-class _One(Collector):
-    """A single family."""
-
-    def __init__(self, family: Metric) -> None:
-        self._family = family
-
-    def collect(self) -> Iterable[Metric]:
-        return (self._family,)
-
-
 _UNLIMITED = RequestLimit(0, 0)
 
 
@@ -293,7 +283,7 @@ async def serve(
     stopping: Callable[[], bool],
     host: str,
     port: int,
-    generate: Callable[[Collector], bytes] = generate_latest,
+    generate: Callable[[Iterable[Metric]], bytes] = written,
     journal: ProcessJournal | None = None,
 ) -> tuple[Pages, str]:
     """Open the admin port; return what closes it, and its URL. Raise OSError if the port cannot be had.
@@ -307,7 +297,7 @@ async def serve(
     async def metrics() -> PageAnswer:
         # A family at a time, and in a thread: a thousand workers' would keep the loop from their streams for too long.
         families = WorkerMetrics(workers, journal).collect()
-        parts = [await asyncio.to_thread(generate, _One(family)) for family in families]
+        parts = [await asyncio.to_thread(generate, (family,)) for family in families]
         return PageAnswer(b"".join(parts), CONTENT_TYPE_LATEST)
 
     pages = Pages({"/health": lambda: health(workers, stopping()), "/live": live, "/metrics": metrics})

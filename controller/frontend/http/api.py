@@ -24,6 +24,7 @@ from controller.frontend.requests.head import ENDPOINTS
 from controller.frontend.requests.reading import id_header
 from controller.frontend.requests.schema import read_json
 from controller.frontend.responses.small_answers import ModelList, Version
+from events.process.exposition import packed
 
 log = structlog.get_logger(__name__)
 Handler = Callable[[web.BaseRequest], Awaitable[web.StreamResponse]]
@@ -159,9 +160,9 @@ class Api:
         return web.json_response({"status": "live", "message": "Service is live"})
 
     async def _metrics(self, request: web.BaseRequest) -> web.StreamResponse:
-        return web.Response(
-            body=self.director.render_metrics(), headers={"Content-Type": "text/plain; version=0.0.4"}
-        )
+        accepts = ",".join(request.headers.getall("Accept-Encoding", ()))
+        body, coded = packed(self.director.render_metrics(), accepts)
+        return web.Response(body=body, headers={"Content-Type": "text/plain; version=0.0.4", **coded})
 
 
 def _json(answer: msgspec.Struct) -> web.Response:

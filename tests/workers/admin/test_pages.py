@@ -2,13 +2,13 @@
 
 import asyncio
 import threading
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterable
 from types import SimpleNamespace
 
 import pytest
-from prometheus_client import generate_latest
-from prometheus_client.registry import Collector
+from prometheus_client.core import Metric
 
+from events.process.exposition import written
 from workers.admin import pages
 from workers.admin import server as admin
 from workers.admin.pages import PageAnswer, Pages
@@ -58,9 +58,9 @@ async def test_a_page_is_found_by_its_path(port: int, request_: bytes, begins: b
 async def test_a_scrape_lets_the_loop_do_other_things() -> None:
     threads = set[int]()
 
-    def generate(family: Collector) -> bytes:
+    def generate(families: Iterable[Metric]) -> bytes:
         threads.add(threading.get_ident())
-        return generate_latest(family)
+        return written(families)
 
     engine = SimulatedEngine(EngineShape())
     config, moves = SimpleNamespace(name="w0"), SimpleNamespace(source=[], target=[])
