@@ -1,0 +1,242 @@
+"""deploy/observability/compose.yaml: it is a compose file, names every image by its version, and what it runs works together.
+
+There is no docker here. Each service whose program this project has is run as the file says, with its arguments, environment and
+mounted files: NATS, Postgres, Holdfast (from what the Dockerfile copies, and nothing else) and Prometheus. Names of hosts become
+127.0.0.1, ports such as are free, and folders of containers folders of the test. The images themselves and Grafana are not tried.
+"""
+
+import contextlib
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import time
+import tomllib
+import urllib.request
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import asyncpg
+import first_database
+import pytest
+import yaml
+from prometheus_server import PrometheusServer, binary
+
+from controller.adapters.embedded.free_port import free_port
+from controller.adapters.embedded.servers import nats_binary, start_postgres
+from controller.processes.children import die_with
+
+ROOT = Path(__file__).parents[2]
+HERE = ROOT / "deploy" / "observability"
+FILE = HERE / "compose.yaml"
+COMPOSE: dict[str, Any] = yaml.safe_load(FILE.read_text())
+SERVICES: dict[str, dict[str, Any]] = COMPOSE["services"]
+DOCKERFILE = (HERE / "Dockerfile").read_text()
+PORTS = ("4222", "5432", "8000", "9090", "9100")
+ROLES = {"controller", "projector", "planner", "frontend", "worker"}
+WITHIN_S = 60.0
+
+
+def valid(text: str) -> bool:
+    """Say whether a text is a compose file, by the compose specification's own schema."""
+    command = [sys.executable, "-m", "check_jsonschema", "--builtin-schema", "vendor.compose-spec",
+               "--default-filetype", "yaml", "-"]  # fmt: skip
+    return subprocess.run(command, input=text, text=True, capture_output=True, timeout=60).returncode == 0
+
+
+def test_it_is_a_compose_file() -> None:
+    assert valid(FILE.read_text())
+    assert not valid(FILE.read_text().replace("command:", "comand:", 1)), "the schema would take anything"
+
+
+def test_every_image_is_named_by_version() -> None:
+    images = {service["image"] for service in SERVICES.values()} | {
+        *re.findall(r"^FROM (\S+)", DOCKERFILE, re.MULTILINE)
+    }
+    assert len(images) == 6
+    for image in images:
+        assert re.fullmatch(r"[\w./-]+:v?\d+\.\d+[\w.-]*", image), image
+
+
+def test_what_is_mounted_is_there_and_every_volume_has_a_name() -> None:
+    for service in SERVICES.values():
+        for volume in service.get("volumes", ()):
+            source = volume.partition(":")[0]
+            assert (HERE / source).exists() if source.startswith(".") else source in COMPOSE["volumes"], (
+                volume
+            )
+
+
+def test_the_image_has_every_package() -> None:
+    packages = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["packages"]["find"][
+        "include"
+    ]
+    copied = {words.split()[0] for words in re.findall(r"^COPY (.+)$", DOCKERFILE, re.MULTILINE)}
+    assert {name.rstrip("*") for name in packages} <= copied
+
+
+def test_only_this_host_is_let_in() -> None:
+    published = [port for service in SERVICES.values() for port in service.get("ports", ())]
+    assert published and all(port.startswith("127.0.0.1:") for port in published)
+
+
+def test_grafana_is_told_what_its_provisioning_asks_for() -> None:
+    asked = set[str]()
+    for file in (ROOT / "grafana" / "provisioning" / "datasources").iterdir():
+        asked |= {*re.findall(r"\$(HOLDFAST_\w+)", file.read_text())}
+    grafana = SERVICES["grafana"]
+    assert asked == grafana["environment"].keys()
+    (dashboards,) = [one for one in grafana["volumes"] if "grafana/dashboards:" in one]
+    assert (
+        f"path: {dashboards.split(':')[1]}"
+        in (ROOT / "grafana/provisioning/dashboards/holdfast.yaml").read_text()
+    )
+
+
+@dataclass
+class Services:
+    """The services as they run here."""
+
+    folder: Path
+    ports: dict[str, int] = field(default_factory=lambda: {port: free_port() for port in PORTS})
+    processes: list["subprocess.Popen[bytes]"] = field(default_factory=list)
+
+    def here(self, text: str, paths: Mapping[str, str] | None = None) -> str:
+        """Return words of the file as they are on this host."""
+        text = re.sub(rf"(?<=[/@])({'|'.join(SERVICES)})(?=:\d)", "127.0.0.1", text)
+        text = text.replace("0.0.0.0", "127.0.0.1")
+        if paths:
+            longest = "|".join(sorted(map(re.escape, paths), key=len, reverse=True))
+            text = re.sub(rf"(?<![\w.])({longest})", lambda found: paths[found[1]], text)
+        return re.sub(rf"(?<!\d)({'|'.join(PORTS)})(?!\d)", lambda found: str(self.ports[found[1]]), text)
+
+    def mounted(self, name: str) -> dict[str, str]:
+        """Return where the folders and files of a service are here."""
+        found = {}
+        for volume in SERVICES[name].get("volumes", ()):
+            source, path = volume.split(":")[:2]
+            place = (HERE / source).resolve() if source.startswith(".") else self.folder / source
+            if not source.startswith("."):
+                place.mkdir(0o700, exist_ok=True)
+            found[path] = str(place)
+        return found
+
+    def start(
+        self,
+        name: str,
+        program: list[str],
+        *more: str,
+        paths: Mapping[str, str] | None = None,
+        **environment: str,
+    ) -> None:
+        """Start a service's program with the arguments that the file gives it, and `more`. `paths`: what is mounted from
+        elsewhere than it says."""
+        mounted = {**self.mounted(name), **(paths or {})}
+        words = [self.here(word, mounted) for word in SERVICES[name]["command"]]
+        own = {key: self.here(value) for key, value in SERVICES[name].get("environment", {}).items()}
+        with (self.folder / f"{name}.log").open("wb") as log:
+            self.processes.append(
+                subprocess.Popen(
+                    [*program, *words, *more], stdout=log, stderr=log, cwd=self.folder, preexec_fn=die_with(os.getpid()),
+                    env={**os.environ, **own, **environment},
+                )
+            )  # fmt: skip
+
+    def until(self, answers: Any, what: str) -> None:
+        """Wait for something."""
+        deadline = time.monotonic() + WITHIN_S
+        while True:
+            with contextlib.suppress(OSError, ValueError):
+                if answers():
+                    return
+            said = "\n".join(log.read_text()[-800:] for log in self.folder.glob("*.log"))
+            assert time.monotonic() < deadline and all(one.poll() is None for one in self.processes), (
+                f"{what}\n{said}"
+            )
+            time.sleep(0.2)
+
+
+@contextlib.contextmanager
+def running(folder: Path) -> Iterator[Services]:
+    services = Services(folder)
+    try:
+        yield services
+    finally:
+        for process in reversed(services.processes):
+            process.kill()
+            process.wait()
+
+
+def copied(folder: Path) -> Path:
+    """Return a folder with what the Dockerfile copies."""
+    (source := folder / "src").mkdir()
+    for words in re.findall(r"^COPY (.+)$", DOCKERFILE, re.MULTILINE):
+        *names, _ = words.split()
+        for name in names:
+            whole = (ROOT / name).is_dir()
+            (shutil.copytree if whole else shutil.copy)(ROOT / name, source / name)
+    return source
+
+
+def got(url: str, body: Any = None) -> Any:
+    request = urllib.request.Request(
+        url, json.dumps(body).encode() if body else None, {"Content-Type": "application/json"}
+    )
+    with urllib.request.urlopen(request, timeout=10) as answer:
+        return json.load(answer)
+
+
+async def as_the_image_does(url: str, given: Mapping[str, str]) -> None:
+    """Make the superuser that the image's entry point makes, and a database that is his."""
+    user, name = given["POSTGRES_USER"], given["POSTGRES_DB"]
+    connection = await asyncpg.connect(url)
+    try:
+        if not await connection.fetchval("SELECT 1 FROM pg_roles WHERE rolname = $1", user):
+            await connection.execute(f"CREATE ROLE {user}")
+        await connection.execute(f"ALTER ROLE {user} SUPERUSER LOGIN PASSWORD '{given['POSTGRES_PASSWORD']}'")
+        await connection.execute(f"DROP DATABASE IF EXISTS {name} WITH (FORCE)")
+        await connection.execute(f"CREATE DATABASE {name} OWNER {user}")
+    finally:
+        await connection.close()
+
+
+@pytest.mark.attack
+async def test_its_services_serve_and_are_watched(tmp_path: Path, databases: None) -> None:
+    prometheus = binary()
+    assert re.search(r'^ENTRYPOINT \["holdfast"\]$', DOCKERFILE, re.MULTILINE)
+    with running(tmp_path) as services:
+        ports = services.ports
+        database = await start_postgres(first_database.lay(tmp_path / "postgres"), port=ports["5432"])
+        await as_the_image_does(
+            first_database.tester_url(database, "postgres"), SERVICES["postgres"]["environment"]
+        )
+        try:
+            services.start("nats", [str(nats_binary())], "--port", str(ports["4222"]), "--addr", "127.0.0.1")
+            holdfast = [sys.executable, "-m", "controller.cli"]
+            (data,) = services.mounted("holdfast").values()
+            services.start("holdfast", holdfast, PYTHONPATH=str(copied(tmp_path)), HOLDFAST_DATA=data)
+            api = f"http://127.0.0.1:{ports['8000']}"
+            services.until(lambda: got(f"{api}/health"), "the fleet is not ready")
+            config = (HERE / "prometheus.yml").read_text()
+            (written := tmp_path / "prometheus.yml").write_text(
+                services.here(config, services.mounted("prometheus"))
+            )
+            services.start("prometheus", [prometheus], paths={"/etc/prometheus/prometheus.yml": str(written)})
+            server = PrometheusServer(f"http://127.0.0.1:{ports['9090']}")
+            services.until(
+                lambda: {one["metric"]["role"] for one in server.ask("up == 1")} == ROLES,
+                "not all are measured",
+            )
+            answer = got(f"{api}/v1/completions", {"model": "sim", "prompt": "one two", "max_tokens": 8})
+            assert answer["usage"]["completion_tokens"] == 8
+            rules = got(f"{server.url}/api/v1/rules")["data"]["groups"]
+            assert {group["name"] for group in rules} == {"holdfast", "holdfast.recorded"}
+            services.until(
+                lambda: server.ask("holdfast_projector_position > 0"), "nothing gets into the state store"
+            )
+        finally:
+            await database.stop()
