@@ -71,6 +71,7 @@ BOARD = Dashboard(
                 Panel(
                     title="Attempts that failed", says="By whether they had brought tokens",
                     asks=[rate("dynamo_frontend_model_migration_total", M, "migration_type", "{{migration_type}}")],
+                    width=12,
                 ),
                 Panel(
                     title="Waiting to go on", says="Requests that wait for another worker; answers that are put off",
@@ -78,12 +79,13 @@ BOARD = Dashboard(
                         Query(ask="sum(holdfast_parked_requests)", legend="lost their worker"),
                         Query(ask="sum(holdfast_put_off_requests)", legend="put off"),
                     ],
+                    width=12,
                 ),
                 Panel(
                     title="The last hundred", says="Requests that moved",
                     asks=[history("""SELECT at, request, model, source, target, cause, method, tokens, gap_ms
                         FROM holdfast.migrations WHERE $__timeFilter(at) ORDER BY at DESC LIMIT 100""")],
-                    kind="table",
+                    kind="table", width=24,
                 ),
             ],
         ),

@@ -89,6 +89,8 @@ class Answers:
         frames = [(named(query.legend, one["metric"]), one.get("values") or [one["value"]]) for one in found]
         if query.heatmap:
             frames = bucket_counts([(one["metric"]["le"], one["values"]) for one in found])
+        if not query.instant:
+            frames = [(name, gaps_shown(values, self._span)) for name, values in frames]
         return [
             {
                 "name": name,
@@ -114,7 +116,15 @@ class Answers:
         return [at * 1e3 for at in self._span]
 
 
-def _number(text: str) -> float | None:
+def gaps_shown(values: list[Any], span: tuple[float, float]) -> list[tuple[float, Any]]:
+    """Return a series, second by second over its query's `span`, with nothing where it has no value: no line leads there."""
+    there = {round(at - span[0]): value for at, value in values}
+    return [(span[0] + second, there.get(second)) for second in range(int(span[1] - span[0]) + 1)]
+
+
+def _number(text: str | float | None) -> float | None:
+    if text is None:
+        return None
     value = float(text)
     return value if value == value and abs(value) != float("inf") else None
 

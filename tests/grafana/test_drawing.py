@@ -6,7 +6,7 @@ from decimal import Decimal
 from pathlib import Path
 
 import pytest
-from draw_dashboards import BYTES_MAX, PICTURES, ROOT, bucket_counts, column, named
+from draw_dashboards import BYTES_MAX, PICTURES, ROOT, bucket_counts, column, gaps_shown, named
 
 from grafana.model import Dashboard
 from grafana.write import BOARDS
@@ -47,6 +47,15 @@ def test_columns_have_the_kinds_that_grafana_gives_them() -> None:
     assert [column("x", [value])["type"] for value in (1, 1.0, True, "a", None)] == [
         "number", "number", "boolean", "string", "string",
     ]  # fmt: skip
+
+
+def test_no_line_leads_over_a_gap() -> None:
+    assert gaps_shown([(10.5, "1"), (12.5, "2")], (10.5, 13.6)) == [
+        (10.5, "1"),
+        (11.5, None),
+        (12.5, "2"),
+        (13.5, None),
+    ]
 
 
 def test_a_histograms_buckets_are_shown_without_those_below_them() -> None:
