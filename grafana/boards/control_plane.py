@@ -82,7 +82,7 @@ BOARD = Dashboard(
                     kind="stat", unit="s", width=4, steps=((None, RED), (86_400, YELLOW), (604_800, GREEN)),
                 ),
                 Panel(
-                    title="Broker's certificate ends in", says="Nothing where the broker shows none",
+                    title="Certificate ends in", says="The broker's. Nothing where the broker shows none",
                     asks=[Query(
                         ask="min(holdfast_broker_certificate_ends_timestamp_seconds) - time()", instant=True, legend="ends in",
                     )],

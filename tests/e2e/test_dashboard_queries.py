@@ -24,7 +24,7 @@ from grafana.write import BOARDS
 CALM_S = 5.0
 ALARMS = {"HoldfastSilentCorruption", "HoldfastTargetDown", "HoldfastWorkersFailing"}
 QUIET = {  # panels that may show nothing, since nothing of that kind is rehearsed here: nobody is parked, nobody scales
-    "Control plane: Broker's certificate ends in", "Control plane: Full in", "Control plane: Planners", "Incident: Exposed",
+    "Control plane: Certificate ends in", "Control plane: Full in", "Control plane: Planners", "Incident: Exposed",
     "Incident: Streams that left the worker", "Requests and migrations: At a bound",
     "Requests and migrations: For another reason", "Requests and migrations: Given up by clients",
     "Requests and migrations: Panic", "Requests and migrations: Put off", "Requests and migrations: The wait for a worker",
