@@ -69,7 +69,7 @@ test-attacks: install  ## what strangers, clients and machines may do to a whole
 	@$(MAKE) --no-print-directory prometheus || echo "Prometheus cannot be had here: the tests that want it are skipped"
 	$(BIN)/python -m pytest -n $(TESTERS) --dist loadgroup $(addprefix --ignore ,$(LOSSES)) -m "attack and not engines" \
 		tests/attacks $(addprefix tests/e2e/,test_survival.py test_overload.py test_operating.py test_retry_matrix.py test_leaving.py test_scaling.py \
-		test_spare_fleet.py test_overload_storm.py test_dashboard_queries.py test_alerts_for_real.py test_watching.py test_console_fleet.py) tests/deploy
+		test_spare_fleet.py test_overload_storm.py test_dashboard_queries.py test_alerts_for_real.py test_watching.py) tests/deploy
 
 test-losses: install  ## what becomes of a fleet that loses its journal's past, its database, or whom to believe: a minute
 	$(BIN)/python -m pytest -n 3 --dist loadgroup $(LOSSES)

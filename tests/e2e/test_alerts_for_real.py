@@ -87,6 +87,7 @@ TABLE: Mapping[str, Row] = {
     "HoldfastNoRoutableWorker": Row("workers", "all are drained"),
     "HoldfastCapacityCritical": Row("workers", "all are drained"),
     "HoldfastGoldenDisputed": Row("planes", "w1 answers otherwise from the first"),
+    "HoldfastWebhooksFailing": Row("planes", "nobody takes what the webhook tells"),
     "HoldfastRefusals": Row("planes", "too many ask"),
     "HoldfastFirstTokensLateFast": Row("planes", "too many ask"),
     "HoldfastFirstTokensLateSlow": Row("planes", "too many ask"),
@@ -261,7 +262,7 @@ async def test_what_becomes_of_workers_is_noticed(tmp_path: Path) -> None:
             watched.whole()
 
 
-PLANES = ("--workers", "2", "--itl-ms", "20", "--chaos", "--canary-interval", "0.5")
+PLANES = ("--workers", "2", "--itl-ms", "20", "--chaos", "--canary-interval", "0.5", "--webhook", "http://127.0.0.1:1/")
 MANY_EVENTS = 1_500
 ROOM_FOR_TWO = {
     "HOLDFAST_CONTROLLER__POLICY__HEALTH__DEAD_AFTER": "2",
@@ -271,6 +272,7 @@ ROOM_FOR_TWO = {
     "HOLDFAST_FRONTEND__ADMISSION__QUEUE_MAX": "12",
     "HOLDFAST_FRONTEND__FACTS__WINDOW_S": "0.1",
     "HOLDFAST_FRONTEND__FACTS__REJECTED_WINDOW_S": "0.1",
+    "HOLDFAST_NOTIFIER__WAIT_MIN_S": "0.2",
 }
 
 
@@ -282,6 +284,7 @@ async def test_what_becomes_of_servers_and_controllers_is_noticed(tmp_path: Path
     with scene("planes", tmp_path, port) as watched:
         async with running(tmp_path / "fleet", *PLANES, environment=environment) as fleet:
             await watched.step("w1 answers otherwise from the first", lambda: fleet.act("corrupt", "w1", 1))
+            await watched.step("nobody takes what the webhook tells", lambda: asyncio.sleep(0))
             pids = {process.name: process.pid for process in present(fleet.data)}
 
             async def struck(name: str, number: signal.Signals = signal.SIGKILL) -> None:
