@@ -22,6 +22,7 @@ from controller.deciders.settle import (
     absorption_due,
     next_due,
     settle,
+    settled,
 )
 from controller.deciders.worker import Conviction, LastCanary, Worker
 
@@ -44,4 +45,5 @@ __all__ = [
     "load",
     "next_due",
     "settle",
+    "settled",
 ]

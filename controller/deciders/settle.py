@@ -68,6 +68,17 @@ def settle(
     Level-triggered: twice, late or after a crash, the same state and time give the same answer, and once the
     answer is absorbed there is nothing left to say.
     """
+    return settled(policy, fleet, now, among, shares)[0]
+
+
+def settled(
+    policy: FleetPolicy,
+    fleet: Fleet,
+    now: datetime,
+    among: Collection[str] | None = None,
+    shares: "Shares | None" = None,
+) -> tuple[tuple[Decision, ...], Fleet]:
+    """Return what `settle` does, and the fleet that has absorbed it."""
     settling = _Settling(policy, fleet, now, among, shares or Shares())
     _adopt(settling)
     before = -1
@@ -75,7 +86,7 @@ def settle(
         before = len(settling.decided)
         for stratum in STRATA:
             stratum(settling)
-    return tuple(settling.decided)
+    return tuple(settling.decided), settling.fleet
 
 
 def next_due(policy: FleetPolicy, fleet: Fleet, now: datetime) -> datetime | None:
@@ -126,7 +137,7 @@ class Asking:
 
 
 class Shares:
-    """What each model's workers could carry. Of who has not changed since it was asked last nothing is reckoned again."""
+    """What the machines that look at many workers want of each: reckoned again only for those that have changed since."""
 
     def __init__(self) -> None:
         self._workers: Mapping[str, Worker] = {}
@@ -134,35 +145,64 @@ class Shares:
             Profile, Profile
         ] = {}  # one object for all that are equal: it is told apart quickly
         self._places: dict[str, tuple[str, int]] = {}  # of each worker, its model and its place there
-        self._of: dict[str, list[tuple[Profile, float]]] = {}
+        self._of: dict[str, list[tuple[Profile, float]]] = {}  # by model, by the workers' names
+        self._ranks: dict[str, tuple[Worker, BudgetRank]] = {}
+        self._spares: set[str] = set()
 
     def of(self, workers: Mapping[str, Worker]) -> Mapping[str, list[tuple[Profile, float]]]:
         """Return, by model, each worker's profile and the share of it that it could carry, by the workers' names."""
+        self._look(workers)
+        return self._of
+
+    def any_spare(self, workers: Mapping[str, Worker]) -> bool:
+        """Say whether any worker is kept back."""
+        self._look(workers)
+        return bool(self._spares)
+
+    def ranks(self, model: str, workers: Mapping[str, Worker]) -> list[BudgetRank]:
+        """Return how a model's workers stand in the ejection budget, by their names."""
+        self._look(workers)
+        found = []
+        for name, (of, _) in self._places.items():
+            if of == model:
+                known = self._ranks.get(name)
+                if known is None or known[0] is not workers[name]:
+                    known = self._ranks[name] = workers[name], _standing(workers[name])
+                found.append(known[1])
+        return found
+
+    def _look(self, workers: Mapping[str, Worker]) -> None:
         before, self._workers = self._workers, workers
         if workers is before:
-            return self._of
+            return
         changed = [(name, worker) for name, worker in workers.items() if before.get(name) is not worker]
         if len(workers) != len(before) or not all(self._known(name, worker) for name, worker in changed):
-            return self._anew(workers)
+            self._anew(before, workers)
         for name, worker in changed:
             model, place = self._places[name]
-            share = self._share(worker)
-            if share != self._of[model][place]:
+            if worker.spare.kept:
+                self._spares.add(name)
+            else:
+                self._spares.discard(name)
+            if (share := self._share(worker)) != self._of[model][place]:
                 self._of[model] = [*self._of[model]]
                 self._of[model][place] = share
-        return self._of
 
     def _known(self, name: str, worker: Worker) -> bool:
         return name in self._places and self._places[name][0] == worker.joined.model
 
-    def _anew(self, workers: Mapping[str, Worker]) -> Mapping[str, list[tuple[Profile, float]]]:
+    def _anew(self, before: Mapping[str, Worker], workers: Mapping[str, Worker]) -> None:
+        """Workers have come or gone: give each its place."""
+        known = {name: self._of[model][place] for name, (model, place) in self._places.items()}
         self._of, self._places = {}, {}
         for name in sorted(workers):
-            model = workers[name].joined.model
+            worker = workers[name]
+            model = worker.joined.model
             shares = self._of.setdefault(model, [])
             self._places[name] = (model, len(shares))
-            shares.append(self._share(workers[name]))
-        return self._of
+            shares.append(known[name] if before.get(name) is worker else self._share(worker))
+        self._spares &= workers.keys()
+        self._ranks = {name: rank for name, rank in self._ranks.items() if name in workers}
 
     def _share(self, worker: Worker) -> tuple[Profile, float]:
         profile = worker.joined.profile
@@ -261,10 +301,7 @@ def _budgets(s: _Settling) -> None:
     asked = [workers[name] for name in s.asked]
     concerned = {w.joined.model for w in asked if w.budget.kept is not None or w.in_doubt}
     for model in sorted(concerned):
-        standings = [
-            _standing(workers[name]) for name in sorted(workers) if workers[name].joined.model == model
-        ]
-        for decision in budget.decide(s.policy.budget, standings, s.now):
+        for decision in budget.decide(s.policy.budget, s.shares.ranks(model, workers), s.now):
             s.keep(decision)
 
 
@@ -279,7 +316,7 @@ def _standing(worker: Worker) -> BudgetRank:
 
 def _spares(s: _Settling) -> None:
     known = s.fleet.workers
-    if not any(worker.spare.kept for worker in known.values()):
+    if not s.shares.any_spare(known):
         return
     workers = [known[name] for name in sorted(known)]
     for decision in spares.decide(s.policy.spares, [_spare_view(worker) for worker in workers], s.now):

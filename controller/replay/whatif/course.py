@@ -14,7 +14,7 @@ from typing import Any
 
 from controller.deciders import breaker, drain, forgetting, health_moves
 from controller.deciders.degradation import due_at as level_due_at
-from controller.deciders.fleet import FleetPolicy, Shares, Worker, evolve, load, settle
+from controller.deciders.fleet import FleetPolicy, Shares, Worker, evolve, load, settled
 from controller.replay.whatif.asking import NOTHING, Asker, Question, calm, is_asked, result
 from controller.replay.whatif.consequences import Successions, emptied, shifted, successions
 from controller.replay.whatif.recording import GIVEN, CanariesTold, Happened, Recording, instant
@@ -271,21 +271,18 @@ class _Course:
 
     def _settle(self, now: datetime, among: set[str] | None) -> None:
         """Decide all that is due, and do what follows from it. `among`: of these workers alone anything can be."""
-        fleet, at = self._fleet, now.timestamp()
-        decisions = settle(self._policy, fleet, now, among, self._shares)
-        touched, others = set[str](), set[str]()
+        before, at = self._fleet.workers, now.timestamp()
+        decisions, self._fleet = settled(self._policy, self._fleet, now, among, self._shares)
+        fleet, touched, others = self._fleet, set[str](), set[str]()
         for decision in decisions:
-            before = fleet.workers
-            fleet = evolve(fleet, Recorded(seq=0, at=now, fact=decision, id=f"decision:{decision.number}"))
             self._moved[0].append(at)
             self._moved[1].append(decision.number)
             if isinstance(decision, WorkerDecision):
                 touched.add(decision.worker)
-            if isinstance(decision, FAR):
-                others |= {name for name, one in fleet.workers.items() if before.get(name) is not one}
             if not isinstance(decision, PolicyAdopted):
                 self.decided.append(decision)
-        self._fleet = fleet
+        if any(isinstance(decision, FAR) for decision in decisions):
+            others = {name for name, one in fleet.workers.items() if before.get(name) is not one}
         self._changed.clear()
         for decision in decisions:
             if isinstance(decision, DrainStarted):
