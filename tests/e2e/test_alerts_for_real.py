@@ -262,7 +262,17 @@ async def test_what_becomes_of_workers_is_noticed(tmp_path: Path) -> None:
             watched.whole()
 
 
-PLANES = ("--workers", "2", "--itl-ms", "20", "--chaos", "--canary-interval", "0.5", "--webhook", "http://127.0.0.1:1/")
+PLANES = (
+    "--workers",
+    "2",
+    "--itl-ms",
+    "20",
+    "--chaos",
+    "--canary-interval",
+    "0.5",
+    "--webhook",
+    "http://nobody:1",
+)
 MANY_EVENTS = 1_500
 ROOM_FOR_TWO = {
     "HOLDFAST_CONTROLLER__POLICY__HEALTH__DEAD_AFTER": "2",

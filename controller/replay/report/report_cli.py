@@ -17,7 +17,9 @@ from controller.replay.report.phases import all_phases
 from controller.replay.report.redaction import Redaction
 from controller.replay.report.window import HISTORY_EVENTS, ReportWindow
 from controller.replay.sentences import count, span
+from controller.replay.travel import NoLonger
 from controller.replay.whatif.part import of_incident
+from controller.replay.whatif.recording import TooMuch
 from controller.replay.whatif.usual import answers
 from controller.replay.written import written
 from events.errors import UsageError
@@ -90,11 +92,15 @@ async def execute(
 async def _otherwise(
     told: ReportWindow, journal: Journal, store: StateStore | None, archive: Archive
 ) -> list[dict[str, Any]]:
-    """Return what other policies would have made of an incident of a worker."""
+    """Return what other policies would have made of an incident of a worker; nothing where too much has happened around it, or
+    the journal does not tell of it any more."""
     story = told.story
     if story is None or not story.subject.startswith("worker:"):
         return []
-    recording = await of_incident(journal, store, archive, story)
+    try:
+        recording = await of_incident(journal, store, archive, story)
+    except (TooMuch, NoLonger):
+        return []
     return answers(recording, story.incident) if recording is not None else []
 
 

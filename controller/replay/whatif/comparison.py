@@ -210,13 +210,13 @@ def totals(
 
 def _exposed(recording: Recording, found: Iterable[FaultSeen], weights: Weights) -> float:
     """Return how many answers a worker began that answered wrongly, before nothing went there any more: as many a second as it
-    was found to have answered, or as it serves usually."""
+    was found to have answered, or as it serves usually. Who was never fenced began them until he was well again."""
     total = 0.0
     for fault in found:
         if not fault.wrong:
             continue
         fenced = fared(fault, weights).fenced
-        seconds = max(0.0, (fenced if fenced is not None else fault.until) - fault.likely)
+        seconds = max(0.0, min(fault.over, fenced or fault.over) - fault.likely)
         if weights is recording.weights:
             total += _seen(recording, fault)
         else:

@@ -6,7 +6,7 @@ every course: what differs is what was made of it.
 
 from dataclasses import dataclass
 
-from controller.replay.whatif.recording import WRONG, Adverse, CanariesTold, Recording
+from controller.replay.whatif.recording import WRONG, Adverse, Recording
 from controller.replay.whatif.spells import Spell, spells
 from controller.replay.whatif.weights import Weights
 
@@ -49,13 +49,15 @@ def faults(recording: Recording) -> list[FaultSeen]:
     """Return all faults, by when they began."""
     apart = max(APART_S, APART_CANARIES * recording.interval_s)
     found: list[FaultSeen] = []
+    known: dict[str, list[Spell]] = {}
+    for (worker, _), told in recording.canaries.items():
+        if told.facts:
+            known.setdefault(worker, []).extend(spells(told))
     for worker, adverse in recording.adverse.items():
-        lives = [told for (name, _), told in recording.canaries.items() if name == worker]
-        known = [spell for told in lives for spell in spells(told)]
         groups = _groups(adverse, apart)
         for n, group in enumerate(groups):
             until = groups[n + 1][0].at if n + 1 < len(groups) else recording.end
-            found.append(_fault(recording, worker, group, until, known, lives))
+            found.append(_fault(recording, worker, group, until, known.get(worker, [])))
     return sorted(found, key=lambda one: (one.first, one.worker))
 
 
@@ -75,14 +77,9 @@ def _fault(
     group: list[Adverse],
     until: float,
     known: list[Spell],
-    lives: list[CanariesTold],
 ) -> FaultSeen:
     first, last = group[0].at, group[-1].at
-    within = [
-        spell
-        for spell in known
-        if spell.first <= last and spell.last >= first - APART_S and spell.first >= first - APART_S
-    ]
+    within = [spell for spell in known if first - APART_S <= spell.first <= last]
     after = min((spell.after for spell in within), default=first)
     before = min((spell.first for spell in within), default=first)
     if group[0].what == "silent":

@@ -257,6 +257,7 @@ class _Reading:
 
     def _world(self, at: float, event: Recorded, fact: Fact) -> None:
         self._happened.append(Happened(at, fact, event.id))
+        before = self._shown.workers.get(getattr(fact, "worker", ""))
         self._fold(at, event, fact)
         match fact:
             case RequestFailed():
@@ -273,9 +274,8 @@ class _Reading:
                     self._adverse[fact.worker].append(Adverse(at, f"left: {fact.mode}"))
                 self._over(fact.worker, fact.instance, at)
             case WorkerJoined():
-                for worker, instance in self._canaries:
-                    if worker == fact.worker and instance != fact.instance:
-                        self._over(worker, instance, at)
+                if before is not None and before.joined.instance != fact.instance:
+                    self._over(fact.worker, before.joined.instance, at)
             case _:
                 pass
 
