@@ -31,7 +31,7 @@ GRAFANA_TYPES := @grafana/schema@11.6.16 typescript@5.9.3
 
 
 
-.PHONY: install demo test test-fast test-seeds test-attacks test-losses attack test-engines test-llamacpp test-nixl test-vllm lint dashboards prometheus chromium asyncapi grafana-types dashboards-draw bench recovery-table peer clean
+.PHONY: install demo test test-fast test-seeds test-attacks test-alerts test-losses attack test-engines test-llamacpp test-nixl test-vllm lint dashboards prometheus chromium asyncapi grafana-types dashboards-draw bench recovery-table peer clean
 
 install: $(VENV)/.installed
 
@@ -69,7 +69,11 @@ test-attacks: install  ## what strangers, clients and machines may do to a whole
 	@$(MAKE) --no-print-directory prometheus || echo "Prometheus cannot be had here: the tests that want it are skipped"
 	$(BIN)/python -m pytest -n $(TESTERS) --dist loadgroup $(addprefix --ignore ,$(LOSSES)) -m "attack and not engines" \
 		tests/attacks $(addprefix tests/e2e/,test_survival.py test_overload.py test_operating.py test_retry_matrix.py test_leaving.py test_scaling.py \
-		test_spare_fleet.py test_overload_storm.py test_dashboard_queries.py test_alerts_for_real.py test_watching.py) tests/deploy
+		test_spare_fleet.py test_overload_storm.py test_dashboard_queries.py test_watching.py) tests/deploy
+
+test-alerts: install  ## each alert fired by what it is for, at a real fleet and a real Prometheus: two minutes, on a machine with nothing else to do
+	@$(MAKE) --no-print-directory prometheus
+	$(BIN)/python -m pytest -n 3 -m attack tests/e2e/test_alerts_for_real.py
 
 test-losses: install  ## what becomes of a fleet that loses its journal's past, its database, or whom to believe: a minute
 	$(BIN)/python -m pytest -n 3 --dist loadgroup $(LOSSES)

@@ -9,6 +9,7 @@ Machines that decided on the same stale state would together exceed a budget tha
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from datetime import datetime, timedelta
+from functools import partial
 from operator import attrgetter
 from typing import TypeAlias
 
@@ -111,6 +112,9 @@ def absorbed(fleet: Fleet, now: datetime) -> Absorbed:
     return Absorbed(number=fleet.number + 1, decided_at=now)
 
 
+own = settle
+
+
 class Asking:
     """One decider's questions, under one policy: a fleet that was calm is not settled again before it could be otherwise.
 
@@ -120,7 +124,7 @@ class Asking:
 
     def __init__(self, policy: FleetPolicy, settle: Settle = settle) -> None:
         self._policy = policy
-        self._settle = settle
+        self._settle = partial(own, shares=Shares()) if settle is own else settle
         self._calm: Fleet | None = None  # in which nothing was due when it was asked about last
         self._until: datetime | None = None  # nor will be until then
 

@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from controller.deciders.fleet import DECIDERS_VERSION, Fleet, FleetPolicy, evolve, load, settle
+from controller.deciders.fleet import DECIDERS_VERSION, Fleet, FleetPolicy, Shares, evolve, load, settle
 from controller.ports import ReadPosition, RowsRead, Snapshot
 from controller.read_model import rows as projection
 from controller.read_model.diff import differences, first_difference, plain
@@ -142,6 +142,7 @@ class _Run:
         self._reading: RowsRead = frozen.reading
         self._position: ReadPosition = frozen.reading.position
         self._frozen = frozen
+        self._shares = Shares()
         self._audit = _rows(frozen, self._order.last_seq)
         self._kept: Sequence[Any] | None = None  # the next row of the audit table
         self._history: dict[str, dict[Any, projection.Row]] = {
@@ -213,7 +214,7 @@ class _Run:
         if policy is None:
             return
         found = [event.fact for event in batch if not isinstance(event.fact, Absorbed)]
-        expected = settle(policy, state, first.decided_at)
+        expected = settle(policy, state, first.decided_at, shares=self._shares)
         for n in range(max(len(expected), len(found))):
             ours, theirs = (side[n] if n < len(side) else None for side in (expected, found))
             if ours != theirs:
