@@ -199,7 +199,9 @@ async def test_of_a_thousand_workers_those_in_trouble_are_laid_out_first_and_the
     async with console(history) as kit, shown(kit, tmp_path) as (page, complaints):
         assert len(await names(page)) == 200 and await page.locator("#workers tbody tr").count() == 1000
         assert await page.locator("#found").inner_text() == "1000 in all"
-        await page.locator("#more").dispatch_event("click")  # who scrolls to it has more laid out before he is there
+        await page.locator("#more").dispatch_event(
+            "click"
+        )  # who scrolls to it has more laid out before he is there
         assert len(await names(page)) >= 400
         await page.locator("#more").evaluate("one => one.parentElement.scrollTo(0, 1e6)")
         await page.wait_for_function(

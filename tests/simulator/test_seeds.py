@@ -1,7 +1,9 @@
-"""Every invariant holds: in 200 seeds of a virtual hour, and in those that once broke one (`make test-seeds`). `make test` plays
+"""Every invariant holds: in 200 seeds of a virtual hour (SEEDS of them, if that is set), and in those that once broke one
+(`make test-seeds`). `make test` plays
 half an hour of the first ones.
 """
 
+import os
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -10,7 +12,7 @@ import pytest
 from controller.simulator.cli import command
 from controller.simulator.sweep import SweepRun, sweep
 
-SEEDS = 200
+SEEDS = int(os.environ.get("SEEDS", "200"))
 SHARE = 20  # of one test, so that they can run beside each other
 FIRST = 16  # with every `make test`, half an hour of each
 FIRST_SHARE = 8
