@@ -9,7 +9,6 @@ Machines that decided on the same stale state would together exceed a budget tha
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from datetime import datetime, timedelta
-from functools import partial
 from operator import attrgetter
 from typing import TypeAlias
 
@@ -80,7 +79,7 @@ def settled(
     shares: "Shares | None" = None,
 ) -> tuple[tuple[Decision, ...], Fleet]:
     """Return what `settle` does, and the fleet that has absorbed it."""
-    settling = _Settling(policy, fleet, now, among, shares or Shares())
+    settling = _Settling(policy, fleet, now, among, shares)
     _adopt(settling)
     before = -1
     while len(settling.decided) != before:
@@ -112,9 +111,6 @@ def absorbed(fleet: Fleet, now: datetime) -> Absorbed:
     return Absorbed(number=fleet.number + 1, decided_at=now)
 
 
-own = settle
-
-
 class Asking:
     """One decider's questions, under one policy: a fleet that was calm is not settled again before it could be otherwise.
 
@@ -124,7 +120,7 @@ class Asking:
 
     def __init__(self, policy: FleetPolicy, settle: Settle = settle) -> None:
         self._policy = policy
-        self._settle = partial(own, shares=Shares()) if settle is own else settle
+        self._settle = settle
         self._calm: Fleet | None = None  # in which nothing was due when it was asked about last
         self._until: datetime | None = None  # nor will be until then
 
@@ -223,7 +219,7 @@ class _Settling:
     fleet: Fleet
     now: datetime
     among: Collection[str] | None
-    shares: Shares
+    shares: Shares | None
     decided: list[Decision] = field(default_factory=list)
     asked: list[str] = field(init=False)  # the workers whose machines are asked
 
@@ -305,7 +301,11 @@ def _budgets(s: _Settling) -> None:
     asked = [workers[name] for name in s.asked]
     concerned = {w.joined.model for w in asked if w.budget.kept is not None or w.in_doubt}
     for model in sorted(concerned):
-        for decision in budget.decide(s.policy.budget, s.shares.ranks(model, workers), s.now):
+        if s.shares is not None:
+            ranks = s.shares.ranks(model, workers)
+        else:
+            ranks = [_standing(workers[n]) for n in sorted(workers) if workers[n].joined.model == model]
+        for decision in budget.decide(s.policy.budget, ranks, s.now):
             s.keep(decision)
 
 
@@ -320,7 +320,9 @@ def _standing(worker: Worker) -> BudgetRank:
 
 def _spares(s: _Settling) -> None:
     known = s.fleet.workers
-    if not s.shares.any_spare(known):
+    if s.shares is not None and not s.shares.any_spare(known):
+        return
+    if not any(worker.spare.kept for worker in known.values()):
         return
     workers = [known[name] for name in sorted(known)]
     for decision in spares.decide(s.policy.spares, [_spare_view(worker) for worker in workers], s.now):
@@ -341,7 +343,7 @@ def _levels(s: _Settling) -> None:
     concerned = [model for model, state in models.items() if promised(model) is not None or state.level]
     if not concerned:
         return
-    weighted = s.shares.of(s.fleet.workers)
+    weighted = (s.shares or Shares()).of(s.fleet.workers)
     for model in sorted(concerned):
         state = s.fleet.models[model]
         for decision in degradation.decide(s.policy.degradation, state, weighted.get(model, ()), s.now):
