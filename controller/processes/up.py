@@ -217,11 +217,14 @@ class FleetSupervisor:
 
         self.journal = await journal_check.open_journal(self._supervisor_url, self.dir.spools)
         self.watch = journal_watch.JournalWatch(self.journal)
-        self._following = asyncio.create_task(self._follow())
+        after: int | None = None
+        with contextlib.suppress(JournalUnavailable):
+            after = await self.journal.last_seq()  # before anybody of ours joins: whoever joins is heard
+        self._following = asyncio.create_task(self._follow(after))
 
-    async def _follow(self) -> None:
-        """Hear from the journal, from now on, whom the fleet holds for dead."""
-        after, why = None, ""
+    async def _follow(self, after: int | None) -> None:
+        """Hear from the journal what comes after this place, or from now on, and whom the fleet holds for dead."""
+        why = ""
         while True:
             try:
                 after = await self.journal.last_seq() if after is None else after

@@ -130,6 +130,20 @@ def test_more_are_started_as_the_others_were(tmp_path: Path) -> None:
     )
 
 
+def test_what_is_proposed_before_a_worker_has_joined_waits_for_one(tmp_path: Path) -> None:
+    """A person may ask for more as soon as the fleet serves: that `up` has not heard of it yet is no refusal."""
+    fleet = PlayedFleet(tmp_path, workers=0)
+    for name in ("w0", "w1"):
+        fleet.start(Child(name, "worker", [], tmp_path / "log"))
+    fleet.hear(proposed(4))
+    fleet.scaling.tend(0.0)
+    assert fleet.said == []
+    fleet.hear(joined("w0"))
+    fleet.scaling.tend(1.0)
+    (applied,) = fleet.said
+    assert (applied.ok, applied.says) == (True, "starts w2, w3")
+
+
 def test_the_newest_are_let_go_and_not_started_again(tmp_path: Path) -> None:
     fleet = PlayedFleet(tmp_path, workers=4)
     assert fleet.told(2).says == "lets go w3, w2"

@@ -102,12 +102,19 @@ class WorkerScaling:
         elif isinstance(fact, SpareReleased):
             self._kept = {*self._kept, fact.worker} - {fact.returned}
 
+    @property
+    def _cannot(self) -> bool:
+        return self._args.engine == "openai" or self._args.workers_per_process > 1
+
     def _workers(self) -> list[Child]:
         return [child for child in self._children if child.role == "worker"]
 
     def tend(self, now: float) -> None:
-        """Do what is due: carry the last proposal out, and end who should have left long ago."""
-        wanted, self._wanted = self._wanted, {}
+        """Do what is due: carry the last proposal out, and end who should have left long ago. What is proposed before it is known
+        what our workers serve waits until it is."""
+        wanted: dict[str, Recorded] = {}
+        if self._model or self._cannot:
+            wanted, self._wanted = self._wanted, {}
         for model, recorded in wanted.items():
             assert isinstance(recorded.fact, ScaleProposed)
             after = recorded.fact.after
@@ -132,13 +139,13 @@ class WorkerScaling:
 
     def _carry_out(self, model: str, after: int, now: float) -> str:
         """Return what was done. Raise NotScaled, another HoldfastError or OSError."""
-        if self._args.engine == "openai" or self._args.workers_per_process > 1:
+        if self._cannot:
             raise NotScaled(
                 "`holdfast up` starts and stops workers of --engine simulated and transformers only, one in each process: "
                 "give the planner a hook"
             )
         if model != self._model:
-            raise NotScaled(f"the workers of this `holdfast up` serve {self._model or 'no model yet'}")
+            raise NotScaled(f"the workers of this `holdfast up` serve {self._model}")
         after = max(1, after)
         kept = [child.name for child in self._workers() if child.restart and child.name in self._kept]
         besides = spares(self._args, after) if self._args.spares == AUTO else len(kept)
