@@ -141,9 +141,7 @@ class Shares:
 
     def __init__(self) -> None:
         self._workers: Mapping[str, Worker] = {}
-        self._profiles: dict[
-            Profile, Profile
-        ] = {}  # one object for all that are equal: it is told apart quickly
+        self._profiles: dict[Profile, Profile] = {}  # one object for all that are equal
         self._places: dict[str, tuple[str, int]] = {}  # of each worker, its model and its place there
         self._of: dict[str, list[tuple[Profile, float]]] = {}  # by model, by the workers' names
         self._ranks: dict[str, tuple[Worker, BudgetRank]] = {}
@@ -180,10 +178,7 @@ class Shares:
             self._anew(before, workers)
         for name, worker in changed:
             model, place = self._places[name]
-            if worker.spare.kept:
-                self._spares.add(name)
-            else:
-                self._spares.discard(name)
+            (self._spares.add if worker.spare.kept else self._spares.discard)(name)
             if (share := self._share(worker)) != self._of[model][place]:
                 self._of[model] = [*self._of[model]]
                 self._of[model][place] = share
@@ -343,11 +338,20 @@ def _levels(s: _Settling) -> None:
     concerned = [model for model, state in models.items() if promised(model) is not None or state.level]
     if not concerned:
         return
-    weighted = (s.shares or Shares()).of(s.fleet.workers)
+    weighted = s.shares.of(s.fleet.workers) if s.shares is not None else _weighted(s.fleet.workers)
     for model in sorted(concerned):
         state = s.fleet.models[model]
         for decision in degradation.decide(s.policy.degradation, state, weighted.get(model, ()), s.now):
             s.keep(decision)
+
+
+def _weighted(workers: Mapping[str, Worker]) -> Mapping[str, list[tuple[Profile, float]]]:
+    """Return, by model, what `Shares.of` does. To tell profiles apart would cost more than it saves for one settle."""
+    found: dict[str, list[tuple[Profile, float]]] = {}
+    for name in sorted(workers):
+        joined, carries = workers[name].joined, workers[name].carries
+        found.setdefault(joined.model, []).append((joined.profile, carries))
+    return found
 
 
 def _incidents(s: _Settling) -> None:
