@@ -104,7 +104,7 @@ class WorkerScaling:
 
     @property
     def _cannot(self) -> bool:
-        return self._args.engine == "openai" or self._args.workers_per_process > 1
+        return bool(self._args.engine == "openai" or self._args.workers_per_process > 1)
 
     def _workers(self) -> list[Child]:
         return [child for child in self._children if child.role == "worker"]
