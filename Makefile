@@ -71,12 +71,12 @@ WATCHERS := $(addprefix tests/attacks/,test_console_fleet.py test_webhooks_of_a_
 test-attacks: install  ## what strangers, clients and machines may do to a whole fleet: four minutes
 	@$(MAKE) --no-print-directory prometheus || echo "Prometheus cannot be had here: the tests that want it are skipped"
 	$(BIN)/python -m pytest -n $(TESTERS) --dist loadgroup $(addprefix --ignore ,$(LOSSES) $(WATCHERS)) -m "attack and not engines" \
-		tests/attacks $(addprefix tests/e2e/,test_survival.py test_overload.py test_operating.py test_retry_matrix.py test_leaving.py \
+		tests/attacks $(addprefix tests/e2e/,test_survival.py test_overload.py test_operating.py test_retry_matrix.py test_leaving.py test_scaling.py \
 		test_spare_fleet.py test_overload_storm.py test_dashboard_queries.py test_watching.py)
 
-test-alerts: install  ## whoever watches whole fleets (each alert fired for real, scaling, console, webhooks, compose): three minutes, on an idle machine
+test-alerts: install  ## whoever watches whole fleets (each alert fired for real, console, webhooks, compose): three minutes, on an idle machine
 	@$(MAKE) --no-print-directory prometheus
-	$(BIN)/python -m pytest -n 3 -m attack tests/e2e/test_alerts_for_real.py tests/e2e/test_scaling.py $(WATCHERS) tests/deploy
+	$(BIN)/python -m pytest -n 3 -m attack tests/e2e/test_alerts_for_real.py $(WATCHERS) tests/deploy
 
 test-losses: install  ## what becomes of a fleet that loses its journal's past, its database, or whom to believe: a minute
 	$(BIN)/python -m pytest -n 3 --dist loadgroup $(LOSSES)
