@@ -2,6 +2,7 @@
 
 from collections import deque
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import structlog
 
@@ -11,6 +12,17 @@ KNOWN_MAX = 10_000  # skipped messages that are recognised when they are read ag
 TOLD_MAX = 100  # told of one by one
 
 log = structlog.get_logger(__name__)
+
+
+class SpeakingJournal(Protocol):
+    """A process's journal, as a scrape looks at it: can it write, and what waits or was lost because it could not?"""
+
+    @property
+    def counters(self) -> "JournalCounters": ...
+    @property
+    def reachable(self) -> bool: ...
+    @property
+    def spool_depth(self) -> int: ...
 
 
 @dataclass

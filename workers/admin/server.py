@@ -4,14 +4,14 @@ import asyncio
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from http import HTTPStatus
 from itertools import product
-from typing import Any, Protocol
+from typing import Any
 
 import msgspec
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
 from prometheus_client.registry import Collector
 
-from events.journal.counters import JournalCounters
+from events.journal.counters import SpeakingJournal
 from events.process.exposition import written
 from events.wire import ERRORS, Load
 from workers.admin.pages import PageAnswer, Pages
@@ -101,21 +101,10 @@ RANKS = (
 )
 
 
-class ProcessJournal(Protocol):
-    """What is read of the process's journal."""
-
-    @property
-    def counters(self) -> JournalCounters: ...
-    @property
-    def reachable(self) -> bool: ...
-    @property
-    def spool_depth(self) -> int: ...
-
-
 class WorkerMetrics(Collector):
     """Reads the workers' plain counters when somebody scrapes; serving costs nothing for it."""
 
-    def __init__(self, workers: Sequence[InferenceWorker], journal: ProcessJournal | None = None) -> None:
+    def __init__(self, workers: Sequence[InferenceWorker], journal: SpeakingJournal | None = None) -> None:
         self._workers = workers
         self._journal = journal
 
@@ -220,7 +209,7 @@ class WorkerMetrics(Collector):
         return family
 
 
-def _said(journal: ProcessJournal) -> Iterable[Metric]:
+def _said(journal: SpeakingJournal) -> Iterable[Metric]:
     """Yield what the process cannot say; a process has one journal, however many workers are in it."""
     reachable = "1 while this process can write to the journal."
     yield GaugeMetricFamily("holdfast_journal_reachable", reachable, value=journal.reachable)
@@ -284,7 +273,7 @@ async def serve(
     host: str,
     port: int,
     generate: Callable[[Iterable[Metric]], bytes] = written,
-    journal: ProcessJournal | None = None,
+    journal: SpeakingJournal | None = None,
 ) -> tuple[Pages, str]:
     """Open the admin port; return what closes it, and its URL. Raise OSError if the port cannot be had.
 

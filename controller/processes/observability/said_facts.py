@@ -4,32 +4,20 @@ Controllers say the same among their own numbers (`controller.metrics.OWN`), wor
 """
 
 from collections.abc import Iterable
-from typing import Protocol
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from controller.metrics import OWN
-from events.journal.counters import JournalCounters
+from events.journal.counters import SpeakingJournal
 
 SAID = ("journal_reachable", "spool_depth", "facts_dropped")
-
-
-class Speaking(Protocol):
-    """What it needs of a journal."""
-
-    @property
-    def counters(self) -> JournalCounters: ...
-    @property
-    def reachable(self) -> bool: ...
-    @property
-    def spool_depth(self) -> int: ...
 
 
 class SaidFacts(Collector):
     """Reads the journal's handle when somebody scrapes."""
 
-    def __init__(self, journal: Speaking) -> None:
+    def __init__(self, journal: SpeakingJournal) -> None:
         self._journal = journal
 
     def collect(self) -> Iterable[Metric]:
