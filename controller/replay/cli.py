@@ -25,9 +25,6 @@ from events.errors import HoldfastError
 from events.journal.port import Journal
 
 FINDING = 3
-MOMENT = (
-    "a sequence, an instant (2026-03-01T12:00:03Z), a time of day in UTC (12:00:03), or how long ago (10m)"
-)
 NOTHING_SAID = (
     "the journal says nothing of request {}: "
     "it was answered where it was sent to, by nobody who was convicted; or it never came"
@@ -46,12 +43,12 @@ def add_arguments(commands: Any) -> None:
     command.add_argument("--incident", metavar="ID", help="one incident, from its first symptom to recovery")
     command.add_argument("--worker", metavar="W", help="only what concerns this worker")
     command.add_argument("--request", metavar="ID", help="only what is said of this request")
-    command.add_argument("--since", metavar="WHEN", help=MOMENT)
+    command.add_argument("--since", metavar="WHEN", help=moment.SAID)
     command.add_argument(
         "--all", action="store_true", help="also what is routine: good canaries, served requests"
     )
     command = _command(commands, "at", "the fleet as it was")
-    command.add_argument("when", metavar="TIME|SEQ", help=MOMENT)
+    command.add_argument("when", metavar="TIME|SEQ", help=moment.SAID)
     command = _command(commands, "why", "what led to an event, back to what the world reported")
     command.add_argument("event", metavar="EVENT", help="its sequence, its ce-id, or decision:N")
     report_cli.add_arguments(commands)
@@ -59,7 +56,7 @@ def add_arguments(commands: Any) -> None:
     command = _command(
         commands, "verify", "fold and decide everything again, and compare (exit 3: a difference)"
     )
-    command.add_argument("--since", metavar="WHEN", help=f"from the last snapshot before: {MOMENT}")
+    command.add_argument("--since", metavar="WHEN", help=f"from the last snapshot before: {moment.SAID}")
     _command(commands, "rebuild", "project the journal anew beside the old projection, and swap the two")
 
 

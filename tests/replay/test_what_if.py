@@ -382,6 +382,12 @@ async def test_the_answer_names_question_faults_and_limits_in_eighty_columns(
     assert all(len(line) <= 80 for one in lines for line in one.splitlines())
 
 
+async def test_what_lasts_is_said_in_seconds_and_what_is_a_share_is_not(history: History) -> None:
+    lines = await said(history, "--set", "degradation.margin=0.1", "--set", "drain.margin=10s")
+    assert lines[0] == "what if degradation.margin had been 0.1, and not 0.05?"
+    assert lines[1] == "what if drain.margin had been 10 s, and not 5 s?"
+
+
 async def test_an_incident_is_a_part_of_history_of_its_own(history: History) -> None:
     (text,) = await said(history, "--set", "health.failures_max=1", "--incident", "incident-6", "-o", "json")
     document = json.loads(text)

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from made_history import EPOCH, History
 
 from benchmarks.simulation.what_if import QUESTIONS, Prediction, predictions, slack_s
-from controller.deciders.fleet import Shares, evolve, settle
+from controller.deciders.fleet import Shares, settle
 from controller.replay.whatif.asking import NOTHING, Asker
 from controller.replay.whatif.recording import CHECKS, GOOD, MUTE, SLOW, WRONG, CanariesTold
 from controller.replay.whatif.spells import spells
@@ -216,7 +216,6 @@ def test_shares_of_the_same_fleet_are_reckoned_once_and_are_what_they_would_be_w
             (one.joined.profile, one.carries) for one in (history.fleet.workers[name] for name in names)
         ]
         assert list(shares.of(history.fleet.workers).get("llama", [])) == expected
-    assert evolve(history.fleet, history.events[0]) is not None
 
 
 def _others_with_something_to_say(history: History) -> list[str]:

@@ -27,7 +27,6 @@ from events.journal.port import Journal
 
 FORMS = {".html": "html", ".md": "md", ".json": "json"}
 USUAL = "report.html"
-WHEN = "a sequence, an instant (2026-03-01T12:00:03Z), a time of day in UTC (12:00:03), or how long ago (10m)"
 
 
 def add_arguments(commands: Any) -> None:
@@ -39,7 +38,9 @@ def add_arguments(commands: Any) -> None:
         metavar="ID",
         help="one incident, by its id or an event that led to it (default: the last one)",
     )
-    command.add_argument("--since", metavar="WHEN", help=f"instead of an incident, all from here on: {WHEN}")
+    command.add_argument(
+        "--since", metavar="WHEN", help=f"instead of an incident, all from here on: {moment.SAID}"
+    )
     command.add_argument("--until", metavar="WHEN", help="up to here (default: the end)")
     command.add_argument(
         "--redact", action="store_true", help="without names of requests, workers, hosts, people"

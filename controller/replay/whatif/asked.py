@@ -4,7 +4,8 @@ import json
 import re
 import tomllib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
+from datetime import timedelta
 from difflib import get_close_matches
 from functools import reduce
 from pathlib import Path
@@ -48,6 +49,22 @@ def _with(written: dict[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:
         *parts, last = name.split(".")
         reduce(lambda inside, part: inside.setdefault(part, {}), parts, written)[last] = value
     return written
+
+
+def _durations() -> set[str]:
+    """Return the settings that are durations."""
+    policy = FleetPolicy()
+    parts = [(part.name, getattr(policy, part.name)) for part in fields(policy)]
+    found = {
+        f"{name}.{one.name}"
+        for name, part in parts
+        for one in fields(part)
+        if isinstance(getattr(part, one.name), timedelta)
+    }
+    return found | {INTERVAL, SILENCE}
+
+
+TIMES = _durations()
 
 
 def known() -> dict[str, Any]:

@@ -58,9 +58,8 @@ class Asker:
         joined = told.at[0] if len(told) and told.check[0] == JOIN else start
         self._later = max(0.0, start - joined)  # than it joined
         self._next = 0  # of what was asked
-        self._last = start - (
-            JOIN_AGAIN_S if self._later else 0.0
-        )  # when it was asked last, or could have been
+        early = JOIN_AGAIN_S if self._later else 0.0
+        self._last = start - early  # when it was asked last, or could have been
         self._turn = 0
         self._then = (0, start, 0)  # the same, after the one that is asked next
 

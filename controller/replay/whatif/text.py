@@ -5,6 +5,7 @@ from datetime import datetime
 from typing import Any
 
 from controller.replay.sentences import count, span
+from controller.replay.whatif.asked import TIMES
 from controller.replay.whatif.comparison import (
     INFINITY,
     MEASURES,
@@ -92,14 +93,7 @@ def _number(value: float) -> str:
 
 def setting(name: str, value: Any) -> str:
     """Return a setting's value as one says it."""
-    timed = name.rpartition(".")[2] in _TIMES
-    return span(value) if timed and isinstance(value, int | float) else str(value)
-
-
-_TIMES = (
-    "interval", "silent_after", "dead_after", "wait_min", "wait_max", "trial_timeout", "wait", "margin", "dwell", "warmup",
-    "forget_after",
-)  # fmt: skip
+    return span(value) if name in TIMES and isinstance(value, int | float) else str(value)
 
 
 def _time(at: float) -> str:

@@ -20,7 +20,6 @@ from controller.replay.written import written
 from events.errors import HoldfastError, UsageError
 from events.journal.port import Journal
 
-WHEN = "a sequence, an instant (2026-03-01T12:00:03Z), a time of day in UTC (12:00:03), or how long ago (10m)"
 ABOUT = (
     "what would have happened under another policy: the recorded observations are decided again, beside what was decided. "
     "Settings are named as in docs/settings.md, such as breaker.wait_min, health.failures_max, canary.interval"
@@ -46,7 +45,9 @@ def add_arguments(commands: Any) -> None:
     command.add_argument(
         "--incident", metavar="ID", help="of one incident, by its id or an event that led to it"
     )
-    command.add_argument("--since", metavar="WHEN", help=f"from here on (default: all that is held): {WHEN}")
+    command.add_argument(
+        "--since", metavar="WHEN", help=f"from here on (default: all that is held): {moment.SAID}"
+    )
     command.add_argument("--until", metavar="WHEN", help="up to here (default: the end)")
     command.add_argument(
         "--sweep", metavar="NAME=A..B", help="for many values of one setting, such as canary.interval=1s..60s"
