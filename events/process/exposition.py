@@ -15,10 +15,14 @@ LARGE_BYTES = 1024  # a smaller answer is one packet anyway
 NUMBERS = {float(number): f"{number}.0" for number in range(1000)}
 
 
-def written(families: Iterable[Metric]) -> bytes:
-    """Return families in Prometheus' text form. They are counters, gauges and histograms, without times and exemplars."""
+LabelSets = dict[tuple[str, ...], str]  # names and values, and how they are written
+
+
+def written(families: Iterable[Metric], known: LabelSets | None = None) -> bytes:
+    """Return families in Prometheus' text form. They are counters, gauges and histograms, without times and exemplars.
+    `known`: of one answer that is written in parts, what stood in the parts before."""
     number: Callable[[float], str] = utils.floatToGoString
-    known: dict[tuple[str, ...], str] = {}  # label sets, as they are written
+    known = {} if known is None else known
     lines: list[str] = []
     for family in families:
         name = f"{family.name}_total" if family.type == "counter" else family.name
