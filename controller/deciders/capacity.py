@@ -123,13 +123,14 @@ def fleet_rps(
     if last is not None and last[0] == asked:
         return last[1]
     within = attainable(slo, workers)
-    distinct = {id(profile): profile for profile, _ in workers}
+    shares = [(id(profile), weight) for profile, weight in workers if weight > 0]
+    distinct = {id(profile): profile for profile, weight in workers if weight > 0}
     carried = []
     for latency in latencies:
         each = {
             key: worker_capacity(one, within, latency).effective_capacity_rps for key, one in distinct.items()
         }
-        carried.append(sum(each[id(profile)] * weight for profile, weight in workers if weight > 0))
+        carried.append(sum([each[key] * weight for key, weight in shares]))
     _LAST[model] = asked, tuple(carried)
     return _LAST[model][1]
 

@@ -10,7 +10,7 @@ machines do not know one another.
 """
 
 from controller.deciders.awaiting import AwaitedWorker
-from controller.deciders.fold import Fleet, evolve
+from controller.deciders.fold import Fleet, changed_since, evolve
 from controller.deciders.policy import FleetPolicy, dump, load
 from controller.deciders.settle import (
     ABSORB_AFTER,
@@ -40,6 +40,7 @@ __all__ = [
     "Worker",
     "absorbed",
     "absorption_due",
+    "changed_since",
     "dump",
     "evolve",
     "load",

@@ -8,6 +8,8 @@ that came onto the stream after its deadline falls through as well: he was told 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from datetime import datetime
+from itertools import compress
+from operator import is_, is_not
 from typing import Any, TypeAlias, TypeVar
 
 from controller.deciders import (
@@ -97,6 +99,13 @@ class Fleet:
     def remembered(self, name: str) -> Worker | None:
         """Return a worker of the fleet, or one that was."""
         return self.workers.get(name) or self.departed.get(name)
+
+
+def changed_since(before: Mapping[str, Worker], workers: Mapping[str, Worker]) -> list[str]:
+    """Return who is another than before: each is frozen, so that the same object is the same worker."""
+    if len(before) == len(workers) and all(map(is_, before, workers)):  # as a rule, and five times as fast
+        return list(compress(workers, map(is_not, workers.values(), before.values())))
+    return [name for name, worker in workers.items() if before.get(name) is not worker]
 
 
 def evolve(fleet: Fleet, recorded: Recorded) -> Fleet:
@@ -269,12 +278,14 @@ def _at_odds(fleet: Fleet, canary_keys: set[str], cause: str) -> Fleet:
     goldens = [state for (canary_key, _), state in fleet.goldens.items() if canary_key in canary_keys]
     if not goldens:
         return fleet
-    lives = {name: w.joined.instance for name, w in fleet.workers.items() if w.alive}
+    doubtful = [state for state in goldens if not golden.is_undisputed(state)]
+    lives = {name: w.joined.instance for name, w in fleet.workers.items() if w.alive} if doubtful else {}
     disputed: dict[str, list[str]] = {}
-    for state in goldens:
+    for state in doubtful:
         for name in golden.at_odds(state, lives):
             disputed.setdefault(name, []).append(state.canary)
-    for name in lives:
+    concerned = lives or [name for name, w in fleet.workers.items() if w.health.disputed and w.alive]
+    for name in concerned:
         worker = fleet.workers[name]
         canaries = tuple(sorted(disputed.get(name, ())))
         if worker.joined.canary_key in canary_keys and worker.health.disputed != canaries:

@@ -241,6 +241,11 @@ def _agreed(state: Golden, fact: GoldenAgreed) -> Golden:
     )
 
 
+def is_undisputed(state: Golden) -> bool:
+    """Say whether nobody can be in doubt over this golden, whoever lives."""
+    return not state.dissent if state.status == "agreed" else state.configured or len(state.votes) < 2
+
+
 def at_odds(state: Golden, lives: Mapping[str, str]) -> tuple[str, ...]:
     """Return the workers in doubt over this golden; `lives` maps each living worker to its instance.
 

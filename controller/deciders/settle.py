@@ -24,7 +24,7 @@ from controller.deciders import (
     spares,
 )
 from controller.deciders.budget import BudgetRank
-from controller.deciders.fold import Fleet, evolve
+from controller.deciders.fold import Fleet, changed_since, evolve
 from controller.deciders.incident import Incident
 from controller.deciders.policy import FleetPolicy
 from controller.deciders.spares import SpareView
@@ -43,9 +43,7 @@ from events.observations import Profile
 
 DECIDERS_VERSION = 5  # grows whenever the same facts would lead to another decision
 MOVES_MAX = 8  # of one machine of one worker in one stratum
-DECISIONS_MAX = (
-    1000  # of one settle, beside those per worker: more is a mistake of ours, which must not run for ever
-)
+DECISIONS_MAX = 1000  # of one settle: more is a mistake of ours, which must not run for ever
 DECISIONS_PER_WORKER_MAX = 50
 PROFILES_MAX = 1024  # that are told apart quickly
 ABSORB_FACTS_MAX = 1000  # pending at most, in a calm fleet
@@ -144,7 +142,8 @@ class Shares:
         self._profiles: dict[Profile, Profile] = {}  # one object for all that are equal
         self._places: dict[str, tuple[str, int]] = {}  # of each worker, its model and its place there
         self._of: dict[str, list[tuple[Profile, float]]] = {}  # by model, by the workers' names
-        self._ranks: dict[str, tuple[Worker, BudgetRank]] = {}
+        self._ranks: dict[str, list[BudgetRank]] = {}  # by model, by the workers' names
+        self._unranked: set[str] = set()  # whose rank may be another now
         self._spares: set[str] = set()
 
     def of(self, workers: Mapping[str, Worker]) -> Mapping[str, list[tuple[Profile, float]]]:
@@ -160,44 +159,47 @@ class Shares:
     def ranks(self, model: str, workers: Mapping[str, Worker]) -> list[BudgetRank]:
         """Return how a model's workers stand in the ejection budget, by their names."""
         self._look(workers)
-        found = []
-        for name, (of, _) in self._places.items():
-            if of == model:
-                known = self._ranks.get(name)
-                if known is None or known[0] is not workers[name]:
-                    known = self._ranks[name] = workers[name], _standing(workers[name])
-                found.append(known[1])
-        return found
+        for name in self._unranked:
+            of, place = self._places[name]
+            self._ranks[of][place] = _standing(workers[name])
+        self._unranked.clear()
+        return [*self._ranks[model]]
 
     def _look(self, workers: Mapping[str, Worker]) -> None:
         before, self._workers = self._workers, workers
         if workers is before:
             return
-        changed = [(name, worker) for name, worker in workers.items() if before.get(name) is not worker]
-        if len(workers) != len(before) or not all(self._known(name, worker) for name, worker in changed):
+        changed = changed_since(before, workers)
+        places = self._places
+        stay = all(name in places and places[name][0] == workers[name].joined.model for name in changed)
+        if len(workers) != len(before) or not stay:
             self._anew(before, workers)
-        for name, worker in changed:
-            model, place = self._places[name]
+        self._unranked.update(changed)
+        for name in changed:
+            worker, (model, place) = workers[name], self._places[name]
             (self._spares.add if worker.spare.kept else self._spares.discard)(name)
             if (share := self._share(worker)) != self._of[model][place]:
                 self._of[model] = [*self._of[model]]
                 self._of[model][place] = share
 
-    def _known(self, name: str, worker: Worker) -> bool:
-        return name in self._places and self._places[name][0] == worker.joined.model
-
     def _anew(self, before: Mapping[str, Worker], workers: Mapping[str, Worker]) -> None:
         """Workers have come or gone: give each its place."""
-        known = {name: self._of[model][place] for name, (model, place) in self._places.items()}
-        self._of, self._places = {}, {}
+        known = {
+            name: (self._of[model][place], self._ranks[model][place])
+            for name, (model, place) in self._places.items()
+        }
+        self._of, self._places, self._ranks = {}, {}, {}
         for name in sorted(workers):
             worker = workers[name]
             model = worker.joined.model
-            shares = self._of.setdefault(model, [])
+            shares, ranks = self._of.setdefault(model, []), self._ranks.setdefault(model, [])
             self._places[name] = (model, len(shares))
-            shares.append(known[name] if before.get(name) is worker else self._share(worker))
+            same = before.get(name) is worker
+            share, rank = known[name] if same else (self._share(worker), _standing(worker))
+            shares.append(share)
+            ranks.append(rank)
         self._spares &= workers.keys()
-        self._ranks = {name: rank for name, rank in self._ranks.items() if name in workers}
+        self._unranked &= workers.keys()
 
     def _share(self, worker: Worker) -> tuple[Profile, float]:
         profile = worker.joined.profile

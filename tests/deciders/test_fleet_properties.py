@@ -33,6 +33,7 @@ from fleet_story import (
 from controller.deciders.capacity import Slo
 from controller.deciders.degradation import DegradationPolicy
 from controller.deciders.fleet import Fleet, FleetPolicy, evolve, settle
+from controller.deciders.golden import at_odds, is_undisputed
 from events.decisions import BreakerClosed, BreakerHalfOpened, BreakerOpened, HealthStatus
 from events.fact import Decision, Fact, Recorded
 from events.order import Order
@@ -143,6 +144,22 @@ def test_a_worker_gets_at_most_what_its_devices_leave_it_and_no_less_than_it_wou
             limit = min((value for (whose, _), value in limits.items() if whose == worker), default=1.0)
             in_service = w.health.status in (HealthStatus.HEALTHY, HealthStatus.SUSPICIOUS)
             assert w.health.weight == (min(w.health.unlimited, limit) if in_service else 0.0)
+
+
+def test_over_an_undisputed_golden_nobody_is_in_doubt_and_over_others_somebody_may_be() -> None:
+    r, doubted = random.Random(0), 0
+    for _ in range(20):
+        story = Story(POLICY)
+        story.up(*(f"w{n}" for n in range(4)))
+        for _ in range(100):
+            name, canary = f"w{r.randrange(4)}", f"c{r.randrange(6)}"
+            said = proposed(name, r.choice([(1, 2), (3,), (4,)]), canary=canary)
+            story.tell(said if r.random() < 0.3 else random_fact(r, story, 5))
+            lives = {name: one.joined.instance for name, one in story.fleet.workers.items()}
+            for state in story.fleet.goldens.values():
+                doubted += bool(at_odds(state, lives))
+                assert not (is_undisputed(state) and at_odds(state, lives))
+    assert doubted > 100
 
 
 @pytest.mark.parametrize("seed", range(25))

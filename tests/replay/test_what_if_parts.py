@@ -9,10 +9,11 @@ from hypothesis import strategies as st
 from made_history import EPOCH, History
 
 from benchmarks.simulation.what_if import QUESTIONS, Prediction, predictions, slack_s
-from controller.deciders.fleet import Shares, settle
+from controller.deciders.fleet import Shares, changed_since, settle
 from controller.replay.whatif.asking import NOTHING, Asker
 from controller.replay.whatif.recording import CHECKS, GOOD, MUTE, SLOW, WRONG, CanariesTold
 from controller.replay.whatif.spells import spells
+from events.frozen import replace
 from events.observations import CanaryFailed, CanaryPassed, CanarySlow
 
 NAMES = ("c0", "c1", "c2", "c3")
@@ -216,6 +217,20 @@ def test_shares_of_the_same_fleet_are_reckoned_once_and_are_what_they_would_be_w
             (one.joined.profile, one.carries) for one in (history.fleet.workers[name] for name in names)
         ]
         assert list(shares.of(history.fleet.workers).get("llama", [])) == expected
+        assert shares.ranks("llama", history.fleet.workers) == Shares().ranks("llama", history.fleet.workers)
+        if dice.random() < 0.1:  # one of them comes back as another life, or one more comes
+            history.say(history.joined(f"w{dice.randrange(8)}", f"again-{n}"))
+
+
+def test_who_is_another_than_before_is_told_whatever_the_order_of_the_names() -> None:
+    fleet = History().start(3).fleet.workers
+    other = replace(fleet["w1"], incident="i")
+    assert changed_since(fleet, fleet) == []
+    assert changed_since(fleet, {**fleet, "w1": other}) == ["w1"]
+    assert changed_since({}, fleet) == [*fleet]
+    turned = {name: fleet[name] for name in reversed(fleet)}
+    assert changed_since(turned, {**fleet, "w1": other}) == ["w1"]
+    assert changed_since({"w9": fleet["w0"], **turned}, {**fleet, "w1": other}) == ["w1"]
 
 
 def _others_with_something_to_say(history: History) -> list[str]:

@@ -14,7 +14,7 @@ from typing import Any
 
 from controller.deciders import breaker, drain, forgetting, health_moves
 from controller.deciders.degradation import due_at as level_due_at
-from controller.deciders.fleet import FleetPolicy, Shares, Worker, evolve, load, settled
+from controller.deciders.fleet import FleetPolicy, Shares, Worker, changed_since, evolve, load, settled
 from controller.replay.whatif.asking import NOTHING, Asker, Question, calm, is_asked, result
 from controller.replay.whatif.consequences import Successions, emptied, shifted, successions
 from controller.replay.whatif.recording import GIVEN, CanariesTold, Happened, Recording, instant
@@ -282,17 +282,17 @@ class _Course:
             if not isinstance(decision, PolicyAdopted):
                 self.decided.append(decision)
         if any(isinstance(decision, FAR) for decision in decisions):
-            others = {name for name, one in fleet.workers.items() if before.get(name) is not one}
+            others = {*changed_since(before, fleet.workers)}
         self._changed.clear()
         for decision in decisions:
             if isinstance(decision, DrainStarted):
                 self._drains(at, decision)
             elif isinstance(decision, HealthChanged) and decision.after is HealthStatus.DEAD:
                 self._succeeds(at, decision)
-        moved = touched | others
-        for name in fleet.workers if among is None else (among | moved):
+        concerned = touched | others
+        for name in fleet.workers if among is None else (among | concerned):
             self._remember(name, now)
-        for name in moved:
+        for name in concerned:
             self.weights.note(at, name, fleet.workers.get(name))
         for name in touched:
             if (worker := fleet.workers.get(name)) is not None:
