@@ -45,6 +45,7 @@ BENCHMARKS = {
     "many": "benchmarks.serving.many",
     "console": "benchmarks.serving.console",
     "scrape": "benchmarks.serving.scrape",
+    "watched": "benchmarks.serving.watched",
     "evictors": "benchmarks.router.evictors",
 }
 WITH_TORCH = {
