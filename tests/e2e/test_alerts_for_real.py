@@ -241,7 +241,7 @@ async def test_what_becomes_of_workers_is_noticed(tmp_path: Path) -> None:
                 await asyncio.sleep(2)
 
         with scene("workers", tmp_path, port) as watched:
-            async with asking(fleet, 16, 60):  # each worker has several at any time: more than a frontend remembers here
+            async with asking(fleet, 16, 60):  # each worker has several: more than a frontend remembers here
                 await asyncio.to_thread(watched.server.wait_for, "holdfast_leader")
                 await watched.calm()
                 await asyncio.gather(
