@@ -25,6 +25,7 @@ from controller.replay.whatif.asked import PolicyAsked
 from controller.replay.whatif.comparison import INFINITY, MEASURES, PLACES
 from controller.replay.whatif.course import take
 from controller.replay.whatif.faults import FaultSeen, fared
+from controller.replay.whatif.reading import in_one
 from controller.replay.whatif.recording import Recording, recorded
 from controller.replay.whatif.weights import Weights
 from controller.simulator.simulation import Simulation, quiet, uncollected
@@ -124,7 +125,7 @@ def played(seed: int, values: dict[str, Any]) -> tuple[list[PlantedFault], Recor
     async def events() -> AsyncIterator[Sequence[Recorded]]:
         yield simulation.broker.events
 
-    found = asyncio.run(recorded(Fleet(), events()))
+    found = asyncio.run(recorded(Fleet(), in_one(events())))
     assert found is not None
     return faults, found
 

@@ -12,6 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import lru_cache
 from math import inf
+from operator import mul
 from typing import Any
 
 from controller.deciders.validation import STRICT, at_least
@@ -78,7 +79,10 @@ def tpot_ms(profile: Profile, running: float) -> float:
 
 def attainable(slo: Slo, workers: Iterable[tuple[Profile, float]]) -> Slo:
     """Return `slo` without the latencies that none of these workers could keep with a single request, relaxed or not."""
-    distinct = {id(profile): profile for profile, _ in workers}.values()
+    return _attainable(slo, {id(profile): profile for profile, _ in workers}.values())
+
+
+def _attainable(slo: Slo, distinct: Iterable[Profile]) -> Slo:
     profiles = [one for one in distinct if one.tpot_ms and one.prefill_tokens_per_s > 0]
     if not profiles:
         return slo
@@ -122,15 +126,17 @@ def fleet_rps(
     last = _LAST.get(model)
     if last is not None and last[0] == asked:
         return last[1]
-    within = attainable(slo, workers)
-    shares = [(id(profile), weight) for profile, weight in workers if weight > 0]
-    distinct = {id(profile): profile for profile, weight in workers if weight > 0}
+    within = _attainable(slo, {id(profile): profile for profile, _ in workers}.values())
+    carrying = [share for share in workers if share[1] > 0]
+    profiles, weights = [one for one, _ in carrying], [weight for _, weight in carrying]
+    places = [*map(id, profiles)]
+    distinct = dict(zip(places, profiles, strict=True))
     carried = []
     for latency in latencies:
         each = {
             key: worker_capacity(one, within, latency).effective_capacity_rps for key, one in distinct.items()
         }
-        carried.append(sum([each[key] * weight for key, weight in shares]))
+        carried.append(sum(map(mul, map(each.__getitem__, places), weights)))
     _LAST[model] = asked, tuple(carried)
     return _LAST[model][1]
 

@@ -5,12 +5,12 @@ import asyncio
 from collections.abc import AsyncIterator, Sequence
 
 from events.fact import Recorded
-from events.journal.port import Journal, JournalUnavailable
+from events.journal.port import Journal, JournalReads, JournalUnavailable
 
 PATIENCE_S = 30.0  # for the next batch of what is known to be there
 
 
-async def history(journal: Journal, after: int, until: int) -> AsyncIterator[Sequence[Recorded]]:
+async def history(journal: JournalReads, after: int, until: int) -> AsyncIterator[Sequence[Recorded]]:
     """Yield the events above `after` up to `until`, in batches. Raise JournalUnavailable if no more of them comes."""
     if until > after:
         async for batch in patient(journal.read(after, until=until), after, until):

@@ -225,6 +225,9 @@ class MemoryJournal:
     def read(self, after: int, *, until: int | None = None) -> AsyncIterator[Sequence[Recorded]]:
         return self._read(after, until, unknown=False)
 
+    def reopen(self) -> None:
+        return None
+
     def inspect(self, after: int, *, until: int) -> AsyncIterator[Sequence[Recorded]]:
         return self._read(after, until, unknown=True)
 

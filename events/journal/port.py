@@ -5,10 +5,11 @@ published in order and spooled to a local file while the broker is away. Decisio
 one fenced write that lands entirely or not at all.
 """
 
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from datetime import datetime
-from typing import Protocol
+from typing import Protocol, TypeAlias
 
 from events.errors import HoldfastError
 from events.fact import Decision, Observation, Recorded
@@ -42,6 +43,18 @@ class StreamEnd:
 
     seq: int  # of its last event; 0: empty
     at: datetime
+
+
+class JournalReads(Protocol):
+    """Who only reads what is kept."""
+
+    def read(self, after: int, *, until: int | None = None) -> AsyncIterator[Sequence[Recorded]]:
+        """Yield events as `Journal.read` does."""
+        ...
+
+
+Reopen: TypeAlias = Callable[[], AbstractAsyncContextManager[JournalReads]]
+"""What another process of this host is given to read the same journal: it can be pickled."""
 
 
 class Journal(Protocol):
@@ -108,6 +121,10 @@ class Journal(Protocol):
 
     async def end(self) -> StreamEnd:
         """Return where the stream ends, and what its own clock says. Raise JournalUnavailable."""
+        ...
+
+    def reopen(self) -> Reopen | None:
+        """Return what opens this journal in another process, to read it; None: only this one has it."""
         ...
 
     async def close(self) -> None:

@@ -1,12 +1,14 @@
 """What a handle on the journal reads: events, and how the stream stands. `NatsJournal` is one who also writes."""
 
 from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from functools import partial
 
 from events import subjects
 from events.fact import Observation, Recorded
 from events.journal import broker, stream
 from events.journal.counters import JournalCounters
-from events.journal.port import JournalUnavailable, StreamEnd
+from events.journal.port import JournalUnavailable, Reopen, StreamEnd
 from events.journal.reader import JournalReader
 from events.journal.stream import StreamState
 from events.journal.usage import JournalUsage, usage
@@ -26,6 +28,9 @@ class JournalReading:
 
     def inspect(self, after: int, *, until: int) -> AsyncIterator[Sequence[Recorded]]:
         return self._reader(after, unknown=True).read(until)
+
+    def reopen(self) -> Reopen:
+        return partial(_reopened, self.connection.url, self.connection.name, self.state)
 
     def _reader(self, after: int, *, unknown: bool) -> JournalReader:
         created = self.state.created if self.state is not None else None
@@ -66,3 +71,15 @@ class JournalReading:
         except broker.BrokerRefused as error:
             await self.stream_state()  # says it if there is none
             raise JournalUnavailable(str(error)) from error
+
+
+@asynccontextmanager
+async def _reopened(url: str, name: str, state: StreamState | None) -> AsyncIterator[JournalReading]:
+    """Yield the same stream, read over a connection of its own."""
+    connection = await BrokerConnection.open(url, name)
+    try:
+        reading = JournalReading(connection)
+        reading.state = state
+        yield reading
+    finally:
+        await connection.close()

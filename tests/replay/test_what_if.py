@@ -18,6 +18,7 @@ from controller.replay.whatif.asked import PolicyAsked, asked
 from controller.replay.whatif.comparison import INFINITY, Comparison, FaultCompared, compare
 from controller.replay.whatif.course import CourseTerms, take
 from controller.replay.whatif.faults import fared, faults
+from controller.replay.whatif.reading import in_one
 from controller.replay.whatif.recording import Recording, recorded
 from controller.replay.whatif.whatif_cli import NothingToAsk
 from events.decisions import SpareActivated
@@ -103,7 +104,7 @@ async def read(history: History) -> Recording:
     async def events() -> AsyncIterator[Sequence[Recorded]]:
         yield history.events
 
-    found = await recorded(Fleet(), events())
+    found = await recorded(Fleet(), in_one(events()))
     assert found is not None
     return found
 

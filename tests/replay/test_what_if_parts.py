@@ -11,8 +11,8 @@ from made_history import EPOCH, History
 from benchmarks.simulation.what_if import QUESTIONS, Prediction, predictions, slack_s
 from controller.deciders.fleet import Shares, changed_since, settle
 from controller.replay.whatif.asking import NOTHING, Asker
-from controller.replay.whatif.recording import CHECKS, GOOD, MUTE, SLOW, WRONG, CanariesTold
 from controller.replay.whatif.spells import spells
+from controller.replay.whatif.stretch import CHECKS, GOOD, MUTE, SLOW, WRONG, CanariesTold
 from events.frozen import replace
 from events.observations import CanaryFailed, CanaryPassed, CanarySlow
 

@@ -19,7 +19,7 @@ from controller.replay.report.window import HISTORY_EVENTS, ReportWindow
 from controller.replay.sentences import count, span
 from controller.replay.travel import NoLonger
 from controller.replay.whatif.part import of_incident
-from controller.replay.whatif.recording import TooMuch
+from controller.replay.whatif.stretch import TooMuch
 from controller.replay.whatif.usual import answers
 from controller.replay.written import written
 from events.errors import UsageError

@@ -17,7 +17,8 @@ from controller.deciders.degradation import due_at as level_due_at
 from controller.deciders.fleet import FleetPolicy, Shares, Worker, changed_since, evolve, load, settled
 from controller.replay.whatif.asking import NOTHING, Asker, Question, calm, is_asked, result
 from controller.replay.whatif.consequences import Successions, emptied, shifted, successions
-from controller.replay.whatif.recording import GIVEN, CanariesTold, Happened, Recording, instant
+from controller.replay.whatif.recording import GIVEN, Happened, Recording, instant
+from controller.replay.whatif.stretch import CanariesTold
 from controller.replay.whatif.weights import Weights
 from events.decisions import (
     DrainStarted,

@@ -1,11 +1,9 @@
 """Several courses of the same history: each knows nothing of the others, so every core takes one."""
 
 import gc
-import os
 from collections.abc import Sequence
-from concurrent.futures import ProcessPoolExecutor
-from multiprocessing import get_context
 
+from controller.replay.whatif.cores import cores, helpers
 from controller.replay.whatif.course import CourseTaken, CourseTerms, take
 from controller.replay.whatif.recording import Recording
 
@@ -14,15 +12,14 @@ _task: tuple[Recording, Sequence[CourseTerms]] | None = None  # as it was when t
 
 
 def take_all(recording: Recording, terms: Sequence[CourseTerms]) -> list[CourseTaken]:
-    """Decide a part of history on each of these terms."""
-    cores = len(os.sched_getaffinity(0))
-    if recording.events < FORKED_FROM or cores == 1 or len(terms) == 1:
+    """Decide a part of history on each of these terms. Raise HelperGone."""
+    if recording.events < FORKED_FROM or cores() == 1 or len(terms) == 1:
         return [take(recording, one) for one in terms]
     global _task
     _task = recording, terms
     gc.freeze()  # what a process only reads it need not copy
     try:
-        with ProcessPoolExecutor(min(cores, len(terms)), get_context("fork")) as pool:
+        with helpers(min(cores(), len(terms))) as pool:
             return list(pool.map(_take, range(len(terms))))
     finally:
         gc.unfreeze()

@@ -6,8 +6,9 @@ every course: what differs is what was made of it.
 
 from dataclasses import dataclass
 
-from controller.replay.whatif.recording import WRONG, Adverse, Recording
+from controller.replay.whatif.recording import Recording
 from controller.replay.whatif.spells import Spell, spells
+from controller.replay.whatif.stretch import WRONG, Adverse
 from controller.replay.whatif.weights import Weights
 
 APART_S, APART_CANARIES = 30.0, 4.0  # without anything that speaks against it: the next is another fault

@@ -6,6 +6,7 @@ from datetime import datetime, timedelta
 from controller.ports import Archive, StateStore
 from controller.replay import travel
 from controller.replay.timeline import Story
+from controller.replay.whatif.reading import in_one, stretches
 from controller.replay.whatif.recording import Recording, recorded
 from controller.runtime.beginning import oldest, order_from
 from controller.runtime.history import history
@@ -45,14 +46,17 @@ async def between(
     else:
         order = await travel.order_at(journal, store, max(1, first) - 1)
     end = min(last, until) if isinstance(until, int) else last
-    return await recorded(order.shown, _until(journal, order.last_seq, end, until), order.position.decided)
+    decided = order.position.decided
+    if not isinstance(until, datetime):
+        return await recorded(order.shown, stretches(journal, order.last_seq, end, decided))
+    return await recorded(order.shown, in_one(_until(journal, order.last_seq, end, until), decided))
 
 
 async def _until(
-    journal: Journal, after: int, end: int, until: int | datetime | None
+    journal: Journal, after: int, end: int, until: datetime
 ) -> AsyncIterator[Sequence[Recorded]]:
     async for batch in history(journal, after, end):
-        if isinstance(until, datetime) and batch[-1].at > until:
+        if batch[-1].at > until:
             yield [event for event in batch if event.at <= until]
             return
         yield batch

@@ -8,7 +8,7 @@ A wrong answer belongs to its canary: others may be right all the while. No answ
 
 from dataclasses import dataclass, replace
 
-from controller.replay.whatif.recording import MUTE, SLOW, WRONG, CanariesTold
+from controller.replay.whatif.stretch import MUTE, SLOW, WRONG, CanariesTold
 from events.observations import CanaryFailed, CanarySlow
 
 

@@ -1,0 +1,59 @@
+"""How is a long part of history read? By as many processes as there are cores, each a stretch of it, over its own connection."""
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+from itertools import pairwise
+
+from controller.replay.whatif.cores import cores, helpers
+from controller.replay.whatif.stretch import StretchRead
+from controller.runtime.history import history
+from events.fact import Recorded
+from events.journal.port import Journal, Reopen
+
+SHARED_FROM = 100_000  # events: what is shorter is read sooner than a process is there
+STRETCHES = 3  # of each core: what the first hold is folded while the last are read
+
+
+async def stretches(
+    journal: Journal, after: int, until: int, decided: int, processes: int | None = None
+) -> AsyncIterator[StretchRead]:
+    """Yield all that lies between two sequences, the last included, stretch by stretch; without the decisions up to `decided`.
+    `processes` read it; None: one for each core, if it is long. Raise TooMuch, JournalUnavailable, HelperGone."""
+    reopen = journal.reopen()
+    several = processes or (cores() if until - after >= SHARED_FROM else 1)
+    if reopen is None or several == 1:
+        async for one in in_one(history(journal, after, until), decided):
+            yield one
+        return
+    count = STRETCHES * several
+    bounds = [after + (until - after) * n // count for n in range(count + 1)]
+    loop = asyncio.get_running_loop()
+    with helpers(several) as pool:
+        reading = [
+            loop.run_in_executor(pool, _read, reopen, first, last, decided)
+            for first, last in pairwise(bounds)
+        ]
+        try:
+            for stretch in reading:
+                yield await stretch
+        finally:
+            for stretch in reading:
+                stretch.cancel()
+
+
+async def in_one(batches: AsyncIterator[Sequence[Recorded]], decided: int = 0) -> AsyncIterator[StretchRead]:
+    """Yield all that these events hold, as one stretch. Raise TooMuch."""
+    found = StretchRead(decided)
+    async for batch in batches:
+        for event in batch:
+            found.take(event)
+    yield found
+
+
+def _read(reopen: Reopen, after: int, until: int, decided: int) -> StretchRead:
+    return asyncio.run(_stretch(reopen, after, until, decided))
+
+
+async def _stretch(reopen: Reopen, after: int, until: int, decided: int) -> StretchRead:
+    async with reopen() as journal:
+        return await anext(in_one(history(journal, after, until), decided))

@@ -1,0 +1,206 @@
+"""What a stretch of history holds: what canaries said as numbers, requests as counts, and the rest as it is, to be folded.
+
+Good canaries are nearly all of it, and none of them is folded: so that several processes can each read a part (`reading`), and
+only the rest is taken in order by one (`recording`).
+"""
+
+from array import array
+from collections import defaultdict
+from dataclasses import dataclass, field
+
+from events.errors import HoldfastError
+from events.fact import Decision, Recorded
+from events.observations import (
+    CanaryFailed,
+    CanaryPassed,
+    CanaryResult,
+    CanarySlow,
+    CheckType,
+    DeviceFaulted,
+    DeviceRecovered,
+    DrainFinished,
+    DrainRequested,
+    EngineFaulted,
+    GoldenDisputed,
+    GoldenProposed,
+    RequestExposed,
+    RequestFailed,
+    RequestPoisonous,
+    RequestsServed,
+    ResumeRequested,
+    ShutdownBegan,
+    WorkerAwaited,
+    WorkerHeard,
+    WorkerJoined,
+    WorkerLeft,
+    WorkerSilent,
+    WorkerSlow,
+    WorkerSlowCleared,
+)
+
+EVENTS_MAX = 5_000_000  # of one question
+SERVED_AFTER_S = 600.0  # after a failed request: so long good ones may matter
+
+GOOD, SLOW, WRONG, MUTE = range(4)  # what a canary said: right, right but slow, a wrong answer, none
+WRONG_REASONS = ("token_mismatch", "logit_drift", "non_finite")
+OF_THE_WORLD = (
+    DeviceFaulted, DeviceRecovered, DrainFinished, DrainRequested, EngineFaulted, GoldenDisputed, GoldenProposed,
+    RequestFailed, RequestPoisonous, ResumeRequested, ShutdownBegan, WorkerAwaited, WorkerHeard, WorkerJoined, WorkerLeft,
+    WorkerSilent, WorkerSlow, WorkerSlowCleared,
+)  # fmt: skip
+TAKEN_IN_ORDER = (Decision, *OF_THE_WORLD)
+
+
+class TooMuch(HoldfastError):
+    """A question of what if is of one part of history: narrow it with --since and --until, or ask for one --incident."""
+
+
+@dataclass(slots=True)
+class CanariesTold:
+    """What canaries said of one life of a worker, oldest first."""
+
+    worker: str
+    instance: str
+    at: "array[float]" = field(default_factory=lambda: array("d"))  # when the journal took it
+    sent: "array[float]" = field(
+        default_factory=lambda: array("d")
+    )  # when it was asked, by the stream's clock
+    said: bytearray = field(default_factory=bytearray)
+    check: bytearray = field(default_factory=bytearray)  # a place in CHECKS
+    asked: "array[int]" = field(default_factory=lambda: array("H"))  # a place in `names`
+    names: list[str] = field(
+        default_factory=list
+    )  # of the canaries, in the order in which they were first asked
+    facts: dict[int, CanaryFailed | CanarySlow] = field(default_factory=dict)  # all but the good ones
+    good: CanaryPassed | None = None  # one of the good ones
+    end: float = float("inf")  # of this life
+
+    def __len__(self) -> int:
+        return len(self.at)
+
+    def add(self, later: "CanariesTold") -> None:
+        """Take in what the same life said afterwards."""
+        place = len(self)
+        self.names += [name for name in later.names if name not in self.names]
+        asked = [self.names.index(name) for name in later.names]
+        self.at += later.at
+        self.sent += later.sent
+        self.said += later.said
+        self.check += later.check
+        self.asked.extend(asked[one] for one in later.asked)
+        self.facts |= {place + n: fact for n, fact in later.facts.items()}
+        self.good = self.good or later.good
+
+
+CHECKS: tuple[CheckType, ...] = ("scheduled", "confirm", "trial", "join")
+
+
+@dataclass(slots=True)
+class Adverse:
+    """Something that speaks against a worker."""
+
+    at: float
+    what: str
+
+
+@dataclass(slots=True)
+class StretchRead:
+    """A stretch of history, in the stream's order; of its decisions those up to the sequence `decided` are left out."""
+
+    decided: int = 0
+    events: int = 0
+    start: float | None = None  # seconds since 1970, by the stream
+    end: float = 0.0
+    canaries: dict[tuple[str, str], CanariesTold] = field(default_factory=dict)  # by worker and instance
+    askers: dict[tuple[str, str], list[str]] = field(default_factory=dict)  # who asked each canary
+    skew: dict[str, float] = field(default_factory=dict)  # of a prober's clock against the stream's, at least
+    wrong: dict[str, list[Adverse]] = field(default_factory=lambda: defaultdict(list))  # by worker
+    exposed: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))  # when, by worker
+    served: dict[str, tuple[int, float]] = field(
+        default_factory=dict
+    )  # answers, and in how many seconds, by worker
+    rest: list[Recorded] = field(default_factory=list)  # what is taken in order
+    _failed_at: dict[str, float] = field(default_factory=dict)
+
+    def take(self, event: Recorded) -> None:
+        """Take one event in. Raise TooMuch."""
+        fact = event.fact
+        if event.seq <= self.decided and isinstance(fact, Decision):
+            return
+        self._count(1)
+        self.end = at = event.at.timestamp()
+        if self.start is None:
+            self.start = at
+        if isinstance(fact, CanaryResult):
+            self._canary(at, event.source, fact)
+        elif isinstance(fact, RequestsServed):
+            count, seconds = self.served.get(fact.worker, (0, 0.0))
+            self.served[fact.worker] = (count + fact.count, seconds + fact.window_s)
+            if (
+                at - self._failed_at.get(fact.worker, self.start) < SERVED_AFTER_S
+            ):  # who reads what came before knows
+                self.rest.append(event)
+        elif isinstance(fact, TAKEN_IN_ORDER):
+            if isinstance(fact, RequestFailed):
+                self._failed_at[fact.worker] = at
+            self.rest.append(event)
+        elif isinstance(fact, RequestExposed):
+            self.exposed[fact.worker].append(at)
+
+    def _count(self, more: int) -> None:
+        self.events += more
+        if self.events > EVENTS_MAX:
+            raise TooMuch(f"more than {EVENTS_MAX:,} events. {TooMuch.__doc__}")
+
+    def _canary(self, at: float, source: str, fact: CanaryResult) -> None:
+        life = (fact.worker, fact.instance)
+        told = self.canaries.get(life)
+        if told is None:
+            told, self.askers[life] = CanariesTold(*life), []
+            self.canaries[life] = told
+        place = len(told.at)
+        told.at.append(at)
+        told.sent.append(sent := fact.sent_at.timestamp())
+        told.check.append(CHECKS.index(fact.check_type))
+        if fact.canary not in told.names:
+            told.names.append(fact.canary)
+        told.asked.append(told.names.index(fact.canary))
+        told.said.append(said := _said(fact))
+        if isinstance(fact, CanaryPassed):
+            told.good = told.good or fact
+        elif isinstance(fact, CanaryFailed | CanarySlow):
+            told.facts[place] = fact
+        if isinstance(fact, CanaryFailed) and said in (WRONG, MUTE):
+            self.wrong[fact.worker].append(Adverse(at, fact.reason))
+        self.askers[life].append(source)
+        late = at - sent - (fact.latency_ms / 1000 if said < WRONG else 0.0)
+        self.skew[source] = min(self.skew.get(source, late), late)
+
+    def add(self, later: "StretchRead") -> None:
+        """Take in what follows this stretch, but for `rest`: who adds them has taken that. Raise TooMuch."""
+        self._count(later.events)
+        if later.start is not None:
+            self.start, self.end = later.start if self.start is None else self.start, later.end
+        for life, told in later.canaries.items():
+            if life in self.canaries:
+                self.canaries[life].add(told)
+                self.askers[life] += later.askers[life]
+            else:
+                self.canaries[life], self.askers[life] = told, later.askers[life]
+        for source, late in later.skew.items():
+            self.skew[source] = min(self.skew.get(source, late), late)
+        for worker, (count, seconds) in later.served.items():
+            before, during = self.served.get(worker, (0, 0.0))
+            self.served[worker] = (before + count, during + seconds)
+        for worker, adverse in later.wrong.items():
+            self.wrong[worker] += adverse
+        for worker, times in later.exposed.items():
+            self.exposed[worker] += times
+
+
+def _said(fact: CanaryResult) -> int:
+    if isinstance(fact, CanaryPassed):
+        return GOOD
+    if isinstance(fact, CanaryFailed) and fact.reason != "latency_spike":
+        return WRONG if fact.reason in WRONG_REASONS else MUTE
+    return SLOW
