@@ -93,10 +93,10 @@ def _lines(status: dict[str, Any]) -> Iterator[str]:
 
 
 def _console(processes: Sequence[dict[str, Any]]) -> Iterator[str]:
-    """Yield where a browser shows all this: every frontend does."""
-    frontends = [p["url"] for p in processes if p["role"] == "frontend"]
-    if frontends:
-        yield f"console      {frontends[0]}/console"
+    """Yield where a browser shows all this: each frontend does, unless it is told not to."""
+    consoles = [p["console"] for p in processes if p.get("console")]
+    if consoles:
+        yield f"console      {consoles[0]}"
 
 
 def _spares(workers: Sequence[dict[str, Any]]) -> Iterator[str]:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from events.errors import HoldfastError
-from events.process.presence import alive, present
+from events.process.presence import alive
 
 VERSION = 1
 
@@ -112,7 +112,3 @@ class FleetDir:
                 f"{self.path}: {NoFleet.__doc__} Start one with `holdfast up`, or name it with --data."
             )
         return known
-
-    def running(self, role: str) -> list[str]:
-        """Return the URLs of the living processes of one role."""
-        return [p.url for p in present(self.path) if p.role == role]

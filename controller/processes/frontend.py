@@ -17,6 +17,7 @@ from controller.adapters.request_plane.dialers import Dialer
 from controller.adapters.request_plane.links import Address, PlaneLimits
 from controller.adapters.request_plane.nats_dialer import dialers
 from controller.console.console import Console
+from controller.console.endpoints import PATH
 from controller.frontend.director import Director, World
 from controller.frontend.health.corruption import SERVED_EVERY_S, Served
 from controller.frontend.http.api import Api
@@ -183,7 +184,9 @@ class FrontendProcess:
             loop.add_signal_handler(number, self._stop.set)
         try:
             await listeners.open()
-            presence.announce(self._data, "frontend", self._name, listeners.admin_url)
+            url = listeners.admin_url
+            shown = f"{url}{PATH}" if console is not None else ""
+            presence.announce(self._data, "frontend", self._name, url, console=shown)
             collector.calm()
             async with asyncio.TaskGroup() as group:
                 running = [group.create_task(service()) for service in (*services, self._plane.run)]

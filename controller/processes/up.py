@@ -40,7 +40,7 @@ from events.fact import Observation
 from events.journal.port import JournalUnavailable
 from events.nats.urls import as_user
 from events.process import descriptors
-from events.process.presence import announce
+from events.process.presence import announce, present
 from workers.exits import USAGE
 
 POLL_S = 0.05
@@ -255,8 +255,8 @@ class FleetSupervisor:
         self.scaling.begin(watch.kept)
         say(f"Holdfast is ready after {time.monotonic() - began:.1f} s: {url}/v1 with {watch.there}")
         say(f"  data and logs in {self.dir.path}; `holdfast status` shows the fleet, Ctrl-C stops it")
-        if consoles := self.dir.running("frontend"):
-            say(f"  in a browser: {consoles[0]}/console")
+        if consoles := [one.console for one in present(self.dir.path) if one.console]:
+            say(f"  in a browser: {consoles[0]}")
         if self.args.observability:
             await self.prometheus.begin()
 

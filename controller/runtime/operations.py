@@ -247,7 +247,9 @@ class ControlOperations:
                 for one in fleet.waiting
             ],
             "processes": [
-                {"role": p.role, "name": p.name, "pid": p.pid, "url": p.url} for p in self._sources.present()
+                {"role": p.role, "name": p.name, "pid": p.pid, "url": p.url}
+                | ({"console": p.console} if p.console else {})
+                for p in self._sources.present()
             ],
             "levels": _levels(fleet),
             "journal": {"last_seq": last, **stored.get("journal", {})},

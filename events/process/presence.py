@@ -18,13 +18,16 @@ class Presence:
     name: str  # w0, frontend-1 …
     pid: int
     url: str  # where it answers: its admin port, or the server's own address
+    console: str = ""  # where a browser shows the fleet, if it has a console
 
 
-def announce(directory: Path, role: str, name: str, url: str, pid: int | None = None) -> Path:
+def announce(
+    directory: Path, role: str, name: str, url: str, pid: int | None = None, *, console: str = ""
+) -> Path:
     """Write this process's file, whole or not at all, and return its path. On a full disk there is none."""
     path = directory / "run" / f"{name}.json"
     fresh = path.with_suffix(f".{os.getpid()}.tmp")
-    said = json.dumps(asdict(Presence(role, name, os.getpid() if pid is None else pid, url)))
+    said = json.dumps(asdict(Presence(role, name, os.getpid() if pid is None else pid, url, console)))
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         fresh.write_text(said)

@@ -93,6 +93,15 @@ def test_a_narrower_terminal_loses_no_part_of_the_status(
     assert all(word in squeezed(text) for word in ("w-in-rack-17", "SUSPICIOUS", "half_open", squeezed(WHY)))
 
 
+@pytest.mark.parametrize("console", ["", "http://127.0.0.1:41234/console"])
+def test_the_console_is_named_where_there_is_one(console: str, capsys: pytest.CaptureFixture[str]) -> None:
+    shown = status("w0")
+    shown["processes"][0] |= {"console": console} if console else {}
+    print_status(shown)
+    named = [line for line in capsys.readouterr().out.splitlines() if line.startswith("console ")]
+    assert named == ([f"console      {console}"] if console else [])
+
+
 def test_spares_are_told_and_not_taken_for_workers_in_trouble(capsys: pytest.CaptureFixture[str]) -> None:
     shown = status("w0")
     (about,) = shown["workers"]

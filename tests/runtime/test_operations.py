@@ -45,7 +45,10 @@ class OperationsOverDoubles:
             FleetSources(
                 fleet=lambda: self.world.fleet,
                 leader=lambda: "controller:1",
-                present=lambda: [Presence("worker", "w1", 17, "tcp://x:1")],
+                present=lambda: [
+                    Presence("worker", "w1", 17, "tcp://x:1"),
+                    Presence("frontend", "f0", 18, "http://x:2", "http://x:2/console"),
+                ],
                 projected=self._projected,
             ),
             self.world.journal,
@@ -251,7 +254,10 @@ async def test_the_status_has_the_keys_that_are_promised() -> None:
     assert (worker["health"], worker["breaker"], worker["weight"]) == ("HEALTHY", "closed", 1.0)
     assert worker["in_flight"] == 3
     assert worker["last_canary"]["outcome"] == "passed"
-    assert status["processes"] == [{"role": "worker", "name": "w1", "pid": 17, "url": "tcp://x:1"}]
+    assert status["processes"] == [
+        {"role": "worker", "name": "w1", "pid": 17, "url": "tcp://x:1"},
+        {"role": "frontend", "name": "f0", "pid": 18, "url": "http://x:2", "console": "http://x:2/console"},
+    ]
     assert status["levels"] == {"m": 0}
     last = len(doubles.world.stream.events)
     assert status["journal"] == {"last_seq": last}
