@@ -270,14 +270,48 @@ async def test_a_process_that_was_ended_because_it_was_held_for_dead_is_ended_wh
     assert sooner == pytest.approx(20.0, abs=2.0), "it was held for dead after 30 s"
 
 
-async def test_whoever_has_lost_his_place_to_a_spare_is_fenced_all_the_same() -> None:
+def a_spare_joins(after: int) -> Callable[[History, int], None]:
     def joins(history: History, at: int) -> None:
-        if at == 1:
+        if at == after:
             history.say(replace(history.joined("s0"), spare=True), seconds=0.0)
             history.decide()
             history.say(history.passed("s0", check="join"), seconds=0.0)
 
-    history = lived(between("w1", 40, 95, "token_mismatch"), also=joins)
+    return joins
+
+
+def budgeted(share: float) -> FleetPolicy:
+    return replace(brisk(), budget=BudgetPolicy(max_ejection_share=share))
+
+
+def two_in_turn(worker: str, at: float) -> str:
+    """While w1 is out w2 has to be kept; when w1 is well again w2 may go, and nothing has happened to it then."""
+    return "timeout" if (worker == "w1" and 40 <= at < 83) or (worker == "w2" and 52 <= at < 160) else ""
+
+
+@pytest.mark.parametrize(
+    "history",
+    [
+        lived(between("w1", 40, 95, "token_mismatch"), also=a_spare_joins(1)),
+        lived(between("w1", 40, 95, "token_mismatch"), also=a_spare_joins(60)),
+        lived(two_in_turn, policy=budgeted(0.25)),
+    ],
+    ids=["spare", "late spare", "budget"],
+)
+async def test_under_the_policy_that_was_in_force_every_worker_fares_as_it_did(history: History) -> None:
+    recording = await read(history)
+    again = take(recording, CourseTerms())
+    for name in recording.weights.steps:
+        now, then = (
+            list({step.at: step for step in taken.since(name, recording.start + 20)}.values())
+            for taken in (again.weights, recording.weights)
+        )  # the last of what was decided at once
+        assert [step[1:] for step in now] == [step[1:] for step in then], name
+        assert [step.at for step in now[1:]] == pytest.approx([step.at for step in then[1:]], abs=1.5), name
+
+
+async def test_whoever_has_lost_his_place_to_a_spare_is_fenced_all_the_same() -> None:
+    history = lived(between("w1", 40, 95, "token_mismatch"), also=a_spare_joins(1))
     assert any(isinstance(event.fact, SpareActivated) for event in history.events)
     recording = await read(history)
     (fault,) = faults(recording)
@@ -294,12 +328,9 @@ async def test_another_ejection_budget_keeps_as_many_in_service_as_it_would_have
     def bad(worker: str, at: float) -> str:
         return "timeout" if worker in ("w1", "w2", "w3") and 40 <= at < 120 else ""
 
-    def budget(of: float) -> FleetPolicy:
-        return replace(brisk(), budget=BudgetPolicy(max_ejection_share=of))
-
-    recording = await read(lived(bad, policy=budget(0.5)))
+    recording = await read(lived(bad, policy=budgeted(0.5)))
     told = take(recording, PolicyAsked({"budget.max_ejection_share": share}).terms())
-    truly = await read(lived(bad, policy=budget(share)))
+    truly = await read(lived(bad, policy=budgeted(share)))
     for at in (75, 90, 105):
         out = [
             sum(

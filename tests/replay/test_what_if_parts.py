@@ -179,6 +179,19 @@ def test_after_a_trial_that_is_not_asked_here_canaries_go_on_at_their_interval()
     assert sent == [0, 10, 20, 30, 40, 50, 60]
 
 
+def test_who_joins_later_than_it_did_is_let_in_by_a_canary_of_then_and_asked_again_until_one_does() -> None:
+    canaries = told("......")
+    canaries.check[0] = CHECKS.index("join")
+    later = Asker(canaries, 30.0, 10.0, None, 0.5)
+    question = later.following(30.0, False, True)
+    assert question is not None and (question.check, question.sent) == ("join", 30.0)
+    later.asked()
+    again = later.following(question.at, False, True)
+    assert again is not None and (again.check, again.sent) == ("join", 32.0)
+    at_once = Asker(canaries, 0.0, 10.0, None, 0.5).following(0.0, False, True)
+    assert at_once is not None and (at_once.check, at_once.guessed) == ("join", False)
+
+
 def test_a_trial_is_the_one_that_was_if_it_was_then() -> None:
     asker = Asker(told("..-.", trials=frozenset({2})), 0.0, 10.0, None, 0.5)
     question = asker.trial(19.5)
