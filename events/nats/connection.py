@@ -231,9 +231,14 @@ class BrokerConnection:
         if self._task is not None and not self._task.done():
             self._task.cancel()
             await asyncio.wait({self._task}, timeout=deadline_s)
-        with contextlib.suppress(TimeoutError, NatsError, OSError):
-            async with asyncio.timeout(deadline_s):
-                await self.client.close()
+        # In a task: nats-py ends its own reconnecting by a cancellation that reaches whoever waits for the same transport.
+        closing = asyncio.create_task(self.client.close(), name=f"nats-close-{self.name}")
+        await asyncio.wait({closing}, timeout=deadline_s)
+        if not closing.done():
+            closing.cancel()
+        elif not closing.cancelled():
+            with contextlib.suppress(*DISCONNECTED):
+                closing.result()
 
     async def _connect(self) -> None:
         options: dict[str, Any] = {

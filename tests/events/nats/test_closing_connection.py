@@ -1,0 +1,36 @@
+"""A connection lets go of the broker, whatever becomes of the client meanwhile."""
+
+import asyncio
+
+import pytest
+
+from controller.adapters.embedded.servers import EmbeddedServer
+from events.nats.connection import BrokerConnection
+
+pytestmark = pytest.mark.servers
+
+
+async def test_a_client_that_is_cancelled_while_it_closes_does_not_cancel_who_closes_it(
+    own_nats: EmbeddedServer,
+) -> None:
+    """nats-py cancels its reconnecting, which may wait for the same transport: the cancellation is not ours."""
+    connection = await BrokerConnection.open(own_nats.url, "test")
+    close = connection.client.close
+
+    async def cancelled() -> None:
+        await close()
+        raise asyncio.CancelledError
+
+    connection.client.close = cancelled  # type: ignore[method-assign]
+    await connection.close()
+    assert not connection.connected
+
+
+async def test_whoever_is_cancelled_while_he_closes_is_cancelled(own_nats: EmbeddedServer) -> None:
+    connection = await BrokerConnection.open(own_nats.url, "test")
+    closing = asyncio.create_task(connection.close())
+    await asyncio.sleep(0)
+    closing.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await closing
+    await connection.close()
