@@ -79,10 +79,7 @@ def tpot_ms(profile: Profile, running: float) -> float:
 
 def attainable(slo: Slo, workers: Iterable[tuple[Profile, float]]) -> Slo:
     """Return `slo` without the latencies that none of these workers could keep with a single request, relaxed or not."""
-    return _attainable(slo, {id(profile): profile for profile, _ in workers}.values())
-
-
-def _attainable(slo: Slo, distinct: Iterable[Profile]) -> Slo:
+    distinct = {id(profile): profile for profile, _ in workers}.values()
     profiles = [one for one in distinct if one.tpot_ms and one.prefill_tokens_per_s > 0]
     if not profiles:
         return slo
@@ -126,7 +123,7 @@ def fleet_rps(
     last = _LAST.get(model)
     if last is not None and last[0] == asked:
         return last[1]
-    within = _attainable(slo, {id(profile): profile for profile, _ in workers}.values())
+    within = attainable(slo, workers)
     carrying = [share for share in workers if share[1] > 0]
     profiles, weights = [one for one, _ in carrying], [weight for _, weight in carrying]
     places = [*map(id, profiles)]

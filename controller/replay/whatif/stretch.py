@@ -116,9 +116,7 @@ class StretchRead:
     skew: dict[str, float] = field(default_factory=dict)  # of a prober's clock against the stream's, at least
     wrong: dict[str, list[Adverse]] = field(default_factory=lambda: defaultdict(list))  # by worker
     exposed: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))  # when, by worker
-    served: dict[str, tuple[int, float]] = field(
-        default_factory=dict
-    )  # answers, and in how many seconds, by worker
+    served: dict[str, tuple[int, float]] = field(default_factory=dict)  # answers, and seconds, by worker
     rest: list[Recorded] = field(default_factory=list)  # what is taken in order
     _failed_at: dict[str, float] = field(default_factory=dict)
 
@@ -136,9 +134,8 @@ class StretchRead:
         elif isinstance(fact, RequestsServed):
             count, seconds = self.served.get(fact.worker, (0, 0.0))
             self.served[fact.worker] = (count + fact.count, seconds + fact.window_s)
-            if (
-                at - self._failed_at.get(fact.worker, self.start) < SERVED_AFTER_S
-            ):  # who reads what came before knows
+            failed_at = self._failed_at.get(fact.worker, self.start)  # or before: who folds it knows
+            if at - failed_at < SERVED_AFTER_S:
                 self.rest.append(event)
         elif isinstance(fact, TAKEN_IN_ORDER):
             if isinstance(fact, RequestFailed):
