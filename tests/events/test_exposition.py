@@ -13,7 +13,7 @@ from prometheus_client import (
     generate_latest,
 )
 
-from events.process.exposition import LARGE_BYTES, packed, written
+from events.process.exposition import LARGE_BYTES, LabelSets, packed, written
 
 VALUES = (0, 1, 999, 1000, 0.5, -1, 1e6, 123456789, 1e21, 1e-7, math.inf, -math.inf, math.nan)
 
@@ -32,6 +32,10 @@ def test_the_text_is_prometheus_clients_own() -> None:
         sizes.labels("w").observe(size)
     Counter("of_nobody", "has no series", ["worker"], registry=registry)
     assert written(registry.collect()) == generate_latest(registry)
+    known = LabelSets()  # of one answer that is written in parts
+    parts = [written((family,), known) for family in registry.collect()]
+    assert b"".join(parts) == generate_latest(registry)
+    assert known[("worker", "w")] == '{worker="w"}'
 
 
 @pytest.mark.parametrize(
