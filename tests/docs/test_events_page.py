@@ -55,6 +55,8 @@ def test_what_a_release_has_written_passes_the_schemas_of_today(release: Path) -
         messages = [json.loads(line) for line in lines]
     schemas = {name: Draft202012Validator(json.loads(text)) for name, text in write_docs.schemas().items()}
     for message in messages:
+        if "ce-type" not in message["headers"]:
+            continue  # no event: readers skip it
         kind = message["headers"]["ce-type"].removeprefix("holdfast.")
         body = message["body"]
         schemas[f"v1/{kind}.json"].validate(json.loads(body) if isinstance(body, str) else body)
