@@ -3,10 +3,11 @@
     python -m benchmarks abuse [--seconds 20] [--connections 50] [--pause 20] [--after 60] [--text-mb 10]
 
 A whole fleet (`holdfast up`, 2 workers). Honest clients ask for short streams, first alone, then beside so many connections of
-each kind: texts that are longer than any context, texts that nearly fit, gzip bombs, bodies of millions of lists, bodies that
-trickle, heads that do not end, silence at the frontend, and silence and half hellos at each worker. Each does it again after a
-pause. Measured: TTFT both ways; the frontend's memory before, at most, and `--after` seconds after the last of it. Exit 1 if the
-99th percentile is more than twice the undisturbed one, memory is not back within a fifth, or an honest request failed.
+each kind: texts that are longer than any context, texts that nearly fit, gzip bombs, bodies of a million lists, of a million
+unknown names, of 10,000 messages, bodies that trickle, heads that do not end, silence at the frontend, and silence and half
+hellos at each worker. Each does it again after a pause. Measured: TTFT both ways; the frontend's memory before, at most, and
+`--after` seconds after the last of it. Exit 1 if the 99th percentile is more than twice the undisturbed one, memory is not back
+within a fifth, or an honest request failed.
 """
 
 import argparse
@@ -90,6 +91,8 @@ def abuses(text_mb: int) -> dict[str, Abuse]:
         "nearly_fits": request(prompt("the quick brown fox " * 4_000), "Connection: close"),
         "gzip_bomb": request(bomb, "Content-Encoding: gzip", "Connection: close"),
         "lists": request(b'{"prompt":[' + b"[]," * 1_000_000 + b"0]}", "Connection: close"),
+        "names": request(b'{"model":"sim"' + b"".join(b',"a%d":1' % n for n in range(1_000_000)) + b"}"),
+        "messages": request(b'{"model":"sim","messages":[' + b'{"role":"a","content":""},' * 9_999 + b"0]}"),
         "half_head": b"POST /v1/completions HTTP/1.1\r\nHost: x\r\n",
         "silence": b"",
     }

@@ -34,6 +34,12 @@ class AdmissionSettings(Strict):
     body_mb_max: int = Field(default=45, ge=1)  # of one body, inflated
     bodies_mb_max: int = Field(default=512, ge=1)  # of all that are being read
     body_s: Positive = 60.0  # for a request's whole body to come in
+    body_parse_s: Positive = 10.0  # for a large body to be parsed beside the event loop, its turn included
+    # What one body may hold. 10,000 messages of a part each stay below these; each value costs up to a microsecond to parse.
+    body_names_max: int = Field(default=2**16, ge=1024)  # names of all objects
+    body_lists_max: int = Field(default=2**15 + 2**13, ge=1024)  # lists and objects
+    body_texts_max: int = Field(default=2**17, ge=1024)  # strings, names included
+    body_values_max: int = Field(default=2**21, ge=1024)  # values: 16 prompts of 100,000 token ids, and more
 
 
 class TokenizingSettings(Strict):

@@ -22,7 +22,6 @@ from controller.frontend.http.served_models import model_entry, not_served
 from controller.frontend.http.tokenizing import TokenizerEndpoints
 from controller.frontend.requests.head import ENDPOINTS
 from controller.frontend.requests.reading import id_header
-from controller.frontend.requests.schema import read_json
 from controller.frontend.responses.small_answers import ModelList, Version
 from events.process.exposition import packed
 
@@ -90,7 +89,7 @@ class Api:
         if (request.method, request.path) == ("POST", "/route"):
             try:
                 intake = self.openai.intake
-                asked = read_json(await intake.body(request))
+                asked = await intake.parsed("json", request)
                 return web.json_response(await explain(self.director, asked, intake))
             except ApiError as error:
                 return refusal(error, {})
@@ -113,6 +112,10 @@ class Api:
         """Take no new requests: say so, and send away those that come all the same."""
         self.draining = True
         self.openai.drain()
+
+    async def close(self) -> None:
+        """End what runs beside the event loop."""
+        await self.openai.close()
 
     # --- models, health, metrics --------------------------------------------------------------------------
 

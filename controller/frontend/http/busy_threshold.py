@@ -18,7 +18,6 @@ from controller.frontend.director import Director
 from controller.frontend.errors import ApiError, quoted
 from controller.frontend.requests.busy_threshold_body import BusyThresholdBody
 from controller.frontend.requests.intake import Intake
-from controller.frontend.requests.schema import read_json
 from events.observations import BusyThresholdsSet
 
 JSON = "application/json"
@@ -42,7 +41,7 @@ class BusyThresholdEndpoint:
         if request.content_type != JSON:
             return _error(415, f"Expected request with `Content-Type: {JSON}`")
         try:
-            asked = read_json(await self._intake.body(request))
+            asked = await self._intake.parsed("json", request)
         except ApiError as error:
             return _error(error.status, str(error))
         try:

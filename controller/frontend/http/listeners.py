@@ -130,6 +130,7 @@ class Listeners:
         await self.refuse()
         await asyncio.gather(self._end_all(), self._public.cleanup())
         await self._admin.cleanup()
+        await self._api.close()
 
     async def _end_all(self) -> None:
         """Let what is answered on the fast path end, and what was written leave, for `SHUTDOWN_S`."""

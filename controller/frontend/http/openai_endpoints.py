@@ -21,7 +21,7 @@ from controller.frontend.requests.head import Head, read_head
 from controller.frontend.requests.intake import Intake
 from controller.frontend.requests.overrides import RoutingOverrides, read_overrides
 from controller.frontend.requests.reading import fresh_id, read_prompts, unknown_fields
-from controller.frontend.requests.schema import ParsedRequest, read_chat, read_completion
+from controller.frontend.requests.schema import ParsedRequest
 from controller.frontend.responses.response_format import ResponseFormat
 from controller.frontend.responses.sse import SseStream, StreamedResponse, response_head
 from controller.frontend.scheduling.admission import Reservation
@@ -33,10 +33,6 @@ from controller.router.selection.filter import NoWorker
 from events.blocks import seed
 
 log = structlog.get_logger(__name__)
-READERS: dict[str, Callable[[bytes], ParsedRequest]] = {
-    "chat_completions": read_chat,
-    "completions": read_completion,
-}
 
 
 class OpenAiEndpoints:
@@ -85,14 +81,12 @@ class OpenAiEndpoints:
         error: ApiError | None = None
         try:
             if isinstance(given, bytes):
-                overrides, body = head.overrides, given
-                self.intake.check(body)
+                overrides = head.overrides
             else:
                 overrides = read_overrides(given.raw_headers, self._director.settings.router)
                 if self._admission.deadlines is not None:
                     head = msgspec.structs.replace(head, asked=read_admission(given.raw_headers))
-                body = await self.intake.body(given)
-            parsed = READERS[head.endpoint](body)
+            parsed: ParsedRequest = await self.intake.parsed(head.endpoint, given)
             if parsed.unknown:
                 told = unknown_fields(parsed.unknown)
                 headers["Warning"] = f"{head.warning}, {told}" if head.warning else told
@@ -280,6 +274,10 @@ class OpenAiEndpoints:
         for completion in list(self.completions):
             completion.fail(_shutting_down())
         self._admission.send_away()
+
+    async def close(self) -> None:
+        """End the processes that parse bodies."""
+        await self.intake.close()
 
     def _cut(self, completion: Completion, stream: SseStream, why: str) -> None:
         """Drop a client that does not read."""

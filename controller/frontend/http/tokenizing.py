@@ -5,32 +5,20 @@ The tokenizer is the model's, here in the frontend: whatever engine the model's 
 
 from collections.abc import Awaitable, Callable
 from functools import partial
-from typing import Any, TypeVar
 
 import msgspec
 from aiohttp import web
-from pydantic import BaseModel
 
 from controller.frontend.director import Director
 from controller.frontend.errors import invalid, unavailable
 from controller.frontend.http.served_models import chosen_model, group_of
-from controller.frontend.requests.bodies import validated
 from controller.frontend.requests.intake import Intake
 from controller.frontend.requests.reading import id_header, unknown_fields
-from controller.frontend.requests.refused_fields import refuse
-from controller.frontend.requests.schema import plain_message, read_json
-from controller.frontend.requests.tokenize_bodies import (
-    REFUSED_BY_TOKENIZE,
-    DetokenizeBody,
-    TokenizeChatBody,
-    TokenizePromptBody,
-)
+from controller.frontend.requests.tokenize_bodies import DetokenizeRequest, TokenizeRequest
 from controller.frontend.responses.small_answers import Detokenized, Tokenized
 from controller.frontend.text.chat_templates import BadTemplate
 from controller.frontend.text.tokenizer import LONG_TEXT, TokenizerMissing, Tokens
 from controller.router.endpoints import EndpointGroup
-
-B = TypeVar("B", bound=BaseModel)
 
 
 class TokenizerEndpoints:
@@ -46,23 +34,17 @@ class TokenizerEndpoints:
 
     async def tokenize(self, request: web.BaseRequest) -> web.Response:
         """Answer POST /tokenize. Raise ApiError."""
-        data = await self._json(request)
-        chat = isinstance(data, dict) and "messages" in data
-        if chat and "prompt" in data:
-            raise invalid("either prompt, or messages", "prompt")
-        asked = validated(TokenizeChatBody, data) if chat else validated(TokenizePromptBody, data)
-        unknown = refuse(asked.model_extra, REFUSED_BY_TOKENIZE)
+        asked: TokenizeRequest = await self._intake.parsed("tokenize", request)
         tokens, group = await self._tokenizer(asked.model)
-        text = asked.prompt if isinstance(asked, TokenizePromptBody) else _rendered(asked, tokens)
-        special, read = asked.add_special_tokens, self._intake.long_texts.read
+        text = _rendered(asked, tokens) if asked.text is None else asked.text
+        special, read = asked.special, self._intake.long_texts.read
         found = await tokens.encode_soon(text, special=special, shared=False, beside=read)
-        names = tokens.names_of(found) if asked.return_token_strs else None
-        return _answer(request, Tokenized(len(found), group.context_tokens, found, names), unknown)
+        names = tokens.names_of(found) if asked.token_strs else None
+        return _answer(request, Tokenized(len(found), group.context_tokens, found, names), asked.unknown)
 
     async def detokenize(self, request: web.BaseRequest) -> web.Response:
         """Answer POST /detokenize. Raise ApiError."""
-        asked = validated(DetokenizeBody, await self._json(request))
-        unknown = refuse(asked.model_extra, {})
+        asked: DetokenizeRequest = await self._intake.parsed("detokenize", request)
         tokens, _ = await self._tokenizer(asked.model)
         highest = max(asked.tokens, default=0)
         if highest >= tokens.size:
@@ -72,10 +54,7 @@ class TokenizerEndpoints:
         else:
             decode = partial(tokens.decode, asked.tokens, special=True)
             text = await self._intake.long_texts.read(len(asked.tokens), decode)
-        return _answer(request, Detokenized(text), unknown)
-
-    async def _json(self, request: web.BaseRequest) -> Any:
-        return read_json(await self._intake.body(request))
+        return _answer(request, Detokenized(text), asked.unknown)
 
     async def _tokenizer(self, name: str | None) -> tuple[Tokens, EndpointGroup]:
         model = chosen_model(self._director, name)
@@ -86,16 +65,12 @@ class TokenizerEndpoints:
             raise unavailable(f"the tokenizer of {model} cannot be read", "tokenizer_missing", 30) from error
 
 
-def _rendered(asked: TokenizeChatBody, tokens: Tokens) -> str:
+def _rendered(asked: TokenizeRequest, tokens: Tokens) -> str:
     """Return a conversation as the model would read it. Raise ApiError (400)."""
     if tokens.template is None:
         raise invalid("this model has no chat template; give a prompt", "messages", "no_chat_template")
-    messages = [plain_message(place, message) for place, message in enumerate(asked.messages)]
-    names: dict[str, Any] = {"tools": asked.tools} if asked.tools else {}
-    names |= asked.chat_template_kwargs or {}
-    names["add_generation_prompt"] = asked.add_generation_prompt
     try:
-        return tokens.template.render(messages, **names)
+        return tokens.template.render(asked.messages, **asked.template_names)
     except BadTemplate as error:
         raise invalid(str(error), "messages") from error
 

@@ -1,0 +1,82 @@
+"""Counts the structure of a JSON body before any object is built, a slice at a time.
+
+    bytes ──▶ strings removed ──▶ names, lists and objects, texts, values ──▶ within the limits, or refused
+
+Decoding cannot be interrupted and costs up to a microsecond per value, so a body is refused as soon as a count exceeds its
+limit, usually long before all of it has arrived. The scanner does not validate: the parser rejects what is no JSON.
+"""
+
+from dataclasses import dataclass
+
+UNSCANNED_BYTES = 2**14  # a smaller body takes at most a millisecond to parse, whatever it holds
+SLICE_BYTES = 2**14  # the most that one call of `feed` counts: under a millisecond
+# A body within all of these is parsed on the event loop, in 5 ms at most.
+CHEAP_BYTES = 2**19
+CHEAP_TEXTS = 2**12
+CHEAP_NESTED = 2**10
+CHEAP_VALUES = 2**15
+
+
+@dataclass(frozen=True, slots=True)
+class BodyLimits:
+    """The most that one body may hold. 10,000 messages of one part each are within them."""
+
+    names: int
+    nested: int  # lists and objects
+    texts: int  # names included
+    values: int
+
+
+class BodyScan:
+    """The counts of one body so far."""
+
+    __slots__ = ("_backslash", "_in_text", "_limits", "_quotes", "names", "nested", "size", "values")
+
+    def __init__(self, limits: BodyLimits) -> None:
+        self._limits = limits
+        self._backslash = b""  # at the end of a slice: what it escapes comes with the next one
+        self._in_text = False
+        self._quotes = 0
+        self.size = 0
+        self.names = 0
+        self.nested = 0
+        self.values = 0
+
+    @property
+    def cheap(self) -> bool:
+        """Whether the body can be parsed on the event loop."""
+        few = self._quotes <= 2 * CHEAP_TEXTS and self.nested <= CHEAP_NESTED and self.values <= CHEAP_VALUES
+        return few and self.size <= CHEAP_BYTES
+
+    def feed(self, piece: bytes) -> str:
+        """Count a slice of at most `SLICE_BYTES`. Return which limit it exceeds, as a phrase; empty: none."""
+        limits = self._limits
+        self.size += len(piece)
+        if self._backslash or b"\\" in piece:
+            piece = self._without_escapes(self._backslash + piece)
+        if quotes := piece.count(b'"'):
+            self._quotes += quotes
+            if self._quotes > 2 * limits.texts:
+                return f"{limits.texts} texts and names"
+            piece = self._outside(piece.split(b'"'))
+        elif self._in_text:
+            return ""
+        self.names += piece.count(b":")
+        self.nested += piece.count(b"[") + piece.count(b"{")
+        self.values += piece.count(b",")
+        if self.names > limits.names:
+            return f"{limits.names} names"
+        if self.nested > limits.nested:
+            return f"{limits.nested} lists and objects"
+        return f"{limits.values} values" if self.values > limits.values else ""
+
+    def _outside(self, parts: list[bytes]) -> bytes:
+        """Return what of these parts, which quotation marks separate, stands outside strings."""
+        outside = b"".join(parts[self._in_text :: 2])
+        self._in_text ^= len(parts) % 2 == 0
+        return outside
+
+    def _without_escapes(self, piece: bytes) -> bytes:
+        piece = piece.replace(b"\\\\", b"").replace(b'\\"', b"")
+        self._backslash = b"\\" if piece.endswith(b"\\") else b""
+        return piece[: len(piece) - len(self._backslash)]

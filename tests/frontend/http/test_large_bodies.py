@@ -1,0 +1,200 @@
+"""Large bodies are parsed beside the event loop: in bounded steps, and in processes that can be killed."""
+
+import asyncio
+import contextlib
+import io
+import json
+import os
+import random
+import signal
+from typing import Any
+
+import psutil
+import pytest
+from frontend_kit import frontend, until
+from scripted_worker import ScriptedWorker
+
+from controller.frontend.requests.body_parsers import COMMAND
+from controller.frontend.requests.body_scan import CHEAP_BYTES, SLICE_BYTES, BodyScan
+from controller.frontend.requests.intake import YIELD_BYTES, Intake
+from controller.frontend.requests.readers import READERS
+from controller.frontend.settings import FrontendSettings
+
+REFUSED = "holdfast_bound_refusals_total"
+CHAT = {"model": "m", "messages": [{"role": "user", "content": "hello"}], "max_tokens": 4}
+BIG = {"role": "user", "content": "x" * 50}
+
+
+def parsers() -> list[psutil.Process]:
+    """Return the parser processes of this test process."""
+    found = []
+    for process in psutil.Process().children():
+        with contextlib.suppress(psutil.Error):  # it has just ended
+            if COMMAND[-1] in process.cmdline():
+                found.append(process)
+    return found
+
+
+def bodies(dice: random.Random) -> dict[str, bytes]:
+    """Return a mix of bodies: ordinary ones, and such as cost much to decode."""
+    count = dice.randrange(1000, 200_000)
+    names = b"".join(b',"a%d":1' % n for n in range(count))
+    return {
+        "names": b'{"model":"m"' + names + b"}",
+        "lists": b'{"prompt":[' + b"[]," * count + b"0]}",
+        "objects": b'{"messages":[' + b'{"role":"user"},' * count + b"0]}",
+        "texts": b'{"stop":[' + b'"",' * count + b'""]}',
+        "numbers": b'{"prompt":[' + b"1," * count + b"0]}",
+        "escapes": b'{"prompt":"' + b"\\n" * count + b'"}',
+        "text": b'{"prompt":"' + b"x" * count + b'"}',
+        "no json": bytes(dice.choices(b'[]{}",:\\1a', k=count)),
+        "usual": json.dumps(CHAT).encode(),
+    }
+
+
+async def test_whatever_a_body_holds_other_tasks_have_their_turn_every_64_kib(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Over 1,000 seeded bodies: between two turns of the event loop at most 64 KiB and a slice are scanned, and nothing is
+    decoded that is not cheap."""
+    dice, turns, worst = random.Random(18), 0, 0
+    scanned, decoded = 0, 0
+    feed = BodyScan.feed
+
+    def counted(scan: BodyScan, piece: bytes) -> str:
+        nonlocal scanned, worst
+        assert len(piece) <= SLICE_BYTES
+        scanned += len(piece)
+        worst = max(worst, scanned)
+        return feed(scan, piece)
+
+    async def others() -> None:
+        nonlocal scanned, turns
+        while True:
+            scanned, turns = 0, turns + 1
+            await asyncio.sleep(0)
+
+    async def parse(name: str, body: bytes, *, cheap: bool) -> Any:
+        nonlocal decoded
+        decoded += cheap
+        assert not cheap or len(body) <= CHEAP_BYTES
+
+    monkeypatch.setattr(BodyScan, "feed", counted)
+    intake = Intake(FrontendSettings())
+    monkeypatch.setattr(intake._parsers, "parse", parse)  # no process: only what reaches the parser counts
+    task = asyncio.create_task(others())
+    mixes = [bodies(dice) for _ in range(12)]
+    for _ in range(1000):
+        await asyncio.sleep(0)
+        body = dice.choice(list(dice.choice(mixes).values()))
+        try:
+            await intake.parsed("completions", body)
+        except Exception as error:
+            assert getattr(error, "status", 0) == 400
+    task.cancel()
+    assert worst <= YIELD_BYTES + SLICE_BYTES and turns > 1000 and decoded
+
+
+async def test_a_body_is_refused_while_it_arrives() -> None:
+    """The answer comes with the part that exceeds the limit; the rest of the body is never awaited."""
+    async with frontend(ScriptedWorker()) as kit:
+        port = int(kit.url.rpartition(":")[2])
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        names = b"".join(b',"a%d":1' % n for n in range(70_000))
+        writer.write(b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 40000000\r\n\r\n")
+        writer.write(b'{"model":"m"' + names)
+        async with asyncio.timeout(20):
+            assert b" 400 " in await reader.readline()
+            assert b"at most 65536 names" in await reader.readuntil(b"}}")
+        writer.close()
+        assert kit.counted(REFUSED, "bound") == {("body_values",): 1}
+
+
+@pytest.mark.parametrize("count", [10, 3000])
+async def test_a_chat_of_many_messages_means_the_same_in_a_process_of_its_own(count: int) -> None:
+    async with frontend(ScriptedWorker()) as kit:
+        body = {**CHAT, "messages": [{"role": "user", "content": "a"}] * count, "max_tokens": 4, "n": 1}
+        status, answer, _ = await kit.post("/v1/chat/completions", **body)
+        assert len(parsers()) == (count > 1000)
+        assert (status, answer.get("error", {}).get("code")) in (
+            (200, None),
+            (400, "context_length_exceeded"),
+        )
+    await until(lambda: not parsers())
+
+
+async def test_an_invalid_large_body_is_refused_like_a_small_one() -> None:
+    async with frontend(ScriptedWorker()) as kit:
+        for more, code, param in (
+            ({"temperature": 9}, "invalid_value", "temperature"),
+            ({"best_of": 3}, "unsupported_parameter", "best_of"),
+            ({"seed": 10**30}, "invalid_value", "seed"),
+        ):
+            body = {**CHAT, "messages": [BIG] * 2000, **more}
+            status, answer, _ = await kit.post("/v1/chat/completions", **body)
+            error = answer["error"]
+            assert (status, error["code"], error["param"]) == (400, code, param)
+        async with kit.http.post(kit.url + "/v1/completions", data=io.BytesIO(b"[1," * 600_000)) as answer:
+            assert answer.status == 400
+
+
+@pytest.mark.parametrize("name", ["chat_completions", "completions", "tokenize", "detokenize", "json"])
+async def test_every_parser_returns_the_same_in_both_places(name: str) -> None:
+    """What a body asks for does not depend on where it is parsed."""
+    messages = [
+        {"role": "user", "content": [{"type": "text", "text": "é"}], "more": {"a": [1, None, 2.5]}}
+    ] * 1500
+    body = {
+        "chat_completions": {
+            "model": "m",
+            "messages": messages,
+            "logit_bias": {"5": 1},
+            "odd": 1,
+            "stop": ["a"],
+        },
+        "completions": {"model": "m", "prompt": list(range(40_000)), "echo": True},
+        "tokenize": {"messages": messages, "chat_template_kwargs": {"a": 1}},
+        "detokenize": {"tokens": list(range(40_000))},
+        "json": messages,
+    }[name]
+    encoded = json.dumps(body).encode()
+    intake = Intake(FrontendSettings())
+    try:
+        assert await intake.parsed(name, encoded) == READERS[name][0](encoded)
+        assert parsers()
+    finally:
+        await intake.close()
+
+
+async def test_a_parser_that_dies_is_replaced_and_one_that_is_too_slow_is_killed() -> None:
+    body = json.dumps({"model": "m", "prompt": list(range(40_000))}).encode()
+    intake = Intake(FrontendSettings(admission={"body_parse_s": 20.0}))
+    hurried = Intake(FrontendSettings(admission={"body_parse_s": 0.01}))
+    try:
+        await intake.parsed("completions", body)
+        (process,) = parsers()
+        os.kill(process.pid, signal.SIGKILL)
+        await until(lambda: not parsers())
+        assert (await intake.parsed("completions", body)).model == "m"
+        assert parsers() != [process]
+        with pytest.raises(Exception, match=r"not parsed within 0\.01 s"):
+            await hurried.parsed("completions", body)
+        assert len(parsers()) == 1
+    finally:
+        await intake.close()
+        await hurried.close()
+
+
+async def test_a_client_that_disconnects_does_not_end_the_parser() -> None:
+    body = json.dumps({"model": "m", "prompt": list(range(400_000))}).encode()
+    intake = Intake(FrontendSettings())
+    try:
+        await intake.parsed("completions", body)
+        (first,) = parsers()
+        task = asyncio.create_task(intake.parsed("completions", body))
+        await asyncio.sleep(0.01)
+        task.cancel()
+        assert (await intake.parsed("completions", body)).model == "m"
+        assert parsers() == [first]
+    finally:
+        await intake.close()
