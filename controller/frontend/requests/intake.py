@@ -45,7 +45,7 @@ class Intake:
         """Return what a request's body asks for, as the parser of this name (readers.py) understands it. Raise ApiError: 400 for
         an invalid body, or what `body` raises."""
         if isinstance(given, bytes):
-            body, cheap = given, await self._scanned(given)
+            body, cheap = given, await self.scanned(given)
         else:
             body, cheap = await self._received(given)
         return await self._parsers.parse(parser, body, cheap=cheap)
@@ -59,7 +59,7 @@ class Intake:
         """End the processes that parse bodies."""
         await self._parsers.close()
 
-    async def _scanned(self, body: bytes) -> bool:
+    async def scanned(self, body: bytes) -> bool:
         """Say whether a body can be parsed on the event loop. Raise ApiError (400) if it has too much of anything."""
         if len(body) <= UNSCANNED_BYTES:
             return True
@@ -102,7 +102,7 @@ class Intake:
             why = f"the body has not come within {limits.body_s:g} s"
             raise ApiError(408, why, code="body_timeout") from error
         if scan is None or scan.size != len(body):  # it was not scanned while it came
-            return body, await self._scanned(body)
+            return body, await self.scanned(body)
         return body, scan.cheap
 
     async def _inflated(self, body: bytes, encoding: str, most: int) -> bytes:
