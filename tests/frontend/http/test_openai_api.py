@@ -140,7 +140,7 @@ async def test_bad_prompts(prompt: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    "raw", [b"", b"{", b"[]", b"null", b'"x"', b"\xff\xfe", b"{" * 100_000, b"[" * 10**5 + b"]" * 10**5]
+    "raw", [b"", b"{", b"[]", b"null", b'"x"', b"\xff\xfe", b"{" * 30_000, b"[" * 30_000 + b"]" * 30_000]
 )
 async def test_bodies_that_are_no_json_objects(raw: bytes) -> None:
     async with (
