@@ -36,6 +36,7 @@ from controller.frontend.scheduling.running import RunningRequests
 from controller.frontend.scheduling.scheduler import KvScheduler
 from controller.frontend.scheduling.traffic import TrafficReporter
 from controller.frontend.settings import FrontendSettings
+from controller.frontend.text.model_folders import ModelFolders
 from controller.ports import Clock, Observe, RequestPlane
 from controller.router.endpoints import Endpoint, EndpointTable
 from controller.router.selection.filter import NoWorker
@@ -72,7 +73,7 @@ class Director:
         self.now = now = world.clock.monotonic  # uvloop's own time stands still within a turn, and counts ms
         self._live_at: float | None = None  # until the fold has caught up, what it shows is history
         self._world = world
-        self.table = table = EndpointTable()
+        self.table = table = EndpointTable(ModelFolders(settings.folders, world.observe).allows)
         self.metrics = FrontendMetrics()
         self.request_metrics = RequestMetrics(self.metrics)
         self.breakers = LocalBreakers(world.name, settings.breaker, settings.facts, world.observe, now)

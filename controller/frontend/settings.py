@@ -240,6 +240,11 @@ class FrontendSettings(Strict):
     )
     static: str = Field(default="", description="host:port,...: workers given directly, without a broker")
     static_tokenizer: str = Field(default="builtin:sim", description="their tokenizer")
+    model_folders: str = Field(
+        default="",
+        description="comma-separated folders, with what is below them, of which a worker's tokenizer and chat template may be "
+        "read; others are refused",
+    )
     router: RouterSettings = Field(default=RouterSettings(), json_schema_extra={"flags": "--router-"})
     admission: AdmissionSettings = AdmissionSettings()
     connections: ConnectionSettings = ConnectionSettings()
@@ -259,6 +264,11 @@ class FrontendSettings(Strict):
     def parks_s(self) -> float | None:
         """The longest that one running answer is put off; None: none ever is."""
         return self.park_s if self.park else None
+
+    @property
+    def folders(self) -> list[str]:
+        """The folders of which tokenizers and chat templates may be read."""
+        return [folder.strip() for folder in self.model_folders.split(",") if folder.strip()]
 
     @property
     def overload_status(self) -> int:

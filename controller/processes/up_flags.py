@@ -25,7 +25,7 @@ ROUTER = "router"  # the section of a frontend's settings that `up` has flags fo
 OWN = (
     "migration_limit", "migration_max_seq_len", "on_corruption", "admission_control", "active_decode_blocks_threshold",
     "active_prefill_tokens_threshold", "active_prefill_tokens_threshold_frac", "overload_status_code", "ttft_deadlines",
-    "park", "park_s", "console_actions",
+    "park", "park_s", "console_actions", "model_folders",
 )  # and these, of the frontend itself  # fmt: skip
 ENGINES = ("simulated", "transformers", "openai")
 PATIENT = ("openai", "transformers")  # engines that wait for a server, or load a model
@@ -210,6 +210,9 @@ def frontend_variables(args: argparse.Namespace) -> dict[str, str]:
     """Return what frontends are told of their flags through their environment."""
     own = (place for place in vars(args) if place.startswith(f"{ROUTER}.") or place in OWN)
     given = {place: getattr(args, place) for place in own}
+    folders = [str(args.model.resolve())] if args.model is not None else []
+    folders += [given["model_folders"]] if given.get("model_folders") else []
+    given["model_folders"] = ",".join(folders) or None
     return as_variables("frontend", FrontendSettings, given)
 
 

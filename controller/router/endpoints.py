@@ -5,7 +5,7 @@ Lineage is what must stay the same over a request's life: the revision of the we
 """
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -176,7 +176,9 @@ class TableChange:
 class EndpointTable:
     """All endpoints, by key and by model."""
 
-    def __init__(self) -> None:
+    def __init__(self, allows: Callable[[WorkerJoined], bool] = lambda joined: True) -> None:
+        """Begin empty. A worker that `allows` refuses gets no endpoint."""
+        self._allows = allows
         self.endpoints: dict[Key, Endpoint] = {}
         self.models: dict[str, list[Endpoint]] = {}
         self.number = 0  # of the last decision that this table reflects
@@ -245,7 +247,7 @@ class EndpointTable:
         endpoint = self.endpoints.get(key)
         change.left = change.left or (before is not None and before.joined.instance != key[1])
         if endpoint is None:
-            if not worker.alive:
+            if not worker.alive or not self._allows(worker.joined):
                 return
             endpoint = self.endpoints[key] = Endpoint(worker.joined, corrupt=worker.health.corrupt)
             change.joined += 1

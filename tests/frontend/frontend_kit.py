@@ -255,7 +255,7 @@ async def frontend(
         if generation.error is None and generation.finish != "cancelled":
             completed.append(generation.accepted)
 
-    chosen = FrontendSettings(port=0, **{"reroute_s": 10.0, **settings})
+    chosen = FrontendSettings(port=0, **{"reroute_s": 10.0, "model_folders": "/", **settings})
     plane = road.plane("f1")
     first_of_equals = lambda: 0.0  # noqa: E731
     world = World("f1", between(plane), observe, SystemClock(), first_of_equals, ended)

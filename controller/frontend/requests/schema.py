@@ -286,21 +286,22 @@ def _guided(body: RequestBody) -> dict[str, Any] | None:
 
 
 def plain_message(place: int, message: ChatMessage) -> dict[str, Any]:
-    """Return a message as templates expect it: its content as one text. Raise ApiError (400)."""
+    """Return a message for the chat template: its content as a text or as text parts. Raise ApiError (400)."""
     extra = message.model_extra or {}
-    plain = {"role": message.role, **extra}
+    content: str | list[dict[str, str]] = ""
     if isinstance(message.content, list):
         for part in message.content:
             if part.type != "text" or part.text is None:
                 raise unsupported(f"messages.{place}.content", f"parts of the type {quoted(part.type)!r}")
-        plain["content"] = "".join(part.text or "" for part in message.content)
-    else:
-        plain["content"] = message.content or ""
+        content = [{"type": "text", "text": part.text or ""} for part in message.content] or ""
+    elif message.content is not None:
+        content = message.content
     calls = message.role == "assistant" and (extra.get("tool_calls") or extra.get("function_call"))
-    if not calls and not message.content and message.content != "":
+    nothing = message.content is None or message.content == []
+    if nothing and not calls and not (message.role == "tool" and message.content is not None):
         why = "a message must have content; only an assistant's with tool_calls may have none"
         raise invalid(f"messages.{place}.content: {why}", f"messages.{place}.content")
-    return plain
+    return {"role": message.role, **extra, "content": content}
 
 
 def _prompts(prompt: Any) -> list[str | list[int]]:

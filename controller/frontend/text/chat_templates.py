@@ -12,11 +12,16 @@ from typing import Any
 from events.errors import HoldfastError
 
 SAID_MAX = 200  # characters of what a template says that refuses
+SOURCE_CHARS_MAX = 262_144  # the longest published ones have 30,000
 SIM_TEMPLATE = (
     "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}"
     "{% if add_generation_prompt %}assistant:{% endif %}"
 )
-SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "pad_token")
+SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
+DEFAULT, WITH_TOOLS = (
+    "default",
+    "tool_use",
+)  # names of a model's templates, as transformers chooses among them
 
 
 class BadTemplate(HoldfastError):
@@ -24,32 +29,35 @@ class BadTemplate(HoldfastError):
 
 
 class ChatTemplate:
-    """One compiled template and the special tokens that it may name."""
+    """One compiled template, the special tokens that it may name, and the form in which it takes messages."""
 
-    def __init__(self, source: str, specials: dict[str, str]) -> None:
-        """Compile `source`. Raise BadTemplate."""
+    def __init__(
+        self, source: str, specials: dict[str, str], with_tools: "ChatTemplate | None" = None
+    ) -> None:
+        """Compile `source`. `with_tools` renders in its place where tools are given. Raise BadTemplate."""
         from jinja2 import TemplateError
+        from jinja2.meta import find_undeclared_variables
 
-        from controller.frontend.text.jinja_environment import environment
+        from controller.frontend.text.jinja_environment import RenderingBudget, environment
+        from controller.frontend.text.message_format import format_of
 
+        if len(source) > SOURCE_CHARS_MAX:
+            raise BadTemplate(f"the chat template has more than {SOURCE_CHARS_MAX:,} characters")
+        self._environment, self._budget = environment(), RenderingBudget
         try:
-            self._template = environment().from_string(source)
-        except TemplateError as error:
+            self._template = self._environment.from_string(source)
+            tree = self._environment.parse(source)
+            self._reads = find_undeclared_variables(tree)
+        except (TemplateError, RecursionError) as error:
             raise BadTemplate(f"the chat template does not compile: {error}") from error
+        self._format = format_of(tree)
+        self._with_tools = with_tools
         # All names in one dict, copied once for every rendering: Jinja2's own merging takes longer than the template
         self._usual = {**self._template.globals, **specials, "add_generation_prompt": True, "tools": None}
         self._template.globals = {}
-        self._source = source
-        self._reads: set[str] | None = None
 
     def reads(self, name: str) -> bool:
-        """Say whether the template reads what is given to it under this name."""
-        if self._reads is None:
-            from jinja2.meta import find_undeclared_variables
-
-            from controller.frontend.text.jinja_environment import environment
-
-            self._reads = find_undeclared_variables(environment().parse(self._source))
+        """Return whether the template reads what is given to it under this name."""
         return name in self._reads
 
     def render(self, messages: Sequence[dict[str, Any]], /, **extra: Any) -> str:
@@ -57,7 +65,10 @@ class ChatTemplate:
 
         `extra` is the client's: it may bear any name, but the messages stay what they are.
         """
-        names = {**self._usual, **extra, "messages": list(messages)}
+        if self._with_tools is not None and extra.get("tools"):
+            return self._with_tools.render(messages, **extra)
+        names = {**self._usual, **extra, "messages": self._format.messages(messages)}
+        self._environment.budget = self._budget()
         try:
             return "".join(self._template.root_render_func(self._template.new_context(names, shared=True)))
         except (
@@ -72,8 +83,11 @@ def load_template(folder: Path | None) -> ChatTemplate | None:
     if folder is None:
         return ChatTemplate(SIM_TEMPLATE, {})
     config = _config(folder / "tokenizer_config.json")
-    source = _source(folder, config)
-    return ChatTemplate(source, _specials(config)) if source is not None else None
+    sources, specials = _sources(folder, config), _specials(config)
+    if DEFAULT not in sources:
+        return None
+    with_tools = ChatTemplate(sources[WITH_TOOLS], specials) if WITH_TOOLS in sources else None
+    return ChatTemplate(sources[DEFAULT], specials, with_tools)
 
 
 def _config(file: Path) -> dict[str, Any]:
@@ -86,19 +100,22 @@ def _config(file: Path) -> dict[str, Any]:
     return config if isinstance(config, dict) else {}
 
 
-def _source(folder: Path, config: dict[str, Any]) -> str | None:
-    file = folder / "chat_template.jinja"
-    if file.is_file():
-        return file.read_text(encoding="utf-8")
-    source = config.get("chat_template")
-    if isinstance(source, list):  # several, by name
-        named = {entry.get("name"): entry.get("template") for entry in source if isinstance(entry, dict)}
-        source = named.get("default")
-    return source if isinstance(source, str) else None
+def _sources(folder: Path, config: dict[str, Any]) -> dict[str, str]:
+    """Return a model's templates by name, from where transformers looks for them."""
+    given = config.get("chat_template")
+    entries = given if isinstance(given, list) else [{"name": DEFAULT, "template": given}]
+    sources = {entry.get("name"): entry.get("template") for entry in entries if isinstance(entry, dict)}
+    files = {DEFAULT: folder / "chat_template.jinja"}
+    files |= {file.stem: file for file in sorted((folder / "additional_chat_templates").glob("*.jinja"))}
+    sources |= {name: file.read_text(encoding="utf-8") for name, file in files.items() if file.is_file()}
+    return {str(name): source for name, source in sources.items() if isinstance(source, str)}
 
 
 def _specials(config: dict[str, Any]) -> dict[str, str]:
+    """Return the special tokens that have names: the usual ones, and those that a model adds (`image_token`)."""
+    more = config.get("extra_special_tokens")
     found = {name: config.get(name) for name in SPECIAL_NAMES}
+    found |= more if isinstance(more, dict) else {}
     names = {
         name: value.get("content") if isinstance(value, dict) else value for name, value in found.items()
     }

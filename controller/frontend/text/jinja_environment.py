@@ -1,30 +1,316 @@
-"""The Jinja2 environment that model makers write chat templates for, in the sandbox: a template comes with the model's files.
+"""The Jinja2 environment of chat templates: Hugging Face's dialect, in a sandbox with a budget.
 
-Trimmed blocks, loop controls, `tojson`, `raise_exception`, `strftime_now`, as Hugging Face's transformers have them.
-Imported with the first template: who only counts tokens needs no Jinja2.
+A template comes with a model's files. It is a program: without bounds, ten nested loops over `range(99999)` never end, and
+`"x" * 10**9` takes all memory. So each rendering has a budget of steps and seconds:
+
+    a loop's body or condition, a call, a filter, an operator   1 step
+    a text that is read or made                                 1 step for each 256 characters
+    a list that is read or made                                 1 step for each 8 items
+    an argument that sets a width or a count                    at most `WIDTH_MAX`
+
+The syntax tree is rewritten once, when a template is compiled. The dialect is that of transformers' `apply_chat_template`:
+trimmed blocks, loop controls, `{% generation %}`, `tojson` with `json.dumps`' arguments, `raise_exception`, `strftime_now`.
+
+Imported with the first template: a process that only counts tokens needs no Jinja2.
 """
 
 import json
+import re
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from datetime import UTC, datetime
+from functools import wraps
+from time import thread_time
 from typing import Any, NoReturn
 
-from jinja2 import TemplateError
+from jinja2 import TemplateError, nodes
+from jinja2.ext import Extension
+from jinja2.parser import Parser
+from jinja2.runtime import Context
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+STEPS_MAX = (
+    1_000_000  # 1,000 messages with 1,000 steps each, or 256 million characters; a step takes about 0.3 µs
+)
+SECONDS_MAX = 1.0  # of this thread; the largest conversations known take 50 ms
+WIDTH_MAX = 1000  # of indent, center, ljust …: the largest known is 8
+INTEGER_BITS_MAX = 256  # of a product: a template counts, it does not compute
+CHARS_OF_A_STEP, ITEMS_OF_A_STEP = 256, 8
+STEPS_BETWEEN_CLOCK_READS = 1024
+REMOVED_FILTERS = (
+    "filesizeformat", "forceescape", "pprint", "random", "striptags", "sum", "urlize", "wordwrap", "xmlattr",
+)  # fmt: skip
+"""Of no use in a prompt, and their cost has no simple bound."""
+SIZE_FILTERS = {"count", "d", "default", "first", "last", "length"}  # which read no more than one item
+WIDE_FILTERS = {"batch", "center", "indent", "slice"}
+WIDE_METHODS = {"center", "expandtabs", "ljust", "rjust", "zfill"}
 
-def environment() -> ImmutableSandboxedEnvironment:
+_wide_format = re.compile(r"\d{4,}|\*|\{[^{}]+\{|\{\{\}").search
+
+
+class OverBudget(TemplateError):
+    """A rendering used up its budget."""
+
+
+class RenderingBudget:
+    """What one rendering may still use."""
+
+    __slots__ = ("_clock", "_deadline", "_look", "_steps")
+
+    def __init__(
+        self, clock: Callable[[], float] = thread_time, steps: int = STEPS_MAX, seconds: float = SECONDS_MAX
+    ) -> None:
+        self._steps = steps
+        self._clock, self._deadline = clock, clock() + seconds
+        self._look = STEPS_BETWEEN_CLOCK_READS
+
+    def spend(self, steps: int) -> None:
+        """Take steps off the budget. Raise OverBudget."""
+        self._steps -= steps
+        self._look -= steps
+        if self._steps < 0:
+            raise OverBudget(f"it takes more than {STEPS_MAX:,} steps")
+        if self._look < 0:
+            self._look = STEPS_BETWEEN_CLOCK_READS
+            if self._clock() > self._deadline:
+                raise OverBudget(f"it takes more than {SECONDS_MAX:g} s")
+
+
+class ChatEnvironment(ImmutableSandboxedEnvironment):
+    """A sandbox whose templates count what they do. One environment renders one template at a time."""
+
+    intercepted_binops = frozenset({"+", "*", "%", "**"})
+
+    def __init__(self) -> None:
+        super().__init__(
+            trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols", _Generation]
+        )
+        self.budget = RenderingBudget()  # of the rendering in progress, or of the folding of constants
+        self.finalize = self._counted_value
+        self.filters = {
+            name: self._counted_filter(name, filter)
+            for name, filter in self.filters.items()
+            if name not in REMOVED_FILTERS
+        }
+        self.filters["tojson"] = self._counted_filter("tojson", _tojson)
+        self.filters |= {
+            "_step": self._step,
+            "_concat": self._concat,
+            "_slice": self._slice,
+            "_counted": self._counted_value,
+        }
+        del self.globals["lipsum"]
+        self.globals |= {"raise_exception": _raise, "strftime_now": _strftime_now}
+
+    def _parse(self, source: str, name: str | None, filename: str | None) -> nodes.Template:
+        tree = _rewritten(Parser(self, source, name, filename).parse())
+        assert isinstance(tree, nodes.Template)
+        return tree
+
+    def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
+        """Apply an operator. Raise OverBudget before a result that is too large exists."""
+        match operator:
+            case "*":
+                self.budget.spend(1 + _product_cost(left, right))
+            case "**":
+                if isinstance(left, int) and isinstance(right, int):
+                    _check_bits(left.bit_length() * max(0, right))
+                self.budget.spend(1)
+            case _:
+                if isinstance(left, str) and operator == "%":
+                    _check_format(left)
+                self.budget.spend(1 + _cost(left) + _cost(right))
+        return super().call_binop(context, operator, left, right)
+
+    def call(self, context: Context, obj: Any, /, *args: Any, **kwargs: Any) -> Any:
+        """Call a function, a method or a macro. Raise OverBudget."""
+        owner = getattr(getattr(obj, "__wrapped__", obj), "__self__", None)
+        if isinstance(owner, str):
+            args = self._checked(owner, obj.__name__, args, kwargs)
+        self.budget.spend(1 + _cost(owner))
+        return self._counted_value(super().call(context, obj, *args, **kwargs))
+
+    def _checked(
+        self, text: str, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[Any, ...]:
+        """Return the arguments of a string's method if its result has a bound. Raise OverBudget."""
+        if method in WIDE_METHODS:
+            _check_widths((*args, *kwargs.values()))
+        elif method == "translate":
+            raise OverBudget("it calls str.translate, which is not allowed")
+        elif method in ("format", "format_map"):
+            _check_format(text)
+        elif method == "replace" and len(args) >= 2:
+            self.budget.spend(_replacing_cost(text, *args[:2]))
+        elif method == "join" and args:
+            return (self._parts(args[0], text), *args[1:])
+        return args
+
+    def _counted_filter(self, name: str, filter: Callable[..., Any]) -> Callable[..., Any]:
+        """Return a filter that takes what it reads and what it returns off the budget."""
+        first = 1 if hasattr(filter, "jinja_pass_arg") else 0  # the value's place among its arguments
+
+        @wraps(filter)
+        def counted(*args: Any, **kwargs: Any) -> Any:
+            value, rest = args[first], args[first + 1 :]
+            self.budget.spend(1 if name in SIZE_FILTERS else 1 + _cost(value))
+            if name in WIDE_FILTERS:
+                _check_widths((*rest, *kwargs.values()))
+            elif name == "format":
+                _check_format(str(value))
+            elif name == "replace" and len(rest) >= 2:
+                self.budget.spend(_replacing_cost(str(value), *rest[:2]))
+            elif name == "join":
+                separator = rest[0] if rest else kwargs.get("d", "")
+                args = (*args[:first], self._parts(value, str(separator)), *rest)
+            return self._counted_value(filter(*args, **kwargs))
+
+        return counted
+
+    def _counted_value(self, value: Any) -> Any:
+        """Return a value, counted: at once what has a length, item by item what is computed only when it is read."""
+        if isinstance(value, Iterator):
+            return self._items(value)
+        self.budget.spend(_cost(value))
+        return value
+
+    def _items(self, values: Iterable[Any]) -> Iterator[Any]:
+        for value in values:
+            self.budget.spend(1 + _cost(value))
+            yield value
+
+    def _parts(self, value: Iterable[Any], separator: str) -> list[Any]:
+        """Return what is to be joined, if the result has a bound. Raise OverBudget."""
+        parts = []
+        for part in value:
+            self.budget.spend(1 + (_chars(part) + len(separator)) // CHARS_OF_A_STEP)
+            parts.append(part)
+        return parts
+
+    def _step(self, value: Any, steps: int) -> Any:
+        """Return `value`. The rewritten tree calls this in loops and macros."""
+        self.budget.spend(steps)
+        return value
+
+    def _concat(self, parts: Sequence[Any]) -> str:
+        """Return what `~` does."""
+        texts = [str(part) for part in parts]
+        self.budget.spend(1 + sum(map(len, texts)) // CHARS_OF_A_STEP)
+        return "".join(texts)
+
+    def _slice(self, value: Any, start: int | None, stop: int | None, step: int | None) -> Any:
+        return self._counted_value(value[start:stop:step])
+
+
+class _Generation(Extension):
+    """`{% generation %} … {% endgeneration %}`: marks what the assistant says, for training. The text is what it holds."""
+
+    tags = {"generation"}  # noqa: RUF012 (the name and type that Jinja2 wants)
+
+    def parse(self, parser: Parser) -> list[nodes.Node]:
+        """Return the body."""
+        next(parser.stream)
+        return list(parser.parse_statements(("name:endgeneration",), drop_needle=True))
+
+
+def environment() -> ChatEnvironment:
     """Return a new environment."""
-    made = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
+    return ChatEnvironment()
+
+
+def _rewritten(node: Any) -> Any:
+    """Return a tree that counts: a step in each loop and macro; filters for `~`, slices and what is compared."""
+    for field, value in node.iter_fields():
+        if isinstance(value, nodes.Node):
+            setattr(node, field, _rewritten(value))
+        elif isinstance(value, list):
+            setattr(node, field, [_rewritten(v) if isinstance(v, nodes.Node) else v for v in value])
+    match node:
+        case nodes.For():
+            if node.test is not None:
+                node.test = nodes.And(_filter(nodes.Const(True), "_step", [nodes.Const(1)]), node.test)
+            _count_in(node.body)
+        case nodes.Macro() | nodes.CallBlock():
+            _count_in(node.body)
+        case nodes.Concat():
+            return _filter(nodes.List(node.nodes), "_concat", [])
+        case nodes.Getitem(arg=nodes.Slice() as part):
+            bounds = [bound or nodes.Const(None) for bound in (part.start, part.stop, part.step)]
+            return _filter(node.node, "_slice", bounds)
+        case nodes.Compare():
+            for operand in node.ops:
+                operand.expr = _filter(operand.expr, "_counted", [])
+    return node
+
+
+def _count_in(body: list[nodes.Node]) -> None:
+    """Begin a body with its steps: one, and those of its constant text."""
+    constant = 0
+    for part in body:
+        own = [part] if isinstance(part, nodes.TemplateData) else []
+        constant += sum(len(data.data) for data in (*own, *part.find_all(nodes.TemplateData)))
+    steps = nodes.Const(1 + constant // CHARS_OF_A_STEP)
+    body.insert(0, nodes.ExprStmt(_filter(nodes.Const(True), "_step", [steps])))
+
+
+def _filter(value: nodes.Expr, name: str, args: list[nodes.Expr]) -> nodes.Filter:
+    return nodes.Filter(value, name, args, [], None, None)
+
+
+def _cost(value: Any) -> int:
+    """Return the steps of reading or copying a value whole."""
+    if isinstance(value, str):
+        return len(value) // CHARS_OF_A_STEP
+    return len(value) // ITEMS_OF_A_STEP if isinstance(value, list | tuple | dict | range) else 0
+
+
+def _chars(value: Any) -> int:
+    return len(value) if isinstance(value, str) else 0
+
+
+def _product_cost(left: Any, right: Any) -> int:
+    if isinstance(left, int) and isinstance(right, int):
+        _check_bits(left.bit_length() + right.bit_length())
+        return 0
+    sized, times = (right, left) if isinstance(left, int) else (left, right)
+    if not isinstance(times, int) or not isinstance(sized, str | list | tuple):
+        return 0
+    return len(sized) * max(0, times) // (CHARS_OF_A_STEP if isinstance(sized, str) else ITEMS_OF_A_STEP)
+
+
+def _replacing_cost(text: str, old: Any, new: Any) -> int:
+    old, new = str(old), str(new)
+    return (len(text) + (text.count(old) if old else len(text) + 1) * len(new)) // CHARS_OF_A_STEP
+
+
+def _check_bits(bits: int) -> None:
+    if bits > INTEGER_BITS_MAX:
+        raise OverBudget(f"it computes an integer of more than {INTEGER_BITS_MAX} bits")
+
+
+def _check_widths(values: Sequence[Any]) -> None:
+    if any(isinstance(value, int) and abs(value) > WIDTH_MAX for value in values):
+        raise OverBudget(f"it asks for a width or count of more than {WIDTH_MAX:,}")
+    if any(isinstance(value, str) and len(value) > WIDTH_MAX for value in values):
+        raise OverBudget(f"it fills with a text of more than {WIDTH_MAX:,} characters")
+
+
+def _check_format(text: str) -> None:
+    if _wide_format(text):
+        raise OverBudget("a format string of it asks for a width of four digits, or one that it computes")
+
+
+def _tojson(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | str | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    """Return a value as JSON, with the arguments and their order as transformers' `apply_chat_template` has them."""
+    _check_widths((indent,))
+    return json.dumps(
+        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
     )
-    made.filters["tojson"] = _tojson
-    made.globals["raise_exception"] = _raise
-    made.globals["strftime_now"] = _strftime_now
-    return made
-
-
-def _tojson(value: Any, ensure_ascii: bool = False, indent: int | None = None) -> str:
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent)
 
 
 def _raise(message: str) -> NoReturn:
@@ -32,4 +318,5 @@ def _raise(message: str) -> NoReturn:
 
 
 def _strftime_now(format: str) -> str:
+    _check_format(format)
     return datetime.now(UTC).strftime(format)  # noqa: TID251 (a date for the prompt, not an order)
