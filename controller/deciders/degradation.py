@@ -5,6 +5,8 @@
     level 0 ── ratio < 1.00 ──▶ 1 ── < 0.75 ──▶ 2 ── < 0.50 ──▶ 3 ── < 0.25 ──▶ 4
             ◀── ≥ 1.05 ──────     ◀── ≥ 0.80 ──   ◀── ≥ 0.55 ──   ◀── ≥ 0.30 ──      (after the dwell)
 
+    provisioned = the same ratio with every worker that should serve at full weight. An exit is never above it.
+
 | level | batch size | shed | latency | accept new |
 |---|---|---|---|---|
 | 0 NONE | 1.0 | – | 1.0 | yes |
@@ -49,6 +51,8 @@ class DegradationPolicy:
     slos: Mapping[str, Slo] = field(default_factory=dict)  # by model name; `*`: of every other model
     entries: tuple[float, float, float, float] = (1.0, 0.75, 0.5, 0.25)  # below entries[n]: past level n
     margin: float = 0.05  # a level is left only this far above its entry
+    exit_at_provisioned: bool = True  # or at the ratio of all that is provisioned, if less
+    tolerance: float = 1e-9  # of each comparison with a ratio: weights that sum to 0.9999999999999998 are 1
     dwell: timedelta = timedelta(seconds=10)  # the least time at a level before a better one
     warmup: timedelta = timedelta(seconds=5)  # from the first routable worker until the first level is taken
     priority_tiers: tuple[str, ...] = TIERS  # of requests, best first; the last one is shed first
@@ -56,7 +60,7 @@ class DegradationPolicy:
     __pydantic_config__ = STRICT
 
     def __post_init__(self) -> None:
-        at_least(0, margin=self.margin, dwell=self.dwell, warmup=self.warmup)
+        at_least(0, margin=self.margin, dwell=self.dwell, warmup=self.warmup, tolerance=self.tolerance)
         falls = all(high > low for high, low in pairwise((*self.entries, 0.0)))
         demand(falls, f"entries are {self.entries}: they must fall from level to level, and stay above 0")
         tiers = self.priority_tiers
@@ -138,9 +142,17 @@ def evolve(state: Degradation, fact: Fact, cause: str = "") -> Degradation:
 
 
 def decide(
-    policy: DegradationPolicy, state: Degradation, workers: Sequence[tuple[Profile, float]], now: datetime
+    policy: DegradationPolicy,
+    state: Degradation,
+    workers: Sequence[tuple[Profile, float]],
+    now: datetime,
+    provisioned: Sequence[tuple[Profile, float]] = (),
 ) -> Iterator[Decision]:
-    """Say which level is due, given the profile of each of the model's workers, and the share of it that it could carry."""
+    """Yield the change of level that is due, if any.
+
+    `workers`: the profile of each of the model's workers, and the share of it that the worker could carry. `provisioned`: the
+    same of those that should serve, at full weight; read only where a level could be left.
+    """
     slo = policy.slo(state.model)
     throughput = slo.slo_throughput_rps if slo is not None else None
     if slo is None or throughput is None or throughput <= 0:
@@ -151,7 +163,8 @@ def decide(
         return
     carried = fleet_rps(state.model, workers, slo, LATENCIES)
     ratios = [carried[n] / throughput for n in LATENCY_OF]
-    level = _target(policy, state, ratios)
+    exits = _exits(policy, state, slo, throughput, provisioned)
+    level = _target(policy, state, ratios, exits)
     dwelt = state.since is None or now >= state.since + policy.dwell
     if level > state.level or (level < state.level and dwelt):
         knobs = knobs_of(level, policy.priority_tiers)
@@ -175,10 +188,32 @@ def due_at(policy: DegradationPolicy, state: Degradation) -> datetime | None:
     return None if state.served_since is None else state.served_since + policy.warmup
 
 
-def _target(policy: DegradationPolicy, state: Degradation, ratios: Sequence[float]) -> int:
-    """Return the mildest level that can be held; one milder than the present level must hold with a margin."""
+def _exits(
+    policy: DegradationPolicy,
+    state: Degradation,
+    slo: Slo,
+    throughput: float,
+    provisioned: Sequence[tuple[Profile, float]],
+) -> Sequence[float]:
+    """Return, by milder level, the least ratio at which the present level is left for it.
+
+    It is the entry and a margin, but no more than all provisioned workers reach: a model provisioned at 102 % of its
+    objective would otherwise stay degraded after its first loss. It is never below the entry.
+    """
+    exits = [entry + policy.margin for entry in policy.entries[: state.level]]
+    if not exits or not policy.exit_at_provisioned:
+        return exits
+    full = fleet_rps(f"{state.model} provisioned", provisioned, slo, LATENCIES)
+    reachable = [full[n] / throughput for n in LATENCY_OF]
+    return [max(entry, min(exits[n], reachable[n])) for n, entry in enumerate(policy.entries[: state.level])]
+
+
+def _target(
+    policy: DegradationPolicy, state: Degradation, ratios: Sequence[float], exits: Sequence[float]
+) -> int:
+    """Return the mildest level that can be held; one milder than the present level must reach its exit."""
     for level, entry in enumerate(policy.entries):
-        if ratios[level] >= entry + (policy.margin if level < state.level else 0.0):
+        if ratios[level] >= (exits[level] if level < state.level else entry) - policy.tolerance:
             return level
     return LEVELS - 1
 

@@ -2,6 +2,7 @@
 
     fold.py           Fleet, evolve     what one recorded fact makes of the fleet
     settle.py         settle, Asking    what is due now, stratum by stratum; and for whom asks often
+    shares.py         Shares            what each worker carries of its model's capacity
     worker.py         Worker            one worker: its machines, its weight
     policy.py         FleetPolicy       everything that can be set
 
@@ -17,13 +18,13 @@ from controller.deciders.settle import (
     ABSORB_FACTS_MAX,
     DECIDERS_VERSION,
     Asking,
-    Shares,
     absorbed,
     absorption_due,
     next_due,
     settle,
     settled,
 )
+from controller.deciders.shares import Shares
 from controller.deciders.worker import Conviction, LastCanary, Worker
 
 __all__ = [

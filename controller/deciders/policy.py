@@ -44,11 +44,21 @@ class FleetPolicy:
         """This policy as `PolicyAdopted` carries it. Reckoned once: it is compared at every settle."""
         written = dump(self)
         assert isinstance(written, dict)
-        return {name: part for name, part in written.items() if part != BEFORE.get(name)}
+        parts = {name: _without(part, BEFORE.get(name, {})) for name, part in written.items()}
+        return {name: part for name, part in parts.items() if part}
 
 
-BEFORE: Mapping[str, Any] = {"forgetting": {"forget_after": None}, "spares": {"on_return": "swap"}}
-"""What was done before there was a policy for it: it is not written down, so that an old policy is what it was."""
+BEFORE: Mapping[str, Mapping[str, Any]] = {
+    "degradation": {"exit_at_provisioned": False, "tolerance": 0.0},
+    "forgetting": {"forget_after": None},
+    "spares": {"on_return": "swap"},
+}
+"""By part and field, what was decided before there was a policy for it: not written, so that an old policy stays what it was."""
+
+
+def _without(part: Mapping[str, Any], before: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return a part of a policy without the fields whose values are those of before."""
+    return {name: value for name, value in part.items() if name not in before or value != before[name]}
 
 
 def dump(value: Any) -> Any:
@@ -70,7 +80,8 @@ def load(written: Mapping[str, Any]) -> FleetPolicy:
 
     Raise ValueError where a value makes no sense.
     """
-    return _load(FleetPolicy, {**BEFORE, **written})
+    old = {name: {**fields_before, **written.get(name, {})} for name, fields_before in BEFORE.items()}
+    return _load(FleetPolicy, {**written, **old})
 
 
 def _load(kind: type[T], written: Mapping[str, Any]) -> T:

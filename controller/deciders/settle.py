@@ -6,7 +6,7 @@
 Machines that decided on the same stale state would together exceed a budget that each of them respects.
 """
 
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
 from datetime import datetime, timedelta
 from operator import attrgetter
@@ -23,29 +23,26 @@ from controller.deciders import (
     incident,
     spares,
 )
-from controller.deciders.budget import BudgetRank
-from controller.deciders.fold import Fleet, changed_since, evolve
+from controller.deciders.fold import Fleet, evolve
 from controller.deciders.incident import Incident
 from controller.deciders.policy import FleetPolicy
+from controller.deciders.shares import Shares, provisioned, standing, weighted
 from controller.deciders.spares import SpareView
 from controller.deciders.worker import Worker
 from events.decisions import (
     Absorbed,
     DegradationChanged,
-    HealthStatus,
     IncidentOpened,
     PolicyAdopted,
     WorkerDecision,
 )
 from events.fact import Decision, Recorded
 from events.frozen import replace
-from events.observations import Profile
 
 DECIDERS_VERSION = 5  # grows whenever the same facts would lead to another decision
 MOVES_MAX = 8  # of one machine of one worker in one stratum
 DECISIONS_MAX = 1000  # of one settle: more is a mistake of ours, which must not run for ever
 DECISIONS_PER_WORKER_MAX = 50
-PROFILES_MAX = 1024  # that are told apart quickly
 ABSORB_FACTS_MAX = 1000  # pending at most, in a calm fleet
 ABSORB_AFTER = timedelta(seconds=10)
 
@@ -57,7 +54,7 @@ def settle(
     fleet: Fleet,
     now: datetime,
     among: Collection[str] | None = None,
-    shares: "Shares | None" = None,
+    shares: Shares | None = None,
 ) -> tuple[Decision, ...]:
     """Return everything that is due, in order, numbered from `fleet.number + 1`; nothing if nothing is. `among`: the only
     workers whose own machines can have something to say, and of whom any is in doubt, if that is known. `shares`: of who asks
@@ -74,7 +71,7 @@ def settled(
     fleet: Fleet,
     now: datetime,
     among: Collection[str] | None = None,
-    shares: "Shares | None" = None,
+    shares: Shares | None = None,
 ) -> tuple[tuple[Decision, ...], Fleet]:
     """Return what `settle` does, and the fleet that has absorbed it."""
     settling = _Settling(policy, fleet, now, among, shares)
@@ -132,80 +129,6 @@ class Asking:
         else:
             self._calm, self._until = fleet, next_due(self._policy, fleet, now)
         return decisions
-
-
-class Shares:
-    """What the machines that look at many workers want of each: reckoned again only for those that have changed since."""
-
-    def __init__(self) -> None:
-        self._workers: Mapping[str, Worker] = {}
-        self._profiles: dict[Profile, Profile] = {}  # one object for all that are equal
-        self._places: dict[str, tuple[str, int]] = {}  # of each worker, its model and its place there
-        self._of: dict[str, list[tuple[Profile, float]]] = {}  # by model, by the workers' names
-        self._ranks: dict[str, list[BudgetRank]] = {}  # by model, by the workers' names
-        self._unranked: set[str] = set()  # whose rank may be another now
-        self._spares: set[str] = set()
-
-    def of(self, workers: Mapping[str, Worker]) -> Mapping[str, list[tuple[Profile, float]]]:
-        """Return, by model, each worker's profile and the share of it that it could carry, by the workers' names."""
-        self._look(workers)
-        return self._of
-
-    def any_spare(self, workers: Mapping[str, Worker]) -> bool:
-        """Say whether any worker is kept back."""
-        self._look(workers)
-        return bool(self._spares)
-
-    def ranks(self, model: str, workers: Mapping[str, Worker]) -> list[BudgetRank]:
-        """Return how a model's workers stand in the ejection budget, by their names."""
-        self._look(workers)
-        for name in self._unranked:
-            of, place = self._places[name]
-            self._ranks[of][place] = _standing(workers[name])
-        self._unranked.clear()
-        return [*self._ranks[model]]
-
-    def _look(self, workers: Mapping[str, Worker]) -> None:
-        before, self._workers = self._workers, workers
-        if workers is before:
-            return
-        changed = changed_since(before, workers)
-        places = self._places
-        stay = all(name in places and places[name][0] == workers[name].joined.model for name in changed)
-        if len(workers) != len(before) or not stay:
-            self._anew(before, workers)
-        self._unranked.update(changed)
-        for name in changed:
-            worker, (model, place) = workers[name], self._places[name]
-            (self._spares.add if worker.spare.kept else self._spares.discard)(name)
-            if (share := self._share(worker)) != self._of[model][place]:
-                self._of[model] = [*self._of[model]]
-                self._of[model][place] = share
-
-    def _anew(self, before: Mapping[str, Worker], workers: Mapping[str, Worker]) -> None:
-        """Workers have come or gone: give each its place."""
-        known = {
-            name: (self._of[model][place], self._ranks[model][place])
-            for name, (model, place) in self._places.items()
-        }
-        self._of, self._places, self._ranks = {}, {}, {}
-        for name in sorted(workers):
-            worker = workers[name]
-            model = worker.joined.model
-            shares, ranks = self._of.setdefault(model, []), self._ranks.setdefault(model, [])
-            self._places[name] = (model, len(shares))
-            same = before.get(name) is worker
-            share, rank = known[name] if same else (self._share(worker), _standing(worker))
-            shares.append(share)
-            ranks.append(rank)
-        self._spares &= workers.keys()
-        self._unranked &= workers.keys()
-
-    def _share(self, worker: Worker) -> tuple[Profile, float]:
-        profile = worker.joined.profile
-        if len(self._profiles) >= PROFILES_MAX:
-            self._profiles.clear()
-        return self._profiles.setdefault(profile, profile), worker.carries
 
 
 @dataclass(slots=True)
@@ -301,18 +224,9 @@ def _budgets(s: _Settling) -> None:
         if s.shares is not None:
             ranks = s.shares.ranks(model, workers)
         else:
-            ranks = [_standing(workers[n]) for n in sorted(workers) if workers[n].joined.model == model]
+            ranks = [standing(workers[n]) for n in sorted(workers) if workers[n].joined.model == model]
         for decision in budget.decide(s.policy.budget, ranks, s.now):
             s.keep(decision)
-
-
-def _standing(worker: Worker) -> BudgetRank:
-    """Return how a worker stands in the budget: the least bad has failed the fewest trials."""
-    unhealthy = worker.health.status is HealthStatus.UNHEALTHY
-    trials = max(worker.health.trials.failed, worker.breaker.trials_failed)
-    cause = worker.health.cause if unhealthy else worker.breaker.cause
-    badness = (unhealthy, trials, worker.health.canaries.failures)
-    return BudgetRank(worker.budget, worker.in_doubt, worker.counts, badness, cause)
 
 
 def _spares(s: _Settling) -> None:
@@ -340,20 +254,12 @@ def _levels(s: _Settling) -> None:
     concerned = [model for model, state in models.items() if promised(model) is not None or state.level]
     if not concerned:
         return
-    weighted = s.shares.of(s.fleet.workers) if s.shares is not None else _weighted(s.fleet.workers)
+    shares = s.shares.of(s.fleet.workers) if s.shares is not None else weighted(s.fleet.workers)
     for model in sorted(concerned):
         state = s.fleet.models[model]
-        for decision in degradation.decide(s.policy.degradation, state, weighted.get(model, ()), s.now):
+        full = provisioned(s.fleet.workers, model) if state.level else ()
+        for decision in degradation.decide(s.policy.degradation, state, shares.get(model, ()), s.now, full):
             s.keep(decision)
-
-
-def _weighted(workers: Mapping[str, Worker]) -> Mapping[str, list[tuple[Profile, float]]]:
-    """Return, by model, what `Shares.of` does. To tell profiles apart would cost more than it saves for one settle."""
-    found: dict[str, list[tuple[Profile, float]]] = {}
-    for name in sorted(workers):
-        joined, carries = workers[name].joined, workers[name].carries
-        found.setdefault(joined.model, []).append((joined.profile, carries))
-    return found
 
 
 def _incidents(s: _Settling) -> None:

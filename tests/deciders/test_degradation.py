@@ -49,7 +49,8 @@ def level(story: Story) -> int:
 
 def at_ratio(ratio: float, state: Degradation, now=START) -> DegradationChanged | None:
     policy = DegradationPolicy(slos={"m": Slo(slo_throughput_rps=ONE)})
-    return next(decide(policy, replace(state, served_since=LONG_AGO), [(PROFILE, ratio)], now), None)  # type: ignore
+    state, twice = replace(state, served_since=LONG_AGO), [(PROFILE, 2.0)]  # provisioned: twice the objective
+    return next(decide(policy, state, [(PROFILE, ratio)], now, twice), None)  # type: ignore
 
 
 @pytest.mark.parametrize(
@@ -82,12 +83,74 @@ def test_b23_a_level_is_left_only_above_its_entry_and_after_the_dwell(before: in
     assert decision is not None and decision.after == before - 1
 
 
+@pytest.mark.parametrize("provisioned", [1.0, 1.02, 1.05])
+def test_b23_a_level_is_left_with_all_that_is_provisioned(provisioned: float) -> None:
+    """A model provisioned at 100 to 105 % of its objective returns to level 0 at full capacity, and not below it."""
+    policy = DegradationPolicy(slos={"m": Slo(slo_throughput_rps=ONE)})
+    state = Degradation("m", level=1, since=LONG_AGO, served_since=LONG_AGO)
+    full = [(PROFILE, 1.0)] * 20
+    scale = provisioned / 20
+    policy = replace(policy, slos={"m": Slo(slo_throughput_rps=ONE / scale)})
+    [left] = decide(policy, state, full, START, full)
+    assert isinstance(left, DegradationChanged) and left.after == 0
+    one_short = [*full[1:], (PROFILE, 0.5)]
+    assert not list(decide(policy, state, one_short, START, full))
+    assert list(decide(policy, state, full, START, [*full, (PROFILE, 1.0)])) == [left] * (provisioned == 1.05)
+
+
+def test_b23_a_lower_level_is_left_with_all_that_is_provisioned_too() -> None:
+    """Every exit is capped: at 77 % of its objective a model returns to level 1, which is the best that it can hold."""
+    policy = DegradationPolicy(slos={"m": Slo(slo_throughput_rps=100 * ONE)})
+    state = Degradation("m", level=2, since=LONG_AGO, served_since=LONG_AGO)
+    full = [(PROFILE, 1.0)] * 77
+    [left] = decide(policy, state, full, START, full)
+    assert isinstance(left, DegradationChanged) and left.after == 1
+
+
+@pytest.mark.parametrize("workers", [3, 6, 7, 10, 49, 1000])
+def test_b23_equal_workers_that_sum_to_a_little_less_than_one_are_enough(workers: int) -> None:
+    """Rounding takes no level: each edge has a tolerance (a sum of tenths is 0.9999999999999998 or so)."""
+    policy = DegradationPolicy(slos={"m": Slo(slo_throughput_rps=ONE * workers * (1 + 4e-16))})
+    for level in (0, 1):
+        state = Degradation("m", level=level, since=LONG_AGO, served_since=LONG_AGO)
+        full = [(PROFILE, 1.0)] * workers
+        assert [d.after for d in decide(policy, state, full, START, full)] == [0] * level  # type: ignore[attr-defined]
+    assert at_ratio(0.9999999999999998, Degradation("m")) is None
+    assert at_ratio(0.9999, Degradation("m")) is not None
+
+
+def test_b23_a_worker_that_should_not_serve_holds_no_level() -> None:
+    """What is provisioned are the workers that should serve: neither dead nor drained ones nor those that still join."""
+    story = Story(ladder(2.0)).up("w0", "w1")
+    story.wait(6)
+    story.tell(left("w0"))
+    assert level(story) == 2
+    story.up("w2")
+    story.tell(joined("w3"))
+    story.wait(11)
+    assert level(story) == 0 and not story.worker("w3").routable
+
+
+def test_a_policy_of_version_5_leaves_levels_as_it_did() -> None:
+    """A policy written before these fields existed decides what it decided then: with the margin alone, to the last bit."""
+    written = {"degradation": {"entries": [1.0, 0.75, 0.5, 0.25], "margin": 0.05}}
+    old = load(written).degradation
+    assert (old.exit_at_provisioned, old.tolerance) == (False, 0.0)
+    assert "exit_at_provisioned" not in FleetPolicy(degradation=old).adopted["degradation"]
+    assert load(FleetPolicy().adopted) == FleetPolicy()
+    old = replace(old, slos={"m": Slo(slo_throughput_rps=ONE)})
+    state = Degradation("m", level=1, since=LONG_AGO, served_since=LONG_AGO)
+    assert not list(decide(old, state, [(PROFILE, 1.0)], START, [(PROFILE, 1.0)]))
+    assert list(decide(old, replace(state, level=0), [(PROFILE, 0.9999999999999998)], START))
+
+
 def test_b23_a_ratio_that_trembles_around_an_entry_gives_one_event() -> None:
     state, changes, now = Degradation("m", served_since=LONG_AGO), 0, START
     policy = DegradationPolicy(slos={"m": Slo(slo_throughput_rps=ONE)})
     for step in range(200):
         now += timedelta(seconds=5)
-        for decision in decide(policy, state, [(PROFILE, 0.75 + (0.03 if step % 2 else -0.03))], now):
+        trembling = [(PROFILE, 0.75 + (0.03 if step % 2 else -0.03))]
+        for decision in decide(policy, state, trembling, now, [(PROFILE, 2.0)]):
             assert isinstance(decision, DegradationChanged)
             state = replace(state, level=decision.after, since=now)
             changes += 1

@@ -73,7 +73,10 @@ def test_a_policy_survives_the_journal() -> None:
 
 
 def test_an_older_or_newer_policy_loads_with_defaults() -> None:
-    assert load({}) == replace(FleetPolicy(), forgetting=ForgettingPolicy(forget_after=None))
+    ladder = DegradationPolicy(exit_at_provisioned=False, tolerance=0.0)
+    assert load({}) == replace(
+        FleetPolicy(), forgetting=ForgettingPolicy(forget_after=None), degradation=ladder
+    )
     assert load({"health": {"trials_max": 2, "unheard_of": 1}, "tomorrow": {}}).health.trials_max == 2
     assert load(FleetPolicy().adopted) == FleetPolicy()
 

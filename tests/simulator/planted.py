@@ -136,6 +136,20 @@ def _sticky_knobs(policy: FleetPolicy, fleet: Fleet, now: datetime) -> tuple[Dec
     )
 
 
+def _margin_alone(policy: FleetPolicy, fleet: Fleet, now: datetime) -> tuple[Decision, ...]:
+    """Leave a level only a whole margin above its entry, whatever is provisioned."""
+    ladder = policy.degradation
+    kept = [
+        d
+        for d in deciders.settle(policy, fleet, now)
+        if not isinstance(d, DegradationChanged)
+        or d.after >= d.before
+        or ladder.slo(d.model) is None
+        or d.ratio >= ladder.entries[d.after] + ladder.margin
+    ]
+    return _numbered(fleet, kept)
+
+
 def _full_weight(policy: FleetPolicy, fleet: Fleet, now: datetime) -> tuple[Decision, ...]:
     """Bring workers back without a look at what their devices leave them."""
     return tuple(
@@ -363,6 +377,11 @@ PLANTED: dict[str, Planted] = {
         "leaving the last level does not open the door again",
         Seams(settle=_sticky_knobs),
         ("all_knobs",),
+    ),
+    "margin_alone": Planted(
+        "a model provisioned at 100 to 105 % of its objective never leaves its first level",
+        Seams(settle=_margin_alone),
+        ("full_capacity",),
     ),
     "full_weight": Planted(
         "a worker comes back at full weight although a device limits it",

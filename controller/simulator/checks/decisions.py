@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from datetime import timedelta
 
+from controller.deciders.capacity import attainable, fleet_capacity
 from controller.deciders.fleet import load
 from controller.deciders.health_state import LIMITED
 from controller.simulator.checks.watch import InvariantWatch
@@ -278,12 +279,24 @@ def hysteresis(watch: InvariantWatch, event: Recorded) -> str | None:
             if fact.ratio < policy.entries[fact.after - 1]
             else f"level {fact.after} at ratio {fact.ratio}"
         )
-    if fact.ratio < policy.entries[fact.before - 1] + policy.margin - 1e-9:
+    entry = policy.entries[fact.before - 1]
+    if fact.ratio < max(entry, min(entry + policy.margin, _reachable(watch, fact))) - 2e-9:
         return f"level {fact.before} is left at ratio {fact.ratio}"
     since = watch.ledger.taken_at(fact.model)
     if since is not None and fact.decided_at - since < policy.dwell:
         return f"level {fact.before} is left after {fact.decided_at - since}"
     return None
+
+
+def _reachable(watch: InvariantWatch, fact: DegradationChanged) -> float:
+    """Return the ratio of a model's capacity to its objective if all workers that should serve had full weight."""
+    ladder, workers = watch.policy.degradation, watch.shown[-1].workers.values()
+    slo = ladder.slo(fact.model)
+    mine = [(w.joined.profile, 1.0) for w in workers if w.joined.model == fact.model and w.expected]
+    if slo is None or not slo.slo_throughput_rps:
+        return 0.0
+    full = fleet_capacity(mine, attainable(slo, mine), latency=fact.knobs.latency)
+    return full.effective_capacity_rps / slo.slo_throughput_rps
 
 
 def just(watch: InvariantWatch, event: Recorded) -> str | None:

@@ -88,7 +88,7 @@ INVARIANTS: Mapping[str, Invariant] = _all(
         "hysteresis",
         "before",
         d.hysteresis,
-        "A level is left only above its entry by the margin, after the dwell.",
+        "A level is left only above its entry by the margin, or with all that is provisioned, after the dwell.",
     ),
     (
         "just_conviction",
@@ -191,6 +191,13 @@ INVARIANTS: Mapping[str, Invariant] = _all(
         "tick",
         w.limits,
         "What a device leaves a worker is decided soon while a leader lives.",
+    ),
+    (
+        "full_capacity",
+        "tick",
+        w.full_capacity,
+        "Full capacity returns to level 0: no level lasts beyond the dwell while every worker of a model carries its full share "
+        "and these carry the objective.",
     ),
     ("drains_end", "tick", w.drains, "A drain ends by its deadline while a leader lives."),
     # The end: liveness.

@@ -12,6 +12,7 @@ class Steadiness:
         self.since = 0  # of the leader and the broker together
         self.leader: SimulatedController | None = None
         self.empty_since: dict[str, int] = {}  # places of lost workers, beside a spare that could take them
+        self.full_since: dict[str, int] = {}  # models whose workers all carry their full share
         self.idle_since: dict[
             tuple[str, str], int
         ] = {}  # workers with room, beside somebody who waits at a frontend

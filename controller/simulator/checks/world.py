@@ -1,6 +1,7 @@
 """Checks of what is done with the verdicts, and of what the fleet must do about the truth in time."""
 
 from controller.deciders.breaker import Breaker
+from controller.deciders.capacity import fleet_capacity
 from controller.simulator.checks.ledger import LedgerEntry
 from controller.simulator.checks.watch import InvariantWatch
 from controller.simulator.world.kernel import SECOND, micros, since_start
@@ -11,6 +12,7 @@ from events.decisions import HealthStatus
 
 OUT = (HealthStatus.UNHEALTHY, HealthStatus.DRAINING, HealthStatus.DEAD)
 SLACK = 8 * SECOND  # a tick, an append and its retries, and reading
+ROUNDING = 1e-12  # of a sum of weights
 IN_SERVICE = (HealthStatus.HEALTHY, HealthStatus.SUSPICIOUS)
 AT_REST = (HealthStatus.DRAINING, HealthStatus.DEAD)
 
@@ -113,6 +115,26 @@ def limits(watch: InvariantWatch) -> str | None:
         left = entry.limit(last)
         if entry.weight > left and overdue(watch, since_start(entry.limited_at)):
             return f"{entry.instance} has {entry.weight} still, its devices leave it {left} since {entry.limited_at}"
+    return None
+
+
+def full_capacity(watch: InvariantWatch) -> str | None:
+    """Look for a model at a level although all of its workers carry their full share, which is its objective or more."""
+    fleet, since, now = watch.shown[-1], watch.steadiness.full_since, watch.kernel.now
+    policy = watch.policy.degradation
+    for model in watch.world.scenario.models:
+        slo = policy.slo(model)
+        mine = [w for w in fleet.workers.values() if w.joined.model == model and w.expected]
+        full = bool(mine) and all(worker.carries == 1.0 for worker in mine)
+        if slo is None or not slo.slo_throughput_rps or not full:
+            since.pop(model, None)
+            continue
+        capacity = fleet_capacity([(worker.joined.profile, 1.0) for worker in mine], slo)
+        ratio = capacity.effective_capacity_rps / slo.slo_throughput_rps
+        if ratio < policy.entries[0] - ROUNDING or not watch.level(model):
+            since.pop(model, None)
+        elif overdue(watch, since.setdefault(model, now) + micros(policy.dwell)):
+            return f"{model} is at level {watch.level(model)} with {ratio:.6f} of its objective since {since[model]}"
     return None
 
 

@@ -113,6 +113,9 @@ def draw(seed: int, workers: int, minutes: float, rates: str | None = None) -> S
         policies.append(draw_policy(chance, workers - spares, minutes, models, profile))
     if spares:
         policies = [replace(policy, spares=_on_return(seed)) for policy in policies]
+    if (tight := _provisioned(seed)) is not None:
+        carried = _capacity((workers - spares) // len(models), profile)
+        policies = [_promising(policy, models, carried / tight) for policy in policies]
     end = int(minutes * MINUTE)
     calm = max(settling_time(policy, interval) for policy in policies)
     heal_at = max(end - calm, end // 4)
@@ -162,6 +165,12 @@ def _spares(seed: int, workers: int, models: int) -> int:
     chance = Kernel(seed).chance("waiting")
     many = chance.choice((0, 0, 1)) * chance.choice((1, 1, 2))
     return models * many if workers >= 4 * models * many else 0
+
+
+def _provisioned(seed: int) -> float | None:
+    """Return the multiple of its objective at which each model is provisioned, barely enough: of two seeds in three None."""
+    chance = Kernel(seed).chance("provisioned")
+    return chance.choice((None, None, chance.choice((1.0, 1.02, 1.05))))
 
 
 def _planning(seed: int, workers: int, minutes: float, heal_at: int) -> SimulatedPlanning | None:
@@ -215,13 +224,17 @@ def draw_policy(
         policy = replace(policy, breaker=breaker, forgetting=forgetting)
     if chance.random() < 0.6:
         share = chance.choice((0.5, 0.7, 0.9))
-        slos = {m: Slo(slo_throughput_rps=share * _capacity(workers // len(models), profile)) for m in models}
-        policy = replace(policy, degradation=replace(policy.degradation, slos=slos))
+        policy = _promising(policy, models, share * _capacity(workers // len(models), profile))
     if chance.random() < 0.3:
         policy = replace(
             policy, budget=replace(policy.budget, max_ejection_share=chance.choice((0.25, 0.34, 1.0)))
         )
     return policy
+
+
+def _promising(policy: FleetPolicy, models: tuple[str, ...], throughput_rps: float) -> FleetPolicy:
+    slos = {model: Slo(slo_throughput_rps=throughput_rps) for model in models}
+    return replace(policy, degradation=replace(policy.degradation, slos=slos))
 
 
 def _capacity(workers: int, profile: Profile) -> float:
