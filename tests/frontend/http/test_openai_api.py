@@ -273,11 +273,11 @@ async def test_harmless_unknown_fields_pass() -> None:
         assert text == TOKENS.decode(undisturbed(PROMPT, 3))
 
 
-async def test_content_in_parts_is_one_text() -> None:
+async def test_text_parts_are_joined_with_newlines() -> None:
     worker = ScriptedWorker()
     async with frontend(worker) as kit:
         parts = [{"type": "text", "text": "h"}, {"type": "text", "text": "i"}]
-        for content in ("hi", parts):
+        for content in ("h\ni", parts):
             messages = [{"role": "user", "content": content}]
             await kit.post("/v1/chat/completions", model="m", messages=messages, max_tokens=1)
         assert worker.requests[0].tokens == worker.requests[1].tokens
