@@ -30,6 +30,7 @@ from events.observations import (
     GoldenDisputed,
     IntrusionRefused,
     RequestMigrated,
+    WorkerAwaited,
     WorkerJoined,
 )
 from events.process.exposition import written
@@ -131,6 +132,10 @@ class ControllerMetrics(MetricTable):
         "holdfast_intrusions_refused",
         "What somebody tried at the embedded broker and may not: it was refused",
     )
+    names_taken = counter(
+        "holdfast_worker_names_taken",
+        "Starts of workers that were refused because another live worker has the name",
+    )
     lateness = gauge(
         "holdfast_canary_lateness_seconds",
         "How long after its time the last probe began: the sweep keeps up while this is small",
@@ -193,6 +198,8 @@ class ControllerMetrics(MetricTable):
                 self.migration_seconds.labels(fact.method).observe(fact.gap_ms / 1000)
             elif isinstance(fact, IntrusionRefused):
                 self.intrusions.inc(fact.times)
+            elif isinstance(fact, WorkerAwaited) and fact.name_taken_by:
+                self.names_taken.inc()
             elif isinstance(fact, WorkerJoined) and fact.worker not in self._known:
                 self._begin(fact.worker)
 

@@ -248,6 +248,12 @@ ALERTS = (
         says="{{ $value | humanize }} places are empty: there are too few spares, or none that is well.",
     ),
     Alert(
+        name="HoldfastWorkerNameTaken", severity="warning", board="holdfast-control-plane",
+        expr="max(increase(holdfast_worker_names_taken_total[10m])) > 0",
+        summary="A worker was not started: another live worker has its name",
+        says="{{ $value | humanize }} starts in ten minutes were refused. The first worker of the name serves on.",
+    ),
+    Alert(
         name="HoldfastWorkersLingering", severity="warning", lasts="5m", board="holdfast-control-plane",
         expr="max(holdfast_workers_lingering) > 0",
         summary="Processes of dead workers are still there",

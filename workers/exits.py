@@ -14,6 +14,8 @@ BROKE = 70
 """It ended without having said so: an error that nobody foresaw, or a cleanup that did not end (EX_SOFTWARE of sysexits.h)."""
 KILLED = 137
 """Of one of many workers in a process, which a rehearsal has killed: as a shell says it of a process."""
+RENEWED = -1
+"""No exit code: this life of a worker is over, and the same process begins the next one."""
 LINGER_S = 0.5
 """For the end of an event loop, which in Python 3.11 would wait for a thread that hangs in a call."""
 

@@ -99,7 +99,9 @@ class Many:
             if await self._stopped_within(wait_s):
                 return
             wait_s, first = min(2 * wait_s, waits.wait_s_max), False
-            self.workers[number] = self._make(replace(self.workers[number].config, instance=new_id()))
+            self.workers[number] = self._make(
+                replace(self.workers[number].config, instance=new_id(), name_check_s=0.0)
+            )
 
     async def _life(self, worker: InferenceWorker) -> int | None:
         """Return how a life ended, as a process's exit code; None if it never began."""

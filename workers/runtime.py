@@ -11,7 +11,8 @@ import gc
 import os
 import signal
 import sys
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -30,7 +31,7 @@ from workers import keeper
 from workers.config.settings import WorkerSettings
 from workers.config.worker import WorkerConfig
 from workers.engines.build import build_engine
-from workers.exits import FELL, LINGER_S, exit_within
+from workers.exits import FELL, LINGER_S, RENEWED, exit_within
 from workers.falls import broken
 from workers.gpus import Devices
 from workers.kv_events.publisher import KvPublisher
@@ -144,7 +145,7 @@ def _workers(settings: WorkerSettings, instance: str, links: FleetLinks, stop: S
     key = FleetKey.read(Path(settings.fleet_key_file)) if settings.fleet_key_file else None
     configs = _configs(settings, instance, key)
     if len(configs) == 1:
-        return Alone(make(configs[0]), stop)
+        return Alone(make(configs[0]), stop, make)
     from workers.many import Many
 
     return Many(configs, make, links.journal, stop, settings.stagger_delay)
@@ -188,6 +189,7 @@ def _configs(settings: WorkerSettings, instance: str, key: FleetKey | None) -> l
         WorkerConfig(
             name=name,
             instance=instance if settings.count == 1 else f"{instance}-{number}",
+            name_check_s=settings.name_check_s,
             host=settings.host,
             port=settings.port + number if settings.port else 0,
             advertise=settings.advertise,
@@ -228,17 +230,30 @@ async def _connect(settings: WorkerSettings, instance: str) -> FleetLinks:
 class Alone:
     """The one worker of a process, which ends with it."""
 
-    def __init__(self, worker: InferenceWorker, stop: Stop) -> None:
+    def __init__(
+        self,
+        worker: InferenceWorker,
+        stop: Stop,
+        make: Callable[[WorkerConfig], InferenceWorker] | None = None,
+    ) -> None:
+        """`make` builds the next life of a worker whose engine serves something else now; None: there is none."""
         self.workers = [worker]
         self._stop = stop
+        self._make = make
 
     async def run(self) -> int:
         """Serve until told to stop, or until it cannot go on; return the exit code."""
-        try:
-            return await self.workers[0].run(self._stop.wanted, self._stop.hurried)
-        except HoldfastError as error:
-            say_why_not(self.workers[0], error)
-            return FELL
+        while True:
+            try:
+                code = await self.workers[0].run(self._stop.wanted, self._stop.hurried)
+            except HoldfastError as error:
+                say_why_not(self.workers[0], error)
+                return FELL
+            if code != RENEWED:
+                return code
+            if self._make is None or self._stop.wanted.is_set():
+                return 0
+            self.workers[0] = self._make(replace(self.workers[0].config, instance=new_id(), name_check_s=0.0))
 
     def stopping(self) -> bool:
         """Return whether the process is on its way out."""

@@ -4,6 +4,7 @@
                            │  └── drain ──▶ drained (still there, takes nothing new)
                            ├── stop wanted ──▶ drain within the grace ──▶ left, exit 0
                            ├── it cannot go on ──▶ streams sent elsewhere ──▶ left, exit 1
+                           ├── its engine serves something else now ──▶ the same, exit 0, and a new life in this process
                            └── killed by a rehearsal (one of many in its process) ──▶ gone without a word, exit 137
 
 It folds nothing: the journal hears from it, and the controller's wishes reach it as requests on the bus that may be
@@ -15,7 +16,7 @@ import contextlib
 import sys
 from collections.abc import Callable, Coroutine
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, Literal
 
 import structlog
 
@@ -32,8 +33,9 @@ from workers.control.beats import FleetBeats
 from workers.control.chaos import RehearsedFaults
 from workers.control.commands import WorkerCommands
 from workers.control.listener import CommandListener
-from workers.engines.engine import Engine, EngineDead, unheard
-from workers.exits import BROKE, FELL, KILLED
+from workers.control.name_check import NameCheck
+from workers.engines.engine import Engine, EngineChanged, EngineDead, unheard
+from workers.exits import BROKE, FELL, KILLED, RENEWED
 from workers.falls import Broken, Killed, Retired, broken
 from workers.gpus import Devices, WorkerGpus
 from workers.kv_events.publisher import KvPublisher
@@ -118,6 +120,7 @@ class InferenceWorker:
         self._beats = FleetBeats(config, engine, self.server, self.commands, bus)
         self._listener = CommandListener(config, bus, self.commands)
         self._waits = WaitReport(config, engine, journal)
+        self._name = NameCheck(config, bus, journal)
         self._dead: asyncio.Future[EngineDead] | None = None
         self._told = asyncio.Event()  # a flag: the fleet's operator wants it to stop
         self._fault_said_at = float("-inf")
@@ -158,6 +161,7 @@ class InferenceWorker:
         return True
 
     async def _start(self) -> None:
+        await self._name.run()
         await self._gpus.find(loaded=False)
         moves = self.server.moves
         try:
@@ -242,21 +246,31 @@ class InferenceWorker:
         """Go at once: what the engine held is lost, and its streams are wanted elsewhere."""
         if isinstance(reason, Killed):
             return await self._vanish()
+        if isinstance(reason, EngineChanged):
+            return await self._renew(reason)
         self._log.critical(
             "worker_falls", reason=str(reason), in_flight=self.server.in_flight, exc_info=reason
         )
         if not isinstance(reason, Retired | Broken):
             self._journal.observe(EngineFaulted(**self._about, reason=str(reason), fatal=True))
-        self._journal.observe(
-            ShutdownBegan(**self._about, mode="self_initiated", grace_s=0.0, reason=str(reason))
-        )
+        await self._go(str(reason), "self_initiated", FELL)
+        return FELL
+
+    async def _renew(self, reason: EngineChanged) -> int:
+        """End this life: its streams continue on other workers, and the next life registers what the engine serves now."""
+        self._log.warning("worker_renewed", reason=str(reason), in_flight=self.server.in_flight)
+        await self._go(str(reason), "graceful", 0)
+        return RENEWED
+
+    async def _go(self, reason: str, mode: Literal["graceful", "self_initiated"], code: int) -> None:
+        """Leave at once: every stream ends here, to continue elsewhere."""
+        self._journal.observe(ShutdownBegan(**self._about, mode=mode, grace_s=0.0, reason=reason))
         server, output = self.server, self.server.output
         server.refuse(LEAVING, tell=False)  # its connections end now
         output.end_all(f"engine_shutdown: {reason}")
         self._journal.observe(DrainFinished(**self._about, **asdict(server.drained())))
         await self._end()
-        self._journal.observe(WorkerLeft(**self._about, mode="self_initiated", exit=FELL))
-        return FELL
+        self._journal.observe(WorkerLeft(**self._about, mode=mode, exit=code))
 
     async def _vanish(self) -> int:
         """Go as if the process had been killed: nobody is told, and nothing that is still to be sent leaves."""

@@ -94,6 +94,7 @@ def _controller(args: argparse.Namespace) -> dict[str, str]:
 
 def _worker(args: argparse.Namespace, n: int) -> dict[str, str]:
     own = {"HOLDFAST_WORKER_ENGINE": args.engine, "HOLDFAST_WORKER_REQUEST_PLANE": args.request_plane}
+    own["HOLDFAST_WORKER_NAME_CHECK_S"] = "0"  # it starts one process per name itself
     if args.ready_timeout is not None:
         own["HOLDFAST_WORKER_READY_TIMEOUT"] = str(args.ready_timeout)
     if args.model is not None:

@@ -86,6 +86,7 @@ class WorkerAwaited(WorkerObservation):
 
     reason: str  # why, as one reads it: cannot connect to http://…
     model: str = ""  # what it will serve; empty: it does not know yet
+    name_taken_by: str = ""  # instance of the live worker of its name, because of which it was not started
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

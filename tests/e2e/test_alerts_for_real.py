@@ -50,6 +50,7 @@ from grafana.rules import ALERTS, patience_s, text
 from workers.engines.simulated.engine import SimulatedEngine
 from workers.engines.simulated.sequence import EngineShape
 from workers.engines.simulated.timing import PREFILL_TOKENS_PER_S, ConstantTiming
+from workers.exits import FELL
 
 SCRAPE_S = 1
 CALM_S = 3.0
@@ -87,6 +88,7 @@ TABLE: Mapping[str, Row] = {
     "HoldfastNoRoutableWorker": Row("workers", "all are drained"),
     "HoldfastCapacityCritical": Row("workers", "all are drained"),
     "HoldfastGoldenDisputed": Row("planes", "w1 answers otherwise from the first"),
+    "HoldfastWorkerNameTaken": Row("planes", "a second w0 is started"),
     "HoldfastWebhooksFailing": Row("planes", "nobody takes what the webhook tells"),
     "HoldfastRefusals": Row("planes", "too many ask"),
     "HoldfastFirstTokensLateFast": Row("planes", "too many ask"),
@@ -296,6 +298,24 @@ async def test_what_becomes_of_servers_and_controllers_is_noticed(tmp_path: Path
             await watched.step("w1 answers otherwise from the first", lambda: fleet.act("corrupt", "w1", 1))
             await watched.step("nobody takes what the webhook tells", lambda: asyncio.sleep(0))
             pids = {process.name: process.pid for process in present(fleet.data)}
+
+            async def second_worker() -> None:
+                url, data = fleet.nats_url("worker-w0"), tmp_path / "other"
+                command = [
+                    sys.executable,
+                    "-m",
+                    "workers",
+                    "--name",
+                    "w0",
+                    "--nats-url",
+                    url,
+                    "--data",
+                    str(data),
+                ]
+                newcomer = await asyncio.create_subprocess_exec(*command, stderr=asyncio.subprocess.DEVNULL)
+                assert await newcomer.wait() == FELL
+
+            await watched.step("a second w0 is started", second_worker)
 
             async def struck(name: str, number: signal.Signals = signal.SIGKILL) -> None:
                 os.kill(pids[name], number)

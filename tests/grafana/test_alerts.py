@@ -163,6 +163,10 @@ CASES = {
     "HoldfastWorkersLingering": Case(
         fires=stays("holdfast_workers_lingering", 1), calm={"holdfast_workers_lingering": "0x145 1x10 0x60"}
     ),
+    "HoldfastWorkerNameTaken": Case(
+        fires={"holdfast_worker_names_taken_total": "0x150 1x60"},
+        calm={"holdfast_worker_names_taken_total": "1x210"},
+    ),
     "HoldfastWebhooksFailing": Case(
         fires=stays('holdfast_webhook_failures_in_a_row{webhook="ops"}', 5),
         calm=stays('holdfast_webhook_failures_in_a_row{webhook="ops"}', 4)

@@ -15,6 +15,7 @@ from aiohttp import web
 
 from controller.adapters.embedded.free_port import free_port
 from events.wire import Chunk, Generate, Logprob, Sampling
+from workers.engines.openai.constraints import WORD
 from workers.engines.simulated.language import prompt_logprobs
 from workers.engines.simulated.scheduler import Scheduler
 from workers.engines.simulated.sequence import EngineShape
@@ -36,6 +37,9 @@ class Upstream:
     healthy: bool = True
     defaults: dict[str, Any] = field(default_factory=dict)  # for what a request does not say
     model: str = "up"
+    root: str = ""  # of its weights, where it tells
+    version: str = "0.32.0"  # empty: it cannot tell now
+    listings: int = 0  # times that its models were listed
     key: str = ""  # that it wants; empty: none
     bodies: list[dict[str, Any]] = field(default_factory=list)
     peers: list[Any] = field(default_factory=list)  # who asked, one for each body
@@ -43,6 +47,9 @@ class Upstream:
     ranks: list[str | None] = field(default_factory=list)  # the DP rank of every completion, also of probes
     # By which names it lets its answers be constrained; others it ignores, as real servers do
     obeys: frozenset[str] = frozenset()
+    reads: frozenset[str] = (
+        frozenset()
+    )  # names it validates and does not obey here, as vLLM behind a reasoning parser
     probes: list[dict[str, Any]] = field(default_factory=list)  # by which it was asked what it obeys
     broken_probes: int = 0  # that it answers with 500
     connector: bool = False  # it hands KV caches over, by handles
@@ -92,7 +99,9 @@ class Upstream:
     async def _version(self, request: web.Request) -> web.Response:
         if self.manner != "vllm":
             raise web.HTTPNotFound
-        return web.json_response({"version": "0.32.0"})
+        if not self.version:
+            raise web.HTTPBadGateway
+        return web.json_response({"version": self.version})
 
     async def _metrics(self, request: web.Request) -> web.Response:
         if not self.metrics:
@@ -100,7 +109,10 @@ class Upstream:
         return web.Response(text=self.metrics)
 
     async def _models(self, request: web.Request) -> web.Response:
-        about: dict[str, Any] = {"id": self.model, "object": "model"}
+        self.listings += 1
+        about: dict[str, Any] = {"id": self.model, "object": "model", "created": self.listings}
+        if self.root:
+            about["root"] = self.root
         if self.manner == "vllm":
             about["max_model_len"] = self.context
         else:
@@ -109,6 +121,8 @@ class Upstream:
 
     async def _completions(self, request: web.Request) -> web.StreamResponse:
         body = await request.json()
+        if body["model"] != self.model:
+            return web.json_response({"error": {"message": "the model does not exist"}}, status=404)
         if refusal := self._refusal(body):
             return web.json_response({"error": {"message": refusal, "code": 400}}, status=400)
         self.ranks.append(request.headers.get("X-data-parallel-rank"))
@@ -121,7 +135,7 @@ class Upstream:
             choice = event["choices"][0]
             probe = {
                 name: body[name]
-                for name in ("structured_outputs", "guided_choice", "response_format")
+                for name in ("structured_outputs", "guided_choice", "guided_regex", "response_format")
                 if name in body
             }
             if probe:
@@ -129,6 +143,8 @@ class Upstream:
                 if self.broken_probes:
                     self.broken_probes -= 1
                     raise web.HTTPInternalServerError
+            if self._contradicted(probe):
+                return web.json_response({"error": {"message": "only one constraint"}}, status=400)
             if word := self._only_word(body):
                 choice["text"] = word
             if self.manner == "vllm" and "prompt_logprobs" in body:
@@ -148,6 +164,15 @@ class Upstream:
             return web.json_response({"error": {"message": f"told to answer {status}"}}, status=status)
         return await self._stream(request, body, answer)
 
+    def _contradicted(self, probe: dict[str, Any]) -> bool:
+        """Return whether a constraint contradicts itself, by a name that is read."""
+        known = self.reads | self.obeys
+        return (
+            ("structured_outputs" in known and len(probe.get("structured_outputs", ())) > 1)
+            or ("guided" in known and {"guided_choice", "guided_regex"} <= probe.keys())
+            or ("response_format" in known and probe.get("response_format", {}).get("type") == WORD)
+        )
+
     def _only_word(self, body: dict[str, Any]) -> str:
         """Return the only answer that a constraint leaves, if one is obeyed."""
         words: list[str] = []
@@ -156,7 +181,8 @@ class Upstream:
         if "guided" in self.obeys:
             words += body.get("guided_choice", ())
         if "response_format" in self.obeys and "response_format" in body:
-            words += [json.dumps(one) for one in body["response_format"]["json_schema"]["schema"]["enum"]]
+            schema = body["response_format"].get("json_schema", {}).get("schema", {})
+            words += [json.dumps(one) for one in schema.get("enum", ())]
         return words[0] if words else ""
 
     def _prompt_logprobs(self, body: dict[str, Any]) -> list[dict[str, dict[str, Any]] | None]:

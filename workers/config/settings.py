@@ -22,6 +22,14 @@ class WorkerSettings(SimulatedSettings, frozen=True, kw_only=True):
         Literal["simulated", "transformers", "openai"], Meta(description="what runs the model")
     ] = "simulated"
     name: Annotated[str, Meta(min_length=1, max_length=64, description="the worker's stable name")] = "w0"
+    name_check_s: Annotated[
+        float,
+        Meta(
+            ge=0,
+            le=60,
+            description="seconds to listen for another live worker of this name, and not start if there is one; 0: off",
+        ),
+    ] = 1.5  # a worker beats once a second
     instance: Annotated[str, Meta(max_length=64, description="this life of it; empty: a fresh one")] = ""
     model: Annotated[
         str,
@@ -39,6 +47,14 @@ class WorkerSettings(SimulatedSettings, frozen=True, kw_only=True):
         str,
         Meta(description="openai: the file with that key; it is read again while the upstream is waited for"),
     ] = ""
+    upstream_identity_s: Annotated[
+        float,
+        Meta(
+            gt=0,
+            le=86_400,
+            description="openai: seconds between reads of the upstream's identity; a change begins a new life of the worker",
+        ),
+    ] = 10.0
     ready_timeout: Annotated[
         float,
         Meta(

@@ -21,6 +21,9 @@ class WorkerConfig:
     connections_per_address_max: int = 256
     grace_s: float = 60.0  # for a graceful shutdown, cleanup not included
     graceful_shutdown: bool = True  # such a shutdown waits for streams that decode, too
+    name_check_s: float = (
+        0.0  # it listens so long for another worker of its name before it registers; 0: not at all
+    )
     migration_limit: int | None = None
     spare: bool = False  # it begins as a spare of the fleet's
     chaos: bool = True

@@ -34,6 +34,7 @@ def _engine(settings: WorkerSettings) -> Engine:
 
 
 def _openai(settings: WorkerSettings) -> Engine:
+    from workers.engines.openai.account import AccountTimes
     from workers.engines.openai.engine import OpenAIEngine
     from workers.engines.openai.identity import UpstreamSettings
 
@@ -44,6 +45,7 @@ def _openai(settings: WorkerSettings) -> Engine:
             key=settings.upstream_key,
             key_file=Path(settings.upstream_key_file) if settings.upstream_key_file else None,
             start_s=settings.ready_timeout,
+            times=AccountTimes(identity_s=settings.upstream_identity_s),
             tokenizer=str(Path(settings.model).resolve()),  # as others find it, and as `up` names it
             revision=settings.revision or "unknown",
             kv_events=endpoints(settings.upstream_kv_events),

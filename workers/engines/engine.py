@@ -26,6 +26,10 @@ class EngineDead(HoldfastError):
     """The engine can no longer serve anything; the worker must be replaced."""
 
 
+class EngineChanged(EngineDead):
+    """What the engine serves has changed. Nothing failed: this life of the worker ends, and the next one registers anew."""
+
+
 class MoveEnded(HoldfastError):
     """The request that was to be moved is over, or has lost its KV cache."""
 

@@ -1,6 +1,7 @@
 """What constrains the form of an answer reaches an upstream by a name that it obeys, or is refused; likewise what only some
 upstreams say of a prompt."""
 
+import asyncio
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -10,7 +11,7 @@ from upstream import Upstream
 
 from events.refusal import read_refusal
 from events.wire import Generate, Sampling
-from workers.engines.openai.constraints import PROBES, WORD
+from workers.engines.openai.constraints import PROBES, REPEAT_S_MIN, WORD, Constraints
 from workers.engines.openai.engine import OpenAIEngine
 from workers.engines.openai.identity import UpstreamSettings
 from workers.engines.openai.prompt_logprobs import read_prompt_logprobs
@@ -114,7 +115,54 @@ async def test_a_server_is_asked_once_what_it_obeys(upstream: Upstream, rig: Rig
     assert upstream.probes.count(PROBES["structured_outputs"]) == 1
     assert upstream.probes.count(PROBES["guided"]) == 1
     assert (await ask(rig, {"structured_outputs": {"choice": [WORD]}})).finish == "length"
-    assert len(upstream.probes) == 2
+    assert len(upstream.probes) == 3  # and one contradiction, which it accepted
+
+
+@pytest.mark.parametrize(
+    ("reads", "sent"),
+    [
+        ("structured_outputs", {"structured_outputs": {"json": SCHEMA}}),
+        ("guided", {"guided_json": SCHEMA}),
+        ("response_format", {"response_format": FORMAT}),
+    ],
+)
+async def test_a_name_that_is_read_is_used_behind_a_reasoning_parser(
+    upstream: Upstream, rig: Rig, reads: str, sent: dict[str, Any]
+) -> None:
+    """A server that constrains only what follows its reasoning does not answer a probe with the word, but it refuses a
+    contradiction: `response_format` is not refused to clients there."""
+    upstream.reads = frozenset((reads,))
+    assert (await ask(rig, {"response_format": FORMAT})).finish == "length"
+    assert sent.items() <= upstream.bodies[-1].items()
+
+
+async def test_a_failed_probe_is_repeated_later_each_time_after_twice_as_long(
+    upstream: Upstream, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A server that obeyed no constraint at the first probe, and does now, gets constrained requests without a new worker."""
+    loop, ahead = asyncio.get_running_loop(), 0.0
+    told = loop.time
+    asked: list[dict[str, Any]] = []
+    obeys = False
+
+    async def complete(more: dict[str, Any]) -> str | None:
+        asked.append(more)
+        return WORD if obeys else "other"
+
+    constraints = Constraints(complete)
+    monkeypatch.setattr(loop, "time", lambda: told() + ahead)
+    for wait_s in (REPEAT_S_MIN, 2 * REPEAT_S_MIN, 4 * REPEAT_S_MIN):
+        with pytest.raises(Fault):
+            await constraints.phrased({"structured_outputs": {"regex": "a"}})
+        before = len(asked)
+        ahead += wait_s - 1
+        with pytest.raises(Fault):
+            await constraints.phrased({"structured_outputs": {"regex": "a"}})
+        assert len(asked) == before
+        ahead += 2
+    obeys = True
+    given = {"structured_outputs": {"regex": "a"}}
+    assert await constraints.phrased(given) == given
 
 
 async def test_a_server_that_cannot_say_what_it_obeys_has_failed_and_is_asked_again(

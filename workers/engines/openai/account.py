@@ -13,7 +13,8 @@ import structlog
 
 from events.wire import Load
 from workers.engines.engine import Announce
-from workers.engines.openai.upstream import Abilities, Upstream
+from workers.engines.openai.abilities import Abilities
+from workers.engines.openai.upstream import Upstream
 from workers.engines.openai.upstream_metrics import (
     EVERY_S,
     STALE_S,
@@ -38,6 +39,8 @@ class AccountTimes:
     every_s: float = EVERY_S  # its metrics are read so often
     stale_s: float = STALE_S  # what they said longer ago counts no more
     stored_s: float = 5.0  # until it says what it has stored of a prompt
+    identity_s: float = 10.0  # its identity is read so often
+    key_s: float = 1.0  # the file of its API key is read so often
 
 
 class KvEventFeed(Protocol):

@@ -1,12 +1,17 @@
-"""By which fields does this server let itself be told what form an answer must have? Asked when a request first wants it.
+"""The names of fields by which a server lets the form of its answers be constrained. Probed when a request first needs one.
 
 vLLM has had two names for one thing: `guided_choice` and its like first, `structured_outputs` later. A server that does not
-know a name pays it no heed and answers as it likes, so that it says nothing that such a request was not refused: each name is
-tried with a choice of one word, and only what is obeyed is used.
+know a name ignores it, so acceptance proves nothing: each name is tried with a choice of one word, and is used if the answer is
+that word. Behind a reasoning parser vLLM constrains only what follows the reasoning, so the word does not come. There a name is
+used if the server refuses a contradiction by it. The contradiction is refused before it reaches the engine: grammars that do not
+compile have ended vLLM's engine in some versions.
+
+A probe that failed is repeated after 10 s, then each time after twice as long, up to 15 min.
 """
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
 from typing import Any, Literal
 
 from events.refusal import unsupported
@@ -22,6 +27,21 @@ PROBES: dict[Style, dict[str, Any]] = {
     "guided": {"guided_choice": [WORD]},
     "response_format": {"response_format": {"type": "json_schema", "json_schema": SCHEMA}},
 }
+CONTRADICTIONS: dict[Style, dict[str, Any]] = {
+    "structured_outputs": {"structured_outputs": {"choice": [WORD], "regex": WORD}},
+    "guided": {"guided_choice": [WORD], "guided_regex": WORD},
+    "response_format": {"response_format": {"type": WORD}},
+}
+REPEAT_S_MIN = 10.0
+REPEAT_S_MAX = 900.0
+
+
+@dataclass(slots=True)
+class Failed:
+    """A probe that failed, when it is repeated (loop seconds), and how long was waited until then."""
+
+    again_at: float
+    wait_s: float
 
 
 class Constraints:
@@ -30,7 +50,8 @@ class Constraints:
     def __init__(self, complete: Callable[[dict[str, Any]], Awaitable[str | None]]) -> None:
         """`complete` returns the text of a short completion with these fields; None if they are refused."""
         self._complete = complete
-        self._obeyed: dict[Style, bool] = {}
+        self._obeyed: set[Style] = set()
+        self._failed: dict[Style, Failed] = {}
         self._asking = asyncio.Lock()
 
     async def phrased(self, guided: dict[str, Any]) -> dict[str, Any]:
@@ -47,10 +68,24 @@ class Constraints:
 
     async def _obeys(self, style: Style) -> bool:
         async with self._asking:
-            if style not in self._obeyed:
-                text = await self._complete(PROBES[style])
-                self._obeyed[style] = text is not None and text.strip().strip('"') == WORD
-            return self._obeyed[style]
+            now, failed = asyncio.get_running_loop().time(), self._failed.get(style)
+            if style in self._obeyed:
+                return True
+            if failed is not None and now < failed.again_at:
+                return False
+            if await self._probe(style):
+                self._obeyed.add(style)
+                return True
+            wait_s = REPEAT_S_MIN if failed is None else min(2 * failed.wait_s, REPEAT_S_MAX)
+            self._failed[style] = Failed(now + wait_s, wait_s)
+            return False
+
+    async def _probe(self, style: Style) -> bool:
+        """Return whether the server obeys this name, or at least reads it. Raise Fault, UpstreamAway."""
+        text = await self._complete(PROBES[style])
+        if text is None:
+            return False
+        return text.strip().strip('"') == WORD or await self._complete(CONTRADICTIONS[style]) is None
 
 
 def _kinds(field: str, value: Any) -> dict[str, Any]:

@@ -11,7 +11,6 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-import aiohttp
 import msgspec
 import structlog
 
@@ -22,6 +21,7 @@ from workers.engines.engine import (
     Announce,
     Awaits,
     Deliver,
+    EngineChanged,
     EngineDead,
     EngineIdentity,
     Export,
@@ -31,26 +31,19 @@ from workers.engines.engine import (
     Unbreakable,
     unheard,
 )
+from workers.engines.openai.abilities import Abilities
 from workers.engines.openai.account import UpstreamAccount
-from workers.engines.openai.away import UpstreamAway
+from workers.engines.openai.api_key import UpstreamKey
 from workers.engines.openai.cache_epochs import CacheEpochs
-from workers.engines.openai.constraints import Constraints
+from workers.engines.openai.exchange import Exchange
 from workers.engines.openai.handover import TOKENS_MAX, Arriving, Handed, continued, description
 from workers.engines.openai.identity import UpstreamSettings, block_size, identify
+from workers.engines.openai.identity_watch import IdentityWatch
 from workers.engines.openai.kv_names import read_salt
 from workers.engines.openai.patience import UpstreamWait
 from workers.engines.openai.places import Places
-from workers.engines.openai.prompt_logprobs import prompt_logprobs, put_before
-from workers.engines.openai.reading import Fault, UpstreamStream
 from workers.engines.openai.requests import UpstreamRequests
-from workers.engines.openai.upstream import (
-    Abilities,
-    NoHandle,
-    Upstream,
-    hidden,
-    prompt_text,
-    refusal,
-)
+from workers.engines.openai.upstream import NoHandle, Upstream, prompt_text
 from workers.kv_transfer.messages import Description
 
 CHECK_S_MAX = 2.0
@@ -70,7 +63,9 @@ class OpenAIEngine(Unbreakable):
         self.identity = identified(settings, self._abilities, self._account)
         self._upstream: Upstream | None = None
         self._patience: UpstreamWait | None = None
-        self._constraints: Constraints | None = None
+        self._watch: IdentityWatch | None = None
+        self._exchange: Exchange | None = None
+        self._following: list[asyncio.Future[None]] = []
         self._deliver: Deliver = _nowhere
         self._announce: Announce = unheard
         self._epochs = CacheEpochs()
@@ -98,7 +93,13 @@ class OpenAIEngine(Unbreakable):
             await upstream.close()
             raise
         self._abilities = replace(found, ranks=self._account.dp)
-        self._constraints = Constraints(partial(upstream.completed_text, self._abilities))
+        api_key = UpstreamKey(upstream, settings.key_file)
+        self._watch = IdentityWatch(upstream, self._abilities, settings.times.identity_s)
+        self._exchange = Exchange(upstream, self._abilities, api_key, self._watch)
+        self._following = [
+            asyncio.ensure_future(api_key.follow(settings.times.key_s)),
+            asyncio.ensure_future(self._watch.follow()),
+        ]
         self.identity = identified(settings, self._abilities, self._account)
         if not self._abilities.exact:
             log.warning(
@@ -120,9 +121,7 @@ class OpenAIEngine(Unbreakable):
     # --- requests
 
     def submit(self, key: int, request: Generate) -> None:
-        error = self._requests.overload(canary=request.canary) or objection(
-            request, self._abilities, self.identity.context_tokens
-        )
+        error = self._refusal(request)
         if error:
             self._deliver([(key, Chunk(request.stream, [], error=error))])
             return
@@ -132,6 +131,13 @@ class OpenAIEngine(Unbreakable):
             self._deliver([(key, Chunk(request.stream, [], finish="length"))])
             return
         self._begin(key, self._epochs.salted(request), most, None)
+
+    def _refusal(self, request: Generate) -> str | None:
+        """Return the error of a request that the upstream is not asked; None: it is asked."""
+        if self._watch is not None and self._watch.changed:
+            return f"not_serving: the server behind the worker has changed ({self._watch.changed})"
+        overload = self._requests.overload(canary=request.canary)
+        return overload or objection(request, self._abilities, self.identity.context_tokens)
 
     def _begin(self, key: int, request: Generate, most: int, handle: dict[str, Any] | None) -> None:
         request = msgspec.structs.replace(
@@ -164,37 +170,13 @@ class OpenAIEngine(Unbreakable):
     async def _serve(self, key: int, request: Generate, handle: dict[str, Any] | None) -> None:
         """Have the upstream answer a request, once it has a place there. A canary takes nobody's, and who comes with a KV cache
         does not wait: it is kept for him only so long."""
-        async with (
-            contextlib.nullcontext() if request.canary or handle else self._places.one(request.priority)
-        ):
-            await self._answer(key, request, handle)
-
-    async def _answer(self, key: int, request: Generate, handle: dict[str, Any] | None) -> None:
-        assert self._upstream is not None
-        self._requests.sent(key)
-        reading = UpstreamStream(request, self._abilities.ids_for(request))
+        assert self._exchange is not None
         try:
-            if request.guided is not None and self._constraints is not None:
-                guided = await self._constraints.phrased(request.guided)
-                request = msgspec.structs.replace(request, guided=guided)
-            before = await prompt_logprobs(self._upstream, self._abilities, request)
-            async with self._upstream.complete(self._abilities, request, handle) as response:
-                if response.status != 200:
-                    self._say(key, [Chunk(0, [], error=await refusal(response, canary=request.canary))])
-                    return
-                async for data in response.content.iter_any():
-                    self._say(key, put_before(reading.feed(data), before))
-                    if reading.over:
-                        return
-                self._say(key, reading.end())
-        except Fault as fault:
-            self._say(key, [Chunk(0, [], error=str(fault))])
-        except (aiohttp.ClientError, OSError, TimeoutError, UpstreamAway) as error:
-            words = str(error) or type(error).__name__
-            self._say(key, [Chunk(0, [], error=f"upstream_lost: the upstream's connection broke: {words}")])
-        except Exception as error:  # a mistake of ours: whoever asked must not wait for ever
-            log.exception("request_failed", url=self._settings.url)
-            self._say(key, [Chunk(0, [], error=f"engine_error: {type(error).__name__} in the worker")])
+            async with (
+                contextlib.nullcontext() if request.canary or handle else self._places.one(request.priority)
+            ):
+                self._requests.sent(key)
+                await self._exchange.answer(request, handle, partial(self._say, key))
         finally:
             one = self._requests.get(key)
             if one is not None and one.task is asyncio.current_task():
@@ -204,9 +186,6 @@ class OpenAIEngine(Unbreakable):
         """Put a request's chunks to what is delivered at the end of this turn of the loop."""
         if not self._requests.heard(key, chunks):
             return
-        key_there = "" if self._upstream is None else self._upstream.key
-        for chunk in chunks:
-            chunk.error = chunk.error and hidden(chunk.error, key_there)
         if not self._out:
             asyncio.get_running_loop().call_soon(self._flush)
         self._out += [(key, chunk) for chunk in chunks]
@@ -232,9 +211,7 @@ class OpenAIEngine(Unbreakable):
     def reserve(self, key: int, request: Generate, room_tokens: int) -> Import | str:
         if not self.kv:
             return f"the server {self._settings.url} takes no KV cache from another: it has no KV connector"
-        error = self._requests.overload(canary=request.canary) or objection(
-            request, self._abilities, self.identity.context_tokens
-        )
+        error = self._refusal(request)
         return error or Arriving(self, key, request)
 
     async def hand_over(self, key: int) -> tuple[list[int], dict[str, Any]]:
@@ -292,9 +269,13 @@ class OpenAIEngine(Unbreakable):
         return [] if self._account is None else self._account.ranks(self.identity.profile.kv_blocks)
 
     async def check(self) -> None:
-        """Raise EngineDead if the upstream was unhealthy several times in a row."""
+        """Raise EngineDead if the upstream was unhealthy several times in a row, EngineChanged if it is another one now."""
         assert self._upstream is not None
+        if self._watch is not None and self._watch.changed:
+            raise EngineChanged(f"the server {self._settings.url} has changed: {self._watch.changed}")
         trouble = await self._upstream.healthy(CHECK_S_MAX)
+        if self._watch is not None and (trouble or self._failures):
+            self._watch.doubt()
         self._failures = self._failures + 1 if trouble else 0
         if trouble:
             log.warning("upstream_unhealthy", reason=trouble, in_a_row=self._failures)
@@ -302,7 +283,7 @@ class OpenAIEngine(Unbreakable):
             raise EngineDead(f"the upstream {self._settings.url} is unhealthy: {trouble}")
 
     async def stop(self) -> None:
-        tasks = [one.task for one in self._requests]
+        tasks = [*self._following, *(one.task for one in self._requests)]
         for task in tasks:
             task.cancel()
         if tasks:

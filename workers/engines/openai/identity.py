@@ -8,10 +8,11 @@ import structlog
 
 from events.observations import Profile
 from workers.engines.engine import EngineIdentity
+from workers.engines.openai.abilities import Abilities
 from workers.engines.openai.account import AccountTimes
-from workers.engines.openai.upstream import Abilities
 
 CONTEXT_TOKENS = 4096  # where the upstream does not say
+MOST_TOKENS = 1 << 31
 BLOCK_TOKENS = 16  # the same
 PREFILL_TOKENS_PER_S = 5000.0  # a guess for the profile; requests correct it nowhere yet
 BATCH_SLOWDOWN = 2.0  # a guess: a full batch takes so many times the single stream's time per token
@@ -44,7 +45,8 @@ def identify(
     settings: UpstreamSettings, known: Abilities, block_tokens: int, kv_blocks: int | None = None
 ) -> EngineIdentity:
     """Return what a server is that has these abilities, and so many KV blocks by its own account."""
-    context = settings.context_tokens or known.context_tokens or CONTEXT_TOKENS
+    said = known.context_tokens
+    context = min(settings.context_tokens or said or CONTEXT_TOKENS, said or MOST_TOKENS)
     blocks = settings.kv_blocks or kv_blocks or -(-context * settings.batch_max // block_tokens)
     return EngineIdentity(
         model=known.model,

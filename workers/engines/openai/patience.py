@@ -6,9 +6,10 @@ import structlog
 
 from events.process.key_file import read_key
 from workers.engines.engine import Awaits, EngineDead
+from workers.engines.openai.abilities import Abilities
 from workers.engines.openai.away import UpstreamAway
 from workers.engines.openai.identity import UpstreamSettings
-from workers.engines.openai.upstream import Abilities, Upstream, hidden
+from workers.engines.openai.upstream import Upstream, hidden
 
 RETRY_S = 0.5
 

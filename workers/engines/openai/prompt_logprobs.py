@@ -9,8 +9,9 @@ import msgspec
 
 from events.refusal import unsupported
 from events.wire import Chunk, Generate, Logprob
+from workers.engines.openai.abilities import Abilities
 from workers.engines.openai.reading import Fault
-from workers.engines.openai.upstream import Abilities, Upstream, refused
+from workers.engines.openai.upstream import Upstream, refused
 
 BYTES_MAX = 32 * 1024 * 1024  # a number takes some 80 bytes, and a prompt has a hundred thousand at most
 

@@ -4,7 +4,7 @@ import asyncio
 import contextlib
 import json
 import secrets
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import aiohttp
@@ -12,6 +12,7 @@ import msgspec
 
 from events.errors import HoldfastError
 from events.wire import Generate, Sampling
+from workers.engines.openai.abilities import Abilities
 from workers.engines.openai.away import UpstreamAway, shown, unreachable
 from workers.engines.openai.away import refused as refused_us
 from workers.engines.openai.kv_names import CANARY_SALT
@@ -57,36 +58,6 @@ the server's own defaults (llama-server), and a canary would not be the same que
 
 class NoHandle(HoldfastError):
     """The upstream server does not hand this KV cache over."""
-
-
-@dataclass(frozen=True, slots=True)
-class Abilities:
-    """Who an upstream is, and what of our extensions it can do."""
-
-    model: str
-    version: str = "unknown"
-    context_tokens: int | None = None
-    token_prompts: bool = False
-    extensions: bool = False  # fields that OpenAI does not know are taken, or ignored
-    ids_from: IdsFrom = "nowhere"
-    token_ms: float = 50.0  # measured on one stream
-    ranks: int = 1  # DP ranks that a request can be sent to
-    handles: bool = False  # it can hand a request's KV cache over to another server: see `handover`
-
-    @property
-    def exact(self) -> bool:
-        """Whether a continuation can be asked for token by token.
-
-        Ids in logprobs are not enough: llama-server says nothing of a token that leaves a character incomplete, so
-        some are missing. What is missing is always the same, so they do for canaries.
-        """
-        return self.token_prompts and self.ids_from == "token_ids"
-
-    def ids_for(self, request: Generate) -> IdsFrom:
-        """Say where the token ids of this request's answer are to be found."""
-        if request.canary and self.ids_from == "nowhere":
-            return "text_bytes"
-        return self.ids_from if self.exact or request.canary else "nowhere"
 
 
 class Upstream:
@@ -148,42 +119,69 @@ class Upstream:
                 await _bounded(response)
 
     async def abilities(self) -> Abilities:
-        """Find out who the server is and what it can do, by asking it. Raise UpstreamAway."""
+        """Return who the server is and what it can do, by asking it. Raise UpstreamAway."""
+        listed = await self.listed()
+        known = await self.probed(replace(listed, version=await self.version() or ""))
+        return replace(known, handles=await self.hands_over(known))
+
+    async def listed(self, wanted: str = "") -> Abilities:
+        """Return what the server lists at /v1/models of a model; without a name, or where it is not listed, of the first. Raise
+        UpstreamAway."""
         listed = await self._get("/v1/models")
         try:
-            about = listed["data"][0]
+            every = listed["data"]
+            about = next((one for one in every if one["id"] == wanted), None) or every[0]
             self.model = str(about["id"])
-            found = Abilities(self.model, context_tokens=_context(about))
-        except (KeyError, IndexError, TypeError):
+            return Abilities(self.model, context_tokens=_context(about), root=str(about.get("root") or ""))
+        except (KeyError, IndexError, TypeError, ValueError, AttributeError):
             raise UpstreamAway(f"{shown(self._url)}/v1/models lists no model") from None
-        version = str((await self._get("/version", needed=False)).get("version", ""))
+
+    async def version(self) -> str | None:
+        """Return what the server says at /version; empty if it has no such page, None if that cannot be told now."""
+        try:
+            async with asyncio.timeout(ASK_S_MAX), self._session.get(self._url + "/version") as response:
+                if response.status >= 400:
+                    return "" if response.status < 500 else None
+                said = await _bounded_json(response)
+                return str(said.get("version") or "") if isinstance(said, dict) else ""
+        except (aiohttp.ClientError, TimeoutError):
+            return None
+        except ValueError:
+            return ""
+
+    async def probed(
+        self, found: Abilities, tokens: int = PROBE_TOKENS, deadline_s: float = PROBE_S_MAX
+    ) -> Abilities:
+        """Return what a server that lists this can do, by a completion of so many tokens. Raise UpstreamAway."""
+        answer: dict[str, Any] | str = ""
         for variant in (
             replace(found, token_prompts=True, extensions=True, ids_from="token_ids"),
             replace(found, token_prompts=True),
             found,
         ):
-            answer, took_s = await self._probe(variant)
+            answer, took_s = await self._probe(variant, tokens, deadline_s)
             if not isinstance(answer, str):
-                known = replace(
+                return replace(
                     variant,
-                    version=version or str(answer.get("system_fingerprint") or "unknown"),
+                    version=found.version or str(answer.get("system_fingerprint") or "unknown"),
                     ids_from=_ids_from(answer),
-                    token_ms=max(0.1, took_s * 1e3 / PROBE_TOKENS),
+                    token_ms=max(0.1, took_s * 1e3 / tokens),
                 )
-                return replace(known, handles=await self._hands_over(known))
         where = f"{shown(self._url)}{COMPLETIONS}"
         raise UpstreamAway(f"{where} completes neither token ids nor text", str(answer))
 
-    async def _probe(self, variant: Abilities) -> tuple[dict[str, Any] | str, float]:
+    async def _probe(
+        self, variant: Abilities, tokens: int, deadline_s: float
+    ) -> tuple[dict[str, Any] | str, float]:
         """Ask for a few tokens in one variant; return the answer, or the words in which the server refuses it."""
-        sampling = Sampling(max_tokens=PROBE_TOKENS, logprobs=1)
+        sampling = Sampling(max_tokens=tokens, logprobs=1)
         request = Generate(0, "probe", PROMPT_IDS, 3, sampling, prompt_text="One, two, three,")
         body = completion(variant, request)
         body["stream"] = False
         began = asyncio.get_running_loop().time()
         try:
             async with (
-                asyncio.timeout(PROBE_S_MAX),
+                asyncio.timeout(deadline_s),
                 self._session.post(self._url + COMPLETIONS, json=body) as r,
             ):
                 said = await _bounded_json(r)
@@ -193,15 +191,15 @@ class Upstream:
                     words = error_words(said)
                     raise refused_us(self._url, COMPLETIONS, r.status, words, keyed=bool(self.key))
         except (aiohttp.ClientError, TimeoutError, ValueError) as error:
-            raise unreachable(self._url, COMPLETIONS, error, PROBE_S_MAX) from error
+            raise unreachable(self._url, COMPLETIONS, error, deadline_s) from error
         return said if isinstance(said, dict) else {}, asyncio.get_running_loop().time() - began
 
-    async def _hands_over(self, known: Abilities) -> bool:
-        """Find out whether the server gives handles, by asking for one."""
+    async def hands_over(self, known: Abilities, deadline_s: float = PROBE_S_MAX) -> bool:
+        """Return whether the server gives handles of KV caches, by asking for one."""
         if not (known.exact and known.extensions and known.version != "unknown"):
             return False
         try:
-            await self.handle(known, Generate(0, "probe", PROMPT_IDS, 3, Sampling(max_tokens=1)), PROBE_S_MAX)
+            await self.handle(known, Generate(0, "probe", PROMPT_IDS, 3, Sampling(max_tokens=1)), deadline_s)
         except NoHandle:
             return False
         return True
@@ -266,18 +264,15 @@ class Upstream:
         except (ValueError, LookupError, TypeError, AttributeError):
             raise Fault("engine_error: the upstream answers what is no completion") from None
 
-    async def _get(self, path: str, needed: bool = True) -> dict[str, Any]:
+    async def _get(self, path: str) -> dict[str, Any]:
         try:
             async with asyncio.timeout(ASK_S_MAX), self._session.get(self._url + path) as response:
-                if response.status < 400:
-                    said = await _bounded_json(response)
-                    return said if isinstance(said, dict) else {}
-                away = refused_us(self._url, path, response.status, "", keyed=bool(self.key))
+                if response.status >= 400:
+                    raise refused_us(self._url, path, response.status, "", keyed=bool(self.key))
+                said = await _bounded_json(response)
+                return said if isinstance(said, dict) else {}
         except (aiohttp.ClientError, TimeoutError, ValueError) as error:
-            away = unreachable(self._url, path, error, ASK_S_MAX)
-        if needed:
-            raise away
-        return {}
+            raise unreachable(self._url, path, error, ASK_S_MAX) from error
 
     def complete(self, abilities: Abilities, request: Generate, handle: dict[str, Any] | None = None) -> Any:
         """Return the context manager of a streamed completion's HTTP response. `handle` names its KV cache elsewhere."""

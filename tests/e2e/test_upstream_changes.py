@@ -1,0 +1,89 @@
+"""A fleet in front of servers that change, with other models and rotated keys, needs no restart and fails no request."""
+
+import asyncio
+import shutil
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import pytest_asyncio
+from fleet import client, running
+from upstream import Upstream
+
+from controller.demo.fleet import DemoFleet
+from controller.frontend.text.tokenizer import BUILTIN_FILE
+
+OLD, NEW = "sk-old", "sk-new"
+IN_TIME_S = 40
+
+pytestmark = [pytest.mark.attack, pytest.mark.asyncio(loop_scope="module")]
+
+
+@dataclass
+class World:
+    """A fleet of two workers, one in front of each server."""
+
+    fleet: DemoFleet
+    servers: tuple[Upstream, Upstream]
+    key: Path
+
+
+@pytest_asyncio.fixture(loop_scope="module", scope="module")
+async def world(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[World]:
+    folder = tmp_path_factory.mktemp("changing")
+    (folder / "model").mkdir()
+    shutil.copy(BUILTIN_FILE, folder / "model" / "tokenizer.json")
+    (key := folder / "key").write_text(OLD)
+    servers = await Upstream(key=OLD).start(), await Upstream(key=OLD).start()
+    urls = [flag for server in servers for flag in ("--upstream", server.url)]
+    flags = ("--engine", "openai", "--canary-interval", "1", "--upstream-key-file", str(key))
+    async with running(folder / "fleet", *flags, "--model", str(folder / "model"), *urls) as fleet:
+        await fleet.healthy(2)
+        yield World(fleet, servers, key)
+    for server in servers:
+        await server.stop()
+
+
+async def status(fleet: DemoFleet, model: str) -> int:
+    """Return the status of one request for a model."""
+    async with client(fleet) as api:
+        prompt = list(range(300, 320))
+        answer = await api.completions.with_raw_response.create(model=model, prompt=prompt, max_tokens=4)
+        return answer.status_code
+
+
+async def becomes(fleet: DemoFleet, model: str, wanted: int) -> None:
+    """Ask until requests for a model have this status."""
+    async with asyncio.timeout(IN_TIME_S):
+        while True:
+            try:
+                if await status(fleet, model) == wanted:
+                    return
+            except Exception as error:
+                if getattr(error, "status_code", None) == wanted:
+                    return
+            await asyncio.sleep(0.2)
+
+
+async def test_a_rotated_key_is_used_without_a_restart(world: World) -> None:
+    """Both servers want another key at the moment at which the file has it: no request fails."""
+    lives = [worker["instance"] for worker in (await world.fleet.healthy(2))["workers"]]
+    world.key.write_text(NEW)
+    for server in world.servers:
+        server.key = NEW
+    for _ in range(10):
+        assert await status(world.fleet, "up") == 200
+    assert [worker["instance"] for worker in (await world.fleet.healthy(2))["workers"]] == lives
+
+
+async def test_a_server_with_another_model_is_served_under_its_new_name(world: World) -> None:
+    """The old name is answered by the other server alone, without an error; the new name works within seconds."""
+    first, _ = world.servers
+    first.model = "other"
+    for _ in range(20):
+        assert await status(world.fleet, "up") == 200
+    await becomes(world.fleet, "other", 200)
+    assert await status(world.fleet, "up") == 200
+    workers = (await world.fleet.healthy(2))["workers"]
+    assert {worker["model"] for worker in workers} == {"up", "other"}

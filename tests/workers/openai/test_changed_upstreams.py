@@ -1,0 +1,171 @@
+"""A server that comes back as another one ends its worker's life; the next life registers what the server is now."""
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from engine_contract import Rig, prompt
+from upstream import Upstream
+
+from events.journal.memory import MemoryJournal, MemoryStream
+from events.nats.bus import MemoryBus
+from events.observations import EngineFaulted, ShutdownBegan, WorkerJoined, WorkerLeft
+from workers.config.worker import WorkerConfig
+from workers.engines.engine import EngineChanged
+from workers.engines.openai.account import AccountTimes
+from workers.engines.openai.engine import OpenAIEngine
+from workers.engines.openai.identity import UpstreamSettings
+from workers.runtime import Alone
+from workers.shutdown import Stop
+from workers.worker import InferenceWorker
+
+Eventually = Callable[..., Awaitable[None]]
+OFTEN, NEVER = AccountTimes(identity_s=0.05), AccountTimes(identity_s=3600.0)
+
+
+def engine(upstream: Upstream, times: AccountTimes) -> OpenAIEngine:
+    return OpenAIEngine(UpstreamSettings(url=upstream.url, times=times))
+
+
+@pytest.fixture
+async def upstream() -> AsyncIterator[Upstream]:
+    server = await Upstream(root="/models/a").start()
+    yield server
+    await server.stop()
+
+
+async def changed(rig: Rig) -> str:
+    """Return why the engine ends; wait for it."""
+    async with asyncio.timeout(20):
+        while True:
+            try:
+                await rig.engine.check()
+            except EngineChanged as error:
+                return str(error)
+            await asyncio.sleep(0.02)
+
+
+@pytest.mark.parametrize(
+    ("become", "said"),
+    [
+        ({"model": "other"}, "model: up -> other"),
+        ({"root": "/models/b"}, "root: /models/a -> /models/b"),
+        ({"context": 1024}, "max_model_len: 2048 -> 1024"),
+        ({"version": "0.33.0"}, "version: 0.32.0 -> 0.33.0"),
+        ({"manner": "strict"}, "extensions: True -> False"),
+        ({"connector": True}, ""),  # gained, and probed for less often
+        ({"version": ""}, ""),  # it cannot tell now
+    ],
+)
+async def test_each_part_of_the_identity_is_read_again(
+    upstream: Upstream, become: dict[str, Any], said: str
+) -> None:
+    """Model, weights, context, version and extensions are compared every few seconds; what cannot be read is no change, and
+    `created`, which differs in each answer of this server, is not compared."""
+    rig = Rig(engine(upstream, OFTEN))
+    await rig.start()
+    for name, value in become.items():
+        setattr(upstream, name, value)
+    if said:
+        assert said in await changed(rig)
+    else:
+        before = upstream.listings
+        async with asyncio.timeout(20):
+            while upstream.listings < before + 4:  # noqa: ASYNC110
+                await asyncio.sleep(0.02)
+        await rig.engine.check()
+    await rig.engine.stop()
+
+
+async def test_a_server_that_is_away_has_not_changed(upstream: Upstream, eventually: Eventually) -> None:
+    """No answer, or an error, says nothing of what the server is."""
+    rig = Rig(engine(upstream, OFTEN))
+    await rig.start()
+    upstream.key = "wanted"
+    await asyncio.sleep(0.3)
+    upstream.key = ""
+    await rig.engine.check()
+    assert (await rig.ask(prompt())).finish == "length"
+    await rig.engine.stop()
+
+
+async def test_a_request_that_meets_404_has_the_identity_read_at_once(upstream: Upstream) -> None:
+    """The request is not held against the worker: another worker gets it, and this one takes no more."""
+    rig = Rig(engine(upstream, NEVER))
+    await rig.start()
+    upstream.model = "other"
+    for _ in range(2):
+        answer = await rig.ask(prompt())
+        assert answer.error == "not_serving: the server behind the worker has changed (model: up -> other)"
+    assert "model: up -> other" in await changed(rig)
+    await rig.engine.stop()
+
+
+async def test_a_404_of_the_same_server_is_an_error_of_the_engine(upstream: Upstream) -> None:
+    """Where the listing is as it was, the 404 stays what it is, and the worker serves on."""
+    rig = Rig(engine(upstream, NEVER))
+    await rig.start()
+    upstream.fault = "http_404"
+    assert str((await rig.ask(prompt())).error).startswith("engine_error: the upstream answers 404")
+    upstream.fault = ""
+    assert (await rig.ask(prompt())).finish == "length"
+    await rig.engine.check()
+    await rig.engine.stop()
+
+
+async def test_a_reconnect_has_the_identity_read_at_once(upstream: Upstream) -> None:
+    """A connection that broke may lead to another server when it is back."""
+    rig = Rig(engine(upstream, NEVER))
+    await rig.start()
+    upstream.fault = "cut"
+    assert str((await rig.ask(prompt())).error).startswith("upstream_lost: ")
+    upstream.fault, upstream.context = "", 512
+    assert "max_model_len: 2048 -> 512" in await changed(rig)
+    await rig.engine.stop()
+
+
+async def test_the_next_life_registers_what_the_server_is_now(
+    upstream: Upstream, eventually: Eventually
+) -> None:
+    """In one process: the old life leaves in good order, sends its streams elsewhere, and a new instance joins."""
+    stream, bus, stop = MemoryStream(), MemoryBus(), Stop()
+    journal = MemoryJournal(stream, "worker:w0")
+
+    def make(config: WorkerConfig) -> InferenceWorker:
+        return InferenceWorker(config, engine(upstream, OFTEN), journal, bus)
+
+    first = make(WorkerConfig(name="w0", instance="i1"))
+    process = Alone(first, stop, make)
+    running = asyncio.ensure_future(process.run())
+    await eventually(lambda: first.serving.is_set())
+    upstream.model, upstream.context = "other", 1024
+
+    def joined() -> list[WorkerJoined]:
+        return [event.fact for event in stream.events if isinstance(event.fact, WorkerJoined)]
+
+    await eventually(lambda: len(joined()) == 2)
+    before, now = joined()
+    assert (before.model, before.context_tokens) == ("up", 2048)
+    assert (now.model, now.context_tokens) == ("other", 1024)
+    assert now.instance != before.instance and now.worker == "w0"
+    kinds = [type(event.fact) for event in stream.events]
+    assert EngineFaulted not in kinds  # nothing failed
+    (began,) = [event.fact for event in stream.events if isinstance(event.fact, ShutdownBegan)]
+    assert (began.instance, began.mode) == ("i1", "graceful") and "model: up -> other" in began.reason
+    (left,) = [event.fact for event in stream.events if isinstance(event.fact, WorkerLeft)]
+    assert (left.instance, left.exit) == ("i1", 0)
+    assert not process.stopping()
+    stop.signalled()
+    assert await running == 0
+
+
+async def test_a_configured_context_is_no_longer_than_the_servers(upstream: Upstream) -> None:
+    """A server with a shorter context than the one configured refuses what does not fit into its own."""
+    settings = UpstreamSettings(url=upstream.url, context_tokens=4096)
+    for configured, registered in ((4096, 2048), (1024, 1024)):
+        rig = Rig(OpenAIEngine(replace(settings, context_tokens=configured)))
+        await rig.start()
+        assert rig.engine.identity.context_tokens == registered
+        await rig.engine.stop()

@@ -1,0 +1,61 @@
+"""Two workers of one name: the newcomer is refused with a clear error, and the first one serves on."""
+
+import asyncio
+
+import pytest
+from worker_life import Begin, Life
+
+from events.journal.memory import MemoryJournal
+from events.observations import WorkerAwaited, WorkerJoined
+from workers.config.worker import WorkerConfig
+from workers.control.name_check import NameTaken
+from workers.engines.simulated.engine import SimulatedEngine
+from workers.engines.simulated.sequence import EngineShape
+from workers.engines.simulated.timing import ConstantTiming
+from workers.worker import InferenceWorker
+
+
+def newcomer(life: Life, name: str, check_s: float) -> InferenceWorker:
+    """Return a second worker of a life's fleet."""
+    config = WorkerConfig(name=name, instance="i2", name_check_s=check_s)
+    engine = SimulatedEngine(EngineShape(), ConstantTiming())
+    return InferenceWorker(config, engine, MemoryJournal(life.stream, f"worker:{name}"), life.bus)
+
+
+async def test_a_second_worker_of_a_live_name_does_not_register(begin: Begin) -> None:
+    """The refusal names the instance that serves, and is journalled, so that an alert can fire."""
+    life = await begin()
+    with pytest.raises(
+        NameTaken, match=r"another live worker is named w0 \(instance i1\); it stays in service"
+    ):
+        await newcomer(life, "w0", 20.0).run(asyncio.Event())
+    assert [fact.instance for fact in life.facts if isinstance(fact, WorkerJoined)] == ["i1"]
+    (said,) = [fact for fact in life.facts if isinstance(fact, WorkerAwaited)]
+    assert (said.worker, said.instance, said.name_taken_by) == ("w0", "i2", "i1")
+    assert not life.running.done()
+
+
+async def test_a_silent_worker_does_not_hold_its_name(begin: Begin) -> None:
+    """A life that hangs or is cut off beats no more: its successor may start."""
+    life = await begin()
+    life.worker.server.blackholed = True
+    second, stop = newcomer(life, "w0", 0.2), asyncio.Event()
+    running = asyncio.ensure_future(second.run(stop))
+    async with asyncio.timeout(20):
+        await second.serving.wait()
+    stop.set()
+    assert await running == 0
+
+
+async def test_a_name_of_its_own_is_not_refused(begin: Begin) -> None:
+    """Other workers' heartbeats say nothing of this name; without a broker nothing can be checked."""
+    life = await begin()
+    for reachable in (True, False):
+        second, stop = newcomer(life, "w1", 0.2), asyncio.Event()
+        life.bus.reachable = reachable
+        running = asyncio.ensure_future(second.run(stop))
+        async with asyncio.timeout(20):
+            await second.serving.wait()
+        stop.set()
+        assert await running == 0
+    life.bus.reachable = True

@@ -1,0 +1,67 @@
+"""What an upstream serves, and which extensions of OpenAI's API it supports."""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from events.wire import Generate
+from workers.engines.openai.reading import IdsFrom
+
+
+class Identity(NamedTuple):
+    """What an upstream is. If a field changes, the worker's life ends and a new one registers.
+
+    Never holds `created` of /v1/models: some servers compute it anew for each answer.
+    """
+
+    model: str
+    root: str = ""  # the weights' repository or folder; empty: not told
+    version: str = "unknown"
+    max_model_len: int | None = None
+    token_prompts: bool = False
+    extensions: bool = False
+    ids_from: IdsFrom = "nowhere"
+    handles: bool = False
+
+    def difference(self, now: "Identity") -> str:
+        """Return the fields that differ in `now`, as `field: old -> new`; empty if none does."""
+        pairs = zip(self._fields, self, now, strict=True)
+        return ", ".join(f"{name}: {old} -> {new}" for name, old, new in pairs if old != new)
+
+
+@dataclass(frozen=True, slots=True)
+class Abilities:
+    """Who an upstream is, and what of our extensions it can do."""
+
+    model: str
+    version: str = "unknown"
+    context_tokens: int | None = None
+    token_prompts: bool = False
+    extensions: bool = False  # fields that OpenAI does not know are taken, or ignored
+    ids_from: IdsFrom = "nowhere"
+    token_ms: float = 50.0  # measured on one stream
+    ranks: int = 1  # DP ranks that a request can be sent to
+    handles: bool = False  # it can hand a request's KV cache over to another server: see `handover`
+    root: str = ""  # the weights' repository or folder, as /v1/models lists it
+
+    @property
+    def identity(self) -> Identity:
+        """The part that must stay the same for the life of the worker."""
+        return Identity(
+            self.model, self.root, self.version, self.context_tokens,
+            self.token_prompts, self.extensions, self.ids_from, self.handles,
+        )  # fmt: skip
+
+    @property
+    def exact(self) -> bool:
+        """Whether a continuation can be asked for token by token.
+
+        Ids in logprobs are not enough: llama-server says nothing of a token that leaves a character incomplete, so
+        some are missing. What is missing is always the same, so they do for canaries.
+        """
+        return self.token_prompts and self.ids_from == "token_ids"
+
+    def ids_for(self, request: Generate) -> IdsFrom:
+        """Say where the token ids of this request's answer are to be found."""
+        if request.canary and self.ids_from == "nowhere":
+            return "text_bytes"
+        return self.ids_from if self.exact or request.canary else "nowhere"

@@ -1,0 +1,86 @@
+"""One request and its answer, between a worker and its upstream."""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import aiohttp
+import msgspec
+import structlog
+
+from events.wire import Chunk, Generate
+from workers.engines.openai.abilities import Abilities
+from workers.engines.openai.api_key import UpstreamKey
+from workers.engines.openai.away import UNAUTHORIZED, UpstreamAway
+from workers.engines.openai.constraints import Constraints
+from workers.engines.openai.identity_watch import IdentityWatch
+from workers.engines.openai.prompt_logprobs import prompt_logprobs, put_before
+from workers.engines.openai.reading import Fault, UpstreamStream
+from workers.engines.openai.upstream import Upstream, hidden, refusal
+
+NOT_FOUND = 404
+STRANGE = (*UNAUTHORIZED, NOT_FOUND)  # what a server answers that is not the one that was registered
+
+log = structlog.get_logger(__name__)
+Say = Callable[[list[Chunk]], None]
+
+
+class Exchange:
+    """Has one upstream answer requests."""
+
+    def __init__(
+        self, upstream: Upstream, abilities: Abilities, key: UpstreamKey, identity: IdentityWatch
+    ) -> None:
+        self._upstream = upstream
+        self._abilities = abilities
+        self._key = key
+        self._identity = identity
+        self._constraints = Constraints(partial(upstream.completed_text, abilities))
+
+    async def answer(self, request: Generate, handle: dict[str, Any] | None, say: Say) -> None:
+        """Pass on what the upstream answers. Where it refused a key that has been replaced meanwhile, ask it once more."""
+        used = self._upstream.key
+        error = await self._attempt(request, handle, say)
+        if error is not None and await self._key.replaced(used):
+            error = await self._attempt(request, handle, say)
+        if error is not None:
+            say([Chunk(0, [], error=hidden(hidden(error, used), self._upstream.key))])
+
+    async def _attempt(self, request: Generate, handle: dict[str, Any] | None, say: Say) -> str | None:
+        """Send a request once. Return the error of an answer that has not begun; None: all of the answer was passed on."""
+        reading = UpstreamStream(request, self._abilities.ids_for(request))
+        try:
+            if request.guided is not None:
+                guided = await self._constraints.phrased(request.guided)
+                request = msgspec.structs.replace(request, guided=guided)
+            before = await prompt_logprobs(self._upstream, self._abilities, request)
+            async with self._upstream.complete(self._abilities, request, handle) as response:
+                if response.status != 200:
+                    return await self._refused(response, canary=request.canary)
+                async for data in response.content.iter_any():
+                    self._say(say, put_before(reading.feed(data), before))
+                    if reading.over:
+                        return None
+                self._say(say, reading.end())
+        except Fault as fault:
+            return str(fault)
+        except (aiohttp.ClientError, OSError, TimeoutError, UpstreamAway) as error:
+            self._identity.doubt()  # it may come back as another one
+            words = str(error) or type(error).__name__
+            self._say(say, [Chunk(0, [], error=f"upstream_lost: the upstream's connection broke: {words}")])
+        except Exception as error:  # a mistake of ours: whoever asked must not wait for ever
+            log.exception("request_failed")
+            say([Chunk(0, [], error=f"engine_error: {type(error).__name__} in the worker")])
+        return None
+
+    async def _refused(self, response: aiohttp.ClientResponse, *, canary: bool) -> str:
+        """Return the error of a response that is no stream. One that another server would give has the identity read at once."""
+        error = await refusal(response, canary=canary)
+        if response.status in STRANGE and (changed := await self._identity.look()):
+            return f"not_serving: the server behind the worker has changed ({changed})"
+        return error
+
+    def _say(self, say: Say, chunks: list[Chunk]) -> None:
+        for chunk in chunks:
+            chunk.error = chunk.error and hidden(chunk.error, self._upstream.key)
+        say(chunks)
