@@ -211,6 +211,9 @@ class Load(msgspec.Struct, array_like=True, frozen=True):
     active_tokens: int = 0
     canaries: int = 0  # of those that run or wait: they take nobody's room
     batch: int = 0  # that it runs at once now, where that adapts; 0: what it has registered
+    closed_s: float = (
+        0.0  # for so long it takes no new requests of users: the server behind it said when to retry
+    )
 
 
 class Step(msgspec.Struct, tag="step", array_like=True):

@@ -227,6 +227,8 @@ class WorkerServer:
         """Count a stream whose last chunk is on its way, and forget it."""
         if error is not None and error.startswith(FAULTS) and self._on_fault is not None:
             self._on_fault(error)
+        if error is not None and error.startswith("overloaded") and self.engine.load().closed_s:
+            self._heartbeats.beat_all()  # before the error: no frontend sends the request here again
         if error is not None and error.startswith("non_finite"):
             self._trust.lose("non_finite", error)
         moved = self._outgoing.forget(key)

@@ -40,6 +40,7 @@ CODES = frozenset(  # what a program may rely on: each stands in docs/api.md
         "no_reachable_worker",
         "all_workers_failed",
         "all_workers_busy",
+        "upstream_overloaded",
         "cannot_connect",
         "not_serving",
         "engine_shutdown",
@@ -59,7 +60,7 @@ CODES = frozenset(  # what a program may rely on: each stands in docs/api.md
 
 
 OVERLOAD = frozenset(  # there are workers, and no room
-    ("queue_full", "queue_timeout", "all_workers_busy", "deadline", "retry_budget")
+    ("queue_full", "queue_timeout", "all_workers_busy", "upstream_overloaded", "deadline", "retry_budget")
 )
 NOBODY = frozenset(("no_worker", "no_routable_worker", "no_reachable_worker"))
 REFUSALS = frozenset(  # of requests that were not begun anywhere, for another reason than want of room

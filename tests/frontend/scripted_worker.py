@@ -44,7 +44,8 @@ class Act:
 
     `how`: finish, disconnect (the connection breaks), error (a chunk with `error`), stall (the stream stops,
     the loop lives and reports a growing step), silence (nothing more is said to anyone), finish_late (the
-    last token comes without a finish reason, then the connection breaks).
+    last token comes without a finish reason, then the connection breaks), close (its server answers 429, with a Retry-After
+    of `closes_s`).
     """
 
     after: int | None = None
@@ -52,6 +53,7 @@ class Act:
     error: str = "engine_error: it broke"
     finish: str = "length"
     per_step: int = 1
+    closes_s: float = 0.0
     hold: asyncio.Event | None = None  # wait for this before the failure
 
 
@@ -75,6 +77,7 @@ class ScriptedWorker:
     phase: str = "idle"
     prefill_tokens: int = 0
     others: int = 0  # requests of other frontends
+    closed_s: float = 0.0  # it says that it takes no new requests for so long
     kv_used: int = 0  # of 100 blocks
     kv_used_by_rank: tuple[int, ...] = ()  # of 100 each; empty: it has one rank
     port: int = 0
@@ -167,16 +170,19 @@ class ScriptedWorker:
     async def _beats(self, writer: asyncio.StreamWriter) -> None:
         while True:
             await asyncio.sleep(0.05)
-            load = Load(running=self.active + self.others, kv_used=self.kv_used, kv_total=100)
-            beat = Beat(
-                phase=self.phase,
-                step_age_ms=self.step_age_ms,
-                prefill_tokens=self.prefill_tokens,
-                load=load,
-                draining=self.draining,
-                ranks=[Load(kv_used=used, kv_total=100) for used in self.kv_used_by_rank],
-            )
-            self._say(writer, beat)
+            self._say(writer, self._beat())
+
+    def _beat(self) -> Beat:
+        running = self.active + self.others
+        load = Load(running=running, kv_used=self.kv_used, kv_total=100, closed_s=self.closed_s)
+        return Beat(
+            phase=self.phase,
+            step_age_ms=self.step_age_ms,
+            prefill_tokens=self.prefill_tokens,
+            load=load,
+            draining=self.draining,
+            ranks=[Load(kv_used=used, kv_total=100) for used in self.kv_used_by_rank],
+        )
 
     # --- one request --------------------------------------------------------------------------------------
 
@@ -212,6 +218,11 @@ class ScriptedWorker:
             await act.hold.wait()
         if act.how == "disconnect":
             writer.transport.abort() if not request.tokens else writer.close()
+        elif act.how == "close":
+            self.closed_s = act.closes_s
+            self._say(writer, self._beat())
+            error = "overloaded: the upstream answers 429: slow down"
+            self._say(writer, Step(chunks=[Chunk(stream=request.stream, tokens=[], error=error)]))
         elif act.how == "error":
             self._say(writer, Step(chunks=[Chunk(stream=request.stream, tokens=[], error=act.error)]))
         elif act.how == "silence":

@@ -55,6 +55,7 @@ async def test_a_worker_beats_every_second_with_its_load(begin: Begin, eventuall
         **ABOUT, "at": "", "seq": 0, "draining": False, "convicted": False, "batch": 1.0,
         "load": {
             "running": 0, "waiting": 0, "kv_used": 0, "kv_total": 32768, "active_tokens": 0, "canaries": 0, "batch": 0,
+            "closed_s": 0.0,
         },
     }  # fmt: skip
     assert (first["seq"], second["seq"]) == (1, 2)

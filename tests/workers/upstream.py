@@ -39,6 +39,7 @@ class Upstream:
     model: str = "up"
     root: str = ""  # of its weights, where it tells
     version: str = "0.32.0"  # empty: it cannot tell now
+    retry_after: str = ""  # with each `http_` fault, where it names one
     listings: int = 0  # times that its models were listed
     key: str = ""  # that it wants; empty: none
     bodies: list[dict[str, Any]] = field(default_factory=list)
@@ -161,7 +162,9 @@ class Upstream:
         self.peers.append(request.transport and request.transport.get_extra_info("peername"))
         if self.fault.startswith("http_"):
             status = int(self.fault[5:])
-            return web.json_response({"error": {"message": f"told to answer {status}"}}, status=status)
+            more = {"Retry-After": self.retry_after} if self.retry_after else None
+            error = {"error": {"message": f"told to answer {status}"}}
+            return web.json_response(error, status=status, headers=more)
         return await self._stream(request, body, answer)
 
     def _contradicted(self, probe: dict[str, Any]) -> bool:

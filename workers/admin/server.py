@@ -60,6 +60,11 @@ GAUGES: tuple[tuple[str, str, Read], ...] = (
         "KV blocks that frontends are told of.",
         lambda w: w.kv.blocks if w.kv else 0,
     ),
+    (
+        "holdfast_worker_upstream_closed_seconds",
+        "Seconds for which it takes no new requests, because its upstream said when to retry.",
+        lambda w: w.engine.load().closed_s,
+    ),
     ("holdfast_worker_moving_out", "On their way out.", lambda w: len(w.server.moves.source)),
     ("holdfast_worker_moving_in", "On their way in.", lambda w: len(w.server.moves.target)),
     ("holdfast_worker_draining", "1 while nothing new is taken.", lambda w: w.server.draining),

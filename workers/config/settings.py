@@ -55,6 +55,14 @@ class WorkerSettings(SimulatedSettings, frozen=True, kw_only=True):
             description="openai: seconds between reads of the upstream's identity; a change begins a new life of the worker",
         ),
     ] = 10.0
+    upstream_retry_after_max_s: Annotated[
+        float,
+        Meta(
+            ge=0,
+            le=86_400,
+            description="openai: longest seconds for which a 429 or 503 with Retry-After closes the worker; 0: never",
+        ),
+    ] = 60.0
     ready_timeout: Annotated[
         float,
         Meta(

@@ -40,4 +40,5 @@ def without(load: Load, own: int) -> Load:
     spread evenly."""
     whole = load.running + load.waiting - load.canaries
     others = max(0, whole - own)
-    return Load(running=others, active_tokens=load.active_tokens * others // whole if whole > 0 else 0)
+    tokens = load.active_tokens * others // whole if whole > 0 else 0
+    return Load(running=others, active_tokens=tokens, closed_s=load.closed_s)

@@ -3,7 +3,7 @@
 These are the worker's endpoint and the list of what runs there, the router's slots, and this frontend's own breakers.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any, Generic, Protocol, TypeVar
 
 from controller.frontend.generations.attempt import Attempt
@@ -18,7 +18,7 @@ from controller.frontend.scheduling.running import RunningRequests
 from controller.frontend.scheduling.scheduler import explained
 from controller.ports import RequestPlane, Sink
 from controller.router.endpoints import Endpoint, EndpointTable, Key
-from controller.router.selection.filter import AllBusy, AllTried, Headroom, NoWorker
+from controller.router.selection.filter import AllBusy, AllClosed, AllTried, Headroom, NoWorker
 from controller.router.selection.selector import Selection
 from events.wire import Why
 
@@ -85,17 +85,24 @@ class Dispatcher(Generic[G]):
                 return found
         if planned is not None and routing.has_room(planned, _HELD):
             return routing.at(planned, request, output)
+        first = generation.last_attempt is None
+        declined = budget.declined if first else frozenset()
         try:
-            first = generation.last_attempt is None
+            tried = budget.tried | declined if declined else budget.tried
             try:
-                return routing.route(request, budget.tried, output, room=_FRESH if first else _HELD)
+                return routing.route(request, tried, output, room=_FRESH if first else _HELD)
             except AllBusy:
                 if not first:
                     raise
                 # it was let in: one answer of several may find none any more, and goes where a worker can hold it
-                return routing.route(request, budget.tried, output)
+                return routing.route(request, tried, output)
         except AllTried:
-            return routing.route(request, budget.failed | missed, output)
+            try:
+                return routing.route(request, budget.failed | missed | declined, output)
+            except AllTried:
+                if declined:
+                    raise AllClosed(self._closed_s(declined)) from None
+                raise
 
     def _guarded(self, generation: G, where: Where, missed: set[Key]) -> Selection | None:
         """Return where a request goes that may not go anywhere; None: anywhere, after all. Raise Held."""
@@ -221,8 +228,15 @@ class Dispatcher(Generic[G]):
     def turned_away(self, generation: G, attempt: Attempt) -> None:
         """A worker had no room for an attempt: nothing speaks against either, and it has cost nothing."""
         generation.budget.spent -= attempt.paid
+        if self._closed_s((attempt.endpoint.key,)):
+            generation.budget.declined |= {attempt.endpoint.key}
         self._routing.refused(attempt.endpoint)
         self.unjudged(attempt, has_output=False)
+
+    def _closed_s(self, keys: Collection[Key]) -> float:
+        """Return the least of the times, in seconds, for which these endpoints take no new requests; 0: none is closed."""
+        loads = [self._plane.external_load(worker) for worker, _ in keys]
+        return min((load.closed_s for load in loads if load is not None and load.closed_s), default=0.0)
 
     def unjudged(self, attempt: Attempt | None, *, has_output: bool) -> None:
         """An attempt, if there is one, ends through no fault of its worker: its client has left, or was mistaken."""

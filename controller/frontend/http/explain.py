@@ -20,7 +20,7 @@ from controller.frontend.requests.schema import parse_completion
 from controller.frontend.scheduling.scheduler import explained
 from controller.frontend.text.tokenizer import TokenizerMissing, ready_tokens
 from controller.router.endpoints import Endpoint, Lineage
-from controller.router.selection.filter import AllBusy, NoneReachable, NotServed, NoWorker
+from controller.router.selection.filter import AllBusy, AllClosed, NoneReachable, NotServed, NoWorker
 from events.blocks import seed
 from events.wire import Sampling
 
@@ -115,6 +115,8 @@ def _why_not(director: Director, endpoint: Endpoint, lineage: Lineage) -> str:
         return "this frontend does not reach it"
     except AllBusy:
         return "it has as many requests as it may have"
+    except AllClosed as error:
+        return f"its server takes no new requests for {error.wait_s:.1f} s"
     except NoWorker:
         return "this frontend's own breaker is open"
     return "others were heard more lately"

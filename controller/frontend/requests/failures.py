@@ -120,6 +120,9 @@ class MigrationBudget(msgspec.Struct):
     spent: int = 0  # attempts that cost budget, the first one included
     tried: frozenset[Key] = frozenset()  # nearly always nowhere
     failed: frozenset[Key] = frozenset()  # of those, where it must never go again
+    declined: frozenset[Key] = (
+        frozenset()
+    )  # whose servers said when to retry: asked once before the first token
 
     def note(self, key: Key, kind: Kind, *, begun: bool) -> None:
         """An attempt at this worker has failed. The first refusal of each worker is free, if nothing was begun."""

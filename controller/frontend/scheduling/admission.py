@@ -19,7 +19,7 @@ from controller.frontend.scheduling.queue import Outcome, Queue, QueueFull, Wait
 from controller.frontend.scheduling.router import RequestRouter
 from controller.frontend.settings import FrontendSettings
 from controller.router.endpoints import Endpoint, EndpointTable, Lineage
-from controller.router.selection.filter import AllBusy, NoneRoutable, NotServed, NoWorker
+from controller.router.selection.filter import AllBusy, AllClosed, NoneRoutable, NotServed, NoWorker
 from events.observations import RequestsRejected
 
 
@@ -90,10 +90,15 @@ class Admission:
     ) -> Reservation:
         """Return room at a worker, of any lineage or of this one, for a request that takes so much, and that may wait there,
         `beyond` a full batch by so much of one. Raise NoWorker."""
-        if wanted is self._monitor.asked and not beyond:  # nothing is, nearly always
-            return Reservation(self._routing.room(model, lineage), self.wake, wanted)
-        with self._routing.asking(wanted, beyond):
-            return Reservation(self._routing.room(model, lineage), self.wake, wanted)
+        try:
+            if wanted is self._monitor.asked and not beyond:  # nothing is, nearly always
+                return Reservation(self._routing.room(model, lineage), self.wake, wanted)
+            with self._routing.asking(wanted, beyond):
+                return Reservation(self._routing.room(model, lineage), self.wake, wanted)
+        except AllClosed as error:
+            if error.wait_s > self._settings.queue_s:
+                raise
+            raise AllBusy from error  # worth waiting for
 
     def best_waiting(self, model: str, lineage: Lineage) -> int | None:
         """Return the best tier of which anybody waits for a worker of this lineage, where there are lines by tier; None: nobody
@@ -188,6 +193,8 @@ class Admission:
             return self._overload(model, tier, str(error), code)
         if isinstance(error, AllBusy):
             return self._overload(model, tier, ALL_BUSY, error.code)
+        if isinstance(error, AllClosed):
+            return self._refused(model, tier, error.code, self._answers.closed(error))
         if isinstance(error, NotServed):
             if model not in self._table.known:
                 return unknown_model(model)

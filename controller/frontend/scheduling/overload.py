@@ -9,6 +9,7 @@ from collections.abc import Callable
 from math import ceil
 
 from controller.frontend.errors import ApiError
+from controller.router.selection.filter import AllClosed
 
 ALL_BUSY = "Service temporarily unavailable: All workers are busy, please retry later"  # the seed's words
 WINDOW_S = 10.0
@@ -55,6 +56,11 @@ class OverloadAnswers:
         told_s = min(float(self.longest_s), told_s)
         again = should_retry and told_s < self.longest_s
         return ApiError(self._status, message, code=code, retry_after_s=told_s, should_retry=again)
+
+    def closed(self, error: AllClosed) -> ApiError:
+        """Return the answer where every server has said when to retry: the least of what they said, in whole seconds."""
+        retry_after_s = max(1, ceil(error.wait_s))
+        return ApiError(self._status, str(error), code=error.code, retry_after_s=retry_after_s)
 
     def error(self, model: str, message: str, code: str, before: int) -> ApiError:
         """Return what a client is told, where so many wait before him."""

@@ -18,7 +18,16 @@ from controller.frontend.scheduling.scheduler import KvScheduler
 from controller.frontend.settings import FrontendSettings
 from controller.ports import RequestPlane
 from controller.router.endpoints import Endpoint, EndpointGroup, EndpointTable, Key, Lineage
-from controller.router.selection.filter import AllBusy, Filter, Headroom, NotServed, NoWorker, Picker, Rules
+from controller.router.selection.filter import (
+    AllBusy,
+    AllClosed,
+    Filter,
+    Headroom,
+    NotServed,
+    NoWorker,
+    Picker,
+    Rules,
+)
 from controller.router.selection.selector import Selection
 
 MANY = 1 << 30
@@ -171,7 +180,7 @@ class RequestRouter:
         endpoints = self._siblings(plan)
         try:
             return Filter(endpoints, self._rules).left()
-        except AllBusy:
+        except (AllBusy, AllClosed):
             return Filter(endpoints, self._rules, room=Headroom.NONE).left()
 
     def room_at(self, endpoint: Endpoint, lineage: Lineage) -> None:

@@ -60,6 +60,17 @@ class AllBusy(NoWorker):
     code = "all_workers_busy"
 
 
+class AllClosed(NoWorker):
+    """The servers behind all workers of this model have too much to do, and said when to retry."""
+
+    code = "upstream_overloaded"
+
+    def __init__(self, wait_s: float) -> None:
+        """`wait_s`: until the first of them takes requests again."""
+        super().__init__()
+        self.wait_s = wait_s
+
+
 class Headroom(Enum):
     """How much room must there be at a worker for one request more?"""
 
@@ -176,7 +187,7 @@ class Filter(msgspec.Struct, eq=False):  # each request makes two
             raise self._why_nobody()
         free = allowed if self.room is _NONE else [each for each in allowed if self.has_room(each)]
         if not free:
-            raise AllBusy
+            raise self._why_no_room(allowed)
         recently_heard = self.rules.recently_heard
         return [endpoint for endpoint in free if recently_heard(endpoint.worker, endpoint.instance)] or free
 
@@ -211,7 +222,9 @@ class Filter(msgspec.Struct, eq=False):  # each request makes two
         own, rules, holds = endpoint.active + endpoint.promised, self.rules, endpoint.holds
         external = rules.external_load(endpoint.worker)
         there = own if external is None else own + external.running + external.waiting
-        if there >= holds or (external is not None and external is endpoint.refused_at):
+        if there >= holds:
+            return False
+        if external is not None and (external is endpoint.refused_at or external.closed_s):
             return False
         if self.room is _HELD:
             return True
@@ -225,6 +238,12 @@ class Filter(msgspec.Struct, eq=False):  # each request makes two
             if among > 1 and own * among >= cap:
                 return False
         return not rules.has_enough(endpoint)
+
+    def _why_no_room(self, allowed: Sequence[Endpoint]) -> NoWorker:
+        """Return why none of these has room: each is closed by the server behind it, or some are full."""
+        loads = [self.rules.external_load(endpoint.worker) for endpoint in allowed]
+        wait_s = min(0.0 if load is None else load.closed_s for load in loads)
+        return AllClosed(wait_s) if wait_s else AllBusy()
 
     def _why_nobody(self) -> NoWorker:
         """Return what is in the way of the last of them: so far they would have come."""

@@ -7,6 +7,7 @@ registration says `exact=False`.
 
 import asyncio
 import contextlib
+import time
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -33,17 +34,18 @@ from workers.engines.engine import (
 )
 from workers.engines.openai.abilities import Abilities
 from workers.engines.openai.account import UpstreamAccount
-from workers.engines.openai.api_key import UpstreamKey
 from workers.engines.openai.cache_epochs import CacheEpochs
 from workers.engines.openai.exchange import Exchange
 from workers.engines.openai.handover import TOKENS_MAX, Arriving, Handed, continued, description
 from workers.engines.openai.identity import UpstreamSettings, block_size, identify
-from workers.engines.openai.identity_watch import IdentityWatch
 from workers.engines.openai.kv_names import read_salt
 from workers.engines.openai.patience import UpstreamWait
 from workers.engines.openai.places import Places
 from workers.engines.openai.requests import UpstreamRequests
 from workers.engines.openai.upstream import NoHandle, Upstream, prompt_text
+from workers.engines.openai.watch.api_key import UpstreamKey
+from workers.engines.openai.watch.identity_watch import IdentityWatch
+from workers.engines.openai.watch.retry_after import RetryGate
 from workers.kv_transfer.messages import Description
 
 CHECK_S_MAX = 2.0
@@ -64,6 +66,7 @@ class OpenAIEngine(Unbreakable):
         self._upstream: Upstream | None = None
         self._patience: UpstreamWait | None = None
         self._watch: IdentityWatch | None = None
+        self._gate = RetryGate(time.monotonic, settings.retry_after_max_s)
         self._exchange: Exchange | None = None
         self._following: list[asyncio.Future[None]] = []
         self._deliver: Deliver = _nowhere
@@ -95,7 +98,7 @@ class OpenAIEngine(Unbreakable):
         self._abilities = replace(found, ranks=self._account.dp)
         api_key = UpstreamKey(upstream, settings.key_file)
         self._watch = IdentityWatch(upstream, self._abilities, settings.times.identity_s)
-        self._exchange = Exchange(upstream, self._abilities, api_key, self._watch)
+        self._exchange = Exchange(upstream, self._abilities, api_key, self._watch, self._gate)
         self._following = [
             asyncio.ensure_future(api_key.follow(settings.times.key_s)),
             asyncio.ensure_future(self._watch.follow()),
@@ -136,6 +139,8 @@ class OpenAIEngine(Unbreakable):
         """Return the error of a request that the upstream is not asked; None: it is asked."""
         if self._watch is not None and self._watch.changed:
             return f"not_serving: the server behind the worker has changed ({self._watch.changed})"
+        if closed_s := self._gate.closed_s(canary=request.canary):
+            return f"overloaded: the upstream takes no new requests for {closed_s:.1f} s"
         overload = self._requests.overload(canary=request.canary)
         return overload or objection(request, self._abilities, self.identity.context_tokens)
 
@@ -263,7 +268,9 @@ class OpenAIEngine(Unbreakable):
         used = -(-tokens // profile.block_tokens)
         waiting = len(self._requests) - running
         own = Load(running, waiting, used, profile.kv_blocks, tokens, self._requests.canaries)
-        return own if self._account is None else self._account.load(own, self._runs)
+        whole = own if self._account is None else self._account.load(own, self._runs)
+        closed_s = self._gate.closed_s()
+        return msgspec.structs.replace(whole, closed_s=closed_s) if closed_s else whole
 
     def ranks(self) -> list[Load]:
         return [] if self._account is None else self._account.ranks(self.identity.profile.kv_blocks)

@@ -10,15 +10,17 @@ import structlog
 
 from events.wire import Chunk, Generate
 from workers.engines.openai.abilities import Abilities
-from workers.engines.openai.api_key import UpstreamKey
 from workers.engines.openai.away import UNAUTHORIZED, UpstreamAway
 from workers.engines.openai.constraints import Constraints
-from workers.engines.openai.identity_watch import IdentityWatch
 from workers.engines.openai.prompt_logprobs import prompt_logprobs, put_before
 from workers.engines.openai.reading import Fault, UpstreamStream
 from workers.engines.openai.upstream import Upstream, hidden, refusal
+from workers.engines.openai.watch.api_key import UpstreamKey
+from workers.engines.openai.watch.identity_watch import IdentityWatch
+from workers.engines.openai.watch.retry_after import RetryGate
 
 NOT_FOUND = 404
+OVERLOADED = "overloaded"
 STRANGE = (*UNAUTHORIZED, NOT_FOUND)  # what a server answers that is not the one that was registered
 
 log = structlog.get_logger(__name__)
@@ -29,12 +31,18 @@ class Exchange:
     """Has one upstream answer requests."""
 
     def __init__(
-        self, upstream: Upstream, abilities: Abilities, key: UpstreamKey, identity: IdentityWatch
+        self,
+        upstream: Upstream,
+        abilities: Abilities,
+        key: UpstreamKey,
+        identity: IdentityWatch,
+        gate: RetryGate,
     ) -> None:
         self._upstream = upstream
         self._abilities = abilities
         self._key = key
         self._identity = identity
+        self._gate = gate
         self._constraints = Constraints(partial(upstream.completed_text, abilities))
 
     async def answer(self, request: Generate, handle: dict[str, Any] | None, say: Say) -> None:
@@ -76,6 +84,10 @@ class Exchange:
     async def _refused(self, response: aiohttp.ClientResponse, *, canary: bool) -> str:
         """Return the error of a response that is no stream. One that another server would give has the identity read at once."""
         error = await refusal(response, canary=canary)
+        if self._gate.refused(response.status, response.headers, canary=canary):
+            return (
+                f"{OVERLOADED}: the upstream answers {response.status}: {error.partition(': ')[2] or error}"
+            )
         if response.status in STRANGE and (changed := await self._identity.look()):
             return f"not_serving: the server behind the worker has changed ({changed})"
         return error

@@ -10,6 +10,7 @@ from events.observations import Profile
 from workers.engines.engine import EngineIdentity
 from workers.engines.openai.abilities import Abilities
 from workers.engines.openai.account import AccountTimes
+from workers.engines.openai.watch.retry_after import MAX_S
 
 CONTEXT_TOKENS = 4096  # where the upstream does not say
 MOST_TOKENS = 1 << 31
@@ -37,6 +38,7 @@ class UpstreamSettings:
     batch_max: int = 64
     waiting_max: int = 256
     start_s: float = 1800.0  # a real server loads weights first
+    retry_after_max_s: float = MAX_S  # the longest time for which it may close the worker to new requests
     handle_s: float = 1.0  # for one step, most of it cached
     times: AccountTimes = field(default_factory=AccountTimes)
 

@@ -63,13 +63,14 @@ class IdentityWatch:
                 return self.changed
             self._began_at = asyncio.get_running_loop().time()
             self._doubted.clear()
+            known = self._known.identity
             try:
                 now = await self._read()
-                if now != self._known.identity:
+                if now != known:
                     await asyncio.sleep(CONFIRM_S)
                     again = await self._read()
                     if again == now:
-                        self.changed = self._known.identity.difference(now)
+                        self.changed = known.difference(now)
                         log.warning("upstream_changed", model=self._known.model, difference=self.changed)
                 self._away = False
             except UpstreamAway:

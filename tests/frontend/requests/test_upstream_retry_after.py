@@ -1,0 +1,107 @@
+"""Servers that say when to retry: their workers get no new requests until then, and the client is told the least of the times."""
+
+import asyncio
+from collections import deque
+
+from frontend_kit import Kit, frontend, until
+from scripted_worker import Act, ScriptedWorker
+
+from events.observations import RequestFailed
+
+PROMPT = list(range(300, 340))
+
+
+def closing(name: str, seconds: float, times: int | None = None) -> ScriptedWorker:
+    """Return a worker whose server answers 429 to all requests, or to the first `times`."""
+    act = Act(0, "close", closes_s=seconds)
+    if times is None:
+        return ScriptedWorker(name, always=act)
+    return ScriptedWorker(name, acts=deque([act] * times))
+
+
+def attempts(*workers: ScriptedWorker) -> list[int]:
+    return [len(worker.requests) for worker in workers]
+
+
+async def ask(kit: Kit) -> tuple[int, str, str | None]:
+    """Return status, code and Retry-After of one answer."""
+    status, body, headers = await kit.post("/v1/completions", model="m", prompt=PROMPT, max_tokens=5)
+    return status, body.get("error", {}).get("code", ""), headers.get("Retry-After")
+
+
+def closed(kit: Kit, worker: str) -> bool:
+    """Return whether the frontend has heard that a worker is closed."""
+    load = kit.plane.external_load(worker)
+    return load is not None and load.closed_s > 0
+
+
+async def test_a_request_is_tried_once_at_each_worker_and_the_client_gets_the_least_time() -> None:
+    """One request made 24 attempts in 10 s before. Now it is one per worker, and nothing counts against the workers' health."""
+    workers = [closing("w0", 45.0), closing("w1", 17.0), closing("w2", 33.0)]
+    async with frontend(*workers) as kit:
+        assert await ask(kit) == (503, "upstream_overloaded", "17")
+        assert attempts(*workers) == [1, 1, 1]
+        assert await ask(kit) == (503, "upstream_overloaded", "17")  # and no worker is asked again
+        assert attempts(*workers) == [1, 1, 1]
+        assert not kit.said(RequestFailed) and not kit.director.breakers.open
+
+
+async def test_the_status_is_the_one_for_overload() -> None:
+    """`--overload-status-code` holds here, too."""
+    async with frontend(closing("w0", 60.0), overload_status_code=429) as kit:
+        assert await ask(kit) == (429, "upstream_overloaded", "60")
+
+
+async def test_other_workers_serve_meanwhile() -> None:
+    """A closed worker gets no new request; requests that it refused are answered by another one."""
+    refusing, open_ = closing("w0", 60.0), ScriptedWorker("w1")
+    async with frontend(refusing, open_) as kit:
+        for _ in range(6):
+            assert (await ask(kit))[0] == 200
+        assert attempts(refusing) <= [1]
+        assert len(open_.requests) == 6
+
+
+async def test_a_worker_is_asked_again_when_its_time_is_over() -> None:
+    """A short time is waited for in the queue instead of refusing the next request."""
+    worker = closing("w0", 3.0, times=1)
+    async with frontend(worker) as kit:
+        assert (await ask(kit))[1] == "upstream_overloaded"
+        later = asyncio.ensure_future(ask(kit))
+        await until(lambda: kit.director.admission.queued("m"))
+        worker.closed_s = 0.0
+        assert (await later)[0] == 200
+        assert attempts(worker) == [2]
+
+
+async def test_a_request_that_waits_in_line_is_not_sent_to_the_worker_that_declined_it() -> None:
+    """Where another worker is only busy, the request waits for that one."""
+    refusing, busy = closing("w0", 60.0), ScriptedWorker("w1", always=Act(None, "finish"))
+    async with frontend(refusing, busy, admission={"inflight_max": 1}) as kit:
+        endpoint = kit.director.table.endpoints["w1", "i1"]
+        endpoint.begin(requests=100)
+        endpoint.holds = 1
+        answer = kit.post("/v1/completions", model="m", prompt=PROMPT, max_tokens=5)
+        asking = asyncio.ensure_future(answer)
+        await until(lambda: refusing.requests)
+        await asyncio.sleep(0.3)
+        assert attempts(refusing) == [1]
+        endpoint.end(requests=100)
+        status, _, _ = await asking
+        assert status == 200 and attempts(refusing, busy) == [1, 1]
+
+
+async def test_a_stream_that_has_begun_waits_for_a_closed_worker() -> None:
+    """A stream that lost its worker is parked while the other one is closed, and continues there when its time is over."""
+    first = ScriptedWorker("w0", acts=deque([Act(3, "disconnect")]), always=Act(0, "error"))
+    second = ScriptedWorker("w1")
+    async with frontend(first) as kit:
+        second.closed_s = 5.0
+        await kit.add(second)
+        await until(lambda: closed(kit, "w1"))
+        asking = asyncio.ensure_future(kit.complete(PROMPT, 8))
+        await until(lambda: kit.director.pending.parked)
+        assert not second.requests
+        second.closed_s = 0.0
+        text, _ = await asking
+        assert text and len(second.requests) == 1

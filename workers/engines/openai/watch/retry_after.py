@@ -1,0 +1,57 @@
+"""Closes a worker to new requests for as long as its upstream asks: an answer 429 or 503 with `Retry-After`.
+
+open ── 429, or 503 with Retry-After ──▶ closed for that long, at most `max_s` ──▶ open
+"""
+
+from collections.abc import Callable, Mapping
+from email.utils import parsedate_to_datetime
+
+import structlog
+
+TOO_MANY, UNAVAILABLE = 429, 503
+DEFAULT_S = 1.0  # of a 429 that does not say how long
+MAX_S = 60.0  # the longest: a wrong header must not close a worker for hours
+
+log = structlog.get_logger(__name__)
+
+
+def retry_after_s(headers: Mapping[str, str]) -> float | None:
+    """Return the seconds that `Retry-After` names; None if it names none. A date counts from the server's own `Date`."""
+    text = headers.get("Retry-After", "").strip()
+    try:
+        if text.replace(".", "", 1).isdecimal():
+            return float(text)
+        at, now = parsedate_to_datetime(text), parsedate_to_datetime(headers.get("Date", ""))
+        return max(0.0, (at - now).total_seconds())
+    except (ValueError, TypeError, OverflowError):
+        return None
+
+
+class RetryGate:
+    """Whether one upstream takes new requests. Canaries have a gate of their own: a busy server may still answer them."""
+
+    def __init__(self, now: Callable[[], float], max_s: float = MAX_S) -> None:
+        """`now`: monotonic seconds. `max_s`: the longest time for which it closes; 0: it never does."""
+        self._now = now
+        self._max_s = max_s
+        self._users_until = float("-inf")
+        self._canaries_until = float("-inf")
+
+    def closed_s(self, *, canary: bool = False) -> float:
+        """Return for how many seconds it stays closed; 0: it is open."""
+        return max(0.0, (self._canaries_until if canary else self._users_until) - self._now())
+
+    def refused(self, status: int, headers: Mapping[str, str], *, canary: bool) -> bool:
+        """Take an answer of this status in. Return whether it closes the gate: then it is no failure of the upstream."""
+        seconds = retry_after_s(headers)
+        if status == TOO_MANY and seconds is None:
+            seconds = DEFAULT_S
+        if status not in (TOO_MANY, UNAVAILABLE) or seconds is None:
+            return False
+        until = self._now() + min(seconds, self._max_s)
+        if self.closed_s(canary=canary) == 0.0 and until > self._now():
+            log.warning("upstream_closed", status=status, seconds=min(seconds, self._max_s))
+        self._users_until = max(self._users_until, until)
+        if canary:
+            self._canaries_until = max(self._canaries_until, until)
+        return True
