@@ -48,6 +48,10 @@ def flagged(model: type[BaseModel]) -> Iterator[tuple[str, list[str], FieldInfo]
             section: type[BaseModel] = field.annotation  # type: ignore[assignment]
             for below, one in section.model_fields.items():
                 yield f"{name}.{below}", [_flag(start, below), *_extra(one, "also", ())], one
+        elif issubclass(field.annotation, BaseModel):  # type: ignore[arg-type]
+            for below, one in field.annotation.model_fields.items():  # type: ignore[union-attr]
+                if flag := _extra(one, "flag", ""):
+                    yield f"{name}.{below}", [flag], one
 
 
 def _flag(start: str, name: str) -> str:

@@ -30,7 +30,17 @@ class AdmissionSettings(Strict):
     queue_s: Positive = 10.0  # in line for a free worker; with deadlines, only for who has none
     fairness_by: tuple[FairnessKey, ...] = ("header", "api_key", "user")  # with deadlines: whose a request is
     retry_budget: Share = 0.2  # with deadlines: repeats of refused requests, of what is none
-    first_token_s: Positive = 120.0  # from then to the first token
+    # From then to the first token. A full server can let a request wait for minutes, and clients give up after 600 s (OpenAI's).
+    first_token_s: Positive = Field(
+        default=300.0,
+        description="seconds that a request may wait for its first token",
+        json_schema_extra={"flag": "--first-token-timeout"},
+    )
+    first_token_s_per_1k: NotNegative = Field(  # slow prefills read 1,000 tokens a second
+        default=1.0,
+        description="seconds more for each 1,000 tokens of its prompt",
+        json_schema_extra={"flag": "--first-token-timeout-per-1k"},
+    )
     body_mb_max: int = Field(default=45, ge=1)  # of one body, inflated
     bodies_mb_max: int = Field(default=512, ge=1)  # of all that are being read
     body_s: Positive = 60.0  # for a request's whole body to come in
@@ -133,6 +143,12 @@ class StreamSettings(Strict):
 
     buffer_bytes_max: int = Field(default=1024 * 1024, ge=4096)  # of one answer that its client has not read
     write_deadline_s: Positive = 30.0  # for a client to read anything at all
+    # Load balancers cut connections that are idle for 60 s, some for 30 s. Errors before it keep their HTTP status.
+    early_head_s: NotNegative = Field(
+        default=15.0,
+        description="seconds without a token until a streaming client gets the head, and between SSE comments; 0: never",
+        json_schema_extra={"flag": "--early-head"},
+    )
 
 
 class LocalBreakerSettings(Strict):

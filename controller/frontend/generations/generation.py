@@ -218,7 +218,7 @@ class Generation:
     def evict(self, others: Collection[Key], *, corrupt: bool) -> None:
         """The fleet took this worker out of service: go on elsewhere, at once if any of `others` can still be tried."""
         attempt, budget = self.output.attempt, self.budget
-        refusal = budget.refusal(self.continuation.length)
+        refusal = budget.refusal(self.continuation.length, begun=bool(self.accepted))
         if attempt is not None and policy.leaves_unhealthy(
             corrupt=corrupt, refusal=refusal, others=others, tried=budget.tried
         ):
@@ -297,7 +297,7 @@ class Generation:
             failure,
             replaced=replaced.original if replaced is not None else None,
             missing_tokens=self.request.sampling.max_tokens - len(self.accepted),
-            refusal=budget.refusal(self.continuation.length),
+            refusal=budget.refusal(self.continuation.length, begun=bool(self.accepted)),
             suspicion=suspicion,
         )
         match decision:

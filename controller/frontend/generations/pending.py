@@ -63,6 +63,7 @@ class PendingGenerations(Generic[W]):
         """Begin with none. `ended` is told of each answer that is over."""
         self._table = table
         self._first_token_s = settings.admission.first_token_s
+        self._first_token_s_per_token = settings.admission.first_token_s_per_1k / 1000
         self._reroute_s = settings.reroute_s
         self._rescheduler = rescheduler
         self._now = now
@@ -110,7 +111,7 @@ class PendingGenerations(Generic[W]):
     def hold(self, generation: W, since: float, room: Reservation | None) -> None:
         """This answer may not be sent yet: it waits as long as for its first token. Meanwhile the room that it was let in with,
         and has given back, is kept for it."""
-        self._parked[generation] = since + self._first_token_s
+        self._parked[generation] = since + self._first_token_limit(generation)
         if room is not None:
             self._rooms[generation] = room.again()
 
@@ -188,6 +189,10 @@ class PendingGenerations(Generic[W]):
             for generation in self._preemption.resume(self._admission.best_waiting, model):
                 self.park(generation, self._now())
 
+    def _first_token_limit(self, generation: W) -> float:
+        """Return the seconds that an answer may wait for its first token: long prompts take long to read."""
+        return self._first_token_s + self._first_token_s_per_token * len(generation.request.prompt)
+
     def tick(self) -> None:
         """Give up what has waited too long."""
         now = self._now()
@@ -199,5 +204,5 @@ class PendingGenerations(Generic[W]):
                 generation.give_up("no_worker")
         for generation in list(self._begun):
             knobs = self._table.knobs(generation.request.model)
-            if now - generation.stats.began_at > self._first_token_s * knobs.latency:
+            if now - generation.stats.began_at > self._first_token_limit(generation) * knobs.latency:
                 generation.give_up("first_token_timeout")

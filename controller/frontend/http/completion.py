@@ -201,7 +201,7 @@ class Completion:
     def headers(self) -> dict[str, str]:
         """What the answer's headers say of the choice of its worker."""
         name = self.worker if self.worker.isprintable() else ascii(self.worker)  # it registers as it likes
-        headers, first = {"X-Holdfast-Worker": name}, self.generations[0].first_attempt
+        headers, first = {"X-Holdfast-Worker": name} if name else {}, self.generations[0].first_attempt
         why = first.explained if first is not None else None
         if why is not None:
             headers[EXPLAIN] = json.dumps(_shortened(why))

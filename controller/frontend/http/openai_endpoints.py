@@ -153,7 +153,7 @@ class OpenAiEndpoints:
         if parsed.stream:
             if transport is None:
                 raise asyncio.CancelledError
-            open_stream = partial(self._stream, transport, head, headers)
+            open_stream = partial(self._stream, transport, head, headers, arrived)
         completion = Completion(self._director, admitted, format, open_stream)
         stream = completion.stream
         error = await self._run(completion, stream, reservation)
@@ -190,15 +190,21 @@ class OpenAiEndpoints:
         return msgspec.structs.replace(admitted, first_token_by=until), tokens, reservation
 
     def _stream(
-        self, transport: asyncio.Transport, head: Head, headers: dict[str, str], completion: Completion
+        self,
+        transport: asyncio.Transport,
+        head: Head,
+        headers: dict[str, str],
+        arrived: float,
+        completion: Completion,
     ) -> SseStream:
-        """Return a completion's stream. What its head says of the worker is known with the first token only."""
+        """Return a completion's stream. Its head names the worker that it is with when the head is sent."""
         return SseStream(
             transport,
             self._director.settings.stream,
             chunked=head.chunked,
             head=lambda: response_head(head, headers | completion.headers),
             overflow=partial(self._cut, completion),
+            began_at=arrived,
         )
 
     async def _admitted(
@@ -262,6 +268,9 @@ class OpenAiEndpoints:
         for stream in [*self.completions.values(), *self._unread]:
             if stream is not None:
                 stream.check(now)
+        for stream in self.completions.values():
+            if stream is not None:
+                stream.await_token(now)
         self._unread = {stream: None for stream in self._unread if stream.waiting}
 
     def drain(self) -> None:

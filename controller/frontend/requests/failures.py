@@ -116,7 +116,7 @@ class MigrationBudget(msgspec.Struct):
 
     limit: int
     max_seq_len: int | None = None
-    forbidden: str = ""  # why it may not move at all: guided_decoding, n_over_1
+    forbidden: str = ""  # why it may not move once a token was accepted: guided_decoding, n_over_1
     spent: int = 0  # attempts that cost budget, the first one included
     tried: frozenset[Key] = frozenset()  # nearly always nowhere
     failed: frozenset[Key] = frozenset()  # of those, where it must never go again
@@ -137,12 +137,13 @@ class MigrationBudget(msgspec.Struct):
         """Whether a worker may be asked again when its connection is back."""
         return self.tried > self.failed
 
-    def refusal(self, length: int) -> str:
-        """Return why a request of `length` tokens may not be sent again; empty if it may.
+    def refusal(self, length: int, *, begun: bool = True) -> str:
+        """Return why a request of `length` tokens may not be sent again; empty if it may. `begun`: a token was accepted; before,
+        any request may be sent again, because nothing of its answer has to be continued.
 
         Exactly at the cap is still allowed: only more disables migration.
         """
-        if self.forbidden:
+        if self.forbidden and begun:
             return self.forbidden
         if self.over_cap(length):
             return "over_cap"

@@ -1,7 +1,8 @@
 """One HTTP response as a stream of server-sent events, written straight to the transport.
 
 Everything that one turn of the loop brings for a stream becomes one write; each token stays its own event.
-The head goes out with the first event, so that whatever fails before the first token is a proper HTTP error.
+The head goes out with the first event, so that whatever fails before the first token is a proper HTTP error; or after
+`early_head_s` without a token: from then on errors are events of the stream.
 Nobody waits for a client: what he does not read is buffered up to a bound and a deadline, past which he is cancelled.
 """
 
@@ -20,6 +21,7 @@ from controller.frontend.settings import StreamSettings
 
 DONE = b"data: [DONE]\n\n"
 KEEP_ALIVE = b": waiting for a worker\n\n"
+NO_TOKEN_YET = b": waiting for the first token\n\n"
 
 
 class SseStream:
@@ -31,6 +33,8 @@ class SseStream:
         "_limits",
         "_moved_at",
         "_overflow",
+        "_quiet_at",
+        "_quiet_bytes",
         "_seen",
         "_transport",
         "_written",
@@ -47,11 +51,12 @@ class SseStream:
         chunked: bool,
         head: Callable[[], bytes],
         overflow: Callable[["SseStream", str], None],
+        began_at: float = 0.0,
     ) -> None:
         """Write to this connection, `chunked` if the client speaks HTTP/1.1, within the settings' limits.
 
         `head` makes the response's head and is asked once, with the first event; `overflow` is told why the client must be
-        cut off.
+        cut off. `began_at`: monotonic seconds, when the request came.
         """
         self._transport = transport
         self._limits = limits
@@ -61,6 +66,10 @@ class SseStream:
         self._written = 0
         self._seen = 0  # bytes that had left our buffer when we looked last
         self._moved_at: float | None = None  # None: nothing is waiting
+        self._quiet_at = (
+            began_at  # when the request came, or the last comment before the first token went out
+        )
+        self._quiet_bytes = 0  # what was written by then: as long as no more is, no token has come
         self.parts: list[bytes] = []
         self.started = False
         self.ended = False
@@ -87,10 +96,19 @@ class SseStream:
         if transport.get_write_buffer_size() > self._limits.buffer_bytes_max:
             self._overflow(self, "the client does not read what it asked for")
 
-    def keep_alive(self) -> None:
+    def keep_alive(self, comment: bytes = KEEP_ALIVE) -> None:
         """Send a comment, which clients ignore, where nothing else may come for a while."""
-        self.parts.append(KEEP_ALIVE)
+        self.parts.append(comment)
         self.flush()
+
+    def await_token(self, now: float) -> None:
+        """Send the head and a comment if no token has come for `early_head_s`, so that no proxy takes the connection for idle.
+        `now`: monotonic seconds."""
+        every_s = self._limits.early_head_s
+        if not every_s or self._written != self._quiet_bytes or now - self._quiet_at < every_s:
+            return
+        self.keep_alive(NO_TOKEN_YET)
+        self._quiet_at, self._quiet_bytes = now, self._written
 
     def check(self, now: float) -> None:
         """Cancel the client if bytes have waited for `write_deadline_s`, none of them moving. `now`: monotonic seconds."""

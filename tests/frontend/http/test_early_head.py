@@ -1,0 +1,88 @@
+"""A streaming client that waits long for its first token gets the head and SSE comments, so that no proxy cuts the connection."""
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import aiohttp
+from frontend_kit import Kit, frontend, until
+from scripted_worker import Act, ScriptedWorker
+
+COMMENT = b": waiting for the first token\n"
+BODY = {"model": "m", "prompt": [300, 301], "max_tokens": 3}
+
+
+def held(how: str = "finish", after: int = 0) -> tuple[ScriptedWorker, asyncio.Event]:
+    """Return a worker that says nothing until the event, and the event."""
+    hold = asyncio.Event()
+    return ScriptedWorker("w1", always=Act(after, "error", hold=hold, error="engine_error: it broke")), hold
+
+
+@asynccontextmanager
+async def asking(kit: Kit, worker: ScriptedWorker) -> AsyncIterator[aiohttp.ClientResponse]:
+    """Yield the response to a streamed request whose head has come before any token."""
+    request = asyncio.ensure_future(kit.http.post(kit.url + "/v1/completions", json=BODY | {"stream": True}))
+    await until(lambda: worker.active)
+    kit.api.openai.check(kit.director.now())
+    await asyncio.sleep(0.05)
+    assert not request.done()
+    kit.api.openai.check(kit.director.now() + 16.0)
+    async with asyncio.timeout(20):
+        response = await request
+    yield response
+    response.close()
+
+
+async def test_the_head_and_comments_come_while_no_token_does() -> None:
+    """After 15 s, and again every 15 s; the token events follow as usual, and no comment comes behind them."""
+    worker = ScriptedWorker("w1", step_s=0.3)
+    async with frontend(worker) as kit, asking(kit, worker) as response:
+        assert response.status == 200
+        assert response.headers["Content-Type"].startswith("text/event-stream")
+        assert response.headers["X-Holdfast-Worker"] == "w1"
+        assert await response.content.readline() == COMMENT
+        await until(lambda: not worker.active)
+        kit.api.openai.check(kit.director.now() + 1000.0)
+        lines = (await response.read()).splitlines()
+        events = [line for line in lines if line.startswith(b"data: ")]
+        assert events[-1] == b"data: [DONE]" and len(events) == 5
+        assert COMMENT.strip() not in lines
+
+
+async def test_an_error_after_the_head_is_an_event_of_the_stream() -> None:
+    """The status is 200 by then: the error has the same body as it would have had, as an event."""
+    worker, hold = held()
+    async with frontend(worker, migration_limit=0) as kit, asking(kit, worker) as response:
+        assert await response.content.readline() == COMMENT
+        hold.set()
+        lines = [line for line in (await response.read()).splitlines() if line]
+        assert json.loads(lines[-1].removeprefix(b"data: "))["error"]["code"] == "engine_error"
+
+
+async def test_comments_are_repeated_and_can_be_turned_off() -> None:
+    """`--early-head 0`: nothing is sent before the first token, and an error keeps its status."""
+    for every_s, comments in ((15.0, 3), (0.0, 0)):
+        worker, hold = held()
+        async with frontend(worker, migration_limit=0, stream={"early_head_s": every_s}) as kit:
+            asked = kit.http.post(kit.url + "/v1/completions", json=BODY | {"stream": True})
+            request = asyncio.ensure_future(asked)
+            await until(lambda worker=worker: worker.active)
+            for number in range(1, 7):  # in steps of 8 s: 16, 32 and 48 s
+                kit.api.openai.check(kit.director.now() + 8.0 * number)
+            hold.set()
+            response = await request
+            assert response.status == (200 if comments else 500)
+            assert (await response.read()).count(COMMENT.strip()) == comments
+
+
+async def test_answers_that_are_not_streamed_get_nothing_early() -> None:
+    """A whole answer has one status, which is known at its end."""
+    worker, hold = held()
+    async with frontend(worker, migration_limit=0) as kit:
+        asking = asyncio.ensure_future(kit.post("/v1/completions", **BODY))
+        await until(lambda: worker.active)
+        kit.api.openai.check(kit.director.now() + 100.0)
+        hold.set()
+        status, _, _ = await asking
+        assert status == 500
